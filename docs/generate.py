@@ -69,6 +69,7 @@ def documents() -> Iterator[tuple[Path, str]]:
     yield REFERENCE / "http.md", HEADER + http()
     yield REFERENCE / "metrics.md", HEADER + metrics()
     yield REFERENCE / "modules.md", HEADER + modules()
+    yield Path("docs/composition.md"), HEADER + composition()
     for name in (
         "add-a-policy.md",
         "eviction.md",
@@ -398,6 +399,12 @@ def models() -> str:
         "recurrent state, RoPE scaling of type `dynamic`, attention without the interface, and\n"
         "models without `position_ids`.\n"
     )
+
+
+def composition() -> str:
+    """Which features work together, by the committed results."""
+    made = runpy.run_path(str(ROOT / "docs" / "composition_page.py"))["page"](ROOT)
+    return str(made)
 
 
 def metrics() -> str:

@@ -6,8 +6,10 @@ ed_2         decode only, cap 2: retains the newest token, which the next token 
 ed_65        the same with a cap of `every` + 1: Algorithm 2 with a cap of 65
 bm_CAP       prompt and output within CAP tokens by average attention: Algorithm 1
 end_CAP      down to CAP tokens once, after prefill, by the same rule
+decode_CAP   within CAP tokens while decoding, by the same rule: decode-only eviction of one quality
 
-Source: Metel et al. 2025 (Batch-Max), Algorithms 1 and 2, section 4. The paper has no `end_CAP`.
+Source: Metel et al. 2025 (Batch-Max), Algorithms 1 and 2, section 4. The paper has no `end_CAP` and
+no `decode_CAP`.
 """
 
 from collections.abc import Sequence
@@ -56,6 +58,23 @@ def prefill_end(cap: int) -> EvictionArm:
         evict=f"average:cap={cap},when=prefill_end",
         label=f"end of prefill, cap {cap:,}",
     )
+
+
+def decode_by_rule(cap: int, every: int) -> EvictionArm:
+    """Decode-only eviction by the average attention rule: the whole prompt is prefilled first.
+
+    At most half of the cap is evicted at once.
+    """
+    return EvictionArm(
+        name=decode_name(cap),
+        evict=f"average:cap={cap},every={min(every, cap // 2)},when=decode",
+        label=f"decode only, cap {cap:,}",
+    )
+
+
+def decode_name(cap: int) -> str:
+    """Name of the arm of decode-only eviction with a cap."""
+    return f"decode_{cap}"
 
 
 def bm_name(cap: int) -> str:

@@ -32,7 +32,8 @@ def batch_max(  # noqa: PLR0913 - one parameter per option
     settings: Settings,
     *,
     parts: Annotated[
-        str, typer.Option(help="Comma-separated parts: speed, quality; default: all.")
+        str,
+        typer.Option(help="Comma-separated parts: speed, equal_quality, quality; default: all."),
     ] = "",
     repeats: Annotated[
         int,

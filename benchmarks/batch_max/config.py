@@ -2,7 +2,17 @@
 
 from dataclasses import dataclass, field
 
-from benchmarks.batch_max.arms import ED, FKV, EvictionArm, arms_of, bm_name
+from benchmarks.batch_max.arms import (
+    ED,
+    FKV,
+    EvictionArm,
+    arms_of,
+    batch_max,
+    bm_name,
+    decode_by_rule,
+    decode_only,
+    full_kv,
+)
 from benchmarks.common.workload import SHAPES
 from quire.errors import ConfigError
 
@@ -11,6 +21,10 @@ TASKS = (
     *("copy", "headline", "variables", "labels", "arithmetic"),
 )
 """All tasks, fixed before any run; none is dropped afterwards."""
+
+
+EQUAL_SHARE = 0.1875
+"""Measured by part quality on quire-tiny; see the results log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +42,9 @@ class SpeedConfig:
         repeats: interleaved rounds of the claimed variants in the claimed pool.
         other_repeats: number of first rounds that also run all other variants and pools.
         continuous_prompts: requests submitted at once to the default engine; 0 skips this run.
+        equal_prompts: requests of part equal_quality, submitted at once to the default engine.
+        equal_share: cap of decode-only eviction, as a fraction of the prompt, that has the quality
+            of Batch-Max at its first cap: claim `equal_quality_decode_share` of part quality.
     """
 
     model: str = "125m"
@@ -41,6 +58,8 @@ class SpeedConfig:
     repeats: int = 5
     other_repeats: int = 1
     continuous_prompts: int = 8
+    equal_prompts: int = 16
+    equal_share: float = EQUAL_SHARE
 
     def __post_init__(self) -> None:
         context = SHAPES[self.model]().max_position_embeddings
@@ -69,6 +88,18 @@ class SpeedConfig:
         caps = self.caps if pool == self.claimed_pool else self.caps[:1]
         return arms_of(caps, self.every)
 
+    @property
+    def equal_arm(self) -> EvictionArm:
+        """Decode-only eviction with the quality of Batch-Max at its first cap."""
+        cap = int(self.equal_share * self.prompt_tokens)
+        return decode_by_rule(cap, self.every)
+
+    def equal_arms(self, number: int) -> tuple[EvictionArm, ...]:
+        """Arms of round `number`, from 0, of part equal_quality."""
+        bm = batch_max(self.caps[0], self.every)
+        others = (full_kv(), decode_only(2)) if number < self.other_repeats else ()
+        return (*others, bm, self.equal_arm)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QualityConfig:
@@ -82,6 +113,8 @@ class QualityConfig:
         samples: prompts of each task.
         pool: KV memory, in rows of full KV.
         shares: caps of Batch-Max as fractions of `tokens`, ascending; the claims use the first.
+        decode_shares: caps of decode-only eviction by the same rule, as fractions of `tokens`,
+            ascending; the one with the quality of Batch-Max is interpolated between them.
         every: tokens evicted at a time.
         wanted: required fraction (0 to 1) of full KV's quality.
     """
@@ -93,6 +126,7 @@ class QualityConfig:
     samples: int = 48
     pool: int = 8
     shares: tuple[float, ...] = (0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
+    decode_shares: tuple[float, ...] = (0.125, 0.1875, 0.25)
     every: int = 16
     wanted: float = 0.975
 
@@ -107,8 +141,14 @@ class QualityConfig:
         return self.tokens + self.new_tokens
 
     def arms(self) -> tuple[EvictionArm, ...]:
-        """The paper's arms, and the arm that evicts after prefill."""
-        return arms_of(self.caps, self.every)
+        """The paper's arms, and those that evict after prefill."""
+        decoding = (decode_by_rule(cap, self.every) for cap in self.decode_caps)
+        return (*arms_of(self.caps, self.every), *decoding)
+
+    @property
+    def decode_caps(self) -> tuple[int, ...]:
+        """Caps of decode-only eviction, in tokens."""
+        return tuple(int(share * self.tokens) for share in self.decode_shares)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +172,7 @@ QUICK_BATCH_MAX = BatchMaxConfig(
         pools=(2,),
         repeats=1,
         continuous_prompts=4,
+        equal_prompts=4,
     ),
     quality=QualityConfig(
         tasks=("lines", "niah", "labels"),

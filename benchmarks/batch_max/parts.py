@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from benchmarks.batch_max.config import BatchMaxConfig
+from benchmarks.batch_max.equal import run_equal
 from benchmarks.batch_max.quality import run_quality
 from benchmarks.batch_max.speed import run_speed
 from benchmarks.common.graded_prompts import PromptMakerFor
@@ -26,4 +27,8 @@ def make_parts(
         model = load()
         return run_quality(model, config.quality, prompt_maker_for(model))
 
-    return {"speed": lambda config: run_speed(config.speed), "quality": quality}
+    return {
+        "speed": lambda config: run_speed(config.speed),
+        "equal_quality": lambda config: run_equal(config.speed),
+        "quality": quality,
+    }

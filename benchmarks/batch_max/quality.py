@@ -7,8 +7,9 @@ divided by full KV's score.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import pairwise
 
-from benchmarks.batch_max.arms import FKV, EvictionArm, bm_name
+from benchmarks.batch_max.arms import FKV, EvictionArm, bm_name, decode_name
 from benchmarks.batch_max.batches import batch_sizes, largest_of, rows_that_fit
 from benchmarks.batch_max.config import QualityConfig
 from benchmarks.batch_max.judged import Batches, Encoded, Judged, judge
@@ -111,10 +112,27 @@ def least_good_share(config: QualityConfig, found: Sequence[Judged]) -> float | 
     return best
 
 
+def equal_decode_share(config: QualityConfig, found: Sequence[Judged]) -> float | None:
+    """Cap of decode-only eviction (fraction of the prompt) with the quality of Batch-Max.
+
+    Batch-Max has its first cap. Quality between two measured caps is interpolated. None if it is
+    outside of the measured caps, or if no cap was measured.
+    """
+    wanted = quality_over_full(found, bm_name(config.caps[0]))
+    shares = zip(config.decode_shares, config.decode_caps, strict=True)
+    known = [(share, quality_over_full(found, decode_name(cap))) for share, cap in shares]
+    for (share, quality), (next_share, next_quality) in pairwise(known):
+        if quality <= wanted <= next_quality and quality < next_quality:
+            part = (wanted - quality) / (next_quality - quality)
+            return share + part * (next_share - share)
+    return None
+
+
 def claims(config: QualityConfig, found: Sequence[Judged]) -> Numbers:
     """Quality over full KV at every cap; `bm_quality_over_fkv` uses the first cap.
 
     `bm_good_cap_share` exists if some cap and every larger one have the wanted quality.
+    `equal_quality_decode_share`: see `equal_decode_share`.
     """
     made: Numbers = {"bm_quality_over_fkv": quality_over_full(found, bm_name(config.caps[0]))}
     for arm in config.arms():
@@ -123,6 +141,9 @@ def claims(config: QualityConfig, found: Sequence[Judged]) -> Numbers:
     share = least_good_share(config, found)
     if share is not None:
         made["bm_good_cap_share"] = share
+    equal = equal_decode_share(config, found)
+    if equal is not None:
+        made["equal_quality_decode_share"] = equal
     made["tasks_full_kv_fails"] = sum(c.score == 0 for c in found if c.arm == FKV)
     return made
 
@@ -131,13 +152,16 @@ def _key(config: QualityConfig, arm: EvictionArm) -> str:
     """Claim name of an arm, with its cap as a percentage of the prompt."""
     kind, _, cap = arm.name.partition("_")
     shares = dict(zip(map(str, config.caps), config.shares, strict=True))
+    if kind == "decode":
+        shares = dict(zip(map(str, config.decode_caps), config.decode_shares, strict=True))
     if cap not in shares or kind == "ed":
         return arm.name
     return f"{kind}_{100 * shares[cap]:g}".replace(".", "_")
 
 
 def _label(config: QualityConfig, arm: EvictionArm) -> str:
-    shares: Mapping[int, float] = dict(zip(config.caps, config.shares, strict=True))
+    decoding = dict(zip(config.decode_caps, config.decode_shares, strict=True))
+    shares: Mapping[int, float] = decoding | dict(zip(config.caps, config.shares, strict=True))
     cap = int(arm.name.partition("_")[2] or 0)
     known = cap in shares and not arm.name.startswith("ed")
     return arm.label + (f" ({100 * shares[cap]:g} %)" if known else "")

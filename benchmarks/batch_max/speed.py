@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.batch_max.arms import ED, FKV, bm_name
 from benchmarks.batch_max.config import SpeedConfig
+from benchmarks.batch_max.floor import floor_claims, measure_limits
 from benchmarks.batch_max.timed import CONTINUOUS, STATIC, ArmTime, ArmTimer, measure
 from benchmarks.common.models import random_model
 from benchmarks.common.result import Chart, Numbers, PartResult, Table
@@ -21,14 +22,22 @@ Round = Sequence[ArmTime]
 def run_speed(config: SpeedConfig) -> PartResult:
     """Run the part."""
     model = random_model(SHAPES[config.model](), dtype=getattr(torch, config.dtype))
-    rounds = list(measure(ArmTimer(model, config), config))
+    timer = ArmTimer(model, config)
+    rounds = list(measure(timer, config))
     modes = [STATIC] + [CONTINUOUS] * any(t.mode == CONTINUOUS for t in rounds[0])
     return PartResult(
-        claims=claims(config, rounds),
+        claims=claims(config, rounds) | _floor(config, timer),
         tables=tuple(_table(config, rounds, mode) for mode in modes),
         charts=(_chart(config, rounds),),
         raw={"rounds": [[time.to_json() for time in found] for found in rounds]},
     )
+
+
+def _floor(config: SpeedConfig, timer: ArmTimer) -> Numbers:
+    arms = {arm.name: arm for arm in config.arms(config.claimed_pool)}
+    batches = {name: timer.batch(arm, config.claimed_pool) for name, arm in arms.items()}
+    block_rows = batches[bm_name(config.caps[0])] * config.every
+    return floor_claims(config, measure_limits(config, block_rows), batches)
 
 
 def times_of(rounds: Sequence[Round], mode: str, pool: int, arm: str) -> list[ArmTime]:
@@ -61,7 +70,7 @@ def claims(config: SpeedConfig, rounds: Sequence[Round]) -> Numbers:
         made[f"bm_over_{name}_throughput"] = by_pool[config.claimed_pool]
         made |= {f"bm_over_{name}_throughput_b{pool}": value for pool, value in by_pool.items()}
     for key in dict.fromkeys((t.mode, t.pool, t.arm) for found in rounds for t in found):
-        made |= _arm_claims(times_of(rounds, *key))
+        made |= arm_claims(times_of(rounds, *key))
     if any(t.mode == CONTINUOUS for t in rounds[0]):
         for arm in config.arms(config.claimed_pool)[1:]:
             over = ratio(rounds, CONTINUOUS, config.claimed_pool, arm.name, FKV)
@@ -69,7 +78,8 @@ def claims(config: SpeedConfig, rounds: Sequence[Round]) -> Numbers:
     return made
 
 
-def _arm_claims(times: Sequence[ArmTime]) -> Numbers:
+def arm_claims(times: Sequence[ArmTime]) -> Numbers:
+    """Median tokens per second, batch and peak bytes of an arm."""
     first = times[0]
     prefix = "continuous" if first.mode == CONTINUOUS else f"b{first.pool}"
     name = f"{prefix}_{first.arm}"

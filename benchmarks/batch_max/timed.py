@@ -1,6 +1,6 @@
 """Times of the arms in one KV memory: in the paper's static batches, and in continuous batching."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -97,11 +97,11 @@ class ArmTimer:
             return self.static(arm, pool)
         return self._time(STATIC, arm, pool, engine, done)
 
-    def continuous(self, arm: EvictionArm) -> ArmTime:
+    def continuous(self, arm: EvictionArm, num_prompts: int) -> ArmTime:
         """Run many requests at once with continuous batching and chunked prefill."""
         pool = self._config.claimed_pool
         engine = self._engine(arm, pool, ScheduleConfig(low_watermark=1.0))
-        prompts = self._prompts(self._config.continuous_prompts, self._config.prompt_tokens)
+        prompts = self._prompts(num_prompts, self._config.prompt_tokens)
         done = generate_all(engine, prompts, self._config.new_tokens)
         return self._time(CONTINUOUS, arm, pool, engine, done)
 
@@ -166,9 +166,6 @@ def measure(timer: ArmTimer, config: SpeedConfig) -> Iterator[list[ArmTime]]:
             for arm in config.arms_of_round(i, pool)
         ]
         if config.continuous_prompts and i < config.other_repeats:
-            found += _continuous(timer, config.arms(config.claimed_pool))
+            arms = config.arms(config.claimed_pool)
+            found += [timer.continuous(arm, config.continuous_prompts) for arm in arms]
         yield found
-
-
-def _continuous(timer: ArmTimer, arms: Sequence[EvictionArm]) -> list[ArmTime]:
-    return [timer.continuous(arm) for arm in arms]

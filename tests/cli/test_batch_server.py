@@ -156,3 +156,56 @@ def test_a_response_that_is_not_json_gets_an_error_record(files):
         _, records = batch(files(LINES[0]), url, code=1)
 
     assert records[1]["error"]["message"] == "<html>"
+
+
+def openai_line(url="/v1/completions", **body):
+    return {"custom_id": "a", "url": url, "body": body}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (openai_line(prompt="x", temperature=float("nan")), "expected finite numbers"),
+        (openai_line("/v1/a\nb", prompt="x"), "expected url as a path"),
+        (openai_line("/v1/" + "a" * 70_000, prompt="x"), "expected url as a path"),
+    ],
+)
+def test_a_line_that_is_no_request_gets_an_error_record_and_the_others_run(files, line, message):
+    server = Server()
+    with answering(server) as url:
+        _, records = batch(files(line, LINES[3]), url, code=1)
+
+    assert len(server.bodies) == 1
+    assert message in records[1]["error"]["message"]
+    assert records[2]["text"] == "out"
+
+
+def test_a_text_that_utf_8_cannot_encode_is_sent_with_escapes(files):
+    server = Server()
+    with answering(server) as url:
+        batch(files(openai_line(prompt="\ud800")), url)
+
+    assert server.bodies[0][1]["prompt"] == "\ud800"
+
+
+def test_a_response_that_cannot_be_read_fails_its_line_alone(files):
+    server = Server((200, {"content-encoding": "gzip"}, b"no gzip"))
+    with answering(server) as url:
+        _, records = batch(files(LINES[0], LINES[3]), url, "--max-concurrency", "1", code=1)
+
+    assert "the request failed" in records[1]["error"]["message"]
+    assert records[2]["text"] == "out"
+
+
+@pytest.mark.parametrize(
+    ("url", "key", "message"),
+    [
+        ("http://127.0.0.1:port", "k", "expected --base-url"),
+        ("http://", "k", "expected --base-url"),
+        ("http://127.0.0.1:1", "\u00e9", "printable ASCII"),
+    ],
+)
+def test_an_invalid_url_or_key_is_refused(files, url, key, message):
+    result, _ = batch(files(LINES[0]), url, "--api-key", key, code=2)
+
+    assert message in result.stderr

@@ -228,8 +228,8 @@ def test_serve_reads_the_key_of_the_default_tenant(quire, monkeypatch, arguments
     quire("serve", "--no-verify", "--kv-memory", "2MiB", "--port", "0", *arguments)
 
     [keys] = calls
-    key = arguments[-1] if arguments else "sk-variable-1"
-    assert keys.tenant_of(f"Bearer {key}") == "default"
+    for key in ("sk-variable-1", *arguments[1:]):
+        assert keys.tenant_of(f"Bearer {key}") == "default"
     with pytest.raises(Unauthorized):
         keys.tenant_of(None)
 
@@ -244,6 +244,21 @@ def test_serve_refuses_a_port_in_use_before_the_model_is_loaded(quire, monkeypat
 
 
 @pytest.mark.parametrize(
+    ("arguments", "source"),
+    [((), "the environment variable QUIRE_API_KEY"), (("--api-key", "sk-option-1"), "--api-key")],
+)
+def test_a_key_of_the_default_tenant_needs_that_tenant(quire, monkeypatch, arguments, source):
+    monkeypatch.setenv("QUIRE_API_KEY", "sk-variable-1")
+
+    result = quire("serve", "--tenants", "a;b", *arguments)
+
+    assert result.exit_code == 2
+    assert f"{source} has a key of tenant 'default', but --tenants only names a, b" in " ".join(
+        result.stderr.split()
+    )
+
+
+@pytest.mark.parametrize(
     ("flags", "message"),
     [
         (("--port", "70000"), "a port from 0 to 65535"),
@@ -251,6 +266,7 @@ def test_serve_refuses_a_port_in_use_before_the_model_is_loaded(quire, monkeypat
         (("--max-body", "much"), "not a size"),
         (("--header-timeout", "0"), "header-timeout > 0"),
         (("--header-timeout", "nan"), "header-timeout > 0"),
+        (("--timeout-keep-alive", "0"), "timeout-keep-alive > 0"),
         (("--unknown-fields", "keep"), "one of refuse, warn, got 'keep'"),
         (("--tokenizer-threads", "0"), "1 to 64 tokenizer-threads"),
         (("--served-model-name", ""), "served-model-name"),
@@ -397,3 +413,22 @@ def test_serve_refuses_an_unreadable_certificate_before_the_model_is_loaded(quir
 
     assert result.exit_code == 2
     assert "cannot read --ssl-certfile none.pem: No such file or directory" in result.stderr
+
+
+def test_serve_refuses_a_file_without_keys_before_the_model_is_loaded(quire, tmp_path):
+    path = tmp_path / "keys.toml"
+    path.write_text("# a = 'sk-a-2f0c77d1'\n")
+
+    result = quire("serve", "./no-such-model", "--tenant-keys", path)
+
+    assert result.exit_code == 2
+    assert "expected at least one API key, got none" in " ".join(result.stderr.split())
+
+
+def test_serve_refuses_a_short_metrics_key_before_the_model_is_loaded(quire, monkeypatch):
+    monkeypatch.setenv("QUIRE_METRICS_KEY", "short")
+
+    result = quire("serve", "./no-such-model")
+
+    assert result.exit_code == 2
+    assert "QUIRE_METRICS_KEY: expected at least 8" in " ".join(result.stderr.split())

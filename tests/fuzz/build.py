@@ -1,37 +1,32 @@
-"""Models and engines of cases."""
+"""Engines of cases."""
 
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from functools import cache
 
 import pytest
 from transformers.pytorch_utils import Conv1D
 
 from fuzz.case import Case, RequestCase
+from fuzz.models import constants_of, model_of, resident_model_of
 from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import ConfigError, NeverFits, UnsoundCombination
-from quire.models.loader import LoadedModel, load_model
+from quire.offload.tiers.host import HostTier
+from quire.offload.tiers.lru import LRUTier
+from quire.offload.tiers.server import StoreServer
+from quire.plan.rates import PrefillRates
 from quire.scheduler.schedule_config import ScheduleConfig
-from support.engines import load
 from support.exact_products import use_exact_products
 from support.kv_options import kv_config
 
 AMPLE_BYTES = 8 << 20
 AMPLE_TINY_BYTES = 64 << 20  # for quire-tiny
+ROOM_FOR_ALL = 6.0  # units in which every request fits
 GROWTH, MOST_GROWTHS = 1.12, 40
-TOO_SMALL = ("does not fit", "holds not", "too small", "no room")
-
-
-@cache
-def model_of(name: str) -> LoadedModel:
-    """One model for all engines of a process."""
-    if name == "quire-tiny":
-        return load_model(name, dtype="float32", device="cpu", verify=False)
-    architecture, _, times = name.partition("*")
-    return load(architecture, times=int(times or 1))
+TIER_BYTES = 16 << 20
 
 
 @contextmanager
@@ -49,6 +44,21 @@ def _exact_conv(layer: Conv1D, x):
     return product.to(x.dtype)
 
 
+@contextmanager
+def with_tiers(case: Case) -> Iterator[Case]:
+    """The case with options for its tiers, which exist until the context ends."""
+    with ExitStack() as undo:
+        options: dict[str, object] = {}
+        if "disk" in case.tiers:
+            folder = undo.enter_context(tempfile.TemporaryDirectory(prefix="tier-"))
+            options |= {"disk_memory": TIER_BYTES, "disk_path": folder}
+        if "remote" in case.tiers:
+            server = StoreServer(LRUTier(HostTier(TIER_BYTES)))
+            undo.callback(server.close)
+            options["remote"] = "{}:{}".format(*server.address)
+        yield replace(case, kv={**case.kv, **options}) if options else case
+
+
 def ample_bytes(case: Case) -> int:
     """Memory for all requests of a case at once."""
     return AMPLE_TINY_BYTES if case.model == "quire-tiny" else AMPLE_BYTES
@@ -56,20 +66,26 @@ def ample_bytes(case: Case) -> int:
 
 def ample_engine(case: Case, **schedule: object) -> Engine:
     """An engine that has room for all, and computes what the case's does."""
-    same = ("page_tokens", "codec", "evict", "attention")
+    same = ("page_tokens", "codec", "evict", "evict_allow", "attention")
     kv = {name: case.kv[name] for name in same if name in case.kv}
     config = kv_config(
         memory=ample_bytes(case),
         enable_prefix_caching=False,
-        evict_allow=_allowed(case),
         record_evictions=True,
-        **kv,
+        **{"evict_allow": _allowed(case)} | _constants(case) | kv,
     )
-    return Engine(model_of(case.model), config, ScheduleConfig(**schedule))
+    if "batch_invariant" in case.schedule:
+        schedule["batch_invariant"] = case.schedule["batch_invariant"]
+    return Engine(resident_model_of(case), config, ScheduleConfig(**schedule))
 
 
 def _allowed(case: Case) -> str:
     return "none" if case.kv.get("evict", "full") == "full" else ""
+
+
+def _constants(case: Case) -> dict[str, object]:
+    folder = constants_of(case.model, str(case.kv.get("codec", "none")))
+    return {"constants": folder} if folder else {}
 
 
 def try_options(case: Case) -> None:
@@ -80,7 +96,7 @@ def try_options(case: Case) -> None:
     """
     ample = ample_bytes(case)
     host, stream = ample * bool(case.host_room), ample * bool(case.stream_room)
-    _start(case, ample, host, stream)
+    _start(case, ample, host, stream).close()
 
 
 def scarce_engine(case: Case, unit_bytes: int) -> Engine:
@@ -93,13 +109,20 @@ def scarce_engine(case: Case, unit_bytes: int) -> Engine:
     Raises:
         ConfigError, NeverFits: also many times that memory is too small.
     """
+    if case.room >= ROOM_FOR_ALL:
+        with suppress(ConfigError):  # the refusal follows, or more memory is needed
+            return _start(case, *(int(n * unit_bytes) for n in _rooms(case)))
+        try_options(case)
     for growth in range(MOST_GROWTHS):
         scale = unit_bytes * GROWTH**growth
-        sizes = [int(room * scale) for room in (case.room, case.host_room, case.stream_room)]
+        sizes = [int(room * scale) for room in _rooms(case)]
         try:
             probe = _start(case, *sizes)
-            for number, request in enumerate(case.requests):
-                submit(probe, f"r{number}", request)
+            try:
+                for number, request in enumerate(case.requests):
+                    submit(probe, f"r{number}", request)
+            finally:
+                probe.close()
             return _start(case, *sizes)
         except UnsoundCombination:
             raise  # in any memory
@@ -109,14 +132,39 @@ def scarce_engine(case: Case, unit_bytes: int) -> Engine:
     raise AssertionError("never reached")
 
 
+def _rooms(case: Case) -> tuple[float, float, float]:
+    return case.room, case.host_room, case.stream_room
+
+
 def _start(case: Case, memory: int, host: int, stream: int) -> Engine:
     kv = dict(case.kv)
     if not stream:
         kv = {name: value for name, value in kv.items() if not name.startswith("offload_")}
     config = kv_config(
-        memory=memory, swap_space=host, offload_memory=stream, record_evictions=True, **kv
+        memory=memory,
+        swap_space=host,
+        offload_memory=stream,
+        record_evictions=True,
+        **_constants(case) | kv,
     )
-    return Engine(model_of(case.model), config, ScheduleConfig(**case.schedule))
+    engine = Engine(model_of(case), config, ScheduleConfig(**case.schedule))
+    if engine.prefix_loader is not None:  # every prefix is worth a load
+        engine.prefix_loader.costs = SlowPrefill()
+    return engine
+
+
+class SlowPrefill:
+    """Costs of a machine that computes 1,000 tokens in a year."""
+
+    prefill = PrefillRates(token_s=3e4)
+
+    @property
+    def costs(self) -> "SlowPrefill":
+        """These costs."""
+        return self
+
+    def read(self, *_: object) -> None:
+        """Learn nothing."""
 
 
 def submit(engine: Engine, name: str, request: RequestCase, **changed: object) -> None:

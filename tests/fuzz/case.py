@@ -40,6 +40,13 @@ class Case:
         room, host_room, stream_room: KV memory, swap memory and offload memory, in units of the
             most bytes that one of the requests holds in an ample memory.
         kv: options of `KVConfig` but for the three memories.
+        weights: `stay=N` offloads the weights of all layers but N; a weight codec such as int8;
+            "" for plain weights.
+        tiers: of cached prefixes: disk, remote. The requests run twice, the second time in a new
+            engine over the same tiers.
+        preempt_steps: before each of these steps a running request is preempted: with the most
+            evictions, or the fewest if `preempt_whole`.
+        tokenizer: the model has one, of single bytes.
         schedule: options of `ScheduleConfig`.
         requests: in the order of their names, r0, r1 and so on.
     """
@@ -51,6 +58,11 @@ class Case:
     room: float
     host_room: float = 0.0
     stream_room: float = 0.0
+    weights: str = ""
+    tiers: tuple[str, ...] = ()
+    preempt_steps: tuple[int, ...] = ()
+    preempt_whole: bool = False
+    tokenizer: bool = False
     kv: Mapping[str, object]
     schedule: Mapping[str, object]
     requests: tuple[RequestCase, ...]
@@ -94,4 +106,6 @@ def from_json(text: str) -> Case:
         RequestCase(**{**request, "prompt": tuple(request["prompt"])})
         for request in values.pop("requests")
     )
+    for name in ("tiers", "preempt_steps"):
+        values[name] = tuple(values.get(name, ()))
     return Case(**values, requests=requests)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,12 +25,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         outcome = run_case(from_json(requested.case.read_text()))
         print(json.dumps(outcome.as_dict(), indent=2))
         return int(outcome.outcome == FAILED)
-    return _run_seeds(_seeds(requested.seeds, requested.shard), requested.out)
+    seeds = _seeds(requested.seeds, requested.shard)
+    return _run_seeds(seeds, requested.out, time.monotonic() + requested.limit_s)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--seeds", default="0:2000", help="first:end, or one seed")
+    parser.add_argument(
+        "--limit-s", type=float, default=float("inf"), help="stop after this many seconds"
+    )
     parser.add_argument("--shard", default="0/1", help="I/N: every N-th seed from the I-th on")
     parser.add_argument(
         "--out", type=Path, default=Path("out/fuzz.jsonl"), help="seeds in this file are skipped"
@@ -46,18 +51,20 @@ def _seeds(text: str, shard: str) -> list[int]:
     return [seed for seed in seeds if seed % int(count) == int(index)]
 
 
-def _run_seeds(seeds: Sequence[int], out: Path) -> int:
+def _run_seeds(seeds: Sequence[int], out: Path, end_s: float) -> int:
     out.parent.mkdir(parents=True, exist_ok=True)
     done = records.read(out)
     for seed in seeds:
         if seed in done:
             continue
+        if time.monotonic() > end_s:
+            break
         case = draw(seed)
         outcome = run_case(case)
         done[seed] = records.append(out, outcome, case)
         if outcome.outcome == FAILED or outcome.near_tie:
             print(f"seed {seed}: {outcome.outcome} {outcome.why}{outcome.near_tie}", flush=True)
-    found = records.summary(done[seed] for seed in seeds)
+    found = records.summary(done[seed] for seed in seeds if seed in done)
     with out.open("a") as lines:
         lines.write(json.dumps({"summary": found}) + "\n")
     print(json.dumps(found, indent=2))

@@ -4,13 +4,12 @@ import random
 from collections.abc import Mapping, Sequence
 
 from fuzz.case import Case, RequestCase
+from fuzz.draw_more import INEXACT, extend
 from fuzz.rules import draw_codec, draw_rule
 from quire.layout.eviction import parse_policy
 
 ROTARY = ("llama", "llama_mha", "llama_mqa", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2")
 MODELS = (*ROTARY, *ROTARY, "opt", "gpt2", "gpt_neox", "mistral", "qwen2_window", "stablelm")
-INEXACT = ("mixtral", "gpt_oss", "phi3_longrope", "granite")
-"""Models whose experts multiply outside of linear layers, or that scale what they multiply."""
 WINDOWED = ("gemma2", "gemma3", "mistral", "qwen2_window", "gpt_oss")
 ALL_WINDOWED = ("mistral",)
 VOCAB_SIZE, TINY_VOCAB_SIZE = 128, 2048
@@ -36,7 +35,7 @@ def draw(seed: int) -> Case:
     host_room = rng.choice((0, 0.5, 2, 4))
     schedule = _draw_schedule(rng, swaps=bool(host_room))
     pressed = "when=pressure" in evict
-    return Case(
+    case = Case(
         seed=seed,
         model=model,
         exact=exact,
@@ -48,6 +47,7 @@ def draw(seed: int) -> Case:
         schedule=schedule,
         requests=_draw_requests(rng, evict=evict, kv=kv, model=model),
     )
+    return extend(case)
 
 
 def _draw_model(rng: random.Random, *, exact: bool, streams: bool, evicts: bool) -> str:

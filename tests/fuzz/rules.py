@@ -57,10 +57,16 @@ def draw_codec(rng: random.Random, evict: str) -> str:
     return rng.choice(choices)
 
 
-def draw_rule(rng: random.Random, *, page_tokens: int) -> str:
-    """An eviction rule with a cap that short prompts exceed; seldom an unsound one."""
+def draw_rule(rng: random.Random, *, page_tokens: int, budgets: bool = True) -> str:
+    """An eviction rule with a cap that short prompts exceed; seldom an unsound one.
+
+    Args:
+        rng: source of random numbers.
+        page_tokens: tokens of a page.
+        budgets: draw budgets too.
+    """
     for _ in range(12):
-        text = _draw_rule(rng, page_tokens)
+        text = _draw_rule(rng, page_tokens, budgets=budgets)
         if _is_sound(text) or rng.random() < 0.02:
             return text
     return text
@@ -74,7 +80,7 @@ def _is_sound(text: str) -> bool:
     return True
 
 
-def _draw_rule(rng: random.Random, page_tokens: int) -> str:
+def _draw_rule(rng: random.Random, page_tokens: int, *, budgets: bool) -> str:
     name = rng.choice(sorted(registered()))
     when = rng.choice((*SCHEDULES, "pressure"))
     granularity = "page" if name in PIECES_ONLY else rng.choice(GRANULARITIES)
@@ -85,7 +91,7 @@ def _draw_rule(rng: random.Random, page_tokens: int) -> str:
     options = [*_own_options(rng, name), f"cap={cap}", f"every={every}", f"when={when}"]
     if granularity != "token":
         options += [f"granularity={granularity}", "chunk_tokens=2"]
-    if rng.random() < 0.15 and granularity == "token":
+    if rng.random() < 0.15 and granularity == "token" and budgets:
         options.append(f"budget={_draw_budget(rng, cap)}")
     return f"{name}:{','.join(options)}"
 

@@ -7,7 +7,14 @@ from dataclasses import asdict, dataclass, field, replace
 
 import torch
 
-from fuzz.build import ample_engine, products, scarce_engine, submit, try_options
+from fuzz.build import (
+    ample_engine,
+    products,
+    scarce_engine,
+    submit,
+    try_options,
+    with_tiers,
+)
 from fuzz.case import Case
 from fuzz.replay import worst_against_replay
 from fuzz.watch import SeenLogits, Watched, difference
@@ -80,29 +87,72 @@ class Differs(AssertionError):
 
 
 def _run(case: Case, outcome: Outcome) -> None:
-    ample = _reference(case)
+    with with_tiers(case) as case:
+        ample = reference(case)
+        scarce = run_scarce(case, ample, outcome)
+    check_run(case, scarce, ample, outcome)
+
+
+def run_scarce(case: Case, ample: Watched, outcome: Outcome) -> Watched:
+    """Run a case in little memory; with tiers a second time, in a new engine."""
     unit_bytes = max(answer.usage.kv_peak_bytes for answer in ample.answers.values())
-    scarce = Watched(scarce_engine(case, unit_bytes), poisoned=case.poison)
-    try:
-        drive(case, scarce)
-    finally:
-        outcome.kinds, outcome.steps = dict(scarce.kinds), scarce.steps
-    scarce.require_nothing_held()
-    _require_ends(case, scarce)
-    _require_scores(case, scarce)
-    if case.approximate:
-        return
-    _compare(case, scarce, ample, outcome)
+    earlier: tuple[Watched, ...] = ()
+    for _ in range(2 if case.tiers else 1):
+        engine = scarce_engine(case, unit_bytes)
+        scarce = Watched(engine, poisoned=case.poison, earlier=earlier)
+        try:
+            drive(case, scarce)
+            scarce.engine.close()
+        finally:
+            outcome.kinds, outcome.steps = dict(scarce.kinds), scarce.steps
+        scarce.require_nothing_held()
+        earlier = (scarce,)
+    return scarce
 
 
-def _reference(case: Case) -> Watched:
+def check_run(case: Case, scarce: Watched, ample: Watched, outcome: Outcome) -> None:
+    """Check that a run in little memory gave the answers of one in ample memory.
+
+    Raises:
+        InvariantError, Differs: it did not.
+    """
+    require_ends(case, scarce)
+    require_scores(case, scarce)
+    if not case.approximate:
+        compare(case, scarce, ample, outcome)
+
+
+def reference(case: Case) -> Watched:
     """The answers in ample memory.
 
     Raises:
         Refused: the options do not go together, or a request's do not.
     """
+    require_options(case)
+    return answer_amply(case)
+
+
+def require_options(case: Case) -> None:
+    """Start the case's engine.
+
+    Raises:
+        Refused: the options do not go together.
+    """
     try:
         try_options(case)
+    except NeverFits:
+        raise
+    except (ConfigError, RequestError) as error:
+        raise Refused(f"{type(error).__name__}: {error}") from error
+
+
+def answer_amply(case: Case) -> Watched:
+    """The answers in ample memory.
+
+    Raises:
+        Refused: a request's options do not go together.
+    """
+    try:
         ample = Watched(ample_engine(case))
         for number, request in enumerate(case.requests):
             submit(ample.engine, f"r{number}", request)
@@ -133,11 +183,31 @@ def drive(case: Case, watched: Watched) -> None:
         for number, request in enumerate(case.requests):
             if request.cancel_step == step:
                 engine.cancel(f"r{number}", request.cancel_index)
+        if step in case.preempt_steps:
+            _preempt(watched, -1 if case.preempt_whole else 1)
         watched.step()
         step += 1
 
 
-def _require_ends(case: Case, watched: Watched) -> None:
+def _preempt(watched: Watched, sign: int) -> None:
+    """Preempt the running request with offloaded KV, the most evictions, or the most tokens.
+
+    Args:
+        watched: the engine.
+        sign: -1 for the fewest evictions.
+    """
+    engine = watched.engine
+    offload = engine.pool.offload
+
+    def rank(request) -> tuple[bool, int, int]:
+        offloaded = offload is not None and request.memory.row in offload.prefixes.rows
+        return offloaded, sign * request.eviction.num_evictions, request.progress.num_computed
+
+    if engine.scheduler.running:
+        engine.scheduler.lifecycle.preempt(max(engine.scheduler.running, key=rank), "for the test")
+
+
+def require_ends(case: Case, watched: Watched) -> None:
     _require_no_errors(watched)
     for number, request in enumerate(case.requests):
         answer = watched.answers.get(f"r{number}")
@@ -148,7 +218,7 @@ def _require_ends(case: Case, watched: Watched) -> None:
             raise InvariantError(f"r{number} was aborted without a cancel")
 
 
-def _require_scores(case: Case, watched: Watched) -> None:
+def require_scores(case: Case, watched: Watched) -> None:
     """Every token of a prompt has the score that some computed logits of its prefix give it."""
     rows: dict[tuple[int, ...], list[torch.Tensor]] = {}
     for (tokens, _, _), row in watched.seen.logits.items():
@@ -176,7 +246,7 @@ def _require_no_errors(watched: Watched) -> None:
 # ---- comparing ---------------------------------------------------------------------------------
 
 
-def _compare(case: Case, scarce: Watched, ample: Watched, outcome: Outcome) -> None:
+def compare(case: Case, scarce: Watched, ample: Watched, outcome: Outcome) -> None:
     worst, outcome.compared = _worst_in_common(scarce.seen, ample.seen)
     outcome.worst = max(worst, scarce.seen.worst)
     if case.under_pressure:

@@ -15,7 +15,7 @@ from support.pressure import POISON, poison
 Context = tuple[tuple[int, ...], tuple[str, ...], int]
 """Tokens, digests of the evictions so far, and RoPE scaling variant: these determine the logits."""
 
-STALLED_STEPS, STALLED_S = 300, 20.0
+STALLED_STEPS, STALLED_S = 300, 120.0
 
 
 class Stalled(QuireError):
@@ -83,14 +83,21 @@ class Watched:
     Attributes:
         answers: by request, when it has ended.
         kinds: number of events of each kind.
+        details: number of events of each kind with a way or a reason, such as "preempted swap".
+        peaks: largest number of bytes of offloaded KV, of waiting requests, and of bytes that two
+            or more running requests use, after a step.
         steps: so far.
+        earlier: engines that filled the tiers of this one.
     """
 
     engine: Engine
     poisoned: bool = False
     answers: dict[str, RequestOutput] = field(default_factory=dict)
     kinds: Counter[str] = field(default_factory=Counter)
+    details: Counter[str] = field(default_factory=Counter)
+    peaks: Counter[str] = field(default_factory=Counter)
     steps: int = 0
+    earlier: tuple["Watched", ...] = ()
 
     def __post_init__(self) -> None:
         self._builders: dict[str, OutputBuilder] = {}
@@ -100,6 +107,9 @@ class Watched:
 
     def _hear(self, event) -> None:
         self.kinds[event.kind] += 1
+        for name in ("how", "reason"):
+            if name in event.data:
+                self.details[f"{event.kind} {event.data[name]}"] += 1
 
     def open(self, name: str, prompt: tuple[int, ...]) -> None:
         """Start to collect the output of a submitted request."""
@@ -116,11 +126,22 @@ class Watched:
         finally:
             self.check()
         self.steps += 1
+        self._note_peaks()
         for delta in deltas:
             answer = self._builders[delta.request_id].add(delta)
             if answer is not None:
                 self.answers[delta.request_id] = answer
         self._require_progress(bool(deltas))
+
+    def _note_peaks(self) -> None:
+        offload = self.engine.pool.offload
+        found = {"waiting": self.engine.scheduler.num_waiting}
+        if len(self.engine.scheduler.running) > 1:
+            found["used_bytes_of_several"] = self.engine.pool.kv.memory.used_bytes
+        if offload is not None:
+            found["offloaded_bytes"] = offload.prefixes.pool.used_bytes
+        for name, value in found.items():
+            self.peaks[name] = max(self.peaks[name], value)
 
     def _require_progress(self, moved: bool) -> None:
         generated = self.engine.num_generated_tokens

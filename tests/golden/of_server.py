@@ -35,7 +35,7 @@ def serve(llm: LLM, talk: Talk, **options: Any) -> Any:
         app = create_app(llm, ServerConfig(max_body="64KiB"), **options)
         async with app.router.lifespan_context(app):
             transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-            async with Client(transport=transport, base_url="http://quire") as client:
+            async with Client(transport=transport, base_url="http://localhost") as client:
                 return await talk(client)
 
     return asyncio.run(asyncio.wait_for(main(), PATIENCE_S))

@@ -114,6 +114,13 @@ def test_options_that_depend_on_the_batch_are_rejected(kv, says):
         run(model_of("llama"), [0], kv)
 
 
+def test_a_default_rule_with_sums_is_rejected_although_requests_may_name_all_rules():
+    kv = KVConfig(memory="1MiB", evict="h2o:cap=16,every=4", evict_allow="all")
+
+    with pytest.raises(UnsoundCombination, match="refuses rules that sum a statistic over tokens"):
+        Engine(model_of("llama"), kv, ScheduleConfig(batch_invariant=True))
+
+
 def test_a_request_that_depends_on_the_batch_is_rejected():
     config = KVConfig(memory="1MiB", evict="sinks:cap=48")
     engine = Engine(model_of("llama"), config, ScheduleConfig(batch_invariant=True))

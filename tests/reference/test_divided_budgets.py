@@ -2,9 +2,13 @@
 
 import pytest
 
+from quire.config.generation_request import GenerationRequest
 from quire.engine.core import Engine
+from quire.errors import RequestError, UnsoundCombination
 from quire.layout.eviction import PREFILL_AND_DECODE, PRESSURE
 from reference.test_eviction_engine import run
+from support.engines import greedy, load
+from support.kv_options import kv_config
 
 CAP, EVERY = 30, 5
 BUDGETS = [
@@ -126,3 +130,13 @@ def test_memory_of_the_admission_bound_suffices_without_preemption(budget):
     narrow = run_watched(text, lambda engine: None, memory=4 * needed, page_tokens=4)
 
     assert narrow.traces() == wide.traces()
+
+
+def test_ada_is_refused_for_a_model_with_one_kv_head():
+    ada = "h2o:recent=3,cap=16,every=4,budget=ada"
+    with pytest.raises(UnsoundCombination, match="this model has one KV head per layer"):
+        Engine(load("llama_mqa"), kv_config(memory="1MiB", evict=ada))
+    engine = Engine(load("llama_mqa"), kv_config(memory="1MiB", evict_allow="h2o:budget=ada"))
+
+    with pytest.raises(RequestError, match="this model has one KV head per layer"):
+        engine.submit(GenerationRequest([5] * 30, greedy(4), evict=ada))

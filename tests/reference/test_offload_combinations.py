@@ -126,6 +126,19 @@ def test_an_evicting_prompt_larger_than_the_memory_fits_with_offload(kind, when)
     assert largest_difference(logits, expected) <= 1e-4
 
 
+@pytest.mark.parametrize("codec", ["int4_page", "int8+plain_layers=1"])
+def test_a_prompt_that_evicts_only_in_the_kv_memory_is_refused_when_submitted(codec):
+    """Pages with common scales, and lanes of several groups, are not cut layer by layer."""
+    evict = "tova:cap=32,every=8,when=decode"
+
+    with pytest.raises(NeverFits) as refused:
+        run("llama", 0.6, ALONE, codec=codec, evict=evict)
+    assert "staging" not in str(refused.value)
+
+    engine, _, _ = run("llama", 1.5, ALONE, codec=codec, evict=evict)
+    assert engine.stats().num_evictions
+
+
 MERGING = "kvcrush:base=(h2o:recent=3),share=0.5,merge=values"
 
 

@@ -10,6 +10,7 @@ from quire.engine.core import Engine
 from quire.errors import ConfigError, NeverFits, UnsoundCombination
 from quire.kv.stores.registry import NO_WINDOW, STORES, UNSOUND
 from quire.models.loader import LoadedModel
+from quire.scheduler.schedule_config import ScheduleConfig
 from reference.test_equality import TOLERANCE, Forced, drive
 from support import zoo
 from support.engines import (
@@ -22,6 +23,7 @@ from support.engines import (
     make_prompts,
     stored_in,
 )
+from support.kv_options import kv_config
 
 LONGEST = 40
 STORE_TOKENS = LONGEST + NEW_TOKENS
@@ -107,13 +109,49 @@ def test_contiguous_runs_larger_than_the_memory_are_rejected():
         Engine(load("llama"), KVConfig(memory="16KiB", store="contiguous_max"))
 
 
-@pytest.mark.parametrize("budget", ["ada", "squeeze"])
-def test_a_contiguous_store_refuses_budgets_that_divide_the_cap_later(budget):
-    when = "prefill_end" if budget == "squeeze" else "prefill_and_decode"
+BUDGETS = {
+    "ada": "prefill_and_decode",
+    "squeeze": "prefill_and_decode",  # divided again at each eviction
+    "(fastgen:share=0.6)": "prefill_end",
+}
+
+
+@pytest.mark.parametrize("store", ["contiguous_max", "contiguous_growing"])
+@pytest.mark.parametrize(("budget", "when"), BUDGETS.items())
+def test_a_contiguous_store_reserves_the_longest_lane_of_a_budget(store, budget, when):
     evict = f"h2o:recent=3,cap=16,every=4,budget={budget},when={when}"
-    kv = KVConfig(
-        memory="1MiB", swap_space=0, store="contiguous_growing", store_tokens=70, evict=evict
+    found = []
+    for options in ({"store": store, "store_tokens": 70}, {}):
+        kv = kv_config(memory="1MiB", evict=evict, page_tokens=4, **options)
+        engine = Engine(load("llama"), kv, ScheduleConfig(chunk_tokens=16))
+        outputs = {}
+        for i in range(4):
+            prompt = [3 + (7 * i + j * j) % 60 for j in range(50)]
+            engine.submit(GenerationRequest(prompt, greedy(12), request_id=str(i)))
+        for step in range(10_000):
+            if not engine.has_work:
+                break
+            if step in (6, 9) and engine.scheduler.running:
+                engine.scheduler.lifecycle.preempt(engine.scheduler.running[-1], "for the test")
+            for delta in engine.step():
+                outputs.setdefault(delta.request_id, []).extend(delta.token_ids)
+            engine.check()
+        found.append(outputs)
+
+    assert found[0] == found[1]
+    assert all(len(tokens) == 12 for tokens in found[0].values())
+
+
+def test_a_contiguous_store_refuses_all_rules_and_serves_a_list_of_them():
+    options = {"memory": "1MiB", "store": "contiguous_growing", "store_tokens": 70}
+    with pytest.raises(UnsoundCombination, match="list the rules in --evict-allow"):
+        Engine(load("llama"), kv_config(evict="h2o:cap=16,every=4", evict_allow="all", **options))
+    engine = Engine(
+        load("llama"), kv_config(evict="h2o:cap=16,every=4", evict_allow="keydiff", **options)
     )
 
-    with pytest.raises(UnsoundCombination, match="divides the cap later; use --kv-store paged"):
-        Engine(load("llama"), kv)
+    engine.submit(GenerationRequest([7] * 50, greedy(8), evict="keydiff:cap=40,every=4"))
+    while engine.has_work:
+        engine.step()
+        engine.check()
+    assert engine.num_generated_tokens == 8

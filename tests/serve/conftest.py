@@ -106,5 +106,5 @@ async def client_of(llm, *, tenant_keys=None, **options):
     app = create_app(llm, ServerConfig(**options), tenant_keys=tenant_keys)
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://quire") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             yield client

@@ -58,6 +58,25 @@ def test_access_log_names_the_request_and_no_contents(serve, lines):
     assert SECRET_PROMPT not in line
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/messages", {"messages": [{"role": "user", "content": "A"}], "max_tokens": 2}),
+        ("/v1/responses", {"input": "A", "max_output_tokens": 16}),
+    ],
+)
+def test_access_log_has_the_response_id_of_the_client(serve, lines, path, body):
+    async def main(client):
+        response = await client.post(path, json=body)
+        return response.json()["id"], (await client.get("/v1/kv/requests")).json()
+
+    response_id, requests = serve(main)
+
+    assert response_id.startswith(("msg_", "resp_"))
+    assert lines()[0].endswith(f"response {response_id}")
+    assert f'"{response_id}-0"' in json.dumps(requests)
+
+
 def test_access_log_can_be_turned_off(serve, lines):
     serve(lambda client: client.get("/version"), access_log=False)
 

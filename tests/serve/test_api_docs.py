@@ -6,6 +6,7 @@ import re
 import pytest
 
 from quire.serve.tenant_keys import TenantKeys
+from support.kv_load import BLUE, RED, running, two_tenants
 
 KEYS = TenantKeys({"a": ("sk-a-2f0c77d1",)})
 
@@ -27,6 +28,31 @@ def test_documentation_needs_no_key_and_no_other_host(serve):
     assert [found.status_code for found in files] == [200] * 3
     assert sum(len(found.content) for found in files) > 1_000_000
     assert "/v1/chat/completions" in schema.json()["paths"]
+
+
+def security_of(serve, **options):
+    schema = serve(lambda client: client.get("/openapi.json"), **options).json()
+    paths = {
+        path: operation.get("security")
+        for path, operations in schema["paths"].items()
+        for operation in operations.values()
+    }
+    return schema["components"].get("securitySchemes"), paths
+
+
+def test_the_page_can_send_a_key_if_tenants_have_keys(serve):
+    schemes, paths = security_of(serve, tenant_keys=KEYS)
+
+    assert [(found["type"], found["scheme"]) for found in schemes.values()] == [("http", "bearer")]
+    assert paths["/v1/chat/completions"] == paths["/v1/kv/prefixes"] == [{"API key": []}]
+    assert paths["/metrics"] == paths["/v1/models"] == [{"API key": []}]
+
+
+def test_without_keys_the_page_asks_for_none(serve):
+    schemes, paths = security_of(serve)
+
+    assert schemes is None
+    assert set(paths.values()) == {None}
 
 
 def test_other_files_of_the_package_are_not_served(serve):
@@ -57,3 +83,12 @@ def test_load_is_the_number_of_open_requests(serve):
     idle, busy, ended = serve(main)
 
     assert (idle, busy, ended) == ({"server_load": 0}, {"server_load": 1}, {"server_load": 0})
+
+
+def test_load_of_a_tenant_counts_only_its_own_requests(serve):
+    async def main(client):
+        async with running(client, prompts=("Once", "Twice"), headers=RED):
+            answers = [await client.get("/load", headers=headers) for headers in (RED, BLUE)]
+        return [answer.json()["server_load"] for answer in answers]
+
+    assert serve(main, tenant_keys=two_tenants()) == [2, 0]

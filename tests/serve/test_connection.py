@@ -152,3 +152,26 @@ def test_too_large_body_is_refused_before_it_is_read(address, key, status):
         client.sendall(HEADERS + key + b"Content-Length: 10000000\r\n\r\n")
 
         assert client.recv(65536).startswith(b"HTTP/1.1 " + status)
+
+
+MESSAGES = b"POST /v1/messages HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "kind"),
+    [
+        (KEY + b"Content-Length: 10000000\r\n\r\n", b"413", b"request_too_large"),
+        (b"X: " + b"y" * 70_000, b"431", b"invalid_request_error"),
+        (b"X : y\r\n\r\n", b"400", b"BadRequestError"),  # the path is not known
+    ],
+)
+def test_refusals_before_the_application_have_the_format_of_the_path_and_an_id(
+    address, sent, status, kind
+):
+    with connected(address) as client:
+        client.sendall(MESSAGES + sent)
+        response = response_of(client)
+
+    assert response.startswith(b"HTTP/1.1 " + status)
+    assert b'"type":"%s"' % kind in response
+    assert b"\r\nx-request-id: " in response.lower()

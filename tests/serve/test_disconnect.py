@@ -1,7 +1,9 @@
 """A client that disconnects: its requests are cancelled and their KV is freed."""
 
 import asyncio
+import logging
 
+import httpx
 import pytest
 
 from quire.serve.app import create_app
@@ -42,6 +44,41 @@ def test_disconnect_cancels_the_requests(llm, path, stream):
     assert llm.engine.num_generated_tokens - before < MAX_TOKENS
     assert any(b"data: " in message.get("body", b"") for message in sent) == stream
     llm.engine.check()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "<|doc|>A", "max_tokens": MAX_TOKENS, "ignore_eos": True}),
+        ("/v1/embeddings", {"input": [[5] * 400] * 40}),
+    ],
+)
+def test_disconnect_before_the_response_is_logged_and_counted_as_499(llm, caplog, path, body):
+    caplog.set_level(logging.INFO, logger="quire.access")
+
+    async def main():
+        client = DisconnectingClient(path, body)
+        app = create_app(llm)
+        async with app.router.lifespan_context(app):
+            call = asyncio.create_task(app(client.scope, client.receive, client.send))
+            await until(lambda: llm.engine.has_work)
+            client.disconnect.set()
+            await call
+            await until(lambda: not llm.engine.has_work)
+            transport = httpx.ASGITransport(app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as other:
+                return (await other.get("/metrics")).text
+
+    metrics = asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
+
+    [line] = [r.getMessage() for r in caplog.records if r.name == "quire.access"]
+    assert line.startswith(f"POST {path} 499 in ")
+    counted = [
+        text for text in metrics.splitlines() if text.startswith("quire_http_requests_total")
+    ]
+    assert len(counted) == 1
+    assert f'path="{path}"' in counted[0]
+    assert 'status="499"' in counted[0]
 
 
 def test_disconnect_before_the_first_event_cancels_the_request(llm):

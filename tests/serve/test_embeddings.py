@@ -121,6 +121,16 @@ def test_the_size_of_the_hidden_states_is_accepted_as_dimensions(llm, embed):
     assert len(vectors(embed(input="a", dimensions=size))[0]) == size
 
 
+def test_wrong_dimensions_are_refused_before_the_model_runs(llm, post):
+    computed = llm.engine.stats().num_processed_tokens
+
+    response = post(PATH, input=[[5] * 300], dimensions=7)
+
+    assert response.status_code == 400
+    assert "expected `dimensions` of" in response.json()["error"]["message"]
+    assert llm.engine.stats().num_processed_tokens == computed
+
+
 def test_another_model_is_not_found(post):
     assert post(PATH, input="a", model="text-embedding-3-small").status_code == 404
 

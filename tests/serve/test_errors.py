@@ -48,7 +48,9 @@ def error_of(response: httpx.Response, status: int) -> dict[str, object]:
         ({"logit_bias": {"x": 1}}, "logit_bias.x", "integer"),
         ({"logit_bias": {"5000": 1}}, "logit_bias", "vocabulary ends at 2047"),
         ({"stop": [""]}, "stop", "stop"),
-        ({"stop": ["x"] * 1_025}, "stop.str", "at most 1024"),
+        ({"stop": ["x"] * 1_025}, "stop", "at most 1024"),
+        ({"stop": [1]}, "stop.0", "expected a valid string, got 1"),
+        ({"stop": 1}, "stop", "stop: expected a valid string or a valid list, got 1"),
         ({"stop_token_ids": [1] * 1_025}, "stop_token_ids", "at most 1024"),
         ({"bad_token_ids": [[1]] * 1_025}, "bad_token_ids", "at most 1024"),
         ({"deadline_s": -1}, "deadline_s", "above 0"),
@@ -108,6 +110,17 @@ def test_invalid_completion_is_refused(post, options, param, message):
     [
         ({"messages": []}, "messages", "at least 1 item"),
         ({"messages": [{"content": "x"}]}, "messages.0.role", "required"),
+        (
+            {"messages": [*MESSAGES, {"role": "user", "contnt": "x"}]},
+            "messages.1.contnt",
+            "`content`",
+        ),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "got 5"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "messages.0.content.0.text",
+            "required",
+        ),
         ({"messages": MESSAGES * 16_385}, "messages", "at most 16384"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "not Unicode"),
         ({"messages": [{"role": "user", "content": "a"}] * 3_000}, "messages", "prompt tokens"),
@@ -229,7 +242,11 @@ def test_images_are_refused(post):
 
     error = error_of(post(CHATS, messages=[{"role": "user", "content": [image]}]), 400)
 
-    assert "messages.0.content" in error["message"]
+    assert error["param"] == "messages.0.content.0.type"
+    assert error["message"].startswith(
+        "messages.0.content.0.type: expected text, got image_url: images, audio and files are not "
+        "supported"
+    )
 
 
 def test_refused_stream_is_a_plain_error_response(post):

@@ -157,7 +157,7 @@ def test_fields_of_stream_options_and_messages_are_checked(post):
     in_message = post(CHATS, messages=[message])
 
     assert "`include_usage`" in refused(in_options, "stream_options.include_usge")
-    assert "`content`" in refused(in_message, "messages.contnet")
+    assert "`content`" in refused(in_message, "messages.0.contnet")
 
 
 def test_too_many_unknown_fields_are_refused(post):

@@ -135,7 +135,7 @@ def serve_evicting(evicting):
             async with app.router.lifespan_context(app):
                 transport = httpx.ASGITransport(app, raise_app_exceptions=False)
                 async with httpx.AsyncClient(
-                    transport=transport, base_url="http://quire"
+                    transport=transport, base_url="http://localhost"
                 ) as client:
                     return await main(client)
 

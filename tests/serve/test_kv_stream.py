@@ -231,6 +231,60 @@ def test_idle_stream_sends_comments(with_app):
     with_app(main, sse_keep_alive_interval=0.01)
 
 
+def test_event_is_sent_once_if_it_is_stored_and_not_yet_delivered(with_app):
+    async def main(app):
+        first = await Listener(app).started()
+        last = await emit(app, 5)  # stored, and not delivered for `FLUSH_S`
+        resumed = await Listener(app, f"since={last - 3}").started()
+        new = await Listener(app).started()
+        last = await emit(app)
+        for listener in (first, resumed, new):
+            await listener.until(lambda found: found.events and found.events[-1]["number"] == last)
+            await listener.leave()
+        return [[e["number"] - last for e in found.events] for found in (first, resumed, new)]
+
+    assert with_app(main) == [[-5, -4, -3, -2, -1, 0], [-3, -2, -1, 0], [0]]
+
+
+def test_pause_between_two_clients_loses_no_events(with_app):
+    async def main(app):
+        texts = []
+        for _ in range(3):
+            listener = await Listener(app).started()
+            await emit(app)
+            await listener.leave()
+            await emit(app, 3)
+            texts.append(listener.text)
+        listener = await Listener(app).started()
+        await emit(app)
+        await listener.until(lambda found: found.events)
+        await listener.leave()
+        return "".join([*texts, listener.text])
+
+    assert "event: lost" not in with_app(main)
+
+
+def test_events_that_the_engine_drops_are_reported_to_those_who_want_them(with_app, monkeypatch):
+    monkeypatch.setattr(kv_stream, "KEPT_EVENTS", 4)
+
+    def work(engine):
+        for request in [BY_RED] * 6 + [make_request("b", tenant="blue")] * 3:
+            engine.events.emit("freed", request, kv_bytes=3)
+
+    async def main(app):
+        listeners = [await Listener(app, headers=headers).started() for headers in (RED, BLUE)]
+        await app.state.service.inspect(work)
+        for listener in listeners:
+            await listener.until(lambda found: found.events and "number" in found.events[-1])
+            await listener.leave()
+        return [[event.get("events") for event in found.events] for found in listeners]
+
+    red, blue = with_app(main, tenant_keys=two_tenants())
+
+    assert red == [5, None]
+    assert blue == [None] * 3
+
+
 # ---- queue ---------------------------------------------------------------------------------------
 
 
@@ -245,7 +299,7 @@ def numbers_of(text):
 def test_slow_client_loses_the_oldest_events_and_is_told():
     async def main():
         client = Subscription(KINDS, None, "red")
-        for number in range(MOST_QUEUED + 5):
+        for number in range(1, MOST_QUEUED + 6):
             client.put(event(number))
         texts = [client.take()]
         while numbers_of(texts[-1]):
@@ -256,7 +310,7 @@ def test_slow_client_loses_the_oldest_events_and_is_told():
 
     assert texts[0].startswith('event: lost\ndata: {"events": 5}\n\n')
     found = [number for text in texts for number in numbers_of(text)]
-    assert found == list(range(5, MOST_QUEUED + 5))
+    assert found == list(range(6, MOST_QUEUED + 6))
 
 
 def test_stored_events_come_before_queued_ones_without_repetition():
@@ -264,7 +318,7 @@ def test_stored_events_come_before_queued_ones_without_repetition():
         client = Subscription(KINDS, None, "red")
         for number in (4, 5):
             client.put(event(number))
-        client.start([event(2), event(3), event(4)])
+        client.start([event(2), event(3), event(4)], 4)
         return numbers_of(client.take())
 
     assert asyncio.run(main()) == [2, 3, 4, 5]

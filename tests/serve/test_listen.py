@@ -5,8 +5,9 @@ import resource
 import pytest
 
 from quire.errors import ConfigError
+from quire.layout.open_files import raise_file_limit
 from quire.serve.config import ServerConfig
-from quire.serve.connection import bind, raise_file_limit
+from quire.serve.connection import bind
 
 
 @pytest.mark.parametrize("host", ["x..y", "x\0y", "a" * 300, "\u00e9" * 80, "256.1.1.1"])

@@ -1,5 +1,6 @@
 """GET /metrics: values after requests, names of vLLM, keys, and bounded label values."""
 
+import asyncio
 import math
 import shutil
 import subprocess
@@ -8,6 +9,8 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from quire.errors import ConfigError
+from quire.serve.config import ServerConfig
 from quire.serve.metrics.definitions import METRICS, TOKENS
 from quire.serve.metrics.distribution import Distribution
 from quire.serve.metrics.http_requests import HttpRequests
@@ -129,10 +132,44 @@ def test_the_key_of_the_metrics_opens_nothing_else(serve):
 def test_metrics_key_without_tenant_keys_is_needed(serve):
     async def main(client):
         right = {"Authorization": "Bearer metrics-only"}
-        answers = [await client.get("/metrics", headers=h) for h in ({}, right)]
+        wrong = {"Authorization": "Bearer metrics-other"}
+        basic = {"Authorization": "Basic metrics-only"}
+        own = {"x-api-key": "metrics-only"}
+        headers = ({}, wrong, basic, right, own)
+        answers = [await client.get("/metrics", headers=h) for h in headers]
         return [answer.status_code for answer in answers]
 
-    assert serve(main, metrics_key="metrics-only") == [401, 200]
+    assert serve(main, metrics_key="metrics-only") == [401, 401, 401, 200, 200]
+
+
+def test_short_metrics_key_is_refused(monkeypatch):
+    with pytest.raises(ConfigError, match="--metrics-key: expected at least 8 printable"):
+        ServerConfig(metrics_key="short")
+
+    monkeypatch.setenv("QUIRE_METRICS_KEY", "short")
+    with pytest.raises(ConfigError, match="QUIRE_METRICS_KEY: expected at least 8"):
+        ServerConfig().key_of_metrics()
+
+
+def test_sequences_that_end_in_one_step_are_all_counted(serve):
+    """Cancelled requests end in one step; the log stores fewer of them than there are."""
+    body = BODY | {"prompt": [[5, number] for number in range(400)], "max_tokens": 200}
+
+    async def main(client):
+        call = asyncio.create_task(client.post("/v1/completions", json=body))
+        while (await client.get("/load")).json()["server_load"] < 400:
+            await asyncio.sleep(0.01)
+        await client._transport.app.state.service.end_requests()
+        assert (await call).status_code == 503
+        while (await client.get("/v1/kv/overview")).json()["num_waiting"]:
+            await asyncio.sleep(0.01)
+        return (await client.get("/metrics")).text
+
+    found = families(serve(main))
+
+    assert value(found, "quire_requests_finished", finished_reason="abort") == 400
+    count = "quire_request_latency_seconds_count"
+    assert value(found, "quire_request_latency_seconds", count) == 400
 
 
 def test_openmetrics_is_returned_to_clients_that_accept_it(serve):

@@ -1,17 +1,20 @@
 """Operation of the server: back-pressure, CORS, TLS, large headers, keep-alives and the end."""
 
 import asyncio
+import json
 import signal
 import socket
 import ssl
 import subprocess
 import sys
+import threading
 import time
+from contextlib import contextmanager
 
 import httpx
 import pytest
 
-from quire.api.queue_limit import QueueLimit
+from quire.api.queue_limit import QueueLimit, ServedRate
 from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.errors import ConfigError, QueueFull
@@ -51,7 +54,7 @@ def test_retry_time_follows_the_rate(llm):
     ids = [llm.engine.submit(request) for _ in range(6)]
     try:
         limit = QueueLimit(requests=6)
-        for rate, wait_s in ((0.0, 60.0), (2.0, 3.0), (600.0, 1.0)):
+        for rate, wait_s in ((0.0, 2.0), (0.01, 60.0), (2.0, 3.0), (600.0, 1.0)):
             with pytest.raises(QueueFull) as refused:
                 limit.check(llm.engine, rate)
             assert refused.value.retry_after_s == wait_s
@@ -63,6 +66,24 @@ def test_retry_time_follows_the_rate(llm):
             llm.engine.cancel(request_id)
         while llm.engine.has_work:
             llm.engine.step()
+
+
+def test_rate_of_served_requests_does_not_count_idle_time():
+    rate = ServedRate()
+    assert rate.per_s == 0.0
+    for _ in range(300):  # two requests end in every tenth step
+        for step in range(10):
+            rate.add(0.1, 2 * (step == 9))
+
+    assert rate.per_s == pytest.approx(2.0)
+
+
+def test_requests_that_end_in_one_step_took_the_time_before_it():
+    rate = ServedRate()
+    rate.add(8.0, 0)
+    rate.add(2.0, 50)
+
+    assert rate.per_s == pytest.approx(5.0)
 
 
 # ---- web pages -----------------------------------------------------------------------------------
@@ -100,6 +121,13 @@ def test_other_origins_get_no_permission(serve):
 def test_credentials_of_all_origins_are_refused():
     with pytest.raises(ConfigError, match="allow-credentials"):
         ServerConfig(allowed_origins=("*",), allow_credentials=True)
+
+
+def test_idle_connections_stay_open_longer_than_those_of_nginx(llm):
+    default, short = ServerConfig(), ServerConfig(timeout_keep_alive=2.5)
+
+    assert uvicorn_config(create_app(llm, default), default).timeout_keep_alive > 60
+    assert uvicorn_config(create_app(llm, short), short).timeout_keep_alive == 2.5
 
 
 # ---- tls -----------------------------------------------------------------------------------------
@@ -166,8 +194,6 @@ class Server:
     """A server process; `url` is its address without /v1."""
 
     def __init__(self, **options):
-        import json
-
         self.process = subprocess.Popen(
             [sys.executable, "-c", SERVER, json.dumps(options)],
             stdout=subprocess.PIPE,
@@ -218,9 +244,13 @@ def test_second_signal_ends_open_requests():
         server.process.send_signal(signal.SIGTERM)
         wait_until(lambda: httpx.get(f"{server.url}/ready").status_code == 503)
         server.process.send_signal(signal.SIGTERM)
+        text = "\n".join(lines)
         code = server.process.wait(PATIENCE_S)
+        log = server.process.stderr.read()
 
     assert code == -signal.SIGTERM
+    assert "the server has shut down before the request ended" in text
+    assert "Traceback" not in log
 
 
 def test_requests_over_the_shutdown_timeout_are_ended():
@@ -234,6 +264,58 @@ def test_requests_over_the_shutdown_timeout_are_ended():
         code = server.process.wait(PATIENCE_S)
 
     assert code == -signal.SIGTERM
+
+
+def test_requests_over_the_shutdown_timeout_get_an_error_and_no_traceback():
+    whole = LONG | {"max_tokens": 1900}
+    found = {}
+
+    def post(name, body):
+        found[name] = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S)
+
+    with Server(shutdown_timeout=1.0, memory="32MiB") as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        bodies = {"whole": whole, "stream": whole | {"stream": True}}
+        threads = [threading.Thread(target=post, args=pair) for pair in bodies.items()]
+        with (
+            slow_reader(host, int(port), whole | {"stream": True, "n": 8, "logprobs": 5}),
+            httpx.stream("GET", f"{server.url}/v1/kv/events/stream", timeout=PATIENCE_S) as events,
+        ):
+            for thread in threads:
+                thread.start()
+            next(events.iter_lines())
+            time.sleep(0.5)
+            server.process.send_signal(signal.SIGTERM)
+            code = server.process.wait(PATIENCE_S)
+        for thread in threads:
+            thread.join()
+        log = server.process.stderr.read()
+
+    assert code == -signal.SIGTERM
+    assert found["whole"].status_code == 503
+    assert found["whole"].json()["error"]["message"].startswith("the server has shut down before")
+    *_, error, done, _ = found["stream"].text.split("\n\n")
+    assert '"code":503' in error.replace(" ", "")
+    assert done == "data: [DONE]"
+    assert "Traceback" not in log
+    assert " 500 in " not in log
+    assert "open requests may continue for 1 s" in log
+    assert "open requests were ended" in log
+
+
+@contextmanager
+def slow_reader(host, port, body):
+    """A client that never reads its stream."""
+    content = json.dumps(body)
+    request = (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(content)}\r\n\r\n{content}"
+    )
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        client.connect((host, port))
+        client.sendall(request.encode())
+        yield
 
 
 def test_tls_serves_https(certificate):
@@ -260,7 +342,7 @@ def test_headers_over_the_limit_are_refused_as_json():
         host, port = server.url.removeprefix("http://").split(":")
         whole = httpx.get(f"{server.url}/version", headers={"x": "a" * 70_000})
         with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as client:
-            client.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\nx: " + b"a" * 70_000)
+            client.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\nx: " + b"a" * 70_000)
             parts = received(client)
         with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as client:
             client.sendall(b"this is not HTTP\r\n\r\n")
@@ -342,9 +424,16 @@ def test_comments_can_be_turned_off():
         {"shutdown_timeout": -1.0},
         {"sse_keep_alive_interval": float("inf")},
         {"allowed_origins": "https://chat.example"},
+        {"allowed_origins": ('["*"]',)},
+        {"allowed_origins": ("chat.example",)},
+        {"allowed_origins": ("https://chat.example/",)},
         {"log_format": "xml"},
     ],
 )
 def test_invalid_options_are_refused(options):
     with pytest.raises(ConfigError, match=next(iter(options)).replace("_", ".")):
         ServerConfig(**options)
+
+
+def test_origins_have_a_scheme_and_a_host():
+    ServerConfig(allowed_origins=("*", "https://chat.example", "http://[::1]:3000", "app://x"))

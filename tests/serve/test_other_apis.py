@@ -297,8 +297,9 @@ def test_count_of_tokens_is_that_of_the_message(post):
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-            "messages.0.content.0",
+            "messages.0.content.0: expected a part of type text",
         ),
+        ({"stop_sequences": ["a", 1]}, "stop_sequences.1: expected a valid string, got 1"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0.type"),
         ({"tools": [{"name": "a"}], "tool_choice": {"type": "b"}}, "tool_choice.type"),

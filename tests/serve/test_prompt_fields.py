@@ -183,7 +183,9 @@ def call(llm, body, *, headers=None, **options):
         app = create_app(llm, ServerConfig(), **options)
         async with app.router.lifespan_context(app):
             transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://quire") as client:
+            async with httpx.AsyncClient(
+                transport=transport, base_url="http://localhost"
+            ) as client:
                 return await client.post(COMPLETIONS, json=body, headers=headers)
 
     return asyncio.run(main())

@@ -1,5 +1,7 @@
 """Rate limits: arithmetic of the buckets, headers, and requests over HTTP."""
 
+import asyncio
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -77,6 +79,18 @@ def test_unused_tokens_are_returned_once():
 
     headers = limits.charge("a", requests=1, tokens=60).headers
     assert headers["x-ratelimit-remaining-tokens"] == "0"
+
+
+def test_refund_returns_requests_and_tokens_once():
+    limits = limits_of(requests_per_minute=2, tokens_per_minute=100)
+    charge = limits.charge("a", requests=2, tokens=100)
+    charge.refund()
+    charge.refund()
+    charge.settle(0)
+
+    headers = limits.charge("a", requests=1, tokens=60).headers
+    assert headers["x-ratelimit-remaining-requests"] == "1"
+    assert headers["x-ratelimit-remaining-tokens"] == "40"
 
 
 @pytest.mark.parametrize(
@@ -162,6 +176,49 @@ def test_refused_request_returns_its_charge(serve):
 
     assert refused.status_code == 400
     assert response.headers["x-ratelimit-remaining-tokens"] == "90"
+
+
+def test_estimate_is_lowered_to_the_limit_and_charged_exactly_at_the_end():
+    clock = Clock()
+    limits = limits_of(clock, tokens_per_minute=60)
+    charge = limits.charge("a", requests=1, tokens=300, least_tokens=11)
+    charge.settle(90)
+
+    with pytest.raises(RateLimited) as refused:
+        limits.charge("a", requests=1, tokens=30)
+    assert refused.value.retry_after_s == pytest.approx(60)
+    with pytest.raises(RequestError, match="needs 61 tokens"):
+        limits.charge("a", requests=1, tokens=300, least_tokens=61)
+
+
+def test_chat_without_max_tokens_is_accepted_with_a_limit_below_the_context(serve):
+    chat = {"messages": [{"role": "user", "content": "Once"}], "temperature": 0}
+
+    async def main(client):
+        first = await client.post("/v1/chat/completions", json=chat)
+        return first, await client.post("/v1/chat/completions", json=chat)
+
+    first, second = serve(main, tokens_per_minute=100)
+
+    assert first.status_code == 200
+    assert first.headers["x-ratelimit-remaining-tokens"] == "0"
+    used = first.json()["usage"]["total_tokens"]
+    assert second.status_code == (429 if used > 100 else 200)
+
+
+def test_request_that_a_full_queue_refuses_is_not_charged(serve, llm):
+    long = BODY | {"max_tokens": 300}
+
+    async def main(client):
+        many = [client.post("/v1/completions", json=long) for _ in range(40)]
+        statuses = [response.status_code for response in await asyncio.gather(*many)]
+        last = await client.post("/v1/completions", json=BODY)
+        return statuses, last.headers["x-ratelimit-remaining-requests"]
+
+    statuses, remaining = serve(main, requests_per_minute=100, max_num_queued_reqs=1)
+
+    assert 503 in statuses
+    assert int(remaining) >= 100 - statuses.count(200) - 1
 
 
 def test_stream_has_the_headers(serve):

@@ -1,13 +1,19 @@
 """API keys of tenants: parsing, lookup, and the tenant of a request."""
 
 import hashlib
+from pathlib import Path
 
 import pytest
 
 from quire.errors import ConfigError, UnknownName
 from quire.serve.errors import Unauthorized
 from quire.serve.rate_limits import RateLimit
-from quire.serve.tenant_file import TenantFile, read_tenant_keys, with_default_keys
+from quire.serve.tenant_file import (
+    TenantFile,
+    read_tenant_keys,
+    require_keys,
+    with_default_keys,
+)
 from quire.serve.tenant_keys import TenantKeys
 from quire.tenancy.tenants import parse_tenants
 
@@ -88,6 +94,31 @@ def test_keys_of_the_default_tenant_are_added():
     keys = TenantKeys(found.keys)
     assert {keys.tenant_of(f"Bearer {key}") for key in (KEY_A, KEY_B)} == {"default"}
     assert with_default_keys(found, ()) is found
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({}, "expected at least one API key, got none: the server would be open"),
+        ({"default": ()}, "expected at least one API key, got none: the server would be open"),
+        ({"a": (KEY_A,), "b": ()}, "expected at least one API key of tenant 'b', got none"),
+    ],
+)
+def test_file_without_keys_is_refused(keys, message):
+    with pytest.raises(ConfigError, match=message):
+        require_keys(TenantFile(keys), Path("keys.toml"))
+
+
+def test_file_with_limits_of_the_default_tenant_is_accepted_with_other_keys():
+    require_keys(TenantFile({"a": (KEY_A,), "default": ()}), Path("keys.toml"))
+
+
+def test_default_tenant_with_a_key_needs_it():
+    keys = TenantKeys(KEYS | {"default": ("sk-d-2f0c77d1",)}, parse_tenants("a;b;default"))
+
+    assert keys.tenant_of("Bearer sk-d-2f0c77d1") == "default"
+    with pytest.raises(Unauthorized, match="missing API key"):
+        keys.tenant_of(None)
 
 
 @pytest.mark.parametrize(

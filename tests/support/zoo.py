@@ -86,11 +86,11 @@ def _phi3() -> PreTrainedConfig:
     return Phi3Config(**_SHAPE, sliding_window=None)
 
 
-def _phi3_longrope() -> PreTrainedConfig:
+def _phi3_longrope(window: int | None = None) -> PreTrainedConfig:
     half = 4  # rotary pairs of a head of 8
     return Phi3Config(
         **_SHAPE,
-        sliding_window=None,
+        sliding_window=window,
         original_max_position_embeddings=LONGROPE_SHORT_TOKENS,
         rope_parameters={
             "rope_type": "longrope",
@@ -272,6 +272,12 @@ NATIVE: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 
 
+# further forms of architectures above
+OTHERS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "phi3_longrope_window": lambda: _phi3_longrope(WINDOW_TOKENS),
+}
+
+
 def build(
     name: str, seed: int = 0, *, times: int = 1, dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
@@ -281,7 +287,7 @@ def build(
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        config = (ARCHITECTURES | NATIVE)[name]()
+        config = (ARCHITECTURES | NATIVE | OTHERS)[name]()
         config.num_hidden_layers *= times
         if getattr(config, "layer_types", None):
             config.layer_types = list(config.layer_types) * times

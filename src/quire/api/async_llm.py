@@ -5,7 +5,6 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -13,7 +12,7 @@ from functools import partial
 from typing import TypeVar, Unpack
 
 from quire.api.inputs import as_requests, as_token_ids, structures_of
-from quire.api.queue_limit import QueueLimit
+from quire.api.queue_limit import QueueLimit, ServedRate
 from quire.api.step_observer import StepObserver
 from quire.api.threads import Command
 from quire.config.generation_request import GenerationRequest, Prompt, RequestOptions
@@ -30,9 +29,6 @@ from quire.scheduler.events import KINDS, KVEvent
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
-
-_RATE_OVER = 64
-"""Ended requests from which the rate of served requests is computed."""
 
 
 class AsyncLLM:
@@ -69,9 +65,10 @@ class AsyncLLM:
         engine.enter_thread()
         self._queue_limit = queue_limit or QueueLimit()
         self._observer = observer
-        self._ended_at_s: deque[float] = deque(maxlen=_RATE_OVER)
+        self._served = ServedRate()
         self._commands: queue.SimpleQueue[Command[None]] = queue.SimpleQueue()
         self._streams: dict[str, OutputStream] = {}  # by request id; only in the engine's thread
+        self._refusal: Callable[[], QuireError] | None = None  # of requests after `end_requests`
         self._state = threading.Lock()  # guards the next three, so that no command comes too late
         self._closing = False
         self._ended = False
@@ -91,6 +88,11 @@ class AsyncLLM:
         """Number of requests that run or wait."""
         return len(self._streams)
 
+    def num_open_of(self, tenant: str) -> int:
+        """Number of requests of a tenant that run or wait."""
+        streams = self._streams.copy().values()  # the engine's thread changes the dictionary
+        return sum(stream.requests[0].tenant == tenant for stream in streams)
+
     @property
     def has_failed(self) -> bool:
         """Whether the step loop has ended by an error."""
@@ -105,6 +107,7 @@ class AsyncLLM:
         Raises:
             RequestError: the engine refused one of the requests; none runs.
             QueueFull: too many requests are waiting; see `QueueLimit`.
+            QuireError: the error of `end_requests`, after that call.
             EngineDead: the engine has stopped.
         """
         stream = OutputStream(requests, self._cancel)
@@ -218,6 +221,17 @@ class AsyncLLM:
         """
         return await self._call(partial(read, self.engine))
 
+    async def end_requests(self, error: Callable[[], QuireError]) -> None:
+        """End all open requests with an error, and refuse later ones with it.
+
+        Args:
+            error: creates the error for one stream.
+
+        Raises:
+            EngineDead: the engine has stopped.
+        """
+        await self._call(partial(self._end_requests, error))
+
     def close(self) -> None:
         """Stop after the current step and leave the engine idle; open requests get `EngineDead`.
 
@@ -276,13 +290,20 @@ class AsyncLLM:
             while not self._closing:
                 self._obey(wait=not self.engine.has_work)
                 if self.engine.has_work:
-                    self._publish(self.engine.step())
+                    self._step()
             self._leave_idle()
         except BaseException as error:  # open requests get it as `EngineDead`
             self._error = error
             logger.critical("the engine has stopped", exc_info=True)
         finally:
             self._end()
+
+    def _step(self) -> None:
+        started_s = time.monotonic()
+        deltas = self.engine.step()
+        self._publish(deltas)
+        num_ended = sum(delta.is_last for delta in deltas)
+        self._served.add(time.monotonic() - started_s, num_ended)
 
     def _obey(self, *, wait: bool) -> None:
         """Run all queued commands; with `wait`, wait for the first one."""
@@ -293,8 +314,19 @@ class AsyncLLM:
         except queue.Empty:
             return
 
+    def _end_requests(self, error: Callable[[], QuireError]) -> None:
+        self._refusal = error
+        for request_id in self._streams:
+            self.engine.cancel(request_id)
+        streams = set(self._streams.values())
+        self._streams.clear()
+        for stream in streams:
+            stream.put(error())
+
     def _submit(self, stream: OutputStream) -> None:
-        self._queue_limit.check(self.engine, self._served_per_s())
+        if self._refusal is not None:
+            raise self._refusal()
+        self._queue_limit.check(self.engine, self._served.per_s)
         request_ids: list[str] = []
         try:
             for request in stream.requests:  # on an error the earlier ids are needed
@@ -308,13 +340,6 @@ class AsyncLLM:
                 self._observer.submitted(request_id, request)
         stream.accept(request_ids)
         self._streams.update(dict.fromkeys(request_ids, stream))
-
-    def _served_per_s(self) -> float:
-        """Requests that ended per second, over the last ones; 0 before the second one."""
-        if len(self._ended_at_s) < 2:
-            return 0.0
-        elapsed_s = time.monotonic() - self._ended_at_s[0]
-        return len(self._ended_at_s) / max(elapsed_s, 1e-3)
 
     def _withdraw(self, stream: OutputStream) -> None:
         for request_id in stream.request_ids:
@@ -331,7 +356,6 @@ class AsyncLLM:
                 continue  # cancelled, because a request submitted with it was refused
             if delta.is_last:
                 del self._streams[delta.request_id]
-                self._ended_at_s.append(time.monotonic())
             items.append((stream, delta))
         closed = put_all(items)
         for stream, delta in items:

@@ -4,13 +4,14 @@ import json
 import math
 from dataclasses import dataclass
 from typing import Any, Literal, no_type_check
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult
 
-from quire.bench.option_checks import LEAST, check_ramp, is_positive, pairs
+from quire.bench.option_checks import LEAST, check_ramp, is_positive, pairs, server_url
 from quire.errors import ConfigError
 from quire.layout.options import check_options, option
 
 DatasetName = Literal["random", "prefix_repetition", "sharegpt", "timed_trace", "custom"]
+Backend = Literal["openai", "vllm", "openai-chat"]
 RampUp = Literal["none", "linear", "exponential"]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 METRICS = ("ttft", "tpot", "itl", "e2el")
@@ -34,10 +35,13 @@ class BenchServeConfig:
     )
     host: str = option("127.0.0.1", help="host of the server", common=True)
     port: int = option(8000, help="port of the server", common=True)
-    endpoint: str = option(
-        COMPLETIONS,
-        help=f"path of the API: {COMPLETIONS}, or a path that ends with /chat/completions for "
-        "chats",
+    backend: Backend = option(
+        "openai", help="API of the server: openai or vllm for completions, openai-chat for chats"
+    )
+    endpoint: str | None = option(
+        None,
+        help="path of the API; a path that ends with /chat/completions: chats; unset: "
+        f"{COMPLETIONS}, or {CHAT} with --backend openai-chat",
         common=True,
     )
     model: str | None = option(
@@ -210,31 +214,33 @@ class BenchServeConfig:
                 "--vocab-size makes prompts of token ids, which chats do not accept: use "
                 f"--endpoint {COMPLETIONS}, or --tokenizer"
             )
+        if self.backend == "openai-chat" and not self.is_chat:
+            raise ConfigError(
+                f"expected an --endpoint of chats such as {CHAT} with --backend openai-chat, got "
+                f"{self.endpoint}: leave one of them out"
+            )
         for parse in (self.slos, self.percentiles, self.extra_fields, self.headers, self.keys):
             parse()  # invalid values are refused before any request
 
     @property
     def is_chat(self) -> bool:
         """Whether requests are chats."""
-        return self.endpoint.rstrip("/").endswith("/chat/completions")
+        return self.path.rstrip("/").endswith("/chat/completions")
+
+    @property
+    def path(self) -> str:
+        """Path of the API."""
+        return self.endpoint or (CHAT if self.backend == "openai-chat" else COMPLETIONS)
 
     @property
     def url(self) -> SplitResult:
-        """URL of the server without a path.
+        """URL of the server without /v1, which the paths of requests contain.
 
         Raises:
             ConfigError: not an HTTP URL.
         """
         shown = f"[{self.host}]" if ":" in self.host else self.host
-        text = self.base_url or f"http://{shown}:{self.port}"
-        try:
-            found = urlsplit(text)
-            valid = found.scheme in ("http", "https") and found.hostname and found.port != 0
-        except ValueError:
-            valid = False
-        if not valid:
-            raise ConfigError(f"expected an http or https URL of a server, got {text!r}")
-        return found
+        return server_url(self.base_url or f"http://{shown}:{self.port}")
 
     def slos(self) -> dict[str, float]:
         """Limits of a good request in milliseconds, by metric.

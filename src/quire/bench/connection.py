@@ -55,6 +55,7 @@ class Connection(asyncio.Protocol):
         self._unread: list[tuple[float, bytes]] = []
         self._reply: Reply | None = None
         self._is_chunked = False
+        self._tail = b""  # last bytes of the response: a segment may end within the last chunk
         self._done: asyncio.Future[Reply] | None = None
 
     async def exchange(
@@ -105,7 +106,8 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Store a segment; parse the segments once the response may be complete."""
         self._unread.append((self._clock(), data))
-        if not self._is_chunked or data.endswith(_LAST_CHUNK):
+        self._tail = (self._tail + data[-len(_LAST_CHUNK) :])[-len(_LAST_CHUNK) :]
+        if not self._is_chunked or self._tail == _LAST_CHUNK:
             self._parse()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -9,6 +9,7 @@ from quire.bench.load import Run
 from quire.bench.stream import Outcome
 
 Numbers = dict[str, int | float]
+_WINDOW_S = 1.0
 
 
 def metrics(run: Run, config: BenchServeConfig) -> Numbers:
@@ -68,17 +69,32 @@ def _is_good(outcome: Outcome, limits_ms: dict[str, float]) -> bool:
 
 
 def _peaks(run: Run, done: Sequence[Outcome]) -> Numbers:
-    """Most output tokens in a second of the run, and most requests in flight."""
-    seconds = int(run.duration_s) + 1
-    tokens, flying = np.zeros(seconds + 1), np.zeros(seconds + 2)
-    for one in done:
-        if one.first_s is None:
-            continue
-        times_s = np.cumsum([one.first_s, *one.itl_s]) - run.start_s
-        np.add.at(tokens, times_s.astype(int), one.output_tokens / len(times_s))
-        flying[int(one.start_s - run.start_s)] += 1
-        flying[int(one.end_s - run.start_s) + 1] -= 1
+    """Highest output throughput over a second or over the run, and most requests in flight."""
     return {
-        "max_output_tokens_per_s": float(tokens.max()),
-        "max_concurrent_requests": int(np.cumsum(flying).max()),
+        "max_output_tokens_per_s": _peak_throughput(run, done),
+        "max_concurrent_requests": _peak_concurrency(done),
     }
+
+
+def _peak_throughput(run: Run, done: Sequence[Outcome]) -> float:
+    """Most output tokens of any second; the tokens of a request are divided among its events."""
+    begun = [one for one in done if one.first_s is not None]
+    if not begun:
+        return 0.0
+    arrivals_s = np.concatenate([np.cumsum([one.first_s, *one.itl_s]) for one in begun])
+    events = [1 + len(one.itl_s) for one in begun]
+    shares = np.repeat([one.output_tokens for one in begun] / np.array(events), events)
+    order = np.argsort(arrivals_s, kind="stable")
+    times_s, tokens = arrivals_s[order], np.concatenate(([0.0], np.cumsum(shares[order])))
+    whole_s = max(run.duration_s, 1e-9)
+    window_s = min(_WINDOW_S, whole_s)
+    starts = np.searchsorted(times_s, times_s - window_s, side="right")
+    in_window = tokens[1:] - tokens[starts]
+    return float(max(in_window.max() / window_s, tokens[-1] / whole_s))
+
+
+def _peak_concurrency(done: Sequence[Outcome]) -> int:
+    """Most requests in flight; a request that ends when another one starts does not count."""
+    changes = sorted([(one.start_s, 1) for one in done] + [(one.end_s, -1) for one in done])
+    flying = np.cumsum([change for _, change in changes] or [0])
+    return int(flying.max())

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import SplitResult, urlsplit
 
 from quire.errors import ConfigError
 
@@ -50,6 +51,22 @@ def check_ramp(config: Any) -> None:
         )
     if math.isfinite(config.request_rate):
         raise ConfigError("expected either --request-rate or --ramp-up-strategy, got both")
+
+
+def server_url(text: str) -> SplitResult:
+    """Parse the URL of a server, and remove /v1 from its end.
+
+    Raises:
+        ConfigError: not an HTTP URL.
+    """
+    try:
+        found = urlsplit(text)
+        valid = found.scheme in ("http", "https") and found.hostname and found.port != 0
+    except ValueError:
+        valid = False
+    if not valid:
+        raise ConfigError(f"expected an http or https URL of a server, got {text!r}")
+    return found._replace(path=found.path.rstrip("/").removesuffix("/v1"))
 
 
 def is_positive(text: str) -> bool:

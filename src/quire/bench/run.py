@@ -12,6 +12,7 @@ from quire.bench.metrics import Numbers, metrics
 from quire.bench.prompts import PromptMaker, open_tokenizer
 from quire.bench.result import result_of
 from quire.bench.target import Target
+from quire.layout.open_files import raise_file_limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,7 @@ def bench_server(
     Raises:
         ConfigError: the server cannot be reached, or the data set cannot be read.
     """
+    raise_file_limit()
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_bench(config, api_key, on_end))
 

@@ -63,7 +63,7 @@ class Target:
         outcome = Outcome(start_s=self._clock(), prompt_tokens=request.prompt.tokens)
         try:
             async with asyncio.timeout(self._config.request_timeout):
-                reply = await self._exchange("POST", self._config.endpoint, body)
+                reply = await self._exchange("POST", self._config.path, body)
             if reply.status == _OK:
                 read_stream(reply.segments, outcome)
             else:

@@ -4,6 +4,7 @@ import os
 import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import typer
 
@@ -26,7 +27,7 @@ def server_of(
     """The server of a batch.
 
     Raises:
-        ConfigError: an option of the engine, which the server has not.
+        ConfigError: an option of the engine, which the server has not, or an invalid URL or key.
     """
     from quire.cli.batch_server import BatchServer  # imports httpx
 
@@ -37,14 +38,29 @@ def server_of(
             f"{flag} is an option of the engine and has no effect with --base-url: set it in the "
             "server, and leave it out"
         )
-    if not base_url.startswith(("http://", "https://")):
+    if not _is_url(base_url):
         raise ConfigError(f"expected --base-url as http://HOST:PORT, got {base_url!r}")
+    key = api_key or os.environ.get(KEY_VARIABLE)
+    if key and not (key.isascii() and key.isprintable()):
+        raise ConfigError(
+            "expected a key of printable ASCII characters, got others: correct --api-key or the "
+            f"environment variable {KEY_VARIABLE}"
+        )
     return BatchServer(
         base_url=base_url,
-        api_key=api_key or os.environ.get(KEY_VARIABLE),
+        api_key=key,
         max_concurrency=max_concurrency,
         max_retries=max_retries,
     )
+
+
+def _is_url(text: str) -> bool:
+    """Whether a text is the URL of an HTTP server."""
+    try:
+        found = urlsplit(text)
+        return found.scheme in ("http", "https") and bool(found.hostname) and found.port != 0
+    except ValueError:  # not a port
+        return False
 
 
 def run_on_server(

@@ -32,6 +32,7 @@ _RETRIED = (
     HTTPStatus.SERVICE_UNAVAILABLE,
     HTTPStatus.GATEWAY_TIMEOUT,
 )
+_JSON = {"content-type": "application/json"}
 _REFUSED_KEYS = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 
 
@@ -137,7 +138,10 @@ class ServerBatch:
             self._put(await self._record(client, line))
 
     async def _record(self, client: httpx.AsyncClient, line: ServerLine) -> Record:
-        response = await self._response(client, line)
+        try:
+            response = await self._response(client, line)
+        except (httpx.RequestError, httpx.InvalidURL) as error:  # of this line alone
+            return error_record(line.head, f"the request failed: {error}")
         if response.status_code in _REFUSED_KEYS:
             raise ConfigError(
                 f"{self._server.url} refuses the key (status {response.status_code}): set --api-key"
@@ -155,11 +159,12 @@ class ServerBatch:
 
         Raises:
             ConfigError: the server cannot be reached.
+            RequestError, InvalidURL: of httpx: a response that cannot be read, or an invalid URL.
         """
         for retry in range(self._server.max_retries + 1):
             wait_s = min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2**retry) * random.uniform(0.75, 1.25)
             try:
-                response = await client.post(line.path, json=line.body)
+                response = await client.post(line.path, content=line.content, headers=_JSON)
             except httpx.TransportError as error:
                 last = f"{self._server.url} cannot be reached: {str(error) or type(error).__name__}"
             else:

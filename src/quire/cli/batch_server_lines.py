@@ -4,6 +4,7 @@ The server checks the options of a line, so that lines for any OpenAI-compatible
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from quire.cli.batch_records import Record, error_record
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 _KINDS: Mapping[str, LineKind] = {CHAT: "chat"}
 _GENERATES = (COMPLETIONS, CHAT)
+_PATH = re.compile(r"/v1/[!-~]{1,2000}")  # printable ASCII without spaces
 OK = 200
 
 
@@ -31,6 +33,15 @@ class ServerLine:
     head: LineHead
     path: str
     body: Mapping[str, Any]
+
+    @property
+    def content(self) -> bytes:
+        """The body as JSON in ASCII: UTF-8 cannot encode every string of JSON.
+
+        Raises:
+            ValueError: a number that JSON does not have, such as NaN.
+        """
+        return json.dumps(self.body, allow_nan=False).encode("ascii")
 
 
 def server_line(
@@ -57,15 +68,23 @@ def server_line(
     own = {"model": model} | (dict(defaults) if line.path in _GENERATES else {})
     if "max_completion_tokens" in line.body:
         own.pop("max_tokens", None)
-    return ServerLine(head=line.head, path=line.path, body=own | dict(line.body))
+    made = ServerLine(head=line.head, path=line.path, body=own | dict(line.body))
+    try:
+        _ = made.content
+    except (ValueError, RecursionError) as error:
+        raise BatchError(f"expected finite numbers in the line: {error}", line.head) from None
+    return made
 
 
 def _openai(value: Mapping[str, Any], number: int) -> ServerLine:
     url, name, body = value.get("url"), value.get("custom_id"), value.get("body")
     kind = _KINDS.get(url, "completions") if isinstance(url, str) else "completions"
     head = LineHead(number=number, kind=kind, name=name if isinstance(name, str) else None)
-    if not isinstance(url, str) or not url.startswith("/v1/"):
-        raise BatchError(f"expected url as a path such as {COMPLETIONS}, got {shown(url)}", head)
+    if not isinstance(url, str) or not _PATH.fullmatch(url):
+        raise BatchError(
+            f"expected url as a path of ASCII characters such as {COMPLETIONS}, got {shown(url)}",
+            head,
+        )
     if value.get("method", "POST") != "POST":
         raise BatchError(f"expected method POST, got {shown(value['method'])}", head)
     if not isinstance(name, str) or not name:

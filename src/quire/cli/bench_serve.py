@@ -50,7 +50,7 @@ def serve(config: BenchServeConfig, *, as_json: AsJson = False) -> None:
     """Measure latency and throughput of an OpenAI-compatible server.
 
     The server may be Quire, vLLM, SGLang, llama.cpp or another one. Metrics, options and the keys
-    of the result are those of `vllm bench serve`. Exit code 1 if a request failed.
+    of the result have the names of `vllm bench serve`. Exit code 1 if a request failed.
     """
     from quire.bench.result import save, without_details
     from quire.bench.run import bench_server  # imports numpy

@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperCommand
 
 from quire.cli.common import PACKAGED_MODEL
-from quire.cli.foreign_flags import instead_of
+from quire.cli.foreign_flags import instead_of, short_flag
 from quire.cli.json_output import json_only
 from quire.errors import ConfigError, nearest
 
@@ -34,6 +34,7 @@ class QuireCommand(TyperCommand):
             ConfigError: the model is passed as an option, or an argument is missing.
         """
         self._refuse_model_option(ctx, args)
+        written = [*args]  # click removes what it has parsed
         try:
             return super().parse_args(ctx, args)
         except typer.BadParameter as error:
@@ -41,6 +42,8 @@ class QuireCommand(TyperCommand):
                 raise
             raise ConfigError(self._missing(ctx)) from error
         except UsageError as error:
+            if hasattr(error, "option_name"):
+                error.option_name = short_flag(error.option_name, written)
             error.ctx, error.cmd = ctx, self  # not set in the error of an option without its value
             raise
 

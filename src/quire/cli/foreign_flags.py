@@ -1,9 +1,13 @@
 """Flags of other engines that Quire does not have, and what to use instead."""
 
+from collections.abc import Sequence
+
 _NO_LORA = "Quire does not support LoRA adapters: merge the adapter into the weights first"
 _NO_DRAFT = "Quire does not support speculative decoding"
 _ONE_DEVICE = "Quire runs a model on one device; start one server per device"
 _OFFLOAD = "use --kv-offload-memory for KV or --weights-memory for weights"
+
+_MODEL = "the model is the first argument, without a flag"
 
 FLAGS = {
     # vLLM and SGLang
@@ -34,9 +38,15 @@ FLAGS = {
     "download-dir": "set the environment variable HF_HOME",
     "max-running-requests": "use --max-num-seqs",
     "context-length": "use --max-model-len",
+    "model-path": _MODEL,
+    "chunked-prefill-size": "use --max-num-batched-tokens",
+    "page-size": "use --block-size",
     "disable-radix-cache": "use --no-enable-prefix-caching",
+    # vllm bench serve
+    "disable-tqdm": "not needed: progress is only shown in a terminal",
     # llama.cpp
     "ctx-size": "use --max-model-len for the longest sequence and --kv-memory for the memory",
+    "chat-template-file": "use --chat-template, which takes a file or the template itself",
     "n-gpu-layers": "use --weights-memory with the bytes of weights that stay on the device",
     "cache-type-k": "use --kv-codec KEYS/VALUES, such as int8/int4",
     "cache-type-v": "use --kv-codec KEYS/VALUES, such as int8/int4",
@@ -54,6 +64,28 @@ FLAGS = {
 }
 """What to use instead of a flag, by its name without the leading dashes."""
 
+SHORT_FLAGS = {
+    "-m": _MODEL,
+    "-c": FLAGS["ctx-size"],
+    "-n": FLAGS["n-predict"],
+    "-np": FLAGS["parallel"],
+    "-ngl": FLAGS["n-gpu-layers"],
+    "-ctk": FLAGS["cache-type-k"],
+    "-ctv": FLAGS["cache-type-v"],
+}
+"""What to use instead of a short flag of llama.cpp."""
+
+
+def short_flag(name: str, arguments: Sequence[str]) -> str:
+    """The short flag of llama.cpp that was written, of which click reports one letter.
+
+    Args:
+        name: the unknown option, such as -n of -ngl.
+        arguments: the command line.
+    """
+    written = (text.partition("=")[0] for text in arguments)
+    return next((text for text in written if text in SHORT_FLAGS and text[:2] == name), name)
+
 
 def instead_of(flag: str) -> str | None:
     """Return what to use instead of another engine's flag; None if the flag is not known.
@@ -61,4 +93,6 @@ def instead_of(flag: str) -> str | None:
     Args:
         flag: name as written, with leading dashes; underscores count as dashes.
     """
+    if flag in SHORT_FLAGS:
+        return SHORT_FLAGS[flag]
     return FLAGS.get(flag.lstrip("-").replace("_", "-").lower())

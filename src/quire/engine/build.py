@@ -12,6 +12,7 @@ from functools import cache
 import torch
 
 from quire.config.kv_config import KVConfig
+from quire.engine.attention_scale import attention_scale
 from quire.engine.open_tier import OpenedTiers, open_tiers
 from quire.engine.pool import KVPool, build_pool
 from quire.engine.runner import Runner
@@ -100,6 +101,8 @@ def build(
             undo.pop_all()
             undo.callback(tier.close)  # closes the opened tiers too
             prefix_loader = PrefixLoader(tier, swapper.costs, sharing, events)
+            if pool.rules.evicts:
+                pool.kv.note_scale(attention_scale(model.decoder))
         sequence_memory = SequenceMemory(
             sharing,
             prefix_offloader=_make_offloader(pool, sharing, state, events),

@@ -22,6 +22,7 @@ from quire.eviction.eviction_rules import (
     check_chunk_size,
     check_pre_rope,
 )
+from quire.eviction.rule_requirements import ALL, NONE
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.pre_rope import PreRopeAttention
 from quire.kernels.select import select_backend
@@ -38,7 +39,7 @@ from quire.kv.stores.registry import (
 )
 from quire.kv.stores.runs import LaneLimits
 from quire.kv.tables import refuse_too_many_rows
-from quire.layout.eviction import EvictionSpec
+from quire.layout.eviction import KEEP_ALL, PRESSURE
 from quire.layout.layout import added_statistics, layout_for
 from quire.layout.pages import CacheLayout
 from quire.layout.statistics import Statistic
@@ -164,7 +165,7 @@ def build_pool(
     refuse_too_many_rows(layout.groups, schedule.num_rows)
     if member is None:
         make_store = partial(PageStore, device=device, mover=mover)
-        memory = _own_memory(model, config, schedule, layout, plan.eviction.spec, make_store)
+        memory = _own_memory(model, config, schedule, layout, plan, make_store)
     else:
         _check_member(config, member)
         memory = member.make_memory(layout, schedule.num_rows, device, mover)
@@ -255,7 +256,7 @@ def _make_rules(
         model=model.spec,
         page_tokens=config.page_tokens,
         codec=codec,
-        reserved=config.store != "paged",
+        reserved=config.store != "paged" and config.evict_allow.strip() in ("", NONE),
         provided=Provided(
             exact_statistics(prepare) if schedule.batch_invariant else prepare,
             _why_no_pre_rope(model, config, schedule),
@@ -278,17 +279,17 @@ def _why_no_pre_rope(model: LoadedModel, config: KVConfig, schedule: ScheduleCon
 
 def _check_store(config: KVConfig, rules: EvictionRules) -> None:
     """Refuse rules whose lane lengths are unknown to a store that reserves lanes in advance."""
-    budget = rules.default.budget
-    if config.store != "paged" and (budget.needs_prompt or budget.ragged):
+    if config.store == "contiguous_max" and rules.default.when == PRESSURE and rules.default.evicts:
         raise UnsoundCombination(
-            f"store {config.store!r} reserves lanes before prefill, and the budget of "
-            f"{config.evict!r} divides the cap later; use --kv-store paged, or leave out budget"
+            f"store {config.store!r} reserves the longest lane of a request until its end, so "
+            "when=pressure could free no memory; use --kv-store paged or contiguous_growing, or "
+            "another when="
         )
-    if config.store != "paged" and config.evict_allow.strip() not in ("", "none"):
+    if config.store != "paged" and config.evict_allow.strip() == ALL:
         raise UnsoundCombination(
-            f"store {config.store!r} reserves lanes of the length that --evict allows, and with "
-            f"--evict-allow {config.evict_allow!r} requests could need longer lanes; use "
-            "--kv-store paged or leave out --evict-allow"
+            f"store {config.store!r} reserves lanes for the statistics of all rules in advance, "
+            "and with --evict-allow all requests could name rules with others; list the rules in "
+            "--evict-allow, or use --kv-store paged"
         )
 
 
@@ -297,11 +298,12 @@ def _own_memory(
     config: KVConfig,
     schedule: ScheduleConfig,
     layout: CacheLayout,
-    eviction: EvictionSpec,
+    plan: _PoolPlan,
     make_store: MakeStore,
 ) -> KVMemory:
-    device = model.decoder.device
-    limits = LaneLimits.of(config.store_tokens or model.spec.max_positions, eviction)
+    device, eviction = model.decoder.device, plan.eviction.spec
+    longest = config.store_tokens or model.spec.max_positions
+    limits = LaneLimits.of(longest, eviction if plan.rules.reserves_lanes else KEEP_ALL)
     return KVMemory(
         layout,
         kv_memory_bytes(model, config, schedule, layout, eviction),

@@ -89,13 +89,15 @@ class EvictionRules:
         self._lanes: dict[tuple[Statistic, ...], LaneShape] = {}
         self._allow, self._reserved = allow.strip(), reserved
         own = [served_by_rule(default, self.default)] if self.default.evicts else []
-        self.served = tuple(possible([*own, *announced(allow)], provided.why_not, self._allow))
+        required = possible(own, provided.why_not, NONE)
+        self.served = (*required, *possible(announced(allow), provided.why_not, self._allow))
         if not self.mixes:
             refuse_mixture(self.served)
         self._storing = Storing(
             form=read_format(codec), evicts=self.evicts, rerotates=self.rerotates_keys
         )
         refuse_excluded(codec, self._storing_of(self.default))
+        self._require_several_heads(default, self.default)
         if self.served and all(layer.window for layer in model.layers):
             text = default if self.default.evicts else allow
             raise UnsoundCombination(
@@ -129,6 +131,11 @@ class EvictionRules:
         by_page = self.default.evicts and self.default.granularity == PAGE
         return self._reserved or not by_page or self._allow not in ("", NONE)
 
+    @property
+    def reserves_lanes(self) -> bool:
+        """Whether lanes are allocated with the maximum length under the default rule."""
+        return self._reserved
+
     def fitted(self, layout: CacheLayout) -> CacheLayout:
         """Return a layout without records that no rule of this engine uses."""
         return layout if self.moves_slots else without_relocated_tokens(layout)
@@ -156,6 +163,10 @@ class EvictionRules:
             raise RequestError(f"evict: {error}", param="evict") from error
         if text != self.default.text:
             self._require_lanes(text)
+            try:
+                self._require_several_heads(text, rule)
+            except UnsoundCombination as error:
+                raise RequestError(f"evict: {error}", param="evict") from error
             self._require_storing(rule)
             self._require_moves(text, rule)
             if rule.evicts:
@@ -244,6 +255,15 @@ class EvictionRules:
             refuse_excluded(self._codec, self._storing_of(rule))
         except UnsoundCombination as error:
             raise RequestError(f"evict: {error}", param="evict") from error
+
+    def _require_several_heads(self, text: str, rule: EvictionRule) -> None:
+        """Refuse a budget that moves slots between KV heads if layers have one KV head."""
+        if rule.evicts and rule.budget.ragged and self.model.num_kv_heads == 1:
+            raise UnsoundCombination(
+                f"{text!r}: the budget divides each layer over its KV heads, and this model has "
+                "one KV head per layer; leave out budget, or use one that divides over layers, "
+                "such as pyramid"
+            )
 
     def _require_moves(self, text: str, rule: EvictionRule) -> None:
         if (

@@ -10,7 +10,13 @@ import numpy as np
 
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
-from quire.kv.sharing import CachedReference, begin_lanes, copy_private_pages, require_chain
+from quire.kv.sharing import (
+    CachedReference,
+    begin_lanes,
+    copy_private_pages,
+    require_chain,
+    zeroed_pages,
+)
 from quire.kv.tables import LaneTable
 from quire.layout.pages import PageClass
 
@@ -99,7 +105,7 @@ def extend_from_references(
     require_chain(memory, cached_references, statistics, start=length)
     if not can_append(memory, row):
         return False
-    copied = _copies_of(memory, statistics)
+    copied = _private_copies(memory, row, statistics, cached_references[-1].end)
     if copied is None:
         return False
     pages = {
@@ -113,18 +119,29 @@ def extend_from_references(
     return True
 
 
-def _copies_of(
-    memory: KVMemory, statistics: CachedReference | None
+def _private_copies(
+    memory: KVMemory, row: int, statistics: CachedReference | None, end: int
 ) -> dict[str, PageNumbers] | None:
-    """Private copies of a snapshot; None if they do not fit."""
+    """Private copies of a snapshot, and zeroed records of promoted tokens; None if they do not fit.
+
+    Args:
+        memory: the KV memory that holds the pages.
+        row: the sequence.
+        statistics: the snapshot.
+        end: new length of the row.
+    """
     pages = {} if statistics is None else statistics.pages
+    empty = [t for t in memory.tables.values() if t.active[row] and t.group.promoted is not None]
+    counts = {name: numbers.size for name, numbers in pages.items()}
+    for group in (table.group for table in empty):
+        counts[group.name] = group.page_class.pages_for(group.slots_of(end)) * group.num_lanes
     needed: dict[PageClass, int] = {}
-    for name, numbers in pages.items():
+    for name, count in counts.items():
         page_class = memory.tables[name].group.page_class
-        needed[page_class] = needed.get(page_class, 0) + numbers.size
+        needed[page_class] = needed.get(page_class, 0) + count
     if not memory.fits(needed):
         return None
     return {
         n: copy_private_pages(memory, memory.tables[n], numbers.reshape(-1))
         for n, numbers in pages.items()
-    }
+    } | {t.group.name: zeroed_pages(memory, t, counts[t.group.name]) for t in empty}

@@ -133,8 +133,17 @@ def statistics_groups(memory: KVMemory, used: Collection[str]) -> list[LaneGroup
         memory: the KV memory.
         used: names of the private groups of a sequence.
     """
-    groups = memory.layout.groups
-    return [g for g in groups if g.private and g.promoted is None and g.name in used]
+    return [group for group in private_groups(memory, used) if group.promoted is None]
+
+
+def private_groups(memory: KVMemory, used: Collection[str]) -> list[LaneGroup]:
+    """The private groups of a sequence, in the order of the layout.
+
+    Args:
+        memory: the KV memory.
+        used: their names.
+    """
+    return [group for group in memory.layout.groups if group.private and group.name in used]
 
 
 def _page_count(group: LaneGroup, end: int) -> int:

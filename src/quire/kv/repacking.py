@@ -4,12 +4,12 @@ Pages scattered between freed pages occupy more slabs than they fill, which othe
 cannot use.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.errors import InvariantError
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
 from quire.kv.tables import LaneTable, Rows
@@ -40,11 +40,8 @@ class _Moving:
 def repack(memory: KVMemory, *rows: int) -> None:
     """Move together the pages that only these sequences reference; sharing is preserved.
 
-    Pages that other sequences or the prefix cache reference are not moved.
-
-    Raises:
-        InvariantError: the packed pages do not fit. They always fit if the arena is large enough
-            for these sequences and holds no others.
+    Pages that other sequences or the prefix cache reference are not moved. No page is moved if the
+    packed pages might not fit: slabs that begin between two pages hold one page less than others.
     """
     if not memory.placement.shares:
         for row in rows:
@@ -52,13 +49,26 @@ def repack(memory: KVMemory, *rows: int) -> None:
         return
     named = [_entries(table, np.array(rows)) for table in memory.tables.values()]
     moving = {page_class: _exclusive(memory, page_class, named) for page_class in memory.pools}
+    if not _fit_packed(memory, moving):
+        return
     for page_class, found in moving.items():
         memory.pools[page_class].release(np.repeat(found.pages, found.times))
-    needed = {page_class: len(found.pages) for page_class, found in moving.items()}
-    if not memory.fits(needed):
-        raise InvariantError(f"rows {rows} held {sum(needed.values())} pages that no longer fit")
     for page_class, found in moving.items():
         _place(memory, page_class, found, named)
+
+
+def _fit_packed(memory: KVMemory, moving: Mapping[PageClass, _Moving]) -> bool:
+    """Whether these pages can be allocated again after all of them have been released."""
+    slab_bytes, free, needed = memory.arena.slab_bytes, memory.arena.num_free_slabs, 0
+    for page_class, found in moving.items():
+        pool, page_bytes = memory.pools[page_class], page_class.page_bytes
+        staying = np.setdiff1d(np.flatnonzero(pool.ref_counts), found.pages)
+        slabs = np.unique(staying * page_bytes // slab_bytes)
+        ends, starts = (slabs + 1) * slab_bytes // page_bytes, -(-slabs * slab_bytes // page_bytes)
+        free += len(pool.held_slabs) - len(slabs)
+        missing = len(found.pages) - (int((ends - starts).sum()) - len(staying))
+        needed += max(0, -(-missing // pool.pages_per_slab))
+    return needed <= free
 
 
 def _entries(table: LaneTable, rows: Rows) -> _Named:

@@ -262,12 +262,18 @@ def require_chain(
 def _private_pages(
     memory: KVMemory, table: LaneTable, length: int, statistics: CachedReference | None
 ) -> PageNumbers:
-    group, pool = table.group, memory.pools[table.group.page_class]
+    group = table.group
     if statistics is not None and group.name in statistics.pages:
         return copy_private_pages(memory, table, statistics.pages[group.name].reshape(-1))
-    pages = pool.allocate(group.page_class.pages_for(group.slots_of(length)) * group.num_lanes)
-    memory.store.clear_pages(group.page_class, pages)
-    return pages.reshape(group.num_lanes, -1)
+    count = group.page_class.pages_for(group.slots_of(length)) * group.num_lanes
+    return zeroed_pages(memory, table, count)
+
+
+def zeroed_pages(memory: KVMemory, table: LaneTable, count: int) -> PageNumbers:
+    """Allocate zeroed pages of a private group; return them as [lanes, pages of a lane]."""
+    pages = memory.pools[table.group.page_class].allocate(count)
+    memory.store.clear_pages(table.group.page_class, pages)
+    return pages.reshape(table.group.num_lanes, -1)
 
 
 def begin_lanes(table: LaneTable, row: int, length: int, pages: PageNumbers) -> None:

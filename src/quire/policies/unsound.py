@@ -63,12 +63,13 @@ UNSOUND: tuple[Unsound, ...] = (
     ),
     Unsound(
         one="a budget that gives the heads of a layer unequal caps (ada, fastgen)",
-        other="a rule with one set per layer (recent, sinks, random, tova; kvcrush and variants "
-        "with `sets=layer`)",
+        other="a rule with one set per layer (recent, sinks; random and tova with `scope=layer`; "
+        "kvcrush and variants with `sets=layer`)",
         meets=lambda parts: parts.budget.by_head and parts.policy.scope == LAYER,
         reason="{budget} divides a layer over its heads, and this rule retains one set for all "
         "heads of a layer",
-        instead="a rule with one set per head, such as h2o, or sets=head of kvcrush",
+        instead="a rule with one set per head, such as h2o, scope=lane of tova and random, or "
+        "sets=head of kvcrush",
     ),
     Unsound(
         one="a rule that re-rotates positions (streaming)",

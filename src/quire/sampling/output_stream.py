@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from quire.config.generation_request import GenerationRequest, token_ids_of
-from quire.errors import EngineDead
+from quire.errors import QuireError
 from quire.sampling.outputs import OutputBuilder, OutputDelta, RequestOutput
 
 
@@ -31,7 +31,7 @@ class OutputStream:
         self.wake_interval = 1
         self._on_cancel = on_cancel
         self._loop = asyncio.get_running_loop()
-        self._items: deque[OutputDelta | EngineDead] = deque()
+        self._items: deque[OutputDelta | QuireError] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._num_open = 0
         self._num_unseen = 0  # tokens since the reader was woken
@@ -44,7 +44,8 @@ class OutputStream:
         """Return the next delta of any of the requests.
 
         Raises:
-            EngineDead: the engine has stopped; the outputs are incomplete.
+            QuireError: the requests were ended, and the outputs are incomplete; `EngineDead` if
+                the engine has stopped.
         """
         if not self._num_open:
             raise StopAsyncIteration
@@ -61,14 +62,15 @@ class OutputStream:
         """Yield the deltas that have arrived, without waiting for others.
 
         Raises:
-            EngineDead: the engine has stopped; the outputs are incomplete.
+            QuireError: the requests were ended, and the outputs are incomplete; `EngineDead` if
+                the engine has stopped.
         """
         while self._items:
             yield self._next()
 
     def _next(self) -> OutputDelta:
         item = self._items.popleft()
-        if isinstance(item, EngineDead):
+        if isinstance(item, QuireError):
             self._num_open = 0
             raise item
         self._num_open -= item.is_last
@@ -88,7 +90,7 @@ class OutputStream:
         The reader is woken by the first and the last delta of each completion only.
 
         Raises:
-            EngineDead: the engine has stopped.
+            QuireError: the requests were ended; `EngineDead` if the engine has stopped.
         """
         builders = {
             request_id: OutputBuilder(request_id, token_ids_of(request), request)
@@ -114,11 +116,11 @@ class OutputStream:
         self.request_ids = tuple(request_ids)
         self._num_open = len(self.request_ids)
 
-    def put(self, item: OutputDelta | EngineDead) -> bool:
+    def put(self, item: OutputDelta | QuireError) -> bool:
         """Pass an item to the event loop; False if the loop is closed."""
         return not put_all([(self, item)])
 
-    def receive(self, item: OutputDelta | EngineDead) -> None:
+    def receive(self, item: OutputDelta | QuireError) -> None:
         """Add an item, in the event loop."""
         self._items.append(item)
         if not self._must_wake(item):
@@ -127,8 +129,8 @@ class OutputStream:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _must_wake(self, item: OutputDelta | EngineDead) -> bool:
-        if self.wake_interval == 1 or isinstance(item, EngineDead):
+    def _must_wake(self, item: OutputDelta | QuireError) -> bool:
+        if self.wake_interval == 1 or isinstance(item, QuireError):
             return True
         self._num_unseen += len(item.token_ids)
         key = (item.request_id, item.index)
@@ -142,7 +144,7 @@ class OutputStream:
         return self._loop
 
 
-Addressed = tuple[OutputStream, OutputDelta | EngineDead]
+Addressed = tuple[OutputStream, OutputDelta | QuireError]
 
 
 def put_all(items: Iterable[Addressed]) -> set[OutputStream]:

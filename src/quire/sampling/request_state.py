@@ -43,9 +43,10 @@ class SequenceOutput:
     def add_scores(self, first: int, scores: Sequence[ScoredToken]) -> None:
         """Add the log-probabilities of prompt tokens from position `first` on.
 
-        A preempted prompt is scored again from its start; its earlier values are replaced.
+        A preempted prompt is scored again from its start; its earlier values are replaced. Those of
+        a tail that was swapped out are retained, because it is not computed again.
         """
-        self._scores[first:] = scores
+        self._scores[first : first + len(scores)] = scores
 
     def add_hidden(self, found: StepHidden) -> None:
         """Add hidden states of prompt tokens."""

@@ -79,5 +79,6 @@ class Unblocking:
             self._lifecycle.fail(first, NeverFits(NEVER))
             return
         first.memory.may_offload = False
-        self._lifecycle.preempt(first, "its offloaded pages cannot be loaded back")
+        reason = "its offloaded pages cannot be loaded back"
+        self._lifecycle.preempt(first, reason, recompute=True)
         self._prefill.plan(plan, self._step_tokens)

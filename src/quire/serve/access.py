@@ -56,7 +56,7 @@ class AccessLog:
         sent = _Sent(send, request_id)
         start_s = time.perf_counter()
         try:
-            await self._app(scope, receive, sent)
+            await self._app(scope, _Received(receive, sent), sent)
         finally:
             seconds = time.perf_counter() - start_s
             self._counts.add(scope, sent.status, seconds)
@@ -65,20 +65,43 @@ class AccessLog:
 
 
 class _Sent:
-    """Adds the id to the response, and records its status and size."""
+    """Adds the id to the response, and records its status and size.
+
+    Attributes:
+        has_begun: whether the response has begun.
+        client_closed: whether the client disconnected before that.
+        status: status of the response; 499 for such a client.
+        num_bytes: size of the body.
+    """
 
     def __init__(self, send: Send, request_id: str) -> None:
         self._send, self._request_id = send, request_id
+        self.has_begun = self.client_closed = False
         self.status = CLIENT_CLOSED
         self.num_bytes = 0
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self.status = message["status"]
+            self.has_begun = True
+            if not self.client_closed:
+                self.status = message["status"]
             MutableHeaders(scope=message)[HEADER] = self._request_id
         elif message["type"] == "http.response.body":
             self.num_bytes += len(message.get("body", b""))
         await self._send(message)
+
+
+class _Received:
+    """Records that the client disconnected before the response began."""
+
+    def __init__(self, receive: Receive, sent: _Sent) -> None:
+        self._receive, self._sent = receive, sent
+
+    async def __call__(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.disconnect" and not self._sent.has_begun:
+            self._sent.client_closed = True
+        return message
 
 
 def _request_id(scope: Scope) -> str:
@@ -88,6 +111,11 @@ def _request_id(scope: Scope) -> str:
             text: str = value.decode("latin-1")
             if _ID.fullmatch(text):
                 return text
+    return new_request_id()
+
+
+def new_request_id() -> str:
+    """An id for a request without one."""
     return uuid.uuid4().hex
 
 

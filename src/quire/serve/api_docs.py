@@ -7,8 +7,9 @@ contains no data, so it needs no key.
 from functools import cache
 from importlib.resources import files
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Response, Security, params
 from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.security import HTTPBearer
 from starlette.responses import HTMLResponse
 
 PATH = "/docs"
@@ -25,6 +26,17 @@ DOCS_PATHS = frozenset({PATH, SCHEMA_PATH, *(f"{PATH}/{name}" for name in _TYPES
 @cache
 def _content(name: str) -> bytes:
     return (files("fastapi_swagger") / "resources" / name).read_bytes()
+
+
+def key_dependencies() -> list[params.Depends]:
+    """Dependencies of the routes of a server with API keys, for the field of the key in the page.
+
+    They check nothing: `KeyGuard` refuses requests without a key before their body is read.
+    """
+    scheme = HTTPBearer(
+        scheme_name="API key", description="an API key of a tenant", auto_error=False
+    )
+    return [Security(scheme)]
 
 
 class ApiDocs:

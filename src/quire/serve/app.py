@@ -2,7 +2,6 @@
 
 import gc
 import math
-import os
 import socket
 import ssl
 import sys
@@ -16,22 +15,23 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from quire.api.llm import LLM
 from quire.errors import ConfigError, EngineDead
+from quire.layout.open_files import raise_file_limit
 from quire.serve.access import HEADER, AccessLog
-from quire.serve.api_docs import DOCS_PATHS, ApiDocs
+from quire.serve.api_docs import DOCS_PATHS, ApiDocs, key_dependencies
 from quire.serve.apis.endpoints import OtherApis
 from quire.serve.banner import banner
-from quire.serve.config import METRICS_KEY_VARIABLE, ServerConfig
+from quire.serve.config import ServerConfig, is_loopback
 from quire.serve.connection import (
     MAX_HEADER_BYTES,
     BodyLimit,
     TimedConnection,
     listen,
-    raise_file_limit,
 )
 from quire.serve.dashboard.routes import PAGE_PATH, Dashboard, dashboard_paths
 from quire.serve.embeddings import EmbeddingEndpoint
 from quire.serve.endpoints import Endpoints
 from quire.serve.errors import install_error_handlers
+from quire.serve.hosts import LocalHosts
 from quire.serve.json_route import IGNORED_HEADER
 from quire.serve.kv_endpoints import KVEndpoints
 from quire.serve.kv_requests import KVRequestEndpoints
@@ -45,6 +45,7 @@ from quire.serve.service import Service
 from quire.serve.shutdown import DrainingServer
 from quire.serve.tenant_file import TenantFile
 from quire.serve.tenant_keys import OPEN_PATHS, KeyGuard, TenantKeys
+from quire.serve.validation_errors import install_validation_handlers
 from quire.version import __version__
 
 
@@ -80,7 +81,7 @@ def create_app(
     app.state.service = service
     endpoints = Endpoints(service)
     http_requests = HttpRequests()
-    metrics_key = config.metrics_key or os.environ.get(METRICS_KEY_VARIABLE) or None
+    has_keys = service.keys.tells_tenants_apart or config.key_of_metrics() is not None
     for handlers in (
         endpoints,
         OtherApis(endpoints),
@@ -88,21 +89,25 @@ def create_app(
         Probes(service),
         KVEndpoints(service),
         KVRequestEndpoints(service),
-        MetricsEndpoint(service, http_requests, metrics_key),
+        MetricsEndpoint(service, http_requests, config.key_of_metrics()),
     ):
-        app.include_router(handlers.router(), responses=ERRORS)
+        needs = key_dependencies() if has_keys else []
+        app.include_router(handlers.router(), responses=ERRORS, dependencies=needs)
     app.include_router(ApiDocs().router())
     open_paths = OPEN_PATHS | DOCS_PATHS | {METRICS_PATH}  # /metrics checks its key itself
     if service.shows_texts:
         app.include_router(Dashboard().router())
         open_paths |= dashboard_paths()
     install_error_handlers(app)
+    install_validation_handlers(app)
     app.add_middleware(BodyLimit, most_bytes=config.max_body)
     app.add_middleware(
         KeyGuard, keys=service.keys, open_paths=open_paths
     )  # the middleware added last runs first
     if config.allowed_origins:
         _add_cors(app, config)
+    if is_loopback(config.host) and not service.keys.tells_tenants_apart:
+        app.add_middleware(LocalHosts)
     app.add_middleware(AccessLog, counts=http_requests, writes=config.access_log)
     return app
 
@@ -177,6 +182,7 @@ def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        timeout_keep_alive=config.timeout_keep_alive,  # type: ignore[arg-type]  # seconds
         timeout_graceful_shutdown=math.ceil(config.shutdown_timeout),
         ssl_certfile=config.ssl_certfile,
         ssl_keyfile=config.ssl_keyfile,

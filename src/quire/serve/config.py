@@ -2,6 +2,8 @@
 
 import ipaddress
 import math
+import os
+import re
 from dataclasses import dataclass
 from typing import Literal, no_type_check
 
@@ -23,6 +25,8 @@ KEY_VARIABLE = "QUIRE_API_KEY"
 METRICS_KEY_VARIABLE = "QUIRE_METRICS_KEY"
 """Environment variable with the API key of /metrics."""
 
+LEAST_KEY_CHARACTERS = 8
+
 LIMITS, TLS, CORS = "Limits of the server", "TLS", "Web pages (CORS)"
 OBSERVATION = "Metrics and traces"
 _LEAST = (
@@ -30,6 +34,7 @@ _LEAST = (
     *("max_num_queued_reqs", "max_num_queued_tokens"),
 )
 MAX_TOKENIZER_THREADS = 64
+_ORIGIN = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://(\[[0-9a-fA-F:.]+\]|[a-zA-Z0-9._-]+)(:\d+)?")
 
 
 @no_type_check  # run-time type checks in tests must not precede ConfigError
@@ -183,7 +188,13 @@ class ServerConfig:
     header_timeout: float = option(
         20.0,
         help="timeout in seconds for request headers, and for pauses within a request body; then "
-        "the connection is closed",
+        "the connection is closed; with TLS it starts after the handshake, which may take 60 s",
+        unit="s",
+    )
+    timeout_keep_alive: float = option(
+        75.0,
+        help="time in seconds that a connection without requests stays open; longer than that of a "
+        "proxy before the server, such as 60 s of nginx",
         unit="s",
     )
     tokenizer_threads: int = option(
@@ -204,6 +215,17 @@ class ServerConfig:
             return self.dashboard
         return with_keys or is_loopback(self.host)
 
+    def key_of_metrics(self) -> str | None:
+        """The API key of /metrics: the option, else the environment variable; None: unset.
+
+        Raises:
+            ConfigError: a key that is too short or not printable ASCII.
+        """
+        key = self.metrics_key or os.environ.get(METRICS_KEY_VARIABLE) or None
+        if key is not None:
+            check_key(key, f"--metrics-key or {METRICS_KEY_VARIABLE}")
+        return key
+
     def __post_init__(self) -> None:
         check_options(self)
         if not self.host:
@@ -219,8 +241,6 @@ class ServerConfig:
             )
         if not self.max_body:
             raise ConfigError("expected a max-body of at least 1 byte, got 0")
-        if not 0 < self.header_timeout < math.inf:
-            raise ConfigError(f"expected header-timeout > 0 seconds, got {self.header_timeout}")
         self._check_limits()
         self._check_security()
         if not 1 <= self.tokenizer_threads <= MAX_TOKENIZER_THREADS:
@@ -239,12 +259,18 @@ class ServerConfig:
             raise ConfigError(
                 f"expected stream-interval of 1 token or more, got {self.stream_interval}"
             )
+        for name in ("header_timeout", "timeout_keep_alive"):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise ConfigError(f"expected {name.replace('_', '-')} > 0 seconds, got {value}")
         for name in ("shutdown_timeout", "sse_keep_alive_interval"):
             value = getattr(self, name)
             if not 0 <= value < math.inf:
                 raise ConfigError(f"expected {name.replace('_', '-')} >= 0 seconds, got {value}")
 
     def _check_security(self) -> None:
+        if self.metrics_key is not None:
+            check_key(self.metrics_key, "--metrics-key")
         url = self.otlp_traces_endpoint
         if url is not None and not url.startswith(("http://", "https://")):
             raise ConfigError(
@@ -255,11 +281,35 @@ class ServerConfig:
                 "expected --ssl-certfile with --ssl-keyfile or --ssl-ca-certs, got none: without a "
                 "certificate the server has no TLS"
             )
+        for origin in self.allowed_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    "expected --allowed-origins as * or SCHEME://HOST, such as "
+                    f"https://chat.example, got {origin!r}: repeat the flag for each origin, "
+                    "without a path"
+                )
         if self.allow_credentials and "*" in self.allowed_origins:
             raise ConfigError(
                 "expected --allowed-origins other than * with --allow-credentials: browsers refuse "
                 "cookies for every origin"
             )
+
+
+def check_key(key: str, owner: str) -> None:
+    """Refuse an API key that is easily guessed, or that a header cannot contain.
+
+    Args:
+        key: the key.
+        owner: option or tenant of the key, for the error.
+
+    Raises:
+        ConfigError: a key that is too short or not printable ASCII.
+    """
+    if len(key) < LEAST_KEY_CHARACTERS or not key.isascii() or not key.isprintable():
+        raise ConfigError(
+            f"{owner}: expected at least {LEAST_KEY_CHARACTERS} printable ASCII characters, got "
+            f"{len(key)} characters; choose another key"
+        )
 
 
 def is_loopback(host: str) -> bool:

@@ -7,7 +7,6 @@ memory as long as it is open.
 import asyncio
 import os
 import socket
-import sys
 from http import HTTPStatus
 from typing import Any
 
@@ -19,10 +18,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from quire.engine.host_memory import return_freed_memory
 from quire.errors import ConfigError
 from quire.layout.sizes import format_size
+from quire.serve.access import HEADER, new_request_id
 from quire.serve.errors import error_response
-
-if sys.platform != "win32":
-    import resource
 
 MAX_HEADER_BYTES = 1 << 16
 """Limit of the request line and headers of one request."""
@@ -35,6 +32,12 @@ _TOO_LARGE_HEADERS = (
 def _is_too_large(connection: h11.Connection) -> bool:
     """Whether incomplete headers have exceeded the limit."""
     return len(connection.trailing_data[0]) > MAX_HEADER_BYTES
+
+
+def _requested_path(connection: h11.Connection) -> str:
+    """Path in the first line of a request that could not be read; empty without one."""
+    words = connection.trailing_data[0][:MAX_HEADER_BYTES].split(b" ", 2)
+    return words[1].decode("latin-1") if len(words) == 3 else ""
 
 
 class StreamingConnection(h11.Connection):
@@ -128,8 +131,9 @@ class TimedConnection(H11Protocol):
         status = HTTPStatus.BAD_REQUEST
         if _is_too_large(self.conn):
             status, msg = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, _TOO_LARGE_HEADERS
-        body = error_response(status, msg).body
+        body = error_response(status, msg, path=_requested_path(self.conn)).body
         headers = [("content-type", "application/json"), ("connection", "close")]
+        headers.append((HEADER, new_request_id()))
         headers.append(("content-length", str(len(body))))
         events = (
             h11.Response(status_code=int(status), headers=headers, reason=status.phrase.encode()),
@@ -188,11 +192,13 @@ class BodyLimit:
             return
         if _header_bytes(scope) > MAX_HEADER_BYTES:
             status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
-            await error_response(status, _TOO_LARGE_HEADERS)(scope, receive, send)
+            response = error_response(status, _TOO_LARGE_HEADERS, path=scope["path"])
+            await response(scope, receive, send)
             return
         if _announced_bytes(scope) > self._most_bytes:
             refusal = BodyTooLarge(self._most_bytes)
-            response = error_response(HTTPStatus(refusal.status_code), refusal.detail)
+            status = HTTPStatus(refusal.status_code)
+            response = error_response(status, refusal.detail, path=scope["path"])
             await response(scope, receive, send)
             return
         counted = _Counted(receive, self._most_bytes)
@@ -232,10 +238,6 @@ def _announced_bytes(scope: Scope) -> int:
 # The server's socket: bound before the model is loaded, so that a port in use is reported at once.
 
 
-MOST_FILES = 1 << 16
-"""Open files that the server asks for, if the system allows more."""
-
-
 def bind(host: str, port: int) -> socket.socket:
     """Create a socket that is bound but does not accept connections yet.
 
@@ -258,19 +260,6 @@ def bind(host: str, port: int) -> socket.socket:
         bound.close()
         raise _cannot_listen(host, port, error) from error
     return bound
-
-
-def raise_file_limit() -> None:
-    """Raise the soft limit of open files to the hard one: every connection needs a file.
-
-    Many systems start a process with 1,024, fewer than the streams of a busy server.
-    """
-    if sys.platform == "win32":
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def listen(bound: socket.socket, *, scheme: str = "http") -> str:

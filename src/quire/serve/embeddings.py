@@ -53,6 +53,7 @@ class EmbeddingEndpoint:
     async def _embeddings(self, body: EmbeddingBody, request: Request) -> Response:
         service, endpoints = self._service, self._endpoints
         endpoints.check(body, request)
+        _check_dimensions(body.dimensions, service.llm.model.spec.hidden_size)
         params = embedding_params(service.llm.model, body.pooling)
         requested = as_prompts(body.input)
         service.check_number(len(requested), params)
@@ -89,7 +90,6 @@ def _response(
 
 def _embedding(body: EmbeddingBody, output: RequestOutput) -> str | list[float]:
     assert output.embedding is not None, "checked before"
-    _check_dimensions(body.dimensions, len(output.embedding))
     vector = np.asarray(output.embedding, dtype=np.float32)
     if body.normalize is not False:
         vector = normalized(output.embedding)

@@ -166,7 +166,7 @@ class Endpoints:
             )
             for index in range(body.n or 1)
         ]
-        envelope = Envelope.of_chat(service.model_name, body.request_options())
+        envelope = Envelope.of_chat(service.model_name, body.request_options(), form.id_prefix)
         return await self._respond(body, request, [prompt], params, writers, envelope, form)
 
     def _tools(self, body: ChatBody) -> ChatTools:

@@ -16,25 +16,18 @@ Responses with 429, and with 503 for a full queue, have the header Retry-After i
 Quotes of a client's input are bounded: a large invalid request gets a small response.
 """
 
-import json
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from quire.errors import EngineDead, QueueFull, QuireError, RequestError
 from quire.serve.rate_limits import RateLimited
 
 MAX_MESSAGE_CHARACTERS = 600
-MAX_VALIDATION_ERRORS = 4
-MOST_SHOWN = 60  # characters of a value that is wrong
 
 _TYPES = {
     HTTPStatus.BAD_REQUEST: "BadRequestError",
@@ -53,15 +46,6 @@ class FieldError(RequestError):
 
     def __init__(self, param: str, message: str) -> None:
         super().__init__(message, param=param)
-
-
-class InvalidBody(HTTPException):
-    """A JSON body that fails validation."""
-
-    def __init__(self, error: ValidationError) -> None:
-        super().__init__(HTTPStatus.BAD_REQUEST)
-        found = error.errors(include_url=False, include_context=False)
-        self.errors = [part | {"loc": ("body", *part["loc"])} for part in found]
 
 
 class UnknownModel(RequestError):
@@ -87,6 +71,13 @@ class Draining(QuireError):
 
     def __init__(self) -> None:
         super().__init__("the server is shutting down and accepts no new requests: send it again")
+
+
+class ShutDown(QuireError):
+    """The server shut down before an open request had ended."""
+
+    def __init__(self) -> None:
+        super().__init__("the server has shut down before the request ended: send it again")
 
 
 class TooManyStreams(QuireError):
@@ -126,10 +117,8 @@ def error_body(error: QuireError) -> dict[str, object]:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Install handlers that return every error in OpenAI's format."""
+    """Install handlers that return errors in the format of the API."""
     app.add_exception_handler(QuireError, _handle_quire_error)
-    app.add_exception_handler(RequestValidationError, _handle_validation_error)
-    app.add_exception_handler(InvalidBody, _handle_invalid_body)
     app.add_exception_handler(HTTPException, _handle_http_exception)
     app.add_exception_handler(Exception, _handle_bug)
 
@@ -146,7 +135,7 @@ def _status(error: QuireError) -> HTTPStatus:
             return HTTPStatus.BAD_REQUEST
         case RateLimited():
             return HTTPStatus.TOO_MANY_REQUESTS
-        case EngineDead() | Draining() | QueueFull() | TooManyStreams():
+        case EngineDead() | Draining() | ShutDown() | QueueFull() | TooManyStreams():
             return HTTPStatus.SERVICE_UNAVAILABLE
         case _:
             return HTTPStatus.INTERNAL_SERVER_ERROR
@@ -216,63 +205,6 @@ async def _handle_quire_error(request: Request, error: Exception) -> JSONRespons
     param = getattr(error, "param", None)
     path = request.url.path
     return error_response(_status(error), str(error), param, _headers(error), path=path)
-
-
-async def _handle_validation_error(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, RequestValidationError)
-    return _invalid(error.errors(), request.url.path)
-
-
-async def _handle_invalid_body(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, InvalidBody)
-    return _invalid(error.errors, request.url.path)
-
-
-def _invalid(errors: Sequence[Mapping[str, Any]], path: str) -> JSONResponse:
-    fields = [_field_path(part["loc"]) for part in errors[:MAX_VALIDATION_ERRORS]]
-    parts = [
-        f"{field or 'body'}: {_what_is_wrong(part)}"
-        for field, part in zip(fields, errors, strict=False)
-    ]
-    if len(errors) > len(parts):
-        parts.append(f"and {len(errors) - len(parts)} more")
-    return error_response(HTTPStatus.BAD_REQUEST, "; ".join(parts), fields[0] or None, path=path)
-
-
-_COUNTED = re.compile(r"should have (at (?:least|most) \d+ items?)")
-_OBJECTS = frozenset({"model_attributes_type", "model_type", "dict_type"})
-"""Kinds of pydantic's errors for a value that is no JSON object."""
-
-
-def _what_is_wrong(part: Mapping[str, Any]) -> str:
-    """Rewrite pydantic's message as expected and given value; a long value is truncated."""
-    text = str(part["msg"]).removeprefix("Value error, ")
-    if part.get("type") == "missing":
-        return "required" if len(part["loc"]) > 1 else "expected a JSON object, got nothing"
-    counted = _COUNTED.search(text)
-    if counted and isinstance(part.get("input"), list | dict):
-        return f"expected {counted[1]}, got {len(part['input']):,}"
-    if not text.startswith("Input should be "):
-        return text
-    if part.get("type") in _OBJECTS:
-        return f"expected a JSON object, got {_shown(part.get('input'))}"
-    expected, given = text.removeprefix("Input should be ").partition(", ")[0], part.get("input")
-    number = "a number " if expected.startswith(("less", "greater")) else ""
-    return f"expected {number}{expected}, got {_shown(given)}"
-
-
-def _shown(given: object) -> str:
-    if isinstance(given, list | dict):
-        return "a list" if isinstance(given, list) else "an object"
-    if isinstance(given, str):  # truncated first: the value may have megabytes
-        return bounded(json.dumps(given[: MOST_SHOWN + 1], ensure_ascii=False), MOST_SHOWN)
-    return bounded(json.dumps(given, default=repr), MOST_SHOWN)
-
-
-def _field_path(location: tuple[object, ...]) -> str:
-    """Path of a field in the body, such as messages.0.content; bounded: clients choose the keys."""
-    names = [str(name) for name in location[1:] if name != "[key]"]  # pydantic's marker for a key
-    return bounded(".".join(names), 100)
 
 
 async def _handle_http_exception(request: Request, error: Exception) -> JSONResponse:

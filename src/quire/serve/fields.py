@@ -158,10 +158,7 @@ def unknown_fields(
     Raises:
         RequestError: an unsupported field, a name similar to a known field, or too many fields.
     """
-    if len(extra) > MOST_EXTRA_FIELDS:
-        raise RequestError(
-            f"expected at most {MOST_EXTRA_FIELDS} unknown fields, got {len(extra)}: leave them out"
-        )
+    require_few(extra)
     others = {name: value for name, value in extra.items() if value is not None}
     declared = tuple(known)
     if inside:
@@ -171,6 +168,18 @@ def unknown_fields(
             raise _unsupported(name, declared)
     names = [name for name in others if name not in IGNORED and name not in UNSUPPORTED]
     return _refuse_near_misses(names, (*declared, *IGNORED, *UNSUPPORTED))
+
+
+def require_few(extra: Mapping[str, object]) -> None:
+    """Limit the number of unknown fields.
+
+    Raises:
+        RequestError: too many fields.
+    """
+    if len(extra) > MOST_EXTRA_FIELDS:
+        raise RequestError(
+            f"expected at most {MOST_EXTRA_FIELDS} unknown fields, got {len(extra)}: leave them out"
+        )
 
 
 def temperature_of(do_sample: object, temperature: object) -> object:

@@ -25,6 +25,9 @@ def event(body: JSON, name: str | None = None) -> str:
 class Format(Protocol):
     """Converts the bodies of one response. A stream gets its chunks in order."""
 
+    id_prefix: str
+    """Beginning of the ids of responses, which the access log and `/v1/kv/requests` show too."""
+
     needs_usage: bool
     """Whether a stream must contain the usage, for the last events."""
 
@@ -44,6 +47,7 @@ class Format(Protocol):
 class PlainFormat:
     """OpenAI's chats and completions, unchanged."""
 
+    id_prefix = "chatcmpl-"
     needs_usage = False
 
     def whole(self, body: JSON) -> JSON:

@@ -12,9 +12,10 @@ from fastapi import HTTPException, Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 
-from quire.serve.errors import InvalidBody, bounded
+from quire.serve.errors import bounded
 from quire.serve.fields import MOST_EXTRA_FIELDS
 from quire.serve.tenant_keys import tenant_of
+from quire.serve.validation_errors import InvalidBody
 
 IGNORED_HEADER = "X-Ignored-Fields"
 
@@ -85,7 +86,7 @@ def _read_large(raw: bytes, model: type[BaseModel]) -> object:
     try:
         return model.model_validate(value, from_attributes=True)  # like FastAPI
     except ValidationError as error:
-        raise InvalidBody(error) from None
+        raise InvalidBody(error, value) from None
 
 
 @contextmanager

@@ -9,10 +9,12 @@ A client that reads too slowly loses the oldest events of its queue and is told 
 import asyncio
 import json
 import math
+import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 
 from fastapi.responses import StreamingResponse
@@ -50,33 +52,47 @@ class Subscription:
     def __init__(self, kinds: Collection[str], tenant: str | None, name: str) -> None:
         self._kinds, self._tenant, self.name = frozenset(kinds), tenant, name
         self._queue: deque[KVEvent] = deque()
+        self._first_number = 0  # of the log at the start; later events are new
+        self._last_number = 0  # of the last queued event
         self._lost = 0
         self._filled = asyncio.Event()
 
     def put(self, event: KVEvent) -> None:
-        """Queue an event if the client wants it; drop the oldest one if the queue is full."""
-        if event.kind not in self._kinds or self._tenant not in (None, event.tenant):
+        """Queue a new event if the client wants it; drop the oldest one if the queue is full."""
+        if event.number <= self._last_number or not self._wants(event):
             return
+        self._last_number = event.number
         if len(self._queue) >= MOST_QUEUED:
             self._queue.popleft()
             self._lost += 1
         self._queue.append(event)
         self._filled.set()
 
-    def lose(self, events: int) -> None:
-        """Count events that were lost before they could be queued."""
-        self._lost += events
+    def _wants(self, event: KVEvent) -> bool:
+        return event.kind in self._kinds and self._tenant in (None, event.tenant)
+
+    def lose(self, dropped: "_Dropped") -> None:
+        """Count new events that were dropped before they could be queued."""
+        if dropped.last_number <= self._first_number:
+            return
+        kinds = [(kind, tenant) for kind, tenant in dropped.counts if kind in self._kinds]
+        own = [key for key in kinds if self._tenant in (None, key[1])]
+        self._lost += sum(dropped.counts[key] for key in own)
         self._filled.set()
 
-    def start(self, stored: Collection[KVEvent]) -> None:
-        """Put stored events before the queued ones."""
-        queued, self._queue = self._queue, deque()
+    def start(self, stored: Collection[KVEvent], number: int) -> None:
+        """Queue stored events, then those queued events that are newer.
+
+        Args:
+            stored: events of the log.
+            number: number of the last event of the log, stored or not.
+        """
+        queued, self._queue, self._last_number = self._queue, deque(), 0
         for event in stored:
             self.put(event)
-        last = self._queue[-1].number if self._queue else 0
+        self._first_number = self._last_number = number
         for event in queued:
-            if event.number > last:
-                self.put(event)
+            self.put(event)
 
     async def wait(self) -> None:
         """Wait for an event, at most `_POLL_S`."""
@@ -98,6 +114,23 @@ class Subscription:
         if not self._queue:
             self._filled.clear()
         return "".join(parts)
+
+
+@dataclass(slots=True)
+class _Dropped:
+    """Events that the engine dropped because the event loop was slower: counts by kind and tenant.
+
+    Attributes:
+        counts: number of events by kind and tenant.
+        last_number: number of the last dropped event.
+    """
+
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    last_number: int = 0
+
+    def add(self, event: KVEvent) -> None:
+        self.counts[event.kind, event.tenant] += 1
+        self.last_number = event.number
 
 
 class _EventResponse(StreamingResponse):
@@ -124,10 +157,11 @@ class EventStreams:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._clients: set[Subscription] = set()
-        self._fresh: deque[KVEvent] = deque(maxlen=KEPT_EVENTS)
+        self._lock = threading.Lock()  # guards the next two
+        self._fresh: deque[KVEvent] = deque()
+        self._dropped = _Dropped()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_woken = False
-        self._next_number = 0  # of the next event; 0: unknown
         self._leaving: set[asyncio.Task[None]] = set()
 
     async def open(
@@ -151,7 +185,8 @@ class EventStreams:
         self._clients.add(client)
         try:
             self._loop = asyncio.get_running_loop()
-            client.start(await self._service.inspect(lambda engine: self._listen(engine, since)))
+            found = await self._service.inspect(lambda engine: self._listen(engine, since))
+            client.start(*found)
         except BaseException:
             self._leave(client)
             raise
@@ -185,21 +220,24 @@ class EventStreams:
     async def _stop_if_unused(self) -> None:
         if self._clients or not self._service.is_alive:
             return
-        self._next_number = 0
         with suppress(EngineDead):
             await self._service.inspect(lambda engine: engine.events.unsubscribe(self._receive))
 
     # ---- in the engine's thread ----------------------------------------------------------------
 
-    def _listen(self, engine: Engine, since: int | None) -> list[KVEvent]:
-        """Subscribe to the log; return the stored events after `since`."""
+    def _listen(self, engine: Engine, since: int | None) -> tuple[list[KVEvent], int]:
+        """Subscribe to the log; return the events after `since`, and the log's last number."""
         log = engine.events
         log.unsubscribe(self._receive)
         log.subscribe(self._receive)
-        return [] if since is None else log.newest(since=since)
+        stored = [] if since is None else log.newest(since=since)
+        return stored, log.num_events
 
     def _receive(self, event: KVEvent) -> None:
-        self._fresh.append(event)
+        with self._lock:
+            if len(self._fresh) >= KEPT_EVENTS:
+                self._dropped.add(self._fresh.popleft())
+            self._fresh.append(event)
         if not self._is_woken and self._loop is not None and not self._loop.is_closed():
             self._is_woken = True
             self._loop.call_soon_threadsafe(self._schedule)
@@ -211,11 +249,10 @@ class EventStreams:
 
     def _deliver(self) -> None:
         self._is_woken = False
-        while self._fresh:
-            event = self._fresh.popleft()
-            missed = event.number - self._next_number if self._next_number else 0
-            self._next_number = event.number + 1
-            for client in self._clients:
-                if missed > 0:  # the event loop was slower than the engine
-                    client.lose(missed)
+        with self._lock:
+            events, self._fresh = self._fresh, deque()
+            dropped, self._dropped = self._dropped, _Dropped()
+        for client in self._clients:
+            client.lose(dropped)
+            for event in events:
                 client.put(event)

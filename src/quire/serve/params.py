@@ -42,7 +42,7 @@ def completion_params(
     Raises:
         RequestError: an option out of range, or conflicting options.
     """
-    requested = _max_tokens(body)
+    requested = requested_tokens(body)
     max_tokens = COMPLETION_MAX_TOKENS if requested is None else requested
     if body.echo and body.logprobs is not None and body.stream:
         raise FieldError(
@@ -83,7 +83,7 @@ def chat_params(
     """
     if body.top_logprobs and not body.logprobs:
         raise FieldError("top_logprobs", "`top_logprobs` needs `logprobs` to be true")
-    requested = _max_tokens(body)
+    requested = requested_tokens(body)
     return _params(
         body,
         temperature,
@@ -95,8 +95,8 @@ def chat_params(
     )
 
 
-def _max_tokens(body: GenerationBody) -> int | None:
-    """`max_completion_tokens` (OpenAI's newer name) takes precedence over `max_tokens`."""
+def requested_tokens(body: GenerationBody) -> int | None:
+    """`max_completion_tokens` (OpenAI's newer name), else `max_tokens`; None: unset."""
     if body.max_completion_tokens is None:
         return body.max_tokens
     return body.max_completion_tokens

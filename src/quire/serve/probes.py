@@ -2,9 +2,10 @@
 
 import time
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
+from quire.serve.kv_scope import only_tenant
 from quire.serve.response_docs import PROBE
 from quire.serve.service import Service
 from quire.version import __version__
@@ -58,9 +59,10 @@ class Probes:
         """Return 200 while new requests are accepted; 503 during shutdown or without engine."""
         return Response(status_code=200 if self._service.is_ready else 503)
 
-    async def load(self) -> Response:
-        """Return the number of requests that run or wait."""
-        return JSONResponse({"server_load": self._service.num_open})
+    async def load(self, request: Request) -> Response:
+        """Return the number of requests that run or wait; a tenant with a key gets its own."""
+        tenant = only_tenant(self._service, request)
+        return JSONResponse({"server_load": self._service.num_open(tenant)})
 
     async def version(self) -> Response:
         """Return the version of Quire."""

@@ -11,6 +11,7 @@ from quire.config.generation_request import OPTION_KINDS, RequestOptions
 from quire.config.option_checks import MAX_CHOICES
 from quire.config.structured_outputs import MAX_CHOICE_VALUES
 from quire.errors import RequestError
+from quire.serve.chat_messages import MAX_MESSAGES, Message, refuse_misspelled
 from quire.serve.fields import MOST_EXTRA_FIELDS, unknown_fields
 from quire.serve.prompt_lists import are_ids, as_prompts, checked_prompts
 from quire.serve.structured import STRUCTURE_FIELDS
@@ -25,9 +26,6 @@ MAX_TOP_LOGPROBS = 20
 
 MAX_STOPS = MAX_BAD_SEQUENCES = 1024
 """Limits of stop strings, stop tokens and bad sequences: every new token is compared with all."""
-
-MAX_MESSAGES = 16_384
-"""Limit of the messages of a chat; the template takes time for every message."""
 
 MOST_WORD_CHARACTERS = MAX_BAD_TOKENS = 256
 """Limits of the characters of a bad word, and of the tokens of a bad sequence."""
@@ -211,22 +209,6 @@ class CompletionBody(GenerationBody):
         return as_prompts(self.prompt)
 
 
-class Message(BaseModel):
-    """One message of a chat; other fields are passed to the chat template unchanged."""
-
-    model_config = ConfigDict(extra="allow")
-
-    role: str
-    content: str | Annotated[list["TextPart"], _most(MAX_MESSAGES)] | None = None
-
-
-class TextPart(BaseModel):
-    """A content part of a message."""
-
-    type: Literal["text"]
-    text: str
-
-
 Tools = Annotated[list[dict[str, Any]], _most(MAX_TOOLS)]
 
 TemplateKwargs = Annotated[dict[str, Any], Field(max_length=MOST_EXTRA_FIELDS)]
@@ -279,13 +261,3 @@ class DetokenizeBody(Body):
         if isinstance(value, list) and are_ids(value):
             return value
         raise ValueError("expected a list of token ids")
-
-
-def refuse_misspelled(messages: list[Message]) -> None:
-    """Refuse fields of messages that are similar to `role` or `content`.
-
-    Raises:
-        RequestError: a similar name, or too many other fields.
-    """
-    extra = {name: True for message in messages for name in message.model_extra or ()}
-    unknown_fields(extra, ("role", "content"), inside="messages.")

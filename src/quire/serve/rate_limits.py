@@ -2,7 +2,8 @@
 
 Each limit is a token bucket: it holds one minute of the limit, and refills continuously. A request
 is charged its prompt and the most tokens that it may generate; tokens that were not generated are
-returned when it ends.
+returned when it ends. A chat without `max_tokens` is charged an estimate: tokens beyond it are
+charged when it ends, and the bucket's level may then be negative.
 """
 
 import math
@@ -81,17 +82,26 @@ class _Bucket:
 
 @dataclass(slots=True)
 class Charge:
-    """The tokens that a request was charged; `settle` returns the rest when it ends."""
+    """What a request was charged; `settle` returns unused tokens when it ends.
 
-    tokens: int
+    After `settle` or `refund`, further calls have no effect.
+    """
+
     headers: Mapping[str, str]
-    _bucket: _Bucket | None = field(default=None, repr=False)
+    _amounts: Mapping[str, tuple[_Bucket, int]] = field(default_factory=dict, repr=False)
 
     def settle(self, used_tokens: int) -> None:
-        """Return the charged tokens that were not used; later calls have no effect."""
-        bucket, self._bucket = self._bucket, None
-        if bucket is not None:
-            bucket.put_back(max(0, self.tokens - used_tokens))
+        """Return the charged tokens that were not used, or charge those beyond an estimate."""
+        amounts, self._amounts = self._amounts, {}
+        if "tokens" in amounts:
+            bucket, amount = amounts["tokens"]
+            bucket.put_back(amount - used_tokens)
+
+    def refund(self) -> None:
+        """Return the whole charge, for a request that was refused afterwards."""
+        amounts, self._amounts = self._amounts, {}
+        for bucket, amount in amounts.values():
+            bucket.put_back(amount)
 
 
 class RateLimits:
@@ -112,19 +122,25 @@ class RateLimits:
         self._default, self._own, self._clock = default or RateLimit(), dict(own or {}), clock
         self._buckets: OrderedDict[tuple[str, str], _Bucket] = OrderedDict()
 
-    def charge(self, tenant: str, *, requests: int, tokens: int) -> Charge:
+    def charge(
+        self, tenant: str, *, requests: int, tokens: int, least_tokens: int | None = None
+    ) -> Charge:
         """Charge a tenant, or refuse without a charge.
 
         Args:
             tenant: tenant of the HTTP request.
             requests: prompts of the HTTP request.
             tokens: prompt tokens, and the most tokens that may be generated.
+            least_tokens: least tokens that the request uses, if `tokens` is an estimate: a lower
+                limit lowers the estimate. None: `tokens` is exact.
 
         Raises:
             RequestError: more than the limit of a whole minute.
             RateLimited: the limit of this minute is used up; states when to try again.
         """
         limit = self._own.get(tenant, self._default)
+        if least_tokens is not None and limit.tokens_per_minute is not None:
+            tokens = max(least_tokens, min(tokens, limit.tokens_per_minute))
         wanted = {
             "requests": (requests, limit.requests_per_minute),
             "tokens": (tokens, limit.tokens_per_minute),
@@ -140,8 +156,7 @@ class RateLimits:
             raise self._refusal(tenant, longest, waits[longest], buckets)
         for bucket, amount in buckets.values():
             bucket.level -= amount
-        held = buckets.get("tokens")
-        return Charge(tokens, _headers(buckets), held[0] if held else None)
+        return Charge(_headers(buckets), buckets)
 
     def _refusal(
         self, tenant: str, kind: str, wait_s: float, buckets: Mapping[str, tuple[_Bucket, int]]

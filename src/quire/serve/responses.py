@@ -193,19 +193,27 @@ class Envelope:
     @classmethod
     def of_completion(cls, model: str, options: Mapping[str, object]) -> "Envelope":
         """Create the envelope of a response of /v1/completions."""
-        return cls._new("cmpl", model, "text_completion", "text_completion", options)
+        return cls._new("cmpl-", model, "text_completion", "text_completion", options)
 
     @classmethod
-    def of_chat(cls, model: str, options: Mapping[str, object]) -> "Envelope":
-        """Create the envelope of a response of /v1/chat/completions."""
-        return cls._new("chatcmpl", model, "chat.completion", "chat.completion.chunk", options)
+    def of_chat(
+        cls, model: str, options: Mapping[str, object], id_prefix: str = "chatcmpl-"
+    ) -> "Envelope":
+        """Create the envelope of a response of /v1/chat/completions, or of another chat API.
+
+        Args:
+            model: served model name.
+            options: options of the request.
+            id_prefix: beginning of its id.
+        """
+        return cls._new(id_prefix, model, "chat.completion", "chat.completion.chunk", options)
 
     @classmethod
     def _new(
         cls, prefix: str, model: str, whole: str, chunk: str, options: Mapping[str, object]
     ) -> "Envelope":
         return cls(
-            id=f"{prefix}-{uuid.uuid4().hex}",
+            id=f"{prefix}{uuid.uuid4().hex}",
             model=model,
             whole=whole,
             chunk=chunk,

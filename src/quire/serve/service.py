@@ -19,7 +19,7 @@ from quire.sampling.grammar import CompiledGrammar
 from quire.sampling.output_stream import OutputStream
 from quire.scheduler.events import KVEvent
 from quire.serve.config import MAX_OUTPUTS, ServerConfig
-from quire.serve.errors import Draining, FieldError, UnknownModel
+from quire.serve.errors import Draining, FieldError, ShutDown, UnknownModel
 from quire.serve.inspection_cost import InspectionCost
 from quire.serve.logprobs import TokenPieces
 from quire.serve.metrics.observer import EngineObserver
@@ -33,6 +33,9 @@ from quire.serve.tools.detect import ToolParsers
 from quire.serve.tracing import open_traces
 
 T = TypeVar("T")
+
+CHARGED_TOKENS = 256
+"""Tokens of each output that a request without `max_tokens` is charged before it ends."""
 
 
 class Service:
@@ -111,15 +114,28 @@ class Service:
         """Start to refuse new requests; open requests continue."""
         self._is_draining = True
 
+    async def end_requests(self) -> None:
+        """End open requests with an error, and refuse those that are not submitted yet.
+
+        Raises:
+            EngineDead: the engine has stopped.
+        """
+        await self._running().end_requests(ShutDown)
+
     @property
     def is_alive(self) -> bool:
         """Whether the engine runs."""
         return self._engine is not None and self._engine.is_alive
 
-    @property
-    def num_open(self) -> int:
-        """Number of requests that run or wait."""
-        return 0 if self._engine is None else self._engine.num_open
+    def num_open(self, tenant: str | None) -> int:
+        """Number of requests that run or wait.
+
+        Args:
+            tenant: counts the requests of this tenant; None: of all.
+        """
+        if self._engine is None:
+            return 0
+        return self._engine.num_open if tenant is None else self._engine.num_open_of(tenant)
 
     @property
     def has_died(self) -> bool:
@@ -252,7 +268,12 @@ class Service:
             )
 
     def charge(
-        self, tenant: str, prompts: Sequence[Sequence[int]], params: SamplingParams
+        self,
+        tenant: str,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        is_estimate: bool = False,
     ) -> Charge:
         """Charge the rate limits of a tenant; see `RateLimits.charge`.
 
@@ -260,14 +281,22 @@ class Service:
             tenant: tenant of the HTTP request.
             prompts: token ids of its prompts.
             params: sampling parameters of each prompt.
+            is_estimate: whether the request has no `max_tokens`, so that `CHARGED_TOKENS` of each
+                output are charged at first.
 
         Raises:
             RequestError: more than the limit of a whole minute.
             RateLimited: the limit of this minute is used up.
         """
-        outputs = params.max_tokens * params.num_sequences
-        tokens = sum(len(prompt) + outputs for prompt in prompts)
-        return self.rate_limits.charge(tenant, requests=len(prompts), tokens=tokens)
+        each = min(params.max_tokens, CHARGED_TOKENS) if is_estimate else params.max_tokens
+        prompt_tokens = sum(len(prompt) for prompt in prompts)
+        tokens = prompt_tokens + len(prompts) * each * params.num_sequences
+        return self.rate_limits.charge(
+            tenant,
+            requests=len(prompts),
+            tokens=tokens,
+            least_tokens=prompt_tokens + 1 if is_estimate else None,
+        )
 
     async def compile(self, params: SamplingParams, tenant: str) -> CompiledGrammar | None:
         """Compile the structure of an output in a tokenizer thread; None without a structure.

@@ -1,24 +1,27 @@
 """Shutdown of the server: on a signal, or when the engine has stopped.
 
-On SIGTERM or SIGINT the server first refuses new requests and finishes the open ones, then closes
-the port. If the engine's loop ends by an error, the server closes and the process ends with an
-error, so that its supervisor restarts it.
+On SIGTERM or SIGINT the server first refuses new requests and finishes the open ones. It ends those
+that remain after a limit with an error, then closes the port. If the engine's loop ends by an
+error, the server closes and the process ends with an error, so that its supervisor restarts it.
 """
 
 import asyncio
 import logging
-import math
+import signal
 import socket
+from contextlib import suppress
 from types import FrameType
 
 import uvicorn
 
+from quire.errors import EngineDead
 from quire.serve.service import Service
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
-_LEAST_CLOSING_S = 1
+_CLOSING_S = 1
+"""Seconds for clients to receive the errors of requests that the shutdown ends."""
 _RED_S = 2.0
 """Seconds between the end of the engine and the end of the process, in which `/health` returns 503
 and open requests get their errors."""
@@ -28,10 +31,11 @@ class DrainingServer(uvicorn.Server):
     """Uvicorn's server, which accepts connections until all open requests have ended.
 
     Meanwhile `/health` returns 200 and `/ready` 503, so that a load balancer sends requests to
-    other servers. A second signal ends the wait and cancels the open requests.
+    other servers. At the limit, or on a second signal, open requests end with an error. A third
+    signal ends the process at once.
 
     Args:
-        config: its `timeout_graceful_shutdown` is the limit in seconds for both steps together.
+        config: its `timeout_graceful_shutdown` is the limit in seconds for open requests.
         service: the service to drain.
     """
 
@@ -47,12 +51,14 @@ class DrainingServer(uvicorn.Server):
         return self._red_until_s is not None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Refuse new requests from the first signal on; a second one ends the wait."""
+        """Refuse new requests; the second signal ends open ones, the third one the process."""
         self._service.drain()
         self._num_signals += 1
-        super().handle_exit(sig, frame)
-        if self._num_signals > 1:
-            self.force_exit = True
+        if self._num_signals == 1:
+            super().handle_exit(sig, frame)
+        elif self._num_signals > 2:
+            signal.signal(sig, signal.SIG_DFL)
+            signal.raise_signal(sig)
 
     async def on_tick(self, counter: int) -> bool:
         """Check the engine; called ten times a second.
@@ -74,15 +80,38 @@ class DrainingServer(uvicorn.Server):
         return now_s >= self._red_until_s
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Wait for open requests, then close the port and all connections."""
+        """Wait for open requests, end those that remain, then close the port and connections."""
         self._service.drain()
-        await self._wait_for_requests()
+        timeout_s = self.config.timeout_graceful_shutdown or 0
+        logger.info(
+            "shutting down: %d open requests may continue for %d s", self._num_open, timeout_s
+        )
+        await self._wait_for_requests(timeout_s, until_signal=True)
+        number = self._num_open
+        if number:
+            await self._end_requests()
+        logger.info("shutting down: %d open requests were ended, the others have finished", number)
+        self.config.timeout_graceful_shutdown = _CLOSING_S
         await super().shutdown(sockets)
 
-    async def _wait_for_requests(self) -> None:
+    @property
+    def _num_open(self) -> int:
+        return len(self.server_state.tasks)
+
+    async def _wait_for_requests(self, limit_s: float, *, until_signal: bool = False) -> None:
         loop = asyncio.get_running_loop()
-        end_s = loop.time() + (self.config.timeout_graceful_shutdown or 0)
-        while self.server_state.tasks and not self.force_exit and loop.time() < end_s:
+        end_s = loop.time() + limit_s
+        while self._num_open and loop.time() < end_s:
+            if until_signal and self._num_signals > 1:
+                return
             await asyncio.sleep(_POLL_S)
-        left_s = math.ceil(end_s - loop.time())
-        self.config.timeout_graceful_shutdown = max(_LEAST_CLOSING_S, left_s)
+
+    async def _end_requests(self) -> None:
+        """End open requests with an error; close the connections of clients that do not read it."""
+        with suppress(EngineDead, TimeoutError):
+            await asyncio.wait_for(self._service.end_requests(), _CLOSING_S)
+        await self._wait_for_requests(_CLOSING_S)
+        if self._num_open:
+            for connection in list(self.server_state.connections):
+                connection.transport.abort()
+            await self._wait_for_requests(_CLOSING_S)

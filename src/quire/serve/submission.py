@@ -7,8 +7,10 @@ from fastapi import Request
 
 from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
+from quire.errors import QuireError
 from quire.sampling.output_stream import OutputStream
-from quire.serve.protocol import PromptBody
+from quire.serve.params import requested_tokens
+from quire.serve.protocol import ChatBody, PromptBody
 from quire.serve.rate_limits import Charge
 from quire.serve.service import Service
 from quire.serve.tenant_keys import tenant_of
@@ -70,15 +72,23 @@ async def submit(
         for number, prompt in enumerate(prompts)
     ]
     grammar = await service.compile(params, tenant)
-    charge = service.charge(tenant, [prompt.token_ids for prompt in prompts], params)
+    charge = service.charge(
+        tenant,
+        [prompt.token_ids for prompt in prompts],
+        params,
+        is_estimate=isinstance(body, ChatBody) and requested_tokens(body) is None,
+    )
     request.state.response_headers = charge.headers
     ids = [one.request_id for one in generation if one.request_id is not None]
     if service.traces is not None:
         service.traces.begin(ids, request.headers)
     try:
         outputs = await service.submit(generation)
-    except BaseException:  # also a client that disconnects
-        charge.settle(0)
+    except BaseException as error:  # also a client that disconnects
+        if isinstance(error, QuireError):
+            charge.refund()
+        else:
+            charge.settle(0)
         if service.traces is not None:
             service.traces.forget(ids)
         raise

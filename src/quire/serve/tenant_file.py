@@ -89,6 +89,32 @@ def _keys_of(tenant: str, value: object) -> tuple[str, ...]:
     return tuple(keys)
 
 
+def require_keys(found: TenantFile, path: Path) -> None:
+    """Refuse tenants that have no API key: no request could use them, or every request could.
+
+    Tenant `default` may have none if another tenant has one: `--tenants` determines whether
+    requests without a key belong to it.
+
+    Args:
+        found: contents of the file, with the keys of `with_default_keys`.
+        path: the file, for the error.
+
+    Raises:
+        ConfigError: a tenant without a key, or no key at all.
+    """
+    for tenant, keys in found.keys.items():
+        if not keys and tenant != DEFAULT_TENANT:
+            raise ConfigError(
+                f"--tenant-keys {path}: expected at least one API key of tenant {tenant!r}, got "
+                "none: add keys, or remove the tenant"
+            )
+    if not any(found.keys.values()):
+        raise ConfigError(
+            f"--tenant-keys {path}: expected at least one API key, got none: the server would be "
+            "open; add keys, or leave out --tenant-keys for a server without keys"
+        )
+
+
 def with_default_keys(found: TenantFile, keys: tuple[str, ...]) -> TenantFile:
     """Add API keys of the default tenant, from `--api-key` or the environment."""
     if not keys:

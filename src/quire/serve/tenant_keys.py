@@ -11,10 +11,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.config.generation_request import DEFAULT_TENANT
 from quire.errors import ConfigError, UnknownName
+from quire.serve.config import check_key
 from quire.serve.errors import Unauthorized, error_response
 from quire.tenancy.tenants import TenantSpec, check_tenant_name
 
-LEAST_KEY_CHARACTERS = 8
 DIGEST_PREFIX = "sha256:"
 _DIGEST = re.compile(r"sha256:[0-9a-fA-F]{64}")
 
@@ -45,7 +45,8 @@ class TenantKeys:
                 raise UnknownName("tenant with an API key", tenant, known)
             for key in own:
                 self._add(tenant, key)
-        self._allows_no_key = DEFAULT_TENANT in known or not (known or self._tenants)
+        allows_default = DEFAULT_TENANT in known and not (keys or {}).get(DEFAULT_TENANT)
+        self._allows_no_key = allows_default or not (known or self._tenants)
         if not self._tenants and not self._allows_no_key:
             raise ConfigError(
                 f"--tenants names {', '.join(sorted(known))}, but no tenant has an API key: give "
@@ -56,11 +57,7 @@ class TenantKeys:
         if key.startswith(DIGEST_PREFIX):
             self._add_digest(tenant, _parsed_digest(tenant, key))
             return
-        if len(key) < LEAST_KEY_CHARACTERS or not key.isascii() or not key.isprintable():
-            raise ConfigError(
-                f"an API key of tenant {tenant!r}: expected at least {LEAST_KEY_CHARACTERS} "
-                f"printable ASCII characters, got {len(key)} characters"
-            )
+        check_key(key, f"an API key of tenant {tenant!r}")
         self._add_digest(tenant, _digest(key))
 
     def _add_digest(self, tenant: str, digest: bytes) -> None:
@@ -77,7 +74,7 @@ class TenantKeys:
         """The tenant of a request; if no tenant has a key, the header is not read.
 
         If tenants have keys, a request without a key is refused, unless the tenants of the engine
-        include `default`, which needs no key.
+        include `default` and `default` has no key.
 
         Args:
             authorization: the header, `Bearer KEY`; None if missing.
@@ -86,9 +83,9 @@ class TenantKeys:
             Unauthorized: an unknown key, or a missing key.
         """
         if self._tenants and authorization is not None:
-            scheme, _, key = authorization.partition(" ")
-            tenant = self._holder(_digest(key.strip()))
-            if scheme.lower() != "bearer" or tenant is None:
+            key = bearer_key(authorization)
+            tenant = None if key is None else self._holder(_digest(key))
+            if tenant is None:
                 raise Unauthorized("unknown API key")
             return tenant
         if not self._allows_no_key:
@@ -102,6 +99,12 @@ class TenantKeys:
             if hmac.compare_digest(known, digest):
                 found = tenant
         return found
+
+
+def bearer_key(authorization: str) -> str | None:
+    """The key of a header `Bearer KEY`; None for another scheme."""
+    scheme, _, key = authorization.partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else None
 
 
 def _parsed_digest(tenant: str, text: str) -> bytes:
@@ -151,7 +154,7 @@ class KeyGuard:
             await self._app(scope, receive, send)
             return
         try:
-            tenant = self._keys.tenant_of(_authorization(scope))
+            tenant = self._keys.tenant_of(authorization_of(scope))
         except Unauthorized as error:
             if scope["path"] not in self._open_paths:
                 await _refuse(error, scope, receive, send)
@@ -168,8 +171,8 @@ def tenant_of(request: Request) -> str:
     return tenant
 
 
-def _authorization(scope: Scope) -> str | None:
-    """The header, or the key of Anthropic's clients as one."""
+def authorization_of(scope: Scope) -> str | None:
+    """The header `Authorization`, or the key of Anthropic's clients (`x-api-key`) as one."""
     values = {name: value.decode("latin-1") for name, value in reversed(scope["headers"])}
     own_key = values.get(b"x-api-key")
     return values.get(b"authorization") or (None if own_key is None else f"Bearer {own_key}")

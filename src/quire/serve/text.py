@@ -19,10 +19,11 @@ from quire.models.tokenizer import (
     render_chat,
     template_reads,
 )
+from quire.serve.chat_messages import Message
 from quire.serve.fair_pool import FairPool
 from quire.serve.logprobs import TokenPieces
 from quire.serve.prompt_fields import sequences_of_words
-from quire.serve.protocol import Body, ChatBody, GenerationBody, Message, TokenizeBody
+from quire.serve.protocol import Body, ChatBody, GenerationBody, TokenizeBody
 from quire.serve.text_length import text_length
 from quire.serve.tools.messages import with_read_calls
 

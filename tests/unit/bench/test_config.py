@@ -24,6 +24,8 @@ from quire.errors import ConfigError
         ({"header": ("Authorization",)}, "NAME=VALUE"),
         ({"dataset_name": "sonnet"}, "one of random"),
         ({"vocab_size": 100, "endpoint": "/v1/chat/completions"}, "chats do not accept"),
+        ({"backend": "openai-chat", "endpoint": "/v1/completions"}, "--endpoint of chats"),
+        ({"backend": "tgi"}, "one of openai, vllm, openai-chat"),
         ({"ramp_up_start_rps": 1.0}, "need --ramp-up-strategy"),
         ({"ramp_up_strategy": "linear"}, "needs --ramp-up-start-rps"),
         (
@@ -53,3 +55,24 @@ def test_limits_of_several_flags_and_of_one_flag_are_equal():
     several = BenchServeConfig(goodput=("ttft:100", "tpot:20"))
 
     assert one.slos() == several.slos() == {"ttft": 100.0, "tpot": 20.0}
+
+
+@pytest.mark.parametrize(
+    ("options", "path", "is_chat"),
+    [
+        ({}, "/v1/completions", False),
+        ({"backend": "vllm"}, "/v1/completions", False),
+        ({"backend": "openai-chat"}, "/v1/chat/completions", True),
+        ({"endpoint": "/v1/chat/completions"}, "/v1/chat/completions", True),
+        ({"backend": "vllm", "endpoint": "/v1/chat/completions"}, "/v1/chat/completions", True),
+    ],
+)
+def test_the_backend_determines_the_path(options, path, is_chat):
+    config = BenchServeConfig(**options)
+
+    assert (config.path, config.is_chat) == (path, is_chat)
+
+
+@pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
+def test_v1_at_the_end_of_the_url_is_removed(end):
+    assert BenchServeConfig(base_url=f"http://gpu1:8000/a{end}").url.path == "/a"

@@ -142,3 +142,30 @@ def test_a_stream_with_an_error_or_without_output_fails(text, error):
 
     assert error in found.error
     assert not found.succeeded
+
+
+def run_of(*outcomes):
+    end_s = max(one.end_s for one in outcomes)
+    return Run(outcomes=outcomes, duration_s=end_s, start_s=0.0)
+
+
+def test_requests_one_after_the_other_are_not_concurrent():
+    found = metrics(run_of(*(outcome(i / 8, (i + 1) / 8) for i in range(20))), CONFIG)
+
+    assert found["max_concurrent_requests"] == 1
+
+
+def test_peak_throughput_is_that_of_the_best_second():
+    burst = outcome(0.0, 2.6, *[0.1] * 8)  # 9 tokens from 2.6 s to 3.4 s
+    late = outcome(0.0, 9.0)
+
+    assert metrics(run_of(burst, late), CONFIG)["max_output_tokens_per_s"] == pytest.approx(9)
+
+
+@pytest.mark.parametrize("duration_s", [0.25, 0.9, 1.5, 7.3])
+def test_peak_throughput_is_not_below_the_mean(duration_s):
+    pair = outcome(0.0, duration_s / 10, 0.9 * duration_s), outcome(0.0, duration_s)
+
+    found = metrics(run_of(*pair), CONFIG)
+
+    assert found["max_output_tokens_per_s"] >= found["output_throughput"] * (1 - 1e-9)

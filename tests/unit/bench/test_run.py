@@ -1,11 +1,15 @@
 """`quire bench serve` against a server whose responses are known."""
 
+import asyncio
 import json
 import threading
+import time
+from itertools import pairwise
 
 import pytest
 from typer.testing import CliRunner
 
+from quire.bench.connection import Connection
 from quire.cli.main import app
 from support.http_server import answering
 
@@ -103,6 +107,15 @@ def test_no_more_requests_are_open_than_the_limit():
     assert len(server.bodies) == 9
 
 
+def test_the_limit_of_open_files_is_raised(monkeypatch):
+    calls = []
+    monkeypatch.setattr("quire.bench.run.raise_file_limit", lambda: calls.append(1))
+    with answering(Server()) as url:
+        bench(f"{url}/v1", "--backend", "vllm")
+
+    assert calls == [1]
+
+
 def test_failed_requests_are_counted_with_their_reason():
     server = Server({"error": {"message": "queue full"}}, status=503)
     with answering(server) as url:
@@ -144,3 +157,27 @@ def test_a_response_that_is_not_http_fails_alone():
         found = bench(url, code=1)
 
     assert found["claims"]["failed"] == 6
+
+
+CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n"
+
+
+class Transport:
+    """A transport that sends nothing."""
+
+    def write(self, data):
+        pass
+
+
+@pytest.mark.parametrize("cuts", [(-1,), (-2,), (-4,), (-4, -3, -2, -1), (-7, -5)])
+def test_a_response_whose_last_chunk_arrives_in_segments_ends(cuts):
+    async def main():
+        connection = Connection("host", time.perf_counter)
+        connection.connection_made(Transport())
+        exchange = asyncio.ensure_future(connection.exchange("GET", "/", {}))
+        await asyncio.sleep(0)  # it sends the request
+        for start, end in pairwise((0, *(len(CHUNKED) + cut for cut in cuts), len(CHUNKED))):
+            connection.data_received(CHUNKED[start:end])
+        return await asyncio.wait_for(exchange, 5)
+
+    assert asyncio.run(main()).body == b"abc"

@@ -13,11 +13,15 @@ from benchmarks.batch_max import timed
 from benchmarks.batch_max.arms import arms_of, batch_max, decode_only, full_kv
 from benchmarks.batch_max.batches import batch_sizes, largest_of, rows_that_fit
 from benchmarks.batch_max.config import TASKS, BatchMaxConfig, QualityConfig, SpeedConfig
+from benchmarks.batch_max.equal import claims as equal_claims
+from benchmarks.batch_max.equal import run_equal
+from benchmarks.batch_max.floor import Limits, floor_claims
 from benchmarks.batch_max.judged import Batches, Encoded, Judged, judge
 from benchmarks.batch_max.quality import (
     claims as quality_claims,
 )
 from benchmarks.batch_max.quality import (
+    equal_decode_share,
     least_good_share,
     over_full,
     quality_over_full,
@@ -228,6 +232,47 @@ def test_all_arms_run_in_all_pools_and_with_continuous_batching(monkeypatch: pyt
     assert set(result.charts[0].lines) == {"FKV", "ED, cap 2", "BM, cap 28"}
 
 
+def test_equal_quality_compares_medians_of_ratios_of_both_arms():
+    """224 x 0.1875 = 42 tokens; 50 / 25 and 40 / 25 in two rounds."""
+    first = [
+        arm_time("fkv", 10.0, mode=CONTINUOUS),
+        arm_time("ed_2", 20.0, mode=CONTINUOUS),
+        arm_time("bm_56", 50.0, mode=CONTINUOUS),
+        arm_time("decode_42", 25.0, mode=CONTINUOUS),
+    ]
+    second = [replace(first[2], tokens_per_s=40.0), first[3]]
+
+    made = equal_claims(TINY, [first, second])
+
+    assert made["bm_over_ed_equal_quality"] == pytest.approx(1.8)
+    assert made["continuous_bm_56_tokens_per_s"] == 45.0
+
+
+def test_equal_quality_runs_both_arms_in_every_round():
+    small = replace(TINY, prompt_tokens=64, new_tokens=8, caps=(24,), repeats=2, equal_prompts=3)
+    result = run_equal(small)
+
+    [table] = result.tables
+    assert [row[:2] for row in table.rows] == [
+        ("FKV", 1),
+        ("ED, cap 2", 1),
+        ("BM, cap 24", 2),
+        ("decode only, cap 12", 2),
+    ]
+
+
+def test_floor_ratios_are_those_of_the_documents_example():
+    """docs/maximize-batch.md, with rates of 23.8 GB/s, 2 TFLOP/s and 64-row products: 1.9, 2.6."""
+    limits = Limits(
+        read_bytes_per_s=23.8e9, flops_per_s=2e12, block_flops_per_s=2 * 64 * 2048 * 2048 / 0.55e-3
+    )
+
+    made = floor_claims(BatchMaxConfig().speed, limits, {"fkv": 2, "ed_2": 2, "bm_896": 8})
+
+    assert round(made["floor_bm_over_ed"], 1) == 1.9
+    assert round(made["floor_bm_over_fkv"], 1) == 2.6
+
+
 def test_invalid_lengths_raise():
     with pytest.raises(ConfigError, match="1025 tokens"):
         replace(TINY, prompt_tokens=993)
@@ -259,7 +304,13 @@ def judged(task: str, arm: str, score: float, *, total_s: float = 2.0) -> Judged
     )
 
 
-SMALL = QualityConfig(tasks=("a", "b", "c"), tokens=100, shares=(0.25, 0.5, 0.75), every=4)
+SMALL = QualityConfig(
+    tasks=("a", "b", "c"),
+    tokens=100,
+    shares=(0.25, 0.5, 0.75),
+    decode_shares=(0.1, 0.2),
+    every=4,
+)
 
 
 def table_of(**scores: tuple[float, float, float]) -> list[Judged]:
@@ -279,6 +330,8 @@ def judged_arms(bm_50: tuple[float, float, float]) -> list[Judged]:
         bm_50=bm_50,
         bm_75=(1.0, 0.5, 0.0),
         end_25=(0.25, 0.0, 0.0),
+        decode_10=(0.25, 0.0, 0.0),
+        decode_20=(1.0, 0.5, 0.0),
     )
 
 
@@ -297,6 +350,15 @@ def test_least_good_share_is_smallest_cap_with_all_larger_caps_good():
         replace(c, score=0.0) if c.arm == "bm_75" else c for c in judged_arms((1.0, 0.5, 0.0))
     ]
     assert least_good_share(SMALL, with_one_bad_cap) is None
+
+
+def test_equal_share_is_interpolated_between_measured_caps():
+    """Qualities 1.25 / 3 and 3 / 3; Batch-Max has 2.5 / 3, five sevenths of the way."""
+    found = judged_arms((1.0, 0.5, 0.0))
+
+    assert equal_decode_share(SMALL, found) == pytest.approx(0.1 + 0.1 * 5 / 7)
+    worse = [replace(c, score=0.0) if c.arm == "decode_20" else c for c in found]
+    assert equal_decode_share(SMALL, worse) is None
 
 
 def test_quality_claims_match_hand_computation():

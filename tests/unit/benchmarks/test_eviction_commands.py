@@ -61,6 +61,7 @@ def small_batch_max(monkeypatch: pytest.MonkeyPatch) -> None:
             pools=(2,),
             repeats=1,
             continuous_prompts=0,
+            equal_prompts=2,
         ),
         quality=QualityConfig(
             tasks=("lines", "labels"), tokens=96, new_tokens=4, samples=2, pool=2, shares=(0.5,)

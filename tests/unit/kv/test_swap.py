@@ -300,3 +300,24 @@ def test_repack_of_both_rows_moves_their_shared_pages():
     assert keys(memory, row) == list(range(10))
     assert memory.used_bytes == used_bytes
     memory.check()
+
+
+def test_pages_that_fill_slabs_of_different_sizes_are_not_repacked():
+    """Slabs that begin between two pages hold one page less, so packed pages might not fit."""
+    small, large = plain_class(head_dim=5), plain_class(head_dim=18)
+    memory = with_groups(
+        LaneGroup(name="kv", page_class=small, layers=(0,)),
+        LaneGroup(name="other", page_class=large, layers=(1,), private=True),
+    )
+    pool = memory.pools[memory.tables["kv"].group.page_class]
+    assert memory.arena.slab_bytes % pool.page_class.page_bytes, "a page crosses a border of slabs"
+    row = memory.start(())
+    while memory.can_grow(np.array([row]), np.array([4], dtype=np.int32)):
+        grow(memory, row, 4)
+    write_lane(memory, row, 0)
+    assert pool.num_used > memory.arena.num_slabs * pool.pages_per_slab
+
+    repack(memory, row)
+
+    assert keys(memory, row)[:5] == [0, 1, 2, 3, 4]
+    memory.check()

@@ -97,6 +97,9 @@ class RequestLog:
     Args:
         events: the event log of the engine.
         clock: returns seconds; the clock of the event log.
+
+    Attributes:
+        newly_finished: all sequences that the last call of `note` finished, in any number.
     """
 
     def __init__(self, events: EventLog, clock: Callable[[], float]) -> None:
@@ -104,6 +107,7 @@ class RequestLog:
         self._open: dict[str, _Open] = {}
         self._timelines: dict[str, Timeline] = {}
         self._finished: deque[FinishedRequest] = deque(maxlen=KEPT_FINISHED)
+        self.newly_finished: list[FinishedRequest] = []
         events.subscribe(self._record)
 
     def open(self, request_id: str, sequences: Sequence[Request]) -> None:
@@ -114,6 +118,7 @@ class RequestLog:
 
     def note(self, deltas: Iterable[OutputDelta]) -> None:
         """Store the numbers of the requests whose last deltas these are."""
+        self.newly_finished = []
         for delta in deltas:
             if delta.finish_reason is not None and delta.request_id in self._open:
                 opened = self._open[delta.request_id]
@@ -121,6 +126,7 @@ class RequestLog:
                 if delta.is_last:
                     del self._open[delta.request_id]
                     self._finish(delta.request_id, opened, delta.finish_reason)
+        self._finished.extend(self.newly_finished)
 
     def timeline(self, request_id: str) -> Timeline | None:
         """The timeline of an open sequence; None for another id."""
@@ -142,7 +148,7 @@ class RequestLog:
             timeline = self._timelines.pop(sequence.request_id)
             if timeline.num_events or sequence.progress.output_token_ids or not index:
                 reason = opened.reasons.get(index, last_reason)
-                self._finished.append(_numbers(sequence, group, reason, now_s, timeline))
+                self.newly_finished.append(_numbers(sequence, group, reason, now_s, timeline))
 
 
 def _numbers(

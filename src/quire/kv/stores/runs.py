@@ -176,7 +176,8 @@ class LaneLimits:
         """Compute the limits of sequences of up to `max_tokens` tokens."""
         caps = eviction.lane_capacities or (eviction.cap,)
         longest = max(eviction.lane_peak_tokens(cap, max_tokens, None) for cap in caps)
-        if eviction.when == PRESSURE:  # without memory pressure no token is evicted
+        if eviction.when == PRESSURE or eviction.divided:
+            # without memory pressure no token is evicted; a divided cap may go to one lane
             longest = max_tokens
         return cls(max_tokens=max_tokens, evicting_slots=longest, ragged=eviction.ragged)
 

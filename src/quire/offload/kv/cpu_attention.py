@@ -5,8 +5,8 @@
     device               | attention to the others and new tokens | merge by log-sum-exp
 
 Only the partial outputs cross the link: a vector and a log-sum-exp for each head. Only decode rows
-take part. Rows with attention statistics and codecs that keep some tokens at full precision do not:
-both need the attention weights over all tokens.
+take part. Rows with sums of attention weights and codecs that keep some tokens at full precision do
+not: both need the attention weights over all tokens. Recorded queries are no obstacle.
 """
 
 import time

@@ -1,12 +1,13 @@
 """Pages of a snapshot of statistics in flight, which replace those of a row at the end of a load.
 
-Until then the memory counts them as a cached reference, so that every page is referenced.
+Until then the memory counts them as a cached reference, so that every page is referenced. Records
+of promoted (mixed-precision) tokens begin with zeroed pages: there are none before an eviction.
 """
 
 from collections.abc import Collection, Mapping
 
 from quire.kv.appending import replace_statistics
-from quire.kv.block_records import statistics_groups
+from quire.kv.block_records import private_groups
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
 from quire.layout.pages import PageClass
@@ -32,10 +33,12 @@ class InFlightSnapshot:
         self.pages: Mapping[str, PageNumbers] = {}
         allocated: dict[str, PageNumbers] = {}
         try:
-            for group in statistics_groups(memory, used):
+            for group in private_groups(memory, used):
                 columns = group.page_class.pages_for(group.slots_of(end))
                 numbers = memory.pools[group.page_class].allocate(columns * group.num_lanes)
                 allocated[group.name] = numbers.reshape(group.num_lanes, columns)
+                if group.promoted is not None:
+                    memory.store.clear_pages(group.page_class, numbers)
         except BaseException:
             self._free(allocated)
             raise
@@ -70,7 +73,7 @@ def snapshot_pages_needed(
 ) -> dict[PageClass, int]:
     """Pages of each class for the statistics of a sequence at position `end`."""
     needed: dict[PageClass, int] = {}
-    for group in statistics_groups(memory, used):
+    for group in private_groups(memory, used):
         pages = group.page_class.pages_for(group.slots_of(end)) * group.num_lanes
         needed[group.page_class] = needed.get(group.page_class, 0) + pages
     return needed

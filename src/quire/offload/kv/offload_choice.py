@@ -16,7 +16,7 @@ from quire.kv.memory import KVMemory
 from quire.kv.store import PageStore
 from quire.layout.layout import SLOTS, can_be_offloaded
 from quire.layout.pages import CacheLayout
-from quire.layout.statistics import Statistic
+from quire.layout.statistics import OfWeights, Statistic
 from quire.models.adapter import TransformersDecoder
 from quire.models.layer_source import LayerSource
 from quire.models.loader import LoadedModel
@@ -192,10 +192,10 @@ class OffloadChoice:
                 "full-precision tokens",
                 "use a codec without +sinks and +residual and a rule other than streaming",
             )
-        if statistics:
+        if any(isinstance(statistic, OfWeights) for statistic in statistics):
             return Obstacle(
                 "the eviction rule needs statistics of the attention to every token",
-                "use a rule without them, such as recent",
+                "use a rule without them, such as tova, keydiff or sinks",
             )
         return None
 

@@ -23,6 +23,7 @@ from quire.kv.step_part import WHOLE_STEP, StepPart
 from quire.kv.tables import Rows
 from quire.layout.layout import can_be_offloaded
 from quire.layout.pages import LaneGroup
+from quire.layout.statistics import OfWeights
 from quire.offload.kv.cpu_attention import CPUAttention, StepCPUAttention
 from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
 from quire.offload.kv.prefetch import PrefixPrefetch, WeightWaits
@@ -230,7 +231,7 @@ class KVOffload(MemoryListener):
     def _prefix_of(self, row: int, *, decodes: bool) -> OffloadedPrefix:
         tables = self.memory.tables.values()  # groups may differ in their offloaded pages
         staged = min(int(t.staged[row]) for t in tables if can_be_offloaded(t.group))
-        on_host = decodes and self.attention is not None and not self.memory.statistics_of(row)
+        on_host = decodes and self.attention is not None and self._attends_in_parts(row)
         if self.kv_recompute is None or not self.tables:
             return OffloadedPrefix(staged, on_host=on_host)
         tokens = self.tables[0].group.page_class.tokens
@@ -239,6 +240,14 @@ class KVOffload(MemoryListener):
         first = -(-slots.start // tokens)
         known = range(first, max(first, min(slots.stop // tokens, most)))
         return OffloadedPrefix(staged, known=known, on_host=on_host)
+
+    def _attends_in_parts(self, row: int) -> bool:
+        """Whether no record of a row needs its attention weights over all tokens."""
+        groups = [self.memory.tables[name].group for name in self.memory.statistics_of(row)]
+        return all(
+            group.statistic is not None and not isinstance(group.statistic, OfWeights)
+            for group in groups
+        )
 
     def _store_activations(self, batch: FlatBatch) -> Writing | None:
         """Allocate activation blocks for the batch's new tokens; None if none are stored."""

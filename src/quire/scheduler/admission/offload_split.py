@@ -38,7 +38,7 @@ def offload_text(peaks: "Peaks", need: Need) -> str:
     Returns:
         A clause that ends in "; "; empty if no page is offloaded.
     """
-    if not (need.may_offload and peaks.offloaded_tokens):
+    if not peaks.offloads(need):
         return ""
     split, unlimited = peaks.offload_split(need), copy(peaks)
     unlimited.offloaded_tokens = UNBOUNDED

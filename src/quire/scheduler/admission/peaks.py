@@ -39,6 +39,8 @@ class _Classes:
         index: their indices.
         page_bytes: [page classes] bytes of a page.
         evicting_layers: layers whose lanes evict tokens.
+        cuts_by_layer: whether offloaded lanes are loaded and cut layer by layer for an eviction;
+            else all pages must be in the arena.
         used: lane groups that sequences with given statistics use; filled on demand.
     """
 
@@ -47,6 +49,7 @@ class _Classes:
     index: Mapping[PageClass, int]
     page_bytes: NDArray[np.int64]
     evicting_layers: tuple[int, ...]
+    cuts_by_layer: bool
     used: dict[tuple[Statistic, ...], list[LaneGroup]]
 
     @classmethod
@@ -54,7 +57,21 @@ class _Classes:
         classes = layout.page_classes
         page_bytes = np.array([c.page_bytes for c in classes], dtype=np.int64)
         index = {c: i for i, c in enumerate(classes)}
-        return cls(layout, classes, index, page_bytes, evicting_layers(layout), {})
+        layers, by_layer = evicting_layers(layout), _cuts_by_layer(layout)
+        return cls(layout, classes, index, page_bytes, layers, by_layer, {})
+
+
+def _cuts_by_layer(layout: CacheLayout) -> bool:
+    """Whether an eviction can cut one layer after the other.
+
+    Promoted tokens are written, and pages with common scales encoded again, for all layers
+    together; so are the lanes of several groups.
+    """
+    movable = [g for g in layout.groups if g.fixed_slots is None and g.mirrors is None]
+    movable = [group for group in movable if not group.ordered]
+    if any(group.promoted is not None for group in layout.groups) or len(movable) > 1:
+        return False
+    return not any(group.page_class.per_page for group in movable)
 
 
 class Peaks:
@@ -164,15 +181,17 @@ class Peaks:
             return self._resident_pages(group, pages, shape)
         return pages * group.num_lanes
 
+    def offloads(self, need: Need | NeedGroup) -> bool:
+        """Whether the oldest pages of sequences can be in offload memory at their peak."""
+        evicts_by_layer = need.eviction.cap is None or self._now.cuts_by_layer
+        return bool(need.may_offload and self.offloaded_tokens and evicts_by_layer)
+
     def _offload(
         self, sequences: NeedGroup, group: LaneGroup, shape: StepShape
     ) -> LaneOffload | None:
         """Offload of the oldest pages of a group's lanes; None if they stay in the arena."""
-        evicts = sequences.eviction.cap is not None
-        if not (sequences.may_offload and self.offloaded_tokens and can_be_offloaded(group)):
+        if not (self.offloads(sequences) and can_be_offloaded(group)):
             return None
-        if evicts and any(other.promoted is not None for other in self.memory.layout.groups):
-            return None  # promoted tokens are written for all layers together
         page_tokens = group.page_class.tokens
         rest = group.page_class.pages_for(page_tokens - 1 + shape.chunk_tokens)
         return LaneOffload(self.offloaded_tokens // page_tokens, rest, shape.staging_slots)
@@ -197,7 +216,7 @@ class Peaks:
             page = group.page_class
             pages = self._group_pages(group, sequence, shape)
             rest += int(pages[0]) * page.page_bytes
-            if need.may_offload and self.offloaded_tokens and can_be_offloaded(group):
+            if self.offloads(need) and can_be_offloaded(group):
                 lane_offloaded = int(
                     self._offloaded_pages(group, pages // group.num_lanes, shape)[0]
                 )

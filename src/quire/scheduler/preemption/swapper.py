@@ -77,7 +77,7 @@ class Swapper:
         """
         tokens = sum(request.progress.num_computed for request in requests)
         host_bytes = 0 if self._pool is None else self._pool.free_bytes
-        alone = len(requests) == 1 and requests[0].group is None
+        alone = len(requests) == 1  # of a group: while only its first member holds KV
         unit_tokens = split_border(self._memory, requests[0].memory.row) if alone else 0
         holding = Holding(tokens=tokens, kv_bytes=kv_bytes, page_tokens=unit_tokens)
         if self._mode == "recompute" or self._pool is None:

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from quire.errors import RequestError
 from quire.serve.errors import FieldError
 from quire.serve.protocol import ChatBody, GenerationBody
+from quire.serve.validation_errors import InvalidBody
 
 JSON = dict[str, Any]
 
@@ -34,13 +35,14 @@ def chat_of(values: Mapping[str, Any], names: Mapping[str, str]) -> ChatBody:
     Raises:
         FieldError: an invalid value, with the client's name of the field.
     """
+    given = {name: value for name, value in values.items() if value is not None}
     try:
-        return ChatBody(**{name: value for name, value in values.items() if value is not None})
+        return ChatBody(**given)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        path = [str(part) for part in first["loc"]]
-        path[0] = names.get(path[0], path[0])
-        raise FieldError(".".join(path), f"{'.'.join(path)}: {first['msg']}") from None
+        first = InvalidBody(error, given).fields[0]
+        head, dot, rest = first.path.partition(".")
+        path = names.get(head, head) + dot + rest
+        raise FieldError(path, f"{path}: {first.message}") from None
 
 
 @contextmanager
@@ -78,10 +80,22 @@ def text_of(content: object, field: str, kinds: tuple[str, ...]) -> str:
         return content
     if not isinstance(content, list):
         raise FieldError(field, f"{field}: expected a string or a list of text parts")
-    return "".join(_part(part, f"{field}.{number}", kinds) for number, part in enumerate(content))
+    return "".join(
+        text_of_part(part, f"{field}.{number}", kinds) for number, part in enumerate(content)
+    )
 
 
-def _part(part: object, field: str, kinds: tuple[str, ...]) -> str:
+def text_of_part(part: object, field: str, kinds: tuple[str, ...]) -> str:
+    """The text of a text part.
+
+    Args:
+        part: the value.
+        field: path of the part, for errors.
+        kinds: values of `type` that text parts may have.
+
+    Raises:
+        FieldError: another value, or a part that is not text.
+    """
     kind = part.get("type") if isinstance(part, dict) else None
     text = part.get("text", part.get("refusal")) if isinstance(part, dict) else None
     if kind not in kinds or not isinstance(text, str):

@@ -6,9 +6,10 @@ from typing import Annotated, Any
 
 from pydantic import Field, WithJsonSchema
 
-from quire.serve.apis.convert import EXTENSIONS, JSON, chat_of, text_of
+from quire.serve.apis.convert import EXTENSIONS, JSON, chat_of, text_of, text_of_part
+from quire.serve.chat_messages import MAX_MESSAGES
 from quire.serve.errors import FieldError
-from quire.serve.protocol import MAX_MESSAGES, MAX_STOPS, Body, ChatBody, Tools
+from quire.serve.protocol import MAX_STOPS, Body, ChatBody, Tools
 
 NAMES: Mapping[str, str] = {
     "prompt": "messages",
@@ -116,7 +117,7 @@ def _read(message: JSON, field: str) -> list[JSON]:
         elif kind == "tool_use":
             calls.append(_call(block))
         elif kind not in ("thinking", "redacted_thinking"):
-            texts.append(text_of([block], place, ("text",)))
+            texts.append(text_of_part(block, place, ("text",)))
     own: JSON = {"role": role, "content": "".join(texts) if texts or not calls else None}
     if calls:
         own["tool_calls"] = calls

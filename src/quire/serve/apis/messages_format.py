@@ -17,6 +17,7 @@ class MessagesFormat:
         stop_sequences: of the request; the message names the one that ended it.
     """
 
+    id_prefix = "msg_"
     needs_usage = True
 
     def __init__(self, stop_sequences: Sequence[str] = ()) -> None:
@@ -133,7 +134,7 @@ class MessagesFormat:
 
 def _message(body: JSON) -> JSON:
     return {
-        "id": f"msg_{body['id'].partition('-')[2]}",
+        "id": body["id"],
         "type": "message",
         "role": "assistant",
         "model": body["model"],

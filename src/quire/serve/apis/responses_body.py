@@ -7,9 +7,10 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from quire.serve.apis.convert import EXTENSIONS, JSON, chat_of, text_of
+from quire.serve.chat_messages import MAX_MESSAGES
 from quire.serve.errors import FieldError
 from quire.serve.fields import MOST_EXTRA_FIELDS
-from quire.serve.protocol import MAX_MESSAGES, MAX_TOP_LOGPROBS, Body, ChatBody, Tools
+from quire.serve.protocol import MAX_TOP_LOGPROBS, Body, ChatBody, Tools
 
 NAMES: Mapping[str, str] = {
     "messages": "input",

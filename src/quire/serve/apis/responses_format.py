@@ -16,6 +16,7 @@ class ResponsesFormat:
         body: body of the request, whose options the response repeats.
     """
 
+    id_prefix = "resp_"
     needs_usage = True
 
     def __init__(self, body: ResponsesBody) -> None:
@@ -44,7 +45,7 @@ class ResponsesFormat:
         return self._response(self._status())
 
     def _begin(self, body: JSON) -> None:
-        self._id = f"resp_{body['id'].partition('-')[2]}"
+        self._id = body["id"]
         self._created = {"created_at": body["created"], "model": body["model"]}
 
     def _response(self, status: str, error: JSON | None = None) -> JSON:

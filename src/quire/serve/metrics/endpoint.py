@@ -14,6 +14,7 @@ from quire.serve.metrics.families import Readings, registry_of
 from quire.serve.metrics.http_requests import HttpRequests
 from quire.serve.metrics.reading import Reading, read_engine
 from quire.serve.service import Service
+from quire.serve.tenant_keys import authorization_of, bearer_key
 from quire.version import __version__
 
 PATH = "/metrics"
@@ -56,22 +57,27 @@ class MetricsEndpoint:
         """Refuse clients that may not see the numbers of all tenants.
 
         Raises:
-            Unauthorized: no key, if tenants have keys.
+            Unauthorized: a missing or unknown key, if tenants have keys or the metrics have one.
             Forbidden: the key of a tenant other than the default one.
         """
-        header = request.headers.get("authorization", "")
-        given = header.partition(" ")[2].strip()
-        if self._key is not None and hmac.compare_digest(given.encode(), self._key.encode()):
-            return
-        if not self._service.keys.tells_tenants_apart and self._key is None:
+        keys, header = self._service.keys, authorization_of(request.scope)
+        if self._is_metrics_key(header) or not (keys.tells_tenants_apart or self._key):
             return
         if not header:
             raise Unauthorized("missing API key: send it as Authorization: Bearer KEY")
-        if self._service.keys.tenant_of(header) != DEFAULT_TENANT:
+        if not keys.tells_tenants_apart:
+            raise Unauthorized("unknown API key: use the key of --metrics-key")
+        if keys.tenant_of(header) != DEFAULT_TENANT:
             raise Forbidden(
                 "metrics contain the numbers of all tenants: use the key of --metrics-key, or of "
                 f"tenant {DEFAULT_TENANT!r}; a tenant sees its own numbers at /v1/kv/overview"
             )
+
+    def _is_metrics_key(self, header: str | None) -> bool:
+        given = bearer_key(header or "")
+        if self._key is None or given is None:
+            return False
+        return hmac.compare_digest(given.encode(), self._key.encode())
 
     async def _read(self) -> Reading:
         reading = Reading({"engine_up": 0})

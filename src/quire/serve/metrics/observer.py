@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 
 from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
@@ -70,7 +69,6 @@ class EngineObserver:
         """Count the outputs of a step."""
         now_s = self._engine.events.now_s()
         self.distributions["step_tokens"].add(sum(len(delta.token_ids) for delta in deltas))
-        ended = False
         for delta in deltas:
             if delta.token_ids:
                 self._count_tokens(delta, now_s)
@@ -78,9 +76,7 @@ class EngineObserver:
                 self.finished[delta.finish_reason] += 1
             if delta.is_last:
                 self._end(delta)
-                ended = True
-        if ended:
-            self._count_finished({delta.request_id for delta in deltas if delta.is_last})
+        self._count_finished()
 
     def _end(self, delta: OutputDelta) -> None:
         """Forget a request; count its prompt if it has no output tokens, as an embedding."""
@@ -100,13 +96,12 @@ class EngineObserver:
             self.distributions["time_to_first_token_seconds"].add(now_s - opened.arrival_s)
         opened.last_s[delta.index] = now_s
 
-    def _count_finished(self, groups: set[str]) -> None:
-        """Count the numbers of the requests whose last deltas were returned."""
-        newest_first = reversed(self._engine.request_log.finished)
-        sequences = list(takewhile(lambda sequence: sequence.group in groups, newest_first))
+    def _count_finished(self) -> None:
+        """Count the numbers of the sequences that the step has finished."""
+        sequences = self._engine.request_log.newly_finished
         for sequence in sequences:
             self._count_sequence(sequence)
-        if self._traces is not None:
+        if sequences and self._traces is not None:
             self._traces.finish(sequences, self._engine.events.now_s())
 
     def _count_sequence(self, sequence: FinishedRequest) -> None:

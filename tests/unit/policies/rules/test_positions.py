@@ -82,6 +82,19 @@ def test_random_draws_differ_between_layers_and_seeds():
             assert 30 < int((first & second).sum()) < 70  # about half of 100
 
 
+def test_random_with_scope_lane_draws_other_tokens_for_each_head():
+    view = make_history(tokens=40, evictions=0, layers=(3,), heads=2).view()
+
+    one, other = Random().score(view)
+    first, second = Random(scope="lane").score(view)
+
+    assert (one == other).all()
+    assert (one == first).all()
+    assert (first != second).all()
+    with pytest.raises(ConfigError, match="scope of a retained set"):
+        Random(scope="head")
+
+
 def test_random_evictions_are_monotonic_in_the_cap():
     """Tokens evicted at a large cap are evicted at every smaller cap: draws do not change."""
     view = make_history(tokens=100, evictions=0).view()

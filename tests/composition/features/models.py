@@ -1,0 +1,41 @@
+"""Kinds of models."""
+
+from composition.feature import Feature, setting
+
+MODELS = {
+    "sliding windows": ("gemma3", "half of the layers (`gemma3`)"),
+    "windows in all layers": ("mistral", "`mistral` with sliding windows"),
+    "attention sinks": ("gpt_oss", "`gpt_oss`, with windows and experts"),
+    "learned positions": ("opt", "`opt`"),
+    "long RoPE": ("phi3_longrope", "`phi3` with long RoPE"),
+    "one KV head": ("llama_mqa", "`llama` with one KV head"),
+    "native decoder": ("wide_llama", "`llama` in C (`--model-impl native`)"),
+}
+
+OTHERS = {
+    "long RoPE": "phi3_longrope_window",
+    "one KV head": "wide_mistral",
+    "native decoder": "wide_qwen2",
+}
+"""Tried where a feature needs sliding windows, or several KV heads."""
+
+
+def _models(name: str, architecture: str) -> dict[str, tuple[str, ...]]:
+    return {"architecture": (architecture, OTHERS[name])} if name in OTHERS else {}
+
+
+FEATURES = tuple(
+    Feature(
+        name=name,
+        group="model",
+        option=option,
+        draw=setting(
+            architecture=architecture,
+            times=2 if architecture == "gpt_oss" else 1,
+            vary=_models(name, architecture),
+        ),
+        acted=lambda ran: ran.outcome.compared > 0 or ran.case.approximate,
+        alone_in="model",
+    )
+    for name, (architecture, option) in MODELS.items()
+)

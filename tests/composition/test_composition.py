@@ -1,0 +1,86 @@
+"""A sample of the matrix, and the agreement of registry, results and page.
+
+The whole matrix is `python -m tests.composition` (docs/composition.md).
+"""
+
+import json
+from itertools import combinations
+
+import pytest
+
+from composition.cell import REFUSED, WORKS, run_cell
+from composition.command import RESULTS, chosen, main, pairs, read, triples
+from composition.features import FEATURES
+from support.snippets import ROOT
+
+SAMPLED = 131  # every so many pairs
+LEAST_SHARE = 0.97
+"""Of pairs that work. None is inert, none fails."""
+
+KNOWN = json.loads((ROOT / RESULTS).read_text())
+
+
+def _known(names) -> str:
+    """The committed result of a combination."""
+    others = {tuple(cell["features"]): cell["result"] for cell in KNOWN["others"]}
+    return others.get(tuple(names), WORKS)
+
+
+@pytest.mark.parametrize("names", pairs()[::SAMPLED], ids=" + ".join)
+def test_pair_has_the_committed_result(names):
+    cell = run_cell(chosen(names))
+
+    assert cell.result == _known(names), cell.why
+
+
+def test_registry_has_the_features_of_the_results():
+    shown = [(f.name, f.group, f.option, f.alone_in) for f in FEATURES]
+
+    assert shown == [tuple(f.values()) for f in KNOWN["features"]]
+    assert len({name for name, *_ in shown}) == len(FEATURES)
+
+
+def test_results_have_all_pairs_and_the_share_that_works():
+    counted = KNOWN["pairs"]
+
+    assert counted["cells"] == len(pairs())
+    assert counted["works_share"] >= LEAST_SHARE
+    assert counted.keys().isdisjoint({"inert", "failed"})
+    assert counted["works"] + sum(len(c["features"]) == 2 for c in KNOWN["others"]) == len(pairs())
+
+
+def test_every_refusal_states_a_reason():
+    for cell in KNOWN["others"]:
+        assert cell["result"] != REFUSED or len(cell["why"]) > 40
+
+
+def test_triples_have_no_two_values_of_one_option():
+    for names in triples(50):
+        for one, other in combinations(chosen(names), 2):
+            assert not one.excludes(other)
+
+
+def test_feature_that_does_not_act_makes_a_cell_inert():
+    [feature] = chosen(["swap"])
+    idle = type(feature)(**{**_fields(feature), "acted": lambda ran: False})
+
+    cell = run_cell([idle])
+
+    assert (cell.result, cell.why) == ("inert", "swap")
+
+
+def _fields(feature) -> dict:
+    return {name: getattr(feature, name) for name in type(feature).__dataclass_fields__}
+
+
+def test_command_continues_where_it_stopped(tmp_path, capsys):
+    out = tmp_path / "cells.jsonl"
+    arguments = ["--size", "1", "--only", "tova;int8", "--out", str(out)]
+
+    assert main(arguments) == 0
+    first = out.read_text()
+    assert main(arguments) == 0
+    assert out.read_text() == first
+    assert read(out).keys() == {("tova",), ("int8",)}
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last["works_share"] == 1.0

@@ -1,0 +1,29 @@
+"""Pairs that gave other outputs, broke an account or were refused before they were mended."""
+
+import pytest
+
+from composition.cell import WORKS, run_cell
+from composition.command import chosen
+
+MENDED = (
+    "tova + prefixes on disk",  # the attention scale was unknown before the first step
+    "snapkv + prefixes in a remote store",
+    "expected_attention + prefixes on disk",
+    "mixed precision + prefixes on disk",  # records of promoted tokens did not begin
+    "hybrid + prompt_logprobs",  # scores of a swapped tail were lost
+    "hybrid + n=2",
+    "hybrid + beam search",
+    "squeeze budget + contiguous_max",
+    "ada budget + contiguous_growing",
+    "fastgen budget + ring",
+    "rules of requests + contiguous_growing",
+    "rules of requests + batch-invariant",
+    "snapkv + CPU attention",
+)
+
+
+@pytest.mark.parametrize("pair", MENDED)
+def test_mended_pair_works(pair):
+    cell = run_cell(chosen(pair.split(" + ")))
+
+    assert cell.result == WORKS, cell.why
