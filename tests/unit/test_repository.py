@@ -40,7 +40,7 @@ LONG_FILES = {
     "src/quire/layout/eviction.py": "the syntax of rules and their schedules",
     "src/quire/engine/pool.py": "one plan: each option that shapes the KV memory, and its refusals",
     "src/quire/eviction/eviction_rules.py": "which rules an engine serves, and each refusal",
-    "src/quire/kernels/native/library.py": "one library: its functions, and checks before it is loaded",
+    "src/quire/kernels/native/library.py": "one library: functions, and checks before loading",
     "src/quire/kernels/native/selection.py": "one caller: a method for each function of select.c",
     "src/quire/kernels/pre_rope.py": "one backend with its plan",
     "src/quire/kernels/token_precision.py": "tokens in more bits than their page, of both kinds",
