@@ -27,6 +27,7 @@ LONG_FILES = {
     "src/quire/api/async_llm.py": "the public asyncio entry: half of it is docstrings",
     "src/quire/api/llm.py": "the public entry: half of it is docstrings",
     "src/quire/cli/options.py": "the options of models, and how fields become options",
+    "src/quire/serve/config.py": "all options of the server, with their checks",
     "src/quire/serve/service.py": "what all endpoints share",
     "src/quire/eviction/eviction.py": "one executor, for lanes in the arena and offloaded ones",
     "src/quire/scheduler/group.py": "functions over one group: prefill, forks, bytes",
