@@ -99,7 +99,7 @@ BUDGETS = {
 }
 OTHER_BUDGETS = {
     "fastgen": ("(fastgen:share=0.6)", "(fastgen:share=0.97)", "(fastgen:share=0.4)"),
-    "lazy": ("(lazy:last=4,threshold=0.6)", "(lazy:last=4,threshold=0.4)"),
+    "lazy": tuple(f"(lazy:last=4,threshold={share})" for share in (0.6, 0.4, 0.2, 0.1)),
 }
 AFTER_PROMPT = ("squeeze", "lazy", "fastgen")  # their default schedule here
 

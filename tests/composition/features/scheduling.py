@@ -84,7 +84,10 @@ FEATURES = (
             schedule={"batcher": HELD, "max_num_seqs": 2},
             host_units=8.0,
             params={"max_tokens": 16},
-            vary={"schedule.batcher": (HELD, HELD.replace("queue=2", "queue=6"))},
+            vary={
+                "schedule.batcher": (HELD, HELD.replace("queue=2", "queue=6")),
+                "params.max_tokens": (16, 32),
+            },
         ),
         acted=lambda ran: ran.happened("swapped_out"),
         alone_in="batcher",
