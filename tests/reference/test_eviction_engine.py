@@ -505,7 +505,7 @@ def test_a_request_may_always_choose_full():
     [
         ({"evict_allow": "h2p"}, ConfigError, "unknown eviction policy"),
         (
-            {"evict_allow": "h2o", "store": "contiguous_max", "store_tokens": 64},
+            {"evict_allow": "all", "store": "contiguous_max", "store_tokens": 64},
             UnsoundCombination,
             "--kv-store paged",
         ),

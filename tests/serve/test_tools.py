@@ -279,7 +279,7 @@ def test_tools_are_refused_if_the_format_of_calls_is_unknown(post, serve, llm, m
         ({"tool_choice": "required"}, "tool_choice", "needs `tools`"),
         ({"tools": [{}], "tool_choice": "none"}, "tools.0", '"type": "function"'),
         ({"tools": [TOOL] * 200}, "tools", "at most 128"),
-        ({"tools": [TOOL], "tool_choice": 5}, "tool_choice.str", "string"),
+        ({"tools": [TOOL], "tool_choice": 5}, "tool_choice", "string"),
         (
             {
                 "tools": [TOOL],
