@@ -18,6 +18,7 @@ from quire.api.llm import LLM
 from quire.bench.config import BenchServeConfig
 from quire.bench.load import Run, run_load
 from quire.bench.prompts import BenchRequest, Prompt
+from quire.bench.run import loop_factory
 from quire.bench.target import Target
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
@@ -186,7 +187,8 @@ def _server(url: str, config: ServeConfig, requests: Sequence[BenchRequest]) -> 
         finally:
             target.close()
 
-    found = asyncio.run(run())
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        found = runner.run(run())
     failed = next((one.error for one in found.outcomes if one.error), None)
     if failed is not None:
         raise RequestError(f"a request of the server failed: {failed}")

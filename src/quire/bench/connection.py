@@ -1,7 +1,9 @@
 """HTTP/1.1 connections to the measured server, with as little work of the client as possible.
 
 The client often runs on the cores of the server. A connection only stores the segments of a chunked
-response with their times; h11 parses them when the last one has arrived.
+response with their times, and decodes them when the last one has arrived. h11 reads the headers;
+its state machine for chunks would delay the segments of other connections that end at the same
+time.
 """
 
 import asyncio
@@ -40,6 +42,57 @@ class Reply:
         return b"".join(data for _, data in self.segments)
 
 
+class ChunkedBody:
+    """Decodes the chunked transfer coding of a body (RFC 9112, section 7.1)."""
+
+    def __init__(self) -> None:
+        self._unread = b""
+        self._in_trailer = False
+        self.has_ended = False
+
+    def add(self, data: bytes) -> bytes:
+        """Return the contents of the chunks that these bytes complete.
+
+        Raises:
+            ServerError: the bytes are not chunks.
+        """
+        self._unread += data
+        contents: list[bytes] = []
+        while (chunk := self._next()) is not None:
+            contents.append(chunk)
+        if self._in_trailer:
+            self._read_trailer()
+        return b"".join(contents)
+
+    def _next(self) -> bytes | None:
+        """Remove the next whole chunk and return its content; None without one."""
+        line, separator, rest = self._unread.partition(b"\r\n")
+        if self._in_trailer or not separator:
+            return None
+        size = _size_of(line)
+        if size == 0:
+            self._in_trailer, self._unread = True, rest
+            return None
+        if len(rest) < size + 2:
+            return None
+        if rest[size : size + 2] != b"\r\n":
+            raise ServerError("the response is not valid HTTP: a chunk is longer than its size")
+        self._unread = rest[size + 2 :]
+        return rest[:size]
+
+    def _read_trailer(self) -> None:
+        while not self.has_ended and b"\r\n" in self._unread:
+            line, _, self._unread = self._unread.partition(b"\r\n")
+            self.has_ended = not line
+
+
+def _size_of(line: bytes) -> int:
+    digits = line.partition(b";")[0].strip()
+    if not digits or digits.strip(b"0123456789abcdefABCDEF"):
+        raise ServerError(f"the response is not valid HTTP: chunk size {line[:20]!r}")
+    return int(digits, 16)
+
+
 class Connection(asyncio.Protocol):
     """One connection; it serves one request at a time.
 
@@ -54,7 +107,7 @@ class Connection(asyncio.Protocol):
         self._transport: Any = None  # asyncio.WriteTransport
         self._unread: list[tuple[float, bytes]] = []
         self._reply: Reply | None = None
-        self._is_chunked = False
+        self._chunks: ChunkedBody | None = None  # None: h11 reads the body
         self._tail = b""  # last bytes of the response: a segment may end within the last chunk
         self._done: asyncio.Future[Reply] | None = None
 
@@ -74,14 +127,17 @@ class Connection(asyncio.Protocol):
         data += self._http.send(h11.Data(data=body)) or b""
         self._transport.write(data + (self._http.send(h11.EndOfMessage()) or b""))
         reply = await self._done
-        self._reply, self._done, self._is_chunked = None, None, False
+        self._reply, self._done = None, None
         return reply
 
     @property
     def can_continue(self) -> bool:
         """Whether another request can be sent."""
-        done = self._http.our_state is h11.DONE and self._http.their_state is h11.DONE
-        return done and self.is_open
+        if self._chunks is None:
+            is_read = self._http.their_state is h11.DONE
+        else:
+            is_read = self._chunks.has_ended
+        return is_read and self._http.our_state is h11.DONE and self.is_open
 
     @property
     def is_open(self) -> bool:
@@ -90,7 +146,7 @@ class Connection(asyncio.Protocol):
 
     def next_request(self) -> None:
         """Prepare for another request."""
-        self._http.start_next_cycle()
+        self._http, self._chunks = h11.Connection(h11.CLIENT), None
 
     def close(self) -> None:
         """Close the connection."""
@@ -107,7 +163,7 @@ class Connection(asyncio.Protocol):
         """Store a segment; parse the segments once the response may be complete."""
         self._unread.append((self._clock(), data))
         self._tail = (self._tail + data[-len(_LAST_CHUNK) :])[-len(_LAST_CHUNK) :]
-        if not self._is_chunked or self._tail == _LAST_CHUNK:
+        if self._chunks is None or self._tail == _LAST_CHUNK:
             self._parse()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -120,25 +176,45 @@ class Connection(asyncio.Protocol):
         unread, self._unread = self._unread, []
         try:
             for now_s, data in unread:
-                self._http.receive_data(data)
-                self._take_events(now_s)
+                self._read(now_s, data)
         except h11.RemoteProtocolError as error:
             self._fail(ServerError(f"the response is not valid HTTP: {error}"))
+        except ServerError as error:
+            self._fail(error)
+
+    def _read(self, now_s: float, data: bytes) -> None:
+        if self._chunks is None:
+            self._http.receive_data(data)
+            self._take_events(now_s)
+            data = self._http.trailing_data[0]  # what followed the headers of a chunked body
+        if self._chunks is not None:
+            self._take_chunks(self._chunks, now_s, data)
+
+    def _take_chunks(self, chunks: ChunkedBody, now_s: float, data: bytes) -> None:
+        content = chunks.add(data)
+        if content and self._reply is not None:
+            self._reply.segments.append((now_s, content))
+        if chunks.has_ended:
+            self._end()
 
     def _take_events(self, now_s: float) -> None:
-        while True:
+        while self._chunks is None:
             event = self._http.next_event()
             if isinstance(event, h11.Response):
                 self._reply = Reply(event.status_code)
-                self._is_chunked = (b"transfer-encoding", b"chunked") in event.headers
+                if (b"transfer-encoding", b"chunked") in event.headers:
+                    self._chunks = ChunkedBody()
             elif isinstance(event, h11.Data) and self._reply is not None:
                 self._reply.segments.append((now_s, bytes(event.data)))
             elif isinstance(event, h11.EndOfMessage) and self._reply is not None:
-                if self._done is not None and not self._done.done():
-                    self._done.set_result(self._reply)
+                self._end()
                 return
             elif not isinstance(event, h11.InformationalResponse):
                 return  # more data is needed, or the connection is closed
+
+    def _end(self) -> None:
+        if self._done is not None and not self._done.done() and self._reply is not None:
+            self._done.set_result(self._reply)
 
     def _fail(self, error: ServerError) -> None:
         if self._done is not None and not self._done.done():

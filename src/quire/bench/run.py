@@ -46,11 +46,11 @@ def bench_server(
         ConfigError: the server cannot be reached, or the data set cannot be read.
     """
     raise_file_limit()
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(_bench(config, api_key, on_end))
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     """Event loop of uvloop if it is installed: the client often runs on the cores of the server."""
     try:
         import uvloop

@@ -7,9 +7,11 @@ import time
 from itertools import pairwise
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from quire.bench.connection import Connection
+from quire.bench.connection import ChunkedBody, Connection, ServerError
 from quire.cli.main import app
 from support.http_server import answering
 
@@ -181,3 +183,44 @@ def test_a_response_whose_last_chunk_arrives_in_segments_ends(cuts):
         return await asyncio.wait_for(exchange, 5)
 
     assert asyncio.run(main()).body == b"abc"
+
+
+def chunked(contents, extension=b""):
+    chunks = (b"%X%b\r\n%b\r\n" % (len(one), extension, one) for one in contents if one)
+    return b"".join(chunks) + b"0\r\n"
+
+
+@given(
+    contents=st.lists(st.binary(max_size=40), max_size=5),
+    extension=st.sampled_from([b"", b"; name=value"]),
+    trailer=st.sampled_from([b"", b"x-name: value\r\n"]),
+    size=st.integers(1, 60),
+)
+def test_a_chunked_body_is_decoded_from_any_segments(contents, extension, trailer, size):
+    body, data = ChunkedBody(), chunked(contents, extension) + trailer + b"\r\n"
+
+    segments = [data[start : start + size] for start in range(0, len(data), size)]
+    ends = [(body.add(segment), body.has_ended) for segment in segments]
+
+    assert b"".join(content for content, _ in ends) == b"".join(contents)
+    assert [ended for _, ended in ends] == [False] * (len(ends) - 1) + [True]
+
+
+@pytest.mark.parametrize("data", [b"x\r\nabc", b"-1\r\n", b"\r\n", b"1\r\nabcd\r\n"])
+def test_bytes_that_are_not_chunks_are_refused(data):
+    with pytest.raises(ServerError, match="not valid HTTP"):
+        ChunkedBody().add(data)
+
+
+def test_a_connection_that_closes_within_a_chunked_body_fails():
+    async def main():
+        connection = Connection("host", time.perf_counter)
+        connection.connection_made(Transport())
+        exchange = asyncio.ensure_future(connection.exchange("GET", "/", {}))
+        await asyncio.sleep(0)
+        connection.data_received(CHUNKED[:-3])
+        connection.connection_lost(None)
+        await asyncio.wait_for(exchange, 5)
+
+    with pytest.raises(ServerError, match="closed the connection"):
+        asyncio.run(main())
