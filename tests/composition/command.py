@@ -13,7 +13,7 @@ import torch
 from composition.cell import WORKS, run_cell
 from composition.feature import Feature
 from composition.features import FEATURES
-from composition.report import counts, results_of
+from composition.report import counts, results_of, with_triples
 
 BY_NAME = {feature.name: feature for feature in FEATURES}
 RESULTS = Path("docs/results/composition.json")
@@ -97,12 +97,23 @@ def triples(count: int) -> list[Names]:
 
 
 def write(paths: Sequence[Path]) -> int:
-    """Write the committed results from files of cells; 1 if a pair or a triple is missing."""
+    """Write the committed results from files of cells; 1 if a pair or a triple is missing.
+
+    Files without a pair replace the results of the triples only.
+    """
     done = {names: cell for path in paths for names, cell in read(path).items()}
-    found = [{n: done[n] for n in names if n in done} for names in (pairs(), triples(TRIPLES))]
-    RESULTS.write_text(json.dumps(results_of(*found), indent=1, ensure_ascii=False) + "\n")
-    missing = len(pairs()) + TRIPLES - sum(map(len, found))
-    print(json.dumps({"pairs": counts(found[0].values()), "triples": counts(found[1].values())}))
+    of_pairs, of_triples = (
+        {n: done[n] for n in names if n in done} for names in (pairs(), triples(TRIPLES))
+    )
+    if of_pairs:
+        results = results_of(of_pairs, of_triples)
+        missing = len(pairs()) - len(of_pairs)
+    else:
+        results = with_triples(json.loads(RESULTS.read_text()), of_triples)
+        missing = 0
+    RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+    missing += TRIPLES - len(of_triples)
+    print(json.dumps({name: results[name] for name in ("pairs", "triples")}))
     print(f"{missing} combinations have not run")
     return int(missing > 0)
 

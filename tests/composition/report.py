@@ -2,10 +2,12 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from composition.cell import WORKS
 from composition.features import FEATURES
 
+PAIR = 2
 Names = tuple[str, ...]
 
 
@@ -34,6 +36,22 @@ def results_of(
         ],
         "others": [_other(c) for c in [*pairs.values(), *triples.values()] if c["result"] != WORKS],
     }
+
+
+def with_triples(
+    results: Mapping[str, Any], triples: Mapping[Names, Mapping[str, object]]
+) -> dict[str, Any]:
+    """Results whose triples are replaced.
+
+    Args:
+        results: results of `results_of`.
+        triples: cells of the sampled triples.
+    """
+    others = [cell for cell in results["others"] if len(cell["features"]) == PAIR]
+    others += [_other(c) for c in triples.values() if c["result"] != WORKS]
+    worst = max(results["worst_difference"], _worst(triples.values()))
+    new = {"triples": counts(triples.values()), "worst_difference": worst, "others": others}
+    return {**results, **new}
 
 
 def counts(cells: Iterable[Mapping[str, object]]) -> dict[str, object]:

@@ -11,6 +11,7 @@ import pytest
 from composition.cell import REFUSED, WORKS, run_cell
 from composition.command import RESULTS, chosen, main, pairs, read, triples
 from composition.features import FEATURES
+from composition.report import with_triples
 from support.snippets import ROOT
 
 SAMPLED = 131  # every so many pairs
@@ -84,3 +85,17 @@ def test_command_continues_where_it_stopped(tmp_path, capsys):
     assert read(out).keys() == {("tova",), ("int8",)}
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last["works_share"] == 1.0
+
+
+def test_triples_of_a_run_replace_those_of_the_results():
+    names, why = ("swap", "int8", "tova"), "a reason"
+    cell = {"features": list(names), "result": REFUSED, "why": why, "worst": 0.0}
+
+    once = with_triples(KNOWN, {names: cell})
+    again = with_triples(once, {names: {**cell, "result": WORKS, "worst": 1.0}})
+
+    assert once["triples"] == {"cells": 1, REFUSED: 1, "works_share": 0.0}
+    assert once["others"][-1] == {"features": list(names), "result": REFUSED, "why": why}
+    assert [c for c in again["others"] if len(c["features"]) == 3] == []
+    assert again["worst_difference"] == 1.0
+    assert again["pairs"] == KNOWN["pairs"]
