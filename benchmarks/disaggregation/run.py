@@ -171,7 +171,7 @@ def _run_variant(
         cache, prefiller = PrefixCacheConfig(), None
         if variant.separate:
             url, size = undo.enter_context(_store(config)), str(STORE_BYTES)
-            cache = PrefixCacheConfig(remote=url, remote_memory=STORE_BYTES)
+            cache = PrefixCacheConfig(remote=url, remote_memory=STORE_BYTES, load="whole")
             prefiller = undo.enter_context(Prefiller(folder, url, f"{size}B", config.kv_memory))
         engine = Engine(model, KVConfig(memory=config.kv_memory, prefix_cache=cache))
         undo.callback(engine.close)

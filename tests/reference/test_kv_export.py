@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from quire import LLM, KVConfig, PrefixCacheConfig, SamplingParams
 from quire.errors import CorruptData, OutOfPages, RequestError, StorageError, UnsoundCombination
 from reference.test_eviction import largest_difference
-from reference.test_prefix_tier import PROMPTS, READ_SLOWLY, answer, engine_of, model_of, plain
+from reference.test_prefix_tier import PROMPTS, answer, model_of, plain
 from reference.test_shared_prefixes import Listener
 from support.engines import greedy
 from support.kv_options import kv_config
@@ -237,14 +237,12 @@ def test_a_prompt_computed_in_another_process_is_not_recomputed(through, tmp_pat
     else:
         path = str(tmp_path / "kv")
     options = {"dtype": "float32", "device": "cpu", "verify": False}
+    whole = {"load": "whole"} if cache else {}
     decode = LLM(
         "quire-tiny",
         **options,
-        kv=KVConfig(memory="32MiB", prefix_cache=PrefixCacheConfig(**cache)),
+        kv=KVConfig(memory="32MiB", prefix_cache=PrefixCacheConfig(**cache | whole)),
     )
-    if decode.engine.prefix_loader is not None:
-        engine = engine_of("qwen3", prefill=READ_SLOWLY, cpu_memory=MIB)
-        decode.engine.prefix_loader.costs = engine.prefix_loader.costs
     job = json.dumps({"prompt": prompt, "cache": cache, "path": path})
     process = subprocess.Popen(
         [sys.executable, "-c", _PREFILL, job],

@@ -179,6 +179,17 @@ def test_rates_decide_how_much_is_recomputed(prefill, read, tmp_path):
     engine.close()
 
 
+def test_an_engine_that_only_decodes_recomputes_nothing(tmp_path):
+    fill("qwen3", tmp_path)
+    engine = engine_of("qwen3", prefill=READ_FAST, kv_load="whole", **on_disk(tmp_path))
+
+    logits, usages = answer(engine, {"b": PROMPTS["b"]})
+
+    assert usages["b"].cached_tokens == 148
+    assert largest_difference(logits, {"b": plain("qwen3")["b"]}) <= 1e-4
+    engine.close()
+
+
 def test_a_prefix_loaded_after_a_preemption_counts_as_cached(tmp_path):
     """The first load is aborted by the preemption; the second one loads all 148 tokens."""
     fill("qwen3", tmp_path)
@@ -528,6 +539,7 @@ def test_random_delays_and_damage_change_no_logits(name, seed, tmp_path, monkeyp
         ({"remote": "file:///x"}, ConfigError, "give --remote-kv-memory SIZE too"),
         ({"remote_memory": "8MiB"}, ConfigError, "--remote-kv-memory has no effect alone"),
         ({"kv_write": "through"}, ConfigError, "--kv-write through has no effect without a tier"),
+        ({"kv_load": "whole"}, ConfigError, "--kv-load whole has no effect without a tier"),
         (
             {"remote": "redis://a", "enable_prefix_caching": False},
             ConfigError,

@@ -249,6 +249,21 @@ def test_an_outage_in_mid_run_costs_recompute_and_one_line(server, outage, at_st
     server.resume() if outage == "paused" else None
 
 
+@pytest.mark.parametrize("outage", ["killed", "paused"])
+def test_an_engine_that_loads_whole_prefixes_recomputes_them_in_an_outage(server, outage):
+    first = engine_of("qwen3", **shared(server))
+    answer(first)
+    first.close()
+    engine = engine_of("qwen3", kv_load="whole", **shared(server))
+    OUTAGES[outage](server)
+
+    tokens, longest_s = tokens_of(engine, PROMPTS)
+
+    assert tokens == tokens_of(engine_of("qwen3"), PROMPTS)[0]
+    assert longest_s < TIMEOUT_S
+    engine.close()
+
+
 @pytest.mark.slow
 def test_a_store_that_comes_back_is_used_again(server, caplog):
     caplog.set_level(logging.INFO, PREFIX_TIER)

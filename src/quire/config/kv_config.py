@@ -18,6 +18,7 @@ from quire.layout.options import (
 from quire.layout.sizes import parse_fraction, parse_size, parse_size_or
 
 WriteName = Literal["back", "through"]
+LoadName = Literal["fastest", "whole"]
 StoreName = Literal["paged", "contiguous_max", "contiguous_growing", "ring"]
 AttentionName = Literal["auto", "native", "gathered", "reference"]
 
@@ -191,6 +192,13 @@ class PrefixCacheConfig:
         help="when cached prefixes are written to the tiers; back: when they are evicted and at "
         "the end; through: also as soon as they are computed, for other engines",
         flag="kv-write",
+    )
+    load: LoadName = option(
+        "fastest",
+        help="how stored prefixes are loaded; fastest: the first tokens are recomputed while the "
+        "last are loaded, by measured rates; whole: nothing is recomputed unless a tier stalls, so "
+        "that an engine which only decodes is not delayed",
+        flag="kv-load",
     )
 
     def __post_init__(self) -> None:

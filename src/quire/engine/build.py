@@ -100,7 +100,8 @@ def build(
             tier = opened.attach(sharing.prefix)
             undo.pop_all()
             undo.callback(tier.close)  # closes the opened tiers too
-            prefix_loader = PrefixLoader(tier, swapper.costs, sharing, events)
+            whole = kv.prefix_cache.load == "whole"
+            prefix_loader = PrefixLoader(tier, swapper.costs, sharing, events, loads_whole=whole)
             if pool.rules.evicts:
                 pool.kv.note_scale(attention_scale(model.decoder))
         sequence_memory = SequenceMemory(

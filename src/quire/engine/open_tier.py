@@ -156,11 +156,15 @@ def _check(config: PrefixCacheConfig, pool: KVPool) -> None:
             "SIZE too"
         )
     if not _has_tier(config):
-        if config.write == "through":
-            raise ConfigError(
-                "--kv-write through has no effect without a tier: give --remote-kv URL, or "
-                "--disk-kv-memory SIZE with --disk-kv-path FOLDER"
-            )
+        for flag, value, default in (
+            ("--kv-write", config.write, "back"),
+            ("--kv-load", config.load, "fastest"),
+        ):
+            if value != default:
+                raise ConfigError(
+                    f"{flag} {value} has no effect without a tier: give --remote-kv URL, or "
+                    "--disk-kv-memory SIZE with --disk-kv-path FOLDER"
+                )
         return
     if not config.enabled:
         raise ConfigError(

@@ -1,6 +1,6 @@
 """Look-ups of prefixes that other engines have stored since the last one.
 
-    request A   waits .... | loads        one round trip to the store, at most LOOKUP_WAIT_S
+    request A   waits .... | loads        one round trip to the store, for a limited time
     request B     waits .. | loads        shares A's look-up if that has not been sent yet
 
 The index of a tier is a copy in this process, so a step never waits for a store. A request whose
@@ -15,9 +15,6 @@ from quire.kv.prefix_key import BlockChain
 from quire.offload.prefix_store.levels import PrefixLevels
 from quire.offload.prefix_store.transfer_worker import TierTransferWorker
 from quire.scheduler.request import Request
-
-LOOKUP_WAIT_S = 0.05
-"""Longest wait of a request for a look-up."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +37,7 @@ class PrefixLookups:
         levels: the tiers.
         worker: sends the look-ups.
         notify: called on the worker's thread after each look-up.
+        wait_s: longest wait of a request for a look-up.
         clock: seconds.
     """
 
@@ -48,9 +46,12 @@ class PrefixLookups:
         levels: PrefixLevels,
         worker: TierTransferWorker,
         notify: Callable[[], None],
+        *,
+        wait_s: float,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._levels, self._worker, self._notify, self._clock = levels, worker, notify, clock
+        self._levels, self._worker, self._notify = levels, worker, notify
+        self._wait_s, self._clock = wait_s, clock
         self._newest = _Lookup(is_sent=True)
         self._waiting: dict[Request, _Waiting] = {}
 
@@ -64,7 +65,7 @@ class PrefixLookups:
         if self._newest.is_sent:
             self._newest = lookup = _Lookup()
             self._worker.urgent(lambda: self._look_up(lookup))
-        until_s = self._clock() + LOOKUP_WAIT_S
+        until_s = self._clock() + self._wait_s
         self._waiting[request] = _Waiting(chain, self._newest, until_s)
         return True
 

@@ -34,6 +34,7 @@ from quire.scheduler.request import Request
 WAIT_S = 0.02
 """Longest wait for pages in a step without other work, after which the caller gets control."""
 _GRACE_S = 0.05  # a segment may be this late before the link counts as stalled
+_WHOLE_GRACE_S = 0.5  # the same, if the engine is to recompute nothing
 _LATE = 2  # multiple of a segment's predicted time after which the link counts as stalled
 
 
@@ -46,6 +47,7 @@ class PrefixLoader:
         sharing: the prefix cache that loaded prefixes are published to.
         events: receives `prefix_stored` and `prefix_loaded` events.
         clock: seconds.
+        loads_whole: whether stored tokens are recomputed only if a tier stalls.
 
     Attributes:
         costs: prefill times that decide what is loaded.
@@ -59,8 +61,11 @@ class PrefixLoader:
         sharing: PrefixSharing,
         events: EventLog,
         clock: Callable[[], float] = time.perf_counter,
+        *,
+        loads_whole: bool = False,
     ) -> None:
-        self.tier = tier
+        self.tier, self._loads_whole = tier, loads_whole
+        self._grace_s = grace_s = _WHOLE_GRACE_S if loads_whole else _GRACE_S
         self.waits = False
         self._sharing = sharing
         self.costs, self._events, self._clock = costs, events, clock
@@ -71,7 +76,9 @@ class PrefixLoader:
         self._open: dict[Request, RequestPrefixLoad] = {}
         self._joined = JoinedLoads(sharing)
         self._starts = LoadStarts(tier, sharing, clock)
-        self._lookups = PrefixLookups(tier.levels, tier.transfer_worker, self._notify, clock)
+        self._lookups = PrefixLookups(
+            tier.levels, tier.transfer_worker, self._notify, wait_s=grace_s, clock=clock
+        )
         self._arrived = threading.Condition()
         self._num_arrived = self._num_seen = 0
         self._num_loads = self._num_declined = self._loaded_tokens = 0
@@ -227,10 +234,11 @@ class PrefixLoader:
         token_s = loading.token_s * len(self._open)
         in_flight = max(load.loaded_from - load.claimed_from, self._block_tokens)
         late_s = self._clock() - load.moved_s
-        stalled = found.busy and late_s > _LATE * in_flight * token_s + _GRACE_S
+        stalled = found.busy and late_s > _LATE * in_flight * token_s + self._grace_s
         if stalled:
             token_s = max(token_s, late_s / in_flight)
-        recompute = self._recompute_tokens(at, gap, Loading(token_s=token_s, call_s=loading.call_s))
+        loading = Loading(token_s=token_s, call_s=loading.call_s)
+        recompute = self._recompute_tokens(at, gap, loading, stalled=stalled)
         try:
             load.extend_down(at + recompute)
         except OutOfPages:
@@ -263,8 +271,12 @@ class PrefixLoader:
 
     # ---- rates ---------------------------------------------------------------------------------
 
-    def _recompute_tokens(self, at: int, tokens: int, loading: Loading) -> int:
+    def _recompute_tokens(
+        self, at: int, tokens: int, loading: Loading, *, stalled: bool = False
+    ) -> int:
         """Number of the tokens after `at` to recompute while the others are loaded."""
+        if self._loads_whole and not stalled:
+            return 0
         prefill = self.costs.costs.prefill
         after = PrefillRates(
             call_s=prefill.call_s,
