@@ -1,10 +1,10 @@
-"""Look-ups of prefixes that other engines have stored since the last one.
+"""Lookups of prefixes that other engines have stored since the last one.
 
     request A   waits .... | loads        one round trip to the store, for a limited time
-    request B     waits .. | loads        shares A's look-up if that has not been sent yet
+    request B     waits .. | loads        shares A's lookup if that has not been sent yet
 
 The index of a tier is a copy in this process, so a step never waits for a store. A request whose
-prefix is not in the copy waits for one look-up. If the store does not respond, it is computed.
+prefix is not in the copy waits for one lookup. If the store does not respond, it is computed.
 """
 
 import time
@@ -31,13 +31,13 @@ class _Waiting:
 
 
 class PrefixLookups:
-    """Requests that wait for a look-up.
+    """Requests that wait for a lookup.
 
     Args:
         levels: the tiers.
-        worker: sends the look-ups.
-        notify: called on the worker's thread after each look-up.
-        wait_s: longest wait of a request for a look-up.
+        worker: sends the lookups.
+        notify: called on the worker's thread after each lookup.
+        wait_s: longest wait of a request for a lookup.
         clock: seconds.
     """
 
@@ -59,7 +59,7 @@ class PrefixLookups:
         return request in self._waiting
 
     def begin(self, request: Request, chain: BlockChain) -> bool:
-        """Let a request wait for a look-up; return False if no store can be asked."""
+        """Let a request wait for a lookup; return False if no store responds."""
         if not self._levels.can_look_up:
             return False
         if self._newest.is_sent:

@@ -121,7 +121,7 @@ class PrefixLoader:
         """Start to load the stored tokens after a request's cached prefix, if that saves time.
 
         If another request is loading the same tokens, the request waits for these. If a store of
-        other engines may have more of them, it waits for a look-up there.
+        other engines may have more of them, it waits for a lookup there.
         """
         chain = request.memory.chain
         found = self._starts.find(request, chain)
@@ -208,7 +208,7 @@ class PrefixLoader:
         return min(budget, tokens)
 
     def _may_begin(self, request: Request) -> bool:
-        """Whether a request need not wait for a look-up or for the load of another request."""
+        """Whether a request need not wait for a lookup or for the load of another request."""
         if request in self._lookups:
             chain = self._lookups.take(request)
             if chain is None:
@@ -305,7 +305,7 @@ class PrefixLoader:
             self._notify()
 
     def _notify(self) -> None:
-        """Wake a step that waits for pages or for a look-up."""
+        """Wake a step that waits for pages or for a lookup."""
         with self._arrived:
             self._num_arrived += 1
             self._arrived.notify_all()

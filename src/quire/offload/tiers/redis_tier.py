@@ -135,7 +135,7 @@ class RedisTier:
         """See `Tier`."""
         with self._turn, self._calls():
             if int(self._client.get(f"{PREFIX}:number") or 0) < self._newest:
-                self._newest = 0  # the server was emptied, and counts anew
+                self._newest = 0  # the server was emptied, and counts from 1 again
             found = self._client.zrangebyscore(
                 self._list_key, f"({self._newest}", _MOST_NUMBER, withscores=True
             )
