@@ -99,8 +99,10 @@ def run_disaggregation(config: DisaggregationConfig) -> PartResult:
     """Run all variants in turn.
 
     Raises:
-        ConfigError: no Redis or Valkey server is installed, and the store is redis.
+        ConfigError: an unknown store, or it is redis and no Redis or Valkey server is installed.
     """
+    if config.store not in STORES:
+        raise ConfigError(f"expected --store to be one of {', '.join(STORES)}, got {config.store}")
     folder = model_folder(config.model, Path(config.files))
     model = load_model(folder, device="cpu", verify=False)
     found: dict[str, list[_Run]] = {variant.name: [] for variant in VARIANTS}
@@ -185,8 +187,6 @@ def _store(config: DisaggregationConfig) -> Iterator[str]:
         with tempfile.TemporaryDirectory(prefix="kv-") as folder:
             yield f"file://{folder}"
         return
-    if config.store != "redis":
-        raise ConfigError(f"expected --store to be one of {', '.join(STORES)}, got {config.store}")
     server = RedisServer()
     try:
         yield server.url
