@@ -12,6 +12,7 @@ from benchmarks.attention.command import attention
 from benchmarks.batch_max.command import batch_max
 from benchmarks.batch_plan.command import batch_plan
 from benchmarks.device.command import device
+from benchmarks.disaggregation.command import disaggregation
 from benchmarks.eviction.command import eviction
 from benchmarks.invariant.command import invariant
 from benchmarks.kvcrush.command import kvcrush
@@ -51,6 +52,7 @@ _COMMANDS: dict[str, Callable[..., Any]] = {
     "serve": serve,
     "soak": soak,
     "server-load": server_load,
+    "disaggregation": disaggregation,
     "memory": memory,
     "batch-max": batch_max,
     "eviction": eviction,

@@ -195,7 +195,7 @@ def events() -> list[str]:
 
 
 def formats() -> dict[str, str]:
-    """Formats of files and of the network protocol, with their versions."""
+    """Formats of files, with their versions."""
     found = {}
     for path in (ROOT / "src" / "quire").rglob("*.py"):
         for line in path.read_text(encoding="utf-8").splitlines():

@@ -28,7 +28,7 @@ from quire.kernels.backend import AttentionMath
 from quire.kernels.dense import attend_dense
 from quire.models.adapter import TransformersDecoder
 from quire.models.base import AttentionCall
-from quire.offload.tiers.disk import DiskTier
+from quire.offload.tiers.file import FileTier
 from quire.profile.timing import seconds, touched_buffer
 
 _CHUNKS = 24  # chunks of a layer's tokens, as many as an X ring has at most
@@ -108,7 +108,7 @@ def disk_rates(folder: str, num_bytes: int, repeats: int) -> Numbers:
                 f"expected {2 * num_bytes:,} B free for the disk tier, got {free_bytes:,} B; use "
                 "another --folder"
             )
-        tier = DiskTier(path, 2 * num_bytes)
+        tier = FileTier(path, 2 * num_bytes)
         try:
             return _disk(tier, num_bytes, repeats)
         finally:
@@ -116,7 +116,7 @@ def disk_rates(folder: str, num_bytes: int, repeats: int) -> Numbers:
             tier.close()
 
 
-def _disk(tier: DiskTier, num_bytes: int, repeats: int) -> Numbers:
+def _disk(tier: FileTier, num_bytes: int, repeats: int) -> Numbers:
     source, into = (touched_buffer(num_bytes).numpy().data for _ in range(2))
     write_s = min(seconds(lambda: tier.write("entry", source)) for _ in range(repeats))
     read_s = min(seconds(lambda: tier.read("entry", into)) for _ in range(repeats))

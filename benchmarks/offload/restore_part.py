@@ -1,15 +1,17 @@
 """Part `restore`: prefix load, prefill, or both in parallel; by data sheets and measured.
 
-The engine runs the packaged model, with its prefix KV in a store over TCP. The store's responses
-are delayed to the ratio of load to prefill of Llama-3-8B on an H200, from a disk or over 10 Gb;
-nothing else is delayed. The output after a prefix load must equal the output without it.
-
+The engine runs the packaged model, with its prefix KV in a Redis server that it starts. The
+server's responses are delayed to the ratio of load to prefill of Llama-3-8B on an H200, from a disk
+or over 10 Gb; nothing else is delayed. The output after a prefix load must equal the output without
+it.
 """
 
 import statistics
 import time
 
+from benchmarks.common.redis_server import RedisServer
 from benchmarks.common.result import Cell, Numbers, PartResult, Table
+from benchmarks.common.slow_link import SlowLink
 from benchmarks.offload.config import OffloadBenchConfig
 from benchmarks.offload.machines import MACHINES, MODELS
 from quire.config.generation_request import GenerationRequest
@@ -18,9 +20,6 @@ from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.models.loader import LoadedModel, load_model
 from quire.offload.prefix_store.prefix_loader import PrefixLoader
-from quire.offload.tiers.host import HostTier
-from quire.offload.tiers.lru import LRUTier
-from quire.offload.tiers.server import StoreServer
 from quire.plan.offload.restore import Loading, read_seconds, restore_seconds, restore_split
 from quire.plan.preemption_costs import LearnedCosts, assumed_prefill
 from quire.plan.rates import CopyRate, CopyRates, Costs, PrefillRates
@@ -46,7 +45,7 @@ def run_restore(config: OffloadBenchConfig) -> PartResult:
             Table(
                 name="offload-engine-restore",
                 caption=(
-                    f"Loads of {tokens:,} prefix tokens of quire-tiny from a store over TCP, "
+                    f"Loads of {tokens:,} prefix tokens of quire-tiny from a Redis server, "
                     f"at the ratios of Llama-3-8B on an H200; medians of {config.repeats}, ms."
                 ),
                 columns=("tier", "load all", "prefill all", "both", "prefilled", "formula"),
@@ -94,13 +93,10 @@ def _preset(
     plain = Engine(model, KVConfig())
     prefill_s, output = min(_run(plain, prompt) for _ in range(2))
     kv_bytes = tokens * model.spec.kv_bytes_per_token(4)
-    server = StoreServer(
-        LRUTier(HostTier(2 * kv_bytes + (8 << 20))),
-        bytes_per_s=kv_bytes / (_ratio(bytes_per_s) * prefill_s),
-    )
-    engine = Engine(
-        model, KVConfig(prefix_cache=PrefixCacheConfig(remote="{}:{}".format(*server.address)))
-    )
+    server = RedisServer()
+    link = SlowLink(server.port, kv_bytes / (_ratio(bytes_per_s) * prefill_s))
+    stored = PrefixCacheConfig(remote=f"redis://127.0.0.1:{link.port}")
+    engine = Engine(model, KVConfig(prefix_cache=stored))
     try:
         _run(engine, prompt)
         rounds, prefilled = [], 0
@@ -112,6 +108,7 @@ def _preset(
             rounds.append((load_s, _run(plain, prompt)[0], both_s))
     finally:
         engine.close()
+        link.close()
         server.close()
     suffix = "" if name == "disk" else f"_{name}"
     gain = statistics.median(load / both for load, _, both in rounds[1:])

@@ -127,7 +127,7 @@ class TierFull(StorageError):
 
 
 class TierUnreachable(StorageError):
-    """A remote tier did not respond in time, after all retries."""
+    """A shared store did not respond in time, or sent an invalid response."""
 
 
 class CorruptData(OffloadError):

@@ -7,7 +7,7 @@ from composition.command import chosen
 
 MENDED = (
     "tova + prefixes on disk",  # the attention scale was unknown before the first step
-    "snapkv + prefixes in a remote store",
+    "snapkv + prefixes in Redis",
     "expected_attention + prefixes on disk",
     "mixed precision + prefixes on disk",  # records of promoted tokens did not begin
     "hybrid + prompt_logprobs",  # scores of a swapped tail were lost

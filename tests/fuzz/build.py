@@ -14,13 +14,11 @@ from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import ConfigError, NeverFits, UnsoundCombination
-from quire.offload.tiers.host import HostTier
-from quire.offload.tiers.lru import LRUTier
-from quire.offload.tiers.server import StoreServer
 from quire.plan.rates import PrefillRates
 from quire.scheduler.schedule_config import ScheduleConfig
 from support.exact_products import use_exact_products
 from support.kv_options import kv_config
+from support.redis_servers import start_redis
 
 AMPLE_BYTES = 8 << 20
 AMPLE_TINY_BYTES = 64 << 20  # for quire-tiny
@@ -53,9 +51,9 @@ def with_tiers(case: Case) -> Iterator[Case]:
             folder = undo.enter_context(tempfile.TemporaryDirectory(prefix="tier-"))
             options |= {"disk_memory": TIER_BYTES, "disk_path": folder}
         if "remote" in case.tiers:
-            server = StoreServer(LRUTier(HostTier(TIER_BYTES)))
+            server = start_redis()
             undo.callback(server.close)
-            options["remote"] = "{}:{}".format(*server.address)
+            options |= {"remote": server.url, "remote_memory": TIER_BYTES}
         yield replace(case, kv={**case.kv, **options}) if options else case
 
 

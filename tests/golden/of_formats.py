@@ -1,10 +1,8 @@
 """Formats of files that Quire writes for itself and for users: prefixes, constants, rates, runs."""
 
 import json
-import re
-import socket
+import sqlite3
 import tomllib
-import zlib
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,71 +15,86 @@ from golden.workshop import ENGINE_OPTIONS, Workshop, finish, greedy
 from quire.cli.batch_output import BatchOutput, RunState, state_path
 from quire.cli.config_file import read_config_file
 from quire.cli.options import SECTIONS, OptionField, configs_of
-from quire.config.generation_request import GenerationRequest
+from quire.config.generation_request import DEFAULT_TENANT, GenerationRequest
 from quire.kv.coded_layers import read_constants
 from quire.layout.kv_format import read_format
-from quire.offload.tiers.disk import DiskTier
-from quire.offload.tiers.network import Message, What, receive
+from quire.offload.prefix_store.prefix_kv import read_file, write_file
+from quire.offload.tiers.file import FileTier
 from quire.plan.ceilings import Ceilings, Machine, ProductRate, read_ceilings, write_ceilings
 from quire.plan.rates import CopyRate, CopyRates, DecodeRates, PrefillRates, StepRates
 from quire.serve.tenant_file import read_tenant_keys
 
 MIB = 1 << 20
-_PROBE = re.compile(rb"(?<=probe-)[0-9a-f]{16}")
-STORED_BLOCK_BYTES = 16_384  # of the first block: the rest of it are zeros
 
 
-# ---- the disk tier -----------------------------------------------------------------------------
+# ---- the file tier -----------------------------------------------------------------------------
+
+_ROWS = "SELECT name, num_bytes, disk_bytes, facts, length(sums), file FROM entries ORDER BY name"
+_INDEX = "index.sqlite3"
+
+
+def _read_index(folder: Path, query: str) -> list[tuple[Any, ...]]:
+    database = sqlite3.connect(folder / _INDEX)
+    try:
+        return database.execute(query).fetchall()
+    finally:
+        database.close()
 
 
 def describe_tier(folder: Path) -> object:
-    """The lines of the index, whether their sums are right, and how the first block begins."""
-    lines = (folder / "index").read_bytes().split(b"\n")
-    assert lines.pop() == b""
-    parts = [line.partition(b" ") for line in lines]
+    """The rows of the index, and how the file of each entry begins."""
+    rows = _read_index(folder, _ROWS)
+    secret = folder / "secret"
     return {
         "files": sorted(path.name for path in folder.iterdir()),
-        "sums_are_crc32": [total == b"%08x" % zlib.crc32(rest) for total, _, rest in parts],
-        "index": {
-            str(n): json.loads(_PROBE.sub(b"", rest)) for n, (_, _, rest) in enumerate(parts)
+        "format": _read_index(folder, "PRAGMA user_version")[0][0],
+        "entries": {
+            str(n): {
+                "name": name,
+                "bytes": num_bytes,
+                "disk_bytes": disk_bytes,
+                "facts": json.loads(facts),
+                "num_sums": sums_bytes // 4,
+                "begins": list((folder / "entries" / file).read_bytes()[:8]),
+            }
+            for n, (name, num_bytes, disk_bytes, facts, sums_bytes, file) in enumerate(rows)
         },
-        "block_begins": list((folder / "blocks").read_bytes()[:8]),
-        "secret_bytes": len((folder / "secret").read_bytes())
-        if (folder / "secret").exists()
-        else 0,
+        "secret_bytes": len(secret.read_bytes()) if secret.exists() else 0,
     }
 
 
-def cut_zeros(folder: Path) -> None:
-    """Keep what may be committed: the first block without what is zero."""
-    blocks = folder / "blocks"
-    data = blocks.read_bytes()[:STORED_BLOCK_BYTES].rstrip(b"\0")
-    blocks.write_bytes(data)
+def pack_tier(folder: Path) -> None:
+    """Keep what may be committed: a small index without a log, and no lock."""
+    database = sqlite3.connect(folder / _INDEX, isolation_level=None)
+    for statement in ("PRAGMA journal_mode = DELETE", "PRAGMA page_size = 512", "VACUUM"):
+        database.execute(statement).fetchall()
+    database.close()
     (folder / "lock").unlink()
 
 
 def _read_tier(workshop: Workshop, folder: Path) -> object:
-    tier = DiskTier(folder, 3 * MIB)
+    tier = FileTier(folder, 3 * MIB)
     found = {key: asdict(entry) for key, entry in tier.stored().items()}
     into = bytearray(300)
     tier.read("a", memoryview(into))
     assert bytes(into) == _ENTRY
+    tier.check()
     tier.close()
-    return {"stored": found, "discarded": tier.num_discarded}
+    return {"stored": found}
 
 
 _ENTRY = bytes(i * 7 % 251 for i in range(300))
 
 
 @stored(describe_tier, _read_tier, exact=("*.files", "*.facts.*"))
-def disk_tier(workshop: Workshop, folder: Path) -> None:
+def file_tier(workshop: Workshop, folder: Path) -> None:
     """One entry, and one that was dropped."""
-    tier = DiskTier(folder, 3 * MIB)
+    tier = FileTier(folder, 3 * MIB)
     tier.write("a", _ENTRY, {"nature": "n", "keys": ["00ff"]})
     tier.write("b", _ENTRY)
     tier.drop("b")
     tier.close()
-    cut_zeros(folder)
+    pack_tier(folder)
 
 
 _PREFIX = list(range(5, 18))  # three blocks, and a token behind them
@@ -94,81 +107,70 @@ def _read_prefixes(workshop: Workshop, folder: Path) -> object:
     store = engine.prefix_loader.tier.levels.stores[0]
     found = engine.stats().tier
     assert found.found_blocks, "the nature or the keys of stored prefixes have changed"
-    [(key, entry)] = [item for item in store._tier.stored().items() if "keys" in item[1].facts]
+    engine.close()
+    tier = FileTier(folder, 8 * MIB)
+    [(key, entry)] = [item for item in tier.stored().items() if "keys" in item[1].facts]
     into = bytearray(entry.num_bytes)
-    store._tier.read(key, memoryview(into))
+    tier.read(key, memoryview(into))
+    tier.close()
     records = [
         into[start : start + store.record_bytes]
         for start in range(0, len(into), store.record_bytes)
     ]
     tokens = [list(memoryview(record)[: 4 * 8].cast("q")) for record in records]
-    engine.close()
     return {"found_blocks": found.found_blocks, "record_bytes": store.record_bytes, "ids": tokens}
 
 
-@stored(
-    describe_tier,
-    _read_prefixes,
-    exact=("*.files", "*.facts.*", "written.index.*.key"),
-    loose=("*.totals",),
-)
-def disk_prefixes(workshop: Workshop, folder: Path) -> None:
+@stored(describe_tier, _read_prefixes, exact=("*.files", "*.facts.*", "written.entries.*.name"))
+def file_prefixes(workshop: Workshop, folder: Path) -> None:
     """What an engine leaves there; the secret is set, so that a salt is the same everywhere."""
     (folder / "secret").write_bytes(bytes(range(32)))
     engine = workshop.engine(**_SMALLEST, disk_path=str(folder))
     engine.submit(GenerationRequest(_PREFIX, greedy(1)))
     finish(engine)
     engine.close()
-    cut_zeros(folder)
+    pack_tier(folder)
 
 
-# ---- the network tier --------------------------------------------------------------------------
-
-_MESSAGES = (
-    Message(what=What.WRITE, key="a", facts={"nature": "n"}, data=memoryview(b"0123456789")),
-    Message(what=What.READ, key="a", first=2, requested_bytes=4),
-    Message(what=What.DROP, key="a"),
-    Message(what=What.STORED),
-    Message(what=What.ROOM),
-    Message(what=What.DONE, data=memoryview(b"2345")),
-    Message(what=What.DONE, facts={"a": [10, {"nature": "n"}]}),
-    Message(what=What.DONE, facts={"total": 100, "used": 10}),
-    Message(what=What.REFUSED, facts={"reason": "full"}),
-    Message(what=What.CORRUPT, facts={"reason": "a sum"}),
-)
+# ---- exported KV -------------------------------------------------------------------------------
 
 
-def _describe_messages(folder: Path) -> object:
-    return {"hex": [(folder / "messages").read_bytes().hex()]}
-
-
-def _read_messages(workshop: Workshop, folder: Path) -> object:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        theirs.sendall((folder / "messages").read_bytes())
-        theirs.shutdown(socket.SHUT_WR)
-        found = []
-        while (message := receive(ours, MIB)) is not None:
-            found.append(message)
-    assert found == list(_MESSAGES)
-    return [
-        {
-            "what": message.what.name,
-            "key": message.key,
-            "facts": message.facts,
-            "first": message.first,
-            "requested_bytes": message.requested_bytes,
-            "data": bytes(message.data),
+def _describe_export(folder: Path) -> object:
+    with safe_open(folder / "prefix.safetensors", framework="pt") as file:
+        described = json.loads(file.metadata()["quire"])
+        tensors = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        return {
+            "metadata": described,
+            "tensors": {
+                name: {"shape": part.get_shape(), "dtype": part.get_dtype()}
+                for name, part in tensors.items()
+            },
         }
-        for message in found
-    ]
 
 
-@stored(_describe_messages, _read_messages, exact=("*.hex", "*.what", "*.key", "*.facts.*"))
-def network_tier(workshop: Workshop, folder: Path) -> None:
-    """Every kind of message."""
-    data = b"".join(message.head() + bytes(message.data) for message in _MESSAGES)
-    (folder / "messages").write_bytes(data)
+def _read_export(workshop: Workshop, folder: Path) -> object:
+    kv = read_file(folder / "prefix.safetensors")
+    engine = workshop.engine(page_tokens=4, codec="int2")
+    found = engine.kv_export.insert(kv, tenant=DEFAULT_TENANT, cache_salt="")
+    engine.close()
+    return {"tokens": kv.tokens.tolist(), "inserted": asdict(found)}
+
+
+@stored(
+    _describe_export,
+    _read_export,
+    exact=("*.options.*", "*.dtype", "*.fingerprint"),
+    loose=("*.sums.*",),
+)
+def exported_kv(workshop: Workshop, folder: Path) -> None:
+    """Three blocks."""
+    engine = workshop.engine(page_tokens=4, codec="int2")
+    request = GenerationRequest(_PREFIX, greedy(1))
+    engine.submit(request)
+    finish(engine)
+    kv, _ = engine.kv_export.gather(request)
+    engine.close()
+    write_file(kv, folder / "prefix.safetensors")
 
 
 # ---- what is measured --------------------------------------------------------------------------

@@ -1,8 +1,6 @@
 """Files that an earlier Quire wrote: this one reads them, and writes them with the same parts."""
 
-import json
-import socket
-import zlib
+import sqlite3
 
 import pytest
 
@@ -10,9 +8,9 @@ from golden.catalogue import STORED
 from golden.shape import differences
 from golden.stored import FILES, MOST_BYTES
 from golden.workshop import Workshop
-from quire.errors import ConfigError
-from quire.offload.tiers.disk import DiskTier
-from quire.offload.tiers.network import BadMessage, receive
+from quire.errors import ConfigError, StorageError
+from quire.offload.prefix_store.prefix_kv import read_file
+from quire.offload.tiers.file import FileTier
 from quire.plan.ceilings import Machine, NotUsable, read_ceilings
 
 
@@ -42,12 +40,13 @@ def test_stored_files_are_small():
 
 
 def test_an_index_of_another_format_is_refused(workshop):
-    folder = workshop.folder_for("another_index")
-    rest = json.dumps({"format": 99}).encode()
-    (folder / "index").write_bytes(b"%08x %s\n" % (zlib.crc32(rest), rest))
+    folder = STORED["file_tier"].copied(workshop)
+    database = sqlite3.connect(folder / "index.sqlite3")
+    database.execute("PRAGMA user_version = 99")
+    database.close()
 
-    with pytest.raises(ConfigError, match="format 1, got"):
-        DiskTier(folder, 1 << 20)
+    with pytest.raises(ConfigError, match="format 1, got 99"):
+        FileTier(folder, 1 << 20)
 
 
 def test_rates_of_another_format_are_not_used(workshop):
@@ -60,10 +59,10 @@ def test_rates_of_another_format_are_not_used(workshop):
     assert "expected format 2" in found.reason
 
 
-def test_a_message_of_another_protocol_is_refused():
-    data = (FILES / "network_tier" / "messages").read_bytes()
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        theirs.sendall(b"QKV9" + data[4:])
-        with pytest.raises(BadMessage, match="not a message of a network tier"):
-            receive(ours, 1 << 20)
+def test_kv_of_another_format_is_refused(workshop):
+    folder = STORED["exported_kv"].copied(workshop)
+    path = folder / "prefix.safetensors"
+    path.write_bytes(path.read_bytes().replace(b"quire kv 1", b"quire kv 9"))
+
+    with pytest.raises(StorageError, match="expected a file of KV in the format 'quire kv 1'"):
+        read_file(path)

@@ -1,4 +1,4 @@
-"""Engines that store cached prefixes on a disk or a network store and load them after a restart.
+"""Engines that store cached prefixes on a disk or in Redis and load them after a restart.
 
 Logits equal those of an engine without a tier within 1e-4, also with damaged files and stalled
 links. Pages are NaN before they are loaded, so attention to a page before its load is detected.
@@ -20,20 +20,16 @@ from quire.engine.core import Engine
 from quire.errors import ConfigError, UnsoundCombination
 from quire.layout import codec_names
 from quire.offload.kv.in_flight_pages import InFlightPages
-from quire.offload.prefix_store import prefix_load
 from quire.offload.prefix_store.prefix_loader import PrefixLoader
 from quire.offload.prefix_store.store import PrefixStore
-from quire.offload.tiers.disk import DiskTier
-from quire.offload.tiers.host import HostTier
-from quire.offload.tiers.lru import LRUTier
-from quire.offload.tiers.network import What
-from quire.offload.tiers.server import StoreServer
+from quire.offload.tiers.file import FileTier
 from quire.plan.rates import PrefillRates
 from quire.scheduler.schedule_config import ScheduleConfig
 from reference.test_eviction import Recorder, largest_difference
 from support.engines import greedy, load
 from support.exact_products import use_exact_products
 from support.kv_options import kv_config
+from support.redis_servers import start_redis
 
 MIB = 1 << 20
 PROMPTS = {
@@ -43,6 +39,7 @@ PROMPTS = {
     "d": [11, 4] * 9,
 }
 NEW_TOKENS = 6
+SHARED = {"remote_memory": 32 * MIB}
 BOTH = PrefillRates(token_s=1e-3, call_s=1e-4)  # as fast as a load that is said to take 1 ms
 READ_SLOWLY = PrefillRates(token_s=1e3)
 READ_FAST = PrefillRates(token_s=1e-12)
@@ -182,6 +179,17 @@ def test_rates_decide_how_much_is_recomputed(prefill, read, tmp_path):
     engine.close()
 
 
+def test_an_engine_that_only_decodes_recomputes_nothing(tmp_path):
+    fill("qwen3", tmp_path)
+    engine = engine_of("qwen3", prefill=READ_FAST, kv_load="whole", **on_disk(tmp_path))
+
+    logits, usages = answer(engine, {"b": PROMPTS["b"]})
+
+    assert usages["b"].cached_tokens == 148
+    assert largest_difference(logits, {"b": plain("qwen3")["b"]}) <= 1e-4
+    engine.close()
+
+
 def test_a_prefix_loaded_after_a_preemption_counts_as_cached(tmp_path):
     """The first load is aborted by the preemption; the second one loads all 148 tokens."""
     fill("qwen3", tmp_path)
@@ -295,16 +303,15 @@ def test_evicted_prefixes_are_loaded_from_the_tier(tmp_path):
 @pytest.mark.parametrize("damage", ["flip", "cut", "zeros", "index"])
 def test_prefixes_in_damaged_files_are_recomputed(damage, tmp_path):
     fill("qwen3", tmp_path)
-    blocks, index = tmp_path / "kv" / "blocks", tmp_path / "kv" / "index"
-    if damage == "cut":
-        os.truncate(blocks, 5000)
-    elif damage == "index":
-        data = index.read_bytes()
-        index.write_bytes(data[: len(data) * 2 // 3])
-    else:
-        data = np.fromfile(blocks, dtype=np.uint8)
-        data[800::4096] = 0 if damage == "zeros" else data[800::4096] ^ 0x40
-        data.tofile(blocks)
+    if damage == "index":
+        (tmp_path / "kv" / "index.sqlite3").write_bytes(b"no database" * 1000)
+    for path in (tmp_path / "kv" / "entries").iterdir():
+        data = np.fromfile(path, dtype=np.uint8)
+        if damage == "cut":
+            os.truncate(path, 500)
+        elif damage != "index":
+            data[80::400] = 0 if damage == "zeros" else data[80::400] ^ 0x40
+            data.tofile(path)
 
     engine = engine_of("qwen3", prefill=READ_SLOWLY, **on_disk(tmp_path))
     logits, _ = answer(engine)
@@ -352,7 +359,7 @@ def test_a_full_disk_stores_nothing_and_fails_no_request(tmp_path, monkeypatch, 
 
 
 def test_the_least_recently_used_block_is_evicted(tmp_path):
-    small = on_disk(tmp_path, disk_memory=2 * MIB)
+    small = on_disk(tmp_path, disk_memory=96 << 10)
     engine = engine_of("qwen3", **small)
     answer(engine)
     engine.close()
@@ -406,56 +413,41 @@ def test_tenants_find_their_own_prefixes_and_no_others(tmp_path):
 
 
 @pytest.fixture
-def store():
-    """A store, and a gate before its answers to reads."""
-    gate = threading.Event()
-    gate.set()
-
-    def delay(message):
-        if message.what == What.READ:
-            gate.wait(60)
-        return 0
-
-    server = StoreServer(LRUTier(HostTier(32 * MIB)), delay=delay)
-    yield "{}:{}".format(*server.address), gate
-    gate.set()
-    server.close()
+def server():
+    started = start_redis()
+    yield started
+    started.close()
 
 
-def test_a_store_serves_several_engines(store, monkeypatch):
-    monkeypatch.setattr(prefix_load, "PROBE_INTERVAL_S", 0.0)  # the index is refreshed at once
-    address, _ = store
-    first = engine_of("qwen3", remote=address)
-    second = engine_of("qwen3", prefill=READ_SLOWLY, remote=address)
+def test_a_store_serves_several_engines(server):
+    first = engine_of("qwen3", remote=server.url)
+    second = engine_of("qwen3", prefill=READ_SLOWLY, remote=server.url)
     answer(first)
     first.close()
-    prefix_loader = second.prefix_loader
-    answer(second, {"d": PROMPTS["d"]})
-    prefix_loader.tier.transfer_worker.drain()
 
-    logits, _ = answer(second)
+    logits, _ = answer(second)  # looks up what the first engine has written meanwhile
 
     assert {event.request_id for event in restored(second)} >= {"a", "b"}
     assert largest_difference(logits, plain("qwen3")) <= 1e-4
     second.close()
 
 
-def test_prefixes_are_recomputed_if_the_link_stalls(store):
+def test_prefixes_are_recomputed_if_the_link_stalls(server):
     """Two requests whose prefixes are there, one whose is not: all end before the link moves."""
-    address, gate = store
-    first = engine_of("qwen3", remote=address)
+    first = engine_of("qwen3", remote=server.url)
     answer(first, {name: PROMPTS[name] for name in "ab"})
     first.close()
     reading = PrefillRates(token_s=1e-4)
-    engine = engine_of("qwen3", prefill=reading, token_s=1e-5, remote=address)
-    gate.clear()
+    options = {"remote": server.url, "remote_timeout_s": 20.0}
+    engine = engine_of("qwen3", prefill=reading, token_s=1e-5, **options)
+    server.pause()
 
     logits, _ = answer(engine)
 
     assert not restored(engine)
     assert engine.stats().tier.loading_bytes == 0
     assert largest_difference(logits, plain("qwen3")) <= 1e-4
-    gate.set()
+    server.resume()
     engine.close()
 
 
@@ -513,7 +505,7 @@ def test_cancellation_during_a_load_frees_all_pages(when, tmp_path, monkeypatch)
 def test_random_delays_and_damage_change_no_logits(name, seed, tmp_path, monkeypatch):
     rng = random.Random(seed)
     fill(name, tmp_path, memory=rng.choice([200 << 10, 4 * MIB]))
-    read = DiskTier.read
+    read = FileTier.read
 
     def read_as_it_likes(self, key, into, first=0):
         time.sleep(0.005 * rng.random())
@@ -525,7 +517,7 @@ def test_random_delays_and_damage_change_no_logits(name, seed, tmp_path, monkeyp
     engine = engine_of(
         name, token_s=10 ** rng.uniform(-5, -1), memory=300 << 10, **on_disk(tmp_path)
     )
-    monkeypatch.setattr(DiskTier, "read", read_as_it_likes)
+    monkeypatch.setattr(FileTier, "read", read_as_it_likes)
     for _ in range(2):
         logits, _ = answer(engine)
         assert largest_difference(logits, plain(name)) <= 1e-4
@@ -541,19 +533,24 @@ def test_random_delays_and_damage_change_no_logits(name, seed, tmp_path, monkeyp
         ({"disk_memory": "8MiB"}, ConfigError, "--disk-kv-path FOLDER too"),
         ({"disk_path": "x"}, ConfigError, "--disk-kv-memory SIZE too"),
         ({"cpu_memory": "900TiB"}, ConfigError, "lower --cpu-kv-memory"),
-        ({"remote": "nowhere"}, ConfigError, "HOST:PORT"),
-        ({"remote": "127.0.0.1:1"}, ConfigError, "quire kv-store"),
+        ({"remote": "nowhere"}, ConfigError, "redis://HOST:PORT"),
+        ({"remote": "127.0.0.1:1"}, ConfigError, "quire kv-store was removed"),
+        ({"remote": "redis://127.0.0.1:1"}, ConfigError, "start a Redis or Valkey server"),
+        ({"remote": "file:///x"}, ConfigError, "give --remote-kv-memory SIZE too"),
+        ({"remote_memory": "8MiB"}, ConfigError, "--remote-kv-memory has no effect alone"),
+        ({"kv_write": "through"}, ConfigError, "--kv-write through has no effect without a tier"),
+        ({"kv_load": "whole"}, ConfigError, "--kv-load whole has no effect without a tier"),
         (
-            {"remote": "a:1", "enable_prefix_caching": False},
+            {"remote": "redis://a", "enable_prefix_caching": False},
             ConfigError,
             "--no-enable-prefix-caching",
         ),
         (
-            {"remote": "a:1", "store": "contiguous_growing"},
+            {"remote": "redis://a", "store": "contiguous_growing"},
             UnsoundCombination,
             "no pre",
         ),
-        ({"disk_memory": "9B", "disk_path": "x"}, ConfigError, "1,048,576 B or more"),
+        ({"disk_memory": "9B", "disk_path": "x"}, ConfigError, "65,536 B or more"),
         ({"disk_memory": "900TiB", "disk_path": "x"}, ConfigError, "lower --disk-kv-memory"),
     ],
 )
@@ -563,13 +560,17 @@ def test_invalid_options_are_rejected_at_start(options, error, says, tmp_path, m
         engine_of("qwen3", **options)
 
 
-def test_two_engines_do_not_share_a_folder(tmp_path):
+def test_two_engines_share_a_folder(tmp_path):
     first = engine_of("qwen3", **on_disk(tmp_path))
-    with pytest.raises(ConfigError, match="in use by another engine"):
-        engine_of("qwen3", **on_disk(tmp_path))
-
+    second = engine_of("qwen3", prefill=READ_SLOWLY, remote=f"file://{tmp_path}/kv", **SHARED)
+    answer(first)
     first.close()
-    engine_of("qwen3", **on_disk(tmp_path)).close()
+
+    logits, _ = answer(second)
+
+    assert {event.request_id for event in restored(second)} >= {"a", "b"}
+    assert largest_difference(logits, plain("qwen3")) <= 1e-4
+    second.close()
 
 
 def test_an_engine_that_fails_to_start_releases_its_folder(tmp_path):

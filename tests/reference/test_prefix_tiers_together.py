@@ -9,10 +9,7 @@ import pytest
 
 from quire.config.generation_request import GenerationRequest
 from quire.offload.prefix_store.store import PrefixStore
-from quire.offload.tiers.disk import DiskTier
-from quire.offload.tiers.host import HostTier
-from quire.offload.tiers.lru import LRUTier
-from quire.offload.tiers.server import StoreServer
+from quire.offload.tiers.file import FileTier
 from quire.plan.rates import PrefillRates
 from reference.test_eviction import Recorder, largest_difference
 from reference.test_prefix_tier import (
@@ -28,6 +25,7 @@ from reference.test_prefix_tier import (
     restored,
 )
 from support.engines import greedy
+from support.redis_servers import start_redis
 
 FIRST_SECOND = {"b": PROMPTS["b"], "b2": [*PROMPTS["b"], 9, 9, 1]}
 SMALL = {"memory": 160 << 10}  # holds the prefixes of one or two prompts
@@ -39,8 +37,8 @@ def levels(engine):
 
 @pytest.fixture
 def remote():
-    server = StoreServer(LRUTier(HostTier(32 * MIB)))
-    yield "{}:{}".format(*server.address)
+    server = start_redis()
+    yield server.url
     server.close()
 
 
@@ -84,7 +82,7 @@ def test_prefixes_loaded_from_the_disk_are_promoted_to_cpu_memory(tmp_path, monk
     assert engine.stats().tier.promoted_blocks == levels(engine)["cpu"].stored_blocks == 148 // 4
 
     engine.scheduler.sequence_memory.sharing.drop_cached()
-    monkeypatch.setattr(DiskTier, "read", None)  # no read of the disk
+    monkeypatch.setattr(FileTier, "read", None)  # no read of the disk
     logits, _ = answer(engine, {"b": PROMPTS["b"]})
 
     assert [event.data["tokens"] for event in restored(engine)] == [148, 148]
@@ -110,9 +108,9 @@ def test_closing_writes_cpu_memory_to_the_disk(tmp_path):
 
 
 def test_three_tiers_spill_in_order_and_another_engine_finds_the_remote_ones(remote, tmp_path):
-    options = {"cpu_memory": 16 << 10, **on_disk(tmp_path, disk_memory=2 * MIB), "remote": remote}
+    options = {"cpu_memory": 16 << 10, **on_disk(tmp_path, disk_memory=64 << 10), "remote": remote}
     engine = engine_of("qwen3", prefill=READ_SLOWLY, **options, **SMALL)
-    for shift in range(6):  # entries take 1 MiB of the disk each
+    for shift in range(6):
         prompts = {name: [token + shift for token in PROMPTS[name]] for name in PROMPTS}
         answer(engine, prompts)
         engine.prefix_loader.tier.transfer_worker.drain()
@@ -133,10 +131,10 @@ def test_three_tiers_spill_in_order_and_another_engine_finds_the_remote_ones(rem
 def test_a_damaged_disk_below_cpu_memory_changes_no_output(tmp_path):
     options = {"cpu_memory": 16 << 10, **on_disk(tmp_path)}
     fill("qwen3", tmp_path)
-    blocks = tmp_path / "kv" / "blocks"
-    data = bytearray(blocks.read_bytes())
-    data[800::4096] = bytes(len(data[800::4096]))
-    blocks.write_bytes(data)
+    for path in (tmp_path / "kv" / "entries").iterdir():
+        data = bytearray(path.read_bytes())
+        data[800::4096] = bytes(len(data[800::4096]))
+        path.write_bytes(data)
 
     engine = engine_of("qwen3", prefill=READ_SLOWLY, **options)
     logits, _ = answer(engine)

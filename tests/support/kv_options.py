@@ -19,6 +19,11 @@ _PREFIX_CACHE = {
     "disk_memory": "disk_memory",
     "disk_path": "disk_path",
     "remote": "remote",
+    "remote_memory": "remote_memory",
+    "remote_ttl_s": "remote_ttl_s",
+    "remote_timeout_s": "remote_timeout_s",
+    "kv_write": "write",
+    "kv_load": "load",
 }
 
 

@@ -66,7 +66,6 @@ def arguments_of(name: str, folder: Path) -> list[str]:
         "serve": ["--port=0", *model],
         "eval gate": ["--quick", "--threads=1"],
         "simulate": ["quire-tiny", f"--trace={trace}"],
-        "kv-store": ["--memory=1MiB", "--port=0"],
         "calibrate": ["quire-tiny", "--tokens=64", f"--output={folder}"],
         "profile": ["--quick", "--threads=1"],
         "demo": ["--requests=1", "--max-tokens=2"],

@@ -13,6 +13,7 @@ from quire.api.embedding import EmbeddingOutput, embedding_output, embedding_par
 from quire.api.inputs import as_requests, as_token_ids
 from quire.api.threads import CallLock
 from quire.config.generation_request import (
+    DEFAULT_TENANT,
     GenerationRequest,
     OptionsOfMany,
     Prompt,
@@ -21,6 +22,7 @@ from quire.config.generation_request import (
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import Pooling, SamplingParams
 from quire.engine.core import Engine
+from quire.engine.kv_export import ExportedKV
 from quire.engine.ledger import Snapshot
 from quire.engine.option_effects import refuse_without_effect
 from quire.engine.stats import EngineStats
@@ -28,6 +30,7 @@ from quire.errors import ConfigError, EngineDead, RequestError
 from quire.layout.options import require_type
 from quire.models.loader import LoadedModel, load_model
 from quire.models.tokenizer import encode_chat, encode_prompt
+from quire.offload.prefix_store.prefix_kv import PrefixKV, read_file, write_file
 from quire.offload.weights.placement import ALL_WEIGHTS, place_beyond
 from quire.sampling.outputs import OutputBuilder, OutputDelta, RequestOutput
 from quire.scheduler.schedule_config import ScheduleConfig
@@ -256,6 +259,102 @@ class LLM:
                 delta = inbox.popleft()
                 done = delta.is_last
                 yield delta
+
+    def export_kv(
+        self,
+        prompt: Prompt | GenerationRequest,
+        path: str | Path,
+        sampling: SamplingParams | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> ExportedKV:
+        """Save the KV of a request's prompt to a file, for `import_kv` of another engine.
+
+        The whole blocks of the prompt are saved, with the statistics of the request's eviction rule
+        and codec. What is not cached is computed first: the request runs up to its first token. The
+        prompt may include outputs, such as those of a stream that is still open.
+
+        Args:
+            prompt: a string, a list of token ids, or a `GenerationRequest`.
+            path: the file, in the safetensors format; it is replaced.
+            sampling: sampling options of the request that will continue; its `max_tokens` decides
+                whether its eviction rule needs statistics.
+            options: see `generate`; `tenant` and `cache_salt` are not saved.
+
+        Raises:
+            EngineDead: the LLM is closed.
+            RequestError: an invalid prompt or option, or a prompt shorter than a block.
+            UnsoundCombination: the engine has no prefix cache.
+            NeverFits: the prompt needs more KV than the whole KV memory.
+            StorageError: the file cannot be written.
+        """
+        [request] = as_requests([prompt], sampling, options)
+        request = replace(request, prompt=self._encode(request.prompt))
+        with self._calls.held():
+            self._refuse_closed()
+            kv, is_whole = self._gather(request)
+            if not is_whole:
+                for _ in self.stream(request):
+                    break
+                kv, _ = self._gather(request)
+        if kv is None:
+            raise RequestError(
+                f"expected a prompt with a whole block of {self.engine.kv_export.block_tokens} "
+                f"tokens before its last token, got {len(request.prompt)} tokens"
+            )
+        write_file(kv, Path(path))
+        return ExportedKV(
+            num_tokens=len(kv.tokens), num_bytes=kv.num_bytes, fingerprint=kv.fingerprint
+        )
+
+    def _gather(self, request: GenerationRequest) -> tuple[PrefixKV | None, bool]:
+        with self._calls.changing():
+            self._refuse_beside_async()
+            return self.engine.kv_export.gather(request)
+
+    def import_kv(
+        self, path: str | Path, *, tenant: str = DEFAULT_TENANT, cache_salt: str = ""
+    ) -> ExportedKV:
+        """Load KV that `export_kv` of an engine with the same model and options has saved.
+
+        Afterwards it is a cached prefix like any other: a request that begins with its tokens
+        computes the following ones only. It is evicted when pages are needed.
+
+        Args:
+            path: the file.
+            tenant: only its requests use the prefix.
+            cache_salt: only requests of the same salt use it.
+
+        Raises:
+            EngineDead: the LLM is closed.
+            StorageError: the file cannot be read.
+            CorruptData: a checksum of the file is wrong.
+            RequestError: the KV is that of another model, codec or layout, or of an eviction rule
+                that this engine does not allow.
+            OutOfPages: running requests hold too many pages.
+            UnsoundCombination: the engine has no prefix cache.
+        """
+        kv = read_file(Path(path))
+        with self._calls.held():
+            self._refuse_closed()
+            with self._calls.changing():
+                self._refuse_beside_async()
+                return self.engine.kv_export.insert(kv, tenant=tenant, cache_salt=cache_salt)
+
+    def flush_kv(self) -> None:
+        """Write all cached prefixes that no open request uses to their tiers, and wait for it.
+
+        Afterwards other engines find them in a shared store. No effect without a tier. Prefixes
+        that a failing store does not accept are counted in `stats`.
+
+        Raises:
+            EngineDead: the LLM is closed.
+            RequestError: the call comes from inside a step.
+        """
+        with self._calls.held():
+            self._refuse_closed()
+            with self._calls.changing():
+                self._refuse_beside_async()
+                self.engine.flush_kv()
 
     def stats(self) -> EngineStats:
         """Return the engine's statistics, including bytes by owner; fast enough for every step."""

@@ -166,10 +166,10 @@ def _attention() -> Iterator[Finding]:
 
 def _disk() -> Iterator[Finding]:
     def check_tier() -> str:
-        from quire.offload.tiers.disk import DiskTier
+        from quire.offload.tiers.file import FileTier
 
         with TemporaryDirectory() as folder:
-            tier = DiskTier(Path(folder), _SCRATCH_BYTES)
+            tier = FileTier(Path(folder), _SCRATCH_BYTES)
             written, found = bytes(range(256)), bytearray(256)
             tier.write("trial", written)
             tier.read("trial", memoryview(found))

@@ -20,14 +20,13 @@ from quire.cli.demo import demo
 from quire.cli.doctor import doctor
 from quire.cli.evaluate import eval_app
 from quire.cli.generate import generate
-from quire.cli.kv_store import kv_store
 from quire.cli.listings import policies
 from quire.cli.plan import plan
 from quire.cli.profile import profile
 from quire.cli.serve import serve
 from quire.cli.settings import VERBOSE_KEY
 from quire.cli.simulate import simulate
-from quire.errors import QuireError
+from quire.errors import ConfigError, QuireError
 from quire.version import __version__
 
 ERROR_EXIT = 2
@@ -48,6 +47,16 @@ class QuireGroup(TyperGroup):
         except UsageError as error:
             _refuse_usage(error)
             raise
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command of a line.
+
+        Raises:
+            ConfigError: a command of an earlier version.
+        """
+        if args and args[0] in REMOVED:
+            raise ConfigError(f"quire {args[0]} was removed: {REMOVED[args[0]]}")
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command.
@@ -71,6 +80,12 @@ class QuireGroup(TyperGroup):
         except KeyboardInterrupt as interrupt:
             typer.echo("interrupted", err=True)
             raise typer.Exit(INTERRUPT_EXIT) from interrupt
+
+
+REMOVED = {
+    "kv-store": "start a Redis or Valkey server, and engines with --remote-kv redis://HOST:PORT"
+}
+"""Commands of earlier versions, and what replaces each."""
 
 
 def _refuse_usage(error: Any) -> None:
@@ -100,7 +115,7 @@ app = typer.Typer(
 )
 _COMMANDS = (
     *(generate, chat, batch, serve, plan, profile, calibrate, simulate, demo, doctor),
-    *(policies, codecs, kv_store),
+    *(policies, codecs),
 )
 for _command in _COMMANDS:
     register(app, _command)

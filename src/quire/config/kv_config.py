@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, no_type_check
 
+from quire.config.store_url import StoreURL, parse_folder, parse_store_url
 from quire.errors import ConfigError
 from quire.layout.codec_names import AS_COMPUTED, codec_spec
 from quire.layout.codecs import CodecSpec
@@ -16,12 +17,17 @@ from quire.layout.options import (
 )
 from quire.layout.sizes import parse_fraction, parse_size, parse_size_or
 
+WriteName = Literal["back", "through"]
+LoadName = Literal["fastest", "whole"]
 StoreName = Literal["paged", "contiguous_max", "contiguous_growing", "ring"]
 AttentionName = Literal["auto", "native", "gathered", "reference"]
 
 EVICTION = "Eviction"
 QUANTIZATION = "Quantization"
 
+MOST_TIMEOUT_S = 60.0
+RemoteOption = Parsed[str | StoreURL | None, StoreURL | None]
+"""Type of the option of a shared store: set by its URL, read as an address or None."""
 ActivationCodecOption = Parsed[str | CodecSpec | None, CodecSpec | None]
 """Type of the activation codec option: set by name or "none", read as a codec or None."""
 
@@ -132,7 +138,7 @@ class PrefixCacheConfig:
     cpu_memory: Size = option(
         "0",
         help="CPU memory for cached prefixes evicted from the KV memory (bytes or a size such as "
-        "16GiB); full, it evicts them to the disk or the remote store",
+        "16GiB); full, it evicts them to the disk or the shared store",
         unit="bytes",
         flag="cpu-kv-memory",
         parse=parse_size,
@@ -147,18 +153,65 @@ class PrefixCacheConfig:
     )
     disk_path: str = option(
         "",
-        help="folder for --disk-kv-memory, used by this engine only; it is created if missing",
+        help="folder or file:// URL for --disk-kv-memory, created if missing; several engines may "
+        "use it together",
         flag="disk-kv-path",
+        parse=parse_folder,
     )
-    remote: str = option(
+    remote: RemoteOption = option(
         "",
-        help="HOST:PORT of a remote store for cached prefixes (quire kv-store), below "
-        "--cpu-kv-memory and --disk-kv-memory",
+        help="URL of a shared store for cached prefixes, below --cpu-kv-memory and "
+        "--disk-kv-memory: redis://HOST:PORT or valkey://HOST:PORT, rediss:// (TLS), "
+        "unix:///SOCKET, or file:///FOLDER of a shared file system",
         flag="remote-kv",
+        parse=parse_store_url,
+    )
+    remote_memory: Size = option(
+        "0",
+        help="maximum bytes of the prefixes of all engines in --remote-kv (bytes or a size such as "
+        "64GiB); full, it evicts the least recently used; 0: the server's maxmemory only",
+        unit="bytes",
+        flag="remote-kv-memory",
+        parse=parse_size,
+    )
+    remote_ttl_s: float = option(
+        86_400.0,
+        help="time after its last use when a prefix in a Redis or Valkey store expires; 0: never",
+        unit="s",
+        flag="remote-kv-ttl",
+    )
+    remote_timeout_s: float = option(
+        0.5,
+        help="time without a byte from a Redis or Valkey store after which it counts as "
+        "unreachable; its prefixes are then recomputed",
+        unit="s",
+        flag="remote-kv-timeout",
+    )
+    write: WriteName = option(
+        "back",
+        help="when cached prefixes are written to the tiers; back: when they are evicted and at "
+        "the end; through: also as soon as they are computed, for other engines",
+        flag="kv-write",
+    )
+    load: LoadName = option(
+        "fastest",
+        help="how stored prefixes are loaded; fastest: the first tokens are recomputed while the "
+        "last are loaded, by measured rates; whole: nothing is recomputed unless a tier stalls, so "
+        "that an engine which only decodes is not delayed",
+        flag="kv-load",
     )
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.remote_ttl_s < 0 or self.remote_ttl_s != self.remote_ttl_s:
+            raise ConfigError(
+                f"expected --remote-kv-ttl of 0 or more seconds, got {self.remote_ttl_s:g}"
+            )
+        if not 0 < self.remote_timeout_s <= MOST_TIMEOUT_S:
+            raise ConfigError(
+                f"expected --remote-kv-timeout above 0 and up to {MOST_TIMEOUT_S:g} seconds, got "
+                f"{self.remote_timeout_s:g}"
+            )
 
 
 @no_type_check  # type checks in tests must not replace the errors of `__post_init__`

@@ -100,7 +100,8 @@ def build(
             tier = opened.attach(sharing.prefix)
             undo.pop_all()
             undo.callback(tier.close)  # closes the opened tiers too
-            prefix_loader = PrefixLoader(tier, swapper.costs, sharing, events)
+            whole = kv.prefix_cache.load == "whole"
+            prefix_loader = PrefixLoader(tier, swapper.costs, sharing, events, loads_whole=whole)
             if pool.rules.evicts:
                 pool.kv.note_scale(attention_scale(model.decoder))
         sequence_memory = SequenceMemory(
@@ -165,10 +166,9 @@ def _make_sharing(
     if kv.prefix_cache.enabled and not shares:
         logger.info("the prefix cache is off: %s", pool.why_no_prefix)
     prefix = PrefixIndex(pool.kv.memory, listener, events.now_s) if shares else None
-    produced_by = (model.name, pool.stored_as.fingerprint, str(kv.page_tokens))
-    identities = PrefixIdentities(produced_by)
-    if opened is not None and prefix is not None:
-        identities = PrefixIdentities((*produced_by, opened.nature), secret=opened.secret)
+    identities = PrefixIdentities((model.name, pool.stored_as.fingerprint, str(kv.page_tokens)))
+    if opened is not None and prefix is not None:  # engines may know the model by other names
+        identities = PrefixIdentities((opened.nature,), secret=opened.secret)
     return PrefixSharing(pool.kv.memory, prefix, identities)
 
 

@@ -12,6 +12,7 @@ from quire.engine.build import build
 from quire.engine.host_memory import keep_freed_memory
 from quire.engine.input_processor import InputProcessor, check_context, checked_prompt
 from quire.engine.inspection.request_log import RequestLog
+from quire.engine.kv_export import KVExport
 from quire.engine.ledger import Ledger, Snapshot
 from quire.engine.shared_pool import PoolMember
 from quire.engine.stats import EngineStats, stats_of
@@ -53,6 +54,7 @@ class Engine:
         runner: computes the logits of a step; a wrapper that replaces it observes them.
         sampling_step: samples tokens from the logits; its sampler can be replaced.
         request_log: timelines of the requests, and recently finished requests.
+        kv_export: copies cached prefixes out of the KV memory and into it.
 
     Raises:
         ConfigError: invalid or conflicting options; raised before the arena is allocated.
@@ -92,6 +94,8 @@ class Engine:
         self._closing = closing(self, self.prefix_loader)
         self._clock = clock
         self.input_processor = InputProcessor(model, self.pool, self.schedule_config, kv, clock)
+        sharing = self.scheduler.sequence_memory.sharing
+        self.kv_export = KVExport(model, self.pool, sharing, self.input_processor)
         self._traces = Traces()
         self.request_log = RequestLog(self.events, clock)
         self._outputs = OutputProcessor(
@@ -191,8 +195,13 @@ class Engine:
                 self.scheduler.finish(request, "cancelled")
                 self._cancelled.append(request)
 
+    def flush_kv(self) -> None:
+        """Write cached prefixes to their tiers, if there are any, and wait for these writes."""
+        if self.prefix_loader is not None:
+            self.prefix_loader.tier.flush()
+
     def close(self) -> None:
-        """Write cached prefixes to the disk or network tier, if there is one, and close it."""
+        """Write cached prefixes to the disk or the shared store, if there is one, and close it."""
         self._closing()
 
     # ---- a step --------------------------------------------------------------------------------

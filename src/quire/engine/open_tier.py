@@ -1,44 +1,37 @@
 """Opens the tiers for cached prefixes of an engine, as configured: CPU memory, disk, remote."""
 
 import contextlib
-import hashlib
 import os
 import secrets
-import sys
 import time
-import zlib
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from quire.config.kv_config import KVConfig, PrefixCacheConfig
+from quire.engine.kv_fingerprint import kv_fingerprint
 from quire.engine.pool import KVPool
 from quire.errors import ConfigError, CorruptData, StorageError, TierFull, UnsoundCombination
 from quire.kv.block_records import BlockRecords
 from quire.kv.prefix import PrefixIndex
-from quire.layout.layout import layout_fingerprint
-from quire.models.adapter import TransformersDecoder
-from quire.models.base import Decoder
 from quire.models.loader import LoadedModel
 from quire.offload.prefix_store.levels import PrefixLevels
 from quire.offload.prefix_store.prefix_tier import PrefixTier
 from quire.offload.prefix_store.store import PrefixStore
 from quire.offload.prefix_store.tier_kinds import CPU, DISK, REMOTE, TierKind
 from quire.offload.tiers.base import Tier
-from quire.offload.tiers.disk import DiskTier
-from quire.offload.tiers.disk_files import BLOCK_BYTES
+from quire.offload.tiers.file import FileTier
 from quire.offload.tiers.host import HostTier
-from quire.offload.tiers.network import NetworkTier
+from quire.offload.tiers.lru import LRUTier
+from quire.offload.tiers.redis_tier import RedisOptions, RedisTier
 from quire.plan.fitting import RateEstimator
 from quire.scheduler.prefix_sharing import SECRET_BYTES
 
-_FORMAT = "quire prefixes 3"
 _CALL_S = 1e-4
 _SLOW_BYTES_PER_S = 1e8  # assumed if no measurement succeeded
-_PROBE, _PROBE_BYTES = "probe", 2 * BLOCK_BYTES
-_TIMEOUT_S, _TRIES = 5.0, 2
+_PROBE, _PROBE_BYTES = "probe", 2 << 20
+USERNAME, PASSWORD = "QUIRE_REMOTE_KV_USERNAME", "QUIRE_REMOTE_KV_PASSWORD"
+"""Environment variables with the login of the shared store; they replace that of its URL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +43,13 @@ class OpenedTiers:
         nature: digest of model, precision, codec and layout of readable blocks.
         secret: secret that salts are derived from; None if the prefixes of tenants are not reused
             after the engine ends.
+        write_through: whether blocks are written as soon as they are computed.
     """
 
     tiers: tuple[tuple[TierKind, Tier], ...]
     nature: str
     secret: bytes | None
+    write_through: bool = False
 
     def attach(self, index: PrefixIndex) -> PrefixTier:
         """Store the blocks of a prefix index in the tiers; on failure the caller closes them.
@@ -70,7 +65,8 @@ class OpenedTiers:
                 stores.insert(0, self._store(level, record_bytes, stores[0] if stores else None))
         except StorageError as error:
             raise ConfigError(f"prefixes cannot be stored: {error}") from error
-        return PrefixTier(index, PrefixLevels(stores, rates))
+        levels = PrefixLevels(stores, rates)
+        return PrefixTier(index, levels, write_through=self.write_through)
 
     def _store(self, level: int, record_bytes: int, below: PrefixStore | None) -> PrefixStore:
         kind, tier = self.tiers[level]
@@ -86,48 +82,63 @@ def open_tiers(config: KVConfig, pool: KVPool, model: LoadedModel) -> OpenedTier
     """Open the configured tiers; None if no tier is configured.
 
     Raises:
-        ConfigError: conflicting options, a folder that cannot be written or is in use, a full
-            disk, or an invalid address.
+        ConfigError: conflicting options, a folder that cannot be written, a full disk, or a
+            store that cannot be reached.
         UnsoundCombination: prompts share no KV, so there are no prefixes to store.
     """
     options = config.prefix_cache
     _check(options, pool)
     if not _has_tier(options):
         return None
-    nature, secret = _nature(pool, model), None
+    nature = kv_fingerprint(pool, model)
     with ExitStack() as undo:
         tiers: list[tuple[TierKind, Tier]] = []
         for kind, opens in ((CPU, _open_cpu), (DISK, _open_disk), (REMOTE, _open_remote)):
-            tier = opens(options)
+            tier = opens(options, nature)
             if tier is not None:
                 tiers.append((kind, tier))
                 undo.callback(tier.close)
-        if options.disk_memory:
-            secret = _secret(Path(options.disk_path).expanduser() / "secret")
+        secret = _secret(options, tiers[-1][1])
         undo.pop_all()
-    return OpenedTiers(tuple(tiers), nature, secret)
+    return OpenedTiers(tuple(tiers), nature, secret, write_through=options.write == "through")
 
 
 def _has_tier(options: PrefixCacheConfig) -> bool:
     return bool(options.cpu_memory or options.disk_memory or options.remote)
 
 
-def _open_cpu(options: PrefixCacheConfig) -> Tier | None:
+def _open_cpu(options: PrefixCacheConfig, _: str) -> Tier | None:
     memory = options.cpu_memory
-    return HostTier(memory, flag="--cpu-kv-memory") if memory else None
+    return LRUTier(HostTier(memory, flag="--cpu-kv-memory")) if memory else None
 
 
-def _open_disk(options: PrefixCacheConfig) -> Tier | None:
+def _open_disk(options: PrefixCacheConfig, _: str) -> Tier | None:
     memory = options.disk_memory
-    return DiskTier(Path(options.disk_path).expanduser(), memory) if memory else None
+    return FileTier(Path(options.disk_path).expanduser(), memory) if memory else None
 
 
-def _open_remote(options: PrefixCacheConfig) -> Tier | None:
-    if not options.remote:
+def _open_remote(options: PrefixCacheConfig, nature: str) -> Tier | None:
+    url = options.remote
+    if url is None:
         return None
-    host, port = _address(options.remote)
-    tier = NetworkTier(host, port, timeout_s=_TIMEOUT_S, tries=_TRIES)
-    _require_reachable(tier)
+    if url.scheme == "file":
+        return FileTier(Path(url.path), options.remote_memory, flag="--remote-kv-memory")
+    limits = RedisOptions(
+        most_bytes=options.remote_memory,
+        ttl_s=options.remote_ttl_s,
+        timeout_s=options.remote_timeout_s,
+        username=os.environ.get(USERNAME),
+        password=os.environ.get(PASSWORD),
+    )
+    tier = RedisTier(url, nature, limits)
+    try:
+        _ = tier.used_bytes
+    except StorageError as error:
+        tier.close()
+        raise ConfigError(
+            f"prefixes cannot be stored: {error}; start a Redis or Valkey server there, check the "
+            f"login ({USERNAME}, {PASSWORD}), or leave out --remote-kv"
+        ) from error
     return tier
 
 
@@ -137,7 +148,23 @@ def _check(config: PrefixCacheConfig, pool: KVPool) -> None:
         if config.disk_path:
             given, missing = "--disk-kv-path", "--disk-kv-memory SIZE"
         raise ConfigError(f"{given} has no effect alone: give {missing} too")
+    if config.remote_memory and config.remote is None:
+        raise ConfigError("--remote-kv-memory has no effect alone: give --remote-kv URL too")
+    if config.remote is not None and config.remote.scheme == "file" and not config.remote_memory:
+        raise ConfigError(
+            f"expected a size for the folder {config.remote}, got none: give --remote-kv-memory "
+            "SIZE too"
+        )
     if not _has_tier(config):
+        for flag, value, default in (
+            ("--kv-write", config.write, "back"),
+            ("--kv-load", config.load, "fastest"),
+        ):
+            if value != default:
+                raise ConfigError(
+                    f"{flag} {value} has no effect without a tier: give --remote-kv URL, or "
+                    "--disk-kv-memory SIZE with --disk-kv-path FOLDER"
+                )
         return
     if not config.enabled:
         raise ConfigError(
@@ -148,40 +175,26 @@ def _check(config: PrefixCacheConfig, pool: KVPool) -> None:
         raise UnsoundCombination(f"no prefixes to store: {pool.why_no_prefix}")
 
 
-def _address(written: str) -> tuple[str, int]:
-    host, colon, port = written.rpartition(":")
-    if not (colon and host and port.isdecimal() and 0 < int(port) < 1 << 16):
-        raise ConfigError(f"expected --remote-kv HOST:PORT, got {written!r}")
-    return host.removeprefix("[").removesuffix("]"), int(port)
+def _secret(options: PrefixCacheConfig, slowest: Tier) -> bytes | None:
+    """The secret that tenants' salts derive from: that of the store which most engines share.
+
+    Raises:
+        ConfigError: the secret cannot be read or written.
+    """
+    if isinstance(slowest, RedisTier):
+        try:
+            return slowest.secret()
+        except StorageError as error:
+            raise ConfigError(f"prefixes cannot be stored: {error}") from error
+    if options.remote is not None:
+        return _secret_file(Path(options.remote.path) / "secret")
+    if options.disk_memory:
+        return _secret_file(Path(options.disk_path).expanduser() / "secret")
+    return None
 
 
-def _require_reachable(tier: NetworkTier) -> None:
-    try:
-        _ = tier.total_bytes
-    except StorageError as error:
-        tier.close()
-        raise ConfigError(
-            f"prefixes cannot be stored: {error}; start the store with quire kv-store, or leave "
-            "out --remote-kv"
-        ) from error
-
-
-def _nature(pool: KVPool, model: LoadedModel) -> str:
-    """Digest of all inputs of stored bytes other than the tokens."""
-    if model.folder is not None:
-        weights: str | None = fingerprint_folder(model.folder)
-    else:
-        weights = fingerprint_decoder(model.decoder)
-    parts = (
-        *(_FORMAT, sys.byteorder, weights or secrets.token_hex()),
-        *(pool.stored_as.fingerprint, layout_fingerprint(pool.kv.memory.layout)),
-        *(["batch invariant"] if pool.batch_invariant else []),
-    )
-    return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
-
-
-def _secret(path: Path) -> bytes:
-    """Read the secret that tenants' salts are derived from; create it in the tier's folder.
+def _secret_file(path: Path) -> bytes:
+    """Read the secret of a folder; the first engine creates it.
 
     Raises:
         ConfigError: the file cannot be read or written.
@@ -191,16 +204,29 @@ def _secret(path: Path) -> bytes:
             found = path.read_bytes()
             if len(found) == SECRET_BYTES:
                 return found
-        created, partial_path = secrets.token_bytes(SECRET_BYTES), path.with_suffix(".part")
-        handle = os.open(partial_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            path.unlink()
+        part = path.with_suffix(f".{secrets.token_hex(8)}")
+        handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(handle, "wb") as file:
-            file.write(created)
+            file.write(secrets.token_bytes(SECRET_BYTES))
             file.flush()
             os.fsync(file.fileno())
-        os.replace(partial_path, path)
+        _publish(part, path)
+        return path.read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}; name another folder") from error
-    return created
+
+
+def _publish(part: Path, path: Path) -> None:
+    """Give a complete file its name, unless another engine was faster."""
+    try:
+        os.link(part, path)
+    except FileExistsError:
+        part.unlink()
+    except OSError:  # a file system without hard links
+        os.replace(part, path)
+    else:
+        part.unlink()
 
 
 def _seconds_per_byte(tier: Tier) -> float:
@@ -210,18 +236,23 @@ def _seconds_per_byte(tier: Tier) -> float:
         StorageError: the tier cannot be reached.
     """
     into = memoryview(bytearray(_PROBE_BYTES))
-    blocks = {k: at for k, at in tier.stored().items() if at.num_bytes and k[:5] != _PROBE}
-    for key, at in list(blocks.items())[:1]:
-        with contextlib.suppress(StorageError, CorruptData):  # another engine may drop the block
-            return _read_s(tier, key, into[: at.num_bytes])
     own = f"{_PROBE}-{secrets.token_hex(8)}"  # another engine may measure at the same time
     try:
         tier.write(own, into)
         return _read_s(tier, own, into)
     except (TierFull, CorruptData):
-        return 1 / _SLOW_BYTES_PER_S
+        return _read_s_of_entry(tier, into)
     finally:
         tier.drop(own)
+
+
+def _read_s_of_entry(tier: Tier, into: memoryview) -> float:
+    """Read speed of a full tier, measured with one of its entries."""
+    for key, stored in tier.stored().items():
+        if stored.num_bytes:
+            with contextlib.suppress(StorageError, CorruptData):  # dropped by another engine
+                return _read_s(tier, key, into[: stored.num_bytes])
+    return 1 / _SLOW_BYTES_PER_S
 
 
 def _read_s(tier: Tier, key: str, into: memoryview) -> float:
@@ -229,45 +260,3 @@ def _read_s(tier: Tier, key: str, into: memoryview) -> float:
     started_s = time.perf_counter()
     tier.read(key, into)
     return max(time.perf_counter() - started_s, _CALL_S) / into.nbytes
-
-
-# ---- fingerprint ---------------------------------------------------------------------------------
-
-# Fingerprint of a model's weights: a model must never load KV that another model stored.
-#
-# All bytes are hashed: a fine-tuned model may differ from its base model in a few rows only.
-
-_READ_BYTES = 8 << 20
-
-
-def fingerprint_folder(folder: Path) -> str:
-    """Fingerprint of a folder's config and weight files: 0.4 s per GB in the page cache."""
-    total = hashlib.blake2b(digest_size=16)
-    files = sorted([folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.py")])
-    for file in files:
-        if file.is_file():
-            total.update(f"{file.name}\0{file.stat().st_size}\0{_sum(file)}\0".encode())
-    return total.hexdigest()
-
-
-def fingerprint_decoder(decoder: Decoder) -> str | None:
-    """Fingerprint of a model without a folder; None if its weights cannot be read."""
-    if not isinstance(decoder, TransformersDecoder):
-        return None
-    total = hashlib.blake2b(digest_size=16)
-    total.update(repr(sorted(decoder.model.config.to_dict().items(), key=str)).encode())
-    for name, tensor in decoder.model.state_dict().items():
-        plain = tensor.detach().contiguous().cpu()
-        if plain.is_mkldnn or not plain.numel():
-            return None  # packed weights, or an offloaded layer
-        bits = zlib.crc32(plain.reshape(-1).view(torch.uint8).numpy().data)
-        total.update(f"{name}\0{tuple(tensor.shape)}\0{tensor.dtype}\0{bits}\0".encode())
-    return total.hexdigest()
-
-
-def _sum(file: Path) -> int:
-    total = 0
-    with open(file, "rb") as opened:
-        while data := opened.read(_READ_BYTES):
-            total = zlib.crc32(data, total)
-    return total

@@ -75,6 +75,7 @@ class PrefixIndex(MemoryListener):
             pages[group.page_class] += columns * group.num_lanes
         self.queried_tokens = self.hit_tokens = 0
         self._on_drop: list[Callable[[Sequence[PrefixNode]], None]] = []
+        self._on_write: list[Callable[[Sequence[PrefixNode]], None]] = []
         self._listener, self._clock = listener, clock
         self._nodes: dict[bytes, PrefixNode] = {}
         self._idle = IdleNodes(memory, pages)
@@ -281,6 +282,7 @@ class PrefixIndex(MemoryListener):
         """Confirm the nodes published in this step, after the step has run."""
         if self._listener is not None:
             notify_stored(self._listener, self._pending, self.block_tokens)
+        self._written(self._pending)
         self._pending.clear()
 
     def withdraw(self) -> None:
@@ -303,6 +305,8 @@ class PrefixIndex(MemoryListener):
         pages = referenced_statistics_pages(self.memory, row)
         if node.lacks(self.memory, row) and self._free_pages(pages):
             node.snapshot(self.memory, row)
+            if node not in self._pending:
+                self._written([node])
 
     def _free_pages(self, pages: Mapping[PageClass, int]) -> bool:
         """Evict unused blocks if that can free enough bytes; return whether the pages fit."""
@@ -345,6 +349,14 @@ class PrefixIndex(MemoryListener):
     def on_drop(self, keep: Callable[[Sequence[PrefixNode]], None]) -> None:
         """Call `keep` with written unused blocks before they are evicted."""
         self._on_drop.append(keep)
+
+    def on_write(self, keep: Callable[[Sequence[PrefixNode]], None]) -> None:
+        """Call `keep` with blocks whose pages or statistics a step has just written."""
+        self._on_write.append(keep)
+
+    def _written(self, nodes: Sequence[PrefixNode]) -> None:
+        for keep in self._on_write:
+            keep(nodes)
 
     def _offer(self, nodes: Sequence[PrefixNode]) -> None:
         for keep in self._on_drop:

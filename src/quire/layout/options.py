@@ -11,7 +11,7 @@ accepts text or a number and holds the parsed value: `memory="64MiB"` holds 6710
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import Field, dataclass, field, fields, is_dataclass
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 
 from quire.errors import ConfigError, UnknownName, nearest
@@ -137,15 +137,19 @@ def texts_of(name: str, value: object) -> tuple[str, ...]:
 
 
 def option_values(config: Any) -> dict[str, object]:
-    """Return the fields of a config dataclass as JSON values; a codec becomes its name."""
-    values = {f.name: getattr(config, f.name) for f in fields(config)}
-    return {name: _json_value(value) for name, value in values.items()}
+    """Return the fields of a config dataclass as JSON values.
+
+    A codec becomes its name. A parsed value that is a dataclass, such as a URL, becomes its text.
+    """
+    return {f.name: _json_value(getattr(config, f.name), f) for f in fields(config)}
 
 
-def _json_value(value: object) -> object:
+def _json_value(value: object, of: Field[Any]) -> object:
     if isinstance(value, CodecSpec):
         return value.name
-    return option_values(value) if is_dataclass(value) else value
+    if not is_dataclass(value):
+        return value
+    return str(value) if get_origin(of.type) is Parsed else option_values(value)
 
 
 def parse_named(parse: Callable[[Any], Stored], name: str, value: object) -> Stored:

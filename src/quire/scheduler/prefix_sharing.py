@@ -32,7 +32,7 @@ class PrefixIdentities:
     def __init__(self, kv_settings: Sequence[str] = (), *, secret: bytes | None = None) -> None:
         self._kv_settings = tuple(kv_settings)
         self._secret = secrets.token_bytes(SECRET_BYTES) if secret is None else secret
-        self._roots: dict[tuple[int, bool], bytes] = {}
+        self._roots: dict[str, bytes] = {}
         self._public: list[NDArray[np.int64]] = []
 
     def register_public(self, token_ids: Sequence[int]) -> None:
@@ -41,12 +41,16 @@ class PrefixIdentities:
 
     def of(self, request: Request) -> PrefixIdentity:
         """Return the identity of a request's prefix."""
-        variant = request.spec.rope_variant, request.spec.pre_rope
+        variant = self.variant(request)
         if variant not in self._roots:
-            kind = f"{variant[0]} before RoPE" if variant[1] else str(variant[0])
-            self._roots[variant] = root_key(*self._kv_settings, kind)
+            self._roots[variant] = root_key(*self._kv_settings, variant)
         salt, num_public = self._salt(request), self._num_public(request)
         return PrefixIdentity(self._roots[variant], salt, num_public, request.tenant)
+
+    def variant(self, request: Request) -> str:
+        """How the positions of a request's keys are encoded: its RoPE variant."""
+        number = request.spec.rope_variant
+        return f"{number} before RoPE" if request.spec.pre_rope else str(number)
 
     def _salt(self, request: Request) -> bytes:
         """The salt of a request; empty without a tenant and a cache salt."""

@@ -85,9 +85,9 @@ FEATURES = (
         alone_in="tier",
     ),
     Feature(
-        name="prefixes in a remote store",
+        name="prefixes in Redis",
         group="prefix cache",
-        option="`--remote-kv HOST:PORT`",
+        option="`--remote-kv redis://HOST:PORT`",
         draw=_tier("remote"),
         acted=lambda ran: ran.happened("prefix_loaded"),
         alone_in="tier",

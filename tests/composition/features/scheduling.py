@@ -26,8 +26,7 @@ CROSSED = (
 LONG = {"max_tokens": 40, "min_tokens": 30}  # KV of running requests grows by a third or more
 TENANTS = "a:weight=2; b; default"
 SERVED = (("a", "b"), ("a", "b", "default"))
-"""Tenants of the requests, in turn. Only requests without a tenant load what another engine wrote
-to a remote store."""
+"""Tenants of the requests, in turn."""
 
 
 def _batched(ran: Ran) -> bool:

@@ -15,7 +15,7 @@ from quire.version import __version__
 
 COMMANDS = (
     *("generate", "chat", "batch", "serve", "plan", "demo", "doctor", "policies", "codecs"),
-    *("profile", "simulate", "eval", "bench", "kv-store"),
+    *("profile", "simulate", "eval", "bench"),
 )
 
 
@@ -283,9 +283,7 @@ PLAN_SIZE_OPTIONS = (
 
 
 @pytest.mark.parametrize("size", ["4", "-1GiB", "nan"])
-@pytest.mark.parametrize(
-    "line", [*(f"plan {name}" for name in PLAN_SIZE_OPTIONS), "kv-store --memory"]
-)
+@pytest.mark.parametrize("line", [*(f"plan {name}" for name in PLAN_SIZE_OPTIONS)])
 def test_invalid_size_is_refused_with_its_option_name(line, size):
     result = quire(*line.split(), size)
 
@@ -314,3 +312,14 @@ def test_batch_output_that_is_a_folder_is_refused(tmp_path, folder):
 
     assert result.exit_code == 2
     assert result.output.startswith("error: expected a file for the records, got")
+
+
+@pytest.mark.parametrize("arguments", [(), ("--memory", "1GiB"), ("--help",)])
+def test_a_removed_command_names_its_replacement(arguments):
+    result = quire("kv-store", *arguments)
+
+    assert result.exit_code == 2
+    assert result.output == (
+        "error: quire kv-store was removed: start a Redis or Valkey server, and engines with "
+        "--remote-kv redis://HOST:PORT\n"
+    )

@@ -71,7 +71,10 @@ def test_flag_is_taken_from_metadata_or_the_field_name():
 def test_size_options_are_marked():
     sized = {found.name for found in options_of((KV,)) if found.sized}
 
-    assert sized == {"memory", "swap_space", "kv_memory", "cpu_memory", "disk_memory", "scratch"}
+    assert sized == {"memory", "swap_space", "kv_memory", "cpu_memory", "disk_memory"} | {
+        "remote_memory",
+        "scratch",
+    }
 
 
 def test_nested_configs_are_built_from_option_paths():

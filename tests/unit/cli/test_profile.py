@@ -86,7 +86,6 @@ def test_quick_profile_does_not_replace_the_stored_profile(cache: Path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("kv-store", "--memory", "1MiB", "--host", ""), "use 0.0.0.0 for every address"),
         (("serve", "--host", ""), "0.0.0.0 for all"),
         (("calibrate", "quire-tiny", "--kv-codec", " ; "), "--kv-codec with one or more codecs"),
     ],

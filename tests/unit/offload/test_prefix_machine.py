@@ -5,6 +5,7 @@ cached, loaded and prefilled blocks must have the bytes of its own tokens.
 """
 
 import contextlib
+import itertools
 import random
 import shutil
 import tempfile
@@ -26,15 +27,15 @@ from quire.offload.prefix_store.prefix_load import PrefixLoad
 from quire.offload.prefix_store.prefix_tier import PrefixTier
 from quire.offload.prefix_store.store import PrefixStore
 from quire.offload.prefix_store.tier_kinds import CPU
-from quire.offload.tiers.disk import DiskTier
+from quire.offload.tiers.file import FileTier
 from quire.offload.tiers.host import HostTier
+from quire.offload.tiers.lru import LRUTier
 from quire.plan.fitting import RateEstimator
-from support.disk_blocks import disk_blocks
 from support.prefix_index import Listener
 from support.small_memory import places, plain_class, with_groups
+from unit.offload.test_file_tier import file_of
 
 PAGE = 2
-MIB = 1 << 20
 FULL = LaneGroup(name="full", page_class=plain_class(tokens=PAGE), layers=(0, 1))
 WINDOW = LaneGroup(name="window", page_class=plain_class(tokens=2 * PAGE), layers=(2,), window=5)
 BLOCK = 2 * PAGE
@@ -49,15 +50,15 @@ class PrefixTierMachine(RuleBasedStateMachine):
     @initialize(
         window=st.booleans(),
         pages=st.integers(150, 400),
-        disk_mib=st.sampled_from([2, 16]),
+        disk_kib=st.sampled_from([64, 4096]),
         cpu_kib=st.sampled_from([0, 16, 4096]),
     )
-    def build(self, window, pages, disk_mib, cpu_kib):
+    def build(self, window, pages, disk_kib, cpu_kib):
         self.cpu_kib = cpu_kib
         self.groups = (FULL, WINDOW) if window else (FULL,)
         self.block = BLOCK if window else PAGE
         self.total_bytes = pages * FULL.page_class.page_bytes
-        self.disk_mib = disk_mib
+        self.disk_kib = disk_kib
         self.folder = Path(tempfile.mkdtemp())
         self.damaged = self.opened = False
         self.num_loaded = 0
@@ -67,13 +68,15 @@ class PrefixTierMachine(RuleBasedStateMachine):
         self.memory = with_groups(*self.groups, total_bytes=self.total_bytes, max_rows=3)
         self.listener = Listener()
         self.index = PrefixIndex(self.memory, self.listener)
-        self.disk = DiskTier(self.folder, self.disk_mib * MIB, direct=False)
+        self.disk = FileTier(self.folder, self.disk_kib << 10, direct=False)
         records = BlockRecords(self.memory, self.index.block_tokens)
         record_bytes, level = records.record_bytes, int(self.cpu_kib > 0)
-        self.store = PrefixStore(self.disk, "nature", record_bytes, level=level)
+        hours = itertools.count(step=3600.0)  # a damaged tier is tried again at every call
+        clock = lambda: next(hours)  # noqa: E731
+        self.store = PrefixStore(self.disk, "nature", record_bytes, level=level, clock=clock)
         stores = [self.store]
         if self.cpu_kib:
-            cpu = HostTier(self.cpu_kib << 10)
+            cpu = LRUTier(HostTier(self.cpu_kib << 10))
             stores.insert(0, PrefixStore(cpu, "nature", record_bytes, kind=CPU, below=self.store))
         stores[0].run_blocks = 3
         self.levels = PrefixLevels(stores, [RateEstimator((1e-4, 1e-9)) for _ in stores])
@@ -167,7 +170,7 @@ class PrefixTierMachine(RuleBasedStateMachine):
         self.index.clear()
         assert not any(pool.num_used for pool in self.memory.pools.values())
         self.open()
-        if not self.damaged and len(self.disk.stored()) < self.disk_mib:  # no entry was evicted
+        if not self.damaged and self.disk.used_bytes < self.disk.total_bytes / 2:  # none evicted
             assert not any(map(self.store.lacks, cached))
 
     def crash(self):
@@ -186,17 +189,16 @@ class PrefixTierMachine(RuleBasedStateMachine):
         assert len(found) == len(self.store)
         return {block.key: place for block, place in found}
 
-    @rule(pick=PICK, cut=st.booleans())
-    def damage(self, pick, cut):
+    @rule(pick=PICK)
+    def damage(self, pick):
         self.tier.transfer_worker.drain()
-        path = self.folder / "blocks"
         if not len(self.store):
             return
         self.damaged = True
         place = random.Random(pick).choice(list(self.stored_places().values()))
         num_bytes = self.disk.stored()[place.entry].num_bytes
-        offset = disk_blocks(self.folder, place.entry)[0] * MIB + pick % num_bytes
-        with open(path, "r+b") as file:
+        offset = pick % num_bytes
+        with open(file_of(self.folder, place.entry), "r+b") as file:
             file.seek(offset)
             byte = file.read(1)
             file.seek(offset)

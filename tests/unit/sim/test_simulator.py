@@ -247,7 +247,7 @@ def test_swap_preemption_recomputes_nothing_and_is_timed(mode):
             "--kv-offload-recompute has no effect: a simulation has no KV offload",
         ),
         ({"disk_memory": "1GiB", "disk_path": "x"}, {}, "--disk-kv-memory has no effect"),
-        ({"remote": "a:1"}, {}, "--remote-kv has no effect: a simulation has no prefixes"),
+        ({"remote": "redis://a:1"}, {}, "--remote-kv has no effect: a simulation has no prefixes"),
         ({"swap_space": "1MiB"}, {"preempt": "recompute"}, "--preempt recompute swaps no requests"),
         ({}, {"objective": "throughput"}, "all weights are on the device"),
     ],

@@ -1,7 +1,7 @@
-"""The tiers for cached prefixes as one hierarchy, fastest first: CPU memory, disk, remote store.
+"""The tiers for cached prefixes as one hierarchy, fastest first: CPU memory, disk, shared store.
 
-    KV memory  --evicted-->  CPU memory  --evicted-->  disk  --evicted-->  remote store
-               <--loaded--   CPU memory  <--promoted-- disk, remote store
+    KV memory  --evicted-->  CPU memory  --evicted-->  disk  --evicted-->  shared store
+               <--loaded--   CPU memory  <--promoted-- disk, shared store
 
 Lookups go down the tiers. New entries are written to the first tier. A full tier writes the entries
 that it evicts to the next one. Records read from a lower tier are written to the first tier too.
@@ -43,7 +43,12 @@ class PrefixLevels:
     @property
     def is_shared(self) -> bool:
         """Whether other processes write to one of the tiers."""
-        return any(store.is_shared for store in self.stores)
+        return any(store.kind.is_shared for store in self.stores)
+
+    @property
+    def can_look_up(self) -> bool:
+        """Whether a store of other engines responds, as far as is known."""
+        return any(store.kind.looks_up and not store.breaker.is_open for store in self.stores)
 
     @property
     def stats(self) -> tuple[LevelStats, ...]:
@@ -124,13 +129,15 @@ class PrefixLevels:
         raise StorageError(f"no tier can return the tokens up to {block.end}")
 
     def refresh(self) -> None:
-        """Add entries that other processes have written to a shared tier.
-
-        Raises:
-            StorageError: the tier cannot be read.
-        """
+        """Add entries that other processes have written to the shared tiers."""
         for store in self.stores:
-            if store.is_shared:
+            if store.kind.is_shared:
+                store.refresh()
+
+    def look_up(self) -> None:
+        """Add entries that other engines have written to the stores that requests look up."""
+        for store in self.stores:
+            if store.kind.looks_up:
                 store.refresh()
 
     def close(self) -> None:

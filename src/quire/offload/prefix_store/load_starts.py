@@ -33,17 +33,31 @@ class LoadStarts:
 
     def find(self, request: Request, chain: BlockChain | None) -> list[tuple[Block, Place]]:
         """The stored blocks after a request's cached prefix, up to one with its statistics."""
-        lease, used = request.memory.lease, request.memory.statistics
-        if not isinstance(lease, PrefixLease) or chain is None or request.computes_whole_prompt:
+        used = request.memory.statistics
+        if chain is None or not self.can_load(request):
             return []
-        if request.memory.swapped is not None or self._tier.is_closed:
-            return []  # a swapped tail follows the recomputed head
-        at = request.progress.num_computed
-        most = min(at + prefillable_tokens(request), request.exact_tokens + 1) - 1
+        at, most = request.progress.num_computed, self._most_tokens(request)
         found = self._tier.levels.find(block for block in chain.blocks(most) if block.end > at)
         while used and found and not self._has_snapshot(found[-1][0], used):
             found.pop()
         return found
+
+    def can_load(self, request: Request) -> bool:
+        """Whether the prefix of a request may be loaded."""
+        shares = isinstance(request.memory.lease, PrefixLease)
+        if not shares or request.computes_whole_prompt or self._tier.is_closed:
+            return False
+        return request.memory.swapped is None  # a swapped tail follows the recomputed head
+
+    def lacks_blocks(self, request: Request, found: Sequence[tuple[Block, Place]]) -> bool:
+        """Whether a request that may load has whole blocks beside those that were found."""
+        end = found[-1][0].end if found else request.progress.num_computed
+        return self.can_load(request) and self._most_tokens(request) - end >= self._block_tokens
+
+    def _most_tokens(self, request: Request) -> int:
+        """Tokens up to which a prefix is loaded; at least one is computed."""
+        at = request.progress.num_computed
+        return min(at + prefillable_tokens(request), request.exact_tokens + 1) - 1
 
     def _has_snapshot(self, block: Block, used: frozenset[str]) -> bool:
         return self._tier.levels.place_of(self._tier.snapshots.key(block, used)) is not None

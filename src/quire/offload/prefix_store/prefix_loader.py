@@ -21,6 +21,7 @@ from quire.layout.pages import PageClass
 from quire.offload.kv.in_flight_pages import pages_needed
 from quire.offload.prefix_store.joined_loads import JoinedLoads, RequestPrefixLoad
 from quire.offload.prefix_store.load_starts import LoadStarts
+from quire.offload.prefix_store.lookups import PrefixLookups
 from quire.offload.prefix_store.prefix_load import LoadRate
 from quire.offload.prefix_store.prefix_tier import PrefixTier, TierStats
 from quire.plan.offload.restore import Loading, restore_split
@@ -33,6 +34,7 @@ from quire.scheduler.request import Request
 WAIT_S = 0.02
 """Longest wait for pages in a step without other work, after which the caller gets control."""
 _GRACE_S = 0.05  # a segment may be this late before the link counts as stalled
+_WHOLE_GRACE_S = 0.5  # the same, if the engine is to recompute nothing
 _LATE = 2  # multiple of a segment's predicted time after which the link counts as stalled
 
 
@@ -45,6 +47,7 @@ class PrefixLoader:
         sharing: the prefix cache that loaded prefixes are published to.
         events: receives `prefix_stored` and `prefix_loaded` events.
         clock: seconds.
+        loads_whole: whether stored tokens are recomputed only if a tier stalls.
 
     Attributes:
         costs: prefill times that decide what is loaded.
@@ -58,8 +61,11 @@ class PrefixLoader:
         sharing: PrefixSharing,
         events: EventLog,
         clock: Callable[[], float] = time.perf_counter,
+        *,
+        loads_whole: bool = False,
     ) -> None:
-        self.tier = tier
+        self.tier, self._loads_whole = tier, loads_whole
+        self._grace_s = grace_s = _WHOLE_GRACE_S if loads_whole else _GRACE_S
         self.waits = False
         self._sharing = sharing
         self.costs, self._events, self._clock = costs, events, clock
@@ -70,6 +76,9 @@ class PrefixLoader:
         self._open: dict[Request, RequestPrefixLoad] = {}
         self._joined = JoinedLoads(sharing)
         self._starts = LoadStarts(tier, sharing, clock)
+        self._lookups = PrefixLookups(
+            tier.levels, tier.transfer_worker, self._notify, wait_s=grace_s, clock=clock
+        )
         self._arrived = threading.Condition()
         self._num_arrived = self._num_seen = 0
         self._num_loads = self._num_declined = self._loaded_tokens = 0
@@ -111,9 +120,14 @@ class PrefixLoader:
     def begin(self, request: Request) -> None:
         """Start to load the stored tokens after a request's cached prefix, if that saves time.
 
-        If another request is loading the same tokens, the request waits for these.
+        If another request is loading the same tokens, the request waits for these. If a store of
+        other engines may have more of them, it waits for a lookup there.
         """
-        self._begin(request, request.memory.chain)
+        chain = request.memory.chain
+        found = self._starts.find(request, chain)
+        lacks = chain is not None and self._starts.lacks_blocks(request, found)
+        if not (lacks and chain is not None and self._lookups.begin(request, chain)):
+            self._begin(request, chain)
 
     def _begin(self, request: Request, chain: BlockChain | None) -> None:
         found = self._starts.find(request, chain)
@@ -139,6 +153,7 @@ class PrefixLoader:
         """Cancel the load of a request that ends or is preempted, and free its pages."""
         found = self._open.pop(request, None)
         self._joined.forget(request)
+        self._lookups.forget(request)
         if found is not None:
             found.load.stop()
             found.load.release()
@@ -161,19 +176,13 @@ class PrefixLoader:
 
     def is_waiting(self, request: Request) -> bool:
         """Whether a request can only wait for its pages."""
-        return self.waits and (request in self._open or request in self._joined)
+        waiting = (self._open, self._joined, self._lookups)
+        return self.waits and any(request in requests for requests in waiting)
 
     def may_read(self, request: Request, budget: int) -> int:
         """Tokens of a budget that a request may prefill now: 0 while it waits for its pages."""
-        if not budget:
+        if not budget or not self._may_begin(request):
             return 0
-        joined = self._joined.of(request)
-        if joined is not None:
-            if not self._joined.follow(request):
-                self.waits |= joined.load.waits
-                return 0
-            if joined.load.is_attached:  # then more may be stored
-                self._begin(request, joined.chain)
         found = self._open.get(request)
         if found is None:
             return budget
@@ -198,6 +207,23 @@ class PrefixLoader:
         self.waits |= found.waits
         return min(budget, tokens)
 
+    def _may_begin(self, request: Request) -> bool:
+        """Whether a request need not wait for a lookup or for the load of another request."""
+        if request in self._lookups:
+            chain = self._lookups.take(request)
+            if chain is None:
+                self.waits = True
+                return False
+            self._begin(request, chain)
+        joined = self._joined.of(request)
+        if joined is not None:
+            if not self._joined.follow(request):
+                self.waits |= joined.load.waits
+                return False
+            if joined.load.is_attached:  # then more may be stored
+                self._begin(request, joined.chain)
+        return True
+
     def _prefill_tokens(self, found: RequestPrefixLoad, at: int) -> int:
         """Tokens to prefill before the next check; sets where the load stops."""
         load = found.load
@@ -208,10 +234,11 @@ class PrefixLoader:
         token_s = loading.token_s * len(self._open)
         in_flight = max(load.loaded_from - load.claimed_from, self._block_tokens)
         late_s = self._clock() - load.moved_s
-        stalled = found.busy and late_s > _LATE * in_flight * token_s + _GRACE_S
+        stalled = found.busy and late_s > _LATE * in_flight * token_s + self._grace_s
         if stalled:
             token_s = max(token_s, late_s / in_flight)
-        recompute = self._recompute_tokens(at, gap, Loading(token_s=token_s, call_s=loading.call_s))
+        loading = Loading(token_s=token_s, call_s=loading.call_s)
+        recompute = self._recompute_tokens(at, gap, loading, stalled=stalled)
         try:
             load.extend_down(at + recompute)
         except OutOfPages:
@@ -244,8 +271,12 @@ class PrefixLoader:
 
     # ---- rates ---------------------------------------------------------------------------------
 
-    def _recompute_tokens(self, at: int, tokens: int, loading: Loading) -> int:
+    def _recompute_tokens(
+        self, at: int, tokens: int, loading: Loading, *, stalled: bool = False
+    ) -> int:
         """Number of the tokens after `at` to recompute while the others are loaded."""
+        if self._loads_whole and not stalled:
+            return 0
         prefill = self.costs.costs.prefill
         after = PrefillRates(
             call_s=prefill.call_s,
@@ -271,9 +302,13 @@ class PrefixLoader:
             found.busy = more
             if more:
                 self.tier.transfer_worker.urgent(partial(self._load_segment, found))
-            with self._arrived:
-                self._num_arrived += 1
-                self._arrived.notify_all()
+            self._notify()
+
+    def _notify(self) -> None:
+        """Wake a step that waits for pages or for a lookup."""
+        with self._arrived:
+            self._num_arrived += 1
+            self._arrived.notify_all()
 
 
 def closing(owner: object, prefix_loader: PrefixLoader | None) -> Callable[[], None]:

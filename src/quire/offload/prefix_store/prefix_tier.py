@@ -4,8 +4,9 @@
               <-- the end of a prefix, page by page ------------------'   see `prefix_loader`
 
 The tiers are write-back: blocks and the statistics at their ends are written when they are evicted,
-and all others when the engine closes. A step never waits for a tier: if the queue is full, an
-evicted block is lost.
+and all others when the engine closes. With write-through they are also written as soon as a step
+has computed them, so that other engines find them. A step never waits for a tier: if the queue is
+full, a block is not written.
 """
 
 import threading
@@ -71,6 +72,7 @@ class PrefixTier:
         index: index of the blocks.
         levels: the tiers, which receive the blocks.
         queue_bytes: most bytes waiting to be written.
+        write_through: whether blocks are written as soon as they are computed.
 
     Attributes:
         levels: see above.
@@ -82,7 +84,12 @@ class PrefixTier:
     """
 
     def __init__(
-        self, index: PrefixIndex, levels: PrefixLevels, *, queue_bytes: int = _QUEUE_BYTES
+        self,
+        index: PrefixIndex,
+        levels: PrefixLevels,
+        *,
+        queue_bytes: int = _QUEUE_BYTES,
+        write_through: bool = False,
     ) -> None:
         self.levels = levels
         self.records = BlockRecords(index.memory, index.block_tokens)
@@ -96,6 +103,8 @@ class PrefixTier:
         self._counting = threading.Lock()  # guards _queued_bytes, which two threads update
         self._closed = self._waits = False
         index.on_drop(self.keep)
+        if write_through:
+            index.on_write(self.keep_written)
 
     @property
     def is_closed(self) -> bool:
@@ -117,6 +126,10 @@ class PrefixTier:
                 self._write(run)
             for used in () if self._closed else node.statistics:
                 self._write_snapshot(node, used)
+
+    def keep_written(self, nodes: Sequence[PrefixNode]) -> None:
+        """Queue blocks that a step has written for writing; see `keep`."""
+        self.keep(nodes[::-1])  # from the last one on: it takes the others of its entry along
 
     def _run(self, last: PrefixNode) -> list[PrefixNode]:
         """A block and the blocks before it in the same entry that are not stored yet."""
@@ -224,6 +237,17 @@ class PrefixTier:
         for first in range(0, len(keys), store.run_blocks):
             part = slice(first, first + store.run_blocks)
             self.num_promoted += len(keys[part]) * store.put(keys[part], records[part])
+
+    def flush(self) -> None:
+        """Write all blocks that no running request uses, and wait for all writes."""
+        if self._closed:
+            return
+        self._waits = True
+        try:
+            self._index.keep_all()
+            self.transfer_worker.drain()
+        finally:
+            self._waits = False
 
     def close(self) -> None:
         """Write all unreferenced blocks, then close the tiers; no effect on closed tiers."""

@@ -13,32 +13,33 @@ and so are all entries of a tier that is not persistent when it is closed.
 """
 
 import logging
-import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from quire.errors import CorruptData, OffloadError, TierUnreachable
+from quire.errors import CorruptData, OffloadError, TierFull, TierUnreachable
 from quire.kv.block_records import Records
 from quire.kv.prefix_key import Block
+from quire.offload.prefix_store.breaker import CircuitBreaker
 from quire.offload.prefix_store.entries import SNAPSHOT, Entry, EntryIndex, Place
 from quire.offload.prefix_store.tier_kinds import DISK, LevelStats, TierKind
-from quire.offload.tiers.base import Stored, Tier
-from quire.offload.tiers.lru import LRUTier
+from quire.offload.tiers.base import Bytes, Stored, Tier
 
-AWAY_S = 10.0
-_ENTRY_BYTES = 4 << 20  # most bytes of an entry; a tier rounds entries up to 1 MiB
+RECONCILE_S = 300.0
+"""Time after which entries that other processes have evicted are forgotten."""
+MOST_DAMAGED = 3
+"""Damaged entries in a row after which a tier counts as failed."""
+_ENTRY_BYTES = 4 << 20  # most bytes of an entry
 _LEAST_ENTRIES = 8
 
 logger = logging.getLogger(__name__)
 
 
-def _entry_bytes(tier: Tier, kind: TierKind) -> int:
-    """Most bytes of an entry; a small CPU tier has smaller entries, so that it holds several."""
-    return (
-        _ENTRY_BYTES if kind.persistent else min(_ENTRY_BYTES, tier.total_bytes // _LEAST_ENTRIES)
-    )
+def _entry_bytes(tier: Tier) -> int:
+    """Most bytes of an entry; a small tier has smaller entries, so that it holds several."""
+    total_bytes = tier.total_bytes  # 0: no limit
+    return min(_ENTRY_BYTES, total_bytes // _LEAST_ENTRIES) if total_bytes else _ENTRY_BYTES
 
 
 class PrefixStore:
@@ -56,12 +57,13 @@ class PrefixStore:
         clock: seconds.
 
     Attributes:
-        record_bytes: see above.
-        is_shared: whether other processes write to the tier too.
+        record_bytes, kind: see above.
+        breaker: stops calls to a tier that fails.
         run_blocks: most blocks of one entry.
         num_found: blocks in the tier when it was opened.
         num_stored: blocks written so far.
         num_discarded: entries that were damaged, missing, or not those of their key when read.
+        num_damaged: those of them that were damaged.
         num_failed: entries that could not be written.
     """
 
@@ -76,15 +78,16 @@ class PrefixStore:
         below: "PrefixStore | None" = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.record_bytes, self.is_shared = record_bytes, not kind.evicts_when_full
-        self.run_blocks = max(1, -(-_entry_bytes(tier, kind) // record_bytes))
-        self.num_stored = self.num_discarded = self.num_failed = self._spilled_bytes = 0
-        self._clock, self._unreachable_until_s = clock, -math.inf
-        self._bytes = tier
-        self._tier: Tier = LRUTier(tier, self._evict) if kind.evicts_when_full else tier
-        self._nature, self._kind, self._below = nature, kind, below
+        self.record_bytes, self.kind = record_bytes, kind
+        self.run_blocks = max(1, -(-_entry_bytes(tier) // record_bytes))
+        self.num_stored = self.num_discarded = self.num_failed = self.num_damaged = 0
+        self._spilled_bytes = 0
+        self.breaker = CircuitBreaker(kind.name, clock)
+        self._clock, self._reconciled_s = clock, clock()
+        self._damaged_in_row = 0
+        self._tier, self._nature, self._below = tier, nature, below
         self._index = EntryIndex(level)
-        self.refresh()
+        self._add_found()
         self.num_found = len(self._index)
 
     def __len__(self) -> int:
@@ -100,25 +103,46 @@ class PrefixStore:
     def stats(self) -> LevelStats:
         """Contents and counters."""
         return LevelStats(
-            name=self._kind.name,
+            name=self.kind.name,
             stored_bytes=self.num_bytes,
             found_blocks=self.num_found,
             stored_blocks=self.num_stored,
             spilled_bytes=self._spilled_bytes,
             num_discarded=self.num_discarded,
             num_failed=self.num_failed,
+            num_outages=self.breaker.num_outages,
         )
 
     def refresh(self) -> None:
-        """Add entries that other processes have written to the tier.
+        """Add entries that other processes have written to the tier; no effect while it fails."""
+        if self.breaker.is_open:
+            return
+        try:
+            self._add_found()
+            if self._clock() - self._reconciled_s >= RECONCILE_S:
+                self._reconciled_s = self._clock()
+                self._forget_missing()
+        except OffloadError as error:
+            self.breaker.failed(error)
+        else:
+            self._responded()
 
-        Raises:
-            StorageError: the tier cannot be read.
-        """
-        for name, stored in self._tier.stored().items():
+    def _responded(self) -> None:
+        """The tier has responded; it is used again unless its data are damaged."""
+        if self._damaged_in_row < MOST_DAMAGED:
+            self.breaker.succeeded()
+
+    def _add_found(self) -> None:
+        for name, stored in self._tier.added().items():
             if name not in self._index and self._is_ours(name, stored):
                 keys = tuple(map(bytes.fromhex, stored.facts["keys"]))
                 self._index.add(Entry(name, keys, stored.num_bytes // len(keys)))
+
+    def _forget_missing(self) -> None:
+        """Forget entries that are no longer in the tier."""
+        before = {entry.name for entry in self._index.entries()}
+        for name in before - self._tier.names():
+            self._index.forget(name)
 
     def _is_ours(self, name: str, stored: Stored) -> bool:
         if stored.facts.get("nature") != self._nature:
@@ -131,8 +155,8 @@ class PrefixStore:
     # ---- lookup --------------------------------------------------------------------------------
 
     def place_of(self, key: bytes) -> Place | None:
-        """Location of a record; None if it is not stored, or if the tier is unreachable."""
-        return None if self._is_unreachable else self._index.place_of(key)
+        """Location of a record; None if it is not stored, or if the tier fails."""
+        return None if self.breaker.is_open else self._index.place_of(key)
 
     def find(self, blocks: Iterable[Block]) -> list[tuple[Block, Place]]:
         """The leading blocks that are stored, up to the first that is not."""
@@ -176,31 +200,51 @@ class PrefixStore:
     def _put(self, entry: Entry, records: Records) -> bool:
         facts = {"nature": self._nature, "keys": [key.hex() for key in entry.keys]}
         try:
-            if self._is_unreachable:
-                raise TierUnreachable(f"the tier was unreachable less than {AWAY_S:g} s ago")
-            self._tier.write(entry.name, records.reshape(-1).data, facts)
+            if self.breaker.is_open:
+                raise TierUnreachable(f"the {self.kind.name} tier has failed and is not used yet")
+            self._write(entry.name, records.reshape(-1).data, facts)
         except OffloadError as error:
             self._failed(error)
             return False
         finally:
             self._index.unclaim(entry.keys)
+        self._responded()
         self._index.add(entry)
         self.num_stored += 0 if entry.is_snapshot else len(entry.keys)
         return True
 
+    def _write(self, name: str, data: Bytes, facts: Mapping[str, object]) -> None:
+        """Write an entry; evict others until it fits.
+
+        Raises:
+            TierFull: the entry exceeds the tier's capacity.
+        """
+        while True:
+            try:
+                self._tier.write(name, data, facts)
+            except TierFull:
+                evicted = self._tier.least_recent(memoryview(data).nbytes)
+                if not evicted:
+                    raise
+                for old in evicted:
+                    self._evict(old)
+            else:
+                return
+
     def _failed(self, error: OffloadError) -> None:
         self.num_failed += 1
         if isinstance(error, TierUnreachable):
-            self._mark_unreachable()
-        if self.num_failed == 1:
+            self.breaker.failed(error)
+        elif self.num_failed == 1:
             logger.warning(
                 "a prefix could not be stored: %s; further failures are counted, not logged", error
             )
 
     def _evict(self, name: str) -> None:
-        """Write an entry to the tier below before it is evicted."""
+        """Write an entry to the tier below, then remove it."""
         self._spill(name)
         self._index.forget(name)
+        self._tier.drop(name)
 
     def _spill(self, name: str) -> None:
         """Write an entry to the tier below, unless all of its records are stored there."""
@@ -209,9 +253,9 @@ class PrefixStore:
             return
         records = np.empty(entry.num_bytes, dtype=np.uint8)
         try:
-            self._bytes.read(name, records.data)
+            self._tier.read(name, records.data)
         except OffloadError as error:
-            self._discard(name, str(error))
+            self._discard(name, error)
             return
         if below._put(entry, records):
             self._spilled_bytes += records.nbytes
@@ -231,36 +275,42 @@ class PrefixStore:
         """
         try:
             self._tier.read(place.entry, into.reshape(-1).data, place.index * into.shape[1])
-        except TierUnreachable:
-            self._mark_unreachable()
+        except TierUnreachable as error:
+            self.breaker.failed(error)
             raise
         except OffloadError as error:
-            self._discard(place.entry, str(error))
+            self._discard(place.entry, error)
             raise
         for block, record in zip(blocks, into, strict=True):
             if record[: len(block.tokens)].tobytes() != block.tokens:
                 self._tier.drop(place.entry)
-                self._discard(place.entry, "its tokens differ from those of its key")
-                raise CorruptData(f"the tokens of {place.entry!r} differ from those of its key")
+                text = f"the tokens of {place.entry!r} differ from those of its key"
+                self._discard(place.entry, CorruptData(text))
+                raise CorruptData(text)
+        self._damaged_in_row = 0
+        self._responded()
 
-    @property
-    def _is_unreachable(self) -> bool:
-        """Whether the tier was unreachable less than `AWAY_S` seconds ago."""
-        return self._clock() < self._unreachable_until_s
-
-    def _mark_unreachable(self) -> None:
-        if not self._is_unreachable:
-            logger.warning("the prefix store is unreachable; it is not used for %g s", AWAY_S)
-            self._unreachable_until_s = self._clock() + AWAY_S
-
-    def _discard(self, name: str, reason: str) -> None:
-        logger.warning("a stored prefix is discarded and will be recomputed: %s", reason)
-        self.num_discarded += 1
+    def _discard(self, name: str, error: OffloadError) -> None:
+        """Forget an entry that cannot be read. Many damaged ones in a row are an outage."""
         self._index.forget(name)
+        self.num_discarded += 1
+        if not isinstance(error, CorruptData):
+            logger.debug("a stored prefix is missing and will be recomputed: %s", error)
+            return
+        self._damaged_in_row += 1
+        if self._damaged_in_row >= MOST_DAMAGED:
+            self.breaker.failed(error)
+        elif self.num_damaged == 0:
+            logger.warning(
+                "a stored prefix is damaged and will be recomputed: %s; further ones are counted, "
+                "not logged",
+                error,
+            )
+        self.num_damaged += 1
 
     def close(self) -> None:
         """Close the tier. Its entries are retained, those of a CPU tier by the tier below."""
-        if not self._kind.persistent:
+        if not self.kind.persistent:
             for entry in self._index.entries():
                 self._spill(entry.name)
         self._tier.close()

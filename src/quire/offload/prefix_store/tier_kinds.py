@@ -15,6 +15,7 @@ class LevelStats:
         spilled_bytes: bytes of evicted entries that were written to the tier below.
         num_discarded: entries that were damaged or missing when they were read.
         num_failed: entries that could not be written.
+        num_outages: how often it stopped responding.
     """
 
     name: str
@@ -24,6 +25,7 @@ class LevelStats:
     spilled_bytes: int
     num_discarded: int
     num_failed: int
+    num_outages: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +34,18 @@ class TierKind:
 
     Attributes:
         name: for reports.
-        evicts_when_full: whether to evict the least recently used entry if the tier is full;
-            otherwise the store server evicts entries, and other processes write to it too.
         persistent: whether entries outlive the tier; if not, they are written to the tier below
             when it is closed.
+        is_shared: whether other processes may write to the tier too.
+        looks_up: whether new requests look up what others have just written.
     """
 
     name: str
-    evicts_when_full: bool = True
     persistent: bool = True
+    is_shared: bool = True
+    looks_up: bool = False
 
 
-CPU = TierKind("cpu", persistent=False)
+CPU = TierKind("cpu", persistent=False, is_shared=False)
 DISK = TierKind("disk")
-REMOTE = TierKind("remote", evicts_when_full=False)
+REMOTE = TierKind("remote", looks_up=True)

@@ -31,7 +31,7 @@ class Tier(Protocol):
 
     @property
     def total_bytes(self) -> int:
-        """Capacity."""
+        """Capacity; 0: no limit is known."""
 
     @property
     def used_bytes(self) -> int:
@@ -40,11 +40,20 @@ class Tier(Protocol):
     def stored(self) -> dict[str, Stored]:
         """All readable entries, by key."""
 
+    def names(self) -> set[str]:
+        """Keys of all readable entries."""
+
+    def added(self) -> dict[str, Stored]:
+        """Entries written since the last call, by any process; all entries at the first call.
+
+        An entry that was dropped since then may be missing. Entries of this object may be left out.
+        """
+
     def write(self, key: str, data: Bytes, facts: Mapping[str, Any] | None = None) -> None:
         """Store bytes under a key, replacing its entry; they last as long as the tier does.
 
         Raises:
-            StorageError: too little free space; the previous entry is still there.
+            TierFull: too little free space; the previous entry is still there.
         """
 
     def read(self, key: str, into: memoryview, first: int = 0) -> None:
@@ -53,6 +62,12 @@ class Tier(Protocol):
         Raises:
             StorageError: there is no such entry, or it is too short.
             CorruptData: the bytes differ from those written; the entry is dropped.
+        """
+
+    def least_recent(self, num_bytes: int) -> list[str]:
+        """Least recently used entries to drop so that a new one of this size may fit.
+
+        Empty if the tier cannot tell, or evicts entries by itself.
         """
 
     def drop(self, key: str) -> None:

@@ -59,6 +59,15 @@ class HostTier:
         with self._turn:
             return {key: stored for key, (_, stored) in self._entries.items()}
 
+    def names(self) -> set[str]:
+        """See `Tier`."""
+        with self._turn:
+            return set(self._entries)
+
+    def added(self) -> dict[str, Stored]:
+        """See `Tier`. Only this object writes to CPU memory."""
+        return {}
+
     def reserve(
         self, key: str, num_bytes: int, facts: Mapping[str, Any] | None = None
     ) -> UInt8[Tensor, " num_bytes"]:
@@ -107,6 +116,10 @@ class HostTier:
             assert extent is not None, "a stored entry has an extent"
             start = extent.start + first
             flat(into)[:] = self._view[start : start + into.nbytes]
+
+    def least_recent(self, num_bytes: int) -> list[str]:
+        """See `Tier`. Reads are not recorded: see `LRUTier`."""
+        return []
 
     def drop(self, key: str) -> None:
         """See `Tier`."""

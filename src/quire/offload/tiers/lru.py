@@ -1,25 +1,23 @@
-"""A tier with LRU eviction on top of another tier."""
+"""A tier that knows which entries of another one were least recently used."""
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from quire.errors import CorruptData, TierFull
+from quire.errors import CorruptData
 from quire.offload.tiers.base import Bytes, Stored, Tier
 
 
 class LRUTier:
-    """`Tier` over another one that evicts the least recently written or read entries.
+    """`Tier` over a tier of one process.
 
     Args:
         tier: stores the bytes; its existing entries are ordered as it lists them.
-        evicting: called with the key of each entry before it is evicted.
     """
 
-    def __init__(self, tier: Tier, evicting: Callable[[str], None] = lambda key: None) -> None:
+    def __init__(self, tier: Tier) -> None:
         self.tier = tier
-        self._evicting = evicting
         self._used: OrderedDict[str, None] = OrderedDict.fromkeys(tier.stored())
         self._turn = threading.RLock()
 
@@ -37,22 +35,26 @@ class LRUTier:
         """See `Tier`."""
         return self.tier.stored()
 
-    def write(self, key: str, data: Bytes, facts: Mapping[str, Any] | None = None) -> None:
-        """See `Tier`. Evicts other entries until the new one fits.
+    def names(self) -> set[str]:
+        """See `Tier`."""
+        return self.tier.names()
 
-        Raises:
-            TierFull: the entry exceeds the tier's capacity.
-        """
+    def added(self) -> dict[str, Stored]:
+        """See `Tier`."""
+        return self.tier.added()
+
+    def least_recent(self, num_bytes: int) -> list[str]:
+        """See `Tier`. Returns one entry, because free bytes may not be contiguous."""
         with self._turn:
-            while True:
-                try:
-                    self.tier.write(key, data, facts)
-                    break
-                except TierFull:
-                    if memoryview(data).nbytes > self.total_bytes or not self._used:
-                        raise
-                    self._drop_oldest()
-            self._use(key)
+            fits = num_bytes <= self.total_bytes
+            return [next(iter(self._used))] if fits and self._used else []
+
+    def write(self, key: str, data: Bytes, facts: Mapping[str, Any] | None = None) -> None:
+        """See `Tier`."""
+        with self._turn:
+            self.tier.write(key, data, facts)
+            self._used[key] = None
+            self._used.move_to_end(key)
 
     def read(self, key: str, into: memoryview, first: int = 0) -> None:
         """See `Tier`."""
@@ -62,7 +64,8 @@ class LRUTier:
             except CorruptData:
                 self._used.pop(key, None)
                 raise
-            self._use(key)
+            if key in self._used:
+                self._used.move_to_end(key)
 
     def drop(self, key: str) -> None:
         """See `Tier`."""
@@ -73,12 +76,3 @@ class LRUTier:
     def close(self) -> None:
         """See `Tier`."""
         self.tier.close()
-
-    def _use(self, key: str) -> None:
-        self._used[key] = None
-        self._used.move_to_end(key)
-
-    def _drop_oldest(self) -> None:
-        key, _ = self._used.popitem(last=False)
-        self._evicting(key)
-        self.tier.drop(key)

@@ -1,0 +1,1 @@
+"""Prefill and decode in two processes that share a store of prefixes."""

@@ -1,0 +1,277 @@
+"""The index of a folder of entries: an SQLite database that several processes use at once.
+
+    entries   number | name | file | bytes | bytes on disk | facts | checksums | last use
+
+A row is added in one transaction after its file is complete. A process that is killed leaves no row
+or a whole one. On a local file system the database uses a write-ahead log, so readers and a writer
+do not wait for each other. That log needs shared memory, which a network file system lacks: there
+the database uses a rollback journal.
+"""
+
+import contextlib
+import json
+import sqlite3
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.errors import ConfigError, CorruptData, StorageError, TierFull
+from quire.offload.tiers.base import Stored
+
+FORMAT = 1
+_APPLICATION = 0x51756972  # "Quir"
+_BUSY_S = 5.0
+_COLUMNS = "number, name, file, num_bytes, facts, sums, row_sum"
+_SCHEMA = """
+CREATE TABLE entries (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    name TEXT NOT NULL UNIQUE,
+    file TEXT NOT NULL,
+    num_bytes INTEGER NOT NULL,
+    disk_bytes INTEGER NOT NULL,
+    facts TEXT NOT NULL,
+    sums BLOB NOT NULL,
+    row_sum INTEGER NOT NULL,
+    used_s REAL NOT NULL
+);
+CREATE INDEX entries_by_use ON entries (used_s, number);
+CREATE TABLE totals (disk_bytes INTEGER NOT NULL);
+INSERT INTO totals VALUES (0);
+CREATE TRIGGER entry_added AFTER INSERT ON entries BEGIN
+    UPDATE totals SET disk_bytes = disk_bytes + NEW.disk_bytes;
+END;
+CREATE TRIGGER entry_removed AFTER DELETE ON entries BEGIN
+    UPDATE totals SET disk_bytes = disk_bytes - OLD.disk_bytes;
+END;
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedEntry:
+    """A row of the index.
+
+    Attributes:
+        number: grows with every write of any process.
+        name: key of the entry.
+        file: name of its file.
+        stored: size and facts.
+        sums: checksum of each chunk of the file.
+    """
+
+    number: int
+    name: str
+    file: str
+    stored: Stored
+    sums: tuple[int, ...]
+
+
+class FileIndex:
+    """The database of a folder. Thread-safe.
+
+    Args:
+        path: path of the database, created if missing.
+        on_network: whether hosts share the file system.
+
+    Raises:
+        ConfigError: the database cannot be written, or has another format.
+        CorruptData: the database is damaged.
+    """
+
+    def __init__(self, path: Path, *, on_network: bool) -> None:
+        self._turn = threading.RLock()
+        self._path = path
+        try:
+            self._database = sqlite3.connect(
+                path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
+            )
+        except sqlite3.Error as error:
+            raise ConfigError(f"cannot open {path}: {error}; name another folder") from error
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._database.close)
+            try:
+                self._prepare(on_network=on_network)
+            except sqlite3.OperationalError as error:
+                raise ConfigError(f"cannot write {path}: {error}; name another folder") from error
+            except sqlite3.DatabaseError as error:
+                raise CorruptData(f"{path} is damaged: {error}") from error
+            undo.pop_all()
+
+    def _prepare(self, *, on_network: bool) -> None:
+        self._database.execute(f"PRAGMA journal_mode = {'DELETE' if on_network else 'WAL'}")
+        self._database.execute("PRAGMA synchronous = NORMAL")
+        self._database.execute("BEGIN IMMEDIATE")
+        try:
+            [(version,)] = self._database.execute("PRAGMA user_version")
+            [(tables,)] = self._database.execute("SELECT count(*) FROM sqlite_master")
+            if not tables:
+                for statement in _statements(_SCHEMA):
+                    self._database.execute(statement)
+                self._database.execute(f"PRAGMA user_version = {FORMAT}")
+                self._database.execute(f"PRAGMA application_id = {_APPLICATION}")
+            elif version != FORMAT:
+                raise ConfigError(
+                    f"expected an index of format {FORMAT}, got {version} in {self._path}; empty "
+                    "the folder, or name another one"
+                )
+        except BaseException:
+            self._database.execute("ROLLBACK")
+            raise
+        self._database.execute("COMMIT")
+
+    @contextlib.contextmanager
+    def _statement(self, *, writes: bool) -> Iterator[sqlite3.Connection]:
+        """Run statements; those that write are one transaction.
+
+        Raises:
+            StorageError: the database is locked, damaged or cannot be written; nothing changed.
+        """
+        with self._turn:
+            try:
+                if writes:
+                    self._database.execute("BEGIN IMMEDIATE")
+                yield self._database
+                if writes:
+                    self._database.execute("COMMIT")
+            except sqlite3.Error as error:
+                raise StorageError(f"cannot use {self._path}: {error}") from error
+            finally:
+                if self._database.in_transaction:
+                    with contextlib.suppress(sqlite3.Error):
+                        self._database.execute("ROLLBACK")
+
+    # ---- read ----------------------------------------------------------------------------------
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of all files."""
+        with self._statement(writes=False) as database:
+            [(total,)] = database.execute("SELECT disk_bytes FROM totals")
+        return int(total)
+
+    def get(self, name: str) -> IndexedEntry | None:
+        """Return an entry; None if it is missing or its row is damaged."""
+        with self._statement(writes=False) as database:
+            rows = database.execute(f"SELECT {_COLUMNS} FROM entries WHERE name = ?", [name])
+            found = [_entry(row) for row in rows]
+        return found[0] if found else None
+
+    def after(self, number: int) -> list[IndexedEntry]:
+        """The entries that were written after the one of this number, in order."""
+        with self._statement(writes=False) as database:
+            rows = database.execute(
+                f"SELECT {_COLUMNS} FROM entries WHERE number > ? ORDER BY number", [number]
+            ).fetchall()
+        return [entry for entry in map(_entry, rows) if entry is not None]
+
+    def names(self) -> set[str]:
+        """Names of all entries."""
+        with self._statement(writes=False) as database:
+            return {name for (name,) in database.execute("SELECT name FROM entries")}
+
+    def files(self) -> set[str]:
+        """Files of all entries."""
+        with self._statement(writes=False) as database:
+            return {file for (file,) in database.execute("SELECT file FROM entries")}
+
+    def least_recent(self, num_bytes: int) -> list[str]:
+        """The least recently used entries that together have this many bytes on disk."""
+        found: list[str] = []
+        with self._statement(writes=False) as database:
+            rows = database.execute("SELECT name, disk_bytes FROM entries ORDER BY used_s, number")
+            for name, disk_bytes in rows:
+                if num_bytes <= 0:
+                    break
+                found.append(name)
+                num_bytes -= disk_bytes
+        return found
+
+    # ---- write ---------------------------------------------------------------------------------
+
+    def add(self, entry: IndexedEntry, disk_bytes: int, total_bytes: int) -> str | None:
+        """Add an entry and replace the one of its name; return the file of the latter.
+
+        Args:
+            entry: its number is ignored.
+            disk_bytes: bytes of its file.
+            total_bytes: most bytes of all files.
+
+        Raises:
+            TierFull: the file does not fit beside the others; nothing changed.
+        """
+        facts, sums = json.dumps(dict(entry.stored.facts)), _packed(entry.sums)
+        row_sum = _row_sum(entry.name, entry.file, entry.stored.num_bytes, facts, sums)
+        with self._statement(writes=True) as database:
+            old = database.execute("SELECT file FROM entries WHERE name = ?", [entry.name])
+            replaced = [file for (file,) in old]
+            database.execute("DELETE FROM entries WHERE name = ?", [entry.name])
+            [(used_bytes,)] = database.execute("SELECT disk_bytes FROM totals")
+            if used_bytes + disk_bytes > total_bytes:
+                raise TierFull(f"{entry.name!r} does not fit beside other entries")
+            database.execute(
+                "INSERT INTO entries (name, file, num_bytes, disk_bytes, facts, sums, row_sum, "
+                "used_s) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                (
+                    *(entry.name, entry.file, entry.stored.num_bytes, disk_bytes),
+                    *(facts, sums, row_sum, time.time()),
+                ),
+            )
+        return replaced[0] if replaced else None
+
+    def remove(self, name: str, file: str | None = None) -> str | None:
+        """Remove an entry, unless it has another file by now; return the file to delete."""
+        with self._statement(writes=True) as database:
+            found = database.execute("SELECT file FROM entries WHERE name = ?", [name]).fetchall()
+            if not found or file not in (None, found[0][0]):
+                return None
+            database.execute("DELETE FROM entries WHERE name = ?", [name])
+        return str(found[0][0])
+
+    def touch(self, used_s: Mapping[str, float]) -> None:
+        """Set when entries were last used, in Unix time."""
+        with self._statement(writes=True) as database:
+            database.executemany(
+                "UPDATE entries SET used_s = ? WHERE name = ?",
+                [(at, name) for name, at in used_s.items()],
+            )
+
+    def close(self) -> None:
+        """Close the database."""
+        with self._turn, contextlib.suppress(sqlite3.Error):
+            self._database.close()
+
+
+def _statements(script: str) -> Iterator[str]:
+    """The statements of a script; `executescript` would commit the open transaction."""
+    statement = ""
+    for line in script.splitlines():
+        statement += line + "\n"
+        if sqlite3.complete_statement(statement):
+            yield statement
+            statement = ""
+
+
+def _entry(row: tuple[Any, ...]) -> IndexedEntry | None:
+    """An entry of its row; None if a checksum shows that the row is damaged."""
+    number, name, file, num_bytes, facts, sums, row_sum = row
+    if _row_sum(name, file, num_bytes, facts, sums) != row_sum:
+        return None
+    return IndexedEntry(
+        number,
+        name,
+        file,
+        Stored(num_bytes, json.loads(facts)),
+        struct.unpack(f"<{len(sums) // 4}I", sums),
+    )
+
+
+def _row_sum(name: str, file: str, num_bytes: int, facts: str, sums: bytes) -> int:
+    return zlib.crc32(f"{name}\0{file}\0{num_bytes}\0{facts}\0".encode() + sums)
+
+
+def _packed(sums: Collection[int]) -> bytes:
+    return struct.pack(f"<{len(sums)}I", *sums)

@@ -1,0 +1,317 @@
+"""Redis tier: entries in a Redis or Valkey server that several engines share.
+
+    write    one transaction: account (script), chunks with their checksums, expiry
+    read     one round trip: head and the chunks of the range; checksums compared
+
+The store is bounded by an own account of bytes in the server, which every engine sees. The
+`maxmemory` of a server bounds the whole server instead, needs a configuration that clients cannot
+check, and with its default policy refuses writes. If it evicts entries anyway, a read finds them
+missing and corrects the account.
+"""
+
+import contextlib
+import importlib
+import itertools
+import json
+import secrets
+import threading
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.config.store_url import StoreURL
+from quire.errors import CorruptData, StorageError, TierFull, TierUnreachable
+from quire.layout.extras import require_extra
+from quire.offload.tiers.base import Bytes, Stored, check_range, flat
+from quire.offload.tiers.redis_scripts import ADD, DROP, PREFIX, TOUCH
+
+CHUNK_BYTES = 256 << 10
+"""Bytes that share a checksum."""
+SECRET_BYTES = 32
+_BATCH = 256  # entries whose heads are read in one round trip
+_MOST_NUMBER = "+inf"
+_MOST_TEXT = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RedisOptions:
+    """How a Redis tier uses its server.
+
+    Attributes:
+        most_bytes: most bytes of the entries of all engines; 0: no limit of its own.
+        ttl_s: seconds after its last use when an entry expires; 0: never.
+        timeout_s: seconds without a byte after which the server counts as unreachable.
+        username, password: login; they replace those of the URL.
+    """
+
+    most_bytes: int = 0
+    ttl_s: int | float = 0
+    timeout_s: int | float = 0.5
+    username: str | None = None
+    password: str | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    stored: Stored
+    sums: tuple[int, ...]
+
+
+class RedisTier:
+    """`Tier` in a Redis or Valkey server.
+
+    Calls open the connection when they need it. A connection that failed is closed, and the next
+    call opens another one.
+
+    Args:
+        url: address of the server.
+        namespace: name of the entries that this object sees; no colon.
+        options: limits and login.
+
+    Raises:
+        ConfigError: the package redis is not installed.
+    """
+
+    def __init__(
+        self, url: StoreURL, namespace: str, options: RedisOptions = RedisOptions()
+    ) -> None:
+        require_extra("redis", f"--remote-kv {url.scheme}://")
+        self._url, self._namespace, self._options = url, namespace, options
+        self._ttl_ms = round(options.ttl_s * 1000)
+        self._redis: Any = importlib.import_module("redis")
+        self._client = self._connect()
+        self._turn = threading.Lock()
+        self._newest = 0
+
+    def _connect(self) -> Any:
+        url, options = self._url, self._options
+        places: dict[str, Any] = {"host": url.host, "port": url.port}
+        if url.scheme == "unix":
+            places = {"unix_socket_path": url.path}
+        elif url.scheme == "rediss":
+            places |= {"ssl": True, **dict(url.files)}
+        no_wait = importlib.import_module("redis.backoff").NoBackoff()
+        # a server may have closed an idle connection: one more try, none after a timeout
+        again = importlib.import_module("redis.retry").Retry(
+            no_wait, 1, supported_errors=(self._redis.ConnectionError,)
+        )
+        return self._redis.Redis(
+            **places,
+            db=url.database,
+            username=options.username or url.username,
+            password=options.password or url.password,
+            socket_timeout=options.timeout_s,
+            socket_connect_timeout=options.timeout_s,
+            socket_read_size=1 << 20,
+            retry=again,
+            protocol=2,
+        )
+
+    @property
+    def total_bytes(self) -> int:
+        """See `Tier`; without a limit of its own, that of the server, and 0 if it has none."""
+        if self._options.most_bytes:
+            return self._options.most_bytes
+        with self._calls():
+            return int(self._client.info("memory").get("maxmemory", 0))
+
+    @property
+    def used_bytes(self) -> int:
+        """See `Tier`. Counts the entries of all engines and models."""
+        with self._calls():
+            return int(self._client.get(f"{PREFIX}:used") or 0)
+
+    def stored(self) -> dict[str, Stored]:
+        """See `Tier`."""
+        return {name: head.stored for name, head in self._heads(sorted(self.names()))}
+
+    def names(self) -> set[str]:
+        """See `Tier`."""
+        with self._calls():
+            return {name.decode() for name in self._client.zrange(self._list_key, 0, -1)}
+
+    def added(self) -> dict[str, Stored]:
+        """See `Tier`."""
+        with self._turn, self._calls():
+            if int(self._client.get(f"{PREFIX}:number") or 0) < self._newest:
+                self._newest = 0  # the server was emptied, and counts from 1 again
+            found = self._client.zrangebyscore(
+                self._list_key, f"({self._newest}", _MOST_NUMBER, withscores=True
+            )
+            names = [name.decode() for name, _ in found]
+            newest = max((int(number) for _, number in found), default=self._newest)
+            heads = dict(self._heads(names))
+            self._newest = newest
+        return {name: head.stored for name, head in heads.items()}
+
+    def write(self, key: str, data: Bytes, facts: Mapping[str, Any] | None = None) -> None:
+        """See `Tier`. Evicts the least recently used entries of all engines.
+
+        Raises:
+            TierFull: the entry exceeds the limit, or the server refuses more memory.
+            TierUnreachable: the server did not respond in time.
+        """
+        source, most_bytes = flat(data), self._options.most_bytes
+        if most_bytes and source.nbytes > most_bytes:
+            raise TierFull(
+                f"{key!r} needs {source.nbytes:,} B, and the store has {most_bytes:,} B; raise "
+                "--remote-kv-memory"
+            )
+        chunks = [source[at : at + CHUNK_BYTES] for at in range(0, source.nbytes, CHUNK_BYTES)]
+        head = _packed_head(source.nbytes, facts or {}, [zlib.crc32(chunk) for chunk in chunks])
+        name = self._key_of(key)
+        fields: dict[str, object] = {str(n): chunk for n, chunk in enumerate(chunks)}
+        try:
+            with self._calls(), self._client.pipeline(transaction=True) as batch:
+                self._run(batch, ADD, key, source.nbytes, most_bytes, self._ttl_ms)
+                batch.hset(name, mapping={"head": head} | fields)
+                if self._ttl_ms:
+                    batch.pexpire(name, self._ttl_ms)
+                batch.execute()
+        except TierFull:  # refused by the server, but counted: a transaction has no rollback
+            self.drop(key)
+            raise
+
+    def read(self, key: str, into: memoryview, first: int = 0) -> None:
+        """See `Tier`.
+
+        Raises:
+            TierUnreachable: the server did not respond in time.
+        """
+        numbers = range(first // CHUNK_BYTES, -(-(first + into.nbytes) // CHUNK_BYTES))
+        with self._calls(), self._client.pipeline(transaction=False) as batch:
+            batch.hmget(self._key_of(key), ["head", *numbers])
+            self._run(batch, TOUCH, key, self._ttl_ms)
+            (packed, *chunks), _ = batch.execute()
+            chunks = chunks[: len(numbers)]
+        try:
+            head = None if packed is None else _head(packed)
+            stored = check_range(key, None if head is None else head.stored, into, first)
+            assert head is not None, "a stored entry has a head"
+            _join(key, numbers, chunks, stored.num_bytes, head.sums, flat(into), first)
+        except CorruptData:
+            self.drop(key)
+            raise
+
+    def least_recent(self, num_bytes: int) -> list[str]:
+        """See `Tier`. The store evicts entries by itself."""
+        return []
+
+    def drop(self, key: str) -> None:
+        """See `Tier`. If the server cannot be reached, the entry stays."""
+        with contextlib.suppress(StorageError), self._calls():
+            self._run(self._client, DROP, key)
+
+    def secret(self) -> bytes:
+        """The secret that salts of tenants derive from; the first engine creates it.
+
+        Raises:
+            TierUnreachable: the server did not respond in time.
+        """
+        name = f"{PREFIX}:secret"
+        with self._calls():
+            self._client.set(name, secrets.token_bytes(SECRET_BYTES), nx=True)
+            found = self._client.get(name)
+            if not isinstance(found, bytes) or len(found) != SECRET_BYTES:
+                found = secrets.token_bytes(SECRET_BYTES)
+                self._client.set(name, found)
+        return found
+
+    def close(self) -> None:
+        """Close the connections; entries are retained."""
+        with contextlib.suppress(*self._failures):
+            self._client.close()
+
+    # ---- the server ----------------------------------------------------------------------------
+
+    @property
+    def _list_key(self) -> str:
+        return f"{PREFIX}:{self._namespace}"
+
+    def _key_of(self, key: str) -> str:
+        return f"{PREFIX}:{self._namespace}:{key}"
+
+    def _run(self, client: Any, script: str, key: str, *arguments: object) -> None:
+        client.eval(script, 1, PREFIX, self._namespace, key, *arguments)
+
+    def _heads(self, names: list[str]) -> Iterator[tuple[str, _Head]]:
+        """The heads of entries that exist and whose heads are not damaged."""
+        for start in range(0, len(names), _BATCH):
+            batch_names = names[start : start + _BATCH]
+            with self._calls(), self._client.pipeline(transaction=False) as batch:
+                for name in batch_names:
+                    batch.hget(self._key_of(name), "head")
+                found = batch.execute()
+            for name, packed in zip(batch_names, found, strict=True):
+                if packed is not None:
+                    with contextlib.suppress(CorruptData):
+                        yield name, _head(packed)
+
+    @property
+    def _failures(self) -> tuple[type[BaseException], ...]:
+        """What a call raises if the server is gone, slow, or sends bytes of another protocol."""
+        broken = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
+        return (self._redis.RedisError, OSError, *broken)
+
+    @contextlib.contextmanager
+    def _calls(self) -> Iterator[None]:
+        """Convert errors of the client; afterwards no connection has bytes of an old response."""
+        try:
+            yield
+        except StorageError:  # of a nested call
+            raise
+        except self._failures as error:
+            with contextlib.suppress(*self._failures):
+                self._client.connection_pool.disconnect()
+            if isinstance(error, self._redis.exceptions.OutOfMemoryError):
+                raise TierFull(
+                    f"the store at {self._url} is full: its maxmemory is reached; raise it above "
+                    "--remote-kv-memory"
+                ) from error
+            text = f"{error}"[:_MOST_TEXT] or type(error).__name__
+            raise TierUnreachable(f"the store at {self._url} failed: {text}") from error
+
+
+def _packed_head(num_bytes: int, facts: Mapping[str, Any], sums: Iterable[int]) -> bytes:
+    rest = json.dumps({"bytes": num_bytes, "facts": dict(facts), "sums": list(sums)}).encode()
+    return b"%08x" % zlib.crc32(rest) + rest
+
+
+def _head(packed: object) -> _Head:
+    """Parse a head.
+
+    Raises:
+        CorruptData: its checksum is wrong.
+    """
+    if not isinstance(packed, bytes) or packed[:8] != b"%08x" % zlib.crc32(packed[8:]):
+        raise CorruptData("the head of a stored entry is damaged")
+    values = json.loads(packed[8:])
+    return _Head(Stored(values["bytes"], values["facts"]), tuple(values["sums"]))
+
+
+def _join(
+    key: str,
+    numbers: range,
+    chunks: list[Any],
+    num_bytes: int,
+    sums: tuple[int, ...],
+    target: memoryview,
+    first: int,
+) -> None:
+    """Copy a range out of its chunks.
+
+    Raises:
+        CorruptData: a chunk is missing, or its bytes differ from those that were written.
+    """
+    end = first + target.nbytes
+    for number, chunk in itertools.zip_longest(numbers, chunks):
+        start = number * CHUNK_BYTES
+        length = min(CHUNK_BYTES, num_bytes - start)
+        is_whole = isinstance(chunk, bytes) and len(chunk) == length
+        if not is_whole or zlib.crc32(chunk) != sums[number]:
+            raise CorruptData(
+                f"chunk {number} of {key!r} differs from what was written; the entry is dropped"
+            )
+        low, high = max(first, start), min(end, start + length)
+        target[low - first : high - first] = chunk[low - start : high - start]

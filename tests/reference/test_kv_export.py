@@ -1,0 +1,275 @@
+"""KV export: a request prefilled in one engine continues in another one or another process."""
+
+import json
+import subprocess
+import sys
+import zlib
+
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+from quire import LLM, KVConfig, PrefixCacheConfig, SamplingParams
+from quire.errors import CorruptData, OutOfPages, RequestError, StorageError, UnsoundCombination
+from reference.test_eviction import largest_difference
+from reference.test_prefix_tier import PROMPTS, answer, model_of, plain
+from reference.test_shared_prefixes import Listener
+from support.engines import greedy
+from support.kv_options import kv_config
+from support.redis_servers import start_redis
+
+MIB = 1 << 20
+PROMPT = PROMPTS["b"]
+SAMPLING = greedy(8)
+OPTIONS = [
+    {},
+    {"codec": "int8"},
+    {"codec": "int8+sinks=2+residual=6"},
+    {"codec": "int4_page/int8"},
+    {"evict": "h2o:cap=152,every=8,when=decode"},
+    {"evict": "snapkv:window=8,cap=120,every=8,when=prefill_end"},
+    {"evict": "recent:cap=152,every=8,sinks=4"},
+]
+
+
+def llm_of(model="qwen3", **options):
+    return LLM(model_of(model), kv=kv_config(**{"memory": 4 * MIB, "page_tokens": 4} | options))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "opt"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_request_continues_after_an_import_without_its_prefill(name, options, tmp_path):
+    if name != "qwen3" and options not in ({}, {"codec": "int8"}):
+        pytest.skip("one architecture suffices")
+    [expected] = llm_of(name, **options).generate(PROMPT, SAMPLING)
+    prefill, decode = llm_of(name, **options), llm_of(name, **options)
+
+    saved = prefill.export_kv(PROMPT, tmp_path / "kv", SAMPLING)
+    loaded = decode.import_kv(tmp_path / "kv")
+    [found] = decode.generate(PROMPT, SAMPLING)
+
+    assert saved == loaded
+    assert saved.num_tokens == 148 == found.usage.cached_tokens
+    assert found.token_ids == expected.token_ids
+    decode.engine.check()
+    prefill.engine.check()
+
+
+def test_the_retained_tokens_of_a_rule_are_those_without_an_export(tmp_path):
+    options = {"evict": "h2o:cap=152,every=4,when=decode", "record_evictions": True}
+    request = {"request_id": "r", "sampling": greedy(24)}
+    plain, prefill, decode = (llm_of(**options) for _ in range(3))
+    prefill.export_kv(PROMPT, tmp_path / "kv", greedy(24))
+    decode.import_kv(tmp_path / "kv")
+    traces = []
+    for llm in (plain, decode):
+        llm.generate(PROMPT, **request)
+        traces.append([repr(entry) for entry in llm.engine.eviction_trace("r")])
+
+    assert traces[0] == traces[1] != []
+
+
+def test_the_kv_of_an_open_request_includes_its_output(tmp_path):
+    prefill, decode = llm_of(), llm_of()
+    stream, tokens = prefill.stream(PROMPT, greedy(30)), []
+    while len(tokens) < 12:
+        tokens += next(stream).token_ids
+    saved = prefill.export_kv([*PROMPT, *tokens], tmp_path / "kv")
+    rest = [token for delta in stream for token in delta.token_ids]
+
+    decode.import_kv(tmp_path / "kv")
+    [found] = decode.generate([*PROMPT, *tokens], greedy(30 - len(tokens)))
+
+    assert saved.num_tokens == 160  # whole blocks of 161 tokens, whose last one is computed
+    assert found.usage.cached_tokens == 160
+    assert list(found.token_ids) == rest
+
+
+def test_imported_blocks_are_published_as_events(tmp_path):
+    prefill, decode, computed, loaded = llm_of(), llm_of(), Listener(), Listener()
+    prefill.engine.prefix_events.subscribe(computed)
+    decode.engine.prefix_events.subscribe(loaded)
+    prefill.export_kv(PROMPT, tmp_path / "kv")
+    decode.import_kv(tmp_path / "kv")
+    decode.import_kv(tmp_path / "kv")  # nothing is new
+
+    assert loaded.blocks == computed.blocks
+    assert len(loaded.blocks) == 37
+
+
+def test_only_requests_of_the_same_tenant_and_salt_use_an_import(tmp_path):
+    prefill, decode = llm_of(), llm_of()
+    prefill.export_kv(PROMPT, tmp_path / "kv", cache_salt="x")
+    decode.import_kv(tmp_path / "kv", cache_salt="y")
+    cached = [
+        decode.generate(PROMPT, SAMPLING, cache_salt=salt)[0].usage.cached_tokens
+        for salt in ("", "x", "y")
+    ]
+
+    assert cached == [0, 0, 148]
+
+
+def test_an_import_evicts_unused_prefixes_and_is_refused_without_free_pages(tmp_path):
+    llm_of().export_kv(PROMPT, tmp_path / "kv")
+    small = llm_of(memory=128 << 10)
+    small.generate(PROMPTS["a"], SAMPLING)
+    small.import_kv(tmp_path / "kv")
+    [found] = small.generate(PROMPT, SAMPLING)
+    assert found.usage.cached_tokens == 148
+
+    stream = small.stream(PROMPTS["a"], greedy(30))
+    next(stream)
+    small.engine.scheduler.sequence_memory.sharing.drop_cached()
+    with pytest.raises(OutOfPages, match="wait for running requests, or raise --kv-memory"):
+        small.import_kv(tmp_path / "kv")
+    small.engine.check()
+    assert len(list(stream)) > 10
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        ({"model": "llama_mha"}, "expected KV with the fingerprint"),
+        ({"codec": "int8"}, "expected KV with the fingerprint"),
+        ({"page_tokens": 8}, "expected KV with the fingerprint"),
+        ({"enable_prefix_caching": False}, "the prefix cache is off"),
+        ({"store": "contiguous_growing"}, "exported from and to the prefix cache"),
+    ],
+)
+def test_kv_of_other_engines_is_refused(other, says, tmp_path):
+    llm_of().export_kv(PROMPT, tmp_path / "kv")
+    llm = llm_of(**other)
+
+    with pytest.raises((RequestError, UnsoundCombination), match=says):
+        llm.import_kv(tmp_path / "kv")
+    llm.engine.check()
+
+
+def test_kv_of_a_rule_that_the_engine_does_not_allow_is_refused(tmp_path):
+    rule = "h2o:cap=152,every=8,when=decode"
+    llm_of(evict_allow="h2o").export_kv(PROMPT, tmp_path / "kv", SAMPLING, evict=rule)
+
+    with pytest.raises(RequestError, match="h2o"):
+        llm_of(evict_allow="snapkv").import_kv(tmp_path / "kv")
+    llm = llm_of(evict_allow="h2o")
+    llm.import_kv(tmp_path / "kv")
+    [found] = llm.generate(PROMPT, SAMPLING, evict=rule)
+    assert found.usage.cached_tokens == 148
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "other", "missing"])
+def test_damaged_files_are_refused(damage, tmp_path):
+    path = tmp_path / "kv"
+    llm_of().export_kv(PROMPT, path)
+    data = bytearray(path.read_bytes())
+    if damage == "flip":
+        data[-100] ^= 1
+        path.write_bytes(data)
+    elif damage == "cut":
+        path.write_bytes(data[:-100])
+    elif damage == "other":
+        path.write_text("text")
+    else:
+        path.unlink()
+
+    with pytest.raises(CorruptData if damage == "flip" else StorageError, match="kv"):
+        llm_of().import_kv(path)
+
+
+def test_other_sizes_than_those_of_the_engine_are_refused(tmp_path):
+    path = tmp_path / "kv"
+    llm_of().export_kv(PROMPT, path)
+    with safe_open(path, framework="numpy") as file:
+        metadata = json.loads(file.metadata()["quire"])
+    tensors = load_file(path)
+    for name, changed in (("blocks", tensors["blocks"][:-1]), ("tokens", tensors["tokens"][:-4])):
+        metadata["sums"][name] = zlib.crc32(changed.tobytes())
+        save_file({**tensors, name: changed}, path, metadata={"quire": json.dumps(metadata)})
+        with pytest.raises(RequestError, match=r"expected 3[67] blocks of"):
+            llm_of().import_kv(path)
+        metadata["sums"][name] = zlib.crc32(tensors[name].tobytes())
+
+
+def test_a_prompt_shorter_than_a_block_and_a_bad_path_are_refused(tmp_path):
+    llm = llm_of()
+    with pytest.raises(
+        RequestError, match="a whole block of 4 tokens before its last token, got 4"
+    ):
+        llm.export_kv([5, 6, 7, 8], tmp_path / "kv")
+    with pytest.raises(StorageError, match="cannot write"):
+        llm.export_kv(PROMPT, tmp_path / "none" / "kv")
+    with pytest.raises(RequestError, match="computes its whole prompt"):
+        llm.export_kv(PROMPT, tmp_path / "kv", SamplingParams(max_tokens=1, prompt_logprobs=1))
+
+
+# ---- two processes -------------------------------------------------------------------------------
+
+_PREFILL = """
+import json, sys
+from quire import LLM, KVConfig, PrefixCacheConfig, SamplingParams
+job = json.loads(sys.argv[1])
+cache = PrefixCacheConfig(**job["cache"])
+llm = LLM("quire-tiny", dtype="float32", device="cpu", verify=False,
+          kv=KVConfig(memory="32MiB", prefix_cache=cache))
+if job["path"]:
+    llm.export_kv(job["prompt"], job["path"], SamplingParams(max_tokens=12, temperature=0.0))
+else:
+    llm.generate(job["prompt"], SamplingParams(max_tokens=1, temperature=0.0))
+    llm.flush_kv()
+print("done", flush=True)
+sys.stdin.readline()  # the engine stays open until the other one has decoded
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("through", ["export", "redis", "file"])
+def test_a_prompt_computed_in_another_process_is_not_recomputed(through, tmp_path):
+    prompt = [5 + i * i % 89 for i in range(200)]
+    cache, path, server = {}, "", None
+    if through == "redis":
+        server = start_redis()
+        cache = {"remote": server.url}
+    elif through == "file":
+        cache = {"remote": f"file://{tmp_path}/kv", "remote_memory": "64MiB"}
+    else:
+        path = str(tmp_path / "kv")
+    options = {"dtype": "float32", "device": "cpu", "verify": False}
+    whole = {"load": "whole"} if cache else {}
+    decode = LLM(
+        "quire-tiny",
+        **options,
+        kv=KVConfig(memory="32MiB", prefix_cache=PrefixCacheConfig(**cache | whole)),
+    )
+    job = json.dumps({"prompt": prompt, "cache": cache, "path": path})
+    process = subprocess.Popen(
+        [sys.executable, "-c", _PREFILL, job],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "done\n"
+    if path:
+        assert decode.import_kv(path).num_tokens == 192
+    sampling = SamplingParams(max_tokens=12, temperature=0.0)
+    [found] = decode.generate(prompt, sampling)
+    process.communicate("\n")
+
+    [expected] = LLM("quire-tiny", **options).generate(prompt, sampling)
+    assert found.usage.cached_tokens == 192
+    assert found.token_ids == expected.token_ids
+    decode.close()
+    if server is not None:
+        server.close()
+
+
+def test_answers_after_an_import_have_the_logits_of_a_prefill(tmp_path):
+    llm_of().export_kv(PROMPT, tmp_path / "kv")
+    llm = llm_of()
+    llm.import_kv(tmp_path / "kv")
+    logits, usages = answer(llm.engine, {"b": PROMPT})
+
+    assert usages["b"].cached_tokens == 148
+    assert largest_difference(logits, {"b": plain("qwen3")["b"]}) <= 1e-4

@@ -1,0 +1,288 @@
+"""Engines that share prefixes through a real Redis server, which dies, stalls or is damaged.
+
+Logits equal those of an engine without a store within 1e-4, and tokens are the same. No step takes
+as long as the timeout of the store.
+"""
+
+import logging
+import time
+from functools import cache
+
+import pytest
+import redis
+
+from quire.config.generation_request import GenerationRequest
+from quire.kv.prefix_blocks import PrefixListener
+from quire.offload.tiers.redis_scripts import PREFIX
+from quire.scheduler.prefix_sharing import PrefixSharing
+from reference.test_eviction import Recorder, largest_difference
+from reference.test_prefix_tier import (
+    NEW_TOKENS,
+    PROMPTS,
+    READ_SLOWLY,
+    answer,
+    engine_of,
+    plain,
+    restored,
+)
+from support.engines import greedy
+from support.redis_servers import start_redis
+
+TIMEOUT_S = 1.0
+PREFIX_TIER = "quire.offload.prefix_store"
+
+
+@pytest.fixture
+def server():
+    started = start_redis()
+    yield started
+    started.close()
+
+
+def shared(server, **options):
+    return {"remote": server.url, "remote_timeout_s": TIMEOUT_S} | options
+
+
+def tokens_of(engine, prompts, **options):
+    """Output tokens of each prompt, and the longest step."""
+    for name, prompt in prompts.items():
+        request = GenerationRequest(prompt, greedy(NEW_TOKENS), request_id=name, **options)
+        engine.submit(request)
+    found, longest_s = {name: [] for name in prompts}, 0.0
+    while engine.has_work:
+        started_s = time.monotonic()
+        deltas = engine.step()
+        longest_s = max(longest_s, time.monotonic() - started_s)
+        for delta in deltas:
+            assert delta.error is None, delta.error
+            found[delta.request_id] += delta.token_ids
+    return found, longest_s
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"codec": "int8"},
+        {"codec": "int8+sinks=2+residual=6"},
+        {"evict": "h2o:cap=152,every=8,when=decode"},
+        {"evict": "snapkv:window=8,cap=120,every=8,when=prefill_end", "codec": "int8"},
+    ],
+    ids=str,
+)
+def test_tokens_after_a_load_equal_recomputed_ones(server, options):
+    prompts = {"b": PROMPTS["b"], "a": PROMPTS["a"]}
+    expected, _ = tokens_of(engine_of("qwen3", **options), prompts)
+    first = engine_of("qwen3", **options, **shared(server))
+    assert tokens_of(first, prompts)[0] == expected
+    first.close()
+    second = engine_of("qwen3", prefill=READ_SLOWLY, **options, **shared(server))
+
+    found, longest_s = tokens_of(second, prompts)
+
+    assert found == expected
+    assert {event.request_id for event in restored(second)} == {"a", "b"}
+    assert longest_s < TIMEOUT_S
+    second.close()
+
+
+def test_an_open_engine_finds_what_another_one_has_just_computed(server):
+    """Write-through: neither engine is closed, and nothing was evicted."""
+    writer = engine_of("qwen3", **shared(server, kv_write="through"))
+    reader = engine_of("qwen3", prefill=READ_SLOWLY, **shared(server))
+    answer(writer, {"b": PROMPTS["b"]})
+    writer.prefix_loader.tier.transfer_worker.drain()
+
+    logits, usages = answer(reader, {"b": PROMPTS["b"]})
+
+    assert usages["b"].cached_tokens == 148
+    assert largest_difference(logits, {"b": plain("qwen3")["b"]}) <= 1e-4
+    num_blocks = (len(PROMPTS["b"]) + NEW_TOKENS - 1) // 4  # with one of its output
+    assert writer.stats().tier.stored_blocks == num_blocks
+    reader.close()
+    writer.close()
+    assert writer.stats().tier.stored_blocks == num_blocks
+
+
+def test_flush_writes_what_is_cached(server):
+    writer = engine_of("qwen3", **shared(server))
+    reader = engine_of("qwen3", prefill=READ_SLOWLY, **shared(server))
+    answer(writer, {"b": PROMPTS["b"]})
+    assert not writer.stats().tier.stored_blocks
+    writer.flush_kv()
+
+    _, usages = answer(reader, {"b": PROMPTS["b"]})
+
+    assert usages["b"].cached_tokens == 148
+    reader.close()
+    writer.close()
+
+
+def test_tenants_share_their_prefixes_between_engines_and_not_with_others(server):
+    tenants = {"tenants": "red; blue"}
+    first = engine_of("qwen3", schedule=tenants, **shared(server))
+    answer(first, {"b": PROMPTS["b"]}, tenant="red")
+    first.close()
+    second = engine_of("qwen3", prefill=READ_SLOWLY, schedule=tenants, **shared(server))
+
+    answer(second, {"b": PROMPTS["b"]}, tenant="blue")
+    assert not restored(second)
+    answer(second, {"b": PROMPTS["b"]}, tenant="red")
+    assert len(restored(second)) == 1
+    second.close()
+
+
+class Listener:
+    """A `PrefixListener` that keeps what is stored, and checks the chains."""
+
+    def __init__(self):
+        self.blocks = {}
+
+    def stored(self, block_hashes, parent_hash, token_ids, page_tokens):
+        assert len(token_ids) == page_tokens * len(block_hashes)
+        assert parent_hash is None or parent_hash in self.blocks
+        for number, key in enumerate(block_hashes):
+            assert key not in self.blocks
+            self.blocks[key] = token_ids[number * page_tokens : (number + 1) * page_tokens]
+
+    def removed(self, block_hashes):
+        for key in block_hashes:
+            del self.blocks[key]
+
+
+def test_loaded_blocks_are_published_as_events_like_computed_ones(server):
+    first = engine_of("qwen3", **shared(server))
+    computed = Listener()
+    assert isinstance(computed, PrefixListener)
+    first.prefix_events.subscribe(computed)
+    answer(first, {"b": PROMPTS["b"]})
+    first.close()
+    second = engine_of("qwen3", prefill=READ_SLOWLY, **shared(server))
+    loaded = Listener()
+    second.prefix_events.subscribe(loaded)
+
+    answer(second, {"b": PROMPTS["b"]})
+
+    assert restored(second)
+    assert loaded.blocks == computed.blocks  # the same names: a router compares engines by them
+    second.scheduler.sequence_memory.sharing.drop_cached()
+    assert loaded.blocks == {}
+    second.close()
+
+
+# ---- outages in mid-run --------------------------------------------------------------------------
+
+
+def damage(server):
+    """Flip a bit of every chunk."""
+    client = redis.Redis(port=server.port)
+    for name in client.scan_iter(f"{PREFIX}:*:*"):
+        if client.type(name) != b"hash" or name.endswith(b":sizes"):
+            continue
+        for field, value in client.hgetall(name).items():
+            if field != b"head":
+                changed = bytearray(value)
+                changed[len(changed) // 2] ^= 4
+                client.hset(name, field, bytes(changed))
+    client.close()
+
+
+def flush(server):
+    client = redis.Redis(port=server.port)
+    client.flushall()
+    client.close()
+
+
+OUTAGES = {
+    "killed": lambda server: server.kill(),
+    "paused": lambda server: server.pause(),
+    "damaged": damage,
+    "flushed": flush,
+}
+
+
+LATER = {f"{name} later": [token + 1 for token in prompt] for name, prompt in PROMPTS.items()}
+
+
+@cache
+def computed():
+    """Logits without a tier, of the prompts before and after the outage."""
+    return plain("qwen3") | answer(engine_of("qwen3"), LATER)[0]
+
+
+def submit_all(engine, prompts):
+    for name, prompt in prompts.items():
+        engine.submit(GenerationRequest(prompt, greedy(NEW_TOKENS), request_id=name))
+
+
+@pytest.mark.parametrize("at_step", [0, 1, 3])
+@pytest.mark.parametrize("outage", OUTAGES)
+def test_an_outage_in_mid_run_costs_recompute_and_one_line(server, outage, at_step, caplog):
+    first = engine_of("qwen3", **shared(server))
+    answer(first, PROMPTS | LATER)
+    first.close()
+    engine = engine_of("qwen3", prefill=READ_SLOWLY, **shared(server, kv_write="through"))
+    recorder = engine.sampling_step.sampler = Recorder(engine.sampling_step.sampler)
+    caplog.set_level(logging.INFO, PREFIX_TIER)
+    longest_s, steps = 0.0, 0
+    submit_all(engine, PROMPTS)
+    while engine.has_work:
+        if steps == at_step:
+            OUTAGES[outage](server)
+            submit_all(engine, LATER)
+        started_s = time.monotonic()
+        for delta in engine.step():
+            assert delta.error is None, delta.error
+        longest_s = max(longest_s, time.monotonic() - started_s)
+        engine.check()
+        steps += 1
+
+    assert largest_difference(recorder.logits, computed()) <= 1e-4
+    assert longest_s < TIMEOUT_S
+    started_s = time.monotonic()
+    engine.close()
+    assert time.monotonic() - started_s < 3 * TIMEOUT_S
+    lines = [r for r in caplog.records if r.name.startswith(PREFIX_TIER)]
+    assert len(lines) <= (0 if outage == "flushed" else 2 if outage == "damaged" else 1), lines
+    if outage in ("killed", "paused"):
+        assert engine.stats().tier.levels[0].num_outages == 1
+    server.resume() if outage == "paused" else None
+
+
+@pytest.mark.parametrize("outage", ["killed", "paused"])
+def test_an_engine_that_loads_whole_prefixes_recomputes_them_in_an_outage(server, outage):
+    first = engine_of("qwen3", **shared(server))
+    answer(first)
+    first.close()
+    engine = engine_of("qwen3", kv_load="whole", **shared(server))
+    OUTAGES[outage](server)
+
+    tokens, longest_s = tokens_of(engine, PROMPTS)
+
+    assert tokens == tokens_of(engine_of("qwen3"), PROMPTS)[0]
+    assert longest_s < TIMEOUT_S
+    engine.close()
+
+
+@pytest.mark.slow
+def test_a_store_that_comes_back_is_used_again(server, caplog):
+    caplog.set_level(logging.INFO, PREFIX_TIER)
+    first = engine_of("qwen3", **shared(server))
+    answer(first)
+    first.close()
+    engine = engine_of("qwen3", prefill=READ_SLOWLY, **shared(server, remote_timeout_s=0.2))
+    server.pause()
+    answer(engine)
+    engine.prefix_loader.tier.transfer_worker.drain()
+    assert not restored(engine)
+    server.resume()
+    sharing: PrefixSharing = engine.scheduler.sequence_memory.sharing
+    deadline_s = time.monotonic() + 30
+    while not restored(engine) and time.monotonic() < deadline_s:
+        sharing.drop_cached()
+        logits, _ = answer(engine)
+        assert largest_difference(logits, plain("qwen3")) <= 1e-4
+
+    assert restored(engine)
+    assert caplog.text.count("is used again") == 1
+    engine.close()

@@ -1,0 +1,370 @@
+"""The file tier: restarts, damage, several processes, and processes that are killed."""
+
+import errno
+import fcntl
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from quire.errors import ConfigError, CorruptData, StorageError, TierFull
+from quire.offload.tiers.entry_files import CHUNK_BYTES, SECTOR_BYTES
+from quire.offload.tiers.file import FileTier
+from quire.offload.tiers.file_index import FileIndex
+from unit.offload.test_tiers import data_of, read
+
+MIB = 1 << 20
+
+
+def rows(folder, query="SELECT name, file FROM entries"):
+    database = sqlite3.connect(folder / "index.sqlite3")
+    try:
+        found = database.execute(query).fetchall()
+        database.commit()
+        return found
+    finally:
+        database.close()
+
+
+def file_of(folder, key):
+    return folder / "entries" / dict(rows(folder))[key]
+
+
+def test_entries_are_found_after_a_restart(tmp_path):
+    first = FileTier(tmp_path, 8 * MIB)
+    first.write("a", data_of(2 * MIB + 5), {"tokens": 3})
+    first.write("b", data_of(MIB))
+    first.drop("b")
+    first.close()
+
+    second = FileTier(tmp_path, 8 * MIB)
+
+    assert second.stored()["a"].facts == {"tokens": 3}
+    assert second.names() == {"a"} == set(second.added())
+    assert read(second, "a", 2 * MIB + 5) == data_of(2 * MIB + 5)
+    assert second.used_bytes == 2 * MIB + SECTOR_BYTES
+    second.check()
+    second.close()
+
+
+def test_smaller_tier_drops_the_least_recently_used_entries(tmp_path):
+    first = FileTier(tmp_path, 8 * MIB)
+    for name in "abcd":
+        first.write(name, data_of(2 * MIB, ord(name)))
+    read(first, "a", 1)
+    first.close()
+
+    second = FileTier(tmp_path, 5 * MIB)
+
+    assert second.names() == {"a", "d"}
+    assert read(second, "a", 2 * MIB) == data_of(2 * MIB, ord("a"))
+    second.check()
+    second.close()
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "deleted"])
+def test_damaged_files_are_named_and_never_returned(tmp_path, damage):
+    tier = FileTier(tmp_path, 8 * MIB)
+    tier.write("a", data_of(3 * MIB, 1))
+    tier.write("b", data_of(MIB, 2))
+    path = file_of(tmp_path, "a")
+    content = bytearray(path.read_bytes())
+    content[MIB + 17] ^= 1
+    if damage == "deleted":
+        path.unlink()
+        with pytest.raises(StorageError, match="nothing is stored under 'a' any more"):
+            read(tier, "a", 3 * MIB)
+    else:
+        path.write_bytes(content if damage == "flipped" else content[: MIB + 17])
+        assert read(tier, "a", MIB) == data_of(3 * MIB, 1)[:MIB]  # this chunk is whole
+        with pytest.raises(CorruptData, match="chunk 1 of 'a'"):
+            read(tier, "a", 3 * MIB)
+
+    assert tier.names() == {"b"}
+    assert read(tier, "b", MIB) == data_of(MIB, 2)
+    tier.check()
+    tier.close()
+
+
+def test_a_changed_row_of_the_index_is_not_read(tmp_path):
+    tier = FileTier(tmp_path, 8 * MIB)
+    tier.write("a", b"123", {"keys": ["00"]})
+    tier.close()
+    rows(tmp_path, """UPDATE entries SET facts = '{"keys": ["01"]}'""")
+
+    reopened = FileTier(tmp_path, 8 * MIB)
+
+    assert reopened.stored() == {} == reopened.added()
+    with pytest.raises(StorageError, match="nothing is stored"):
+        read(reopened, "a", 3)
+    reopened.close()
+
+
+@pytest.mark.parametrize("how", ["no database", "zeros inside"])
+def test_a_damaged_index_is_replaced_if_no_other_process_uses_it(tmp_path, how, caplog):
+    tier = FileTier(tmp_path, 8 * MIB)
+    tier.write("a", b"123")
+    tier.close()
+    path = tmp_path / "index.sqlite3"
+    data = bytearray(path.read_bytes())
+    data = b"not a database" * 1000 if how == "no database" else data[:100] + bytes(len(data) - 100)
+    path.write_bytes(data)
+
+    reopened = FileTier(tmp_path, 8 * MIB)
+
+    assert "stored prefixes are lost and will be recomputed" in caplog.text
+    assert reopened.names() == set()
+    assert list((tmp_path / "entries").iterdir()) == []
+    reopened.write("b", b"123")
+    reopened.check()
+    reopened.close()
+    path.write_bytes(data)
+    with open(tmp_path / "lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)  # as another process does
+        with pytest.raises(ConfigError, match="end all engines"):
+            FileTier(tmp_path, 8 * MIB)
+
+
+def test_full_disk_fails_only_the_write(tmp_path, monkeypatch):
+    tier = FileTier(tmp_path, 8 * MIB)
+    tier.write("a", data_of(MIB, 1))
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for call in ("pwrite", "fdatasync", "replace"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, full)
+            with pytest.raises(StorageError, match="No space left on device"):
+                tier.write("b", data_of(MIB, 2))
+        assert tier.names() == {"a"}
+        assert len(list((tmp_path / "entries").iterdir())) == 1
+    tier.write("b", data_of(MIB, 2))
+    tier.check()
+    tier.close()
+
+
+def test_unwritable_folder_is_rejected(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="name another folder"):
+        FileTier(tmp_path / "file" / "kv", 8 * MIB)
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "kv" / "entries").write_text("")
+    with pytest.raises(ConfigError, match="name another folder"):
+        FileTier(tmp_path / "kv", 8 * MIB)
+    (tmp_path / "kv" / "entries").unlink()
+    FileTier(tmp_path / "kv", 8 * MIB).close()
+
+
+def test_tier_larger_than_the_disk_is_rejected(tmp_path):
+    with pytest.raises(ConfigError, match=r"lower --disk-kv-memory"):
+        FileTier(tmp_path, 1 << 50)
+    with pytest.raises(ConfigError, match="65,536 B or more"):
+        FileTier(tmp_path, 1000)
+
+
+def test_a_folder_of_an_earlier_version_is_refused(tmp_path):
+    for name in ("blocks", "index"):
+        (tmp_path / name).write_text("")
+
+    with pytest.raises(ConfigError, match="delete its files blocks and index, or name another"):
+        FileTier(tmp_path, 2 * MIB)
+    (tmp_path / "blocks").unlink()
+    (tmp_path / "index").unlink()
+    FileTier(tmp_path, 2 * MIB).close()
+    rows(tmp_path, "PRAGMA user_version = 99")
+    with pytest.raises(ConfigError, match="index of format 1, got 99"):
+        FileTier(tmp_path, 2 * MIB)
+
+
+def test_a_network_file_system_has_no_write_ahead_log(tmp_path):
+    FileIndex(tmp_path / "a", on_network=True).close()
+    FileIndex(tmp_path / "b", on_network=False).close()
+
+    modes = []
+    for name in "ab":
+        database = sqlite3.connect(tmp_path / name)
+        modes += database.execute("PRAGMA journal_mode").fetchone()
+        database.close()
+    assert modes == ["delete", "wal"]
+
+
+def test_files_without_a_row_are_deleted_by_a_process_that_is_alone(tmp_path):
+    first = FileTier(tmp_path, 2 * MIB)
+    first.write("a", b"1")
+    orphan = tmp_path / "entries" / "0123.part"
+    orphan.write_text("")
+    second = FileTier(tmp_path, 2 * MIB)
+    assert orphan.exists()  # the first process may be writing it
+    first.close()
+    second.close()
+
+    third = FileTier(tmp_path, 2 * MIB)
+
+    assert not orphan.exists()
+    assert read(third, "a", 1) == b"1"
+    third.close()
+
+
+# ---- processes -----------------------------------------------------------------------------------
+
+_WRITER = """
+import random, sys
+from pathlib import Path
+from quire.errors import StorageError
+from quire.offload.tiers.file import FileTier
+folder, seed, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+rng, tier = random.Random(seed), FileTier(folder, 6 << 20)
+for i in range(count):
+    key, size = f"k{rng.randrange(8)}", rng.randrange(1_500_000)
+    data = bytes([size % 251]) * size
+    try:
+        while True:
+            try:
+                tier.write(key, data, {"size": size})
+                break
+            except StorageError:
+                for old in tier.least_recent(size):
+                    tier.drop(old)
+        assert tier.used_bytes <= tier.total_bytes
+        other = f"k{rng.randrange(8)}"
+        stored = tier.stored().get(other)
+        if stored is not None:
+            into = bytearray(stored.num_bytes)
+            tier.read(other, memoryview(into))
+            assert into == bytes([stored.num_bytes % 251]) * stored.num_bytes
+    except StorageError:
+        pass  # replaced or dropped by the other process
+    print(i, flush=True)
+tier.close()
+"""
+
+
+def start_writer(folder, seed, count):
+    return subprocess.Popen(
+        [sys.executable, "-c", _WRITER, str(folder), str(seed), str(count)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+def test_two_processes_share_a_folder_within_its_size(tmp_path):
+    writers = [start_writer(tmp_path, seed, 60) for seed in (1, 2)]
+    for writer in writers:
+        assert len(writer.communicate()[0].splitlines()) == 60
+        assert writer.returncode == 0
+
+    tier = FileTier(tmp_path, 6 * MIB)
+    assert tier.names()
+    tier.check()
+    for key, stored in tier.stored().items():
+        assert read(tier, key, stored.num_bytes) == bytes([stored.num_bytes % 251]) * (
+            stored.num_bytes
+        )
+    tier.close()
+
+
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_killed_process_leaves_only_complete_entries(tmp_path, seed):
+    process = start_writer(tmp_path, seed, 100_000)
+    for _ in range(12):
+        assert process.stdout.readline()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+
+    tier = FileTier(tmp_path, 6 * MIB)
+
+    assert tier.names()
+    assert len(list((tmp_path / "entries").iterdir())) == len(tier.names())
+    for key, stored in tier.stored().items():
+        assert stored.facts["size"] == stored.num_bytes
+        assert read(tier, key, stored.num_bytes) == bytes([stored.num_bytes % 251]) * (
+            stored.num_bytes
+        )
+    tier.check()
+    tier.close()
+
+
+# ---- any order -----------------------------------------------------------------------------------
+
+
+class FileMachine(RuleBasedStateMachine):
+    """Writes, drops, restarts and damage by two users: reads return the written bytes."""
+
+    def __init__(self):
+        super().__init__()
+        self.folder = tempfile.TemporaryDirectory()
+        self.path = Path(self.folder.name)
+        self.expected = {}
+        self.tiers = [self.open(), self.open()]
+
+    def open(self):
+        return FileTier(self.path, 6 * MIB, direct=False)
+
+    @rule(who=st.booleans(), key=st.sampled_from("abc"), size=st.integers(0, 2 * MIB + 9))
+    def write(self, who, key, size):
+        data, tier = data_of(size, size), self.tiers[who]
+        try:
+            tier.write(key, data)
+            self.expected[key] = data
+        except TierFull:
+            assert tier.used_bytes + size + SECTOR_BYTES > tier.total_bytes
+
+    @rule(who=st.booleans(), size=st.integers(1, 6 * MIB))
+    def make_room(self, who, size):
+        for key in self.tiers[who].least_recent(size):
+            self.tiers[who].drop(key)
+            del self.expected[key]
+        assert self.tiers[who].used_bytes + size <= self.tiers[who].total_bytes + SECTOR_BYTES
+
+    @rule(who=st.booleans(), key=st.sampled_from("abc"))
+    def drop(self, who, key):
+        self.tiers[who].drop(key)
+        self.expected.pop(key, None)
+
+    @rule(who=st.booleans())
+    def restart(self, who):
+        self.tiers[who].close()
+        self.tiers[who] = self.open()
+        assert set(self.tiers[who].added()) == set(self.expected)
+
+    @rule(key=st.sampled_from("abc"), fraction=st.floats(0, 1))
+    def damage(self, key, fraction):
+        if not self.expected.get(key):
+            return
+        place = int(fraction * (len(self.expected[key]) - 1))
+        with open(file_of(self.path, key), "r+b") as file:
+            file.seek(place)
+            was = file.read(1)[0]
+            file.seek(-1, 1)
+            file.write(bytes([was ^ 0x55]))
+        with pytest.raises(CorruptData, match=f"chunk {place // CHUNK_BYTES}"):
+            read(random.choice(self.tiers), key, len(self.expected.pop(key)))
+
+    @invariant()
+    def check_entries(self):
+        for tier in self.tiers:
+            tier.check()
+            assert tier.names() == set(self.expected)
+            for key, data in self.expected.items():
+                assert read(tier, key, len(data)) == data
+
+    def teardown(self):
+        for tier in self.tiers:
+            tier.close()
+        self.folder.cleanup()
+
+
+FileMachine.TestCase.settings = settings(max_examples=8, stateful_step_count=12, deadline=None)
+TestFiles = FileMachine.TestCase

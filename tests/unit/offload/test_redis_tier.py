@@ -1,0 +1,324 @@
+"""The Redis tier against a real server: login, TLS, expiry, limits, damage and outages."""
+
+import logging
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import redis
+
+from quire.config.store_url import parse_store_url
+from quire.errors import ConfigError, CorruptData, StorageError, TierFull, TierUnreachable
+from quire.offload.tiers.redis_scripts import PREFIX
+from quire.offload.tiers.redis_tier import CHUNK_BYTES, RedisOptions, RedisTier
+from support.redis_servers import require_openssl, start_redis
+from unit.offload.test_tiers import data_of, read
+
+MIB = 1 << 20
+
+
+def tier_of(url, namespace="n", **options):
+    return RedisTier(parse_store_url(url), namespace, RedisOptions(**options))
+
+
+@pytest.fixture
+def new_server():
+    """Starts servers, which end with the test."""
+    started = []
+
+    def start(*options, **other):
+        started.append(start_redis(*options, **other))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.close()
+
+
+@pytest.fixture
+def server(new_server):
+    return new_server()
+
+
+@pytest.fixture
+def client(server):
+    opened = redis.Redis(port=server.port)
+    yield opened
+    opened.close()
+
+
+# ---- login ---------------------------------------------------------------------------------------
+
+
+def test_password_of_the_url_or_of_the_options(new_server, caplog):
+    caplog.set_level(logging.DEBUG)
+    server = new_server("--requirepass", "hunter2")
+    with_password = server.url.replace("//", "//:hunter2@")
+    for url, options in ((with_password, {}), (server.url, {"password": "hunter2"})):
+        tier = tier_of(url, **options)
+        tier.write("a", b"1")
+        assert read(tier, "a", 1) == b"1"
+        tier.close()
+    for url in (server.url, server.url.replace("//", "//:hunter3@")):
+        with pytest.raises(TierUnreachable, match=r"127\.0\.0\.1:\d+/0 failed") as raised:
+            tier_of(url).write("a", b"1")
+        assert "hunter" not in str(raised.value)
+    assert "hunter" not in caplog.text + repr(parse_store_url(with_password))
+
+
+def test_unix_socket(server):
+    tier = tier_of(f"unix://{server.socket}")
+    tier.write("a", b"1")
+    tier.close()
+
+    tier = tier_of(server.url)
+    assert read(tier, "a", 1) == b"1"
+    tier.close()
+
+
+def certificates(folder):
+    program = require_openssl()
+    name = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run(
+        [
+            *(program, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", *name),
+            *("-keyout", str(folder / "key.pem"), "-out", str(folder / "cert.pem")),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    return folder / "cert.pem", folder / "key.pem", folder / "cert.pem"
+
+
+def test_tls_needs_a_known_certificate(new_server, tmp_path):
+    files = certificates(tmp_path)
+    server = new_server(tls=files)
+    url = server.url.replace("redis:", "rediss:")
+
+    tier = tier_of(f"{url}?ssl_ca_certs={files[2]}")
+    tier.write("a", b"1")
+    assert read(tier, "a", 1) == b"1"
+    tier.close()
+    with pytest.raises(TierUnreachable, match="certificate"):
+        tier_of(url).write("b", b"1")
+
+
+# ---- account -------------------------------------------------------------------------------------
+
+
+def test_namespaces_do_not_see_each_other_and_share_the_limit(server):
+    first, second = (tier_of(server.url, name, most_bytes=MIB) for name in "ab")
+    first.write("x", bytes(600_000))
+    assert second.names() == set()
+    second.write("x", bytes(600_000))
+
+    assert first.names() == set()
+    assert second.names() == {"x"}
+    assert second.used_bytes == first.used_bytes == 600_000
+    first.close()
+    second.close()
+
+
+def test_entries_expire_after_their_last_use(server, client):
+    tier = tier_of(server.url, ttl_s=100)
+    tier.write("a", bytes(MIB))
+    name = f"{PREFIX}:n:a"
+    client.pexpire(name, 5_000)
+    read(tier, "a", 3)
+    assert client.pttl(name) > 90_000  # reads prolong it
+    client.pexpire(name, 0)
+
+    with pytest.raises(StorageError, match="nothing is stored under 'a'"):
+        read(tier, "a", 3)
+    assert tier.used_bytes == 0
+    assert tier.names() == set()
+    tier.close()
+
+
+def test_the_account_forgets_entries_whose_time_is_over(server, client):
+    tier = tier_of(server.url, ttl_s=100)
+    for key in "ab":
+        tier.write(key, bytes(1000))
+    client.zadd(f"{PREFIX}:recent", {"n:a": 1})
+    client.delete(f"{PREFIX}:n:a")
+    assert tier.used_bytes == 2000
+
+    tier.write("c", bytes(1000))
+
+    assert tier.used_bytes == 2000
+    assert tier.names() == {"b", "c"}
+    tier.close()
+
+
+def test_a_server_without_memory_is_full_and_one_that_evicts_corrects_the_account(new_server):
+    server = new_server("--maxmemory", "8mb")
+    tier = tier_of(server.url)
+    assert tier.total_bytes == 8 << 20
+    tier.write("a", bytes(100_000))
+    with pytest.raises(TierFull, match="is full: "):
+        [tier.write(key, bytes(MIB)) for key in "bcdefghij"]
+    assert tier.used_bytes == 100_000 + MIB * (len(tier.names()) - 1)
+    client = redis.Redis(port=server.port)
+    client.delete(f"{PREFIX}:n:a")  # as a policy of the server does
+
+    with pytest.raises(StorageError, match="nothing is stored"):
+        read(tier, "a", 1)
+    assert "a" not in tier.names()
+    assert set(tier.stored()) == tier.names()
+    tier.close()
+    client.close()
+
+
+def test_a_server_that_was_emptied_or_has_lost_its_sum_is_used_on(server, client):
+    first, second = (tier_of(server.url, most_bytes=3000) for _ in range(2))
+    for key in "abc":
+        first.write(key, bytes(1000))
+    assert set(second.added()) == set("abc")
+    client.delete(f"{PREFIX}:used")
+    first.write("d", bytes(1000))
+    assert first.used_bytes == 3000
+    assert first.names() == set("bcd")
+    client.flushall()
+    first.write("e", bytes(1000))
+
+    assert set(second.added()) == {"e"}
+    assert second.used_bytes == 1000
+    first.close()
+    second.close()
+
+
+def test_engines_share_one_secret(server, client):
+    first, second = tier_of(server.url), tier_of(server.url, "m")
+
+    assert first.secret() == second.secret()
+    assert len(first.secret()) == 32
+    client.set(f"{PREFIX}:secret", b"damaged")
+    assert len(first.secret()) == 32
+    assert first.secret() == second.secret()
+    first.close()
+    second.close()
+
+
+# ---- damage and outages --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("field", ["head", "1", "1 short", "1 missing"])
+def test_damaged_entries_are_named_and_dropped(server, client, field):
+    tier = tier_of(server.url)
+    data = data_of(2 * CHUNK_BYTES + 9)
+    tier.write("a", data)
+    name, (key, *how) = f"{PREFIX}:n:a", field.split()
+    value = bytearray(client.hget(name, key))
+    value[20] ^= 1
+    if how == ["missing"]:
+        client.hdel(name, key)
+    else:
+        client.hset(name, key, bytes(value[:-1] if how else value))
+
+    if key == "1":
+        assert read(tier, "a", CHUNK_BYTES) == data[:CHUNK_BYTES]  # this chunk is whole
+    with pytest.raises(CorruptData, match=r"damaged|chunk 1 of 'a'"):
+        read(tier, "a", len(data))
+    assert tier.names() == set()
+    assert tier.used_bytes == 0
+    tier.close()
+
+
+@pytest.mark.parametrize("how", ["paused", "killed"])
+def test_a_server_that_stalls_or_dies_costs_no_more_than_the_timeout(server, how):
+    tier = tier_of(server.url, timeout_s=0.2)
+    tier.write("a", b"123")
+    getattr(server, {"paused": "pause", "killed": "kill"}[how])()
+    for call in (lambda: read(tier, "a", 3), lambda: tier.write("b", b"1"), tier.added):
+        started_s = time.monotonic()
+        with pytest.raises(TierUnreachable):
+            call()
+        assert time.monotonic() - started_s < 1.0
+    if how == "paused":
+        server.resume()
+        assert read(tier, "a", 3) == b"123"
+    tier.close()
+
+
+def test_a_restarted_server_is_used_again(server, new_server):
+    tier = tier_of(server.url)
+    tier.write("a", b"123")
+    server.kill()
+    new_server(port=server.port)
+
+    tier.write("a", b"456")  # the old connection is broken: one more try
+    assert read(tier, "a", 3) == b"456"
+    tier.close()
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"\0" * 100, b"HTTP/1.1 400 Bad Request\r\n\r\n", b":1\r\n" * 9, b"$-7\r\n", b"*2\r\n$1\r\n"],
+)
+def test_a_server_of_another_protocol_is_unreachable(garbage):
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def respond():
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with connection:
+                try:
+                    while connection.recv(1 << 16):
+                        connection.sendall(garbage)
+                except OSError:
+                    continue
+
+    thread = threading.Thread(target=respond, daemon=True)
+    thread.start()
+    tier = tier_of(f"redis://127.0.0.1:{listener.getsockname()[1]}", timeout_s=0.2)
+
+    for call in (lambda: read(tier, "a", 3), lambda: tier.write("a", b"1"), tier.added):
+        with pytest.raises((StorageError, CorruptData)):
+            call()
+    tier.close()
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+    thread.join()
+
+
+def test_many_threads_read_what_they_wrote(server):
+    tier = tier_of(server.url, most_bytes=2 * MIB)
+
+    def fill(name):
+        for i in range(10):
+            tier.write(name, data_of(100_000, i))
+            assert read(tier, name, 100_000) == data_of(100_000, i)
+
+    threads = [threading.Thread(target=fill, args=(name,)) for name in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert tier.names() == set("abcd")
+    assert tier.used_bytes == 400_000
+    tier.close()
+
+
+# ---- the package ---------------------------------------------------------------------------------
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "redis", None)
+
+    with pytest.raises(ConfigError, match=r"redis \(not installed\): pip install .*\[redis\]"):
+        tier_of("redis://127.0.0.1:1")
+
+
+@pytest.mark.slow
+def test_the_engine_does_not_import_the_package():
+    code = (
+        "import sys, quire.api.llm, quire.engine.open_tier, quire.offload.tiers.redis_tier\n"
+        "assert 'redis' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
