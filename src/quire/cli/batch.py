@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from quire.batch.lines import BatchTask, LineFormat
+from quire.batch.records import BatchTally
 from quire.cli.batch_input import (
     Survey,
     refuse_one_file_for_two,
@@ -16,9 +18,7 @@ from quire.cli.batch_input import (
     warn_of_other_models,
     warn_of_repeated,
 )
-from quire.cli.batch_io import BatchTask, LineFormat
 from quire.cli.batch_output import BatchOutput, RunState
-from quire.cli.batch_records import BatchTally
 from quire.cli.batch_remote import run_on_server, server_of
 from quire.cli.common import AsJson
 from quire.cli.json_output import print_json
