@@ -24,6 +24,7 @@ from quire.layout.options import (
     option,
 )
 from quire.layout.sizes import parse_size_or
+from quire.scale.config import RayConfig
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.serve.config import ServerConfig
 from quire.sim.machine import MachineConfig
@@ -301,4 +302,12 @@ SAMPLING = Section(
 TRACE = Section("trace", "Trace", TraceOptions)
 MACHINE = Section("machine", "Machine", MachineConfig)
 SERVER = Section("server", "Server", ServerConfig)
-SECTIONS = (MODEL, KV, SCHEDULE, SAMPLING, TRACE, MACHINE, SERVER)
+RAY = Section("ray", "Replicas on Ray", RayConfig)
+RAY_BATCH = Section(
+    "ray",
+    "Replicas on Ray",
+    RayConfig,
+    ("ray", "ray-replicas", "ray-address", "ray-cpus", "ray-gpus", "ray-object-store-memory"),
+)
+"""Options of Ray for a batch, which has no router."""
+SECTIONS = (MODEL, KV, SCHEDULE, SAMPLING, TRACE, MACHINE, SERVER, RAY)

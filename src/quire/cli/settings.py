@@ -17,6 +17,7 @@ from quire.cli.options import (
     KV,
     MACHINE,
     MODEL,
+    RAY,
     SAMPLING,
     SCHEDULE,
     SECTIONS,
@@ -32,6 +33,7 @@ from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.errors import ConfigError
 from quire.layout.options import option_values
+from quire.scale.config import RayConfig
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.serve.config import ServerConfig
 from quire.sim.machine import MachineConfig
@@ -59,6 +61,7 @@ class Settings:
         sampling: default sampling options of requests.
         trace, machine: trace and machine of a simulation.
         server: options of the HTTP server.
+        ray: options of replicas on Ray.
         given: parameters set on the command line or in the file.
         verbose: print details on standard error.
     """
@@ -71,6 +74,7 @@ class Settings:
     trace: TraceOptions = field(default_factory=TraceOptions)
     machine: MachineConfig = field(default_factory=MachineConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+    ray: RayConfig = field(default_factory=RayConfig)
     verbose: bool = False
     given: frozenset[str] = frozenset()
 
@@ -103,20 +107,23 @@ class Settings:
             from quire.api.llm import LLM  # imports torch and transformers
 
         self.set_threads()
-        return LLM(
-            self.model,
-            dtype=self.loading.dtype,
-            device=self.loading.device,
-            kv=self.kv,
-            schedule=self.schedule,
-            trust_remote_code=self.loading.trust_remote_code,
-            verify=self.loading.verify,
-            max_model_len=self.loading.max_model_len,
-            return_memory=self.loading.return_memory,
-            weights_memory=self.loading.weights_memory,
-            model_impl=self.loading.model_impl,
-            weight_codec=self.loading.weight_codec,
-        )
+        return LLM(self.model, **self.llm_options())
+
+    def llm_options(self) -> dict[str, Any]:
+        """Keyword arguments of `LLM`."""
+        return {
+            "dtype": self.loading.dtype,
+            "device": self.loading.device,
+            "kv": self.kv,
+            "schedule": self.schedule,
+            "trust_remote_code": self.loading.trust_remote_code,
+            "verify": self.loading.verify,
+            "max_model_len": self.loading.max_model_len,
+            "return_memory": self.loading.return_memory,
+            "weights_memory": self.loading.weights_memory,
+            "model_impl": self.loading.model_impl,
+            "weight_codec": self.loading.weight_codec,
+        }
 
     def _explain(self, llm: "LLM") -> None:
         """Refuse a prefix cache without effect; print placement and KV memory with --verbose."""
@@ -251,6 +258,7 @@ def _resolve(
         trace=TRACE.build(parts[TRACE.name]),
         machine=MACHINE.build(parts[MACHINE.name]),
         server=SERVER.build(parts[SERVER.name]),
+        ray=RAY.build(parts[RAY.name]),
         verbose=given["verbose"],
         given=typed.union(values),
     )

@@ -10,8 +10,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-KV_USED, WAITING = "kv_used", "waiting"
-"""Names of a replica's statistics: fraction of its KV memory in use, and waiting requests."""
+KV_USED = "kv_used"
+"""Name of a replica's statistic: fraction of its KV memory in use by running requests."""
 
 
 class ScalingContext(Protocol):

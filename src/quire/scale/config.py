@@ -2,14 +2,14 @@
 
 import math
 import re
-from dataclasses import dataclass
-from typing import Literal, no_type_check
+from dataclasses import dataclass, field
+from typing import no_type_check
 
 from quire.errors import ConfigError
 from quire.layout.options import Size, check_options, option
 from quire.layout.sizes import parse_size
+from quire.scale.routing.registry import RouterConfig
 
-RouterName = Literal["kv_aware", "least_loaded", "round_robin"]
 _RANGE = re.compile(r"(\d+)(?::(\d+))?")
 _LEAST_STORE_BYTES = 80 * 2**20
 
@@ -53,13 +53,7 @@ class RayConfig:
         unit="bytes",
         parse=parse_size,
     )
-    router: RouterName = option(
-        "kv_aware",
-        flag="router",
-        help="replica of a request: kv_aware (cached prefix, KV in use, session), least_loaded or "
-        "round_robin",
-        common=True,
-    )
+    routing: RouterConfig = field(default_factory=RouterConfig)
     retries: int = option(
         3,
         flag="ray-retries",

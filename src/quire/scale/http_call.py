@@ -19,6 +19,10 @@ from quire.scale.routing.base import RoutedRequest
 
 Headers = tuple[tuple[bytes, bytes], ...]
 
+REPLICA_HEADER = b"x-quire-replica"
+"""Header with the name of a replica: of a response, that which ran the request; of a request, that
+which is to run it, if it still exists."""
+
 _OPEN_PARTS = 64
 """Parts that wait for the caller; then the application waits."""
 
@@ -35,7 +39,7 @@ class HttpCall:
         body: the body.
         client: address and port of the client; None: unknown.
         routed: what the router may know of the request.
-        replica_id: the replica that must run the request; None: the router chooses.
+        replica_id: the replica that is to run the request; None: the router chooses.
     """
 
     method: str

@@ -6,16 +6,54 @@ that were sent since. Not thread-safe.
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 from quire.scale.routing.base import ReplicaLoad, RoutedRequest, Router
+from quire.scale.routing.kv_aware import KvAware
 from quire.scale.routing.loads import LoadView
 
 _MOST_RANKED = 3
 """Replicas that are ranked one by one; the others follow in any order."""
 
-REPORT = "report"
-"""Key of the number of a report, which grows with each report of a replica."""
+RECEIVED, REPORT = "received", "report"
+"""Keys of a report: requests that the replica has received, and the number of the report."""
+
+
+_LOAD_FIELDS = {field.name for field in fields(ReplicaLoad)} - {"replica_id"}
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request that was sent and has not ended."""
+
+    request: RoutedRequest
+    replica_id: str
+    is_accepted: bool = False
+
+
+@dataclass(slots=True)
+class _Replica:
+    """Counts of one replica.
+
+    Attributes:
+        report: number of its last report; -1: none.
+        num_sent: requests that this proxy sent to it.
+        num_refused: those of them that it did not accept.
+        num_before: requests that it had received from other proxies, or before this one started,
+            at its first report; None: no report.
+    """
+
+    report: int = -1
+    num_sent: int = 0
+    num_refused: int = 0
+    num_before: int | None = None
+
+    def num_ended_sends(self, num_received: int) -> int:
+        """Requests of this proxy that a report includes or that were refused."""
+        if num_received and self.num_before is None:
+            self.num_before = max(0, num_received - self.num_sent)
+        return num_received - (self.num_before or 0) + self.num_refused
 
 
 class ReplicaChoice:
@@ -27,8 +65,8 @@ class ReplicaChoice:
 
     def __init__(self, router: Router) -> None:
         self._router, self._loads = router, LoadView()
-        self._open: dict[str, tuple[RoutedRequest, str]] = {}  # by the id of the proxy
-        self._reports: dict[str, int] = {}  # number of the last report of each replica
+        self._open: dict[str, _Open] = {}  # by the id of the proxy
+        self._replicas: dict[str, _Replica] = {}
 
     def rank(
         self, request_id: str, request: RoutedRequest, reports: Mapping[str, Mapping[str, Any]]
@@ -44,8 +82,8 @@ class ReplicaChoice:
         """
         self.ended(request_id)
         self._take(reports)
-        loads = {load.replica_id: load for load in self._loads.loads()}
-        left = {name: loads.get(name, ReplicaLoad(replica_id=name)) for name in reports}
+        loads = self._loads.loads()
+        left = {name: loads[name] for name in reports}
         ranked: list[str] = []
         while left and len(ranked) < _MOST_RANKED:
             best = self._router.choose(request, list(left.values()))
@@ -54,12 +92,15 @@ class ReplicaChoice:
         self._sent(request_id, request, ranked[0])
         return [*ranked, *left]
 
-    def routed(self, request_id: str, replica_id: str) -> None:
+    def accepted(self, request_id: str, replica_id: str) -> None:
         """Note the replica that has accepted a request."""
-        request, counted = self._open.get(request_id, (None, replica_id))
-        if request is not None and counted != replica_id:
+        found = self._open.get(request_id)
+        if found is None:
+            return
+        if found.replica_id != replica_id:
             self.ended(request_id)
-            self._sent(request_id, request, replica_id)
+            self._sent(request_id, found.request, replica_id)
+        self._open[request_id].is_accepted = True
 
     def ended(self, request_id: str, replica_id: str | None = None) -> None:
         """Note that a request has finished, failed or was aborted; unknown ones are ignored.
@@ -68,21 +109,21 @@ class ReplicaChoice:
             request_id: the proxy's id of the request.
             replica_id: ignore the call if the request was moved from this replica; None: never.
         """
-        request, counted = self._open.get(request_id, (None, ""))
-        if request is None or replica_id not in (None, counted):
+        found = self._open.get(request_id)
+        if found is None or replica_id not in (None, found.replica_id):
             return
         del self._open[request_id]
-        self._loads.finished(request, counted)
-        self._router.note_finished(request, counted)
+        self._replicas[found.replica_id].num_refused += not found.is_accepted
+        self._router.note_finished(found.request, found.replica_id)
 
     def lost(self, replica_ids: Iterable[str]) -> None:
         """Forget replicas that died or were removed."""
         for replica_id in replica_ids:
-            for request_id, (_, counted) in list(self._open.items()):
-                if counted == replica_id:
+            for request_id, found in list(self._open.items()):
+                if found.replica_id == replica_id:
                     self.ended(request_id)
-            self._reports.pop(replica_id, None)
-            self._loads.lost(replica_id)
+            self._replicas.pop(replica_id, None)
+            self._loads.remove(replica_id)
             self._router.note_lost(replica_id)
 
     @property
@@ -91,16 +132,24 @@ class ReplicaChoice:
         return len(self._open)
 
     def _sent(self, request_id: str, request: RoutedRequest, replica_id: str) -> None:
-        self._open[request_id] = (request, replica_id)
-        self._loads.sent(request, replica_id)
+        self._open[request_id] = _Open(request, replica_id)
+        self._replicas.setdefault(replica_id, _Replica()).num_sent += 1
+        self._loads.sent(replica_id, self._uncached_tokens(request, replica_id))
         self._router.note_sent(request, replica_id)
+
+    def _uncached_tokens(self, request: RoutedRequest, replica_id: str) -> int:
+        if isinstance(self._router, KvAware):
+            return self._router.uncached_tokens(request, replica_id)
+        return request.prompt_tokens
 
     def _take(self, reports: Mapping[str, Mapping[str, Any]]) -> None:
         """Take the reports that are new."""
         for replica_id, report in reports.items():
-            number = report.get(REPORT)
-            if number is None or number == self._reports.get(replica_id):
+            replica = self._replicas.setdefault(replica_id, _Replica())
+            number = report.get(REPORT, 0)  # 0: the replica has not reported yet
+            if number == replica.report:
                 continue
-            self._reports[replica_id] = number
-            values = {name: value for name, value in report.items() if name != REPORT}
-            self._loads.report(ReplicaLoad(replica_id=replica_id, **values))
+            replica.report = number
+            values = {name: report[name] for name in _LOAD_FIELDS & report.keys()}
+            load = ReplicaLoad(replica_id=replica_id, **values)
+            self._loads.report(load, replica.num_ended_sends(report.get(RECEIVED, 0)))

@@ -17,6 +17,7 @@ from quire.scale.routing.blocks import block_hashes
 SESSION_HEADER = b"x-session-id"
 _SESSION_FIELDS = ("prompt_cache_key", "user", "safety_identifier")
 _WORD_BYTES = 4
+_MOST_ID = 2**63
 _MOST_SESSION_CHARACTERS = 256
 _TEXT_FIELDS = ("tools", "instructions", "system", "messages", "input", "prompt")
 """Fields of the prompt, in the order in which chat templates write them."""
@@ -63,7 +64,7 @@ def _words(body: Mapping[str, Any]) -> Iterator[int]:
         if value is None:
             continue
         if _are_token_ids(value):
-            yield from value
+            yield from (abs(token_id) % _MOST_ID for token_id in value)
         else:
             yield from _words_of_text(_text(value))
 

@@ -15,12 +15,15 @@ from quire.engine.core import Engine
 from quire.errors import EngineDead
 from quire.serve.app import create_app
 from quire.serve.config import ServerConfig
-from quire.serve.errors import ReplicaLost, error_events, refusal_response
 from quire.serve.service import Service
 from quire.serve.tenant_file import TenantFile
 from quire.serve.tenant_keys import TenantKeys
 
-__all__ = ["EmbeddedServer", "EngineLoad", "ReplicaLost", "error_events", "refusal_response"]
+__all__ = [
+    *("EmbeddedServer", "EngineLoad", "read_load"),
+    *("ReplicaLost", "Unauthorized"),
+    *("error_events", "error_response", "refusal_response"),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,108 @@
+"""Starts and stops Ray for `quire serve --ray` and `quire batch --ray`."""
+
+import math
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from quire.scale.config import RayConfig
+from quire.scale.recipe import ServeRecipe
+from quire.scale.serve import application
+
+APPLICATION = "quire"
+"""Name of the application in Ray Serve."""
+
+
+@contextmanager
+def ray_session(config: RayConfig) -> Iterator[None]:
+    """Connect to a Ray cluster, or start Ray on this machine; disconnect or stop it at the end.
+
+    Args:
+        config: address and sizes. A Ray on this machine has at least the CPU cores that the
+            replicas reserve, as a number: the engines share the cores.
+    """
+    import ray
+
+    if config.address is None:
+        reserved = math.ceil(config.max_replicas * config.cpus)
+        ray.init(
+            address="local",
+            num_cpus=max(os.cpu_count() or 1, reserved),
+            object_store_memory=config.object_store_memory,
+            include_dashboard=False,
+            log_to_driver=True,
+            configure_logging=False,
+        )
+    else:
+        ray.init(address=config.address, log_to_driver=True, configure_logging=False)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def serve_until_signal(recipe: ServeRecipe) -> None:
+    """Serve with Ray until SIGTERM or SIGINT, then finish open requests.
+
+    On a cluster, the application is deleted at the end and the cluster goes on.
+
+    Args:
+        recipe: the served model; its server has host and port.
+    """
+    from ray import serve
+
+    stop = _signals()
+    with ray_session(recipe.ray):
+        start_serve(recipe)
+        serve.run(application(recipe), name=APPLICATION, route_prefix="/")
+        server, ray = recipe.server, recipe.ray
+        scheme = "https" if server.ssl_certfile else "http"
+        host = f"[{server.host}]" if ":" in server.host else server.host
+        sys.stdout.write(
+            f"{ray.replicas} replicas of {recipe.engine.model} on Ray, router {ray.routing.name}\n"
+            f"Serving {server.served_model_name or recipe.engine.model} at "
+            f"{scheme}://{host}:{server.port}/v1\n"
+        )
+        sys.stdout.flush()
+        stop.wait()
+        serve.delete(APPLICATION)
+        if ray.address is None:
+            serve.shutdown()
+
+
+def start_serve(recipe: ServeRecipe) -> None:
+    """Start Ray Serve with an HTTP proxy at the server's address."""
+    from ray import serve
+    from ray.serve.config import HTTPOptions
+
+    server = recipe.server
+    serve.start(
+        proxy_location="HeadOnly" if recipe.ray.address is None else "EveryNode",
+        http_options=HTTPOptions(
+            host=server.host,
+            port=server.port,
+            keep_alive_timeout_s=math.ceil(server.timeout_keep_alive),
+            ssl_certfile=server.ssl_certfile,
+            ssl_keyfile=server.ssl_keyfile or server.ssl_certfile,
+            ssl_ca_certs=server.ssl_ca_certs,
+        ),
+    )
+
+
+def _signals() -> threading.Event:
+    """An event that SIGTERM and SIGINT set; a second signal ends the process."""
+    stop = threading.Event()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if stop.is_set():
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handle)
+    return stop
