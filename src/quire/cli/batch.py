@@ -130,7 +130,9 @@ def batch(  # noqa: PLR0913 - one parameter per option
     an uninterrupted run, except with --batch-invariant. Exit code 1 if OUTPUT has error records.
 
     With --ray, engines in actors of Ray Data run the requests, and the records have the order of
-    the lines. With --base-url, a server runs the requests. Lines may then be for any path of its API. Requests
+    the lines.
+
+    With --base-url, a server runs the requests. Lines may then be for any path of its API. Requests
     that it refuses for the moment (status 429 or 503) are repeated after the time it names.
     """
     settings.refuse_other_tenants()

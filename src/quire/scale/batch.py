@@ -85,7 +85,7 @@ class BatchActor:
             ConfigError: a batch without a column of prompts.
             EngineDead: the engine has stopped.
         """
-        lines, numbers = lines_of(batch)
+        lines, numbers = lines_of(batch, self._form.prompt_key)
         records = await asyncio.gather(*map(self._record, lines, numbers))
         return {NUMBER: list(numbers), RECORD: [json.dumps(record) for record in records]}
 
@@ -120,11 +120,14 @@ class BatchActor:
             return refusal
 
 
-def lines_of(batch: Mapping[str, Any]) -> tuple[list[bytes], Sequence[int]]:
+def lines_of(
+    batch: Mapping[str, Any], prompt_key: str = "prompt"
+) -> tuple[list[bytes], Sequence[int]]:
     """The lines of a batch, and their numbers; 0 without a column of numbers.
 
     Args:
         batch: columns by name: lists, or arrays of NumPy.
+        prompt_key: name of the column of prompts.
 
     Raises:
         ConfigError: no column of lines or prompts.
@@ -133,12 +136,12 @@ def lines_of(batch: Mapping[str, Any]) -> tuple[list[bytes], Sequence[int]]:
     numbers = columns.pop(NUMBER, None)
     if LINE in columns:
         lines = [_bytes(line) for line in columns[LINE]]
-    elif columns.keys() & {"prompt", "messages", "body"}:
+    elif columns.keys() & {prompt_key, "messages", "body"}:
         rows = zip(*columns.values(), strict=True)
         lines = [_json_line(dict(zip(columns, row, strict=True))) for row in rows]
     else:
         raise ConfigError(
-            f"expected a column line, prompt, messages or body, got {', '.join(columns) or 'none'}"
+            f"expected a column line, {prompt_key}, messages or body, got {', '.join(columns) or 'none'}"
         )
     return lines, [0] * len(lines) if numbers is None else numbers
 

@@ -80,7 +80,7 @@ def read_lines(source: Path, block: LineBlock) -> list[bytes]:
     """The lines of a block."""
     with source.open("rb") as file:
         file.seek(block.start)
-        lines = file.read(block.size).splitlines(keepends=True)
+        lines = file.read(block.size).split(b"\n")  # as the lines of a binary file
     return [lines[number - block.first] for number in block.numbers]
 
 
