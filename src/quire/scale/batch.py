@@ -140,9 +140,8 @@ def lines_of(
         rows = zip(*columns.values(), strict=True)
         lines = [_json_line(dict(zip(columns, row, strict=True))) for row in rows]
     else:
-        raise ConfigError(
-            f"expected a column line, {prompt_key}, messages or body, got {', '.join(columns) or 'none'}"
-        )
+        found = ", ".join(columns) or "none"
+        raise ConfigError(f"expected a column line, {prompt_key}, messages or body, got {found}")
     return lines, [0] * len(lines) if numbers is None else numbers
 
 
