@@ -11,6 +11,7 @@ import typer
 from benchmarks.attention.command import attention
 from benchmarks.batch_max.command import batch_max
 from benchmarks.batch_plan.command import batch_plan
+from benchmarks.cluster.command import cluster
 from benchmarks.device.command import device
 from benchmarks.eviction.command import eviction
 from benchmarks.invariant.command import invariant
@@ -52,6 +53,7 @@ _COMMANDS: dict[str, Callable[..., Any]] = {
     "soak": soak,
     "server-load": server_load,
     "memory": memory,
+    "cluster": cluster,
     "batch-max": batch_max,
     "eviction": eviction,
     "invariant": invariant,

@@ -38,8 +38,8 @@ RECIPE = ServeRecipe(
         upscale_delay_s=0.5,
         downscale_delay_s=2.0,
         target_ongoing=4,
-        routing=RouterConfig(name="kv_aware"),
     ),
+    routing=RouterConfig(name="kv_aware"),
 )
 URL = f"http://127.0.0.1:{RECIPE.server.port}"
 

@@ -3,15 +3,13 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from quire.cli.options import RAY, ROUTER
 from quire.cli.settings import Settings
 from quire.errors import ConfigError
 from quire.layout.extras import require_extra
 
 if TYPE_CHECKING:
     from quire.scale.recipe import EngineRecipe
-
-_SECTION = "ray_"
-_ENABLED = "ray_enabled"
 
 
 def refuse_ray_options(settings: Settings) -> None:
@@ -20,11 +18,12 @@ def refuse_ray_options(settings: Settings) -> None:
     Raises:
         ConfigError: names the option.
     """
-    given = sorted(name for name in settings.given if name.startswith(_SECTION))
-    others = [name for name in given if name != _ENABLED]
-    if others and not settings.ray.enabled:
-        option = others[0].removeprefix(_SECTION).removeprefix("routing_").replace("_", "-")
-        raise ConfigError(f"the option {option} of [ray] has no effect without --ray: add --ray")
+    if settings.ray.enabled:
+        return
+    for section in (RAY, ROUTER):
+        for found in section.options():
+            if found.parameter in settings.given and found.flag != "ray":
+                raise ConfigError(f"--{found.flag} has no effect without --ray: add --ray")
 
 
 def refuse_on_ray(flag: str, value: object) -> None:
@@ -64,4 +63,6 @@ def serve_on_ray(settings: Settings) -> None:
 
     with bind(config.host, config.port) as bound:  # reports a port in use; 0 selects a free one
         config = replace(config, port=bound.getsockname()[1])
-    serve_until_signal(recipe_with_keys(engine_recipe(settings), config, settings.ray))
+    serve_until_signal(
+        recipe_with_keys(engine_recipe(settings), config, settings.ray, settings.router)
+    )

@@ -2,13 +2,13 @@
 
 from quire.cli.kv_events import KVEventsEndpoint, KVEventsFile, watching
 from quire.cli.on_ray import refuse_on_ray, refuse_ray_options, serve_on_ray
-from quire.cli.options import KV, MODEL, RAY, SCHEDULE, SERVER
+from quire.cli.options import KV, MODEL, RAY, ROUTER, SCHEDULE, SERVER
 from quire.cli.settings import Settings, with_settings
 from quire.layout.extras import require_extra
 from quire.tenancy.tenants import parse_tenants
 
 
-@with_settings(MODEL, KV, SCHEDULE, SERVER, RAY)
+@with_settings(MODEL, KV, SCHEDULE, SERVER, RAY, ROUTER)
 def serve(
     settings: Settings,
     *,

@@ -14,10 +14,12 @@ from quire.cli.completion import complete_model
 from quire.cli.config_file import read_config_file
 from quire.cli.option_parameters import keyword, option_parameter
 from quire.cli.options import (
+    CLUSTER,
     KV,
     MACHINE,
     MODEL,
     RAY,
+    ROUTER,
     SAMPLING,
     SCHEDULE,
     SECTIONS,
@@ -33,7 +35,9 @@ from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.errors import ConfigError
 from quire.layout.options import option_values
+from quire.scale.cluster.config import ClusterConfig
 from quire.scale.config import RayConfig
+from quire.scale.routing.registry import RouterConfig
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.serve.config import ServerConfig
 from quire.sim.machine import MachineConfig
@@ -59,7 +63,8 @@ class Settings:
         kv: options of the KV memory.
         schedule: options of the scheduler.
         sampling: default sampling options of requests.
-        trace, machine: trace and machine of a simulation.
+        trace, machine, cluster: trace, machine and replicas of a simulation.
+        router: options of request routing between replicas.
         server: options of the HTTP server.
         ray: options of replicas on Ray.
         given: parameters set on the command line or in the file.
@@ -73,6 +78,8 @@ class Settings:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     trace: TraceOptions = field(default_factory=TraceOptions)
     machine: MachineConfig = field(default_factory=MachineConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     ray: RayConfig = field(default_factory=RayConfig)
     verbose: bool = False
@@ -257,6 +264,8 @@ def _resolve(
         sampling=SAMPLING.build(parts[SAMPLING.name]),
         trace=TRACE.build(parts[TRACE.name]),
         machine=MACHINE.build(parts[MACHINE.name]),
+        cluster=CLUSTER.build(parts[CLUSTER.name]),
+        router=ROUTER.build(parts[ROUTER.name]),
         server=SERVER.build(parts[SERVER.name]),
         ray=RAY.build(parts[RAY.name]),
         verbose=given["verbose"],

@@ -14,6 +14,7 @@ from quire.errors import ConfigError, UnknownName
 from quire.layout.options import OptionInfo, config_of
 from quire.scale.config import RayConfig
 from quire.scale.recipe import EngineRecipe, ServeRecipe
+from quire.scale.routing.registry import RouterConfig
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.serve.config import ServerConfig
 from quire.serve.tenant_file import open_tenants
@@ -57,10 +58,13 @@ def recipe_of(args: Mapping[str, Any]) -> ServeRecipe:
     )
     # clients of other machines: Ray's proxies determine the address
     server = replace(_config(ServerConfig, given), host="0.0.0.0")
-    return recipe_with_keys(engine, server, _config(RayConfig, given | {"ray": True}))
+    ray, routing = _config(RayConfig, given | {"ray": True}), _config(RouterConfig, given)
+    return recipe_with_keys(engine, server, ray, routing)
 
 
-def recipe_with_keys(engine: EngineRecipe, server: ServerConfig, ray: RayConfig) -> ServeRecipe:
+def recipe_with_keys(
+    engine: EngineRecipe, server: ServerConfig, ray: RayConfig, routing: RouterConfig
+) -> ServeRecipe:
     """A recipe with digests of the API keys of options, file and environment.
 
     Raises:
@@ -77,6 +81,7 @@ def recipe_with_keys(engine: EngineRecipe, server: ServerConfig, ray: RayConfig)
         # the keys themselves are not sent to other processes, except that of the metrics
         server=replace(server, api_key=(), tenant_keys=None, metrics_key=metrics_key),
         ray=ray,
+        routing=routing,
         keys=keys,
         tenants=replace(tenants, keys={}),
     )
@@ -84,7 +89,7 @@ def recipe_with_keys(engine: EngineRecipe, server: ServerConfig, ray: RayConfig)
 
 # ---- configs by flags ----------------------------------------------------------------------------
 
-_CONFIGS = (KVConfig, ScheduleConfig, ServerConfig, RayConfig)
+_CONFIGS = (KVConfig, ScheduleConfig, ServerConfig, RayConfig, RouterConfig)
 
 
 def _refuse_unknown(given: Mapping[str, Any]) -> None:

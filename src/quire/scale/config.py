@@ -2,13 +2,12 @@
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import no_type_check
 
 from quire.errors import ConfigError
 from quire.layout.options import Size, check_options, option
 from quire.layout.sizes import parse_size
-from quire.scale.routing.registry import RouterConfig
 
 _RANGE = re.compile(r"(\d+)(?::(\d+))?")
 _LEAST_STORE_BYTES = 80 * 2**20
@@ -53,7 +52,6 @@ class RayConfig:
         unit="bytes",
         parse=parse_size,
     )
-    routing: RouterConfig = field(default_factory=RouterConfig)
     retries: int = option(
         3,
         flag="ray-retries",

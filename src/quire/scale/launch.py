@@ -63,7 +63,7 @@ def serve_until_signal(recipe: ServeRecipe) -> None:
         scheme = "https" if server.ssl_certfile else "http"
         host = f"[{server.host}]" if ":" in server.host else server.host
         sys.stdout.write(
-            f"{ray.replicas} replicas of {recipe.engine.model} on Ray, router {ray.routing.name}\n"
+            f"{ray.replicas} replicas of {recipe.engine.model} on Ray, router {recipe.routing.name}\n"
             f"Serving {server.served_model_name or recipe.engine.model} at "
             f"{scheme}://{host}:{server.port}/v1\n"
         )

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from quire.scale.config import RayConfig
+from quire.scale.routing.registry import RouterConfig
 from quire.serve.config import ServerConfig
 from quire.serve.tenant_file import TenantFile
 from quire.serve.tenant_keys import TenantKeys
@@ -51,6 +52,7 @@ class ServeRecipe:
         engine: model and engine of each replica.
         server: options of the HTTP server.
         ray: options of the replicas.
+        routing: options of request routing.
         keys: digests of the API keys.
         tenants: rate limits and eviction rules of tenants.
     """
@@ -58,5 +60,6 @@ class ServeRecipe:
     engine: EngineRecipe
     server: ServerConfig = field(default_factory=ServerConfig)
     ray: RayConfig = field(default_factory=RayConfig)
+    routing: RouterConfig = field(default_factory=RouterConfig)
     keys: TenantKeys = field(default_factory=TenantKeys)
     tenants: TenantFile = field(default_factory=TenantFile)

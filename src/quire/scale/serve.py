@@ -84,7 +84,7 @@ def _engine_options(recipe: ServeRecipe) -> dict[str, Any]:
         "graceful_shutdown_wait_loop_s": _DRAIN_POLL_S,
         "request_router_config": RequestRouterConfig(
             request_router_class="quire.scale.ray_router.QuireRequestRouter",
-            request_router_kwargs={"block_words": BLOCK_WORDS, **asdict(config.routing)},
+            request_router_kwargs={"block_words": BLOCK_WORDS, **asdict(recipe.routing)},
             request_routing_stats_period_s=config.stats_period_s,
         ),
     }

@@ -42,7 +42,7 @@ def test_texts_become_the_values_of_their_fields():
     assert recipe.server.shutdown_timeout == 2.5
     assert recipe.server.allowed_origins == ("https://a.example", "https://b.example")
     assert (recipe.ray.min_replicas, recipe.ray.max_replicas) == (1, 4)
-    assert recipe.ray.routing.name == "least_loaded"
+    assert recipe.routing.name == "least_loaded"
     assert recipe.engine.threads == 2
 
 

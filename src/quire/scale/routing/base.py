@@ -89,6 +89,9 @@ class Router(Protocol):
             ConfigError: no replica is given.
         """
 
+    def uncached_tokens(self, request: RoutedRequest, replica_id: str) -> int:
+        """Prompt tokens that a replica is expected to compute; all, if the router cannot know."""
+
     def note_sent(self, request: RoutedRequest, replica_id: str) -> None:
         """Note that a request was sent to a replica."""
 

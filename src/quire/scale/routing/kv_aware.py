@@ -96,7 +96,7 @@ class KvAware:
         return replicas[best].replica_id
 
     def uncached_tokens(self, request: RoutedRequest, replica_id: str) -> int:
-        """Prompt tokens that a replica is expected to compute."""
+        """See `Router.uncached_tokens`."""
         cached = self.index.cached_blocks(request.prompt_blocks).get(replica_id, 0)
         return self._uncached(request, cached)
 

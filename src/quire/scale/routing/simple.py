@@ -5,8 +5,12 @@ from collections.abc import Sequence
 from quire.scale.routing.base import KvEvent, ReplicaLoad, RoutedRequest, require_replicas
 
 
-class StatelessNotes:
-    """Ignores all notes: for routers that need none."""
+class WithoutPrefixes:
+    """Ignores all notes, and expects no cached tokens."""
+
+    def uncached_tokens(self, request: RoutedRequest, replica_id: str) -> int:
+        """See `Router.uncached_tokens`."""
+        return request.prompt_tokens
 
     def note_sent(self, request: RoutedRequest, replica_id: str) -> None:
         """See `Router.note_sent`."""
@@ -21,7 +25,7 @@ class StatelessNotes:
         """See `Router.note_block_events`."""
 
 
-class RoundRobin(StatelessNotes):
+class RoundRobin(WithoutPrefixes):
     """Sends requests to the replicas in turn."""
 
     def __init__(self) -> None:
@@ -37,7 +41,7 @@ class RoundRobin(StatelessNotes):
         self._num_sent += 1
 
 
-class LeastLoaded(StatelessNotes):
+class LeastLoaded(WithoutPrefixes):
     """Chooses the replica with the fewest requests.
 
     Among equals it chooses the one with the fewest prompt tokens to compute, then the one with the

@@ -131,6 +131,11 @@ class TraceOptions:
         unit="requests per second",
         common=True,
     )
+    copies: int = option(
+        1,
+        help="copies of the trace with other contents, shifted in time: multiplies the load",
+        flag="trace-copies",
+    )
     tenants: str = option(
         "",
         help="tenants of the requests: column:NAME, round_robin:a,b or share:a=0.9,b=0.1",
