@@ -55,23 +55,26 @@ def serve_until_signal(recipe: ServeRecipe) -> None:
     """
     from ray import serve
 
-    stop = _signals()
     with ray_session(recipe.ray):
         start_serve(recipe)
         serve.run(application(recipe), name=APPLICATION, route_prefix="/")
-        server, ray = recipe.server, recipe.ray
-        scheme = "https" if server.ssl_certfile else "http"
-        host = f"[{server.host}]" if ":" in server.host else server.host
-        sys.stdout.write(
-            f"{ray.replicas} replicas of {recipe.engine.model} on Ray, router {recipe.routing.name}\n"
-            f"Serving {server.served_model_name or recipe.engine.model} at "
-            f"{scheme}://{host}:{server.port}/v1\n"
-        )
+        stop = _signals()  # Ray has set its own handlers meanwhile
+        sys.stdout.write(_banner(recipe))
         sys.stdout.flush()
         stop.wait()
         serve.delete(APPLICATION)
-        if ray.address is None:
+        if recipe.ray.address is None:
             serve.shutdown()
+
+
+def _banner(recipe: ServeRecipe) -> str:
+    server, engine = recipe.server, recipe.engine
+    scheme = "https" if server.ssl_certfile else "http"
+    host = f"[{server.host}]" if ":" in server.host else server.host
+    return (
+        f"Replicas on Ray: {recipe.ray.replicas}, router: {recipe.routing.name}\n"
+        f"Serving {server.served_model_name or engine.model} at {scheme}://{host}:{server.port}/v1\n"
+    )
 
 
 def start_serve(recipe: ServeRecipe) -> None:
