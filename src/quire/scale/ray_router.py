@@ -42,7 +42,7 @@ class QuireRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray has no typ
         if call.replica_id in by_name:
             return [[by_name[call.replica_id]]]
         request_id = pending_request.metadata.internal_request_id
-        reports = {name: replica.routing_stats for name, replica in by_name.items()}
+        reports = {name: replica.routing_stats or {} for name, replica in by_name.items()}
         ranked = self._choice.rank(request_id, call.routed or _UNKNOWN, reports)
         pending_request.future.add_done_callback(lambda done: self._cancelled(request_id, done))
         return [[by_name[name]] for name in ranked]
