@@ -149,13 +149,15 @@ class _HandleReplicas:
 
     async def forward(self, call: HttpCall) -> AsyncGenerator[HttpPart, None]:
         """See `Replicas.forward`."""
-        response = self._streaming.remote(call)
+        response, has_ended = self._streaming.remote(call), False
         try:
             with _losses():
                 async for part in response:
                     yield part
+            has_ended = True
         finally:
-            response.cancel()  # no effect on a response that has ended
+            if not has_ended:
+                response.cancel()
 
     async def ask_all(self, call: HttpCall) -> Sequence[tuple[str, HttpPart]]:
         """See `Replicas.ask_all`."""
