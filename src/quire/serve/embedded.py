@@ -15,14 +15,26 @@ from quire.engine.core import Engine
 from quire.errors import EngineDead
 from quire.serve.app import create_app
 from quire.serve.config import ServerConfig
+from quire.serve.errors import (
+    ReplicaLost,
+    Unauthorized,
+    error_events,
+    error_response,
+    refusal_response,
+)
 from quire.serve.service import Service
 from quire.serve.tenant_file import TenantFile
 from quire.serve.tenant_keys import TenantKeys
 
 __all__ = [
-    *("EmbeddedServer", "EngineLoad", "read_load"),
-    *("ReplicaLost", "Unauthorized"),
-    *("error_events", "error_response", "refusal_response"),
+    "EmbeddedServer",
+    "EngineLoad",
+    "ReplicaLost",
+    "Unauthorized",
+    "error_events",
+    "error_response",
+    "read_load",
+    "refusal_response",
 ]
 
 
