@@ -12,8 +12,9 @@ import pytest
 
 from quire.config.kv_config import KVConfig
 from quire.scale.config import RayConfig
-from quire.scale.recipe import EngineRecipe, ServeRecipe
+from quire.scale.recipe import EngineRecipe
 from quire.scale.routing.registry import RouterConfig
+from quire.scale.serve.recipe import ServeRecipe
 from quire.serve.config import ServerConfig
 from support.ray_processes import command, free_port, require_ray, wait_until_ready
 
@@ -49,7 +50,7 @@ def serving(local_ray):
     """Ray Serve with its proxy; applications are deployed by the tests."""
     from ray import serve
 
-    from quire.scale.launch import start_serve
+    from quire.scale.serve.launch import start_serve
 
     start_serve(RECIPE)
     yield local_ray
@@ -59,8 +60,8 @@ def serving(local_ray):
 def deploy(recipe):
     from ray import serve
 
-    from quire.scale.launch import APPLICATION
-    from quire.scale.serve import application
+    from quire.scale.serve.application import application
+    from quire.scale.serve.launch import APPLICATION
 
     serve.run(application(recipe), name=APPLICATION, route_prefix="/")
     wait_until_ready(URL)

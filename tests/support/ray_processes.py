@@ -15,7 +15,9 @@ START_S = 120.0
 
 def require_ray():
     """Import Ray, or skip the tests of a module."""
-    return pytest.importorskip("ray", reason="Ray is not installed: pip install 'quire-llm[ray]'")
+    return pytest.importorskip(
+        "ray", reason="Ray is not installed: pip install 'quire-llm[ray,serve]'"
+    )
 
 
 def free_port():

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from quire.cli.options import KV, MODEL, SCHEDULE, SERVER
-from quire.scale.builder import recipe_of
+from quire.scale.serve.builder import recipe_of
 from quire.serve.config import KEY_VARIABLE, METRICS_KEY_VARIABLE
 from quire.serve.metrics.definitions import METRICS
 from quire.serve.metrics.endpoint import PATH as METRICS_PATH

@@ -34,8 +34,8 @@ def run_on_ray(
     tally = BatchTally()
     if not left:
         return tally, 0.0
-    from quire.scale.launch import ray_session
-    from quire.scale.ray_batch import batch_records
+    from quire.scale.batch_dataset import batch_records
+    from quire.scale.ray_session import ray_session
 
     start_s = time.monotonic()
     groups = RecordGroups(output)

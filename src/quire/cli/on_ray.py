@@ -57,8 +57,8 @@ def serve_on_ray(settings: Settings) -> None:
     require_extra("ray", "quire serve --ray")
     config = settings.server
     config.check_files()
-    from quire.scale.builder import recipe_with_keys
-    from quire.scale.launch import serve_until_signal
+    from quire.scale.serve.builder import recipe_with_keys
+    from quire.scale.serve.launch import serve_until_signal
     from quire.serve.connection import bind
 
     with bind(config.host, config.port) as bound:  # reports a port in use; 0 selects a free one

@@ -16,7 +16,7 @@ EXTRAS = MappingProxyType(
         "events": ("zmq", "msgpack"),
         "gguf": ("gguf", "accelerate"),
         "kmeans": ("scipy",),
-        "ray": ("ray", "fastapi", "pyarrow", "uvicorn"),
+        "ray": ("ray", "pyarrow"),
         "report": ("matplotlib",),
         "structured": ("llguidance",),
         "tracing": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),

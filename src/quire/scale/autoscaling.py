@@ -8,17 +8,18 @@ The larger number counts. Ray adds the limits of `--ray-replicas` and the delays
 
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 KV_USED = "kv_used"
 """Name of a replica's statistic: fraction of its KV memory in use by running requests."""
 
 
+@runtime_checkable
 class ScalingContext(Protocol):
     """The part of Ray's `AutoscalingContext` that the policy reads."""
 
     @property
-    def total_num_requests(self) -> float:
+    def total_num_requests(self) -> int | float:
         """Requests in replicas and in front of them, averaged over time."""
 
     @property
@@ -34,7 +35,7 @@ class LoadScaling:
         target_ongoing: requests that each replica should have.
     """
 
-    def __init__(self, target_kv: float, target_ongoing: float) -> None:
+    def __init__(self, target_kv: float, target_ongoing: int | float) -> None:
         self._target_kv, self._target_ongoing = target_kv, target_ongoing
 
     def __call__(self, context: ScalingContext) -> tuple[int, dict[str, Any]]:

@@ -10,12 +10,14 @@ its first output has sent nothing.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
-
-from starlette.types import ASGIApp, Message, Scope
+from typing import TYPE_CHECKING
 
 from quire.scale.routing.base import RoutedRequest
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Scope
 
 Headers = tuple[tuple[bytes, bytes], ...]
 
@@ -81,7 +83,7 @@ class HttpPart:
     headers: Headers = ()
 
 
-async def respond(app: ASGIApp, call: HttpCall) -> AsyncIterator[HttpPart]:
+async def respond(app: "ASGIApp", call: HttpCall) -> AsyncGenerator[HttpPart, None]:
     """Run an application for one request and yield the parts of its response.
 
     Closing the iterator disconnects: the application then cancels its requests.

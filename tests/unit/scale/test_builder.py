@@ -5,8 +5,8 @@ import pickle
 import pytest
 
 from quire.errors import ConfigError, UnknownName
-from quire.scale.builder import recipe_of
 from quire.scale.config import RayConfig
+from quire.scale.serve.builder import recipe_of
 from quire.serve.config import KEY_VARIABLE
 
 

@@ -10,9 +10,10 @@ from quire.engine.core import Engine
 from quire.errors import EngineDead
 from quire.scale.autoscaling import KV_USED
 from quire.scale.http_call import REPLICA_HEADER, HttpCall, respond
-from quire.scale.recipe import EngineRecipe, ServeRecipe
-from quire.scale.replica import EngineReplica
+from quire.scale.recipe import EngineRecipe
 from quire.scale.replica_choice import RECEIVED, REPORT
+from quire.scale.serve.recipe import ServeRecipe
+from quire.scale.serve.replica import EngineReplica
 
 PROMPT = "<|doc|>Once upon a time"
 RECIPE = ServeRecipe(

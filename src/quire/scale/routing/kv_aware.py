@@ -110,7 +110,7 @@ class KvAware:
             cost += self._kv_weight * replica.active_kv_bytes / replica.kv_capacity_bytes
         return cost
 
-    def _backlog(self, tenant: str, replica: ReplicaLoad, uncached: int) -> float:
+    def _backlog(self, tenant: str, replica: ReplicaLoad, uncached: int) -> int | float:
         """Prompt tokens that a replica computes before a request of a tenant."""
         queued, sent = replica.queued_prompt_tokens, self._sent.get(replica.replica_id)
         if sent is None or not sent.tokens or sent.tokens.keys() == {tenant}:

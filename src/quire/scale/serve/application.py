@@ -1,24 +1,18 @@
-"""The application for Ray Serve: a gateway and replicas of an engine.
+"""The application of Ray Serve: deployments of the gateway and of the engines.
 
-    serve run quire.scale.serve:app model=Qwen/Qwen2.5-0.5B-Instruct kv-memory=4GiB ray-replicas=1:4
-
-    HTTP proxy of Ray ---> gateway ---> router ---> engine replicas
-
-`quire serve MODEL --ray` starts the same application. Ray is imported when it is needed.
+HTTP proxy of Ray ---> gateway ---> router ---> engine replicas
 """
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import EngineDead
-from quire.layout.extras import require_extra
-from quire.scale.builder import recipe_of
-from quire.scale.gateway import Gateway, guarded
 from quire.scale.http_call import HttpCall, HttpPart
-from quire.scale.recipe import ServeRecipe
-from quire.scale.replica import EngineReplica
+from quire.scale.serve.gateway import Gateway, guarded
+from quire.scale.serve.recipe import ServeRecipe
+from quire.scale.serve.replica import EngineReplica
 from quire.serve.embedded import ReplicaLost
 
 if TYPE_CHECKING:
@@ -36,20 +30,6 @@ BLOCK_WORDS = 16
 _GATEWAY_REQUESTS = 10_000
 _DRAIN_POLL_S = 0.5
 _HEALTH_PERIOD_S = 5.0
-
-
-def app(args: Mapping[str, Any]) -> "Application":
-    """Build the application; `serve run` and configurations of Ray Serve call this.
-
-    Args:
-        args: `model`, and options of `quire serve` by their names without dashes at the front,
-            such as `kv-memory` and `ray-replicas`.
-
-    Raises:
-        ConfigError: an unknown option or an invalid value.
-    """
-    require_extra("ray", "quire.scale.serve:app")
-    return application(recipe_of(args))
 
 
 def application(recipe: ServeRecipe) -> "Application":
@@ -83,7 +63,7 @@ def _engine_options(recipe: ServeRecipe) -> dict[str, Any]:
         "graceful_shutdown_timeout_s": recipe.server.shutdown_timeout,
         "graceful_shutdown_wait_loop_s": _DRAIN_POLL_S,
         "request_router_config": RequestRouterConfig(
-            request_router_class="quire.scale.ray_router.QuireRequestRouter",
+            request_router_class="quire.scale.serve.ray_router.QuireRequestRouter",
             request_router_kwargs={"block_words": BLOCK_WORDS, **asdict(recipe.routing)},
             request_routing_stats_period_s=config.stats_period_s,
         ),

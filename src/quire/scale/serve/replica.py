@@ -13,8 +13,8 @@ from typing import Any
 from quire.errors import EngineDead
 from quire.scale.autoscaling import KV_USED
 from quire.scale.http_call import REPLICA_HEADER, HttpCall, HttpPart, respond
-from quire.scale.recipe import ServeRecipe
 from quire.scale.replica_choice import RECEIVED, REPORT
+from quire.scale.serve.recipe import ServeRecipe
 from quire.serve.embedded import EmbeddedServer
 from quire.serve.logs import configure_logs
 

@@ -1,48 +1,17 @@
-"""Starts and stops Ray for `quire serve --ray` and `quire batch --ray`."""
+"""Starts and stops Ray Serve for `quire serve --ray`."""
 
 import math
-import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import FrameType
 
-from quire.scale.config import RayConfig
-from quire.scale.recipe import ServeRecipe
-from quire.scale.serve import application
+from quire.scale.ray_session import ray_session
+from quire.scale.serve.application import application
+from quire.scale.serve.recipe import ServeRecipe
 
 APPLICATION = "quire"
 """Name of the application in Ray Serve."""
-
-
-@contextmanager
-def ray_session(config: RayConfig) -> Iterator[None]:
-    """Connect to a Ray cluster, or start Ray on this machine; disconnect or stop it at the end.
-
-    Args:
-        config: address and sizes. A Ray on this machine has at least the CPU cores that the
-            replicas reserve, as a number: the engines share the cores.
-    """
-    import ray
-
-    if config.address is None:
-        reserved = math.ceil(config.max_replicas * config.cpus)
-        ray.init(
-            address="local",
-            num_cpus=max(os.cpu_count() or 1, reserved),
-            object_store_memory=config.object_store_memory,
-            include_dashboard=False,
-            log_to_driver=True,
-            configure_logging=False,
-        )
-    else:
-        ray.init(address=config.address, log_to_driver=True, configure_logging=False)
-    try:
-        yield
-    finally:
-        ray.shutdown()
 
 
 def serve_until_signal(recipe: ServeRecipe) -> None:

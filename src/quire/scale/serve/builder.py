@@ -13,8 +13,9 @@ from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError, UnknownName
 from quire.layout.options import OptionInfo, config_of
 from quire.scale.config import RayConfig
-from quire.scale.recipe import EngineRecipe, ServeRecipe
+from quire.scale.recipe import EngineRecipe
 from quire.scale.routing.registry import RouterConfig
+from quire.scale.serve.recipe import ServeRecipe
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.serve.config import ServerConfig
 from quire.serve.tenant_file import open_tenants

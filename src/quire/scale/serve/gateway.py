@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from http import HTTPStatus
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
@@ -45,6 +45,7 @@ _REQUEST_ID = HEADER.encode()
 logger = logging.getLogger(__name__)
 
 
+@runtime_checkable
 class Replicas(Protocol):
     """The replicas of a gateway."""
 
