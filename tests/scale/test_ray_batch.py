@@ -2,36 +2,32 @@
 
 import json
 import signal
-import subprocess
-import sys
 import time
 
-import numpy as np
 import pytest
 
-from quire.config.kv_config import KVConfig
-from quire.scale.batch import RECORD, BatchActor
 from support.command_line import read_records, write_lines
-from support.ray_processes import START_S, require_ray
+from support.ray_processes import QUICK, START_S, python, require_ray
 
 pytestmark = pytest.mark.slow
 require_ray()
 
-QUICK = ("--dtype=float32", "--kv-memory=8MiB", "--no-verify", "--threads=1", "--seed=3")
 ON_RAY = ("--ray", "--ray-replicas=2", "--ray-cpus=0.5")
-NUM_LINES = 60
-
-
-def quire_command(*arguments):
-    return [sys.executable, "-m", "quire", *map(str, arguments)]
+NUM_LINES, BLANK = 60, 20
 
 
 def run(*arguments):
-    done = subprocess.run(
-        quire_command(*arguments), capture_output=True, text=True, check=False, timeout=2 * START_S
-    )
-    assert done.returncode in (0, 1), done.stdout + done.stderr
-    return done
+    process = python(*arguments)
+    output, _ = process.communicate(timeout=2 * START_S)
+    return process.returncode, output
+
+
+def batch(source, target, *options):
+    """Run `quire batch`; some lines have error records, so its exit status is 1."""
+    status, output = run("-m", "quire", "batch", "quire-tiny", source, target, "--seed=3", *options)
+    assert status == 1, output
+    assert "error records: 1 of" in output
+    return output
 
 
 @pytest.fixture
@@ -41,7 +37,7 @@ def source(tmp_path):
         for n in range(NUM_LINES)
     ]
     lines[7] = {"id": "bad", "prompt": 3}
-    lines[20] = ""
+    lines[BLANK] = ""
     return write_lines(tmp_path / "in.jsonl", lines)
 
 
@@ -49,59 +45,73 @@ def outputs(path):
     return [(r["line"], r["text"], r["finish_reason"], r["error"]) for r in read_records(path)]
 
 
-def test_records_are_those_of_one_engine_in_the_order_of_the_lines(
-    source, tmp_path, ray_environment
-):
+def test_records_are_those_of_one_engine_in_the_order_of_the_lines(source, tmp_path):
     alone, on_ray = tmp_path / "alone.jsonl", tmp_path / "ray.jsonl"
 
-    run("batch", "quire-tiny", source, alone, *QUICK)
-    done = run("batch", "quire-tiny", source, on_ray, *QUICK, *ON_RAY)
+    batch(source, alone, *QUICK)
+    batch(source, on_ray, *QUICK, *ON_RAY)
 
     assert outputs(on_ray) == sorted(outputs(alone))
-    assert done.returncode == 1  # the output has an error record
-    assert "error records: 1 of" in done.stderr
 
 
-def test_a_killed_batch_resumes(source, tmp_path, ray_environment):
+def test_a_killed_batch_resumes(source, tmp_path):
     target = tmp_path / "out.jsonl"
-    arguments = ("batch", "quire-tiny", source, target, *QUICK, *ON_RAY)
-    process = subprocess.Popen(quire_command(*arguments), stdout=subprocess.DEVNULL)
+    arguments = ("-m", "quire", "batch", "quire-tiny", source, target, "--seed=3", *QUICK, *ON_RAY)
+    process = python(*arguments)
     deadline_s = time.monotonic() + START_S
     while not (target.exists() and target.read_bytes().count(b"\n") > 3):
         assert process.poll() is None
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.communicate()
     before = target.read_bytes().count(b"\n")
 
-    run(*arguments)
+    batch(source, target, *QUICK, *ON_RAY)
 
     records = read_records(target)
-    assert 3 < before < NUM_LINES - 1
-    assert [record["line"] for record in records] == [
-        number for number in range(1, NUM_LINES + 1) if number != 21
-    ]
-    assert run(*arguments).returncode == 1  # nothing is left to run
+    wanted = [number for number in range(1, NUM_LINES + 1) if number != BLANK + 1]
+    assert 3 < before < len(wanted)
+    assert [record["line"] for record in records] == wanted
+    batch(source, target, *QUICK, *ON_RAY)  # nothing is left to run
     assert read_records(target) == records
 
 
-def test_the_actor_in_a_dataset_of_a_user(local_ray):
-    prompts = [{"id": str(n), "prompt": f"<|doc|>Story {n}", "number": n + 1} for n in range(12)]
-    dataset = local_ray.data.from_items(prompts).map_batches(
-        BatchActor,
-        batch_size=4,
-        fn_constructor_kwargs={
-            "model": "quire-tiny",
-            "options": {"dtype": "float32", "kv": KVConfig(memory="8MiB"), "verify": False},
-            "seed": 3,
-        },
-        num_cpus=0.5,
-        compute=local_ray.data.ActorPoolStrategy(size=2),
-    )
+PROGRAM = """
+import json
+import ray
+from quire import KVConfig, SamplingParams
+from quire.scale.batch import BatchActor
 
-    records = [json.loads(row[RECORD]) for row in dataset.take_all()]
+ray.init(address="local", num_cpus=2, object_store_memory=200 * 2**20, include_dashboard=False)
+rows = [{"number": n + 1, "id": str(n), "prompt": f"<|doc|>Story {n}"} for n in range(12)]
+records = ray.data.from_items(rows).map_batches(
+    BatchActor,
+    batch_size=4,
+    fn_constructor_kwargs={
+        "model": "quire-tiny",
+        "options": {"dtype": "float32", "kv": KVConfig(memory="8MiB"), "verify": False},
+        "sampling": SamplingParams(max_tokens=8),
+        "seed": 3,
+    },
+    num_cpus=0.5,
+    compute=ray.data.ActorPoolStrategy(size=2, max_concurrent_calls_per_actor=4),
+)
+for row in records.iter_rows():
+    print("RECORD " + row["record"])
+ray.shutdown()
+"""
 
+
+def test_the_actor_in_a_program(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+
+    status, output = run(program)
+
+    assert status == 0, output
+    found = [line.partition("RECORD ")[2] for line in output.splitlines() if "RECORD " in line]
+    records = [json.loads(text) for text in found]
     assert sorted(int(record["id"]) for record in records) == list(range(12))
     assert all(record["line"] == int(record["id"]) + 1 for record in records)
-    assert np.mean([record["usage"]["completion_tokens"] for record in records]) > 1
+    assert all(record["usage"]["completion_tokens"] > 0 for record in records)

@@ -1,124 +1,77 @@
 """Replicas on Ray: the client of OpenAI, a killed replica, and scaling, under load."""
 
 import asyncio
-import json
 import time
 from collections import Counter
-from dataclasses import replace
 
 import httpx
 import openai
 import pytest
 
-from quire.config.kv_config import KVConfig
-from quire.scale.config import RayConfig
-from quire.scale.recipe import EngineRecipe
-from quire.scale.routing.registry import RouterConfig
-from quire.scale.serve.recipe import ServeRecipe
-from quire.serve.config import ServerConfig
-from support.ray_processes import command, free_port, require_ray, wait_until_ready
+from support.ray_processes import ray_server, require_ray
 
 pytestmark = pytest.mark.slow
 require_ray()
 
 PROMPT = "<|doc|>Once upon a time"
-PATIENCE_S = 120.0
-ENGINE = EngineRecipe(
-    model="quire-tiny",
-    options={"dtype": "float32", "kv": KVConfig(memory="16MiB"), "verify": False},
-    threads=1,
-)
-RECIPE = ServeRecipe(
-    engine=ENGINE,
-    server=ServerConfig(host="127.0.0.1", port=free_port(), shutdown_timeout=30.0),
-    ray=RayConfig(
-        enabled=True,
-        replicas="2",
-        cpus=0.5,
-        stats_period_s=0.5,
-        upscale_delay_s=0.5,
-        downscale_delay_s=2.0,
-        target_ongoing=4,
-    ),
-    routing=RouterConfig(name="kv_aware"),
-)
-URL = f"http://127.0.0.1:{RECIPE.server.port}"
+SAMPLING = {"model": "quire-tiny", "temperature": 1.0}
+PATIENCE_S = 180.0
 
 
 @pytest.fixture(scope="module")
-def serving(local_ray):
-    """Ray Serve with its proxy; applications are deployed by the tests."""
-    from ray import serve
-
-    from quire.scale.serve.launch import start_serve
-
-    start_serve(RECIPE)
-    yield local_ray
-    serve.shutdown()
+def two(tmp_path_factory):
+    """A server with two engines."""
+    with ray_server(tmp_path_factory.mktemp("two"), "2", "--shutdown-timeout=20") as server:
+        yield server
 
 
-def deploy(recipe):
-    from ray import serve
-
-    from quire.scale.serve.application import application
-    from quire.scale.serve.launch import APPLICATION
-
-    serve.run(application(recipe), name=APPLICATION, route_prefix="/")
-    wait_until_ready(URL)
+def client(server):
+    return openai.AsyncOpenAI(
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S
+    )
 
 
-@pytest.fixture
-def two_replicas(serving):
-    deploy(RECIPE)
-    wait_for_replicas(2)
-    return serving
-
-
-def replicas():
-    """Actors of the engines that run."""
-    from ray import serve
-
-    found = serve.status().applications["quire"].deployments["engine"]
-    return found.replica_states.get("RUNNING", 0)
-
-
-def wait_for_replicas(number):
-    deadline_s = time.monotonic() + PATIENCE_S
-    while replicas() != number:
-        assert time.monotonic() < deadline_s, f"{replicas()} replicas, expected {number}"
-        time.sleep(0.1)
-
-
-def client():
-    return openai.AsyncOpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0, timeout=60)
-
-
-async def complete(source, number, **options):
-    """One completion; returns its text."""
-    body = {"model": "quire-tiny", "prompt": PROMPT, "max_tokens": 24, "seed": number}
-    found = await source.completions.create(**body | options)
-    assert found.usage.completion_tokens > 0
+async def complete(source, number, max_tokens=24):
+    """The text of one completion."""
+    found = await source.completions.create(
+        prompt=f"<|doc|>Story {number}", max_tokens=max_tokens, seed=number, **SAMPLING
+    )
     return found.choices[0].text
 
 
-async def stream(source, number, **options):
-    """One streamed completion; returns its text and the finish reason of its last chunk."""
-    body = {"model": "quire-tiny", "prompt": PROMPT, "max_tokens": 24, "seed": number}
-    text, reason = "", None
-    async for chunk in await source.completions.create(**body | options, stream=True):
-        text += chunk.choices[0].text
+async def stream(source, number, max_tokens=24):
+    """Yield the texts of a streamed completion; its end must have a finish reason."""
+    reason = None
+    async for chunk in await source.completions.create(
+        prompt=f"<|doc|>Story {number}",
+        max_tokens=max_tokens,
+        seed=number,
+        stream=True,
+        **SAMPLING,
+    ):
         reason = chunk.choices[0].finish_reason or reason
-    return text, reason
+        yield chunk.choices[0].text
+    assert reason in ("length", "stop")
 
 
-# ---- two replicas ------------------------------------------------------------------------------
+async def streamed(source, number, max_tokens=24):
+    return "".join([text async for text in stream(source, number, max_tokens)])
 
 
-def test_the_client_of_openai_gets_equal_outputs_whole_and_streamed(two_replicas):
-    async def main():
-        source = client()
+def run(server, main):
+    """Run `main(source)` with a client of a server."""
+
+    async def with_client():
+        async with client(server) as source:
+            return await asyncio.wait_for(main(source), PATIENCE_S)
+
+    return asyncio.run(with_client())
+
+
+def test_the_client_of_openai_gets_equal_outputs_whole_and_streamed(two):
+    async def main(source):
         whole = await asyncio.gather(*(complete(source, n) for n in range(8)))
-        parts = await asyncio.gather(*(stream(source, n) for n in range(8)))
+        parts = await asyncio.gather(*(streamed(source, n) for n in range(8)))
         models = await source.models.list()
         turns = [{"role": "user", "content": "Hello"}]
         chat = await source.chat.completions.create(
@@ -126,82 +79,65 @@ def test_the_client_of_openai_gets_equal_outputs_whole_and_streamed(two_replicas
         )
         return whole, parts, models, chat
 
-    whole, parts, models, chat = asyncio.run(main())
+    whole, parts, models, chat = run(two, main)
 
-    assert [text for text, _ in parts] == whole
-    assert all(reason in ("length", "stop") for _, reason in parts)
+    assert parts == whole
+    assert len(set(whole)) > 4  # each request has its own seed
     assert [model.id for model in models.data] == ["quire-tiny"]
     assert chat.choices[0].message.role == "assistant"
 
 
-def test_both_replicas_serve_and_a_prefix_has_its_replica(two_replicas):
-    headers = {"content-type": "application/json"}
+def test_both_replicas_serve_and_a_prefix_has_its_replica(two):
     prompts = [f"<|doc|>Story {n}: " + "once upon a time " * 8 for n in range(6)]
 
     def replica_of(prompt):
         body = {"prompt": prompt, "max_tokens": 2}
-        answer = httpx.post(f"{URL}/v1/completions", json=body, headers=headers, timeout=60)
-        assert answer.status_code == 200, answer.text
-        return answer.headers["x-quire-replica"]
+        found = httpx.post(f"{two.url}/v1/completions", json=body, timeout=PATIENCE_S)
+        assert found.status_code == 200, found.text
+        return found.headers["x-quire-replica"]
 
     rounds = [[replica_of(prompt) for prompt in prompts] for _ in range(3)]
 
-    assert len(set(rounds[0])) == 2
+    assert set(rounds[0]) == two.replicas()
     assert rounds[1] == rounds[2] == rounds[0]
 
 
-def test_errors_headers_and_metrics_pass(two_replicas):
+def test_errors_and_headers_pass(two):
     refused = httpx.post(
-        f"{URL}/v1/completions",
+        f"{two.url}/v1/completions",
         json={"prompt": PROMPT, "max_tokens": -1},
         headers={"x-request-id": "mine"},
     )
-    metrics = httpx.get(f"{URL}/metrics", timeout=30).text
-    names = {
-        line.split('replica="')[1].split('"')[0]
-        for line in metrics.splitlines()
-        if line.startswith("quire_kv_memory_bytes{")
-    }
+    named = min(two.replicas())
+    overview = httpx.get(f"{two.url}/v1/kv/overview", headers={"x-quire-replica": named})
 
     assert (refused.status_code, refused.json()["error"]["type"]) == (400, "BadRequestError")
-    assert refused.headers["x-request-id"] == "mine"
-    assert len(names) == 2
-    assert httpx.get(f"{URL}/nowhere").status_code == 404
+    assert refused.headers.get_list("x-request-id") == ["mine"]
+    assert (overview.status_code, overview.headers["x-quire-replica"]) == (200, named)
+    assert httpx.get(f"{two.url}/nowhere").status_code == 404
 
 
-# ---- a killed replica --------------------------------------------------------------------------
+def test_no_request_without_output_is_lost_with_a_replica(two):
+    before = two.wait_for(2)
 
-
-def kill_one(ray):
-    """Kill the process of one engine, as a crash would."""
-    named = ray.util.list_named_actors(all_namespaces=True)
-    engines = [actor for actor in named if "#engine#" in actor["name"]]
-    assert len(engines) == 2
-    ray.kill(ray.get_actor(**engines[0]))
-    return engines[0]["name"]
-
-
-def test_no_request_without_output_is_lost_with_a_replica(two_replicas):
     async def one(source, number, outcomes):
-        """A whole response may never fail; a stream only after it has begun."""
+        """A whole response must never fail, a stream only after it has begun."""
         if number % 2:
-            await complete(source, number, max_tokens=64)
+            await complete(source, number, 48)
             outcomes["whole"] += 1
             return
-        chunks = 0
+        num_texts = 0
         try:
-            body = {"model": "quire-tiny", "prompt": PROMPT, "max_tokens": 64, "seed": number}
-            async for chunk in await source.completions.create(**body, stream=True):
-                chunks += bool(chunk.choices[0].text)
+            async for text in stream(source, number, 48):
+                num_texts += bool(text)
         except openai.APIError as error:
-            by_event = chunks and "the replica that ran the request has ended" in str(error)
-            outcomes["ended by an error event" if by_event else f"lost: {error}"] += 1
+            in_events = num_texts and "the replica that ran the request has ended" in str(error)
+            outcomes["ended by an error event" if in_events else f"lost: {error}"] += 1
         else:
             outcomes["streamed"] += 1
 
-    async def main():
-        source, outcomes = client(), Counter()
-        gate = asyncio.Semaphore(32)
+    async def main(source):
+        outcomes, gate = Counter(), asyncio.Semaphore(32)
 
         async def bounded(number):
             async with gate:
@@ -209,74 +145,58 @@ def test_no_request_without_output_is_lost_with_a_replica(two_replicas):
 
         tasks = [asyncio.create_task(bounded(number)) for number in range(160)]
         while sum(outcomes.values()) < 30:
-            await asyncio.sleep(0.02)
-        killed = await asyncio.to_thread(kill_one, two_replicas)
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(two.kill_engine)
         await asyncio.gather(*tasks)
-        return killed, outcomes
+        return outcomes
 
-    killed, outcomes = asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
+    outcomes = run(two, main)
 
-    print(f"killed {killed}: {dict(outcomes)}")
+    print(f"one of two engines killed: {dict(outcomes)}")
     assert outcomes["whole"] == 80
     assert outcomes["streamed"] + outcomes["ended by an error event"] == 80, outcomes
-    wait_for_replicas(2)  # Ray replaces it
+    assert "sending it to another replica" in two.log.read_text()
+    after = two.wait_for(2, without=before - two.replicas())  # Ray replaces it
+    assert len(after & before) == 1
 
 
-# ---- scaling -----------------------------------------------------------------------------------
-
-
-def test_scaling_up_and_down_under_load_loses_no_request(serving):
-    deploy(replace(RECIPE, ray=replace(RECIPE.ray, replicas="1:2")))
-    wait_for_replicas(1)
+def test_scaling_up_and_down_under_load_loses_no_request(tmp_path):
+    options = (
+        *("--ray-target-ongoing=4", "--ray-upscale-delay=0.5", "--ray-downscale-delay=2"),
+        *("--shutdown-timeout=30", "--router=least_loaded"),
+    )
 
     async def load(source, width, until, counts):
         async def worker(number):
             while not until.is_set():
-                _, reason = await stream(source, number, max_tokens=32)
-                assert reason in ("length", "stop")
+                assert await streamed(source, number, 32)
                 counts["requests"] += 1
                 number += width
 
         await asyncio.gather(*(worker(number) for number in range(width)))
 
-    async def main():
-        source, counts = client(), Counter()
+    async def main(source):
+        counts, started_s = Counter(), time.monotonic()
         heavy, light = asyncio.Event(), asyncio.Event()
         running = [
             asyncio.create_task(load(source, 1, light, counts)),
             asyncio.create_task(load(source, 16, heavy, counts)),
         ]
-        await asyncio.to_thread(wait_for_replicas, 2)
-        counts["at two replicas"] = counts["requests"]
+        await asyncio.to_thread(server.wait_for, 2)
+        counts["at two engines"] = counts["requests"]
+        counts["seconds to two engines"] = round(time.monotonic() - started_s)
         heavy.set()
-        await asyncio.to_thread(wait_for_replicas, 1)
+        await asyncio.to_thread(server.wait_for, 1)
+        counts["seconds to one engine"] = round(time.monotonic() - started_s)
         light.set()
         await asyncio.gather(*running)
         return counts
 
-    counts = asyncio.run(asyncio.wait_for(main(), 2 * PATIENCE_S))
+    with ray_server(tmp_path, "1:2", *options) as server:
+        counts = run(server, main)
+        status = server.stop()
 
     print(dict(counts))
-    assert counts["requests"] > counts["at two replicas"] > 0
-
-
-# ---- the command -------------------------------------------------------------------------------
-
-
-def test_quire_serve_on_ray_serves_until_sigterm(ray_environment):
-    port = free_port()
-    options = ("--ray", "--ray-replicas", 1, "--ray-cpus", 0.5, "--port", port)
-    quick = ("--dtype", "float32", "--kv-memory", "8MiB", "--no-verify", "--threads", 1)
-    with command("serve", "quire-tiny", *options, *quick) as process:
-        url = f"http://127.0.0.1:{port}"
-        wait_until_ready(url, process)
-        body = {"prompt": PROMPT, "max_tokens": 4, "stream": True}
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
-            lines = [line for line in answer.iter_lines() if line]
-        process.terminate()
-        output, _ = process.communicate(timeout=PATIENCE_S)
-
-    assert lines[-1] == "data: [DONE]"
-    assert json.loads(lines[0].removeprefix("data: "))["object"] == "text_completion"
-    assert f"Serving quire-tiny at {url}/v1" in output
-    assert process.returncode == 0
+    assert counts["requests"] > counts["at two engines"] > 0
+    assert status == 0
+    assert f"Serving quire-tiny at {server.url}/v1" in server.log.read_text()

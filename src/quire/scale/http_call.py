@@ -114,7 +114,7 @@ class _Exchange:
         self.parts: asyncio.Queue[HttpPart | None] = asyncio.Queue(_OPEN_PARTS)
         self.disconnected = asyncio.Event()
 
-    async def run(self, app: ASGIApp) -> None:
+    async def run(self, app: "ASGIApp") -> None:
         try:
             await app(self._scope(), self._receive, self._send)
         except Exception:
@@ -125,7 +125,7 @@ class _Exchange:
             if not self.disconnected.is_set():
                 await self.parts.put(None)
 
-    def _scope(self) -> Scope:
+    def _scope(self) -> "Scope":
         call = self._call
         return {
             "type": "http",
@@ -142,14 +142,14 @@ class _Exchange:
             "server": None,
         }
 
-    async def _receive(self) -> Message:
+    async def _receive(self) -> "Message":
         if not self._has_read:
             self._has_read = True
             return {"type": "http.request", "body": self._call.body, "more_body": False}
         await self.disconnected.wait()
         return {"type": "http.disconnect"}
 
-    async def _send(self, message: Message) -> None:
+    async def _send(self, message: "Message") -> None:
         if message["type"] == "http.response.start":
             self._start = message
             return

@@ -28,6 +28,7 @@ BLOCK_WORDS = 16
 """Words of four bytes in a block of a prompt, for routing."""
 
 _GATEWAY_REQUESTS = 10_000
+_QUIET = {"enable_access_log": False}  # replicas write the access log of `quire serve`
 _DRAIN_POLL_S = 0.5
 _HEALTH_PERIOD_S = 5.0
 
@@ -39,6 +40,7 @@ def application(recipe: ServeRecipe) -> "Application":
     engine = serve.deployment(_RayReplica).options(**_engine_options(recipe))
     gateway = serve.deployment(serve.ingress()(_RayGateway)).options(
         name=GATEWAY,
+        logging_config=_QUIET,
         num_replicas=1,
         max_ongoing_requests=_GATEWAY_REQUESTS,
         ray_actor_options={"num_cpus": 0},
@@ -56,6 +58,7 @@ def _engine_options(recipe: ServeRecipe) -> dict[str, Any]:
     config = recipe.ray
     options: dict[str, Any] = {
         "name": ENGINE,
+        "logging_config": _QUIET,
         "max_ongoing_requests": config.max_ongoing,
         "ray_actor_options": {"num_cpus": config.cpus, "num_gpus": config.gpus},
         "health_check_period_s": _HEALTH_PERIOD_S,

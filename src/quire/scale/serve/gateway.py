@@ -188,12 +188,10 @@ class _Reply:
         start = part.status, _content_type(part.headers)
         if self._start is None:
             self._start = start
-            message = {
-                "type": "http.response.start",
-                "status": part.status,
-                "headers": list(part.headers),
-            }
-            await self._send(message)
+            # the proxy of Ray adds the id of the request itself
+            headers = [header for header in part.headers if header[0] != _REQUEST_ID]
+            start_message = {"status": part.status, "headers": headers}
+            await self._send({"type": "http.response.start"} | start_message)
         elif start != self._start:
             self.has_output = True  # no third attempt
             raise ReplicaLost(f"the repeated request was refused with status {part.status}")
