@@ -9,15 +9,16 @@ from typing import Any
 import typer
 
 from benchmarks.cluster.config import PACKAGED, ClusterBenchConfig
+from quire.layout.sizes import format_size
 from quire.scale.cluster.cluster import make_cluster
 from quire.scale.cluster.config import ClusterConfig
 from quire.scale.cluster.metrics import records_of, summarise_cluster
-from quire.scale.routing.registry import RouterConfig
+from quire.scale.routing.registry import RouterConfig, RouterName
 from quire.sim.metrics import Numbers, cost_of_tokens, latencies
 from quire.sim.run import SimConfig
 from quire.sim.traces.base import Trace
 
-ROUTERS = ("kv_aware", "least_loaded", "round_robin")
+ROUTERS: tuple[RouterName, ...] = ("kv_aware", "least_loaded", "round_robin")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +61,7 @@ def run(
         f"{numbers['prefix_hit_fraction']:.3f}, TTFT p50 {numbers['ttft_p50_s']:.2f} s, p99 "
         f"{numbers['ttft_p99_s']:.2f} s ({wall_s:.1f} s)"
     )
-    routing_us = 1e6 * result.routing_s / max(1, result.num_choices)
+    routing_us = 1e6 * result.routing_s
     tenants = {
         tenant: latencies([r for r in records_of(result) if r.finished and r.tenant == tenant])
         for tenant in trace.tenants
@@ -69,7 +70,7 @@ def run(
 
 
 def simulate_cluster(
-    bench: ClusterBenchConfig, replicas: int, router: str, trace: Trace, **options: Any
+    bench: ClusterBenchConfig, replicas: int, router: RouterName, trace: Trace, **options: Any
 ) -> Run:
     """Simulate a cluster of the benchmark's machines with a router's default options.
 
@@ -89,6 +90,7 @@ def about(bench: ClusterBenchConfig) -> str:
     """Conditions of a simulation, for captions."""
     first = "" if bench.requests is None else f", first {bench.requests:,} requests"
     return (
-        f"Trace {Path(bench.trace or PACKAGED).name}{first}; {bench.model}, {bench.machine}, "
-        f"{bench.memory} of KV memory for each replica"
+        f"Trace {Path(bench.trace or PACKAGED).name}{first}, lengths x {bench.length_scale:g}; "
+        f"{bench.model}, {bench.machine}, {format_size(bench.memory_bytes)} of KV memory for each "
+        "replica"
     )

@@ -1,6 +1,7 @@
 """More replicas with as many users each."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from benchmarks.cluster.config import ClusterBenchConfig
 from benchmarks.cluster.runs import ROUTERS, Run, about, simulate_cluster
@@ -10,6 +11,7 @@ from benchmarks.common.result import Chart, Numbers, PartResult, Table
 
 def run_scale(bench: ClusterBenchConfig) -> PartResult:
     """More replicas with as many users each."""
+    bench = replace(bench, requests=bench.scale_requests or bench.requests)
     recorded, (_, factor) = bench.load(), bench.loads[0]
     found: dict[str, list[Run]] = {name: [] for name in ROUTERS}
     for replicas in bench.sizes:

@@ -5,21 +5,21 @@ from benchmarks.cluster.runs import about, run
 from benchmarks.cluster.workload import at_load
 from benchmarks.common.result import Numbers, PartResult, Table
 from quire.scale.cluster.config import ClusterConfig
-from quire.scale.routing.registry import RouterConfig
-from quire.sim.traces.base import TraceOptions
+from quire.scale.routing.registry import RouterConfig, RouterName
+
+_VARIANTS: tuple[tuple[str, RouterName, int | None], ...] = (
+    ("round_robin", "round_robin", None),
+    ("kv_aware", "kv_aware", None),
+    ("kv_aware, 4 waiting at most", "kv_aware", 4),
+)
 
 
 def run_tenants(bench: ClusterBenchConfig) -> PartResult:
     """One tenant sends most of the requests: what the others wait."""
-    options = TraceOptions(requests=bench.requests, tenants="share:flood=0.9,small=0.1")
-    trace = at_load(bench.load(options), 2 * bench.loads[-1][1])
+    trace = at_load(bench.load("share:flood=0.9,small=0.1"), 2 * bench.loads[-1][1])
     rows: list[tuple[str | float, ...]] = []
     small_s: dict[str, float] = {}
-    for label, name, limit in (
-        ("round_robin", "round_robin", None),
-        ("kv_aware", "kv_aware", None),
-        ("kv_aware, 4 waiting at most", "kv_aware", 4),
-    ):
+    for label, name, limit in _VARIANTS:
         cluster = ClusterConfig(replicas=bench.replicas, max_queued_requests=limit)
         found = run(trace, bench.engine(), cluster, RouterConfig(name=name)).tenants
         small_s[label] = found["small"]["ttft_p99_s"]

@@ -103,14 +103,16 @@ class KvAware:
     def _uncached(self, request: RoutedRequest, cached_blocks: int) -> int:
         return max(1, request.prompt_tokens - cached_blocks * self._block_tokens)
 
-    def _cost(self, request: RoutedRequest, replica: ReplicaLoad, cached_blocks: int) -> float:
+    def _cost(
+        self, request: RoutedRequest, replica: ReplicaLoad, cached_blocks: int
+    ) -> int | float:
         uncached = self._uncached(request, cached_blocks)
         cost = self._prefix_weight * uncached + self._backlog(request.tenant, replica, uncached)
         if replica.kv_capacity_bytes:
             cost += self._kv_weight * replica.active_kv_bytes / replica.kv_capacity_bytes
         return cost
 
-    def _backlog(self, tenant: str, replica: ReplicaLoad, uncached: int) -> float:
+    def _backlog(self, tenant: str, replica: ReplicaLoad, uncached: int) -> int | float:
         """Prompt tokens that a replica computes before a request of a tenant."""
         queued, sent = replica.queued_prompt_tokens, self._sent.get(replica.replica_id)
         if sent is None or not sent.tokens or sent.tokens.keys() == {tenant}:
