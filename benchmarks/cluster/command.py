@@ -17,7 +17,9 @@ def cluster(  # noqa: PLR0913 - one parameter per option
     *,
     parts: Annotated[
         str,
-        typer.Option(help="Comma-separated parts: pool, scale, reports, tenants; default: all."),
+        typer.Option(
+            help="Comma-separated parts: pool, large_pool, scale, reports, tenants; default: all."
+        ),
     ] = "",
     trace: Annotated[
         Path | None,
@@ -53,6 +55,9 @@ def cluster(  # noqa: PLR0913 - one parameter per option
     price_per_hour: Annotated[
         float, typer.Option(min=0, help="Price of one replica's machine for an hour.")
     ] = 2.0,
+    processes: Annotated[
+        int, typer.Option(min=1, max=64, help="Simulations that run at the same time.")
+    ] = 1,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder for tables (Markdown, CSV), pictures and the result as JSON."),
@@ -65,8 +70,8 @@ def cluster(  # noqa: PLR0913 - one parameter per option
     """Simulate replicas behind a router: hit rate, latency, throughput and cost of each router.
 
     The engines are those of `quire simulate`. pool: compared with one machine of the same total
-    size. scale: 1 to 256 replicas with as many users each. reports: late load reports. tenants: one
-    tenant sends most of the requests.
+    size. large_pool: with four times the KV memory. scale: 1 to 256 replicas with as many users
+    each. reports: late load reports. tenants: one tenant sends most of the requests.
     """
     from benchmarks.cluster.config import QUICK_CLUSTER, ClusterBenchConfig, loads_of, sizes_of
     from benchmarks.cluster.parts import PARTS
@@ -86,6 +91,7 @@ def cluster(  # noqa: PLR0913 - one parameter per option
         loads=loads_of(loads) if loads else config.loads,
         sizes=sizes_of(replicas) if replicas else config.sizes,
         price_per_hour=price_per_hour,
+        processes=processes,
     )
     results, claims = show_parts(run_named(names, PARTS, config))
     used = asdict(config) | {"threads": 1}

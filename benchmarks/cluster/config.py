@@ -38,6 +38,7 @@ class ClusterBenchConfig:
         scale_requests: number of first requests in the runs with these sizes; None: all.
         intervals_s: times between load reports.
         price_per_hour: price of a replica's machine.
+        processes: simulations that run at the same time.
     """
 
     trace: str = ""
@@ -52,6 +53,7 @@ class ClusterBenchConfig:
     scale_requests: int | None = 500
     intervals_s: tuple[float, ...] = (0.0, 0.1, 1.0, 5.0)
     price_per_hour: float = 2.0
+    processes: int = 1
 
     def load(self, tenants: str = "") -> Trace:
         """The scaled trace.

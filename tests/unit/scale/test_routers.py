@@ -21,8 +21,8 @@ def idle(name, **load):
     return ReplicaLoad(replica_id=name, kv_capacity_bytes=1000, **load)
 
 
-def kv_aware(**options):
-    return make_router(RouterConfig(**options), block_tokens=BLOCK)
+def kv_aware(prefix_weight=1.0, **options):
+    return make_router(RouterConfig(prefix_weight=prefix_weight, **options), block_tokens=BLOCK)
 
 
 def send(router, sent, replicas):
