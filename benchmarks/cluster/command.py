@@ -49,7 +49,7 @@ def cluster(  # noqa: PLR0913 - one parameter per option
     replicas: Annotated[
         str,
         typer.Option(
-            help="Numbers of replicas of the part scale, powers of two; default: 1,2,...,256."
+            help="Numbers of replicas of the part scale, powers of two; default: 1,4,16,64,256."
         ),
     ] = "",
     price_per_hour: Annotated[

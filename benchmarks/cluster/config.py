@@ -49,8 +49,8 @@ class ClusterBenchConfig:
     memory: str = "40GiB"
     replicas: int = 8
     loads: tuple[tuple[str, float], ...] = ((MODERATE, 1.2), (SATURATED, 2.2))
-    sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-    scale_requests: int | None = 500
+    sizes: tuple[int, ...] = (1, 4, 16, 64, 256)
+    scale_requests: int | None = 300
     intervals_s: tuple[float, ...] = (0.0, 0.1, 1.0, 5.0)
     price_per_hour: float = 2.0
     processes: int = 1
