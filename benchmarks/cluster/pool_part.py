@@ -1,29 +1,30 @@
 """The routers compared with one machine that has the memory and the rates of all replicas."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from benchmarks.cluster.config import ClusterBenchConfig
-from benchmarks.cluster.runs import ROUTERS, about, simulate_cluster
-from benchmarks.cluster.workload import at_load, one_machine
+from benchmarks.cluster.runs import ROUTERS, Job, about, run_all
 from benchmarks.common.result import Numbers, PartResult, Table
-from quire.sim.metrics import summarise
-from quire.sim.run import simulate
+from quire.layout.sizes import parse_size
 
 POOL = "one machine"
+LARGER = 4
 
 
 def run_pool(bench: ClusterBenchConfig) -> PartResult:
     """Compare the routers with one machine of the same memory and rates, at every load."""
+    names = (None, *ROUTERS)
+    jobs = [
+        Job(bench=bench, load=factor, router=name) for _, factor in bench.loads for name in names
+    ]
+    done = iter(run_all(jobs, bench.processes))
     claims: Numbers = {}
     rows: list[tuple[str | float, ...]] = []
-    recorded = bench.load()
-    for load, factor in bench.loads:
-        trace = at_load(recorded, factor)
-        pool = summarise(simulate(trace, one_machine(bench)))
-        rows.append(_pool_row(load, POOL, pool))
-        found = {name: simulate_cluster(bench, bench.replicas, name, trace) for name in ROUTERS}
-        rows += [_pool_row(load, name, each.numbers) for name, each in found.items()]
-        claims |= _pool_claims(load, pool, {name: r.numbers for name, r in found.items()})
+    for load, _ in bench.loads:
+        found = {name or POOL: next(done).numbers for name in names}
+        rows += [_pool_row(load, name, numbers) for name, numbers in found.items()]
+        claims |= _pool_claims(load, found)
     table = Table(
         name="cluster-pool",
         caption=f"{about(bench)}; {bench.replicas} replicas. `{POOL}`: one engine with the memory "
@@ -36,6 +37,16 @@ def run_pool(bench: ClusterBenchConfig) -> PartResult:
         rows=tuple(rows),
     )
     return PartResult(claims=claims, tables=(table,))
+
+
+def run_large_pool(bench: ClusterBenchConfig) -> PartResult:
+    """`run_pool` with `LARGER` times the KV memory, as with a tier in CPU memory."""
+    found = run_pool(replace(bench, memory=str(parse_size(bench.memory) * LARGER)))
+    return replace(
+        found,
+        claims={f"large_{name}": value for name, value in found.claims.items()},
+        tables=tuple(replace(table, name=f"{table.name}-large") for table in found.tables),
+    )
 
 
 def _pool_row(load: str, name: str, numbers: Numbers) -> tuple[str | float, ...]:
@@ -51,8 +62,8 @@ def _pool_row(load: str, name: str, numbers: Numbers) -> tuple[str | float, ...]
     )
 
 
-def _pool_claims(load: str, pool: Numbers, found: Mapping[str, Numbers]) -> Numbers:
-    own = found["kv_aware"]
+def _pool_claims(load: str, found: Mapping[str, Numbers]) -> Numbers:
+    own, pool = found["kv_aware"], found[POOL]
     gap = pool["prefix_hit_fraction"] - own["prefix_hit_fraction"]
     return {
         f"{load}_hit_points_below_pool": 100 * gap,

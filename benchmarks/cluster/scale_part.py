@@ -1,23 +1,24 @@
 """More replicas with as many users each."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from benchmarks.cluster.config import ClusterBenchConfig
-from benchmarks.cluster.runs import ROUTERS, Run, about, simulate_cluster
-from benchmarks.cluster.workload import at_load, for_replicas
+from benchmarks.cluster.runs import ROUTERS, Job, Run, about, run_all
 from benchmarks.common.result import Chart, Numbers, PartResult, Table
+from quire.scale.routing.registry import RouterName
 
 
 def run_scale(bench: ClusterBenchConfig) -> PartResult:
-    """More replicas with as many users each."""
-    recorded, (_, factor) = bench.load(), bench.loads[0]
-    found: dict[str, list[Run]] = {name: [] for name in ROUTERS}
-    for replicas in bench.sizes:
-        load = at_load(
-            for_replicas(recorded, replicas, max(bench.replicas, bench.sizes[0])), factor
-        )
-        for name in ROUTERS:
-            found[name].append(simulate_cluster(bench, replicas, name, load))
+    """Simulate more replicas with as many users each."""
+    bench = replace(bench, requests=bench.scale_requests or bench.requests)
+    jobs = [
+        Job(bench=bench, load=bench.loads[0][1], router=name, replicas=replicas)
+        for replicas in sorted(bench.sizes, reverse=True)  # the longest simulations first
+        for name in ROUTERS
+    ]
+    done = run_all(jobs, bench.processes)
+    found = {name: done[i :: len(ROUTERS)][::-1] for i, name in enumerate(ROUTERS)}
     return PartResult(
         claims=_scale_claims(found),
         tables=(_scale_table(bench, found),),
@@ -26,7 +27,7 @@ def run_scale(bench: ClusterBenchConfig) -> PartResult:
     )
 
 
-def _scale_table(bench: ClusterBenchConfig, found: Mapping[str, list[Run]]) -> Table:
+def _scale_table(bench: ClusterBenchConfig, found: Mapping[RouterName, list[Run]]) -> Table:
     rows = [
         (
             int(each.numbers["replicas"]),
@@ -57,7 +58,7 @@ def _scale_table(bench: ClusterBenchConfig, found: Mapping[str, list[Run]]) -> T
     )
 
 
-def _scale_claims(found: Mapping[str, list[Run]]) -> Numbers:
+def _scale_claims(found: Mapping[RouterName, list[Run]]) -> Numbers:
     own, last = found["kv_aware"], {name: runs[-1].numbers for name, runs in found.items()}
     first, largest = own[0].numbers, own[-1].numbers
     per_replica = largest["generated_tokens_per_s"] / largest["replicas"]
@@ -80,7 +81,9 @@ def _scale_claims(found: Mapping[str, list[Run]]) -> Numbers:
     }
 
 
-def _scale_charts(bench: ClusterBenchConfig, found: Mapping[str, list[Run]]) -> Iterator[Chart]:
+def _scale_charts(
+    bench: ClusterBenchConfig, found: Mapping[RouterName, list[Run]]
+) -> Iterator[Chart]:
     for name, title, label in (
         ("prefix_hit_fraction", "Prefix hit rate", "fraction of prompt tokens"),
         ("ttft_p99_s", "Time to first token, p99", "s"),

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.cluster.config import ClusterBenchConfig
-from quire.layout.sizes import parse_size
 from quire.sim.machine import Rates
 from quire.sim.run import SimConfig
 from quire.sim.traces.base import Trace, TraceRequest
@@ -64,5 +63,5 @@ def one_machine(bench: ClusterBenchConfig) -> SimConfig:
         max_num_batched_tokens=one.schedule.max_num_batched_tokens * times,
         chunk_tokens=one.schedule.chunk_tokens * times,
     )
-    kv = replace(one.kv, memory=parse_size(bench.memory) * times)
+    kv = replace(one.kv, memory=bench.memory_bytes * times)
     return replace(one, rates=rates, schedule=schedule, kv=kv)

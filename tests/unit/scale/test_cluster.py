@@ -95,7 +95,7 @@ def test_every_request_ends_once_on_one_replica(rows, replicas, router, limit, i
             assert expected.arrival_s <= record.admitted_s < record.first_token_s <= record.finish_s
     for number, replica in enumerate(result.replicas):
         assert result.placed.count(number) == len(replica.records)
-    assert result.num_choices == len(records)
+    assert len(result.router_calls_s["choice"]) >= len(records)
 
 
 def test_cluster_is_deterministic():

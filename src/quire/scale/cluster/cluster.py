@@ -12,9 +12,11 @@ time. One replica gives exactly the result of `quire.sim.simulator`.
 
 import heapq
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import median
 from time import perf_counter
 
 from quire.errors import InvariantError
@@ -30,6 +32,7 @@ from quire.sim.simulator import Progress, check_finished
 from quire.sim.traces.base import Trace
 
 _PROGRESS_EVENTS = 1000
+CHOICE, END, EVENTS = "choice", "end", "events"
 
 
 @dataclass(slots=True)
@@ -41,16 +44,22 @@ class ClusterResult:
         replicas: result of each replica.
         placed: number of the replica of each request, in the order of arrival.
         end_s: time when the last request finished.
-        num_choices: requests that the router placed.
-        routing_s: wall-clock time of the router: its choices and notes.
+        router_calls_s: measured duration of each call of the router: choices, ends of requests,
+            KV events.
     """
 
     trace: Trace
     replicas: list[SimResult]
     placed: list[int]
     end_s: float = 0.0
-    num_choices: int = 0
-    routing_s: float = 0.0
+    router_calls_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    @property
+    def routing_s(self) -> float:
+        """Time of the router for each request: medians, which other processes do not disturb."""
+        calls = self.router_calls_s
+        total_s = sum(median(times) * len(times) for times in calls.values())
+        return total_s / max(1, len(calls[CHOICE]))
 
 
 @dataclass(slots=True)
@@ -131,10 +140,15 @@ class Cluster:
         return self.result
 
     def _next_s(self) -> float:
-        """Time of the next arrival or end of a step."""
+        """Time of the next arrival, end of a step, or load report that a held request waits for."""
         arrivals, number = self._arrivals, self._num_arrived
-        arrival_s = arrivals[number].arrival_s if number < len(arrivals) else math.inf
-        return min(arrival_s, self._ends[0][0] if self._ends else math.inf)
+        next_s = arrivals[number].arrival_s if number < len(arrivals) else math.inf
+        if self._ends:
+            next_s = min(next_s, self._ends[0][0])
+        if len(self._admission) and self._config.report_interval_s:
+            oldest_s = min(replica.reported_s for replica in self._replicas)
+            next_s = min(next_s, oldest_s + self._config.report_interval_s)
+        return next_s
 
     # ---- steps ---------------------------------------------------------------------------------
 
@@ -160,13 +174,13 @@ class Cluster:
 
     def _finish(self, job: Job) -> None:
         dispatch = self._waiting.sent.pop(id(job))
-        self._timed(partial(self._admission.finished, dispatch, len(job.answer)))
+        self._timed(END, partial(self._admission.finished, dispatch, len(job.answer)))
 
     def _note_events(self, replica: Replica) -> None:
         if replica.events is not None:
             events = replica.events.take()
             if events:
-                self._timed(partial(self._router.note_block_events, replica.name, events))
+                self._timed(EVENTS, partial(self._router.note_block_events, replica.name, events))
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -192,10 +206,9 @@ class Cluster:
         reached: set[int] = set()
         while len(self._admission):
             loads = self._loads(now_s)
-            dispatch = self._timed(partial(self._admission.next, loads))
+            dispatch = self._timed(CHOICE, partial(self._admission.next, loads))
             if dispatch is None:
                 break
-            self.result.num_choices += 1
             number = self._by_name[dispatch.replica_id]
             self._send(dispatch, self._replicas[number], now_s)
             reached.add(number)
@@ -217,13 +230,13 @@ class Cluster:
         if not self._config.report_interval_s:
             return [replica.load() for replica in self._replicas]
         for replica in self._replicas:
-            if now_s - replica.reported_s >= self._config.report_interval_s:
+            if replica.reported_s + self._config.report_interval_s <= now_s:
                 replica.reported_s = now_s
                 self._view.report(replica.load())
         return list(self._view.loads().values())
 
-    def _timed(self, call: Callable[[], Dispatch | None]) -> Dispatch | None:
+    def _timed(self, what: str, call: Callable[[], Dispatch | None]) -> Dispatch | None:
         started_s = perf_counter()
         found = call()
-        self.result.routing_s += perf_counter() - started_s
+        self.result.router_calls_s[what].append(perf_counter() - started_s)
         return found

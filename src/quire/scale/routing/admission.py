@@ -14,7 +14,7 @@ import itertools
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from quire.errors import ConfigError
 from quire.scale.routing.base import ReplicaLoad, RoutedRequest, Router
@@ -67,6 +67,7 @@ def _dispatch(
     return Dispatch(request_id, request, replica_id, uncached_tokens)
 
 
+@runtime_checkable
 class Admission(Protocol):
     """Decides when requests are sent, and in which order."""
 

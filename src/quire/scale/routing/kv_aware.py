@@ -103,7 +103,9 @@ class KvAware:
     def _uncached(self, request: RoutedRequest, cached_blocks: int) -> int:
         return max(1, request.prompt_tokens - cached_blocks * self._block_tokens)
 
-    def _cost(self, request: RoutedRequest, replica: ReplicaLoad, cached_blocks: int) -> float:
+    def _cost(
+        self, request: RoutedRequest, replica: ReplicaLoad, cached_blocks: int
+    ) -> int | float:
         uncached = self._uncached(request, cached_blocks)
         cost = self._prefix_weight * uncached + self._backlog(request.tenant, replica, uncached)
         if replica.kv_capacity_bytes:

@@ -30,7 +30,7 @@ class RouterConfig:
         common=True,
     )
     prefix_weight: float = option(
-        1.0,
+        4.0,
         help="kv_aware: cost of an uncached prompt token, relative to a queued one",
         flag="router-prefix-weight",
     )

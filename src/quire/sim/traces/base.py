@@ -145,7 +145,7 @@ class TraceOptions:
 
     def __post_init__(self) -> None:
         check_options(self)
-        for name in ("requests", "max_tokens"):
+        for name in ("requests", "max_tokens", "copies"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"expected {name} of 1 or more, got {value}")

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from quire.errors import ConfigError
 from quire.sim.traces.base import Segment, TraceRequest
 
 
@@ -15,13 +14,8 @@ def with_copies(requests: list[TraceRequest], copies: int) -> list[TraceRequest]
 
     Args:
         requests: requests in the order of arrival, from 0 s.
-        copies: how many, 1 for the trace alone.
-
-    Raises:
-        ConfigError: fewer than 1 copy.
+        copies: number of copies, 1 or more; 1 for the trace alone.
     """
-    if copies < 1:
-        raise ConfigError(f"expected copies from 1, got {copies} (--trace-copies)")
     if copies == 1:
         return requests
     found = [request for copy in range(copies) for request in _copy(requests, copy, copies)]
