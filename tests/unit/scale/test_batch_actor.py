@@ -52,15 +52,19 @@ def records_of(actor, batch):
     return found[NUMBER], [json.loads(record) for record in found[RECORD]]
 
 
+OF_ONE_RUN = (
+    *("cached_tokens", "kv_peak_bytes", "preemptions", "first_token_s", "total_s"),
+    "prompt_tokens_details",
+)
+
+
 def without_times(record):
     """A record without the fields that differ between two runs."""
-    if record.get("response"):
-        record["response"]["body"].pop("created", None)
-    bodies = [record, (record.get("response") or {}).get("body") or {}]
-    for body in bodies:
-        for name in ("cached_tokens", "kv_peak_bytes", "preemptions"):
-            (body.get("usage") or {}).pop(name, None)
-        (body.get("usage") or {}).pop("prompt_tokens_details", None)
+    body = (record.get("response") or {}).get("body") or {}
+    body.pop("created", None)
+    for usage in (record.get("usage"), body.get("usage")):
+        for name in OF_ONE_RUN:
+            (usage or {}).pop(name, None)
     return record
 
 
