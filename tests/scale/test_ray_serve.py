@@ -15,7 +15,7 @@ require_ray()
 
 PROMPT = "<|doc|>Once upon a time"
 SAMPLING = {"model": "quire-tiny", "temperature": 1.0}
-PATIENCE_S = 180.0
+PATIENCE_S = 400.0
 
 
 @pytest.fixture(scope="module")
