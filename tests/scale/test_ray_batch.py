@@ -1,8 +1,9 @@
 """`quire batch --ray`: equal records in the order of the lines, resumed after a kill."""
 
-import json
+import re
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from support.ray_processes import QUICK, START_S, python, require_ray
 pytestmark = pytest.mark.slow
 require_ray()
 
+GUIDE = Path(__file__).parents[2] / "docs/guides/ray.md"
 ON_RAY = ("--ray", "--ray-replicas=2", "--ray-cpus=0.5")
 NUM_LINES, BLANK = 60, 20
 
@@ -77,41 +79,20 @@ def test_a_killed_batch_resumes(source, tmp_path):
     assert read_records(target) == records
 
 
-PROGRAM = """
-import json
-import ray
-from quire import KVConfig, SamplingParams
-from quire.scale.batch import BatchActor
-
-ray.init(address="local", num_cpus=2, object_store_memory=200 * 2**20, include_dashboard=False)
-rows = [{"number": n + 1, "id": str(n), "prompt": f"<|doc|>Story {n}"} for n in range(12)]
-records = ray.data.from_items(rows).map_batches(
-    BatchActor,
-    batch_size=4,
-    fn_constructor_kwargs={
-        "model": "quire-tiny",
-        "options": {"dtype": "float32", "kv": KVConfig(memory="8MiB"), "verify": False},
-        "sampling": SamplingParams(max_tokens=8),
-        "seed": 3,
-    },
-    num_cpus=0.5,
-    compute=ray.data.ActorPoolStrategy(size=2, max_concurrent_calls_per_actor=4),
+START = (
+    "import ray\n"
+    "ray.init(address='local', num_cpus=2, object_store_memory=200 * 2**20,"
+    " include_dashboard=False)\n"
 )
-for row in records.iter_rows():
-    print("RECORD " + row["record"])
-ray.shutdown()
-"""
 
 
-def test_the_actor_in_a_program(tmp_path):
+def test_the_program_of_the_guide(tmp_path):
     program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
+    [code] = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    program.write_text(f"{START}{code}\nray.shutdown()\n")
 
     status, output = run(program)
 
     assert status == 0, output
-    found = [line.partition("RECORD ")[2] for line in output.splitlines() if "RECORD " in line]
-    records = [json.loads(text) for text in found]
-    assert sorted(int(record["id"]) for record in records) == list(range(12))
-    assert all(record["line"] == int(record["id"]) + 1 for record in records)
-    assert all(record["usage"]["completion_tokens"] > 0 for record in records)
+    printed = re.findall(r"^(\d+)  ?\S", output, re.MULTILINE)
+    assert sorted(map(int, printed)) == list(range(100))

@@ -20,7 +20,7 @@ class ScalingContext(Protocol):
 
     @property
     def total_num_requests(self) -> int | float:
-        """Requests in replicas and in front of them, averaged over time."""
+        """Requests that replicas have and requests that wait for one, averaged over time."""
 
     @property
     def aggregated_metrics(self) -> Mapping[str, Mapping[Any, float]] | None:

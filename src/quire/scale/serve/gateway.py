@@ -1,4 +1,4 @@
-"""The gateway in front of replicas: an ASGI application that forwards every request to one of them.
+"""The gateway of replicas: an ASGI application that forwards every request to one of them.
 
     client ---> Gateway ---> Replicas.forward(call) ---> replica: the application of `quire serve`
                    ^------------- parts of the response ------'
