@@ -11,6 +11,7 @@ import typer
 from benchmarks.attention.command import attention
 from benchmarks.batch_max.command import batch_max
 from benchmarks.batch_plan.command import batch_plan
+from benchmarks.cluster.command import cluster
 from benchmarks.device.command import device
 from benchmarks.disaggregation.command import disaggregation
 from benchmarks.eviction.command import eviction
@@ -54,6 +55,7 @@ _COMMANDS: dict[str, Callable[..., Any]] = {
     "server-load": server_load,
     "disaggregation": disaggregation,
     "memory": memory,
+    "cluster": cluster,
     "batch-max": batch_max,
     "eviction": eviction,
     "invariant": invariant,

@@ -31,6 +31,8 @@ to standard error.
 FLOORS = (
     *(
         "cli",
+        "scale",
+        "batch",
         "serve",
         "hf",
         "bench",

@@ -16,8 +16,8 @@ from benchmarks.common.result import Chart, Numbers, PartResult, Table
 from benchmarks.memory.simulated import SimulatedConfig
 from quire.config.kv_config import PrefixCacheConfig, StoreName
 from quire.layout.model import ModelSpec
+from quire.sim.engine import SimResult
 from quire.sim.run import SimConfig, make_simulator, simulate
-from quire.sim.simulator import SimResult
 from quire.sim.traces.base import Trace, TraceOptions
 
 STORE: Final = "contiguous_max"
@@ -136,7 +136,7 @@ def _run(
         end_waste_fraction=request_waste(result, fixed) if fixed and workload != "window" else None,
         running_mean=result.gauges.mean("running"),
         tokens_per_s=generated / result.gauges.time_s,
-        copied_bytes=simulator.memory.placement.copied_bytes,
+        copied_bytes=simulator.engine.memory.placement.copied_bytes,
     )
 
 

@@ -25,6 +25,7 @@ NOT_RUN = {
     "examples.md": (('--8<-- "examples/', "files that tests/docs/test_examples.py runs"),),
     "guides/langchain.md": (("not tested: langchain-openai", "a client that is not a dependency"),),
     "serving.md": (("anthropic.Anthropic", "tests/serve/test_other_apis.py runs this client"),),
+    "guides/ray.md": (("BatchActor", "tests/scale/test_ray_batch.py runs this program"),),
     "guides/litellm.md": (("not tested: litellm", "a client that is not a dependency"),),
 }
 """Blocks without a test: a text of the block or of the line above it, and the reason."""

@@ -186,7 +186,7 @@ def events_of_simulation(workshop: Workshop) -> object:
     config = SimConfig(model=model_shape("quire-tiny"), rates=rates, kv=kv)
     simulator = make_simulator(load_trace(trace, TraceOptions()), config)
     found: list[KVEvent] = []
-    simulator.scheduler.sequence_memory.events.subscribe(found.append)
+    simulator.engine.scheduler.sequence_memory.events.subscribe(found.append)
     simulator.run()
     return by_kind(found)
 

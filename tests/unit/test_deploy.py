@@ -1,5 +1,6 @@
-"""The Grafana board, the Prometheus configuration and the alerts name metrics that exist."""
+"""The Grafana board, Prometheus' configuration, alerts and manifests fit the server."""
 
+import importlib
 import json
 import shutil
 import subprocess
@@ -8,10 +9,15 @@ from pathlib import Path
 import pytest
 import yaml
 
+from quire.cli.options import KV, MODEL, SCHEDULE, SERVER
+from quire.scale.serve.builder import recipe_of
+from quire.serve.config import KEY_VARIABLE, METRICS_KEY_VARIABLE
 from quire.serve.metrics.definitions import METRICS
+from quire.serve.metrics.endpoint import PATH as METRICS_PATH
 from release.check_board import BOARD, DEPLOY, metric_names, queries
 
 PROMETHEUS = DEPLOY / "prometheus"
+PROBES = ("startup", "liveness", "readiness")
 NAMES = {f"quire_{m.name}" + ("_total" if m.kind == "counter" else "") for m in METRICS}
 
 
@@ -59,3 +65,87 @@ def test_promtool_accepts_configuration_and_alerts():
         command = ["promtool", "check", kind, str(Path(PROMETHEUS / name))]
         checked = subprocess.run(command, capture_output=True, text=True, check=False)
         assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+# ---- Kubernetes ----------------------------------------------------------------------------------
+
+KUBERNETES = DEPLOY / "kubernetes"
+
+
+def manifests(name):
+    return list(yaml.safe_load_all((KUBERNETES / name).read_text()))
+
+
+def pod_of_deployment():
+    [deployment] = [found for found in manifests("quire.yaml") if found["kind"] == "Deployment"]
+    return deployment["spec"]["template"]
+
+
+def pods_of_ray():
+    [service] = manifests("rayservice.yaml")
+    cluster = service["spec"]["rayClusterConfig"]
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    return [group["template"] for group in groups]
+
+
+def test_the_manifests_are_valid():
+    validate = pytest.importorskip("kubernetes_validate").validate
+    pods = [
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}} | {"spec": pod["spec"]}
+        for pod in pods_of_ray()
+    ]
+
+    for manifest in (*manifests("quire.yaml"), *pods):
+        validate(manifest, "1.33", strict=True)
+
+
+def test_the_deployment_starts_a_server_that_its_probes_reach():
+    pod = pod_of_deployment()
+    [container] = pod["spec"]["containers"]
+    command, model, *flags = container["args"]
+    given = dict(flag.removeprefix("--").split("=") for flag in flags)
+    known = {found.flag for section in (MODEL, KV, SCHEDULE, SERVER) for found in section.options()}
+    paths = {container[f"{kind}Probe"]["httpGet"]["path"] for kind in PROBES}
+    annotations = pod["metadata"]["annotations"]
+
+    assert (command, model) == ("serve", "quire-tiny")
+    assert given.keys() <= known
+    assert paths == {"/health", "/ready"}
+    assert given["port"] == annotations["prometheus.io/port"]
+    assert int(given["port"]) == container["ports"][0]["containerPort"]
+    assert annotations["prometheus.io/path"] == METRICS_PATH
+
+
+def test_pods_live_longer_than_the_shutdown_of_the_server():
+    arguments = manifests("rayservice.yaml")[0]["spec"]["serveConfigV2"]
+    [application] = yaml.safe_load(arguments)["applications"]
+    [container] = pod_of_deployment()["spec"]["containers"]
+    timeouts = [float(application["args"]["shutdown-timeout"])]
+    timeouts += [float(a.split("=")[1]) for a in container["args"] if "shutdown-timeout" in a]
+
+    for pod in (pod_of_deployment(), *pods_of_ray()):
+        assert pod["spec"]["terminationGracePeriodSeconds"] > max(timeouts)
+
+
+def test_the_application_of_ray_is_built_from_its_arguments():
+    service = manifests("rayservice.yaml")[0]["spec"]
+    config = yaml.safe_load(service["serveConfigV2"])
+    [application] = config["applications"]
+    module, _, name = application["import_path"].partition(":")
+    recipe = recipe_of(application["args"])
+    [workers] = service["rayClusterConfig"]["workerGroupSpecs"]
+    worker = workers["template"]["spec"]["containers"][0]
+
+    assert callable(getattr(importlib.import_module(module), name))
+    assert config["http_options"]["port"] == worker["ports"][0]["containerPort"]
+    assert workers["maxReplicas"] == recipe.ray.max_replicas
+    assert recipe.ray.cpus == float(worker["resources"]["requests"]["cpu"])
+
+
+def test_keys_come_from_a_secret():
+    containers = [pod["spec"]["containers"][0] for pod in (pod_of_deployment(), *pods_of_ray())]
+
+    for container in containers:
+        sources = {found["name"]: found["valueFrom"] for found in container["env"]}
+        assert sources.keys() == {KEY_VARIABLE, METRICS_KEY_VARIABLE}
+        assert all("secretKeyRef" in source for source in sources.values())

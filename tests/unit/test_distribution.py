@@ -28,15 +28,16 @@ DISTRIBUTIONS = {
     "zmq": "pyzmq",
     "huggingface_hub": "huggingface-hub",
     "starlette": "fastapi",
+    "pyarrow": "ray",
     "prometheus_client": "prometheus-client",
     "fastapi_swagger": "fastapi-swagger",
     "opentelemetry": "opentelemetry-sdk",
     "opentelemetry.sdk": "opentelemetry-sdk",
     "opentelemetry.exporter.otlp.proto.http": "opentelemetry-exporter-otlp-proto-http",
 }
-"""Distribution of each import name that differs; fastapi depends on starlette, and the exporter of
-OpenTelemetry on its SDK."""
-EXTRA_OF_PACKAGE = {"serve": ("serve",)}
+"""Distribution of each import name that differs; fastapi depends on starlette, ray[data] on
+pyarrow, and the exporter of OpenTelemetry on its SDK."""
+EXTRA_OF_PACKAGE = {"serve": ("serve",), "scale/serve": ("serve", "ray")}
 """Packages of Quire whose modules import an extra when they are loaded."""
 
 
@@ -65,7 +66,8 @@ def test_modules_import_declared_packages_and_extras_only_in_their_package() -> 
     every = core.union(*map(names, OPTIONAL.values()))
     faults = []
     for path in sorted((ROOT / "src/quire").rglob("*.py")):
-        package = path.relative_to(ROOT / "src/quire").parts[0]
+        parts = path.relative_to(ROOT / "src/quire").parts
+        package = "/".join(parts[:2]) if parts[0] == "scale" else parts[0]
         allowed = core.union(*(names(OPTIONAL[e]) for e in EXTRA_OF_PACKAGE.get(package, ())))
         for name, at_import in third_party_imports(path):
             if name not in (allowed if at_import else every):

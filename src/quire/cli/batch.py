@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from quire.batch.lines import BatchTask, LineFormat
+from quire.batch.records import BatchTally
 from quire.cli.batch_input import (
     Survey,
     refuse_one_file_for_two,
@@ -16,13 +18,14 @@ from quire.cli.batch_input import (
     warn_of_other_models,
     warn_of_repeated,
 )
-from quire.cli.batch_io import BatchTask, LineFormat
 from quire.cli.batch_output import BatchOutput, RunState
-from quire.cli.batch_records import BatchTally
+from quire.cli.batch_ray import run_on_ray
 from quire.cli.batch_remote import run_on_server, server_of
 from quire.cli.common import AsJson
 from quire.cli.json_output import print_json
 from quire.cli.kv_events import KVEventsFile, KVWatch, watching
+from quire.cli.on_ray import refuse_on_ray, refuse_ray_options
+from quire.cli.options import KV, MODEL, RAY_BATCH, SAMPLING, SCHEDULE
 from quire.cli.report import envelope
 from quire.cli.settings import Settings, with_settings
 from quire.errors import ConfigError
@@ -48,7 +51,9 @@ _LABELS = {
 """Label and unit of each row of the printed table."""
 
 
-@with_settings(defaults={"max-tokens": 128}, model_required=True)
+@with_settings(
+    MODEL, KV, SCHEDULE, SAMPLING, RAY_BATCH, defaults={"max-tokens": 128}, model_required=True
+)
 def batch(  # noqa: PLR0913 - one parameter per option
     settings: Settings,
     *,
@@ -124,6 +129,9 @@ def batch(  # noqa: PLR0913 - one parameter per option
     again with the same arguments. In bfloat16, the remaining outputs may then differ from those of
     an uninterrupted run, except with --batch-invariant. Exit code 1 if OUTPUT has error records.
 
+    With --ray, engines in actors of Ray Data run the requests, and the records have the order of
+    the lines.
+
     With --base-url, a server runs the requests. Lines may then be for any path of its API. Requests
     that it refuses for the moment (status 429 or 503) are repeated after the time it names.
     """
@@ -142,6 +150,10 @@ def batch(  # noqa: PLR0913 - one parameter per option
     survey = survey_of(source)
     warn_of_repeated(survey)
     server = None
+    refuse_ray_options(settings)
+    if settings.ray.enabled:
+        refuse_on_ray("--base-url", base_url)
+        refuse_on_ray("--kv-events", kv_events)
     if base_url is None:
         warn_of_other_models(survey, settings.model)
     else:
@@ -155,7 +167,9 @@ def batch(  # noqa: PLR0913 - one parameter per option
             "requests_with_errors_before": failed,
         }
         with watching(kv_events if left else None) as watch:
-            if server is None:
+            if settings.ray.enabled:
+                result = _Result(*run_on_ray(settings, task, output, left))
+            elif server is None:
                 result = _run(settings, task, output, left, watch)
             else:
                 result = _Result(*run_on_server(settings, server, task, output, left))

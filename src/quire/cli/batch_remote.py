@@ -8,9 +8,9 @@ from urllib.parse import urlsplit
 
 import typer
 
-from quire.cli.batch_io import BatchTask
+from quire.batch.lines import BatchTask
+from quire.batch.records import BatchTally
 from quire.cli.batch_output import BatchOutput
-from quire.cli.batch_records import BatchTally
 from quire.cli.settings import Settings
 from quire.errors import ConfigError
 

@@ -4,21 +4,18 @@ Imports torch through the engine: the command imports this module when it runs.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 from quire.api.llm import LLM
+from quire.batch.lines import BatchError, BatchLine, BatchTask, parse_line
+from quire.batch.records import BatchTally, Record, error_record
+from quire.batch.requests import LineResult, RecordFormat, record_of, requests_of
 from quire.cli.batch_groups import RecordGroups
-from quire.cli.batch_io import BatchError, BatchLine, BatchTask, parse_line
 from quire.cli.batch_output import BatchOutput
-from quire.cli.batch_records import BatchTally, Record, error_record, output_record
 from quire.cli.drive import Driver, Job
-from quire.config.generation_request import GenerationRequest
-from quire.errors import NeverFits, RequestError
-from quire.sampling.outputs import RequestOutput, merged
-from quire.serve.config import MAX_OUTPUTS
+from quire.errors import RequestError
+from quire.sampling.outputs import RequestOutput
 
 WINDOW_PER_RUNNING = 4
-_SEED_RANGE = 2**63
 
 
 class BatchRun:
@@ -36,8 +33,9 @@ class BatchRun:
     ) -> None:
         self._llm, self._task, self._output = llm, task, output
         self._lines: dict[int, BatchLine] = {}
-        self._parts: dict[int, dict[int, RequestOutput | RequestError]] = {}
+        self._parts: dict[int, dict[int, LineResult]] = {}
         self._groups = RecordGroups(output)
+        self._form = RecordFormat(model=llm.model.name, with_prompt=task.with_prompt)
         self.tally = BatchTally()
         self._driver = Driver(
             llm,
@@ -61,19 +59,10 @@ class BatchRun:
         self._output.flush()
         return self.tally
 
-    def _finish(self, line: BatchLine, results: list[RequestOutput | RequestError]) -> None:
+    def _finish(self, line: BatchLine, results: list[LineResult]) -> None:
         """Write the record of a line after all its prompts have finished."""
-        outputs: list[RequestOutput] = []
-        for result in results:
-            if isinstance(result, RequestError):
-                self._put(error_record(line.head, _refusal_text(line, result)), None)
-                return
-            outputs.append(result)
-        output = merged(outputs)
-        record = output_record(
-            line, output, model=self._llm.model.name, with_prompt=self._task.with_prompt
-        )
-        if line.options.get("record_evictions"):
+        record, output = record_of(line, results, self._form)
+        if output is not None and line.options.get("record_evictions"):
             trace = self._llm.engine.eviction_trace(output.request_id)
             record["evictions"] = [retained.as_dict() for retained in trace]
         self._put(record, output)
@@ -95,22 +84,10 @@ class BatchRun:
                     yield from jobs
 
     def _jobs_of(self, line: BatchLine) -> list[Job]:
-        number = line.head.number
-        own = {"seed": (self._output.seed + number) % _SEED_RANGE} | dict(line.sampling)
-        params = replace(self._task.sampling, **own)
-        if len(line.prompts) * params.num_sequences > MAX_OUTPUTS:
-            raise RequestError(
-                f"{len(line.prompts)} prompts x {params.num_sequences} outputs exceed the limit of "
-                f"{MAX_OUTPUTS} outputs per line: write several lines"
-            )
+        requests = requests_of(line, self._task.sampling, self._output.seed)
         return [
-            Job(
-                key=number,
-                part=part,
-                request=GenerationRequest(prompt or "", params, **line.options),
-                messages=line.messages,
-            )
-            for part, prompt in enumerate(line.prompts)
+            Job(key=line.head.number, part=part, request=request, messages=line.messages)
+            for part, request in enumerate(requests)
         ]
 
     def _put(self, record: Record, output: RequestOutput | None) -> None:
@@ -120,11 +97,3 @@ class BatchRun:
     def _after_step(self, on_step: Callable[[BatchTally], None]) -> None:
         self._groups.flush_if_due()
         on_step(self.tally)
-
-
-def _refusal_text(line: BatchLine, refusal: RequestError) -> str:
-    """Error text of a refused line; with number and name if the request never fits."""
-    if not isinstance(refusal, NeverFits):
-        return str(refusal)
-    name = "" if line.head.name is None else f" ({line.head.name!r})"
-    return f"line {line.head.number}{name} does not fit the KV memory: {refusal}"

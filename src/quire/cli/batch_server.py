@@ -9,10 +9,10 @@ from typing import Any
 
 import httpx
 
+from quire.batch.lines import BatchError, BatchTask
+from quire.batch.records import BatchTally, Record, error_record
 from quire.cli.batch_groups import GROUP_S, RecordGroups
-from quire.cli.batch_io import BatchError, BatchTask
 from quire.cli.batch_output import BatchOutput
-from quire.cli.batch_records import BatchTally, Record, error_record
 from quire.cli.batch_server_lines import (
     ServerLine,
     finish_reason,

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.cli.batch_io import BatchError, LineFormat, LineHead, LineKind, json_object
-from quire.cli.batch_prompts import shown
-from quire.cli.batch_records import Record, error_record
+from quire.batch.lines import BatchError, LineFormat, LineHead, LineKind, json_object
+from quire.batch.prompts import shown
+from quire.batch.records import Record, error_record
 
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 _KINDS: Mapping[str, LineKind] = {CHAT: "chat"}

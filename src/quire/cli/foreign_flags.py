@@ -21,7 +21,7 @@ FLAGS = {
     "GGUF files are recognized",
     "tensor-parallel-size": _ONE_DEVICE,
     "pipeline-parallel-size": _ONE_DEVICE,
-    "data-parallel-size": _ONE_DEVICE,
+    "data-parallel-size": "use --ray with --ray-replicas for several engines behind one address",
     "tp-size": _ONE_DEVICE,
     "enable-lora": _NO_LORA,
     "lora-modules": _NO_LORA,

@@ -24,6 +24,9 @@ from quire.layout.options import (
     option,
 )
 from quire.layout.sizes import parse_size_or
+from quire.scale.cluster.config import ClusterConfig
+from quire.scale.config import RayConfig
+from quire.scale.routing.registry import RouterConfig
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.serve.config import ServerConfig
 from quire.sim.machine import MachineConfig
@@ -300,5 +303,15 @@ SAMPLING = Section(
 )
 TRACE = Section("trace", "Trace", TraceOptions)
 MACHINE = Section("machine", "Machine", MachineConfig)
+CLUSTER = Section("cluster", "Cluster", ClusterConfig)
+ROUTER = Section("router", "Routing", RouterConfig)
 SERVER = Section("server", "Server", ServerConfig)
-SECTIONS = (MODEL, KV, SCHEDULE, SAMPLING, TRACE, MACHINE, SERVER)
+RAY = Section("ray", "Replicas on Ray", RayConfig)
+RAY_BATCH = Section(
+    "ray",
+    "Replicas on Ray",
+    RayConfig,
+    ("ray", "ray-replicas", "ray-address", "ray-cpus", "ray-gpus", "ray-object-store-memory"),
+)
+"""Options of Ray for a batch, which has no router."""
+SECTIONS = (MODEL, KV, SCHEDULE, SAMPLING, TRACE, MACHINE, CLUSTER, ROUTER, SERVER, RAY)

@@ -14,9 +14,12 @@ from quire.cli.completion import complete_model
 from quire.cli.config_file import read_config_file
 from quire.cli.option_parameters import keyword, option_parameter
 from quire.cli.options import (
+    CLUSTER,
     KV,
     MACHINE,
     MODEL,
+    RAY,
+    ROUTER,
     SAMPLING,
     SCHEDULE,
     SECTIONS,
@@ -32,6 +35,9 @@ from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.errors import ConfigError
 from quire.layout.options import option_values
+from quire.scale.cluster.config import ClusterConfig
+from quire.scale.config import RayConfig
+from quire.scale.routing.registry import RouterConfig
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.serve.config import ServerConfig
 from quire.sim.machine import MachineConfig
@@ -57,8 +63,10 @@ class Settings:
         kv: options of the KV memory.
         schedule: options of the scheduler.
         sampling: default sampling options of requests.
-        trace, machine: trace and machine of a simulation.
+        trace, machine, cluster: trace, machine and replicas of a simulation.
+        router: options of request routing between replicas.
         server: options of the HTTP server.
+        ray: options of replicas on Ray.
         given: parameters set on the command line or in the file.
         verbose: print details on standard error.
     """
@@ -70,7 +78,10 @@ class Settings:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     trace: TraceOptions = field(default_factory=TraceOptions)
     machine: MachineConfig = field(default_factory=MachineConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+    ray: RayConfig = field(default_factory=RayConfig)
     verbose: bool = False
     given: frozenset[str] = frozenset()
 
@@ -103,20 +114,23 @@ class Settings:
             from quire.api.llm import LLM  # imports torch and transformers
 
         self.set_threads()
-        return LLM(
-            self.model,
-            dtype=self.loading.dtype,
-            device=self.loading.device,
-            kv=self.kv,
-            schedule=self.schedule,
-            trust_remote_code=self.loading.trust_remote_code,
-            verify=self.loading.verify,
-            max_model_len=self.loading.max_model_len,
-            return_memory=self.loading.return_memory,
-            weights_memory=self.loading.weights_memory,
-            model_impl=self.loading.model_impl,
-            weight_codec=self.loading.weight_codec,
-        )
+        return LLM(self.model, **self.llm_options())
+
+    def llm_options(self) -> dict[str, Any]:
+        """Keyword arguments of `LLM`."""
+        return {
+            "dtype": self.loading.dtype,
+            "device": self.loading.device,
+            "kv": self.kv,
+            "schedule": self.schedule,
+            "trust_remote_code": self.loading.trust_remote_code,
+            "verify": self.loading.verify,
+            "max_model_len": self.loading.max_model_len,
+            "return_memory": self.loading.return_memory,
+            "weights_memory": self.loading.weights_memory,
+            "model_impl": self.loading.model_impl,
+            "weight_codec": self.loading.weight_codec,
+        }
 
     def _explain(self, llm: "LLM") -> None:
         """Refuse a prefix cache without effect; print placement and KV memory with --verbose."""
@@ -250,7 +264,10 @@ def _resolve(
         sampling=SAMPLING.build(parts[SAMPLING.name]),
         trace=TRACE.build(parts[TRACE.name]),
         machine=MACHINE.build(parts[MACHINE.name]),
+        cluster=CLUSTER.build(parts[CLUSTER.name]),
+        router=ROUTER.build(parts[ROUTER.name]),
         server=SERVER.build(parts[SERVER.name]),
+        ray=RAY.build(parts[RAY.name]),
         verbose=given["verbose"],
         given=typed.union(values),
     )

@@ -2,8 +2,7 @@
 
 import json
 import os
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +11,7 @@ import typer
 
 from quire.cli.common import AsJson
 from quire.cli.json_output import print_json
-from quire.cli.options import MACHINE, SIMULATED_KV, SIMULATED_SCHEDULE, TRACE
+from quire.cli.options import CLUSTER, MACHINE, ROUTER, SIMULATED_KV, SIMULATED_SCHEDULE, TRACE
 from quire.cli.out_folder import prepare_folder, write_files
 from quire.cli.report import envelope
 from quire.cli.settings import Settings, with_settings
@@ -29,7 +28,6 @@ from quire.sim.machine import PROFILE, MachineConfig, Rates, measured_rates
 if TYPE_CHECKING:
     from quire.layout.model import ModelSpec
     from quire.sim.run import SimConfig
-    from quire.sim.simulator import SimResult
 
 DEFAULT_MODEL = "llama-3.1-8b"
 DTYPE = "bfloat16"
@@ -37,7 +35,6 @@ _ABOUT_MODEL = (
     "Name of a model shape: llama-3-8b, llama-3.1-8b, llama-3.1-70b, llama-3.2-1b, "
     "qwen2.5-7b, opt-6.7b, quire-tiny; or a folder with a config.json. No weights are read."
 )
-_PROGRESS_S = 2.0
 
 
 @with_settings(
@@ -45,6 +42,8 @@ _PROGRESS_S = 2.0
     SIMULATED_SCHEDULE,
     TRACE,
     MACHINE,
+    CLUSTER,
+    ROUTER,
     model_default=DEFAULT_MODEL,
     about_model=_ABOUT_MODEL,
 )
@@ -55,6 +54,14 @@ def simulate(
     out: Annotated[
         Path | None, typer.Option(help="Output folder for the result as JSON and for plots.")
     ] = None,
+    price_per_hour: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="Price of one replica's machine for an hour, for the cost of "
+            "tokens; unset: no cost.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run a request trace through the scheduler and the KV memory, without a model.
@@ -62,29 +69,51 @@ def simulate(
     The time of a step is computed from its bytes and FLOPs at the rates of a machine; weights and
     KV are bfloat16. The result has latency percentiles, throughput, memory use and waste,
     preemptions, prefix cache hits and fairness. `--kv-memory auto` is a memory that is never full.
+    With `--replicas`, several engines run behind a router.
     """
-    from quire.cli.simulate_view import render
-    from quire.sim.metrics import by_tenant, summarise
-    from quire.sim.run import make_simulator
+    from quire.cli.simulate_run import run_cluster, run_engine
+    from quire.cli.simulate_view import render_cost
+    from quire.sim.metrics import cost_of_tokens
     from quire.sim.traces.loading import load_trace
 
     if out is not None:
         require_extra("report", "--out")
         prepare_folder(out)
-    config = sim_config(settings)
-    simulator = make_simulator(load_trace(trace, settings.trace), config)
-    started_s = time.perf_counter()
-    result = simulator.run(_Progress())
-    took_s = time.perf_counter() - started_s
-    claims = summarise(result)
-    typer.echo(render(result, claims, took_s))
-    used = _used(settings, config, trace)
-    arms = {"tenants": by_tenant(result)}
-    made = envelope("simulate", claims, arms, used, seconds=took_s)
+    _refuse_router_alone(settings)
+    config, requests = sim_config(settings), load_trace(trace, settings.trace)
+    if settings.cluster.replicas > 1:
+        found = run_cluster(requests, config, settings.cluster, settings.router)
+    else:
+        found = run_engine(requests, config)
+    typer.echo(found.text)
+    claims = found.claims
+    if price_per_hour is not None:
+        cost = cost_of_tokens(claims, price_per_hour, settings.cluster.replicas)
+        typer.echo(render_cost(cost, price_per_hour))
+        claims = claims | cost
+    used = _used(settings, config, trace) | {"price_per_hour": price_per_hour}
+    made = envelope("simulate", claims, found.arms, used, seconds=found.took_s)
     if out is not None:
-        _write(out, result, made)
+        _write(out, found.draw(), made)
     if as_json:
         print_json(made)
+
+
+def _refuse_router_alone(settings: Settings) -> None:
+    """Refuse options of routing without a second replica.
+
+    Raises:
+        ConfigError: an option has no effect.
+    """
+    if settings.cluster.replicas > 1:
+        return
+    for section in (CLUSTER, ROUTER):
+        for found in section.options():
+            if found.parameter in settings.given and found.flag != "replicas":
+                raise ConfigError(
+                    f"--{found.flag} has no effect with one replica: add --replicas 2 or more, or "
+                    f"leave out --{found.flag}"
+                )
 
 
 def sim_config(settings: Settings) -> "SimConfig":
@@ -150,25 +179,12 @@ def _used(settings: Settings, config: "SimConfig", trace: Path) -> dict[str, obj
         "machine": asdict(settings.machine) | {"rates": asdict(config.rates)},
         "kv": option_values(settings.kv),
         "schedule": asdict(settings.schedule),
+        "cluster": asdict(settings.cluster),
+        "router": asdict(settings.router),
     }
 
 
-def _write(out: Path, result: "SimResult", made: dict[str, object]) -> None:
-    from quire.sim.plots import pictures
-
+def _write(out: Path, pictures: Mapping[str, bytes], made: dict[str, object]) -> None:
     stored = {"simulate.json": (json.dumps(made, indent=2) + "\n").encode()}
-    write_files(out, stored | dict(pictures(result)))
+    write_files(out, stored | dict(pictures))
     typer.echo(f"written: {out}")
-
-
-class _Progress:
-    """Prints a progress line on standard error every `_PROGRESS_S` seconds."""
-
-    def __init__(self) -> None:
-        self._next_s = time.perf_counter() + _PROGRESS_S
-
-    def __call__(self, clock_s: float, num_arrived: int) -> None:
-        now_s = time.perf_counter()
-        if now_s >= self._next_s:
-            self._next_s = now_s + _PROGRESS_S
-            typer.echo(f"simulated {clock_s:,.0f} s, {num_arrived:,} requests", err=True)

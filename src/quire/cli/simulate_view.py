@@ -3,8 +3,10 @@
 from collections.abc import Iterator, Mapping
 
 from quire.layout.sizes import format_size
+from quire.scale.cluster.cluster import ClusterResult
+from quire.sim.engine import SimResult
 from quire.sim.metrics import PERCENTILES
-from quire.sim.simulator import SimResult
+from quire.sim.traces.base import Trace
 
 Numbers = Mapping[str, int | float]
 _LATENCIES = {"queue": "queueing time", "ttft": "time to first token"}
@@ -21,7 +23,7 @@ def render(result: SimResult, claims: Numbers, took_s: float) -> str:
     """
     return "\n".join(
         (
-            *_requests(result, claims, took_s),
+            *_requests(result.trace, claims, took_s),
             *_table(claims),
             *_memory(claims),
             *_fairness(claims),
@@ -29,9 +31,46 @@ def render(result: SimResult, claims: Numbers, took_s: float) -> str:
     )
 
 
-def _requests(result: SimResult, claims: Numbers, took_s: float) -> Iterator[str]:
+def render_cluster(result: ClusterResult, claims: Numbers, router: str, took_s: float) -> str:
+    """Render the result of a cluster as text.
+
+    Args:
+        result: result of a simulated cluster.
+        claims: its numbers by name.
+        router: name of the router.
+        took_s: wall-clock time of the simulation in seconds.
+    """
+    return "\n".join(
+        (
+            f"{claims['replicas']} replicas, router {router} "
+            f"({1e6 * result.routing_s:.0f} us per request)",
+            *_requests(result.trace, claims, took_s),
+            *_table(claims),
+            f"\nprefix cache hit rate: {claims['prefix_hit_fraction']:.2%} of prompt tokens; "
+            f"repeated in the trace: {claims['reusable_token_fraction']:.2%}",
+            f"busiest replica over the mean: {claims['busy_imbalance']:.2f} in time, "
+            f"{claims['token_imbalance']:.2f} in tokens, {claims['request_imbalance']:.2f} in "
+            "requests",
+            f"preemptions: {claims['preemptions']:,}; most requests of a replica: "
+            f"{claims['running_peak']:,} running, {claims['waiting_peak']:,} waiting",
+        )
+    )
+
+
+def render_cost(cost: Numbers, price_per_hour: float) -> str:
+    """Render the cost of tokens as text."""
+    if not cost:
+        return "no tokens were generated: no cost of tokens"
+    return (
+        f"at {price_per_hour:g} per machine and hour, a million tokens cost "
+        f"{cost['cost_per_million_tokens']:.3f}, a million output tokens "
+        f"{cost['cost_per_million_output_tokens']:.2f}"
+    )
+
+
+def _requests(trace: Trace, claims: Numbers, took_s: float) -> Iterator[str]:
     yield (
-        f"{result.trace.name} ({result.trace.format}): {claims['requests']:,} requests, "
+        f"{trace.name} ({trace.format}): {claims['requests']:,} requests, "
         f"{claims['virtual_s']:,.0f} s of simulated time in {took_s:.1f} s"
     )
     refused = claims["refused_too_long"], claims["refused_never_fits"]

@@ -137,12 +137,17 @@ class PrefixIndex(MemoryListener):
         statistics: frozenset[str] = frozenset(),
     ) -> PrefixLease:
         """Find and lease the longest published prefix of some blocks; see `match`."""
-        nodes = self._nodes_after(PrefixLease(identity), blocks)
+        nodes = self._nodes_after(None, blocks)
         known_tokens = nodes[-1].block.end if nodes else 0
         while statistics and nodes and statistics not in nodes[-1].statistics:
             nodes.pop()
         self._use(nodes)
         return PrefixLease(identity, nodes, known_tokens=known_tokens)
+
+    def cached_tokens(self, blocks: Iterable[Block]) -> int:
+        """Tokens of the longest published prefix of some blocks; nothing is leased or counted."""
+        nodes = self._nodes_after(None, blocks)
+        return nodes[-1].block.end if nodes else 0
 
     def count(self, queried_tokens: int, lease: PrefixLease) -> None:
         """Count the queried and hit tokens of an admitted prompt."""
@@ -180,7 +185,7 @@ class PrefixIndex(MemoryListener):
             statistics: names of its private groups; the row is extended up to a block with their
                 snapshot.
         """
-        nodes = self._nodes_after(lease, blocks)
+        nodes = self._nodes_after(lease.nodes[-1] if lease.nodes else None, blocks)
         while statistics and nodes and statistics not in nodes[-1].statistics:
             nodes.pop()
         if nodes and lease.publishes and lease.tokens == int(self.memory.lengths[row]):
@@ -191,10 +196,9 @@ class PrefixIndex(MemoryListener):
                 lease.nodes += nodes
         return lease.tokens
 
-    def _nodes_after(self, lease: PrefixLease, blocks: Iterable[Block]) -> list[PrefixNode]:
-        """The published nodes of consecutive blocks after a lease's last one."""
+    def _nodes_after(self, parent: PrefixNode | None, blocks: Iterable[Block]) -> list[PrefixNode]:
+        """The published nodes of consecutive blocks after a node; None: from the start."""
         nodes: list[PrefixNode] = []
-        parent = lease.nodes[-1] if lease.nodes else None
         for block in blocks:
             node = self._nodes.get(block.key)
             if node is None or not node.continues(parent, block):

@@ -16,6 +16,7 @@ EXTRAS = MappingProxyType(
         "events": ("zmq", "msgpack"),
         "gguf": ("gguf", "accelerate"),
         "kmeans": ("scipy",),
+        "ray": ("ray", "pyarrow"),
         "redis": ("redis",),
         "report": ("matplotlib",),
         "structured": ("llguidance",),

@@ -226,6 +226,23 @@ class ServerConfig:
             check_key(key, f"--metrics-key or {METRICS_KEY_VARIABLE}")
         return key
 
+    def check_files(self) -> None:
+        """Refuse files that cannot be read, before the model is loaded.
+
+        Raises:
+            ConfigError: a certificate, key or chat template that cannot be opened.
+        """
+        template = None if "{" in (self.chat_template or "") else self.chat_template
+        files = {
+            "--ssl-certfile": self.ssl_certfile,
+            "--ssl-keyfile": self.ssl_keyfile,
+            "--ssl-ca-certs": self.ssl_ca_certs,
+            "--chat-template": template,
+        }
+        for flag, path in files.items():
+            if path is not None:
+                _require_readable(flag, path)
+
     def __post_init__(self) -> None:
         check_options(self)
         if not self.host:
@@ -293,6 +310,14 @@ class ServerConfig:
                 "expected --allowed-origins other than * with --allow-credentials: browsers refuse "
                 "cookies for every origin"
             )
+
+
+def _require_readable(flag: str, path: str) -> None:
+    try:
+        with open(path, "rb"):
+            pass
+    except OSError as error:
+        raise ConfigError(f"cannot read {flag} {path}: {error.strerror}; expected a file") from None
 
 
 def check_key(key: str, owner: str) -> None:

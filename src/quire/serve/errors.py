@@ -25,6 +25,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from quire.errors import EngineDead, QueueFull, QuireError, RequestError
+from quire.serve.formats import DONE, event
 from quire.serve.rate_limits import RateLimited
 
 MAX_MESSAGE_CHARACTERS = 600
@@ -78,6 +79,10 @@ class ShutDown(QuireError):
 
     def __init__(self) -> None:
         super().__init__("the server has shut down before the request ended: send it again")
+
+
+class ReplicaLost(QuireError):
+    """The replica that ran a request has ended, and the request cannot be repeated."""
 
 
 class TooManyStreams(QuireError):
@@ -135,7 +140,9 @@ def _status(error: QuireError) -> HTTPStatus:
             return HTTPStatus.BAD_REQUEST
         case RateLimited():
             return HTTPStatus.TOO_MANY_REQUESTS
-        case EngineDead() | Draining() | ShutDown() | QueueFull() | TooManyStreams():
+        case EngineDead() | ReplicaLost() | Draining() | ShutDown() | QueueFull():
+            return HTTPStatus.SERVICE_UNAVAILABLE
+        case TooManyStreams():
             return HTTPStatus.SERVICE_UNAVAILABLE
         case _:
             return HTTPStatus.INTERNAL_SERVER_ERROR
@@ -200,11 +207,41 @@ def error_response(
     return JSONResponse(_body(status, message, param), int(status), headers)
 
 
+def refusal_response(error: QuireError, path: str) -> JSONResponse:
+    """Response for a Quire error.
+
+    Args:
+        error: the error.
+        path: path of the request, which determines the format.
+    """
+    param = getattr(error, "param", None)
+    return error_response(_status(error), str(error), param, _headers(error), path=path)
+
+
+RESPONSES_PATH = "/v1/responses"
+"""Path whose streams have typed events, also for errors."""
+
+
+def error_events(error: QuireError, path: str) -> bytes:
+    """The last events of a stream that an error ends, in the format of its API.
+
+    For streams whose writer is gone, such as that of a lost replica.
+
+    Args:
+        error: the error.
+        path: path of the request, which determines the format.
+    """
+    if path.startswith(ANTHROPIC_PATHS):
+        return event(anthropic_error(int(_status(error)), str(error)), "error").encode()
+    if path.startswith(RESPONSES_PATH):
+        body = {"type": "error", "code": "server_error", "message": bounded(str(error))}
+        return event(body | {"param": None}, "error").encode()
+    return (event(error_body(error)) + DONE).encode()
+
+
 async def _handle_quire_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, QuireError)
-    param = getattr(error, "param", None)
-    path = request.url.path
-    return error_response(_status(error), str(error), param, _headers(error), path=path)
+    return refusal_response(error, request.url.path)
 
 
 async def _handle_http_exception(request: Request, error: Exception) -> JSONResponse:

@@ -11,14 +11,17 @@ tokens_per_minute = 40000
 evict = "h2o:cap=512"      # default rule of its requests
 """
 
+import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from quire.config.generation_request import DEFAULT_TENANT
 from quire.errors import ConfigError
+from quire.serve.config import KEY_VARIABLE, ServerConfig
 from quire.serve.rate_limits import RateLimit
+from quire.tenancy.tenants import TenantSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,3 +124,40 @@ def with_default_keys(found: TenantFile, keys: tuple[str, ...]) -> TenantFile:
         return found
     own = (*found.keys.get(DEFAULT_TENANT, ()), *keys)
     return replace(found, keys={**found.keys, DEFAULT_TENANT: own})
+
+
+def open_tenants(config: ServerConfig, specs: Sequence[TenantSpec]) -> TenantFile:
+    """The keys, rate limits and rules of tenants: of options, file and environment.
+
+    Args:
+        config: options of the server.
+        specs: tenants of the engine.
+
+    Raises:
+        ConfigError: invalid keys, or a file that cannot be read.
+    """
+    path = None if config.tenant_keys is None else Path(config.tenant_keys)
+    found = TenantFile() if path is None else read_tenant_keys(path)
+    found = with_default_keys(found, _default_keys(config, specs))
+    if path is not None:
+        require_keys(found, path)
+    return found
+
+
+def _default_keys(config: ServerConfig, specs: Sequence[TenantSpec]) -> tuple[str, ...]:
+    """Keys of the default tenant: those of `--api-key` and of the environment.
+
+    Raises:
+        ConfigError: the engine has other tenants only.
+    """
+    own = os.environ.get(KEY_VARIABLE)
+    keys = (*config.api_key, *([own] if own else []))
+    names = [spec.name for spec in specs]
+    if keys and names and DEFAULT_TENANT not in names:
+        source = "--api-key" if config.api_key else f"the environment variable {KEY_VARIABLE}"
+        raise ConfigError(
+            f"{source} has a key of tenant {DEFAULT_TENANT!r}, but --tenants only names "
+            f"{', '.join(sorted(names))}: put their keys into --tenant-keys FILE, or add "
+            f"{DEFAULT_TENANT!r} to --tenants"
+        )
+    return keys

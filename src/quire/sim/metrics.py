@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from quire.sim.engine import SimResult
 from quire.sim.fairness import jain_index
 from quire.sim.records import NEVER_FITS, TOO_LONG, RequestRecord
-from quire.sim.simulator import SimResult
 from quire.sim.traces.base import TraceRequest
 
 PERCENTILES = (50, 90, 95, 99)
-_SECONDS_PER_MINUTE = 60
+_SECONDS_PER_MINUTE, _SECONDS_PER_HOUR = 60, 3600
 Numbers = dict[str, int | float]
 
 
@@ -54,6 +54,28 @@ def percentiles(name: str, values: Iterable[float]) -> Numbers:
         return {}
     cuts = np.percentile(found, PERCENTILES)
     return {f"{name}_p{q}_s": float(cut) for q, cut in zip(PERCENTILES, cuts, strict=True)}
+
+
+def cost_of_tokens(summary: Numbers, price_per_hour: float, machines: int) -> Numbers:
+    """Cost of a million tokens.
+
+    Args:
+        summary: metrics of the run.
+        price_per_hour: price of a machine for an hour.
+        machines: number of machines.
+
+    Returns:
+        Cost of a million output tokens, and of a million prompt and output tokens; empty if no
+        request finished.
+    """
+    outputs, prompts = summary["generated_tokens_per_s"], summary["prompt_tokens_per_s"]
+    if not outputs:
+        return {}
+    million_s = 1e6 / _SECONDS_PER_HOUR * price_per_hour * machines
+    return {
+        "cost_per_million_output_tokens": million_s / outputs,
+        "cost_per_million_tokens": million_s / (outputs + prompts),
+    }
 
 
 def by_tenant(result: SimResult) -> dict[str, Numbers]:

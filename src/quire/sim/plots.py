@@ -1,14 +1,14 @@
 """Plots of a simulation: memory over time, queue length, time to first token."""
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from quire.layout.extras import require_extra
-from quire.sim.records import Reading
-from quire.sim.simulator import SimResult
+from quire.sim.engine import SimResult
+from quire.sim.records import Reading, RequestRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,12 +24,20 @@ def pictures(result: SimResult) -> Mapping[str, bytes]:
         ConfigError: matplotlib is not installed.
     """
     samples = result.gauges.samples
-    ttft_s = [record.ttft_s for record in result.records if record.finished]
     return {
         "use.svg": drawn(lambda axes: _draw_use(axes, samples, result.memory_bytes)),
         "queue.svg": drawn(lambda axes: _draw_queue(axes, samples)),
-        "ttft.svg": drawn(lambda axes: _draw_ttft(axes, ttft_s)),
-    }
+    } | ttft_picture(result.records)
+
+
+def ttft_picture(records: Iterable[RequestRecord]) -> dict[str, bytes]:
+    """The SVG file `ttft.svg` of some requests.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    ttft_s = [record.ttft_s for record in records if record.finished]
+    return {"ttft.svg": drawn(lambda axes: _draw_ttft(axes, ttft_s))}
 
 
 def _draw_use(axes: "Axes", samples: Sequence[Reading], total_bytes: int) -> None:

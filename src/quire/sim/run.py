@@ -10,6 +10,7 @@ from quire.config.kv_config import KVConfig, OffloadConfig, PrefixCacheConfig
 from quire.errors import ConfigError
 from quire.kv.memory import KVMemory
 from quire.kv.prefix import PrefixIndex
+from quire.kv.prefix_blocks import PrefixListener
 from quire.kv.stores.runs import LaneLimits
 from quire.kv.tables import refuse_too_many_rows
 from quire.layout.codec_refusals import stored_codec
@@ -30,8 +31,9 @@ from quire.scheduler.prefix_sharing import PrefixIdentities, PrefixSharing
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence_memory import SequenceMemory
+from quire.sim.engine import SimResult, SimulatedEngine
 from quire.sim.machine import Rates
-from quire.sim.simulator import Progress, SimResult, Simulator
+from quire.sim.simulator import Progress, Simulator
 from quire.sim.stand_ins import (
     OldestFirstEvictor,
     TimedCopies,
@@ -93,6 +95,22 @@ def make_simulator(trace: Trace, config: SimConfig) -> Simulator:
     Raises:
         ConfigError: an option is invalid.
     """
+    return Simulator(trace, make_engine(trace, config))
+
+
+def make_engine(
+    trace: Trace, config: SimConfig, listener: PrefixListener | None = None
+) -> SimulatedEngine:
+    """A simulated engine at 0 s.
+
+    Args:
+        trace: the trace from which its requests come.
+        config: the simulated configuration.
+        listener: notified of the blocks of its prefix cache.
+
+    Raises:
+        ConfigError: an option is invalid.
+    """
     refuse_unsimulated(config.kv)
     layout = folded_layout(
         config.model,
@@ -111,9 +129,9 @@ def make_simulator(trace: Trace, config: SimConfig) -> Simulator:
         config.schedule.num_rows,
     )
     clock, copies = VirtualClock(), TimedCopies(config.rates.copy_bytes_per_s)
-    scheduler = make_scheduler(memory, config, clock, copies)
+    scheduler = make_scheduler(memory, config, clock, copies, listener)
     evict = cache(config.eviction_of) if config.eviction_of else lambda tokens: config.eviction
-    return Simulator(trace, scheduler, make_timer(config), clock, copies, evict)
+    return SimulatedEngine(trace, scheduler, make_timer(config), clock, copies, evict)
 
 
 def make_timer(config: SimConfig) -> StepTimer:
@@ -122,7 +140,11 @@ def make_timer(config: SimConfig) -> StepTimer:
 
 
 def make_scheduler(
-    memory: KVMemory, config: SimConfig, clock: VirtualClock, copies: TimedCopies
+    memory: KVMemory,
+    config: SimConfig,
+    clock: VirtualClock,
+    copies: TimedCopies,
+    listener: PrefixListener | None = None,
 ) -> Scheduler:
     """The engine's scheduler over a memory without bytes.
 
@@ -131,10 +153,11 @@ def make_scheduler(
         config: sets schedule, cache, eviction and host pool.
         clock: clock of the events.
         copies: copies of the host pool.
+        listener: notified of the blocks of the prefix cache.
     """
     # a store without shared pages has no prefix cache
     shares = config.kv.prefix_cache.enabled and memory.placement.shares
-    prefix = PrefixIndex(memory) if shares else None
+    prefix = PrefixIndex(memory, listener) if shares else None
     sharing = PrefixSharing(memory, prefix, PrefixIdentities(secret=_SECRET))
     sequence_memory = SequenceMemory(sharing, events=EventLog(clock, kept=1))
     swapper = _make_swapper(memory, config, copies)

@@ -98,6 +98,11 @@ def test_results_and_plots_are_written_to_the_output_folder(trace: Path, tmp_pat
         (("--requests", "0"), "requests of 1 or more"),
         (("--trace-format", "azur"), "did you mean azure"),
         (("--trace-tenants", "everyone"), "expected tenants as"),
+        (("--trace-copies", "0"), "expected copies of 1 or more, got 0"),
+        (("--replicas", "0"), "expected 1 to 4096 replicas, got 0"),
+        (("--router", "least_loaded"), "--router has no effect with one replica: add --replicas 2"),
+        (("--router-max-queued", "4"), "--router-max-queued has no effect with one replica"),
+        (("--replicas", "2", "--router", "kvaware"), "did you mean kv_aware"),
         (("--efficiency", "2"), "efficiency"),
         (("--kv-codec", "int4+residual=64+promoted=8:int8"), "and eviction is off; use --evict"),
     ],
@@ -176,3 +181,43 @@ def test_fairness_is_reported_for_several_tenants(trace: Path):
     ).stdout
 
     assert "Jain fairness index 1.0" in shown or "Jain fairness index 0.9" in shown
+
+
+# ---- clusters ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("router", ["kv_aware", "least_loaded", "round_robin"])
+def test_replicas_serve_a_trace_together(trace: Path, router):
+    result = simulate(
+        *("quire-tiny", "--trace", trace, "--trace-copies", 3),
+        *("--replicas", 4, "--router", router, "--json"),
+    )
+    report = last_object(result)
+
+    assert f"4 replicas, router {router}" in result.stderr
+    assert "busiest replica over the mean" in result.stderr
+    assert report["claims"]["finished"] == 120
+    assert sum(each["requests"] for each in report["arms"]["replicas"]) == 120
+    assert report["config"]["router"]["name"] == router
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_cost_of_tokens_is_reported(trace: Path, replicas):
+    result = simulate(
+        *("quire-tiny", "--trace", trace, "--replicas", replicas, "--price-per-hour", 2, "--json"),
+    )
+    claims = last_object(result)["claims"]
+
+    paid = 2 * replicas * claims["virtual_s"] / 3600
+    tokens = claims["generated_tokens_per_s"] * claims["virtual_s"]
+    assert claims["cost_per_million_output_tokens"] == pytest.approx(paid / tokens * 1e6)
+    assert "at 2 per machine and hour" in result.stderr
+
+
+def test_charts_of_a_cluster_are_written(trace: Path, tmp_path: Path):
+    pytest.importorskip("matplotlib", reason="plots need matplotlib")
+    out = tmp_path / "charts"
+    result = simulate("quire-tiny", "--trace", trace, "--replicas", 2, "--out", out)
+
+    assert result.exit_code == 0, result.output
+    assert sorted(path.name for path in out.iterdir()) == ["simulate.json", "ttft.svg"]

@@ -125,10 +125,10 @@ def longest_wait(batcher, memory, urgent):
         requests.append(replace(request(number, arrival_s, rng.randint(5, 60), 8), priority=-1))
     requests.sort(key=lambda r: r.arrival_s)
     simulator = make_simulator(trace(*requests), config(batcher, memory=memory, urgent=urgent))
-    simulator.timer = RecordingTimer(simulator.timer)
+    simulator.engine.timer = RecordingTimer(simulator.engine.timer)
     records = simulator.run().records
     waits = [r.queue_s for r, a in zip(records, requests, strict=True) if a.priority == -1]
-    return max(waits), simulator.timer.longest_s
+    return max(waits), simulator.engine.timer.longest_s
 
 
 @pytest.mark.parametrize("memory", ["2MiB", "700KiB"])

@@ -8,10 +8,10 @@ import pytest
 
 from quire.config.sampling_params import SamplingParams
 from quire.scheduler.events import KVEvent
+from quire.sim.engine import EventTally
 from quire.sim.fairness import ServedTokens, jain_index
 from quire.sim.metrics import latencies, percentiles
 from quire.sim.records import Gauges, Reading, RequestRecord
-from quire.sim.simulator import EventTally
 from support.requests import make_request
 
 

@@ -16,6 +16,7 @@ from quire.layout.eviction import EvictionSpec
 from quire.layout.layout import layout_for
 from quire.layout.model import LayerSpec
 from quire.scheduler.schedule_config import ScheduleConfig
+from quire.sim.engine import SimulatedEngine
 from quire.sim.metrics import by_tenant, summarise
 from quire.sim.models import model_shape
 from quire.sim.records import NEVER_FITS, TOO_LONG
@@ -173,8 +174,8 @@ def test_folded_layout_gives_the_same_schedule():
         clock = VirtualClock()
         copies = TimedCopies(1e9)
         scheduler = make_scheduler(KVMemory(tested, total_bytes, 16), config, clock, copies)
-        simulator = Simulator(OVERLOAD, scheduler, make_timer(config), clock, copies)
-        results.append(simulator.run())
+        engine = SimulatedEngine(OVERLOAD, scheduler, make_timer(config), clock, copies)
+        results.append(Simulator(OVERLOAD, engine).run())
 
     assert results[0].memory_bytes == results[1].memory_bytes
     assert outcomes(results[0]) == outcomes(results[1])
@@ -230,7 +231,7 @@ def test_swap_preemption_recomputes_nothing_and_is_timed(mode):
     if mode == "recompute":
         assert summary["swaps_out"] == 0
     copied_s = summary["swapped_bytes"] / RATES.copy_bytes_per_s
-    assert simulator.copies() == pytest.approx(copied_s)
+    assert simulator.engine.copies() == pytest.approx(copied_s)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +269,7 @@ def test_waste_is_weighted_by_time():
     """One sequence in pages of 16 while it grows from 10 to 12 tokens: 6, 5 and 4 of 16 empty."""
     simulator = make_simulator(trace(request(1, 0, 10, 3)), CONFIG)
     result = simulator.run()
-    timer = simulator.timer
+    timer = simulator.engine.timer
     times = [seconds(timer, 10, 0), seconds(timer, 1, 10), seconds(timer, 1, 11)]
 
     expected = sum(t * n for t, n in zip(times, (6, 5, 4), strict=True)) / (16 * sum(times))

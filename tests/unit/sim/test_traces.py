@@ -207,6 +207,25 @@ def test_request_rate_draws_reproducible_arrivals(write):
     assert 4000 / first[-1] == pytest.approx(8.0, rel=0.1)
 
 
+def test_copies_have_other_contents_and_shifted_times(write):
+    path = write(MOONCAKE)
+    once = load_trace(path)
+    three = load_trace(path, TraceOptions(copies=3))
+    span_s = once.requests[-1].arrival_s
+
+    assert len(three.requests) == 3 * len(once.requests)
+    assert len({request.line for request in three.requests}) == len(three.requests)
+    assert [r.arrival_s for r in three.requests] == sorted(r.arrival_s for r in three.requests)
+    assert all(0 <= request.arrival_s <= span_s for request in three.requests)
+    contents = [
+        {s.content for r in t.requests for s in (*r.prompt, r.answer)} for t in (once, three)
+    ]
+    assert len(contents[1]) == 3 * len(contents[0])
+    assert reusable(three.requests).token_fraction == pytest.approx(
+        reusable(once.requests).token_fraction
+    )
+
+
 def test_tenants_are_read_from_a_column(write):
     rows = "TIMESTAMP,ContextTokens,GeneratedTokens,user\n2023-11-16 18:15:46,3,4,ann\n"
 

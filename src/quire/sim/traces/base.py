@@ -131,6 +131,11 @@ class TraceOptions:
         unit="requests per second",
         common=True,
     )
+    copies: int = option(
+        1,
+        help="copies of the trace with other contents, shifted in time: multiplies the load",
+        flag="trace-copies",
+    )
     tenants: str = option(
         "",
         help="tenants of the requests: column:NAME, round_robin:a,b or share:a=0.9,b=0.1",
@@ -140,7 +145,7 @@ class TraceOptions:
 
     def __post_init__(self) -> None:
         check_options(self)
-        for name in ("requests", "max_tokens"):
+        for name in ("requests", "max_tokens", "copies"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"expected {name} of 1 or more, got {value}")

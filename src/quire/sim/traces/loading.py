@@ -8,6 +8,7 @@ from pathlib import Path
 
 from quire.errors import ConfigError, TraceError
 from quire.sim.traces.base import Segment, Trace, TraceOptions, TraceRequest
+from quire.sim.traces.copies import with_copies
 from quire.sim.traces.registry import find_format
 
 
@@ -36,7 +37,7 @@ def load_trace(path: Path, options: TraceOptions | None = None) -> Trace:
             f"{path.name}: all {len(scaled):,} requests are longer than "
             f"max_tokens={options.max_tokens} (--max-length): raise it"
         )
-    timed = _timed(kept, options)
+    timed = with_copies(_timed(kept, options), options.copies)
     return Trace(
         name=path.name,
         format=found.name,

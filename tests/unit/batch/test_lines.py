@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.cli.batch_io import BatchError, BatchLine, LineFormat, parse_line
+from quire.batch.lines import BatchError, BatchLine, LineFormat, parse_line
 from quire.config.generation_request import GenerationRequest
 from quire.config.structured_outputs import StructuredOutputs
 

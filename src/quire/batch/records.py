@@ -4,7 +4,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.batch_io import BatchLine, LineHead
+from quire.batch.lines import BatchLine, LineHead
 from quire.config.generation_request import echoed_options
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from quire.cli.batch_prompts import read_messages, read_prompt, read_prompts, shown
+from quire.batch.prompts import read_messages, read_prompt, read_prompts, shown
 from quire.config.generation_request import OPTION_KINDS, RequestOptions, checked_option
 from quire.config.sampling_params import SamplingParams
 from quire.errors import QuireError, RequestError, UnknownName

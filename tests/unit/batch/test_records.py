@@ -7,8 +7,8 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
-from quire.cli.batch_io import BatchLine, LineHead
-from quire.cli.batch_records import BatchTally, error_record, is_error, output_record
+from quire.batch.lines import BatchLine, LineHead
+from quire.batch.records import BatchTally, error_record, is_error, output_record
 from quire.sampling.outputs import Choice, RequestOutput, Usage, merged
 from quire.serve.responses import usage_body
 

@@ -1,0 +1,1 @@
+"""Benchmark `cluster`: replicas behind a router, simulated with recorded requests."""

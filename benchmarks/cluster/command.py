@@ -1,0 +1,100 @@
+"""`python -m benchmarks cluster`: replicas behind a router, simulated with recorded requests."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.common.command import finish, show_parts
+from quire.cli.common import AsJson, use_threads
+from quire.cli.json_output import print_json
+from quire.cli.out_folder import prepare_folder
+from quire.layout.extras import require_extra
+
+
+def cluster(  # noqa: PLR0913 - one parameter per option
+    *,
+    parts: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated parts: pool, large_pool, scale, reports, tenants; default: all."
+        ),
+    ] = "",
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Trace in Mooncake's format; default: the first 2,000 requests of Mooncake's "
+            "conversation trace."
+        ),
+    ] = None,
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="Number of first requests; default: all.")
+    ] = None,
+    length_scale: Annotated[
+        float | None,
+        typer.Option(
+            min=0.01,
+            max=1,
+            help="Factor on lengths, KV memory and times between arrivals; default: 0.125, which "
+            "simulates the same prefixes in an eighth of the steps.",
+        ),
+    ] = None,
+    loads: Annotated[
+        str,
+        typer.Option(
+            help="Two factors on the arrival rate, moderate and near saturation; default: 1.2,2.2."
+        ),
+    ] = "",
+    replicas: Annotated[
+        str,
+        typer.Option(
+            help="Numbers of replicas of the part scale, powers of two; default: 1,4,16,64,256."
+        ),
+    ] = "",
+    price_per_hour: Annotated[
+        float, typer.Option(min=0, help="Price of one replica's machine for an hour.")
+    ] = 2.0,
+    processes: Annotated[
+        int, typer.Option(min=1, max=64, help="Simulations that run at the same time.")
+    ] = 1,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for tables (Markdown, CSV), pictures and the result as JSON."),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Few requests and replicas, for a trial. No claims.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Simulate replicas behind a router: hit rate, latency, throughput and cost of each router.
+
+    The engines are those of `quire simulate`. pool: compared with one machine of the same total
+    size. large_pool: with four times the KV memory. scale: 1 to 256 replicas with as many users
+    each. reports: late load reports. tenants: one tenant sends most of the requests.
+    """
+    from benchmarks.cluster.config import QUICK_CLUSTER, ClusterBenchConfig, loads_of, sizes_of
+    from benchmarks.cluster.parts import PARTS
+    from benchmarks.common.command import names_of, run_named
+
+    names = names_of(parts, PARTS)
+    if out is not None:
+        require_extra("report", "--out")
+        prepare_folder(out)
+    use_threads(1)
+    config = QUICK_CLUSTER if quick else ClusterBenchConfig()
+    config = replace(
+        config,
+        trace="" if trace is None else str(trace),
+        requests=requests or config.requests,
+        length_scale=length_scale or config.length_scale,
+        loads=loads_of(loads) if loads else config.loads,
+        sizes=sizes_of(replicas) if replicas else config.sizes,
+        price_per_hour=price_per_hour,
+        processes=processes,
+    )
+    results, claims = show_parts(run_named(names, PARTS, config))
+    used = asdict(config) | {"threads": 1}
+    run = finish("cluster", results, claims, used, out, quick=quick)
+    if as_json:
+        print_json(run)

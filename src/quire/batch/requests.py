@@ -1,0 +1,80 @@
+"""From a line of a batch to requests of the engine, and from their outputs to its record."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from quire.batch.lines import BatchLine
+from quire.batch.records import Record, error_record, output_record
+from quire.config.generation_request import GenerationRequest
+from quire.config.sampling_params import SamplingParams
+from quire.errors import NeverFits, RequestError
+from quire.sampling.outputs import RequestOutput, merged
+from quire.serve.config import MAX_OUTPUTS
+
+_SEED_RANGE = 2**63
+
+LineResult = RequestOutput | RequestError
+"""The output of one prompt of a line, or its refusal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordFormat:
+    """What the records of a batch contain.
+
+    Attributes:
+        model: name of the model.
+        with_prompt: include prompts in the records of plain lines.
+    """
+
+    model: str
+    with_prompt: bool = False
+
+
+def requests_of(line: BatchLine, sampling: SamplingParams, seed: int) -> list[GenerationRequest]:
+    """The requests of a line, one for each prompt; a chat has one without a prompt.
+
+    Args:
+        line: the line.
+        sampling: sampling options that the line does not set.
+        seed: seed of the run; line n samples with seed + n, whichever engine runs it.
+
+    Raises:
+        RequestError: too many outputs, or an invalid option.
+    """
+    own = {"seed": (seed + line.head.number) % _SEED_RANGE} | dict(line.sampling)
+    params = replace(sampling, **own)
+    if len(line.prompts) * params.num_sequences > MAX_OUTPUTS:
+        raise RequestError(
+            f"{len(line.prompts)} prompts x {params.num_sequences} outputs exceed the limit of "
+            f"{MAX_OUTPUTS} outputs per line: write several lines"
+        )
+    return [GenerationRequest(prompt or "", params, **line.options) for prompt in line.prompts]
+
+
+def record_of(
+    line: BatchLine, results: Sequence[LineResult], form: RecordFormat
+) -> tuple[Record, RequestOutput | None]:
+    """The record of a line, and its output; None for an error record.
+
+    Args:
+        line: the line.
+        results: results of its prompts, in their order.
+        form: what the record contains.
+    """
+    for refusal in _refusals(results):
+        return error_record(line.head, _refusal_text(line, refusal)), None
+    output = merged([result for result in results if isinstance(result, RequestOutput)])
+    record = output_record(line, output, model=form.model, with_prompt=form.with_prompt)
+    return record, output
+
+
+def _refusals(results: Sequence[LineResult]) -> Iterator[RequestError]:
+    return (result for result in results if isinstance(result, RequestError))
+
+
+def _refusal_text(line: BatchLine, refusal: RequestError) -> str:
+    """Error text of a refused line; with number and name if the request never fits."""
+    if not isinstance(refusal, NeverFits):
+        return str(refusal)
+    name = "" if line.head.name is None else f" ({line.head.name!r})"
+    return f"line {line.head.number}{name} does not fit the KV memory: {refusal}"

@@ -1,0 +1,1 @@
+"""More than one engine: request routing between replicas, and simulated clusters."""

@@ -1,0 +1,1 @@
+"""Simulation of several engines behind a router."""

@@ -1,0 +1,242 @@
+"""A simulated cluster: replicas of the simulated engine behind a router, in virtual time.
+
+    requests that arrived -> [admission] -> router -> replica 0: inbox, scheduler, KV memory
+                                 ^            |    -> replica 1: ...
+                                 |            |
+                        loads, KV events  <---'
+
+Every replica has its own clock, which a step moves to the end of the step. The cluster processes
+ends of steps and arrivals in the order of time, so the router sees each replica as it is at that
+time. One replica gives exactly the result of `quire.sim.simulator`.
+"""
+
+import heapq
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+from time import perf_counter
+
+from quire.errors import InvariantError
+from quire.scale.cluster.config import ClusterConfig
+from quire.scale.cluster.replica import BlockEventList, Replica
+from quire.scale.routing.admission import Dispatch, make_admission
+from quire.scale.routing.base import ReplicaLoad, RoutedRequest, Router
+from quire.scale.routing.loads import LoadView
+from quire.scale.routing.registry import RouterConfig, make_router
+from quire.sim.engine import Job, SimResult
+from quire.sim.run import SimConfig, make_engine
+from quire.sim.simulator import Progress, check_finished
+from quire.sim.traces.base import Trace
+
+_PROGRESS_EVENTS = 1000
+CHOICE, END, EVENTS = "choice", "end", "events"
+
+
+@dataclass(slots=True)
+class ClusterResult:
+    """The result of a simulated cluster.
+
+    Attributes:
+        trace: the simulated trace.
+        replicas: result of each replica.
+        placed: number of the replica of each request, in the order of arrival.
+        end_s: time when the last request finished.
+        router_calls_s: measured duration of each call of the router: choices, ends of requests,
+            KV events.
+    """
+
+    trace: Trace
+    replicas: list[SimResult]
+    placed: list[int]
+    end_s: float = 0.0
+    router_calls_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    @property
+    def routing_s(self) -> float:
+        """Time of the router for each request: medians, which other processes do not disturb."""
+        calls = self.router_calls_s
+        total_s = sum(median(times) * len(times) for times in calls.values())
+        return total_s / max(1, len(calls[CHOICE]))
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """Jobs between their arrival and the end of their output."""
+
+    held: dict[str, tuple[int, Job]] = field(default_factory=dict)  # at the router, by name
+    sent: dict[int, Dispatch] = field(default_factory=dict)  # by the identity of the job
+
+
+def make_cluster(
+    trace: Trace, config: SimConfig, cluster: ClusterConfig, router: RouterConfig
+) -> "Cluster":
+    """A cluster ready to run.
+
+    Args:
+        trace: the requests and their arrival times.
+        config: configuration of every replica.
+        cluster: number of replicas, and what the router knows of them.
+        router: the router.
+
+    Raises:
+        ConfigError: an option is invalid.
+    """
+    replicas = []
+    for number in range(cluster.replicas):
+        events = BlockEventList() if cluster.kv_events else None
+        replicas.append(Replica(f"r{number}", make_engine(trace, config, events), events))
+    made = make_router(router, block_tokens=replicas[0].engine.block_tokens)
+    return Cluster(trace, replicas, made, cluster)
+
+
+class Cluster:
+    """Simulation of a trace with several engines.
+
+    Args:
+        trace: the requests and their arrival times.
+        replicas: engines at 0 s.
+        router: chooses a replica for each request.
+        config: what the router knows of the replicas.
+    """
+
+    def __init__(
+        self, trace: Trace, replicas: Sequence[Replica], router: Router, config: ClusterConfig
+    ) -> None:
+        self.result = ClusterResult(
+            trace, [replica.engine.result for replica in replicas], [-1] * len(trace.requests)
+        )
+        self._replicas, self._router, self._config = list(replicas), router, config
+        self._by_name = {replica.name: number for number, replica in enumerate(replicas)}
+        self._admission = make_admission(router, config.max_queued_requests)
+        self._view = LoadView()
+        self._arrivals, self._num_arrived = trace.requests, 0
+        self._ends: list[tuple[float, int]] = []  # (end of the running step, replica)
+        self._waiting = _Waiting()
+
+    def run(self, progress: Progress | None = None) -> ClusterResult:
+        """Run until every request is finished or rejected.
+
+        Raises:
+            InvariantError: a request can neither run nor be rejected, or a page was lost.
+        """
+        num_events = 0
+        while (now_s := self._next_s()) < math.inf:
+            changed = self._end_steps(now_s)
+            self._receive(now_s)
+            changed |= self._dispatch(now_s)
+            for number in sorted(changed):
+                self._begin_step(number, now_s)
+            num_events += 1
+            if progress is not None and num_events % _PROGRESS_EVENTS == 0:
+                progress(now_s, self._num_arrived)
+        if len(self._admission) or any(replica.engine.has_work for replica in self._replicas):
+            raise InvariantError("requests are waiting, but no step can be planned")
+        engines = [replica.engine for replica in self._replicas]
+        check_finished(engines)
+        self.result.end_s = max(engine.clock.now_s for engine in engines)
+        return self.result
+
+    def _next_s(self) -> float:
+        """Time of the next arrival, end of a step, or load report that a held request waits for."""
+        arrivals, number = self._arrivals, self._num_arrived
+        next_s = arrivals[number].arrival_s if number < len(arrivals) else math.inf
+        if self._ends:
+            next_s = min(next_s, self._ends[0][0])
+        if len(self._admission) and self._config.report_interval_s:
+            oldest_s = min(replica.reported_s for replica in self._replicas)
+            next_s = min(next_s, oldest_s + self._config.report_interval_s)
+        return next_s
+
+    # ---- steps ---------------------------------------------------------------------------------
+
+    def _end_steps(self, now_s: float) -> set[int]:
+        ended = set()
+        while self._ends and self._ends[0][0] <= now_s:
+            _, number = heapq.heappop(self._ends)
+            replica = self._replicas[number]
+            replica.steps = False
+            for job in replica.engine.end_step():
+                self._finish(job)
+            self._note_events(replica)
+            ended.add(number)
+        return ended
+
+    def _begin_step(self, number: int, now_s: float) -> None:
+        replica = self._replicas[number]
+        if not replica.steps and replica.engine.begin_step():
+            replica.steps = True
+            heapq.heappush(self._ends, (replica.engine.clock.now_s, number))
+        for job in replica.engine.take_rejected():
+            self._finish(job)
+
+    def _finish(self, job: Job) -> None:
+        dispatch = self._waiting.sent.pop(id(job))
+        self._timed(END, partial(self._admission.finished, dispatch, len(job.answer)))
+
+    def _note_events(self, replica: Replica) -> None:
+        if replica.events is not None:
+            events = replica.events.take()
+            if events:
+                self._timed(EVENTS, partial(self._router.note_block_events, replica.name, events))
+
+    # ---- requests ------------------------------------------------------------------------------
+
+    def _receive(self, now_s: float) -> None:
+        """Queue the requests that arrived at the router."""
+        while self._num_arrived < len(self._arrivals):
+            arrived = self._arrivals[self._num_arrived]
+            if arrived.arrival_s > now_s:
+                return
+            engine, name = self._replicas[0].engine, str(self._num_arrived)
+            job = engine.open_job(arrived, self._num_arrived + 1)
+            request = RoutedRequest(
+                prompt_blocks=engine.block_hashes(job),
+                prompt_tokens=job.record.prompt_tokens,
+                tenant=arrived.tenant,
+            )
+            self._waiting.held[name] = self._num_arrived, job
+            self._admission.submit(name, request, arrived.priority)
+            self._num_arrived += 1
+
+    def _dispatch(self, now_s: float) -> set[int]:
+        """Send waiting requests; return the replicas that got some."""
+        reached: set[int] = set()
+        while len(self._admission):
+            loads = self._loads(now_s)
+            dispatch = self._timed(CHOICE, partial(self._admission.next, loads))
+            if dispatch is None:
+                break
+            number = self._by_name[dispatch.replica_id]
+            self._send(dispatch, self._replicas[number], now_s)
+            reached.add(number)
+        return reached
+
+    def _send(self, dispatch: Dispatch, replica: Replica, now_s: float) -> None:
+        arrival, job = self._waiting.held.pop(dispatch.request_id)
+        self._waiting.sent[id(job)] = dispatch
+        self.result.placed[arrival] = self._by_name[replica.name]
+        if not replica.steps and replica.engine.clock.now_s < now_s:
+            replica.engine.wait(now_s)
+        job.pending_tokens -= replica.engine.cached_tokens(job)
+        replica.engine.deliver(job)
+        replica.num_received += 1
+        self._view.sent(replica.name, dispatch.uncached_tokens)
+
+    def _loads(self, now_s: float) -> list[ReplicaLoad]:
+        """Loads as far as the router knows them."""
+        if not self._config.report_interval_s:
+            return [replica.load() for replica in self._replicas]
+        for replica in self._replicas:
+            if replica.reported_s + self._config.report_interval_s <= now_s:
+                replica.reported_s = now_s
+                self._view.report(replica.load())
+        return list(self._view.loads().values())
+
+    def _timed(self, what: str, call: Callable[[], Dispatch | None]) -> Dispatch | None:
+        started_s = perf_counter()
+        found = call()
+        self.result.router_calls_s[what].append(perf_counter() - started_s)
+        return found

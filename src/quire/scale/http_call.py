@@ -1,0 +1,165 @@
+"""An HTTP request as a message between processes, and the parts of its response.
+
+    gateway                          replica
+      HttpCall        ------------>  respond(app, call)
+      HttpPart ...    <------------    status, headers and first bytes; then further bytes
+
+The headers come with the first bytes of the body, so that a request whose replica is lost before
+its first output has sent nothing.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from quire.scale.routing.base import RoutedRequest
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Scope
+
+Headers = tuple[tuple[bytes, bytes], ...]
+
+REPLICA_HEADER = b"x-quire-replica"
+"""Header with the name of a replica: of a response, that which ran the request; of a request, that
+which is to run it, if it still exists."""
+
+_OPEN_PARTS = 64
+"""Parts that wait for the caller; then the application waits."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpCall:
+    """A received HTTP request with its whole body.
+
+    Attributes:
+        method, path, raw_path, query_string, scheme: see ASGI.
+        headers: names in lower case, and values.
+        body: the body.
+        client: address and port of the client; None: unknown.
+        routed: what the router may know of the request.
+        replica_id: the replica that is to run the request; None: the router chooses.
+    """
+
+    method: str
+    path: str
+    raw_path: bytes
+    query_string: bytes
+    scheme: str
+    headers: Headers
+    body: bytes
+    client: tuple[str, int] | None = None
+    routed: RoutedRequest | None = None
+    replica_id: str | None = None
+
+    def header(self, name: bytes) -> str | None:
+        """The first value of a header; None if it is missing."""
+        found = (value for key, value in self.headers if key == name)
+        return next((value.decode("latin-1") for value in found), None)
+
+    def without_body(self) -> "HttpCall":
+        """The same request with an empty body."""
+        headers = tuple((name, value) for name, value in self.headers if name != b"content-length")
+        return replace(self, body=b"", headers=headers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpPart:
+    """A part of a response.
+
+    Attributes:
+        body: bytes of the body.
+        is_last: whether the response ends with this part.
+        status: status of the response, in the first part only.
+        headers: headers of the response, in the first part only.
+    """
+
+    body: bytes
+    is_last: bool
+    status: int | None = None
+    headers: Headers = ()
+
+
+async def respond(app: "ASGIApp", call: HttpCall) -> AsyncGenerator[HttpPart, None]:
+    """Run an application for one request and yield the parts of its response.
+
+    Closing the iterator disconnects: the application then cancels its requests.
+
+    Args:
+        app: an ASGI application.
+        call: the request.
+    """
+    exchange = _Exchange(call)
+    task = asyncio.create_task(exchange.run(app))
+    try:
+        while (part := await exchange.parts.get()) is not None:
+            yield part
+        await task  # raises the error of an application that has sent no whole response
+    finally:
+        exchange.disconnected.set()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+class _Exchange:
+    """ASGI's side of one request."""
+
+    def __init__(self, call: HttpCall) -> None:
+        self._call = call
+        self._start: Message | None = None
+        self._has_read = self._has_ended = False
+        self.parts: asyncio.Queue[HttpPart | None] = asyncio.Queue(_OPEN_PARTS)
+        self.disconnected = asyncio.Event()
+
+    async def run(self, app: "ASGIApp") -> None:
+        try:
+            await app(self._scope(), self._receive, self._send)
+        except Exception:
+            if not self._has_ended:
+                raise
+            logger.exception("%s %s failed after its response", self._call.method, self._call.path)
+        finally:
+            if not self.disconnected.is_set():
+                await self.parts.put(None)
+
+    def _scope(self) -> "Scope":
+        call = self._call
+        return {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": call.method,
+            "scheme": call.scheme,
+            "path": call.path,
+            "raw_path": call.raw_path,
+            "query_string": call.query_string,
+            "root_path": "",
+            "headers": list(call.headers),
+            "client": call.client,
+            "server": None,
+        }
+
+    async def _receive(self) -> "Message":
+        if not self._has_read:
+            self._has_read = True
+            return {"type": "http.request", "body": self._call.body, "more_body": False}
+        await self.disconnected.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: "Message") -> None:
+        if message["type"] == "http.response.start":
+            self._start = message
+            return
+        body, more = message.get("body", b""), message.get("more_body", False)
+        if self._start is not None and more and not body:
+            return  # the headers wait for the first bytes
+        part = HttpPart(body=bytes(body), is_last=not more)
+        if self._start is not None:
+            headers = tuple((bytes(name), bytes(value)) for name, value in self._start["headers"])
+            part = replace(part, status=self._start["status"], headers=headers)
+            self._start = None
+        self._has_ended = not more
+        await self.parts.put(part)

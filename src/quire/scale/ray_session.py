@@ -1,0 +1,36 @@
+"""Starts and stops Ray for `quire serve --ray` and `quire batch --ray`."""
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from quire.scale.config import RayConfig
+
+
+@contextmanager
+def ray_session(config: RayConfig) -> Iterator[None]:
+    """Connect to a Ray cluster, or start Ray on this machine; disconnect or stop it at the end.
+
+    Args:
+        config: address and sizes. A Ray on this machine has at least the CPU cores that the
+            replicas reserve, as a number: the engines share the cores.
+    """
+    import ray
+
+    if config.address is None:
+        reserved = math.ceil(config.max_replicas * config.cpus)
+        ray.init(
+            address="local",
+            num_cpus=max(os.cpu_count() or 1, reserved),
+            object_store_memory=config.object_store_memory,
+            include_dashboard=False,
+            log_to_driver=True,
+            configure_logging=False,
+        )
+    else:
+        ray.init(address=config.address, log_to_driver=True, configure_logging=False)
+    try:
+        yield
+    finally:
+        ray.shutdown()

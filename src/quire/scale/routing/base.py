@@ -1,0 +1,122 @@
+"""Data classes of routing, and the interface of routers.
+
+    caller (proxy, Ray Serve, simulator)            router
+      ReplicaLoad of each replica  -- choose --->    replica_id
+      request sent                 -- note_sent ->   counts it, expects its blocks there
+      output finished or aborted   -- note_finished
+      replica died or drained      -- note_lost ->   forgets the replica
+      KV events of a replica       -- note_block_events -> knows which blocks are cached there
+
+A router has no clock, no thread and no random numbers: equal calls give equal choices. It is not
+thread-safe; the caller serializes the calls.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from quire.errors import ConfigError
+
+BlockHash = bytes | int
+"""Identity of a block and of everything before it; equal to the hash in KV events, if these are
+used."""
+
+KvEvent = Mapping[str, object]
+"""BlockStored, BlockRemoved or AllBlocksCleared, in the format of `quire.engine.block_events`."""
+
+DEFAULT_TENANT = "default"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedRequest:
+    """What a router may know of a request.
+
+    Attributes:
+        prompt_blocks: hashes of the whole blocks of the prompt, in order. Each hash covers the
+            block and everything before it.
+        prompt_tokens: length of the prompt.
+        session: conversation or user that sent the request; None: unknown.
+        tenant: tenant that sent the request.
+    """
+
+    prompt_blocks: tuple[BlockHash, ...]
+    prompt_tokens: int
+    session: str | None = None
+    tenant: str = DEFAULT_TENANT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaLoad:
+    """Load of one replica, as far as the caller knows it.
+
+    Attributes:
+        replica_id: name of the replica.
+        active_kv_bytes: KV of running requests, without unused blocks of the prefix cache.
+        kv_capacity_bytes: size of the KV memory; 0: unknown.
+        queued_prompt_tokens: prompt tokens that are not computed yet, of waiting and running
+            requests, without the tokens that the prefix cache is known to serve.
+        running_requests: number of admitted requests.
+        queued_requests: number of waiting requests.
+    """
+
+    replica_id: str
+    active_kv_bytes: int = 0
+    kv_capacity_bytes: int = 0
+    queued_prompt_tokens: int = 0
+    running_requests: int = 0
+    queued_requests: int = 0
+
+    @property
+    def num_requests(self) -> int:
+        """Running and waiting requests."""
+        return self.running_requests + self.queued_requests
+
+
+@runtime_checkable
+class Router(Protocol):
+    """Chooses the replica of each request."""
+
+    def choose(self, request: RoutedRequest, replicas: Sequence[ReplicaLoad]) -> str:
+        """The `replica_id` for a request.
+
+        A choice changes nothing: a caller that sends the request calls `note_sent`.
+
+        Args:
+            request: the request.
+            replicas: one or more replicas that accept requests; exclude draining ones.
+
+        Raises:
+            ConfigError: no replica is given.
+        """
+
+    def uncached_tokens(self, request: RoutedRequest, replica_id: str) -> int:
+        """Prompt tokens that a replica is expected to compute; all, if the router cannot know."""
+
+    def note_sent(self, request: RoutedRequest, replica_id: str) -> None:
+        """Note that a request was sent to a replica."""
+
+    def note_finished(self, request: RoutedRequest, replica_id: str) -> None:
+        """Note that a sent request finished, failed or was aborted.
+
+        Call it with an equal request once for each `note_sent`. Ignored after `note_lost`.
+        """
+
+    def note_lost(self, replica_id: str) -> None:
+        """Note that a replica died, was drained or restarted: forget everything about it."""
+
+    def note_block_events(self, replica_id: str, events: Sequence[KvEvent]) -> None:
+        """Note KV events of a replica, in the order in which it sent them.
+
+        From the first call on, the router's view of this replica's cache follows its events. It
+        no longer approximates the cache by the blocks of sent requests.
+        """
+
+
+def require_replicas(replicas: Sequence[ReplicaLoad]) -> None:
+    """Reject a choice among no replicas.
+
+    Raises:
+        ConfigError: no replica is given.
+    """
+    if not replicas:
+        raise ConfigError("expected at least one replica that accepts requests, got none")

@@ -1,0 +1,80 @@
+"""Starts and stops Ray Serve for `quire serve --ray`."""
+
+import math
+import signal
+import sys
+import threading
+from types import FrameType
+
+from quire.scale.ray_session import ray_session
+from quire.scale.serve.application import application
+from quire.scale.serve.recipe import ServeRecipe
+
+APPLICATION = "quire"
+"""Name of the application in Ray Serve."""
+
+
+def serve_until_signal(recipe: ServeRecipe) -> None:
+    """Serve with Ray until SIGTERM or SIGINT, then finish open requests.
+
+    On a cluster, the application is deleted at the end and the cluster goes on.
+
+    Args:
+        recipe: the served model; its server has host and port.
+    """
+    from ray import serve
+
+    with ray_session(recipe.ray):
+        start_serve(recipe)
+        serve.run(application(recipe), name=APPLICATION, route_prefix="/")
+        stop = _signals()  # Ray has set its own handlers meanwhile
+        sys.stdout.write(_banner(recipe))
+        sys.stdout.flush()
+        stop.wait()
+        serve.delete(APPLICATION)
+        if recipe.ray.address is None:
+            serve.shutdown()
+
+
+def _banner(recipe: ServeRecipe) -> str:
+    server, engine = recipe.server, recipe.engine
+    scheme = "https" if server.ssl_certfile else "http"
+    host = f"[{server.host}]" if ":" in server.host else server.host
+    return (
+        f"Replicas on Ray: {recipe.ray.replicas}, router: {recipe.routing.name}\n"
+        f"Serving {server.served_model_name or engine.model} at {scheme}://{host}:{server.port}/v1\n"
+    )
+
+
+def start_serve(recipe: ServeRecipe) -> None:
+    """Start Ray Serve with an HTTP proxy at the server's address."""
+    from ray import serve
+    from ray.serve.config import HTTPOptions
+
+    server = recipe.server
+    serve.start(
+        proxy_location="HeadOnly" if recipe.ray.address is None else "EveryNode",
+        http_options=HTTPOptions(
+            host=server.host,
+            port=server.port,
+            keep_alive_timeout_s=math.ceil(server.timeout_keep_alive),
+            ssl_certfile=server.ssl_certfile,
+            ssl_keyfile=server.ssl_keyfile or server.ssl_certfile,
+            ssl_ca_certs=server.ssl_ca_certs,
+        ),
+    )
+
+
+def _signals() -> threading.Event:
+    """An event that SIGTERM and SIGINT set; a second signal ends the process."""
+    stop = threading.Event()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if stop.is_set():
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handle)
+    return stop

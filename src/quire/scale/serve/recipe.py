@@ -1,0 +1,31 @@
+"""What a process needs to create a replica or a gateway: values that can be sent to it."""
+
+from dataclasses import dataclass, field
+
+from quire.scale.config import RayConfig
+from quire.scale.recipe import EngineRecipe
+from quire.scale.routing.registry import RouterConfig
+from quire.serve.config import ServerConfig
+from quire.serve.tenant_file import TenantFile
+from quire.serve.tenant_keys import TenantKeys
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeRecipe:
+    """A served model.
+
+    Attributes:
+        engine: model and engine of each replica.
+        server: options of the HTTP server.
+        ray: options of the replicas.
+        routing: options of request routing.
+        keys: digests of the API keys.
+        tenants: rate limits and eviction rules of tenants.
+    """
+
+    engine: EngineRecipe
+    server: ServerConfig = field(default_factory=ServerConfig)
+    ray: RayConfig = field(default_factory=RayConfig)
+    routing: RouterConfig = field(default_factory=RouterConfig)
+    keys: TenantKeys = field(default_factory=TenantKeys)
+    tenants: TenantFile = field(default_factory=TenantFile)

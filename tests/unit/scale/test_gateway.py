@@ -1,0 +1,269 @@
+"""The gateway with replicas in this process: each test decides what a replica answers."""
+
+import asyncio
+import json
+
+import pytest
+
+from quire.scale.http_call import REPLICA_HEADER, HttpPart
+from quire.scale.serve.gateway import Gateway, guarded
+from quire.serve.embedded import ReplicaLost
+from quire.serve.tenant_keys import TenantKeys
+from support.disconnecting import DisconnectingClient, until
+
+STREAM = ((b"content-type", b"text/event-stream; charset=utf-8"),)
+JSON = ((b"content-type", b"application/json"),)
+KEY_A, KEY_B = "sk-a-00000000", "sk-b-00000000"
+COMMENT = b": keep-alive\n\n"
+
+
+class Lost(Exception):
+    """A replica of a test ends here."""
+
+
+class FakeReplicas:
+    """Replicas that follow a script: for each attempt its parts; `Lost` ends the replica."""
+
+    def __init__(self, *attempts):
+        self._attempts = list(attempts)
+        self.calls = []
+        self.num_closed = 0
+
+    async def forward(self, call):
+        self.calls.append(call)
+        script = self._attempts[min(len(self.calls), len(self._attempts)) - 1]
+        try:
+            for step in script:
+                if step is Lost:
+                    raise ReplicaLost("the replica has ended")
+                if isinstance(step, asyncio.Event):
+                    await step.wait()
+                    continue
+                yield step
+        finally:
+            self.num_closed += 1
+
+    async def ask_all(self, call):
+        self.calls.append(call)
+        found = self._attempts[0]
+        if Lost in found:
+            raise ReplicaLost("no replica is running")
+        return found
+
+
+def first(body, *, status=200, headers=STREAM, is_last=False):
+    return HttpPart(body=body, is_last=is_last, status=status, headers=headers)
+
+
+def event(text):
+    return HttpPart(body=f"data: {text}\n\n".encode(), is_last=False)
+
+
+END = HttpPart(body=b"", is_last=True)
+
+
+def post(replicas, path="/v1/completions", body=None, *, keys=None, headers=(), retries=2):
+    """Send one request; return (status, headers, body)."""
+    client = DisconnectingClient(path, {"prompt": "a"} if body is None else body)
+    client.scope["headers"] += list(headers)
+    gateway = Gateway(replicas, keys or TenantKeys(), retries=retries, block_words=4)
+    asyncio.run(
+        asyncio.wait_for(guarded(gateway, 1 << 20)(client.scope, client.receive, client.send), 10)
+    )
+    return answer_of(client)
+
+
+def answer_of(client):
+    start, *parts = client.sent
+    assert not parts[-1].get("more_body")
+    assert all(part["more_body"] for part in parts[:-1])
+    return start["status"], dict(start["headers"]), b"".join(part["body"] for part in parts)
+
+
+def test_a_response_passes_unchanged():
+    whole = first(b'{"id": 1}', status=201, headers=(*JSON, (b"x-a", b"1")), is_last=True)
+
+    status, headers, body = post(FakeReplicas([whole]))
+
+    assert (status, headers[b"x-a"], body) == (201, b"1", b'{"id": 1}')
+
+
+def test_a_request_without_output_is_sent_to_another_replica():
+    replicas = FakeReplicas([Lost], [Lost], [first(b"data: a\n\n"), END])
+
+    status, _, body = post(replicas)
+
+    assert (status, body) == (200, b"data: a\n\n")
+    ids = {call.header(b"x-request-id") for call in replicas.calls}
+    assert len(replicas.calls) == 3
+    assert len(ids) == 1
+
+
+def test_comments_are_no_output():
+    replicas = FakeReplicas(
+        [first(COMMENT), HttpPart(body=COMMENT, is_last=False), Lost],
+        [first(b"data: a\n\n"), END],
+    )
+
+    status, _, body = post(replicas)
+
+    assert (status, body) == (200, COMMENT + COMMENT + b"data: a\n\n")
+
+
+def test_a_refused_second_attempt_ends_a_stream_that_has_begun():
+    refusal = first(b'{"error": {}}', status=503, headers=JSON, is_last=True)
+    replicas = FakeReplicas([first(COMMENT), Lost], [refusal])
+
+    status, _, body = post(replicas)
+
+    assert status == 200
+    assert len(replicas.calls) == 2
+    assert b"refused with status 503" in body
+    assert body.endswith(b"data: [DONE]\n\n")
+
+
+def test_after_the_last_attempt_the_client_gets_an_error():
+    replicas = FakeReplicas([Lost])
+
+    status, headers, body = post(replicas, retries=2)
+
+    assert (status, headers[b"content-type"]) == (503, b"application/json")
+    assert json.loads(body)["error"]["message"] == "the replica has ended"
+    assert len(replicas.calls) == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/v1/completions", None),
+        ("/v1/chat/completions", None),
+        ("/v1/messages", "error"),
+        ("/v1/responses", "error"),
+    ],
+)
+def test_a_stream_with_output_ends_with_an_error_event(path, kind):
+    replicas = FakeReplicas([first(b"data: a\n\n"), event("b"), Lost], [first(b"x"), END])
+
+    status, _, body = post(replicas, path)
+
+    assert status == 200
+    assert len(replicas.calls) == 1
+    assert body.startswith(b"data: a\n\ndata: b\n\n")
+    last = body.removeprefix(b"data: a\n\ndata: b\n\n").decode()
+    assert "the replica has ended" in last
+    if kind is None:
+        error, done, _ = last.split("\n\n")
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == 503
+        assert done == "data: [DONE]"
+    else:
+        name, data = last.strip().split("\n")
+        assert name == f"event: {kind}"
+        assert json.loads(data.removeprefix("data: "))["type"] == "error"
+
+
+def test_another_response_that_has_begun_is_cut_off():
+    replicas = FakeReplicas([first(b"{", headers=JSON), Lost])
+
+    with pytest.raises(ReplicaLost):
+        post(replicas)
+
+
+def test_a_client_that_disconnects_cancels_the_request():
+    async def main():
+        waits = asyncio.Event()
+        replicas = FakeReplicas([first(b"data: a\n\n"), waits])
+        client = DisconnectingClient("/v1/completions", {"prompt": "a"})
+        gateway = Gateway(replicas, TenantKeys(), retries=2, block_words=4)
+        running = asyncio.create_task(gateway(client.scope, client.receive, client.send))
+        await until(lambda: len(client.sent) == 2)
+        client.disconnect.set()
+        await asyncio.wait_for(running, 10)
+        return replicas
+
+    replicas = asyncio.run(main())
+
+    assert (len(replicas.calls), replicas.num_closed) == (1, 1)
+
+
+def test_the_router_learns_tenant_session_and_prompt():
+    keys = TenantKeys({"a": (KEY_A,), "b": (KEY_B,)})
+    replicas = FakeReplicas([first(b"{}", headers=JSON, is_last=True)])
+    headers = [(b"authorization", f"Bearer {KEY_B}".encode()), (b"x-session-id", b"s1")]
+
+    post(replicas, body={"prompt": "0123456789abcdef" * 4}, keys=keys, headers=headers)
+
+    [call] = replicas.calls
+    assert (call.routed.tenant, call.routed.session) == ("b", "s1")
+    assert (len(call.routed.prompt_blocks), call.routed.prompt_tokens) == (4, 16)
+
+
+def test_the_body_of_an_unknown_key_is_not_read():
+    replicas = FakeReplicas([first(b"{}", status=401, headers=JSON, is_last=True)])
+    headers = [(b"authorization", b"Bearer sk-unknown"), (b"content-length", b"15")]
+
+    status, _, _ = post(replicas, keys=TenantKeys({"a": (KEY_A,)}), headers=headers)
+
+    [call] = replicas.calls
+    assert status == 401
+    assert (call.body, call.header(b"content-length"), call.routed) == (b"", None, None)
+
+
+def test_large_bodies_are_refused():
+    replicas = FakeReplicas([END])
+
+    status, _, body = post(replicas, body={"prompt": "a" * (2 << 20)})
+
+    assert (status, replicas.calls) == (413, [])
+    assert b"larger than" in body
+
+
+def test_a_request_may_name_its_replica():
+    replicas = FakeReplicas([first(b"{}", headers=JSON, is_last=True)])
+
+    post(replicas, headers=[(REPLICA_HEADER, b"r7")])
+
+    assert replicas.calls[0].replica_id == "r7"
+
+
+def test_metrics_of_all_replicas_are_merged():
+    text = ((b"content-type", b"text/plain; version=0.0.4"), (b"content-length", b"4"))
+    replicas = FakeReplicas(
+        [
+            ("r1", first(b"# TYPE a gauge\na 1.0\n", headers=text, is_last=True)),
+            ("r2", first(b"# TYPE a gauge\na 2.0\n", headers=text, is_last=True)),
+        ]
+    )
+    wanted = b'# TYPE a gauge\na{replica="r1"} 1.0\na{replica="r2"} 2.0\n'
+
+    status, headers, body = post(
+        replicas, "/metrics", headers=[(b"accept", b"application/openmetrics-text")]
+    )
+
+    assert (status, body) == (200, wanted)
+    assert headers[b"content-length"] == str(len(wanted)).encode()
+    assert replicas.calls[0].header(b"accept") == "text/plain"
+
+
+def test_refused_metrics_and_missing_replicas():
+    refusal = first(b'{"error": {}}', status=401, headers=JSON, is_last=True)
+
+    assert post(FakeReplicas([("r1", refusal)]), "/metrics")[0] == 401
+    assert post(FakeReplicas([Lost]), "/metrics")[0] == 503
+
+
+def test_lifespan():
+    async def main():
+        messages = [{"type": "lifespan.startup"}, {"type": "lifespan.shutdown"}]
+        sent = []
+
+        async def receive():
+            return messages.pop(0)
+
+        async def send(message):
+            sent.append(message["type"])
+
+        gateway = Gateway(FakeReplicas([]), TenantKeys(), retries=0, block_words=4)
+        await gateway({"type": "lifespan"}, receive, send)
+        return sent
+
+    assert asyncio.run(main()) == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
