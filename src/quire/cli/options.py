@@ -78,6 +78,18 @@ class ModelConfig:
         parse=parse_size_or("all"),
         common=True,
     )
+    tensor_parallel_size: int = option(
+        1,
+        help="processes (ranks) that divide the heads of the model, one for each CUDA device; "
+        "--kv-memory is the memory of each rank",
+        synonyms=("tensor-parallel", "tp"),
+        common=True,
+    )
+    tensor_parallel_timeout: float = option(
+        120.0,
+        help="maximum time that a rank waits for the others in a step; then the engine ends",
+        unit="s",
+    )
     threads: int = option(
         0,
         help="CPU threads; 0: PyTorch's default. A small model is fastest with 1 on a busy machine",
