@@ -14,6 +14,7 @@ from quire.parallel.processes import Report
 def main() -> None:
     channel = channel_of(socket.socket(fileno=int(sys.argv[1])), "rank 0")
     rank = int(sys.argv[2])
+    channel.send("started")
     message = channel.receive()
     if message == "exit":
         os._exit(7)

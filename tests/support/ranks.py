@@ -3,8 +3,9 @@
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
@@ -20,15 +21,29 @@ from quire.layout.model import ModelSpec
 from quire.models.generation import GenerationDefaults
 from quire.models.loader import LoadedModel
 from quire.models.native.select import make_decoder
+from quire.models.observing import Observing
 from quire.models.sharding import shard
 from quire.parallel.lockstep import Follower, Leader
 from quire.scheduler.schedule_config import ScheduleConfig
 from support import zoo
 
 T = TypeVar("T")
-WAIT_S = 60.0
+WAIT_S = 30.0
 _CLOSED = object()
 _BUILDING = threading.Lock()  # weights are drawn from torch's global generator
+
+
+def _unlock(owner: type) -> None:
+    """Remove the locks of cached properties whose computation runs the model.
+
+    Up to Python 3.11 all instances of a class share one lock; ranks in threads would deadlock.
+    """
+    for found in vars(owner).values():
+        if isinstance(found, cached_property) and hasattr(found, "lock"):
+            found.lock = nullcontext()
+
+
+_unlock(Observing)
 
 
 class Meeting:
@@ -138,6 +153,17 @@ class Threads:
         for channel in self.channels:
             channel.close()
 
+    def end(self) -> None:
+        """End the threads; raise the error that ended one of them."""
+        self.close()
+        self.meeting.barrier.abort()
+        for thread in self.threads:
+            thread.join(WAIT_S)
+        errors, self.errors = self.errors, []
+        for error in errors:
+            if not isinstance(error, RankFailed):
+                raise error
+
 
 def rank_model(architecture: str, group: ThreadGroup, *, times: int = 1) -> LoadedModel:
     """This rank's part of a zoo model."""
@@ -166,14 +192,16 @@ def rank_engines(
     engines: list[Engine | None] = [None] * size
 
     def build(rank: int, lockstep: Leader | Follower) -> Engine:
-        model = rank_model(architecture, ThreadGroup(meeting, rank))
-        return Engine(model, kv, schedule, lockstep=lockstep)
+        group = ThreadGroup(meeting, rank)
+        engine = Engine(rank_model(architecture, group), kv, schedule, lockstep=lockstep)
+        engines[rank] = engine
+        group.meet()
+        return engine
 
     def follow(rank: int, channel: QueueChannel) -> None:
         try:
             follower = Follower(channel, size)
-            engines[rank] = engine = build(rank, follower)
-            make_calls(engine, follower)
+            make_calls(build(rank, follower), follower)
         except BaseException as error:  # noqa: BLE001 - raised by the caller
             workers.errors.append(error)
             meeting.barrier.abort()
@@ -186,14 +214,10 @@ def rank_engines(
         workers.threads.append(thread)
         thread.start()
     try:
-        engines[0] = leader = build(0, Leader(workers, WAIT_S))
+        leader = build(0, Leader(workers, WAIT_S))
         yield engines  # type: ignore[misc]
         leader.close()
-    finally:
-        workers.close()
-        meeting.barrier.abort()
         for thread in workers.threads:
-            thread.join(WAIT_S)
-    for error in workers.errors:
-        if not isinstance(error, RankFailed):
-            raise error
+            thread.join(WAIT_S)  # they finish their last step
+    finally:
+        workers.end()

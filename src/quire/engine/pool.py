@@ -217,7 +217,7 @@ def _plan_pool(model: LoadedModel, config: KVConfig, schedule: ScheduleConfig) -
     if schedule.batch_invariant:
         prepare_batch_invariant(model, config, stored_as.codec)
     rules = _make_rules(model, config, schedule, stored_as.codec)
-    longest = rules.default.for_request(model.spec.max_positions, rules.lanes_of(rules.default))
+    longest = rules.resolve_default(model.spec.max_positions)
     layout = layout_for(
         model.spec,
         codec=stored_as.codec,

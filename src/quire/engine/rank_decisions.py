@@ -11,7 +11,8 @@ from torch import Tensor
 from quire.kernels.native.sampling import RowSampling
 from quire.kv.memory import KVMemory
 from quire.parallel.lockstep import Lockstep
-from quire.plan.preemption_costs import Costs, LearnedCosts
+from quire.plan.preemption_costs import LearnedCosts
+from quire.plan.rates import Costs
 from quire.sampling.sampler import SampledToken, Sampler, SamplingRow
 from quire.scheduler.step import StepPlan
 

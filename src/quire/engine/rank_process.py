@@ -1,4 +1,4 @@
-"""The process of a rank from 1 on: `python -m quire.engine.rank_process SOCKET RANK`.
+"""The process of a rank from 1 on; its arguments are the number of a socket and the rank.
 
 It makes the calls that rank 0 sends until rank 0 closes the channel.
 """
@@ -16,7 +16,7 @@ import torch
 
 from quire.engine.core import Engine
 from quire.engine.ranks import RankStart, join_group, meet_leader, open_rank
-from quire.errors import QuireError, RankFailed, RequestError
+from quire.errors import QuireError, RankFailed
 from quire.parallel.channel import Channel, channel_of
 from quire.parallel.lockstep import Follower
 from quire.parallel.processes import Report
@@ -71,8 +71,12 @@ def make_calls(engine: Engine, follower: Follower) -> None:
             return
         try:
             getattr(engine, name)(*arguments)
-        except RequestError:
-            logger.debug("rank 0 refuses the same request", exc_info=True)
+        except RankFailed:
+            raise
+        except Exception:
+            if name == "step":
+                raise
+            logger.debug("rank 0 refuses the same call", exc_info=True)
 
 
 def _report(channel: Channel, report: Report) -> int:

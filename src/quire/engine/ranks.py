@@ -126,6 +126,7 @@ def open_ranks(options: RankOptions) -> Engine:
         start = RankStart(options, processes.folder, threads)
         for channel in processes.channels:
             channel.send(start)
+        _meet_all(processes.channels)  # all have imported their modules
         lockstep = Leader(processes, options.timeout_s)
         group = _group(start, 0, lambda: _meet_all(processes.channels))
         engine = open_rank(options, 0, group, lockstep)
@@ -165,6 +166,7 @@ def open_rank(options: RankOptions, rank: int, group: TensorGroup, lockstep: Loc
 
 def join_group(start: RankStart, rank: int, channel: Channel) -> TensorGroup:
     """Connect a rank from 1 on to the others."""
+    meet_leader(channel)
     return _group(start, rank, lambda: meet_leader(channel))
 
 

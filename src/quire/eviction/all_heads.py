@@ -46,15 +46,18 @@ class AllHeads:
         """Gather the rows of this rank's lanes from all ranks, layer-major."""
         if self._group.size == 1:
             return own
-        parts = [one.unflatten(0, (self._layers, -1)) for one in self._group.gather(own)]
+        parts = [one.reshape(self._layers, -1, *one.shape[1:]) for one in self._group.gather(own)]
         return torch.cat(parts, dim=1).flatten(0, 1)
 
     def own(self, joined: Shaped[Tensor, "all_lanes ..."]) -> Shaped[Tensor, "lane ..."]:
         """Return the rows of this rank's lanes; the inverse of `joined`."""
         if self._group.size == 1:
             return joined
-        by_rank = joined.unflatten(0, (self._layers, self._group.size, -1))
-        return by_rank[:, self._group.rank].flatten(0, 1)
+        return self._by_rank(joined)[:, self._group.rank].flatten(0, 1)
+
+    def _by_rank(self, joined: Tensor) -> Tensor:
+        """Reshape [lane of all ranks, ...] to [layer, rank, head, ...] without copying."""
+        return joined.reshape(self._layers, self._group.size, -1, *joined.shape[1:])
 
     def own_part(self, decision: Decision, mask: Bool[Tensor, "all_lanes slot"]) -> Decision:
         """Return the part of a decision for this rank's lanes.
@@ -72,14 +75,14 @@ class AllHeads:
         merged = decision.merged
         if merged is not None:
             is_own = torch.zeros_like(merged.slots)
-            is_own.unflatten(0, (self._layers, self._group.size, -1))[:, self._group.rank] = True
+            self._by_rank(is_own)[:, self._group.rank] = True
             values = merged.values[is_own[merged.slots]]
             merged = MergedValues(self.own(merged.slots), values)
         statistics = {one: self.own(numbers) for one, numbers in decision.statistics.items()}
         return Decision(self.own(mask), statistics, merged)
 
     def _require_equal(self, mask: Bool[Tensor, "all_lanes slot"]) -> None:
-        by_rank = mask.sum(dim=1).unflatten(0, (self._layers, self._group.size, -1))
+        by_rank = self._by_rank(mask.sum(dim=1))
         if bool((by_rank != by_rank[:, :1]).any()):
             raise PolicyError(
                 f"the {self._group.size} ranks would retain different numbers of tokens, and they "

@@ -59,7 +59,7 @@ class PolicyEvictor:
             how many layers a view holds, at least one.
         rotations: RoPE of queries by RoPE scaling variant; None if the model does not provide it.
         offloaded: loads offloaded pages layer by layer; None without KV offload.
-        group: the ranks that share the model.
+        ranks: the ranks that share the model.
     """
 
     def __init__(
@@ -69,13 +69,13 @@ class PolicyEvictor:
         scratch_bytes: int,
         rotations: Callable[[int], Rotation | None],
         offloaded: LayerLoads | None = None,
-        group: TensorGroup = ONE_RANK,
+        ranks: TensorGroup = ONE_RANK,
     ) -> None:
         lanes = evicting_lanes(kv.memory)
         assert lanes is not None, "only built for pools whose lanes evict"
         self._kv, self._rules, self._lanes = kv, rules, lanes
         self._scratch_bytes, self._rotations = scratch_bytes, rotations
-        self._group = group
+        self._ranks = ranks
         groups = [table.group for table in lanes.tables]
         self._promotions = {group.name: _promotion_of(kv, group.name) for group in groups}
         self._mover = None
@@ -219,13 +219,12 @@ class PolicyEvictor:
         eviction = _eviction_of(request)
         parts = self._parts(request, UNLIMITED)
         view = self._view(request, JoinedReader([self._reader(request, part) for part in parts]))
-        heads = AllHeads(self._group, len(view.layers))
-        view = heads.view(view)
+        view = AllHeads(self._ranks, len(view.layers)).view(view)
         rule = self._rules.rule(request.spec.evict)
         with _named(eviction):
-            final = rule.finalize(eviction, view, self._rules.all_lanes_of(rule))
+            final = rule.finalize(eviction, view, self._rules.lanes_of(rule))
         if final is not eviction:
-            final = _of_rank(final, heads)
+            final = self._rules.of_rank(final)
         request.eviction.selection, request.eviction.spec = final, final.spec
 
     def _entry(
@@ -373,7 +372,7 @@ class PolicyEvictor:
             group, page_class = table.group, table.group.page_class
             slots = int(table.num_slots[request.memory.row].max())
             numbers = _TENSORS_OF_A_VIEW * page_class.head_dim * page_class.heads * slots
-            layer_bytes = FLOAT_BYTES * numbers * group.lanes_per_layer * self._group.size
+            layer_bytes = FLOAT_BYTES * numbers * group.lanes_per_layer * self._ranks.size
             together = max(1, scratch_bytes // max(1, layer_bytes))
             if bounded and self._is_offloaded(request, group):
                 together = 1
@@ -416,7 +415,7 @@ class PolicyEvictor:
         of_part = keep[first : first + len(part.layers) * group.lanes_per_layer]
         wanted = torch.from_numpy(np.repeat(of_part, heads)).to(view.positions.device)
         apart = eviction.policy is not None and eviction.policy.lanes_apart
-        all_heads = AllHeads(ONE_RANK if apart else self._group, len(part.layers))
+        all_heads = AllHeads(ONE_RANK if apart else self._ranks, len(part.layers))
         with _named(eviction):
             seen, wanted = all_heads.view(view), all_heads.joined(wanted)
             decision = eviction.decide(seen, wanted)
@@ -446,15 +445,6 @@ class PolicyEvictor:
 def _promotion_of(kv: PagedKV, group: str) -> Promotion | None:
     buffer = kv.promoted.get(group)
     return None if buffer is None else Promotion(buffer, kv.full_precision[group])
-
-
-def _of_rank(eviction: Eviction, heads: AllHeads) -> Eviction:
-    """Return an eviction whose caps of the lanes of all ranks are replaced by this rank's."""
-    caps = eviction.spec.lane_capacities
-    if caps is None:
-        return eviction
-    own = tuple(heads.own(torch.tensor(caps)).tolist())
-    return replace(eviction, spec=replace(eviction.spec, lane_capacities=own))
 
 
 def _eviction_of(request: Request) -> Eviction:

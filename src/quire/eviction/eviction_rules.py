@@ -8,6 +8,8 @@ rules of `KVConfig.evict_allow`, or the default rule with other option values.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from quire.errors import ConfigError, RequestError, UnsoundCombination
 from quire.eviction.rule_requirements import (
     ALL,
@@ -186,9 +188,27 @@ class EvictionRules:
             RequestError: the cap leaves less than the rule protects.
         """
         try:
-            return rule.for_request(prompt_tokens, self.lanes_of(rule))
+            return self.resolve_default(prompt_tokens, rule)
         except ConfigError as error:
             raise RequestError(f"evict: {error}", param="evict") from error
+
+    def resolve_default(self, prompt_tokens: int, rule: EvictionRule | None = None) -> Eviction:
+        """Resolve a rule to numbers for a prompt, by default the default rule.
+
+        Raises:
+            ConfigError: the cap leaves less than the rule protects.
+        """
+        rule = self.default if rule is None else rule
+        return self.of_rank(rule.for_request(prompt_tokens, self.lanes_of(rule)))
+
+    def of_rank(self, eviction: Eviction) -> Eviction:
+        """Replace the caps of the lanes of all ranks by those of one rank, equal on all ranks."""
+        caps = eviction.spec.lane_capacities
+        if self._ranks == 1 or caps is None:
+            return eviction
+        by_rank = np.array(caps).reshape(-1, self._ranks, self.model.num_kv_heads)
+        own = tuple(by_rank.min(axis=1).ravel().tolist())
+        return replace(eviction, spec=replace(eviction.spec, lane_capacities=own))
 
     @property
     def query_group(self) -> int:
@@ -196,15 +216,10 @@ class EvictionRules:
         return self.model.num_heads // self.model.num_kv_heads
 
     def lanes_of(self, rule: EvictionRule) -> LaneShape:
-        """Return the lanes a rule applies to, those of layers without a window."""
+        """Return the lanes of all ranks a rule applies to, those of layers without a window."""
         if rule.statistics not in self._lanes:
             self._lanes[rule.statistics] = self._lane_shape(rule.statistics)
         return self._lanes[rule.statistics]
-
-    def all_lanes_of(self, rule: EvictionRule) -> LaneShape:
-        """Return the lanes of all ranks that a rule applies to; see `lanes_of`."""
-        own = self.lanes_of(rule)
-        return replace(own, heads=own.heads * self._ranks)
 
     def _lane_shape(self, statistics: tuple[Statistic, ...]) -> LaneShape:
         layout = layout_for(
@@ -218,7 +233,7 @@ class EvictionRules:
         page_bytes, fixed_bytes = page_and_fixed_bytes(self.fitted(layout))
         return LaneShape(
             num_layers=sum(layer.window is None for layer in self.model.layers),
-            heads=self.model.num_kv_heads,
+            heads=self.model.num_kv_heads * self._ranks,
             page_tokens=self._page_tokens,
             page_bytes=page_bytes * self._ranks,
             fixed_bytes=fixed_bytes * self._ranks,

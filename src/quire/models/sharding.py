@@ -151,16 +151,15 @@ def shard(model: PreTrainedModel, spec: ModelSpec, group: TensorGroup) -> None:
 
 def _part(found: _Planned, group: TensorGroup) -> nn.Module:
     linear, dim = found.linear, int(found.style == ROWS)
+    bias = linear._parameters["bias"]  # the attribute is typed as never None
     own = nn.Linear(1, 1, bias=False, device="meta")
     own.weight = _own_part(linear.weight, dim, group)
     own.out_features, own.in_features = own.weight.shape
     if found.style == ROWS:
-        bias = linear.bias
-        return SummedLinear(
-            own, None if bias is None else nn.Parameter(bias.detach(), False), group
-        )
-    if linear.bias is not None:
-        own.bias = _own_part(linear.bias, 0, group)
+        whole = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        return SummedLinear(own, whole, group)
+    if bias is not None:
+        own.bias = _own_part(bias, 0, group)
     return own
 
 

@@ -1,12 +1,10 @@
 """The ranks that share one model: each has some heads of every layer."""
 
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
-
-Numbers = TypeVar("Numbers")
-"""A tensor of torch; this module does not import torch."""
+from torch import Tensor
 
 
 @runtime_checkable  # for the shape checks in tests
@@ -23,7 +21,7 @@ class TensorGroup(Protocol):
         """Number of ranks."""
         ...
 
-    def sum(self, tensor: Numbers) -> Numbers:
+    def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of a tensor over all ranks, bit-identical on every rank.
 
         Args:
@@ -34,7 +32,7 @@ class TensorGroup(Protocol):
         """
         ...
 
-    def gather(self, tensor: Numbers) -> list[Numbers]:
+    def gather(self, tensor: Tensor) -> list[Tensor]:
         """Return the tensors of all ranks, in the order of the ranks.
 
         Args:
@@ -75,11 +73,11 @@ class OneRank:
 
     rank, size = 0, 1
 
-    def sum(self, tensor: Numbers) -> Numbers:
+    def sum(self, tensor: Tensor) -> Tensor:
         """See `TensorGroup.sum`."""
         return tensor
 
-    def gather(self, tensor: Numbers) -> list[Numbers]:
+    def gather(self, tensor: Tensor) -> list[Tensor]:
         """See `TensorGroup.gather`."""
         return [tensor]
 

@@ -64,7 +64,7 @@ class RankProcesses:
         own, other = socket.socketpair()
         with other:
             process = subprocess.Popen(
-                [sys.executable, "-m", module, str(other.fileno()), str(rank)],
+                [sys.executable, "-c", _program(module), str(other.fileno()), str(rank)],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # standard output belongs to rank 0
                 pass_fds=[other.fileno()],
@@ -111,6 +111,14 @@ class RankProcesses:
     def close(self) -> None:
         """End all processes: close their channels, then kill those that do not end."""
         self._end()
+
+
+def _program(module: str) -> str:
+    """Return a program that runs a module with the search path of this process."""
+    return (
+        f"import runpy, sys; sys.path[:] = {sys.path!r}; "
+        f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    )
 
 
 def _exit_code(process: subprocess.Popen[bytes]) -> int | None:

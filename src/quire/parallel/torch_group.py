@@ -7,6 +7,7 @@ and one process may open several engines.
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -18,6 +19,19 @@ from quire.errors import ConfigError, RankFailed
 
 LOCAL_HOST = "127.0.0.1"  # all ranks run on one machine; no port is open to the network
 _HALF = (torch.float16, torch.bfloat16)
+
+
+@runtime_checkable  # for the type checks in tests
+class _Backend(Protocol):
+    """`ProcessGroupGloo` and `ProcessGroupNCCL`, which have no common base class in Python."""
+
+    def rank(self) -> int: ...
+
+    def size(self) -> int: ...
+
+    def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions) -> dist.Work: ...
+
+    def allgather(self, out: list[list[Tensor]], tensors: list[Tensor]) -> dist.Work: ...
 
 
 class TorchGroup:
@@ -33,9 +47,7 @@ class TorchGroup:
         size: see `TensorGroup`.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, meet: Callable[[], None]
-    ) -> None:
+    def __init__(self, group: _Backend, device: torch.device, meet: Callable[[], None]) -> None:
         self._group, self._device, self._meet = group, device, meet
         self.rank, self.size = group.rank(), group.size()
 
@@ -112,19 +124,19 @@ def open_group(
         raise RankFailed(f"rank {rank} could not connect: {_first_line(error)}") from error
 
 
-def _gloo(store: dist.Store, rank: int, size: int, limit: timedelta) -> dist.ProcessGroup:
+def _gloo(store: dist.FileStore, rank: int, size: int, limit: timedelta) -> _Backend:
     if not dist.is_available() or not dist.is_gloo_available():
         raise ConfigError(
             "tensor parallelism on a CPU needs a torch with gloo, and this torch has none; use "
             "tensor_parallel_size=1"
         )
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = limit
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOCAL_HOST)]
-    return dist.ProcessGroupGloo(store, rank, size, options)
+    return cast(_Backend, dist.ProcessGroupGloo(store, rank, size, options))
 
 
-def _nccl(store: dist.Store, rank: int, size: int, limit: timedelta) -> dist.ProcessGroup:
+def _nccl(store: dist.FileStore, rank: int, size: int, limit: timedelta) -> _Backend:
     if not dist.is_available() or not dist.is_nccl_available():
         raise ConfigError(
             "tensor parallelism on CUDA devices needs a torch with nccl, and this torch has none; "
@@ -132,7 +144,7 @@ def _nccl(store: dist.Store, rank: int, size: int, limit: timedelta) -> dist.Pro
         )
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = limit
-    return dist.ProcessGroupNCCL(store, rank, size, options)
+    return cast(_Backend, dist.ProcessGroupNCCL(store, rank, size, options))
 
 
 def _first_line(error: BaseException) -> str:

@@ -51,7 +51,7 @@ def open_llm(model: str | Path = "quire-tiny", ranks: int = 2, **options: object
 
 def tokens_of(llm: LLM, prompts: Sequence[str | list[int]], **options: object) -> list[list[int]]:
     outputs = llm.generate(prompts, GREEDY, **options)
-    return [list(output.outputs[0].token_ids) for output in outputs]
+    return [list(output.token_ids) for output in outputs]
 
 
 def children() -> set[int]:
@@ -86,7 +86,7 @@ def test_rules_and_codecs_give_the_tokens_of_one_rank() -> None:
                 codec,
                 evict,
             )
-        assert pair.stats().prefix_hit_tokens > 0
+        assert pair.stats().cached_tokens > 0
         pair.close()
         alone.close()
     assert not children()

@@ -10,12 +10,22 @@ from quire.models.verify import compare_with_transformers
 from support import zoo
 from support.ranks import ThreadGroup, on_ranks, rank_model
 
-DIVISIBLE = ("llama", "llama_mha", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "granite")
+DIVISIBLE = (
+    "llama",
+    "llama_mha",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "granite",
+    "gpt_neox",
+)
 REFUSED = {
     "llama_mqa": "KV heads",
     "gpt2": "no tensor-parallel plan",
     "olmo2": "colwise_gather_output",
-    "phi3": "colwise_gather_output",
+    "phi3": "rowwise_split_input",
     "mixtral": "mixture of experts",
 }
 
@@ -53,8 +63,8 @@ def test_each_rank_has_its_part_of_the_weights() -> None:
     whole = zoo.build("llama_mha")
 
     def parts(group: ThreadGroup) -> dict[str, torch.Tensor]:
-        model = zoo.build("llama_mha") if group.rank == 0 else copies[group.rank]
-        shard(model, spec_of("llama_mha"), group)
+        model = copies[group.rank]
+        shard(model, spec, group)
         layer = model.model.layers[1]
         return {
             "q": layer.self_attn.q_proj.weight,
@@ -64,7 +74,7 @@ def test_each_rank_has_its_part_of_the_weights() -> None:
             "down": layer.mlp.down_proj.own.weight,
         }
 
-    copies = {1: zoo.build("llama_mha")}
+    copies, spec = [zoo.build("llama_mha") for _ in range(2)], spec_of("llama_mha")
     first, second = on_ranks(2, parts)
 
     layer = whole.model.layers[1]

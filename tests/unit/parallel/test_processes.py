@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -10,18 +9,12 @@ from quire.errors import ConfigError, RankFailed
 from quire.parallel import processes as rank_processes
 from quire.parallel.processes import RankProcesses
 
-TESTS = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(autouse=True)
-def _path_of_the_stub(monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = [str(TESTS), str(TESTS.parent / "src"), os.environ.get("PYTHONPATH", "")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-
 
 @pytest.fixture
-def ranks() -> Iterator[RankProcesses]:
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[RankProcesses]:
+    monkeypatch.setattr(rank_processes, "END_S", 0.2)
     found = RankProcesses("support.rank_stub", 3)
+    assert [channel.receive(60.0) for channel in found.channels] == ["started"] * 2
     yield found
     found.close()
 
@@ -61,10 +54,7 @@ def test_close_ends_all_processes_and_removes_the_folder(ranks: RankProcesses) -
     ranks.close()
 
 
-def test_process_that_does_not_end_is_killed(
-    ranks: RankProcesses, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rank_processes, "END_S", 0.2)
+def test_process_that_does_not_end_is_killed(ranks: RankProcesses) -> None:
     tell(ranks, "ignore", "two")
     assert ranks.channels[0].receive(30.0) == "ready"
 
