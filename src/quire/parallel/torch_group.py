@@ -7,7 +7,7 @@ and one process may open several engines.
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -114,7 +114,7 @@ def open_group(
         ConfigError: this build of torch has no gloo or nccl.
         RankFailed: the other ranks did not connect in time.
     """
-    store = dist.FileStore(str(rendezvous), size)
+    store = dist.FileStore(str(rendezvous), size)  # type: ignore[attr-defined]
     limit = timedelta(seconds=timeout_s)
     try:
         if device.type == "cuda":
@@ -124,7 +124,7 @@ def open_group(
         raise RankFailed(f"rank {rank} could not connect: {_first_line(error)}") from error
 
 
-def _gloo(store: dist.FileStore, rank: int, size: int, limit: timedelta) -> _Backend:
+def _gloo(store: Any, rank: int, size: int, limit: timedelta) -> _Backend:
     if not dist.is_available() or not dist.is_gloo_available():
         raise ConfigError(
             "tensor parallelism on a CPU needs a torch with gloo, and this torch has none; use "
@@ -136,7 +136,7 @@ def _gloo(store: dist.FileStore, rank: int, size: int, limit: timedelta) -> _Bac
     return cast(_Backend, dist.ProcessGroupGloo(store, rank, size, options))
 
 
-def _nccl(store: dist.FileStore, rank: int, size: int, limit: timedelta) -> _Backend:
+def _nccl(store: Any, rank: int, size: int, limit: timedelta) -> _Backend:
     if not dist.is_available() or not dist.is_nccl_available():
         raise ConfigError(
             "tensor parallelism on CUDA devices needs a torch with nccl, and this torch has none; "
