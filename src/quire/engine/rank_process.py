@@ -6,6 +6,7 @@ It makes the calls that rank 0 sends until rank 0 closes the channel.
 import faulthandler
 import logging
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -31,7 +32,8 @@ def main(socket_number: int, rank: int) -> int:
         socket_number: file number of the socket to rank 0.
         rank: number of this rank.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends rank 0, which ends this process
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group: rank 0 may drain
+        signal.signal(number, signal.SIG_IGN)
     faulthandler.enable()
     channel = channel_of(socket.socket(fileno=socket_number), "rank 0")
     try:
@@ -41,7 +43,7 @@ def main(socket_number: int, rank: int) -> int:
         logger.error("rank %d ends: %s", rank, error)
         return _report(channel, Report(str(error), is_first=False))
     except QuireError as error:
-        return _report(channel, Report(error, is_first=True))
+        return _report(channel, Report(_sendable(error), is_first=True))
     except BaseException as error:  # noqa: BLE001 - rank 0 raises it
         traceback.print_exc()
         return _report(channel, Report(f"{type(error).__name__}: {error}", is_first=True))
@@ -85,9 +87,16 @@ def _report(channel: Channel, report: Report) -> int:
         channel.send(report)
     except RankFailed:
         logger.debug("rank 0 has ended")
-    except Exception:  # noqa: BLE001 - an error that cannot be pickled
-        channel.send(Report(f"{type(report.error).__name__}: {report.error}", report.is_first))
     return 1
+
+
+def _sendable(error: QuireError) -> QuireError | str:
+    """Return an error, or its text if rank 0 could not unpickle it."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except (TypeError, AttributeError, pickle.PicklingError):
+        return f"{type(error).__name__}: {error}"
+    return error
 
 
 if __name__ == "__main__":
