@@ -23,13 +23,14 @@ from quire.config.sampling_params import Pooling, SamplingParams
 from quire.engine.core import Engine
 from quire.engine.ledger import Snapshot
 from quire.engine.option_effects import refuse_without_effect
-from quire.engine.ranks import DEFAULT_TIMEOUT_S, RankOptions, open_ranks
+from quire.engine.ranks import RankOptions, open_ranks
 from quire.engine.stats import EngineStats
 from quire.errors import ConfigError, EngineDead, RequestError, UnsoundCombination
 from quire.layout.options import require_type
 from quire.models.loader import LoadedModel, load_model
 from quire.models.tokenizer import encode_chat, encode_prompt
 from quire.offload.weights.placement import ALL_WEIGHTS, place_beyond
+from quire.parallel.lockstep import DEFAULT_TIMEOUT_S
 from quire.sampling.outputs import OutputBuilder, OutputDelta, RequestOutput
 from quire.scheduler.schedule_config import ScheduleConfig
 
@@ -110,32 +111,27 @@ class LLM:
                     return_memory=return_memory,
                 )
             )
-            self.model = self.engine.model
-            self._open()
-            return
-        if not isinstance(model, LoadedModel):
-            model = load_model(
-                model,
-                dtype=dtype,
-                device=device,
-                trust_remote_code=trust_remote_code,
-                verify=verify,
-                placer=place_beyond(weights_memory),
-                model_impl=model_impl,
-                weight_codec=weight_codec,
-            )
-        elif weights_memory not in (ALL_WEIGHTS, None):
-            raise ConfigError(
-                "weights_memory cannot be set for a loaded model: pass the folder or name of the "
-                "model instead"
-            )
-        if max_model_len is not None:
-            model = model.with_max_model_len(max_model_len)
-        self.model = model
-        self.engine = Engine(model, kv, schedule, return_memory=return_memory)
-        self._open()
-
-    def _open(self) -> None:
+        else:
+            if not isinstance(model, LoadedModel):
+                model = load_model(
+                    model,
+                    dtype=dtype,
+                    device=device,
+                    trust_remote_code=trust_remote_code,
+                    verify=verify,
+                    placer=place_beyond(weights_memory),
+                    model_impl=model_impl,
+                    weight_codec=weight_codec,
+                )
+            elif weights_memory not in (ALL_WEIGHTS, None):
+                raise ConfigError(
+                    "weights_memory cannot be set for a loaded model: pass the folder or name of "
+                    "the model instead"
+                )
+            if max_model_len is not None:
+                model = model.with_max_model_len(max_model_len)
+            self.engine = Engine(model, kv, schedule, return_memory=return_memory)
+        self.model = self.engine.model
         self._takers: dict[str, _Taker] = {}  # of the open requests, by request id
         self._calls = CallLock(self._cancel)
         self._is_closed = False

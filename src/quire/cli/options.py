@@ -24,6 +24,7 @@ from quire.layout.options import (
     option,
 )
 from quire.layout.sizes import parse_size_or
+from quire.parallel.lockstep import DEFAULT_TIMEOUT_S
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.serve.config import ServerConfig
 from quire.sim.machine import MachineConfig
@@ -86,7 +87,7 @@ class ModelConfig:
         common=True,
     )
     tensor_parallel_timeout: float = option(
-        120.0,
+        DEFAULT_TIMEOUT_S,
         help="maximum time that a rank waits for the others in a step; then the engine ends",
         unit="s",
     )

@@ -16,7 +16,7 @@ from quire.engine.ledger import Ledger, Snapshot
 from quire.engine.rank_decisions import RankSampler, digest
 from quire.engine.shared_pool import PoolMember
 from quire.engine.stats import EngineStats, stats_of
-from quire.errors import ConfigError, InvariantError
+from quire.errors import ConfigError, InvariantError, QuireError
 from quire.eviction.traces import Traces
 from quire.kernels.native.sampling import row_sampling
 from quire.kv.prefix_blocks import PrefixBroadcast
@@ -124,6 +124,11 @@ class Engine:
         if lockstep.size > 1:
             sampler = RankSampler(spec.vocab_size, eos, native=native, lockstep=lockstep)
         return SamplingStep(sampler, self._outputs, self.scheduler.branch, self._clock)
+
+    @property
+    def failure(self) -> QuireError | None:
+        """The error that has ended an engine with several ranks; None while it runs."""
+        return self._lockstep.failure
 
     @property
     def runs_in_thread(self) -> bool:

@@ -18,13 +18,12 @@ from quire.layout.options import require_type
 from quire.models.loader import LoadedModel, load_model
 from quire.parallel.channel import Channel
 from quire.parallel.group import TensorGroup
-from quire.parallel.lockstep import Leader, Lockstep
+from quire.parallel.lockstep import DEFAULT_TIMEOUT_S, Leader, Lockstep
 from quire.parallel.processes import RankProcesses, Report
 from quire.parallel.torch_group import open_group
 from quire.scheduler.schedule_config import ScheduleConfig
 
 MODULE = "quire.engine.rank_process"
-DEFAULT_TIMEOUT_S = 120.0
 MOST_RANKS = 64
 _RENDEZVOUS = "rendezvous"
 _LOADED = "loaded"

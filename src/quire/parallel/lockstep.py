@@ -15,6 +15,9 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from quire.errors import InvariantError, QuireError, RankFailed
 from quire.parallel.channel import Messages
 
+DEFAULT_TIMEOUT_S = 120.0
+"""Default of the maximum time in seconds that a rank waits for the others in a step."""
+
 T = TypeVar("T")
 Call = tuple[str, float, tuple[Any, ...]]
 """Name of an engine's method, time in seconds on the clock of rank 0, arguments."""

@@ -92,7 +92,7 @@ def test_rules_and_codecs_give_the_tokens_of_one_rank() -> None:
     assert not children()
 
 
-@pytest.mark.parametrize("architecture", ["wide_llama", "wide_qwen2", "wide_qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 def test_random_models_give_the_tokens_of_one_rank(architecture: str, tmp_path: Path) -> None:
     folder = zoo.save(architecture, tmp_path)
     prompts = [list(range(3, 3 + length)) for length in (9, 40, 25)]
