@@ -114,8 +114,9 @@ class ForcingDecoder(RecordingDecoder):
         self._count = 0
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """Force these output tokens in the next request."""
+        """Force these output tokens in the next request, and forget recorded logits."""
         self._tokens, self._count = tuple(tokens), 0
+        self._recorded.clear()
 
     def forward(
         self,

@@ -133,7 +133,6 @@ class FidelityScorer:
         self, prompt: Sequence[int], new_tokens: int
     ) -> tuple[RequestOutput, Float[Tensor, "token vocab"]]:
         params = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
-        self._decoder.take()
         [output] = self._llm.generate([list(prompt)], params)
         logits = self._decoder.take()
         if output.error is not None or len(logits) != len(output.token_ids):
