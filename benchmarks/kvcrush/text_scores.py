@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from benchmarks.common.decoders import RecordingDecoder
+from quire.evals.decoders import RecordingDecoder
 from benchmarks.eviction.cells import FULL
 from benchmarks.kvcrush.arms import Arm
 from benchmarks.kvcrush.config import FidelityConfig

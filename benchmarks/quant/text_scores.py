@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from benchmarks.common.decoders import RecordingDecoder
+from quire.evals.decoders import RecordingDecoder
 from benchmarks.eviction.cells import FULL
 from benchmarks.kvcrush.text_scores import divergence
 from benchmarks.quant.config import PLAIN, TextsConfig

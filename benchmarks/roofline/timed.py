@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from benchmarks.common.decoders import ForwardingDecoder
+from quire.evals.decoders import ForwardingDecoder
 from benchmarks.roofline.measured import PARTS
 from quire.kernels.backend import AttentionMath
 from quire.kernels.chains import HeadBuffers

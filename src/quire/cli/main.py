@@ -26,6 +26,7 @@ from quire.cli.profile import profile
 from quire.cli.serve import serve
 from quire.cli.settings import VERBOSE_KEY
 from quire.cli.simulate import simulate
+from quire.cli.tune import tune
 from quire.errors import ConfigError, QuireError
 from quire.version import __version__
 
@@ -114,7 +115,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _COMMANDS = (
-    *(generate, chat, batch, serve, plan, profile, calibrate, simulate, demo, doctor),
+    *(generate, chat, batch, serve, plan, profile, calibrate, tune, simulate, demo, doctor),
     *(policies, codecs),
 )
 for _command in _COMMANDS:

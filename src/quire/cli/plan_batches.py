@@ -4,11 +4,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 from quire.errors import ConfigError
-from quire.eviction.eviction_rules import EvictionRules
-from quire.kv.memory import KVMemory
-from quire.layout.eviction import KEEP_ALL, EvictionSpec
+from quire.evals.tune.predict import predicted_rows
+from quire.layout.eviction import EvictionSpec
 from quire.layout.kv_format import without_records
-from quire.layout.layout import layout_for
 from quire.layout.model import ModelSpec
 from quire.plan.batch_verdict import (
     BOTH_PHASES,
@@ -23,9 +21,6 @@ from quire.plan.batch_verdict import (
 from quire.plan.ceilings import Ceilings, NotUsable
 from quire.plan.rates import StepRates, model_key, steps_key
 from quire.plan.static_run import RunSeconds, row_steps, run_seconds
-from quire.scheduler.admission.batches import rows_at_once
-from quire.scheduler.admission.need import Need
-from quire.scheduler.admission.peaks import Peaks
 
 LABELS = {
     FULL: "none (full KV)",
@@ -162,42 +157,29 @@ def batch_report(model: ModelSpec, question: BatchQuestion, rates: Rates) -> Bat
     return BatchReport(question=question, arms=arms, verdict=verdict)
 
 
-def _rules(model: ModelSpec, question: BatchQuestion, evict: str, codec: str) -> EvictionRules:
-    return EvictionRules(evict, "none", model=model, page_tokens=question.page_tokens, codec=codec)
-
-
 def _counted(
     model: ModelSpec, question: BatchQuestion, arm: str, evict: str
 ) -> tuple[ArmPlan, EvictionSpec]:
     # rules without scores promote no token to a higher precision
     unscored = arm in (FULL, EXTREME)
     codec = without_records(question.kv_codec) if unscored else question.kv_codec
-    rules = _rules(model, question, evict, codec)
-    prompt_tokens = question.prompt_tokens
-    tokens = prompt_tokens + question.new_tokens - 1  # the last token is never computed
-    eviction = rules.default.for_request(prompt_tokens, rules.lanes_of(rules.default))
-    spec = eviction.spec
-    # a row that never exceeds its cap records no statistics
-    held = KEEP_ALL if eviction.keeps_all(prompt_tokens, tokens) else spec
-    layout = layout_for(
+    found = predicted_rows(
         model,
         codec=codec,
+        evict=evict,
         page_tokens=question.page_tokens,
-        evicting=rules.evicts,
-        heads_apart=rules.heads_apart,
-        statistics=rules.statistics,
+        kv_bytes=question.kv_bytes,
+        prompt_tokens=question.prompt_tokens,
+        new_tokens=question.new_tokens,
     )
-    memory = KVMemory(layout, question.kv_bytes, 1)
-    need = Need(tokens, prompt_tokens, held)
-    first_tokens = next(row_steps(spec, prompt_tokens, question.new_tokens)).new
     plan = ArmPlan(
         arm=arm,
         evict=evict,
-        rows=rows_at_once(memory, need, first_tokens=first_tokens, chunk_tokens=first_tokens),
-        row_bytes=Peaks(memory, first_tokens).peak_bytes(need),
-        held_tokens=spec.peak_tokens(need.tokens, prompt_tokens),
+        rows=found.rows,
+        row_bytes=found.row_bytes,
+        held_tokens=found.held_tokens,
     )
-    return plan, spec
+    return plan, found.eviction
 
 
 def _predicted(question: BatchQuestion, arm: ArmPlan, spec: EvictionSpec, rates: Rates) -> ArmPlan:

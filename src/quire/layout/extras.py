@@ -36,11 +36,20 @@ def require_extra(extra: str, feature: str) -> None:
     Raises:
         ConfigError: a package is missing; the message has the pip command.
     """
-    missing = [name for name in EXTRAS[extra] if not _installed(name)]
+    missing = _missing(extra)
     if missing:
         raise ConfigError(
             f"{feature} needs {', '.join(missing)} (not installed): {install_command(extra)}"
         )
+
+
+def has_extra(extra: str) -> bool:
+    """Whether the packages of an extra are installed."""
+    return not _missing(extra)
+
+
+def _missing(extra: str) -> list[str]:
+    return [name for name in EXTRAS[extra] if not _installed(name)]
 
 
 def install_command(extra: str) -> str:

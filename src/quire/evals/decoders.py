@@ -1,4 +1,6 @@
-"""Decoders around another one: one that forwards every call, and one that records logits."""
+"""Decoders around another one: they forward calls, record logits, or force tokens."""
+
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float, Int
@@ -97,3 +99,42 @@ class RecordingDecoder(ForwardingDecoder):
         )
         self._recorded.append(logits.float().cpu())
         return logits
+
+
+class ForcingDecoder(RecordingDecoder):
+    """Records logits, and makes the given tokens the most likely ones.
+
+    A greedy request thus follows a given output, so that the distributions of two configurations
+    are compared after equal tokens. One request at a time.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__(decoder)
+        self._tokens: tuple[int, ...] = ()
+        self._count = 0
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """Force these output tokens in the next request, and forget recorded logits."""
+        self._tokens, self._count = tuple(tokens), 0
+        self._recorded.clear()
+
+    def forward(
+        self,
+        token_ids: Int[Tensor, " num_tokens"],
+        positions: Int[Tensor, " num_tokens"],
+        sample_rows: Int[Tensor, " num_samples"],
+        attention: PagedAttention,
+        *,
+        rope_variant: int = 0,
+    ) -> Float[Tensor, "num_samples vocab"]:
+        """See `Decoder.forward`."""
+        logits = super().forward(
+            token_ids, positions, sample_rows, attention, rope_variant=rope_variant
+        )
+        wanted = self._tokens[self._count : self._count + len(logits)]
+        self._count += len(logits)
+        if not wanted:
+            return logits
+        forced = torch.full_like(logits, torch.finfo(logits.dtype).min)
+        forced[torch.arange(len(wanted)), torch.tensor(wanted)] = 0.0
+        return forced

@@ -1,0 +1,240 @@
+"""`quire tune`: finds the codec and eviction rule that run most requests at a wanted quality."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quire.cli.common import AsJson
+from quire.cli.json_output import print_json
+from quire.cli.options import KV, MODEL, SCHEDULE
+from quire.cli.out_folder import prepare_folder, write_files
+from quire.cli.report import envelope
+from quire.cli.settings import Settings, with_settings
+from quire.errors import ConfigError
+from quire.evals.tune.space import Space
+from quire.layout.extras import has_extra
+
+if TYPE_CHECKING:
+    from quire.evals.tune.run import TuneConfig, Tuned
+    from quire.models.loader import LoadedModel
+
+SCORES_FILE = "scores.jsonl"
+_SPACE = Space()
+
+
+@with_settings(MODEL, KV, SCHEDULE)
+def tune(  # noqa: PLR0913 - one parameter per option
+    *,
+    settings: Settings,
+    data: Annotated[
+        Path,
+        typer.Option(
+            help="Prompts: JSON lines with prompt (a text or token ids) or messages, and "
+            "optionally answer."
+        ),
+    ],
+    min_quality: Annotated[
+        float, typer.Option(help="Least mean quality on held-out prompts, 0 to 1.")
+    ] = 0.99,
+    metric: Annotated[
+        str,
+        typer.Option(
+            help="Quality: top_1 (agreement with full KV by token), exact (equal outputs), or "
+            "answer (outputs that contain the answer)."
+        ),
+    ] = "top_1",
+    objective: Annotated[
+        str, typer.Option(help="requests (most at once), or throughput (output tokens/s).")
+    ] = "requests",
+    codecs: Annotated[
+        str, typer.Option(help="KV codecs, separated by commas; the first is the baseline's.")
+    ] = ",".join(_SPACE.codecs),
+    rules: Annotated[
+        str, typer.Option(help="Eviction rules without cap, separated by semicolons.")
+    ] = ";".join(_SPACE.rules),
+    caps: Annotated[str, typer.Option(help="Caps of the rules.")] = ",".join(_SPACE.caps),
+    schedules: Annotated[
+        str, typer.Option(help="When to evict: values of when= of an eviction rule.")
+    ] = ",".join(_SPACE.schedules),
+    budgets: Annotated[
+        str,
+        typer.Option(help="Budgets over layers and heads, separated by semicolons, or uniform."),
+    ] = ";".join(_SPACE.budgets),
+    max_tokens: Annotated[int, typer.Option(help="Output tokens of each prompt.")] = 48,
+    num_prompts: Annotated[
+        int | None, typer.Option(min=1, help="Use the first prompts only. Default: all.")
+    ] = None,
+    held_out: Annotated[
+        float, typer.Option(help="Share of the prompts that only check the result.")
+    ] = 0.5,
+    seed: Annotated[int, typer.Option(help="Divides the prompts.")] = 0,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure/--no-measure", help="Run baseline and result in the KV memory at the end."
+        ),
+    ] = True,
+    out: Annotated[
+        Path, typer.Option(help="Folder for the configuration, the page and all scores.")
+    ] = Path("tuned"),
+    as_json: AsJson = False,
+) -> None:
+    """Find the KV codec and eviction rule that hold most requests at a wanted quality.
+
+    Each candidate follows the outputs of the full KV cache on your prompts. Scores are stored in
+    the folder of --out, so that an interrupted search goes on. The result is a file for --config.
+    """
+    from quire.evals.tune.run import TuneConfig
+
+    space = Space(
+        codecs=_split(codecs, ","),
+        rules=_split(rules, ";"),
+        caps=_split(caps, ","),
+        schedules=_split(schedules, ","),
+        budgets=_split(budgets, ";"),
+    )
+    config = TuneConfig(
+        space=space,
+        metric=metric,
+        min_quality=min_quality,
+        objective=objective,
+        max_tokens=max_tokens,
+        held_out=held_out,
+        seed=seed,
+        measure=measure,
+    )
+    refuse_settings(settings)
+    prepare_folder(out)
+    tuned = run_search(settings, config, data, out, num_prompts)
+    write_result(tuned, settings, out)
+    if as_json:
+        print_json(envelope("tune", tuned.claims(), arms_of(tuned), settings.as_dict()))
+
+
+def refuse_settings(settings: Settings) -> None:
+    """Refuse options that the search sets itself, and a KV memory without a size.
+
+    Raises:
+        ConfigError: names the option.
+    """
+    if settings.kv.memory is None:
+        raise ConfigError(
+            "quire tune needs a KV memory of a fixed size: add --kv-memory, such as 8GiB"
+        )
+    for flag, value, default in (
+        ("--evict", settings.kv.evict, "full"),
+        ("--kv-codec", settings.kv.codec, "none"),
+    ):
+        if value != default:
+            raise ConfigError(
+                f"quire tune chooses {flag} itself, got {value!r}: leave it out, or list values "
+                "with --rules, --caps and --codecs"
+            )
+
+
+def run_search(
+    settings: Settings, config: "TuneConfig", data: Path, out: Path, num_prompts: int | None
+) -> "Tuned":
+    """Load the model and the prompts, and search.
+
+    Raises:
+        ConfigError: an invalid file or option.
+    """
+    from quire.evals.prompt_file import read_prompts
+    from quire.evals.tune.run import Tuner, refuse_long
+    from quire.evals.tune.scores import CandidateScorer, ScoreFile, fingerprint_of
+
+    model = _load(settings)
+    prompts = read_prompts(data, model, limit=num_prompts)
+    refuse_long(prompts, config, model)
+    identity = fingerprint_of(
+        settings.model, model.spec, settings.loading, settings.kv, config.max_tokens, prompts
+    )
+    scorer = CandidateScorer(
+        model,
+        settings.kv,
+        prompts,
+        new_tokens=config.max_tokens,
+        stored=ScoreFile(out / SCORES_FILE, identity),
+        baseline=config.space.baseline,
+    )
+    tuner = Tuner(
+        model,
+        settings.kv,
+        settings.schedule,
+        prompts,
+        config,
+        scorer=scorer,
+        report=lambda line: typer.echo(line, err=True),
+    )
+    return tuner.run()
+
+
+def _load(settings: Settings) -> "LoadedModel":
+    from quire.models.loader import load_model
+    from quire.offload.weights.placement import place_beyond
+
+    settings.set_threads()
+    loading = settings.loading
+    return load_model(
+        settings.model,
+        dtype=loading.dtype,
+        device=loading.device,
+        trust_remote_code=loading.trust_remote_code,
+        verify=loading.verify,
+        placer=place_beyond(loading.weights_memory),
+        model_impl=loading.model_impl,
+        weight_codec=loading.weight_codec,
+    )
+
+
+def write_result(tuned: "Tuned", settings: Settings, out: Path) -> None:
+    """Write the configuration, the page and, where matplotlib is installed, the chart."""
+    from quire.evals.tune import report
+
+    assert settings.kv.memory is not None, "refused before"
+    has_chart = has_extra("report")
+    files = {
+        report.CONFIG_FILE: report.config_toml(tuned, settings.model, settings.kv.memory),
+        report.PAGE_FILE: report.page(tuned, settings.model, has_chart=has_chart),
+    }
+    write_files(out, {name: text.encode() for name, text in files.items()})
+    if has_chart:
+        write_files(out, {report.CHART_FILE: report.chart(tuned)})
+    quality = tuned.held_out[tuned.chosen]
+    typer.echo(
+        f"{tuned.chosen}: {tuned.predicted[tuned.chosen].rows} requests at once, "
+        f"{tuned.gain:.2f} times the baseline; {tuned.config.metric} {quality} on {quality.count} "
+        f"held-out prompts"
+    )
+    if tuned.chosen == tuned.baseline:
+        typer.echo("No candidate holds more requests at this quality; lower --min-quality.")
+    typer.echo(
+        f"Use it with --config {out / report.CONFIG_FILE}; details: {out / report.PAGE_FILE}"
+    )
+
+
+def arms_of(tuned: "Tuned") -> dict[str, object]:
+    """Rounds, held-out qualities, runs and refusals as JSON values."""
+    from dataclasses import asdict
+
+    return {
+        "chosen": asdict(tuned.chosen),
+        "rounds": [
+            {
+                "prompts": each.prompts,
+                "quality": {str(one): asdict(found) for one, found in each.quality.items()},
+                "kept": [str(one) for one in each.kept],
+            }
+            for each in tuned.rounds
+        ],
+        "requests": {str(one): found.rows for one, found in tuned.predicted.items()},
+        "held_out": {str(one): asdict(found) for one, found in tuned.held_out.items()},
+        "runs": {str(one): asdict(run) for one, run in tuned.runs.items()},
+        "refused": {str(one): why for one, why in tuned.refused.items()},
+    }
+
+
+def _split(text: str, separator: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(part.strip() for part in text.split(separator) if part.strip()))

@@ -1,0 +1,70 @@
+"""Requests that a KV memory holds at once, by the engine's own accounting, without a run."""
+
+from dataclasses import dataclass
+
+from quire.eviction.eviction_rules import EvictionRules
+from quire.kv.memory import KVMemory
+from quire.layout.eviction import KEEP_ALL, EvictionSpec
+from quire.layout.layout import layout_for
+from quire.layout.model import ModelSpec
+from quire.plan.static_run import row_steps
+from quire.scheduler.admission.batches import rows_at_once
+from quire.scheduler.admission.need import Need
+from quire.scheduler.admission.peaks import Peaks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictedRows:
+    """Rows of equal lengths in a KV memory.
+
+    Attributes:
+        rows: most rows that run to completion at once.
+        row_bytes: peak KV of a row, in whole pages, including statistics.
+        held_tokens: peak tokens of a lane.
+        eviction: eviction of a row.
+    """
+
+    rows: int
+    row_bytes: int
+    held_tokens: int
+    eviction: EvictionSpec
+
+
+def predicted_rows(
+    model: ModelSpec,
+    *,
+    codec: str,
+    evict: str,
+    page_tokens: int,
+    kv_bytes: int,
+    prompt_tokens: int,
+    new_tokens: int,
+) -> PredictedRows:
+    """Count the rows of a codec and an eviction rule.
+
+    Raises:
+        ConfigError: an invalid rule or codec, or a memory below one token.
+    """
+    rules = EvictionRules(evict, "none", model=model, page_tokens=page_tokens, codec=codec)
+    tokens = prompt_tokens + new_tokens - 1  # the last token is never computed
+    eviction = rules.default.for_request(prompt_tokens, rules.lanes_of(rules.default))
+    spec = eviction.spec
+    # a row that never exceeds its cap records no statistics
+    held = KEEP_ALL if eviction.keeps_all(prompt_tokens, tokens) else spec
+    layout = layout_for(
+        model,
+        codec=codec,
+        page_tokens=page_tokens,
+        evicting=rules.evicts,
+        heads_apart=rules.heads_apart,
+        statistics=rules.statistics,
+    )
+    memory = KVMemory(layout, kv_bytes, 1)
+    need = Need(tokens, prompt_tokens, held)
+    first_tokens = next(row_steps(spec, prompt_tokens, new_tokens)).new
+    return PredictedRows(
+        rows=rows_at_once(memory, need, first_tokens=first_tokens, chunk_tokens=first_tokens),
+        row_bytes=Peaks(memory, first_tokens).peak_bytes(need),
+        held_tokens=spec.peak_tokens(tokens, prompt_tokens),
+        eviction=spec,
+    )

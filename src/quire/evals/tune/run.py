@@ -1,0 +1,300 @@
+"""Runs a search and checks its result on prompts that the search did not use."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from quire.config.kv_config import KVConfig
+from quire.engine.codec import codec_of
+from quire.errors import ConfigError
+from quire.evals.intervals import Mean, mean_of
+from quire.evals.prompt_file import UserPrompt
+from quire.evals.tune.measured import MeasuredRun, measured_run
+from quire.evals.tune.predict import PredictedRows, predicted_rows
+from quire.evals.tune.scores import ANSWER, METRICS, CandidateScorer
+from quire.evals.tune.search import Round, halve
+from quire.evals.tune.space import Candidate, Space
+from quire.models.loader import LoadedModel
+from quire.scheduler.schedule_config import ScheduleConfig
+
+REQUESTS, THROUGHPUT = "requests", "throughput"
+OBJECTIVES = (REQUESTS, THROUGHPUT)
+FINALISTS = 4
+"""Candidates whose throughput is measured, if that is the objective."""
+
+LEAST_PROMPTS = 4
+
+Report = Callable[[str], None]
+"""Takes a line about the progress."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneConfig:
+    """Options of a search.
+
+    Attributes:
+        space: the candidates.
+        metric: one of `METRICS`.
+        min_quality: least mean of the metric, 0 to 1.
+        objective: one of `OBJECTIVES`: requests at once, or output tokens per second.
+        max_tokens: output tokens of a prompt.
+        held_out: share of the prompts that only check the result.
+        seed: divides the prompts.
+        measure: whether baseline and result run in the KV memory at the end.
+    """
+
+    space: Space = field(default_factory=Space)
+    metric: str = "top_1"
+    min_quality: float = 0.99
+    objective: str = REQUESTS
+    max_tokens: int = 48
+    held_out: float = 0.5
+    seed: int = 0
+    measure: bool = True
+
+    def __post_init__(self) -> None:
+        if self.metric not in METRICS:
+            raise ConfigError(f"expected --metric {', '.join(METRICS)}, got {self.metric!r}")
+        if self.objective not in OBJECTIVES:
+            raise ConfigError(f"expected --objective of {OBJECTIVES}, got {self.objective!r}")
+        if not 0 < self.min_quality <= 1:
+            raise ConfigError(f"expected 0 < --min-quality <= 1, got {self.min_quality}")
+        if not 0 < self.held_out < 1:
+            raise ConfigError(f"expected 0 < --held-out < 1, got {self.held_out}")
+        if self.max_tokens < 1:
+            raise ConfigError(f"expected --max-tokens of 1 or more, got {self.max_tokens}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuned:
+    """The result of a search.
+
+    Attributes:
+        config: its options.
+        baseline, chosen: all tokens in the first codec, and the result; both are equal if no
+            candidate holds more requests at the wanted quality.
+        predicted: requests in the KV memory, by candidate.
+        rounds: rounds of the search.
+        held_out: quality of the chosen candidate, and of better ones that failed, on the prompts
+            that the search did not use.
+        refused: reason of each candidate that this model or engine refuses.
+        runs: measured runs in the KV memory, by candidate; empty without measurement.
+        prompt_tokens: mean prompt length, of which `predicted` speaks.
+    """
+
+    config: TuneConfig
+    baseline: Candidate
+    chosen: Candidate
+    predicted: Mapping[Candidate, PredictedRows]
+    rounds: Sequence[Round]
+    held_out: Mapping[Candidate, Mean]
+    refused: Mapping[Candidate, str]
+    runs: Mapping[Candidate, MeasuredRun]
+    prompt_tokens: int
+
+    @property
+    def gain(self) -> float:
+        """Requests at once over those of the baseline."""
+        return self.predicted[self.chosen].rows / self.predicted[self.baseline].rows
+
+    def claims(self) -> dict[str, int | float]:
+        """The result as a flat mapping."""
+        found, quality = self.predicted[self.chosen], self.held_out[self.chosen]
+        numbers: dict[str, int | float] = {
+            "requests_gain": self.gain,
+            "requests": found.rows,
+            "baseline_requests": self.predicted[self.baseline].rows,
+            "request_bytes": found.row_bytes,
+            "held_out_quality": quality.mean,
+            "held_out_low": quality.low,
+            "held_out_high": quality.high,
+            "held_out_prompts": quality.count,
+        }
+        for name, one in (("baseline", self.baseline), ("chosen", self.chosen)):
+            if one in self.runs:
+                numbers[f"{name}_running_at_once"] = self.runs[one].running_at_once
+                numbers[f"{name}_tokens_per_s"] = self.runs[one].tokens_per_s
+                numbers[f"{name}_kv_peak_bytes"] = self.runs[one].kv_peak_bytes
+        return numbers
+
+
+def divided(count: int, config: TuneConfig) -> tuple[list[int], list[int]]:
+    """Numbers of the prompts of the search, and of those that check it.
+
+    Raises:
+        ConfigError: too few prompts.
+    """
+    order = np.random.default_rng(config.seed).permutation(count).tolist()
+    held = max(1, round(count * config.held_out))
+    if count < LEAST_PROMPTS or held == count:
+        raise ConfigError(f"expected at least {LEAST_PROMPTS} prompts in --data, got {count}")
+    return sorted(order[held:], key=order.index), sorted(order[:held])
+
+
+def refuse_long(prompts: Sequence[UserPrompt], config: TuneConfig, model: LoadedModel) -> None:
+    """Refuse prompts that exceed the model's context, and prompts without a needed answer.
+
+    Raises:
+        ConfigError: names the first such prompt.
+    """
+    most = model.spec.max_positions - config.max_tokens
+    for number, one in enumerate(prompts, start=1):
+        if len(one.token_ids) > most:
+            raise ConfigError(
+                f"prompt {number} of --data has {len(one.token_ids)} tokens; with --max-tokens "
+                f"{config.max_tokens} the model's context holds {most}: shorten or remove it"
+            )
+        if config.metric == ANSWER and not one.answer:
+            raise ConfigError(
+                f"--metric answer needs an answer for each prompt; prompt {number} of --data has "
+                "none: add it, or use --metric top_1"
+            )
+
+
+class Tuner:
+    """Searches for one model and one set of prompts.
+
+    Args:
+        model: the model.
+        kv: options of the KV memory; codec and rule are those of the candidates.
+        schedule: scheduling options of the measured runs.
+        prompts: all prompts.
+        config: options of the search.
+        scorer: measures candidates.
+        report: takes lines about the progress.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        kv: KVConfig,
+        schedule: ScheduleConfig,
+        prompts: Sequence[UserPrompt],
+        config: TuneConfig,
+        *,
+        scorer: CandidateScorer,
+        report: Report,
+    ) -> None:
+        assert kv.memory is not None, "the command requires a size"
+        self._model, self._kv, self._schedule = model, kv, schedule
+        self._prompts, self._config, self._scorer, self._report = prompts, config, scorer, report
+        self._kv_bytes = kv.memory
+        self._prompt_tokens = math.ceil(np.mean([len(one.token_ids) for one in prompts]))
+        self._refused: dict[Candidate, str] = {}
+        self._searched, self._held_out = divided(len(prompts), config)
+
+    def run(self) -> Tuned:
+        """Search, check on held-out prompts, and measure.
+
+        Raises:
+            ConfigError: the KV memory does not hold one request of the baseline.
+        """
+        baseline = self._config.space.baseline
+        predicted = self._predict()
+        rows = {one: found.rows for one, found in predicted.items()}
+        more = [one for one in predicted if one == baseline or rows[one] > rows[baseline]]
+        self._report(
+            f"{len(more)} of {len(self._config.space.candidates())} candidates hold more requests "
+            f"than the baseline's {rows[baseline]}; {len(self._refused)} are refused"
+        )
+        rounds = halve(
+            more,
+            rows,
+            self._quality,
+            prompts=len(self._searched),
+            wanted=self._config.min_quality,
+        )
+        finalists = [one for one in rounds[-1].kept if one not in self._refused]
+        runs = self._runs(finalists, baseline)
+        if self._config.objective == THROUGHPUT:
+            finalists = sorted(runs, key=lambda one: -runs[one].tokens_per_s)
+        chosen, checked = self._checked([*finalists, baseline])
+        if self._config.measure:
+            for one in (baseline, chosen):
+                runs.setdefault(one, self._measured(one))
+        return Tuned(
+            config=self._config,
+            baseline=baseline,
+            chosen=chosen,
+            predicted=predicted,
+            rounds=rounds,
+            held_out=checked,
+            refused=self._refused,
+            runs=runs,
+            prompt_tokens=self._prompt_tokens,
+        )
+
+    def _predict(self) -> dict[Candidate, PredictedRows]:
+        found: dict[Candidate, PredictedRows] = {}
+        baseline = self._config.space.baseline
+        for one in self._config.space.candidates():
+            try:
+                found[one] = self._rows_of(one)
+            except ConfigError as error:
+                self._refused[one] = str(error)
+        if baseline in self._refused:
+            raise ConfigError(f"{baseline}: {self._refused[baseline]}")
+        if not found[baseline].rows:
+            raise ConfigError(
+                f"a KV memory of {self._kv_bytes:,} B does not hold one request of "
+                f"{self._prompt_tokens} tokens and {self._config.max_tokens} new ones, which needs "
+                f"{found[baseline].row_bytes:,} B: raise --kv-memory"
+            )
+        return found
+
+    def _rows_of(self, one: Candidate) -> PredictedRows:
+        kv = one.applied(self._kv)
+        return predicted_rows(
+            self._model.spec,
+            codec=codec_of(kv, self._model).codec,
+            evict=kv.evict,
+            page_tokens=kv.page_tokens,
+            kv_bytes=self._kv_bytes,
+            prompt_tokens=self._prompt_tokens,
+            new_tokens=self._config.max_tokens,
+        )
+
+    def _quality(self, one: Candidate, count: int) -> Mean:
+        return self._quality_on(one, self._searched[:count])
+
+    def _quality_on(self, one: Candidate, numbers: Sequence[int]) -> Mean:
+        try:
+            scores = self._scorer.scores(one, numbers)
+        except ConfigError as error:  # what only an engine finds out
+            self._refused[one] = str(error)
+            return Mean(0.0, 0.0, 0.0, 0)
+        found = mean_of([score.quality(self._config.metric) for score in scores])
+        self._report(f"{one}: {self._config.metric} {found} on {found.count} prompts")
+        return found
+
+    def _checked(self, in_order: Sequence[Candidate]) -> tuple[Candidate, dict[Candidate, Mean]]:
+        checked: dict[Candidate, Mean] = {}
+        for one in in_order:
+            checked[one] = self._quality_on(one, self._held_out)
+            if checked[one].mean >= self._config.min_quality:
+                return one, checked
+        return in_order[-1], checked
+
+    def _runs(
+        self, finalists: Sequence[Candidate], baseline: Candidate
+    ) -> dict[Candidate, MeasuredRun]:
+        if self._config.objective != THROUGHPUT:
+            return {}
+        chosen = dict.fromkeys((*finalists[:FINALISTS], baseline))
+        return {one: self._measured(one) for one in chosen}
+
+    def _measured(self, one: Candidate) -> MeasuredRun:
+        prompts = [self._prompts[number].token_ids for number in self._held_out]
+        found = measured_run(
+            self._model,
+            replace(one.applied(self._kv), memory=self._kv_bytes),
+            self._schedule,
+            prompts,
+            new_tokens=self._config.max_tokens,
+        )
+        self._report(
+            f"{one}: {found.running_at_once} requests at once, {found.tokens_per_s:.0f} tokens/s"
+        )
+        return found

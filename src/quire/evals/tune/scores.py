@@ -1,0 +1,162 @@
+"""Quality of candidates on prompts: measured once, stored, and read again by a later run."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from quire.config.kv_config import KVConfig
+from quire.errors import ConfigError
+from quire.evals.fidelity import FidelityScorer, PromptFidelity, Reference
+from quire.evals.prompt_file import UserPrompt
+from quire.evals.tune.space import Candidate
+from quire.models.loader import LoadedModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptScore:
+    """Quality of one candidate on one prompt.
+
+    Attributes:
+        fidelity: agreement with full KV.
+        answered: 1.0 if the output contains the prompt's answer, else 0.0; None without an answer.
+    """
+
+    fidelity: PromptFidelity
+    answered: float | None = None
+
+    def quality(self, metric: str) -> float:
+        """The value of one of `METRICS`."""
+        if metric == ANSWER:
+            assert self.answered is not None, "checked when the prompts were read"
+            return self.answered
+        return float(getattr(self.fidelity, metric))
+
+
+ANSWER = "answer"
+METRICS = ("top_1", "exact", ANSWER)
+"""Qualities from 0 to 1: agreement of tokens, equal outputs, outputs with the known answer."""
+
+
+class ScoreFile:
+    """A JSON line for each measured pair of candidate and prompt.
+
+    Args:
+        path: the file; it is created.
+        fingerprint: of the model, prompts and options. Lines of others are not read.
+    """
+
+    def __init__(self, path: Path, fingerprint: str) -> None:
+        self._path, self._fingerprint = path, fingerprint
+        self._known = self._read()
+
+    def get(self, candidate: Candidate, prompt: int) -> PromptScore | None:
+        """The stored score of a prompt; None if it was not measured."""
+        return self._known.get((candidate, prompt))
+
+    def add(self, candidate: Candidate, prompt: int, score: PromptScore) -> None:
+        """Store a score.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        self._known[candidate, prompt] = score
+        line = {"of": self._fingerprint, "prompt": prompt, **asdict(candidate), **asdict(score)}
+        try:
+            with self._path.open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise ConfigError(f"cannot write {self._path}: {error.strerror}") from error
+
+    def _read(self) -> dict[tuple[Candidate, int], PromptScore]:
+        found: dict[tuple[Candidate, int], PromptScore] = {}
+        lines = self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else ()
+        for line in lines:
+            try:
+                values = json.loads(line)
+                if values["of"] != self._fingerprint:
+                    continue
+                fidelity = PromptFidelity(**values["fidelity"])
+                score = PromptScore(fidelity=fidelity, answered=values["answered"])
+                found[Candidate(values["codec"], values["evict"]), values["prompt"]] = score
+            except (ValueError, KeyError, TypeError):
+                continue  # a line that was cut off when the process ended
+        return found
+
+
+def fingerprint_of(*parts: object) -> str:
+    """A hash of the texts of all parts."""
+    return hashlib.sha256("\n".join(map(repr, parts)).encode()).hexdigest()[:16]
+
+
+class CandidateScorer:
+    """Measures candidates on prompts; references are generated once in a process.
+
+    Args:
+        model: the model.
+        kv: options of the KV memory that all candidates share.
+        prompts: the prompts.
+        new_tokens: output tokens of each.
+        stored: stored scores.
+        baseline: the candidate that the references are generated with.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        kv: KVConfig,
+        prompts: Sequence[UserPrompt],
+        *,
+        new_tokens: int,
+        stored: ScoreFile,
+        baseline: Candidate,
+    ) -> None:
+        self._model, self._kv, self._prompts = model, kv, prompts
+        self._new_tokens, self._stored = new_tokens, stored
+        self._longest_tokens = max(len(one.token_ids) for one in prompts) + new_tokens
+        self._reference_scorer = self.open(baseline)
+        self._references: dict[int, Reference] = {}
+
+    def open(self, candidate: Candidate) -> FidelityScorer:
+        """An engine with a candidate.
+
+        Raises:
+            ConfigError: the candidate is invalid for this model.
+        """
+        return FidelityScorer(
+            self._model,
+            candidate.applied(self._kv),
+            longest_tokens=self._longest_tokens,
+            new_tokens=self._new_tokens,
+        )
+
+    def reference(self, number: int) -> Reference:
+        """Output of a prompt with full KV."""
+        if number not in self._references:
+            prompt = self._prompts[number].token_ids
+            self._references[number] = self._reference_scorer.reference(prompt)
+        return self._references[number]
+
+    def scores(self, candidate: Candidate, numbers: Sequence[int]) -> list[PromptScore]:
+        """Scores of prompts, in their order; only those that are not stored are measured.
+
+        Raises:
+            ConfigError: the candidate is invalid for this model.
+        """
+        missing = [n for n in numbers if self._stored.get(candidate, n) is None]
+        scorer = self.open(candidate) if missing else None
+        for number in missing:
+            assert scorer is not None, "a score is missing"
+            self._stored.add(candidate, number, self._measure(scorer, number))
+        found = (self._stored.get(candidate, number) for number in numbers)
+        return [score for score in found if score is not None]
+
+    def _measure(self, scorer: FidelityScorer, number: int) -> PromptScore:
+        reference, prompt = self.reference(number), self._prompts[number]
+        fidelity = scorer.score(reference)
+        if not prompt.answer:
+            return PromptScore(fidelity=fidelity)
+        same = fidelity.exact == 1.0  # then the output is the reference's
+        text = reference.text if same else scorer.reference(prompt.token_ids).text
+        return PromptScore(fidelity=fidelity, answered=float(prompt.accepts(text)))

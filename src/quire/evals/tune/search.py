@@ -1,0 +1,105 @@
+"""Successive halving (Jamieson and Talwalkar 2016) over candidates.
+
+In each round the remaining candidates are measured on more prompts. A candidate is removed if the
+upper end of its interval is below the wanted quality. Of the others, those that hold the most
+requests remain, and those that no other candidate beats in both quality and requests.
+
+Differs from the paper: the order is that of the requests, which are known without a run; the
+quality only has to be reached.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from quire.evals.intervals import Mean
+from quire.evals.tune.space import Candidate
+
+Measure = Callable[[Candidate, int], Mean]
+"""Maps a candidate and a number of prompts to its quality on the first prompts."""
+
+DIVISOR = 3
+"""A round keeps a third of the candidates, and the next one has three times as many prompts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """One round.
+
+    Attributes:
+        prompts: number of prompts.
+        quality: quality of each measured candidate.
+        kept: candidates of the next round.
+    """
+
+    prompts: int
+    quality: Mapping[Candidate, Mean]
+    kept: tuple[Candidate, ...]
+
+
+def round_sizes(prompts: int, *, least: int = 6) -> list[int]:
+    """Number of prompts of each round, ascending; the last one has all prompts.
+
+    Args:
+        prompts: number of prompts, at least 1.
+        least: least prompts of the first round.
+    """
+    sizes = [prompts]
+    while sizes[0] // DIVISOR >= least:
+        sizes.insert(0, sizes[0] // DIVISOR)
+    return sizes
+
+
+def halve(
+    candidates: Sequence[Candidate],
+    rows: Mapping[Candidate, int],
+    measure: Measure,
+    *,
+    prompts: int,
+    wanted: float,
+) -> list[Round]:
+    """Run all rounds.
+
+    Args:
+        candidates: in a fixed order, which breaks ties.
+        rows: requests that each candidate holds.
+        measure: measures a candidate.
+        prompts: number of prompts of the last round.
+        wanted: required quality.
+    """
+    remaining, rounds = list(candidates), list[Round]()
+    for size in round_sizes(prompts):
+        quality = {one: measure(one, size) for one in remaining}
+        kept = _kept(quality, rows, wanted, is_last=size == prompts)
+        rounds.append(Round(prompts=size, quality=quality, kept=tuple(kept)))
+        remaining = kept
+    return rounds
+
+
+def _kept(
+    quality: Mapping[Candidate, Mean],
+    rows: Mapping[Candidate, int],
+    wanted: float,
+    *,
+    is_last: bool,
+) -> list[Candidate]:
+    if is_last:
+        good = [one for one, found in quality.items() if found.mean >= wanted]
+        return sorted(good, key=lambda one: (-rows[one], -quality[one].mean))
+    possible = [one for one, found in quality.items() if found.high >= wanted]
+    best = sorted(possible, key=lambda one: (-rows[one], -quality[one].mean))
+    chosen = {*best[: -(-len(quality) // DIVISOR)], *pareto(possible, quality, rows)}
+    return [one for one in quality if one in chosen]
+
+
+def pareto(
+    candidates: Sequence[Candidate],
+    quality: Mapping[Candidate, Mean],
+    rows: Mapping[Candidate, int],
+) -> list[Candidate]:
+    """Candidates that no other one beats in quality and requests, by descending requests."""
+    found, best = list[Candidate](), float("-inf")
+    for one in sorted(candidates, key=lambda c: (-rows[c], -quality[c].mean)):
+        if quality[one].mean > best:
+            found.append(one)
+            best = quality[one].mean
+    return found

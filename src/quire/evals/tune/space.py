@@ -1,0 +1,76 @@
+"""Candidates: combinations of a KV codec and an eviction rule."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from quire.config.kv_config import KVConfig
+from quire.errors import ConfigError
+
+FULL = "full"
+UNIFORM = "uniform"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Candidate:
+    """One configuration.
+
+    Attributes:
+        codec: KV codec, in the syntax of `--kv-codec`.
+        evict: eviction rule, in the syntax of `--evict`.
+    """
+
+    codec: str
+    evict: str
+
+    def applied(self, kv: KVConfig) -> KVConfig:
+        """A KV configuration with this codec and rule."""
+        return replace(kv, codec=self.codec, evict=self.evict)
+
+    def __str__(self) -> str:
+        return f"--kv-codec {self.codec} --evict {self.evict}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """The values that are combined.
+
+    Attributes:
+        codecs: KV codecs; the first is the baseline's.
+        rules: eviction rules without cap; `full` retains all tokens.
+        caps: caps, in tokens or as fractions of the prompt such as 50%.
+        schedules: values of `when`.
+        budgets: budgets of a cap over layers and heads; `uniform` for equal caps.
+    """
+
+    codecs: tuple[str, ...] = ("none", "int8", "int4_hadamard", "int4", "int3_hadamard")
+    rules: tuple[str, ...] = (FULL, "snapkv", "h2o", "keydiff", "expected_attention", "sinks")
+    caps: tuple[str, ...] = ("75%", "50%", "25%")
+    schedules: tuple[str, ...] = ("prefill_end", "prefill_and_decode")
+    budgets: tuple[str, ...] = (UNIFORM,)
+
+    def __post_init__(self) -> None:
+        for name in ("codecs", "rules", "caps", "schedules", "budgets"):
+            if not getattr(self, name):
+                raise ConfigError(f"--{name} has no values: name at least one, or leave it out")
+
+    @property
+    def baseline(self) -> Candidate:
+        """The first codec with all tokens."""
+        return Candidate(self.codecs[0], FULL)
+
+    def candidates(self) -> list[Candidate]:
+        """All combinations, the baseline first."""
+        rules = [text for rule in self.rules for text in self._rules(rule)]
+        found = [Candidate(codec, rule) for codec in self.codecs for rule in rules]
+        return list(dict.fromkeys((self.baseline, *found)))
+
+    def _rules(self, rule: str) -> Iterator[str]:
+        if rule == FULL:
+            yield FULL
+            return
+        separator = "," if ":" in rule else ":"
+        for cap in self.caps:
+            for when in self.schedules:
+                for budget in self.budgets:
+                    share = "" if budget == UNIFORM else f",budget=({budget})"
+                    yield f"{rule}{separator}cap={cap},when={when}{share}"

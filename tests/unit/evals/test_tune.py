@@ -1,0 +1,179 @@
+"""Search of `quire tune`: space, prediction, halving, and a whole search that is resumed."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from quire.cli.main import app
+from quire.errors import ConfigError
+from quire.evals.intervals import Mean
+from quire.evals.tune.run import TuneConfig, divided
+from quire.evals.tune.search import halve, pareto, round_sizes
+from quire.evals.tune.space import Candidate, Space
+from support.texts import lines_prompts
+
+CANDIDATES = [Candidate("int8", f"sinks:cap={n}") for n in range(30)]
+
+
+def exact(mean):
+    return Mean(mean, mean, mean, 10)
+
+
+def test_space_has_the_baseline_first_and_every_combination_once():
+    space = Space(
+        codecs=("none", "int8"),
+        rules=("full", "snapkv:window=8", "h2o"),
+        caps=("50%", "128"),
+        schedules=("prefill_end",),
+        budgets=("uniform", "pyramid"),
+    )
+
+    found = space.candidates()
+
+    assert found[0] == space.baseline == Candidate("none", "full")
+    assert len(found) == len(set(found)) == 2 * (1 + 2 * 2 * 2)
+    assert Candidate("int8", "snapkv:window=8,cap=50%,when=prefill_end") in found
+    assert Candidate("none", "h2o:cap=128,when=prefill_end,budget=(pyramid)") in found
+
+
+def test_empty_list_is_refused():
+    with pytest.raises(ConfigError, match="--caps has no values"):
+        Space(caps=())
+
+
+@given(st.integers(1, 500))
+def test_rounds_grow_to_all_prompts(count):
+    sizes = round_sizes(count)
+
+    assert sizes[-1] == count
+    assert sizes == sorted(sizes)
+    assert sizes[0] >= min(count, 6)
+
+
+@given(st.lists(st.tuples(st.integers(1, 50), st.floats(0, 1)), min_size=1, max_size=30))
+def test_search_finds_the_most_requests_that_reach_the_quality(found):
+    candidates = CANDIDATES[: len(found)]
+    rows = {one: r for one, (r, _) in zip(candidates, found, strict=True)}
+    quality = {one: exact(q) for one, (_, q) in zip(candidates, found, strict=True)}
+
+    rounds = halve(candidates, rows, lambda one, _: quality[one], prompts=200, wanted=0.9)
+
+    good = [one for one in candidates if quality[one].mean >= 0.9]
+    assert bool(good) == bool(rounds[-1].kept)
+    if good:
+        assert rows[rounds[-1].kept[0]] == max(rows[one] for one in good)
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=30))
+def test_pareto_front_is_not_beaten(found):
+    candidates = CANDIDATES[: len(found)]
+    rows = {one: r for one, (r, _) in zip(candidates, found, strict=True)}
+    quality = {one: exact(q / 9) for one, (_, q) in zip(candidates, found, strict=True)}
+
+    front = pareto(candidates, quality, rows)
+
+    for one in front:
+        for other in candidates:
+            better = rows[other] >= rows[one] and quality[other].mean > quality[one].mean
+            assert not better
+            assert not (rows[other] > rows[one] and quality[other].mean >= quality[one].mean)
+
+
+def test_prompts_are_divided_without_overlap():
+    searched, held = divided(11, TuneConfig(held_out=0.4))
+
+    assert sorted([*searched, *held]) == list(range(11))
+    assert len(held) == 4
+    with pytest.raises(ConfigError, match="at least 4 prompts"):
+        divided(3, TuneConfig())
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"metric": "f1"}, "--metric"),
+        ({"objective": "cost"}, "--objective"),
+        ({"min_quality": 1.5}, "--min-quality"),
+        ({"held_out": 1.0}, "--held-out"),
+        ({"max_tokens": 0}, "--max-tokens"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, expected):
+    with pytest.raises(ConfigError, match=expected):
+        TuneConfig(**options)
+
+
+SMALL = (
+    *("tune", "quire-tiny", "--kv-memory", "4MiB", "--max-tokens", "6", "--min-quality", "0.9"),
+    *("--codecs", "none,int8,int2", "--rules", "full;recent", "--caps", "50%", "--json"),
+    *("--schedules", "prefill_end"),
+)
+
+
+def run(folder, *more):
+    result = CliRunner().invoke(app, [*SMALL, *more, "--out", str(folder / "out")])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.fixture
+def data(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in lines_prompts(12)))
+    return path
+
+
+def test_an_interrupted_search_goes_on_with_the_same_result(tmp_path, data):
+    whole = run(tmp_path, "--data", str(data))
+    scores = tmp_path / "out" / "scores.jsonl"
+    lines = scores.read_text().splitlines()
+    scores.write_text("\n".join(lines[: len(lines) // 2]) + "\n" + lines[-1][:20])
+
+    again = run(tmp_path, "--data", str(data))
+
+    speeds = {name for name in whole["claims"] if name.endswith("tokens_per_s")}
+    assert speeds
+    for name in whole["claims"].keys() - speeds:
+        assert again["claims"][name] == whole["claims"][name]
+    assert again["arms"]["chosen"] == whole["arms"]["chosen"]
+    assert again["arms"]["rounds"] == whole["arms"]["rounds"]
+
+
+def test_the_result_holds_more_requests_and_its_file_is_a_configuration(tmp_path, data):
+    found = run(tmp_path, "--data", str(data))["claims"]
+
+    assert found["requests_gain"] >= 1.8
+    assert found["held_out_quality"] >= 0.9
+    assert found["held_out_prompts"] == 6
+    assert found["chosen_running_at_once"] == 6 >= found["baseline_running_at_once"]
+    page = (tmp_path / "out" / "tuned.md").read_text()
+    assert "Held-out prompts" in page
+    config = str(tmp_path / "out" / "tuned.toml")
+    used = CliRunner().invoke(
+        app, ["generate", "--config", config, "--prompt", "<|doc|>a", "--max-tokens", "2"]
+    )
+    assert used.exit_code == 0, used.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("--kv-memory", "4MiB", "--evict", "h2o:cap=9"), "chooses --evict itself"),
+        ((), "needs a KV memory of a fixed size"),
+        (("--kv-memory", "16KiB"), "one"),
+        (
+            ("--kv-memory", "4MiB", "--metric", "answer", "--max-tokens", "5000"),
+            "the model's context",
+        ),
+    ],
+)
+def test_wrong_options_are_refused(tmp_path, data, arguments, expected):
+    line = ["tune", "quire-tiny", "--data", str(data), "--out", str(tmp_path / "o"), *arguments]
+
+    result = CliRunner().invoke(app, line)
+
+    assert result.exit_code == 2
+    assert expected in " ".join(result.stderr.split())
