@@ -13,7 +13,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from quire.evals.decoders import RecordingDecoder
 from benchmarks.eviction.cells import FULL
 from benchmarks.kvcrush.arms import Arm
 from benchmarks.kvcrush.config import FidelityConfig
@@ -21,6 +20,7 @@ from quire.api.llm import LLM
 from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.config.sampling_params import SamplingParams
 from quire.errors import InvariantError
+from quire.evals.decoders import RecordingDecoder
 from quire.models.loader import LoadedModel
 
 JudgeText = Callable[[str, str], float]

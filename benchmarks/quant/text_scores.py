@@ -15,7 +15,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from quire.evals.decoders import RecordingDecoder
 from benchmarks.eviction.cells import FULL
 from benchmarks.kvcrush.text_scores import divergence
 from benchmarks.quant.config import PLAIN, TextsConfig
@@ -23,6 +22,7 @@ from quire.api.llm import LLM
 from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.config.sampling_params import SamplingParams
 from quire.errors import InvariantError
+from quire.evals.decoders import RecordingDecoder
 from quire.models.loader import LoadedModel
 
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from quire.evals.decoders import ForwardingDecoder
 from benchmarks.roofline.measured import PARTS
+from quire.evals.decoders import ForwardingDecoder
 from quire.kernels.backend import AttentionMath
 from quire.kernels.chains import HeadBuffers
 from quire.kernels.native.chain import PartTimes
