@@ -9,9 +9,7 @@ of a process that is alone in the folder.
 """
 
 import contextlib
-import fcntl
 import logging
-import os
 import shutil
 import threading
 import time
@@ -24,19 +22,13 @@ from quire.errors import ConfigError, CorruptData, StorageError, TierFull
 from quire.offload.tiers.base import Bytes, Stored, check_range, flat
 from quire.offload.tiers.entry_files import CHUNK_BYTES, EntryFiles, padded
 from quire.offload.tiers.file_index import FileIndex, IndexedEntry
+from quire.offload.tiers.folder import FolderLock, is_on_network
 
 LEAST_BYTES = 64 << 10
 INDEX = "index.sqlite3"
 _INDEX_FILES = (INDEX, f"{INDEX}-wal", f"{INDEX}-shm", f"{INDEX}-journal")
 _OLD_FILES = ("blocks", "index")
 _MOST_TOUCHED = 64  # reads whose time is not in the index yet
-_LOCAL_FILE_SYSTEMS = frozenset(
-    {
-        *("apfs", "bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "hfs", "jfs", "overlay"),
-        *("ramfs", "reiserfs", "tmpfs", "xfs", "zfs"),
-    }
-)
-_MOUNTS = Path("/proc/self/mounts")
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +63,7 @@ class FileTier:
         self._turn = threading.RLock()
         self._newest, self._touched = 0, dict[str, float]()
         with contextlib.ExitStack() as undo:
-            lock = _FolderLock(folder)
+            lock = FolderLock(folder)
             undo.callback(lock.close)
             self._lock = lock
             _refuse_old_format(folder)
@@ -232,39 +224,6 @@ class FileTier:
             )
 
 
-class _FolderLock:
-    """A lock that every process holds while it uses the folder.
-
-    Attributes:
-        is_alone: whether no other process uses the folder; then none can start until `share`.
-
-    Raises:
-        ConfigError: the folder cannot be created or written.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-        except OSError as error:
-            raise ConfigError(
-                f"cannot write {folder}: {error.strerror}; name another folder"
-            ) from error
-        self.is_alone = False
-        with contextlib.suppress(OSError):  # in use, or a file system without locks
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self.is_alone = True
-        if not self.is_alone:
-            self.share()
-
-    def share(self) -> None:
-        with contextlib.suppress(OSError):
-            fcntl.flock(self._file, fcntl.LOCK_SH)
-
-    def close(self) -> None:
-        os.close(self._file)
-
-
 def _refuse_old_format(folder: Path) -> None:
     if all((folder / name).is_file() for name in _OLD_FILES):
         raise ConfigError(
@@ -276,7 +235,7 @@ def _refuse_old_format(folder: Path) -> None:
 
 def _opened_index(folder: Path, *, alone: bool) -> FileIndex:
     """Open the index; start a new one if it is damaged and no other process uses it."""
-    on_network = _file_system(folder) not in _LOCAL_FILE_SYSTEMS
+    on_network = is_on_network(folder)
     try:
         return FileIndex(folder / INDEX, on_network=on_network)
     except CorruptData as error:
@@ -289,18 +248,3 @@ def _opened_index(folder: Path, *, alone: bool) -> FileIndex:
         for name in _INDEX_FILES:
             (folder / name).unlink(missing_ok=True)
         return FileIndex(folder / INDEX, on_network=on_network)
-
-
-def _file_system(folder: Path) -> str:
-    """Type of the file system of a folder; "" if it is unknown, as outside of Linux."""
-    try:
-        lines = _MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return "apfs" if os.uname().sysname == "Darwin" else ""
-    path, best, found = folder.resolve(), -1, ""
-    for line in lines:
-        _, mount, kind, *_ = line.split(" ")
-        mount = mount.replace("\\040", " ")
-        if path.is_relative_to(mount) and len(mount) >= best:
-            best, found = len(mount), kind
-    return found

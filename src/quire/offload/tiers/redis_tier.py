@@ -11,12 +11,10 @@ missing and corrects the account.
 
 import contextlib
 import importlib
-import itertools
-import json
 import secrets
 import threading
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,10 +22,9 @@ from quire.config.store_url import StoreURL
 from quire.errors import CorruptData, StorageError, TierFull, TierUnreachable
 from quire.layout.extras import require_extra
 from quire.offload.tiers.base import Bytes, Stored, check_range, flat
+from quire.offload.tiers.redis_entries import CHUNK_BYTES, Head, join, packed_head, read_head
 from quire.offload.tiers.redis_scripts import ADD, DROP, PREFIX, TOUCH
 
-CHUNK_BYTES = 256 << 10
-"""Bytes that share a checksum."""
 SECRET_BYTES = 32
 _BATCH = 256  # entries whose heads are read in one round trip
 _MOST_NUMBER = "+inf"
@@ -50,12 +47,6 @@ class RedisOptions:
     timeout_s: int | float = 0.5
     username: str | None = None
     password: str | None = field(default=None, repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class _Head:
-    stored: Stored
-    sums: tuple[int, ...]
 
 
 class RedisTier:
@@ -159,7 +150,7 @@ class RedisTier:
                 "--remote-kv-memory"
             )
         chunks = [source[at : at + CHUNK_BYTES] for at in range(0, source.nbytes, CHUNK_BYTES)]
-        head = _packed_head(source.nbytes, facts or {}, [zlib.crc32(chunk) for chunk in chunks])
+        head = packed_head(source.nbytes, facts or {}, [zlib.crc32(chunk) for chunk in chunks])
         name = self._key_of(key)
         fields: dict[str, object] = {str(n): chunk for n, chunk in enumerate(chunks)}
         try:
@@ -186,10 +177,10 @@ class RedisTier:
             (packed, *chunks), _ = batch.execute()
             chunks = chunks[: len(numbers)]
         try:
-            head = None if packed is None else _head(packed)
+            head = None if packed is None else read_head(packed)
             stored = check_range(key, None if head is None else head.stored, into, first)
             assert head is not None, "a stored entry has a head"
-            _join(key, numbers, chunks, stored.num_bytes, head.sums, flat(into), first)
+            join(key, numbers, chunks, stored.num_bytes, head.sums, flat(into), first)
         except CorruptData:
             self.drop(key)
             raise
@@ -235,7 +226,7 @@ class RedisTier:
     def _run(self, client: Any, script: str, key: str, *arguments: object) -> None:
         client.eval(script, 1, PREFIX, self._namespace, key, *arguments)
 
-    def _heads(self, names: list[str]) -> Iterator[tuple[str, _Head]]:
+    def _heads(self, names: list[str]) -> Iterator[tuple[str, Head]]:
         """The heads of entries that exist and whose heads are not damaged."""
         for start in range(0, len(names), _BATCH):
             batch_names = names[start : start + _BATCH]
@@ -246,7 +237,7 @@ class RedisTier:
             for name, packed in zip(batch_names, found, strict=True):
                 if packed is not None:
                     with contextlib.suppress(CorruptData):
-                        yield name, _head(packed)
+                        yield name, read_head(packed)
 
     @property
     def _failures(self) -> tuple[type[BaseException], ...]:
@@ -271,47 +262,3 @@ class RedisTier:
                 ) from error
             text = f"{error}"[:_MOST_TEXT] or type(error).__name__
             raise TierUnreachable(f"the store at {self._url} failed: {text}") from error
-
-
-def _packed_head(num_bytes: int, facts: Mapping[str, Any], sums: Iterable[int]) -> bytes:
-    rest = json.dumps({"bytes": num_bytes, "facts": dict(facts), "sums": list(sums)}).encode()
-    return b"%08x" % zlib.crc32(rest) + rest
-
-
-def _head(packed: object) -> _Head:
-    """Parse a head.
-
-    Raises:
-        CorruptData: its checksum is wrong.
-    """
-    if not isinstance(packed, bytes) or packed[:8] != b"%08x" % zlib.crc32(packed[8:]):
-        raise CorruptData("the head of a stored entry is damaged")
-    values = json.loads(packed[8:])
-    return _Head(Stored(values["bytes"], values["facts"]), tuple(values["sums"]))
-
-
-def _join(
-    key: str,
-    numbers: range,
-    chunks: list[Any],
-    num_bytes: int,
-    sums: tuple[int, ...],
-    target: memoryview,
-    first: int,
-) -> None:
-    """Copy a range out of its chunks.
-
-    Raises:
-        CorruptData: a chunk is missing, or its bytes differ from those that were written.
-    """
-    end = first + target.nbytes
-    for number, chunk in itertools.zip_longest(numbers, chunks):
-        start = number * CHUNK_BYTES
-        length = min(CHUNK_BYTES, num_bytes - start)
-        is_whole = isinstance(chunk, bytes) and len(chunk) == length
-        if not is_whole or zlib.crc32(chunk) != sums[number]:
-            raise CorruptData(
-                f"chunk {number} of {key!r} differs from what was written; the entry is dropped"
-            )
-        low, high = max(first, start), min(end, start + length)
-        target[low - first : high - first] = chunk[low - start : high - start]
