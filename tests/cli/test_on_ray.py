@@ -8,6 +8,7 @@ from support.command_line import write_lines
 
 CONFIG_ERROR = 2
 
+
 @pytest.mark.parametrize("option", ["--ray-replicas=2", "--router=least_loaded", "--ray-cpus=2"])
 def test_options_of_ray_need_ray(quire, option):
     result = quire("serve", "quire-tiny", option)
