@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-all check fmt docs screenshots bench peers clients clean
+.PHONY: setup demo test test-all test-ray check fmt docs screenshots bench peers clients clean
 
 setup: $(STAMP)
 
@@ -24,6 +24,11 @@ test test-all: export PYTHONDONTWRITEBYTECODE =
 
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+
+# tests on Ray and of the manifests; Ray brings about 40 packages. Without it they are skipped
+test-ray: setup
+	$(BIN)/python -m pip install --quiet --editable '.[ray]' --group scale -c requirements/dev.txt
+	$(BIN)/python -m pytest tests/scale tests/unit/test_deploy.py
 
 check: setup
 	$(BIN)/ruff format --check .

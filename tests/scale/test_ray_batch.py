@@ -94,5 +94,5 @@ def test_the_program_of_the_guide(tmp_path):
     status, output = run(program)
 
     assert status == 0, output
-    printed = re.findall(r"^(\d+)  ?\S", output, re.MULTILINE)
-    assert sorted(map(int, printed)) == list(range(100))
+    printed = re.findall(r"^(\d+) ", output, re.MULTILINE)
+    assert set(map(int, printed)) >= set(range(100))

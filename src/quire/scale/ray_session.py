@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 from quire.scale.config import RayConfig
 
+_READY_VARIABLE, _READY_TIMEOUT_S = "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60"
+
 
 @contextmanager
 def ray_session(config: RayConfig) -> Iterator[None]:
@@ -19,6 +21,8 @@ def ray_session(config: RayConfig) -> Iterator[None]:
     import ray
 
     if config.address is None:
+        # Ray kills an HTTP proxy that starts slowly, as on a machine whose cores are busy
+        os.environ.setdefault(_READY_VARIABLE, _READY_TIMEOUT_S)
         reserved = math.ceil(config.max_replicas * config.cpus)
         ray.init(
             address="local",
