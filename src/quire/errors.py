@@ -18,6 +18,7 @@
     │   └── CorruptData                 stored data is damaged; it is deleted
     ├── QueueFull                       too many requests are waiting; try again later
     ├── EngineDead                      the engine's step loop has ended
+    │   └── RankFailed                  a process of a tensor-parallel engine failed; states which
     ├── PolicyError                     an eviction policy broke its contract; its request fails
     └── InvariantError                  inconsistent internal bookkeeping: a bug, please report it
 
@@ -148,6 +149,10 @@ class QueueFull(QuireError):
 
 class EngineDead(QuireError):
     """The engine's step loop has ended by `close` or an error. All open requests raise it."""
+
+
+class RankFailed(EngineDead):
+    """A process of a tensor-parallel engine failed or stopped responding; the engine has ended."""
 
 
 class PolicyError(QuireError):

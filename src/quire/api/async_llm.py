@@ -289,6 +289,8 @@ class AsyncLLM:
         try:
             while not self._closing:
                 self._obey(wait=not self.engine.has_work)
+                if self.engine.failure is not None:
+                    raise self.engine.failure
                 if self.engine.has_work:
                     self._step()
             self._leave_idle()

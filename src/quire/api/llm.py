@@ -23,12 +23,14 @@ from quire.config.sampling_params import Pooling, SamplingParams
 from quire.engine.core import Engine
 from quire.engine.ledger import Snapshot
 from quire.engine.option_effects import refuse_without_effect
+from quire.engine.ranks import RankOptions, open_ranks
 from quire.engine.stats import EngineStats
-from quire.errors import ConfigError, EngineDead, RequestError
+from quire.errors import ConfigError, EngineDead, RequestError, UnsoundCombination
 from quire.layout.options import require_type
 from quire.models.loader import LoadedModel, load_model
 from quire.models.tokenizer import encode_chat, encode_prompt
 from quire.offload.weights.placement import ALL_WEIGHTS, place_beyond
+from quire.parallel.lockstep import DEFAULT_TIMEOUT_S
 from quire.sampling.outputs import OutputBuilder, OutputDelta, RequestOutput
 from quire.scheduler.schedule_config import ScheduleConfig
 
@@ -57,6 +59,9 @@ class LLM:
         model_impl: auto, native or transformers; see `load_model`.
         weight_codec: auto, int8 or int4; see `load_model`.
         max_model_len: maximum tokens of a sequence, prompt and output; None: the model's context.
+        tensor_parallel_size: number of processes (ranks) that divide the model's heads; `kv` sets
+            the memory of each. `close` ends them.
+        tensor_parallel_timeout: maximum time in seconds that a rank waits for the others in a step.
 
     Raises:
         ConfigError: invalid options; raised before the KV memory is allocated.
@@ -78,6 +83,8 @@ class LLM:
         model_impl: str = "auto",
         weight_codec: str = "auto",
         max_model_len: int | None = None,
+        tensor_parallel_size: int = 1,
+        tensor_parallel_timeout: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         require_type("kv", kv, KVConfig, type(None))
         require_type("schedule", schedule, ScheduleConfig, type(None))
@@ -86,25 +93,45 @@ class LLM:
             require_type("model", model, str, Path)
             require_type("dtype", dtype, str)
             require_type("device", device, str)
-            model = load_model(
-                model,
-                dtype=dtype,
-                device=device,
-                trust_remote_code=trust_remote_code,
-                verify=verify,
-                placer=place_beyond(weights_memory),
-                model_impl=model_impl,
-                weight_codec=weight_codec,
+        if tensor_parallel_size != 1:
+            self.engine = open_ranks(
+                RankOptions(
+                    size=tensor_parallel_size,
+                    timeout_s=tensor_parallel_timeout,
+                    model=_divisible(model, weights_memory),
+                    dtype=dtype,
+                    device=device,
+                    trust_remote_code=trust_remote_code,
+                    verify=verify,
+                    model_impl=model_impl,
+                    weight_codec=weight_codec,
+                    max_model_len=max_model_len,
+                    kv=kv or KVConfig(),
+                    schedule=schedule or ScheduleConfig(),
+                    return_memory=return_memory,
+                )
             )
-        elif weights_memory not in (ALL_WEIGHTS, None):
-            raise ConfigError(
-                "weights_memory cannot be set for a loaded model: pass the folder or name of the "
-                "model instead"
-            )
-        if max_model_len is not None:
-            model = model.with_max_model_len(max_model_len)
-        self.model = model
-        self.engine = Engine(model, kv, schedule, return_memory=return_memory)
+        else:
+            if not isinstance(model, LoadedModel):
+                model = load_model(
+                    model,
+                    dtype=dtype,
+                    device=device,
+                    trust_remote_code=trust_remote_code,
+                    verify=verify,
+                    placer=place_beyond(weights_memory),
+                    model_impl=model_impl,
+                    weight_codec=weight_codec,
+                )
+            elif weights_memory not in (ALL_WEIGHTS, None):
+                raise ConfigError(
+                    "weights_memory cannot be set for a loaded model: pass the folder or name of "
+                    "the model instead"
+                )
+            if max_model_len is not None:
+                model = model.with_max_model_len(max_model_len)
+            self.engine = Engine(model, kv, schedule, return_memory=return_memory)
+        self.model = self.engine.model
         self._takers: dict[str, _Taker] = {}  # of the open requests, by request id
         self._calls = CallLock(self._cancel)
         self._is_closed = False
@@ -339,6 +366,25 @@ class LLM:
                     self.engine.cancel(request_id)
         if not self._takers and self.engine.has_work:
             self._step()  # the engine is idle afterwards
+
+
+def _divisible(model: str | Path | LoadedModel, weights_memory: int | str | None) -> str | Path:
+    """Return the folder or name of a model to divide over ranks.
+
+    Raises:
+        ConfigError: the model is loaded already, or its layers are offloaded.
+    """
+    if isinstance(model, LoadedModel):
+        raise ConfigError(
+            "tensor_parallel_size needs the folder or name of a model, because each process loads "
+            f"its part, got the loaded model {model.name!r}"
+        )
+    if weights_memory not in (ALL_WEIGHTS, None):
+        raise UnsoundCombination(
+            f"weights_memory={weights_memory} offloads whole layers of a model with one rank; "
+            "leave it out, or use tensor_parallel_size=1"
+        )
+    return model
 
 
 @contextmanager

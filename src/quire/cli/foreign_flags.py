@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 _NO_LORA = "Quire does not support LoRA adapters: merge the adapter into the weights first"
 _NO_DRAFT = "Quire does not support speculative decoding"
-_ONE_DEVICE = "Quire runs a model on one device; start one server per device"
+_ONE_DEVICE = "use --tensor-parallel-size for several devices, or start one server per device"
 _OFFLOAD = "use --kv-offload-memory for KV or --weights-memory for weights"
 
 _MODEL = "the model is the first argument, without a flag"
@@ -19,10 +19,9 @@ FLAGS = {
     "kv-offloading-size": "use --kv-offload-memory with a size such as 4GiB",
     "quantization": "use --weight-codec for weights or --kv-codec for the KV cache; GPTQ, AWQ and "
     "GGUF files are recognized",
-    "tensor-parallel-size": _ONE_DEVICE,
     "pipeline-parallel-size": _ONE_DEVICE,
     "data-parallel-size": _ONE_DEVICE,
-    "tp-size": _ONE_DEVICE,
+    "tp-size": "use --tensor-parallel-size",
     "enable-lora": _NO_LORA,
     "lora-modules": _NO_LORA,
     "speculative-config": _NO_DRAFT,

@@ -26,7 +26,7 @@ def option_parameter(found: OptionField) -> inspect.Parameter:
     default = list(found.default) if isinstance(found.default, tuple) else found.default
     shown = typer.Option(
         declaration,
-        *(f"--{synonym}" for synonym in found.synonyms),
+        *(f"-{synonym}" if len(synonym) == 2 else f"--{synonym}" for synonym in found.synonyms),
         help=_sentence(found),
         metavar=found.metavar,
         show_default=default not in (None, [], ""),

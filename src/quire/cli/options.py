@@ -24,6 +24,7 @@ from quire.layout.options import (
     option,
 )
 from quire.layout.sizes import parse_size_or
+from quire.parallel.lockstep import DEFAULT_TIMEOUT_S
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.serve.config import ServerConfig
 from quire.sim.machine import MachineConfig
@@ -77,6 +78,17 @@ class ModelConfig:
         group="Offloading",
         parse=parse_size_or("all"),
         common=True,
+    )
+    tensor_parallel_size: int = option(
+        1,
+        help="processes (ranks) that divide the heads of the model, one for each CUDA device; "
+        "--kv-memory is the memory of each rank",
+        synonyms=("tensor-parallel", "tp"),
+    )
+    tensor_parallel_timeout: float = option(
+        DEFAULT_TIMEOUT_S,
+        help="maximum time that a rank waits for the others in a step; then the engine ends",
+        unit="s",
     )
     threads: int = option(
         0,

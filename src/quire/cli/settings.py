@@ -116,6 +116,8 @@ class Settings:
             weights_memory=self.loading.weights_memory,
             model_impl=self.loading.model_impl,
             weight_codec=self.loading.weight_codec,
+            tensor_parallel_size=self.loading.tensor_parallel_size,
+            tensor_parallel_timeout=self.loading.tensor_parallel_timeout,
         )
 
     def _explain(self, llm: "LLM") -> None:

@@ -15,6 +15,7 @@ from quire.config.kv_config import KVConfig
 from quire.engine.attention_scale import attention_scale
 from quire.engine.open_tier import OpenedTiers, open_tiers
 from quire.engine.pool import KVPool, build_pool
+from quire.engine.rank_decisions import RankCosts
 from quire.engine.runner import Runner
 from quire.engine.shared_pool import PoolMember, joining
 from quire.eviction.eviction import PolicyEvictor
@@ -25,9 +26,10 @@ from quire.offload.kv.layer_loads import OffloadedLayers
 from quire.offload.kv.offloader import OffloadEvictor, PrefixOffloader
 from quire.offload.prefix_store.prefix_loader import PrefixLoader
 from quire.offload.swap.host_store import device_name
+from quire.parallel.lockstep import Lockstep
 from quire.plan.ceilings import default_path, read_ceilings
 from quire.plan.machine import this_machine
-from quire.plan.preemption_costs import LearnedCosts, known_costs
+from quire.plan.preemption_costs import known_costs
 from quire.scheduler.components import make_components
 from quire.scheduler.events import EventLog, PrefixEvents
 from quire.scheduler.lane_capacities import Evictor
@@ -71,6 +73,7 @@ def build(
     member: PoolMember | None,
     events: EventLog,
     listener: PrefixBroadcast,
+    lockstep: Lockstep,
 ) -> EngineParts:
     """Build the components of an engine.
 
@@ -81,6 +84,7 @@ def build(
         member: membership in a shared KV memory; None allocates a separate KV memory.
         events: receives the events of requests.
         listener: notified of stored and removed prefix blocks.
+        lockstep: makes the ranks of the model take the same decisions.
 
     Raises:
         ConfigError: invalid or conflicting options; raised before the arena is allocated.
@@ -91,7 +95,7 @@ def build(
         opened = open_tiers(kv, pool, model)
         if opened is not None:
             undo.callback(opened.close)
-        swapper = _swapper(pool, schedule, model)
+        swapper = _swapper(pool, schedule, model, lockstep)
         sharing = _make_sharing(pool, kv, model, opened, events, listener)
         if sharing.prefix is not None:
             listener.subscribe(PrefixEvents(events, sharing.prefix.block_bytes))
@@ -179,10 +183,12 @@ def _evictor(pool: KVPool, kv: KVConfig, model: LoadedModel) -> Evictor | None:
     layers = None
     if pool.offload is not None:
         layers = OffloadedLayers(pool.kv.memory, pool.offload.prefixes)
-    return PolicyEvictor(pool.kv, pool.rules, kv.scratch, rotations, layers)
+    return PolicyEvictor(pool.kv, pool.rules, kv.scratch, rotations, layers, model.group)
 
 
-def _swapper(pool: KVPool, schedule: ScheduleConfig, model: LoadedModel) -> Swapper:
+def _swapper(
+    pool: KVPool, schedule: ScheduleConfig, model: LoadedModel, lockstep: Lockstep
+) -> Swapper:
     device = model.decoder.device
     known = known_costs(
         read_ceilings(default_path(os.environ), this_machine(torch.get_num_threads())),
@@ -194,6 +200,6 @@ def _swapper(pool: KVPool, schedule: ScheduleConfig, model: LoadedModel) -> Swap
     )
     if known.notice and pool.host is not None and schedule.preempt == "auto":
         logger.info("%s", known.notice)
-    costs = LearnedCosts(known.costs)
+    costs = RankCosts(lockstep.same(lambda: known.costs), lockstep)
     offloaded = None if pool.offload is None else pool.offload.offloaded_rows
     return Swapper(pool.kv.memory, pool.host, costs, schedule.preempt, offloaded=offloaded)

@@ -13,14 +13,16 @@ from quire.engine.host_memory import keep_freed_memory
 from quire.engine.input_processor import InputProcessor, check_context, checked_prompt
 from quire.engine.inspection.request_log import RequestLog
 from quire.engine.ledger import Ledger, Snapshot
+from quire.engine.rank_decisions import RankSampler, digest
 from quire.engine.shared_pool import PoolMember
 from quire.engine.stats import EngineStats, stats_of
-from quire.errors import InvariantError
+from quire.errors import ConfigError, InvariantError, QuireError
 from quire.eviction.traces import Traces
 from quire.kernels.native.sampling import row_sampling
 from quire.kv.prefix_blocks import PrefixBroadcast
 from quire.models.loader import LoadedModel
 from quire.offload.prefix_store.prefix_loader import closing, in_flight_bytes
+from quire.parallel.lockstep import Alone, Lockstep
 from quire.sampling.grammar_matcher import MaskWorker
 from quire.sampling.output_processor import OutputProcessor
 from quire.sampling.outputs import OutputDelta
@@ -48,6 +50,7 @@ class Engine:
             process keeps it if the model runs on a CPU: see `keep_freed_memory`.
         clock: time in seconds, for time stamps.
         events: log of KV events; None: a new log of the default size.
+        lockstep: the other ranks of a tensor-parallel model; None: the model has one rank.
 
     Attributes:
         runner: computes the logits of a step; a wrapper that replaces it observes them.
@@ -58,7 +61,7 @@ class Engine:
         ConfigError: invalid or conflicting options; raised before the arena is allocated.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one parameter per option
         self,
         model: LoadedModel,
         kv: KVConfig | None = None,
@@ -68,7 +71,9 @@ class Engine:
         return_memory: bool = False,
         clock: Callable[[], float] = time.monotonic,
         events: EventLog | None = None,
+        lockstep: Lockstep | None = None,
     ) -> None:
+        self._lockstep = _lockstep_of(model, lockstep, clock)
         if not return_memory and model.decoder.device.type == "cpu":
             keep_freed_memory()
         self.model = model
@@ -85,13 +90,16 @@ class Engine:
             member=pool,
             events=self.events,
             listener=self.prefix_events,
+            lockstep=self._lockstep,
         )
         self.pool, self.scheduler, self.times = parts.pool, parts.scheduler, parts.times
         self.runner = parts.runner
         self.prefix_loader = parts.prefix_loader
         self._closing = closing(self, self.prefix_loader)
         self._clock = clock
-        self.input_processor = InputProcessor(model, self.pool, self.schedule_config, kv, clock)
+        self.input_processor = InputProcessor(
+            model, self.pool, self.schedule_config, kv, self._lockstep.now_s
+        )
         self._traces = Traces()
         self.request_log = RequestLog(self.events, clock)
         self._outputs = OutputProcessor(
@@ -111,8 +119,16 @@ class Engine:
     def _make_sampling_step(self) -> SamplingStep:
         alone, spec = self.schedule_config.batch_invariant, self.model.spec
         eos = self.model.generation.eos_token_ids
-        sampler = Sampler(spec.vocab_size, eos, one_by_one=alone, native=row_sampling())
+        native, lockstep = row_sampling(), self._lockstep
+        sampler = Sampler(spec.vocab_size, eos, one_by_one=alone, native=native)
+        if lockstep.size > 1:
+            sampler = RankSampler(spec.vocab_size, eos, native=native, lockstep=lockstep)
         return SamplingStep(sampler, self._outputs, self.scheduler.branch, self._clock)
+
+    @property
+    def failure(self) -> QuireError | None:
+        """The error that has ended an engine with several ranks; None while it runs."""
+        return self._lockstep.failure
 
     @property
     def runs_in_thread(self) -> bool:
@@ -151,6 +167,7 @@ class Engine:
                 characters, an eviction rule that the engine does not allow, or an id in use.
             NeverFits: the request needs more KV than the whole pool.
         """
+        self._lockstep.call("submit", generation_request)
         arrival = self._arrivals + 1
         sampling = generation_request.sampling or SamplingParams()
         request_id = self._outputs.free_id(
@@ -175,6 +192,7 @@ class Engine:
 
         For public system prompts. KV after the prefix is not shared between tenants.
         """
+        self._lockstep.call("share_publicly", token_ids)
         check_context(len(token_ids), self.model.spec.max_positions)
         prompt = checked_prompt(token_ids, self.model.spec)
         self.scheduler.sequence_memory.sharing.identities.register_public(prompt)
@@ -186,14 +204,20 @@ class Engine:
             request_id: id of the request.
             index: cancel only this output, unless outputs are ranked; None cancels all outputs.
         """
+        if self._lockstep.failure is None:
+            self._lockstep.call("cancel", request_id, index)
         for number, request in list(self._outputs.unfinished(request_id)):
             if index in (None, number) or request.params.ranked:
                 self.scheduler.finish(request, "cancelled")
                 self._cancelled.append(request)
 
     def close(self) -> None:
-        """Write cached prefixes to the disk or network tier, if there is one, and close it."""
+        """Write cached prefixes to the disk or network tier, if there is one, and close it.
+
+        Ends the processes of the other ranks.
+        """
         self._closing()
+        self._lockstep.close()
 
     # ---- a step --------------------------------------------------------------------------------
 
@@ -202,18 +226,32 @@ class Engine:
 
         If memory outside the KV pool runs out, the requests of the step end with an error and all
         other requests continue. After any other exception the step can be repeated: its requests
-        are recomputed, except a beam search that was exchanging beams, which ends.
+        are recomputed, except a beam search that was exchanging beams, which ends. An engine with
+        several ranks ends after any exception.
+
+        Raises:
+            EngineDead: a rank has failed, and requests are unfinished.
         """
+        if self._lockstep.failure is None:
+            self._lockstep.call("step")
         now_s = self._clock()
         deltas, self._unsent = self._unsent, []
         for request in self._cancelled:
             deltas += self._outputs.abort(request, now_s)
         self._cancelled.clear()
+        if self._lockstep.failure is not None:
+            return self._end_deltas(deltas)
         plan = StepPlan()
         try:
             plan = self._schedule(deltas)
             deltas.extend(self._process(plan))  # keeps the deltas before an error
         except BaseException as error:
+            if self._lockstep.size > 1:
+                self._unsent = deltas
+                found = self._lockstep.fail(error)
+                if found is not error:
+                    raise found from error
+                raise
             # KV of the step is incomplete; an error in planning may affect any request
             failed = self.scheduler.roll_back(plan)
             if not plan.requests or not is_out_of_memory(error):
@@ -221,6 +259,13 @@ class Engine:
                 raise
             for request in failed:
                 deltas += self.sampling_step.fail(request, no_memory_text(error))
+        self.request_log.note(deltas)
+        return deltas
+
+    def _end_deltas(self, deltas: list[OutputDelta]) -> list[OutputDelta]:
+        """Return the last deltas of cancelled requests of an engine whose ranks have ended."""
+        if self.scheduler.has_work and self._lockstep.failure is not None:
+            raise self._lockstep.failure
         self.request_log.note(deltas)
         return deltas
 
@@ -235,6 +280,8 @@ class Engine:
             return StepPlan()
         if not (plan.requests or plan.waits or deltas) and self.scheduler.has_work:
             raise InvariantError("requests are running or waiting, but no step can be planned")
+        if self._lockstep.size > 1:
+            self._lockstep.agree(digest(plan, self.pool.kv.memory))
         return plan
 
     def _process(self, plan: StepPlan) -> Iterator[OutputDelta]:
@@ -297,3 +344,20 @@ class Engine:
         self._ledger.check()
         if not self.has_work and len(memory.live_rows):
             raise InvariantError(f"an idle engine holds rows {memory.live_rows.tolist()}")
+
+
+def _lockstep_of(
+    model: LoadedModel, lockstep: Lockstep | None, clock: Callable[[], float]
+) -> Lockstep:
+    """Return the given lockstep, or that of a model with one rank.
+
+    Raises:
+        ConfigError: the model has several ranks, and the engine knows one.
+    """
+    found = Alone(clock) if lockstep is None else lockstep
+    if found.size != model.group.size:
+        raise ConfigError(
+            f"expected a lockstep of {model.group.size} ranks, as the model has, got "
+            f"{found.size}; open the model with LLM(..., tensor_parallel_size=...)"
+        )
+    return found

@@ -18,6 +18,7 @@ from quire.models.device_memory import free_device_bytes
 from quire.models.loader import LoadedModel
 from quire.offload.host_side import auto_host_pool, free_swap_bytes, host_pool
 from quire.offload.swap.host_pool import HostPool, auto_swap_bytes
+from quire.parallel.group import ONE_RANK, TensorGroup
 from quire.plan.capacity import DEFAULT_HEADROOM_SHARE, auto_kv_memory
 from quire.scheduler.preemption.swapper import refuse_unused_swap_space, uses_swap_space
 from quire.scheduler.schedule_config import ScheduleConfig
@@ -38,7 +39,8 @@ def kv_memory_bytes(
     """
     device = model.decoder.device
     free_bytes = free_device_bytes(device)
-    if device.type == "cpu":  # swap space and KV offload use the same memory
+    if device.type == "cpu":  # other ranks, swap space and KV offload use the same memory
+        free_bytes //= model.group.size
         reserved_bytes = (config.swap_space or 0) + config.offload.kv_memory
         free_bytes = max(0, free_bytes - reserved_bytes)
     if config.memory is not None:
@@ -60,7 +62,8 @@ def kv_memory_bytes(
         headroom_bytes=int(DEFAULT_HEADROOM_SHARE * total_bytes),
     )
     longest = config.store_tokens or model.spec.max_positions
-    return min(left_bytes, most_kv_bytes(layout, longest, schedule, eviction, config.store))
+    most_bytes = most_kv_bytes(layout, longest, schedule, eviction, config.store)
+    return model.group.least(min(left_bytes, most_bytes))  # page tables are equal on all ranks
 
 
 def most_kv_bytes(
@@ -96,7 +99,11 @@ def most_kv_bytes(
 
 
 def swap_space(
-    memory: KVMemory, schedule: ScheduleConfig, host_bytes: int | None, offload_bytes: int
+    memory: KVMemory,
+    schedule: ScheduleConfig,
+    host_bytes: int | None,
+    offload_bytes: int,
+    group: TensorGroup = ONE_RANK,
 ) -> HostPool | None:
     """Allocate the swap space.
 
@@ -105,6 +112,7 @@ def swap_space(
         schedule: options of the scheduler.
         host_bytes: configured size; None for the default size.
         offload_bytes: size of the memory for offloaded KV.
+        group: the ranks that share the model.
 
     Raises:
         UnsoundCombination: the batcher needs swap space, and there is no memory for it.
@@ -114,7 +122,7 @@ def swap_space(
         return host_pool(store, layout, host_bytes) if host_bytes else None
     host = None
     if uses_swap_space(schedule):
-        free_bytes = free_swap_bytes(store, offload_bytes)
+        free_bytes = group.least(free_swap_bytes(store, offload_bytes) // group.size)
         size_bytes = auto_swap_bytes(memory.total_bytes, free_bytes, layout)
         host = auto_host_pool(store, layout, size_bytes)
     refuse_unused_swap_space(0 if host is None else host.total_bytes, schedule)

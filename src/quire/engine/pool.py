@@ -13,7 +13,7 @@ from quire.engine.batch_invariance import (
 )
 from quire.engine.codec import StoredAs, codec_of
 from quire.engine.kv_size import kv_memory_bytes, swap_space
-from quire.engine.option_effects import refuse_without_effect
+from quire.engine.option_effects import refuse_on_ranks, refuse_without_effect
 from quire.engine.shared_pool import PoolMember
 from quire.errors import ConfigError, RequestError, UnsoundCombination
 from quire.eviction.eviction_rules import (
@@ -167,10 +167,10 @@ def build_pool(
         make_store = partial(PageStore, device=device, mover=mover)
         memory = _own_memory(model, config, schedule, layout, plan, make_store)
     else:
-        _check_member(config, member)
+        _check_member(config, member, model.group.size)
         memory = member.make_memory(layout, schedule.num_rows, device, mover)
     store, measured = store_of(memory), plan.stored_as.measured
-    host = swap_space(memory, schedule, host_bytes, offload_bytes)
+    host = swap_space(memory, schedule, host_bytes, offload_bytes, model.group)
     offload = None
     if choice is not None:
         coded = CodedLayers(store, measured)
@@ -211,12 +211,13 @@ def _plan_pool(model: LoadedModel, config: KVConfig, schedule: ScheduleConfig) -
         ConfigError: invalid or conflicting options.
     """
     refuse_without_effect(config)
+    refuse_on_ranks(model.group.size, config, schedule)
     refuse_nothing_shared(schedule.objective, offloaded_weights=model.weights is not None)
     stored_as = codec_of(config, model)
     if schedule.batch_invariant:
         prepare_batch_invariant(model, config, stored_as.codec)
     rules = _make_rules(model, config, schedule, stored_as.codec)
-    longest = rules.default.for_request(model.spec.max_positions, rules.lanes_of(rules.default))
+    longest = rules.resolve_default(model.spec.max_positions)
     layout = layout_for(
         model.spec,
         codec=stored_as.codec,
@@ -261,6 +262,7 @@ def _make_rules(
             exact_statistics(prepare) if schedule.batch_invariant else prepare,
             _why_no_pre_rope(model, config, schedule),
         ),
+        ranks=model.group.size,
     )
     if schedule.batch_invariant:
         refuse_pressure(rules.default)
@@ -311,10 +313,16 @@ def _own_memory(
         store=make_store,
         track_changes=device.type != "cpu",
         placement=placement_maker(config.store, limits),
+        unite=model.group.union if model.group.size > 1 else None,
     )
 
 
-def _check_member(config: KVConfig, member: PoolMember) -> None:
+def _check_member(config: KVConfig, member: PoolMember, ranks: int) -> None:
+    if ranks > 1:
+        raise UnsoundCombination(
+            f"a shared pool belongs to one process, and this model has {ranks} ranks; give the "
+            "engine a KV memory of its own"
+        )
     if config.memory is not None:
         raise ConfigError(
             f"a KV memory of {config.memory} conflicts with a shared pool, which guarantees "

@@ -7,8 +7,10 @@ from dataclasses import replace
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from quire.errors import OutOfPages, PolicyError
+from quire.errors import OutOfPages, PolicyError, RankFailed
+from quire.eviction.all_heads import AllHeads
 from quire.eviction.decisions import (
     LayerPart,
     RetainedSlots,
@@ -34,6 +36,7 @@ from quire.kv.resealing import Resealing
 from quire.kv.step import PagedKV
 from quire.layout.eviction import UNLIMITED
 from quire.layout.pages import LaneGroup
+from quire.parallel.group import ONE_RANK, TensorGroup
 from quire.policies.base import MergedValues
 from quire.policies.eviction import Eviction
 from quire.policies.view import KVView, Rotation
@@ -56,6 +59,7 @@ class PolicyEvictor:
             how many layers a view holds, at least one.
         rotations: RoPE of queries by RoPE scaling variant; None if the model does not provide it.
         offloaded: loads offloaded pages layer by layer; None without KV offload.
+        ranks: the ranks that share the model.
     """
 
     def __init__(
@@ -65,11 +69,13 @@ class PolicyEvictor:
         scratch_bytes: int,
         rotations: Callable[[int], Rotation | None],
         offloaded: LayerLoads | None = None,
+        ranks: TensorGroup = ONE_RANK,
     ) -> None:
         lanes = evicting_lanes(kv.memory)
         assert lanes is not None, "only built for pools whose lanes evict"
         self._kv, self._rules, self._lanes = kv, rules, lanes
         self._scratch_bytes, self._rotations = scratch_bytes, rotations
+        self._ranks = ranks
         groups = [table.group for table in lanes.tables]
         self._promotions = {group.name: _promotion_of(kv, group.name) for group in groups}
         self._mover = None
@@ -213,9 +219,12 @@ class PolicyEvictor:
         eviction = _eviction_of(request)
         parts = self._parts(request, UNLIMITED)
         view = self._view(request, JoinedReader([self._reader(request, part) for part in parts]))
+        view = AllHeads(self._ranks, len(view.layers)).view(view)
         rule = self._rules.rule(request.spec.evict)
         with _named(eviction):
             final = rule.finalize(eviction, view, self._rules.lanes_of(rule))
+        if final is not eviction:
+            final = self._rules.of_rank(final)
         request.eviction.selection, request.eviction.spec = final, final.spec
 
     def _entry(
@@ -363,7 +372,7 @@ class PolicyEvictor:
             group, page_class = table.group, table.group.page_class
             slots = int(table.num_slots[request.memory.row].max())
             numbers = _TENSORS_OF_A_VIEW * page_class.head_dim * page_class.heads * slots
-            layer_bytes = FLOAT_BYTES * numbers * group.lanes_per_layer
+            layer_bytes = FLOAT_BYTES * numbers * group.lanes_per_layer * self._ranks.size
             together = max(1, scratch_bytes // max(1, layer_bytes))
             if bounded and self._is_offloaded(request, group):
                 together = 1
@@ -405,9 +414,14 @@ class PolicyEvictor:
         first = self._lanes.layers.index(part.first_layer) * group.lanes_per_layer
         of_part = keep[first : first + len(part.layers) * group.lanes_per_layer]
         wanted = torch.from_numpy(np.repeat(of_part, heads)).to(view.positions.device)
+        apart = eviction.policy is not None and eviction.policy.lanes_apart
+        all_heads = AllHeads(ONE_RANK if apart else self._ranks, len(part.layers))
         with _named(eviction):
-            decision = eviction.decide(view, wanted)
-            mask = checked_mask(decision.retained, eviction, view, wanted) & view.live
+            seen, wanted = all_heads.view(view), all_heads.joined(wanted)
+            decision = eviction.decide(seen, wanted)
+            checked = checked_mask(decision.retained, eviction, seen, wanted) & seen.live
+            decision = all_heads.own_part(decision, checked)
+        mask: Tensor = decision.retained
         stored_mask = reader.unsort(mask)
         kept = mask[::heads].cpu().numpy()
         # not the view's positions, which a rule may have overwritten
@@ -462,6 +476,8 @@ def _named(eviction: Eviction) -> Iterator[None]:
     """Convert any error of a policy to a PolicyError that names the request's rule."""
     try:
         yield
+    except RankFailed:
+        raise
     except PolicyError as error:
         raise PolicyError(f"{eviction.text!r}: {error}") from error
     except Exception as error:

@@ -8,6 +8,8 @@ rules of `KVConfig.evict_allow`, or the default rule with other option values.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from quire.errors import ConfigError, RequestError, UnsoundCombination
 from quire.eviction.rule_requirements import (
     ALL,
@@ -28,7 +30,8 @@ from quire.layout.layout import layout_for, page_and_fixed_bytes
 from quire.layout.model import ModelSpec
 from quire.layout.pages import CacheLayout
 from quire.layout.statistics import Statistic
-from quire.policies.eviction import PAGE, Eviction, EvictionRule, make_eviction
+from quire.policies.base import LAYER
+from quire.policies.eviction import PAGE, TOKEN, Eviction, EvictionRule, make_eviction
 from quire.policies.lane_shape import LaneShape
 from quire.policies.registry import FULL
 from quire.scheduler.schedule_config import ScheduleConfig
@@ -60,6 +63,7 @@ class EvictionRules:
         reserved: lanes are allocated with the maximum length under the default rule, so requests
             may not name another rule.
         provided: what the model provides to rules.
+        ranks: number of ranks that share the model; `model` is the part of one of them.
 
     Attributes:
         default: rule of requests that name none.
@@ -72,7 +76,7 @@ class EvictionRules:
             pages, or that the codec excludes.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one parameter per option
         self,
         default: str,
         allow: str,
@@ -82,9 +86,11 @@ class EvictionRules:
         codec: str,
         reserved: bool = False,
         provided: Provided = Provided(),
+        ranks: int = 1,
     ) -> None:
         self.default = make_eviction(default)
         self.model, self._page_tokens, self._codec = model, page_tokens, codec
+        self._ranks = ranks
         self._why_not, self.why_no_pre_rope = provided.why_not, provided.why_no_pre_rope
         self._lanes: dict[tuple[Statistic, ...], LaneShape] = {}
         self._allow, self._reserved = allow.strip(), reserved
@@ -98,6 +104,7 @@ class EvictionRules:
         )
         refuse_excluded(codec, self._storing_of(self.default))
         self._require_several_heads(default, self.default)
+        self._require_equal_lanes(default, self.default)
         if self.served and all(layer.window for layer in model.layers):
             text = default if self.default.evicts else allow
             raise UnsoundCombination(
@@ -165,6 +172,7 @@ class EvictionRules:
             self._require_lanes(text)
             try:
                 self._require_several_heads(text, rule)
+                self._require_equal_lanes(text, rule)
             except UnsoundCombination as error:
                 raise RequestError(f"evict: {error}", param="evict") from error
             self._require_storing(rule)
@@ -180,9 +188,27 @@ class EvictionRules:
             RequestError: the cap leaves less than the rule protects.
         """
         try:
-            return rule.for_request(prompt_tokens, self.lanes_of(rule))
+            return self.resolve_default(prompt_tokens, rule)
         except ConfigError as error:
             raise RequestError(f"evict: {error}", param="evict") from error
+
+    def resolve_default(self, prompt_tokens: int, rule: EvictionRule | None = None) -> Eviction:
+        """Resolve a rule to numbers for a prompt, by default the default rule.
+
+        Raises:
+            ConfigError: the cap leaves less than the rule protects.
+        """
+        rule = self.default if rule is None else rule
+        return self.of_rank(rule.for_request(prompt_tokens, self.lanes_of(rule)))
+
+    def of_rank(self, eviction: Eviction) -> Eviction:
+        """Replace the caps of the lanes of all ranks by those of one rank, equal on all ranks."""
+        caps = eviction.spec.lane_capacities
+        if self._ranks == 1 or caps is None:
+            return eviction
+        by_rank = np.array(caps).reshape(-1, self._ranks, self.model.num_kv_heads)
+        own = tuple(by_rank.min(axis=1).ravel().tolist())
+        return replace(eviction, spec=replace(eviction.spec, lane_capacities=own))
 
     @property
     def query_group(self) -> int:
@@ -190,7 +216,7 @@ class EvictionRules:
         return self.model.num_heads // self.model.num_kv_heads
 
     def lanes_of(self, rule: EvictionRule) -> LaneShape:
-        """Return the lanes a rule applies to, those of layers without a window."""
+        """Return the lanes of all ranks a rule applies to, those of layers without a window."""
         if rule.statistics not in self._lanes:
             self._lanes[rule.statistics] = self._lane_shape(rule.statistics)
         return self._lanes[rule.statistics]
@@ -207,10 +233,10 @@ class EvictionRules:
         page_bytes, fixed_bytes = page_and_fixed_bytes(self.fitted(layout))
         return LaneShape(
             num_layers=sum(layer.window is None for layer in self.model.layers),
-            heads=self.model.num_kv_heads,
+            heads=self.model.num_kv_heads * self._ranks,
             page_tokens=self._page_tokens,
-            page_bytes=page_bytes,
-            fixed_bytes=fixed_bytes,
+            page_bytes=page_bytes * self._ranks,
+            fixed_bytes=fixed_bytes * self._ranks,
         )
 
     def context_tokens(self, rule: EvictionRule, prompt_tokens: int) -> int:
@@ -258,11 +284,39 @@ class EvictionRules:
 
     def _require_several_heads(self, text: str, rule: EvictionRule) -> None:
         """Refuse a budget that moves slots between KV heads if layers have one KV head."""
-        if rule.evicts and rule.budget.ragged and self.model.num_kv_heads == 1:
+        if rule.evicts and rule.budget.ragged and self.model.num_kv_heads * self._ranks == 1:
             raise UnsoundCombination(
                 f"{text!r}: the budget divides each layer over its KV heads, and this model has "
                 "one KV head per layer; leave out budget, or use one that divides over layers, "
                 "such as pyramid"
+            )
+
+    def _require_equal_lanes(self, text: str, rule: EvictionRule) -> None:
+        """Refuse rules whose lanes have different lengths on the ranks of a model.
+
+        All ranks have one schedule, so the same lanes must hold the same number of tokens.
+        """
+        if self._ranks == 1 or rule.policy is None:
+            return
+        if rule.budget.by_head:
+            raise UnsoundCombination(
+                f"{text!r}: the budget gives the heads of a layer different numbers of tokens, "
+                f"and {self._ranks} ranks with different heads share one schedule; leave out "
+                "budget, use one that divides over layers, such as pyramid, or use "
+                "--tensor-parallel-size 1"
+            )
+        if rule.granularity != TOKEN and rule.policy.scope != LAYER:
+            raise UnsoundCombination(
+                f"{text!r}: with granularity={rule.granularity} the heads of a layer retain "
+                f"different numbers of tokens, and {self._ranks} ranks with different heads share "
+                "one schedule; use granularity=token, a rule with one set per layer, such as "
+                "sinks, or --tensor-parallel-size 1"
+            )
+        if self._storing.form.promoted is not None:
+            raise UnsoundCombination(
+                f"{text!r}: mixed precision promotes tokens by the heads of one rank, and the "
+                f"model has {self._ranks} ranks; use a codec without promoted tokens, such as "
+                "int8, or --tensor-parallel-size 1"
             )
 
     def _require_moves(self, text: str, rule: EvictionRule) -> None:

@@ -225,6 +225,7 @@ def _shared_targets(
         lane, slot = np.nonzero(stays)
         targets[lane, slot // table.group.page_class.tokens] = True
     targets[:, :first_column] = False
+    targets = memory.united(targets)
     lane, column = np.nonzero(targets)
     shared = pool.ref_counts[table.pages[row, lane, column]] > 1
     return lane[shared], column[shared]

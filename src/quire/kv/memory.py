@@ -33,6 +33,7 @@ from quire.kv.tables import LaneTable, Rows
 from quire.layout.pages import CacheLayout, LaneGroup, PageClass
 
 Counts = NDArray[np.int32]
+Unite = Callable[[NDArray[np.bool_]], NDArray[np.bool_]]
 MakeStore = Callable[[int], PageBytes]  # argument: bytes of the arena
 
 
@@ -46,6 +47,7 @@ class KVMemory:
         store: the page bytes, or a function that creates them for the arena's size in bytes.
         track_changes: record changed table entries, for the device's copy of the tables.
         placement: class that allocates the pages of lanes; called with the first three arguments.
+        unite: returns where the mask of any rank of the model is True; None: the model has one.
 
     Raises:
         ConfigError: the arena cannot hold one sequence of one token.
@@ -60,10 +62,12 @@ class KVMemory:
         store: PageBytes | MakeStore | None = None,
         track_changes: bool = False,
         placement: PlacementMaker = Paged,
+        unite: Unite | None = None,
     ) -> None:
         if max_rows < 1:
             raise ConfigError(f"expected max_rows of at least 1, got {max_rows}")
         self.layout, self._track_changes = layout, track_changes
+        self._unite = unite
         self.placement = placement(layout, total_bytes, max_rows)
         self.arena, self.pools = self.placement.arena, self.placement.pools
         require_room_for_one_token(layout, self.placement, total_bytes)
@@ -252,6 +256,14 @@ class KVMemory:
             if table.group.private:
                 self.store.clear_pages(page_class, added)
         table.num_slots[rows] = slots
+
+    def united(self, mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Return where the mask of any rank of the model is True.
+
+        The ranks hold different heads and move different slots. A page that one rank copies is
+        copied on all ranks, so that their page tables stay equal.
+        """
+        return mask if self._unite is None else self._unite(mask)
 
     def note_peaks(self, rows: Rows) -> None:
         """Update the peak bytes of `rows` and of the arena; call after allocating pages."""

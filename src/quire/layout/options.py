@@ -54,7 +54,7 @@ class OptionInfo:
         group: heading in `--help`; empty for the heading of the whole config.
         common: whether `--help` shows the option; `--help-all` shows every option.
         parse: converts an input value to the field's value; also accepts converted values.
-        synonyms: further names on the command line.
+        synonyms: further names on the command line; one of two letters has one dash.
     """
 
     help: str = ""

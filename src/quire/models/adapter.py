@@ -32,6 +32,7 @@ from quire.models.packing import pack_linears
 from quire.models.resident_memory import MappedFiles, trim_free_memory
 from quire.models.rope import RopeVariants, Rotations
 from quire.models.rowwise import make_activations_rowwise, rows_depend
+from quire.models.sharding import rank_spec
 from quire.models.support import refuse_class, refuse_config
 
 
@@ -50,6 +51,7 @@ class TransformersDecoder:
         weights: prefetches the weights of layers that are not on the device; None if all layers
             are on the device.
         codec: of the linear layers' weights: int8 or int4; None: as they are. See `codec_refusal`.
+        ranks: number of ranks that share the model; see `sharding`.
 
     Raises:
         UnsupportedModel: the model's output would be wrong; states the reason and an alternative.
@@ -60,6 +62,8 @@ class TransformersDecoder:
         model: PreTrainedModel,
         weights: LayerSource | None = None,
         codec: str | None = None,
+        *,
+        ranks: int = 1,
     ) -> None:
         refuse_config(model.config)
         refuse_class(type(model))
@@ -68,7 +72,7 @@ class TransformersDecoder:
         self._model = model
         self._dtype: torch.dtype = model.dtype
         self._device: torch.device = model.device
-        self._spec = ModelSpec.from_config(model.config.to_dict())
+        self._spec = rank_spec(ModelSpec.from_config(model.config.to_dict()), ranks)
         self._rope = RopeVariants(model)
         self._bridge = install(model)
         prepare_linears(model, () if weights is None else weights.modules, codec)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from quire.errors import ConfigError, UnknownName, UnsupportedModel
+from quire.errors import ConfigError, UnknownName, UnsoundCombination, UnsupportedModel
 from quire.layout.model import ModelSpec
 from quire.layout.options import require_type
 from quire.models.base import Decoder
@@ -27,8 +27,10 @@ from quire.models.native.select import (
     make_decoder,
 )
 from quire.models.quantized_files import refuse_codec
+from quire.models.sharding import refuse_unshardable, shard
 from quire.models.verify import compare_with_transformers
 from quire.models.weights import check_finite, weight_bytes
+from quire.parallel.group import ONE_RANK, TensorGroup
 from quire.plan.offload.resident import WeightsPlacement
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -42,7 +44,7 @@ class LoadedModel:
         decoder: computes logits.
         tokenizer: None if the folder has none; then prompts are token ids.
         generation: end tokens and sampling defaults of the model.
-        spec: its shape.
+        spec: its shape; with several ranks, the shape of this rank's part.
         name: display name: the folder's name or the hub's.
         weight_bytes: memory of parameters and buffers, on the decoder's device.
         folder: folder of its files; None if the model was built in memory.
@@ -50,6 +52,7 @@ class LoadedModel:
         place: placement of the weights; None if no weight memory limit was set.
         weight_codec: codec of the linear layers' weights: int8 or int4; "auto": none.
         implementation: of its layers, with the reason; None if the model was built in memory.
+        group: the ranks that share the model.
     """
 
     decoder: Decoder
@@ -63,6 +66,7 @@ class LoadedModel:
     place: WeightsPlacement | None = None
     weight_codec: str = "auto"
     implementation: Implementation | None = None
+    group: TensorGroup = ONE_RANK
 
     def with_max_model_len(self, tokens: int) -> "LoadedModel":
         """Return the model with a shorter context; weights are shared.
@@ -94,6 +98,7 @@ def load_model(  # noqa: PLR0913 - one parameter per option
     placer: LayerPlacer | None = None,
     model_impl: str = "auto",
     weight_codec: str = "auto",
+    group: TensorGroup = ONE_RANK,
 ) -> LoadedModel:
     """Load a causal language model in Hugging Face format.
 
@@ -110,6 +115,8 @@ def load_model(  # noqa: PLR0913 - one parameter per option
         model_impl: native (fused layers in C), transformers (the layers of Transformers), or auto:
             native if the architecture, the device and the CPU support it.
         weight_codec: auto (as loaded), or int8 or int4: quantize the linear layers at load.
+        group: the ranks that share the model; each loads its part. All of them call this function
+            with the same arguments.
 
     Raises:
         ConfigError: a wrong dtype or device, a model with Python code without
@@ -120,17 +127,24 @@ def load_model(  # noqa: PLR0913 - one parameter per option
     wanted_dtype = _dtype(dtype)
     target = _device(device)
     check_choices(model_impl, weight_codec, target, offloaded=placer is not None)
+    _refuse_ranks(group, model_impl, offloaded=placer is not None)
     checkpoint = open_checkpoint(path, trust_remote_code=trust_remote_code)
     checkpoint.check()
     if weight_codec != "auto":
         refuse_codec(checkpoint.config, weight_codec)
         check_model(checkpoint.model_without_memory(), weight_codec)
+    if group.size > 1:
+        whole = ModelSpec.from_config(checkpoint.config.to_dict())
+        refuse_unshardable(checkpoint.model_without_memory(), whole, group.size)
     tokenizer = checkpoint.load_tokenizer()
     if placer is not None:
         placer.check(checkpoint.config, dtype=wanted_dtype, trust_remote_code=trust_remote_code)
     model, name = checkpoint.read_model(wanted_dtype), checkpoint.name
     _refuse_stored_dtype(model.dtype, name)
     weights, place = None, None
+    if group.size > 1:
+        shard(model, ModelSpec.from_config(model.config.to_dict()), group)
+        group.meet()
     if placer is None:
         nn.Module.to(model, target)
     if verify:
@@ -138,8 +152,10 @@ def load_model(  # noqa: PLR0913 - one parameter per option
     if placer is not None:
         place, weights = placer.place(model, target)
     with foreign_code(f"{name} cannot run with its config.json"):
-        implementation = choose_implementation(model, weights, model_impl)
-        decoder = make_decoder(model, weights, impl=model_impl, codec=weight_codec)
+        implementation = choose_implementation(model, weights, model_impl, group.size)
+        decoder = make_decoder(
+            model, weights, impl=model_impl, codec=weight_codec, ranks=group.size
+        )
         if verify:
             compare_with_transformers(decoder, quantized=weight_codec != "auto")
     return LoadedModel(
@@ -154,7 +170,23 @@ def load_model(  # noqa: PLR0913 - one parameter per option
         place=place,
         weight_codec=weight_codec,
         implementation=implementation,
+        group=group,
     )
+
+
+def _refuse_ranks(group: TensorGroup, model_impl: str, *, offloaded: bool) -> None:
+    if group.size == 1:
+        return
+    if model_impl == "native":
+        raise UnsoundCombination(
+            "model_impl=native runs all layers in one call and cannot sum over "
+            f"{group.size} ranks between them; use model_impl=auto with --tensor-parallel-size"
+        )
+    if offloaded:
+        raise UnsoundCombination(
+            "weights_memory offloads whole layers of a model with one rank; leave out "
+            "--weights-memory, or use --tensor-parallel-size 1"
+        )
 
 
 def _refuse_stored_dtype(dtype: torch.dtype, name: str) -> None:

@@ -69,6 +69,14 @@ class EvictionPolicy(ABC):
         return LANE
 
     @property
+    def lanes_apart(self) -> bool:
+        """Whether the retained set of a lane depends only on this lane, not on its number either.
+
+        The ranks of a tensor-parallel model then decide without the lanes of other ranks.
+        """
+        return False
+
+    @property
     def statistics(self) -> tuple[Statistic, ...]:
         """Statistics that the policy needs; see `quire.layout.statistics`."""
         return ()

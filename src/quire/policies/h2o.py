@@ -62,6 +62,10 @@ class H2O(ScorePolicy):
         # half of 2 * sinks + 1 equals the number of sinks and leaves one token to select
         return 2 * self.sinks + 1 if self.recent == HALF else self.sinks + self.recent + 1
 
+    @property
+    def lanes_apart(self) -> bool:
+        return True
+
     def score(self, view: KVView) -> Float[Tensor, "lane slot"]:
         return view.statistic(self.statistics[0])
 

@@ -31,6 +31,10 @@ class KeyDiff(SinksAndRecent):
 
     cost = "a read of the keys at an eviction"
 
+    @property
+    def lanes_apart(self) -> bool:
+        return True
+
     def score(self, view: KVView) -> Float[Tensor, "lane slot"]:
         keys = view.keys
         inverse_norms = (

@@ -26,5 +26,9 @@ class KNorm(SinksAndRecent):
 
     cost = "a read of the keys at an eviction"
 
+    @property
+    def lanes_apart(self) -> bool:
+        return True
+
     def score(self, view: KVView) -> Float[Tensor, "lane slot"]:
         return -view.keys.square().sum(dim=2).sqrt()

@@ -61,6 +61,10 @@ class SnapKV(ScorePolicy):
     def least_cap(self) -> int:
         return self.sinks + self.window + 1
 
+    @property
+    def lanes_apart(self) -> bool:
+        return True
+
     def score(self, view: KVView) -> Float[Tensor, "lane slot"]:
         sums = column_sums(view, self._ring)
         # exclude the window from pooling

@@ -145,6 +145,10 @@ class Sampler:
                 errors.setdefault(shaped[index], _why_none(rows[shaped[index]]))
         return _report(logits, token_ids, [row.params for row in rows], errors)
 
+    def search_logits(self, logits: Float[Tensor, "beams vocab"]) -> Float[Tensor, "beams vocab"]:
+        """Return the logits that a beam search continues with: those of the model."""
+        return logits
+
     def _is_exact(self, row: SamplingRow) -> bool:
         """Whether the row needs only an argmax, which has no rounding."""
         return self._is_plain(row) and row.params.logprobs is None

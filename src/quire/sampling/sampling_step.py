@@ -101,7 +101,8 @@ class SamplingStep:
         rows = [by_member[id(member)] for member in group.members]
         first, search = group.members[0], self._outputs.search_of(group.members[0])
         try:
-            advance_beams(search, group, last_rows(rows), self.sampler, self._branch)
+            logits = self.sampler.search_logits(last_rows(rows))
+            advance_beams(search, group, logits, self.sampler, self._branch)
         except RequestError as error:
             yield from self.fail(first, str(error))
             return

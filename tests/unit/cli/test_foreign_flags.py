@@ -16,7 +16,7 @@ from quire.cli.options import SECTIONS, options_of
     ("command", "hint"),
     [
         ("serve quire-tiny --gpu-memory-utilization 0.9", "use --kv-memory"),
-        ("serve quire-tiny --tensor_parallel_size=2", "Quire runs a model on one device"),
+        ("serve quire-tiny --pipeline_parallel_size=2", "use --tensor-parallel-size"),
         ("serve quire-tiny --enable-auto-tool-choice", "not needed: requests with `tools`"),
         ("generate quire-tiny x --quantization awq", "use --weight-codec for weights"),
         ("generate quire-tiny x --max-new-tokens 5", "use --max-tokens"),

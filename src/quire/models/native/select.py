@@ -84,7 +84,7 @@ class Implementation:
 
 
 def choose_implementation(
-    model: PreTrainedModel, weights: LayerSource | None, impl: str
+    model: PreTrainedModel, weights: LayerSource | None, impl: str, ranks: int = 1
 ) -> Implementation:
     """Return the implementation that `make_decoder` selects, and log it.
 
@@ -92,8 +92,9 @@ def choose_implementation(
         model: not yet given to a decoder.
         weights: as for `make_decoder`.
         impl: auto, native or transformers.
+        ranks: number of ranks that share the model.
     """
-    why_not = _why_not_native(model, weights)
+    why_not = _why_not_native(model, weights, ranks)
     if impl == "transformers":
         chosen = Implementation("transformers", "as requested")
     elif why_not is not None:
@@ -106,7 +107,7 @@ def choose_implementation(
 
 
 def make_decoder(
-    model: PreTrainedModel, weights: LayerSource | None, *, impl: str, codec: str
+    model: PreTrainedModel, weights: LayerSource | None, *, impl: str, codec: str, ranks: int = 1
 ) -> TransformersDecoder:
     """Make the decoder of a model.
 
@@ -115,6 +116,7 @@ def make_decoder(
         weights: prefetches the weights of layers that are not on the device, or None.
         impl: auto, native or transformers.
         codec: of the linear layers' weights: auto (as they are), int8 or int4.
+        ranks: number of ranks that share the model; the model is the part of one of them.
 
     Raises:
         ConfigError: the model or this CPU does not support the native decoder or the codec; states
@@ -123,11 +125,11 @@ def make_decoder(
     check_choices(impl, codec, model.device, offloaded=weights is not None)
     check_model(model, codec)
     kind = None if codec == "auto" else codec
-    library, reason = load_library(), _why_not_native(model, weights)
+    library, reason = load_library(), _why_not_native(model, weights, ranks)
     if impl == "native" and reason is not None:
         raise ConfigError(f"model_impl=native is not possible: {reason}")
     if impl == "transformers" or reason is not None or isinstance(library, NotLoaded):
-        return TransformersDecoder(model, weights, kind)
+        return TransformersDecoder(model, weights, kind, ranks=ranks)
     return NativeDecoder(model, library, kind)
 
 
@@ -135,7 +137,9 @@ def _no_codec(codec: str, reason: str) -> ConfigError:
     return ConfigError(f"weight_codec={codec} is not possible: {reason}")
 
 
-def _why_not_native(model: PreTrainedModel, weights: LayerSource | None) -> str | None:
+def _why_not_native(model: PreTrainedModel, weights: LayerSource | None, ranks: int) -> str | None:
+    if ranks > 1:
+        return "ranks sum their results inside of each layer"
     reason = _why_no_products()
     if reason is None and weights is not None:
         reason = "weights are offloaded, and fused layers keep all weights in memory"

@@ -1,0 +1,207 @@
+"""Tensor parallelism of a model: each rank keeps some heads and some columns of every layer.
+
+    hidden ─ q, k, v: rows of some heads ─ attention of these heads ─ o: columns ─ sum ─ hidden
+    hidden ─ gate, up: some rows ──────────────────────────────── down: columns ─ sum ─ hidden
+
+The plan that Transformers ships for an architecture names the layers. Embeddings, norms and the
+output head are whole on every rank, so hidden states and logits are equal on all ranks.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from quire.errors import UnsupportedModel
+from quire.layout.model import ModelSpec
+from quire.parallel.group import TensorGroup
+
+COLUMNS, ROWS = "colwise", "rowwise"  # names of Transformers: parts of the output, of the input
+_WHOLE = frozenset({"replicated_with_grad_allreduce", "embedding_rowwise"})  # on every rank
+_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads")
+_ONE_RANK = "use --tensor-parallel-size 1"
+
+
+class SummedLinear(nn.Module):
+    """A linear layer of which each rank has some columns: the results of all ranks are summed.
+
+    Args:
+        linear: the layer with the columns of this rank; its bias is replaced by None.
+        bias: bias of the whole layer, or None.
+        group: the ranks.
+    """
+
+    def __init__(self, linear: nn.Linear, bias: nn.Parameter | None, group: TensorGroup) -> None:
+        super().__init__()
+        self.own = linear
+        self.bias = bias
+        self._group = group
+
+    def forward(self, rows: Float[Tensor, "... inner"]) -> Float[Tensor, "... outer"]:
+        """Multiply, and sum over the ranks; the bias is added once."""
+        summed = self._group.sum(self.own(rows))
+        return summed if self.bias is None else summed + self.bias
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A linear layer of the plan.
+
+    Attributes:
+        parent: module that has the layer.
+        name: attribute of the parent.
+        linear: the layer.
+        path: path of the layer in the model.
+        style: COLUMNS or ROWS.
+    """
+
+    parent: nn.Module
+    name: str
+    linear: nn.Linear
+    path: str
+    style: str
+
+
+def rank_spec(spec: ModelSpec, size: int) -> ModelSpec:
+    """Return the shape of one rank's part of a model.
+
+    Args:
+        spec: shape of the whole model.
+        size: number of ranks.
+
+    Raises:
+        UnsupportedModel: a number of heads or the MLP's width is not a multiple of `size`.
+    """
+    counts = {
+        "query heads": spec.num_heads,
+        "KV heads": spec.num_kv_heads,
+        "columns of the MLP": spec.intermediate_size,
+    }
+    for what, count in counts.items():
+        if count % size:
+            raise UnsupportedModel(
+                f"expected a number of {what} that is a multiple of tensor_parallel_size={size}, "
+                f"but this model has {count}; use a size that divides "
+                f"{spec.num_kv_heads} KV heads and {spec.num_heads} query heads"
+            )
+    return replace(
+        spec,
+        num_heads=spec.num_heads // size,
+        num_kv_heads=spec.num_kv_heads // size,
+        intermediate_size=spec.intermediate_size // size,
+    )
+
+
+def refuse_unshardable(model: PreTrainedModel, spec: ModelSpec, size: int) -> None:
+    """Refuse a model that cannot run on several ranks; its weights may be on the meta device.
+
+    Args:
+        model: the model.
+        spec: shape of the whole model.
+        size: number of ranks.
+
+    Raises:
+        UnsupportedModel: states the reason and an alternative.
+    """
+    rank_spec(spec, size)
+    name = type(model).__name__
+    if spec.mixture is not None:
+        raise UnsupportedModel(
+            f"{name} is a mixture of experts, whose experts Quire does not divide over ranks; "
+            f"{_ONE_RANK}"
+        )
+    styles = {found.style for found in _planned(model)}
+    if styles != {COLUMNS, ROWS}:
+        raise UnsupportedModel(
+            f"Transformers has no tensor-parallel plan for {name} that divides its heads; "
+            f"{_ONE_RANK}"
+        )
+
+
+def shard(model: PreTrainedModel, spec: ModelSpec, group: TensorGroup) -> None:
+    """Replace the linear layers of a model by the part of this rank.
+
+    The weights of other ranks are not copied, so a mapped weight file is read in part.
+
+    Args:
+        model: on the CPU; no decoder has it yet.
+        spec: shape of the whole model.
+        group: the ranks.
+
+    Raises:
+        UnsupportedModel: see `refuse_unshardable`.
+    """
+    refuse_unshardable(model, spec, group.size)
+    parents: dict[int, nn.Module] = {}
+    for found in list(_planned(model)):
+        if found.linear.weight.shape[found.style == ROWS] % group.size:
+            raise UnsupportedModel(
+                f"{found.path} has a weight of {list(found.linear.weight.shape)}, which "
+                f"{group.size} ranks cannot divide; {_ONE_RANK}"
+            )
+        setattr(found.parent, found.name, _part(found, group))
+        parents[id(found.parent)] = found.parent
+    for parent in parents.values():
+        _divide_counts(parent, group.size)
+
+
+def _part(found: _Planned, group: TensorGroup) -> nn.Module:
+    linear, dim = found.linear, int(found.style == ROWS)
+    bias = linear._parameters["bias"]  # the attribute is typed as never None
+    own = nn.Linear(1, 1, bias=False, device="meta")
+    own.weight = _own_part(linear.weight, dim, group)
+    own.out_features, own.in_features = own.weight.shape
+    if found.style == ROWS:
+        whole = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        return SummedLinear(own, whole, group)
+    if bias is not None:
+        own.bias = _own_part(bias, 0, group)
+    return own
+
+
+def _own_part(whole: Tensor, dim: int, group: TensorGroup) -> nn.Parameter:
+    part = torch.tensor_split(whole.detach(), group.size, dim=dim)[group.rank]
+    return nn.Parameter(part.clone(memory_format=torch.contiguous_format), requires_grad=False)
+
+
+def _divide_counts(module: nn.Module, size: int) -> None:
+    """Divide the numbers of heads that a module stores, for architectures that reshape by them."""
+    for name in _COUNTS:
+        count = vars(module).get(name)
+        if isinstance(count, int):
+            setattr(module, name, count // size)
+
+
+def _planned(model: PreTrainedModel) -> Iterator[_Planned]:
+    """Yield the linear layers of the plan.
+
+    Raises:
+        UnsupportedModel: the plan has a style that Quire does not implement.
+    """
+    base = model.base_model
+    plan = _plan_of(model)
+    modules = dict(base.named_modules())
+    for path, module in modules.items():
+        style = _style(plan, path)
+        if style is None or style in _WHOLE:
+            continue
+        if style not in (COLUMNS, ROWS) or not isinstance(module, nn.Linear):
+            raise UnsupportedModel(
+                f"the tensor-parallel plan of {type(model).__name__} divides {path} by {style!r}, "
+                f"which Quire does not implement (it has {COLUMNS} and {ROWS}); {_ONE_RANK}"
+            )
+        parent, _, name = path.rpartition(".")
+        yield _Planned(modules[parent], name, module, path, style)
+
+
+def _plan_of(model: PreTrainedModel) -> Mapping[str, str]:
+    config = model.base_model.config
+    return dict(getattr(config, "base_model_tp_plan", None) or {})
+
+
+def _style(plan: Mapping[str, str], path: str) -> str | None:
+    return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", path))

@@ -1,0 +1,152 @@
+"""The processes of the ranks from 1 on: started, watched and ended by rank 0."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.errors import QuireError, RankFailed
+from quire.parallel.channel import Channel, channel_of
+
+END_S = 5.0
+"""Time in seconds that a process gets to end before it is killed."""
+
+_LOOK_S = 0.5  # time in seconds for the report or the exit status of a failed process
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The last message of a rank that failed.
+
+    Attributes:
+        error: its error.
+        is_first: whether it is a failure of its own; False: it saw another rank fail.
+    """
+
+    error: QuireError | str
+    is_first: bool
+
+
+class RankProcesses:
+    """The processes of the ranks from 1 on.
+
+    Args:
+        module: module that runs a rank; its arguments are a socket's number and the rank.
+        size: number of ranks, rank 0 included.
+
+    Attributes:
+        folder: temporary folder that all ranks can write to.
+        channels: a channel to each of them, in the order of the ranks.
+    """
+
+    def __init__(self, module: str, size: int) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="quire-ranks-"))
+        self.channels: list[Channel] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._end = weakref.finalize(
+            self, _end, self._processes, self.channels, self.folder, os.getpid()
+        )
+        try:
+            for rank in range(1, size):
+                self._start(module, rank)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, module: str, rank: int) -> None:
+        own, other = socket.socketpair()
+        with other:
+            process = subprocess.Popen(
+                [sys.executable, "-c", _program(module), str(other.fileno()), str(rank)],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # standard output belongs to rank 0
+                pass_fds=[other.fileno()],
+            )
+        self._processes.append(process)
+        self.channels.append(channel_of(own, f"rank {rank} (process {process.pid})"))
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Process ids, in the order of the ranks."""
+        return [process.pid for process in self._processes]
+
+    def failure(self, seen: BaseException) -> QuireError:
+        """See `OtherRanks.failure`."""
+        reports = [self._last_report(channel) for channel in self.channels]
+        for report in reports:
+            if report is not None and report.is_first and isinstance(report.error, QuireError):
+                return report.error
+        texts = [
+            f"rank {rank}: {report.error}"
+            for rank, report in enumerate(reports, start=1)
+            if report is not None and report.is_first
+        ]
+        for rank, (process, report) in enumerate(zip(self._processes, reports, strict=True), 1):
+            code = _exit_code(process)
+            if code is not None and report is None:
+                texts.append(f"rank {rank} (process {process.pid}) ended {_how(code)}")
+        return RankFailed(
+            f"a rank of the tensor-parallel engine failed: {'; '.join(texts) or seen}; restart the "
+            "engine"
+        )
+
+    def _last_report(self, channel: Channel) -> Report | None:
+        """Return the report of a rank, which may follow other messages; None if there is none."""
+        deadline_s = time.monotonic() + _LOOK_S
+        try:
+            while True:
+                message = channel.receive(max(0.0, deadline_s - time.monotonic()))
+                if isinstance(message, Report):
+                    return message
+        except RankFailed:
+            return None
+
+    def close(self) -> None:
+        """End all processes: close their channels, then kill those that do not end."""
+        self._end()
+
+
+def _program(module: str) -> str:
+    """Return a program that runs a module with the search path of this process."""
+    return (
+        f"import runpy, sys; sys.path[:] = {sys.path!r}; "
+        f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    )
+
+
+def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
+    try:
+        return process.wait(_LOOK_S)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _how(code: int) -> str:
+    return f"by signal {-code}" if code < 0 else f"with exit status {code}"
+
+
+def _end(
+    processes: Sequence[subprocess.Popen[bytes]],
+    channels: Sequence[Channel],
+    folder: Path,
+    owner: int,
+) -> None:
+    if os.getpid() != owner:  # a fork of the process that started them
+        return
+    for channel in channels:
+        channel.close()
+    deadline_s = time.monotonic() + END_S
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    shutil.rmtree(folder, ignore_errors=True)

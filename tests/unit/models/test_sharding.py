@@ -1,0 +1,101 @@
+"""Linear layers divided over ranks: logits equal those of the whole model."""
+
+import pytest
+import torch
+
+from quire.errors import UnsupportedModel
+from quire.layout.model import ModelSpec
+from quire.models.sharding import rank_spec, refuse_unshardable, shard
+from quire.models.verify import compare_with_transformers
+from support import zoo
+from support.ranks import ThreadGroup, on_ranks, rank_model
+
+DIVISIBLE = (
+    "llama",
+    "llama_mha",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "granite",
+    "gpt_neox",
+)
+REFUSED = {
+    "llama_mqa": "KV heads",
+    "gpt2": "no tensor-parallel plan",
+    "olmo2": "colwise_gather_output",
+    "phi3": "rowwise_split_input",
+    "mixtral": "mixture of experts",
+}
+
+
+def spec_of(architecture: str) -> ModelSpec:
+    return ModelSpec.from_config(zoo.build(architecture).config.to_dict())
+
+
+@pytest.mark.parametrize("architecture", DIVISIBLE)
+def test_logits_of_ranks_equal_those_of_the_whole_model(architecture: str) -> None:
+    tokens = torch.arange(3, 43)[None]
+    whole = zoo.build(architecture)
+    with torch.inference_mode():
+        expected = whole(tokens, use_cache=False).logits[0]
+
+    def logits(group: ThreadGroup) -> torch.Tensor:
+        decoder = rank_model(architecture, group).decoder
+        return decoder.reference_logits(tokens[0])
+
+    for found in on_ranks(2, logits):
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_check_at_load_runs_on_all_ranks(architecture: str) -> None:
+    def check(group: ThreadGroup) -> int:
+        model = rank_model(architecture, group)
+        compare_with_transformers(model.decoder)
+        return model.spec.num_kv_heads
+
+    assert on_ranks(2, check) == [1, 1]
+
+
+def test_each_rank_has_its_part_of_the_weights() -> None:
+    whole = zoo.build("llama_mha")
+
+    def parts(group: ThreadGroup) -> dict[str, torch.Tensor]:
+        model = copies[group.rank]
+        shard(model, spec, group)
+        layer = model.model.layers[1]
+        return {
+            "q": layer.self_attn.q_proj.weight,
+            "q_bias": layer.self_attn.q_proj.bias,
+            "o": layer.self_attn.o_proj.own.weight,
+            "o_bias": layer.self_attn.o_proj.bias,
+            "down": layer.mlp.down_proj.own.weight,
+        }
+
+    copies, spec = [zoo.build("llama_mha") for _ in range(2)], spec_of("llama_mha")
+    first, second = on_ranks(2, parts)
+
+    layer = whole.model.layers[1]
+    attention = layer.self_attn
+    assert torch.equal(torch.cat([first["q"], second["q"]]), attention.q_proj.weight)
+    assert torch.equal(torch.cat([first["q_bias"], second["q_bias"]]), attention.q_proj.bias)
+    assert torch.equal(torch.cat([first["o"], second["o"]], dim=1), attention.o_proj.weight)
+    assert torch.equal(first["o_bias"], attention.o_proj.bias)
+    assert torch.equal(
+        torch.cat([first["down"], second["down"]], dim=1), layer.mlp.down_proj.weight
+    )
+
+
+@pytest.mark.parametrize(("architecture", "reason"), REFUSED.items())
+def test_models_that_cannot_be_divided_are_refused(architecture: str, reason: str) -> None:
+    model = zoo.build(architecture)
+
+    with pytest.raises(UnsupportedModel, match=reason):
+        refuse_unshardable(model, spec_of(architecture), 2)
+
+
+def test_number_of_ranks_must_divide_the_heads() -> None:
+    with pytest.raises(UnsupportedModel, match="tensor_parallel_size=3"):
+        rank_spec(spec_of("llama"), 3)

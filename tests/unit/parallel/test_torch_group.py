@@ -1,0 +1,107 @@
+"""Collectives of torch.distributed, with gloo between threads of one process."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import pytest
+import torch
+
+from quire.errors import RankFailed
+from quire.parallel.group import ONE_RANK, TensorGroup
+from quire.parallel.torch_group import TorchGroup, open_group
+
+T = TypeVar("T")
+CPU = torch.device("cpu")
+
+
+def on_ranks(
+    folder: Path, size: int, work: Callable[[TorchGroup], T], timeout_s: float = 60.0
+) -> list[T]:
+    """Run a function in a thread for each rank; return the results."""
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
+    meeting = threading.Barrier(size)
+
+    def run(rank: int) -> None:
+        try:
+            group = open_group(
+                rank,
+                size,
+                CPU,
+                rendezvous=folder / "rendezvous",
+                timeout_s=timeout_s,
+                meet=lambda: meeting.wait() and None,
+            )
+            results[rank] = work(group)
+        except BaseException as error:  # noqa: BLE001 - raised below
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in errors:
+        raise error
+    return [results[rank] for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_sum_is_equal_on_all_ranks(tmp_path: Path, size: int, dtype: torch.dtype) -> None:
+    parts = [torch.randn(7, 33).to(dtype) for _ in range(size)]
+
+    found = on_ranks(tmp_path, size, lambda group: group.sum(parts[group.rank].clone()))
+
+    expected = torch.stack([part.float() for part in parts]).sum(dim=0).to(dtype)
+    for one in found:
+        assert one.dtype == dtype
+        assert torch.equal(one, found[0])
+        torch.testing.assert_close(one, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool, torch.int32])
+def test_gather_returns_the_tensors_of_all_ranks(tmp_path: Path, dtype: torch.dtype) -> None:
+    parts = [torch.randint(0, 2, (4, 3)).to(dtype).T for _ in range(3)]  # not contiguous
+
+    for found in on_ranks(tmp_path, 3, lambda group: group.gather(parts[group.rank])):
+        assert all(torch.equal(one, part) for one, part in zip(found, parts, strict=True))
+
+
+def test_union_least_and_meet(tmp_path: Path) -> None:
+    def work(group: TorchGroup) -> tuple[list[bool], int]:
+        group.meet()
+        mask = np.array([group.rank == 0, group.rank == 1, False])
+        return group.union(mask).tolist(), group.least(10 - group.rank)
+
+    assert on_ranks(tmp_path, 2, work) == [([True, True, False], 9)] * 2
+
+
+def test_rank_that_does_not_join_a_collective_is_an_error(tmp_path: Path) -> None:
+    done = threading.Event()
+
+    def work(group: TorchGroup) -> None:
+        if group.rank == 1:
+            done.wait(60.0)
+            return
+        try:
+            with pytest.raises(RankFailed, match="rank 0: a collective failed"):
+                group.sum(torch.ones(4))
+        finally:
+            done.set()
+
+    on_ranks(tmp_path, 2, work, timeout_s=1.0)
+
+
+def test_one_rank_returns_its_arguments() -> None:
+    tensor, mask = torch.ones(2), np.array([True, False])
+
+    assert isinstance(ONE_RANK, TensorGroup)
+    assert ONE_RANK.sum(tensor) is tensor
+    assert ONE_RANK.gather(tensor) == [tensor]
+    assert ONE_RANK.union(mask) is mask
+    assert ONE_RANK.least(3) == 3
+    ONE_RANK.meet()
