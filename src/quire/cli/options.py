@@ -87,7 +87,6 @@ class ModelConfig:
         help="processes (ranks) that divide the heads of the model, one for each CUDA device; "
         "--kv-memory is the memory of each rank",
         synonyms=("tensor-parallel", "tp"),
-        common=True,
     )
     tensor_parallel_timeout: float = option(
         DEFAULT_TIMEOUT_S,

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from quire.kernels.native.linear import Products
-from quire.kernels.native.packed_weights import UNIT_NUMBERS, can_pack
+from quire.kernels.native.packed_weights import INNER_MULTIPLES, can_pack
 from quire.models.native_linear import (
     KINDS,
     PackedEmbedding,
@@ -99,9 +99,9 @@ def _unpackable(module: nn.Module, codec: str) -> str | None:
     """The reason why a module with weights is not packed; None for embeddings, norms, routers."""
     if type(module) in (nn.Linear, Conv1D):
         linear = cast("nn.Linear | Conv1D", module)
-        inner, units = matrix(linear).shape[1], UNIT_NUMBERS[codec]
-        if inner % units:
-            return f"has {inner} inputs, and {codec} weights need a multiple of {units}"
+        inner, multiple = matrix(linear).shape[1], INNER_MULTIPLES[codec]
+        if inner % multiple:
+            return f"has {inner} inputs, and {codec} weights need a multiple of {multiple}"
         if linear.weight.dtype not in KINDS:
             return f"has weights of {linear.weight.dtype}"
         return "shares its weight with other modules than an embedding, or has hooks"

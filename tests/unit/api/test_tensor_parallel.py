@@ -176,7 +176,7 @@ def test_errors_at_load_are_those_of_one_rank(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [0, -1, 65])
 def test_number_of_ranks_is_checked(size: int) -> None:
     with pytest.raises(ConfigError, match="from 1 to 64"):
-        open_llm(ranks=size) if size else LLM("quire-tiny", tensor_parallel_size=size)
+        LLM("quire-tiny", tensor_parallel_size=size)
 
 
 def test_loaded_model_is_refused() -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.errors import InvariantError
 from quire.kernels.native.library import NativeLibrary, load_library
 from quire.kernels.native.linear import CODED, CodedRows, Products
 from quire.kernels.native.linear_args import (
@@ -13,7 +14,14 @@ from quire.kernels.native.linear_args import (
     GROUP_CODES,
     PANEL_COLUMNS,
 )
-from quire.kernels.native.packed_weights import KINDS, PackedWeight, pack, pack_gated, pack_parts
+from quire.kernels.native.packed_weights import (
+    KINDS,
+    PackedWeight,
+    can_pack,
+    pack,
+    pack_gated,
+    pack_parts,
+)
 
 LIBRARY = load_library()
 PATHS = range(AVX2, LIBRARY.path + 1) if isinstance(LIBRARY, NativeLibrary) else ()
@@ -196,3 +204,14 @@ def test_activation_codes_round_to_nearest(products: Products) -> None:
     assert (decoded(coded) - x).abs().max() <= coded.scales.max() * 0.501
     sums = torch.nn.functional.pad(coded.codes.int(), (0, 112)).view(4, 3, GROUP_CODES).sum(2)
     assert torch.equal(coded.sums, sums.int())
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_weights_whose_activations_cannot_be_quantized_in_whole_vectors_are_refused(
+    kind: str,
+) -> None:
+    assert can_pack(352, kind)
+    assert not can_pack(344, kind)  # 16 activations are quantized at a time
+
+    with pytest.raises(InvariantError, match="multiple of 16, got 344"):
+        pack(seeded(64, 344), kind)

@@ -173,10 +173,12 @@ def _save_llama(folder: Path, **fields: object) -> Path:
 def test_input_size_that_fills_no_unit_is_refused_before_weights_are_read(
     tmp_path: Path, no_weights_read: None
 ) -> None:
-    folder = _save_llama(tmp_path, hidden_size=12, head_dim=12)
+    folder = _save_llama(tmp_path / "24", hidden_size=24, head_dim=24)
 
-    with pytest.raises(ConfigError, match=r"q_proj has 12 inputs, and int4 .* multiple of 8"):
-        load_model(folder, device="cpu", weight_codec="int4")
+    for codec in ("int4", "int8"):
+        with pytest.raises(ConfigError, match=rf"q_proj has 24 inputs, and {codec} .* of 16"):
+            load_model(folder, device="cpu", weight_codec=codec)
+    folder = _save_llama(tmp_path / "48", hidden_size=48, head_dim=48)
     with pytest.raises(AssertionError, match="weights were read"):
         load_model(folder, device="cpu", weight_codec="int8")
 
@@ -220,7 +222,7 @@ class _Stacked(nn.Module):
 
 
 def _shared() -> nn.Module:
-    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+    first, second = nn.Linear(16, 16), nn.Linear(16, 16)
     second.weight = first.weight
     return nn.Sequential(first, second)
 
@@ -230,7 +232,7 @@ def _shared() -> nn.Module:
     [
         (lambda: nn.Sequential(_Derived(8, 8)), "0 is a _Derived, not a plain linear layer"),
         (lambda: nn.Sequential(_Stacked()), r"0 is a _Stacked with stacked weights \(weights\)"),
-        (lambda: nn.Sequential(nn.Linear(8, 8, dtype=torch.float64)), "weights of torch.float64"),
+        (lambda: nn.Sequential(nn.Linear(16, 16, dtype=torch.float64)), "weights of torch.float64"),
         (lambda: nn.Sequential(nn.Embedding(8, 8)), "no linear layers"),
         (_shared, "0 shares its weight"),
     ],

@@ -13,6 +13,9 @@ from quire.kernels.native.linear_args import GATE_COLUMNS, GROUP_CODES, PANEL_CO
 
 KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
 UNIT_NUMBERS = {"float32": 1, "bfloat16": 2, "int8": 4, "int4": 8}
+INNER_MULTIPLES = UNIT_NUMBERS | {"int8": 16, "int4": 16}
+"""Input elements come in multiples of these: activations are quantized 16 elements at a time."""
+
 INT8_MAX, INT4_MAX = 127, 7
 
 
@@ -83,7 +86,7 @@ class PackedWeight:
 
 def can_pack(inner: int, kind: str) -> bool:
     """Whether a weight with `inner` input elements can be packed."""
-    return inner % UNIT_NUMBERS[kind] == 0
+    return inner % INNER_MULTIPLES[kind] == 0
 
 
 def pack(weight: Tensor, kind: str) -> PackedWeight:
@@ -133,7 +136,7 @@ def pack_gated(gate: Tensor, other: Tensor, kind: str) -> PackedWeight:
 
 def _empty(num_panels: int, inner: int, kind: str) -> PackedWeight:
     if not can_pack(inner, kind):
-        raise InvariantError(f"expected a multiple of {UNIT_NUMBERS[kind]}, got {inner}")
+        raise InvariantError(f"expected a multiple of {INNER_MULTIPLES[kind]}, got {inner}")
     units = inner // UNIT_NUMBERS[kind]
     panels = zero_memory(num_panels * units * PANEL_COLUMNS * 4)
     scales = None
