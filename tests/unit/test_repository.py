@@ -43,7 +43,6 @@ LONG_FILES = {
     "src/quire/kv/sharing.py": "forks and cached references over the same pages",
     "src/quire/kv/compaction.py": "one compaction: plan, copy, move, free",
     "src/quire/layout/eviction.py": "the syntax of rules and their schedules",
-    "src/quire/engine/core.py": "the calls of an engine, on one rank and on several",
     "src/quire/models/adapter.py": "one decoder: each method of its interfaces",
     "src/quire/engine/pool.py": "one plan: each option that shapes the KV memory, and its refusals",
     "src/quire/eviction/eviction_rules.py": "which rules an engine serves, and each refusal",
