@@ -31,6 +31,7 @@ to standard error.
 FLOORS = (
     *(
         "cli",
+        "scale",
         "serve",
         "hf",
         "bench",
