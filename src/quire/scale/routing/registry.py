@@ -31,29 +31,28 @@ class RouterConfig:
     )
     prefix_weight: float = option(
         4.0,
-        help="kv_aware: cost of an uncached prompt token, relative to a queued one",
+        help="cost of an uncached prompt token for kv_aware, relative to a queued one",
         flag="router-prefix-weight",
     )
     kv_weight: float = option(
         4096.0,
-        help="kv_aware: cost of a full KV memory",
+        help="cost of a full KV memory for kv_aware",
         unit="prompt tokens",
         flag="router-kv-weight",
     )
     max_imbalance_tokens: int = option(
         512,
-        help="kv_aware: additional cost up to which a session stays on its replica",
+        help="additional cost up to which kv_aware keeps a session on its replica",
         unit="prompt tokens",
         flag="router-max-imbalance",
     )
     max_blocks: int = option(
         65536,
-        help="kv_aware: blocks of each replica's prefix cache that the router remembers; 64 to 200 "
-        "bytes each",
+        help="blocks of each replica's prefix cache that kv_aware remembers",
         flag="router-max-blocks",
     )
     max_sessions: int = option(
-        65536, help="kv_aware: sessions that the router remembers", flag="router-max-sessions"
+        65536, help="sessions that kv_aware remembers", flag="router-max-sessions"
     )
 
     def __post_init__(self) -> None:
