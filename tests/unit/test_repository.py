@@ -23,6 +23,7 @@ LONG_FILES = {
     "src/quire/kv/memory.py": "the life of a row, whole: start, grow, shrink, release, proof",
     "src/quire/kv/prefix.py": "one index: match, publish, drop",
     "src/quire/config/kv_config.py": "all options of the KV memory, with their checks",
+    "src/quire/sim/engine.py": "one simulated engine: the calls of a run, step by step",
     "src/quire/engine/core.py": "one engine: requests in, steps, outputs and state out",
     "src/quire/offload/prefix_store/prefix_loader.py": "one loader: begin, wait, meet, learn",
     "src/quire/offload/prefix_store/store.py": "one store: index, writes, reads, failures",
