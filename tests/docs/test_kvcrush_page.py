@@ -18,7 +18,7 @@ def test_separately_run_parts_share_a_page(maker: ModuleType, tmp_path: Path):
     for folder in ("results", "images"):
         (tmp_path / folder).mkdir()
     runs = (
-        run_object("kvcrush", "overhead", {"overhead_fraction": 0.003}),
+        run_object("kvcrush", "overhead", {"added_overhead_fraction": 0.003}),
         run_object("kvcrush", "long", {"long_kl_gain_mean": -1}),
     )
     for name, run in zip("ab", runs, strict=True):
@@ -28,7 +28,7 @@ def test_separately_run_parts_share_a_page(maker: ModuleType, tmp_path: Path):
     maker.main(["kvcrush", str(tmp_path / "b")], tmp_path)
 
     text = (tmp_path / "kvcrush-measured.md").read_text()
-    assert "| `overhead_fraction` | 0.003 | at most 0.005 |" in text
+    assert "| `added_overhead_fraction` | 0.003 | at most 0.005 |" in text
     assert "| `long_kl_gain_mean` | -1 | above 0 |" in text
     assert text.index("## The paper's budget") < text.index("## Overhead of")
     stored = json.loads((tmp_path / "results" / "kvcrush.json").read_text())
@@ -59,7 +59,7 @@ def test_every_part_has_a_title(maker: ModuleType):
 def test_row_of_another_commit_is_labelled(maker: ModuleType, tmp_path: Path):
     for folder in ("results", "images"):
         (tmp_path / folder).mkdir()
-    run = run_object("kvcrush", "overhead", {"overhead_fraction": 0.003})
+    run = run_object("kvcrush", "overhead", {"added_overhead_fraction": 0.003})
     (tmp_path / "a").write_text(json.dumps(run))
     maker.main(["kvcrush", str(tmp_path / "a")], tmp_path)
     path = tmp_path / "results" / "kvcrush.json"

@@ -14,7 +14,7 @@ from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.engine.open_tier import _nature
+from quire.engine.kv_fingerprint import kv_fingerprint
 from quire.errors import RequestError, UnsoundCombination
 from quire.kernels import select
 from quire.kernels.native.library import PATHS, NativeLibrary, load_library
@@ -141,6 +141,6 @@ def test_prefix_keys_differ_from_those_of_engines_without_the_option():
     for batch_invariant in (False, True):
         schedule = ScheduleConfig(batch_invariant=batch_invariant)
         engine = Engine(model_of("llama"), KVConfig(memory="1MiB"), schedule)
-        natures.add(_nature(engine.pool, engine.model))
+        natures.add(kv_fingerprint(engine.pool, engine.model))
 
     assert len(natures) == 2

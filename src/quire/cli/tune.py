@@ -45,7 +45,8 @@ def tune(  # noqa: PLR0913 - one parameter per option
         ),
     ] = "top_1",
     objective: Annotated[
-        str, typer.Option(help="requests (most at once), or throughput (output tokens/s).")
+        str,
+        typer.Option(help="requests (most at once), or throughput (output tokens/s).", hidden=True),
     ] = "requests",
     codecs: Annotated[
         str, typer.Option(help="KV codecs, separated by commas; the first is the baseline's.")
@@ -55,24 +56,29 @@ def tune(  # noqa: PLR0913 - one parameter per option
     ] = ";".join(_SPACE.rules),
     caps: Annotated[str, typer.Option(help="Caps of the rules.")] = ",".join(_SPACE.caps),
     schedules: Annotated[
-        str, typer.Option(help="When to evict: values of when= of an eviction rule.")
+        str, typer.Option(help="When to evict: values of when= of an eviction rule.", hidden=True)
     ] = ",".join(_SPACE.schedules),
     budgets: Annotated[
         str,
-        typer.Option(help="Budgets over layers and heads, separated by semicolons, or uniform."),
+        typer.Option(
+            help="Budgets over layers and heads, separated by semicolons, or uniform.", hidden=True
+        ),
     ] = ";".join(_SPACE.budgets),
     max_tokens: Annotated[int, typer.Option(help="Output tokens of each prompt.")] = 48,
     num_prompts: Annotated[
-        int | None, typer.Option(min=1, help="Use the first prompts only. Default: all.")
+        int | None,
+        typer.Option(min=1, help="Use the first prompts only. Default: all.", hidden=True),
     ] = None,
     held_out: Annotated[
-        float, typer.Option(help="Share of the prompts that only check the result.")
+        float, typer.Option(help="Share of the prompts that only check the result.", hidden=True)
     ] = 0.5,
-    seed: Annotated[int, typer.Option(help="Divides the prompts.")] = 0,
+    seed: Annotated[int, typer.Option(help="Divides the prompts.", hidden=True)] = 0,
     measure: Annotated[
         bool,
         typer.Option(
-            "--measure/--no-measure", help="Run baseline and result in the KV memory at the end."
+            "--measure/--no-measure",
+            help="Run baseline and result in the KV memory at the end.",
+            hidden=True,
         ),
     ] = True,
     out: Annotated[

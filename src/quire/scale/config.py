@@ -24,22 +24,18 @@ class RayConfig:
         ConfigError: a value of the wrong type or out of range.
     """
 
-    enabled: bool = option(
-        False, flag="ray", help="run the engine as replicas on Ray (extra ray)", common=True
-    )
+    enabled: bool = option(False, flag="ray", help="run the engine as replicas on Ray (extra ray)")
     replicas: str = option(
         "1",
         flag="ray-replicas",
         help="number of engines, such as 2, or MIN:MAX, such as 1:8, between which it follows the "
         "load",
-        common=True,
     )
     address: str | None = option(
         None,
         flag="ray-address",
         help="address of a Ray cluster, such as auto or 10.0.0.1:6379; unset: start Ray on this "
         "machine and stop it at the end",
-        common=True,
     )
     cpus: float = option(
         1.0, flag="ray-cpus", help="CPU cores that Ray reserves for each engine; may be 0.5"

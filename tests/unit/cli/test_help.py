@@ -66,9 +66,8 @@ def test_help_all_lists_every_engine_option(command):
 
 @pytest.mark.parametrize("found", [o for o in options_of(SECTIONS) if o.choices])
 def test_choices_are_shown_and_an_invalid_value_suggests_the_nearest(found):
-    command = {"trace": "simulate", "machine": "simulate", "server": "serve"}.get(
-        found.section, "generate"
-    )
+    simulated = dict.fromkeys(("trace", "machine", "cluster", "router"), "simulate")
+    command = (simulated | dict.fromkeys(("server", "ray"), "serve")).get(found.section, "generate")
 
     text = " ".join(re.sub(r"[│\s]+", " ", shown(command, "--help-all")).split())
     assert f"[{'|'.join(found.choices)}]" in text.replace("| ", "|")

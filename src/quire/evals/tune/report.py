@@ -56,11 +56,13 @@ def _page_lines(tuned: Tuned, model: str, *, has_chart: bool) -> Iterator[str]:
         yield ""
     yield "| configuration | requests | KV of a request | prompts | quality | |"
     yield "| --- | ---: | ---: | ---: | ---: | --- |"
-    front = set(front_of(tuned))
+    unbeaten = set(pareto_of(tuned))
     for one, (prompts, found) in measured_of(tuned).items():
         predicted = tuned.predicted[one]
         notes = [
-            name for name, is_so in (("chosen", one == chosen), ("Pareto", one in front)) if is_so
+            name
+            for name, is_so in (("chosen", one == chosen), ("Pareto", one in unbeaten))
+            if is_so
         ]
         yield (
             f"| `{one}` | {predicted.rows:,} | {predicted.row_bytes:,} B | {prompts} | {found} | "
@@ -117,7 +119,7 @@ def measured_of(tuned: Tuned) -> dict[Candidate, tuple[int, Mean]]:
     return {one: last[one] for one in order}
 
 
-def front_of(tuned: Tuned) -> list[Candidate]:
+def pareto_of(tuned: Tuned) -> list[Candidate]:
     """Candidates of the last round that no other beats in quality and requests."""
     quality = tuned.rounds[-1].quality
     rows = {one: found.rows for one, found in tuned.predicted.items()}
@@ -145,9 +147,9 @@ def _draw(axes: "Axes", tuned: Tuned) -> None:
         shown = [one for one in found if one not in tuned.refused]
         rows = [tuned.predicted[one].rows for one in shown]
         axes.scatter(rows, [found[one].mean for one in shown], label=label, color=colour, s=18)
-    front = front_of(tuned)
-    rows = [tuned.predicted[one].rows for one in front]
-    axes.plot(rows, [quality[one].mean for one in front], color="#1f5fa8", linewidth=1)
+    unbeaten = pareto_of(tuned)
+    rows = [tuned.predicted[one].rows for one in unbeaten]
+    axes.plot(rows, [quality[one].mean for one in unbeaten], color="#1f5fa8", linewidth=1)
     axes.axhline(tuned.config.min_quality, color="#444444", linewidth=1, linestyle=":")
     chosen = tuned.predicted[tuned.chosen].rows
     axes.scatter([chosen], [quality[tuned.chosen].mean], color="#d1662b", s=60, label="chosen")

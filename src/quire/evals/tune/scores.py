@@ -1,4 +1,4 @@
-"""Quality of candidates on prompts: measured once, stored, and read again by a later run."""
+"""Quality of candidates on prompts: measured once, and stored for a later run."""
 
 import hashlib
 import json

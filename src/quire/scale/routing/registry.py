@@ -27,7 +27,6 @@ class RouterConfig:
         help="how a replica is chosen: kv_aware: least expected work, which counts uncached prompt "
         "tokens, the queue and active KV; least_loaded: fewest requests; round_robin: in turn",
         flag="router",
-        common=True,
     )
     prefix_weight: float = option(
         4.0,
