@@ -13,7 +13,6 @@ Steps of the four state machines (memory with forks, tiers, prefix index, schedu
 """
 
 import gc
-import logging
 import os
 from collections.abc import Iterator
 from functools import cache
@@ -88,14 +87,3 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         restart_sampling()
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-
-
-@pytest.fixture(autouse=True)
-def _same_loggers():
-    """Undo the configuration of loggers by a server that ran in this process."""
-    loggers = [logging.getLogger(name) for name in ("quire", "uvicorn.error")]
-    before = [(each.handlers, each.level, each.propagate) for each in loggers]
-    yield
-    for each, (handlers, level, propagate) in zip(loggers, before, strict=True):
-        each.handlers, each.propagate = handlers, propagate
-        each.setLevel(level)

@@ -14,6 +14,7 @@ from quire.scale.recipe import EngineRecipe
 from quire.scale.replica_choice import RECEIVED, REPORT
 from quire.scale.serve.recipe import ServeRecipe
 from quire.scale.serve.replica import EngineReplica
+from support.loggers import same_loggers
 
 PROMPT = "<|doc|>Once upon a time"
 RECIPE = ServeRecipe(
@@ -38,8 +39,14 @@ def call(path, body=None, *, method="POST"):
     )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _loggers():
+    with same_loggers():
+        yield
+
+
 @pytest.fixture(scope="module")
-def replica():
+def replica(_loggers):
     made = EngineReplica(RECIPE, "r1")
     yield made
     asyncio.run(made.close())
