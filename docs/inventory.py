@@ -139,6 +139,7 @@ def endpoints() -> dict[str, object]:
     """Routes of the server, and the fields of the request and response bodies."""
     from pydantic import BaseModel
 
+    import quire.serve.chat_messages as chat_messages
     import quire.serve.protocol as protocol
 
     routes = sorted(
@@ -150,7 +151,7 @@ def endpoints() -> dict[str, object]:
     )
     bodies = {
         name: sorted(kind.model_fields)
-        for name, kind in vars(protocol).items()
+        for name, kind in {**vars(chat_messages), **vars(protocol)}.items()
         if isinstance(kind, type) and issubclass(kind, BaseModel) and kind is not BaseModel
     }
     return {"routes": routes, "bodies": dict(sorted(bodies.items()))}
