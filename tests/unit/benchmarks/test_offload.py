@@ -37,6 +37,7 @@ from quire.offload.schedule.planner import plan_step
 from quire.offload.schedule.work import BatchTokens, Rules, staging_bytes
 from quire.plan.offload.split import pipelined_seconds
 from quire.plan.rates import CopyRate
+from support.redis_servers import requires_redis
 
 CPU = Target(torch.device("cpu"))
 SHAPE = LayerShape(hidden=16, tokens=48, rows=2, num_layers=3)
@@ -182,7 +183,7 @@ PARTS = (
     run_sweep,
     run_host,
     run_refit,
-    run_restore,
+    pytest.param(run_restore, marks=requires_redis),
     run_latency,
     run_weights,
     run_codec,
