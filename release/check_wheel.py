@@ -19,7 +19,7 @@ LIBRARY = "quire/kernels/native/_attention.so"
 WHEEL_NAME = re.compile(r"quire_llm-[^-]+-py3-none-(?P<platform>.+)\.whl")
 IN_WHEEL = re.compile(r"quire/|quire_llm-[^/]+\.dist-info/")
 IN_SDIST = re.compile(
-    r"src/(quire|quire_llm\.egg-info)/.*|(setup|pyproject)\.(py|cfg|toml)|PKG-INFO|MANIFEST\.in"
+    r"(deploy|src/quire|src/quire_llm\.egg-info)/.*|(setup|pyproject)\.(py|cfg|toml)|PKG-INFO|MANIFEST\.in"
     r"|LICENSE|NOTICE|(README|CHANGELOG|SECURITY)\.md"
 )
 NEEDED_IN_SDIST = ("setup.py", "pyproject.toml", "LICENSE", "NOTICE", "README.md", "CHANGELOG.md")

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -121,6 +122,7 @@ def test_missing_extra_gives_the_pip_command(extra: str, monkeypatch: pytest.Mon
 
 HIDDEN = """
 import sys
+import tarfile
 
 class Hide:
     def find_spec(self, name, path=None, target=None):
@@ -186,6 +188,8 @@ def small_tree(tmp_path: Path) -> Path:
     for path in (native / "__init__.py", native.parent / "__init__.py", native / "args.h"):
         path.touch()
     (tree / "src/quire/__init__.py").touch()
+    (tree / "deploy").mkdir()
+    (tree / "deploy/compose.yaml").touch()
     (tree / "src/quire/version.py").write_text(f"__version__ = '{__version__}'\n")
     for name in ("attention", "linear", "rows", "sample", "select"):
         (native / f"{name}.c").write_text(f"int quire_{name}(void) {{ return 0; }}\n")
@@ -236,6 +240,8 @@ def test_sdist_has_what_a_build_needs_and_nothing_else(small_tree: Path) -> None
 
     assert sdist.name == f"quire_llm-{__version__}.tar.gz"
     assert list(check_wheel.faults_of(sdist)) == []
+    with tarfile.open(sdist) as opened:
+        assert f"quire_llm-{__version__}/deploy/compose.yaml" in opened.getnames()
 
 
 def wheel_file(folder: Path, name: str, files: dict[str, bytes]) -> Path:
