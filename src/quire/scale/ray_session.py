@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from quire.scale.config import RayConfig
 
-_READY_VARIABLE, _READY_TIMEOUT_S = "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60"
+_READY_VARIABLE, _READY_TIMEOUT_S = "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "300"
 
 
 @contextmanager
