@@ -149,13 +149,15 @@ def run_search(
     """
     from quire.evals.prompt_file import read_prompts
     from quire.evals.tune.run import Tuner, refuse_long
-    from quire.evals.tune.scores import CandidateScorer, ScoreFile, fingerprint_of
+    from quire.evals.tune.scores import ANSWER, CandidateScorer, ScoreFile, fingerprint_of
 
     model = _load(settings)
     prompts = read_prompts(data, model, limit=num_prompts)
     refuse_long(prompts, config, model)
+    with_answers = config.metric == ANSWER
     identity = fingerprint_of(
-        settings.model, model.spec, settings.loading, settings.kv, config.max_tokens, prompts
+        *(settings.model, model.spec, settings.loading, settings.kv),
+        *(config.max_tokens, with_answers, prompts),
     )
     scorer = CandidateScorer(
         model,
@@ -164,6 +166,7 @@ def run_search(
         new_tokens=config.max_tokens,
         stored=ScoreFile(out / SCORES_FILE, identity),
         baseline=config.space.baseline,
+        with_answers=with_answers,
     )
     tuner = Tuner(
         model,

@@ -16,12 +16,14 @@ class Mean:
         mean: of the values.
         low, high: 2.5 and 97.5 percentiles of the means of resampled values.
         count: number of values.
+        most: largest value.
     """
 
     mean: float
     low: float
     high: float
     count: int
+    most: float = float("inf")
 
     def __str__(self) -> str:
         return f"{self.mean:.4g} [{self.low:.4g}, {self.high:.4g}]"
@@ -37,4 +39,4 @@ def mean_of(values: Sequence[float], *, seed: int = 0) -> Mean:
     numbers = np.asarray(values, dtype=np.float64)
     drawn = np.random.default_rng(seed).integers(len(numbers), size=(RESAMPLES, len(numbers)))
     low, high = np.percentile(numbers[drawn].mean(axis=1), [2.5, 97.5])
-    return Mean(float(numbers.mean()), float(low), float(high), len(numbers))
+    return Mean(float(numbers.mean()), float(low), float(high), len(numbers), float(numbers.max()))

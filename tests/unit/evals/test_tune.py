@@ -11,7 +11,7 @@ from quire.cli.main import app
 from quire.errors import ConfigError
 from quire.evals.intervals import Mean
 from quire.evals.tune.run import TuneConfig, divided
-from quire.evals.tune.search import halve, pareto, round_sizes
+from quire.evals.tune.search import FIRST_LOOK, halve, pareto, round_sizes
 from quire.evals.tune.space import Candidate, Space
 from support.texts import lines_prompts
 
@@ -19,7 +19,7 @@ CANDIDATES = [Candidate("int8", f"sinks:cap={n}") for n in range(30)]
 
 
 def exact(mean):
-    return Mean(mean, mean, mean, 10)
+    return Mean(mean, mean, mean, 10, most=mean)
 
 
 def test_space_has_the_baseline_first_and_every_combination_once():
@@ -65,6 +65,24 @@ def test_search_finds_the_most_requests_that_reach_the_quality(found):
     assert bool(good) == bool(rounds[-1].kept)
     if good:
         assert rows[rounds[-1].kept[0]] == max(rows[one] for one in good)
+
+
+def test_the_first_look_removes_what_no_prompt_speaks_for():
+    poor, mixed, good = CANDIDATES[:3]
+    measured = []
+
+    def measure(one, count):
+        measured.append((one, count))
+        if one == mixed and count == FIRST_LOOK:
+            return Mean(0.8, 0.7, 0.85, count, most=1.0)
+        return exact(0.5 if one != good else 0.95)
+
+    rows = dict.fromkeys((poor, mixed, good), 10)
+    rounds = halve([poor, mixed, good], rows, measure, prompts=100, wanted=0.9)
+
+    assert rounds[0].kept == (mixed, good)
+    assert (mixed, 11) in measured
+    assert [count for one, count in measured if one == poor] == [FIRST_LOOK]
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=30))

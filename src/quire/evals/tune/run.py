@@ -264,7 +264,7 @@ class Tuner:
             scores = self._scorer.scores(one, numbers)
         except ConfigError as error:  # what only an engine finds out
             self._refused[one] = str(error)
-            return Mean(0.0, 0.0, 0.0, 0)
+            return Mean(0.0, 0.0, 0.0, 0, most=0.0)
         found = mean_of([score.quality(self._config.metric) for score in scores])
         self._report(f"{one}: {self._config.metric} {found} on {found.count} prompts")
         return found

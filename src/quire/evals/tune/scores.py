@@ -100,6 +100,7 @@ class CandidateScorer:
         new_tokens: output tokens of each.
         stored: stored scores.
         baseline: the candidate that the references are generated with.
+        with_answers: whether outputs are compared with the known answers, which takes a second run.
     """
 
     def __init__(
@@ -111,8 +112,10 @@ class CandidateScorer:
         new_tokens: int,
         stored: ScoreFile,
         baseline: Candidate,
+        with_answers: bool,
     ) -> None:
         self._model, self._kv, self._prompts = model, kv, prompts
+        self._with_answers = with_answers
         self._new_tokens, self._stored = new_tokens, stored
         self._longest_tokens = max(len(one.token_ids) for one in prompts) + new_tokens
         self._reference_scorer = self.open(baseline)
@@ -155,7 +158,7 @@ class CandidateScorer:
     def _measure(self, scorer: FidelityScorer, number: int) -> PromptScore:
         reference, prompt = self.reference(number), self._prompts[number]
         fidelity = scorer.score(reference)
-        if not prompt.answer:
+        if not (self._with_answers and prompt.answer):
             return PromptScore(fidelity=fidelity)
         same = fidelity.exact == 1.0  # then the output is the reference's
         text = reference.text if same else scorer.reference(prompt.token_ids).text

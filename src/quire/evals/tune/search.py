@@ -1,8 +1,9 @@
 """Successive halving (Jamieson and Talwalkar 2016) over candidates.
 
-In each round the remaining candidates are measured on more prompts. A candidate is removed if the
-upper end of its interval is below the wanted quality. Of the others, those that hold the most
-requests remain, and those that no other candidate beats in both quality and requests.
+A first look at few prompts removes each candidate whose quality is below the wanted one on all of
+them. In each round the remaining candidates are measured on more prompts. A candidate is removed
+if the upper end of its interval is below the wanted quality. Of the others, those that hold the
+most requests remain, and those that no other candidate beats in both quality and requests.
 
 Differs from the paper: the order is that of the requests, which are known without a run; the
 quality only has to be reached.
@@ -19,6 +20,9 @@ Measure = Callable[[Candidate, int], Mean]
 
 DIVISOR = 3
 """A round keeps a third of the candidates, and the next one has three times as many prompts."""
+
+FIRST_LOOK = 4
+"""Prompts of the first look."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +71,12 @@ def halve(
         wanted: required quality.
     """
     remaining, rounds = list(candidates), list[Round]()
-    for size in round_sizes(prompts):
+    sizes = round_sizes(prompts)
+    if sizes[0] > FIRST_LOOK:
+        quality = {one: measure(one, FIRST_LOOK) for one in remaining}
+        remaining = [one for one, found in quality.items() if found.most >= wanted]
+        rounds.append(Round(prompts=FIRST_LOOK, quality=quality, kept=tuple(remaining)))
+    for size in sizes:
         quality = {one: measure(one, size) for one in remaining}
         kept = _kept(quality, rows, wanted, is_last=size == prompts)
         rounds.append(Round(prompts=size, quality=quality, kept=tuple(kept)))
