@@ -11,7 +11,7 @@ from quire.cli.main import app
 from quire.errors import ConfigError
 from quire.evals.intervals import Mean
 from quire.evals.tune.run import TuneConfig, divided
-from quire.evals.tune.search import FIRST_LOOK, halve, pareto, round_sizes
+from quire.evals.tune.search import FIRST_LOOK, first_look, halve, pareto, round_sizes
 from quire.evals.tune.space import Candidate, Space
 from support.texts import lines_prompts
 
@@ -44,6 +44,11 @@ def test_empty_list_is_refused():
         Space(caps=())
 
 
+def alone(one):
+    """Candidates without parts."""
+    return ()
+
+
 @given(st.integers(1, 500))
 def test_rounds_grow_to_all_prompts(count):
     sizes = round_sizes(count)
@@ -59,12 +64,30 @@ def test_search_finds_the_most_requests_that_reach_the_quality(found):
     rows = {one: r for one, (r, _) in zip(candidates, found, strict=True)}
     quality = {one: exact(q) for one, (_, q) in zip(candidates, found, strict=True)}
 
-    rounds = halve(candidates, rows, lambda one, _: quality[one], prompts=200, wanted=0.9)
+    rounds = halve(
+        candidates, rows, lambda one, _: quality[one], parts=alone, prompts=200, wanted=0.9
+    )
 
     good = [one for one in candidates if quality[one].mean >= 0.9]
     assert bool(good) == bool(rounds[-1].kept)
     if good:
         assert rows[rounds[-1].kept[0]] == max(rows[one] for one in good)
+
+
+def test_a_poor_codec_removes_its_combinations_unmeasured():
+    space = Space(codecs=("none", "int4"), rules=("h2o",), caps=("50%",), schedules=("decode",))
+    codec, both = Candidate("int4", "full"), Candidate("int4", "h2o:cap=50%,when=decode")
+    measured = []
+
+    def measure(one, count):
+        measured.append(one)
+        return exact(0.5 if one == codec else 1.0)
+
+    found = first_look([space.baseline, both], measure, space.parts, 0.9)
+
+    assert found.kept == (space.baseline,)
+    assert codec in measured
+    assert both not in measured
 
 
 def test_the_first_look_removes_what_no_prompt_speaks_for():
@@ -78,7 +101,7 @@ def test_the_first_look_removes_what_no_prompt_speaks_for():
         return exact(0.5 if one != good else 0.95)
 
     rows = dict.fromkeys((poor, mixed, good), 10)
-    rounds = halve([poor, mixed, good], rows, measure, prompts=100, wanted=0.9)
+    rounds = halve([poor, mixed, good], rows, measure, parts=alone, prompts=100, wanted=0.9)
 
     assert rounds[0].kept == (mixed, good)
     assert (mixed, 11) in measured

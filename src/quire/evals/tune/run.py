@@ -203,6 +203,7 @@ class Tuner:
             more,
             rows,
             self._quality,
+            parts=self._config.space.parts,
             prompts=len(self._searched),
             wanted=self._config.min_quality,
         )

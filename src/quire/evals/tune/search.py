@@ -1,9 +1,10 @@
 """Successive halving (Jamieson and Talwalkar 2016) over candidates.
 
 A first look at few prompts removes each candidate whose quality is below the wanted one on all of
-them. In each round the remaining candidates are measured on more prompts. A candidate is removed
-if the upper end of its interval is below the wanted quality. Of the others, those that hold the
-most requests remain, and those that no other candidate beats in both quality and requests.
+them, and the candidates with its codec or its rule: errors of codec and rule add up. In each round
+the remaining candidates are measured on more prompts. A candidate is removed if the upper end of
+its interval is below the wanted quality. Of the others, those that hold the most requests remain,
+and those that no other candidate beats in both quality and requests.
 
 Differs from the paper: the order is that of the requests, which are known without a run; the
 quality only has to be reached.
@@ -17,6 +18,9 @@ from quire.evals.tune.space import Candidate
 
 Measure = Callable[[Candidate, int], Mean]
 """Maps a candidate and a number of prompts to its quality on the first prompts."""
+
+Parts = Callable[[Candidate], Sequence[Candidate]]
+"""Returns the candidates that have only the codec, or only the rule, of a candidate."""
 
 DIVISOR = 3
 """A round keeps a third of the candidates, and the next one has three times as many prompts."""
@@ -58,6 +62,7 @@ def halve(
     rows: Mapping[Candidate, int],
     measure: Measure,
     *,
+    parts: Parts,
     prompts: int,
     wanted: float,
 ) -> list[Round]:
@@ -67,21 +72,36 @@ def halve(
         candidates: in a fixed order, which breaks ties.
         rows: requests that each candidate holds.
         measure: measures a candidate.
+        parts: returns the codec alone and the rule alone.
         prompts: number of prompts of the last round.
         wanted: required quality.
     """
     remaining, rounds = list(candidates), list[Round]()
     sizes = round_sizes(prompts)
     if sizes[0] > FIRST_LOOK:
-        quality = {one: measure(one, FIRST_LOOK) for one in remaining}
-        remaining = [one for one, found in quality.items() if found.most >= wanted]
-        rounds.append(Round(prompts=FIRST_LOOK, quality=quality, kept=tuple(remaining)))
+        rounds.append(first_look(remaining, measure, parts, wanted))
+        remaining = list(rounds[-1].kept)
     for size in sizes:
         quality = {one: measure(one, size) for one in remaining}
         kept = _kept(quality, rows, wanted, is_last=size == prompts)
         rounds.append(Round(prompts=size, quality=quality, kept=tuple(kept)))
         remaining = kept
     return rounds
+
+
+def first_look(
+    candidates: Sequence[Candidate], measure: Measure, parts: Parts, wanted: float
+) -> Round:
+    """Remove what is below the wanted quality on all of `FIRST_LOOK` prompts; parts run first."""
+    quality: dict[Candidate, Mean] = {}
+
+    def is_possible(one: Candidate) -> bool:
+        if one not in quality:
+            quality[one] = measure(one, FIRST_LOOK)
+        return quality[one].most >= wanted
+
+    kept = [one for one in candidates if all(map(is_possible, (*parts(one), one)))]
+    return Round(prompts=FIRST_LOOK, quality=quality, kept=tuple(kept))
 
 
 def _kept(

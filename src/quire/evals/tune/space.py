@@ -64,6 +64,10 @@ class Space:
         found = [Candidate(codec, rule) for codec in self.codecs for rule in rules]
         return list(dict.fromkeys((self.baseline, *found)))
 
+    def parts(self, one: Candidate) -> tuple[Candidate, Candidate]:
+        """The codec of a candidate with all tokens, and its rule with the first codec."""
+        return Candidate(one.codec, FULL), Candidate(self.codecs[0], one.evict)
+
     def _rules(self, rule: str) -> Iterator[str]:
         if rule == FULL:
             yield FULL
