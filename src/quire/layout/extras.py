@@ -17,6 +17,7 @@ EXTRAS = MappingProxyType(
         "events": ("zmq", "msgpack"),
         "gguf": ("gguf", "accelerate"),
         "kmeans": ("scipy",),
+        "lm-eval": ("lm_eval",),
         "ray": ("ray", "pyarrow"),
         "redis": ("redis",),
         "report": ("matplotlib",),

@@ -26,7 +26,7 @@ def test_options_reach_their_configs():
 
 
 def test_unknown_option_and_invalid_value_are_refused():
-    with pytest.raises(UnknownName, match="'kv_memry'.*did you mean kv_memory"):
+    with pytest.raises(UnknownName, match=r"'kv_memry'.*did you mean kv_memory"):
         llm_options({"kv_memry": "2MiB"})
     with pytest.raises(ConfigError, match="kv-memory"):
         llm_options({"kv_memory": "much"})

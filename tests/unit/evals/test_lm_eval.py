@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+import quire.evals.lm_eval as ours
 from quire.errors import ConfigError, RequestError, UnknownName
-from quire.evals.lm_eval import require_harness
 from quire.evals.lm_eval.__main__ import with_model
 from quire.evals.lm_eval.requests import log_likelihood, sampling_params
 from quire.models.source import find_model
@@ -87,8 +87,9 @@ def test_command_uses_quire_unless_a_model_is_named(given, expected):
 
 @pytest.mark.skipif(HAS_HARNESS, reason="lm_eval is installed")
 def test_missing_harness_is_explained():
-    with pytest.raises(ConfigError, match="pip install lm_eval"):
-        require_harness()
+    with pytest.raises(ConfigError, match=r"needs lm_eval.*quire-llm\[lm-eval\]"):
+        _ = ours.QuireLM
+    assert not hasattr(ours, "other")
 
 
 def test_evaluations_import_no_harness():
@@ -109,8 +110,9 @@ def models():
     from quire.evals.lm_eval import QuireLM
 
     folder = str(find_model("quire-tiny")[0])
+    options = {"dtype": "float32", "device": "cuda:0", "max_length": 512}  # the default device
     return {
-        "quire": QuireLM(folder, dtype="float32", kv_memory="64MiB", max_length=512),
+        "quire": QuireLM(folder, kv_memory="64MiB", **options),
         "hf": HFLM(folder, dtype="float32", device="cpu", max_length=512, batch_size=4),
     }
 

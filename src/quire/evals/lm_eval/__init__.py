@@ -6,36 +6,26 @@ takes the arguments of `lm_eval`. In Python, `QuireLM` is passed to the harness 
 harness is imported when `QuireLM` is used; no other package imports it.
 """
 
-import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from quire.errors import ConfigError
+from quire.layout.extras import require_extra
 
 if TYPE_CHECKING:
     from quire.evals.lm_eval.model import QuireLM
 
-__all__ = ["NAME", "QuireLM", "require_harness"]
+__all__ = ["EXTRA", "NAME", "QuireLM"]
+
+EXTRA = "lm-eval"
+"""Extra that installs the harness."""
 
 NAME = "quire"
 """Name of the model class in the harness."""
 
 
-def require_harness() -> None:
-    """Check that lm-evaluation-harness is installed.
-
-    Raises:
-        ConfigError: it is not; the message has the pip command.
-    """
-    if importlib.util.find_spec("lm_eval") is None:
-        raise ConfigError(
-            "quire.evals.lm_eval needs lm-evaluation-harness (not installed): pip install lm_eval"
-        )
-
-
 def __getattr__(name: str) -> Any:
     if name != "QuireLM":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    require_harness()
+    require_extra(EXTRA, "quire.evals.lm_eval")
     from quire.evals.lm_eval.model import QuireLM
 
     return QuireLM

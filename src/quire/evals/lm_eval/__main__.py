@@ -4,7 +4,8 @@ import sys
 from collections.abc import Sequence
 
 from quire.errors import QuireError
-from quire.evals.lm_eval import NAME, require_harness
+from quire.evals.lm_eval import EXTRA, NAME
+from quire.layout.extras import require_extra
 
 RUN = "run"
 _HELP = {"--help", "-h"}
@@ -23,7 +24,7 @@ def with_model(arguments: Sequence[str]) -> list[str]:
 def main() -> None:
     """Run the command of the harness."""
     try:
-        require_harness()
+        require_extra(EXTRA, "quire.evals.lm_eval")
         from lm_eval.__main__ import cli_evaluate
 
         import quire.evals.lm_eval.model  # noqa: F401 - registers the model class

@@ -12,6 +12,7 @@ evicts nothing before the last token.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from huggingface_hub.utils import tqdm
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -24,6 +25,9 @@ from quire.evals.engine_options import llm_options
 from quire.evals.lm_eval import NAME
 from quire.evals.lm_eval.requests import log_likelihood, sampling_params
 from quire.sampling.outputs import RequestOutput
+
+HARNESS_DEVICE = "cuda:0"
+"""Default of the harness' `--device`: the first CUDA device, else the CPU, which is our auto."""
 
 REQUESTS_AT_ONCE = 512
 """Requests that are submitted together; the engine forms batches of them."""
@@ -46,7 +50,7 @@ class QuireLM(TemplateLM):  # type: ignore[misc]  # the base class has no types
             tokenizer is set.
         batch_size, max_batch_size: of the harness; without effect, as the KV memory and
             max_num_seqs limit a batch.
-        device: auto, cpu or cuda.
+        device: auto, cpu, cuda or cuda:N; the harness' default cuda:0 is auto.
         options: options of the engine.
 
     Raises:
@@ -69,7 +73,7 @@ class QuireLM(TemplateLM):  # type: ignore[misc]  # the base class has no types
     ) -> None:
         super().__init__()
         if device is not None:
-            options["device"] = device
+            options["device"] = "auto" if device == HARNESS_DEVICE else device
         self._llm = LLM(pretrained, **_built(options))
         self._context = self._llm.model.spec.max_positions
         if max_length is not None and not 2 <= max_length <= self._context:
@@ -216,8 +220,6 @@ class QuireLM(TemplateLM):  # type: ignore[misc]  # the base class has no types
         self, requests: Sequence[GenerationRequest], name: str, *, disable_tqdm: bool
     ) -> Iterator[RequestOutput]:
         """Run requests and yield their outputs in order; a failed request raises RequestError."""
-        from tqdm import tqdm  # installed with the harness
-
         with tqdm(total=len(requests), desc=f"Running {name}", disable=disable_tqdm) as bar:
             for start in range(0, len(requests), REQUESTS_AT_ONCE):
                 for output in self._llm.generate(requests[start : start + REQUESTS_AT_ONCE]):

@@ -3,7 +3,7 @@
 Words are stemmed, as in the published results of XSum and CNN/DM.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -34,8 +34,3 @@ def _scorer() -> Any:
     from rouge_score.rouge_scorer import RougeScorer
 
     return RougeScorer(list(ROUGE), use_stemmer=True)
-
-
-def is_rouge(scores: Mapping[str, float]) -> bool:
-    """Whether scores have a ROUGE metric."""
-    return any(name in scores for name in ROUGE)

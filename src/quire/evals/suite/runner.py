@@ -155,7 +155,7 @@ class Evaluator:
         full = full_kv(self._kv)
         fingerprint = fingerprint_of(*self._identity, full, self._config.seed)
         values = self._stored.read(SANITY, fingerprint)
-        found = self._checked(full) if values is None else Sanity(**values)
+        found = self._checked(full) if values is None else Sanity.stored(values)
         self._stored.write(SANITY, fingerprint, found.as_dict())
         self._report(f"sanity check: {found.status}{found.reason and f': {found.reason}'}")
         return found

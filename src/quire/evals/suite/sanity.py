@@ -6,7 +6,9 @@
 See `quire.evals.gate`. A model that fails does not use its context, or answers without it.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from quire.errors import ConfigError
 from quire.evals.gate import (
@@ -42,6 +44,11 @@ class Sanity:
     def passed(self) -> bool:
         """Whether the model may judge a rule."""
         return self.status == PASSED
+
+    @classmethod
+    def stored(cls, values: Mapping[str, Any]) -> "Sanity":
+        """The result of `as_dict`."""
+        return cls(status=values["status"], reason=values["reason"], cases=tuple(values["cases"]))
 
     def as_dict(self) -> dict[str, object]:
         """As JSON values."""

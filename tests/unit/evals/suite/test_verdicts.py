@@ -1,6 +1,7 @@
 """Verdicts need a passed sanity check and a task that full KV solves; cells are stored."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 
@@ -95,8 +96,6 @@ def test_perplexity_is_the_exponential_of_the_mean():
 
 
 def test_stored_cell_is_read_again_for_equal_options_only(tmp_path):
-    from dataclasses import asdict
-
     stored, found = CellFolder(tmp_path), cell([1.0, 0.0])
     assert stored.cell("a", "x") is None
     stored.write("a", "x", asdict(found))
