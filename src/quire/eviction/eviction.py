@@ -119,9 +119,8 @@ class PolicyEvictor:
         layers = self._offloaded_layers(request)
         if layers is not None:
             mask, retained = self._repeated_mask(request, entry)
-            whole = LayerPart(group := self._lanes.tables[0].group, range(len(group.layers)))
-            records = RetainedSlots(group, self._reader(request, whole), retained, None)
-            parts = self._select_again(request, entry, [records])
+            name = self._lanes.tables[0].group.name
+            parts = self._select_again(request, entry, {name: retained})
             self._require_layers(layers, request, mask, parts)
             self._compact_by_layer(layers, request, mask, parts)
             return
@@ -134,7 +133,9 @@ class PolicyEvictor:
             heads = one.group.page_class.heads
             by_head = torch.from_numpy(one.retained).repeat_interleave(heads, dim=0)
             masks[one.group.name] = one.reader.unsort(by_head)
-        parts = self._select_again(request, entry, repeated)
+        parts = self._select_again(
+            request, entry, {one.group.name: one.retained for one in repeated}
+        )
         self._commit(request, self._plans(request, masks, parts), parts, repeated)
 
     def _plans(
@@ -195,13 +196,18 @@ class PolicyEvictor:
         return RetainedSlots(group, reader, retained, promoted)
 
     def _select_again(
-        self, request: Request, entry: EvictionEntry, repeated: Sequence[RetainedSlots]
+        self, request: Request, entry: EvictionEntry, retained: Mapping[str, NDArray[np.bool_]]
     ) -> list[Selected]:
-        """Run the rule of a recorded eviction again, for the data that it returns."""
+        """Run the rule of a recorded eviction again, for the data that it returns.
+
+        Args:
+            request: a running request.
+            entry: the recorded eviction.
+            retained: [lanes, slots] its retained slots by group, in the order of positions.
+        """
         if entry.wanted is None:
             return []
         eviction, keep = _eviction_of(request), entry.wanted.astype(np.int64)
-        retained = {one.group.name: one.retained for one in repeated}
         found = []
         for place in self._parts(request):
             part, per_layer = (

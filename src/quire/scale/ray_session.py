@@ -7,7 +7,13 @@ from contextlib import contextmanager
 
 from quire.scale.config import RayConfig
 
-_READY_VARIABLE, _READY_TIMEOUT_S = "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60"
+_VARIABLES = {
+    # Ray kills an HTTP proxy that starts slowly, as on a machine whose cores are busy
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "300",
+    # Ray lowers the CPU priority of its workers; these serve requests like `quire serve`
+    "RAY_worker_niceness": "0",
+}
+"""Settings of a Ray that is started here, unless the environment has its own."""
 
 
 @contextmanager
@@ -21,8 +27,8 @@ def ray_session(config: RayConfig) -> Iterator[None]:
     import ray
 
     if config.address is None:
-        # Ray kills an HTTP proxy that starts slowly, as on a machine whose cores are busy
-        os.environ.setdefault(_READY_VARIABLE, _READY_TIMEOUT_S)
+        for name, value in _VARIABLES.items():
+            os.environ.setdefault(name, value)
         reserved = math.ceil(config.max_replicas * config.cpus)
         ray.init(
             address="local",

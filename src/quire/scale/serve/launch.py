@@ -4,14 +4,19 @@ import math
 import signal
 import sys
 import threading
+import time
 from types import FrameType
 
+from quire.errors import EngineDead
 from quire.scale.ray_session import ray_session
 from quire.scale.serve.application import application
 from quire.scale.serve.recipe import ServeRecipe
 
 APPLICATION = "quire"
 """Name of the application in Ray Serve."""
+
+PROXY_WAIT_S, POLL_S = 240.0, 0.5
+"""Longest wait for an HTTP proxy after Ray's own wait of a minute, and the interval of checks."""
 
 
 def serve_until_signal(recipe: ServeRecipe) -> None:
@@ -26,7 +31,7 @@ def serve_until_signal(recipe: ServeRecipe) -> None:
 
     with ray_session(recipe.ray):
         start_serve(recipe)
-        serve.run(application(recipe), name=APPLICATION, route_prefix="/")
+        run_application(recipe)
         stop = _signals()  # Ray has set its own handlers meanwhile
         sys.stdout.write(_banner(recipe))
         sys.stdout.flush()
@@ -52,17 +57,46 @@ def start_serve(recipe: ServeRecipe) -> None:
     from ray.serve.config import HTTPOptions
 
     server = recipe.server
-    serve.start(
-        proxy_location="HeadOnly" if recipe.ray.address is None else "EveryNode",
-        http_options=HTTPOptions(
-            host=server.host,
-            port=server.port,
-            keep_alive_timeout_s=math.ceil(server.timeout_keep_alive),
-            ssl_certfile=server.ssl_certfile,
-            ssl_keyfile=server.ssl_keyfile or server.ssl_certfile,
-            ssl_ca_certs=server.ssl_ca_certs,
-        ),
+    options = HTTPOptions(
+        host=server.host,
+        port=server.port,
+        keep_alive_timeout_s=math.ceil(server.timeout_keep_alive),
+        ssl_certfile=server.ssl_certfile,
+        ssl_keyfile=server.ssl_keyfile or server.ssl_certfile,
+        ssl_ca_certs=server.ssl_ca_certs,
     )
+    location = "HeadOnly" if recipe.ray.address is None else "EveryNode"
+    try:
+        serve.start(proxy_location=location, http_options=options)
+    except TimeoutError:
+        # Ray waits for a minute; its controller goes on starting the proxies of a busy machine
+        serve.start(proxy_location=location, http_options=options)
+
+
+def run_application(recipe: ServeRecipe) -> None:
+    """Create the replicas and wait until the proxies send requests to them.
+
+    Raises:
+        EngineDead: no proxy has started in `PROXY_WAIT_S`.
+    """
+    from ray import serve
+
+    try:
+        serve.run(application(recipe), name=APPLICATION, route_prefix="/")
+    except TimeoutError:
+        _wait_for_proxies(time.monotonic() + PROXY_WAIT_S)
+
+
+def _wait_for_proxies(deadline_s: float) -> None:
+    from ray import serve
+
+    while not any(proxy.value == "HEALTHY" for proxy in serve.status().proxies.values()):
+        if time.monotonic() > deadline_s:
+            raise EngineDead(
+                f"Ray's HTTP proxy has not started in {PROXY_WAIT_S:.0f} s, as on a machine whose "
+                "cores are busy: free cores, or lower --ray-replicas"
+            )
+        time.sleep(POLL_S)
 
 
 def _signals() -> threading.Event:
