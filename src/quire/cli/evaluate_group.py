@@ -19,9 +19,14 @@ class EvalGroup(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the name of the command and leave its arguments."""
-        if args and self._is_run(args[0]):
-            args = [DEFAULT_COMMAND, *args]
-        return super().parse_args(ctx, args)
+        return super().parse_args(ctx, self._with_command(args))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command of a line, also of one that was not parsed."""
+        return super().resolve_command(ctx, self._with_command(args))
+
+    def _with_command(self, args: list[str]) -> list[str]:
+        return [DEFAULT_COMMAND, *args] if args and self._is_run(args[0]) else args
 
     def _is_run(self, first: str) -> bool:
         if first in self.commands or first in _HELP:

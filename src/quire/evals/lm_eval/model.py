@@ -12,7 +12,7 @@ evicts nothing before the last token.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from huggingface_hub.utils import tqdm
+from huggingface_hub.utils.tqdm import tqdm
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -220,7 +220,8 @@ class QuireLM(TemplateLM):  # type: ignore[misc]  # the base class has no types
         self, requests: Sequence[GenerationRequest], name: str, *, disable_tqdm: bool
     ) -> Iterator[RequestOutput]:
         """Run requests and yield their outputs in order; a failed request raises RequestError."""
-        with tqdm(total=len(requests), desc=f"Running {name}", disable=disable_tqdm) as bar:
+        shown: Any = tqdm  # has no types
+        with shown(total=len(requests), desc=f"Running {name}", disable=disable_tqdm) as bar:
             for start in range(0, len(requests), REQUESTS_AT_ONCE):
                 for output in self._llm.generate(requests[start : start + REQUESTS_AT_ONCE]):
                     if output.error is not None:
