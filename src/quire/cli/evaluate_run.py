@@ -33,8 +33,8 @@ def run(  # noqa: PLR0913 - one parameter per option
     suite: Annotated[
         str | None,
         typer.Option(
-            help="Tasks that run together: quick, recall, redundant, ruler, few-shot or all. Default: quick, "
-            "unless --tasks is given.",
+            help="Tasks that run together: quick, recall, redundant, ruler, few-shot or all. "
+            "Default: quick, unless --tasks is given.",
             show_default=False,
         ),
     ] = None,

@@ -26,6 +26,10 @@ _ONE_ANSWER = (
     ("copy", "a marked passage, which the output repeats"),
     ("headline", "the first line of an article"),
     ("labels", "few-shot classification of words with random labels"),
+    ("repeats", "the value of one line; every line is in the prompt four times"),
+    ("retold", "a fact about a person, told four times in running text"),
+    ("majority", "the most frequent label of a word, a fifth of whose lines have another one"),
+    ("topics", "the label of two words of a class, of which many lines are labelled"),
     ("arithmetic", "few-shot sums with held-out operands"),
 )
 _SEVERAL_ANSWERS = (
@@ -84,6 +88,9 @@ SUITES: Mapping[str, Suite] = MappingProxyType(
             count=25,
         ),
         "ruler": Suite(tasks=(*_NEEDLES, "tracking", "cwe"), tokens=(512, 1024, 2048), count=25),
+        "redundant": Suite(
+            tasks=("repeats", "retold", "majority", "topics", "labels"), tokens=(512,), count=50
+        ),
         "few-shot": Suite(tasks=("labels", "arithmetic"), tokens=(512,), count=50),
         "all": Suite(
             tasks=tuple(task.name for task in _ALL if not task.source), tokens=(512,), count=25

@@ -21,6 +21,7 @@ from quire.evals.tasks.labels import Labels
 from quire.evals.tasks.needles import Needles
 from quire.evals.tasks.passkey import Passkey
 from quire.evals.tasks.records import KeyValue, Lines, LongEval
+from quire.evals.tasks.redundant import Majority, Repeats, Retold, Topics
 from quire.evals.tasks.ruler import CommonWords, MultiQuery, MultiValue, VariableTracking
 from quire.evals.tasks.variables import Variables
 from quire.evals.tasks.words import Split
@@ -68,6 +69,10 @@ ALL_FAMILIES: Mapping[str, type[TaskFamily]] = MappingProxyType(
         "niah_multiquery": MultiQuery,
         "tracking": VariableTracking,
         "cwe": CommonWords,
+        "repeats": Repeats,
+        "retold": Retold,
+        "majority": Majority,
+        "topics": Topics,
     }
 )
 """Also the families that are used for evaluation only."""
