@@ -243,8 +243,13 @@ def _modules() -> Iterator[ModuleType]:
 
     for package in (quire, benchmarks):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            if not module.name.rpartition(".")[2].startswith("_"):
+            if module.name.rpartition(".")[2].startswith("_"):
+                continue
+            try:
                 yield importlib.import_module(module.name)
+            except ModuleNotFoundError as error:  # lm_eval is not always installed
+                if error.name != "lm_eval":
+                    raise
 
 
 def _constant(module: str, name: str) -> Any:

@@ -175,6 +175,32 @@ def _by_name(rows: list[dict[str, object]]) -> dict[object, object]:
     return {row["name"]: row for row in rows}
 
 
+@case(loose=("claims.*", "arms.full.by_depth*", "arms.configured.by_depth*", "arms.verdicts.*"))
+def eval_run(workshop: Workshop) -> object:
+    from quire.evals.suite import runner, sanity
+
+    before, passed = runner.check, sanity.Sanity(status=sanity.PASSED)
+    runner.check = lambda *args, **options: passed
+    sizes = ("--tokens=64", "--num-prompts=2", "--evict=recent:cap=25%,every=8", *SMALL)
+    try:
+        return workshop.run("eval", "--tasks=lines,perplexity", *sizes)
+    finally:
+        runner.check = before
+
+
+@case()
+def eval_fidelity(workshop: Workshop) -> object:
+    path = workshop.folder / "prompts.jsonl"
+    path.write_text(json.dumps({"prompt": PROMPT}) + "\n", encoding="utf-8")
+    sizes = ("--max-tokens=3", "--kv-codec=int2", *SMALL)
+    return workshop.run("eval", "fidelity", "quire-tiny", "--data", path, *sizes)
+
+
+@case(exact=("*.metrics", "*.suites"))
+def eval_tasks(workshop: Workshop) -> object:
+    return _by_name(workshop.run("eval", "tasks")["tasks"])
+
+
 @case(loose=("arms.rows.correct",))
 def eval_gate(workshop: Workshop) -> object:
     from quire.cli import evaluate

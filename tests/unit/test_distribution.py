@@ -30,6 +30,7 @@ DISTRIBUTIONS = {
     "huggingface_hub": "huggingface-hub",
     "starlette": "fastapi",
     "pyarrow": "ray",
+    "rouge_score": "rouge-score",
     "prometheus_client": "prometheus-client",
     "fastapi_swagger": "fastapi-swagger",
     "opentelemetry": "opentelemetry-sdk",
@@ -38,8 +39,13 @@ DISTRIBUTIONS = {
 }
 """Distribution of each import name that differs; fastapi depends on starlette, ray[data] on
 pyarrow, and the exporter of OpenTelemetry on its SDK."""
-EXTRA_OF_PACKAGE = {"serve": ("serve",), "scale/serve": ("serve", "ray")}
+EXTRA_OF_PACKAGE = {
+    "serve": ("serve",),
+    "scale/serve": ("serve", "ray"),
+    "evals/lm_eval": ("lm-eval",),
+}
 """Packages of Quire whose modules import an extra when they are loaded."""
+OPTIONAL_PACKAGES = {"serve", "lm_eval"}
 
 
 def names(requirements: list[str]) -> set[str]:
@@ -68,7 +74,8 @@ def test_modules_import_declared_packages_and_extras_only_in_their_package() -> 
     faults = []
     for path in sorted((ROOT / "src/quire").rglob("*.py")):
         parts = path.relative_to(ROOT / "src/quire").parts
-        package = "/".join(parts[:2]) if parts[0] == "scale" else parts[0]
+        package = "/".join(parts[:2])
+        package = package if package in EXTRA_OF_PACKAGE else parts[0]
         allowed = core.union(*(names(OPTIONAL[e]) for e in EXTRA_OF_PACKAGE.get(package, ())))
         for name, at_import in third_party_imports(path):
             if name not in (allowed if at_import else every):
@@ -161,7 +168,8 @@ def test_core_modules_load_and_generate_without_server_packages() -> None:
     modules = [
         ".".join(path.relative_to(ROOT / "src").with_suffix("").parts)
         for path in sorted((ROOT / "src/quire").rglob("*.py"))
-        if "serve" not in path.relative_to(ROOT / "src/quire").parts and path.stem != "__main__"
+        if not OPTIONAL_PACKAGES.intersection(path.relative_to(ROOT / "src/quire").parts)
+        and path.stem != "__main__"
     ]
     run = "['quire', 'generate', 'quire-tiny', '-p', 'once', '--max-tokens', '2']"
     hidden = [name for name in SERVER_PACKAGES if name != "h11"]  # the hub's client may need it

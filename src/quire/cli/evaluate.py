@@ -1,4 +1,7 @@
-"""`quire eval`: quality checks. `gate` checks that a model is fit to evaluate eviction rules."""
+"""`quire eval`: the group of quality measurements, its task list, and `gate`.
+
+`gate` checks that a model is fit to evaluate eviction rules.
+"""
 
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated
@@ -7,6 +10,9 @@ import typer
 
 from quire.cli.command import register
 from quire.cli.common import AsJson
+from quire.cli.evaluate_fidelity import fidelity
+from quire.cli.evaluate_group import EvalGroup
+from quire.cli.evaluate_run import run
 from quire.cli.json_output import print_json
 from quire.cli.options import KV, MODEL, SCHEDULE
 from quire.cli.report import envelope
@@ -23,13 +29,41 @@ QUICK_CASES = (
     GateCase(task="niah", tokens=512, n=5),
 )
 
-eval_app = typer.Typer(no_args_is_help=True, help="Run quality checks.")
+eval_app = typer.Typer(
+    cls=EvalGroup,
+    no_args_is_help=True,
+    help="Measure quality: tasks, fidelity to full KV, and a sanity check of models. Without a "
+    "command: quire eval run.",
+)
 
 
-@eval_app.callback()
-def _group() -> None:
-    # with a callback, `gate` stays a subcommand although it is the only one
-    pass
+def tasks(*, as_json: AsJson = False) -> None:
+    """List the tasks of quire eval run, one on each line."""
+    from quire.cli.listing_views import show_summaries, show_text
+    from quire.evals.suite.registry import SUITES, TASKS, suites_with
+
+    if as_json:
+        listed = [
+            {
+                "name": task.name,
+                "summary": task.summary,
+                "metrics": list(task.metrics),
+                "file": task.source,
+                "suites": list(suites_with(task.name)),
+            }
+            for task in TASKS.values()
+        ]
+        print_json({"name": "eval_tasks", "tasks": listed})
+        return
+    show_summaries(
+        "Tasks, as in quire eval run MODEL --tasks NAME,NAME",
+        ((task.name, task.summary) for task in TASKS.values()),
+    )
+    show_summaries(
+        "\nSuites, as in quire eval run MODEL --suite NAME",
+        ((name, ", ".join(suite.tasks)) for name, suite in SUITES.items()),
+    )
+    show_text("\nA task with a file needs --data FILE.")
 
 
 @with_settings(MODEL, KV, SCHEDULE)
@@ -98,7 +132,8 @@ class Judge:
         return self._evicting[1]
 
 
-register(eval_app, gate)
+for _command in (run, fidelity, tasks, gate):
+    register(eval_app, _command)
 
 
 def _show(report: GateReport) -> None:

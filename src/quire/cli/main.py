@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from quire.cli.batch import batch
 from quire.cli.bench import add_to as add_bench_commands
+from quire.cli.board import board
 from quire.cli.calibrate import calibrate
 from quire.cli.chat import chat
 from quire.cli.codec_listing import codecs
@@ -115,7 +116,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _COMMANDS = (
-    *(generate, chat, batch, serve, plan, profile, calibrate, tune, simulate, demo, doctor),
+    *(generate, chat, batch, serve, plan, profile, calibrate, tune, board, simulate, demo, doctor),
     *(policies, codecs),
 )
 for _command in _COMMANDS:

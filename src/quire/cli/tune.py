@@ -118,15 +118,19 @@ def tune(  # noqa: PLR0913 - one parameter per option
         print_json(envelope("tune", tuned.claims(), arms_of(tuned), settings.as_dict()))
 
 
-def refuse_settings(settings: Settings) -> None:
-    """Refuse options that the search sets itself, and a KV memory without a size.
+def refuse_settings(settings: Settings, command: str = "tune") -> None:
+    """Refuse options that a search sets itself, and a KV memory without a size.
+
+    Args:
+        settings: options of the command.
+        command: name of the command, for the error.
 
     Raises:
         ConfigError: names the option.
     """
     if settings.kv.memory is None:
         raise ConfigError(
-            "quire tune needs a KV memory of a fixed size: add --kv-memory, such as 8GiB"
+            f"quire {command} needs a KV memory of a fixed size: add --kv-memory, such as 8GiB"
         )
     for flag, value, default in (
         ("--evict", settings.kv.evict, "full"),
@@ -134,8 +138,8 @@ def refuse_settings(settings: Settings) -> None:
     ):
         if value != default:
             raise ConfigError(
-                f"quire tune chooses {flag} itself, got {value!r}: leave it out, or list values "
-                "with --rules, --caps and --codecs"
+                f"quire {command} chooses {flag} itself, got {value!r}: leave it out, or list "
+                "values with the options of this command"
             )
 
 

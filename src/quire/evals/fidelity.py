@@ -24,7 +24,7 @@ from quire.config.sampling_params import SamplingParams
 from quire.errors import InvariantError
 from quire.evals.decoders import ForcingDecoder
 from quire.models.loader import LoadedModel
-from quire.sampling.outputs import RequestOutput
+from quire.sampling.outputs import RequestOutput, Usage
 
 LIKELIEST = 256
 """Tokens of a distribution that are stored singly."""
@@ -128,6 +128,20 @@ class FidelityScorer:
             kl=bounded_kl(reference, found),
             kv_peak_bytes=output.usage.kv_peak_bytes,
         )
+
+    def mean_nll(self, prompt: Sequence[int], continuation: Sequence[int]) -> tuple[float, Usage]:
+        """Mean negative log-probability in nats of the tokens of a continuation.
+
+        Each token is a decode step, so that an eviction rule acts as in generation.
+
+        Raises:
+            InvariantError: the request failed.
+        """
+        self._decoder.follow(continuation)
+        output, logits = self._run(prompt, len(continuation))
+        tokens = torch.tensor(continuation).unsqueeze(1)
+        found = logits.double().log_softmax(dim=1).gather(1, tokens)
+        return -float(found.mean()), output.usage
 
     def _run(
         self, prompt: Sequence[int], new_tokens: int

@@ -132,7 +132,18 @@ def keep_recent_half(tokens: int) -> str:
     return f"recent:cap={tokens // 2},every=32,sinks=4"
 
 
+def keep_recent_quarter(tokens: int) -> str:
+    """The policy text of a cap of a quarter of the prompt: four sinks and the newest tokens."""
+    return f"recent:cap={tokens // 4},every=16,sinks=4"
+
+
 GATE_ARMS: Mapping[str, EvictFor] = MappingProxyType({"full": keep_all, "recent": keep_recent_half})
+QUARTER_ARMS: Mapping[str, EvictFor] = MappingProxyType(
+    {"full": keep_all, "recent": keep_recent_quarter}
+)
+"""The variants of the sanity check of `quire eval run`."""
+QUARTER_OLD_DEPTH = 0.5
+"""The largest depth that is certainly outside the recent quarter."""
 
 
 def questions(
@@ -211,6 +222,8 @@ def run_gate(
     cases: Sequence[GateCase] = GATE_CASES,
     filler: Filler | None = None,
     seed: int = 1,
+    arms: Mapping[str, EvictFor] = GATE_ARMS,
+    old_depth: float = OLD_DEPTH,
 ) -> GateReport:
     """Evaluate the gate's cases with a full cache and with the recent half.
 
@@ -220,19 +233,21 @@ def run_gate(
         cases: the cases to evaluate.
         filler: the haystack; None: the shipped books.
         seed: seed of the prompts.
+        arms: policy texts of the variants "full" and "recent".
+        old_depth: the largest depth that the variant "recent" has certainly evicted.
 
     Returns:
         Counts by depth and one verdict per case; `report.passed` is the overall result.
     """
-    rows = evaluate(cases, GATE_ARMS, answer, measure=measure, filler=filler, seed=seed)
-    verdicts = tuple(_judge(case, rows) for case in cases)
+    rows = evaluate(cases, arms, answer, measure=measure, filler=filler, seed=seed)
+    verdicts = tuple(_judge(case, rows, old_depth) for case in cases)
     return GateReport(rows=rows, verdicts=verdicts)
 
 
-def _judge(case: GateCase, rows: Iterable[GateRow]) -> GateVerdict:
+def _judge(case: GateCase, rows: Iterable[GateRow], old_depth: float) -> GateVerdict:
     mine = [row for row in rows if (row.task, row.tokens) == (case.task, case.tokens)]
     full = [row for row in mine if row.arm == "full"]
-    old = [row for row in mine if row.arm == "recent" and row.depth <= OLD_DEPTH]
+    old = [row for row in mine if row.arm == "recent" and row.depth <= old_depth]
     return GateVerdict(
         task=case.task, tokens=case.tokens, full=_accuracy(full), evicted=_accuracy(old)
     )

@@ -5,6 +5,7 @@ their target length is reduced until the prompt fits.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from quire.errors import ConfigError
 from quire.evals.tasks import Filler, Measure, Task, make
@@ -26,12 +27,16 @@ class Question:
         answer: text that a greedy continuation must begin with.
         depth: the requested depth, one of DEPTHS.
         place: the actual depth, 0 (first) to 1 (last). None if the answer has no single location.
+        answers: all texts that a correct continuation contains. Empty: the answer only.
+        chance: accuracy of random guessing (0 to 1).
     """
 
     prompt: str
     answer: str
     depth: float
     place: float | None = None
+    answers: tuple[str, ...] = ()
+    chance: float = 0.0
 
 
 def make_questions(
@@ -42,6 +47,7 @@ def make_questions(
     measure: Measure,
     filler: Filler | None = None,
     seed: int = 1,
+    **options: Any,
 ) -> list[Question]:
     """The first `n` prompts of a task; equal arguments give equal prompts.
 
@@ -52,6 +58,7 @@ def make_questions(
         measure: counts the tokens of a text with the evaluated model's tokenizer.
         filler: the haystack; None: the shipped books.
         seed: seed of the prompts.
+        options: fields of the family, such as `digits`.
 
     Returns:
         `n` questions; the depths alternate.
@@ -63,25 +70,29 @@ def make_questions(
     questions = []
     for index in range(n):
         depth = DEPTHS[index % len(DEPTHS)]
-        found = _fitting(
-            task, seed * 10_000 + index, tokens, depth, measure=measure, filler=filler or haystack()
-        )
+        shared = {"measure": measure, "filler": filler or haystack(), "depth": depth}
+        found = _fitting(task, seed * 10_000 + index, tokens, shared | options)
         questions.append(_question(found, depth))
     return questions
 
 
 def _question(task: Task, depth: float) -> Question:
     query = task.queries[0]
-    prompt = DOCUMENT_START + task.prompt()
-    return Question(prompt=prompt, answer=query.answer, depth=depth, place=query.depth)
+    return Question(
+        prompt=DOCUMENT_START + task.prompt(),
+        answer=query.answer,
+        depth=depth,
+        place=query.depth,
+        answers=query.answers,
+        chance=task.chance,
+    )
 
 
-def _fitting(
-    task: str, seed: int, tokens: int, depth: float, *, measure: Measure, filler: Filler
-) -> Task:
+def _fitting(task: str, seed: int, tokens: int, options: dict[str, Any]) -> Task:
+    measure: Measure = options["measure"]
     target_tokens = tokens - 2  # the start of the document, and a token that is split at a boundary
     while target_tokens >= _LEAST_TOKENS:
-        found = make(task, seed, target_tokens, filler=filler, measure=measure, depth=depth)
+        found = make(task, seed, target_tokens, **options)
         if measure(DOCUMENT_START + found.prompt() + found.queries[0].answer) <= tokens:
             return found
         target_tokens = int(_SHRINK * target_tokens)

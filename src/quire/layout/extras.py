@@ -13,9 +13,11 @@ EXTRAS = MappingProxyType(
         "serve": (
             *("fastapi", "fastapi_swagger", "h11", "prometheus_client", "pydantic", "uvicorn"),
         ),
+        "eval": ("plotly", "rouge_score"),
         "events": ("zmq", "msgpack"),
         "gguf": ("gguf", "accelerate"),
         "kmeans": ("scipy",),
+        "lm-eval": ("lm_eval",),
         "ray": ("ray", "pyarrow"),
         "redis": ("redis",),
         "report": ("matplotlib",),

@@ -19,11 +19,15 @@ from quire.evals.tasks.facts import Facts
 from quire.evals.tasks.fillers import BookFiller, Filler, synthetic_filler
 from quire.evals.tasks.labels import Labels
 from quire.evals.tasks.needles import Needles
+from quire.evals.tasks.passkey import Passkey
 from quire.evals.tasks.records import KeyValue, Lines, LongEval
+from quire.evals.tasks.redundant import Majority, Repeats, Retold, Topics
+from quire.evals.tasks.ruler import CommonWords, MultiQuery, MultiValue, VariableTracking
 from quire.evals.tasks.variables import Variables
 from quire.evals.tasks.words import Split
 
 __all__ = [
+    "ALL_FAMILIES",
     "FAMILIES",
     "BookFiller",
     "Filler",
@@ -55,11 +59,29 @@ FAMILIES: Mapping[str, type[TaskFamily]] = MappingProxyType(
         "arithmetic": Arithmetic,
     }
 )
+"""Families of quire-tiny's training data; their texts never change."""
+
+ALL_FAMILIES: Mapping[str, type[TaskFamily]] = MappingProxyType(
+    {
+        **FAMILIES,
+        "passkey": Passkey,
+        "niah_multivalue": MultiValue,
+        "niah_multiquery": MultiQuery,
+        "tracking": VariableTracking,
+        "cwe": CommonWords,
+        "repeats": Repeats,
+        "retold": Retold,
+        "majority": Majority,
+        "topics": Topics,
+    }
+)
+"""Also the families that are used for evaluation only."""
+
 _SETTINGS = frozenset(field.name for field in fields(Setting))
 
 
 def names() -> tuple[str, ...]:
-    """The registered families, in table order."""
+    """The families of the training data, in table order."""
     return tuple(FAMILIES)
 
 
@@ -78,9 +100,9 @@ def build(name: str, rng: random.Random, setting: Setting, **options: Any) -> Ta
     Raises:
         UnknownName: the family is not registered, or has no such option.
     """
-    if name not in FAMILIES:
-        raise UnknownName("task", name, FAMILIES)
-    family = FAMILIES[name]
+    if name not in ALL_FAMILIES:
+        raise UnknownName("task", name, ALL_FAMILIES)
+    family = ALL_FAMILIES[name]
     # Every family is a dataclass; the abstract base has no fields and is not a dataclass.
     known = {field.name for field in fields(family)}  # type: ignore[arg-type]
     for option in options.keys() - known:

@@ -40,6 +40,7 @@ class Query:
         depth: location of the queried record in the context, 0 (first) to 1 (last). None if the
             answer has no single location.
         key: the word that names the record. None if the record has no key.
+        answers: all texts that a correct output contains. Empty: the answer only.
     """
 
     question: str
@@ -47,6 +48,7 @@ class Query:
     tail: str = "\n"
     depth: float | None = None
     key: str | None = None
+    answers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

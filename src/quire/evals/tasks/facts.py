@@ -23,17 +23,20 @@ _TEMPLATES: tuple[tuple[str, str, WordKind], ...] = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Fact:
+class Fact:
+    """A statement about a person, and the question about it."""
+
     statement: str
     question: str
     answer: str
 
 
-def _fact(rng: random.Random, setting: Setting, person: str) -> _Fact:
+def make_fact(rng: random.Random, setting: Setting, person: str) -> Fact:
+    """A fact about a person."""
     statement, question, kind = rng.choice(_TEMPLATES)
     value = rng.choice(vocabulary(kind, setting.split))
     said = f"\n{statement.format(n=person, v=value)}\n"
-    return _Fact(statement=said, question=question.format(n=person), answer=f" {value}")
+    return Fact(statement=said, question=question.format(n=person), answer=f" {value}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +54,7 @@ class Facts(TaskFamily):
         people = vocabulary("name", setting.split)
         count = max(1, min(self._wanted(rng, setting), int(0.6 * setting.tokens / 26), len(people)))
         queries = setting.queries or count
-        facts = [_fact(rng, setting, person) for person in rng.sample(people, count)]
+        facts = [make_fact(rng, setting, person) for person in rng.sample(people, count)]
         room = max(16, setting.tokens - (count + queries) * _FACT_TOKENS)
         burial = bury(rng, running_text(rng, room, setting), count, setting.depth)
         requested = tuple(

@@ -1,0 +1,195 @@
+"""`quire board`: a leaderboard of eviction rules, budgets, schedules and KV codecs."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quire.cli.common import AsJson
+from quire.cli.evaluate_run import json_bytes, opener
+from quire.cli.json_output import print_json
+from quire.cli.options import KV, MODEL, SCHEDULE
+from quire.cli.out_folder import prepare_folder, write_files
+from quire.cli.report import envelope
+from quire.cli.settings import Settings, with_settings
+from quire.cli.tables import show_table
+from quire.cli.tune import refuse_settings
+from quire.errors import ConfigError
+from quire.evals.board.grid import Grid
+from quire.layout.extras import has_extra
+
+if TYPE_CHECKING:
+    from quire.evals.board.run import Board, BoardConfig
+
+RESULT_FILE = "board.json"
+_GRID = Grid()
+_SHOWN = 20
+
+
+@with_settings(MODEL, KV, SCHEDULE)
+def board(  # noqa: PLR0913 - one parameter per option
+    *,
+    settings: Settings,
+    rules: Annotated[
+        str, typer.Option(help="Eviction rules without cap, separated by semicolons.")
+    ] = ";".join(_GRID.rules),
+    budgets: Annotated[
+        str, typer.Option(help="Caps as fractions of the prompt, separated by commas.")
+    ] = ",".join(_GRID.budgets),
+    schedules: Annotated[
+        str, typer.Option(help="When to evict: values of when= of an eviction rule.")
+    ] = ",".join(_GRID.schedules),
+    codecs: Annotated[
+        str, typer.Option(help="KV codecs; full KV with the first one is the reference.")
+    ] = ",".join(_GRID.codecs),
+    tasks: Annotated[
+        str, typer.Option(help="Tasks with generated prompts; quire eval tasks lists them.")
+    ] = "repeats,retold,majority,lines",
+    tokens: Annotated[int, typer.Option(help="Length of the prompts.")] = 256,
+    num_prompts: Annotated[int, typer.Option(help="Prompts of each task and seed.")] = 10,
+    seeds: Annotated[str, typer.Option(help="Seeds of the prompts.", hidden=True)] = "1,2",
+    sanity_check: Annotated[
+        bool,
+        typer.Option(
+            "--sanity-check/--no-sanity-check",
+            help="Check that the model may judge a rule.",
+            hidden=True,
+        ),
+    ] = True,
+    out: Annotated[
+        Path, typer.Option(help="Folder for the pages and the cells; a later run continues there.")
+    ] = Path("board"),
+    as_json: AsJson = False,
+) -> None:
+    """Compare eviction rules, budgets, schedules and KV codecs on equal prompts.
+
+    Writes a table, a chart and an interactive page of quality against KV bytes. Finished cells are
+    stored in the folder of --out, so that an interrupted run goes on.
+    """
+    from quire.evals.board.run import BoardConfig
+    from quire.evals.suite.registry import task_of
+
+    grid = Grid(
+        rules=_split(rules, ";"),
+        budgets=_split(budgets, ","),
+        schedules=_split(schedules, ","),
+        codecs=_split(codecs, ","),
+    )
+    config = BoardConfig(
+        grid=grid,
+        tasks=tuple(map(task_of, _split(tasks, ","))),
+        tokens=tokens,
+        count=num_prompts,
+        seeds=_seeds(seeds),
+        sanity=sanity_check,
+    )
+    refuse_settings(settings, "board")
+    prepare_folder(out)
+    found = run_board(settings, config, out)
+    result = _result(found, settings)
+    write_pages(found, settings.model, out, json_bytes(result))
+    _show(found, out)
+    if as_json:
+        print_json(result)
+
+
+def run_board(settings: Settings, config: "BoardConfig", out: Path) -> "Board":
+    """Run all cells that are not stored.
+
+    Raises:
+        ConfigError: an invalid option, or full KV does not run.
+    """
+    from quire.evals.board.run import BoardRunner
+    from quire.evals.suite.cells import CellFolder
+    from quire.evals.suite.engines import Engines
+
+    engines = Engines(opener(settings))
+    try:
+        runner = BoardRunner(
+            engines,
+            replace(settings.kv, prefix_cache=replace(settings.kv.prefix_cache, enabled=False)),
+            config,
+            identity=(settings.model, settings.loading, settings.schedule),
+            stored=CellFolder(out),
+            report=lambda line: typer.echo(line, err=True),
+        )
+        return runner.run()
+    finally:
+        engines.close()
+
+
+def write_pages(found: "Board", model: str, out: Path, result: bytes) -> None:
+    """Write the result, the page and, where their packages are installed, chart and live page."""
+    from quire.evals.board import pages
+
+    files = {RESULT_FILE: result}
+    has_chart = has_extra("report")
+    files[pages.PAGE_FILE] = pages.page(found, model, has_chart=has_chart).encode()
+    if has_chart:
+        files[pages.CHART_FILE] = pages.chart(found)
+    if has_extra("eval"):
+        files[pages.INTERACTIVE_FILE] = pages.interactive(found, model).encode()
+    write_files(out, files)
+
+
+def _show(found: "Board", out: Path) -> None:
+    from quire.evals.board.pages import PAGE_FILE
+    from quire.evals.board.table import rows_of
+
+    rows = rows_of(found)
+    shown = [
+        (
+            row.entry.rule,
+            row.entry.budget or "100%",
+            row.entry.schedule,
+            row.entry.codec,
+            f"{row.quality.mean:.3f}",
+            f"{row.kv_share:.3f}",
+        )
+        for row in sorted(rows, key=lambda row: row.kv_share)
+        if row.is_unbeaten
+    ]
+    heads = ("rule", "cap", "when", "codec", "quality", "KV over full KV")
+    show_table(f"Pareto front of {len(rows)} entries", heads, shown[:_SHOWN])
+    typer.echo(f"All entries: {out / PAGE_FILE}")
+
+
+def _result(found: "Board", settings: Settings) -> dict[str, object]:
+    """The result as one JSON object."""
+    from quire.evals.board.pages import WANTED
+    from quire.evals.board.table import best_rules, judged_tasks, rows_of
+
+    rows = rows_of(found)
+    claims: dict[str, int | float] = {
+        "entries": len(rows),
+        "refused": len(found.refused),
+        "sanity_check_passed": int(found.sanity.passed),
+    }
+    for budget, kept in best_rules(rows, WANTED).items():
+        claims[f"entries_of_quality_0_975_at_{budget.rstrip('%').replace('.', '_')}"] = len(kept)
+    arms: dict[str, object] = {
+        "rows": [row.as_dict() for row in rows],
+        "refused": {str(entry): why for entry, why in found.refused.items()},
+        "judged_tasks": judged_tasks(found),
+        "sanity_check": found.sanity.as_dict(),
+    }
+    config = found.config
+    options = {
+        "tasks": [task.name for task in config.tasks],
+        "tokens": config.tokens,
+        "num_prompts": config.count,
+        "seeds": list(config.seeds),
+    }
+    return envelope("board", claims, arms, settings.as_dict() | options)
+
+
+def _seeds(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise ConfigError(f"expected --seeds as numbers such as 1,2,3, got {text!r}") from None
+
+
+def _split(text: str, separator: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(part.strip() for part in text.split(separator) if part.strip()))

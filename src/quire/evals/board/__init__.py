@@ -1,0 +1,7 @@
+"""The leaderboard: eviction rules, budgets, schedules and codecs, compared on equal prompts.
+
+grid.py    entries: a rule, a share, a schedule and a codec
+run.py     runs entries on tasks; finished cells are stored
+table.py   rows with quality over full KV, bytes and tokens/s; Pareto fronts
+pages.py   Markdown, chart and interactive page
+"""

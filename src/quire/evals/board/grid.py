@@ -1,0 +1,82 @@
+"""The grid of a leaderboard: what is combined, and the entries that follow."""
+
+from dataclasses import dataclass, replace
+
+from quire.config.kv_config import KVConfig
+from quire.errors import ConfigError
+
+FULL = "full"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One configuration of the leaderboard.
+
+    Attributes:
+        rule: eviction rule without cap; `full` retains all tokens.
+        budget: cap as a fraction of the prompt, such as 25%; empty with `full`.
+        schedule: when to evict; empty with `full`.
+        codec: KV codec.
+    """
+
+    rule: str
+    budget: str
+    schedule: str
+    codec: str
+
+    @property
+    def evict(self) -> str:
+        """The eviction rule in the syntax of `--evict`."""
+        if self.rule == FULL:
+            return FULL
+        separator = "," if ":" in self.rule else ":"
+        return f"{self.rule}{separator}cap={self.budget},when={self.schedule}"
+
+    def applied(self, kv: KVConfig) -> KVConfig:
+        """A KV configuration with this rule and codec."""
+        return replace(kv, codec=self.codec, evict=self.evict)
+
+    def __str__(self) -> str:
+        return f"--kv-codec {self.codec} --evict {self.evict}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """The values that are combined.
+
+    Attributes:
+        rules: eviction rules without cap.
+        budgets: caps as fractions of the prompt.
+        schedules: values of `when`.
+        codecs: KV codecs; full KV with the first one is the reference of quality.
+    """
+
+    rules: tuple[str, ...] = (
+        *("sinks", "h2o", "h2o_sinks", "snapkv", "tova", "keydiff", "lagkv"),
+        *("expected_attention", "kvcrush:base=(h2o)", "kvcrush:base=(snapkv),sets=head", "random"),
+    )
+    budgets: tuple[str, ...] = ("12.5%", "25%", "50%")
+    schedules: tuple[str, ...] = ("prefill_and_decode", "prefill_end")
+    codecs: tuple[str, ...] = ("none", "int8", "int4")
+
+    def __post_init__(self) -> None:
+        for name in ("rules", "budgets", "schedules", "codecs"):
+            if not getattr(self, name):
+                raise ConfigError(f"--{name} has no values: name at least one, or leave it out")
+
+    @property
+    def reference(self) -> Entry:
+        """Full KV with the first codec."""
+        return Entry(FULL, "", "", self.codecs[0])
+
+    def entries(self) -> list[Entry]:
+        """Full KV with each codec, then all combinations."""
+        full = [Entry(FULL, "", "", codec) for codec in self.codecs]
+        return full + [
+            Entry(rule, budget, schedule, codec)
+            for codec in self.codecs
+            for schedule in self.schedules
+            for budget in self.budgets
+            for rule in self.rules
+            if rule != FULL
+        ]

@@ -1,0 +1,185 @@
+"""Files of a leaderboard: a Markdown table, a chart, and an interactive page."""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from quire.evals.board.grid import FULL
+from quire.evals.board.run import Board
+from quire.evals.board.table import Row, best_rules, judged_tasks, rows_of
+from quire.layout.extras import require_extra
+from quire.sim.plots import drawn
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PAGE_FILE, CHART_FILE, INTERACTIVE_FILE = "board.md", "board.svg", "board.html"
+WANTED = 0.975
+"""Quality over full KV that the list of rules requires, as in Batch-Max's evaluation."""
+
+_COLOURS = ("#1f5fa8", "#d1662b", "#3a8a4d", "#8a4da8", "#707070")
+
+
+def page(board: Board, model: str, *, has_chart: bool) -> str:
+    """The leaderboard as Markdown."""
+    rows = rows_of(board)
+    lines = [*_intro(board, model, has_chart=has_chart), *_rule_lines(rows), *_table(board, rows)]
+    return "\n".join([*lines, *_refused_lines(board)]) + "\n"
+
+
+def _intro(board: Board, model: str, *, has_chart: bool) -> Iterator[str]:
+    config = board.config
+    judged = judged_tasks(board)
+    yield f"# Leaderboard of {model}"
+    yield ""
+    prompts = config.count * len(config.seeds)
+    yield (
+        f"{prompts} prompts of at most {config.tokens} tokens for each task, {len(config.seeds)} "
+        f"seeds. Quality: mean over the tasks of score over full KV's, with the 95 % interval "
+        f"(bootstrap over prompts). KV: mean peak bytes of a request, statistics and page tables "
+        f"included, over those of full KV with codec `{config.grid.codecs[0]}`. Tokens/s: prompt "
+        f"and output, all prompts at once in the KV memory."
+    )
+    yield ""
+    reference = board.cells[config.grid.reference]
+    scores = ", ".join(f"`{cell.task}` {_score(cell):.3g}" for cell in reference)
+    yield f"Scores with full KV: {scores}. Quality is over {', '.join(judged) or 'all tasks'}."
+    if not board.sanity.passed:
+        yield ""
+        yield f"**This model may not judge a rule**: {board.sanity.reason}."
+    yield ""
+    if has_chart:
+        yield f"![Quality over full KV against KV bytes]({CHART_FILE})"
+        yield ""
+
+
+def _score(cell: Any) -> float:
+    return float(next(iter(cell.means().values())).mean)
+
+
+def _rule_lines(rows: Sequence[Row]) -> Iterator[str]:
+    yield f"## Rules that keep a quality of {WANTED}"
+    yield ""
+    for budget, kept in best_rules(rows, WANTED).items():
+        names = ", ".join(
+            f"`{row.entry.rule}` ({row.entry.schedule}, {row.entry.codec}: {row.quality.mean:.3f})"
+            for row in kept
+        )
+        yield f"* Cap {budget} of the prompt: {names or 'none'}"
+    yield ""
+
+
+def _table(board: Board, rows: Sequence[Row]) -> Iterator[str]:
+    tasks = [task.name for task in board.config.tasks]
+    yield "## All entries"
+    yield ""
+    yield (
+        "| rule | cap | when | codec | quality | KV | tokens/s | "
+        + " | ".join(tasks)
+        + " | Pareto |"
+    )
+    yield "| --- | ---: | --- | --- | ---: | ---: | ---: |" + " ---: |" * len(tasks) + " --- |"
+    for row in rows:
+        entry, scores = row.entry, " | ".join(f"{row.scores[task]:.2f}" for task in tasks)
+        yield (
+            f"| `{entry.rule}` | {entry.budget or '100%'} | {entry.schedule} | `{entry.codec}` | "
+            f"{row.quality.mean:.3f} ({row.quality.low:.3f} to {row.quality.high:.3f}) | "
+            f"{row.kv_share:.3f} | {row.tokens_per_s:,.0f} | {scores} | "
+            f"{'yes' if row.is_unbeaten else ''} |"
+        )
+
+
+def _refused_lines(board: Board) -> Iterator[str]:
+    if not board.refused:
+        return
+    yield ""
+    yield f"## Refused ({len(board.refused)})"
+    yield ""
+    for entry, why in board.refused.items():
+        yield f"* `{entry}`: {why}"
+
+
+def chart(board: Board) -> bytes:
+    """Quality against KV bytes as SVG.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    rows = rows_of(board)
+    return drawn(lambda axes: _draw(axes, rows, board.config.grid.schedules))
+
+
+def _draw(axes: "Axes", rows: Sequence[Row], schedules: Sequence[str]) -> None:
+    for schedule, colour in zip(("", *schedules), _COLOURS, strict=False):
+        own = [row for row in rows if row.entry.schedule == schedule]
+        label = schedule or "full KV"
+        shares = [row.kv_share for row in own]
+        axes.scatter(shares, [r.quality.mean for r in own], label=label, color=colour, s=14)
+    front = sorted((row for row in rows if row.is_unbeaten), key=lambda row: row.kv_share)
+    axes.plot(
+        [row.kv_share for row in front],
+        [row.quality.mean for row in front],
+        color="#444444",
+        linewidth=1,
+        label="Pareto front",
+    )
+    axes.set(xlabel="peak KV bytes of a request, over full KV", ylabel="quality over full KV")
+    axes.legend(frameon=False)
+
+
+def interactive(board: Board, model: str) -> str:
+    """A page without other files: points that show their configuration, and the Pareto front.
+
+    Raises:
+        ConfigError: plotly is not installed.
+    """
+    require_extra("eval", "the interactive page of quire board")
+    import plotly.graph_objects as go
+
+    rows = rows_of(board)
+    figure = go.Figure()
+    for codec in board.config.grid.codecs:
+        for schedule in ("", *board.config.grid.schedules):
+            own = [r for r in rows if (r.entry.codec, r.entry.schedule) == (codec, schedule)]
+            if own:
+                figure.add_trace(go.Scatter(**_points(own, f"{codec}, {schedule or FULL}")))
+    front = sorted((row for row in rows if row.is_unbeaten), key=lambda row: row.kv_share)
+    figure.add_trace(
+        go.Scatter(
+            x=[row.kv_share for row in front],
+            y=[row.quality.mean for row in front],
+            mode="lines",
+            name="Pareto front",
+            line={"color": "#444444", "width": 1},
+            hoverinfo="skip",
+        )
+    )
+    figure.update_layout(
+        title=f"Leaderboard of {model}",
+        xaxis_title="peak KV bytes of a request, over full KV",
+        yaxis_title="quality over full KV",
+        template="plotly_white",
+    )
+    return str(figure.to_html(include_plotlyjs=True, full_html=True))
+
+
+def _points(rows: Sequence[Row], name: str) -> dict[str, Any]:
+    return {
+        "x": [row.kv_share for row in rows],
+        "y": [row.quality.mean for row in rows],
+        "error_y": {
+            "type": "data",
+            "symmetric": False,
+            "array": [row.quality.high - row.quality.mean for row in rows],
+            "arrayminus": [row.quality.mean - row.quality.low for row in rows],
+            "thickness": 0.5,
+            "width": 0,
+        },
+        "text": [
+            f"{row.entry}<br>{row.tokens_per_s:,.0f} tokens/s<br>"
+            + "<br>".join(f"{task}: {score:.2f}" for task, score in row.scores.items())
+            for row in rows
+        ],
+        "mode": "markers",
+        "name": name,
+        "hovertemplate": "%{text}<br>quality %{y:.3f}, KV %{x:.3f}<extra></extra>",
+    }

@@ -1,0 +1,188 @@
+"""Runs the entries of a leaderboard on its tasks; every entry gets the same prompts.
+
+A cell is one entry on one task. All prompts of a cell are submitted at once to an engine with the
+KV memory of the leaderboard, so its tokens/s are those of a fixed memory. Finished cells are
+stored.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
+from quire.errors import ConfigError, QuireError
+from quire.evals.board.grid import Entry, Grid
+from quire.evals.suite.base import EvalTask, Sample, SampleOptions
+from quire.evals.suite.cells import CellFolder, CellResult
+from quire.evals.suite.engines import Engines
+from quire.evals.suite.samples import PromptOptions, SampleRunner
+from quire.evals.suite.sanity import SKIPPED, Sanity, check
+from quire.evals.tune.scores import fingerprint_of
+
+Report = Callable[[str], None]
+"""Takes a line about the progress."""
+
+SANITY = "sanity"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoardConfig:
+    """What is compared.
+
+    Attributes:
+        grid: the entries.
+        tasks: tasks with generated prompts.
+        tokens: length of the prompts.
+        count: prompts of each task and seed.
+        seeds: seeds of the prompts.
+        sanity: whether the sanity check runs.
+    """
+
+    grid: Grid
+    tasks: tuple[EvalTask, ...]
+    tokens: int = 256
+    count: int = 10
+    seeds: tuple[int, ...] = (1, 2)
+    sanity: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.tasks:
+            raise ConfigError("expected at least one task, got none: add --tasks")
+        for task in self.tasks:
+            if not task.by_length:
+                raise ConfigError(
+                    f"task {task.name!r} has no generated prompts: choose tasks with a length, as "
+                    "quire eval tasks lists them"
+                )
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise ConfigError(f"expected --seeds with different numbers, got {list(self.seeds)}")
+        for name, value in (("tokens", self.tokens), ("num-prompts", self.count)):
+            if value < 1:
+                raise ConfigError(f"expected --{name} of 1 or more, got {value}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Board:
+    """All cells of a leaderboard.
+
+    Attributes:
+        config: what was compared.
+        cells: results of each entry, in the order of the tasks.
+        refused: why entries do not run, by entry.
+        sanity: whether the model may judge a rule.
+    """
+
+    config: BoardConfig
+    cells: Mapping[Entry, Sequence[CellResult]]
+    refused: Mapping[Entry, str]
+    sanity: Sanity
+
+
+class BoardRunner:
+    """Runs a leaderboard of one model.
+
+    Args:
+        engines: opens engines.
+        kv: KV memory and page size of all entries.
+        config: what is compared.
+        identity: values that identify the model and its options, for stored cells.
+        stored: stored cells.
+        report: takes lines about the progress.
+    """
+
+    def __init__(
+        self,
+        engines: Engines,
+        kv: KVConfig,
+        config: BoardConfig,
+        *,
+        identity: Sequence[object],
+        stored: CellFolder,
+        report: Report,
+    ) -> None:
+        self._engines, self._kv, self._config = engines, kv, config
+        self._identity, self._stored, self._report = identity, stored, report
+        self._samples: dict[str, list[Sample]] = {}
+
+    def run(self) -> Board:
+        """Run all cells that are not stored.
+
+        Raises:
+            ConfigError: the reference does not run.
+        """
+        sanity = self._sanity()
+        cells: dict[Entry, Sequence[CellResult]] = {}
+        refused: dict[Entry, str] = {}
+        entries = self._config.grid.entries()
+        for index, entry in enumerate(entries, 1):
+            try:
+                cells[entry] = [self._cell(entry, task) for task in self._config.tasks]
+            except QuireError as error:
+                if entry == self._config.grid.reference:
+                    raise
+                refused[entry] = str(error)
+            why = f": {refused[entry]}" if entry in refused else ""
+            self._report(f"{index}/{len(entries)} {entry}{why}")
+        return Board(config=self._config, cells=cells, refused=refused, sanity=sanity)
+
+    def _sanity(self) -> Sanity:
+        if not self._config.sanity:
+            return SKIPPED
+        kv = self._config.grid.reference.applied(self._kv)
+        fingerprint = fingerprint_of(*self._identity, kv)
+        values = self._stored.read(SANITY, fingerprint)
+        found = self._checked(kv) if values is None else Sanity.stored(values)
+        self._stored.write(SANITY, fingerprint, found.as_dict())
+        self._report(f"sanity check: {found.status}{found.reason and f': {found.reason}'}")
+        return found
+
+    def _checked(self, kv: KVConfig) -> Sanity:
+        def answer(prompts: list[str], evict: str, max_tokens: int) -> list[str]:
+            llm = self._engines.of(replace(kv, evict=evict))
+            params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+            return [output.text for output in llm.generate(prompts, params)]
+
+        most_tokens = self._engines.of(kv).model.spec.max_positions
+        return check(answer, measure=self._measure, most_tokens=most_tokens, seed=1)
+
+    def _cell(self, entry: Entry, task: EvalTask) -> CellResult:
+        kv, config = entry.applied(self._kv), self._config
+        options = (config.tokens, config.count, config.seeds)
+        fingerprint = fingerprint_of(*self._identity, kv, task, options)
+        name = f"{task.name}-{fingerprint}"
+        found = self._stored.cell(name, fingerprint)
+        if found is None:
+            found = self._measured(entry, kv, task)
+            self._stored.write(name, fingerprint, asdict(found))
+        return found
+
+    def _measured(self, entry: Entry, kv: KVConfig, task: EvalTask) -> CellResult:
+        llm = self._engines.of(kv)
+        samples = self._prompts(task)
+        prompts, seconds = SampleRunner(llm, kv, PromptOptions()).run(task, samples)
+        return CellResult(
+            task=task.name,
+            tokens=self._config.tokens,
+            arm=str(entry),
+            prompts=prompts,
+            seconds=seconds,
+        )
+
+    def _prompts(self, task: EvalTask) -> list[Sample]:
+        """The prompts of a task for all seeds."""
+        if task.name not in self._samples:
+            config = self._config
+            self._samples[task.name] = [
+                sample
+                for seed in config.seeds
+                for sample in task.samples(
+                    SampleOptions(
+                        count=config.count, measure=self._measure, tokens=config.tokens, seed=seed
+                    )
+                )
+            ]
+        return self._samples[task.name]
+
+    def _measure(self, text: str) -> int:
+        """Number of tokens of a text; 0 for an empty text."""
+        return len(self._engines.current.encode(text)) if text else 0

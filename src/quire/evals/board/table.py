@@ -1,0 +1,148 @@
+"""Rows of a leaderboard: quality over full KV with intervals, KV bytes, tokens/s, Pareto fronts.
+
+The quality of an entry is the mean over the tasks of its score divided by full KV's. Intervals come
+from the bootstrap over prompts (Efron 1979): the same resampled prompts for entry and full KV.
+
+The budget is counted in one way for all rules: the peak KV bytes of a request, with statistics and
+page tables, over those of full KV with the first codec.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.evals.board.grid import FULL, Entry
+from quire.evals.board.run import Board
+from quire.evals.intervals import RESAMPLES, Mean
+from quire.evals.suite.base import MIN_FULL
+from quire.evals.suite.cells import CellResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One entry of a leaderboard.
+
+    Attributes:
+        entry: the configuration.
+        quality: mean of score over full KV's, with its 95 % interval.
+        scores: score of each task.
+        kv_peak_bytes: mean over the prompts of the peak KV bytes of a request.
+        kv_share: those bytes over full KV's.
+        tokens_per_s: prompt and output tokens per second in the KV memory.
+        is_unbeaten: whether no entry has both a higher quality and fewer bytes.
+    """
+
+    entry: Entry
+    quality: Mean
+    scores: Mapping[str, float]
+    kv_peak_bytes: float
+    kv_share: float
+    tokens_per_s: float
+    is_unbeaten: bool = False
+
+    def as_dict(self) -> dict[str, object]:
+        """JSON values."""
+        return asdict(self) | {"evict": self.entry.evict}
+
+
+def judged_tasks(board: Board) -> list[str]:
+    """Tasks whose score with full KV is high enough to judge a rule."""
+    reference = board.cells[board.config.grid.reference]
+    return [cell.task for cell in reference if _score(cell) >= MIN_FULL]
+
+
+def rows_of(board: Board) -> list[Row]:
+    """One row for each entry that runs, the best quality first.
+
+    Quality is over the tasks that full KV answers; over all of them if it answers none.
+    """
+    reference = board.cells[board.config.grid.reference]
+    tasks = judged_tasks(board) or [cell.task for cell in reference]
+    found = [_row(entry, cells, reference, tasks) for entry, cells in board.cells.items()]
+    unbeaten = _unbeaten(found)
+    marked = [
+        Row(**{name: getattr(row, name) for name in Row.__slots__} | {"is_unbeaten": is_best})
+        for row, is_best in zip(found, unbeaten, strict=True)
+    ]
+    return sorted(marked, key=lambda row: (-row.quality.mean, row.kv_share))
+
+
+def _row(
+    entry: Entry, cells: Sequence[CellResult], reference: Sequence[CellResult], tasks: Sequence[str]
+) -> Row:
+    judged = [
+        (_values(cell), _values(full))
+        for cell, full in zip(cells, reference, strict=True)
+        if cell.task in tasks
+    ]
+    peak_bytes = _mean_bytes(cells)
+    tokens = sum(p.prompt_tokens + p.output_tokens for cell in cells for p in cell.prompts)
+    return Row(
+        entry=entry,
+        quality=_quality(judged),
+        scores={cell.task: _score(cell) for cell in cells},
+        kv_peak_bytes=peak_bytes,
+        kv_share=peak_bytes / _mean_bytes(reference),
+        tokens_per_s=tokens / sum(cell.seconds for cell in cells),
+    )
+
+
+def _quality(
+    judged: Sequence[tuple[NDArray[np.float64], NDArray[np.float64]]], seed: int = 0
+) -> Mean:
+    """Mean over tasks of score over full KV's, with the bootstrap over prompts."""
+    rng = np.random.default_rng(seed)
+    mean, resampled = 0.0, np.zeros(RESAMPLES)
+    for values, full in judged:
+        drawn = rng.integers(len(values), size=(RESAMPLES, len(values)))
+        mean += _over(values.mean(), full.mean()) / len(judged)
+        below = np.maximum(full[drawn].mean(axis=1), 1 / len(full))
+        resampled += values[drawn].mean(axis=1) / below / len(judged)
+    low, high = np.percentile(resampled, [2.5, 97.5])
+    return Mean(float(mean), float(low), float(high), sum(len(values) for values, _ in judged))
+
+
+def _over(value: float, full: float) -> float:
+    return value / full if full else 1.0
+
+
+def _unbeaten(rows: Sequence[Row]) -> list[bool]:
+    """Whether no other row has at least the quality and fewer bytes, or more at equal bytes."""
+
+    def beats(other: Row, row: Row) -> bool:
+        better = other.quality.mean >= row.quality.mean and other.kv_share <= row.kv_share
+        equal = other.quality.mean == row.quality.mean and other.kv_share == row.kv_share
+        return better and not equal
+
+    return [not any(beats(other, row) for other in rows) for row in rows]
+
+
+def best_rules(rows: Sequence[Row], wanted: float) -> dict[str, list[Row]]:
+    """Rows that keep a quality, by budget, the fewest bytes first.
+
+    Args:
+        rows: rows of a leaderboard.
+        wanted: least quality over full KV.
+    """
+    found: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row.kv_share):
+        if row.entry.rule != FULL:
+            kept = found.setdefault(row.entry.budget, [])
+            kept += [row] * (row.quality.mean >= wanted)
+    return found
+
+
+def _score(cell: CellResult) -> float:
+    return float(_values(cell).mean())
+
+
+def _values(cell: CellResult) -> NDArray[np.float64]:
+    first = next(iter(cell.prompts[0].scores))
+    return np.asarray(cell.values(first), dtype=np.float64)
+
+
+def _mean_bytes(cells: Sequence[CellResult]) -> float:
+    peaks = [prompt.kv_peak_bytes for cell in cells for prompt in cell.prompts]
+    return float(np.mean(peaks))

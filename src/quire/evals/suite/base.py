@@ -1,0 +1,117 @@
+"""The interface of evaluation tasks: samples with references, and the score of an output."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from quire.errors import ConfigError
+from quire.evals.tasks import Measure
+
+MIN_FULL = 0.9
+"""Least score with full KV at which a task with exact answers may judge a rule."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One prompt and what its output is compared with.
+
+    Attributes:
+        prompt: text of the prompt.
+        references: correct outputs; what several of them mean is up to the task.
+        max_tokens: output tokens.
+        stop: texts that end the output.
+        depth: requested location of the answer, 0 (first) to 1 (last); None: it has none.
+        chance: score of random guessing.
+        classes: names that a classification chooses from.
+        data_set: name of the data set, where a task reads several.
+        continuation: text whose log-probability is measured; no output is generated then.
+    """
+
+    prompt: str
+    references: tuple[str, ...] = ()
+    max_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    depth: float | None = None
+    chance: float = 0.0
+    classes: tuple[str, ...] = ()
+    data_set: str = ""
+    continuation: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleOptions:
+    """Which samples a task returns.
+
+    Attributes:
+        count: number of samples.
+        measure: counts the tokens of a text with the evaluated model's tokenizer.
+        tokens: maximum length of a generated prompt and its answer.
+        seed: seed of generated prompts.
+        shots: worked examples before the question; None: the task's default.
+        data: file that the task reads; None: no file.
+    """
+
+    count: int
+    measure: Measure
+    tokens: int = 512
+    seed: int = 1
+    shots: int | None = None
+    data: Path | None = None
+
+    def file(self, task: str, expected: str) -> Path:
+        """The file that a task reads.
+
+        Raises:
+            ConfigError: no file is given.
+        """
+        if self.data is None:
+            raise ConfigError(
+                f"task {task!r} reads a local file: add --data FILE, or --data {task}=FILE with "
+                f"several tasks; expected {expected}"
+            )
+        return self.data
+
+
+class EvalTask(ABC):
+    """A task: a frozen dataclass whose fields are its options.
+
+    Attributes:
+        name: registered name.
+        summary: one line for `quire eval tasks`.
+        metrics: names of the scores; the first one is compared.
+        source: the file that it reads; empty: its prompts are generated.
+        by_length: whether its prompts have a length that can be chosen.
+        needs_full: least score with full KV at which it may judge a rule; None: no bound.
+        lower_is_better: whether a lower score is better.
+    """
+
+    __slots__ = ()
+
+    name: str
+    summary: str
+    metrics: ClassVar[tuple[str, ...]]
+    source: str = ""
+    by_length: ClassVar[bool] = False
+    needs_full: ClassVar[float | None] = None
+    lower_is_better: ClassVar[bool] = False
+
+    @abstractmethod
+    def samples(self, options: SampleOptions) -> list[Sample]:
+        """The first samples, equal for equal options.
+
+        Raises:
+            ConfigError: a file is missing or invalid, or no prompt fits.
+        """
+
+    @abstractmethod
+    def score(self, sample: Sample, output: str) -> dict[str, float]:
+        """The value of each metric for one output."""
+
+    def check(self) -> None:
+        """Check that the packages of the task are installed, before a model is loaded.
+
+        Raises:
+            ConfigError: names the missing package and the pip command.
+        """
+        return

@@ -1,0 +1,183 @@
+"""Results of cells: one task at one length with one configuration; stored one file each."""
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.errors import ConfigError
+from quire.evals.intervals import Mean, mean_of
+from quire.evals.suite.perplexity import NLL, PERPLEXITY
+
+FOLDER = "cells"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptResult:
+    """Scores and resources of one prompt.
+
+    Attributes:
+        scores: by metric.
+        depth: requested location of the answer, 0 to 1; None: it has none.
+        chance: score of random guessing.
+        prompt_tokens, output_tokens: tokens computed.
+        truncated: whether the middle of the prompt was left out to fit the context.
+        kv_peak_bytes: most KV bytes of the request.
+        output: the generated text.
+    """
+
+    scores: Mapping[str, float]
+    depth: float | None
+    chance: float
+    prompt_tokens: int
+    output_tokens: int
+    truncated: bool
+    kv_peak_bytes: int
+    output: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellResult:
+    """All prompts of one cell.
+
+    Attributes:
+        task: name of the task.
+        tokens: length of the prompts; 0 for tasks without lengths.
+        arm: name of the configuration.
+        prompts: results in the order of the samples.
+        seconds: time of all prompts in one batch.
+    """
+
+    task: str
+    tokens: int
+    arm: str
+    prompts: tuple[PromptResult, ...]
+    seconds: float
+
+    @property
+    def name(self) -> str:
+        """Name of the cell: task and length."""
+        return f"{self.task}_{self.tokens}" if self.tokens else self.task
+
+    @property
+    def kv_peak_bytes(self) -> int:
+        """Most KV bytes of a request."""
+        return max(prompt.kv_peak_bytes for prompt in self.prompts)
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        """Output tokens (or measured tokens of a perplexity) per second."""
+        return sum(prompt.output_tokens for prompt in self.prompts) / self.seconds
+
+    @property
+    def total_tokens_per_s(self) -> float:
+        """Prompt and output tokens per second."""
+        tokens = sum(prompt.prompt_tokens + prompt.output_tokens for prompt in self.prompts)
+        return tokens / self.seconds
+
+    def values(self, metric: str) -> list[float]:
+        """The scores of one metric, in the order of the prompts."""
+        return [prompt.scores[metric] for prompt in self.prompts]
+
+    def means(self) -> dict[str, Mean]:
+        """Mean and interval of each metric; with `nll` also the perplexity."""
+        found = {name: mean_of(self.values(name)) for name in self.prompts[0].scores}
+        if NLL in found:
+            nll = found[NLL]
+            ends = (math.exp(nll.mean), math.exp(nll.low), math.exp(nll.high))
+            return {PERPLEXITY: Mean(*ends, nll.count), **found}
+        return found
+
+    def by_depth(self, metric: str) -> dict[str, float]:
+        """Mean of a metric at each depth; empty for tasks without depths."""
+        found: dict[str, list[float]] = {}
+        for prompt in self.prompts:
+            if prompt.depth is not None:
+                found.setdefault(f"{prompt.depth:g}", []).append(prompt.scores[metric])
+        return {depth: sum(values) / len(values) for depth, values in found.items()}
+
+    def summary(self) -> dict[str, object]:
+        """Scores and resources as JSON values, without single prompts."""
+        first = next(iter(self.prompts[0].scores))
+        return {
+            "task": self.task,
+            "tokens": self.tokens,
+            "prompts": len(self.prompts),
+            "scores": {name: asdict(mean) for name, mean in self.means().items()},
+            "by_depth": self.by_depth(first),
+            "chance": mean_of([prompt.chance for prompt in self.prompts]).mean,
+            "truncated_prompts": sum(prompt.truncated for prompt in self.prompts),
+            "prompt_tokens": sum(prompt.prompt_tokens for prompt in self.prompts),
+            "output_tokens": sum(prompt.output_tokens for prompt in self.prompts),
+            "kv_peak_bytes": self.kv_peak_bytes,
+            "output_tokens_per_s": self.output_tokens_per_s,
+            "total_tokens_per_s": self.total_tokens_per_s,
+            "seconds": self.seconds,
+        }
+
+
+class CellFolder:
+    """A file for each finished cell, written atomically; a later run reads it.
+
+    Args:
+        folder: the folder; None: nothing is stored.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = None if folder is None else folder / FOLDER
+
+    def cell(self, name: str, fingerprint: str) -> CellResult | None:
+        """The stored cell of equal options; None if there is none."""
+        values = self.read(name, fingerprint)
+        if values is None:
+            return None
+        try:
+            prompts = tuple(PromptResult(**prompt) for prompt in values.pop("prompts"))
+            return CellResult(prompts=prompts, **values)
+        except (TypeError, KeyError):
+            return None  # written by another version
+
+    def read(self, name: str, fingerprint: str) -> dict[str, Any] | None:
+        """Stored values of equal options; None if there are none."""
+        if self._folder is None:
+            return None
+        try:
+            stored = json.loads((self._folder / f"{name}.json").read_text(encoding="utf-8"))
+            values = stored["values"] if stored["of"] == fingerprint else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None  # not measured yet, or damaged
+        return values if isinstance(values, dict) else None
+
+    def write(self, name: str, fingerprint: str, values: Mapping[str, object]) -> None:
+        """Store values.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        if self._folder is None:
+            return
+        text = json.dumps({"of": fingerprint, "values": values}, indent=1)
+        path = self._folder / f"{name}.json"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            _replace(path, text)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write {path}: {error.strerror}; name another folder with --out"
+            ) from error
+
+
+def _replace(path: Path, text: str) -> None:
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)  # only the owner can read a temporary file
+        os.replace(temporary, path)
+    except OSError:
+        Path(temporary).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,69 @@
+"""Engines of an evaluation: one open at a time, for full KV, the configured KV, and the check."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from quire.api.llm import LLM
+from quire.config.kv_config import KVConfig
+
+FULL, CONFIGURED = "full", "configured"
+"""Names of the configurations: full KV, and the options of the command."""
+
+OpenEngine = Callable[[KVConfig], LLM]
+
+
+def full_kv(kv: KVConfig) -> KVConfig:
+    """The same KV memory without eviction and without codecs."""
+    plain = KVConfig()
+    offload = replace(kv.offload, activation_codec=plain.offload.activation_codec)
+    return replace(
+        kv,
+        codec=plain.codec,
+        constants=plain.constants,
+        evict=plain.evict,
+        evict_allow=plain.evict_allow,
+        record_evictions=plain.record_evictions,
+        offload=offload,
+    )
+
+
+def is_full(kv: KVConfig) -> bool:
+    """Whether outputs are those of full KV: no eviction rule, no codec."""
+    full = full_kv(kv)
+    same = (kv.codec, kv.constants, kv.evict) == (full.codec, full.constants, full.evict)
+    return same and kv.offload == full.offload
+
+
+class Engines:
+    """Opens an engine for a KV configuration, and closes the one before.
+
+    Args:
+        open_engine: opens an engine; the weights are loaded once.
+    """
+
+    def __init__(self, open_engine: OpenEngine) -> None:
+        self._open_engine = open_engine
+        self._open: tuple[KVConfig, LLM] | None = None
+
+    def of(self, kv: KVConfig) -> LLM:
+        """The engine with a configuration.
+
+        Raises:
+            ConfigError: the configuration is invalid for this model.
+        """
+        if self._open is None or self._open[0] != kv:
+            self.close()
+            self._open = (kv, self._open_engine(kv))
+        return self._open[1]
+
+    @property
+    def current(self) -> LLM:
+        """The open engine."""
+        assert self._open is not None, "an engine was opened before"
+        return self._open[1]
+
+    def close(self) -> None:
+        """Free the KV memory."""
+        if self._open is not None:
+            self._open[1].close()
+            self._open = None

@@ -1,0 +1,69 @@
+"""Generated tasks: prompts of the families of `quire.evals.tasks`, exact and partial answers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from quire.evals.questions import Question, make_questions
+from quire.evals.suite.base import MIN_FULL, EvalTask, Sample, SampleOptions
+from quire.evals.suite.metrics import fraction_found, starts_with
+
+ACCURACY, FOUND = "accuracy", "found"
+_SPARE_TOKENS = 8
+"""Output tokens for separators between several answers, for each answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratedTask(EvalTask):
+    """Prompts of one family; the output must begin with the answer.
+
+    Attributes:
+        name, summary: see `EvalTask`.
+        family: registered family.
+        options: fields of the family.
+    """
+
+    name: str
+    summary: str
+    family: str
+    options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    metrics: ClassVar[tuple[str, ...]] = (ACCURACY,)
+    by_length: ClassVar[bool] = True
+    needs_full: ClassVar[float | None] = MIN_FULL
+
+    def samples(self, options: SampleOptions) -> list[Sample]:
+        """See `EvalTask`."""
+        questions = make_questions(
+            self.family,
+            options.tokens,
+            options.count,
+            measure=options.measure,
+            seed=options.seed,
+            **self.options,
+        )
+        return [self._sample(question, options) for question in questions]
+
+    def score(self, sample: Sample, output: str) -> dict[str, float]:
+        """1 if the output begins with the answer."""
+        return {ACCURACY: starts_with(output, sample.references[0])}
+
+    def _sample(self, question: Question, options: SampleOptions) -> Sample:
+        return Sample(
+            prompt=question.prompt,
+            references=question.answers or (question.answer,),
+            max_tokens=options.measure(question.answer) + _SPARE_TOKENS * len(question.answers),
+            depth=None if question.place is None else question.depth,
+            chance=question.chance,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundTask(GeneratedTask):
+    """Prompts with several answers: the score is the fraction that the output contains."""
+
+    metrics: ClassVar[tuple[str, ...]] = (FOUND,)
+
+    def score(self, sample: Sample, output: str) -> dict[str, float]:
+        """Fraction of the answers in the output."""
+        return {FOUND: fraction_found(output, sample.references)}

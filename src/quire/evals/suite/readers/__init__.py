@@ -1,0 +1,1 @@
+"""Tasks that read local files of data sets. Nothing is downloaded."""

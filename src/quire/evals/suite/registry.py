@@ -1,0 +1,127 @@
+"""All evaluation tasks by name, and the suites: lists of tasks with lengths."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from quire.errors import UnknownName
+from quire.evals.suite.base import EvalTask
+from quire.evals.suite.generated import FoundTask, GeneratedTask
+from quire.evals.suite.perplexity import Perplexity
+from quire.evals.suite.readers.gsm8k import GSM8K
+from quire.evals.suite.readers.longbench import LongBench
+from quire.evals.suite.readers.stories import NarrativeQA
+from quire.evals.suite.readers.summaries import CNN_DM, XSUM
+
+_MANY_KEYS = MappingProxyType({"needles": 8})
+
+_ONE_ANSWER = (
+    ("lines", "the value of one line among lines such as `line brisk-lamp: <48213>`"),
+    ("longeval", "the same in LongEval's wording"),
+    ("kv", "the value of one key among key-value pairs"),
+    ("niah", "a number in running text, at five depths (needle in a haystack)"),
+    ("passkey", "a number in repeated sentences"),
+    ("facts", "a fact about a person in running text"),
+    ("variables", "the value of a variable, some of which are assigned from another one"),
+    ("copy", "a marked passage, which the output repeats"),
+    ("headline", "the first line of an article"),
+    ("labels", "few-shot classification of words with random labels"),
+    ("repeats", "the value of one line; every line is in the prompt four times"),
+    ("retold", "a fact about a person, told four times in running text"),
+    ("majority", "the most frequent label of a word, a fifth of whose lines have another one"),
+    ("topics", "the label of two words of a class, of which many lines are labelled"),
+    ("arithmetic", "few-shot sums with held-out operands"),
+)
+_SEVERAL_ANSWERS = (
+    ("niah_multivalue", "four numbers of one key in running text (RULER)"),
+    ("niah_multiquery", "the numbers of four keys in running text (RULER)"),
+    ("tracking", "all variables of a chain of assignments (RULER)"),
+    ("cwe", "the ten most common words of a list (RULER)"),
+)
+
+_ALL: tuple[EvalTask, ...] = (
+    *(GeneratedTask(name=name, summary=text, family=name) for name, text in _ONE_ANSWER),
+    GeneratedTask(
+        name="niah_multikey",
+        summary="one of eight numbers with different keys in running text (RULER)",
+        family="niah",
+        options=_MANY_KEYS,
+    ),
+    *(FoundTask(name=name, summary=text, family=name) for name, text in _SEVERAL_ANSWERS),
+    Perplexity(),
+    GSM8K(),
+    LongBench(),
+    XSUM,
+    CNN_DM,
+    NarrativeQA(),
+)
+TASKS: Mapping[str, EvalTask] = MappingProxyType({task.name: task for task in _ALL})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suite:
+    """Tasks that run together.
+
+    Attributes:
+        tasks: names of the tasks.
+        tokens: lengths of the prompts that have a length.
+        count: prompts of each task and length.
+    """
+
+    tasks: tuple[str, ...]
+    tokens: tuple[int, ...]
+    count: int
+
+
+_NEEDLES = ("niah", "niah_multikey", "niah_multivalue", "niah_multiquery")
+QUICK = "quick"
+SUITES: Mapping[str, Suite] = MappingProxyType(
+    {
+        QUICK: Suite(
+            tasks=("lines", "kv", "niah", "labels", "arithmetic", "perplexity"),
+            tokens=(256,),
+            count=10,
+        ),
+        "recall": Suite(
+            tasks=("lines", "longeval", "kv", *_NEEDLES, "passkey", "variables"),
+            tokens=(512, 1024),
+            count=25,
+        ),
+        "ruler": Suite(tasks=(*_NEEDLES, "tracking", "cwe"), tokens=(512, 1024, 2048), count=25),
+        "redundant": Suite(
+            tasks=("repeats", "retold", "majority", "topics", "labels"), tokens=(512,), count=50
+        ),
+        "few-shot": Suite(tasks=("labels", "arithmetic"), tokens=(512,), count=50),
+        "all": Suite(
+            tasks=tuple(task.name for task in _ALL if not task.source), tokens=(512,), count=25
+        ),
+    }
+)
+"""Suites of tasks without files."""
+
+
+def task_of(name: str) -> EvalTask:
+    """A task by its name.
+
+    Raises:
+        UnknownName: it is not registered.
+    """
+    if name not in TASKS:
+        raise UnknownName("task", name, TASKS)
+    return TASKS[name]
+
+
+def suite_of(name: str) -> Suite:
+    """A suite by its name.
+
+    Raises:
+        UnknownName: it is not registered.
+    """
+    if name not in SUITES:
+        raise UnknownName("suite", name, SUITES)
+    return SUITES[name]
+
+
+def suites_with(task: str) -> Sequence[str]:
+    """Names of the suites that have a task."""
+    return [name for name, suite in SUITES.items() if task in suite.tasks]

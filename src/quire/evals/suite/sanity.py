@@ -1,0 +1,103 @@
+"""The sanity check: whether a model may judge an eviction rule or a codec.
+
+    full KV                                  at least 0.90 exact answers, all depths
+    sinks and the newest quarter, no more    at most 0.05 exact answers, depths 0 to 0.5
+
+See `quire.evals.gate`. A model that fails does not use its context, or answers without it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from quire.errors import ConfigError
+from quire.evals.gate import (
+    QUARTER_ARMS,
+    QUARTER_OLD_DEPTH,
+    AnswerFunction,
+    GateCase,
+    GateReport,
+    run_gate,
+)
+from quire.evals.tasks import Measure
+
+PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
+_LENGTHS = (("lines", 256), ("kv", 256), ("niah", 512))
+_PROMPTS = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sanity:
+    """Result of the check.
+
+    Attributes:
+        status: one of `PASSED`, `FAILED`, `NOT_RUN`.
+        reason: why the model may not judge; empty if it may.
+        cases: task, tokens, and fractions of exact answers, of each case.
+    """
+
+    status: str
+    reason: str = ""
+    cases: tuple[dict[str, object], ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Whether the model may judge a rule."""
+        return self.status == PASSED
+
+    @classmethod
+    def stored(cls, values: Mapping[str, Any]) -> "Sanity":
+        """The result of `as_dict`."""
+        return cls(status=values["status"], reason=values["reason"], cases=tuple(values["cases"]))
+
+    def as_dict(self) -> dict[str, object]:
+        """As JSON values."""
+        return {"status": self.status, "reason": self.reason, "cases": list(self.cases)}
+
+
+SKIPPED = Sanity(status=NOT_RUN, reason="the sanity check was left out (--no-sanity-check)")
+
+
+def check(answer: AnswerFunction, *, measure: Measure, most_tokens: int, seed: int) -> Sanity:
+    """Run the check.
+
+    Args:
+        answer: generates outputs under a policy text.
+        measure: counts the tokens of a text with the model's tokenizer.
+        most_tokens: the model's context.
+        seed: seed of the prompts.
+    """
+    cases = tuple(
+        GateCase(task=task, tokens=min(tokens, most_tokens), n=_PROMPTS)
+        for task, tokens in _LENGTHS
+    )
+    try:
+        report = run_gate(
+            answer,
+            measure=measure,
+            cases=cases,
+            seed=seed,
+            arms=QUARTER_ARMS,
+            old_depth=QUARTER_OLD_DEPTH,
+        )
+    except ConfigError as error:  # the model does not support eviction, or its context is too short
+        return Sanity(status=FAILED, reason=f"the check cannot run: {error}")
+    return judged(report)
+
+
+def judged(report: GateReport) -> Sanity:
+    """The result of a finished gate."""
+    cases = tuple(asdict(verdict) | {"passed": verdict.passed} for verdict in report.verdicts)
+    if report.passed:
+        return Sanity(status=PASSED, cases=cases)
+    failed = "; ".join(
+        f"{each.task} at {each.tokens} tokens: {each.full:.0%} with full KV, {each.evicted:.0%} "
+        "with the records evicted"
+        for each in report.verdicts
+        if not each.passed
+    )
+    return Sanity(
+        status=FAILED,
+        reason=f"expected at least 90% with full KV and at most 5% after eviction, got {failed}",
+        cases=cases,
+    )

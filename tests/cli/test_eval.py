@@ -1,0 +1,212 @@
+"""`quire eval`: forms of the command line, results, resumed runs, verdicts, fidelity."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from quire.cli.main import app
+from quire.evals.suite import runner, samples
+from quire.evals.suite.registry import TASKS
+from quire.evals.suite.sanity import FAILED, PASSED, Sanity
+from support.texts import lines_prompts
+
+SMALL = ("--kv-memory", "8MiB", "--num-prompts", "5", "--tokens", "128", "--json")
+LINES = ("--tasks", "lines", *SMALL)
+RULE = ("--evict", "recent:cap=25%,sinks=4,every=8")
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, ["eval", *map(str, arguments)])
+
+
+def result(*arguments):
+    done = invoke(*arguments)
+    assert done.exit_code == 0, done.output
+    assert len(done.stdout.splitlines()) == 1
+    return json.loads(done.stdout)
+
+
+def refused(*arguments):
+    done = invoke(*arguments)
+    assert done.exit_code == 2, done.output
+    return done.stderr.splitlines()[-1]
+
+
+@pytest.fixture
+def judge(monkeypatch):
+    """The sanity check without its prompts."""
+    found = {"sanity": Sanity(status=PASSED)}
+    monkeypatch.setattr(runner, "check", lambda *args, **options: found["sanity"])
+    return found
+
+
+@pytest.mark.parametrize("form", [(), ("quire-tiny",), ("run",), ("run", "quire-tiny")])
+def test_run_is_the_default_command(form, judge):
+    found = result(*form, *LINES)
+
+    assert found["name"] == "eval"
+    assert found["config"]["model"] == "quire-tiny"
+    assert found["claims"]["lines_128_accuracy"] == 1.0
+    assert found["claims"]["lines_128_kv_peak_bytes"] > 0
+    assert found["claims"]["lines_128_output_tokens_per_s"] > 0
+
+
+@pytest.mark.slow
+def test_quick_suite_scores_every_task_and_runs_the_sanity_check():
+    found = result("--suite", "quick", "--kv-memory", "16MiB", "--num-prompts", "2", "--json")
+
+    [rows] = [rows for arm, rows in found["arms"].items() if arm == "full"]
+    assert [row["task"] for row in rows] == [
+        *("lines", "kv", "niah", "labels", "arithmetic", "perplexity")
+    ]
+    assert found["arms"]["sanity_check"]["status"] == "passed"
+    assert found["claims"]["sanity_check_passed"] == 1
+    assert found["claims"]["lines_256_accuracy"] == 1.0
+    assert 5 < found["claims"]["perplexity_256_perplexity"] < 200
+
+
+def test_rule_is_compared_with_full_kv(judge):
+    found = result(*LINES, *RULE)
+
+    [verdict] = found["arms"]["verdicts"]
+    assert found["claims"]["full_lines_128_accuracy"] == 1.0
+    assert found["claims"]["configured_lines_128_accuracy"] < 0.7
+    assert verdict["verdict"] == "worse"
+    assert verdict["difference"]["high"] < 0
+    full, configured = (found["arms"][arm][0] for arm in ("full", "configured"))
+    assert configured["by_depth"]["0"] == 0.0
+    assert configured["kv_peak_bytes"] <= full["kv_peak_bytes"]
+
+
+def test_model_that_fails_the_sanity_check_gives_no_verdict(judge):
+    judge["sanity"] = Sanity(status=FAILED, reason="lines at 256 tokens: 10% with full KV")
+    arguments = [argument for argument in (*LINES, *RULE) if argument != "--json"]
+
+    done = invoke(*arguments)
+    found = result(*LINES, *RULE)
+
+    assert "Sanity check: failed." in done.stdout
+    assert "No verdict about the configuration: lines at 256 tokens" in done.stdout
+    assert "Compared with full KV" not in done.stdout
+    assert found["arms"]["verdicts"][0]["verdict"] == "none"
+    assert found["arms"]["verdicts"][0]["difference"] is None
+    assert found["claims"]["sanity_check_passed"] == 0
+
+
+def test_left_out_sanity_check_gives_no_verdict():
+    found = result(*LINES, *RULE, "--no-sanity-check")
+
+    assert found["arms"]["sanity_check"]["status"] == "not run"
+    assert found["arms"]["verdicts"][0]["verdict"] == "none"
+
+
+def test_later_run_continues_with_stored_cells(judge, tmp_path, monkeypatch):
+    two = ("--tasks", "lines,kv", *SMALL, "--out", tmp_path)
+    first = result(*LINES, "--out", tmp_path)
+    ran = []
+    original = samples.SampleRunner.run
+
+    def counted(self, task, listed):
+        ran.append(task.name)
+        return original(self, task, listed)
+
+    monkeypatch.setattr(samples.SampleRunner, "run", counted)
+    second = result(*two)
+    third = result(*two)
+
+    assert ran == ["kv"]
+    assert second["arms"]["full"][0] == first["arms"]["full"][0]
+    assert third["arms"] == second["arms"]
+    assert json.loads((tmp_path / "result.json").read_text(encoding="utf-8")) == third
+    result(*two, "--seed", "2")
+    assert ran == ["kv", "lines", "kv"]
+
+
+def test_perplexity_of_a_codec_is_higher(judge):
+    found = result("--tasks", "perplexity", *SMALL, "--kv-codec", "int2")
+
+    full, coded = (found["claims"][f"{arm}_perplexity_128_nll"] for arm in ("full", "configured"))
+    assert coded > full
+
+
+def test_data_set_is_read_and_long_prompts_are_shortened(judge, tmp_path):
+    path = tmp_path / "gsm8k.jsonl"
+    rows = [{"question": f"{n} + {n}? " * 40, "answer": f"#### {2 * n}"} for n in range(9)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+    found = result(
+        *("--tasks", "gsm8k", "--data", path, "--num-prompts", 2, "--kv-memory", "16MiB"),
+        *("--max-prompt-tokens", 50, "--json"),
+    )
+    [row] = found["arms"]["full"]
+    assert (row["prompts"], row["truncated_prompts"], row["prompt_tokens"]) == (1, 1, 50)
+    assert found["config"]["data"] == {"gsm8k": "gsm8k.jsonl"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--suite", "quik"), "unknown suite 'quik': did you mean quick"),
+        (("--tasks", "line"), "unknown task 'line': did you mean lines"),
+        (("--tasks", "lines", "--tokens", "many"), "--tokens as whole numbers"),
+        (("--tasks", "lines", "--tokens", "0"), "--tokens of 1 or more"),
+        (("--tasks", "lines", "--num-prompts", "0"), "--num-prompts of 1 or more"),
+        (("--tasks", "gsm8k"), "task 'gsm8k' reads a local file: add --data FILE"),
+        (("--tasks", "lines", "--data", "x"), "one task that reads a file, got none"),
+        (("--tasks", "gsm8k,longbench", "--data", "x"), "write --data TASK=FILE"),
+        (("--tasks", "gsm8k", "--data", "gsm8k=none"), "there is no such file"),
+        (("--tasks", "lines", "--evict", "recnt:cap=5"), "did you mean recent"),
+        (("--tasks", "lines", "--tokens", "9000"), "lower --tokens"),
+        (("--tasks", "perplexity", "-tp", "2"), "a model in one process"),
+    ],
+)
+def test_invalid_options_are_refused(arguments, message, judge):
+    assert message in refused(*arguments, "--kv-memory", "8MiB")
+
+
+def test_misspelt_command_is_no_model():
+    assert "no such command 'gat'" in refused("gat")
+
+
+def test_help_lists_the_commands():
+    assert "fidelity" in invoke("--help").stdout
+
+
+def prompts_file(folder):
+    path = folder / "prompts.jsonl"
+    text = "".join(json.dumps(prompt) + "\n" for prompt in lines_prompts(4))
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_fidelity_of_full_kv_is_exact_and_of_a_rule_lower(tmp_path):
+    options = ("--data", prompts_file(tmp_path), "--kv-memory", "4MiB", "--max-tokens", 8, "--json")
+
+    full = result("fidelity", *options)["claims"]
+    rule = result("fidelity", *options, *RULE, "--out", tmp_path / "out")
+
+    assert (full["top_1"], full["exact"], full["prompts"]) == (1.0, 1.0, 4)
+    assert full["kl_nats"] == pytest.approx(0.0, abs=1e-6)
+    assert rule["claims"]["top_1"] < 1.0
+    assert rule["claims"]["kl_nats_low"] > 0.0
+    assert rule["claims"]["kv_peak_bytes"] <= rule["claims"]["full_kv_peak_bytes"]
+    stored = (tmp_path / "out" / "result.json").read_text(encoding="utf-8")
+    assert json.loads(stored) == rule
+
+
+def test_fidelity_refuses_long_prompts_and_divided_models(tmp_path):
+    path = prompts_file(tmp_path)
+
+    assert "context holds" in refused("fidelity", "--data", path, "--max-tokens", 4090)
+    assert "one process" in refused("fidelity", "--data", path, "-tp", 2)
+
+
+def test_tasks_are_listed_one_on_each_line():
+    text = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["eval", "tasks"]).stdout
+    listed = result("tasks", "--json")["tasks"]
+
+    assert [row["name"] for row in listed] == [*TASKS]
+    for row in listed:
+        [line] = [line for line in text.splitlines() if line.split()[:1] == [row["name"]]]
+        assert row["summary"] in line

@@ -1,0 +1,109 @@
+"""The leaderboard: its grid, its rows and its pages."""
+
+import pytest
+
+from quire.config.kv_config import KVConfig
+from quire.errors import ConfigError
+from quire.evals.board.grid import Entry, Grid
+from quire.evals.board.pages import page
+from quire.evals.board.run import Board, BoardConfig
+from quire.evals.board.table import best_rules, judged_tasks, rows_of
+from quire.evals.suite.cells import CellResult, PromptResult
+from quire.evals.suite.registry import task_of
+from quire.evals.suite.sanity import SKIPPED
+
+GRID = Grid(
+    rules=("sinks", "kvcrush:base=(h2o)"), budgets=("25%",), schedules=("decode",), codecs=("none",)
+)
+FULL, SINKS, KVCRUSH = GRID.entries()
+
+
+def cell(task, scores, kv_bytes, seconds=2.0):
+    prompts = tuple(
+        PromptResult(
+            scores={"accuracy": float(score)},
+            depth=None,
+            chance=0.0,
+            prompt_tokens=90,
+            output_tokens=10,
+            truncated=False,
+            kv_peak_bytes=kv_bytes,
+            output="",
+        )
+        for score in scores
+    )
+    return CellResult(task=task, tokens=256, arm="", prompts=prompts, seconds=seconds)
+
+
+def board(**refused):
+    config = BoardConfig(grid=GRID, tasks=(task_of("lines"), task_of("labels")))
+    cells = {
+        FULL: [cell("lines", [1, 1, 1, 1], 1000), cell("labels", [1, 0, 0, 0], 1000)],
+        SINKS: [cell("lines", [0, 1, 1, 1], 400), cell("labels", [1, 1, 1, 1], 400)],
+        KVCRUSH: [cell("lines", [1, 1, 1, 1], 500), cell("labels", [0, 0, 0, 0], 500)],
+    }
+    return Board(config=config, cells=cells, refused=refused, sanity=SKIPPED)
+
+
+def test_grid_has_full_kv_first_and_all_combinations():
+    grid = Grid()
+    entries = grid.entries()
+
+    assert entries[0] == grid.reference
+    assert len(entries) == len(set(entries)) == 3 + 11 * 3 * 2 * 3
+    assert SINKS.evict == "sinks:cap=25%,when=decode"
+    assert KVCRUSH.evict == "kvcrush:base=(h2o),cap=25%,when=decode"
+    applied = Entry("sinks", "25%", "decode", "int8").applied(KVConfig(memory="8MiB"))
+    assert (applied.codec, applied.memory) == ("int8", 8 << 20)
+
+
+@pytest.mark.parametrize("name", ["rules", "budgets", "schedules", "codecs"])
+def test_empty_lists_are_refused(name):
+    with pytest.raises(ConfigError, match=f"--{name} has no values"):
+        Grid(**{name: ()})
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"tasks": ()}, "at least one task"),
+        ({"tasks": (task_of("gsm8k"),)}, "has no generated prompts"),
+        ({"seeds": (1, 1)}, "--seeds with different numbers"),
+        ({"count": 0}, "--num-prompts of 1 or more"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, expected):
+    with pytest.raises(ConfigError, match=expected):
+        BoardConfig(**{"grid": GRID, "tasks": (task_of("lines"),)} | options)
+
+
+def test_quality_is_over_the_tasks_that_full_kv_answers():
+    rows = {row.entry: row for row in rows_of(board())}
+
+    assert judged_tasks(board()) == ["lines"]
+    assert rows[FULL].quality.mean == rows[KVCRUSH].quality.mean == 1.0
+    assert rows[SINKS].quality.mean == 0.75
+    assert rows[SINKS].quality.low < 0.75 < rows[SINKS].quality.high
+    assert rows[SINKS].scores == {"lines": 0.75, "labels": 1.0}
+
+
+def test_bytes_are_over_full_kv_and_the_front_is_unbeaten():
+    rows = {row.entry: row for row in rows_of(board())}
+
+    assert rows[SINKS].kv_share == 0.4
+    assert rows[SINKS].tokens_per_s == 8 * 100 / 4.0
+    assert [entry for entry, row in rows.items() if row.is_unbeaten] == [KVCRUSH, SINKS]
+
+
+def test_rules_that_keep_a_quality_are_listed_by_budget():
+    kept = best_rules(rows_of(board()), 0.975)
+
+    assert [row.entry for row in kept["25%"]] == [KVCRUSH]
+
+
+def test_page_has_every_row_and_says_whether_the_model_may_judge():
+    text = page(board(), "quire-tiny", has_chart=False)
+
+    assert "**This model may not judge a rule**" in text
+    assert "| `sinks` | 25% | decode | `none` | 0.750" in text
+    assert "* Cap 25% of the prompt: `kvcrush:base=(h2o)` (decode, none: 1.000)" in text

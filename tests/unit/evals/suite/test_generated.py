@@ -1,0 +1,134 @@
+"""Generated tasks and perplexity windows: they fit, are deterministic, and score as RULER does."""
+
+import pytest
+
+from quire.errors import ConfigError, UnknownName
+from quire.evals.questions import DEPTHS
+from quire.evals.suite.base import SampleOptions
+from quire.evals.suite.registry import SUITES, TASKS, suite_of, suites_with, task_of
+from quire.evals.tasks import ALL_FAMILIES, FAMILIES, make, rough_measure
+
+GENERATED = [task.name for task in TASKS.values() if not task.source and task.name != "perplexity"]
+NEW = sorted(ALL_FAMILIES.keys() - FAMILIES.keys())
+
+
+def options(**changed):
+    return SampleOptions(**({"count": 5, "measure": rough_measure, "tokens": 700} | changed))
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_samples_fit_the_length_and_are_deterministic(name):
+    found = task_of(name).samples(options())
+
+    assert found == task_of(name).samples(options())
+    assert found != task_of(name).samples(options(seed=2))
+    assert len({sample.prompt for sample in found}) == 5
+    for sample in found:
+        assert rough_measure(sample.prompt) <= 700
+        assert sample.max_tokens >= rough_measure(sample.references[0])
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_the_answer_scores_1_and_another_text_0(name):
+    task = task_of(name)
+    [sample] = task.samples(options(count=1))
+
+    [right] = task.score(sample, ", ".join(sample.references) + " and more").values()
+    [wrong] = task.score(sample, "%").values()
+    assert (right, wrong) == (1.0, 0.0)
+
+
+def test_some_of_several_answers_score_their_fraction():
+    task = task_of("niah_multivalue")
+    [sample] = task.samples(options(count=1))
+
+    assert task.score(sample, sample.references[2]) == {"found": 0.25}
+
+
+@pytest.mark.parametrize("name", ["lines", "niah", "passkey", "variables", "copy"])
+def test_records_are_at_the_five_depths(name):
+    assert [sample.depth for sample in task_of(name).samples(options())] == [*DEPTHS]
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_answers_follow_from_the_prompt(name):
+    task = make(name, 3, 700)
+    answers = task.queries[0].answers or (task.queries[0].answer,)
+
+    assert all(answer in task.context for answer in answers)
+    assert len(set(answers)) == len(answers)
+
+
+def test_needles_of_one_key_have_its_values():
+    task = make("niah_multivalue", 1, 600)
+
+    lines = [line for line in task.context.splitlines() if line.startswith("One of the special")]
+    assert [line.rpartition(" ")[2].rstrip(".") for line in lines] == [*task.queries[0].answers]
+    assert len({line.partition(" is: ")[0] for line in lines}) == 1
+
+
+def test_tracked_variables_have_the_first_value():
+    task = make("tracking", 1, 700, hops=3, chains=2)
+    values = {}
+    for line in task.context.splitlines():
+        if line.startswith("VAR "):
+            name, value = line.removeprefix("VAR ").split(" = ")
+            values[name] = values.get(value.removeprefix("VAR "), value)
+
+    wanted = values[task.queries[0].answers[0]]
+    assert f"the value {wanted} " in task.prompt()
+    assert {n for n, v in values.items() if v == wanted} == set(task.queries[0].answers)
+    assert len(values) == 8
+
+
+def test_common_words_are_the_most_frequent():
+    task = make("cwe", 1, 900)
+    common = task.queries[0].answers
+
+    listed = task.context.partition("most often.\n")[2].split()[1::2]
+    least = min(listed.count(word) for word in common)
+    assert all(listed.count(word) < least for word in set(listed) - set(common))
+
+
+@pytest.mark.parametrize("name", ["niah_multivalue", "tracking", "cwe"])
+def test_too_small_length_is_refused(name):
+    with pytest.raises(ConfigError, match="raise tokens"):
+        make(name, 1, 40)
+
+
+def test_perplexity_windows_are_continuous_text():
+    task = task_of("perplexity")
+    samples = task.samples(options(tokens=100))
+
+    assert len({sample.prompt for sample in samples}) == 5
+    for sample in samples:
+        length = rough_measure(sample.prompt + sample.continuation)
+        assert 80 <= length <= 101
+        assert 0.6 < rough_measure(sample.prompt) / length < 0.8
+        assert sample.continuation.startswith(" ")
+
+
+def test_perplexity_of_a_file_reads_it(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("one two three four five six " * 200, encoding="utf-8")
+
+    [sample] = task_of("perplexity").samples(options(count=1, tokens=50, data=path))
+    assert sample.prompt + sample.continuation in path.read_text(encoding="utf-8")
+    with pytest.raises(ConfigError, match="longer text"):
+        task_of("perplexity").samples(options(tokens=5000, data=path))
+    with pytest.raises(ConfigError, match="cannot read"):
+        task_of("perplexity").samples(options(data=tmp_path / "none.txt"))
+
+
+def test_suites_name_tasks_without_files():
+    for name, suite in SUITES.items():
+        assert all(not task_of(task).source for task in suite.tasks)
+        assert all(name in suites_with(task) for task in suite.tasks)
+    assert suite_of("quick").count == 10
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(UnknownName, match="did you mean lines"):
+        task_of("line")
+    with pytest.raises(UnknownName, match="did you mean quick"):
+        suite_of("quik")

@@ -1,0 +1,170 @@
+"""Verdicts need a passed sanity check and a task that full KV solves; cells are stored."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+
+from quire.config.kv_config import KVConfig
+from quire.evals.gate import GateCase, run_gate
+from quire.evals.suite import sanity
+from quire.evals.suite.cells import CellFolder, CellResult, PromptResult
+from quire.evals.suite.engines import full_kv, is_full
+from quire.evals.suite.registry import task_of
+from quire.evals.suite.samples import truncated
+from quire.evals.suite.sanity import FAILED, PASSED, SKIPPED, Sanity
+from quire.evals.suite.verdicts import compare
+from quire.evals.tasks import rough_measure
+
+GOOD = Sanity(status=PASSED)
+
+
+def cell(values, metric="accuracy", arm="full", task="lines"):
+    prompts = tuple(
+        PromptResult(
+            scores={metric: value},
+            depth=(index % 5) / 4,
+            chance=0.0,
+            prompt_tokens=100,
+            output_tokens=5,
+            truncated=False,
+            kv_peak_bytes=1000 + index,
+            output="x",
+        )
+        for index, value in enumerate(values)
+    )
+    return CellResult(task=task, tokens=256, arm=arm, prompts=prompts, seconds=2.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "verdict"),
+    [
+        ([0.0] * 10, "worse"),
+        ([1.0] * 10, "no difference found"),
+        ([0, *[1] * 9], "no difference found"),
+    ],
+)
+def test_verdict_follows_from_the_interval_of_the_difference(values, verdict):
+    found = compare(task_of("lines"), cell([1.0] * 10), cell(values), GOOD)
+
+    assert found.verdict == verdict
+    assert found.difference.mean == pytest.approx(sum(values) / 10 - 1)
+
+
+def test_lower_perplexity_is_better():
+    found = compare(task_of("perplexity"), cell([2.0] * 9, "nll"), cell([1.0] * 9, "nll"), GOOD)
+
+    assert (found.verdict, found.difference.mean) == ("better", -1.0)
+
+
+@pytest.mark.parametrize("check", [SKIPPED, Sanity(status=FAILED, reason="lines at 256")])
+def test_without_passed_sanity_check_there_is_no_verdict(check):
+    found = compare(task_of("lines"), cell([1.0] * 10), cell([0.0] * 10), check)
+
+    assert (found.verdict, found.difference) == ("none", None)
+    assert found.reason == check.reason
+
+
+def test_task_that_full_kv_does_not_solve_gets_no_verdict():
+    half = [0.0, 1.0] * 5
+
+    found = compare(task_of("lines"), cell(half), cell(half), GOOD)
+    assert (found.verdict, found.difference) == ("none", None)
+    assert found.reason == "expected at least 0.9 with full KV, got 0.50"
+    rouge = compare(task_of("xsum"), cell(half, "rougeL"), cell(half, "rougeL"), GOOD)
+    assert rouge.verdict == "no difference found"  # no model reaches 0.9 there
+
+
+def test_cell_has_scores_by_depth_bytes_and_rates():
+    found = cell([1.0, 0.0, 1.0, 1.0, 0.0, 0.0])
+
+    summary = found.summary()
+    assert found.name == "lines_256"
+    assert summary["by_depth"] == {"0": 0.5, "0.25": 0.0, "0.5": 1.0, "0.75": 1.0, "1": 0.0}
+    assert summary["kv_peak_bytes"] == 1005
+    assert summary["output_tokens_per_s"] == 15.0
+    assert summary["total_tokens_per_s"] == 315.0
+    assert summary["scores"]["accuracy"]["mean"] == 0.5
+
+
+def test_perplexity_is_the_exponential_of_the_mean():
+    means = cell([1.0, 3.0], "nll").means()
+
+    assert list(means) == ["perplexity", "nll"]
+    assert means["perplexity"].mean == pytest.approx(7.389056)
+    assert means["perplexity"].low < means["perplexity"].mean < means["perplexity"].high
+
+
+def test_stored_cell_is_read_again_for_equal_options_only(tmp_path):
+    stored, found = CellFolder(tmp_path), cell([1.0, 0.0])
+    assert stored.cell("a", "x") is None
+    stored.write("a", "x", asdict(found))
+
+    assert CellFolder(tmp_path).cell("a", "x") == found
+    assert stored.cell("a", "y") is None
+    assert [path.name for path in (tmp_path / "cells").iterdir()] == ["a.json"]  # no parts left
+    (tmp_path / "cells" / "a.json").write_text('{"of": "x", "val', encoding="utf-8")
+    assert stored.cell("a", "x") is None
+    (tmp_path / "cells" / "a.json").write_text('{"of": "x", "values": {}}', encoding="utf-8")
+    assert stored.cell("a", "x") is None
+    CellFolder(None).write("a", "x", {})
+    assert CellFolder(None).read("a", "x") is None
+
+
+def test_long_prompt_loses_its_middle():
+    assert truncated([1, 2, 3, 4, 5, 6], 4) == [1, 2, 5, 6]
+    assert truncated([1, 2, 3, 4, 5, 6], 3) == [1, 2, 6]
+    assert truncated([1, 2], 3) == [1, 2]
+
+
+def test_full_kv_has_no_rule_and_no_codec():
+    kv = KVConfig(memory="1MiB", evict="recent:cap=64", codec="int8", record_evictions=True)
+
+    assert not is_full(kv)
+    assert is_full(full_kv(kv))
+    assert full_kv(kv).memory == kv.memory
+    assert is_full(KVConfig(memory="2MiB"))
+
+
+def test_sanity_check_evicts_to_a_quarter_and_states_failures():
+    rules = []
+
+    def knows_everything(prompts, evict, max_tokens):
+        rules.append(evict)
+        return ["12345"] * len(prompts)
+
+    found = sanity.check(knows_everything, measure=rough_measure, most_tokens=4096, seed=1)
+
+    assert rules[:2] == ["full", "recent:cap=64,every=16,sinks=4"]
+    assert found.status == FAILED
+    assert "lines at 256 tokens: 0% with full KV" in found.reason
+    assert json.dumps(found.as_dict())
+
+
+def test_sanity_check_that_cannot_run_fails():
+    def answer(prompts, evict, max_tokens):
+        raise AssertionError("no prompt fits")
+
+    found = sanity.check(answer, measure=rough_measure, most_tokens=30, seed=1)
+
+    assert found.status == FAILED
+    assert "raise tokens" in found.reason
+
+
+def test_old_depth_decides_which_records_count():
+    """A reader that keeps the newest third fails where records at depth 0.75 count as old."""
+    case = GateCase(task="lines", tokens=200, n=10)
+
+    def reads(prompts, evict, max_tokens):
+        kept = [p if evict == "full" else p[-len(p) * 2 // 3 :] for p in prompts]
+        answers = []
+        for prompt, text in zip(prompts, kept, strict=True):
+            key = prompt.rpartition("line ")[2]
+            answers.append(text.partition(key)[2][:5] if text.count(key) > 1 else "")
+        return answers
+
+    at = {
+        depth: run_gate(reads, measure=rough_measure, cases=[case], old_depth=depth).passed
+        for depth in (0.25, 0.75)
+    }
+    assert at == {0.25: True, 0.75: False}
