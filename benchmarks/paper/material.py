@@ -81,7 +81,8 @@ class Material:
             attn_implementation="sdpa",
         )
         torch.nn.Module.to(dense, self.model.decoder.device)
-        return dense.eval()
+        torch.nn.Module.eval(dense)
+        return dense
 
     def _random_weights(self) -> "PreTrainedModel":
         from transformers import AutoConfig
@@ -132,6 +133,11 @@ class Material:
             requested = "cuda" if torch.cuda.is_available() else "cpu"
         return torch.device(requested)
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the model runs on a GPU."""
+        return self._device.type == "cuda"
+
     # ---- differences from a paper --------------------------------------------------------------
 
     @property
@@ -139,7 +145,7 @@ class Material:
         """Display name of the machine that runs the model."""
         import torch
 
-        if self._device.type == "cuda":
+        if self.on_gpu:
             return torch.cuda.get_device_name(self._device)
         return str(hardware()["cpu"] or "CPU")
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from benchmarks.paper import batch_max, kv_cache
+from benchmarks.paper import batch_max, kv_cache, kvpr
 from benchmarks.paper.item import Item
 from quire.errors import UnknownName
 
@@ -39,6 +39,11 @@ _LISTED = (
         id="001",
         title="KV Cache: The Hidden Memory Giant in LLM Serving",
         items=kv_cache.ITEMS,
+    ),
+    Paper(
+        id="003",
+        title="KVPR: Efficient LLM Inference with I/O-Aware KV Cache Partial Recomputation",
+        items=kvpr.ITEMS,
     ),
 )
 PAPERS: Mapping[str, Paper] = MappingProxyType({paper.id: paper for paper in _LISTED})
