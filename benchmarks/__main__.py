@@ -20,6 +20,7 @@ from benchmarks.kvcrush.command import kvcrush
 from benchmarks.memory.command import memory
 from benchmarks.offload.command import offload
 from benchmarks.overhead.command import overhead
+from benchmarks.paper.command import paper
 from benchmarks.peers.command import peers
 from benchmarks.prefill.command import prefill
 from benchmarks.quant.command import quant
@@ -67,6 +68,7 @@ _COMMANDS: dict[str, Callable[..., Any]] = {
     "offload": offload,
     "device": device,
     "batch-plan": batch_plan,
+    "paper": paper,
 }
 for _name, _command in _COMMANDS.items():
     register(app, _command, _name)

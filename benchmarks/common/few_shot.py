@@ -4,6 +4,7 @@ cnndm         {"article", "highlights"}                    1 shot    ROUGE-2 aga
 narrativeqa   {"context", "question", "answers"}           2 shots   best ROUGE-2 of the answers
 gsm8k         {"question", "answer": "... #### number"}    16 shots  fraction of equal numbers
 xsum          {"document", "summary"}                      3 shots   ROUGE-2 against the summary
+mmlu          {"question", "choices", "answer": index}     5 shots   fraction of right letters
 
 NarrativeQA examples may also use LongBench's field names ("input" for the question) or Hugging
 Face's nested fields. Quire ships no examples: the data sets have their own licences.
@@ -90,6 +91,18 @@ def _story_answers(record: Record) -> tuple[str, ...]:
     return tuple(map(_text, found)) if isinstance(found, list) else (_text(found),)
 
 
+_LETTERS = "ABCDEFGHIJ"
+
+
+def _choice_question(record: Record) -> str:
+    lines = [f"{letter}. {one}" for letter, one in zip(_LETTERS, record["choices"], strict=False)]
+    return "\n".join((f"Question: {record['question']}", *lines, "Answer:"))
+
+
+def _same_letter(text: str, references: Sequence[str]) -> float:
+    return float(text.strip()[:1] in references)
+
+
 TASKS: Mapping[str, FewShotTask] = MappingProxyType(
     {
         "cnndm": FewShotTask(
@@ -130,6 +143,15 @@ TASKS: Mapping[str, FewShotTask] = MappingProxyType(
             grade=best_rouge_2,
             score="rouge-2",
             stop="\nArticle:",
+        ),
+        "mmlu": FewShotTask(
+            name="mmlu",
+            shots=5,
+            ask=_choice_question,
+            answers=lambda record: (_LETTERS[int(record["answer"])],),
+            grade=_same_letter,
+            score="accuracy",
+            stop="\nQuestion:",
         ),
     }
 )

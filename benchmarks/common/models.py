@@ -1,7 +1,7 @@
 """Models with random weights, for speed measurements only."""
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from quire.layout.model import ModelSpec
 from quire.models.generation import GenerationDefaults
@@ -118,7 +118,7 @@ def llama_of(spec: ModelSpec, context: int) -> LlamaConfig:
 
 
 def random_weights(
-    config: LlamaConfig, *, dtype: torch.dtype, seed: int = 0, device: torch.device = _CPU
+    config: PreTrainedConfig, *, dtype: torch.dtype, seed: int = 0, device: torch.device = _CPU
 ) -> PreTrainedModel:
     """A Transformers model of this shape; the same seed, dtype and device give the same weights."""
     seeded = [device] if device.type == "cuda" else []

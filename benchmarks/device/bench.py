@@ -2,16 +2,19 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
+from benchmarks.common.decode_batch import DecodeBatch
 from benchmarks.common.host_bytes import HostBytes
 from benchmarks.common.link_codecs import LinkCodecs
 from benchmarks.common.offloaded_model import distinct_layers
 from benchmarks.common.target import Target
 from benchmarks.device.config import DeviceBenchConfig
-from benchmarks.device.shapes import DecodeCase
 from benchmarks.device.step_harness import StepHarness
 from quire.errors import ConfigError
 from quire.models.device_memory import free_device_bytes
+
+Batch = TypeVar("Batch", bound=DecodeBatch)
 
 
 @dataclass(slots=True)
@@ -43,7 +46,7 @@ class DeviceBench:
         """Free the pinned pool, for a part whose engine pins its own memory."""
         self._pool.clear()
 
-    def fitting(self, case: DecodeCase, link_codecs: LinkCodecs | None = None) -> DecodeCase:
+    def fitting(self, case: Batch, link_codecs: LinkCodecs | None = None) -> Batch:
         """The batch, with its rows halved until it fits the pool and the device.
 
         Raises:
@@ -60,7 +63,7 @@ class DeviceBench:
                 return case
 
     def harness(
-        self, case: DecodeCase, link_codecs: LinkCodecs | None = None, *, host: bool = False
+        self, case: DecodeBatch, link_codecs: LinkCodecs | None = None, *, host: bool = False
     ) -> StepHarness:
         """Create a harness for the largest batch of this case that fits."""
         fits = self.fitting(case, link_codecs)

@@ -10,12 +10,12 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
+from benchmarks.common.decode_batch import DecodeBatch
 from benchmarks.common.host_bytes import HostBytes
 from benchmarks.common.link_codecs import LinkCodecs, link_sizes
 from benchmarks.common.offloaded_model import OffloadedModel
 from benchmarks.common.offloaded_step import OffloadedStep, Staging
 from benchmarks.common.target import Target
-from benchmarks.device.shapes import DecodeCase
 from benchmarks.offload.arms import BY_NAME, Arm, Layout, lay_out, step_work
 from benchmarks.offload.machines import MACHINES, sizes_of, speeds_of
 from benchmarks.offload.simulated_machine import MeasuredStep
@@ -54,7 +54,7 @@ class StepHarness:
 
     def __init__(
         self,
-        case: DecodeCase,
+        case: DecodeBatch,
         target: Target,
         pool: HostBytes,
         link_codecs: LinkCodecs | None = None,
@@ -153,7 +153,7 @@ class StepHarness:
         return found
 
 
-def whole_rows(case: DecodeCase, batch: BatchTokens) -> BatchTokens:
+def whole_rows(case: DecodeBatch, batch: BatchTokens) -> BatchTokens:
     """The same batch with CPU attention rounded to whole rows."""
     host = min(case.rows, round(batch.host / case.context)) * case.context
     x = min(batch.x, case.tokens - host)
@@ -166,7 +166,7 @@ def median_ms(steps: Sequence[MeasuredStep]) -> float:
 
 
 def expected_seconds(
-    case: DecodeCase, arm: Arm, machine: str, *, x_tokens: int = -1, sizes: Sizes | None = None
+    case: DecodeBatch, arm: Arm, machine: str, *, x_tokens: int = -1, sizes: Sizes | None = None
 ) -> float:
     """Duration of an arm's step by the data sheet of a machine.
 

@@ -175,14 +175,19 @@ def arms(config: OverheadConfig) -> dict[str, str]:
     }
 
 
-def measure(config: OverheadConfig, clock: Callable[[], float] = perf_counter) -> dict[str, Run]:
+def measure(
+    config: OverheadConfig,
+    clock: Callable[[], float] = perf_counter,
+    model: LoadedModel | None = None,
+) -> dict[str, Run]:
     """Run every arm once.
 
     Args:
         config: configuration of the part.
         clock: clock in seconds.
+        model: measured model; None: random weights in the shape of `config.model`.
     """
-    model = random_model(SHAPES[config.model](), dtype=getattr(torch, config.dtype))
+    model = model or random_model(SHAPES[config.model](), dtype=getattr(torch, config.dtype))
     return {name: _run(model, config, evict, clock) for name, evict in arms(config).items()}
 
 

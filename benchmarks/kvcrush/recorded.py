@@ -88,24 +88,25 @@ def _fitting(
     from benchmarks.common.graded_prompts import GradedPrompt
 
     for by_shots in samples:
-        sample, tokens = _longest(by_shots, model, config.tokens)
+        sample, tokens = longest_that_fits(by_shots, model, config.tokens)
         if len(tokens) > config.least_tokens:
             grade = partial(_judge, task, sample.references)
             yield tokens, GradedPrompt(prompt=sample.prompt, grade=grade)
 
 
-def _longest(
+def longest_that_fits(
     by_shots: "Sequence[Sample]", model: "LoadedModel", most_tokens: int
 ) -> "tuple[Sample, list[int]]":
     """The prompt with the most shots that fit; without shots, the prompt is truncated to fit."""
     for sample in by_shots:
-        tokens = _encoded(model, sample.prompt)
+        tokens = encoded_prompt(model, sample.prompt)
         if len(tokens) <= most_tokens:
             return sample, tokens
     return sample, tokens[:1] + tokens[len(tokens) - most_tokens + 1 :]
 
 
-def _encoded(model: "LoadedModel", text: str) -> list[int]:
+def encoded_prompt(model: "LoadedModel", text: str) -> list[int]:
+    """Token ids of a prompt, with quire-tiny's document token if the tokenizer has it."""
     from quire.evals.questions import DOCUMENT_START
     from quire.models.tokenizer import encode_prompt
 

@@ -20,6 +20,7 @@ from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
+from quire.models.loader import LoadedModel
 from quire.profile.prefill_rates import kv_memory_for, random_prompt
 from quire.profile.timing import seconds
 from quire.scheduler.schedule_config import ScheduleConfig
@@ -57,9 +58,16 @@ class TokenTime:
     with_s: float
 
 
-def measure_generation(config: GenerationConfig) -> list[TokenTime]:
-    """Measure all rounds, length by length."""
-    model = random_model(SHAPES[config.model](), dtype=torch.bfloat16)
+def measure_generation(
+    config: GenerationConfig, model: LoadedModel | None = None
+) -> list[TokenTime]:
+    """Measure all rounds, length by length.
+
+    Args:
+        config: lengths and repeats.
+        model: measured model; None: random weights in the shape of `config.model`.
+    """
+    model = model or random_model(SHAPES[config.model](), dtype=torch.bfloat16)
     longest = max(config.lengths)
     engine = Engine(
         model,

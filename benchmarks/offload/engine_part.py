@@ -45,7 +45,7 @@ def run_engine(config: OffloadBenchConfig) -> PartResult:
     times: dict[str, list[float]] = {name: [] for name in ARMS}
     for _ in range(config.repeats):
         for name in ARMS:
-            step_s, engine = _step_s(model, tokens, config.engine_steps, name)
+            step_s, engine = offloaded_step_s(model, tokens, config.engine_steps, name)
             times[name].append(step_s)
             steps.setdefault(name, []).append(engine)
     ends = {name: engines[-1] for name, engines in steps.items()}
@@ -122,9 +122,18 @@ def _prefill_cpu_s(model: LoadedModel, tokens: int, recompute: str) -> float:
     return elapsed_s
 
 
-def _step_s(model: LoadedModel, tokens: int, count: int, name: str) -> tuple[float, Engine]:
-    """Median decode-step time of a prompt with an offloaded prefix, in seconds."""
-    token_bytes = model.spec.kv_bytes_per_token(4)
+def offloaded_step_s(
+    model: LoadedModel, tokens: int, count: int, name: str
+) -> tuple[float, Engine]:
+    """Median decode-step time of a prompt with an offloaded prefix, in seconds.
+
+    Args:
+        model: any model.
+        tokens: prompt length.
+        count: decode steps.
+        name: a name in ARMS.
+    """
+    token_bytes = model.spec.kv_bytes_per_token(model.decoder.dtype.itemsize)
     engine = _engine(model, int(_MEMORY_SHARE * (tokens + count) * token_bytes), ARMS[name])
     params = SamplingParams(max_tokens=count, ignore_eos=True)
     engine.submit(GenerationRequest(random_prompt(model, tokens, 2), params))

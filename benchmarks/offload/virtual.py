@@ -3,10 +3,12 @@
 from dataclasses import dataclass, replace
 
 from benchmarks.offload.arms import BY_NAME, Arm, Layout, lay_out, step_work
-from benchmarks.offload.machines import MACHINES, MODELS, sizes_of, speeds_of
+from benchmarks.offload.machines import MACHINES, MODELS, MachineSpeeds, sizes_of, speeds_of
+from quire.layout.model import ModelSpec
 from quire.offload.profiler import Sizes, Speeds
 from quire.offload.schedule.executor import VirtualClock
 from quire.offload.schedule.planner import fastest
+from quire.offload.timeline import Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +47,11 @@ class Case:
         return lay_out(arm, self.speeds, self.sizes, rows=rows, tokens=tokens, batches=batches)
 
     def step_seconds(self, arm: Arm, rows: int, tokens: int, batches: int = 1) -> int | float:
-        """Duration of a step of equal batches; with a ring, the fastest of three layouts."""
+        """Duration of a step of equal batches; see `schedule`."""
+        return VirtualClock().run(self.schedule(arm, rows, tokens, batches)).seconds
+
+    def schedule(self, arm: Arm, rows: int, tokens: int, batches: int = 1) -> Schedule:
+        """Schedule of a step of equal batches; with a ring, the fastest of three layouts."""
         layout = self.layout(arm, rows, tokens, batches)
         variants = [(layout.batch, layout.rules)]
         if arm.ring:
@@ -58,7 +64,7 @@ class Case:
             (step_work(batch, self.layers, self.sizes, self.speeds, batches=batches), rules)
             for batch, rules in variants
         ]
-        return VirtualClock().run(fastest(works)[1]).seconds
+        return fastest(works)[1]
 
     def tokens_per_s(self, arm: Arm, load: Load) -> float:
         """Throughput of a generation's decode steps over all batches.
@@ -95,15 +101,35 @@ def case_of(
         kv_value_bytes: bytes of a KV element on the link.
         x_value_bytes: bytes of an activation element on the link.
     """
-    spec = MODELS[model]
+    return case_for(
+        MODELS[model],
+        MACHINES[machine],
+        layers=layers,
+        weights_on_device=weights_on_device,
+        kv_value_bytes=kv_value_bytes,
+        x_value_bytes=x_value_bytes,
+    )
+
+
+def case_for(
+    spec: ModelSpec,
+    machine: MachineSpeeds,
+    *,
+    layers: int = 0,
+    weights_on_device: bool = True,
+    kv_value_bytes: int | float = 2,
+    x_value_bytes: int | float = 2,
+) -> Case:
+    """The case of any model shape on any machine; see `case_of`."""
     sizes = sizes_of(
         spec,
         kv_value_bytes=kv_value_bytes,
         x_value_bytes=x_value_bytes,
         weights_on_device=weights_on_device,
     )
-    speeds = speeds_of(MACHINES[machine], spec, sizes)
-    return Case(sizes=sizes, speeds=speeds, layers=layers or spec.num_layers)
+    return Case(
+        sizes=sizes, speeds=speeds_of(machine, spec, sizes), layers=layers or spec.num_layers
+    )
 
 
 def one_by_one(arm: Arm, *, fine: bool) -> Arm:

@@ -60,7 +60,8 @@ class DecodeSteps:
         memory = self._pool.kv.memory
         self._rows = np.array([memory.start() for _ in range(batch)], dtype=np.int64)
         memory.grow(self._rows, np.full(batch, tokens, dtype=np.int32))
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator(model.decoder.device)
+        generator.manual_seed(0)
         for page_class in memory.layout.page_classes:
             views = self._pool.kv.store.views(page_class)
             fill_pages(views, page_class.head_dim, generator)
@@ -81,9 +82,10 @@ class DecodeSteps:
         """Run one step."""
         memory = self._pool.kv.memory
         memory.grow(self._rows, self._ones)
-        positions = torch.from_numpy(memory.lengths[self._rows] - 1)
+        device = self._model.decoder.device
+        positions = torch.from_numpy(memory.lengths[self._rows] - 1).to(device)
         bridge = StepBridge(StepAttention(self._pool.kv, self._rows, self._ones))
-        samples = torch.arange(self.batch)
+        samples = torch.arange(self.batch, device=device)
         with torch.inference_mode():
             self._model.decoder.forward(samples, positions, samples, bridge)
 

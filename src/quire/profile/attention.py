@@ -185,7 +185,8 @@ def fill_with_codes(side: CodedPlanes, head_dim: int, generator: torch.Generator
     """Fill all pages of a class with codes of random vectors, drawn for some and repeated."""
     num_pages, heads, tokens, _ = side.planes[0].shape
     drawn = min(num_pages, _ENCODED_PAGES)
-    encoded = side.codec.encode(torch.randn(drawn, heads, tokens, head_dim, generator=generator))
-    index = torch.arange(num_pages) % drawn
+    shape, device = (drawn, heads, tokens, head_dim), generator.device
+    encoded = side.codec.encode(torch.randn(shape, generator=generator, device=device))
+    index = torch.arange(num_pages, device=device) % drawn
     for plane, codes in zip(side.planes, encoded, strict=True):
         plane.copy_(codes[index])

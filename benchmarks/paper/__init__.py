@@ -1,0 +1,1 @@
+"""`python -m benchmarks paper`: tables and figures of five papers, each beside Quire's values."""
