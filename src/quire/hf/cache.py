@@ -14,6 +14,7 @@ from quire.errors import ConfigError, RequestError
 from quire.eviction.eviction_rules import EvictionRules, Provided, check_pre_rope
 from quire.eviction.rule_requirements import NONE
 from quire.hf.arguments import refuse_unread
+from quire.hf.cache_argument import output_with_cache
 from quire.hf.cache_memory import MemoryOptions, folder_of, make_layout
 from quire.hf.cache_rows import CachePlan, CacheRows, rope_variant
 from quire.hf.evicting import make_rule
@@ -29,6 +30,7 @@ class QuireCache(CacheWithoutLayers, ForwardingCache):
         with QuireCache(model, policy="h2o:recent=64", budget=512) as cache:
             model.generate(**inputs, past_key_values=cache)
 
+    Transformers 5.24 calls the argument `cache`; it warns of the former name.
     While the cache is open, forwards of the model with this cache run with Quire's attention; all
     others are unchanged. Rows of a batch may be padded on the left; pads take no slots.
 
@@ -172,7 +174,7 @@ class QuireCache(CacheWithoutLayers, ForwardingCache):
         if not isinstance(token_ids, Tensor) or token_ids.ndim != 2:
             raise RequestError("expected input_ids [rows, columns]")
         logits = self._rows.forward(token_ids, arguments)
-        output = CausalLMOutputWithPast(logits=logits, past_key_values=self)
+        output = output_with_cache(logits, self)
         return output.to_tuple() if arguments.get("return_dict") is False else output
 
     def require_open(self) -> None:

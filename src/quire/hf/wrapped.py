@@ -1,7 +1,7 @@
 """A user's own model as a decoder: Quire's attention is active only in forwards with a QuireCache.
 
-    model(..., past_key_values=a QuireCache)   -> the cache runs the forward, chunk by chunk
-    model(anything else)                       -> the model's own forward, unchanged
+    model(..., cache=a QuireCache)   -> the cache runs the forward, chunk by chunk
+    model(anything else)             -> the model's own forward, unchanged
 
 Only the model's `forward` is wrapped. Attention implementation and rotary frequencies are set for
 each chunk and restored after it. When the last cache of a model is closed, the wrapper is removed.
@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from quire.errors import ConfigError, UnsupportedModel
+from quire.hf.cache_argument import CACHE_ARGUMENTS
 from quire.layout.model import ModelSpec
 from quire.layout.statistics import Statistic
 from quire.models.base import PagedAttention
@@ -36,13 +37,13 @@ Forward = Callable[..., object]
 
 
 class ForwardingCache(ABC):
-    """A cache that runs the model's forward if it is passed as `past_key_values`."""
+    """A cache that runs the model's forward if it is passed as the forward's cache."""
 
     @abstractmethod
     def run_forward(
         self, arguments: Mapping[str, object]
     ) -> CausalLMOutputWithPast | tuple[object, ...]:
-        """Return the output of `model(**arguments)` with this cache as `past_key_values`."""
+        """Return the output of `model(**arguments)` with this cache as its cache."""
 
 
 class WrappedModel:
@@ -254,9 +255,11 @@ def _wrapper(forward: Forward, names: tuple[str, ...]) -> Forward:
     @functools.wraps(forward)
     def wrapped_forward(*arguments: object, **options: object) -> object:
         by_name = {**dict(zip(names, arguments, strict=False)), **options}
-        cache = by_name.pop("past_key_values", None)
-        if isinstance(cache, ForwardingCache):
-            return cache.run_forward(by_name)
+        for name in CACHE_ARGUMENTS:
+            cache = by_name.get(name)
+            if isinstance(cache, ForwardingCache):
+                del by_name[name]
+                return cache.run_forward(by_name)
         return forward(*arguments, **options)
 
     return wrapped_forward

@@ -21,7 +21,7 @@ class DynamicBatch:
         batch.run()
         outputs = [handle.token_ids for handle in handles]
 
-    With dense rows the model runs through its ordinary forward and `past_key_values`, and is not
+    With dense rows the model runs through its ordinary forward and cache argument, and is not
     modified. With paged rows its forward is wrapped, as by `QuireCache`; `close` restores it.
 
     Args:

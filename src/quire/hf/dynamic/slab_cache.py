@@ -1,4 +1,4 @@
-"""A slab as an ordinary Transformers cache, passed as `past_key_values`."""
+"""A slab as an ordinary Transformers cache, passed to the model's forward."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

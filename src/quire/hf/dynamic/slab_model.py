@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from quire.errors import ConfigError, UnsupportedModel
+from quire.hf.cache_argument import cache_argument
 from quire.hf.dynamic.slab_cache import MaskRule, SlabCache, check_implementation
 from quire.kv.dense.in_place import SlabRows
 from quire.kv.dense.row import KVShape, LayerShape
@@ -40,7 +41,7 @@ class SlabModel:
             raise ConfigError("this model is in training mode: call model.eval() first")
         parameters = inspect.signature(type(model).forward).parameters
         self._config = model.config.get_text_config(decoder=True)
-        _refuse(model, tuple(parameters), self._config)
+        self._cache_argument = _refuse(model, tuple(parameters), self._config)
         self._model = model
         self._masks = MaskRule.of(self._config)
         self._keeps_some = "logits_to_keep" in parameters
@@ -124,9 +125,9 @@ class SlabModel:
                 input_ids=torch.tensor(token_ids, device=self.shape.device),
                 position_ids=positions.long(),
                 attention_mask=masks,
-                past_key_values=SlabCache(slab, len(self.shape.layers)),
                 use_cache=True,
                 return_dict=True,
+                **{self._cache_argument: SlabCache(slab, len(self.shape.layers))},
                 **head,
             )
         logits: Tensor = output.logits
@@ -140,7 +141,8 @@ class SlabModel:
         device = self._model.device
         cache = DynamicCache()
         token = torch.full((1, 1), _PAD, device=device)
-        self._model(input_ids=token, past_key_values=cache, use_cache=True, return_dict=True)
+        own = {self._cache_argument: cache}
+        self._model(input_ids=token, use_cache=True, return_dict=True, **own)
         layers = []
         for layer in cache.layers:
             keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
@@ -154,14 +156,16 @@ class SlabModel:
         return KVShape(tuple(layers), dtype, device)
 
 
-def _refuse(model: PreTrainedModel, parameters: tuple[str, ...], config: object) -> None:
+def _refuse(model: PreTrainedModel, parameters: tuple[str, ...], config: object) -> str:
+    """Refuse a model whose rows cannot share a forward; return the forward's cache argument."""
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{name} has an encoder: expected a decoder-only language model")
-    if "position_ids" not in parameters or "past_key_values" not in parameters:
+    argument = cache_argument(parameters)
+    if "position_ids" not in parameters or argument is None:
         raise UnsupportedModel(
-            f"{name} does not accept position_ids and past_key_values, which rows at different "
-            "positions need; use Transformers' own generate"
+            f"{name} does not accept position_ids and a cache, which rows at different positions "
+            "need; use Transformers' own generate"
         )
     for rope_type in _rope_types(config):
         refuse_dynamic(rope_type)
@@ -170,6 +174,7 @@ def _refuse(model: PreTrainedModel, parameters: tuple[str, ...], config: object)
                 f"{name} has {rope_type} rotary frequencies, which Transformers selects by the "
                 "longest row of a batch: a long query would change the others; use quire.LLM"
             )
+    return argument
 
 
 def _rope_types(config: object) -> set[str]:
