@@ -5,7 +5,7 @@ import pytest
 from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError
 from quire.evals.board.grid import Entry, Grid
-from quire.evals.board.pages import page
+from quire.evals.board.pages import chart, interactive, page
 from quire.evals.board.run import Board, BoardConfig
 from quire.evals.board.table import best_rules, judged_tasks, rows_of
 from quire.evals.suite.cells import CellResult, PromptResult
@@ -107,3 +107,17 @@ def test_page_has_every_row_and_says_whether_the_model_may_judge():
     assert "**This model may not judge a rule**" in text
     assert "| `sinks` | 25% | decode | `none` | 0.750" in text
     assert "* Cap 25% of the prompt: `kvcrush:base=(h2o)` (decode, none: 1.000)" in text
+
+
+def test_interactive_page_has_every_entry():
+    pytest.importorskip("plotly", reason="the extra eval is not installed")
+
+    text = interactive(board(), "quire-tiny")
+
+    assert "sinks:cap=25%,when=decode" in text
+    assert "Pareto front" in text
+    assert "https://cdn" not in text.split("<body>")[1][:200]
+
+
+def test_chart_is_an_svg():
+    assert chart(board()).startswith(b"<?xml")
