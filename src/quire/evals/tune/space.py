@@ -42,7 +42,10 @@ class Space:
         budgets: budgets of a cap over layers and heads; `uniform` for equal caps.
     """
 
-    codecs: tuple[str, ...] = ("none", "int8", "int4_hadamard", "int4", "int3_hadamard")
+    codecs: tuple[str, ...] = (
+        *("none", "int8", "int8/int4_hadamard", "int8/int4", "kivi4"),
+        *("int4_hadamard", "int4_outliers", "int4", "int3_hadamard"),
+    )
     rules: tuple[str, ...] = (FULL, "snapkv", "h2o", "keydiff", "expected_attention", "sinks")
     caps: tuple[str, ...] = ("75%", "50%", "25%")
     schedules: tuple[str, ...] = ("prefill_end", "prefill_and_decode")
