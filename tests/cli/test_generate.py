@@ -2,6 +2,7 @@
 
 import json
 import socket
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -432,3 +433,12 @@ def test_serve_refuses_a_short_metrics_key_before_the_model_is_loaded(quire, mon
 
     assert result.exit_code == 2
     assert "QUIRE_METRICS_KEY: expected at least 8" in " ".join(result.stderr.split())
+
+
+def test_missing_package_of_a_rule_is_reported_before_the_model_is_loaded(quire, monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy", None)
+
+    result = quire("generate", "no-such-model", PROMPT, "--evict", "kmeans:cap=64")
+
+    assert result.exit_code == 2
+    assert "pip install 'quire-llm[kmeans]'" in result.stderr

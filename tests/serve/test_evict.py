@@ -1,5 +1,7 @@
 """Eviction per request: the `evict` field, and evicted tokens in the usage."""
 
+import sys
+
 import pytest
 
 from quire.api.llm import LLM
@@ -27,3 +29,13 @@ def test_policy_that_is_not_allowed_is_refused(post):
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "evict"
     assert "--evict-allow 'tova'" in response.json()["error"]["message"]
+
+
+def test_rule_whose_packages_are_missing_is_refused(post, monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy", None)
+
+    response = post("/v1/completions", prompt="Once", evict="kmeans:cap=64")
+
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "evict"
+    assert "kmeans needs scipy" in response.json()["error"]["message"]

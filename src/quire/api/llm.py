@@ -28,6 +28,7 @@ from quire.engine.option_effects import refuse_without_effect
 from quire.engine.ranks import RankOptions, open_ranks
 from quire.engine.stats import EngineStats
 from quire.errors import ConfigError, EngineDead, RequestError, UnsoundCombination
+from quire.eviction.rule_requirements import check_rules
 from quire.layout.options import require_type
 from quire.models.loader import LoadedModel, load_model
 from quire.models.tokenizer import encode_chat, encode_prompt
@@ -91,7 +92,9 @@ class LLM:
     ) -> None:
         require_type("kv", kv, KVConfig, type(None))
         require_type("schedule", schedule, ScheduleConfig, type(None))
-        refuse_without_effect(kv or KVConfig())
+        kv = kv or KVConfig()
+        refuse_without_effect(kv)
+        check_rules(kv.evict, kv.evict_allow)
         if not isinstance(model, LoadedModel):
             require_type("model", model, str, Path)
             require_type("dtype", dtype, str)
@@ -109,7 +112,7 @@ class LLM:
                     model_impl=model_impl,
                     weight_codec=weight_codec,
                     max_model_len=max_model_len,
-                    kv=kv or KVConfig(),
+                    kv=kv,
                     schedule=schedule or ScheduleConfig(),
                     return_memory=return_memory,
                 )

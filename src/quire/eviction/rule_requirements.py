@@ -8,7 +8,7 @@ from quire.layout.eviction import parse_policy
 from quire.layout.statistics import Statistic
 from quire.policies.base import LANE, EvictionPolicy
 from quire.policies.budgets.base import Budget
-from quire.policies.eviction import EvictionRule
+from quire.policies.eviction import EvictionRule, make_eviction
 from quire.policies.options import without_parentheses
 from quire.policies.registry import (
     FULL,
@@ -87,6 +87,16 @@ def announced(allow: str) -> Iterable[RuleRequirements]:
         return [_served(name, policy(), None) for name, policy in registered().items()]
     texts = [text.strip() for text in allow.split(";")]
     return [_read(text) for text in texts if text and text not in (NONE, FULL)]
+
+
+def check_rules(evict: str, allow: str) -> None:
+    """Check the texts of `evict` and `evict_allow` without a model.
+
+    Raises:
+        ConfigError: not a rule, or its packages are not installed.
+    """
+    make_eviction(evict)
+    _ = announced(allow)
 
 
 def _read(text: str) -> RuleRequirements:

@@ -63,6 +63,9 @@ class EvictionPolicy(ABC):
     cost: ClassVar[str] = ""
     """Cost in addition to reading the cache, in a few words, shown by `quire policies`."""
 
+    extra: ClassVar[str] = ""
+    """Optional packages that the policy needs: a key of `quire.layout.extras.EXTRAS`, or ""."""
+
     @property
     def scope(self) -> str:
         """Scope of a retained set: one set per KV head (LANE) or one per layer (LAYER)."""

@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import ConfigError, UnknownName
-from quire.layout.extras import require_extra
 from quire.policies.crushed_share import CrushedShare
 from quire.policies.registry import register
 from quire.policies.signatures.context import SelectionContext, on_host
@@ -47,6 +46,7 @@ class KMeans(CrushedShare):
     """
 
     cost = "the base rule for each query head; tokens times representatives distances per round"
+    extra = "kmeans"
 
     on: str = SIGNATURES
     rounds: int = 10
@@ -82,7 +82,6 @@ def _nearest_means(points: NDArray[np.float64], clusters: int, rounds: int) -> N
     """Return the point nearest to each cluster mean, ties to the first; no point twice."""
     if not clusters:
         return np.empty(0, dtype=np.int64)
-    require_extra("kmeans", "the eviction rule kmeans")
     from scipy.cluster.vq import kmeans2
 
     start = points[np.arange(clusters) * len(points) // clusters]

@@ -15,6 +15,7 @@ from typing import TypeVar
 from quire import policies
 from quire.errors import ConfigError, UnknownName
 from quire.layout.eviction import parse_policy
+from quire.layout.extras import require_extra
 from quire.policies import budgets
 from quire.policies.base import EvictionPolicy
 from quire.policies.budgets.base import Budget
@@ -98,7 +99,8 @@ def make_policy(text: str) -> EvictionPolicy:
 
     Raises:
         UnknownName: the policy or one of its options is not known; lists the nearest names.
-        ConfigError: a value has the wrong type, or the rule refuses it.
+        ConfigError: a value has the wrong type, the rule refuses it, or it needs packages that are
+            not installed.
     """
     parsed = parse_policy(text)
     if parsed.name == FULL:
@@ -120,6 +122,8 @@ def policy_of(name: str, options: Mapping[str, str]) -> EvictionPolicy:
     known = registered()
     if name not in known:
         raise UnknownName("eviction policy", name, (FULL, *known))
+    if known[name].extra:
+        require_extra(known[name].extra, f"the eviction rule {name}")
     return make_with_options(
         f"policy {name!r}", known[name], options, others=SCHEDULE_OPTIONS, nested=_nested()
     )

@@ -1,10 +1,15 @@
 """K-means of signatures and of keys, compared with a plain implementation."""
 
+import sys
+
 import numpy as np
 import pytest
 import torch
 
+from quire.errors import ConfigError
+from quire.eviction.rule_requirements import check_rules
 from quire.layout.statistics import AttentionSum
+from quire.policies.eviction import make_eviction
 from quire.policies.h2o import H2O
 from quire.policies.kmeans import KMeans
 from quire.policies.view import KVView
@@ -73,3 +78,21 @@ def test_kmeans_retains_one_token_per_signature_cluster():
     retained = KMeans(base=H2O(recent=0), share=0.5).select(view, torch.tensor([4]))
 
     assert retained_positions(view, retained) == [[0, 1, 2, 4]]
+
+
+@pytest.mark.parametrize("text", ["kmeans:cap=64", "kvcrush:base=(kmeans:base=(h2o)),cap=64"])
+def test_missing_scipy_is_refused_when_the_rule_is_read(monkeypatch, text):
+    monkeypatch.setitem(sys.modules, "scipy", None)
+
+    with pytest.raises(
+        ConfigError, match=r"kmeans needs scipy .*pip install 'quire-llm\[kmeans\]'"
+    ):
+        make_eviction(text)
+
+
+def test_missing_scipy_refuses_only_engines_that_name_the_rule(monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy", None)
+
+    check_rules("full", "all")  # "all" means those that are installed
+    with pytest.raises(ConfigError, match="needs scipy"):
+        check_rules("full", "h2o; kmeans")
