@@ -32,8 +32,8 @@ QUICK_CASES = (
 eval_app = typer.Typer(
     cls=EvalGroup,
     no_args_is_help=True,
-    help="Measure quality: tasks, fidelity to full KV, and a sanity check of models. Without a "
-    "command: quire eval run.",
+    help="Measure quality: tasks, fidelity to full KV, and a sanity check of models. The default "
+    "command is run.",
 )
 
 

@@ -69,7 +69,7 @@ def test_best_reference_counts_for_each_rouge():
 
 
 def test_missing_rouge_is_explained(monkeypatch):
-    monkeypatch.setattr("quire.layout.extras._installed", lambda name: False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
 
     with pytest.raises(ConfigError, match=r"task 'xsum' needs rouge_score.*quire-llm\[eval\]"):
         require_rouge("xsum")
