@@ -160,7 +160,7 @@ def test_engine_row_is_measured_on_random_weights():
         "--model",
         "random:opt-6.7b",
         "--layers",
-        "1",
+        "3",
         "--dtype",
         "float32",
     )
@@ -168,4 +168,4 @@ def test_engine_row_is_measured_on_random_weights():
     rows = rows_of(run, "paper-003-figure-7")
     [engine] = [row for label, row in rows.items() if label.startswith("engine")]
     assert engine["ours"][0] > 0
-    assert "opt-6.7b with 1 layers" in engine["label"]
+    assert "opt-6.7b with 3 layers" in engine["label"]
