@@ -75,6 +75,7 @@ def documents() -> Iterator[tuple[Path, str]]:
     for name in (
         "add-a-policy.md",
         "eviction.md",
+        "papers.md",
         "quantization.md",
         "serving.md",
         "stores.md",
@@ -89,6 +90,7 @@ def fill(text: str) -> str:
         "stores": stores,
         "unsound": unsound,
         "excluded": excluded,
+        "papers": papers,
         "recent": lambda: code_block(SOURCE / "policies" / "recent.py"),
     }
 
@@ -158,6 +160,23 @@ def excluded() -> str:
 
     rows = [(row.codecs, row.other, row.reason, row.instead) for row in EXCLUDED]
     return _table(("this", "and this", "why not", "use instead"), rows).rstrip()
+
+
+def papers() -> str:
+    """Tables and figures of the papers, with the mark that a full run can reach."""
+    sys.path.insert(0, str(ROOT))  # the benchmarks are not installed
+    try:
+        from benchmarks.paper.papers import PAPERS
+    finally:
+        sys.path.remove(str(ROOT))
+    return "\n".join(
+        f"### {paper.id}: {paper.title}\n\n"
+        + _table(
+            ("item", "table or figure", "mark", "why"),
+            [(f"`{item.id}`", item.title, item.status, item.reason) for item in paper.items],
+        )
+        for paper in PAPERS.values()
+    )
 
 
 def server_fields() -> str:

@@ -156,9 +156,8 @@ def example_of(name: str, record: Record) -> LongBenchExample:
     """
     try:
         if "origin_prompt" in record:
-            gold = ast.literal_eval(record["gold"])
             return LongBenchExample(
-                prompt=record["origin_prompt"], references=tuple(map(str, gold))
+                prompt=record["origin_prompt"], references=tuple(map(str, _listed(record["gold"])))
             )
         fields = {"context": record["context"], "input": record.get("input", "")}
         return LongBenchExample(

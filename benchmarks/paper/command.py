@@ -169,7 +169,7 @@ def _files(data: list[str]) -> "Mapping[str, Path]":
 
     Raises:
         UnknownName: no such task.
-        ConfigError: an option has no file, or a task is given twice.
+        ConfigError: an option has no file, a missing file, or a task is given twice.
     """
     from benchmarks.paper.scores import checked_task
 
@@ -179,6 +179,8 @@ def _files(data: list[str]) -> "Mapping[str, Path]":
         checked_task(name)
         if not path or name in found:
             raise ConfigError(f"expected each task once, as {name}=FILE, got --data {text!r}")
+        if not Path(path).is_file():
+            raise ConfigError(f"cannot read {path}: expected a file of examples of {name}")
         found[name] = Path(path)
     return found
 

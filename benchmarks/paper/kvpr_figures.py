@@ -100,6 +100,8 @@ FIGURE_6 = Item(
 
 # ---- figure 7 ------------------------------------------------------------------------------------
 
+_STAGED_LAYERS = 2
+
 
 def _figure_7(material: Material) -> Measured:
     return Measured(rows=dict(_cuts(material)) | dict(_engine_rows(material)))
@@ -123,13 +125,17 @@ def _cuts(material: Material) -> Iterator[tuple[str, Ours]]:
 
 def _engine_rows(material: Material) -> Iterator[tuple[str, Ours]]:
     """Decode steps of Quire's engine on the given model, with a quarter of its KV offloaded."""
+    label = f"engine, {material.model_name}, one step"
+    if material.model.spec.num_layers <= _STAGED_LAYERS:
+        yield label, no_values("KV offload needs a model of more than two layers")
+        return
     tokens = material.context(2_048, 256) - 32
     steps = 6 if material.quick else 24
     base, split = (
         offloaded_step_s(material.model, tokens, steps, arm)[0] for arm in ("off", "auto")
     )
     yield (
-        f"engine, {material.model_name}, one step",
+        label,
         Ours(
             values=(base, split, 100 * (1 - split / base)),
             differences=(

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from benchmarks.paper import batch_max, kv_cache, kvpr
+from benchmarks.paper import batch_max, baton, kv_cache, kvcrush, kvpr
 from benchmarks.paper.item import Item
 from quire.errors import UnknownName
 
@@ -41,9 +41,20 @@ _LISTED = (
         items=kv_cache.ITEMS,
     ),
     Paper(
+        id="002",
+        title="KVCrush: Key Value Cache size-reduction using similarity in head-behaviour",
+        items=kvcrush.ITEMS,
+    ),
+    Paper(
         id="003",
         title="KVPR: Efficient LLM Inference with I/O-Aware KV Cache Partial Recomputation",
         items=kvpr.ITEMS,
+    ),
+    Paper(
+        id="004",
+        title="BATON: Enhancing Batch-wise Inference Efficiency for Large Language Models via "
+        "Dynamic Re-batching",
+        items=baton.ITEMS,
     ),
 )
 PAPERS: Mapping[str, Paper] = MappingProxyType({paper.id: paper for paper in _LISTED})

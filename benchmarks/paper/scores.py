@@ -13,12 +13,14 @@ from benchmarks.common import long_bench
 from benchmarks.common.few_shot import TASKS as FEW_SHOT
 from benchmarks.common.few_shot import Record, make_samples, read_records
 from benchmarks.common.graded_prompts import prompt_maker_for
+from benchmarks.eviction.rules import Rule
 from benchmarks.kvcrush.recorded import encoded_prompt, longest_that_fits
 from benchmarks.paper.material import Material
 from quire.api.llm import LLM
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.errors import ConfigError, InvariantError, UnknownName
+from quire.layout.eviction import PREFILL_END
 from quire.models.loader import LoadedModel
 from quire.scheduler.schedule_config import ScheduleConfig
 
@@ -191,25 +193,49 @@ class Scored:
     texts: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """Cap and schedule of the rules that are compared.
+
+    Attributes:
+        cap: cap in tokens.
+        every: number of tokens evicted at once, for schedules with repeated evictions.
+        when: eviction schedule.
+        page_tokens: slots in a page.
+    """
+
+    cap: int
+    every: int = 16
+    when: str = PREFILL_END
+    page_tokens: int = 16
+
+
 def score_rules(
-    model: LoadedModel, task: TaskPrompts, rules: Sequence[str], *, page_tokens: int = 16
+    model: LoadedModel, task: TaskPrompts, rules: Sequence[Rule], budget: Budget
 ) -> dict[str, Scored]:
     """Score a task under full KV and under eviction rules; rules that agree share one prefill.
 
     Args:
         model: evaluated model.
         task: prompts.
-        rules: `--evict` values with caps.
-        page_tokens: slots in a page.
+        rules: rules without caps.
+        budget: cap and schedule of all rules.
+
+    Returns:
+        Results by the text of the rule, and of full KV by FULL.
     """
     kv = KVConfig(
         memory=_memory(model, task),
-        page_tokens=page_tokens,
+        page_tokens=budget.page_tokens,
         evict=FULL,
-        evict_allow="; ".join(map(without_cap, rules)),
+        evict_allow="; ".join(dict.fromkeys(rule.text for rule in rules)),
     )
     llm = LLM(model, kv=kv, schedule=ScheduleConfig(max_num_seqs=_ROWS))
-    return {rule: _score(llm, task, rule) for rule in dict.fromkeys((FULL, *rules))}
+    found = {FULL: _score(llm, task, FULL)}
+    for rule in rules:
+        evict = rule.evict(budget.cap, budget.every, budget.when)
+        found[rule.text] = _score(llm, task, evict)
+    return found
 
 
 def score_codecs(model: LoadedModel, task: TaskPrompts, codecs: Sequence[str]) -> dict[str, Scored]:
@@ -231,28 +257,6 @@ def _score(llm: LLM, task: TaskPrompts, rule: str | None) -> Scored:
         raise InvariantError(f"expected no failed request in a benchmark, got: {failed}")
     texts = tuple(answer.text for answer in answers)
     return Scored(score=task.score(texts), texts=texts)
-
-
-def without_cap(rule: str) -> str:
-    """A rule without its own cap, interval and schedule; options of its base stay."""
-    name, _, options = rule.partition(":")
-    own = [option for option in split_options(options) if option.split("=")[0] not in _CAP_OPTIONS]
-    return f"{name}:{','.join(own)}" if own else name
-
-
-_CAP_OPTIONS = ("cap", "every", "when")
-
-
-def split_options(options: str) -> list[str]:
-    """Options separated by commas outside of parentheses."""
-    found, depth = [""], 0
-    for letter in options:
-        depth += (letter == "(") - (letter == ")")
-        if letter == "," and not depth:
-            found.append("")
-        else:
-            found[-1] += letter
-    return [option for option in found if option]
 
 
 def _memory(model: LoadedModel, task: TaskPrompts) -> int:

@@ -40,6 +40,16 @@ def test_summary_ends_at_the_next_article(name):
     assert task.judge(" the cat sat\n\nArticle: more words", ["the cat sat"]) == 1.0
 
 
+def test_choices_are_lettered_and_the_first_letter_is_graded():
+    task = task_named("mmlu")
+    record = {"question": "2 + 2?", "choices": ["3", "4"], "answer": 1}
+
+    assert task.ask(record) == "Question: 2 + 2?\nA. 3\nB. 4\nAnswer:"
+    assert task.answers(record) == ("B",)
+    assert task.judge(" B\n\nQuestion: 1 + 1?", ["B"]) == 1.0
+    assert task.judge(" A", ["B"]) == 0.0
+
+
 def test_sixteen_shots_precede_every_question_and_are_no_samples():
     samples = make_samples(task_named("gsm8k"), SUMS, 4)
 
