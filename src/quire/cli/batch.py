@@ -11,6 +11,7 @@ import typer
 
 from quire.batch.lines import BatchTask, LineFormat
 from quire.batch.records import BatchTally
+from quire.cli.batch_failures import report_failures
 from quire.cli.batch_input import (
     Survey,
     refuse_one_file_for_two,
@@ -179,16 +180,11 @@ def batch(  # noqa: PLR0913 - one parameter per option
                 arms = {"finish_reasons": result.tally.finish_reasons}
                 config = settings.as_dict() | asdict(task.form) | {"source": str(source)}
                 print_json(envelope("batch", claims, arms, config))
-            _exit_if_failed(len(output.failed), survey.requests)
-
-
-def _exit_if_failed(failed: int, requests: int) -> None:
-    if failed:
-        typer.echo(
-            f"error records: {failed} of {requests} lines; --retry-failed runs them again",
-            err=True,
-        )
-        raise typer.Exit(1)
+            if output.failed:
+                output.flush()
+                form = task.form if server is None else None
+                report_failures(source, target, output.failed, survey.requests, form)
+                raise typer.Exit(1)
 
 
 @dataclass(frozen=True, slots=True)
