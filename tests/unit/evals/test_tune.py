@@ -177,3 +177,19 @@ def test_wrong_options_are_refused(tmp_path, data, arguments, expected):
 
     assert result.exit_code == 2
     assert expected in " ".join(result.stderr.split())
+
+
+def test_missing_file_is_reported_before_the_options(tmp_path):
+    line = ["tune", "quire-tiny", "--data", str(tmp_path / "no.jsonl"), "--out", str(tmp_path)]
+
+    result = CliRunner().invoke(app, line)
+
+    assert result.exit_code == 2
+    assert "no such file" in " ".join(result.stderr.split())
+    assert "--kv-memory" not in result.stderr
+
+
+def test_help_names_the_required_options():
+    result = CliRunner().invoke(app, ["tune", "--help"])
+
+    assert "--data and --kv-memory are required." in " ".join(result.stdout.split())
