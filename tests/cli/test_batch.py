@@ -509,3 +509,14 @@ def test_records_include_the_metadata_of_their_lines(batch):
     assert plain["metadata"] == openai["response"]["body"]["metadata"] == metadata
     assert "metadata" not in without
     assert "expected metadata with string values" in bad["error"]
+
+
+def test_batch_without_lines_to_run_says_why(batch):
+    empty, _ = batch([""])
+    once, _ = batch(prompts(1), "--overwrite")
+    again, _ = batch(None)
+
+    assert "in.jsonl has no requests" in empty.stderr
+    assert " 1 request " in " ".join(once.stdout.split())
+    assert "nothing to do: every line has a record" in again.stderr
+    assert [empty.exit_code, once.exit_code, again.exit_code] == [0, 0, 0]
