@@ -93,7 +93,10 @@ def test_invalid_lines_have_error_records_and_the_others_run(batch):
 
     records = {record["line"]: record for record in read_records(target)}
     assert result.exit_code == 1
-    assert f"error records: {len(BAD)} of {2 * len(BAD)} lines; --retry-failed" in result.stderr
+    errors = " ".join(result.stderr.split())
+    assert f"error records: {len(BAD)} of {2 * len(BAD)} lines, in {target}" in errors
+    assert "first error: line 2: the line is not JSON: " in errors
+    assert "--retry-failed runs them again" in errors
     assert sorted(records) == list(range(1, 2 * len(BAD) + 1))
     for number, record in records.items():
         assert (record["error"] is None) == (number % 2 == 1), record
@@ -109,6 +112,18 @@ def test_line_that_never_fits_is_named_in_its_error(batch):
     )
     assert errors[3].startswith("line 3 does not fit the KV memory: ")
     assert not any("request-" in error for error in (errors[2], errors[3]))
+
+
+def test_retry_is_not_suggested_if_every_failed_line_is_invalid(batch):
+    result, target = batch([*prompts(1), {"promt": [1]}, "{"])
+
+    errors = " ".join(result.stderr.split())
+    assert result.exit_code == 1
+    assert f"error records: 2 of 3 lines, in {target}" in errors
+    assert "first error: line 2: " in errors
+    assert "unknown field `promt`: did you mean `prompt`?" in errors
+    assert "--overwrite" in errors
+    assert "--retry-failed" not in errors
 
 
 def test_retry_failed_runs_only_the_failed_lines(batch):
@@ -494,3 +509,14 @@ def test_records_include_the_metadata_of_their_lines(batch):
     assert plain["metadata"] == openai["response"]["body"]["metadata"] == metadata
     assert "metadata" not in without
     assert "expected metadata with string values" in bad["error"]
+
+
+def test_batch_without_lines_to_run_says_why(batch):
+    empty, _ = batch([""])
+    once, _ = batch(prompts(1), "--overwrite")
+    again, _ = batch(None)
+
+    assert "in.jsonl has no requests" in empty.stderr
+    assert " 1 request " in " ".join(once.stdout.split())
+    assert "nothing to do: every line has a record" in again.stderr
+    assert [empty.exit_code, once.exit_code, again.exit_code] == [0, 0, 0]

@@ -16,7 +16,6 @@ import pytest
 from benchmarks.peers.chart import PART, bars
 from quire.layout.refusals import REFUSED
 from quire.layout.sizes import format_size
-from quire.models.source import find_model
 from support import zoo
 from support.snippets import ROOT, snippets
 
@@ -77,10 +76,9 @@ def blocks(language: str) -> list[str]:
 
 
 def test_block_with_quire_cache_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    folder, _ = find_model("quire-tiny")
     [code] = [block for block in blocks("python") if "QuireCache" in block]
 
-    exec(code, {"MODEL": folder})
+    exec(code, {})
 
     assert "bytes of KV" in capsys.readouterr().out
 
@@ -145,6 +143,14 @@ def test_features_list_only_refused_models_as_refused() -> None:
 
     assert len(named) >= 5
     assert set(named) <= set(REFUSED)
+
+
+def test_readme_names_the_guides_of_the_first_hour() -> None:
+    pages = ("ray", "troubleshooting", "tune", "kubernetes", "from-other-engines")
+
+    for page in (*(f"guides/{name}" for name in pages), "tiers", "glossary"):
+        assert f"(docs/{page}.md)" in README
+    assert "`quire doctor`" in README
 
 
 def test_readme_links_exist() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import signal
 import socket
 import ssl
@@ -14,8 +15,10 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
+from quire.api.llm import LLM
 from quire.api.queue_limit import QueueLimit, ServedRate
 from quire.config.generation_request import GenerationRequest
+from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.errors import ConfigError, QueueFull
 from quire.serve import streaming
@@ -382,6 +385,21 @@ def test_banner_counts_requests_that_fit(llm):
     held = [concurrent_requests(llm, tokens), concurrent_requests(llm, 2 * tokens)]
     assert held[0] >= 2 * held[1] > 0
     assert concurrent_requests(llm, 100_000) == 0
+
+
+def test_banner_names_the_longest_request_and_the_memory_of_the_whole_context():
+    def lines(memory: str) -> list[str]:
+        llm = LLM("quire-tiny", dtype="float32", kv=KVConfig(memory=memory), verify=False)
+        return banner(Service(llm, ServerConfig())).splitlines()
+
+    [line] = [line for line in lines("4MiB") if line.startswith("Longest request: ")]
+    found = re.search(r"--kv-memory (\d+)MiB holds", line)
+
+    assert re.match(r"Longest request: [\d,]+ of the 4,096 tokens of the model's context; ", line)
+    assert found is not None
+    whole = int(found[1])
+    assert not any("Longest request" in line for line in lines(f"{whole}MiB"))
+    assert any("Longest request" in line for line in lines(f"{whole - 1}MiB"))
 
 
 def test_quiet_stream_gets_comments():

@@ -11,6 +11,7 @@ import typer
 
 from quire.batch.lines import BatchTask, LineFormat
 from quire.batch.records import BatchTally
+from quire.cli.batch_failures import report_failures
 from quire.cli.batch_input import (
     Survey,
     refuse_one_file_for_two,
@@ -173,22 +174,26 @@ def batch(  # noqa: PLR0913 - one parameter per option
                 result = _run(settings, task, output, left, watch)
             else:
                 result = _Result(*run_on_server(settings, server, task, output, left))
+            _remark(source, survey.requests, left)
             claims = before | _claims(result)
             _show(target, claims)
             if as_json:
                 arms = {"finish_reasons": result.tally.finish_reasons}
                 config = settings.as_dict() | asdict(task.form) | {"source": str(source)}
                 print_json(envelope("batch", claims, arms, config))
-            _exit_if_failed(len(output.failed), survey.requests)
+            if output.failed:
+                output.flush()
+                form = task.form if server is None else None
+                report_failures(source, target, output.failed, survey.requests, form)
+                raise typer.Exit(1)
 
 
-def _exit_if_failed(failed: int, requests: int) -> None:
-    if failed:
-        typer.echo(
-            f"error records: {failed} of {requests} lines; --retry-failed runs them again",
-            err=True,
-        )
-        raise typer.Exit(1)
+def _remark(source: Path, requests: int, left: int) -> None:
+    """Say on standard error why no line ran."""
+    if not requests:
+        typer.echo(f"{source} has no requests: expected one JSON object on each line", err=True)
+    elif not left:
+        typer.echo("nothing to do: every line has a record", err=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,4 +290,5 @@ def _shown(value: int | float, unit: str) -> str:
     if unit == "bytes":
         return format_size(int(value))
     number = f"{value:,.1f}" if isinstance(value, float) else f"{value:,}"
+    unit = unit.removesuffix("s") if value == 1 and unit in ("requests", "tokens") else unit
     return f"{number} {unit}".rstrip()

@@ -9,7 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.batch.lines import BatchError, LineFormat, LineHead, LineKind, json_object
+from quire.batch.lines import (
+    BatchError,
+    LineFormat,
+    LineHead,
+    LineKind,
+    json_object,
+    no_prompt,
+)
 from quire.batch.prompts import shown
 from quire.batch.records import Record, error_record
 
@@ -100,7 +107,7 @@ def _plain(value: Mapping[str, Any], number: int, form: LineFormat) -> ServerLin
     if form.prompt_key != "prompt":
         value = {"prompt": value.get(form.prompt_key)}
     if ("prompt" in value) == ("messages" in value):
-        raise BatchError("expected either a prompt or messages in the line", head)
+        raise no_prompt(value, head)
     body = {key: given for key, given in value.items() if key != "id"}
     if "messages" in body:
         return ServerLine(head=head, path=CHAT, body=body)

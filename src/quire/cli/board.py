@@ -151,7 +151,7 @@ def _show(found: "Board", out: Path) -> None:
         if row.is_unbeaten
     ]
     heads = ("rule", "cap", "when", "codec", "quality", "KV over full KV")
-    show_table(f"Pareto front of {len(rows)} entries", heads, shown[:_SHOWN])
+    show_table(f"Pareto-optimal entries of {len(rows)} entries", heads, shown[:_SHOWN])
     typer.echo(f"All entries: {out / PAGE_FILE}")
 
 

@@ -111,7 +111,9 @@ def usage_error_text(error: Any) -> str:
         hint = f": did you mean {' or '.join(near)}?" if near else ""
         return f"unknown option {error.option_name!r}{hint}; {see}"
     usage = " ".join(error.ctx.get_usage().split()[1:])  # the first word is "Usage:"
-    return f"{_one_line(error.format_message())}; expected {usage}, {see}"
+    message = _one_line(error.format_message())
+    closed = f"{message}? Expected" if "Did you mean" in message else f"{message}; expected"
+    return f"{closed} {usage}, {see}"
 
 
 def _parameter_error(error: Any, parameter: Any) -> str:

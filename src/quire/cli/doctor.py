@@ -11,6 +11,7 @@ import typer
 
 from quire.cli.common import AsJson
 from quire.cli.completion import complete_model
+from quire.cli.doctor_cache import generate_with_cache
 from quire.cli.doctor_kernels import KernelUse, huge_pages, instruction_set, kernel_uses
 from quire.cli.json_output import print_json
 from quire.cli.report import envelope, hardware, versions
@@ -27,6 +28,8 @@ _CPU_FEATURES = (
     *("amx_tile", "amx_int8", "amx_bf16", "asimd", "sve"),
 )
 _SCRATCH_BYTES = 1 << 20
+_FAILURES = (QuireError, OSError, RuntimeError, ImportError, TypeError, ValueError, AttributeError)
+"""Errors that fail a check; the last three: an interface of a package that has changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +196,7 @@ def _model() -> Iterator[Finding]:
     if loaded:
         yield _tried("weight offload", lambda: _offloaded(loaded[0].weight_bytes // 2))
         yield _tried("test request", lambda: _test_request(loaded[0]))
+        yield _tried("QuireCache", generate_with_cache)
 
 
 def model_finding(path: str) -> Finding:
@@ -229,7 +233,7 @@ def _offloaded(budget_bytes: int) -> str:
 def _tried(name: str, action: Callable[[], str]) -> Finding:
     try:
         return Finding(name, action())
-    except (QuireError, OSError, RuntimeError, ImportError) as error:
+    except _FAILURES as error:
         return Finding(name, f"{type(error).__name__}: {error}", ok=False)
 
 

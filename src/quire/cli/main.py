@@ -33,6 +33,7 @@ from quire.version import __version__
 
 ERROR_EXIT = 2
 INTERRUPT_EXIT = 130  # 128 + SIGINT, the convention of shells
+CLOSED_PIPE_EXIT = 141  # 128 + SIGPIPE
 
 
 class QuireGroup(TyperGroup):
@@ -157,7 +158,9 @@ def run() -> None:
     try:
         app()
     except SystemExit as done:
-        _end_at_once(done.code)
+        # click and rich end with 1 if the reader of a pipe has closed it
+        closed = isinstance(done.__context__, BrokenPipeError)
+        _end_at_once(CLOSED_PIPE_EXIT if closed else done.code)
         raise
 
 
@@ -175,6 +178,8 @@ def _end_at_once(code: object) -> None:
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
-    except OSError:  # a closed pipe: the interpreter reports it
+    except BrokenPipeError:  # the reader has ended: nothing to report
+        code = CLOSED_PIPE_EXIT
+    except OSError:  # the interpreter reports it
         return
     os._exit(code or 0)

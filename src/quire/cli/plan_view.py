@@ -87,22 +87,22 @@ def capacity_table(report: PlanReport) -> Table:
         "page size", f"{fits.page_bytes:,} B: {fits.page_tokens} tokens of one layer, all KV heads"
     )
     table.add_row("pages", f"{fits.pool_pages:,}")
-    table.add_row(
-        f"sequences of {fits.sequence_tokens:,} tokens",
-        f"{fits.sequences:,} ({fits.pages_per_sequence:,} pages each)",
-    )
-    table.add_row(f"batch of {report.batch:,}", _limit(report))
+    possible = fits.limit != "context"
+    table.add_row(f"sequences of {fits.sequence_tokens:,} tokens", _sequences(report))
+    if possible:
+        table.add_row(f"batch of {report.batch:,}", _limit(report))
     table.add_row(
         "longest sequence", f"{fits.longest_tokens:,} tokens, limited by {fits.longest_limit}"
     )
     if report.disk_kv_bytes:
         size = format_size(report.disk_kv_bytes)
         table.add_row("prefixes on disk", f"up to {report.disk_tokens:,} tokens in {size}")
-    table.add_row(
-        "KV reads exceed weight reads",
-        f"from batch {report.crossover_batch:,}; at batch {report.batch:,} KV is"
-        f" {report.step.kv_share:.1%} of the bytes read by a decode step",
-    )
+    if possible:
+        table.add_row(
+            "KV reads exceed weight reads",
+            f"from batch {report.crossover_batch:,}; at batch {report.batch:,} KV is"
+            f" {report.step.kv_share:.1%} of the bytes read by a decode step",
+        )
     return table
 
 
@@ -115,14 +115,15 @@ def verdict_text(verdict: Verdict) -> Text:
     return text
 
 
+def _sequences(report: PlanReport) -> str:
+    fits = report.capacity
+    if fits.limit == "context":
+        return f"impossible: the model's context is {report.model.max_positions:,} tokens"
+    return f"{fits.sequences:,} ({fits.pages_per_sequence:,} pages each)"
+
+
 def _limit(report: PlanReport) -> str:
-    match report.capacity.limit:
-        case "none":
-            return "fits"
-        case "memory":
-            return "does not fit: limited by memory"
-        case "context":
-            return f"does not fit: the model's context is {report.model.max_positions:,} tokens"
+    return "fits" if report.capacity.limit == "none" else "does not fit: limited by memory"
 
 
 def _parts(memory: MemoryLayout) -> dict[str, int]:

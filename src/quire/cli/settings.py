@@ -33,7 +33,7 @@ from quire.cli.options import (
 from quire.cli.startup import Loading, fast_imports
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
-from quire.errors import ConfigError
+from quire.errors import ConfigError, RequestError
 from quire.layout.options import option_values
 from quire.scale.cluster.config import ClusterConfig
 from quire.scale.config import RayConfig
@@ -263,7 +263,7 @@ def _resolve(
         loading=MODEL.build(parts[MODEL.name]),
         kv=KV.build(parts[KV.name]),
         schedule=SCHEDULE.build(parts[SCHEDULE.name]),
-        sampling=SAMPLING.build(parts[SAMPLING.name]),
+        sampling=_sampling(parts[SAMPLING.name]),
         trace=TRACE.build(parts[TRACE.name]),
         machine=MACHINE.build(parts[MACHINE.name]),
         cluster=CLUSTER.build(parts[CLUSTER.name]),
@@ -273,6 +273,22 @@ def _resolve(
         verbose=given["verbose"],
         given=typed.union(values),
     )
+
+
+def _sampling(parts: dict[tuple[str, ...], Any]) -> SamplingParams:
+    """Build the sampling options; an error names the flag and what to do.
+
+    Raises:
+        ConfigError: an option has the wrong type or is out of range.
+    """
+    try:
+        built: SamplingParams = SAMPLING.build(parts)
+    except RequestError as error:
+        if error.param is None:
+            raise
+        hint = "" if ": " in str(error) else ": change the value, or leave the option out"
+        raise ConfigError(f"--{error.param.replace('_', '-')}: {error}{hint}") from error
+    return built
 
 
 def _is_typed(ctx: Any, parameter: str) -> bool:

@@ -90,6 +90,7 @@ def tune(  # noqa: PLR0913 - one parameter per option
 
     Each candidate follows the outputs of the full KV cache on your prompts. Scores are stored in
     the folder of --out, so that an interrupted search goes on. The result is a file for --config.
+    --data and --kv-memory are required.
     """
     from quire.evals.tune.run import TuneConfig
 
@@ -110,12 +111,24 @@ def tune(  # noqa: PLR0913 - one parameter per option
         seed=seed,
         measure=measure,
     )
+    refuse_missing(data)
     refuse_settings(settings)
     prepare_folder(out)
     tuned = run_search(settings, config, data, out, num_prompts)
     write_result(tuned, settings, out)
     if as_json:
         print_json(envelope("tune", tuned.claims(), arms_of(tuned), settings.as_dict()))
+
+
+def refuse_missing(data: Path) -> None:
+    """Refuse a file of prompts that is missing, before options are checked and the model is loaded.
+
+    Raises:
+        ConfigError: no such file.
+    """
+    if not data.is_file():
+        wrong = "not a regular file" if data.exists() else "no such file"
+        raise ConfigError(f"expected --data as a file of prompts, got {data}: {wrong}")
 
 
 def refuse_settings(settings: Settings, command: str = "tune") -> None:

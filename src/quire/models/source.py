@@ -42,8 +42,9 @@ def find_model(path: str | Path, *, wanted: Sequence[str] = WHOLE_MODEL) -> tupl
     folder = _local_folder(path)
     if folder is not None:
         return folder, folder.resolve().name
-    if isinstance(path, Path) or not _HUB_NAME.fullmatch(path) or path.startswith("."):
-        what = "a file, not a folder" if Path(path).is_file() else "there is no such folder"
+    is_file = _is_file(path)
+    if is_file or isinstance(path, Path) or not _HUB_NAME.fullmatch(path) or path.startswith("."):
+        what = "it is a file, not a model folder" if is_file else "there is no such folder"
         raise ModelError(
             f"expected a model folder, got {shown(str(path))}: {what}; pass "
             f"a local folder, a hub name such as organisation/model, or {PACKAGED!r}"
@@ -57,6 +58,13 @@ def _local_folder(path: str | Path) -> Path | None:
         return folder if folder.is_dir() else None
     except (OSError, RuntimeError, ValueError):  # too long, no such user, or no path at all
         return None
+
+
+def _is_file(path: str | Path) -> bool:
+    try:
+        return Path(path).expanduser().is_file()
+    except (OSError, RuntimeError, ValueError):  # as in `_local_folder`
+        return False
 
 
 def _download(name: str, wanted: Sequence[str]) -> Path:

@@ -165,7 +165,7 @@ class GrammarCompiler:
 
     def _make_tokens(self) -> "LLTokenizer":
         try:
-            require_extra("structured", FIELD)
+            require_extra("structured", "structured output (response_format, tools)")
         except ConfigError as error:
             raise RequestError(str(error), param=FIELD) from None
         from llguidance.hf import from_tokenizer

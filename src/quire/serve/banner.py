@@ -1,5 +1,7 @@
 """Start-up lines of the server: model, KV memory, concurrent requests and attention backend."""
 
+from collections.abc import Iterator
+
 from quire.api.llm import LLM
 from quire.layout.sizes import format_size
 from quire.scheduler.admission.need import Need
@@ -26,8 +28,23 @@ def banner(service: Service) -> str:
             f"KV memory: {memory.total_bytes:,} B ({format_size(memory.total_bytes)}), "
             f"{_pages(llm)}, {pool.codec}, attention {pool.kv.backend.name}",
             f"Maximum concurrent requests: {_concurrency(llm)}",
+            *_longest(llm),
         )
     )
+
+
+def _longest(llm: LLM) -> Iterator[str]:
+    """A line if the KV memory does not hold a request of the model's whole context."""
+    peaks, eviction = llm.engine.scheduler.peaks, llm.engine.pool.eviction.spec
+    context = llm.model.spec.max_positions
+    longest = peaks.longest_sequence(context, eviction)
+    if longest < context:
+        [counts] = peaks.counts([Need(context, eviction=eviction, may_offload=True)])
+        needed_mib = -(-peaks.slab_bytes(counts) // 2**20)
+        yield (
+            f"Longest request: {longest:,} of the {context:,} tokens of the model's context; "
+            f"--kv-memory {needed_mib}MiB holds the whole context"
+        )
 
 
 def _pages(llm: LLM) -> str:

@@ -335,3 +335,20 @@ def test_contradictory_do_sample_is_refused(members):
 )
 def test_line_that_is_not_an_object_is_named_by_its_json_type(value, kind):
     assert str(refusal(value)).endswith(kind)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ({"promt": "x"}, "unknown field `promt`: did you mean `prompt`?"),
+        ({"id": "a", "max_tokens": 3, "message": []}, "unknown field `message`: did you mean"),
+        ({"zzz": "x"}, "unknown field `zzz`"),
+        ({"id": "a"}, "expected either a prompt or messages in the line"),
+        ({"prompt": "x", "messages": []}, "expected either a prompt or messages in the line"),
+    ],
+)
+def test_line_without_a_prompt_names_the_unknown_field(line, expected):
+    message = str(refusal(line))
+
+    assert expected in message
+    assert ("unknown field" in message) == ("unknown field" in expected)

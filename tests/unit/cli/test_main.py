@@ -1,5 +1,6 @@
 """The whole command line: fast start, one-line errors, exit codes."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -238,7 +239,7 @@ def test_the_entry_point_is_installed():
         ("calibrate quire-tiny --tokens 5", "--tokens to be greater than or equal to 64, got '5'"),
         ("simulate", "expected --trace, which quire simulate requires"),
         ("bench latncy", "no such command 'latncy'. Did you mean 'latency'"),
-        ("bacth", "no such command 'bacth'. Did you mean 'batch'"),
+        ("bacth", "no such command 'bacth'. Did you mean 'batch'? Expected quire "),
         ("--colour", "unknown option '--colour'; see quire --help"),
     ],
 )
@@ -323,3 +324,47 @@ def test_a_removed_command_names_its_replacement(arguments):
         "error: quire kv-store was removed: start a Redis or Valkey server, and engines with "
         "--remote-kv redis://HOST:PORT\n"
     )
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["policies"], ["plan", "quire-tiny"]])
+def test_closed_pipe_ends_the_command_silently(arguments):
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "quire", *arguments],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    finally:
+        os.close(writer)
+
+    assert done.returncode == 141
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("--max-tokens -1", "--max-tokens: max_tokens must be an integer in [0, 2147483647]"),
+        ("--top-p 3", "--top-p: top_p must be"),
+    ],
+)
+def test_wrong_sampling_option_names_its_flag_and_a_remedy(line, expected):
+    result = quire("generate", "quire-tiny", "x", *line.split())
+
+    assert result.exit_code == 2
+    assert f"error: {expected}" in result.output
+    assert "change the value, or leave the option out" in result.output
+
+
+def test_file_as_a_model_is_named(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+
+    result = quire("plan", "config.json")
+
+    assert result.exit_code == 2
+    assert "it is a file, not a model folder" in result.output

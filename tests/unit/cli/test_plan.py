@@ -356,3 +356,15 @@ def test_codec_is_refused_with_offloaded_weights_or_an_unknown_name() -> None:
         plan_report(folder, PlanOptions(weight_codec="int8", weights_memory_bytes=1 << 20))
     with pytest.raises(UnknownName, match="weight-codec"):
         plan_report(folder, PlanOptions(weight_codec="int5"))
+
+
+def test_sequence_beyond_the_context_gives_the_reason_and_no_figures_of_a_batch(folder: Path):
+    possible = quire_plan(str(folder), "--sequence-tokens", "512", "--batch", "3")
+    too_long = quire_plan(str(folder), "--sequence-tokens", "513", "--batch", "3")
+
+    [row] = [line for line in too_long.stdout.splitlines() if "sequences of 513 tokens" in line]
+    assert "impossible: the model's context is 512 tokens" in row
+    assert "batch of 3" in possible.stdout
+    assert "KV reads exceed weight reads" in possible.stdout
+    assert "batch" not in too_long.stdout
+    assert "KV reads" not in too_long.stdout

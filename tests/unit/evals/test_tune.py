@@ -11,7 +11,7 @@ from quire.cli.main import app
 from quire.errors import ConfigError
 from quire.evals.intervals import Mean
 from quire.evals.tune.run import TuneConfig, divided
-from quire.evals.tune.search import FIRST_LOOK, first_look, halve, pareto, round_sizes
+from quire.evals.tune.search import FIRST_PROMPTS, first_round, halve, pareto, round_sizes
 from quire.evals.tune.space import Candidate, Space
 from support.texts import lines_prompts
 
@@ -83,20 +83,20 @@ def test_a_poor_codec_removes_its_combinations_unmeasured():
         measured.append(one)
         return exact(0.5 if one == codec else 1.0)
 
-    found = first_look([space.baseline, both], measure, space.parts, 0.9)
+    found = first_round([space.baseline, both], measure, space.parts, 0.9)
 
     assert found.kept == (space.baseline,)
     assert codec in measured
     assert both not in measured
 
 
-def test_the_first_look_removes_what_no_prompt_speaks_for():
+def test_the_first_round_removes_what_no_prompt_speaks_for():
     poor, mixed, good = CANDIDATES[:3]
     measured = []
 
     def measure(one, count):
         measured.append((one, count))
-        if one == mixed and count == FIRST_LOOK:
+        if one == mixed and count == FIRST_PROMPTS:
             return Mean(0.8, 0.7, 0.85, count, most=1.0)
         return exact(0.5 if one != good else 0.95)
 
@@ -105,7 +105,7 @@ def test_the_first_look_removes_what_no_prompt_speaks_for():
 
     assert rounds[0].kept == (mixed, good)
     assert (mixed, 11) in measured
-    assert [count for one, count in measured if one == poor] == [FIRST_LOOK]
+    assert [count for one, count in measured if one == poor] == [FIRST_PROMPTS]
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=30))
@@ -218,3 +218,19 @@ def test_wrong_options_are_refused(tmp_path, data, arguments, expected):
 
     assert result.exit_code == 2
     assert expected in " ".join(result.stderr.split())
+
+
+def test_missing_file_is_reported_before_the_options(tmp_path):
+    line = ["tune", "quire-tiny", "--data", str(tmp_path / "no.jsonl"), "--out", str(tmp_path)]
+
+    result = CliRunner().invoke(app, line)
+
+    assert result.exit_code == 2
+    assert "no such file" in " ".join(result.stderr.split())
+    assert "--kv-memory" not in result.stderr
+
+
+def test_help_names_the_required_options():
+    result = CliRunner().invoke(app, ["tune", "--help"])
+
+    assert "--data and --kv-memory are required." in " ".join(result.stdout.split())

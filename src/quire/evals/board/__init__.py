@@ -2,6 +2,6 @@
 
 grid.py    entries: a rule, a share, a schedule and a codec
 run.py     runs entries on tasks; finished cells are stored
-table.py   rows with quality over full KV, bytes and tokens/s; Pareto fronts
+table.py   rows with quality over full KV, bytes and tokens/s; Pareto-optimal entries
 pages.py   Markdown, chart and interactive page
 """

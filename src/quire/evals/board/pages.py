@@ -114,20 +114,20 @@ def _draw(axes: "Axes", rows: Sequence[Row], schedules: Sequence[str]) -> None:
         label = schedule or "full KV"
         shares = [row.kv_share for row in own]
         axes.scatter(shares, [r.quality.mean for r in own], label=label, color=colour, s=14)
-    front = sorted((row for row in rows if row.is_unbeaten), key=lambda row: row.kv_share)
+    best = sorted((row for row in rows if row.is_unbeaten), key=lambda row: row.kv_share)
     axes.plot(
-        [row.kv_share for row in front],
-        [row.quality.mean for row in front],
+        [row.kv_share for row in best],
+        [row.quality.mean for row in best],
         color="#444444",
         linewidth=1,
-        label="Pareto front",
+        label="Pareto-optimal",
     )
     axes.set(xlabel="peak KV bytes of a request, over full KV", ylabel="quality over full KV")
     axes.legend(frameon=False)
 
 
 def interactive(board: Board, model: str) -> str:
-    """A page without other files: points that show their configuration, and the Pareto front.
+    """A page without other files: points that show their configuration, and the Pareto-optimal entries.
 
     Raises:
         ConfigError: plotly is not installed.
@@ -142,13 +142,13 @@ def interactive(board: Board, model: str) -> str:
             own = [r for r in rows if (r.entry.codec, r.entry.schedule) == (codec, schedule)]
             if own:
                 figure.add_trace(go.Scatter(**_points(own, f"{codec}, {schedule or FULL}")))
-    front = sorted((row for row in rows if row.is_unbeaten), key=lambda row: row.kv_share)
+    best = sorted((row for row in rows if row.is_unbeaten), key=lambda row: row.kv_share)
     figure.add_trace(
         go.Scatter(
-            x=[row.kv_share for row in front],
-            y=[row.quality.mean for row in front],
+            x=[row.kv_share for row in best],
+            y=[row.quality.mean for row in best],
             mode="lines",
-            name="Pareto front",
+            name="Pareto-optimal",
             line={"color": "#444444", "width": 1},
             hoverinfo="skip",
         )

@@ -188,9 +188,9 @@ class Topics(TaskFamily):
         if setting.queries is None:
             return Task(name="topics", spans=self._dense(rng, shown, classes, labels), queries=())
         context = "".join(f"{self._line(rng, classes[i])}: {labels[i]}\n" for i in shown)
-        asked = [rng.randrange(count) for _ in range(setting.queries)]
+        chosen = [rng.randrange(count) for _ in range(setting.queries)]
         requested = tuple(
-            Query(question=f"{self._line(rng, classes[i])}:", answer=f" {labels[i]}") for i in asked
+            Query(question=f"{self._line(rng, classes[i])}:", answer=f" {labels[i]}") for i in chosen
         )
         return Task(name="topics", spans=((context, 0.0),), queries=requested, chance=1 / count)
 

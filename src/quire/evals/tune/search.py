@@ -1,6 +1,6 @@
 """Successive halving (Jamieson and Talwalkar 2016) over candidates.
 
-A first look at few prompts removes each candidate whose quality is below the wanted one on all of
+A first round of few prompts removes each candidate whose quality is below the wanted one on all of
 them, and the candidates with its codec or its rule: errors of codec and rule add up. In each round
 the remaining candidates are measured on more prompts. A candidate is removed if the upper end of
 its interval is below the wanted quality. Of the others, those that hold the most requests remain,
@@ -25,8 +25,8 @@ Parts = Callable[[Candidate], Sequence[Candidate]]
 DIVISOR = 3
 """A round keeps a third of the candidates, and the next one has three times as many prompts."""
 
-FIRST_LOOK = 4
-"""Prompts of the first look."""
+FIRST_PROMPTS = 4
+"""Prompts of the first round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +78,8 @@ def halve(
     """
     remaining, rounds = list(candidates), list[Round]()
     sizes = round_sizes(prompts)
-    if sizes[0] > FIRST_LOOK:
-        rounds.append(first_look(remaining, measure, parts, wanted))
+    if sizes[0] > FIRST_PROMPTS:
+        rounds.append(first_round(remaining, measure, parts, wanted))
         remaining = list(rounds[-1].kept)
     for size in sizes:
         quality = {one: measure(one, size) for one in remaining}
@@ -89,19 +89,19 @@ def halve(
     return rounds
 
 
-def first_look(
+def first_round(
     candidates: Sequence[Candidate], measure: Measure, parts: Parts, wanted: float
 ) -> Round:
-    """Remove what is below the wanted quality on all of `FIRST_LOOK` prompts; parts run first."""
+    """Remove what is below the wanted quality on all of `FIRST_PROMPTS` prompts; parts run first."""
     quality: dict[Candidate, Mean] = {}
 
     def is_possible(one: Candidate) -> bool:
         if one not in quality:
-            quality[one] = measure(one, FIRST_LOOK)
+            quality[one] = measure(one, FIRST_PROMPTS)
         return quality[one].most >= wanted
 
     kept = [one for one in candidates if all(map(is_possible, (*parts(one), one)))]
-    return Round(prompts=FIRST_LOOK, quality=quality, kept=tuple(kept))
+    return Round(prompts=FIRST_PROMPTS, quality=quality, kept=tuple(kept))
 
 
 def _kept(

@@ -87,7 +87,7 @@ def test_quality_is_over_the_tasks_that_full_kv_answers():
     assert rows[SINKS].scores == {"lines": 0.75, "labels": 1.0}
 
 
-def test_bytes_are_over_full_kv_and_the_front_is_unbeaten():
+def test_bytes_are_over_full_kv_and_the_best_are_unbeaten():
     rows = {row.entry: row for row in rows_of(board())}
 
     assert rows[SINKS].kv_share == 0.4
@@ -115,7 +115,7 @@ def test_interactive_page_has_every_entry():
     text = interactive(board(), "quire-tiny")
 
     assert "sinks:cap=25%,when=decode" in text
-    assert "Pareto front" in text
+    assert "Pareto-optimal" in text
     assert "https://cdn" not in text.split("<body>")[1][:200]
 
 
