@@ -47,7 +47,7 @@ _LISTED = (
     ),
     Paper(
         id="003",
-        title="KVPR: Efficient LLM Inference with I/O-Aware KV Cache Partial Recomputation",
+        title="KVPR: LLM inference with I/O-aware partial recomputation",
         items=kvpr.ITEMS,
     ),
     Paper(

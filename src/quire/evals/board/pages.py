@@ -127,7 +127,7 @@ def _draw(axes: "Axes", rows: Sequence[Row], schedules: Sequence[str]) -> None:
 
 
 def interactive(board: Board, model: str) -> str:
-    """A page without other files: points that show their configuration, and the Pareto-optimal entries.
+    """A page without other files: points that show their configuration.
 
     Raises:
         ConfigError: plotly is not installed.

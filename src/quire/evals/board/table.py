@@ -1,4 +1,4 @@
-"""Rows of a leaderboard: quality over full KV with intervals, KV bytes, tokens/s, Pareto-optimal entries.
+"""Rows of a leaderboard: quality over full KV with intervals, KV bytes and tokens/s.
 
 The quality of an entry is the mean over the tasks of its score divided by full KV's. Intervals come
 from the bootstrap over prompts (Efron 1979): the same resampled prompts for entry and full KV.

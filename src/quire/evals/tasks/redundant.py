@@ -190,7 +190,8 @@ class Topics(TaskFamily):
         context = "".join(f"{self._line(rng, classes[i])}: {labels[i]}\n" for i in shown)
         chosen = [rng.randrange(count) for _ in range(setting.queries)]
         requested = tuple(
-            Query(question=f"{self._line(rng, classes[i])}:", answer=f" {labels[i]}") for i in chosen
+            Query(question=f"{self._line(rng, classes[i])}:", answer=f" {labels[i]}")
+            for i in chosen
         )
         return Task(name="topics", spans=((context, 0.0),), queries=requested, chance=1 / count)
 

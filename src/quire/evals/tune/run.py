@@ -228,8 +228,7 @@ class Tuner:
         )
 
     def _predict(self) -> dict[Candidate, PredictedRows]:
-        found: dict[Candidate, PredictedRows] = {}
-        baseline = self._config.space.baseline
+        found, baseline = dict[Candidate, PredictedRows](), self._config.space.baseline
         for one in self._config.space.candidates():
             try:
                 found[one] = self._rows_of(one)

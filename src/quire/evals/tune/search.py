@@ -92,7 +92,7 @@ def halve(
 def first_round(
     candidates: Sequence[Candidate], measure: Measure, parts: Parts, wanted: float
 ) -> Round:
-    """Remove what is below the wanted quality on all of `FIRST_PROMPTS` prompts; parts run first."""
+    """Remove what is below the wanted quality on all of the first prompts; parts run first."""
     quality: dict[Candidate, Mean] = {}
 
     def is_possible(one: Candidate) -> bool:
