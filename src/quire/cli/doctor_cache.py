@@ -5,6 +5,7 @@ version with which `quire.hf` does not.
 """
 
 import inspect
+from typing import Any
 
 from quire.errors import InvariantError
 
@@ -29,7 +30,7 @@ def generate_with_cache() -> str:
 
     folder, _ = find_model("quire-tiny")
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    model = read_model(folder, config, read_headers(folder), dtype=torch.float32)
+    model: Any = read_model(folder, config, read_headers(folder), dtype=torch.float32)
     prompt = torch.arange(2, 2 + _PROMPT_TOKENS)[None]
     inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
     expected = model.generate(**inputs, max_new_tokens=_NEW_TOKENS, do_sample=False)

@@ -6,6 +6,7 @@ may have either name in every version, so that the name is read from the forward
 
 from collections.abc import Collection
 from dataclasses import fields
+from typing import Any
 
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -20,4 +21,5 @@ def cache_argument(parameters: Collection[str]) -> str | None:
 def output_with_cache(logits: object, cache: object) -> CausalLMOutputWithPast:
     """The output of a forward, with the cache under this version's name."""
     name = cache_argument([field.name for field in fields(CausalLMOutputWithPast)])
-    return CausalLMOutputWithPast(**{"logits": logits, str(name): cache})
+    arguments: dict[str, Any] = {"logits": logits, str(name): cache}
+    return CausalLMOutputWithPast(**arguments)

@@ -18,6 +18,14 @@ class CacheWithoutLayers(Cache):
     def require_open(self) -> None:
         """Raise ConfigError if the cache is closed."""
 
+    @property
+    def is_linear(self) -> list[bool]:
+        """No linear attention: all tokens are cached, and `generate` passes only the new ones.
+
+        Transformers 5.24 reads it; an empty list would mean that all layers are linear.
+        """
+        return [False]
+
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """-1: no maximum length."""
         del layer_idx

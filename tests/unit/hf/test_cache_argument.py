@@ -70,6 +70,11 @@ def test_generate_passes_the_cache_by_the_name_of_its_version(model) -> None:
     assert columns == tokens.shape[1] - 1
 
 
+def test_cache_without_layers_does_not_pass_for_linear_attention(model) -> None:
+    with QuireCache(model) as cache:
+        assert cache.is_linear == [False]
+
+
 def test_second_cache_under_the_other_name_is_refused(model) -> None:
     with QuireCache(model) as cache, pytest.raises(RequestError, match="not supported"):
         model(IDS, cache=cache, past_key_values=object())
