@@ -227,7 +227,8 @@ def _figure_5(material: Material) -> Measured:
     budget = _budget(tasks)
     shares = (0.0, 0.25, 0.75) if material.quick else _SHARES
     rules = [crushed(Rule("h2o"), share) for share in shares]
-    table_rows, best = [], {}
+    table_rows: list[Values] = []
+    best: dict[str, float] = {}
     for task in tasks:
         found = score_rules(material.model, task, rules, budget)
         scores = [100 * found[rule.text].score for rule in rules]
