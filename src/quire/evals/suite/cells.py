@@ -89,7 +89,7 @@ class CellResult:
         if NLL in found:
             nll = found[NLL]
             ends = (math.exp(nll.mean), math.exp(nll.low), math.exp(nll.high))
-            return {PERPLEXITY: Mean(*ends, nll.count), **found}
+            return {PERPLEXITY: Mean(*ends, nll.count, math.exp(nll.most)), **found}
         return found
 
     def by_depth(self, metric: str) -> dict[str, float]:
