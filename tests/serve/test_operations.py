@@ -321,6 +321,16 @@ def slow_reader(host, port, body):
         yield
 
 
+def test_shutdown_without_open_requests_does_not_count_them():
+    with Server() as server:
+        server.process.send_signal(signal.SIGTERM)
+        server.process.wait(PATIENCE_S)
+        log = server.process.stderr.read()
+
+    assert "shutting down" in log
+    assert "open requests" not in log
+
+
 def test_tls_serves_https(certificate):
     files = {"ssl_certfile": f"{certificate}/cert.pem", "ssl_keyfile": f"{certificate}/key.pem"}
     with Server(**files, log_format="json") as server:

@@ -6,6 +6,7 @@ text  --make_eviction-->  EvictionRule  --for_request-->  Eviction (with an Evic
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import count
 
 from jaxtyping import Bool, Int
 from torch import Tensor
@@ -312,8 +313,14 @@ def _check_cap(rule: EvictionRule, cap: int, leaving: int) -> None:
     if policy is not None and cap - leaving < policy.least_cap:
         raise ConfigError(
             f"{rule.text!r} leaves {cap - leaving} tokens after an eviction (cap {cap}, "
-            f"{leaving} evicted), but the rule needs {policy.least_cap}; {policy.cap_hint}"
+            f"{leaving} evicted), but the rule needs {policy.least_cap}; {policy.cap_hint}; "
+            f"cap={_working_cap(rule, policy.least_cap)} works"
         )
+
+
+def _working_cap(rule: EvictionRule, least: int) -> int:
+    """The smallest cap in tokens that leaves `least` tokens after an eviction."""
+    return next(n for n in count(least) if n - rule.leaving_under(n) >= least)
 
 
 def _integer(key: str, options: Mapping[str, str], default: int) -> int:

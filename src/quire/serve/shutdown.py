@@ -83,6 +83,14 @@ class DrainingServer(uvicorn.Server):
         """Wait for open requests, end those that remain, then close the port and connections."""
         self._service.drain()
         timeout_s = self.config.timeout_graceful_shutdown or 0
+        if self._num_open:
+            await self._finish_requests(timeout_s)
+        else:
+            logger.info("shutting down")
+        self.config.timeout_graceful_shutdown = _CLOSING_S
+        await super().shutdown(sockets)
+
+    async def _finish_requests(self, timeout_s: float) -> None:
         logger.info(
             "shutting down: %d open requests may continue for %d s", self._num_open, timeout_s
         )
@@ -90,9 +98,9 @@ class DrainingServer(uvicorn.Server):
         number = self._num_open
         if number:
             await self._end_requests()
-        logger.info("shutting down: %d open requests were ended, the others have finished", number)
-        self.config.timeout_graceful_shutdown = _CLOSING_S
-        await super().shutdown(sockets)
+            logger.info("shutting down: %d open requests were ended", number)
+        else:
+            logger.info("shutting down: all open requests have finished")
 
     @property
     def _num_open(self) -> int:

@@ -427,3 +427,16 @@ def test_uniform_budget_uses_the_selection_of_the_rule() -> None:
     retained = eviction.select(view, torch.tensor([3, 3]))
 
     assert retained.equal(Recent(sinks=1).select(view, torch.tensor([3, 3])))
+
+
+@pytest.mark.parametrize(
+    "text", ["snapkv:cap={}", "sinks:cap={},every=64", "recent:cap={},sinks=90"]
+)
+def test_cap_that_the_error_names_is_the_smallest_that_works(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"cap=\d+ works") as caught:
+        make_eviction(text.format(68 if "every" in text else 32))
+
+    cap = int(str(caught.value).rpartition("cap=")[2].split()[0])
+    make_eviction(text.format(cap))
+    with pytest.raises(ConfigError):
+        make_eviction(text.format(cap - 1))
