@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from benchmarks.__main__ import app
+from benchmarks.paper import shapes
 
 
 def command(*arguments: str) -> Result:
@@ -151,21 +152,39 @@ def test_baton_figures_share_the_runs_of_table_2():
     )
 
 
-@pytest.mark.slow
-def test_engine_row_is_measured_on_random_weights():
-    run = quick(
-        "003",
-        "--items",
-        "figure-7",
-        "--model",
-        "random:opt-6.7b",
-        "--layers",
-        "3",
-        "--dtype",
-        "float32",
-    )
+def test_engine_row_is_measured_on_random_weights_of_a_shape(monkeypatch: pytest.MonkeyPatch):
+    small = dict(shapes.CONFIGS["opt-6.7b"]) | {
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "ffn_dim": 128,
+        "word_embed_proj_dim": 64,
+    }
+    monkeypatch.setattr(shapes, "CONFIGS", dict(shapes.CONFIGS) | {"small": small})
+
+    run = quick("003", "--items", "figure-7", "--model", "random:small", "--layers", "3")
 
     rows = rows_of(run, "paper-003-figure-7")
     [engine] = [row for label, row in rows.items() if label.startswith("engine")]
-    assert engine["ours"][0] > 0
-    assert "opt-6.7b with 3 layers" in engine["label"]
+    assert min(engine["ours"][:2]) > 0
+    assert engine["label"] == "engine, random weights, small with 3 layers, one step"
+    assert engine["status"] == "not comparable"
+
+
+def test_two_layers_have_no_offloaded_kv(monkeypatch: pytest.MonkeyPatch):
+    small = dict(shapes.CONFIGS["llama-2-7b"]) | {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "intermediate_size": 128,
+    }
+    monkeypatch.setattr(shapes, "CONFIGS", dict(shapes.CONFIGS) | {"small": small})
+
+    run = quick("003", "--items", "figure-7", "--model", "random:small")
+
+    [engine] = [
+        row for row in rows_of(run, "paper-003-figure-7").values() if "engine" in row["label"]
+    ]
+    assert engine["ours"] is None
+    assert "more than two layers" in engine["reason"]
