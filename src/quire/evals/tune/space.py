@@ -43,7 +43,7 @@ class Space:
     """
 
     codecs: tuple[str, ...] = (
-        *("none", "int8", "int8/int4_hadamard", "int8/int4", "kivi4"),
+        *("none", "int8", "int8/int4_outliers", "int8/int4_hadamard", "int8/int4"),
         *("int4_hadamard", "int4_outliers", "int4", "int3_hadamard"),
     )
     rules: tuple[str, ...] = (FULL, "snapkv", "h2o", "keydiff", "expected_attention", "sinks")
