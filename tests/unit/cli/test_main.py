@@ -239,7 +239,8 @@ def test_the_entry_point_is_installed():
         ("calibrate quire-tiny --tokens 5", "--tokens to be greater than or equal to 64, got '5'"),
         ("simulate", "expected --trace, which quire simulate requires"),
         ("bench latncy", "no such command 'latncy'. Did you mean 'latency'"),
-        ("bacth", "no such command 'bacth'. Did you mean 'batch'? Expected quire "),
+        ("bacth", "no such command 'bacth'. Did you mean 'batch', 'bench'? Expected quire "),
+        ("genrate", "no such command 'genrate'. Did you mean 'generate'? Expected quire "),
         ("--colour", "unknown option '--colour'; see quire --help"),
     ],
 )
