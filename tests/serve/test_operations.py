@@ -323,6 +323,7 @@ def slow_reader(host, port, body):
 
 def test_shutdown_without_open_requests_does_not_count_them():
     with Server() as server:
+        httpx.get(f"{server.url}/version")  # from now on signals are handled
         server.process.send_signal(signal.SIGTERM)
         server.process.wait(PATIENCE_S)
         log = server.process.stderr.read()

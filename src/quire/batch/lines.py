@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from quire.batch.prompts import read_messages, read_prompt, read_prompts, shown
+from quire.batch.prompts import no_prompt, read_messages, read_prompt, read_prompts, shown
 from quire.config.generation_request import OPTION_KINDS, RequestOptions, checked_option
 from quire.config.sampling_params import SamplingParams
 from quire.errors import QuireError, RequestError, UnknownName
-from quire.serve.fields import IGNORED, INSTEAD, UNSUPPORTED, nearest, shown_name, temperature_of
+from quire.serve.fields import IGNORED, INSTEAD, UNSUPPORTED, temperature_of
 from quire.serve.structured import STRUCTURE_FIELDS, read_structure
 
 LineKind = Literal["plain", "completions", "chat"]
@@ -35,7 +35,6 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "logprobs": (False,),
 }
 """Unsupported members of a batch line, with the values that are accepted as no request."""
-_PLAIN_FIELDS = frozenset({"id", "prompt", "messages"}) | SAMPLING_FIELDS | _OF_ENGINE
 
 
 class BatchError(QuireError):
@@ -281,24 +280,6 @@ def _token_keys(value: Any) -> Any:
 # ---- plain lines -------------------------------------------------------------------------------
 
 
-def no_prompt(value: Mapping[str, Any], head: LineHead) -> BatchError:
-    """The error for a plain line with neither prompt nor messages, or with both.
-
-    It names the first unknown field, since that may be a misspelled prompt.
-    """
-    message, known = (
-        "expected either a prompt or messages in the line",
-        tuple(sorted(_PLAIN_FIELDS)),
-    )
-    if "prompt" not in value:
-        for name in (name for name in value if name not in _PLAIN_FIELDS):
-            near = nearest(name, known)
-            hint = "" if near is None else f": did you mean `{near}`?"
-            message += f"; unknown field `{shown_name(name)}`{hint}"
-            break
-    return BatchError(message, head)
-
-
 def _plain_line(value: Mapping[str, Any], number: int, form: LineFormat) -> BatchLine:
     name = value.get("id")
     if isinstance(name, int) and not isinstance(name, bool):
@@ -314,6 +295,6 @@ def _plain_line(value: Mapping[str, Any], number: int, form: LineFormat) -> Batc
         except RequestError as error:
             raise BatchError(str(error), head) from None
     if ("prompt" in value) == ("messages" in value):
-        raise no_prompt(value, head)
+        raise BatchError(no_prompt(value), head)
     requested: Literal["messages", "prompt"] = "messages" if "messages" in value else "prompt"
     return _line({k: v for k, v in value.items() if k != "id"}, head, requested, form)

@@ -1,10 +1,21 @@
 """Parses the prompts and messages of a line of `quire batch`."""
 
+from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
+from quire.config.generation_request import OPTION_KINDS
+from quire.config.sampling_params import SamplingParams
 from quire.errors import RequestError
+from quire.serve.fields import nearest, shown_name
 
 _MOST_CHARACTERS = 80
+_FIELDS = {
+    *("id", "prompt", "messages"),
+    *(field.name for field in fields(SamplingParams)),
+    *OPTION_KINDS,
+}
+"""Fields of a plain line."""
 
 
 def read_prompts(value: Any, prefix: str, *, several: bool) -> list[str | list[int]]:
@@ -58,6 +69,20 @@ def read_messages(value: Any) -> list[dict[str, str]]:
     if not isinstance(value, list) or not value:
         raise RequestError(f"expected a list of messages, got {shown(value)}")
     return [_message(message) for message in value]
+
+
+def no_prompt(line: Mapping[str, Any]) -> str:
+    """The error text of a plain line with neither prompt nor messages, or with both.
+
+    It names the first unknown field, since that may be a misspelled prompt.
+    """
+    message = "expected either a prompt or messages in the line"
+    unknown = [name for name in line if name not in _FIELDS]
+    if "prompt" in line or not unknown:
+        return message
+    near = nearest(unknown[0], tuple(sorted(_FIELDS)))
+    hint = "" if near is None else f": did you mean `{near}`?"
+    return f"{message}; unknown field `{shown_name(unknown[0])}`{hint}"
 
 
 def _message(value: Any) -> dict[str, str]:

@@ -9,15 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.batch.lines import (
-    BatchError,
-    LineFormat,
-    LineHead,
-    LineKind,
-    json_object,
-    no_prompt,
-)
-from quire.batch.prompts import shown
+from quire.batch.lines import BatchError, LineFormat, LineHead, LineKind, json_object
+from quire.batch.prompts import no_prompt, shown
 from quire.batch.records import Record, error_record
 
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
@@ -107,7 +100,7 @@ def _plain(value: Mapping[str, Any], number: int, form: LineFormat) -> ServerLin
     if form.prompt_key != "prompt":
         value = {"prompt": value.get(form.prompt_key)}
     if ("prompt" in value) == ("messages" in value):
-        raise no_prompt(value, head)
+        raise BatchError(no_prompt(value), head)
     body = {key: given for key, given in value.items() if key != "id"}
     if "messages" in body:
         return ServerLine(head=head, path=CHAT, body=body)

@@ -279,7 +279,7 @@ def _sampling(parts: dict[tuple[str, ...], Any]) -> SamplingParams:
     """Build the sampling options; an error names the flag and what to do.
 
     Raises:
-        ConfigError: an option has the wrong type or is out of range.
+        RequestError: an option has the wrong type or is out of range.
     """
     try:
         built: SamplingParams = SAMPLING.build(parts)
@@ -287,7 +287,8 @@ def _sampling(parts: dict[tuple[str, ...], Any]) -> SamplingParams:
         if error.param is None:
             raise
         hint = "" if ": " in str(error) else ": change the value, or leave the option out"
-        raise ConfigError(f"--{error.param.replace('_', '-')}: {error}{hint}") from error
+        flag = f"--{error.param.replace('_', '-')}"
+        raise RequestError(f"{flag}: {error}{hint}", param=error.param) from error
     return built
 
 

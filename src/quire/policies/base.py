@@ -62,7 +62,6 @@ class EvictionPolicy(ABC):
 
     cost: ClassVar[str] = ""
     """Cost in addition to reading the cache, in a few words, shown by `quire policies`."""
-
     extra: ClassVar[str] = ""
     """Optional packages that the policy needs: a key of `quire.layout.extras.EXTRAS`, or ""."""
 

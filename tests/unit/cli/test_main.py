@@ -240,6 +240,7 @@ def test_the_entry_point_is_installed():
         ("simulate", "expected --trace, which quire simulate requires"),
         ("bench latncy", "no such command 'latncy'. Did you mean 'latency'"),
         ("bacth", "no such command 'bacth'. Did you mean 'batch', 'bench'? Expected quire "),
+        ("genrate", "no such command 'genrate'. Did you mean 'generate'? Expected quire "),
         ("--colour", "unknown option '--colour'; see quire --help"),
     ],
 )

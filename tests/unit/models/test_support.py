@@ -93,7 +93,7 @@ def test_bidirectional_attention_is_refused() -> None:
         refuse_config(config)
 
 
-@pytest.mark.parametrize("name", ["FalconForCausalLM", "GPTJForCausalLM", "CodeGenForCausalLM"])
+@pytest.mark.parametrize("name", ["FalconForCausalLM", "XGLMForCausalLM", "OpenAIGPTLMHeadModel"])
 def test_class_without_the_attention_interface_is_refused(name: str) -> None:
     with pytest.raises(UnsupportedModel, match="attention interface"):
         refuse_class(getattr(transformers, name))
