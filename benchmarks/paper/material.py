@@ -60,7 +60,8 @@ class Material:
         if self.random_shape is None:
             return Path(self.settings.model).name
         spec = self.model.spec
-        return f"random weights, {self.random_shape} with {spec.num_layers} layers"
+        layers = f"{spec.num_layers} layer{'s' * (spec.num_layers > 1)}"
+        return f"random weights, {self.random_shape} with {layers}"
 
     @cached_property
     def model(self) -> "LoadedModel":
@@ -150,8 +151,8 @@ class Material:
         return str(hardware()["cpu"] or "CPU")
 
     def represents(self, names: Iterable[str]) -> str | None:
-        """The paper's model with the shape of the loaded model; None: none of these."""
-        if self.random_shape is not None and not self.layers:
+        """The paper's model with the shape of the loaded model, if it is one of these names."""
+        if self.random_shape is not None:
             return self.random_shape if self.random_shape in names else None
         return next((name for name in names if is_shape(self.model.spec, name)), None)
 

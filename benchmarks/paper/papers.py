@@ -47,7 +47,7 @@ _LISTED = (
     ),
     Paper(
         id="003",
-        title="KVPR: Efficient LLM Inference with I/O-Aware KV Cache Partial Recomputation",
+        title="KVPR: offloaded KV that is transferred in one part and recomputed in another",
         items=kvpr.ITEMS,
     ),
     Paper(
