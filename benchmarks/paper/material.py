@@ -10,7 +10,6 @@ from benchmarks.common.graded_prompts import load
 from benchmarks.paper.shapes import RANDOM, config_of, is_shape
 from quire.cli.report import hardware
 from quire.cli.settings import Settings
-from quire.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -211,16 +210,3 @@ def other_model_row(material: Material, label: str) -> str:
 def fewer(count: int, full: int, what: str) -> str:
     """The difference of a smaller number; "" if it is not smaller."""
     return f"{count:,} {what} instead of {full:,}" if count != full else ""
-
-
-def checked_samples(samples: int) -> int:
-    """Check the number of prompts.
-
-    Raises:
-        ConfigError: a negative number.
-    """
-    if samples < 0:
-        raise ConfigError(
-            f"expected --samples of 1 or more, or 0 for each item's own, got {samples}"
-        )
-    return samples
