@@ -10,7 +10,6 @@ from benchmarks.common.graded_prompts import load
 from benchmarks.paper.shapes import RANDOM, config_of, is_shape
 from quire.cli.report import hardware
 from quire.cli.settings import Settings
-from quire.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +59,8 @@ class Material:
         if self.random_shape is None:
             return Path(self.settings.model).name
         spec = self.model.spec
-        return f"random weights, {self.random_shape} with {spec.num_layers} layers"
+        layers = f"{spec.num_layers} layer{'s' * (spec.num_layers > 1)}"
+        return f"random weights, {self.random_shape} with {layers}"
 
     @cached_property
     def model(self) -> "LoadedModel":
@@ -150,8 +150,8 @@ class Material:
         return str(hardware()["cpu"] or "CPU")
 
     def represents(self, names: Iterable[str]) -> str | None:
-        """The paper's model with the shape of the loaded model; None: none of these."""
-        if self.random_shape is not None and not self.layers:
+        """The paper's model with the shape of the loaded model, if it is one of these names."""
+        if self.random_shape is not None:
             return self.random_shape if self.random_shape in names else None
         return next((name for name in names if is_shape(self.model.spec, name)), None)
 
@@ -210,16 +210,3 @@ def other_model_row(material: Material, label: str) -> str:
 def fewer(count: int, full: int, what: str) -> str:
     """The difference of a smaller number; "" if it is not smaller."""
     return f"{count:,} {what} instead of {full:,}" if count != full else ""
-
-
-def checked_samples(samples: int) -> int:
-    """Check the number of prompts.
-
-    Raises:
-        ConfigError: a negative number.
-    """
-    if samples < 0:
-        raise ConfigError(
-            f"expected --samples of 1 or more, or 0 for each item's own, got {samples}"
-        )
-    return samples

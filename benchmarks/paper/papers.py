@@ -47,7 +47,7 @@ _LISTED = (
     ),
     Paper(
         id="003",
-        title="KVPR: LLM inference with I/O-aware partial recomputation",
+        title="KVPR: offloaded KV that is transferred in one part and recomputed in another",
         items=kvpr.ITEMS,
     ),
     Paper(

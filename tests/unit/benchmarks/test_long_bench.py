@@ -26,9 +26,9 @@ def test_record_becomes_a_prompt_with_references(name: str):
 
 
 def test_whole_prompt_is_kept_and_gold_may_be_text():
-    record = {"origin_prompt": "Where?", "gold": "['Ann']"}
+    record = {"origin_prompt": "A name?", "gold": "['Ann']"}
 
-    assert example_of("hotpotqa", record) == LongBenchExample(prompt="Where?", references=("Ann",))
+    assert example_of("hotpotqa", record) == LongBenchExample(prompt="A name?", references=("Ann",))
     assert example_of("hotpotqa", record | {"gold": ["Ann"]}).references == ("Ann",)
 
 
