@@ -30,7 +30,7 @@ from quire.kv.stored_sequences import (
     SwapSpace,
 )
 from quire.kv.tables import LaneTable, Rows
-from quire.kv.whole_rows import add_stored, can_place, restore_rows
+from quire.kv.whole_rows import add_stored, can_append, can_place, restore_rows
 from quire.layout.pages import PageClass
 
 
@@ -137,6 +137,13 @@ def split_border(memory: KVMemory, row: int) -> int:
     """Return the distance in tokens between possible split positions of a row; 0 if none."""
     tokens = math.lcm(*(t.group.page_class.tokens for t in _kv_tables(memory)))
     return tokens if can_split(memory, row, tokens) else 0
+
+
+def can_append_tail(memory: KVMemory, row: int, swapped: Swapped) -> bool:
+    """Return whether enough pages are free for `append_tail`, or reserved for the row's lanes."""
+    if memory.placement.shares:
+        return memory.fits(swapped.needed_pages)
+    return can_append(memory, np.array([row]), swapped)
 
 
 def append_tail(memory: KVMemory, row: int, swapped: Swapped) -> None:

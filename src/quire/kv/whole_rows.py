@@ -87,7 +87,11 @@ def restore_rows(memory: KVMemory, swapped: Swapped) -> list[int]:
 def can_place(memory: KVMemory, swapped: Swapped) -> bool:
     """Return whether enough pages are free for `restore_rows`; enough rows must be free."""
     free_rows = np.setdiff1d(np.arange(len(memory.lengths)), memory.live_rows)
-    rows = free_rows[: len(swapped.sequences)]
+    return can_append(memory, free_rows[: len(swapped.sequences)], swapped)
+
+
+def can_append(memory: KVMemory, rows: Rows, swapped: Swapped) -> bool:
+    """Return whether enough pages are free for `add_stored`, or reserved for the rows' lanes."""
     return memory.placement.can_allocate(_demands(memory, rows, _stored_counts(memory, swapped)))
 
 
