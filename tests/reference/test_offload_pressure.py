@@ -1,10 +1,15 @@
 """Requests with eviction under pressure in engines with KV offload."""
 
 import random
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
 
 from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
+from quire.errors import ConfigError, NeverFits
 from quire.scheduler.schedule_config import ScheduleConfig
 from support import zoo
 from support.engines import load
@@ -13,12 +18,23 @@ from support.kv_options import kv_config
 NEW_TOKENS = 15
 
 
-def test_a_request_whose_offloaded_pages_do_not_fit_evicts_layer_by_layer():
-    """More of it is offloaded than device memory holds: its pages are never loaded together."""
+@pytest.mark.parametrize(
+    ("offload_memory", "preempted"),
+    [(32_000, []), (26_000, ["its offloaded pages cannot be loaded back"])],
+)
+def test_a_request_whose_offloaded_pages_do_not_fit_evicts_layer_by_layer(
+    offload_memory, preempted
+):
+    """More of it is offloaded than device memory holds: its pages are never loaded together.
+
+    With the smaller offload memory it fills both memories, and no page is free for an eviction.
+    It is recomputed. Its recorded evictions fit only with KV offload; later ones need none.
+    """
     memory = 16_000
     kv = kv_config(
         memory=memory,
-        offload_memory=2 * memory,
+        offload_memory=offload_memory,
+        offload_recompute="off",
         page_tokens=4,
         evict="recent:cap=16,every=8,when=pressure",
     )
@@ -38,6 +54,81 @@ def test_a_request_whose_offloaded_pages_do_not_fit_evicts_layer_by_layer():
 
     assert [delta.error for delta in deltas if delta.error] == []
     assert sum(len(delta.token_ids) for delta in deltas) == NEW_TOKENS
-    assert why == []
+    assert why == preempted
     assert engine.pool.offload.prefixes.pool.peak_bytes > memory
     assert engine.scheduler.capacities.num_evictions > 0
+
+
+@dataclass(frozen=True)
+class Evicting:
+    """A prompt that is offloaded before its first eviction.
+
+    Attributes:
+        architecture: of the model.
+        evict: its rule.
+        offload_memory, page_tokens, chunk_tokens: options.
+    """
+
+    architecture: str
+    evict: str
+    offload_memory: int
+    page_tokens: int
+    chunk_tokens: int
+
+
+EVICTING = {
+    "decode": Evicting("llama", "recent:cap=14,every=3,when=decode", 16_000, 4, 8),
+    "prefill_end": Evicting("llama", "recent:cap=31,every=3,when=prefill_end", 16_000, 2, 8),
+    "window": Evicting(
+        "gemma2",
+        "sinks:sinks=2,cap=31,every=2,when=prefill_end,granularity=page",
+        200_000,
+        2,
+        16,
+    ),
+}
+
+
+def in_least_memory(case: Evicting, prompt: list[int]) -> Engine:
+    """An engine with the request in the least memory, in steps of 1,000 B, that takes it."""
+    model = load(case.architecture, times=3)
+    params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
+    for memory in range(20_000, 150_000, 1_000):
+        kv = kv_config(
+            memory=memory,
+            offload_memory=case.offload_memory,
+            offload_recompute="off",
+            page_tokens=case.page_tokens,
+            evict=case.evict,
+        )
+        try:
+            engine = Engine(model, kv, ScheduleConfig(chunk_tokens=case.chunk_tokens))
+            engine.submit(GenerationRequest(prompt, params))
+        except (ConfigError, NeverFits):
+            continue
+        return engine
+    raise AssertionError("no memory is enough")
+
+
+@pytest.mark.parametrize("name", EVICTING)
+def test_an_offloaded_prompt_evicts_in_the_least_memory_that_admits_it(name):
+    """The cut of the first layer holds copies of what it retains beside the whole layer.
+
+    A chunk of the prompt holds more pages of window lanes than the eviction leaves.
+    """
+    rng = random.Random(1)
+    prompt = [rng.randrange(2, zoo.VOCAB_SIZE) for _ in range(46)]
+    engine = in_least_memory(EVICTING[name], prompt)
+    kinds: Counter[str] = Counter()
+    engine.events.subscribe(lambda event: kinds.update([event.kind]))
+
+    deltas = []
+    while engine.has_work:
+        deltas += engine.step()
+        engine.check()
+
+    assert [delta.error for delta in deltas if delta.error] == []
+    assert sum(len(delta.token_ids) for delta in deltas) == NEW_TOKENS
+    assert kinds["offloaded"] > 0
+    assert kinds["evicted"] > 0
+    assert kinds["preempted"] == 0

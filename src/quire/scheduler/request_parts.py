@@ -131,6 +131,8 @@ class RequestMemory:
         swapped: its KV in the swap space, while it waits.
         may_offload: whether its oldest pages may be offloaded; False after they could not be loaded
             back for an eviction.
+        may_offload_replays: whether they may then be offloaded until its recorded evictions are
+            replayed; False after they could not be loaded back for one of these.
         kv_peak_bytes: most KV bytes that it referred to, over all its runs.
     """
 
@@ -141,6 +143,7 @@ class RequestMemory:
     snapshot_ends: tuple[int, ...] = ()
     swapped: Swapped | None = None
     may_offload: bool = True
+    may_offload_replays: bool = True
     kv_peak_bytes: int = 0
 
 

@@ -3,11 +3,14 @@
 1  the requests after it are preempted, one by one
 2  its pages are compacted, its staging slots are halved
 3  other members of its group are split off
-4  it is recomputed without KV offload, if its eviction rule then frees pages
-5  it fails; other requests are unaffected
+4  it is recomputed, with KV offload only until its recorded evictions are replayed, if its eviction
+   rule then frees pages
+5  it is recomputed without KV offload
+6  it fails; other requests are unaffected
 """
 
 from quire.errors import NeverFits
+from quire.scheduler.admission.need import can_offload_request
 from quire.scheduler.components import SchedulerComponents
 from quire.scheduler.decode import Decode
 from quire.scheduler.forks import NEVER, Forks
@@ -73,11 +76,14 @@ class Unblocking:
         """Recompute or fail a request that does not fit in the whole KV memory.
 
         If it cannot evict because its offloaded pages cannot be loaded back, it is recomputed
-        without KV offload, so that it evicts in time.
+        without KV offload, so that it evicts in time. The first time, this begins after its
+        recorded evictions: as many tokens as they need may fit only with KV offload.
         """
-        if self._offloader is None or not self._offloader.stops_evicting(first):
+        stops = self._offloader is not None and self._offloader.stops_evicting(first)
+        if not (stops and can_offload_request(first)):
             self._lifecycle.fail(first, NeverFits(NEVER))
             return
+        first.memory.may_offload_replays = first.memory.may_offload
         first.memory.may_offload = False
         reason = "its offloaded pages cannot be loaded back"
         self._lifecycle.preempt(first, reason, recompute=True)

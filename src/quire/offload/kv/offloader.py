@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
+import numpy as np
+
 from quire.errors import HostMemoryFull, OutOfPages
 from quire.kv.memory import KVMemory
 from quire.layout.layout import can_be_offloaded, offloaded_token_bytes
@@ -100,12 +102,16 @@ class PrefixOffloader:
     def load_back(self, request: Request) -> None:
         """Load all pages of a request back, offloading pages of other requests if needed.
 
+        Pages of window lanes that no later query reads are freed before: a chunk of a prompt holds
+        more of them than a decoding row.
+
         Raises:
             OutOfPages: no other request has pages to offload; the request was not changed.
         """
         if not self.is_staged(request):
             return
         self._sharing.drop_cached()
+        self._memory.drop_behind_windows(np.array([request.memory.row]))
         while self.is_staged(request):
             try:
                 self._prefixes.load_back(request.memory.row)

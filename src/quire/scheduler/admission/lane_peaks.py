@@ -43,13 +43,15 @@ class LaneOffload:
             group: the lane group.
             lane_pages: pages of the shortest lane, resident and offloaded.
             retained_pages: pages of a lane after an eviction; 0 without evictions. An eviction
-                settles them while the staging of all offloaded pages is in the arena too.
+                settles them while the staging of all offloaded pages is in the arena too. It copies
+                the offloaded ones of a layer before it frees other pages of that layer.
         """
         rest = max(self.rest_pages, retained_pages)
         offloaded = np.clip(lane_pages - (0 if retained_pages else rest), 0, self.most_pages)
         resident = np.minimum(lane_pages, np.maximum(rest, lane_pages - offloaded))
-        staging = offloaded * self.staging_slots * group.lanes_per_layer
-        saved: Tokens = np.maximum(0, (lane_pages - resident) * group.num_lanes - staging)
+        copied = np.minimum(offloaded, retained_pages)
+        added = (offloaded * self.staging_slots + copied) * group.lanes_per_layer
+        saved: Tokens = np.maximum(0, (lane_pages - resident) * group.num_lanes - added)
         return saved
 
 

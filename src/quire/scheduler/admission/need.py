@@ -66,9 +66,11 @@ def need_of(request: Request, tokens: int) -> Need:
 def can_offload_request(request: Request) -> bool:
     """Whether the oldest pages of a request may be offloaded while it runs.
 
-    False after a request could not load its pages back for an eviction.
+    False after a request could not load its pages back for an eviction, except that recorded
+    evictions are replayed after as many tokens as before, which may fit only with KV offload.
     """
-    return request.memory.may_offload
+    replays = request.eviction.next_replay is not None
+    return request.memory.may_offload or (request.memory.may_offload_replays and replays)
 
 
 @dataclass(frozen=True, slots=True)
