@@ -23,7 +23,7 @@ from support.redis_servers import start_redis
 AMPLE_BYTES = 8 << 20
 AMPLE_TINY_BYTES = 64 << 20  # for quire-tiny
 ROOM_FOR_ALL = 6.0  # units in which every request fits
-GROWTH, MOST_GROWTHS = 1.12, 40
+GROWTH, MOST_GROWTHS = 1.12, 64  # a slab can be many times the KV of a request
 TIER_BYTES = 16 << 20
 
 

@@ -23,7 +23,7 @@ from quire.sampling.outputs import Choice, RequestOutput
 
 OK, REFUSED, FAILED = "ok", "refused", "failed"
 TOLERANCE = 1e-4
-"""Of logits in float32 between two runs, as everywhere in `tests/reference`."""
+"""Of logits in float32 between two runs, as in `tests/reference`; see `watch.difference`."""
 
 LOGPROB_TOLERANCE = 1e-3
 
@@ -36,7 +36,7 @@ class Outcome:
         outcome: ok, refused (the options do not go together) or failed.
         why: of a refusal or a failure.
         near_tie: why outputs that differ are not a fault; "" where none do.
-        worst: largest difference of logits.
+        worst: largest difference of logits, as `watch.difference` counts it.
         compared, replayed: contexts whose logits were compared with the ample run and a replay.
         seconds: of the processor.
         kinds: events of the run in little memory.
