@@ -27,8 +27,8 @@ def test_a_request_whose_offloaded_pages_do_not_fit_evicts_layer_by_layer(
 ):
     """More of it is offloaded than device memory holds: its pages are never loaded together.
 
-    With the smaller offload memory it fills both memories, so that no page is free for an eviction.
-    It is recomputed. Its recorded evictions fit only with KV offload, later ones without it.
+    With the smaller offload memory it fills both memories, and no page is free for an eviction.
+    It is recomputed. Its recorded evictions fit only with KV offload; later ones need none.
     """
     memory = 16_000
     kv = kv_config(

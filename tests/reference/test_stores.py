@@ -155,3 +155,46 @@ def test_a_contiguous_store_refuses_all_rules_and_serves_a_list_of_them():
         engine.step()
         engine.check()
     assert engine.num_generated_tokens == 8
+
+
+@pytest.mark.parametrize("store", ["contiguous_max", "contiguous_growing"])
+def test_a_swapped_tail_is_appended_in_the_pages_that_its_lanes_have_reserved(store):
+    """The KV memory holds one sequence: with `contiguous_max` its runs occupy all pages."""
+    prompt, found = [7, 8, 9, 10] * 9, []
+    for memory, preempted in (("1MiB", False), (_of_one_sequence(store), True)):
+        kv = kv_config(
+            memory=memory,
+            swap_space=3_000 if preempted else 0,
+            page_tokens=4,
+            **stored_in(store, STORE_TOKENS),
+        )
+        schedule = {"preempt": "hybrid"} if preempted else {}
+        engine = Engine(load("llama"), kv, ScheduleConfig(chunk_tokens=4, **schedule))
+        kinds, deltas = [], []
+        engine.events.subscribe(lambda event, kinds=kinds: kinds.append(event.kind))
+        engine.submit(GenerationRequest(prompt, greedy(8)))
+        while engine.has_work:
+            [running] = engine.scheduler.running or [None]
+            if preempted and running is not None and running.progress.num_computed == 20:
+                preempted = False
+                engine.scheduler.lifecycle.preempt(running, "for the test")
+            deltas += engine.step()
+            engine.check()
+        assert [delta.error for delta in deltas if delta.error] == []
+        found.append([token for delta in deltas for token in delta.token_ids])
+
+    assert found[0] == found[1]
+    assert kinds.count("swapped_in") == 1
+
+
+def _of_one_sequence(store: str) -> int:
+    """The least bytes, in steps of 500 B, of a KV memory with this store that takes a request."""
+    for memory in range(1_000, 200_000, 500):
+        kv = kv_config(memory=memory, page_tokens=4, **stored_in(store, STORE_TOKENS))
+        try:
+            engine = Engine(load("llama"), kv, ScheduleConfig(chunk_tokens=4))
+            engine.submit(GenerationRequest([7] * 36, greedy(8)))
+        except (ConfigError, NeverFits):
+            continue
+        return memory
+    raise AssertionError("no memory is enough")

@@ -14,7 +14,6 @@ from quire.errors import ConfigError, HostMemoryFull, UnsoundCombination
 from quire.kv.memory import KVMemory
 from quire.kv.stored_sequences import OffloadedRows, Swapped, SwapSpace
 from quire.kv.swap import append_tail, split_border, swap_in, swap_out
-from quire.layout.pages import PageClass
 from quire.plan.cost import Choice, Holding, best_split, choose
 from quire.plan.preemption_costs import LearnedCosts
 from quire.scheduler.request import Request
@@ -118,10 +117,6 @@ class Swapper:
         self.costs.copied_out(swapped.num_bytes, self.last_copy_s)
         self.num_swaps += len(requests)
         return swapped
-
-    def pages_needed(self, swapped: Swapped) -> dict[PageClass, int]:
-        """Pages that must be free before `swap_in`."""
-        return swapped.needed_pages
 
     def swap_in(self, swapped: Swapped) -> list[int] | None:
         """Swap whole sequences in; return their rows, or None if a copy failed (the KV is lost)."""
