@@ -16,10 +16,6 @@ Quire's; code is compared by `difflib` instead of `fuzzywuzzy`.
 """
 
 import ast
-import difflib
-import re
-import string
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -27,6 +23,7 @@ from typing import Any
 
 from benchmarks.common.rouge import rouge_l
 from quire.errors import ConfigError
+from quire.evals.suite.metrics import class_found, code_similarity, share_of_numbers, word_f1
 
 Record = Mapping[str, Any]
 Score = Callable[[str, str, Sequence[str]], float]
@@ -65,46 +62,26 @@ class LongBenchExample:
     classes: tuple[str, ...] = ()
 
 
-def _words(text: str) -> list[str]:
-    plain = "".join(letter for letter in text.lower() if letter not in string.punctuation)
-    return re.sub(r"\b(a|an|the)\b", " ", plain).split()
-
-
-def token_f1(text: str, reference: str, _classes: Sequence[str] = ()) -> float:
-    """F1 of the words of a text and a reference, without articles and punctuation."""
-    found, wanted = Counter(_words(text)), Counter(_words(reference))
-    shared = (found & wanted).total()
-    return 2 * shared / (found.total() + wanted.total()) if shared else 0.0
+def _f1(text: str, reference: str, _classes: Sequence[str]) -> float:
+    return word_f1(text, reference)
 
 
 def _summary(text: str, reference: str, _classes: Sequence[str]) -> float:
     return rouge_l(text, reference)
 
 
-def class_score(text: str, reference: str, classes: Sequence[str]) -> float:
-    """1 over the number of classes that a text names, if the right one is among them."""
-    named = [name for name in classes if name in text]
-    named = [name for name in named if name == reference or name not in reference]
-    return 1 / len(named) if reference in named else 0.0
+def _number(text: str, reference: str, _classes: Sequence[str]) -> float:
+    return share_of_numbers(text, reference)
 
 
-def number_score(text: str, reference: str, _classes: Sequence[str] = ()) -> float:
-    """Fraction of the numbers of a text that equal the reference's number."""
-    wanted = re.findall(r"\d+", reference)[:1]
-    numbers = re.findall(r"\d+", text)
-    return sum([number] == wanted for number in numbers) / len(numbers) if numbers else 0.0
-
-
-def code_score(text: str, reference: str, _classes: Sequence[str] = ()) -> float:
-    """Similarity of the first line that is code and the reference."""
-    lines = [line for line in text.split("\n") if not re.search(r"[`#]|//", line) and line.strip()]
-    return difflib.SequenceMatcher(None, lines[0] if lines else "", reference).ratio()
+def _code(text: str, reference: str, _classes: Sequence[str]) -> float:
+    return code_similarity(text, reference)
 
 
 def _question(new_tokens: int) -> LongBenchTask:
     return LongBenchTask(
         ask="Passages:\n{context}\n\nQuestion: {input}\nShort answer:",
-        score=token_f1,
+        score=_f1,
         new_tokens=new_tokens,
     )
 
@@ -124,25 +101,25 @@ TASKS: Mapping[str, LongBenchTask] = MappingProxyType(
         ),
         "multi_news": _REPORT,
         "trec": LongBenchTask(
-            ask="{context}\n{input}", score=class_score, new_tokens=64, first_line=True
+            ask="{context}\n{input}", score=class_found, new_tokens=64, first_line=True
         ),
         "triviaqa": LongBenchTask(
-            ask="{context}\n\n{input}", score=token_f1, new_tokens=32, first_line=True
+            ask="{context}\n\n{input}", score=_f1, new_tokens=32, first_line=True
         ),
         "samsum": LongBenchTask(
             ask="{context}\n\n{input}", score=_summary, new_tokens=128, first_line=True
         ),
         "passage_count": LongBenchTask(
             ask="{context}\n\nThe number of different paragraphs:",
-            score=number_score,
+            score=_number,
             new_tokens=32,
         ),
         "passage_retrieval_en": LongBenchTask(
             ask="{context}\n\nAbstract: {input}\nThe abstract is from:",
-            score=number_score,
+            score=_number,
             new_tokens=32,
         ),
-        "repobench-p": LongBenchTask(ask="{context}{input}", score=code_score, new_tokens=64),
+        "repobench-p": LongBenchTask(ask="{context}{input}", score=_code, new_tokens=64),
     }
 )
 """In the order of the paper's columns."""

@@ -18,8 +18,6 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "src" / "quire").rglob("*.py"))
 MOST_LINES, QUESTIONED_LINES = 500, 300
 LONG_FILES = {
-    "src/quire/batch/lines.py": "both formats of batch lines, with the errors of their members",
-    "src/quire/policies/base.py": "the interface of all policies: more than half is docstrings",
     "src/quire/scheduler/lane_capacities.py": "bounds of lanes, of groups too",
     "src/quire/scheduler/admission/peaks.py": "one arithmetic of pages over all kinds of lanes",
     "src/quire/kv/memory.py": "the life of a row, whole: start, grow, shrink, release, proof",

@@ -9,13 +9,13 @@ import typer
 from quire.cli.common import AsJson
 from quire.cli.evaluate_run import json_bytes, opener
 from quire.cli.json_output import print_json
+from quire.cli.lists import split_numbers, split_texts
 from quire.cli.options import KV, MODEL, SCHEDULE
 from quire.cli.out_folder import prepare_folder, write_files
 from quire.cli.report import envelope
 from quire.cli.settings import Settings, with_settings
 from quire.cli.tables import show_table
 from quire.cli.tune import refuse_settings
-from quire.errors import ConfigError
 from quire.evals.board.grid import Grid
 from quire.layout.extras import has_extra
 
@@ -71,17 +71,17 @@ def board(  # noqa: PLR0913 - one parameter per option
     from quire.evals.suite.registry import task_of
 
     grid = Grid(
-        rules=_split(rules, ";"),
-        budgets=_split(budgets, ","),
-        schedules=_split(schedules, ","),
-        codecs=_split(codecs, ","),
+        rules=split_texts(rules, ";"),
+        budgets=split_texts(budgets, ","),
+        schedules=split_texts(schedules, ","),
+        codecs=split_texts(codecs, ","),
     )
     config = BoardConfig(
         grid=grid,
-        tasks=tuple(map(task_of, _split(tasks, ","))),
+        tasks=tuple(map(task_of, split_texts(tasks, ","))),
         tokens=tokens,
         count=num_prompts,
-        seeds=_seeds(seeds),
+        seeds=split_numbers("--seeds", seeds),
         sanity=sanity_check,
     )
     refuse_settings(settings, "board")
@@ -182,14 +182,3 @@ def _result(found: "Board", settings: Settings) -> dict[str, object]:
         "seeds": list(config.seeds),
     }
     return envelope("board", claims, arms, settings.as_dict() | options)
-
-
-def _seeds(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(",") if part.strip())
-    except ValueError:
-        raise ConfigError(f"expected --seeds as numbers such as 1,2,3, got {text!r}") from None
-
-
-def _split(text: str, separator: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(part.strip() for part in text.split(separator) if part.strip()))

@@ -9,6 +9,7 @@ import typer
 
 from quire.cli.common import AsJson
 from quire.cli.json_output import print_json
+from quire.cli.lists import split_numbers, split_texts
 from quire.cli.options import KV, MODEL, SCHEDULE
 from quire.cli.out_folder import prepare_folder, write_files
 from quire.cli.report import envelope
@@ -103,7 +104,7 @@ def run(  # noqa: PLR0913 - one parameter per option
     chosen, base = selected(suite, tasks)
     config = EvalConfig(
         tasks=chosen,
-        tokens=lengths(tokens) or base.tokens,
+        tokens=split_numbers("--tokens", tokens) or base.tokens,
         count=base.count if num_prompts is None else num_prompts,
         seed=seed,
         shots=shots,
@@ -132,24 +133,10 @@ def selected(suite: str | None, tasks: str) -> "tuple[tuple[EvalTask, ...], Suit
     """
     from quire.evals.suite.registry import suite_of, task_of
 
-    listed = [name.strip() for name in tasks.split(",") if name.strip()]
+    listed = split_texts(tasks)
     base = suite_of(suite if suite is not None else _QUICK)
     names = listed if suite is None and listed else [*base.tasks, *listed]
     return tuple(map(task_of, dict.fromkeys(names))), base
-
-
-def lengths(text: str) -> tuple[int, ...]:
-    """Parse lengths separated by commas; empty if there are none.
-
-    Raises:
-        ConfigError: a length is not a whole number.
-    """
-    try:
-        return tuple(dict.fromkeys(int(part) for part in text.split(",") if part.strip()))
-    except ValueError:
-        raise ConfigError(
-            f"expected --tokens as whole numbers such as 512,1024, got {text!r}"
-        ) from None
 
 
 def data_by_task(given: Sequence[str], config: "EvalConfig") -> dict[str, Path]:

@@ -7,6 +7,7 @@ import typer
 
 from quire.cli.common import AsJson
 from quire.cli.json_output import print_json
+from quire.cli.lists import split_texts
 from quire.cli.options import KV, MODEL, SCHEDULE
 from quire.cli.out_folder import prepare_folder, write_files
 from quire.cli.report import envelope
@@ -95,11 +96,11 @@ def tune(  # noqa: PLR0913 - one parameter per option
     from quire.evals.tune.run import TuneConfig
 
     space = Space(
-        codecs=_split(codecs, ","),
-        rules=_split(rules, ";"),
-        caps=_split(caps, ","),
-        schedules=_split(schedules, ","),
-        budgets=_split(budgets, ";"),
+        codecs=split_texts(codecs, ","),
+        rules=split_texts(rules, ";"),
+        caps=split_texts(caps, ","),
+        schedules=split_texts(schedules, ","),
+        budgets=split_texts(budgets, ";"),
     )
     config = TuneConfig(
         space=space,
@@ -260,7 +261,3 @@ def arms_of(tuned: "Tuned") -> dict[str, object]:
         "runs": {str(one): asdict(run) for one, run in tuned.runs.items()},
         "refused": {str(one): why for one, why in tuned.refused.items()},
     }
-
-
-def _split(text: str, separator: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(part.strip() for part in text.split(separator) if part.strip()))

@@ -6,23 +6,20 @@ stored.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 from quire.config.kv_config import KVConfig
-from quire.config.sampling_params import SamplingParams
 from quire.errors import ConfigError, QuireError
 from quire.evals.board.grid import Entry, Grid
 from quire.evals.suite.base import EvalTask, Sample, SampleOptions
 from quire.evals.suite.cells import CellFolder, CellResult
 from quire.evals.suite.engines import Engines
 from quire.evals.suite.samples import PromptOptions, SampleRunner
-from quire.evals.suite.sanity import SKIPPED, Sanity, check
+from quire.evals.suite.sanity import SKIPPED, Sanity, sanity_of
 from quire.evals.tune.scores import fingerprint_of
 
 Report = Callable[[str], None]
 """Takes a line about the progress."""
-
-SANITY = "sanity"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,22 +125,14 @@ class BoardRunner:
     def _sanity(self) -> Sanity:
         if not self._config.sanity:
             return SKIPPED
-        kv = self._config.grid.reference.applied(self._kv)
-        fingerprint = fingerprint_of(*self._identity, kv)
-        values = self._stored.read(SANITY, fingerprint)
-        found = self._checked(kv) if values is None else Sanity.stored(values)
-        self._stored.write(SANITY, fingerprint, found.as_dict())
-        self._report(f"sanity check: {found.status}{found.reason and f': {found.reason}'}")
-        return found
-
-    def _checked(self, kv: KVConfig) -> Sanity:
-        def answer(prompts: list[str], evict: str, max_tokens: int) -> list[str]:
-            llm = self._engines.of(replace(kv, evict=evict))
-            params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-            return [output.text for output in llm.generate(prompts, params)]
-
-        most_tokens = self._engines.of(kv).model.spec.max_positions
-        return check(answer, measure=self._measure, most_tokens=most_tokens, seed=1)
+        return sanity_of(
+            self._engines,
+            self._config.grid.reference.applied(self._kv),
+            seed=self._config.seeds[0],
+            identity=self._identity,
+            stored=self._stored,
+            report=self._report,
+        )
 
     def _cell(self, entry: Entry, task: EvalTask) -> CellResult:
         kv, config = entry.applied(self._kv), self._config
@@ -177,12 +166,11 @@ class BoardRunner:
                 for seed in config.seeds
                 for sample in task.samples(
                     SampleOptions(
-                        count=config.count, measure=self._measure, tokens=config.tokens, seed=seed
+                        count=config.count,
+                        measure=self._engines.measure,
+                        tokens=config.tokens,
+                        seed=seed,
                     )
                 )
             ]
         return self._samples[task.name]
-
-    def _measure(self, text: str) -> int:
-        """Number of tokens of a text; 0 for an empty text."""
-        return len(self._engines.current.encode(text)) if text else 0

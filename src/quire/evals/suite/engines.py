@@ -62,6 +62,10 @@ class Engines:
         assert self._open is not None, "an engine was opened before"
         return self._open[1]
 
+    def measure(self, text: str) -> int:
+        """Number of tokens of a text; 0 for an empty text."""
+        return len(self.current.encode(text)) if text else 0
+
     def close(self) -> None:
         """Free the KV memory."""
         if self._open is not None:

@@ -2,25 +2,21 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from quire.config.kv_config import KVConfig
-from quire.config.sampling_params import SamplingParams
 from quire.errors import ConfigError
 from quire.evals.suite.base import EvalTask, SampleOptions
 from quire.evals.suite.cells import CellFolder, CellResult
 from quire.evals.suite.engines import CONFIGURED, FULL, Engines, full_kv, is_full
 from quire.evals.suite.samples import PromptOptions, SampleRunner
-from quire.evals.suite.sanity import SKIPPED, Sanity, check
+from quire.evals.suite.sanity import SKIPPED, Sanity, sanity_of
 from quire.evals.suite.verdicts import Verdict, compare
 from quire.evals.tune.scores import fingerprint_of
 
 Report = Callable[[str], None]
 """Takes a line about the progress."""
-
-SANITY = "sanity"
-"""Name of the stored sanity check."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,31 +148,14 @@ class Evaluator:
     def _sanity(self) -> Sanity:
         if not self._config.sanity:
             return SKIPPED
-        full = full_kv(self._kv)
-        fingerprint = fingerprint_of(*self._identity, full, self._config.seed)
-        values = self._stored.read(SANITY, fingerprint)
-        found = self._checked(full) if values is None else Sanity.stored(values)
-        self._stored.write(SANITY, fingerprint, found.as_dict())
-        self._report(f"sanity check: {found.status}{found.reason and f': {found.reason}'}")
-        return found
-
-    def _checked(self, full: KVConfig) -> Sanity:
-        llm = self._engines.of(full)
-        return check(
-            self._answer,
-            measure=self._measure,
-            most_tokens=llm.model.spec.max_positions,
+        return sanity_of(
+            self._engines,
+            full_kv(self._kv),
             seed=self._config.seed,
+            identity=self._identity,
+            stored=self._stored,
+            report=self._report,
         )
-
-    def _answer(self, prompts: list[str], evict: str, max_tokens: int) -> list[str]:
-        llm = self._engines.of(replace(full_kv(self._kv), evict=evict))
-        params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-        return [output.text for output in llm.generate(prompts, params)]
-
-    def _measure(self, text: str) -> int:
-        """Number of tokens of a text; 0 for an empty text."""
-        return len(self._engines.current.encode(text)) if text else 0
 
     def _cells(self, arm: str, kv: KVConfig) -> list[CellResult]:
         return [self._cell(task, tokens, arm, kv) for task, tokens in self._config.cells()]
@@ -196,7 +175,7 @@ class Evaluator:
         llm = self._engines.of(kv)
         options = SampleOptions(
             count=self._config.count,
-            measure=self._measure,
+            measure=self._engines.measure,
             tokens=tokens or max(self._config.tokens),
             seed=self._config.seed,
             shots=self._config.shots,

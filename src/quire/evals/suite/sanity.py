@@ -6,10 +6,12 @@
 See `quire.evals.gate`. A model that fails does not use its context, or answers without it.
 """
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
 from quire.errors import ConfigError
 from quire.evals.gate import (
     QUARTER_ARMS,
@@ -19,11 +21,15 @@ from quire.evals.gate import (
     GateReport,
     run_gate,
 )
+from quire.evals.suite.cells import CellFolder
+from quire.evals.suite.engines import Engines
 from quire.evals.tasks import Measure
+from quire.evals.tune.scores import fingerprint_of
 
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
 _LENGTHS = (("lines", 256), ("kv", 256), ("niah", 512))
 _PROMPTS = 10
+_NAME = "sanity"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +62,43 @@ class Sanity:
 
 
 SKIPPED = Sanity(status=NOT_RUN, reason="the sanity check was left out (--no-sanity-check)")
+
+
+def sanity_of(
+    engines: Engines,
+    full: KVConfig,
+    *,
+    seed: int,
+    identity: Sequence[object],
+    stored: CellFolder,
+    report: Callable[[str], None],
+) -> Sanity:
+    """The result for a model: the stored one, or that of a run.
+
+    Args:
+        engines: opens engines.
+        full: full KV.
+        seed: seed of the prompts.
+        identity: values that identify the model and its options.
+        stored: stored results.
+        report: takes a line about the result.
+    """
+    fingerprint = fingerprint_of(*identity, full, seed)
+    values = stored.read(_NAME, fingerprint)
+    found = _run(engines, full, seed) if values is None else Sanity.stored(values)
+    stored.write(_NAME, fingerprint, found.as_dict())
+    report(f"sanity check: {found.status}{found.reason and f': {found.reason}'}")
+    return found
+
+
+def _run(engines: Engines, full: KVConfig, seed: int) -> Sanity:
+    def answer(prompts: list[str], evict: str, max_tokens: int) -> list[str]:
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        outputs = engines.of(replace(full, evict=evict)).generate(prompts, params)
+        return [output.text for output in outputs]
+
+    most_tokens = engines.of(full).model.spec.max_positions
+    return check(answer, measure=engines.measure, most_tokens=most_tokens, seed=seed)
 
 
 def check(answer: AnswerFunction, *, measure: Measure, most_tokens: int, seed: int) -> Sanity:
