@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from quire.cli.main import app
-from quire.evals.suite import runner, samples
+from quire.evals.suite import samples, sanity
 from quire.evals.suite.registry import TASKS
 from quire.evals.suite.sanity import FAILED, PASSED, Sanity
 from support.texts import lines_prompts
@@ -37,7 +37,7 @@ def refused(*arguments):
 def judge(monkeypatch):
     """The sanity check without its prompts."""
     found = {"sanity": Sanity(status=PASSED)}
-    monkeypatch.setattr(runner, "check", lambda *args, **options: found["sanity"])
+    monkeypatch.setattr(sanity, "check", lambda *args, **options: found["sanity"])
     return found
 
 

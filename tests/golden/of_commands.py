@@ -177,15 +177,15 @@ def _by_name(rows: list[dict[str, object]]) -> dict[object, object]:
 
 @case(loose=("claims.*", "arms.full.by_depth*", "arms.configured.by_depth*", "arms.verdicts.*"))
 def eval_run(workshop: Workshop) -> object:
-    from quire.evals.suite import runner, sanity
+    from quire.evals.suite import sanity
 
-    before, passed = runner.check, sanity.Sanity(status=sanity.PASSED)
-    runner.check = lambda *args, **options: passed
+    before, passed = sanity.check, sanity.Sanity(status=sanity.PASSED)
+    sanity.check = lambda *args, **options: passed
     sizes = ("--tokens=64", "--num-prompts=2", "--evict=recent:cap=25%,every=8", *SMALL)
     try:
         return workshop.run("eval", "--tasks=lines,perplexity", *sizes)
     finally:
-        runner.check = before
+        sanity.check = before
 
 
 @case()

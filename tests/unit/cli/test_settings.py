@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from quire.cli.options import KV, MODEL
 from quire.cli.settings import Settings, with_settings
-from quire.errors import ConfigError
+from quire.errors import ConfigError, RequestError
 
 seen: list[tuple[Settings, str | None]] = []
 
@@ -106,12 +106,12 @@ def test_config_file_options_of_other_sections_are_ignored(toml: str):
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["--temperature", "nan"], ConfigError),
-        (["--temperature", "-1"], ConfigError),
-        (["--top-p", "0"], ConfigError),
-        (["--max-tokens", "-1"], ConfigError),
-        (["--max-tokens", "0"], ConfigError),
-        (["--stop", ""], ConfigError),
+        (["--temperature", "nan"], RequestError),
+        (["--temperature", "-1"], RequestError),
+        (["--top-p", "0"], RequestError),
+        (["--max-tokens", "-1"], RequestError),
+        (["--max-tokens", "0"], RequestError),
+        (["--stop", ""], RequestError),
         (["--block-size", "0"], ConfigError),
         (["--max-num-seqs", "0"], ConfigError),
         (["--low-watermark", "nan"], ConfigError),

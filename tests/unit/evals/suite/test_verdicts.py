@@ -41,7 +41,7 @@ def cell(values, metric="accuracy", arm="full", task="lines"):
     [
         ([0.0] * 10, "worse"),
         ([1.0] * 10, "no difference found"),
-        ([0, *[1] * 9], "no difference found"),
+        ([0.0, *[1.0] * 9], "no difference found"),
     ],
 )
 def test_verdict_follows_from_the_interval_of_the_difference(values, verdict):
