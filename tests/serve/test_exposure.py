@@ -58,7 +58,7 @@ def test_probes_need_no_key(serve):
         paths = sorted(OPEN_PATHS)
         return [(await client.get(p, headers=h)).status_code for h in headers for p in paths]
 
-    assert serve(main, tenant_keys=KEYS) == [200] * 9
+    assert serve(main, tenant_keys=KEYS) == [200] * 3 * len(OPEN_PATHS)
 
 
 def test_every_open_path_has_a_route(llm):

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from quire.layout.eviction import KEEP_ALL
+from quire.serve.tenant_keys import TenantKeys
 from quire.version import __version__
 
 
@@ -43,6 +44,25 @@ ANY_TIME = _AnyTime()
 
 def test_version_is_the_package_version(serve):
     assert get(serve, "/version").json() == {"version": __version__}
+
+
+@pytest.mark.parametrize("keys", [None, TenantKeys({"a": ("sk-a-2f0c77d1",)})])
+def test_the_root_names_paths_that_exist_and_needs_no_key(serve, keys):
+    async def main(client):
+        root = (await client.get("/")).json()
+        pages = {name: await client.get(path) for name, path in root["paths"].items()}
+        return root, {name: page.status_code for name, page in pages.items() if name != "api"}
+
+    root, statuses = serve(main, tenant_keys=keys)
+
+    assert (root["name"], root["version"]) == ("Quire", __version__)
+    metrics_status = 200 if keys is None else 401  # counters of the server need a key
+    assert statuses.pop("metrics") == metrics_status
+    assert statuses == {"documentation": 200, "health": 200, "dashboard": 200}
+
+
+def test_the_root_names_no_dashboard_if_there_is_none(serve):
+    assert "dashboard" not in get(serve, "/", dashboard=False).json()["paths"]
 
 
 def test_tokenize_and_detokenize_a_text(post, llm):

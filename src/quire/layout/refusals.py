@@ -54,6 +54,12 @@ OWN_ATTENTION = Refusal(
     reason="its layers do not use Transformers' attention interface",
     instead=WITH_TRANSFORMERS + ", or use Llama, Qwen, Mistral or GPT-NeoX models",
 )
+OLD_ATTENTION = Refusal(
+    reason="the installed Transformers computes its attention without the attention interface",
+    instead="install transformers>=5.24, whose layers of this model use it",
+)
+WITH_NEWER_TRANSFORMERS = frozenset({"codegen", "gptj"})
+"""Families whose layers use the attention interface since Transformers 5.24."""
 OWN_MASK = Refusal(
     reason="its attention depends on a learned mask or bias",
     instead=WITH_TRANSFORMERS,
@@ -77,7 +83,7 @@ LENGTH_DEPENDENT_ROPE = Refusal(
 
 _BY_NAME: tuple[tuple[Refusal, str], ...] = (
     (ALIBI, "bloom mpt"),
-    (OWN_ATTENTION, "falcon codegen ctrl gpt_neo gpt_neox_japanese gptj imagegpt openai-gpt xglm"),
+    (OWN_ATTENTION, "falcon gpt_neo gpt_neox_japanese imagegpt openai-gpt xglm"),
     (
         LATENT,
         "axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 dots3_note dots3_note_text "

@@ -19,10 +19,12 @@ from quire.layout.refusals import (
     ENCODER_DECODER,
     LATENT,
     MULTIMODAL,
+    OLD_ATTENTION,
     OWN_ATTENTION,
     RECURRENT,
     SHARED_KV,
     SPARSE,
+    WITH_NEWER_TRANSFORMERS,
     WITH_TRANSFORMERS,
     Refusal,
     refuse_model_type,
@@ -76,7 +78,9 @@ def refuse_class(model_class: type[PreTrainedModel]) -> None:
     """
     module = sys.modules[model_class.__module__]
     if not hasattr(module, "ALL_ATTENTION_FUNCTIONS"):
-        raise refused(model_class.__name__, OWN_ATTENTION)
+        family = getattr(model_class.config_class, "model_type", None)
+        is_newer = family in WITH_NEWER_TRANSFORMERS
+        raise refused(model_class.__name__, OLD_ATTENTION if is_newer else OWN_ATTENTION)
     if "position_ids" not in inspect.signature(model_class.forward).parameters:
         raise UnsupportedModel(
             f"{model_class.__name__} is not supported: it takes no position_ids, and the tokens of "

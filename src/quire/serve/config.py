@@ -55,8 +55,8 @@ class ServerConfig:
     )
     tenant_keys: str | None = option(
         None,
-        help="TOML file with the API keys of each tenant; with keys, every path except /health, "
-        "/ready, /ping, /docs and the files of the dashboard needs one",
+        help="TOML file with the API keys of each tenant; with keys, every path except /, "
+        "/health, /ready, /ping, /docs and the files of the dashboard needs one",
         common=True,
     )
     dashboard: bool | None = option(

@@ -5,6 +5,8 @@ import time
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
+from quire.serve.api_docs import PATH
+from quire.serve.dashboard.routes import PAGE_PATH
 from quire.serve.kv_scope import only_tenant
 from quire.serve.response_docs import PROBE
 from quire.serve.service import Service
@@ -25,6 +27,7 @@ class Probes:
     def router(self) -> APIRouter:
         """Create the router with all paths."""
         router = APIRouter()
+        router.add_api_route("/", self.root, methods=["GET"])
         router.add_api_route("/v1/models", self.models, methods=["GET"])
         router.add_api_route("/v1/models/{name:path}", self.model, methods=["GET"])
         for path, handler in (
@@ -46,6 +49,13 @@ class Probes:
         router.add_api_route("/load", self.load, methods=["GET"])
         router.add_api_route("/version", self.version, methods=["GET"])
         return router
+
+    async def root(self) -> Response:
+        """Return the paths of the API, its description and the dashboard; it needs no key."""
+        paths = {"api": "/v1", "documentation": PATH, "health": "/health", "metrics": "/metrics"}
+        if self._service.shows_texts:
+            paths["dashboard"] = PAGE_PATH
+        return JSONResponse({"name": "Quire", "version": __version__, "paths": paths})
 
     async def health(self) -> Response:
         """Return 200 while the engine runs, else 503."""

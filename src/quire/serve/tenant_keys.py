@@ -126,7 +126,7 @@ def _digest(key: str) -> bytes:
 #
 # If tenants have keys, every path except `OPEN_PATHS` needs one, including paths added later.
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping"})
 """Paths without authentication, for the probes of a load balancer."""
 
 _POLICY_VIOLATION = 1008  # RFC 6455, section 7.4.1
