@@ -83,7 +83,7 @@ LENGTH_DEPENDENT_ROPE = Refusal(
 
 _BY_NAME: tuple[tuple[Refusal, str], ...] = (
     (ALIBI, "bloom mpt"),
-    (OWN_ATTENTION, "falcon gpt_neo gpt_neox_japanese imagegpt openai-gpt xglm"),
+    (OWN_ATTENTION, "falcon ctrl gpt_neo gpt_neox_japanese imagegpt openai-gpt xglm"),
     (
         LATENT,
         "axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 dots3_note dots3_note_text "
