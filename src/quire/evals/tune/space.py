@@ -43,8 +43,9 @@ class Space:
     """
 
     codecs: tuple[str, ...] = (
-        *("none", "int8", "int8/int4_outliers", "int8/int4_hadamard", "int8/int4"),
-        *("int4_hadamard", "int4_outliers", "int4", "int3_hadamard"),
+        *("none", "int8", "int8/int4+residual=16", "int8/int4"),
+        *("int4_hadamard+residual=32", "int4_outliers+residual=32", "int4_hadamard", "int4"),
+        "int3_hadamard+residual=32",
     )
     rules: tuple[str, ...] = (FULL, "snapkv", "h2o", "keydiff", "expected_attention", "sinks")
     caps: tuple[str, ...] = ("75%", "50%", "25%")
