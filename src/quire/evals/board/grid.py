@@ -52,7 +52,7 @@ class Grid:
     """
 
     rules: tuple[str, ...] = (
-        *("sinks", "h2o", "h2o_sinks", "snapkv", "tova", "keydiff", "lagkv"),
+        *("sinks", "average", "h2o", "h2o_sinks", "snapkv", "tova", "keydiff", "lagkv"),
         *("expected_attention", "kvcrush:base=(h2o)", "kvcrush:base=(snapkv),sets=head", "random"),
     )
     budgets: tuple[str, ...] = ("12.5%", "25%", "50%")
