@@ -2,6 +2,8 @@
 
 import json
 
+from docs import board_page
+
 SMALL = (
     *("board", "quire-tiny", "--kv-memory", "8MiB", "--tasks", "repeats", "--codecs", "none"),
     *("--rules", "sinks;nonsense", "--budgets", "50%", "--schedules", "prefill_end"),
@@ -27,3 +29,21 @@ def test_a_memory_of_a_fixed_size_is_required(quire):
 
     assert result.exit_code == 2
     assert "quire board needs a KV memory of a fixed size" in result.stderr
+
+
+def test_the_documents_get_page_chart_and_rows(quire, tmp_path):
+    out, docs = tmp_path / "out", tmp_path / "docs"
+    for folder in (out, docs / "images", docs / "results"):
+        folder.mkdir(parents=True)
+    run = quire(*SMALL, "--out", out)
+    assert run.exit_code == 0, run.stderr
+
+    board_page.main([str(out)], docs)
+
+    page = (docs / "board-measured.md").read_text(encoding="utf-8")
+    assert page.startswith("# Leaderboard of quire-tiny\n\n`bash runs/board.sh`")
+    assert "8,388,608 B of KV memory" in page
+    assert "](images/board.svg)" in page
+    assert (docs / "images" / "board.svg").read_bytes() == (out / "board.svg").read_bytes()
+    rows = json.loads((docs / "results" / "board.json").read_text(encoding="utf-8"))
+    assert rows["arms"] == json.loads(run.stdout.splitlines()[-1])["arms"]

@@ -50,7 +50,7 @@ def test_grid_has_full_kv_first_and_all_combinations():
     entries = grid.entries()
 
     assert entries[0] == grid.reference
-    assert len(entries) == len(set(entries)) == 3 + 11 * 3 * 2 * 3
+    assert len(entries) == len(set(entries)) == 3 + 12 * 3 * 2 * 3
     assert SINKS.evict == "sinks:cap=25%,when=decode"
     assert KVCRUSH.evict == "kvcrush:base=(h2o),cap=25%,when=decode"
     applied = Entry("sinks", "25%", "decode", "int8").applied(KVConfig(memory="8MiB"))
