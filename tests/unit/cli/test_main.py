@@ -140,6 +140,24 @@ def test_full_standard_output_is_one_error_line():
     assert done.stderr.count("\n") == 1
 
 
+def test_an_interrupt_during_the_imports_is_one_line():
+    code = """
+import sys
+from quire.__main__ import run
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == "quire.cli.main":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupt())
+run()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
 def test_unexpected_exception_is_not_caught(failing):
     failing(ZeroDivisionError("a bug"))
 
