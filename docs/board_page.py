@@ -1,7 +1,9 @@
-"""Copy the leaderboard of quire-tiny to the documents.
+"""Copy the leaderboards of quire-tiny to the documents.
 
-    bash runs/board.sh                       writes out/board
-    python -m docs.board_page out/board      writes docs/board-measured.md, its chart and its rows
+    bash runs/board.sh                          writes out/board
+    bash runs/redundant.sh                      writes out/redundant
+    python -m docs.board_page out/board         writes docs/board-measured.md, chart and rows
+    python -m docs.board_page out/redundant     writes docs/redundant-measured.md, chart and rows
 
 The interactive page, board.html, contains plotly and is not copied.
 """
@@ -16,33 +18,38 @@ from quire.cli.out_folder import write_files
 from quire.evals.board.pages import CHART_FILE, PAGE_FILE
 
 DOCS = Path(__file__).resolve().parent
-PAGE, CHART, ROWS = "board-measured.md", "images/board.svg", "results/board.json"
+HEADINGS = {
+    "board": "Leaderboard of eviction rules and codecs, measured with quire-tiny",
+    "redundant": "Eviction rules on tasks with redundancy, measured with quire-tiny",
+}
 
 
 def main(arguments: Sequence[str], docs: Path = DOCS) -> None:
     """Copy page, chart and rows from the folder of `quire board`."""
     [folder] = map(Path, arguments)
+    name = folder.name
     run = json.loads((folder / "board.json").read_text(encoding="utf-8"))
     text = (folder / PAGE_FILE).read_text(encoding="utf-8")
     files = {
-        PAGE: page(text, run).encode(),
-        CHART: (folder / CHART_FILE).read_bytes(),
-        ROWS: (json.dumps(run, indent=1) + "\n").encode(),
+        f"{name}-measured.md": page(text, run, name).encode(),
+        f"images/{name}.svg": (folder / CHART_FILE).read_bytes(),
+        f"results/{name}.json": (json.dumps(run, indent=1) + "\n").encode(),
     }
     write_files(docs, files)
 
 
-def page(text: str, run: Mapping[str, Any]) -> str:
-    """The page of a run, with the command and the machine below its heading."""
-    heading, _, rest = text.partition("\n")
+def page(text: str, run: Mapping[str, Any], name: str) -> str:
+    """The page of a run under its own heading, with the command and the machine."""
+    _, _, rest = text.partition("\n")
     config, hardware = run["config"], run["hardware"]
     made = (
-        f"`bash runs/board.sh` ([guide](guides/board.md)), commit {run['commit'][:7]}, "
+        f"`bash runs/{name}.sh` ([guide](guides/board.md)), commit {run['commit'][:7]}, "
         f"torch {run['versions']['torch']}, {hardware['cpu']}, {hardware['cores']} cores, "
         f"{config['loading']['dtype']}, {config['kv']['memory']:,} B of KV memory. The folder of "
         "the command also has an interactive page."
     )
-    return f"{heading}\n\n{made}\n{rest.replace(f']({CHART_FILE})', f']({CHART})')}"
+    rest = rest.replace(f"]({CHART_FILE})", f"](images/{name}.svg)")
+    return f"# {HEADINGS[name]}\n\n{made}\n{rest}"
 
 
 if __name__ == "__main__":

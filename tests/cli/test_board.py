@@ -32,7 +32,7 @@ def test_a_memory_of_a_fixed_size_is_required(quire):
 
 
 def test_the_documents_get_page_chart_and_rows(quire, tmp_path):
-    out, docs = tmp_path / "out", tmp_path / "docs"
+    out, docs = tmp_path / "board", tmp_path / "docs"
     for folder in (out, docs / "images", docs / "results"):
         folder.mkdir(parents=True)
     run = quire(*SMALL, "--out", out)
@@ -41,7 +41,7 @@ def test_the_documents_get_page_chart_and_rows(quire, tmp_path):
     board_page.main([str(out)], docs)
 
     page = (docs / "board-measured.md").read_text(encoding="utf-8")
-    assert page.startswith("# Leaderboard of quire-tiny\n\n`bash runs/board.sh`")
+    assert page.startswith(f"# {board_page.HEADINGS['board']}\n\n`bash runs/board.sh`")
     assert "8,388,608 B of KV memory" in page
     assert "](images/board.svg)" in page
     assert (docs / "images" / "board.svg").read_bytes() == (out / "board.svg").read_bytes()

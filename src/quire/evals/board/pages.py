@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from quire.evals.board.grid import FULL
 from quire.evals.board.run import Board
 from quire.evals.board.table import Row, best_rules, judged_tasks, rows_of
+from quire.evals.intervals import Mean
 from quire.layout.extras import require_extra
 from quire.sim.plots import drawn
 
@@ -59,13 +60,24 @@ def _score(cell: Any) -> float:
 def _rule_lines(rows: Sequence[Row]) -> Iterator[str]:
     yield f"## Rules that keep a quality of {WANTED}"
     yield ""
+    yield (
+        "Means with 95 % intervals; those in bold have the whole interval at or above "
+        f"{WANTED}. The fewest bytes first."
+    )
+    yield ""
     for budget, kept in best_rules(rows, WANTED).items():
-        names = ", ".join(
-            f"`{row.entry.rule}` ({row.entry.schedule}, {row.entry.codec}: {row.quality.mean:.3f})"
-            for row in kept
-        )
+        names = "; ".join(map(_kept, kept))
         yield f"* Cap {budget} of the prompt: {names or 'none'}"
     yield ""
+
+
+def _kept(row: Row) -> str:
+    entry, mark = row.entry, "**" if row.quality.low >= WANTED else ""
+    return f"`{entry.rule}` ({entry.schedule}, {entry.codec}) {mark}{_interval(row.quality)}{mark}"
+
+
+def _interval(found: Mean) -> str:
+    return f"{found.mean:.3f} ({found.low:.3f} to {found.high:.3f})"
 
 
 def _table(board: Board, rows: Sequence[Row]) -> Iterator[str]:
@@ -82,7 +94,7 @@ def _table(board: Board, rows: Sequence[Row]) -> Iterator[str]:
         entry, scores = row.entry, " | ".join(f"{row.scores[task]:.2f}" for task in tasks)
         yield (
             f"| `{entry.rule}` | {entry.budget or '100%'} | {entry.schedule} | `{entry.codec}` | "
-            f"{row.quality.mean:.3f} ({row.quality.low:.3f} to {row.quality.high:.3f}) | "
+            f"{_interval(row.quality)} | "
             f"{row.kv_share:.3f} | {row.tokens_per_s:,.0f} | {scores} | "
             f"{'yes' if row.is_unbeaten else ''} |"
         )

@@ -106,7 +106,10 @@ def test_page_has_every_row_and_says_whether_the_model_may_judge():
 
     assert "**This model may not judge a rule**" in text
     assert "| `sinks` | 25% | decode | `none` | 0.750" in text
-    assert "* Cap 25% of the prompt: `kvcrush:base=(h2o)` (decode, none: 1.000)" in text
+    assert (
+        "* Cap 25% of the prompt: `kvcrush:base=(h2o)` (decode, none) **1.000 (1.000 to 1.000)**"
+        in text
+    )
 
 
 def test_interactive_page_has_every_entry():
