@@ -14,7 +14,8 @@ Lookup = Callable[[str], float]
 
 _COMBINED: dict[Combine, Callable[[Sequence[float]], float]] = {
     "value": lambda values: values[0],
-    "inverse": lambda values: 1 / values[0],
+    "sum": sum,
+    "inverse": lambda values: 1 / sum(values),
     "ratio": lambda values: values[0] / values[1],
     "max": max,
     "min": min,

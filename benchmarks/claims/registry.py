@@ -8,8 +8,8 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from quire.errors import ConfigError
 
-Combine: TypeAlias = Literal["value", "inverse", "ratio", "max", "min"]
-"""How the values at a figure's keys become the figure; `ratio`: the first over the second."""
+Combine: TypeAlias = Literal["value", "sum", "inverse", "ratio", "max", "min"]
+"""How the values at the keys become the figure; inverse: 1 / their sum; ratio: first / second."""
 
 FIGURE = "{}"  # stands for a figure in a sentence
 
@@ -144,8 +144,8 @@ def _figure(where: str, given: str | Mapping[str, Any]) -> Figure:
     combine, keys = given.get("combine", "value"), tuple(given["keys"])
     if combine not in get_args(Combine):
         raise ConfigError(f"{where}: expected combine of {get_args(Combine)}, got {combine!r}")
-    wanted = {"value": (1,), "inverse": (1,), "ratio": (2,)}.get(combine)
-    if not keys or (wanted and len(keys) not in wanted):
+    wanted = {"value": 1, "ratio": 2}.get(combine, len(keys))
+    if not keys or len(keys) != wanted:
         raise ConfigError(f"{where}: {combine} got {len(keys)} keys")
     return Figure(**{**given, "keys": keys})
 
