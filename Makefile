@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-all test-ray check fmt docs screenshots bench peers clients clean
+.PHONY: setup demo test test-all test-ray check fmt docs claims screenshots bench peers clients clean
 
 setup: $(STAMP)
 
@@ -45,6 +45,10 @@ fmt: setup
 docs: setup
 	$(BIN)/python docs/generate.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# figures of the documents against stored results and quick measurements; exits with 1 on a difference
+claims: setup
+	PYTHONPATH=src:. $(BIN)/python -m benchmarks.claims $(CLAIMS)
 
 # pictures of the dashboard for docs/dashboard.md; needs Debian's chromium (apt-get install chromium)
 screenshots: setup

@@ -35,7 +35,7 @@ def run(llm: LLM, kind: str) -> float:
 
 
 def main() -> None:
-    """Print one JSON object per kind."""
+    """Print one JSON object per kind, and at last one with all medians."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="quire-tiny")
     parser.add_argument("--repeats", type=int, default=5)
@@ -50,6 +50,12 @@ def main() -> None:
     for kind, times in found.items():
         row = {"companions": kind, "step_ms": round(statistics.median(times), 2)}
         print(json.dumps(row | {"least": round(min(times), 2), "most": round(max(times), 2)}))
+    claims = {f"{_name(kind)}_step_ms": statistics.median(times) for kind, times in found.items()}
+    print(json.dumps({"name": "structured steps", "claims": claims}))
+
+
+def _name(kind: str) -> str:
+    return kind.replace(" ", "_")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""Claims of the documents: figures in sentences compared with stored and repeated measurements."""

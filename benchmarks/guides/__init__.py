@@ -1,0 +1,1 @@
+"""Figures of the guides: small measurements that are no benchmarks."""

@@ -1,0 +1,326 @@
+"""`python -m benchmarks.claims`: a figure that disagrees with its measurement is found."""
+
+import json
+import textwrap
+
+import pytest
+
+from benchmarks.claims.__main__ import main
+from benchmarks.claims.coverage import figure_spans, uncovered, unused_exemptions
+from benchmarks.claims.measured import number_at
+from benchmarks.claims.registry import read_registry
+from benchmarks.claims.sentences import stated_figures
+from quire.errors import ConfigError
+
+REGISTRY = """
+documents = ["page.md"]
+
+[quick.short]
+command = ["bash", "runs/speed.sh"]
+duration_s = 1
+
+[claim.speed]
+document = "page.md"
+sentence = "It takes {} of the time and {} MB."
+stored = "docs/results/speed.json"
+figures = ["claims/ratio", { keys = ["claims/kv_bytes"], scale = 1e-6 }]
+script = "runs/speed.sh"
+quick = "short"
+
+[exempt."page.md"]
+"a limit of 5 s" = "an option"
+"""
+PAGE = "# Page\n\nIt takes 0.36 of\nthe time and 75.5 MB. There is a limit of 5 s.\n"
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A checkout whose claims agree."""
+    (tmp_path / "docs/results").mkdir(parents=True)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "docs/claims.toml").write_text(REGISTRY)
+    (tmp_path / "page.md").write_text(PAGE)
+    measure(tmp_path)
+    script(tmp_path)
+    return tmp_path
+
+
+def measure(checkout, ratio=0.3557, kv_bytes=75_497_472):
+    stored = {"claims": {"ratio": ratio, "kv_bytes": kv_bytes}}
+    (checkout / "docs/results/speed.json").write_text(json.dumps(stored))
+
+
+def script(checkout, ratio=0.3557, commands=""):
+    printed = json.dumps({"claims": {"ratio": ratio, "kv_bytes": 75_497_472}})
+    text = f"echo a table\n{commands}\necho '{printed}'\n"
+    (checkout / "runs/speed.sh").write_text(text)
+
+
+def edit(path, old, new):
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def rows_of(capsys):
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_figures_that_agree_give_exit_code_0(checkout, capsys):
+    assert main(["--json"], checkout) == 0
+
+    found = rows_of(capsys)
+    assert (found["compared"], found["disagree"]) == (4, 0)
+    assert [row["stated"] for row in found["rows"]] == ["0.36", "75.5"] * 2
+    assert found["rows"][0]["measured"] == 0.3557
+    assert found["rows"][1]["measured"] == pytest.approx(75.497472)
+    assert [row["source"] for row in found["rows"][1:3]] == [
+        "docs/results/speed.json",
+        "bash runs/speed.sh",
+    ]
+
+
+def test_changed_figure_of_a_sentence_is_found(checkout, capsys):
+    edit(checkout / "page.md", "0.36", "0.35")
+
+    assert main(["--stored"], checkout) == 1
+
+    printed = capsys.readouterr()
+    for text in ("page.md", "It takes {} of", "stated 0.35, measured 0.3557", "results/speed.json"):
+        assert text in printed.err
+    assert "NO" in printed.out
+    assert "2 comparisons, 1 disagree" in printed.out
+
+
+def test_changed_stored_result_is_found(checkout, capsys):
+    measure(checkout, ratio=0.349)
+
+    assert main(["--stored"], checkout) == 1
+    assert "stated 0.36, measured 0.349" in capsys.readouterr().err
+
+
+def test_quick_form_that_disagrees_is_found_with_its_command(checkout, capsys):
+    script(checkout, ratio=0.5)
+
+    assert main([], checkout) == 1
+    printed = capsys.readouterr().err
+    assert "stated 0.36, measured 0.5; source: bash runs/speed.sh" in printed
+    assert main(["--stored"], checkout) == 0
+
+
+@pytest.mark.parametrize(
+    ("commands", "message"),
+    [
+        ("echo broken >&2; exit 3", "expected exit code 0, got 3: broken"),
+        ("echo no object; exit 0", "expected a JSON object as last line, got 'no object'"),
+        ("echo '[1]'; exit 0", "expected a JSON object as last line, got '[1]'"),
+        ("echo '{}'; exit 0", "expected the key 'claims/ratio', no 'claims' in it"),
+    ],
+)
+def test_quick_form_without_a_result_is_found(checkout, capsys, commands, message):
+    script(checkout, commands=commands)
+
+    assert main([], checkout) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_quick_tolerance_is_for_the_quick_form_only(checkout, capsys):
+    script(checkout, ratio=0.38)
+    edit(
+        checkout / "docs/claims.toml", 'quick = "short"', 'quick = "short"\nquick_tolerance = 0.03'
+    )
+
+    assert main([], checkout) == 0
+    measure(checkout, ratio=0.38)
+    assert main(["--stored"], checkout) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "old", "new", "message"),
+    [
+        ("page.md", "It takes", "It took", "expected the sentence once, found it 0 times"),
+        ("page.md", "# Page", PAGE, "expected the sentence once, found it 2 times"),
+        ("docs/claims.toml", "claims/ratio", "claims/ratios", "no 'ratios' in it"),
+        ("docs/claims.toml", "claims/ratio", "claims", "expected a number at 'claims', got dict"),
+        ("docs/claims.toml", "results/speed", "results/none", "none.json does not exist"),
+        ("docs/claims.toml", 'script = "runs/', 'script = "run/', "expected the script run/speed"),
+        ("docs/claims.toml", 'document = "page.md"', 'document = "p.md"', "No such file"),
+    ],
+)
+def test_missing_sentence_key_result_or_script_is_found(checkout, capsys, path, old, new, message):
+    edit(checkout / path, old, new)
+
+    assert main(["--stored"], checkout) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("documents =", "documents", "expected TOML"),
+        ('stored = "docs/results/speed.json"', "", "missing: ['stored']"),
+        ("duration_s = 1", "seconds = 1", "unknown: ['seconds']"),
+        ("{} MB.", "MB.", "got 2 for 1"),
+        ('quick = "short"', 'quick = "long"', "expected a quick form of ['short'], got 'long'"),
+        ("scale = 1e-6", 'combine = "mean"', "got 'mean'"),
+        ("scale = 1e-6", 'combine = "ratio"', "ratio got 1 keys"),
+        ("scale = 1e-6", "factor = 1e-6", "unknown: ['factor']"),
+    ],
+)
+def test_wrong_registry_is_refused(checkout, capsys, old, new, message):
+    edit(checkout / "docs/claims.toml", old, new)
+
+    assert main(["--stored"], checkout) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_only_selects_by_name_and_refuses_unknown_names(checkout, capsys):
+    assert main(["--stored", "--json", "--only", "spe"], checkout) == 0
+    assert rows_of(capsys)["compared"] == 2
+
+    assert main(["--only", "size"], checkout) == 2
+    assert "got size; known: speed" in capsys.readouterr().err
+
+
+def test_a_quick_form_of_two_claims_runs_once(checkout):
+    second = REGISTRY[REGISTRY.index("[claim.speed]") : REGISTRY.index("[exempt")]
+    second = second.replace("claim.speed", "claim.again")
+    edit(checkout / "docs/claims.toml", "[exempt", f"{second}\n[exempt")
+    script(checkout, commands="echo ran >> runs.txt")
+
+    assert main([], checkout) == 0
+    assert (checkout / "runs.txt").read_text() == "ran\n"
+
+
+def test_store_writes_the_last_line_of_an_output(checkout, tmp_path):
+    (tmp_path / "out").write_text('a table\n{"claims": {"ratio": 0.361}}\n')
+
+    assert main(["--store", "other", str(tmp_path / "out")], checkout) == 0
+    stored = json.loads((checkout / "docs/results/other.json").read_text())
+    assert stored == {"claims": {"ratio": 0.361}}
+
+
+@pytest.mark.parametrize(("combine", "expected"), [("ratio", 0.5), ("max", 4.0), ("min", 2.0)])
+def test_values_of_several_keys_are_combined(checkout, capsys, combine, expected):
+    (checkout / "docs/results/speed.json").write_text('{"claims": {"ratio": 2, "kv": [4]}}')
+    entry = f'[{{ keys = ["claims/ratio", "claims/kv/0"], combine = "{combine}" }}]'
+    text = textwrap.dedent(f"""
+        [claim.one]
+        document = "page.md"
+        sentence = "It takes {{}} of the time"
+        stored = "docs/results/speed.json"
+        figures = {entry}
+        script = "runs/speed.sh"
+    """)
+    (checkout / "docs/claims.toml").write_text(text)
+
+    main(["--stored", "--json"], checkout)
+
+    assert rows_of(capsys)["rows"][0]["measured"] == expected
+
+
+def test_inverse_and_division_by_zero(checkout, capsys):
+    edit(checkout / "docs/claims.toml", 'figures = ["claims/ratio"', "figures = [INVERSE")
+    inverse = '{ keys = ["claims/ratio"], combine = "inverse" }'
+    edit(checkout / "docs/claims.toml", "INVERSE", inverse)
+    measure(checkout, ratio=1 / 0.36)
+    assert main(["--stored"], checkout) == 0
+
+    measure(checkout, ratio=0)
+    assert main(["--stored"], checkout) == 1
+    assert "expected a divisor other than 0" in capsys.readouterr().err
+
+
+def test_figure_of_the_results_log_is_found_by_its_sentence(checkout, capsys):
+    edit(checkout / "docs/claims.toml", '"docs/results/speed.json"', '"docs/log.md"')
+    edit(checkout / "docs/claims.toml", "claims/ratio", "measured {} of it")
+    edit(checkout / "docs/claims.toml", "claims/kv_bytes", "peak {} B")
+    (checkout / "docs/log.md").write_text("We measured 0.357 of it, peak 75,497,472 B.")
+    assert main(["--stored"], checkout) == 0
+
+    edit(checkout / "docs/log.md", "0.357", "0.4")
+    assert main(["--stored"], checkout) == 1
+    assert "stated 0.36, measured 0.4; source: docs/log.md" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("stated", "measured", "agrees"),
+    [
+        ("0.36", 0.3551, True),
+        ("0.36", 0.3549, False),
+        ("1,024", 1024.4, True),
+        ("1,024", 1025, False),
+        ("-0.6", -0.61, True),
+        ("2", 2.6, False),
+    ],
+)
+def test_stated_figure_agrees_if_the_value_rounds_to_it(stated, measured, agrees):
+    [figure] = stated_figures(f"a {stated} b", "a {} b")
+
+    assert figure.agrees(measured) is agrees
+
+
+def test_a_figure_is_read_whole():
+    [figure] = stated_figures("takes 10.36 s, then 0.36 s", "then {} s")
+    assert (figure.text, figure.value) == ("0.36", 0.36)
+    with pytest.raises(ConfigError, match="0 times"):
+        stated_figures("reads 1.75 MB", "reads 1.{}5 MB, or")
+    with pytest.raises(ConfigError, match="0 times"):
+        stated_figures("it takes 0.361", "it takes 0.3{}1 s")
+
+
+def test_number_at_takes_names_and_indexes():
+    result = {"a b": [{"c": 1.5}], "flag": True}
+
+    assert number_at(result, "a b/0/c") == 1.5
+    for key in ("a b/1/c", "a b/c", "flag", "a b/0/c/d"):
+        with pytest.raises(ConfigError):
+            number_at(result, key)
+
+
+def test_scan_finds_figures_without_claim_and_exemption(checkout):
+    registry = read_registry(checkout / "docs/claims.toml")
+    assert list(uncovered(registry, checkout)) == []
+
+    page = checkout / "page.md"
+    page.write_text(PAGE + "\nIt is 3 times as fast.\n\n| a | 0.52 |\n")
+    found = [(one.line, one.text) for one in uncovered(registry, checkout)]
+    assert found == [(6, "It is 3 times as fast."), (8, "| a | 0.52 |")]
+
+    page.write_text(PAGE.replace(" There is a limit of 5 s.", ""))
+    assert unused_exemptions(registry, checkout) == ["page.md: a limit of 5 s"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "takes 5 ms",
+        "a 2x gain",
+        "3.4 times as many",
+        "12 % less",
+        "needs 1.5 GiB",
+        "1,024 tokens/s",
+        "0.36 of the time",
+        "| a | 0.52 |",
+        "```text\nit took 5 s\n```",
+    ],
+)
+def test_figures_of_a_measured_kind_are_found(text):
+    assert len(figure_spans(text)) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "`--kv-memory 8GiB` is an option",
+        "16 tokens of 8 bits",
+        "```sh\nquire plan MODEL --kv-memory 8 GiB\n```",
+        "```\nquire serve MODEL --kv-memory 8 GiB\n```",
+        "<!-- tested: it -->\n```python\nx()\n```\n\n```text\n5 s\n```",
+        "a timeout (default: 60 s)",
+        "[a page](page-2%20b.md)",
+        "version 5.24.0",
+    ],
+)
+def test_options_code_and_tested_output_are_no_figures(text):
+    assert figure_spans(text) == []
