@@ -1,0 +1,74 @@
+"""What a device offers to the kernels, and whether Triton can run on it."""
+
+import importlib.metadata
+import importlib.util
+import os
+from dataclasses import dataclass
+
+import torch
+
+INTERPRET = "TRITON_INTERPRET"
+LEAST_CAPABILITY = (8, 0)  # tensor cores for bfloat16
+_INTERPRETED_PROCESSORS = 4
+_ROOMY_BYTES = 160 << 10  # shared memory of a block that holds three stages of tiles
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """Properties of a device that the launches depend on.
+
+    Attributes:
+        name: name of the device.
+        multiprocessors: programs that run at the same time, at least.
+        stages: loads in flight of a pipelined loop.
+        interpreted: whether Triton's interpreter runs the kernels on the CPU.
+    """
+
+    name: str
+    multiprocessors: int
+    stages: int
+    interpreted: bool
+
+    @classmethod
+    def of(cls, device: torch.device) -> "Hardware":
+        """Return the properties of a device that `why_no_triton` has no objection to."""
+        if is_interpreted():
+            return cls("Triton's interpreter", _INTERPRETED_PROCESSORS, 2, interpreted=True)
+        found = torch.cuda.get_device_properties(device)
+        shared_bytes = getattr(found, "shared_memory_per_block_optin", 0)
+        stages = 3 if shared_bytes >= _ROOMY_BYTES else 2
+        return cls(found.name, found.multi_processor_count, stages, interpreted=False)
+
+
+def is_interpreted() -> bool:
+    """Whether Triton interprets kernels on the CPU instead of compiling them; slow, for tests."""
+    return os.environ.get(INTERPRET) == "1"
+
+
+def triton_version() -> str | None:
+    """Return the version of the installed Triton, without importing it; None without Triton."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:  # builds of other distributions
+        return "of unknown version"
+
+
+def why_no_triton(device: torch.device) -> str | None:
+    """Return why Triton cannot run kernels on a device, or None; does not import Triton."""
+    if device.type == "cpu":
+        if is_interpreted():
+            return None if triton_version() else "Triton is not installed"
+        return "Triton's kernels run on NVIDIA GPUs, the pages are on the CPU"
+    if device.type != "cuda":
+        return f"Triton's kernels run on NVIDIA GPUs, the pages are on {device}"
+    if torch.version.hip is not None:
+        return "the kernels were never tried on AMD GPUs"
+    if triton_version() is None:
+        return "Triton is not installed; builds of PyTorch for CUDA depend on it"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        least, own = (".".join(map(str, x)) for x in (LEAST_CAPABILITY, capability))
+        return f"expected compute capability {least} or higher, {device} has {own}"
+    return None
