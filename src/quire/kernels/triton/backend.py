@@ -22,10 +22,12 @@ from quire.kernels.backend import (
     StepShape,
 )
 from quire.kernels.gathered import GatheredAttention
+from quire.kernels.triton import slot_calls
 from quire.kernels.triton.coding import FLOATS, sides_of, unfit_pages
 from quire.kernels.triton.hardware import Hardware
 from quire.kernels.triton.launch import LayerCall, attend_decode, attend_prefill, sum_columns
 from quire.kernels.triton.plan import TritonPlan, check_column_sums, make_plan
+from quire.kernels.triton.slot_calls import can_move, can_write
 
 _log = logging.getLogger(__name__)
 
@@ -63,11 +65,19 @@ class TritonAttention:
 
     def write(self, slots: NewSlots, key: Tensor, value: Tensor) -> None:
         """Write keys and values to their slots; see `AttentionBackend.write`."""
-        self._gathered.write(slots, key, value)
+        if can_write(slots, key, value):
+            with self._on_device():
+                slot_calls.write(slots, key, value)
+        else:
+            self._gathered.write(slots, key, value)
 
     def move(self, moves: MovedSlots) -> None:
         """Copy slots to other slots; see `AttentionBackend.move`."""
-        self._gathered.move(moves)
+        if can_move(moves):
+            with self._on_device():
+                self._own_bytes = max(self._own_bytes, slot_calls.move(moves))
+        else:
+            self._gathered.move(moves)
 
     def tally(self, tally: AttentionStatistic, rows: StatisticRows, column_sums: Tensor) -> None:
         """Add a step's attention to the statistics of slots; see `AttentionBackend.tally`."""
