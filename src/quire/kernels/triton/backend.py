@@ -11,6 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from quire.codecs.hadamard import rotate
 from quire.kernels.backend import (
     AttentionMath,
     AttentionStatistic,
@@ -117,9 +118,13 @@ class TritonAttention:
         column_sums: Tensor | None,
     ) -> Tensor:
         key, value = sides_of(pages)
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-        call = LayerCall(self._hardware, plan, pages, math, query, key, value, out, lse)
+        dtype, device = query.dtype, query.device
+        own_query = rotate(query.float()) if key.rotated else query
+        out = torch.empty(
+            query.shape, dtype=torch.float32 if value.rotated else dtype, device=device
+        )
+        lse = torch.empty(query.shape[:2], dtype=torch.float32, device=device)
+        call = LayerCall(self._hardware, plan, pages, math, dtype, own_query, key, value, out, lse)
         own_bytes = lse.nbytes
         if plan.step.num_decode:
             own_bytes += attend_decode(call)
@@ -128,7 +133,7 @@ class TritonAttention:
         if column_sums is not None:
             sum_columns(call, column_sums)
         self._own_bytes = max(self._own_bytes, own_bytes)
-        return out
+        return rotate(out).to(dtype) if value.rotated else out
 
     def _on_device(self) -> AbstractContextManager[object]:
         """Make the device current: Triton launches kernels on the current device."""

@@ -29,9 +29,14 @@ KINDS: Mapping[str, int] = MappingProxyType(
         "int3": BITS_CODES,
         "int2": BITS_CODES,
         "int4_outliers": BITS_CODES,
+        "int4_hadamard": BITS_CODES,
+        "int3_hadamard": BITS_CODES,
     }
 )
 """Rules of the codecs that the kernels decode; the gathered backend attends to all others."""
+
+ROTATED = ("int4_hadamard", "int3_hadamard")
+"""Rules of rotated vectors: queries are rotated instead of keys, and outputs instead of values."""
 
 MAX_OUTLIERS = 16  # of a vector: the loop over them is unrolled
 
@@ -49,6 +54,7 @@ class SideCoding:
         outliers: number of outliers of a vector.
         factors: float32 factors of the channels of each KV head of the layer, or None. They are
             multiplied with queries instead of keys, and with outputs instead of values.
+        rotated: whether the vectors are rotated, see `ROTATED`.
     """
 
     planes: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = field(repr=False)
@@ -57,6 +63,7 @@ class SideCoding:
     channels: int
     outliers: int
     factors: Float[Tensor, "num_kv_heads head_dim"] | None
+    rotated: bool = False
 
     @property
     def factors_or_codes(self) -> Tensor:
@@ -83,6 +90,7 @@ def coding_of(side: CodedPlanes) -> SideCoding:
         channels=spec.group_of(head_dim) if spec.has_zeros else head_dim,
         outliers=spec.num_outliers(head_dim),
         factors=_factors(side.codec),
+        rotated=spec.rule in ROTATED,
     )
 
 
@@ -96,9 +104,9 @@ def sides_of(pages: LayerPages) -> tuple[SideCoding, SideCoding]:
 def why_not(spec: CodecSpec, head_dim: int) -> str | None:
     """Return why the kernels cannot decode a codec, or None."""
     if spec.rule not in KINDS:
-        return f"the kernels do not decode {spec.name}"
+        return f"they do not decode {spec.name}"
     if spec.num_outliers(head_dim) > MAX_OUTLIERS:
-        return f"the kernels read at most {MAX_OUTLIERS} outliers of a vector, {spec.name} has more"
+        return f"they read at most {MAX_OUTLIERS} outliers of a vector, {spec.name} has more"
     return None
 
 

@@ -61,9 +61,11 @@ class LayerCall:
     Attributes:
         hardware: properties of the device.
         plan: the step.
-        pages, math, query: see `AttentionBackend.attend`.
+        pages, math: see `AttentionBackend.attend`.
+        dtype: type of the products on a GPU.
+        query: queries, rotated if the codes of the keys are.
         key, value: how the pages are read.
-        out: the output, in the shape of query.
+        out: the output, in the shape of query; rotated if the codes of the values are.
         lse: log-sum-exp of each token and head, of base 2.
     """
 
@@ -71,6 +73,7 @@ class LayerCall:
     plan: TritonPlan
     pages: LayerPages
     math: AttentionMath
+    dtype: torch.dtype
     query: Float[Tensor, "num_tokens num_heads head_dim"]
     key: SideCoding
     value: SideCoding
@@ -90,7 +93,7 @@ class LayerCall:
     @cached_property
     def tiles(self) -> Tiles:
         """Tile sizes."""
-        return Tiles.of(self.query.shape[2], self.group, self.query.itemsize)
+        return Tiles.of(self.query.shape[2], self.group, self.dtype.itemsize)
 
     @cached_property
     def shared(self) -> Mapping[str, object]:
@@ -119,7 +122,7 @@ class LayerCall:
             "GROUP": self.group,
             "BLOCK_D": self.tiles.dims,
             "BLOCK_T": self.tiles.slots,
-            "OPERAND": tl.float32 if self.hardware.interpreted else _OPERANDS[self.query.dtype],
+            "OPERAND": tl.float32 if self.hardware.interpreted else _OPERANDS[self.dtype],
             "HAS_SOFTCAP": cap is not None,
             **side_args("key", self.key),
         }
@@ -136,7 +139,7 @@ class LayerCall:
             "out_head_stride": self.out.stride(1),
             "HAS_SINKS": sinks is not None,
             # the product of a weight and a scale may be too small for float16
-            "FOLDS": self.query.dtype != torch.float16,
+            "FOLDS": self.dtype != torch.float16,
             **side_args("value", self.value),
         }
 

@@ -90,7 +90,7 @@ def on_device(device: torch.device, *arrays: NDArray[np.generic]) -> list[Tensor
     flat = torch.from_numpy(np.concatenate([x.reshape(-1).astype(np.int32) for x in arrays]))
     if device.type == "cuda":
         flat = flat.pin_memory().to(device, non_blocking=True)
-    parts = flat.split([x.size for x in arrays])
+    parts = torch.split(flat, [x.size for x in arrays])
     return [part.view(x.shape) for part, x in zip(parts, arrays, strict=True)]
 
 

@@ -30,7 +30,11 @@ def can_write(slots: NewSlots, key: Tensor, value: Tensor) -> bool:
         and slots.offsets.shape == slots.pages.shape
         and all(t.dtype == torch.int64 and t.is_contiguous() for t in places)
         and all(t.stride(2) == 1 and t.dtype in FLOATS for t in (key, value))
-        and (_can_copy(slots, key, value) if coded is None else all(map(_can_encode, (coded.key, coded.value))))
+        and (
+            _can_copy(slots, key, value)
+            if coded is None
+            else all(map(_can_encode, (coded.key, coded.value)))
+        )
     )
 
 
@@ -171,4 +175,6 @@ def _widest(*bytes_of: Tensor) -> torch.dtype:
     """The widest integers as which all these rows of bytes can be read."""
     sizes = [t.shape[1] for t in bytes_of] + [t.storage_offset() for t in bytes_of]
     sizes += [t.data_ptr() for t in bytes_of]
-    return next(t for n, t in sorted(_INTEGERS.items(), reverse=True) if not any(s % n for s in sizes))
+    return next(
+        t for n, t in sorted(_INTEGERS.items(), reverse=True) if not any(s % n for s in sizes)
+    )

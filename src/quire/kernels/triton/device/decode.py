@@ -93,9 +93,7 @@ def decode_splits(
     heads, is_head = kv_head * GROUP + group, group < GROUP
     inside = is_head[:, None] & (dim < HEAD_DIM)[None, :]
     queries = query + row * query_token_stride + heads[:, None] * query_head_stride + dim[None, :]
-    q = load_queries(
-        queries, inside, key_factors, kv_head, dim, HEAD_DIM, HAS_KEY_FACTORS, OPERAND
-    )
+    q = load_queries(queries, inside, key_factors, kv_head, dim, HEAD_DIM, HAS_KEY_FACTORS, OPERAND)
     peak = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
     attended = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)

@@ -69,19 +69,9 @@ def load_tile(
 ):
     """Vectors [slot, dim] of slots; 0 where not live and beyond HEAD_DIM.
 
-    Args:
-        codes, scales, zeros, indices, outliers: planes; unused ones are any pointers.
-        page: [slot] pages.
-        vector: [slot] index of the vector in its page.
-        live: [slot] slots to load.
-        dim: [dim] channels.
-        page_bytes: bytes from one page to the next.
-        KIND: how the codes are decoded.
-        BITS: bits of a code.
-        CHANNELS: channels of a scale.
-        OUTLIERS: number of outliers of a vector.
-        FOLDS: whether the caller multiplies by `vector_scales`.
-        OPERAND: type of the result.
+    The planes are `codes`, `scales`, `zeros`, `indices` and `outliers`; an unused one is any
+    pointer. `page`, `vector` and `live` [slot] are the pages, the indices of the vectors in them,
+    and whether to load them. With FOLDS the caller multiplies by `vector_scales`.
     """
     inside = live[:, None] & (dim < HEAD_DIM)[None, :]
     if KIND == BITS_CODES:
@@ -247,7 +237,14 @@ def capped(products, scale, cap, HAS_SOFTCAP: tl.constexpr):
 
 @triton.jit
 def load_queries(
-    pointers, inside, factors, kv_head, dim, HEAD_DIM: tl.constexpr, HAS_FACTORS: tl.constexpr, OPERAND: tl.constexpr
+    pointers,
+    inside,
+    factors,
+    kv_head,
+    dim,
+    HEAD_DIM: tl.constexpr,
+    HAS_FACTORS: tl.constexpr,
+    OPERAND: tl.constexpr,
 ):
     """Queries [query, dim]; multiplied by the factors of the channels of their keys, if any."""
     numbers = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
