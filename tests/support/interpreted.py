@@ -1,0 +1,66 @@
+"""Triton's interpreter for tests of kernels on a CPU; import it before any kernel."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from quire.kernels.gathered import GatheredAttention
+from quire.kernels.triton.hardware import Hardware, why_no_triton
+
+CPU = torch.device("cpu")
+
+
+def skip_unless_interpreted():
+    """Skip a module of tests where Triton is not installed, or compiles its kernels for a GPU."""
+    reason = why_no_triton(CPU)
+    if reason is not None:
+        pytest.skip(f"no interpreter of Triton: {reason}", allow_module_level=True)
+    patch_language_once()
+
+
+def patch_language_once():
+    """Let the interpreter patch the language of each module once.
+
+    Otherwise it patches it at every call of a function in a kernel, which takes half of the time
+    of a launch.
+    """
+    from triton.runtime import interpreter
+
+    if hasattr(interpreter, "quire_patched"):
+        return
+    patch = interpreter._patch_lang
+    patched = interpreter.quire_patched = set()
+
+    def patch_new(function):
+        module = function.__module__
+        if module not in patched:
+            patched.add(module)
+            patch(function)
+        return SimpleNamespace(restore=lambda: None)
+
+    interpreter._patch_lang = patch_new
+
+
+class Refusing(GatheredAttention):
+    """Fails if attention or writes fall back to torch."""
+
+    def __init__(self):
+        super().__init__(CPU)
+
+    def attend(self, plan, pages, math, query, fresh, *, column_sums=None):
+        raise AssertionError("attention fell back to torch")
+
+    def write(self, slots, key, value):
+        raise AssertionError("a write fell back to torch")
+
+    def move(self, moves):
+        raise AssertionError("a move fell back to torch")
+
+
+def triton_backend(gathered=None, *, multiprocessors=2):
+    """The backend with a number of multiprocessors, which decides on splits."""
+    from quire.kernels.triton.backend import TritonAttention
+
+    hardware = Hardware("interpreter", multiprocessors, 2, interpreted=True)
+    return TritonAttention(CPU, gathered or Refusing(), hardware)
