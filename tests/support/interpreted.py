@@ -1,5 +1,7 @@
 """Triton's interpreter for tests of kernels on a CPU; import it before any kernel."""
 
+import atexit
+import gc
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +19,7 @@ def skip_unless_interpreted():
     if reason is not None:
         pytest.skip(f"no interpreter of Triton: {reason}", allow_module_level=True)
     patch_language_once()
+    atexit.register(gc.unfreeze)  # Triton reports frozen objects as leaks at the exit
 
 
 def patch_language_once():

@@ -19,7 +19,7 @@ skip_unless_interpreted()
 from quire.kernels.triton import launch
 
 REFERENCE = ReferenceAttention()
-HEADS = {"MHA": (2, 1), "GQA 4": (2, 4), "GQA 8": (2, 8), "MQA": (1, 8), "group of 3": (2, 3)}
+HEADS = {"MHA": (2, 1), "GQA 4": (2, 4), "GQA 8": (2, 8), "MQA": (1, 8)}
 """KV heads, and query heads of each."""
 
 
@@ -33,8 +33,8 @@ def small_tiles(monkeypatch):
 def make_lanes(**change):
     """Two decode rows and a chunk."""
     shape = {
-        "tokens": [1, 1, 5],
-        "slots": [[37], [5], [21]],
+        "tokens": [1, 1, 4],
+        "slots": [[21], [5], [19]],
         "heads": 2,
         "head_dim": 16,
         "page_tokens": 8,
@@ -53,12 +53,17 @@ def math_of(query, *, softcap=None, with_sinks=False):
     return AttentionMath(scale=query.shape[2] ** -0.5, softcap=softcap, sinks=sinks)
 
 
-def check(lanes, group, *, backend=None, atol=2e-5, **options):
+def check(lanes, group, *, backend=None, atol=2e-5, with_sums=True, **options):
     """Compare output and column sums with the reference."""
     query = lanes.query(group)
     math = math_of(query, **options)
+    backend = backend or triton_backend()
+    if not with_sums:
+        got, expected = (lanes.attend(x, query, math) for x in (backend, REFERENCE))
+        torch.testing.assert_close(got.float(), expected.float(), atol=atol, rtol=1e-5)
+        return
     expected, expected_sums = lanes.attend_with_sums(REFERENCE, query, math)
-    got, sums = lanes.attend_with_sums(backend or triton_backend(), query, math)
+    got, sums = lanes.attend_with_sums(backend, query, math)
 
     torch.testing.assert_close(got.float(), expected.float(), atol=atol, rtol=1e-5)
     torch.testing.assert_close(sums, expected_sums, atol=2e-5, rtol=1e-4)
@@ -69,11 +74,11 @@ def check(lanes, group, *, backend=None, atol=2e-5, **options):
 @pytest.mark.parametrize("pages", ["layer pages", "one-head pages"])
 def test_heads_equal_the_reference(heads, head_dim, pages):
     kv_heads, group = HEADS[heads]
-    shape = {"heads": kv_heads} if pages == "layer pages" else one_head_pages([37, 5, 21])
-    check(make_lanes(**shape, head_dim=head_dim), group)
+    shape = {"heads": kv_heads} if pages == "layer pages" else one_head_pages([21, 5, 19])
+    check(make_lanes(**shape, head_dim=head_dim), group, with_sums=head_dim == 16)
 
 
-@pytest.mark.parametrize("window", [None, 1, 9, 30])
+@pytest.mark.parametrize("window", [None, 1, 17])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_windows_softcaps_and_sinks_equal_the_reference(window, softcap, with_sinks):
@@ -83,15 +88,15 @@ def test_windows_softcaps_and_sinks_equal_the_reference(window, softcap, with_si
 
 @pytest.mark.parametrize("page_tokens", [1, 8, 20, 128])
 def test_pages_of_any_number_of_tokens(page_tokens):
-    check(make_lanes(heads=1, slots=[[150], [16], [40]], page_tokens=page_tokens), 2)
+    check(make_lanes(heads=1, slots=[[41], [16], [30]], page_tokens=page_tokens), 2)
 
 
 @pytest.mark.parametrize("head_dim", [8, 33, 256])
 def test_vectors_of_any_length(head_dim):
-    check(make_lanes(heads=1, head_dim=head_dim), 2)
+    check(make_lanes(heads=1, head_dim=head_dim), 2, with_sums=head_dim == 33)
 
 
-@pytest.mark.parametrize("tokens", [[40], [1, 33, 17], [64, 2]])
+@pytest.mark.parametrize("tokens", [[40], [1, 18, 17]])
 def test_chunks_without_earlier_tokens(tokens):
     """Attention reads their pages, which hold the same numbers as the new keys and values."""
     check(make_lanes(heads=1, tokens=tokens, slots=[[new] for new in tokens]), 2)
@@ -123,10 +128,10 @@ def test_splits_of_a_window():
     check(lanes, 2, backend=triton_backend(multiprocessors=8))
 
 
-@settings(max_examples=8)
+@settings(max_examples=6)
 @given(
     tokens=st.lists(st.sampled_from([1, 2, 7, 20]), min_size=1, max_size=3),
-    before=st.lists(st.integers(0, 60), min_size=3, max_size=3),
+    before=st.lists(st.integers(0, 40), min_size=3, max_size=3),
     kv_heads=st.sampled_from([1, 2]),
     group=st.sampled_from([1, 3, 5]),
     window=st.sampled_from([None, 5, 33]),
@@ -146,7 +151,7 @@ def test_steps_equal_the_reference(
 
 def test_attention_with_table_row_and_lane_offsets():
     """Step rows map to any table rows, and layer lanes to any lanes of the group."""
-    lanes = make_lanes(**one_head_pages([37, 5, 21]))
+    lanes = make_lanes(**one_head_pages([21, 5, 19]))
     query = lanes.query(2)
     expected = lanes.attend(triton_backend(), query, math_of(query))
     rows, count, columns = lanes.table.shape
@@ -190,8 +195,8 @@ def test_column_sums_overwrite_all_live_slots_of_decode_rows():
 
 def test_too_small_column_sums_are_refused():
     lanes = make_lanes()
-    sums = torch.zeros(3, 4, 36)
-    with pytest.raises(InvariantError, match=r"column sums of shape \(3, 4, 37\)"):
+    sums = torch.zeros(3, 4, 20)
+    with pytest.raises(InvariantError, match=r"column sums of shape \(3, 4, 21\)"):
         lanes.attend(triton_backend(), lanes.query(2), AttentionMath(scale=1.0), column_sums=sums)
 
 
