@@ -1,7 +1,8 @@
-"""Triton's interpreter for tests of kernels on a CPU; import it before any kernel."""
+"""Triton's interpreter for tests of kernels on a CPU."""
 
 import atexit
 import gc
+import importlib
 from types import SimpleNamespace
 
 import pytest
@@ -13,13 +14,16 @@ from quire.kernels.triton.hardware import Hardware, why_no_triton
 CPU = torch.device("cpu")
 
 
-def skip_unless_interpreted():
-    """Skip a module of tests where Triton is not installed, or compiles its kernels for a GPU."""
+def interpreted(name):
+    """Import a module of `quire.kernels.triton`.
+
+    Skips the module of tests where Triton is not installed, or compiles its kernels for a GPU.
+    """
     reason = why_no_triton(CPU)
     if reason is not None:
         pytest.skip(f"no interpreter of Triton: {reason}", allow_module_level=True)
     patch_language_once()
-    atexit.register(gc.unfreeze)  # Triton reports frozen objects as leaks at the exit
+    return importlib.import_module(f"quire.kernels.triton.{name}")
 
 
 def patch_language_once():
@@ -43,6 +47,7 @@ def patch_language_once():
         return SimpleNamespace(restore=lambda: None)
 
     interpreter._patch_lang = patch_new
+    atexit.register(gc.unfreeze)  # Triton reports objects that are frozen at the exit as leaks
 
 
 class Refusing(GatheredAttention):

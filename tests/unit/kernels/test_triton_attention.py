@@ -11,12 +11,10 @@ from quire.errors import InvariantError
 from quire.kernels.backend import AttentionMath
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.reference_backend import ReferenceAttention
-from support.interpreted import CPU, skip_unless_interpreted, triton_backend
+from support.interpreted import CPU, interpreted, triton_backend
 from support.lanes import Lanes
 
-skip_unless_interpreted()
-
-from quire.kernels.triton import launch
+launch = interpreted("launch")
 
 REFERENCE = ReferenceAttention()
 HEADS = {"MHA": (2, 1), "GQA 4": (2, 4), "GQA 8": (2, 8), "MQA": (1, 8)}
@@ -138,9 +136,7 @@ def test_splits_of_a_window():
     page_tokens=st.sampled_from([3, 16, 32]),
     softcap=st.sampled_from([None, 3.0]),
 )
-def test_steps_equal_the_reference(
-    tokens, before, kv_heads, group, window, page_tokens, softcap
-):
+def test_steps_equal_the_reference(tokens, before, kv_heads, group, window, page_tokens, softcap):
     tokens = sorted(tokens)
     slots = [[new + old] for new, old in zip(tokens, before, strict=False)]
     lanes = make_lanes(

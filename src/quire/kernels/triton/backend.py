@@ -5,8 +5,6 @@ computed by the gathered backend, layer by layer.
 """
 
 import logging
-from contextlib import AbstractContextManager, nullcontext
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -67,7 +65,7 @@ class TritonAttention:
     def write(self, slots: NewSlots, key: Tensor, value: Tensor) -> None:
         """Write keys and values to their slots; see `AttentionBackend.write`."""
         if can_write(slots, key, value):
-            with self._on_device():
+            with torch.cuda.device_of(key):
                 slot_calls.write(slots, key, value)
         else:
             self._gathered.write(slots, key, value)
@@ -75,7 +73,7 @@ class TritonAttention:
     def move(self, moves: MovedSlots) -> None:
         """Copy slots to other slots; see `AttentionBackend.move`."""
         if can_move(moves):
-            with self._on_device():
+            with torch.cuda.device_of(moves.planes[0]):
                 self._own_bytes = max(self._own_bytes, slot_calls.move(moves))
         else:
             self._gathered.move(moves)
@@ -106,7 +104,7 @@ class TritonAttention:
             return self._gathered.attend(
                 plan.gathered[0], pages, math, query, fresh, column_sums=column_sums
             )
-        with self._on_device():
+        with torch.cuda.device_of(query):  # Triton launches kernels on the current device
             return self._attend(plan, pages, math, query, column_sums)
 
     def _attend(
@@ -134,12 +132,6 @@ class TritonAttention:
             sum_columns(call, column_sums)
         self._own_bytes = max(self._own_bytes, own_bytes)
         return rotate(out).to(dtype) if value.rotated else out
-
-    def _on_device(self) -> AbstractContextManager[object]:
-        """Make the device current: Triton launches kernels on the current device."""
-        if self._device.type != "cuda":
-            return nullcontext()
-        return cast("AbstractContextManager[object]", torch.cuda.device(self._device))
 
     def _notice(self, reason: str) -> None:
         if reason not in self._noticed:

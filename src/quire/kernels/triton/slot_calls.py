@@ -168,7 +168,8 @@ def _copy_pages(whole: Tensor, pages: Tensor, packed: Tensor, *, to_packed: bool
     items = wide.shape[1]
     block = min(BLOCK_ITEMS, triton.next_power_of_2(items))
     grid = (len(pages), triton.cdiv(items, block))
-    copy_pages[grid](wide, narrow, pages, items, items, block, to_packed)
+    with torch.cuda.device_of(whole):
+        copy_pages[grid](wide, narrow, pages, items, items, block, to_packed)
 
 
 def _widest(*bytes_of: Tensor) -> torch.dtype:

@@ -10,6 +10,7 @@ from quire.kernels.triton.device.tiles import (
     load_queries,
     log_sum,
     pages_of,
+    stored_as,
     weighted_values,
     with_sink,
 )
@@ -160,7 +161,7 @@ def decode_splits(
             factors = value_factors + kv_head * HEAD_DIM + dim
             attended *= tl.load(factors, mask=dim < HEAD_DIM, other=0.0)[None, :]
         outs = out + row * out_token_stride + heads[:, None] * out_head_stride + dim[None, :]
-        tl.store(outs, attended.to(out.dtype.element_ty), mask=inside)
+        tl.store(outs, stored_as(attended, out.dtype.element_ty), mask=inside)
         tl.store(lse + place, log_sum(peak, total), mask=is_head)
     else:
         place = place * num_splits + split
@@ -215,5 +216,5 @@ def merge_splits(
         factors = value_factors + head // GROUP * HEAD_DIM + dim
         merged *= tl.load(factors, mask=dim < HEAD_DIM, other=0.0)
     outs = out + row * out_token_stride + head * out_head_stride + dim
-    tl.store(outs, merged.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
+    tl.store(outs, stored_as(merged, out.dtype.element_ty), mask=dim < HEAD_DIM)
     tl.store(lse + place, peak + tl.log2(total))

@@ -51,8 +51,9 @@ def fp8_bits(numbers):
     magnitude = bits & 0x7FFFFFFF
     size = magnitude.to(tl.float32, bitcast=True)
     kept = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-    small = ((size * 512.0 + ROUNDS) - ROUNDS).to(tl.int32)
-    code = tl.where(size < FP8_LEAST, small, kept)
+    is_small = size < FP8_LEAST
+    small = ((tl.where(is_small, size, 0.0) * 512.0 + ROUNDS) - ROUNDS).to(tl.int32)
+    code = tl.where(is_small, small, kept)
     code = tl.where(size == size, code, 0x7F)
     return code | ((bits >> 24) & 0x80)
 

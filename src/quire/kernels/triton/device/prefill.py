@@ -9,6 +9,7 @@ from quire.kernels.triton.device.tiles import (
     load_queries,
     log_sum,
     pages_of,
+    stored_as,
     weighted_values,
     with_sink,
 )
@@ -176,6 +177,6 @@ def prefill_blocks(
         factors = value_factors + kv_head * HEAD_DIM + dim
         attended *= tl.load(factors, mask=dim < HEAD_DIM, other=0.0)[None, :]
     outs = out + (token * out_token_stride + heads * out_head_stride)[:, None] + dim[None, :]
-    tl.store(outs, attended.to(out.dtype.element_ty), mask=inside)
+    tl.store(outs, stored_as(attended, out.dtype.element_ty), mask=inside)
     place = token * (NUM_LANES * PAGE_HEADS * GROUP) + heads
     tl.store(lse + place, log_sum(peak, total), mask=is_query)

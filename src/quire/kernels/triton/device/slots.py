@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.device.tiles import record_of
+from quire.kernels.triton.device.tiles import record_of, stored_as
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def write_vectors(
     source = vectors + token.to(tl.int64) * token_stride + (heads * head_stride)[:, None]
     numbers = tl.load(source + dim[None, :], mask=inside)
     if plane.dtype.element_ty != vectors.dtype.element_ty:
-        numbers = numbers.to(tl.float32).to(plane.dtype.element_ty)
+        numbers = stored_as(numbers.to(tl.float32), plane.dtype.element_ty)
     vector = heads % PAGE_HEADS * PAGE_TOKENS + offset
     target = record_of(plane, page, vector, page_bytes, HEAD_DIM)[:, None] + dim[None, :]
     tl.store(target, numbers, mask=inside)

@@ -255,6 +255,19 @@ def load_queries(
 
 
 @triton.jit
+def stored_as(numbers, TYPE: tl.constexpr):
+    """Float32 numbers in the type of their target, rounded half to even.
+
+    Triton 3.9's interpreter truncates to bfloat16, so they are rounded before the conversion.
+    """
+    if TYPE.is_bf16():
+        bits = numbers.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        numbers = tl.where(numbers == numbers, bits.to(tl.float32, bitcast=True), numbers)
+    return numbers.to(TYPE)
+
+
+@triton.jit
 def with_sink(peak, total, sinks, heads, is_head):
     """Add the logits of sinks to softmaxes: new peak, and factor on the sums so far."""
     sink = tl.load(sinks + heads, mask=is_head, other=0.0).to(tl.float32) * LOG2_E
