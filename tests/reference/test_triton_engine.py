@@ -12,7 +12,7 @@ from support.interpreted import interpreted
 
 interpreted("backend")
 
-PROMPT = "The cat sat on the mat. Then it"
+PROMPT = "The cat sat"
 
 
 @cache
@@ -21,11 +21,11 @@ def model():
 
 
 def generated(attention, **kv):
-    """Tokens, evicted tokens and fallbacks of a short prompt and a shorter one."""
-    llm = LLM(model(), kv=KVConfig(memory="4MiB", attention=attention, **kv), verify=False)
-    outputs = llm.generate([PROMPT, "One"], greedy(5))
+    """Tokens and number of evicted tokens of a short prompt."""
+    llm = LLM(model(), kv=KVConfig(memory="1MiB", attention=attention, **kv), verify=False)
+    (out,) = llm.generate([PROMPT], greedy(3))
     assert llm.engine.pool.kv.backend.name == attention
-    return [(out.token_ids, out.usage.evicted_tokens) for out in outputs]
+    return out.token_ids, out.usage.evicted_tokens
 
 
 @pytest.mark.parametrize(
@@ -33,9 +33,7 @@ def generated(attention, **kv):
     [
         {},
         {"codec": "int8"},
-        {"codec": "int4"},
-        {"evict": "h2o:cap=10,recent=3"},
-        {"evict": "tova:cap=10", "codec": "fp8"},
+        {"evict": "h2o:cap=4,recent=2"},
     ],
     ids=str,
 )
@@ -44,5 +42,5 @@ def test_tokens_are_those_of_the_reference(kv, caplog):
     got = generated("triton", **kv)
 
     assert got == expected
-    assert (got[0][1] > 0) == ("evict" in kv)
+    assert (got[1] > 0) == ("evict" in kv)
     assert "falls back" not in caplog.text

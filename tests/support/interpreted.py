@@ -22,12 +22,12 @@ def interpreted(name):
     reason = why_no_triton(CPU)
     if reason is not None:
         pytest.skip(f"no interpreter of Triton: {reason}", allow_module_level=True)
-    patch_language_once()
+    make_interpreter_faster()
     return importlib.import_module(f"quire.kernels.triton.{name}")
 
 
-def patch_language_once():
-    """Let the interpreter patch the language of each module once.
+def make_interpreter_faster():
+    """Let Triton's interpreter patch the language of each module once, without overflow checks.
 
     Otherwise it patches it at every call of a function in a kernel, which takes half of the time
     of a launch.
@@ -47,6 +47,10 @@ def patch_language_once():
         return SimpleNamespace(restore=lambda: None)
 
     interpreter._patch_lang = patch_new
+    # the check of every integer operation for an overflow takes a third of the time
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(
+        sanitize_overflow=False
+    )
     atexit.register(gc.unfreeze)  # Triton reports objects that are frozen at the exit as leaks
 
 
