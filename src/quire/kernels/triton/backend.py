@@ -23,7 +23,7 @@ from quire.kernels.backend import (
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.triton import slot_calls
 from quire.kernels.triton.coding import FLOATS, sides_of, unfit_pages
-from quire.kernels.triton.hardware import Hardware
+from quire.kernels.triton.hardware import Hardware, device_of
 from quire.kernels.triton.launch import LayerCall, attend_decode, attend_prefill, sum_columns
 from quire.kernels.triton.plan import TritonPlan, check_column_sums, make_plan
 from quire.kernels.triton.slot_calls import can_move, can_write
@@ -65,7 +65,7 @@ class TritonAttention:
     def write(self, slots: NewSlots, key: Tensor, value: Tensor) -> None:
         """Write keys and values to their slots; see `AttentionBackend.write`."""
         if can_write(slots, key, value):
-            with torch.cuda.device_of(key):
+            with device_of(key):
                 slot_calls.write(slots, key, value)
         else:
             self._gathered.write(slots, key, value)
@@ -73,7 +73,7 @@ class TritonAttention:
     def move(self, moves: MovedSlots) -> None:
         """Copy slots to other slots; see `AttentionBackend.move`."""
         if can_move(moves):
-            with torch.cuda.device_of(moves.planes[0]):
+            with device_of(moves.planes[0]):
                 self._own_bytes = max(self._own_bytes, slot_calls.move(moves))
         else:
             self._gathered.move(moves)
@@ -104,7 +104,7 @@ class TritonAttention:
             return self._gathered.attend(
                 plan.gathered[0], pages, math, query, fresh, column_sums=column_sums
             )
-        with torch.cuda.device_of(query):  # Triton launches kernels on the current device
+        with device_of(query):
             return self._attend(plan, pages, math, query, column_sums)
 
     def _attend(

@@ -3,9 +3,11 @@
 import importlib.metadata
 import importlib.util
 import os
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 INTERPRET = "TRITON_INTERPRET"
 LEAST_CAPABILITY = (8, 0)  # tensor cores for bfloat16
@@ -72,3 +74,8 @@ def why_no_triton(device: torch.device) -> str | None:
         least, own = (".".join(map(str, x)) for x in (LEAST_CAPABILITY, capability))
         return f"expected compute capability {least} or higher, {device} has {own}"
     return None
+
+
+def device_of(tensor: Tensor) -> AbstractContextManager[object]:
+    """Make the GPU of a tensor the current device, on which Triton launches kernels."""
+    return torch.cuda.device_of(tensor)  # type: ignore[no-untyped-call]

@@ -10,6 +10,7 @@ from quire.kernels.coded import CodedPlanes
 from quire.kernels.triton.coding import FLOATS, SideCoding, coding_of, has_whole_vectors
 from quire.kernels.triton.device.encode import encode_vectors
 from quire.kernels.triton.device.slots import copy_pages, copy_slots, write_vectors
+from quire.kernels.triton.hardware import device_of
 
 ENCODED = ("int8", "fp8", "int4", "int2")
 """Rules that the kernels encode; torch encodes the others."""
@@ -168,7 +169,7 @@ def _copy_pages(whole: Tensor, pages: Tensor, packed: Tensor, *, to_packed: bool
     items = wide.shape[1]
     block = min(BLOCK_ITEMS, triton.next_power_of_2(items))
     grid = (len(pages), triton.cdiv(items, block))
-    with torch.cuda.device_of(whole):
+    with device_of(whole):
         copy_pages[grid](wide, narrow, pages, items, items, block, to_packed)
 
 
