@@ -179,7 +179,7 @@ def attend_decode(call: LayerCall) -> int:
         BLOCK_G=call.tiles.heads,
         IS_WHOLE=is_whole,
         num_warps=4,
-        num_stages=call.hardware.stages,
+        num_stages=call.hardware.stages + 1,  # the first stage reads the page table
     )
     if not is_whole:
         _merge(call, partial, partial_lse, splits)
