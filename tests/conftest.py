@@ -12,6 +12,7 @@ Steps of the four state machines (memory with forks, tiers, prefix index, schedu
 `machine_steps` has the seeded part, which only the environment variable makes deep.
 """
 
+import atexit
 import gc
 import os
 from collections.abc import Iterator
@@ -78,6 +79,7 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
         gc.collect()
         gc.freeze()
+        atexit.register(gc.unfreeze)  # Triton reports objects that are frozen at the exit as leaks
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

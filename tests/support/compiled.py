@@ -1,8 +1,8 @@
 """Compiles the launches of Triton's kernels for a GPU, without a GPU.
 
-`python -m support.compiled` runs steps whose launches are compiled for compute capability 9.0 (H100)
-instead of launched. Triton brings the assembler. It prints the shared memory and registers of each
-kernel that was compiled.
+`python -m support.compiled` runs steps whose launches are compiled for compute capability 9.0 (an
+H100) instead of launched. Triton brings the assembler. It prints the shared memory and the products
+on tensor cores of each kernel.
 """
 
 import inspect

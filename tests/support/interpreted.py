@@ -1,7 +1,5 @@
 """Triton's interpreter for tests of kernels on a CPU."""
 
-import atexit
-import gc
 import importlib
 from types import SimpleNamespace
 
@@ -51,7 +49,6 @@ def make_interpreter_faster():
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(
         sanitize_overflow=False
     )
-    atexit.register(gc.unfreeze)  # Triton reports objects that are frozen at the exit as leaks
 
 
 class Refusing(GatheredAttention):
