@@ -26,7 +26,7 @@ from support.lanes import Lanes
 
 TARGET = GPUTarget("cuda", 90, 32)
 SHARED_BYTES = 227 << 10  # of a block on an H100
-H100 = Hardware("NVIDIA H100", 132, 3, interpreted=False)
+H100 = Hardware("NVIDIA H100", 132, 2, interpreted=False)
 _TYPES = {
     torch.float32: "fp32",
     torch.float16: "fp16",

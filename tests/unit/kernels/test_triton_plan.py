@@ -119,8 +119,8 @@ def test_a_gpu_needs_triton_and_tensor_cores_for_bfloat16(monkeypatch):
     assert "not installed" in str(why_no_triton(CUDA))
 
 
-@pytest.mark.parametrize(("shared_bytes", "stages"), [(99 << 10, 2), (227 << 10, 3)])
-def test_stages_fit_the_shared_memory(monkeypatch, shared_bytes, stages):
+@pytest.mark.parametrize(("shared_bytes", "tiles_ahead"), [(99 << 10, 1), (227 << 10, 2)])
+def test_tiles_ahead_fit_the_shared_memory(monkeypatch, shared_bytes, tiles_ahead):
     class Properties:
         name, multi_processor_count = "GPU", 132
         shared_memory_per_block_optin = shared_bytes
@@ -128,4 +128,4 @@ def test_stages_fit_the_shared_memory(monkeypatch, shared_bytes, stages):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
 
-    assert Hardware.of(CUDA) == Hardware("GPU", 132, stages, interpreted=False)
+    assert Hardware.of(CUDA) == Hardware("GPU", 132, tiles_ahead, interpreted=False)

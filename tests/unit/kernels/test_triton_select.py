@@ -107,7 +107,7 @@ def gpu(monkeypatch):
     """A CUDA device, as far as the selection sees."""
     monkeypatch.setattr(select, "GatheredAttention", lambda device, **_: GatheredAttention(CPU))
     monkeypatch.setattr(select, "why_no_triton", lambda device: None)
-    found = Hardware("NVIDIA H100", 132, 3, interpreted=False)
+    found = Hardware("NVIDIA H100", 132, 2, interpreted=False)
     monkeypatch.setattr(self_test, "tested_hardware", lambda *args: found)
     return monkeypatch
 

@@ -12,7 +12,7 @@ from torch import Tensor
 INTERPRET = "TRITON_INTERPRET"
 LEAST_CAPABILITY = (8, 0)  # tensor cores for bfloat16
 _INTERPRETED_PROCESSORS = 4
-_ROOMY_BYTES = 160 << 10  # shared memory of a block that holds three stages of tiles
+_ROOMY_BYTES = 160 << 10  # shared memory of a block: two blocks of 72 KB with tiles ahead fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,24 +22,24 @@ class Hardware:
     Attributes:
         name: name of the device.
         multiprocessors: programs that run at the same time, at least.
-        stages: loads in flight of a pipelined loop.
+        tiles_ahead: tiles of keys and of values that a decode row loads before it needs them.
         interpreted: whether Triton's interpreter runs the kernels on the CPU.
     """
 
     name: str
     multiprocessors: int
-    stages: int
+    tiles_ahead: int
     interpreted: bool
 
     @classmethod
     def of(cls, device: torch.device) -> "Hardware":
         """Return the properties of a device that `why_no_triton` has no objection to."""
         if is_interpreted():
-            return cls("Triton's interpreter", _INTERPRETED_PROCESSORS, 2, interpreted=True)
+            return cls("Triton's interpreter", _INTERPRETED_PROCESSORS, 1, interpreted=True)
         found = torch.cuda.get_device_properties(device)
         shared_bytes = getattr(found, "shared_memory_per_block_optin", 0)
-        stages = 3 if shared_bytes >= _ROOMY_BYTES else 2
-        return cls(found.name, found.multi_processor_count, stages, interpreted=False)
+        ahead = 2 if shared_bytes >= _ROOMY_BYTES else 1
+        return cls(found.name, found.multi_processor_count, ahead, interpreted=False)
 
 
 def is_interpreted() -> bool:

@@ -179,7 +179,7 @@ def attend_decode(call: LayerCall) -> int:
         BLOCK_G=call.tiles.heads,
         IS_WHOLE=is_whole,
         num_warps=4,
-        num_stages=call.hardware.stages + 1,  # the first stage reads the page table
+        num_stages=stages(call.hardware.tiles_ahead),
     )
     if not is_whole:
         _merge(call, partial, partial_lse, splits)
@@ -213,7 +213,7 @@ def attend_prefill(call: LayerCall) -> None:
         block_firsts=blocks.firsts,
         BLOCK_M=tiles.entries,
         num_warps=_warps(tiles),
-        num_stages=2,
+        num_stages=stages(1),
     )
 
 
@@ -239,6 +239,14 @@ def sum_columns(call: LayerCall, sums: Float[Tensor, "row num_heads slot"]) -> N
             num_warps=4,
             num_stages=2,
         )
+
+
+def stages(tiles_ahead: int) -> int:
+    """Return Triton's pipeline stages for a loop that loads tiles ahead.
+
+    Triton divides the stages between the loads of the tiles and those of their page numbers.
+    """
+    return 2 * tiles_ahead + 1
 
 
 def _warps(tiles: Tiles) -> int:
