@@ -12,10 +12,15 @@ Steps of the four state machines (memory with forks, tiers, prefix index, schedu
 `machine_steps` has the seeded part, which only the environment variable makes deep.
 """
 
+import atexit
 import gc
 import os
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
+
+if not Path("/dev/nvidia0").exists():  # without a GPU, Triton's kernels are interpreted
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before torch imports Triton
 
 import pytest
 import torch
@@ -74,6 +79,7 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
         gc.collect()
         gc.freeze()
+        atexit.register(gc.unfreeze)  # Triton reports objects that are frozen at the exit as leaks
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 _WEIGHT_TYPES = ("float32", "bfloat16", "float16", "int8", "int4")
 _HEAD_DIM, _SCRATCH_BYTES = 64, 1 << 20
 _C_EXTENSION = "C extension, "
-_KERNELS = {"native": "C extension (native)", "gathered": "PyTorch (gathered)"}
+_KERNELS = {
+    "native": "C extension (native)",
+    "triton": "Triton (triton)",
+    "gathered": "PyTorch (gathered)",
+}
 """Kernels of attention by the name of their backend, the value of --attention."""
 _NO_CODE = "the C extension has no code for these codecs: PyTorch decodes copies of the pages"
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")

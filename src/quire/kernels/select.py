@@ -1,5 +1,6 @@
 """Selection of the attention backend, with the reason."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,9 +14,11 @@ from quire.kernels.native.library import NativeLibrary, NotLoaded
 from quire.kernels.native.self_test import tested_library
 from quire.kernels.pre_rope import PreRopeAttention
 from quire.kernels.reference_backend import ReferenceAttention
+from quire.kernels.triton.hardware import triton_version, why_no_triton
+from quire.layout.codecs import CodecSpec
 from quire.layout.kv_format import read_format
 
-BACKENDS = ("native", "gathered", "reference")
+BACKENDS = ("native", "triton", "gathered", "reference")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +69,26 @@ def select_backend(
     gathered = GatheredAttention(device, scratch_bytes=scratch_bytes)
     if name == "gathered":
         return BackendChoice(gathered, "selected by name")
+    if name == "triton" or (name == "auto" and device.type == "cuda"):
+        return _triton(name, gathered, device, dtype, head_dim, codec)
+    return _native(name, gathered, device, dtype, head_dim, codec)
+
+
+def _native(
+    name: str,
+    gathered: GatheredAttention,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    codec: str,
+) -> BackendChoice:
+    """Return the native backend; with `auto`, the gathered backend if it cannot run.
+
+    Raises:
+        ConfigError: native is required and cannot run.
+    """
     library = usable_library(device, dtype, head_dim)
-    unread = _unread(codec, head_dim)
+    unread = _unread(codec, head_dim, why_not)
     if unread is not None:
         library = NotLoaded(f"the C extension cannot read these pages: {unread}")
     if isinstance(library, NativeLibrary):
@@ -77,8 +98,69 @@ def select_backend(
     return BackendChoice(gathered, f"runs on any device; not native: {library.reason}")
 
 
-def _unread(codec: str, head_dim: int) -> str | None:
-    """Return why the C extension cannot read a KV format, or None."""
+def _triton(
+    name: str,
+    gathered: GatheredAttention,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    codec: str,
+) -> BackendChoice:
+    """Return the Triton backend; with `auto`, the gathered backend if it cannot run.
+
+    Raises:
+        ConfigError: triton is required and cannot run.
+    """
+    choice = _usable_triton(gathered, device, dtype, head_dim, codec)
+    if isinstance(choice, BackendChoice):
+        return choice
+    if name == "triton":
+        raise ConfigError(f"attention=triton cannot run here: {choice}; use auto")
+    return BackendChoice(gathered, f"runs on any device; not triton: {choice}")
+
+
+def _usable_triton(
+    gathered: GatheredAttention,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    codec: str,
+) -> BackendChoice | str:
+    """Return the Triton backend, or why it cannot read these pages.
+
+    Triton is imported only if it can run on the device.
+    """
+    reason = why_no_triton(device)
+    if reason is not None:
+        return reason
+    if dtype not in DTYPES:
+        return f"it has no kernels for {dtype}"
+    from quire.kernels.triton import coding
+    from quire.kernels.triton.backend import TritonAttention
+    from quire.kernels.triton.self_test import NoTriton, tested_hardware
+
+    unread = _unread(codec, head_dim, coding.why_not)
+    if unread is not None:
+        return f"the kernels cannot read these pages: {unread}"
+    hardware = tested_hardware(device, dtype, head_dim)
+    if isinstance(hardware, NoTriton):
+        return hardware.reason
+    return BackendChoice(
+        TritonAttention(device, gathered, hardware),
+        f"Triton {triton_version()}, attention directly from the pages on {hardware.name}",
+    )
+
+
+def _unread(
+    codec: str, head_dim: int, why_not: Callable[[CodecSpec, int], str | None]
+) -> str | None:
+    """Return why kernels cannot read a KV format, or None.
+
+    Args:
+        codec: codec of the pages; "" for unquantized pages.
+        head_dim: elements of a vector.
+        why_not: why the kernels cannot read a codec.
+    """
     if not codec:
         return None
     form = read_format(codec)

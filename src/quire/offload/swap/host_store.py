@@ -18,6 +18,7 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from quire.errors import ConfigError
+from quire.kernels.page_copies import page_copies
 from quire.kv.pages import PageNumbers
 from quire.kv.store import PageStore, zero_bytes
 from quire.layout.pages import PageClass
@@ -95,12 +96,13 @@ class StagedCopies:
         self._staging = torch.empty(staging_bytes, dtype=torch.uint8, device=store.device)
         self.num_batches = self.num_bytes = 0
         self._numbers: dict[bytes, Tensor] = {}
+        self._copies = page_copies(store.device)
 
     def save(self, page_class: PageClass, pages: PageNumbers, start: int) -> None:
         """Start to copy pages to consecutive host bytes from `start`."""
         whole, index = self._store.views(page_class).whole, _index(pages).to(self._store.device)
         for first, end, staging, host in self._batches(page_class, len(pages), start):
-            torch.index_select(whole, 0, index[first:end], out=staging)
+            self._copies.pack(whole, index[first:end], staging)
             host.copy_(staging, non_blocking=True)
 
     def load(self, page_class: PageClass, pages: PageNumbers, start: int) -> None:
@@ -108,7 +110,7 @@ class StagedCopies:
         whole, index = self._store.views(page_class).whole, self._on_device(pages)
         for first, end, staging, host in self._batches(page_class, len(pages), start):
             staging.copy_(host, non_blocking=True)
-            whole[index[first:end]] = staging
+            self._copies.unpack(whole, index[first:end], staging)
 
     def _batches(
         self, page_class: PageClass, num_pages: int, start: int

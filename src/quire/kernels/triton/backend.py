@@ -1,0 +1,161 @@
+"""The Triton backend: attention directly from the pages, on a GPU.
+
+What the kernels do not read (codecs that are not in `coding.KINDS`, tokens in full precision) is
+computed by the gathered backend, layer by layer.
+"""
+
+import logging
+
+import torch
+from torch import Tensor
+
+from quire.codecs.hadamard import rotate
+from quire.kernels.backend import (
+    AttentionMath,
+    AttentionStatistic,
+    LaneSlots,
+    LayerPages,
+    MovedSlots,
+    NewSlots,
+    StatisticRows,
+    StepShape,
+)
+from quire.kernels.gathered import GatheredAttention
+from quire.kernels.triton import slot_calls
+from quire.kernels.triton.coding import FLOATS, sides_of, unfit_pages
+from quire.kernels.triton.hardware import Hardware, device_of
+from quire.kernels.triton.launch import LayerCall, attend_decode, attend_prefill, sum_columns
+from quire.kernels.triton.plan import TritonPlan, check_column_sums, make_plan
+from quire.kernels.triton.slot_calls import can_move, can_write
+
+_log = logging.getLogger(__name__)
+
+
+class TritonAttention:
+    """Attention over unquantized and coded pages on a GPU.
+
+    Args:
+        device: device of the pages.
+        gathered: computes what the kernels do not read.
+        hardware: properties of the device.
+    """
+
+    name = "triton"
+
+    def __init__(
+        self,
+        device: torch.device,
+        gathered: GatheredAttention,
+        hardware: Hardware | None = None,
+    ) -> None:
+        self._device, self._gathered = device, gathered
+        self._hardware = hardware or Hardware.of(device)
+        self._noticed: set[str] = set()
+        self._own_bytes = 0
+
+    @property
+    def peak_scratch_bytes(self) -> int:
+        """Most bytes of partial results and gathered pages held at once."""
+        return self._gathered.peak_scratch_bytes + self._own_bytes
+
+    def plan(self, step: StepShape, lanes: LaneSlots, page_tokens: int, slot_bytes: int) -> object:
+        """Copy the shapes of the step to the device."""
+        return make_plan(step, lanes, page_tokens, slot_bytes, self._device)
+
+    def write(self, slots: NewSlots, key: Tensor, value: Tensor) -> None:
+        """Write keys and values to their slots; see `AttentionBackend.write`."""
+        if can_write(slots, key, value):
+            with device_of(key):
+                slot_calls.write(slots, key, value)
+        else:
+            self._gathered.write(slots, key, value)
+
+    def move(self, moves: MovedSlots) -> None:
+        """Copy slots to other slots; see `AttentionBackend.move`."""
+        if can_move(moves):
+            with device_of(moves.planes[0]):
+                self._own_bytes = max(self._own_bytes, slot_calls.move(moves))
+        else:
+            self._gathered.move(moves)
+
+    def tally(self, tally: AttentionStatistic, rows: StatisticRows, column_sums: Tensor) -> None:
+        """Add a step's attention to the statistics of slots; see `AttentionBackend.tally`."""
+        self._gathered.tally(tally, rows, column_sums)
+
+    def attend(
+        self,
+        plan: object,
+        pages: LayerPages,
+        math: AttentionMath,
+        query: Tensor,
+        fresh: tuple[Tensor, Tensor],
+        *,
+        column_sums: Tensor | None = None,
+    ) -> Tensor:
+        """Compute attention for all rows of the step; see `AttentionBackend.attend`."""
+        assert isinstance(plan, TritonPlan), "a plan comes from this backend"
+        check_column_sums(plan, query.shape[1], column_sums)
+        reason = unfit(pages, math, query, column_sums)
+        if reason is not None:
+            self._notice(reason)
+            if not plan.gathered:
+                args = plan.step, plan.lanes, plan.page_tokens, plan.slot_bytes
+                plan.gathered.append(self._gathered.plan(*args))
+            return self._gathered.attend(
+                plan.gathered[0], pages, math, query, fresh, column_sums=column_sums
+            )
+        with device_of(query):
+            return self._attend(plan, pages, math, query, column_sums)
+
+    def _attend(
+        self,
+        plan: TritonPlan,
+        pages: LayerPages,
+        math: AttentionMath,
+        query: Tensor,
+        column_sums: Tensor | None,
+    ) -> Tensor:
+        key, value = sides_of(pages)
+        dtype, device = query.dtype, query.device
+        own_query = rotate(query.float()) if key.rotated else query
+        out = torch.empty(
+            query.shape, dtype=torch.float32 if value.rotated else dtype, device=device
+        )
+        lse = torch.empty(query.shape[:2], dtype=torch.float32, device=device)
+        call = LayerCall(self._hardware, plan, pages, math, dtype, own_query, key, value, out, lse)
+        own_bytes = lse.nbytes
+        if plan.step.num_decode:
+            own_bytes += attend_decode(call)
+        if plan.step.num_decode < len(plan.step.tokens):
+            attend_prefill(call)
+        if column_sums is not None:
+            sum_columns(call, column_sums)
+        self._own_bytes = max(self._own_bytes, own_bytes)
+        return rotate(out).to(dtype) if value.rotated else out
+
+    def _notice(self, reason: str) -> None:
+        if reason not in self._noticed:
+            self._noticed.add(reason)
+            _log.warning("attention falls back from Triton to gathered pages: %s", reason)
+
+
+def unfit(
+    pages: LayerPages, math: AttentionMath, query: Tensor, column_sums: Tensor | None
+) -> str | None:
+    """Return why the kernels cannot compute the attention of a layer, or None."""
+    if query.dtype not in FLOATS or query.stride(2) != 1:
+        return f"queries of {query.dtype} with strides {query.stride()}"
+    reason = unfit_pages(pages, query.shape[2])
+    if reason is not None:
+        return reason
+    if pages.table.dtype != torch.int32 or pages.table.stride(2) != 1:
+        return f"a page table of {pages.table.dtype} with strides {pages.table.stride()}"
+    if query.shape[1] % (pages.num_lanes * pages.key.shape[1]):
+        return f"{query.shape[1]} query heads for pages of {pages.key.shape[1]} heads"
+    if math.sinks is not None and math.sinks.numel() != query.shape[1]:
+        return f"{math.sinks.numel()} sinks for {query.shape[1]} heads"
+    if column_sums is not None and (
+        column_sums.dtype != torch.float32 or column_sums.stride(2) != 1
+    ):
+        return "column sums that are not float32 with adjacent slots"
+    return None

@@ -1,0 +1,80 @@
+"""Copies of vectors to and between slots, and of whole pages."""
+
+import triton
+import triton.language as tl
+
+from quire.kernels.triton.device.tiles import record_of, stored_as
+
+
+@triton.jit
+def write_vectors(
+    plane,
+    vectors,
+    pages,
+    offsets,
+    token_stride,
+    head_stride,
+    page_bytes,
+    NUM_LANES: tl.constexpr,
+    PAGE_HEADS: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One program per (token, block of KV heads): write unquantized vectors to their slots."""
+    token = tl.program_id(0)
+    heads, dim = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
+    is_head = heads < NUM_LANES * PAGE_HEADS
+    inside = is_head[:, None] & (dim < HEAD_DIM)[None, :]
+    place = token * NUM_LANES + heads // PAGE_HEADS
+    page = tl.load(pages + place, mask=is_head, other=0)
+    offset = tl.load(offsets + place, mask=is_head, other=0)
+    source = vectors + token.to(tl.int64) * token_stride + (heads * head_stride)[:, None]
+    numbers = tl.load(source + dim[None, :], mask=inside)
+    if plane.dtype.element_ty != vectors.dtype.element_ty:
+        numbers = stored_as(numbers.to(tl.float32), plane.dtype.element_ty)
+    vector = heads % PAGE_HEADS * PAGE_TOKENS + offset
+    target = record_of(plane, page, vector, page_bytes, HEAD_DIM)[:, None] + dim[None, :]
+    tl.store(target, numbers, mask=inside)
+
+
+@triton.jit
+def copy_slots(
+    plane,
+    scratch,
+    pages,
+    offsets,
+    page_stride,
+    HEADS: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TO_SCRATCH: tl.constexpr,
+):
+    """One program per (slot, block of its numbers): copy slots to or from contiguous memory."""
+    move, item = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = item < HEADS * WIDTH
+    page, offset = tl.load(pages + move), tl.load(offsets + move)
+    record = item // WIDTH * PAGE_TOKENS + offset
+    in_plane = plane + page * page_stride + record * WIDTH + item % WIDTH
+    in_scratch = scratch + move.to(tl.int64) * (HEADS * WIDTH) + item
+    if TO_SCRATCH:
+        tl.store(in_scratch, tl.load(in_plane, mask=inside), mask=inside)
+    else:
+        tl.store(in_plane, tl.load(in_scratch, mask=inside), mask=inside)
+
+
+@triton.jit(do_not_specialize=["page_items"])
+def copy_pages(
+    arena, packed, pages, page_stride, page_items, BLOCK: tl.constexpr, TO_PACKED: tl.constexpr
+):
+    """One program per (page, block of its numbers): copy pages to or from contiguous memory."""
+    index, item = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = item < page_items
+    in_arena = arena + tl.load(pages + index) * page_stride + item
+    in_packed = packed + index.to(tl.int64) * page_stride + item
+    if TO_PACKED:
+        tl.store(in_packed, tl.load(in_arena, mask=inside), mask=inside)
+    else:
+        tl.store(in_arena, tl.load(in_packed, mask=inside), mask=inside)

@@ -1,0 +1,227 @@
+"""Column sums: a second pass over the keys, after the log-sum-exp of every query is known.
+
+Each program writes its own slots, so the sums do not depend on the order of programs. Slots that
+no query sees get 0.
+"""
+
+import triton
+import triton.language as tl
+
+from quire.kernels.triton.device.tiles import (
+    capped,
+    key_products,
+    load_queries,
+    load_tile,
+    pages_of,
+    vector_scales,
+)
+
+
+@triton.jit(do_not_specialize=["first_lane", "window", "sums_row_stride", "sums_head_stride"])
+def decode_sums(
+    query,
+    lse,
+    sums,
+    table,
+    table_rows,
+    slots,
+    key_codes,
+    key_scales,
+    key_zeros,
+    key_indices,
+    key_outliers,
+    key_factors,
+    query_token_stride,
+    query_head_stride,
+    sums_row_stride,
+    sums_head_stride,
+    table_row_stride,
+    table_lane_stride,
+    page_bytes,
+    first_lane,
+    window,
+    scale,
+    cap,
+    NUM_LANES: tl.constexpr,
+    PAGE_HEADS: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    OPERAND: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_KEY_FACTORS: tl.constexpr,
+    KEY_KIND: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    KEY_CHANNELS: tl.constexpr,
+    KEY_OUTLIERS: tl.constexpr,
+):
+    """One program per (block of slots, KV head, row with one new token)."""
+    block, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    lane, page_head = kv_head // PAGE_HEADS, kv_head % PAGE_HEADS
+    held = tl.load(slots + row * NUM_LANES + lane)
+    if block * BLOCK_T < held:
+        table_row = tl.load(table_rows + row).to(tl.int64)
+        own_table = table + table_row * table_row_stride + (first_lane + lane) * table_lane_stride
+        group, dim = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+        heads, is_head = kv_head * GROUP + group, group < GROUP
+        inside = is_head[:, None] & (dim < HEAD_DIM)[None, :]
+        queries = row * query_token_stride + heads * query_head_stride
+        q = load_queries(
+            query + queries[:, None] + dim[None, :],
+            inside,
+            key_factors,
+            kv_head,
+            dim,
+            HEAD_DIM,
+            HAS_KEY_FACTORS,
+            OPERAND,
+        )
+        slot = block * BLOCK_T + tl.arange(0, BLOCK_T)
+        seen = (slot >= held - window) & (slot < held)
+        page = pages_of(own_table, slot, seen, PAGE_TOKENS)
+        vector = page_head * PAGE_TOKENS + slot % PAGE_TOKENS
+        products = key_products(
+            q,
+            key_codes,
+            key_scales,
+            key_zeros,
+            key_indices,
+            key_outliers,
+            page,
+            vector,
+            seen,
+            dim,
+            page_bytes,
+            HEAD_DIM,
+            KEY_KIND,
+            KEY_BITS,
+            KEY_CHANNELS,
+            KEY_OUTLIERS,
+            OPERAND,
+        )
+        logits = capped(products, scale, cap, HAS_SOFTCAP)
+        logits = tl.where(seen[None, :], logits, float("-inf"))
+        place = row * (NUM_LANES * PAGE_HEADS * GROUP) + heads
+        own_lse = tl.load(lse + place, mask=is_head, other=0.0)
+        weights = tl.exp2(logits - own_lse[:, None])
+        own_sums = sums + (row.to(tl.int64) * sums_row_stride + heads * sums_head_stride)[:, None]
+        is_slot = is_head[:, None] & (slot < held)[None, :]
+        tl.store(own_sums + slot[None, :], weights, mask=is_slot)
+
+
+@triton.jit(
+    do_not_specialize=["first_row", "first_lane", "window", "sums_row_stride", "sums_head_stride"]
+)
+def prefill_sums(
+    query,
+    lse,
+    sums,
+    table,
+    table_rows,
+    slots,
+    starts,
+    tokens,
+    key_codes,
+    key_scales,
+    key_zeros,
+    key_indices,
+    key_outliers,
+    key_factors,
+    query_token_stride,
+    query_head_stride,
+    sums_row_stride,
+    sums_head_stride,
+    table_row_stride,
+    table_lane_stride,
+    page_bytes,
+    first_row,
+    first_lane,
+    window,
+    scale,
+    cap,
+    NUM_LANES: tl.constexpr,
+    PAGE_HEADS: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    OPERAND: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_KEY_FACTORS: tl.constexpr,
+    KEY_KIND: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    KEY_CHANNELS: tl.constexpr,
+    KEY_OUTLIERS: tl.constexpr,
+):
+    """One program per (block of slots, query head, row): sums over the row's new tokens."""
+    block, head, row = tl.program_id(0), tl.program_id(1), first_row + tl.program_id(2)
+    kv_head = head // GROUP
+    lane, page_head = kv_head // PAGE_HEADS, kv_head % PAGE_HEADS
+    held = tl.load(slots + row * NUM_LANES + lane)
+    if block * BLOCK_T < held:
+        num_tokens, start = tl.load(tokens + row), tl.load(starts + row)
+        table_row = tl.load(table_rows + row).to(tl.int64)
+        own_table = table + table_row * table_row_stride + (first_lane + lane) * table_lane_stride
+        before = held - num_tokens
+        slot = block * BLOCK_T + tl.arange(0, BLOCK_T)
+        live = (slot >= before - window + 1) & (slot < held)
+        page = pages_of(own_table, slot, live, PAGE_TOKENS)
+        vector = page_head * PAGE_TOKENS + slot % PAGE_TOKENS
+        dim = tl.arange(0, BLOCK_D)
+        # queries that see some of these slots
+        first_query = tl.maximum(block * BLOCK_T - before, 0)
+        last_slot = block * BLOCK_T + BLOCK_T - 1
+        end_query = tl.minimum(last_slot - before + window, num_tokens)
+        key = load_tile(
+            key_codes,
+            key_scales,
+            key_zeros,
+            key_indices,
+            key_outliers,
+            page,
+            vector,
+            live,
+            dim,
+            page_bytes,
+            HEAD_DIM,
+            KEY_KIND,
+            KEY_BITS,
+            KEY_CHANNELS,
+            KEY_OUTLIERS,
+            True,
+            OPERAND,
+        )
+        key = tl.trans(key)
+        factor = vector_scales(key_scales, page, vector, live, page_bytes, KEY_KIND, True)
+        own_sums = tl.zeros([BLOCK_T], tl.float32)
+        for first in range(first_query, end_query, BLOCK_M):
+            index = first + tl.arange(0, BLOCK_M)
+            token = (start + index).to(tl.int64)
+            is_query = index < num_tokens
+            inside = is_query[:, None] & (dim < HEAD_DIM)[None, :]
+            queries = token * query_token_stride + head * query_head_stride
+            q = load_queries(
+                query + queries[:, None] + dim[None, :],
+                inside,
+                key_factors,
+                kv_head,
+                dim,
+                HEAD_DIM,
+                HAS_KEY_FACTORS,
+                OPERAND,
+            )
+            products = tl.dot(q, key, input_precision="ieee") * factor[None, :]
+            logits = capped(products, scale, cap, HAS_SOFTCAP)
+            distance = (before + index)[:, None] - slot[None, :]
+            seen = (distance >= 0) & (distance < window) & live[None, :] & is_query[:, None]
+            logits = tl.where(seen, logits, float("-inf"))
+            place = token * (NUM_LANES * PAGE_HEADS * GROUP) + head
+            own_lse = tl.load(lse + place, mask=is_query, other=0.0)
+            own_sums += tl.sum(tl.exp2(logits - own_lse[:, None]), 0)
+        target = sums + row.to(tl.int64) * sums_row_stride + head * sums_head_stride + slot
+        tl.store(target, own_sums, mask=slot < held)

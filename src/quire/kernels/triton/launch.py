@@ -1,0 +1,254 @@
+"""Launches of the attention kernels of one layer."""
+
+import math as numbers
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float
+from torch import Tensor
+
+from quire.kernels.backend import AttentionMath, LayerPages
+from quire.kernels.triton.coding import SideCoding
+from quire.kernels.triton.device.decode import decode_splits, merge_splits
+from quire.kernels.triton.device.prefill import prefill_blocks
+from quire.kernels.triton.device.sums import decode_sums, prefill_sums
+from quire.kernels.triton.hardware import Hardware
+from quire.kernels.triton.plan import TritonPlan, split_count
+
+LOG2_E = numbers.log2(numbers.e)
+LEAST_BLOCK = 16  # smallest operand of a product on tensor cores
+TILE_BYTES = 16 << 10  # of keys or values in flight, for each stage of the loop
+SUM_BYTES = 64 << 10  # of attended values that a program accumulates
+_OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Sizes of the tiles of a layer.
+
+    Attributes:
+        dims: channels of a tile; a power of two, at least head_dim.
+        slots: slots of a tile.
+        heads: query heads of a tile of a decode row.
+        entries: (query, head) pairs of a tile of a chunk.
+    """
+
+    dims: int
+    slots: int
+    heads: int
+    entries: int
+
+    @classmethod
+    def of(cls, head_dim: int, group: int, item_bytes: int) -> "Tiles":
+        """Choose tiles that fit the shared memory and the registers of a multiprocessor."""
+        dims = max(LEAST_BLOCK, triton.next_power_of_2(head_dim))
+        heads = max(LEAST_BLOCK, triton.next_power_of_2(group))
+        slots = min(128, max(LEAST_BLOCK, TILE_BYTES // (dims * item_bytes)))
+        entries = min(128, max(LEAST_BLOCK, SUM_BYTES // (4 * dims)))
+        if item_bytes == torch.float32.itemsize:  # no tensor cores: operands are in registers
+            entries = min(32, entries)
+        return cls(dims, slots, heads, max(entries, heads))
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCall:
+    """The attention of a layer.
+
+    Attributes:
+        hardware: properties of the device.
+        plan: the step.
+        pages, math: see `AttentionBackend.attend`.
+        dtype: type of the products on a GPU.
+        query: queries, rotated if the codes of the keys are.
+        key, value: how the pages are read.
+        out: the output, in the shape of query; rotated if the codes of the values are.
+        lse: log-sum-exp of each token and head, of base 2.
+    """
+
+    hardware: Hardware
+    plan: TritonPlan
+    pages: LayerPages
+    math: AttentionMath
+    dtype: torch.dtype
+    query: Float[Tensor, "num_tokens num_heads head_dim"]
+    key: SideCoding
+    value: SideCoding
+    out: Float[Tensor, "num_tokens num_heads head_dim"]
+    lse: Float[Tensor, "num_tokens num_heads"]
+
+    @cached_property
+    def kv_heads(self) -> int:
+        """KV heads of the layer."""
+        return self.pages.num_lanes * self.pages.key.shape[1]
+
+    @cached_property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.query.shape[1] // self.kv_heads
+
+    @cached_property
+    def tiles(self) -> Tiles:
+        """Tile sizes."""
+        return Tiles.of(self.query.shape[2], self.group, self.dtype.itemsize)
+
+    @cached_property
+    def shared(self) -> Mapping[str, object]:
+        """Arguments of all attention kernels."""
+        pages, math = self.pages, self.math
+        cap = math.softcap
+        return {
+            "query": self.query,
+            "lse": self.lse,
+            "table": pages.table,
+            "table_rows": pages.rows,
+            "slots": self.plan.slots,
+            "query_token_stride": self.query.stride(0),
+            "query_head_stride": self.query.stride(1),
+            "table_row_stride": pages.table.stride(0),
+            "table_lane_stride": pages.table.stride(1),
+            "page_bytes": self.key.planes[0].stride(0) * self.key.planes[0].itemsize,
+            "first_lane": pages.first_lane,
+            "window": self.plan.window,
+            "scale": math.scale * LOG2_E if cap is None else math.scale / cap,
+            "cap": 1.0 if cap is None else cap * LOG2_E,
+            "NUM_LANES": pages.num_lanes,
+            "PAGE_HEADS": pages.key.shape[1],
+            "PAGE_TOKENS": pages.page_tokens,
+            "HEAD_DIM": self.query.shape[2],
+            "GROUP": self.group,
+            "BLOCK_D": self.tiles.dims,
+            "BLOCK_T": self.tiles.slots,
+            "OPERAND": tl.float32 if self.hardware.interpreted else _OPERANDS[self.dtype],
+            "HAS_SOFTCAP": cap is not None,
+            **side_args("key", self.key),
+        }
+
+    @cached_property
+    def attends(self) -> Mapping[str, object]:
+        """Further arguments of the kernels that write the output."""
+        sinks = self.math.sinks
+        return {
+            **self.shared,
+            "out": self.out,
+            "sinks": self.query if sinks is None else sinks.contiguous(),
+            "out_token_stride": self.out.stride(0),
+            "out_head_stride": self.out.stride(1),
+            "HAS_SINKS": sinks is not None,
+            # the product of a weight and a scale may be too small for float16
+            "FOLDS": self.dtype != torch.float16,
+            **side_args("value", self.value),
+        }
+
+
+def side_args(name: str, side: SideCoding) -> dict[str, object]:
+    """Arguments of the kernels for keys or values."""
+    planes = zip(("codes", "scales", "zeros", "indices", "outliers"), side.planes, strict=True)
+    upper = name.upper()
+    return {
+        **{f"{name}_{plane}": tensor for plane, tensor in planes},
+        f"{name}_factors": side.factors_or_codes,
+        f"HAS_{upper}_FACTORS": side.factors is not None,
+        f"{upper}_KIND": side.kind,
+        f"{upper}_BITS": side.bits,
+        f"{upper}_CHANNELS": side.channels,
+        f"{upper}_OUTLIERS": side.outliers,
+    }
+
+
+def attend_decode(call: LayerCall) -> int:
+    """Compute attention for the decode rows; return the bytes of scratch memory."""
+    rows, block = call.plan.step.num_decode, call.tiles.slots
+    most = -(-call.plan.longest_decode // block) + (call.plan.lanes.window is not None)
+    splits = split_count(rows * call.kv_heads, most, call.hardware.multiprocessors)
+    split_blocks = -(-most // splits)
+    splits = -(-most // split_blocks)
+    heads, head_dim, device = call.query.shape[1], call.query.shape[2], call.query.device
+    is_whole = splits == 1
+    count = 0 if is_whole else rows * heads * splits
+    partial = torch.empty(count * head_dim, dtype=torch.float32, device=device)
+    partial_lse = torch.empty(count, dtype=torch.float32, device=device)
+    decode_splits[(rows, call.kv_heads, splits)](
+        **(dict(call.attends) | ({} if is_whole else {"lse": partial_lse})),
+        partial=partial,
+        split_slots=split_blocks * block,
+        num_splits=splits,
+        BLOCK_G=call.tiles.heads,
+        IS_WHOLE=is_whole,
+        num_warps=4,
+        num_stages=stages(call.hardware.tiles_ahead),
+    )
+    if not is_whole:
+        _merge(call, partial, partial_lse, splits)
+    return partial.nbytes + partial_lse.nbytes
+
+
+def _merge(call: LayerCall, partial: Tensor, partial_lse: Tensor, splits: int) -> None:
+    args = call.attends
+    names = ("sinks", "value_factors", "out", "lse", "out_token_stride", "out_head_stride")
+    constants = ("HEAD_DIM", "GROUP", "BLOCK_D", "HAS_SINKS", "HAS_VALUE_FACTORS")
+    merge_splits[(call.plan.step.num_decode, call.query.shape[1])](
+        partial=partial,
+        partial_lse=partial_lse,
+        num_splits=splits,
+        NUM_HEADS=call.query.shape[1],
+        BLOCK_S=triton.next_power_of_2(splits),
+        num_warps=4,
+        **{name: args[name] for name in (*names, *constants)},
+    )
+
+
+def attend_prefill(call: LayerCall) -> None:
+    """Compute attention for the rows with several tokens."""
+    plan, tiles = call.plan, call.tiles
+    blocks = plan.query_blocks(tiles.entries // call.group)
+    prefill_blocks[(len(blocks.rows), call.kv_heads)](
+        **call.attends,
+        starts=plan.starts,
+        tokens=plan.tokens,
+        block_rows=blocks.rows,
+        block_firsts=blocks.firsts,
+        BLOCK_M=tiles.entries,
+        num_warps=_warps(tiles),
+        num_stages=stages(1),
+    )
+
+
+def sum_columns(call: LayerCall, sums: Float[Tensor, "row num_heads slot"]) -> None:
+    """Write the column sums of all rows, after attention."""
+    plan, tiles = call.plan, call.tiles
+    rows, num_decode = len(plan.step.tokens), plan.step.num_decode
+    blocks = -(-plan.longest // tiles.slots)
+    strides = {"sums_row_stride": sums.stride(0), "sums_head_stride": sums.stride(1)}
+    if num_decode:
+        decode_sums[(blocks, call.kv_heads, num_decode)](
+            **call.shared, **strides, sums=sums, BLOCK_G=tiles.heads, num_warps=4
+        )
+    if num_decode < rows:
+        prefill_sums[(blocks, call.query.shape[1], rows - num_decode)](
+            **call.shared,
+            **strides,
+            sums=sums,
+            starts=plan.starts,
+            tokens=plan.tokens,
+            first_row=num_decode,
+            BLOCK_M=min(64, tiles.entries),
+            num_warps=4,
+            num_stages=2,
+        )
+
+
+def stages(tiles_ahead: int) -> int:
+    """Return Triton's pipeline stages for a loop that loads tiles ahead.
+
+    Triton divides the stages between the loads of the tiles and those of their page numbers.
+    """
+    return 2 * tiles_ahead + 1
+
+
+def _warps(tiles: Tiles) -> int:
+    """Warps of a program that accumulates values of a chunk."""
+    return 8 if tiles.entries * tiles.dims * 4 >= SUM_BYTES else 4

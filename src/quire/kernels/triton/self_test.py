@@ -1,0 +1,193 @@
+"""Compares the kernels with the reference on small steps of a device, before they are used.
+
+Kernels with wrong results, or that Triton cannot compile or launch, are not used: the gathered
+backend is selected instead, with a warning. On a GPU most of the time is Triton's compilation,
+whose results are stored on disk for the next start.
+"""
+
+import functools
+import logging
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+from triton.errors import TritonError
+
+from quire.codecs.registry import make_codec
+from quire.kernels.backend import (
+    AttentionBackend,
+    AttentionMath,
+    LaneSlots,
+    LayerPages,
+    MovedSlots,
+    NewSlots,
+    StepShape,
+)
+from quire.kernels.coded import CodedPages, CodedPlanes
+from quire.kernels.gathered import GatheredAttention
+from quire.kernels.reference_backend import ReferenceAttention
+from quire.kernels.triton.backend import TritonAttention
+from quire.kernels.triton.hardware import Hardware
+from quire.layout.codec_names import codec_spec
+
+_TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+_CODECS = ("int8", "fp8", "int4")
+_NEW_TOKENS, _SLOTS = (1, 1, 5), (3, 37, 20)
+_HEADS, _GROUP, _PAGE_TOKENS, _ALIGNMENT = 2, 2, 16, 16
+_COLUMNS = -(-max(_SLOTS) // _PAGE_TOKENS)
+_NUM_PAGES = len(_SLOTS) * _COLUMNS
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class NoTriton:
+    """Why the kernels are not used."""
+
+    reason: str
+
+
+@functools.cache
+def tested_hardware(device: torch.device, dtype: torch.dtype, head_dim: int) -> Hardware | NoTriton:
+    """Return the properties of a device on which the kernels are right, or why they are not used.
+
+    Args:
+        device: a device that `why_no_triton` has no objection to.
+        dtype: type of the queries and of unquantized pages.
+        head_dim: elements of a vector.
+    """
+    hardware = Hardware.of(device)
+    backend = TritonAttention(device, GatheredAttention(device), hardware)
+    try:
+        wrong = first_wrong(backend, device, dtype, head_dim)
+    except (TritonError, RuntimeError) as error:
+        wrong = f"Triton cannot run them: {' '.join(str(error).split())[:200]}"
+    if wrong is None:
+        return hardware
+    reason = f"the kernels are not used on {hardware.name}: {wrong}"
+    _log.warning("attention in Triton: %s; please report it", reason)
+    return NoTriton(reason)
+
+
+def first_wrong(
+    backend: AttentionBackend, device: torch.device, dtype: torch.dtype, head_dim: int
+) -> str | None:
+    """Return what a backend computes wrongly, or None."""
+    if not _moves_right(backend, device):
+        return "wrong copies of slots"
+    plain = str(dtype).removeprefix("torch.")
+    codecs = (*_CODECS,) if head_dim % 8 == 0 else ()
+    for codec in (plain, *codecs):
+        step = _Sample(codec, dtype, head_dim)
+        found = step.on(backend, device)
+        for expected, got in zip(step.expected(), found, strict=True):
+            error = (got.cpu().float() - expected).abs().max() / expected.abs().max()
+            if not bool(error <= _TOLERANCES[dtype]):  # NaN is not
+                return f"wrong numbers from pages of {codec}"
+    return None
+
+
+def _moves_right(backend: AttentionBackend, device: torch.device) -> bool:
+    """Return whether slots that exchange places are copied correctly."""
+    pages = torch.arange(2 * _HEADS * _PAGE_TOKENS * 3).view(2, _HEADS, _PAGE_TOKENS, 3).int()
+    ends = (torch.tensor([0, 1, 0]), torch.tensor([2, 5, 7]))
+    onto = (torch.tensor([1, 0, 0]), torch.tensor([5, 7, 2]))
+    expected, got = pages.clone(), pages.to(device)
+    ReferenceAttention().move(MovedSlots((expected,), ends, onto))
+    source, target = ([x.to(device) for x in places] for places in (ends, onto))
+    backend.move(MovedSlots((got,), (source[0], source[1]), (target[0], target[1])))
+    return torch.equal(got.cpu(), expected)
+
+
+class _Sample:
+    """A step with decode rows and a chunk; the newest slots are written by the backend.
+
+    Args:
+        codec: of keys and values; the name of `dtype` for unquantized pages.
+        dtype: type of the queries and of new keys and values.
+        head_dim: elements of a vector.
+    """
+
+    def __init__(self, codec: str, dtype: torch.dtype, head_dim: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self._codec, self._dtype = make_codec(codec_spec(codec), head_dim), dtype
+        shape = (2, _NUM_PAGES, _HEADS, _PAGE_TOKENS, head_dim)
+        vectors = torch.randn(shape, generator=generator).to(dtype)
+        self._fresh_source = vectors
+        encoded = [plane for side in vectors for plane in self._codec.encode(side)]
+        sizes = [-(-plane[0].nbytes // _ALIGNMENT) * _ALIGNMENT for plane in encoded]
+        self._starts = np.cumsum([0, *sizes]).tolist()
+        self._forms = [(plane.dtype, plane.shape) for plane in encoded]
+        self._arena = torch.zeros(_NUM_PAGES, self._starts[-1], dtype=torch.uint8)
+        for view, plane in zip(self._views(self._arena), encoded, strict=True):
+            view.copy_(plane)
+        order = torch.randperm(_NUM_PAGES, generator=generator)
+        self._table = order.int().view(len(_SLOTS), 1, _COLUMNS)
+        tokens, heads = sum(_NEW_TOKENS), _HEADS * _GROUP
+        self._query = torch.randn(tokens, heads, head_dim, generator=generator).to(dtype)
+        self._math = AttentionMath(
+            scale=head_dim**-0.5, softcap=3.0, sinks=torch.linspace(-1, 1, heads)
+        )
+
+    def expected(self) -> tuple[Tensor, Tensor]:
+        """Output and column sums of the reference, in float32."""
+        out, sums = self._attend(ReferenceAttention(), self._arena, self._query.float())
+        return out.float(), sums
+
+    def on(self, backend: AttentionBackend, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Output and column sums of a backend, after it wrote the newest slots."""
+        arena = self._arena.clone()
+        pages, offsets = self._newest()
+        for view in self._views(arena):
+            view[pages, :, offsets] = 0
+        arena = arena.to(device)
+        key, value, coded = self._sides(arena)
+        places = (pages[:, None].to(device), offsets[:, None].to(device))
+        fresh = (x.to(device) for x in self._fresh())
+        backend.write(NewSlots(key, value, *places, coded), *fresh)
+        return self._attend(backend, arena, self._query.to(device))
+
+    def _attend(
+        self, backend: AttentionBackend, arena: Tensor, query: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        device = arena.device
+        key, value, coded = self._sides(arena)
+        rows = torch.arange(len(_SLOTS), device=device)
+        pages = LayerPages(key, value, self._table.to(device), rows, 0, 1, coded=coded)
+        step = StepShape.of(np.array(_NEW_TOKENS, dtype=np.int32))
+        lanes = LaneSlots(np.array(_SLOTS, dtype=np.int32)[:, None], None)
+        plan = backend.plan(step, lanes, _PAGE_TOKENS, 1)
+        sums = torch.zeros(len(_SLOTS), query.shape[1], max(_SLOTS), device=device)
+        assert self._math.sinks is not None, "the sample has sinks"
+        math = replace(self._math, sinks=self._math.sinks.to(device))
+        fresh = (query[:, :_HEADS], query[:, :_HEADS])  # not read: the slots are written
+        return backend.attend(plan, pages, math, query, fresh, column_sums=sums), sums
+
+    def _sides(self, arena: Tensor) -> tuple[Tensor, Tensor, CodedPages | None]:
+        views = self._views(arena)
+        half = len(views) // 2
+        sides = (CodedPlanes(self._codec, tuple(part)) for part in (views[:half], views[half:]))
+        coded = None if self._codec.spec.is_plain else CodedPages(*sides)
+        return views[0], views[half], coded
+
+    def _views(self, arena: Tensor) -> list[Tensor]:
+        """The planes of keys and of values in an arena."""
+        views = []
+        for start, (dtype, shape) in zip(self._starts, self._forms, strict=False):
+            num_bytes = shape[1:].numel() * dtype.itemsize
+            views.append(arena[:, start : start + num_bytes].view(dtype).view(shape))
+        return views
+
+    def _newest(self) -> tuple[Tensor, Tensor]:
+        """Pages and offsets of the newest slots, [tokens] each."""
+        pairs = list(zip(_SLOTS, _NEW_TOKENS, strict=True))
+        slot = torch.cat([torch.arange(slots - new, slots) for slots, new in pairs])
+        row = torch.arange(len(_SLOTS)).repeat_interleave(torch.tensor(_NEW_TOKENS))
+        return self._table[row, 0, slot // _PAGE_TOKENS].long(), slot % _PAGE_TOKENS
+
+    def _fresh(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of the newest slots before they are encoded."""
+        pages, offsets = self._newest()
+        key, value = (side[pages, :, offsets] for side in self._fresh_source)
+        return key, value

@@ -1,0 +1,182 @@
+"""Launches of the kernels that write and move slots and copy pages."""
+
+import torch
+import triton
+from jaxtyping import Int, UInt8
+from torch import Tensor
+
+from quire.kernels.backend import MovedSlots, NewSlots
+from quire.kernels.coded import CodedPlanes
+from quire.kernels.triton.coding import FLOATS, SideCoding, coding_of, has_whole_vectors
+from quire.kernels.triton.device.encode import encode_vectors
+from quire.kernels.triton.device.slots import copy_pages, copy_slots, write_vectors
+from quire.kernels.triton.hardware import device_of
+
+ENCODED = ("int8", "fp8", "int4", "int2")
+"""Rules that the kernels encode; torch encodes the others."""
+
+MAX_GROUPS = 16  # of a vector: the loop over them is unrolled
+BLOCK_ITEMS = 1024
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def can_write(slots: NewSlots, key: Tensor, value: Tensor) -> bool:
+    """Whether the kernels can write these keys and values to these planes."""
+    heads, coded = slots.key.shape[1], slots.coded
+    head_dim = slots.key.shape[3] if coded is None else coded.key.codec.head_dim
+    num_tokens, num_lanes = slots.pages.shape
+    places = (slots.pages, slots.offsets)
+    return (
+        key.shape == value.shape == (num_tokens, num_lanes * heads, head_dim)
+        and slots.offsets.shape == slots.pages.shape
+        and all(t.dtype == torch.int64 and t.is_contiguous() for t in places)
+        and all(t.stride(2) == 1 and t.dtype in FLOATS for t in (key, value))
+        and (
+            _can_copy(slots, key, value)
+            if coded is None
+            else all(map(_can_encode, (coded.key, coded.value)))
+        )
+    )
+
+
+def _can_copy(slots: NewSlots, key: Tensor, value: Tensor) -> bool:
+    pairs = ((slots.key, key), (slots.value, value))
+    return all(plane.dtype == new.dtype and has_whole_vectors(plane) for plane, new in pairs)
+
+
+def _can_encode(side: CodedPlanes) -> bool:
+    spec, head_dim = side.codec.spec, side.codec.head_dim
+    fits = spec.is_plain or (
+        spec.rule in ENCODED
+        and not spec.constants
+        and (not spec.has_zeros or spec.num_groups(head_dim) <= MAX_GROUPS)
+    )
+    return fits and all(has_whole_vectors(plane) for plane in side.planes)
+
+
+def write(slots: NewSlots, key: Tensor, value: Tensor) -> None:
+    """Write keys and values to their slots; see `AttentionBackend.write`."""
+    coded = slots.coded
+    if coded is None:
+        _write_plain(slots.key, slots, key)
+        _write_plain(slots.value, slots, value)
+        return
+    for side, vectors in ((coded.key, key), (coded.value, value)):
+        if side.codec.spec.is_plain:
+            _write_plain(side.planes[0], slots, vectors)
+        else:
+            _encode(coding_of(side), slots, vectors)
+
+
+def _write_plain(plane: Tensor, slots: NewSlots, vectors: Tensor) -> None:
+    num_tokens, num_heads, head_dim = vectors.shape
+    dims = triton.next_power_of_2(head_dim)
+    block = min(triton.next_power_of_2(num_heads), max(1, BLOCK_ITEMS // dims))
+    write_vectors[(num_tokens, triton.cdiv(num_heads, block))](
+        plane,
+        vectors,
+        slots.pages,
+        slots.offsets,
+        *vectors.stride()[:2],
+        plane.stride(0) * plane.itemsize,
+        slots.pages.shape[1],
+        *plane.shape[1:3],
+        head_dim,
+        block,
+        dims,
+        num_warps=4,
+    )
+
+
+def _encode(side: SideCoding, slots: NewSlots, vectors: Tensor) -> None:
+    num_tokens, num_heads, head_dim = vectors.shape
+    codes, scales, zeros = side.planes[:3]
+    segments = 8 // side.bits
+    encode_vectors[(num_tokens, num_heads)](
+        codes,
+        scales,
+        zeros,
+        vectors,
+        slots.pages,
+        slots.offsets,
+        *vectors.stride()[:2],
+        codes.stride(0) * codes.itemsize,
+        slots.pages.shape[1],
+        *codes.shape[1:3],
+        head_dim,
+        side.kind,
+        side.bits,
+        side.channels,
+        segments,
+        triton.next_power_of_2(head_dim // segments),
+        num_warps=1,
+    )
+
+
+def can_move(moves: MovedSlots) -> bool:
+    """Whether the kernels can copy these slots."""
+    places = (*moves.source, *moves.target)
+    return all(has_whole_vectors(plane) for plane in moves.planes) and all(
+        place.dtype == torch.int64 and place.is_contiguous() for place in places
+    )
+
+
+def move(moves: MovedSlots) -> int:
+    """Copy slots to other slots; return the bytes of scratch memory.
+
+    All sources are copied to the scratch memory before any target is written.
+    """
+    num_moves, most_bytes = len(moves.source[0]), 0
+    if not num_moves:
+        return 0
+    for plane in moves.planes:
+        raw = plane.view(_INTEGERS[plane.itemsize])
+        _, heads, tokens, width = raw.shape
+        scratch = torch.empty(num_moves, heads * width, dtype=raw.dtype, device=raw.device)
+        block = min(BLOCK_ITEMS, triton.next_power_of_2(heads * width))
+        grid = (num_moves, triton.cdiv(heads * width, block))
+        for ends, to_scratch in ((moves.source, True), (moves.target, False)):
+            copy_slots[grid](
+                raw, scratch, *ends, raw.stride(0), heads, tokens, width, block, to_scratch
+            )
+        most_bytes = max(most_bytes, scratch.nbytes)
+    return most_bytes
+
+
+def pack_pages(
+    whole: UInt8[Tensor, "page page_bytes"],
+    pages: Int[Tensor, " packed"],
+    packed: UInt8[Tensor, "packed page_bytes"],
+) -> None:
+    """Copy pages to contiguous memory on their device."""
+    _copy_pages(whole, pages, packed, to_packed=True)
+
+
+def unpack_pages(
+    whole: UInt8[Tensor, "page page_bytes"],
+    pages: Int[Tensor, " packed"],
+    packed: UInt8[Tensor, "packed page_bytes"],
+) -> None:
+    """Copy pages from contiguous memory on their device."""
+    _copy_pages(whole, pages, packed, to_packed=False)
+
+
+def _copy_pages(whole: Tensor, pages: Tensor, packed: Tensor, *, to_packed: bool) -> None:
+    if not len(pages):
+        return
+    dtype = _widest(whole, packed)
+    wide, narrow = whole.view(dtype), packed.view(dtype)
+    items = wide.shape[1]
+    block = min(BLOCK_ITEMS, triton.next_power_of_2(items))
+    grid = (len(pages), triton.cdiv(items, block))
+    with device_of(whole):
+        copy_pages[grid](wide, narrow, pages, items, items, block, to_packed)
+
+
+def _widest(*bytes_of: Tensor) -> torch.dtype:
+    """The widest integers as which all these rows of bytes can be read."""
+    sizes = [t.shape[1] for t in bytes_of] + [t.storage_offset() for t in bytes_of]
+    sizes += [t.data_ptr() for t in bytes_of]
+    return next(
+        t for n, t in sorted(_INTEGERS.items(), reverse=True) if not any(s % n for s in sizes)
+    )

@@ -1,0 +1,131 @@
+"""Compiles the launches of Triton's kernels for a GPU, without a GPU.
+
+`python -m support.compiled` runs steps whose launches are compiled for compute capability 9.0 (an
+H100) instead of launched. Triton brings the assembler. It prints the shared memory and the products
+on tensor cores of each kernel.
+"""
+
+import inspect
+import os
+
+os.environ.pop("TRITON_INTERPRET", None)  # before torch imports Triton
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from quire.kernels.backend import AttentionMath, MovedSlots, NewSlots
+from quire.kernels.gathered import GatheredAttention
+from quire.kernels.triton import slot_calls
+from quire.kernels.triton.backend import TritonAttention
+from quire.kernels.triton.hardware import Hardware
+from support.coded_lanes import coded_twin
+from support.lanes import Lanes
+
+TARGET = GPUTarget("cuda", 90, 32)
+SHARED_BYTES = 227 << 10  # of a block on an H100
+H100 = Hardware("NVIDIA H100", 132, 2, interpreted=False)
+_TYPES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.int16: "i16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+_done = {}
+
+
+def compile_launch(function, *args, num_warps=4, num_stages=3, **kwargs):
+    """Compile a launch; print its resources the first time."""
+    bound = inspect.signature(function.fn).bind(*args, **kwargs).arguments
+    signature, constants, attributes = {}, {}, {}
+    for i, parameter in enumerate(function.params):
+        value = bound[parameter.name]
+        if parameter.is_constexpr:
+            signature[parameter.name] = "constexpr"
+            constants[(i,)] = value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = f"*{_TYPES[value.dtype]}"
+            if value.data_ptr() % 16 == 0:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[parameter.name] = "fp32"
+        else:
+            signature[parameter.name] = "i32"
+            if value % 16 == 0 and not parameter.do_not_specialize:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+    key = (function.fn.__name__, str(signature), str(constants), str(attributes), num_warps)
+    if key in _done:
+        return
+    source = ASTSource(function, signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    found = triton.compile(source, target=TARGET, options=options)
+    assert found.metadata.shared <= SHARED_BYTES, f"{key[0]} needs {found.metadata.shared:,} B"
+    ptx = found.asm["ptx"]
+    products = sum(ptx.count(name) for name in ("wgmma.mma_async", "mma.sync"))
+    _done[key] = found
+    print(f"{key[0]:15} shared {found.metadata.shared:7,} B, {products:3} tensor-core products")
+
+
+def run_steps():
+    """Run steps with plain pages and codes, and writes, moves and packing."""
+    backend = TritonAttention(torch.device("cpu"), GatheredAttention(torch.device("cpu")), H100)
+    for dtype, head_dim in (
+        (torch.bfloat16, 80),
+        (torch.bfloat16, 128),
+        (torch.float16, 256),
+        (torch.float32, 64),
+    ):
+        attend(backend, None, dtype, head_dim)
+    for codec in ("int8", "fp8", "int4", "int3", "int4_outliers"):
+        attend(backend, codec, torch.bfloat16, 128)
+    attend(backend, "int8", torch.float16, 128)
+    places = (torch.arange(4), torch.arange(4))
+    planes = (torch.zeros(4, 2, 8, 64), torch.zeros(4, 2, 8, 64, dtype=torch.int8))
+    backend.move(MovedSlots(planes, places, places))
+    pages = torch.zeros(4, 4096, dtype=torch.uint8)
+    slot_calls.pack_pages(pages, torch.arange(3), pages[:3].clone())
+    slot_calls.unpack_pages(pages, torch.arange(3), pages[:3].clone())
+
+
+def attend(backend, codec, dtype, head_dim):
+    lanes = Lanes(
+        tokens=[1, 1, 20],
+        slots=[[400], [40], [60]],
+        heads=2,
+        head_dim=head_dim,
+        page_tokens=16,
+        dtype=torch.float32 if codec else dtype,
+    )
+    query = lanes.query(4).to(dtype)
+    coded = None
+    if codec:
+        lanes.pages = coded_twin(lanes, codec)
+        coded = lanes.pages.coded
+        lanes.fresh = lambda: (query, query)
+    options = {"softcap": 30.0, "sinks": torch.zeros(8)} if head_dim == 80 else {}
+    lanes.attend_with_sums(backend, query, AttentionMath(scale=head_dim**-0.5, **options))
+    indices = torch.zeros(3, 1, dtype=torch.int64)
+    vectors = query[:3, :2]
+    slots = NewSlots(lanes.pages.key, lanes.pages.value, indices, indices, coded)
+    if codec not in ("int3", "int4_outliers"):
+        backend.write(slots, vectors, vectors)
+
+
+def main():
+    JITFunction.__getitem__ = lambda function, grid: (
+        lambda *args, **kwargs: compile_launch(function, *args, **kwargs)
+    )
+    run_steps()
+    print(
+        f"{len(_done)} kernels compiled for compute capability 9.0 by Triton {triton.__version__}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Triton's interpreter for tests of kernels on a CPU."""
+
+import importlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from quire.kernels.gathered import GatheredAttention
+from quire.kernels.triton.hardware import Hardware, why_no_triton
+
+CPU = torch.device("cpu")
+
+
+def interpreted(name):
+    """Import a module of `quire.kernels.triton`.
+
+    Skips the module of tests where Triton is not installed, or compiles its kernels for a GPU.
+    """
+    reason = why_no_triton(CPU)
+    if reason is not None:
+        pytest.skip(f"no interpreter of Triton: {reason}", allow_module_level=True)
+    make_interpreter_faster()
+    return importlib.import_module(f"quire.kernels.triton.{name}")
+
+
+def make_interpreter_faster():
+    """Let Triton's interpreter patch the language of each module once, without overflow checks.
+
+    Otherwise it patches it at every call of a function in a kernel, which takes half of the time
+    of a launch.
+    """
+    from triton.runtime import interpreter
+
+    if hasattr(interpreter, "quire_patched"):
+        return
+    patch = interpreter._patch_lang
+    patched = interpreter.quire_patched = set()
+
+    def patch_new(function):
+        module = function.__module__
+        if module not in patched:
+            patched.add(module)
+            patch(function)
+        return SimpleNamespace(restore=lambda: None)
+
+    interpreter._patch_lang = patch_new
+    # the check of every integer operation for an overflow takes a third of the time
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(
+        sanitize_overflow=False
+    )
+
+
+class Refusing(GatheredAttention):
+    """Fails if attention or writes fall back to torch."""
+
+    def __init__(self):
+        super().__init__(CPU)
+
+    def attend(self, plan, pages, math, query, fresh, *, column_sums=None):
+        raise AssertionError("attention fell back to torch")
+
+    def write(self, slots, key, value):
+        raise AssertionError("a write fell back to torch")
+
+    def move(self, moves):
+        raise AssertionError("a move fell back to torch")
+
+
+def triton_backend(gathered=None, *, multiprocessors=2):
+    """The backend with a number of multiprocessors, which decides on splits."""
+    from quire.kernels.triton.backend import TritonAttention
+
+    hardware = Hardware("interpreter", multiprocessors, 1, interpreted=True)
+    return TritonAttention(CPU, gathered or Refusing(), hardware)

@@ -1,0 +1,48 @@
+"""Copies of whole pages are torch's, or Triton's if they are right on the device."""
+
+import logging
+
+import pytest
+import torch
+
+from quire.kernels import page_copies
+from quire.kernels.page_copies import IN_TORCH, PageCopies, checked
+from support.interpreted import CPU, interpreted
+
+slot_calls = interpreted("slot_calls")
+
+IN_TRITON = PageCopies(slot_calls.pack_pages, slot_calls.unpack_pages)
+
+
+def test_a_cpu_copies_in_torch():
+    assert page_copies.page_copies(CPU) is IN_TORCH
+
+
+def test_a_gpu_copies_in_triton(monkeypatch):
+    monkeypatch.setattr(page_copies, "why_no_triton", lambda device: None)
+    monkeypatch.setattr(page_copies, "checked", lambda copies, device: copies)
+    copies = page_copies.page_copies.__wrapped__(torch.device("cuda"))
+
+    assert copies == IN_TRITON
+
+
+@pytest.mark.parametrize("copies", [IN_TORCH, IN_TRITON])
+def test_right_copies_are_used(copies):
+    assert checked(copies, CPU) is copies
+
+
+@pytest.mark.parametrize("side", ["pack", "unpack"])
+def test_wrong_copies_are_not_used(side, caplog):
+    copies = {"pack": IN_TORCH.pack, "unpack": IN_TORCH.unpack, side: lambda *args: None}
+
+    assert checked(PageCopies(**copies), CPU) is IN_TORCH
+    assert "wrong bytes" in caplog.text
+
+
+def test_copies_that_cannot_be_launched_are_not_used(caplog):
+    def fail(*args):
+        raise RuntimeError("no kernel image")
+
+    assert checked(PageCopies(fail, fail), CPU) is IN_TORCH
+    assert caplog.records[0].levelno == logging.WARNING
+    assert "no kernel image" in caplog.text

@@ -1,0 +1,131 @@
+"""Division of a step among programs, and the reasons why Triton cannot run; without kernels."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.kernels.backend import LaneSlots, StepShape
+from quire.kernels.triton import hardware
+from quire.kernels.triton.hardware import Hardware, is_interpreted, why_no_triton
+from quire.kernels.triton.plan import (
+    MAX_SPLITS,
+    NO_WINDOW,
+    WAVES,
+    block_starts,
+    make_plan,
+    split_count,
+)
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("programs", "blocks", "splits"),
+    [
+        (132, 1000, 1),  # rows and heads occupy all multiprocessors
+        (131, 1000, 3),
+        (8, 1000, 33),
+        (8, 5, 5),  # no more than blocks
+        (1, 1000, MAX_SPLITS),
+        (8, 0, 1),
+        (0, 10, 10),
+    ],
+)
+def test_splits_occupy_an_h100(programs, blocks, splits):
+    assert split_count(programs, blocks, multiprocessors=132) == splits
+
+
+@given(
+    programs=st.integers(1, 4096), blocks=st.integers(1, 4096), multiprocessors=st.integers(1, 256)
+)
+def test_splits_never_exceed_the_blocks_nor_the_programs_needed(programs, blocks, multiprocessors):
+    splits = split_count(programs, blocks, multiprocessors)
+
+    assert 1 <= splits <= min(blocks, MAX_SPLITS)
+    assert splits == 1 or programs * (splits - 1) < WAVES * multiprocessors
+
+
+def test_blocks_cover_all_queries_of_rows_with_several_tokens():
+    step = StepShape.of(np.array([1, 1, 20, 16, 1], dtype=np.int32))
+    rows, firsts = block_starts(step, 16)
+
+    assert list(zip(rows.tolist(), firsts.tolist(), strict=True)) == [
+        (2, 16),
+        (2, 0),
+        (3, 0),
+        (4, 0),
+    ]
+
+
+def test_no_blocks_of_a_step_that_only_decodes():
+    rows, firsts = block_starts(StepShape.of(np.ones(3, dtype=np.int32)), 16)
+
+    assert len(rows) == len(firsts) == 0
+
+
+def test_plan_copies_shapes_once_and_blocks_once_for_each_size():
+    step = StepShape.of(np.array([1, 20], dtype=np.int32))
+    slots = np.array([[300, 200], [50, 40]], dtype=np.int32)
+    plan = make_plan(step, LaneSlots(slots, 64), 16, 256, CPU)
+
+    assert plan.slots.tolist() == slots.tolist()
+    assert plan.starts.tolist() == [0, 1]
+    assert plan.tokens.tolist() == [1, 20]
+    assert {x.dtype for x in (plan.slots, plan.starts, plan.tokens)} == {torch.int32}
+    assert (plan.longest, plan.longest_decode, plan.window) == (300, 64, 64)
+    blocks = plan.query_blocks(16)
+    assert (blocks.rows.tolist(), blocks.firsts.tolist()) == ([1, 1], [16, 0])
+    assert plan.query_blocks(16) is blocks
+    assert plan.query_blocks(32).rows.tolist() == [1]
+
+
+def test_plan_without_a_window():
+    step = StepShape.of(np.array([1], dtype=np.int32))
+    plan = make_plan(step, LaneSlots(np.array([[300]], dtype=np.int32), None), 16, 256, CPU)
+
+    assert (plan.window, plan.longest_decode) == (NO_WINDOW, 300)
+
+
+def test_triton_runs_on_a_cpu_in_its_interpreter_only(monkeypatch):
+    monkeypatch.setattr(hardware, "triton_version", lambda: "3.9.0")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert is_interpreted()
+    assert why_no_triton(CPU) is None
+    assert Hardware.of(CPU).interpreted
+
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert not is_interpreted()
+    assert why_no_triton(CPU) == "Triton's kernels run on NVIDIA GPUs, the pages are on the CPU"
+
+
+def test_devices_without_cuda_have_no_triton():
+    assert "the pages are on mps" in str(why_no_triton(torch.device("mps")))
+
+
+def test_a_gpu_needs_triton_and_tensor_cores_for_bfloat16(monkeypatch):
+    monkeypatch.setattr(hardware, "triton_version", lambda: "3.9.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    expected = "expected compute capability 8.0 or higher, cuda has 7.5"
+    assert why_no_triton(CUDA) == expected
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert why_no_triton(CUDA) is None
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    assert "AMD" in str(why_no_triton(CUDA))
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(hardware, "triton_version", lambda: None)
+    assert "not installed" in str(why_no_triton(CUDA))
+
+
+@pytest.mark.parametrize(("shared_bytes", "tiles_ahead"), [(99 << 10, 1), (227 << 10, 2)])
+def test_tiles_ahead_fit_the_shared_memory(monkeypatch, shared_bytes, tiles_ahead):
+    class Properties:
+        name, multi_processor_count = "GPU", 132
+        shared_memory_per_block_optin = shared_bytes
+
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+
+    assert Hardware.of(CUDA) == Hardware("GPU", 132, tiles_ahead, interpreted=False)
