@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quire.engine.fixed_rows import PaddedBridge, RowPart, in_parts, padded
 from quire.engine.step_bridge import StepBridge
+from quire.kernels.device_copies import to_device
 from quire.kv.step import PagedKV, StepAttention
 from quire.kv.step_part import StepPart
 from quire.models.base import Batch, Decoder, LayerByLayer, PagedAttention
@@ -165,7 +166,7 @@ class Runner:
         )
 
     def _on_device(self, numbers: list[int]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int64).to(self._decoder.device)
+        return to_device(np.array(numbers, dtype=np.int64), self._decoder.device)
 
     def _batch(
         self,
@@ -179,7 +180,7 @@ class Runner:
             token_ids, positions = (padded(x, self._fixed_rows) for x in (token_ids, positions))
             sample_rows = padded(sample_rows, self._fixed_rows) if sample_rows else []
         numbers = np.array(token_ids + positions + sample_rows, dtype=np.int64)
-        on_device = torch.from_numpy(numbers).to(self._decoder.device)
+        on_device = to_device(numbers, self._decoder.device)
         rows = len(token_ids)
         return Batch(on_device[:rows], on_device[rows : 2 * rows], on_device[2 * rows :], bridge)
 

@@ -21,6 +21,7 @@ from quire.kernels.backend import (
 )
 from quire.kernels.chains import ChainBackend, HeadBuffers
 from quire.kernels.coded import decoded_slot_bytes
+from quire.kernels.device_copies import to_device
 from quire.kv.coded_layers import CodedLayers, MeasuredConstants
 from quire.kv.flat_batch import DeviceTable, FlatBatch
 from quire.kv.full_precision import FullPrecisionStep, full_precision_buffers
@@ -447,8 +448,7 @@ class StepAttention:
         return self._tensor(positions).int()[:, None]
 
     def _tensor(self, numbers: NDArray[np.generic]) -> Tensor:
-        whole = np.ascontiguousarray(numbers, dtype=np.int64)
-        return torch.from_numpy(whole).to(self._kv.store.device)
+        return to_device(np.asarray(numbers, dtype=np.int64), self._kv.store.device)
 
 
 def _lengths_before(
