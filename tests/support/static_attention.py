@@ -72,7 +72,7 @@ class StaticGathered(GatheredAttention):
         numbers = pages.table[pages.rows][:, lanes].clamp_min(0).long().flatten(0, 1)
         key, value = self._whole(pages, numbers, query)
         slots = plan.lanes.slots.reshape(-1, 1)
-        slot = torch.arange(key.shape[2])
+        slot = torch.arange(key.shape[2], device=key.device)
         seen = slot < slots
         if plan.lanes.window is not None:
             seen &= slot >= slots - plan.lanes.window
@@ -92,9 +92,11 @@ class StaticGathered(GatheredAttention):
             )
             key, value = planes
             return key, value
-        lanes = torch.arange(pages.num_lanes).repeat(len(numbers) // pages.num_lanes)
+        lanes = torch.arange(pages.num_lanes, device=numbers.device).repeat(
+            len(numbers) // pages.num_lanes
+        )
         numbers_of_side = numbers.numel() * pages.page_tokens * pages.coded.key.planes[0].shape[1]
-        room = torch.empty(numbers_of_side * query.shape[2], dtype=query.dtype)
+        room = query.new_empty(numbers_of_side * query.shape[2])
         key, value = (
             decode_pages(side, numbers, torch.empty_like(room), lanes)
             for side in (pages.coded.key, pages.coded.value)

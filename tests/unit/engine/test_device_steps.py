@@ -7,12 +7,16 @@ import torch
 from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
+from quire.engine.decode_graphs import DecodeGraphs
+from quire.engine.graph_capture import RepeatedCalls
+from quire.engine.runner import Runner
 from quire.kernels.device_copies import to_device
 from quire.sampling.sampler import Sampler
 from quire.scheduler.schedule_config import ScheduleConfig
 from support.engines import make_prompts
 from support.host_waits import DEVICE, dataless, recorded_waits
 from support.kv_options import kv_config
+from support.static_attention import StaticGathered
 
 OPTIONS = {
     "greedy": SamplingParams(temperature=0.0),
@@ -119,6 +123,23 @@ def test_decode_step_over_coded_pages_waits_once(codec):
 
     assert waits == []
     assert reads.count == 6
+
+
+def test_decode_step_with_static_inputs_waits_once():
+    reads = Reads()
+    engine = decoding_engine("llama", reads, [OPTIONS["greedy"]] * 3)
+    kv = engine.pool.kv
+    kv.backend = StaticGathered(DEVICE)
+    graphs = DecodeGraphs(engine.model.decoder, kv, RepeatedCalls(), 8)
+    step_size = engine.scheduler.step_size
+    engine.runner = Runner(engine.model.decoder, kv, engine.times, step_size, graphs=graphs)
+
+    with recorded_waits() as waits:
+        for _ in range(6):
+            engine.step()
+
+    assert waits == []
+    assert reads.count == graphs.stats.replayed == 6
 
 
 def test_waits_of_blocking_operations_are_found():
