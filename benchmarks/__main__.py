@@ -15,6 +15,7 @@ from benchmarks.cluster.command import cluster
 from benchmarks.device.command import device
 from benchmarks.disaggregation.command import disaggregation
 from benchmarks.eviction.command import eviction
+from benchmarks.gpu.command import gpu
 from benchmarks.invariant.command import invariant
 from benchmarks.kvcrush.command import kvcrush
 from benchmarks.memory.command import memory
@@ -67,6 +68,7 @@ _COMMANDS: dict[str, Callable[..., Any]] = {
     "stack": stack,
     "offload": offload,
     "device": device,
+    "gpu": gpu,
     "batch-plan": batch_plan,
     "paper": paper,
 }

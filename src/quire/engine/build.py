@@ -13,6 +13,7 @@ import torch
 
 from quire.config.kv_config import KVConfig
 from quire.engine.attention_scale import attention_scale
+from quire.engine.decode_graphs import DecodeGraphs, make_graphs, refuse_graphs
 from quire.engine.open_tier import OpenedTiers, open_tiers
 from quire.engine.pool import KVPool, build_pool
 from quire.engine.rank_decisions import RankCosts
@@ -54,6 +55,7 @@ class EngineParts:
         pool: the KV memory.
         scheduler: plans steps.
         runner: runs steps.
+        graphs: runs decode steps as CUDA graphs; None: all steps run without.
         prefix_loader: loads prefixes from the tiers outside the KV memory; None without tiers.
         times: time per phase of the steps.
     """
@@ -61,6 +63,7 @@ class EngineParts:
     pool: KVPool
     scheduler: Scheduler
     runner: Runner
+    graphs: DecodeGraphs | None
     prefix_loader: PrefixLoader | None
     times: StepTimes
 
@@ -89,6 +92,7 @@ def build(
     Raises:
         ConfigError: invalid or conflicting options; raised before the arena is allocated.
     """
+    refuse_graphs(model, schedule)
     with joining(member) as attach, ExitStack() as undo:
         state = SchedulerState.empty(parse_tenants(schedule.tenants))
         pool = build_pool(model, kv, schedule, member, state.running)
@@ -119,8 +123,11 @@ def build(
         undo.pop_all()
     times = StepTimes()
     rows = INVARIANT_ROWS if schedule.batch_invariant else None
-    runner = Runner(model.decoder, pool.kv, times, scheduler.step_size, fixed_rows=rows)
-    return EngineParts(pool, scheduler, runner, prefix_loader, times)
+    graphs = make_graphs(model, pool.kv, schedule)
+    runner = Runner(
+        model.decoder, pool.kv, times, scheduler.step_size, fixed_rows=rows, graphs=graphs
+    )
+    return EngineParts(pool, scheduler, runner, graphs, prefix_loader, times)
 
 
 def _make_offloader(

@@ -55,6 +55,7 @@ class Engine:
 
     Attributes:
         runner: computes the logits of a step; a wrapper that replaces it observes them.
+        decode_graphs: runs decode steps of the runner as CUDA graphs; None without.
         sampling_step: samples tokens from the logits; its sampler can be replaced.
         request_log: timelines of the requests, and recently finished requests.
         kv_export: copies cached prefixes out of the KV memory and into it.
@@ -95,7 +96,7 @@ class Engine:
             lockstep=self._lockstep,
         )
         self.pool, self.scheduler, self.times = parts.pool, parts.scheduler, parts.times
-        self.runner = parts.runner
+        self.runner, self.decode_graphs = parts.runner, parts.graphs
         self.prefix_loader = parts.prefix_loader
         self._closing = closing(self, self.prefix_loader)
         self._clock = clock
@@ -320,6 +321,7 @@ class Engine:
             num_generated_tokens=self.num_generated_tokens,
             times=replace(self.times),
             tier=None if self.prefix_loader is None else self.prefix_loader.stats,
+            graphs=None if self.decode_graphs is None else self.decode_graphs.stats,
         )
 
     def ledger(self) -> Snapshot:

@@ -12,8 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.engine.decode_graphs import DecodeGraphs, decode_rows
 from quire.engine.fixed_rows import PaddedBridge, RowPart, in_parts, padded
 from quire.engine.step_bridge import StepBridge
+from quire.kernels.device_copies import to_device
 from quire.kv.step import PagedKV, StepAttention
 from quire.kv.step_part import StepPart
 from quire.models.base import Batch, Decoder, LayerByLayer, PagedAttention
@@ -65,6 +67,7 @@ class Runner:
         times: accumulates the time of input preparation.
         step: batch size; a larger step runs as several batches, layer by layer.
         fixed_rows: rows of every forward pass; None: one row per token of the batch.
+        graphs: runs decode steps as CUDA graphs; None: all steps run without.
     """
 
     def __init__(
@@ -75,7 +78,9 @@ class Runner:
         step: StepSize,
         *,
         fixed_rows: int | None = None,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
+        self._graphs = graphs
         self._decoder, self._kv, self._times = decoder, kv, times
         self._step, self._fixed_rows = step, fixed_rows
 
@@ -107,6 +112,10 @@ class Runner:
     ) -> list[StepLogits | StepHidden]:
         started_s = time.perf_counter()
         parts = self._parts(rows)
+        if self._graphs is not None:
+            found = self._replay(self._graphs, parts, variant)
+            if found is not None:
+                return found
         count = min(len(parts), MOST_BATCHES)
         prepared = [self._prepare(part, StepPart(n, count)) for n, part in enumerate(parts)]
         self._times.prepare_s += time.perf_counter() - started_s
@@ -118,6 +127,25 @@ class Runner:
             for part, own in zip(together, logits, strict=True):
                 results += part.results(own)
         return results if self._fixed_rows is None else _joined(results)
+
+    def _replay(
+        self, graphs: DecodeGraphs, parts: list[list[RowPart]], variant: int
+    ) -> list[StepLogits | StepHidden] | None:
+        """Run a step as a graph; None if it must run without one."""
+        logits = None
+        if len(parts) == 1 and all(map(_only_decodes, parts[0])):
+            requests = [row.request for row in parts[0]]
+            starts = [request.progress.num_computed for request in requests]
+            tokens = [r.token_ids(at, at + 1)[0] for r, at in zip(requests, starts, strict=True)]
+            batch = decode_rows([request.memory.row for request in requests], tokens, starts)
+            logits = graphs.run(batch, variant)
+        if logits is None:
+            graphs.note_other()
+            return None
+        return [
+            StepLogits(request, starts[first], logits, first, count)
+            for request, first, count in _wanted_rows(parts[0])
+        ]
 
     def _parts(self, rows: list[tuple[Request, int]]) -> list[list[RowPart]]:
         if self._fixed_rows is not None:
@@ -165,7 +193,7 @@ class Runner:
         )
 
     def _on_device(self, numbers: list[int]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int64).to(self._decoder.device)
+        return to_device(np.array(numbers, dtype=np.int64), self._decoder.device)
 
     def _batch(
         self,
@@ -179,7 +207,7 @@ class Runner:
             token_ids, positions = (padded(x, self._fixed_rows) for x in (token_ids, positions))
             sample_rows = padded(sample_rows, self._fixed_rows) if sample_rows else []
         numbers = np.array(token_ids + positions + sample_rows, dtype=np.int64)
-        on_device = torch.from_numpy(numbers).to(self._decoder.device)
+        on_device = to_device(numbers, self._decoder.device)
         rows = len(token_ids)
         return Batch(on_device[:rows], on_device[rows : 2 * rows], on_device[2 * rows :], bridge)
 
@@ -216,6 +244,12 @@ def in_batches(
         if key is not None:
             of_key[key] = batches[-1]
     return batches
+
+
+def _only_decodes(row: RowPart) -> bool:
+    """Whether a row has one token and needs no more than its logits."""
+    request = row.request
+    return row.tokens == 1 and request.params.pooling is None and not request.spec.pre_rope
 
 
 def _wanted_rows(rows: list[RowPart]) -> Iterator[tuple[Request, int, int]]:

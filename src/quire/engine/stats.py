@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
+from quire.engine.decode_graphs import GraphStats
 from quire.engine.pool import KVPool
 from quire.kv.memory import KVMemory
 from quire.models.loader import LoadedModel
@@ -77,6 +78,7 @@ class EngineStats:
             and those found there.
         served: work done for each tenant.
         tier: statistics of the disk or network tier; None without one.
+        graphs: counters of CUDA graphs; None if the engine runs without.
         model_impl, model_impl_reason: implementation of the model's layers (native or
             transformers), and why it was selected; "" if the model was built in memory.
     """
@@ -111,6 +113,7 @@ class EngineStats:
     cached_tokens: int
     served: tuple[TenantStats, ...]
     tier: TierStats | None = None
+    graphs: GraphStats | None = None
     model_impl: str = ""
     model_impl_reason: str = ""
 
@@ -201,6 +204,7 @@ def stats_of(  # noqa: PLR0913 - one parameter per count
     num_generated_tokens: int,
     times: StepTimes,
     tier: TierStats | None,
+    graphs: GraphStats | None,
 ) -> EngineStats:
     """Collect the statistics of an engine; see `EngineStats`."""
     memory = pool.kv.memory
@@ -222,4 +226,5 @@ def stats_of(  # noqa: PLR0913 - one parameter per count
         host_bytes=pool.host.used_bytes if pool.host else 0,
         served=scheduler.fairness.report(scheduler.running),
         tier=tier,
+        graphs=graphs,
     )

@@ -10,6 +10,7 @@ other chunks         gathered and attended one entry at a time
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from quire.kernels.backend import (
 )
 from quire.kernels.coded import CodedPages, decode_pages, decoded_slot_bytes
 from quire.kernels.dense import attend_dense, column_sums_dense
+from quire.kernels.device_copies import to_device
 from quire.kernels.gathered_plan import (
     Chunk,
     DecodeBucket,
@@ -80,9 +82,8 @@ class GatheredAttention(TorchSlots):
         for bucket in plan.buckets:
             self._decode(bucket, plan, pages, math, query, out, column_sums)
         for chunk in self._chunks(plan, pages, query.shape[2]):
-            token = torch.cat(
-                [torch.arange(s, s + chunk.tokens) for s in plan.step.starts[chunk.rows].tolist()]
-            ).to(self._device)
+            starts = plan.step.starts[chunk.rows, None] + np.arange(chunk.tokens)
+            token = to_device(starts.reshape(-1), self._device)
             shape = (len(chunk.rows), chunk.tokens, *query.shape[1:])
             q = query[token].view(shape).transpose(1, 2)
             if chunk.is_fresh and pages.coded is None:
@@ -132,9 +133,9 @@ class GatheredAttention(TorchSlots):
         if column_sums is not None:
             sums = column_sums_dense(q, key, math=own_math, seen=bucket.seen)
             target = _by_lane(column_sums, pages)
-            for i, first in enumerate(bucket.slots[:, 0].tolist()):
-                row = target[int(rows[i]), int(lanes[i]), :, first : first + sums.shape[2]]
-                row.copy_(sums[i, :, : row.shape[1]])
+            for i, (row, lane, first) in enumerate(bucket.places):
+                own = target[row, lane, :, first : first + sums.shape[2]]
+                own.copy_(sums[i, :, : own.shape[1]])
 
     def _fresh_chunk(
         self,
@@ -151,7 +152,7 @@ class GatheredAttention(TorchSlots):
         if column_sums is not None:
             seen = self._chunk_seen(chunk.tokens, chunk.tokens, plan.window)
             sums = column_sums_dense(query, key, math=math, seen=seen)
-            rows = torch.from_numpy(chunk.rows).to(self._device)
+            rows = to_device(chunk.rows, self._device)
             column_sums[rows, :, : chunk.tokens] = sums
         if plan.window is None or chunk.tokens <= plan.window:
             return attend_dense(query, key, value, math=math, seen=None, causal=True)
@@ -167,7 +168,7 @@ class GatheredAttention(TorchSlots):
         pages: LayerPages,
         column_sums: Tensor | None,
     ) -> Tensor:
-        row, parts = torch.from_numpy(chunk.rows).to(self._device), []
+        row, parts = to_device(chunk.rows, self._device), []
         per_lane = query.shape[1] // len(chunk.slots)
         for lane, slots in enumerate(chunk.slots.tolist()):
             lane_index = torch.tensor([lane], device=self._device)

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels.backend import LaneSlots, LayerPages, StepShape
+from quire.kernels.device_copies import to_device
 from quire.kernels.paging import page_numbers
 from quire.kernels.token_precision import (
     ChunkLane,
@@ -28,6 +29,7 @@ class DecodeBucket:
     Attributes:
         rows: [entries] index of the row in the step.
         lanes: [entries] lane among the layer's own.
+        places: row, lane and first gathered slot of each entry, on the CPU.
         columns: [entries, columns] of the page table that are gathered.
         slots: [entries, 1] number of the first gathered slot.
         held: [entries, 1] live slots.
@@ -37,6 +39,7 @@ class DecodeBucket:
 
     rows: Tensor
     lanes: Tensor
+    places: list[tuple[int, int, int]]
     columns: Tensor
     slots: NDArray[np.int64]
     held: NDArray[np.int64]
@@ -97,12 +100,13 @@ def plan_gathering(
         slot = first[entries, None] * page_tokens + np.arange(columns.shape[1] * page_tokens)
         seen = slot < held[entries, None]
         seen &= slot >= _first_seen(held[entries, None], lanes.window)
-        mask = None if seen.all() else torch.from_numpy(seen).to(device)
+        mask = None if seen.all() else to_device(seen, device)
         buckets.append(
             DecodeBucket(
-                rows=torch.from_numpy(rows).to(device),
-                lanes=torch.from_numpy(lane).to(device),
-                columns=torch.from_numpy(columns).to(device),
+                rows=to_device(rows, device),
+                lanes=to_device(lane, device),
+                places=list(zip(rows.tolist(), lane.tolist(), slot[:, 0].tolist(), strict=True)),
+                columns=to_device(columns, device),
                 slots=slot[:, :1],
                 held=held[entries, None],
                 dead=None if mask is None else ~mask[:, None, :, None],
@@ -164,8 +168,8 @@ def write_full_precision_in_bucket(
         decoded: their keys and values, modified in place.
     """
     device = decoded[0].device
-    first, held = (torch.from_numpy(x).to(device) for x in (bucket.slots, bucket.held))
-    lengths = torch.from_numpy(full.lengths).to(device)[bucket.rows][:, None]
+    first, held = (to_device(x, device) for x in (bucket.slots, bucket.held))
+    lengths = to_device(full.lengths, device)[bucket.rows][:, None]
     slots = first + torch.arange(decoded[0].shape[2], device=device)
     if pages.positions is None:
         positions = slots + (lengths - held)

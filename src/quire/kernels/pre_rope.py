@@ -28,6 +28,7 @@ from quire.kernels.backend import (
 )
 from quire.kernels.coded import decode_slots
 from quire.kernels.dense import attend_dense, column_sums_dense
+from quire.kernels.device_copies import to_device
 from quire.kernels.gathered import DEFAULT_SCRATCH_BYTES
 from quire.kernels.paging import TorchSlots
 from quire.kernels.token_precision import (
@@ -152,16 +153,16 @@ def _bucket(
         seen &= place > own[:, :, None] - window
     token = step.starts[rows, None] + np.arange(tokens)
     numbers = (rows, lane, token, first[:, None] + place, held[:, None])
-    rows_, lanes_, token_, slot, held_ = (torch.from_numpy(x).to(device) for x in numbers)
+    rows_, lanes_, token_, slot, held_ = (to_device(x, device) for x in numbers)
     return Bucket(
         rows=rows_,
         lanes=lanes_,
         token=token_,
         slot=slot,
         held=held_,
-        is_live=torch.from_numpy(place < live).to(device),
-        query_place=torch.from_numpy(own).to(device),
-        seen=torch.from_numpy(seen[:, None]).to(device),
+        is_live=to_device(place < live, device),
+        query_place=to_device(own, device),
+        seen=to_device(seen[:, None], device),
     )
 
 
@@ -267,7 +268,7 @@ class PreRopeAttention(TorchSlots):
             positions, order = positions.sort(dim=1)
             slot, numbers, offset = (x.gather(1, order) for x in (slot, numbers, offset))
         elif pages.full_precision is not None:
-            lengths = torch.from_numpy(pages.full_precision.lengths).to(slot.device)[bucket.rows]
+            lengths = to_device(pages.full_precision.lengths, slot.device)[bucket.rows]
             positions = slot + (lengths[:, None] - bucket.held)
         key, value = _stored(pages, bucket, numbers, offset)
         # slots without a token may hold NaN, and 0 * NaN is NaN; they sort to the end
@@ -362,7 +363,7 @@ def _write_finer(
             num_tokens=bucket.num_tokens,
         )
         return full_precision_columns(full, place, bucket.seen[0, 0])
-    lengths = torch.from_numpy(full.lengths).to(slot.device)[bucket.rows][:, None]
+    lengths = to_device(full.lengths, slot.device)[bucket.rows][:, None]
     wanted = in_full_precision(full.tokens, positions, slot, lengths - 1, bucket.held - 1)
     at = bucket.rows, page, bucket.lanes
     write_full_precision(full, at, positions, slot, wanted & bucket.is_live, decoded)

@@ -3,6 +3,9 @@
 Every function maps `[rows, vocab]` logits to new ones, processes each row independently, and does
 not modify its arguments. A banned token has the logit -inf. The caller selects the steps of a
 request and their order.
+
+On a CPU, a function may read its data to choose the least work. On another device the CPU would
+wait for that, so the function does the work that suffices for any data. The results are equal.
 """
 
 import torch
@@ -31,7 +34,8 @@ def keep_only(
 
 def ban(logits: Logits, row_ids: Int[Tensor, " pairs"], token_ids: Int[Tensor, " pairs"]) -> Logits:
     """Ban the paired tokens, each in its row."""
-    return logits.index_put((row_ids, token_ids), logits.new_tensor(-torch.inf))
+    banned = torch.full((), -torch.inf, dtype=logits.dtype, device=logits.device)
+    return logits.index_put((row_ids, token_ids), banned)
 
 
 def add_bias(
@@ -82,15 +86,24 @@ def apply_temperature(logits: Logits, temperatures: Float[Tensor, " rows"]) -> L
     return logits / temperatures[:, None]
 
 
-def keep_top_k(logits: Logits, counts: Int[Tensor, " rows"]) -> Logits:
-    """Ban all but each row's k likeliest tokens (k >= 1); ties with the k-th are retained."""
+def keep_top_k(logits: Logits, counts: Int[Tensor, " rows"], largest: int | None = None) -> Logits:
+    """Ban all but each row's k likeliest tokens (k >= 1); ties with the k-th are retained.
+
+    Args:
+        logits: [rows, vocab].
+        counts: k of each row.
+        largest: the largest k, if the caller knows it; None: it is read from `counts`.
+    """
     counts = counts.clamp(max=logits.shape[1])
-    ranked = logits.topk(int(counts.max()), dim=-1).values
+    width = int(counts.max()) if largest is None else min(largest, logits.shape[1])
+    ranked = logits.topk(width, dim=-1).values
     smallest = ranked.gather(1, counts[:, None] - 1)
     return logits.masked_fill(logits < smallest, -torch.inf)
 
 
-def keep_top_p(logits: Logits, masses: Float[Tensor, " rows"]) -> Logits:
+def keep_top_p(
+    logits: Logits, masses: Float[Tensor, " rows"], *, reads: bool | None = None
+) -> Logits:
     """Ban all but the smallest set of likeliest tokens whose probability reaches the mass (> 0).
 
     A token is retained if the tokens likelier than it sum to less than the mass, so the first token
@@ -98,11 +111,17 @@ def keep_top_p(logits: Logits, masses: Float[Tensor, " rows"]) -> Logits:
     depend on the order of a sort.
     Source: Holtzman et al. 2020, section 3.1 (nucleus sampling).
     Cost: one pass and a partial sort of 1,024 tokens; a wider sort only for flat distributions.
+    Without `reads`, one sort of all tokens.
+
+    Args:
+        logits: [rows, vocab].
+        masses: probability to reach, for each row.
+        reads: whether data may be read; default: on a CPU.
     """
     mass = masses.double()[:, None]
     log_total = logits.logsumexp(dim=-1, keepdim=True).double()
     vocab_size = logits.shape[1]
-    width = min(FIRST_TOP_P_WIDTH, vocab_size)
+    width = min(FIRST_TOP_P_WIDTH, vocab_size) if _may_read(logits, reads=reads) else vocab_size
     while True:
         ranked = logits.topk(width, dim=-1).values
         probabilities = (ranked.double() - log_total).exp()
@@ -124,21 +143,33 @@ def keep_min_p(logits: Logits, shares: Float[Tensor, " rows"]) -> Logits:
     return logits.masked_fill(logits < smallest, -torch.inf)
 
 
-def draw(logits: Logits, uniforms: Float[Tensor, " rows"]) -> Int[Tensor, " rows"]:
+def draw(
+    logits: Logits, uniforms: Float[Tensor, " rows"], *, reads: bool | None = None
+) -> Int[Tensor, " rows"]:
     """Sample one token per row by inverting its cumulative distribution at a number in [0, 1).
 
     The distribution is ordered by token ids: rounding of logits cannot exchange two tokens, unlike
     in the order of probabilities. Weights are integers, whose sum does not depend on the order. So
     the boundaries do not depend on the device, on other rows or on banned tokens. A row without
     valid tokens (all banned, or NaN) returns an arbitrary token; the caller must check for that.
+
+    Args:
+        logits: [rows, vocab].
+        uniforms: a number of each row.
+        reads: whether data may be read, to skip banned tokens; default: on a CPU.
     """
-    candidates = _candidates(logits)
-    logits = logits.gather(1, candidates)
+    candidates = _candidates(logits) if _may_read(logits, reads=reads) else None
+    logits = logits if candidates is None else logits.gather(1, candidates)
     relative = (logits - logits.amax(dim=-1, keepdim=True)).double().exp().nan_to_num()
     cumulative = (relative * 2.0**WEIGHT_BITS).round().long().cumsum(dim=-1)
     total = cumulative[:, -1:]
     targets = (uniforms.double()[:, None] * total).long().minimum(total - 1)
-    return candidates.gather(1, torch.searchsorted(cumulative, targets, right=True)).squeeze(1)
+    found = torch.searchsorted(cumulative, targets, right=True)
+    return (found if candidates is None else candidates.gather(1, found)).squeeze(1)
+
+
+def _may_read(logits: Logits, *, reads: bool | None) -> bool:
+    return logits.device.type == "cpu" if reads is None else reads
 
 
 def _candidates(logits: Logits) -> Int[Tensor, "rows candidates"]:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels.coded import CodedPages, CodedPlanes
+from quire.kernels.device_copies import to_device
 from quire.layout.token_precision import FullPrecisionTokens
 
 # Tokens that attention reads in full precision instead of their codes.
@@ -124,8 +125,8 @@ def write_full_precision(
     entry, slot = wanted.nonzero(as_tuple=True)
     row, page, lane = (numbers[entry] for numbers in place)
     position = positions[entry, slot]
-    lengths = torch.from_numpy(full.lengths).to(position.device)[row]
-    starts = torch.from_numpy(full.starts).to(position.device)[row]
+    lengths = to_device(full.lengths, position.device)[row]
+    starts = to_device(full.starts, position.device)[row]
     own = (position == lengths - 1)[:, None, None]
     record = stored_record(
         full.tokens, full.marks, page, position, slots.expand_as(positions)[entry, slot]

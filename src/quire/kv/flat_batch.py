@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels.backend import StepShape
+from quire.kernels.device_copies import to_device
 from quire.kv.tables import LaneTable
 
 # The shape of a flat batch: the row of each token and its offset in the row's chunk.
@@ -47,7 +48,7 @@ class FlatBatch:
             shape=shape,
             token_row=token_row,
             token_offset=np.arange(len(token_row)) - shape.starts[token_row],
-            row_index=torch.from_numpy(rows).to(device),
+            row_index=to_device(rows, device),
         )
 
     def is_for(self, rows: NDArray[np.int64], tokens: NDArray[np.int32]) -> bool:
@@ -87,6 +88,6 @@ class DeviceTable:
 
     def _apply(self, changed: NDArray[np.int64]) -> None:
         if len(changed):
-            entries = torch.from_numpy(self._table.pages.reshape(-1)[changed]).to(self._device)
-            index = torch.from_numpy(changed).to(self._device)
-            self._pages.view(-1)[index] = entries
+            entries = self._table.pages.reshape(-1)[changed]
+            index, pages = to_device(np.stack([changed, entries]), self._device)
+            self._pages.view(-1)[index] = pages.int()

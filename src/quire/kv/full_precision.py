@@ -15,6 +15,7 @@ from torch import Tensor
 
 from quire.kernels.backend import NewSlots
 from quire.kernels.coded import CodedPlanes, write_codes
+from quire.kernels.device_copies import to_device
 from quire.kernels.token_precision import FullPrecisionPages, stored_record
 from quire.kv.flat_batch import DeviceTable, FlatBatch
 from quire.kv.memory import KVMemory
@@ -250,7 +251,7 @@ class FullPrecisionStep:
     def _tensor(self, numbers: NDArray[np.generic]) -> Tensor:
         device = self._buffer.views.whole.device
         kind = numbers if numbers.dtype == np.bool_ else numbers.astype(np.int64)
-        return torch.from_numpy(np.ascontiguousarray(kind)).to(device)
+        return to_device(kind, device)
 
 
 def _records(tokens: FullPrecisionTokens, position: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from quire.errors import PolicyError
 from quire.kernels.coded import CodedPages, CodedPlanes, decode_slots
+from quire.kernels.device_copies import to_device
 from quire.kernels.token_precision import (
     decode_records,
     in_full_precision,
@@ -377,7 +378,7 @@ class LaneReader:
 
     def _tensor(self, numbers: NDArray[np.generic]) -> Tensor:
         whole = numbers.astype(np.int64) if numbers.dtype == np.int32 else numbers
-        return torch.from_numpy(np.ascontiguousarray(whole)).to(self._kv.store.device)
+        return to_device(whole, self._kv.store.device)
 
 
 def _key(coded: CodedPages) -> CodedPlanes:

@@ -21,6 +21,7 @@ from quire.kernels.backend import (
 )
 from quire.kernels.chains import ChainBackend, HeadBuffers
 from quire.kernels.coded import decoded_slot_bytes
+from quire.kernels.device_copies import to_device
 from quire.kv.coded_layers import CodedLayers, MeasuredConstants
 from quire.kv.flat_batch import DeviceTable, FlatBatch
 from quire.kv.full_precision import FullPrecisionStep, full_precision_buffers
@@ -35,7 +36,7 @@ from quire.kv.step_part import WHOLE_STEP, StepPart
 from quire.kv.store import PageStore, store_of
 from quire.kv.stores.base import PlacementMaker
 from quire.kv.stores.paged import Paged
-from quire.layout.pages import CacheLayout, LaneGroup
+from quire.layout.pages import CacheLayout, LaneGroup, PageClass
 
 
 @runtime_checkable  # for the shape checks in tests
@@ -143,23 +144,29 @@ class PagedKV:
         table = self.tables[group.name].current()
         pages = self._layer_pages.get(group.name)
         if pages is None or pages[0].rows is not rows or pages[0].table is not table:
-            views = self.store.views(group.page_class)
-            assert views.value is not None, "lanes that attend have a value plane"
-            pages = tuple(
-                LayerPages(
-                    key=views.key,
-                    value=views.value,
-                    table=table,
-                    rows=rows,
-                    first_lane=index * group.lanes_per_layer,
-                    num_lanes=group.lanes_per_layer,
-                    positions=views.positions,
-                    coded=self.coded.of(group.page_class, layer),
-                )
-                for index, layer in enumerate(group.layers)
-            )
+            pages = self.pages_of_layers(group, table, rows)
             self._layer_pages[group.name] = pages
         return pages
+
+    def pages_of_layers(
+        self, group: LaneGroup, table: Tensor, rows: Tensor
+    ) -> tuple[LayerPages, ...]:
+        """Return the pages of each layer of a group, for rows of its table on the device."""
+        views = self.store.views(group.page_class)
+        assert views.value is not None, "lanes that attend have a value plane"
+        return tuple(
+            LayerPages(
+                key=views.key,
+                value=views.value,
+                table=table,
+                rows=rows,
+                first_lane=index * group.lanes_per_layer,
+                num_lanes=group.lanes_per_layer,
+                positions=views.positions,
+                coded=self.coded.of(group.page_class, layer),
+            )
+            for index, layer in enumerate(group.layers)
+        )
 
 
 def allocate_kv(
@@ -410,9 +417,7 @@ class StepAttention:
     def _plans(self, group: LaneGroup, slots: NDArray[np.int32]) -> tuple[object, ...]:
         """Return a plan per layer; layers share a plan if all lanes of a row have equal lengths."""
         page_class, num_layers = group.page_class, len(group.layers)
-        slot_bytes = page_class.page_bytes // page_class.tokens
-        if not page_class.is_plain:
-            slot_bytes = decoded_slot_bytes(page_class.heads, page_class.head_dim)
+        slot_bytes = slot_bytes_of(page_class)
         by_layer = slots.reshape(len(slots), num_layers, group.lanes_per_layer)
         distinct = 1 if (slots == slots[:, :1]).all() else num_layers
         plans = [
@@ -447,8 +452,14 @@ class StepAttention:
         return self._tensor(positions).int()[:, None]
 
     def _tensor(self, numbers: NDArray[np.generic]) -> Tensor:
-        whole = np.ascontiguousarray(numbers, dtype=np.int64)
-        return torch.from_numpy(whole).to(self._kv.store.device)
+        return to_device(np.asarray(numbers, dtype=np.int64), self._kv.store.device)
+
+
+def slot_bytes_of(page_class: PageClass) -> int:
+    """Return the bytes of a slot that a backend reads, decoded if pages are coded."""
+    if page_class.is_plain:
+        return page_class.page_bytes // page_class.tokens
+    return decoded_slot_bytes(page_class.heads, page_class.head_dim)
 
 
 def _lengths_before(

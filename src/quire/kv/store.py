@@ -13,6 +13,7 @@ from quire.codecs.registry import make_codec
 from quire.errors import InvariantError
 from quire.kernels.backend import MovedSlots
 from quire.kernels.coded import CodedPages, CodedPlanes
+from quire.kernels.device_copies import to_device
 from quire.kernels.huge_pages import zero_memory
 from quire.kernels.paging import move_slots
 from quire.kv.memory import KVMemory
@@ -188,7 +189,7 @@ class PageStore:
         return found
 
     def _index(self, numbers: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.int64)).to(self.device)
+        return to_device(np.asarray(numbers, dtype=np.int64), self.device)
 
 
 def plain_codec(dtype: torch.dtype) -> str:

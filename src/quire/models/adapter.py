@@ -75,7 +75,8 @@ class TransformersDecoder:
         self._spec = rank_spec(ModelSpec.from_config(model.config.to_dict()), ranks)
         self._rope = RopeVariants(model)
         self._bridge = install(model)
-        prepare_linears(model, () if weights is None else weights.modules, codec)
+        if self._device.type != "meta":  # without data, there is nothing to pack
+            prepare_linears(model, () if weights is None else weights.modules, codec)
         self._forward_lock = ForwardLock()
         self._head_takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._use_quire_attention()

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 from quire.errors import InvariantError, UnsupportedModel
 from quire.models.base import AttentionCall, PagedAttention
@@ -70,9 +70,12 @@ class Bridge:
 
 
 def register() -> None:
-    """Register the attention "quire" with Transformers; idempotent."""
+    """Register the attention "quire" with Transformers; idempotent.
+
+    No function for masks is registered: Transformers then makes none. With one, it would first
+    search the positions for packed sequences, for which the CPU waits for the device.
+    """
     AttentionInterface.register(ATTENTION_NAME, attend_through_bridge)
-    AttentionMaskInterface.register(ATTENTION_NAME, no_mask)
 
 
 def install(model: nn.Module) -> Bridge:
@@ -97,10 +100,6 @@ def uninstall(model: nn.Module) -> None:
             delattr(module, BRIDGE_ATTRIBUTE)
 
 
-def no_mask(*_arguments: object, **_options: object) -> None:
-    """Return no mask to Transformers: paged attention derives visibility from positions."""
-
-
 def attend_through_bridge(
     module: Any,
     query: Tensor,
@@ -117,7 +116,7 @@ def attend_through_bridge(
         query: [1, num_heads, num_tokens, head_dim], after RoPE.
         key: [1, num_kv_heads, num_tokens, head_dim], after RoPE.
         value: like key.
-        attention_mask: None, the value that `no_mask` returns.
+        attention_mask: None; paged attention derives visibility from positions.
         scaling: factor on query-key products; None means head_dim ** -0.5.
         options: further arguments of the architecture; window, softcap and sinks are used.
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from quire.config.sampling_params import SamplingParams
 from quire.kernels import sampling
+from quire.kernels.device_copies import to_device
 from quire.sampling.grammar_matcher import unpacked
 from quire.scheduler.request import Request
 from quire.scheduler.request_parts import TokenMatcher
@@ -48,7 +50,7 @@ def last_rows(results: Sequence[StepLogits]) -> Float[Tensor, "rows vocab"]:
     rows = [result.first_row + result.num_rows - 1 for result in results]
     if rows == list(range(rows[0], rows[0] + len(rows))):
         return batch[rows[0] : rows[0] + len(rows)]
-    return batch[rows]
+    return batch[column(batch, rows)]
 
 
 _ALL = (None, 1.0)
@@ -127,8 +129,8 @@ def _keep_grammatical(
     if not matchers:
         return logits
     masks = [matcher.mask(rows[index].output_token_ids) for index, matcher in matchers.items()]
-    allowed = torch.from_numpy(unpacked(masks, logits.shape[1])).to(logits.device)
-    structured = torch.tensor(list(matchers), device=logits.device)
+    allowed = to_device(unpacked(masks, logits.shape[1]), logits.device)
+    structured = column(logits, list(matchers))
     kept = logits[structured].masked_fill(~allowed, -torch.inf)
     return logits.index_put((structured,), kept)
 
@@ -152,7 +154,8 @@ def narrow(
     top_k = {row: option.top_k for row, option in enumerate(options) if (option.top_k or 0) > 0}
     top_p = {row: option.top_p for row, option in enumerate(options) if option.top_p not in _ALL}
     min_p = {row: option.min_p for row, option in enumerate(options) if option.min_p}
-    logits = _on_rows(sampling.keep_top_k, logits, top_k)
+    largest = max((count or 0 for count in top_k.values()), default=None)
+    logits = _on_rows(partial(sampling.keep_top_k, largest=largest), logits, top_k)
     logits = _on_rows(sampling.keep_top_p, logits, top_p)
     return _on_rows(sampling.keep_min_p, logits, min_p)
 
@@ -164,9 +167,11 @@ def _on_rows(
 ) -> Tensor:
     if not values:
         return logits
-    rows = list(values)
-    kept = keep(logits[rows], column(logits, list(values.values())))
-    return logits.index_put((torch.tensor(rows, device=logits.device),), kept)
+    numbers = column(logits, list(values.values()))
+    if len(values) == len(logits):
+        return keep(logits, numbers)
+    rows = column(logits, list(values))
+    return logits.index_put((rows,), keep(logits[rows], numbers))
 
 
 def column(
@@ -179,7 +184,7 @@ def column(
         values: one number per row.
         dtype: type of the tensor; default: int64 or float64, by the values.
     """
-    return torch.from_numpy(np.asarray(values)).to(device=logits.device, dtype=dtype)
+    return to_device(np.asarray(values), logits.device, dtype)
 
 
 def _penalize(
@@ -242,4 +247,4 @@ def _pairs(
     flat = np.fromiter((token for listed in token_ids for token in listed), dtype=np.int64)
     known = flat < logits.shape[1]
     row_ids, flat = row_ids[known], flat[known]
-    return torch.from_numpy(row_ids).to(logits.device), torch.from_numpy(flat).to(logits.device)
+    return to_device(row_ids, logits.device), to_device(flat, logits.device)

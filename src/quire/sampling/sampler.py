@@ -10,7 +10,8 @@ The order of the steps is that of vLLM and Transformers:
 The random number of a row depends only on its seed and its number of output tokens. So neither the
 rest of the batch nor a preemption changes it. For rows that need only the most likely token, one
 argmax over their logits is computed. On a CPU the C library computes the steps from the temperature
-on, row by row; torch's operations give the same tokens.
+on, row by row; torch's operations give the same tokens, and run on any device without waiting for
+it (see `device_sampling`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,14 +19,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from quire.config.sampling_params import SamplingParams
 from quire.errors import InvariantError, RequestError
 from quire.kernels import sampling
+from quire.kernels.device_copies import ReadNumbers, read_numbers
 from quire.kernels.native.sampling import RowOptions, RowSampling, SampledRows
-from quire.sampling.logits import SamplingRow, column, edit, held_back, narrow
+from quire.sampling.device_sampling import DeviceRows, RowScore, sample_on_device
+from quire.sampling.logits import SamplingRow, edit, held_back
 
 __all__ = [
     "BAD_LOGITS",
@@ -92,7 +94,8 @@ class Sampler:
 
     Args:
         vocab_size, eos_token_ids, one_by_one: see above.
-        native: samples float32 rows on a CPU; None: operations of torch for all rows.
+        native: samples rows on a CPU; None: operations of torch for all rows.
+        read: copies the results of other devices to the CPU.
     """
 
     def __init__(
@@ -102,8 +105,9 @@ class Sampler:
         *,
         one_by_one: bool = False,
         native: RowSampling | None = None,
+        read: ReadNumbers = read_numbers,
     ) -> None:
-        self._native = native
+        self._native, self._read = native, read
         self.vocab_size = vocab_size
         self.eos_token_ids = tuple(eos_token_ids)
         self.one_by_one = one_by_one
@@ -133,17 +137,40 @@ class Sampler:
         if self.one_by_one and len(rows) > 1 and not all(map(self._is_exact, rows)):
             return [self.sample(logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
         logits = logits[:, : self.vocab_size]
-        token_ids, failed = self._likeliest(logits)
-        errors = dict.fromkeys(failed, BAD_LOGITS)
         shaped = [index for index, row in enumerate(rows) if not self._is_plain(row)]
+        if self._native is not None and logits.is_cpu:
+            return self._sample_natively(self._native, logits, rows, shaped)
+        wanted = DeviceRows(
+            rows,
+            shaped,
+            is_edited=any(self._is_edited(rows[index]) for index in shaped),
+            uniforms=[_uniform(rows[i]) if not rows[i].params.greedy else 0.0 for i in shaped],
+            scored=_scored(rows),
+        )
+        found = sample_on_device(logits, wanted, self.eos_token_ids, self._read)
+        errors = dict.fromkeys(found.bad, BAD_LOGITS)
+        for index in found.without_token:
+            errors.setdefault(index, _why_none(rows[index]))
+        return _report(found.token_ids, found.scores, errors)
+
+    def _sample_natively(
+        self,
+        native: RowSampling,
+        logits: Float[Tensor, "rows vocab"],
+        rows: Sequence[SamplingRow],
+        shaped: Sequence[int],
+    ) -> list[SampledToken]:
+        token_ids, failed = _likeliest(native, logits)
+        errors = dict.fromkeys(failed, BAD_LOGITS)
         if shaped:
             own = logits if len(shaped) == len(rows) else logits[shaped]
-            chosen, failed = self._choose(own.float(), [rows[index] for index in shaped])
+            chosen, failed = self._choose(native, own.float(), [rows[index] for index in shaped])
             for index, token_id in zip(shaped, chosen, strict=True):
                 token_ids[index] = token_id
             for index in failed:
                 errors.setdefault(shaped[index], _why_none(rows[shaped[index]]))
-        return _report(logits, token_ids, [row.params for row in rows], errors)
+        scored = {index: top for index, top in _scored(rows).items() if index not in errors}
+        return _report(token_ids, _row_scores(logits, token_ids, scored), errors)
 
     def search_logits(self, logits: Float[Tensor, "beams vocab"]) -> Float[Tensor, "beams vocab"]:
         """Return the logits that a beam search continues with: those of the model."""
@@ -159,29 +186,25 @@ class Sampler:
     def _is_edited(self, row: SamplingRow) -> bool:
         return row.params.edits_logits or bool(held_back(row, self.eos_token_ids))
 
-    def _likeliest(self, logits: Float[Tensor, "rows vocab"]) -> SampledRows:
-        """Return the likeliest token of each row, and the rows with NaN or infinite logits."""
-        if self._native is not None and self._native.fits(logits):
-            return self._native.likeliest(logits)
-        best, token_ids = logits.max(dim=-1)
-        return token_ids.tolist(), _where(~best.isfinite())
-
     def _choose(
-        self, logits: Float[Tensor, "rows vocab"], rows: Sequence[SamplingRow]
+        self,
+        native: RowSampling,
+        logits: Float[Tensor, "rows vocab"],
+        rows: Sequence[SamplingRow],
     ) -> SampledRows:
         """Sample with the rows' options; also return the rows without a token."""
         if any(map(self._is_edited, rows)):
             logits = edit(logits, rows, self.eos_token_ids)
-        if self._native is not None and self._native.fits(logits):
-            return self._native.sample(logits, list(map(_options, rows)))
-        best, token_ids = logits.max(dim=-1)
-        drawn = [index for index, row in enumerate(rows) if not row.params.greedy]
-        if drawn:
-            candidates = narrow(logits[drawn], [rows[index].params for index in drawn])
-            uniforms = [_uniform(rows[index]) for index in drawn]
-            best[drawn] = candidates.amax(dim=-1)
-            token_ids[drawn] = sampling.draw(candidates, column(logits, uniforms))
-        return token_ids.tolist(), _where(~best.isfinite())
+        return native.sample(logits, list(map(_options, rows)))
+
+
+def _likeliest(native: RowSampling, logits: Float[Tensor, "rows vocab"]) -> SampledRows:
+    """Return the likeliest token of each row, and the rows with NaN or infinite logits."""
+    if native.fits(logits):
+        return native.likeliest(logits)
+    best, token_ids = logits.max(dim=-1)
+    failed = (~best.isfinite()).tolist()
+    return token_ids.tolist(), [index for index, is_set in enumerate(failed) if is_set]
 
 
 def prompt_logprobs(
@@ -249,10 +272,6 @@ def _options(row: SamplingRow) -> RowOptions:
     )
 
 
-def _where(mask: Bool[Tensor, " rows"]) -> list[int]:
-    return [index for index, is_set in enumerate(mask.tolist()) if is_set]
-
-
 def _score(
     logits: Float[Tensor, "rows vocab"], token_ids: Int[Tensor, " rows"], num_top: int
 ) -> list[ScoredToken]:
@@ -266,25 +285,32 @@ def _score(
     ]
 
 
+def _scored(rows: Sequence[SamplingRow]) -> dict[int, int]:
+    """Requested number of likeliest tokens, by index of the rows with log-probabilities."""
+    requested = ((index, row.params.logprobs) for index, row in enumerate(rows))
+    return {index: num_top for index, num_top in requested if num_top is not None}
+
+
+def _row_scores(
+    logits: Float[Tensor, "rows vocab"], token_ids: Sequence[int], scored: dict[int, int]
+) -> dict[int, RowScore]:
+    if not scored:
+        return {}
+    wanted = torch.tensor([token_ids[index] for index in scored], device=logits.device)
+    found = _score(logits[list(scored)], wanted, max(scored.values()))
+    return {
+        index: RowScore(score.logprob, score.rank, score.top_logprobs[:num_top])
+        for (index, num_top), score in zip(scored.items(), found, strict=True)
+    }
+
+
 def _report(
-    logits: Float[Tensor, "rows vocab"],
-    token_ids: Sequence[int],
-    options: Sequence[SamplingParams],
-    errors: dict[int, str],
+    token_ids: Sequence[int], scores: dict[int, RowScore], errors: dict[int, str]
 ) -> list[SampledToken]:
     tokens = [SampledToken(token_id) for token_id in token_ids]
-    requested = {
-        index: option.logprobs
-        for index, option in enumerate(options)
-        if option.logprobs is not None and index not in errors
-    }
-    if requested:
-        indices = list(requested)
-        wanted = torch.tensor([token_ids[index] for index in indices], device=logits.device)
-        scores = _score(logits[indices], wanted, max(requested.values()))
-        for index, scored in zip(indices, scores, strict=True):
-            top = scored.top_logprobs[: requested[index]]
-            tokens[index] = SampledToken(scored.token_id, scored.logprob, top, scored.rank)
+    for index, score in scores.items():
+        token_id = token_ids[index]
+        tokens[index] = SampledToken(token_id, score.logprob, score.top, score.rank)
     for index, error in errors.items():
         tokens[index] = SampledToken(NO_TOKEN, error=error)
     return tokens

@@ -85,6 +85,11 @@ class ScheduleConfig:
         "preemptions, by fixed shapes of matrix products and attention; on CPUs only, slower for "
         "small batches and long prompts",
     )
+    cuda_graphs: bool | None = option(
+        None,
+        help="run decode steps as CUDA graphs, one for each batch size (1, 2, 4 and so on); unset: "
+        "if the model is on a CUDA device and the attention backend supports it",
+    )
     tenants: str = option(
         "",
         help="tenants that share the KV memory and the steps, such as "

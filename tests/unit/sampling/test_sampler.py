@@ -101,7 +101,8 @@ def test_greedy_fast_path_equals_the_general_path(sampler):
 
 
 def test_greedy_rows_need_only_an_argmax(sampler, monkeypatch):
-    for name in ("sampler.edit", "sampler.narrow", "sampler.sampling.score"):
+    functions = ("sampler.edit", "device_sampling.edit", "device_sampling.narrow")
+    for name in (*functions, "sampler.sampling.score"):
         monkeypatch.setattr(f"quire.sampling.{name}", pytest.fail)
 
     (token,) = sampler.sample(random_logits(1), [Row(SamplingParams(top_k=3, top_p=0.5))])

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.kernels.device_copies import to_device
 from quire.kv.flat_batch import DeviceTable, FlatBatch
 from quire.kv.tables import LaneTable
 from quire.layout.pages import LaneGroup
@@ -64,8 +64,8 @@ class Records:
         by_layer = pages.reshape(len(rows), len(group.layers), group.lanes_per_layer).swapaxes(0, 1)
         return cls(
             numbers=place.numbers,
-            pages=torch.from_numpy(np.ascontiguousarray(by_layer)).to(device),
-            offsets=torch.from_numpy(offset[:, None].copy()).to(device),
+            pages=to_device(by_layer, device),
+            offsets=to_device(offset[:, None].copy(), device),
         )
 
     def write(self, layer: int, fresh: Float[Tensor, "record num_kv_heads width"]) -> None:

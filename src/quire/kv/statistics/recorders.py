@@ -6,6 +6,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from quire.errors import InvariantError
+from quire.kernels.device_copies import to_device
 from quire.kv.flat_batch import FlatBatch
 from quire.kv.statistics.pages import Queries, Records, StatisticPages
 from quire.layout.statistics import QueryMoments, QueryRing
@@ -27,9 +28,9 @@ class ResidualSimilarityStep:
         self._num_kv_heads = place.group.lanes_per_layer * place.group.page_class.heads
         device = place.numbers.device
         self._num_rows = len(batch.rows)
-        self._row = torch.from_numpy(batch.token_row).to(device)
-        self._rows = torch.from_numpy(rows).to(device)
-        self._tokens = torch.from_numpy(batch.shape.tokens).to(device).float()
+        self._row = to_device(batch.token_row, device)
+        self._rows = to_device(rows, device)
+        self._tokens = to_device(batch.shape.tokens, device).float()
 
     def note(self, layer: int, cosine: Float[Tensor, " num_tokens"]) -> None:
         """Add a layer's cosines; `layer` is its index in the group."""
@@ -73,11 +74,11 @@ class MomentsStep:
         rows = np.flatnonzero(place.active_rows(batch))
         device = place.numbers.device
         self._records = Records.of(place, batch.rows[rows], np.zeros(len(rows), dtype=np.int64))
-        self._counted = torch.from_numpy(positions >= place.statistic.skip).to(device)
+        self._counted = to_device(positions >= place.statistic.skip, device)
         self._num_kv_heads = place.group.lanes_per_layer * place.group.page_class.heads
         # one-token rows come first in the batch: one product for all of them
         ones = rows[rows < batch.shape.num_decode]
-        self._ones = torch.from_numpy(ones).to(device)
+        self._ones = to_device(ones, device)
         starts, tokens = batch.shape.starts, batch.shape.tokens
         self._chunks = [
             slice(int(starts[row]), int(starts[row] + tokens[row])) for row in rows[len(ones) :]
@@ -136,8 +137,8 @@ class RingStep:
         self._records = Records.of(
             place, batch.rows[batch.token_row[chosen]], positions[chosen] % window
         )
-        self._tokens = torch.from_numpy(chosen).to(device)
-        self._positions = torch.from_numpy(positions[chosen]).to(device)
+        self._tokens = to_device(chosen, device)
+        self._positions = to_device(positions[chosen], device)
         self._num_kv_heads = place.group.lanes_per_layer * place.group.page_class.heads
 
     def note(self, layer: int, queries: Queries) -> None:

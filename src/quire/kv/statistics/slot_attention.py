@@ -25,6 +25,7 @@ from quire.kernels.backend import (
 )
 from quire.kernels.coded import decode_head
 from quire.kernels.dense import weights_dense
+from quire.kernels.device_copies import to_device
 from quire.kernels.gathered_plan import chunk_lane
 from quire.kernels.token_precision import (
     ChunkLane,
@@ -191,8 +192,7 @@ def _statistic_rows(
     shape = (len(rows), layers, place.group.lanes_per_layer)
     by_layer = slots[rows].reshape(shape).swapaxes(0, 1)
     step_rows, table_rows, fresh, held = (
-        torch.from_numpy(np.ascontiguousarray(x)).to(device)
-        for x in (rows, batch.rows[rows], batch.shape.tokens[rows], by_layer)
+        to_device(x, device) for x in (rows, batch.rows[rows], batch.shape.tokens[rows], by_layer)
     )
     return tuple(
         StatisticRows(step_rows, table_rows, held[layer], fresh) for layer in range(layers)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quire.errors import InvariantError
 from quire.kernels.backend import AttentionBackend, AttentionMath, LayerPages
+from quire.kernels.device_copies import to_device
 from quire.kv.flat_batch import FlatBatch
 from quire.kv.statistics.pages import Queries, StatisticPages, positions_of
 from quire.kv.statistics.recorders import MomentsStep, ResidualSimilarityStep, RingStep
@@ -98,7 +99,7 @@ class GroupWatch:
             if isinstance(place.statistic, ResidualSimilarity)
         ]
         self._needs_pre_rope_keys = any(step.needs_pre_rope_keys for step in self._queries)
-        self._positions = torch.from_numpy(positions).to(places[0].numbers.device)
+        self._positions = to_device(positions, places[0].numbers.device)
 
     @property
     def wants_residual_similarity(self) -> bool:

@@ -22,6 +22,7 @@ from torch import Tensor
 from quire.kernels.backend import AttentionMath, LayerPages
 from quire.kernels.coded import CodedPages, decode_pages
 from quire.kernels.dense import Partial, attend_partial, merge
+from quire.kernels.device_copies import to_device
 from quire.kv.coded_layers import CodedLayers
 from quire.kv.flat_batch import FlatBatch
 from quire.kv.memory import KVMemory
@@ -122,7 +123,7 @@ class StepCPUAttention:
         """Start CPU attention of a layer; `query` as for `merge_into`."""
         if not self.serves(group):
             return
-        places = torch.from_numpy(self.places).to(query.device)
+        places = to_device(self.places, query.device)
         queries = query[places].to("cpu", non_blocking=query.is_cuda)
         ready = torch.cuda.current_stream(query.device).record_event() if query.is_cuda else None
         plain = AttentionMath(math.scale, math.softcap)  # sinks count once, in the final merge

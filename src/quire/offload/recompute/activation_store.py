@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quire.codecs.base import DTYPES
 from quire.codecs.registry import make_codec
+from quire.kernels.device_copies import to_device
 from quire.kv.listeners import SlotMoves
 from quire.kv.store import zero_bytes
 from quire.layout.codecs import WIDEST_GROUP, CodecSpec
@@ -203,7 +204,8 @@ class ActivationStore:
         writing = Writing(written, written.short, torch.empty(0, dtype=torch.uint8))
         if self._stream is not None:
             buffer = self._buffer(len(self._writings), written)
-            writing = Writing(written, written.short.to(self._device), buffer)
+            short = to_device(written.short.numpy(), self._device)
+            writing = Writing(written, short, buffer)
         self._writings.append(writing)
         return writing
 

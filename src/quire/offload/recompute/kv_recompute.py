@@ -17,6 +17,7 @@ from jaxtyping import Float, Int, UInt8
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.kernels.device_copies import to_device
 from quire.kv.step_log import PROJECT, X_IN, StepLog
 from quire.kv.tables import LaneTable
 from quire.layout.layout import SLOTS
@@ -263,7 +264,7 @@ class StepKVRecompute:
         if place not in self._positions:
             found = [self._logical(row, index) for row in self.rows]
             numbers = np.concatenate(found) if found else np.empty(0, dtype=np.int64)
-            self._positions[place] = torch.from_numpy(numbers).to(self._engine.device)
+            self._positions[place] = to_device(numbers, self._engine.device)
         return self._positions[place]
 
     def _divide(self, table: LaneTable) -> list[_Chunk]:
@@ -295,7 +296,7 @@ class StepKVRecompute:
         return found
 
     def _tensor(self, numbers: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(numbers)).to(self._engine.device)
+        return to_device(numbers, self._engine.device)
 
 
 def _slots(table: LaneTable, shares: Mapping[int, Share]) -> dict[int, range]:

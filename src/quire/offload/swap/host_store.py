@@ -10,7 +10,7 @@ some microseconds, the transfer time of about 100 KB on a fast link.
 """
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from quire.errors import ConfigError
+from quire.kernels.device_copies import to_device
 from quire.kernels.page_copies import page_copies
 from quire.kv.pages import PageNumbers
 from quire.kv.store import PageStore, zero_bytes
@@ -73,16 +74,24 @@ class DirectCopies:
         """Do nothing: copies on a CPU are complete on return."""
 
 
+def current_stream(device: torch.device) -> int:
+    """Number of the current stream of a device; 0 on a CPU."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
 class StagedCopies:
     """`HostCopies` for an arena on a device, in packed asynchronous batches.
 
     Args:
         store: the arena.
         host: the bytes of the pool, pinned.
-        staging_bytes: device memory that batches are packed in; at least a page of any class.
+        staging_bytes: device memory that batches of a stream are packed in; at least a page of any
+            class.
+        stream_of: returns the number of the current stream of a device.
 
     Attributes:
         host: the bytes of the pool.
+        stagings: device memory that batches are packed in, by stream.
         num_batches, num_bytes: batches and bytes copied so far, in both directions.
     """
 
@@ -91,16 +100,18 @@ class StagedCopies:
         store: PageStore,
         host: UInt8[Tensor, " num_bytes"],
         staging_bytes: int = STAGING_BYTES,
+        stream_of: Callable[[torch.device], int] = current_stream,
     ) -> None:
-        self._store, self.host = store, host
-        self._staging = torch.empty(staging_bytes, dtype=torch.uint8, device=store.device)
+        self._store, self.host, self._stream_of = store, host, stream_of
+        self._staging_bytes = staging_bytes
+        self.stagings: dict[int, Tensor] = {}
         self.num_batches = self.num_bytes = 0
-        self._numbers: dict[bytes, Tensor] = {}
+        self._numbers: dict[tuple[int, bytes], Tensor] = {}
         self._copies = page_copies(store.device)
 
     def save(self, page_class: PageClass, pages: PageNumbers, start: int) -> None:
         """Start to copy pages to consecutive host bytes from `start`."""
-        whole, index = self._store.views(page_class).whole, _index(pages).to(self._store.device)
+        whole, index = self._store.views(page_class).whole, self._index(pages)
         for first, end, staging, host in self._batches(page_class, len(pages), start):
             self._copies.pack(whole, index[first:end], staging)
             host.copy_(staging, non_blocking=True)
@@ -117,30 +128,40 @@ class StagedCopies:
     ) -> Iterator[tuple[int, int, Tensor, Tensor]]:
         """Range of pages, staging and host bytes of each batch.
 
-        All batches use the same staging: copies and gathers of one stream run in order.
+        All batches of a stream use the same staging: its copies and gathers run in order. Streams
+        have different stagings: a prefetch may be in flight while pages are saved.
         """
-        page_bytes = page_class.page_bytes
-        for first, end in batches_of(num_pages, page_bytes, self._staging.numel()):
+        page_bytes, own = page_class.page_bytes, self._staging()
+        for first, end in batches_of(num_pages, page_bytes, own.numel()):
             count = end - first
             self.num_batches += 1
             self.num_bytes += count * page_bytes
             host = _packed(self.host, page_class, count, start + first * page_bytes)
-            yield first, end, _packed(self._staging, page_class, count, 0), host
+            yield first, end, _packed(own, page_class, count, 0), host
+
+    def _staging(self) -> Tensor:
+        """Staging of the current stream, allocated at its first use."""
+        stream = self._stream_of(self._store.device)
+        if stream not in self.stagings:
+            self.stagings[stream] = torch.empty(
+                self._staging_bytes, dtype=torch.uint8, device=self._store.device
+            )
+        return self.stagings[stream]
 
     def _on_device(self, pages: PageNumbers) -> Tensor:
-        """Page numbers on the device, cached.
-
-        Steps repeat the same lists, and a copy from pageable memory blocks on its stream.
-        """
-        key = pages.tobytes()
+        """Page numbers on the device, cached for each stream: steps repeat the same lists."""
+        key = self._stream_of(self._store.device), pages.tobytes()
         if key not in self._numbers:
             if len(self._numbers) >= _MOST_LISTS:
                 self._numbers.clear()
-            self._numbers[key] = _index(pages).to(self._store.device)
+            self._numbers[key] = self._index(pages)
         return self._numbers[key]
 
+    def _index(self, pages: PageNumbers) -> Tensor:
+        return to_device(np.asarray(pages, dtype=np.int64), self._store.device)
+
     def wait(self) -> None:
-        """Wait for all started copies."""
+        """Wait for all copies started on the current stream."""
         if self._store.device.type == "cuda":
             torch.cuda.current_stream(self._store.device).synchronize()
 
@@ -177,10 +198,6 @@ def _packed(
 ) -> UInt8[Tensor, "num_pages page_bytes"]:
     num_bytes = num_pages * page_class.page_bytes
     return buffer[start : start + num_bytes].view(num_pages, page_class.page_bytes)
-
-
-def _index(pages: PageNumbers) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(pages, dtype=np.int64))
 
 
 # ---- pinned memory -------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ LAYOUT = CacheLayout(
     )
 )
 CPU = torch.device("cpu")
+HOST = torch.zeros(1 << 20, dtype=torch.uint8)
 
 
 @given(st.integers(0, 5_000), st.integers(1, 5_000), st.integers(5_000, 100_000))
@@ -149,6 +150,24 @@ def test_copied_batches_are_counted():
 
     assert pool.copies.num_bytes == num_bytes
     assert pool.copies.num_batches >= num_bytes / LARGE.page_bytes
+
+
+def test_streams_pack_their_batches_in_separate_memory():
+    """A prefetch on its own stream may be in flight while the compute stream saves pages."""
+    stream = [7]
+    memory, pool, rows = filled(
+        CPU, lambda store: StagedCopies(store, HOST, 1 << 12, stream_of=lambda _: stream[0])
+    )
+    before = row_bytes(memory, rows[0])
+
+    swapped = swap_out(memory, [rows[0]], pool)
+    stream[0] = 9
+    [row] = swap_in(memory, swapped)
+
+    assert row_bytes(memory, row) == before
+    assert set(pool.copies.stagings) == {7, 9}
+    first, second = pool.copies.stagings.values()
+    assert first.data_ptr() != second.data_ptr()
 
 
 def test_host_memory_is_pinned_until_its_holder_is_freed(monkeypatch):

@@ -1,0 +1,1 @@
+"""`python -m benchmarks gpu`: equality, kernels and steps on a GPU, against measured limits."""

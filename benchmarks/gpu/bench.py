@@ -1,0 +1,197 @@
+"""State shared by all parts of a run: the device, its measured limits, models and engines."""
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from transformers import LlamaConfig
+
+from benchmarks.common.models import llama_of, random_model
+from benchmarks.common.target import Target
+from benchmarks.gpu.config import GpuConfig
+from quire.config.generation_request import GenerationRequest
+from quire.config.kv_config import KVConfig, PrefixCacheConfig
+from quire.config.sampling_params import SamplingParams
+from quire.engine.core import Engine
+from quire.errors import InvariantError
+from quire.models.device_memory import free_device_bytes
+from quire.models.loader import LoadedModel
+from quire.scheduler.schedule_config import ScheduleConfig
+
+MOST_BATCHED_TOKENS = 8_192
+_TIMED_COPIES = 10
+
+
+@dataclass(slots=True)
+class GpuBench:
+    """A run of the benchmark.
+
+    Attributes:
+        config: configuration of all parts.
+        target: the device.
+    """
+
+    config: GpuConfig
+    target: Target
+    _rates: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, config: GpuConfig) -> "GpuBench":
+        """Create a run on the configured device."""
+        return cls(config, Target.named(config.device))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of weights and plain KV."""
+        found: torch.dtype = getattr(torch, self.config.dtype)
+        return found
+
+    @property
+    def copy_bytes_per_s(self) -> float:
+        """Measured memory bandwidth: bytes read and bytes written by a copy, per second."""
+        return self._rate("copy", self._measured_copy)
+
+    @property
+    def product_flops_per_s(self) -> float:
+        """Measured compute rate of a large product."""
+        return self._rate("product", self._measured_product)
+
+    def model_of(self, config: LlamaConfig, *, dtype: torch.dtype | None = None) -> LoadedModel:
+        """A model with random weights on the device."""
+        return random_model(config, dtype=dtype or self.dtype, device=self.target.device)
+
+    def large_model(self, context: int) -> LoadedModel:
+        """A model of the configured large shape with at least this context."""
+        return self.model_of(llama_of(self.config.spec, context))
+
+    def engine(
+        self,
+        model: LoadedModel,
+        kv_bytes: int,
+        rows: int,
+        *,
+        cuda_graphs: bool | None = None,
+        batcher: str = "continuous",
+        **kv: object,
+    ) -> Engine:
+        """An engine over a model, without prefix caching."""
+        schedule = ScheduleConfig(
+            max_num_seqs=rows,
+            max_num_batched_tokens=MOST_BATCHED_TOKENS,
+            chunk_tokens=MOST_BATCHED_TOKENS,
+            cuda_graphs=cuda_graphs,
+            batcher=batcher,
+        )
+        options = {"attention": self.config.attention} | kv
+        config = KVConfig(
+            memory=kv_bytes,
+            prefix_cache=PrefixCacheConfig(enabled=False),
+            **options,  # type: ignore[arg-type]
+        )
+        return Engine(model, config, schedule)
+
+    def kv_bytes(self, model: LoadedModel, rows: int, tokens: int) -> int:
+        """Bytes of KV of these rows, with some space for partly filled pages."""
+        per_row = model.spec.kv_bytes(tokens + 64, self.dtype.itemsize)
+        return rows * per_row * 21 // 20 + (1 << 20)
+
+    def prompts(self, count: int, tokens: int, vocab_size: int) -> list[list[int]]:
+        """Random prompts of one length."""
+        generator = torch.Generator().manual_seed(0)
+        found: list[list[int]] = torch.randint(
+            3, vocab_size, (count, tokens), generator=generator
+        ).tolist()
+        return found
+
+    def facts(self) -> dict[str, object]:
+        """Facts about the device, for the result."""
+        return {
+            "device": self.target.name,
+            "on_gpu": self.target.on_gpu,
+            "free_device_bytes": free_device_bytes(self.target.device),
+            **{f"{name}_per_s": rate for name, rate in self._rates.items()},
+        }
+
+    @property
+    def where(self) -> str:
+        """First words of captions; on a CPU they state that no GPU is measured."""
+        if self.target.on_gpu:
+            return f"On {self.target.name}."
+        return "On a CPU: a trial run only."
+
+    def free(self) -> None:
+        """Return the memory of deleted models and engines to the device."""
+        gc.collect()
+        if self.target.on_gpu:
+            torch.cuda.empty_cache()
+
+    def _rate(self, name: str, measure: Callable[[], float]) -> float:
+        if name not in self._rates:
+            self._rates[name] = measure()
+        return self._rates[name]
+
+    def _measured_copy(self) -> float:
+        num_bytes = self.config.copy_bytes
+        self.target.require(2 * num_bytes, "the copy", "use a smaller GPU config with --quick")
+        source, into = (
+            torch.zeros(num_bytes, dtype=torch.uint8, device=self.target.device) for _ in range(2)
+        )
+        copy = partial(into.copy_, source)
+        return 2 * num_bytes / self.target.median(copy, self.config.repeats, _TIMED_COPIES)
+
+    def _measured_product(self) -> float:
+        rows, inner, columns = self.config.product
+        left, right, out = (
+            torch.randn(shape, device=self.target.device).to(self.dtype)
+            for shape in ((rows, inner), (inner, columns), (rows, columns))
+        )
+        product = partial(torch.mm, left, right, out=out)
+        flops = 2 * rows * inner * columns
+        return flops / self.target.median(product, self.config.repeats, _TIMED_COPIES)
+
+
+def decode_times(
+    engine: Engine, prompts: Sequence[Sequence[int]], *, warm_steps: int, steps: int
+) -> list[float]:
+    """Seconds of decode steps of all prompts; the requests are cancelled afterwards.
+
+    Args:
+        engine: idle, with memory for all prompts and `new_tokens_of` output tokens.
+        prompts: token ids.
+        warm_steps: steps after the prefill that are not measured.
+        steps: measured steps.
+    """
+    most = new_tokens_of(len(prompts), len(prompts[0]), warm_steps + steps)
+    options = SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True)
+    ids = [engine.submit(GenerationRequest(prompt, options)) for prompt in prompts]
+    while not all_decode(engine, len(prompts)):
+        engine.step()
+    for _ in range(warm_steps):
+        engine.step()
+    times_s = []
+    for _ in range(steps):
+        started_s = time.perf_counter()
+        deltas = engine.step()
+        times_s.append(time.perf_counter() - started_s)
+        if len(deltas) != len(prompts):
+            raise InvariantError(f"expected {len(prompts)} tokens in a step, got {len(deltas)}")
+    for name in ids:
+        engine.cancel(name)
+    while engine.has_work:
+        engine.step()
+    return times_s
+
+
+def all_decode(engine: Engine, rows: int) -> bool:
+    """Whether all requests run and have one token left to compute."""
+    running = engine.scheduler.running
+    return len(running) == rows and all(request.num_uncomputed == 1 for request in running)
+
+
+def new_tokens_of(rows: int, prompt_tokens: int, steps: int) -> int:
+    """Output tokens that no row reaches: rows decode while later prompts are prefilled."""
+    prefill_steps = -(-rows * prompt_tokens // MOST_BATCHED_TOKENS) + rows
+    return prefill_steps + steps + 8

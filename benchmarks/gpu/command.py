@@ -1,0 +1,81 @@
+"""`python -m benchmarks gpu`: kernels and steps on a GPU, against its measured limits."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.common.command import finish, show_parts
+from quire.cli.common import AsJson, Threads, use_threads
+from quire.cli.json_output import print_json
+from quire.cli.out_folder import prepare_folder
+from quire.layout.extras import require_extra
+
+
+def gpu(  # noqa: PLR0913 - one parameter per option
+    *,
+    parts: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated parts: equality, kernels, step, prefill, batch_max, offload, "
+            "rebatch; default: all."
+        ),
+    ] = "",
+    on: Annotated[
+        str,
+        typer.Option("--device", help="Device: auto (a GPU if there is one), cpu, cuda or cuda:N."),
+    ] = "auto",
+    attention: Annotated[
+        str, typer.Option(help="Attention backend; default: auto, as an engine selects it.")
+    ] = "auto",
+    rows: Annotated[
+        int | None, typer.Option(min=1, help="Rows of the parts kernels and step; default: 64.")
+    ] = None,
+    repeats: Annotated[
+        int | None, typer.Option(min=1, help="Repeats of each measurement; default: 5.")
+    ] = None,
+    others: Annotated[
+        str, typer.Option(help="Comma-separated other engines: static, continuous, vllm, or none.")
+    ] = "static,continuous,vllm",
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for tables, pictures and the result as JSON.")
+    ] = None,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="Toy shapes, for a trial on any machine. No claims."),
+    ] = False,
+    threads: Threads = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Measure attention, decode steps, prefill, eviction, offload and batching on a GPU.
+
+    Weights are random, in real shapes. Limits of the device are measured in the same run: the
+    bandwidth of a copy and the rate of a matrix product. --quick runs on a CPU too.
+    """
+    import torch
+
+    from benchmarks.common.command import names_of, run_named
+    from benchmarks.gpu.bench import GpuBench
+    from benchmarks.gpu.config import QUICK_GPU, GpuConfig
+    from benchmarks.gpu.others import OTHERS
+    from benchmarks.gpu.parts import PARTS
+
+    config = replace(QUICK_GPU if quick else GpuConfig(), device=on, attention=attention)
+    names = names_of(parts, PARTS)
+    config = replace(
+        config,
+        rows=rows or config.rows,
+        repeats=repeats or config.repeats,
+        others=() if others == "none" else names_of(others, OTHERS, "engine"),
+    )
+    bench = GpuBench.of(config)
+    if out is not None:
+        require_extra("report", "--out")
+        prepare_folder(out)
+    use_threads(threads)
+    results, claims = show_parts(run_named(names, PARTS, bench))
+    used = asdict(config) | {"threads": torch.get_num_threads(), "machine_facts": bench.facts()}
+    run = finish("gpu", results, claims, used, out, quick=quick)
+    if as_json:
+        print_json(run)

@@ -1,0 +1,101 @@
+"""Configurations of `python -m benchmarks gpu`, at full size and small."""
+
+from dataclasses import dataclass, field
+
+from benchmarks.device.config import QUICK_DEVICE, DeviceBenchConfig
+from benchmarks.device.shapes import SPECS, DecodeCase
+from quire.layout.model import ModelSpec
+
+MIB, GIB = 1 << 20, 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuConfig:
+    """Configuration of all parts.
+
+    Attributes:
+        device: the measured device.
+        repeats: repeats of each measurement, after one warm-up that is not counted.
+        attention: attention backend; auto selects it as an engine does.
+        copy_bytes: bytes of the copy that measures the memory bandwidth.
+        product: [rows, inner, columns] of the product that measures the compute rate.
+        equal_prompts, equal_tokens: prompts and output tokens of the part `equality`.
+        codecs: KV codecs of the part `kernels`; the first is plain.
+        model: name of the shape in `SPECS` of the parts `kernels`, `step` and `prefill`.
+        dtype: type of weights and plain KV.
+        rows, context: batch of the parts `kernels` and `step`, and tokens of each sequence.
+        step_context: tokens of each sequence at the start of the decode steps.
+        steps, warm_steps: measured decode steps, and steps before them.
+        prefill_tokens: tokens of the prompt of the part `prefill`.
+        small_model: name in `SHAPES` of the model of the other parts.
+        pool_rows: KV memory of Batch-Max, in rows of full KV.
+        prompts, prompt_tokens, new_tokens: requests of the parts `batch_max`, `offload` and
+            `rebatch`.
+        cap, every: options of Batch-Max.
+        others: other engines to run.
+        offload: configuration of the decode steps with KV in host memory.
+    """
+
+    device: str = "auto"
+    repeats: int = 5
+    attention: str = "auto"
+    copy_bytes: int = 2 * GIB
+    product: tuple[int, int, int] = (8_192, 4_096, 14_336)
+    equal_prompts: int = 16
+    equal_tokens: int = 64
+    codecs: tuple[str, ...] = ("bfloat16", "int8")
+    model: str = "Llama-3-8B"
+    dtype: str = "bfloat16"
+    rows: int = 64
+    context: int = 4_096
+    step_context: int = 1_024
+    steps: int = 32
+    warm_steps: int = 8
+    prefill_tokens: int = 8_192
+    small_model: str = "1100m"
+    pool_rows: int = 4
+    prompts: int = 32
+    prompt_tokens: int = 2_048
+    new_tokens: int = 128
+    cap: int = 512
+    every: int = 64
+    others: tuple[str, ...] = ("static", "continuous", "vllm")
+    offload: DeviceBenchConfig = field(
+        default_factory=lambda: DeviceBenchConfig(
+            cases=(
+                DecodeCase(model="OPT-6.7B", rows=64, context=1_024),
+                DecodeCase(model="Llama-3-8B", rows=64, context=4_096),
+            ),
+            repeats=3,
+        )
+    )
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Shape of the large model."""
+        return SPECS[self.model]
+
+
+QUICK_GPU = GpuConfig(
+    repeats=2,
+    copy_bytes=4 * MIB,
+    product=(64, 64, 128),
+    equal_prompts=3,
+    equal_tokens=8,
+    model="toy-grouped",
+    dtype="float32",
+    rows=3,
+    context=64,
+    step_context=24,
+    steps=4,
+    warm_steps=2,
+    prefill_tokens=64,
+    small_model="tiny",
+    pool_rows=2,
+    prompts=4,
+    prompt_tokens=48,
+    new_tokens=12,
+    cap=24,
+    every=8,
+    offload=QUICK_DEVICE,
+)

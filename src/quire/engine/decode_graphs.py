@@ -1,0 +1,277 @@
+"""Decode steps as CUDA graphs, one for each size of a batch.
+
+A decode step launches many short kernels, and on a GPU their launches can take longer than the
+kernels. A CUDA graph launches all of them at once, with the same arguments each time. So a batch is
+padded to the next of a few sizes, and its inputs are copied to the addresses that the graph of this
+size reads (see `kv.static_step`). The graph contains the forward of the decoder, from token ids to
+logits. Page tables are updated before a replay, sampling follows it.
+
+A step runs without a graph if it contains prompt tokens, if a row records attention statistics,
+returns hidden states or stores keys before RoPE, or if the batch is larger than the largest size.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from quire.engine.graph_capture import Captured, CudaGraphs, GraphCapture
+from quire.errors import ConfigError
+from quire.kernels.static_plan import StaticPlans
+from quire.kv.static_step import DecodeRows, StaticAttention, StaticInputs, StaticShape
+from quire.kv.step import PagedKV
+from quire.models.base import Decoder
+from quire.models.loader import LoadedModel
+from quire.scheduler.schedule_config import ScheduleConfig
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphStats:
+    """Counters of decode graphs since the engine's start.
+
+    Attributes:
+        replayed: forwards that a graph ran.
+        not_replayed: other forwards, such as those with prompt tokens.
+        captures: graphs that were captured.
+        off: why no more graphs are used; None while they are.
+    """
+
+    replayed: int = 0
+    not_replayed: int = 0
+    captures: int = 0
+    off: str | None = None
+
+
+def graph_sizes(most_rows: int) -> tuple[int, ...]:
+    """Return the batch sizes that are captured: powers of 2, and the largest batch."""
+    return (*(1 << n for n in range((most_rows - 1).bit_length())), most_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """What a graph depends on."""
+
+    shape: StaticShape
+    rope_variant: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    """A captured step, with the inputs that it reads."""
+
+    inputs: StaticInputs
+    attention: StaticAttention
+    captured: Captured
+
+
+class DecodeGraphs:
+    """Captures and replays the decode steps of one engine.
+
+    Args:
+        decoder: the model.
+        kv: the KV memory.
+        capture: captures the steps.
+        most_rows: maximum number of rows of a step.
+        required: raise an error if a capture fails, instead of running without graphs.
+
+    Raises:
+        AssertionError: `why_no_graphs` returns a reason for this decoder and KV memory.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv: PagedKV,
+        capture: GraphCapture,
+        most_rows: int,
+        *,
+        required: bool = False,
+    ) -> None:
+        assert isinstance(kv.backend, StaticPlans), "checked by why_no_graphs"
+        self._decoder, self._kv, self._capture = decoder, kv, capture
+        self._backend: StaticPlans = kv.backend
+        self._required = required
+        self.sizes = graph_sizes(most_rows)
+        self._groups = [group for group in kv.memory.layout.groups if not group.private]
+        self._tables: tuple[Tensor, ...] = ()
+        self._graphs: dict[_Key, _Graph] = {}
+        self._replayed = self._not_replayed = self._captures = 0
+        self._off: str | None = None
+
+    @property
+    def stats(self) -> GraphStats:
+        """Counters since the start."""
+        return GraphStats(
+            replayed=self._replayed,
+            not_replayed=self._not_replayed,
+            captures=self._captures,
+            off=self._off,
+        )
+
+    def note_other(self) -> None:
+        """Count a forward that ran without a graph."""
+        self._not_replayed += 1
+
+    def run(
+        self, batch: DecodeRows, rope_variant: int
+    ) -> Float[Tensor, "num_samples vocab"] | None:
+        """Run a decode step as a graph.
+
+        Args:
+            batch: its rows, whose new slots are allocated.
+            rope_variant: RoPE scaling variant of all rows.
+
+        Returns:
+            Logits of each row; None if the step must run without a graph.
+        """
+        count = len(batch.rows)
+        if self._off is not None or count > self.sizes[-1] or self._has_statistics(batch):
+            return None
+        graph = self._graph(batch, rope_variant)
+        if graph is None:
+            return None
+        live = graph.inputs.fill(batch, self._kv)
+        if not graph.attention.refresh(live):
+            return None
+        logits = graph.captured.replay()
+        self._replayed += 1
+        return logits[:count].clone()  # the next replay overwrites them
+
+    def _has_statistics(self, batch: DecodeRows) -> bool:
+        places = (place for own in self._kv.statistics.values() for place in own)
+        return any(place.table.active[batch.rows].any() for place in places)
+
+    def _graph(self, batch: DecodeRows, rope_variant: int) -> _Graph | None:
+        tables = tuple(self._kv.tables[group.name].current() for group in self._groups)
+        if not _same(tables, self._tables):  # reallocated: graphs read the previous ones
+            self._graphs.clear()
+            self._tables = tables
+        key = _Key(self._shape(batch), rope_variant)
+        found = self._graphs.get(key)
+        if found is None:
+            found = self._make(key, batch, tables)
+            if found is not None:
+                self._graphs[key] = found
+        return found
+
+    def _shape(self, batch: DecodeRows) -> StaticShape:
+        count = len(batch.rows)
+        size = next(size for size in self.sizes if size >= count)
+        held = (self._kv.memory.tables[group.name].num_slots[batch.rows] for group in self._groups)
+        uniform = tuple(bool((slots == slots[:, :1]).all()) for slots in held)
+        return StaticShape(size, size > count, uniform)
+
+    def _make(self, key: _Key, batch: DecodeRows, tables: tuple[Tensor, ...]) -> _Graph | None:
+        inputs = StaticInputs(self._groups, key.shape, self._kv.store.device)
+        attention = StaticAttention(self._kv, self._backend, inputs, tables)
+        if not attention.is_possible:
+            self._turn_off(f"attention {self._kv.backend.name} cannot read these pages")
+            return None
+        if not attention.refresh(inputs.fill(batch, self._kv)):  # warm-up calls read the inputs
+            return None
+        try:
+            captured = self._capture.capture(self._forward(inputs, attention, key.rope_variant))
+        except RuntimeError as error:
+            if self._required:
+                raise
+            self._turn_off(f"the step cannot be captured: {error}")
+            return None
+        self._captures += 1
+        return _Graph(inputs, attention, captured)
+
+    def _forward(
+        self, inputs: StaticInputs, attention: StaticAttention, rope_variant: int
+    ) -> Callable[[], Tensor]:
+        samples = torch.arange(inputs.shape.size, device=self._kv.store.device)
+
+        def forward() -> Tensor:
+            return self._decoder.forward(
+                inputs.token_ids, inputs.positions, samples, attention, rope_variant=rope_variant
+            )
+
+        return forward
+
+    def _turn_off(self, reason: str) -> None:
+        self._off = reason
+        self._graphs.clear()
+        _log.warning("decode steps run without CUDA graphs: %s", reason)
+
+
+def why_no_graphs(kv: PagedKV) -> str | None:
+    """Return why no decode step of an engine can be a graph, or None."""
+    if not isinstance(kv.backend, StaticPlans):
+        return f"attention {kv.backend.name} makes a new plan for every step"
+    if kv.offload is not None:
+        return "offloaded KV is transferred in every step"
+    if not kv.rotated:
+        return "keys are stored before RoPE"
+    if kv.full_precision or kv.promoted:
+        return "the KV codec keeps some tokens in full precision"
+    return None
+
+
+def refuse_graphs(model: LoadedModel, schedule: ScheduleConfig) -> None:
+    """Refuse required graphs that are not possible for a model, before memory is allocated.
+
+    Raises:
+        ConfigError: states the reason.
+    """
+    reason = _why_not_here(model, schedule)
+    if schedule.cuda_graphs and reason is not None:
+        raise _refusal(reason)
+
+
+def make_graphs(model: LoadedModel, kv: PagedKV, schedule: ScheduleConfig) -> DecodeGraphs | None:
+    """Make the decode graphs of an engine, or none, by its options.
+
+    Args:
+        model: the model.
+        kv: the KV memory.
+        schedule: options; `cuda_graphs` is None for graphs wherever they are possible.
+
+    Raises:
+        ConfigError: graphs are required and not possible; states the reason.
+    """
+    reason = _why_not_here(model, schedule) or why_no_graphs(kv)
+    if schedule.cuda_graphs and reason is not None:
+        raise _refusal(reason)
+    if schedule.cuda_graphs is False or reason is not None:
+        return None
+    capture, most_rows = CudaGraphs(kv.store.device), schedule.max_num_seqs
+    required = schedule.cuda_graphs is True
+    return DecodeGraphs(model.decoder, kv, capture, most_rows, required=required)
+
+
+def _why_not_here(model: LoadedModel, schedule: ScheduleConfig) -> str | None:
+    device, ranks = model.decoder.device, model.group.size
+    if device.type != "cuda":
+        return f"the model is on {device.type}, and graphs are a feature of CUDA devices"
+    if schedule.batch_invariant:
+        return "batch-invariant steps run as forwards of a fixed number of rows"
+    if model.weights is not None:
+        return "offloaded weights are transferred in every step"
+    return f"{ranks} ranks sum their results inside of each layer" if ranks > 1 else None
+
+
+def _refusal(reason: str) -> ConfigError:
+    return ConfigError(
+        f"--cuda-graphs is not possible: {reason}; leave it out, or use --no-cuda-graphs"
+    )
+
+
+def decode_rows(rows: list[int], token_ids: list[int], positions: list[int]) -> DecodeRows:
+    """Return the rows of a step as arrays."""
+    return DecodeRows(
+        *(np.array(numbers, dtype=np.int64) for numbers in (rows, token_ids, positions))
+    )
+
+
+def _same(tables: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> bool:
+    pairs = zip(tables, others, strict=False)
+    return len(tables) == len(others) and all(one is other for one, other in pairs)

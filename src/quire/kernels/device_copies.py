@@ -1,0 +1,50 @@
+"""Copies of small arrays between the CPU and a device, without waiting for the device.
+
+A copy from pageable memory makes the CPU wait until the device has done all earlier work. Arrays
+are therefore copied to pinned memory first. Torch keeps that memory until the copy has ended, and
+reuses it then.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+ReadNumbers = Callable[[Tensor], NDArray[np.generic]]
+
+
+def to_device(
+    numbers: NDArray[np.generic], device: torch.device, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return an array as a tensor on a device; on a CPU, the tensor shares the array's memory.
+
+    Args:
+        numbers: the array; it may be changed after the call unless the device is a CPU.
+        device: device of the tensor.
+        dtype: type of the tensor; default: that of the array.
+    """
+    host = torch.from_numpy(np.ascontiguousarray(numbers))
+    if dtype is not None:
+        host = host.to(dtype)
+    if device.type == "cpu":
+        return host
+    return _staged(host, device).to(device, non_blocking=True)
+
+
+def copy_to(target: Tensor, numbers: NDArray[np.generic]) -> None:
+    """Overwrite a tensor on any device with an array of its shape and type."""
+    host = torch.from_numpy(np.ascontiguousarray(numbers))
+    target.copy_(_staged(host, target.device), non_blocking=True)
+
+
+def read_numbers(numbers: Tensor) -> NDArray[np.generic]:
+    """Copy a tensor to the CPU; waits until the device has computed it."""
+    found: NDArray[np.generic] = numbers.cpu().numpy()
+    return found
+
+
+def _staged(host: Tensor, device: torch.device) -> Tensor:
+    """Return a copy in pinned memory if the device copies from there without the CPU."""
+    return host.pin_memory() if device.type == "cuda" else host

@@ -1,0 +1,159 @@
+"""Samples the rows of a batch on the device of their logits, with one read of the results.
+
+The operations are those of `kernels.sampling`. Options and numbers of output tokens are known on
+the CPU and copied without waiting. The tokens, their validity and the requested log-probabilities
+are read together: this is the only point of a decode step at which the CPU waits for the device.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from quire.config.sampling_params import SamplingParams
+from quire.kernels import sampling
+from quire.kernels.device_copies import ReadNumbers, read_numbers
+from quire.sampling.logits import SamplingRow, column, edit, narrow
+
+
+@dataclass(frozen=True, slots=True)
+class RowScore:
+    """Scores of a sampled token.
+
+    Attributes:
+        logprob: log-probability (nats) under the unmodified logits.
+        rank: 1 for the likeliest token.
+        top: the likeliest tokens as (token id, log-probability), likeliest first.
+    """
+
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRows:
+    """Rows to sample.
+
+    Attributes:
+        rows: one per row of the logits.
+        shaped: indices of rows that need more than the likeliest token.
+        is_edited: whether masks, biases or penalties of a shaped row change its logits.
+        uniforms: a random number in [0, 1) for each shaped row; not used for greedy rows.
+        scored: requested number of likeliest tokens, by index of the rows with log-probabilities.
+    """
+
+    rows: Sequence[SamplingRow]
+    shaped: Sequence[int] = ()
+    is_edited: bool = False
+    uniforms: Sequence[float] = ()
+    scored: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTokens:
+    """Sampled tokens.
+
+    Attributes:
+        token_ids: token of each row.
+        bad: rows with NaN or infinite logits.
+        without_token: rows whose options leave no token, or `bad` ones.
+        scores: scores of the rows that requested log-probabilities.
+    """
+
+    token_ids: list[int]
+    bad: list[int]
+    without_token: list[int]
+    scores: dict[int, RowScore]
+
+
+def sample_on_device(
+    logits: Float[Tensor, "rows vocab"],
+    wanted: DeviceRows,
+    eos_token_ids: tuple[int, ...],
+    read: ReadNumbers = read_numbers,
+) -> DeviceTokens:
+    """Sample one token per row.
+
+    Args:
+        logits: [rows, vocab] logits of the model, in any float type.
+        wanted: rows and their options.
+        eos_token_ids: end-of-sequence tokens, which `min_tokens` masks.
+        read: copies the results to the CPU; called once.
+    """
+    best, token_ids = logits.max(dim=-1)
+    is_bad = ~best.isfinite()
+    has_none = torch.zeros_like(is_bad)
+    if wanted.shaped:
+        token_ids, has_none = _shaped(logits, wanted, eos_token_ids, token_ids, has_none)
+    parts = [token_ids, is_bad, has_none, *_scores(logits, token_ids, wanted.scored)]
+    numbers = read(torch.cat([part.reshape(-1).double() for part in parts]))
+    return _unpacked(numbers.tolist(), len(wanted.rows), wanted.scored)
+
+
+def _shaped(
+    logits: Tensor,
+    wanted: DeviceRows,
+    eos_token_ids: tuple[int, ...],
+    token_ids: Tensor,
+    has_none: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return the tokens with those of the shaped rows, and the rows without a token."""
+    if len(wanted.shaped) == len(wanted.rows):
+        return _choose(logits.float(), wanted.rows, wanted, eos_token_ids)
+    index = column(logits, list(wanted.shaped))
+    own = [wanted.rows[row] for row in wanted.shaped]
+    chosen, failed = _choose(logits[index].float(), own, wanted, eos_token_ids)
+    return token_ids.index_copy(0, index, chosen), has_none.index_copy(0, index, failed)
+
+
+def _choose(
+    logits: Float[Tensor, "rows vocab"],
+    rows: Sequence[SamplingRow],
+    wanted: DeviceRows,
+    eos_token_ids: tuple[int, ...],
+) -> tuple[Tensor, Tensor]:
+    """Sample with the rows' options; return tokens, and whether a row has none."""
+    if wanted.is_edited:
+        logits = edit(logits, rows, eos_token_ids)
+    best, token_ids = logits.max(dim=-1)
+    drawn = [index for index, row in enumerate(rows) if not row.params.greedy]
+    if not drawn:
+        return token_ids, ~best.isfinite()
+    options: list[SamplingParams] = [rows[index].params for index in drawn]
+    uniforms = column(logits, [wanted.uniforms[index] for index in drawn])
+    if len(drawn) == len(rows):
+        candidates = narrow(logits, options)
+        return sampling.draw(candidates, uniforms), ~candidates.amax(dim=-1).isfinite()
+    at = column(logits, drawn)
+    candidates = narrow(logits[at], options)
+    best = best.index_copy(0, at, candidates.amax(dim=-1))
+    return token_ids.index_copy(0, at, sampling.draw(candidates, uniforms)), ~best.isfinite()
+
+
+def _scores(logits: Tensor, token_ids: Tensor, scored: Mapping[int, int]) -> tuple[Tensor, ...]:
+    """Return log-probabilities, ranks, likeliest log-probabilities and their tokens."""
+    if not scored:
+        return ()
+    index = column(logits, list(scored))
+    return sampling.score(logits[index], token_ids[index], max(scored.values()))
+
+
+def _unpacked(numbers: list[float], rows: int, scored: Mapping[int, int]) -> DeviceTokens:
+    """Split the numbers that were read together; all of them are exact in float64."""
+    ids, bad, none = (numbers[start : start + rows] for start in (0, rows, 2 * rows))
+    rest, count, most = numbers[3 * rows :], len(scored), max(scored.values(), default=0)
+    logprobs, ranks, tops = rest[:count], rest[count : 2 * count], rest[2 * count :]
+    top_logprobs, top_ids = tops[: count * most], tops[count * most :]
+    scores = {}
+    for place, (row, num_top) in enumerate(scored.items()):
+        own = slice(place * most, place * most + num_top)
+        top = zip(map(int, top_ids[own]), top_logprobs[own], strict=True)
+        scores[row] = RowScore(logprobs[place], int(ranks[place]), tuple(top))
+    return DeviceTokens(list(map(int, ids)), _set(bad), _set(none), scores)
+
+
+def _set(flags: list[float]) -> list[int]:
+    return [row for row, flag in enumerate(flags) if flag]

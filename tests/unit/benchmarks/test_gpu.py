@@ -1,0 +1,175 @@
+"""`python -m benchmarks gpu`, at toy sizes on a CPU."""
+
+import json
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from benchmarks.__main__ import app
+from benchmarks.common.models import llama_tiny, random_model
+from benchmarks.common.target import Target
+from benchmarks.device.shapes import SPECS
+from benchmarks.gpu import others
+from benchmarks.gpu.bench import GpuBench, decode_times
+from benchmarks.gpu.config import QUICK_GPU
+from benchmarks.gpu.equality_part import agrees
+from benchmarks.gpu.kernels_part import DecodeAttention
+from benchmarks.gpu.others import OTHERS, last_steps
+from benchmarks.gpu.parts import PARTS
+from benchmarks.gpu.prefill_part import prefill_flops
+from benchmarks.gpu.step_part import floor_seconds
+from quire.errors import ConfigError
+
+CLAIMS = {
+    "equality": {"equal_outputs"},
+    "kernels": {"attention_copy_share", "attention_copy_share_int8"},
+    "step": {"step_over_floor", "graphs_gain", "static_step_over_quire"},
+    "prefill": {"prefill_share"},
+    "batch_max": {"batch_max_speedup", "batch_max_rows"},
+    "offload": {"offload_toy_lB_ms", "swap_speedup"},
+    "rebatch": {"rebatch_speedup"},
+}
+
+
+def cpu_bench(**changes) -> GpuBench:
+    return GpuBench.of(replace(QUICK_GPU, device="cpu", repeats=1, **changes))
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_part_runs_on_cpu(name):
+    result = PARTS[name](cpu_bench())
+
+    assert set(result.claims) >= CLAIMS[name]
+    assert all(value > 0 for name, value in result.claims.items() if "error" not in name)
+    assert all(table.rows for table in result.tables)
+    assert all(len(row) == len(table.columns) for table in result.tables for row in table.rows)
+    assert not [
+        cell
+        for table in result.tables
+        for row in table.rows
+        for cell in row
+        if str(cell).startswith("failed")
+    ]
+    json.dumps(result.to_json())
+    if name == "equality":
+        assert result.claims["equal_outputs"] == 1
+
+
+def test_wrong_tokens_do_not_agree_with_transformers():
+    model = random_model(llama_tiny(), dtype=torch.float32)
+    reference = model.decoder.reference_logits(torch.tensor([5, 6, 7]))
+    best, worst = int(reference[-1].argmax()), int(reference[-1].argmin())
+
+    assert agrees(model, [5, 6, 7], [best])
+    assert not agrees(model, [5, 6, 7], [worst])
+
+
+def test_attention_reads_all_pages_of_all_rows():
+    attention = DecodeAttention(cpu_bench(rows=2, context=32), "float32")
+
+    spec = SPECS["toy-grouped"]
+    assert attention.kv_bytes == 2 * 32 * spec.kv_values_per_layer_token * 4
+    assert attention().shape == (2, spec.num_heads, spec.head_dim)
+    assert attention().isfinite().all()
+
+
+def test_floor_is_the_time_to_read_weights_and_kv_once():
+    config = cpu_bench(rows=2, step_context=100).config
+    bench = GpuBench(config, Target.named("cpu"), {"copy": 1e6})  # bytes per second
+    spec = SPECS["toy-grouped"]
+    layer = 64 * 2 * 64 + 64 * spec.kv_values_per_layer_token + 3 * 64 * 96
+    weights = 4 * (3 * layer + 128 * 64)
+
+    kv_bytes = 2 * 100 * spec.num_layers * spec.kv_values_per_layer_token * 4
+    assert floor_seconds(bench) == pytest.approx((weights + kv_bytes) / 1e6, rel=0.01)
+
+
+def test_prefill_flops_are_two_per_weight_and_token_with_attention():
+    """Llama-3-8B: 6.98e9 weights of layers; 1,000 tokens: 1.396e13 + 2 x 32 x 1e6 x 4096."""
+    expected = 2 * 6.98e9 * 1_000 + 2.62e11 + 2 * 4_096 * 128_256
+
+    assert prefill_flops(SPECS["Llama-3-8B"], 1_000) == pytest.approx(expected, rel=1e-3)
+
+
+def test_measured_steps_decode_all_rows_and_leave_the_engine_idle():
+    bench = cpu_bench()
+    model = bench.model_of(llama_tiny(), dtype=torch.float32)
+    engine = bench.engine(model, 4 << 20, 3)
+
+    times_s = decode_times(engine, bench.prompts(3, 20, 500), warm_steps=2, steps=5)
+
+    assert len(times_s) == 5
+    assert min(times_s) > 0
+    assert not engine.has_work
+    engine.check()
+
+
+def test_steps_are_the_last_ones_of_a_run():
+    assert last_steps([0, 50, 51, 53, 56], 3) == 2
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
+def test_engine_that_is_not_installed_is_a_remark():
+    found = OTHERS["vllm"](cpu_bench())
+
+    assert (found.step_s, found.note) == (None, "not installed")
+
+
+def test_engine_that_fails_is_a_remark(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(others, "model_of", fail)
+
+    found = OTHERS["static"](cpu_bench())
+
+    assert found.step_s is None
+    assert "out of memory" in found.note
+
+
+def test_quick_run_prints_one_object_without_claims():
+    result = CliRunner().invoke(
+        app, ["gpu", "--device", "cpu", "--quick", "--json", "--parts", "kernels,rebatch"]
+    )
+
+    assert result.exit_code == 0, result.output
+    run = json.loads(result.stdout.splitlines()[-1])
+    assert run["name"] == "bench gpu"
+    assert run["claims"] == {}
+    assert list(run["arms"]) == ["kernels", "rebatch"]
+    assert run["config"]["machine_facts"]["on_gpu"] is False
+    assert "trial run only" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--parts", "speed"), "kernels"),
+        (("--others", "nothing"), "static"),
+        (("--parts", "kernels", "--attention", "fast"), "gathered"),
+    ],
+)
+def test_invalid_options_raise(arguments, message):
+    result = CliRunner().invoke(app, ["gpu", "--device", "cpu", "--quick", *arguments])
+
+    assert result.exit_code != 0
+    assert message in result.output + str(result.exception)
+
+
+def test_gpu_without_a_device_is_refused(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+    with pytest.raises(ConfigError, match="no CUDA device"):
+        GpuBench.of(replace(QUICK_GPU, device="cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PARTS)
+def test_part_runs_on_gpu(name):
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no CUDA device")
+
+    assert set(PARTS[name](GpuBench.of(replace(QUICK_GPU, device="cuda"))).claims) >= CLAIMS[name]

@@ -1,0 +1,158 @@
+"""Steps on a device: the CPU waits for nothing but the sampled tokens."""
+
+import numpy as np
+import pytest
+import torch
+
+from quire.config.generation_request import GenerationRequest
+from quire.config.sampling_params import SamplingParams
+from quire.engine.core import Engine
+from quire.engine.decode_graphs import DecodeGraphs
+from quire.engine.graph_capture import RepeatedCalls
+from quire.engine.runner import Runner
+from quire.kernels.device_copies import to_device
+from quire.sampling.sampler import Sampler
+from quire.scheduler.schedule_config import ScheduleConfig
+from support.engines import make_prompts
+from support.host_waits import DEVICE, dataless, recorded_waits
+from support.kv_options import kv_config
+from support.static_attention import StaticGathered
+
+OPTIONS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "temperature": SamplingParams(temperature=0.7, seed=1),
+    "top_k": SamplingParams(temperature=1.0, top_k=5),
+    "top_p": SamplingParams(temperature=1.0, top_p=0.9),
+    "min_p": SamplingParams(temperature=1.0, min_p=0.1),
+    "penalties": SamplingParams(
+        temperature=1.0,
+        repetition_penalty=1.2,
+        presence_penalty=0.5,
+        frequency_penalty=0.5,
+    ),
+    "masks": SamplingParams(
+        temperature=0.0, min_tokens=8, logit_bias={3: 1.0}, bad_token_ids=((4,),)
+    ),
+    "allowed": SamplingParams(temperature=1.0, allowed_token_ids=(3, 4, 5)),
+    "logprobs": SamplingParams(temperature=1.0, logprobs=3),
+}
+
+
+class Reads:
+    """Stands for the copy of the results from the device; returns token 2 for every row.
+
+    Attributes:
+        count: number of copies.
+    """
+
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self, numbers):
+        self.count += 1
+        assert numbers.device.type == DEVICE.type
+        found = np.zeros(numbers.shape)
+        found[: self.rows] = 2
+        return found
+
+
+def decoding_engine(architecture, reads, options, **kv):
+    """An engine on the device whose requests have been prefilled."""
+    model = dataless(architecture)
+    config = kv_config(memory="4MiB", page_tokens=4, **kv)
+    engine = Engine(model, config, ScheduleConfig(max_num_seqs=8))
+    engine.sampling_step.sampler = Sampler(model.spec.vocab_size, (1,), read=reads)
+    reads.rows = len(options)
+    for prompt, params in zip(make_prompts(len(options), 9, seed=3), options, strict=True):
+        engine.submit(GenerationRequest(prompt, params))
+    while any(request.num_uncomputed != 1 for request in engine.scheduler.running) or not (
+        engine.scheduler.running
+    ):
+        engine.step()
+    reads.count = 0
+    return engine
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_decode_step_on_a_device_waits_once_for_its_tokens(name):
+    reads = Reads()
+    engine = decoding_engine("llama", reads, [OPTIONS[name]] * 3)
+
+    with recorded_waits() as waits:
+        for _ in range(6):  # crosses a page
+            assert len(engine.step()) == 3
+
+    assert waits == []
+    assert reads.count == 6
+
+
+def test_decode_step_of_rows_with_different_options_waits_once():
+    reads = Reads()
+    engine = decoding_engine("llama", reads, list(OPTIONS.values())[:8])
+
+    with recorded_waits() as waits:
+        engine.step()
+
+    assert waits == []
+    assert reads.count == 1
+
+
+@pytest.mark.parametrize(
+    "architecture", ["llama_mqa", "mistral", "qwen2_window", "qwen3", "gemma2", "gpt2", "opt"]
+)
+def test_decode_step_of_any_architecture_waits_once(architecture):
+    reads = Reads()
+    engine = decoding_engine(architecture, reads, [OPTIONS["greedy"]] * 3)
+
+    with recorded_waits() as waits:
+        for _ in range(6):
+            engine.step()
+
+    assert waits == []
+    assert reads.count == 6
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4", "fp8"])
+def test_decode_step_over_coded_pages_waits_once(codec):
+    reads = Reads()
+    engine = decoding_engine("llama", reads, [OPTIONS["greedy"]] * 3, codec=codec)
+
+    with recorded_waits() as waits:
+        for _ in range(6):
+            engine.step()
+
+    assert waits == []
+    assert reads.count == 6
+
+
+def test_decode_step_with_static_inputs_waits_once():
+    reads = Reads()
+    engine = decoding_engine("llama", reads, [OPTIONS["greedy"]] * 3)
+    kv = engine.pool.kv
+    kv.backend = StaticGathered(DEVICE)
+    graphs = DecodeGraphs(engine.model.decoder, kv, RepeatedCalls(), 8)
+    step_size = engine.scheduler.step_size
+    engine.runner = Runner(engine.model.decoder, kv, engine.times, step_size, graphs=graphs)
+
+    with recorded_waits() as waits:
+        for _ in range(6):
+            engine.step()
+
+    assert waits == []
+    assert reads.count == graphs.stats.replayed == 6
+
+
+def test_waits_of_blocking_operations_are_found():
+    numbers = torch.zeros(4, device=DEVICE)
+
+    with recorded_waits() as waits:
+        torch.from_numpy(np.zeros(4)).to(DEVICE)
+        torch.zeros(4, device=DEVICE).copy_(torch.zeros(4))
+        to_device(np.zeros(4), DEVICE)  # does not wait
+        for read in (numbers.tolist, numbers.cpu, numbers.nonzero, numbers[0].item):
+            with pytest.raises((RuntimeError, NotImplementedError)):
+                read()
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            bool((numbers > 0).all())
+
+    assert len(waits) >= 3
