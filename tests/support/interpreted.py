@@ -44,7 +44,7 @@ def make_interpreter_faster():
             patch(function)
         return SimpleNamespace(restore=lambda: None)
 
-    interpreter._patch_lang = patch_new
+    vars(interpreter).update(_patch_lang=patch_new)  # Triton has no setting for this
     # the check of every integer operation for an overflow takes a third of the time
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(
         sanitize_overflow=False

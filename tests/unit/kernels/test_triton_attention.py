@@ -110,10 +110,13 @@ def test_half_precision_stays_near_the_reference(dtype, head_dim):
 
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_splits_of_a_row_are_merged(with_sinks, monkeypatch):
-    merged = []
-    monkeypatch.setattr(
-        launch, "_merge", lambda *args, call=launch._merge: (merged.append(args[-1]), call(*args))
-    )
+    merged, merge = [], launch.merge_decode
+
+    def counted(call, partial, partial_lse, splits):
+        merged.append(splits)
+        merge(call, partial, partial_lse, splits)
+
+    monkeypatch.setattr(launch, "merge_decode", counted)
     lanes = make_lanes(heads=1, tokens=[1, 1], slots=[[150], [5]])
     check(lanes, 2, backend=triton_backend(multiprocessors=8), with_sinks=with_sinks)
     check(lanes, 2, backend=triton_backend(multiprocessors=1), with_sinks=with_sinks)

@@ -182,11 +182,12 @@ def attend_decode(call: LayerCall) -> int:
         num_stages=stages(call.hardware.tiles_ahead),
     )
     if not is_whole:
-        _merge(call, partial, partial_lse, splits)
+        merge_decode(call, partial, partial_lse, splits)
     return partial.nbytes + partial_lse.nbytes
 
 
-def _merge(call: LayerCall, partial: Tensor, partial_lse: Tensor, splits: int) -> None:
+def merge_decode(call: LayerCall, partial: Tensor, partial_lse: Tensor, splits: int) -> None:
+    """Merge the splits of the decode rows."""
     args = call.attends
     names = ("sinks", "value_factors", "out", "lse", "out_token_stride", "out_head_stride")
     constants = ("HEAD_DIM", "GROUP", "BLOCK_D", "HAS_SINKS", "HAS_VALUE_FACTORS")
