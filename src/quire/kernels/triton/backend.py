@@ -5,8 +5,11 @@ computed by the gathered backend, layer by layer.
 """
 
 import logging
+from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.codecs.hadamard import rotate
@@ -21,11 +24,12 @@ from quire.kernels.backend import (
     StepShape,
 )
 from quire.kernels.gathered import GatheredAttention
+from quire.kernels.static_plan import StaticLanes
 from quire.kernels.triton import slot_calls
 from quire.kernels.triton.coding import FLOATS, sides_of, unfit_pages
 from quire.kernels.triton.hardware import Hardware, device_of
 from quire.kernels.triton.launch import LayerCall, attend_decode, attend_prefill, sum_columns
-from quire.kernels.triton.plan import TritonPlan, check_column_sums, make_plan
+from quire.kernels.triton.plan import TritonPlan, check_column_sums, make_plan, make_static_plan
 from quire.kernels.triton.slot_calls import can_move, can_write
 
 _log = logging.getLogger(__name__)
@@ -62,6 +66,20 @@ class TritonAttention:
         """Copy the shapes of the step to the device."""
         return make_plan(step, lanes, page_tokens, slot_bytes, self._device)
 
+    def static_plan(
+        self, step: StepShape, lanes: StaticLanes, layers: Sequence[LayerPages], slot_bytes: int
+    ) -> object | None:
+        """Make a plan whose live slots change on the device; see `StaticPlans`."""
+        if any(unfit_layer(pages) is not None for pages in layers):
+            return None
+        return make_static_plan(step, lanes, layers[0].page_tokens, slot_bytes)
+
+    def refresh(self, plan: object, slots: NDArray[np.int32]) -> bool:
+        """Return whether the plan has enough splits for these slots; see `StaticPlans`."""
+        assert isinstance(plan, TritonPlan), "a plan comes from this backend"
+        assert plan.most_slots is not None, "from static_plan"
+        return int(slots.max(initial=0)) <= plan.most_slots
+
     def write(self, slots: NewSlots, key: Tensor, value: Tensor) -> None:
         """Write keys and values to their slots; see `AttentionBackend.write`."""
         if can_write(slots, key, value):
@@ -97,6 +115,8 @@ class TritonAttention:
         check_column_sums(plan, query.shape[1], column_sums)
         reason = unfit(pages, math, query, column_sums)
         if reason is not None:
+            if plan.most_slots is not None:
+                raise RuntimeError(f"the Triton kernels cannot compute this step: {reason}")
             self._notice(reason)
             if not plan.gathered:
                 args = plan.step, plan.lanes, plan.page_tokens, plan.slot_bytes
@@ -139,17 +159,28 @@ class TritonAttention:
             _log.warning("attention falls back from Triton to gathered pages: %s", reason)
 
 
+def unfit_layer(pages: LayerPages) -> str | None:
+    """Return why the kernels cannot read the pages or the page table of a layer, or None."""
+    coded = pages.coded
+    head_dim = pages.key.shape[3] if coded is None else coded.key.codec.head_dim
+    return unfit_pages(pages, head_dim) or _unfit_table(pages)
+
+
+def _unfit_table(pages: LayerPages) -> str | None:
+    if pages.table.dtype != torch.int32 or pages.table.stride(2) != 1:
+        return f"a page table of {pages.table.dtype} with strides {pages.table.stride()}"
+    return None
+
+
 def unfit(
     pages: LayerPages, math: AttentionMath, query: Tensor, column_sums: Tensor | None
 ) -> str | None:
     """Return why the kernels cannot compute the attention of a layer, or None."""
     if query.dtype not in FLOATS or query.stride(2) != 1:
         return f"queries of {query.dtype} with strides {query.stride()}"
-    reason = unfit_pages(pages, query.shape[2])
+    reason = unfit_pages(pages, query.shape[2]) or _unfit_table(pages)
     if reason is not None:
         return reason
-    if pages.table.dtype != torch.int32 or pages.table.stride(2) != 1:
-        return f"a page table of {pages.table.dtype} with strides {pages.table.stride()}"
     if query.shape[1] % (pages.num_lanes * pages.key.shape[1]):
         return f"{query.shape[1]} query heads for pages of {pages.key.shape[1]} heads"
     if math.sinks is not None and math.sinks.numel() != query.shape[1]:

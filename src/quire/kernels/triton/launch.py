@@ -164,8 +164,7 @@ def attend_decode(call: LayerCall) -> int:
     rows, block = call.plan.step.num_decode, call.tiles.slots
     most = -(-call.plan.longest_decode // block) + (call.plan.lanes.window is not None)
     splits = split_count(rows * call.kv_heads, most, call.hardware.multiprocessors)
-    split_blocks = -(-most // splits)
-    splits = -(-most // split_blocks)
+    splits = -(-most // -(-most // splits))  # none without slots in the longest row
     heads, head_dim, device = call.query.shape[1], call.query.shape[2], call.query.device
     is_whole = splits == 1
     count = 0 if is_whole else rows * heads * splits
@@ -174,7 +173,6 @@ def attend_decode(call: LayerCall) -> int:
     decode_splits[(rows, call.kv_heads, splits)](
         **(dict(call.attends) | ({} if is_whole else {"lse": partial_lse})),
         partial=partial,
-        split_slots=split_blocks * block,
         num_splits=splits,
         BLOCK_G=call.tiles.heads,
         IS_WHOLE=is_whole,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quire.errors import InvariantError
 from quire.kernels.backend import LaneSlots, StepShape
+from quire.kernels.static_plan import StaticLanes
 
 NO_WINDOW = 1 << 30
 """Window of layers without one: longer than any row, and its sum with a slot fits 32 bits."""
@@ -39,6 +40,8 @@ class TritonPlan:
         tokens: [rows] new tokens of each row.
         blocks: query blocks by their number of queries.
         gathered: plan of the gathered backend, once a layer needed it.
+        most_slots: for a plan whose live slots change on the device, the most that a lane can have;
+            `lanes` is then empty. None for a plan of one step.
     """
 
     step: StepShape
@@ -50,6 +53,7 @@ class TritonPlan:
     tokens: Int[Tensor, " row"]
     blocks: dict[int, QueryBlocks] = field(default_factory=dict)
     gathered: list[object] = field(default_factory=list)
+    most_slots: int | None = None
 
     @property
     def window(self) -> int:
@@ -59,13 +63,17 @@ class TritonPlan:
     @property
     def longest(self) -> int:
         """Live slots of the fullest lane."""
-        return int(self.lanes.slots.max(initial=0))
+        return self._longest_of(len(self.step.tokens))
 
     @property
     def longest_decode(self) -> int:
         """Most slots that a row with one new token attends to."""
-        held = int(self.lanes.slots[: self.step.num_decode].max(initial=0))
-        return min(held, self.window)
+        return min(self._longest_of(self.step.num_decode), self.window)
+
+    def _longest_of(self, rows: int) -> int:
+        if self.most_slots is not None:
+            return self.most_slots
+        return int(self.lanes.slots[:rows].max(initial=0))
 
     def query_blocks(self, queries: int) -> QueryBlocks:
         """Return the blocks of at most `queries` queries; copied to the device on first use."""
@@ -83,6 +91,24 @@ def make_plan(
     """Copy the shapes of a step to the device, in one copy."""
     slots, starts, tokens = on_device(device, lanes.slots, step.starts, step.tokens)
     return TritonPlan(step, lanes, page_tokens, slot_bytes, slots, starts, tokens)
+
+
+def make_static_plan(
+    step: StepShape, lanes: StaticLanes, page_tokens: int, slot_bytes: int
+) -> TritonPlan:
+    """Make a plan that reads the live slots from where the engine overwrites them."""
+    starts, tokens = on_device(lanes.slots.device, step.starts, step.tokens)
+    on_host = LaneSlots(np.zeros((0, lanes.slots.shape[1]), dtype=np.int32), lanes.window)
+    return TritonPlan(
+        step,
+        on_host,
+        page_tokens,
+        slot_bytes,
+        lanes.slots,
+        starts,
+        tokens,
+        most_slots=lanes.most_slots,
+    )
 
 
 def on_device(device: torch.device, *arrays: NDArray[np.generic]) -> list[Tensor]:

@@ -16,7 +16,7 @@ from quire.kernels.triton.device.tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["split_slots", "num_splits", "first_lane", "window"])
+@triton.jit(do_not_specialize=["num_splits", "first_lane", "window"])
 def decode_splits(
     query,
     out,
@@ -47,7 +47,6 @@ def decode_splits(
     page_bytes,
     first_lane,
     window,
-    split_slots,
     num_splits,
     scale,
     cap,
@@ -77,6 +76,9 @@ def decode_splits(
 ):
     """One program per (row, KV head, split): attention of the query heads over some slots.
 
+    The splits of a lane have equal numbers of blocks of its live slots, which are read here: a CUDA
+    graph repeats the launch while they change.
+
     With IS_WHOLE a row has one split: writes the output and the log-sum-exp [row, head]. Otherwise
     writes the output of the split to `partial` [row, head, split, dim] and its log-sum-exp [row,
     head, split], without sinks and factors.
@@ -85,8 +87,10 @@ def decode_splits(
     lane, page_head = kv_head // PAGE_HEADS, kv_head % PAGE_HEADS
     held = tl.load(slots + row * NUM_LANES + lane)
     first = tl.maximum(held - window, 0)
-    begin = first // BLOCK_T * BLOCK_T + split * split_slots
-    end = tl.minimum(begin + split_slots, held)
+    first_block = first // BLOCK_T
+    split_blocks = tl.cdiv(tl.cdiv(held, BLOCK_T) - first_block, num_splits)
+    begin = (first_block + split * split_blocks) * BLOCK_T
+    end = tl.minimum(begin + split_blocks * BLOCK_T, held)
     table_row = tl.load(table_rows + row).to(tl.int64)
     own_table = table + table_row * table_row_stride + (first_lane + lane) * table_lane_stride
 
