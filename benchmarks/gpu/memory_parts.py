@@ -19,7 +19,7 @@ from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 
-_LONG_EVERY = 8  # one of so many outputs is long
+_LONG_EVERY = 8  # one output of eight is long
 
 
 def run_batch_max(bench: GpuBench) -> PartResult:

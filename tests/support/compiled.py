@@ -69,7 +69,9 @@ def compile_launch(function, *args, num_warps=4, num_stages=3, **kwargs):
     ptx = found.asm["ptx"]
     products = sum(ptx.count(name) for name in ("wgmma.mma_async", "mma.sync"))
     _done[key] = found
-    print(f"{key[0]:15} shared {found.metadata.shared:7,} B, {products:3} tensor-core products")
+    operand = str(bound.get("OPERAND", ""))
+    shared_bytes = found.metadata.shared
+    print(f"{key[0]:15} {operand:4} shared {shared_bytes:7,} B, {products:3} tensor-core products")
 
 
 def run_steps():

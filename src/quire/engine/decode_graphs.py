@@ -233,7 +233,7 @@ def make_graphs(model: LoadedModel, kv: PagedKV, schedule: ScheduleConfig) -> De
     Args:
         model: the model.
         kv: the KV memory.
-        schedule: options; `cuda_graphs` is None for graphs wherever they are possible.
+        schedule: options; `cuda_graphs` is None for graphs if they are possible.
 
     Raises:
         ConfigError: graphs are required and not possible; states the reason.

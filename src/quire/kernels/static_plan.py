@@ -24,7 +24,7 @@ class StaticLanes:
     Attributes:
         slots: int32 [rows, lanes] on the device of the pages: live slots of each lane, including
             the step's token. The engine overwrites them between calls. All are at least 1.
-        most_slots: no lane will have more slots: the page tables have columns for so many.
+        most_slots: no lane will have more slots: the page tables have columns for this number.
         window: number of slots a query attends to, including its own; None for all.
     """
 

@@ -8,6 +8,7 @@ are read together: this is the only point of a decode step at which the CPU wait
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -157,3 +158,28 @@ def _unpacked(numbers: list[float], rows: int, scored: Mapping[int, int]) -> Dev
 
 def _set(flags: list[float]) -> list[int]:
     return [row for row, flag in enumerate(flags) if flag]
+
+
+def requested_scores(rows: Sequence[SamplingRow]) -> dict[int, int]:
+    """Requested number of likeliest tokens, by index of the rows with log-probabilities."""
+    requested = ((index, row.params.logprobs) for index, row in enumerate(rows))
+    return {index: num_top for index, num_top in requested if num_top is not None}
+
+
+def uniform_of(row: SamplingRow) -> float:
+    """Uniform random number in [0, 1) from the row's seed and its number of output tokens.
+
+    0 for greedy rows, which need none.
+
+    Source: Salmon et al. 2011 (Philox): a counter-based generator without state.
+    """
+    if row.params.greedy:
+        return 0.0
+    key = np.array(seed_and_position(row), dtype=np.uint64)
+    return (int(np.random.Philox(key=key).random_raw()) >> 11) * 2.0**-53
+
+
+def seed_and_position(row: SamplingRow) -> tuple[int, int]:
+    """Key of a row's random number: its seed, and its number of output tokens."""
+    seed = row.sampling_seed if row.params.seed is None else row.params.seed
+    return seed % 2**64, len(row.output_token_ids)

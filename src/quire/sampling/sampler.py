@@ -17,7 +17,6 @@ it (see `device_sampling`).
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -26,7 +25,8 @@ from quire.errors import InvariantError, RequestError
 from quire.kernels import sampling
 from quire.kernels.device_copies import ReadNumbers, read_numbers
 from quire.kernels.native.sampling import RowOptions, RowSampling, SampledRows
-from quire.sampling.device_sampling import DeviceRows, RowScore, sample_on_device
+from quire.sampling import device_sampling
+from quire.sampling.device_sampling import DeviceRows, RowScore
 from quire.sampling.logits import SamplingRow, edit, held_back
 
 __all__ = [
@@ -144,10 +144,13 @@ class Sampler:
             rows,
             shaped,
             is_edited=any(self._is_edited(rows[index]) for index in shaped),
-            uniforms=[_uniform(rows[i]) if not rows[i].params.greedy else 0.0 for i in shaped],
-            scored=_scored(rows),
+            uniforms=[
+                device_sampling.uniform_of(rows[i]) if not rows[i].params.greedy else 0.0
+                for i in shaped
+            ],
+            scored=device_sampling.requested_scores(rows),
         )
-        found = sample_on_device(logits, wanted, self.eos_token_ids, self._read)
+        found = device_sampling.sample_on_device(logits, wanted, self.eos_token_ids, self._read)
         errors = dict.fromkeys(found.bad, BAD_LOGITS)
         for index in found.without_token:
             errors.setdefault(index, _why_none(rows[index]))
@@ -169,7 +172,8 @@ class Sampler:
                 token_ids[index] = token_id
             for index in failed:
                 errors.setdefault(shaped[index], _why_none(rows[shaped[index]]))
-        scored = {index: top for index, top in _scored(rows).items() if index not in errors}
+        scored = device_sampling.requested_scores(rows)
+        scored = {index: top for index, top in scored.items() if index not in errors}
         return _report(token_ids, _row_scores(logits, token_ids, scored), errors)
 
     def search_logits(self, logits: Float[Tensor, "beams vocab"]) -> Float[Tensor, "beams vocab"]:
@@ -239,20 +243,6 @@ def prompt_logprobs(
     return scored
 
 
-def _uniform(row: SamplingRow) -> float:
-    """Uniform random number in [0, 1) from the row's seed and its number of output tokens.
-
-    Source: Salmon et al. 2011 (Philox): a counter-based generator without state.
-    """
-    key = np.array(_key(row), dtype=np.uint64)
-    return (int(np.random.Philox(key=key).random_raw()) >> 11) * 2.0**-53
-
-
-def _key(row: SamplingRow) -> tuple[int, int]:
-    seed = row.sampling_seed if row.params.seed is None else row.params.seed
-    return seed % 2**64, len(row.output_token_ids)
-
-
 def _why_none(row: SamplingRow) -> str:
     """Why the masks of a row leave no token."""
     error = None if row.matcher is None else row.matcher.error
@@ -261,7 +251,7 @@ def _why_none(row: SamplingRow) -> str:
 
 def _options(row: SamplingRow) -> RowOptions:
     params = row.params
-    seed, position = _key(row)
+    seed, position = device_sampling.seed_and_position(row)
     return RowOptions(
         seed=seed,
         position=position,
@@ -283,12 +273,6 @@ def _score(
             token_ids.tolist(), logprobs, ranks, top_logprobs, top_ids, strict=True
         )
     ]
-
-
-def _scored(rows: Sequence[SamplingRow]) -> dict[int, int]:
-    """Requested number of likeliest tokens, by index of the rows with log-probabilities."""
-    requested = ((index, row.params.logprobs) for index, row in enumerate(rows))
-    return {index: num_top for index, num_top in requested if num_top is not None}
 
 
 def _row_scores(

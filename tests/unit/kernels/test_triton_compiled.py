@@ -16,7 +16,8 @@ def test_kernels_compile_for_an_h100_and_fit_its_shared_memory(tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "support.compiled"],
-        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        env=environment
+        | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         check=False,
@@ -26,4 +27,11 @@ def test_kernels_compile_for_an_h100_and_fit_its_shared_memory(tmp_path):
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert "kernels compiled for compute capability 9.0" in lines[-1]
-    assert all("  0 tensor-core" not in line for line in lines if "decode_splits" in line)
+    half = [line for line in lines if " bf16 " in line or " fp16 " in line]
+    assert {line.split()[0] for line in half} == {
+        "decode_splits",
+        "decode_sums",
+        "prefill_blocks",
+        "prefill_sums",
+    }
+    assert not [line for line in half if "  0 tensor-core products" in line]
