@@ -1,6 +1,5 @@
 """Plans of Triton's attention whose live slots change between calls, as in a CUDA graph."""
 
-
 import numpy as np
 import pytest
 import torch
