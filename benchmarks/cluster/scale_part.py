@@ -62,6 +62,7 @@ def _scale_claims(found: Mapping[RouterName, list[Run]]) -> Numbers:
     own, last = found["kv_aware"], {name: runs[-1].numbers for name, runs in found.items()}
     first, largest = own[0].numbers, own[-1].numbers
     per_replica = largest["generated_tokens_per_s"] / largest["replicas"]
+    has_one = first["replicas"] == 1
     rate = largest["requests_per_s"] / largest["replicas"]
     return {
         "largest_replicas": largest["replicas"],
@@ -71,7 +72,11 @@ def _scale_claims(found: Mapping[RouterName, list[Run]]) -> Numbers:
         "largest_p99_s_kv_aware": largest["ttft_p99_s"],
         "largest_p99_s_least_loaded": last["least_loaded"]["ttft_p99_s"],
         "largest_p99_s_round_robin": last["round_robin"]["ttft_p99_s"],
-        "throughput_per_replica_over_one": per_replica / first["generated_tokens_per_s"],
+        **(
+            {"throughput_per_replica_over_one": per_replica / first["generated_tokens_per_s"]}
+            if has_one
+            else {}
+        ),
         "cost_per_million_tokens_kv_aware": largest["cost_per_million_tokens"],
         "cost_per_million_tokens_round_robin": last["round_robin"]["cost_per_million_tokens"],
         "router_us_largest": own[-1].routing_us,
