@@ -52,8 +52,9 @@ class Grid:
     """
 
     rules: tuple[str, ...] = (
-        *("sinks", "average", "h2o", "h2o_sinks", "snapkv", "tova", "keydiff", "lagkv"),
-        *("expected_attention", "kvcrush:base=(h2o)", "kvcrush:base=(snapkv),sets=head", "random"),
+        *("sinks", "average", "h2o", "h2o_sinks", "snapkv:window=16", "tova", "keydiff", "lagkv"),
+        *("expected_attention", "kvcrush:base=(h2o)", "kvcrush:base=(snapkv:window=16),sets=head"),
+        "random",
     )
     budgets: tuple[str, ...] = ("12.5%", "25%", "50%")
     schedules: tuple[str, ...] = ("prefill_and_decode", "prefill_end")
