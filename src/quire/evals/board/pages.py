@@ -65,13 +65,13 @@ def _rule_lines(rows: Sequence[Row]) -> Iterator[str]:
         f"{WANTED}. The fewest bytes first."
     )
     yield ""
-    for budget, kept in best_rules(rows, WANTED).items():
-        names = "; ".join(map(_kept, kept))
+    for budget, good in best_rules(rows, WANTED).items():
+        names = "; ".join(map(_rule_text, good))
         yield f"* Cap {budget} of the prompt: {names or 'none'}"
     yield ""
 
 
-def _kept(row: Row) -> str:
+def _rule_text(row: Row) -> str:
     entry, mark = row.entry, "**" if row.quality.low >= WANTED else ""
     return f"`{entry.rule}` ({entry.schedule}, {entry.codec}) {mark}{_interval(row.quality)}{mark}"
 
