@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from docs import board_page
 
 SMALL = (
@@ -16,7 +18,7 @@ def test_a_run_resumes_and_reports_what_is_refused(quire, tmp_path):
     assert first.exit_code == 0, first.stderr
     again = quire(*SMALL, "--out", tmp_path)
 
-    result = json.loads(first.stdout.splitlines()[-1])
+    result = json.loads(first.stdout.splitlines()[-1], parse_constant=pytest.fail)  # no Infinity
     assert result["claims"]["entries"] == 2
     [why] = result["arms"]["refused"].values()
     assert "nonsense" in why

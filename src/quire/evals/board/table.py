@@ -101,7 +101,9 @@ def _quality(
         below = np.maximum(full[drawn].mean(axis=1), 1 / len(full))
         resampled += values[drawn].mean(axis=1) / below / len(judged)
     low, high = np.percentile(resampled, [2.5, 97.5])
-    return Mean(float(mean), float(low), float(high), sum(len(values) for values, _ in judged))
+    count = sum(len(values) for values, _ in judged)
+    most = max(_over(float(values.max()), float(full.mean())) for values, full in judged)
+    return Mean(float(mean), float(low), float(high), count, most)
 
 
 def _over(value: float, full: float) -> float:
