@@ -48,12 +48,10 @@ class StaticShape:
 
     Attributes:
         size: number of rows.
-        is_padded: whether rows may be padding.
         is_uniform: for each lane group, whether all lanes of a row have equal lengths.
     """
 
     size: int
-    is_padded: bool
     is_uniform: tuple[bool, ...]
 
 
@@ -232,8 +230,8 @@ class StaticAttention:
         group, index = self._kv.place[call.layer]
         own, backend = self._groups[group.name], self._kv.backend
         self._kv.note_scale(call.scale)
-        if self._inputs.shape.is_padded:
-            key, value = (x.index_select(0, self._inputs.source) for x in (key, value))
+        # also in a full batch, so that padded ones use the same graph
+        key, value = (x.index_select(0, self._inputs.source) for x in (key, value))
         slots = own.new_slots[index]
         backend.write(slots, key, value)
         if own.positions is not None:
