@@ -25,6 +25,7 @@ from quire.layout.pages import LaneGroup
 from quire.models.base import AttentionCall
 
 _INT32_PAIR = 2  # int32 numbers in an element of the buffer
+_ALIGNMENT = 2  # elements in 16 bytes: Triton compiles other kernels for other addresses
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class _Layout:
     def take(self, count: int) -> slice:
         """Return the place of the next `count` elements."""
         part = slice(self.total, self.total + count)
-        self.total += count
+        self.total += -(-count // _ALIGNMENT) * _ALIGNMENT
         return part
 
 

@@ -2,9 +2,11 @@
 
 from contextlib import contextmanager
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
+from torch.cuda import CUDAGraph
 
 from quire.engine.graph_capture import WARM_UP_CALLS, CudaGraphs
 
@@ -36,7 +38,7 @@ class Cuda:
         return self._handles
 
     def CUDAGraph(self):  # noqa: N802, torch's name
-        return SimpleNamespace(replay=lambda: None)
+        return Mock(spec=CUDAGraph)
 
     @contextmanager
     def stream(self, stream):
