@@ -240,7 +240,11 @@ def test_pages_without_a_static_plan_turn_graphs_off_unless_they_are_required():
 
 
 class _Forgetting:
-    """A capture that keeps addresses only, as a CUDA graph does; `tensors` are those of the call."""
+    """A capture that keeps addresses only, as a CUDA graph does.
+
+    Attributes:
+        tensors: weak references to the tensors of the calls.
+    """
 
     def __init__(self):
         self.tensors = []

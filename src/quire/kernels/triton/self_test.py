@@ -86,7 +86,9 @@ def first_wrong(
 
     Args:
         backend: the backend.
-        device, dtype, head_dim: see `tested_hardware`.
+        device: device of the pages.
+        dtype: type of the queries and of unquantized pages.
+        head_dim: elements of a vector.
         with_sums: whether column sums are computed too.
     """
     if not _moves_right(backend, device):
