@@ -127,13 +127,13 @@ def test_decode_step_over_coded_pages_waits_once(codec):
 
 def test_steps_that_reallocate_page_tables_wait_once():
     reads = Reads()
-    options = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)
+    options = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
     engine = decoding_engine("llama", reads, [options] * 3)
     tables = engine.pool.kv.tables.values()
     before = [table.current() for table in tables]
 
     with recorded_waits() as waits:
-        for _ in range(100):  # more than 16 pages of 4 tokens
+        for _ in range(60):  # more than 16 pages of 4 tokens
             engine.step()
 
     assert waits == []
