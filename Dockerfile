@@ -16,6 +16,14 @@ RUN python -m venv /opt/quire \
         "$(echo /wheels/*.whl)[serve,structured]"
 
 FROM python:3.12-slim-bookworm
+# for an image with PyTorch for CUDA: Triton compiles with gcc at run time ("gcc libc6-dev")
+ARG RUNTIME_PACKAGES=
+# hadolint ignore=DL3008,SC2086
+RUN if [ -n "$RUNTIME_PACKAGES" ]; then \
+        apt-get update \
+        && apt-get install --yes --no-install-recommends $RUNTIME_PACKAGES \
+        && rm -rf /var/lib/apt/lists/*; \
+    fi
 RUN useradd --uid 10001 --create-home quire && install --directory --owner quire /models
 COPY --from=build /opt/quire /opt/quire
 ENV PATH=/opt/quire/bin:$PATH HF_HOME=/models PYTHONUNBUFFERED=1

@@ -31,14 +31,14 @@ def run_batch_max(bench: GpuBench) -> PartResult:
     config = bench.config
     rows: list[tuple[Cell, ...]] = []
     rates, peaks = [], []
-    for arm in (full_kv(), batch_max(config.cap, config.every)):
+    for variant in (full_kv(), batch_max(config.cap, config.every)):
         model = bench.model_of(SHAPES[config.small_model]())
         kv_bytes = bench.kv_bytes(model, config.pool_rows, _tokens(bench))
-        engine = bench.engine(model, kv_bytes, config.prompts, evict=arm.evict)
+        engine = bench.engine(model, kv_bytes, config.prompts, evict=variant.evict)
         found = generate_all(engine, _prompts(bench, model.spec.vocab_size), config.new_tokens)
         rates.append(found.tokens_per_s)
         peaks.append(found.rows_peak)
-        rows.append((arm.label, found.rows_peak, found.total_s, found.tokens_per_s))
+        rows.append((variant.label, found.rows_peak, found.total_s, found.tokens_per_s))
         del engine, model
         bench.free()
     return PartResult(
@@ -165,7 +165,10 @@ def _swapping(bench: GpuBench) -> float:
     host_bytes = bench.kv_bytes(model, config.prompts, _tokens(bench))
     engine = bench.engine(model, kv_bytes, config.prompts, swap_space=host_bytes)
     prompts = _prompts(bench, model.spec.vocab_size)
-    return generate_all(engine, prompts, config.new_tokens).tokens_per_s
+    tokens_per_s = generate_all(engine, prompts, config.new_tokens).tokens_per_s
+    del engine, model
+    bench.free()  # Transformers runs next
+    return tokens_per_s
 
 
 def _continuous_offload(bench: GpuBench) -> float:

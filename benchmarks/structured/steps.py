@@ -35,7 +35,7 @@ def run(llm: LLM, kind: str) -> float:
 
 
 def main() -> None:
-    """Print one JSON object per kind, and at last one with all medians."""
+    """Print one JSON object per kind, and one with all medians at the end."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="quire-tiny")
     parser.add_argument("--repeats", type=int, default=5)

@@ -51,7 +51,7 @@ def compile_launch(function, *args, num_warps=4, num_stages=3, **kwargs):
             constants[(i,)] = value
         elif isinstance(value, torch.Tensor):
             signature[parameter.name] = f"*{_TYPES[value.dtype]}"
-            if value.data_ptr() % 16 == 0:
+            if value.data_ptr() % 16 == 0 and not parameter.do_not_specialize_on_alignment:
                 attributes[(i,)] = [["tt.divisibility", 16]]
         elif isinstance(value, float):
             signature[parameter.name] = "fp32"

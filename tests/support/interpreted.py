@@ -1,6 +1,7 @@
 """Triton's interpreter for tests of kernels on a CPU."""
 
 import importlib
+import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,15 @@ from quire.kernels.gathered import GatheredAttention
 from quire.kernels.triton.hardware import Hardware, why_no_triton
 
 CPU = torch.device("cpu")
+FAILURES = (
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+    subprocess.CalledProcessError(1, "gcc"),  # no Python headers
+    PermissionError("cannot write to the cache"),
+    ImportError("no module triton.errors"),
+    AttributeError("no attribute static_range"),
+    TypeError("unexpected keyword do_not_specialize_on_alignment"),
+)
+"""Errors of a machine on which Triton cannot compile or launch kernels."""
 
 
 def interpreted(name):

@@ -63,10 +63,17 @@ class _Key:
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """A captured step, with the inputs that it reads."""
+    """A captured step, with everything whose memory it reads.
+
+    Attributes:
+        inputs, attention: what a replay reads.
+        call: the captured call; it holds the tensors that were made for it.
+        captured: replays the call.
+    """
 
     inputs: StaticInputs
     attention: StaticAttention
+    call: Callable[[], Tensor]
     captured: Captured
 
 
@@ -78,7 +85,7 @@ class DecodeGraphs:
         kv: the KV memory.
         capture: captures the steps.
         most_rows: maximum number of rows of a step.
-        required: raise an error if a capture fails, instead of running without graphs.
+        required: refuse steps that cannot be captured, instead of running them without graphs.
 
     Raises:
         AssertionError: `why_no_graphs` returns a reason for this decoder and KV memory.
@@ -129,6 +136,9 @@ class DecodeGraphs:
 
         Returns:
             Logits of each row; None if the step must run without a graph.
+
+        Raises:
+            ConfigError: graphs are required and the step cannot be captured; states the reason.
         """
         count = len(batch.rows)
         if self._off is not None or count > self.sizes[-1] or self._has_statistics(batch):
@@ -165,7 +175,7 @@ class DecodeGraphs:
         size = next(size for size in self.sizes if size >= count)
         held = (self._kv.memory.tables[group.name].num_slots[batch.rows] for group in self._groups)
         uniform = tuple(bool((slots == slots[:, :1]).all()) for slots in held)
-        return StaticShape(size, size > count, uniform)
+        return StaticShape(size, uniform)
 
     def _make(self, key: _Key, batch: DecodeRows, tables: tuple[Tensor, ...]) -> _Graph | None:
         inputs = StaticInputs(self._groups, key.shape, self._kv.store.device)
@@ -175,15 +185,14 @@ class DecodeGraphs:
             return None
         if not attention.refresh(inputs.fill(batch, self._kv)):  # warm-up calls read the inputs
             return None
+        call = self._forward(inputs, attention, key.rope_variant)
         try:
-            captured = self._capture.capture(self._forward(inputs, attention, key.rope_variant))
+            captured = self._capture.capture(call)
         except RuntimeError as error:
-            if self._required:
-                raise
-            self._turn_off(f"the step cannot be captured: {error}")
+            self._turn_off(f"the step cannot be captured: {error}", error)
             return None
         self._captures += 1
-        return _Graph(inputs, attention, captured)
+        return _Graph(inputs, attention, call, captured)
 
     def _forward(
         self, inputs: StaticInputs, attention: StaticAttention, rope_variant: int
@@ -197,7 +206,9 @@ class DecodeGraphs:
 
         return forward
 
-    def _turn_off(self, reason: str) -> None:
+    def _turn_off(self, reason: str, cause: Exception | None = None) -> None:
+        if self._required:
+            raise _refusal(reason) from cause
         self._off = reason
         self._graphs.clear()
         _log.warning("decode steps run without CUDA graphs: %s", reason)

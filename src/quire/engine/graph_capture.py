@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -66,9 +67,12 @@ class CudaGraphs:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
+        self._alive: WeakSet[CudaGraph] = WeakSet()
 
     def capture(self, call: Callable[[], Tensor]) -> Captured:
         """See `GraphCapture`."""
+        if not self._alive:  # torch frees a pool with its last graph and then refuses its handle
+            self._pool = torch.cuda.graph_pool_handle()
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -78,9 +82,13 @@ class CudaGraphs:
         graph = torch.cuda.CUDAGraph()
         # other threads may use the device during the capture
         mode = "thread_local"
-        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode=mode):
+        capture = torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode=mode)
+        # a capture that fails does not restore the stream; the outer context does
+        with torch.cuda.stream(current), capture:
             output = call()
-        return CudaGraph(graph, output)
+        captured = CudaGraph(graph, output)
+        self._alive.add(captured)
+        return captured
 
 
 class RepeatedCall:

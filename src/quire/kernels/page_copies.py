@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Int, UInt8
 from torch import Tensor
 
-from quire.kernels.triton.hardware import why_no_triton
+from quire.kernels.triton.hardware import cannot_run, failure_of, why_no_triton
 
 _log = logging.getLogger(__name__)
 _TRIED_PAGES, _TRIED_BYTES = 4, 4096
@@ -58,21 +58,24 @@ def page_copies(device: torch.device) -> PageCopies:
     """Return the copies for a device: Triton's on a GPU if they are right, else torch's."""
     if device.type != "cuda" or why_no_triton(device) is not None:
         return IN_TORCH
+    return checked(_in_triton, device)
+
+
+def _in_triton() -> PageCopies:
     from quire.kernels.triton.slot_calls import pack_pages, unpack_pages
 
-    return checked(PageCopies(pack_pages, unpack_pages), device)
+    return PageCopies(pack_pages, unpack_pages)
 
 
-def checked(copies: PageCopies, device: torch.device) -> PageCopies:
-    """Return the copies if they are right on a device, else torch's, with a warning."""
-    from triton.errors import TritonError
-
+def checked(make: Callable[[], PageCopies], device: torch.device) -> PageCopies:
+    """Return the copies that `make` imports if they are right, else torch's, with a warning."""
     try:
-        reason = None if _are_right(copies, device) else "wrong bytes"
-    except (TritonError, RuntimeError) as error:
-        reason = f"Triton cannot run them: {' '.join(str(error).split())[:200]}"
-    if reason is None:
-        return copies
+        copies = make()
+        if _are_right(copies, device):
+            return copies
+        reason = "wrong bytes"
+    except cannot_run() as error:
+        reason = failure_of(error)
     _log.warning(
         "copies of pages in Triton are not used on %s: %s; please report it", device, reason
     )

@@ -14,7 +14,7 @@ from quire.kernels.native.library import NativeLibrary, NotLoaded
 from quire.kernels.native.self_test import tested_library
 from quire.kernels.pre_rope import PreRopeAttention
 from quire.kernels.reference_backend import ReferenceAttention
-from quire.kernels.triton.hardware import triton_version, why_no_triton
+from quire.kernels.triton.hardware import cannot_run, failure_of, triton_version, why_no_triton
 from quire.layout.codecs import CodecSpec
 from quire.layout.kv_format import read_format
 
@@ -136,12 +136,15 @@ def _usable_triton(
     if dtype not in DTYPES:
         return f"it has no kernels for {dtype}"
     from quire.kernels.triton import coding
-    from quire.kernels.triton.backend import TritonAttention
-    from quire.kernels.triton.self_test import NoTriton, tested_hardware
 
     unread = _unread(codec, head_dim, coding.why_not)
     if unread is not None:
         return f"the kernels cannot read these pages: {unread}"
+    try:
+        from quire.kernels.triton.backend import TritonAttention
+        from quire.kernels.triton.self_test import NoTriton, tested_hardware
+    except cannot_run() as error:
+        return f"the kernels are not used: {failure_of(error)}"
     hardware = tested_hardware(device, dtype, head_dim)
     if isinstance(hardware, NoTriton):
         return hardware.reason

@@ -79,7 +79,7 @@ class DeviceTable:
         if self._version != self._table.version:
             # a tensor created in inference mode could not be updated outside of it
             with torch.inference_mode(mode=False):
-                self._pages = torch.from_numpy(self._table.pages).to(self._device)
+                self._pages = to_device(self._table.pages, self._device)
             self._version = self._table.version
             self._table.drain_changes()
         elif self._device.type != "cpu":

@@ -25,6 +25,7 @@ from quire.layout.pages import LaneGroup
 from quire.models.base import AttentionCall
 
 _INT32_PAIR = 2  # int32 numbers in an element of the buffer
+_ALIGNMENT = 2  # elements in 16 bytes: Triton compiles other kernels for other addresses
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +49,10 @@ class StaticShape:
 
     Attributes:
         size: number of rows.
-        is_padded: whether rows may be padding.
         is_uniform: for each lane group, whether all lanes of a row have equal lengths.
     """
 
     size: int
-    is_padded: bool
     is_uniform: tuple[bool, ...]
 
 
@@ -66,7 +65,7 @@ class _Layout:
     def take(self, count: int) -> slice:
         """Return the place of the next `count` elements."""
         part = slice(self.total, self.total + count)
-        self.total += count
+        self.total += -(-count // _ALIGNMENT) * _ALIGNMENT
         return part
 
 
@@ -232,8 +231,8 @@ class StaticAttention:
         group, index = self._kv.place[call.layer]
         own, backend = self._groups[group.name], self._kv.backend
         self._kv.note_scale(call.scale)
-        if self._inputs.shape.is_padded:
-            key, value = (x.index_select(0, self._inputs.source) for x in (key, value))
+        # also in a full batch, so that padded ones use the same graph
+        key, value = (x.index_select(0, self._inputs.source) for x in (key, value))
         slots = own.new_slots[index]
         backend.write(slots, key, value)
         if own.positions is not None:

@@ -18,6 +18,12 @@ from quire.kernels import sampling
 from quire.kernels.device_copies import ReadNumbers, read_numbers
 from quire.sampling.logits import SamplingRow, column, edit, narrow
 
+SCRATCH_BYTES = 256 << 20
+"""Device memory of rows that are sampled at once; rows are sampled in blocks of this size."""
+
+SCRATCH_BYTES_OF_TOKEN = 64
+"""Scratch memory of a token of a row: float64 and int64 copies in top-p and in the draw."""
+
 
 @dataclass(frozen=True, slots=True)
 class RowScore:
@@ -102,44 +108,63 @@ def _shaped(
     has_none: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return the tokens with those of the shaped rows, and the rows without a token."""
+    size, results = block_rows(logits), []
+    for first in range(0, len(wanted.shaped), size):
+        part = slice(first, first + size)
+        shaped, uniforms = list(wanted.shaped[part]), wanted.uniforms[part]
+        own = logits[part] if len(wanted.shaped) == len(wanted.rows) else None
+        if own is None:
+            own = logits[column(logits, shaped)]
+        rows = [wanted.rows[row] for row in shaped]
+        results.append(
+            _choose(own.float(), rows, uniforms, eos_token_ids, is_edited=wanted.is_edited)
+        )
+    chosen, failed = map(torch.cat, zip(*results, strict=True))
     if len(wanted.shaped) == len(wanted.rows):
-        return _choose(logits.float(), wanted.rows, wanted, eos_token_ids)
+        return chosen, failed
     index = column(logits, list(wanted.shaped))
-    own = [wanted.rows[row] for row in wanted.shaped]
-    chosen, failed = _choose(logits[index].float(), own, wanted, eos_token_ids)
     return token_ids.index_copy(0, index, chosen), has_none.index_copy(0, index, failed)
+
+
+def block_rows(logits: Float[Tensor, "rows vocab"]) -> int:
+    """Return the number of rows that are sampled at once, so that scratch memory is bounded."""
+    return max(1, SCRATCH_BYTES // (SCRATCH_BYTES_OF_TOKEN * logits.shape[1]))
 
 
 def _choose(
     logits: Float[Tensor, "rows vocab"],
     rows: Sequence[SamplingRow],
-    wanted: DeviceRows,
+    uniforms: Sequence[float],
     eos_token_ids: tuple[int, ...],
+    *,
+    is_edited: bool,
 ) -> tuple[Tensor, Tensor]:
     """Sample with the rows' options; return tokens, and whether a row has none."""
-    if wanted.is_edited:
+    if is_edited:
         logits = edit(logits, rows, eos_token_ids)
     best, token_ids = logits.max(dim=-1)
     drawn = [index for index, row in enumerate(rows) if not row.params.greedy]
     if not drawn:
         return token_ids, ~best.isfinite()
     options: list[SamplingParams] = [rows[index].params for index in drawn]
-    uniforms = column(logits, [wanted.uniforms[index] for index in drawn])
+    numbers = column(logits, [uniforms[index] for index in drawn])
     if len(drawn) == len(rows):
         candidates = narrow(logits, options)
-        return sampling.draw(candidates, uniforms), ~candidates.amax(dim=-1).isfinite()
+        return sampling.draw(candidates, numbers), ~candidates.amax(dim=-1).isfinite()
     at = column(logits, drawn)
     candidates = narrow(logits[at], options)
     best = best.index_copy(0, at, candidates.amax(dim=-1))
-    return token_ids.index_copy(0, at, sampling.draw(candidates, uniforms)), ~best.isfinite()
+    return token_ids.index_copy(0, at, sampling.draw(candidates, numbers)), ~best.isfinite()
 
 
 def _scores(logits: Tensor, token_ids: Tensor, scored: Mapping[int, int]) -> tuple[Tensor, ...]:
     """Return log-probabilities, ranks, likeliest log-probabilities and their tokens."""
     if not scored:
         return ()
-    index = column(logits, list(scored))
-    return sampling.score(logits[index], token_ids[index], max(scored.values()))
+    rows, size, most = list(scored), block_rows(logits), max(scored.values())
+    blocks = (column(logits, rows[first : first + size]) for first in range(0, len(rows), size))
+    parts = [sampling.score(logits[index], token_ids[index], most) for index in blocks]
+    return tuple(map(torch.cat, zip(*parts, strict=True)))
 
 
 def _unpacked(numbers: list[float], rows: int, scored: Mapping[int, int]) -> DeviceTokens:

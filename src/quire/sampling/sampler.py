@@ -144,10 +144,7 @@ class Sampler:
             rows,
             shaped,
             is_edited=any(self._is_edited(rows[index]) for index in shaped),
-            uniforms=[
-                device_sampling.uniform_of(rows[i]) if not rows[i].params.greedy else 0.0
-                for i in shaped
-            ],
+            uniforms=[device_sampling.uniform_of(rows[index]) for index in shaped],
             scored=device_sampling.requested_scores(rows),
         )
         found = device_sampling.sample_on_device(logits, wanted, self.eos_token_ids, self._read)

@@ -87,7 +87,7 @@ class ScheduleConfig:
     )
     cuda_graphs: bool | None = option(
         None,
-        help="run decode steps as CUDA graphs, one for each batch size (1, 2, 4 and so on); unset: "
+        help="run decode steps as CUDA graphs for padded batch sizes (1, 2, 4 and so on); unset: "
         "if the model is on a CUDA device and the attention backend supports it",
     )
     tenants: str = option(

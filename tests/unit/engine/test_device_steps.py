@@ -10,7 +10,7 @@ from quire.engine.core import Engine
 from quire.engine.decode_graphs import DecodeGraphs
 from quire.engine.graph_capture import RepeatedCalls
 from quire.engine.runner import Runner
-from quire.kernels.device_copies import to_device
+from quire.kernels.device_copies import copy_to, to_device
 from quire.sampling.sampler import Sampler
 from quire.scheduler.schedule_config import ScheduleConfig
 from support.engines import make_prompts
@@ -125,6 +125,23 @@ def test_decode_step_over_coded_pages_waits_once(codec):
     assert reads.count == 6
 
 
+def test_steps_that_reallocate_page_tables_wait_once():
+    reads = Reads()
+    options = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
+    engine = decoding_engine("llama", reads, [options] * 3)
+    tables = engine.pool.kv.tables.values()
+    before = [table.current() for table in tables]
+
+    with recorded_waits() as waits:
+        for _ in range(60):  # more than 16 pages of 4 tokens
+            engine.step()
+
+    assert waits == []
+    assert all(
+        table.current().shape[2] > own.shape[2] for table, own in zip(tables, before, strict=True)
+    )
+
+
 def test_decode_step_with_static_inputs_waits_once():
     reads = Reads()
     engine = decoding_engine("llama", reads, [OPTIONS["greedy"]] * 3)
@@ -142,17 +159,31 @@ def test_decode_step_with_static_inputs_waits_once():
     assert reads.count == graphs.stats.replayed == 6
 
 
-def test_waits_of_blocking_operations_are_found():
-    numbers = torch.zeros(4, device=DEVICE)
-
+def test_blocking_copies_are_recorded():
     with recorded_waits() as waits:
         torch.from_numpy(np.zeros(4)).to(DEVICE)
         torch.zeros(4, device=DEVICE).copy_(torch.zeros(4))
-        to_device(np.zeros(4), DEVICE)  # does not wait
+
+    assert waits == ["aten._to_copy.default between devices", "aten.copy_.default between devices"]
+
+
+def test_copies_without_waiting_are_not_recorded():
+    with recorded_waits() as waits:
+        to_device(np.zeros(4), DEVICE)
+        copy_to(torch.zeros(4, dtype=torch.float64, device=DEVICE), np.zeros(4))
+
+    assert waits == []
+
+
+def test_reads_are_recorded_and_fail():
+    numbers = torch.zeros(4, device=DEVICE)
+
+    with recorded_waits() as waits:
         for read in (numbers.tolist, numbers.cpu, numbers.nonzero, numbers[0].item):
             with pytest.raises((RuntimeError, NotImplementedError)):
                 read()
         with pytest.raises((RuntimeError, NotImplementedError)):
             bool((numbers > 0).all())
 
-    assert len(waits) >= 3
+    scalar = "aten._local_scalar_dense.default"
+    assert waits == ["aten.nonzero.default", scalar, scalar]

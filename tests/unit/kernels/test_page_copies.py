@@ -7,7 +7,7 @@ import torch
 
 from quire.kernels import page_copies
 from quire.kernels.page_copies import IN_TORCH, PageCopies, checked
-from support.interpreted import CPU, interpreted
+from support.interpreted import CPU, FAILURES, interpreted
 
 slot_calls = interpreted("slot_calls")
 
@@ -20,7 +20,7 @@ def test_a_cpu_copies_in_torch():
 
 def test_a_gpu_copies_in_triton(monkeypatch):
     monkeypatch.setattr(page_copies, "why_no_triton", lambda device: None)
-    monkeypatch.setattr(page_copies, "checked", lambda copies, device: copies)
+    monkeypatch.setattr(page_copies, "checked", lambda make, device: make())
     copies = page_copies.page_copies.__wrapped__(torch.device("cuda"))
 
     assert copies == IN_TRITON
@@ -28,21 +28,25 @@ def test_a_gpu_copies_in_triton(monkeypatch):
 
 @pytest.mark.parametrize("copies", [IN_TORCH, IN_TRITON])
 def test_right_copies_are_used(copies):
-    assert checked(copies, CPU) is copies
+    assert checked(lambda: copies, CPU) is copies
 
 
 @pytest.mark.parametrize("side", ["pack", "unpack"])
 def test_wrong_copies_are_not_used(side, caplog):
     copies = {"pack": IN_TORCH.pack, "unpack": IN_TORCH.unpack, side: lambda *args: None}
 
-    assert checked(PageCopies(**copies), CPU) is IN_TORCH
+    assert checked(lambda: PageCopies(**copies), CPU) is IN_TORCH
     assert "wrong bytes" in caplog.text
 
 
-def test_copies_that_cannot_be_launched_are_not_used(caplog):
+@pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("place", ["import", "launch"])
+def test_copies_that_cannot_be_launched_are_not_used(error, place, caplog):
     def fail(*args):
-        raise RuntimeError("no kernel image")
+        raise error
 
-    assert checked(PageCopies(fail, fail), CPU) is IN_TORCH
+    make = fail if place == "import" else lambda: PageCopies(fail, fail)
+
+    assert checked(make, CPU) is IN_TORCH
     assert caplog.records[0].levelno == logging.WARNING
-    assert "no kernel image" in caplog.text
+    assert f"Triton cannot run them: {error}" in caplog.text

@@ -145,6 +145,8 @@ def test_other_codecs_fall_back_to_gathered_pages(caplog):
 
 def test_reasons_why_a_codec_is_not_decoded():
     assert why_not(codec_spec("int8"), 64) is None
+    assert why_not(codec_spec("int8:equalise=1"), 64) is None
+    assert why_not(codec_spec("int4_hadamard"), 64) is None
     assert why_not(codec_spec("kvquant4"), 64) == "they do not decode kvquant4"
     many = codec_spec("int4_outliers:percent=50")
     assert why_not(many, 64) == f"they read at most 16 outliers of a vector, {many.name} has more"

@@ -15,6 +15,7 @@ from quire.kernels.triton.plan import (
     WAVES,
     block_starts,
     make_plan,
+    on_device,
     split_count,
 )
 
@@ -81,6 +82,27 @@ def test_plan_copies_shapes_once_and_blocks_once_for_each_size():
     assert plan.query_blocks(32).rows.tolist() == [1]
 
 
+@given(sizes=st.lists(st.integers(0, 9), min_size=1, max_size=5))
+def test_parts_of_a_copy_start_at_multiples_of_16_bytes(sizes):
+    """On a CPU torch does not align the memory of an array, so offsets are compared."""
+    arrays = [np.arange(size, dtype=np.int64) + size for size in sizes]
+    parts = on_device(CPU, *arrays)
+
+    assert [part.tolist() for part in parts] == [x.tolist() for x in arrays]
+    assert all(4 * part.storage_offset() % 16 == 0 for part in parts)
+    assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
+
+
+def test_query_blocks_are_aligned():
+    step = StepShape.of(np.array([20, 20, 20], dtype=np.int32))
+    slots = LaneSlots(np.full((3, 1), 20, dtype=np.int32), None)
+    blocks = make_plan(step, slots, 16, 256, CPU).query_blocks(20)
+
+    assert blocks.rows.tolist() == [0, 1, 2]
+    assert blocks.firsts.tolist() == [0, 0, 0]
+    assert 4 * blocks.firsts.storage_offset() == 16
+
+
 def test_plan_without_a_window():
     step = StepShape.of(np.array([1], dtype=np.int32))
     plan = make_plan(step, LaneSlots(np.array([[300]], dtype=np.int32), None), 16, 256, CPU)
@@ -117,6 +139,20 @@ def test_a_gpu_needs_triton_and_tensor_cores_for_bfloat16(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(hardware, "triton_version", lambda: None)
     assert "not installed" in str(why_no_triton(CUDA))
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
+@pytest.mark.parametrize(
+    ("version", "is_used"),
+    [("2.3.1", False), ("3.5.1", False), ("3.6.0", True), ("3.10.0+git1", True), ("unknown", True)],
+)
+def test_old_versions_of_triton_are_not_used(monkeypatch, device, version, is_used):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(hardware, "triton_version", lambda: version)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    expected = f"expected Triton 3.6 or higher, got {version} (auto selects gathered pages)"
+
+    assert why_no_triton(device) == (None if is_used else expected)
 
 
 @pytest.mark.parametrize(("shared_bytes", "tiles_ahead"), [(99 << 10, 1), (227 << 10, 2)])

@@ -1,5 +1,6 @@
 """When the Triton backend is selected, and what is imported before."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -12,10 +13,12 @@ from quire.errors import ConfigError
 from quire.kernels import select
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.select import select_backend
+from quire.kernels.triton.coding import BITS_CODES, FP8, INT8, PLAIN
 from quire.kernels.triton.hardware import Hardware
-from support.interpreted import CPU, interpreted, triton_backend
+from support.interpreted import CPU, FAILURES, interpreted, triton_backend
 
 self_test = interpreted("self_test")
+TritonError = importlib.import_module("triton.errors").TritonError
 
 CUDA = torch.device("cuda")
 OPTIONS = {"dtype": torch.float32, "head_dim": 64, "scratch_bytes": 1 << 20}
@@ -84,6 +87,8 @@ def test_triton_is_selected_in_the_interpreter():
     ("codec", "reason"),
     [
         ("kvquant4", "they do not decode kvquant4"),
+        ("int4_hadamard:equalise=1", "rotated vectors with equalised channels"),
+        ("int3_hadamard:equalise=1", "rotated vectors with equalised channels"),
         ("kivi4+sinks=4+residual=32", "tokens in full precision next to codes"),
     ],
 )
@@ -137,6 +142,14 @@ def test_auto_on_a_gpu_without_triton_is_gathered(gpu):
     assert choice.reason == "runs on any device; not triton: Triton is not installed"
 
 
+def test_auto_on_a_gpu_with_a_triton_that_cannot_be_imported_is_gathered(gpu):
+    gpu.setitem(sys.modules, "quire.kernels.triton.backend", None)
+    choice = select_backend("auto", CUDA, **OPTIONS)
+
+    assert choice.backend.name == "gathered"
+    assert "the kernels are not used: Triton cannot run them: " in choice.reason
+
+
 def test_auto_on_a_gpu_with_wrong_kernels_is_gathered(gpu):
     refused = self_test.NoTriton("the kernels are not used on NVIDIA H100: wrong copies of slots")
     gpu.setattr(self_test, "tested_hardware", lambda *args: refused)
@@ -147,6 +160,39 @@ def test_auto_on_a_gpu_with_wrong_kernels_is_gathered(gpu):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_right_kernels_pass_their_test(dtype):
     assert self_test.first_wrong(triton_backend(), CPU, dtype, 16) is None
+
+
+def test_the_test_of_the_kernels_runs_whole_and_split_rows(monkeypatch):
+    """With and without softcap and sinks; rows have several tiles up to 128 elements."""
+    calls = []
+    launch = interpreted("launch")
+    attend, merge = launch.attend_decode, launch.merge_decode
+
+    def attended(call):
+        calls.append((call.key.kind, call.math.softcap is not None, call.math.sinks is not None, 1))
+        return attend(call)
+
+    def merged(call, partial, partial_lse, splits):
+        calls[-1] = (*calls[-1][:3], splits)
+        merge(call, partial, partial_lse, splits)
+
+    monkeypatch.setattr(interpreted("backend"), "attend_decode", attended)
+    monkeypatch.setattr(launch, "merge_decode", merged)
+    found = self_test.tested_hardware.__wrapped__(CPU, torch.bfloat16, 40)
+
+    assert found == Hardware.of(CPU)
+    splits = (1, 3)  # 300 slots in tiles of 128
+    plain = {(PLAIN, extras, extras, n) for extras in (False, True) for n in splits}
+    assert {call for call in calls if call[0] == PLAIN} == plain
+    coded = {(kind, False, False, n) for kind in (INT8, FP8, BITS_CODES) for n in splits}
+    assert {call for call in calls if call[0] != PLAIN} == coded
+
+
+def test_kernels_that_merge_wrongly_are_not_used(monkeypatch):
+    monkeypatch.setattr(interpreted("launch"), "merge_decode", lambda *args: None)
+    refused = self_test.tested_hardware.__wrapped__(CPU, torch.float32, 16)
+
+    assert "wrong numbers from pages of float32" in refused.reason
 
 
 def wrong_after(backend, name, change):
@@ -178,7 +224,7 @@ def test_kernels_that_do_not_write_or_move_are_found(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "error", [RuntimeError("Triton Error [CUDA]: out of memory"), self_test.TritonError("no ptxas")]
+    "error", [*FAILURES, TritonError("no ptxas")], ids=lambda error: type(error).__name__
 )
 def test_kernels_that_cannot_be_launched_are_not_used(monkeypatch, caplog, error):
     def fail(*args):

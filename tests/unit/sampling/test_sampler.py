@@ -12,6 +12,7 @@ from transformers.generation import logits_process as reference
 from quire.config.sampling_params import SamplingParams
 from quire.errors import InvariantError, RequestError
 from quire.kernels.native.sampling import row_sampling
+from quire.sampling import device_sampling
 from quire.sampling.sampler import NO_TOKEN, Sampler, prompt_logprobs
 
 VOCAB = 120
@@ -87,6 +88,37 @@ def test_native_sampling_equals_the_operations_of_torch(seed, scale):
     expected = Sampler(VOCAB, EOS).sample(logits, rows)
 
     assert Sampler(VOCAB, EOS, native=NATIVE).sample(logits, rows) == expected
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 3, 20])
+@pytest.mark.parametrize("greedy_rows", [0, 2])
+def test_blocks_of_rows_give_equal_tokens(rows_at_once, greedy_rows, monkeypatch):
+    rows = [*mixed_rows()[1:], *[Row(SamplingParams(temperature=0.0))] * greedy_rows]
+    logits, sizes = random_logits(len(rows)), []
+    expected = Sampler(VOCAB, EOS).sample(logits, rows)
+    choose, score = device_sampling._choose, device_sampling.sampling.score
+
+    def chosen(logits, *args, **options):
+        sizes.append(len(logits))
+        return choose(logits, *args, **options)
+
+    def scored(logits, *args):
+        sizes.append(len(logits))
+        return score(logits, *args)
+
+    block_bytes = rows_at_once * VOCAB * device_sampling.SCRATCH_BYTES_OF_TOKEN
+    monkeypatch.setattr(device_sampling, "SCRATCH_BYTES", block_bytes)
+    monkeypatch.setattr(device_sampling, "_choose", chosen)
+    monkeypatch.setattr(device_sampling.sampling, "score", scored)
+
+    assert Sampler(VOCAB, EOS).sample(logits, rows) == expected
+    assert max(sizes) == min(rows_at_once, len(MIXED) - 1)
+    assert sum(sizes) == len(MIXED) - 1 + sum(row.params.logprobs is not None for row in rows)
+
+
+def test_a_row_wider_than_the_scratch_memory_is_sampled_alone():
+    assert device_sampling.block_rows(torch.empty(2, 1 << 26, device="meta")) == 1
+    assert device_sampling.block_rows(torch.empty(256, 1 << 17, device="meta")) == 32
 
 
 def test_greedy_fast_path_equals_the_general_path(sampler):

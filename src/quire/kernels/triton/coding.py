@@ -105,6 +105,8 @@ def why_not(spec: CodecSpec, head_dim: int) -> str | None:
     """Return why the kernels cannot decode a codec, or None."""
     if spec.rule not in KINDS:
         return f"they do not decode {spec.name}"
+    if spec.rule in ROTATED and spec.equalise:  # factors and rotation would be exchanged
+        return f"they do not decode {spec.name}, rotated vectors with equalised channels"
     if spec.num_outliers(head_dim) > MAX_OUTLIERS:
         return f"they read at most {MAX_OUTLIERS} outliers of a vector, {spec.name} has more"
     return None

@@ -3,6 +3,8 @@
 import importlib.metadata
 import importlib.util
 import os
+import re
+import subprocess
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -11,8 +13,9 @@ from torch import Tensor
 
 INTERPRET = "TRITON_INTERPRET"
 LEAST_CAPABILITY = (8, 0)  # tensor cores for bfloat16
+LEAST_TRITON = (3, 6)  # of PyTorch 2.10; earlier versions were not tried
 _INTERPRETED_PROCESSORS = 4
-_ROOMY_BYTES = 160 << 10  # shared memory of a block: two blocks of 72 KB with tiles ahead fit
+_TILES_AHEAD_BYTES = 160 << 10  # shared memory for two blocks of 72 KB with tiles ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,7 @@ class Hardware:
             return cls("Triton's interpreter", _INTERPRETED_PROCESSORS, 1, interpreted=True)
         found = torch.cuda.get_device_properties(device)
         shared_bytes = getattr(found, "shared_memory_per_block_optin", 0)
-        ahead = 2 if shared_bytes >= _ROOMY_BYTES else 1
+        ahead = 2 if shared_bytes >= _TILES_AHEAD_BYTES else 1
         return cls(found.name, found.multi_processor_count, ahead, interpreted=False)
 
 
@@ -61,19 +64,58 @@ def why_no_triton(device: torch.device) -> str | None:
     """Return why Triton cannot run kernels on a device, or None; does not import Triton."""
     if device.type == "cpu":
         if is_interpreted():
-            return None if triton_version() else "Triton is not installed"
+            return _why_not_this_triton()
         return "Triton's kernels run on NVIDIA GPUs, the pages are on the CPU"
     if device.type != "cuda":
         return f"Triton's kernels run on NVIDIA GPUs, the pages are on {device}"
     if torch.version.hip is not None:
         return "the kernels were never tried on AMD GPUs"
-    if triton_version() is None:
-        return "Triton is not installed; builds of PyTorch for CUDA depend on it"
+    reason = _why_not_this_triton()
+    if reason is not None:
+        return reason
     capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_CAPABILITY:
         least, own = (".".join(map(str, x)) for x in (LEAST_CAPABILITY, capability))
         return f"expected compute capability {least} or higher, {device} has {own}"
     return None
+
+
+def _why_not_this_triton() -> str | None:
+    """Return why the installed version of Triton is not used, or None."""
+    version = triton_version()
+    if version is None:
+        return "Triton is not installed; builds of PyTorch for CUDA depend on it"
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is not None and tuple(map(int, found.groups())) < LEAST_TRITON:
+        least = ".".join(map(str, LEAST_TRITON))
+        return f"expected Triton {least} or higher, got {version} (auto selects gathered pages)"
+    return None
+
+
+def cannot_run() -> tuple[type[Exception], ...]:
+    """Return the errors that mean that Triton cannot compile or launch kernels here.
+
+    They include those of a missing C compiler or of missing Python headers (`CalledProcessError`),
+    of a cache folder without write permission (`OSError`), and of other versions of Triton.
+    """
+    errors = (
+        RuntimeError,
+        OSError,
+        ImportError,
+        AttributeError,
+        TypeError,
+        subprocess.SubprocessError,
+    )
+    try:
+        from triton.errors import TritonError
+    except ImportError:
+        return errors
+    return (*errors, TritonError)
+
+
+def failure_of(error: Exception) -> str:
+    """Describe one of the errors of `cannot_run` in a line."""
+    return f"Triton cannot run them: {' '.join(str(error).split())[:200]}"
 
 
 def device_of(tensor: Tensor) -> AbstractContextManager[object]:

@@ -10,12 +10,14 @@ from torch import Tensor
 
 from quire.errors import InvariantError
 from quire.kernels.backend import LaneSlots, StepShape
+from quire.kernels.device_copies import to_device
 from quire.kernels.static_plan import StaticLanes
 
 NO_WINDOW = 1 << 30
 """Window of layers without one: longer than any row, and its sum with a slot fits 32 bits."""
 
 MAX_SPLITS = 64
+ALIGNMENT = 4  # int32 numbers in 16 bytes: Triton compiles other kernels for other addresses
 WAVES = 2  # programs of a kernel for each multiprocessor that hide each other's latency
 
 
@@ -80,8 +82,8 @@ class TritonPlan:
         blocks = self.blocks.get(queries)
         if blocks is None:
             rows, firsts = block_starts(self.step, queries)
-            (both,) = on_device(self.slots.device, np.stack([rows, firsts]))
-            blocks = self.blocks[queries] = QueryBlocks(both[0], both[1])
+            blocks = QueryBlocks(*on_device(self.slots.device, rows, firsts))
+            self.blocks[queries] = blocks
         return blocks
 
 
@@ -112,12 +114,19 @@ def make_static_plan(
 
 
 def on_device(device: torch.device, *arrays: NDArray[np.generic]) -> list[Tensor]:
-    """Copy arrays to a device as int32, in one copy that the CPU does not wait for."""
-    flat = torch.from_numpy(np.concatenate([x.reshape(-1).astype(np.int32) for x in arrays]))
-    if device.type == "cuda":
-        flat = flat.pin_memory().to(device, non_blocking=True)
-    parts = torch.split(flat, [x.size for x in arrays])
-    return [part.view(x.shape) for part, x in zip(parts, arrays, strict=True)]
+    """Copy arrays to a device as int32, in one copy that the CPU does not wait for.
+
+    Each of them starts at a multiple of 16 bytes.
+    """
+    starts = np.cumsum([0, *(-(-x.size // ALIGNMENT) * ALIGNMENT for x in arrays)])
+    host = np.zeros(starts[-1], dtype=np.int32)
+    for start, x in zip(starts, arrays, strict=False):
+        host[start : start + x.size] = x.reshape(-1)
+    flat = to_device(host, device)
+    return [
+        flat[start : start + x.size].view(x.shape)
+        for start, x in zip(starts.tolist(), arrays, strict=False)
+    ]
 
 
 def block_starts(step: StepShape, queries: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

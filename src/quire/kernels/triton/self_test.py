@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from torch import Tensor
-from triton.errors import TritonError
 
 from quire.codecs.registry import make_codec
 from quire.kernels.backend import (
@@ -28,13 +27,14 @@ from quire.kernels.coded import CodedPages, CodedPlanes
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.reference_backend import ReferenceAttention
 from quire.kernels.triton.backend import TritonAttention
-from quire.kernels.triton.hardware import Hardware
+from quire.kernels.triton.hardware import Hardware, cannot_run, failure_of
 from quire.layout.codec_names import codec_spec
 
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 _CODECS = ("int8", "fp8", "int4")
-_NEW_TOKENS, _SLOTS = (1, 1, 5), (3, 37, 20)
+_NEW_TOKENS, _SLOTS = (1, 1, 5), (3, 300, 20)
 _HEADS, _GROUP, _PAGE_TOKENS, _ALIGNMENT = 2, 2, 16, 16
+_SPLITS, _WHOLE_ROWS = 64, 1  # multiprocessors: with 64 the row of 300 slots is split
 _COLUMNS = -(-max(_SLOTS) // _PAGE_TOKENS)
 _NUM_PAGES = len(_SLOTS) * _COLUMNS
 
@@ -58,11 +58,15 @@ def tested_hardware(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
         head_dim: elements of a vector.
     """
     hardware = Hardware.of(device)
-    backend = TritonAttention(device, GatheredAttention(device), hardware)
+    splits, whole_rows = (
+        TritonAttention(device, GatheredAttention(device), replace(hardware, multiprocessors=count))
+        for count in (_SPLITS, _WHOLE_ROWS)
+    )
     try:
-        wrong = first_wrong(backend, device, dtype, head_dim)
-    except (TritonError, RuntimeError) as error:
-        wrong = f"Triton cannot run them: {' '.join(str(error).split())[:200]}"
+        wrong = first_wrong(splits, device, dtype, head_dim)
+        wrong = wrong or first_wrong(whole_rows, device, dtype, head_dim, with_sums=False)
+    except cannot_run() as error:
+        wrong = failure_of(error)
     if wrong is None:
         return hardware
     reason = f"the kernels are not used on {hardware.name}: {wrong}"
@@ -71,17 +75,30 @@ def tested_hardware(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
 
 
 def first_wrong(
-    backend: AttentionBackend, device: torch.device, dtype: torch.dtype, head_dim: int
+    backend: AttentionBackend,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    *,
+    with_sums: bool = True,
 ) -> str | None:
-    """Return what a backend computes wrongly, or None."""
+    """Return what a backend computes wrongly, or None.
+
+    Args:
+        backend: the backend.
+        device: device of the pages.
+        dtype: type of the queries and of unquantized pages.
+        head_dim: elements of a vector.
+        with_sums: whether column sums are computed too.
+    """
     if not _moves_right(backend, device):
         return "wrong copies of slots"
     plain = str(dtype).removeprefix("torch.")
     codecs = (*_CODECS,) if head_dim % 8 == 0 else ()
-    for codec in (plain, *codecs):
-        step = _Sample(codec, dtype, head_dim)
-        found = step.on(backend, device)
-        for expected, got in zip(step.expected(), found, strict=True):
+    for codec, has_extras in ((plain, False), (plain, True), *((name, False) for name in codecs)):
+        step = _Sample(codec, dtype, head_dim, has_extras=has_extras)
+        found = step.on(backend, device, with_sums=with_sums)
+        for expected, got in zip(step.expected(), found, strict=False):
             error = (got.cpu().float() - expected).abs().max() / expected.abs().max()
             if not bool(error <= _TOLERANCES[dtype]):  # NaN is not
                 return f"wrong numbers from pages of {codec}"
@@ -107,9 +124,10 @@ class _Sample:
         codec: of keys and values; the name of `dtype` for unquantized pages.
         dtype: type of the queries and of new keys and values.
         head_dim: elements of a vector.
+        has_extras: whether scores have a softcap and heads have sinks.
     """
 
-    def __init__(self, codec: str, dtype: torch.dtype, head_dim: int) -> None:
+    def __init__(self, codec: str, dtype: torch.dtype, head_dim: int, *, has_extras: bool) -> None:
         generator = torch.Generator().manual_seed(0)
         self._codec, self._dtype = make_codec(codec_spec(codec), head_dim), dtype
         shape = (2, _NUM_PAGES, _HEADS, _PAGE_TOKENS, head_dim)
@@ -127,16 +145,21 @@ class _Sample:
         tokens, heads = sum(_NEW_TOKENS), _HEADS * _GROUP
         self._query = torch.randn(tokens, heads, head_dim, generator=generator).to(dtype)
         self._math = AttentionMath(
-            scale=head_dim**-0.5, softcap=3.0, sinks=torch.linspace(-1, 1, heads)
+            scale=head_dim**-0.5,
+            softcap=3.0 if has_extras else None,
+            sinks=torch.linspace(-1, 1, heads) if has_extras else None,
         )
 
-    def expected(self) -> tuple[Tensor, Tensor]:
+    def expected(self) -> tuple[Tensor, ...]:
         """Output and column sums of the reference, in float32."""
-        out, sums = self._attend(ReferenceAttention(), self._arena, self._query.float())
+        query = self._query.float()
+        out, sums = self._attend(ReferenceAttention(), self._arena, query, with_sums=True)
         return out.float(), sums
 
-    def on(self, backend: AttentionBackend, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Output and column sums of a backend, after it wrote the newest slots."""
+    def on(
+        self, backend: AttentionBackend, device: torch.device, *, with_sums: bool
+    ) -> tuple[Tensor, ...]:
+        """Output, and column sums if wanted, of a backend after it wrote the newest slots."""
         arena = self._arena.clone()
         pages, offsets = self._newest()
         for view in self._views(arena):
@@ -146,11 +169,11 @@ class _Sample:
         places = (pages[:, None].to(device), offsets[:, None].to(device))
         fresh = (x.to(device) for x in self._fresh())
         backend.write(NewSlots(key, value, *places, coded), *fresh)
-        return self._attend(backend, arena, self._query.to(device))
+        return self._attend(backend, arena, self._query.to(device), with_sums=with_sums)
 
     def _attend(
-        self, backend: AttentionBackend, arena: Tensor, query: Tensor
-    ) -> tuple[Tensor, Tensor]:
+        self, backend: AttentionBackend, arena: Tensor, query: Tensor, *, with_sums: bool
+    ) -> tuple[Tensor, ...]:
         device = arena.device
         key, value, coded = self._sides(arena)
         rows = torch.arange(len(_SLOTS), device=device)
@@ -158,10 +181,12 @@ class _Sample:
         step = StepShape.of(np.array(_NEW_TOKENS, dtype=np.int32))
         lanes = LaneSlots(np.array(_SLOTS, dtype=np.int32)[:, None], None)
         plan = backend.plan(step, lanes, _PAGE_TOKENS, 1)
-        sums = torch.zeros(len(_SLOTS), query.shape[1], max(_SLOTS), device=device)
-        assert self._math.sinks is not None, "the sample has sinks"
-        math = replace(self._math, sinks=self._math.sinks.to(device))
+        sinks = self._math.sinks
+        math = replace(self._math, sinks=None if sinks is None else sinks.to(device))
         fresh = (query[:, :_HEADS], query[:, :_HEADS])  # not read: the slots are written
+        if not with_sums:
+            return (backend.attend(plan, pages, math, query, fresh),)
+        sums = torch.zeros(len(_SLOTS), query.shape[1], max(_SLOTS), device=device)
         return backend.attend(plan, pages, math, query, fresh, column_sums=sums), sums
 
     def _sides(self, arena: Tensor) -> tuple[Tensor, Tensor, CodedPages | None]:

@@ -50,15 +50,15 @@ def fp8_bits(numbers):
     bits = numbers.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     size = magnitude.to(tl.float32, bitcast=True)
-    kept = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
     is_small = size < FP8_LEAST
     small = ((tl.where(is_small, size, 0.0) * 512.0 + ROUNDS) - ROUNDS).to(tl.int32)
-    code = tl.where(is_small, small, kept)
+    code = tl.where(is_small, small, normal)
     code = tl.where(size == size, code, 0x7F)
     return code | ((bits >> 24) & 0x80)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["pages", "offsets"])  # parts of larger tensors
 def encode_vectors(
     codes,
     scales,

@@ -6,7 +6,8 @@ import triton.language as tl
 from quire.kernels.triton.device.tiles import record_of, stored_as
 
 
-@triton.jit
+# page numbers and offsets are parts of larger tensors, so that their addresses have any alignment
+@triton.jit(do_not_specialize_on_alignment=["pages", "offsets"])
 def write_vectors(
     plane,
     vectors,
@@ -39,7 +40,7 @@ def write_vectors(
     tl.store(target, numbers, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["pages", "offsets"])
 def copy_slots(
     plane,
     scratch,
@@ -65,7 +66,7 @@ def copy_slots(
         tl.store(in_plane, tl.load(in_scratch, mask=inside), mask=inside)
 
 
-@triton.jit(do_not_specialize=["page_items"])
+@triton.jit(do_not_specialize=["page_items"], do_not_specialize_on_alignment=["pages"])
 def copy_pages(
     arena, packed, pages, page_stride, page_items, BLOCK: tl.constexpr, TO_PACKED: tl.constexpr
 ):
