@@ -52,7 +52,16 @@ class Grid:
     """
 
     rules: tuple[str, ...] = (
-        *("sinks", "average", "h2o", "h2o_sinks", "snapkv:window=16", "tova", "keydiff", "lagkv"),
+        *(
+            "sinks",
+            "average",
+            "h2o",
+            "h2o_sinks",
+            "snapkv:window=16",
+            "tova",
+            "keydiff",
+            "lagkv:lag=8",
+        ),
         *("expected_attention", "kvcrush:base=(h2o)", "kvcrush:base=(snapkv:window=16),sets=head"),
         "random",
     )
