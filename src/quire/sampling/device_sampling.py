@@ -117,7 +117,7 @@ def _shaped(
             own = logits[column(logits, shaped)]
         rows = [wanted.rows[row] for row in shaped]
         results.append(
-            _choose(own.float(), rows, uniforms, eos_token_ids, is_edited=wanted.is_edited)
+            choose(own.float(), rows, uniforms, eos_token_ids, is_edited=wanted.is_edited)
         )
     chosen, failed = map(torch.cat, zip(*results, strict=True))
     if len(wanted.shaped) == len(wanted.rows):
@@ -131,7 +131,7 @@ def block_rows(logits: Float[Tensor, "rows vocab"]) -> int:
     return max(1, SCRATCH_BYTES // (SCRATCH_BYTES_OF_TOKEN * logits.shape[1]))
 
 
-def _choose(
+def choose(
     logits: Float[Tensor, "rows vocab"],
     rows: Sequence[SamplingRow],
     uniforms: Sequence[float],

@@ -96,7 +96,7 @@ def test_blocks_of_rows_give_equal_tokens(rows_at_once, greedy_rows, monkeypatch
     rows = [*mixed_rows()[1:], *[Row(SamplingParams(temperature=0.0))] * greedy_rows]
     logits, sizes = random_logits(len(rows)), []
     expected = Sampler(VOCAB, EOS).sample(logits, rows)
-    choose, score = device_sampling._choose, device_sampling.sampling.score
+    choose, score = device_sampling.choose, device_sampling.sampling.score
 
     def chosen(logits, *args, **options):
         sizes.append(len(logits))
@@ -108,7 +108,7 @@ def test_blocks_of_rows_give_equal_tokens(rows_at_once, greedy_rows, monkeypatch
 
     block_bytes = rows_at_once * VOCAB * device_sampling.SCRATCH_BYTES_OF_TOKEN
     monkeypatch.setattr(device_sampling, "SCRATCH_BYTES", block_bytes)
-    monkeypatch.setattr(device_sampling, "_choose", chosen)
+    monkeypatch.setattr(device_sampling, "choose", chosen)
     monkeypatch.setattr(device_sampling.sampling, "score", scored)
 
     assert Sampler(VOCAB, EOS).sample(logits, rows) == expected
