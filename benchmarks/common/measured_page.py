@@ -14,6 +14,7 @@ from jinja2 import Environment
 
 from benchmarks.common.rendering import svg
 from benchmarks.common.result import PartResult
+from quire.cli.out_folder import write_files
 
 Run = dict[str, Any]
 
@@ -118,8 +119,8 @@ def _made(run: Run) -> dict[str, Any]:
 
 
 def store(run: Run, path: Path) -> None:
-    """Write a run as JSON."""
-    path.write_text(json.dumps(run, indent=2) + "\n", encoding="utf-8")
+    """Write a run as JSON, atomically."""
+    write_files(path.parent, {path.name: (json.dumps(run, indent=2) + "\n").encode()})
 
 
 def last_line(path: Path) -> Run:

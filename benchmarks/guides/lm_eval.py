@@ -9,12 +9,12 @@ import contextlib
 import io
 import json
 import os
-import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.guides.code_blocks import code_block
 from benchmarks.serve.server import served
 from quire.models.source import find_model
 
@@ -51,9 +51,9 @@ def main() -> None:
 def write_tasks(page: str) -> None:
     """Run the page's program, and write its task files and a perplexity task."""
     with contextlib.redirect_stdout(io.StringIO()):
-        exec(_block(page, 'python title="make_pairs.py"'), {})
+        exec(code_block(page, 'python title="make_pairs.py"', PAGE.name), {})
     for name in PAIRS:
-        text = _block(page, f'yaml title="tasks/{name}.yaml"')
+        text = code_block(page, f'yaml title="tasks/{name}.yaml"', PAGE.name)
         Path(f"tasks/{name}.yaml").write_text(text, encoding="utf-8")
     Path("tasks/quire_perplexity.yaml").write_text(_PERPLEXITY, encoding="utf-8")
 
@@ -108,13 +108,6 @@ def _named(variant: str, results: Mapping[str, Mapping[str, Any]]) -> dict[str, 
         for metric, value in found.items()
         if isinstance(value, int | float)
     }
-
-
-def _block(page: str, language: str) -> str:
-    found = re.search(rf"```{re.escape(language)}\n(.*?)```", page, re.DOTALL)
-    if found is None:
-        raise ValueError(f"expected a block of {language} in {PAGE.name}")
-    return found[1]
 
 
 if __name__ == "__main__":

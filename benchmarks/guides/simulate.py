@@ -6,13 +6,13 @@ The last line of output is one JSON object with the claims of both runs.
 import contextlib
 import io
 import json
-import re
 import sys
 import tempfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from benchmarks.guides.code_blocks import code_block
 from quire.cli.main import app
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "researchers.md"
@@ -22,10 +22,10 @@ RULE = "long_values:cap=256,sinks=4,recent=64"
 def main() -> None:
     """Run the simulator with full KV and with the rule of the page."""
     page = PAGE.read_text(encoding="utf-8")
-    define_rule(_block(page, "python"))
+    define_rule(code_block(page, "python", PAGE.name))
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.jsonl"
-        trace.write_text(_block(page, 'json title="trace.jsonl"'), encoding="utf-8")
+        trace.write_text(code_block(page, 'json title="trace.jsonl"', PAGE.name), encoding="utf-8")
         full, rule = simulated(trace), simulated(trace, "--evict", RULE)
     claims = {f"full_{name}": value for name, value in full.items()}
     claims |= {f"rule_{name}": value for name, value in rule.items()}
@@ -48,14 +48,6 @@ def simulated(trace: Path, *options: str) -> dict[str, Any]:
         app([*arguments, *options], standalone_mode=False)
     result: dict[str, Any] = json.loads(printed.getvalue().splitlines()[-1])["claims"]
     return result
-
-
-def _block(page: str, language: str) -> str:
-    """The first code block of a language."""
-    found = re.search(rf"```{re.escape(language)}[^\n]*\n(.*?)```", page, re.DOTALL)
-    if found is None:
-        raise ValueError(f"expected a block of {language} in {PAGE.name}")
-    return found[1]
 
 
 if __name__ == "__main__":
