@@ -189,7 +189,15 @@ def test_the_test_of_the_kernels_runs_whole_and_split_rows(monkeypatch):
 
 
 def test_kernels_that_merge_wrongly_are_not_used(monkeypatch):
-    monkeypatch.setattr(interpreted("launch"), "merge_decode", lambda *args: None)
+    launch = interpreted("launch")
+    merge = launch.merge_decode
+
+    def merged(call, partial, partial_lse, splits):
+        """The last split of each row and head is lost."""
+        partial_lse.view(-1, splits)[:, -1] = -torch.inf
+        merge(call, partial, partial_lse, splits)
+
+    monkeypatch.setattr(launch, "merge_decode", merged)
     refused = self_test.tested_hardware.__wrapped__(CPU, torch.float32, 16)
 
     assert "wrong numbers from pages of float32" in refused.reason
