@@ -6,13 +6,19 @@ apart by 1e-2. Here products are computed in float64 and rounded once, which dif
 batch in one number of 1e8. So are activations: PyTorch computes the last numbers of a tensor, those
 that do not fill a vector register, by another function than the others, so the batch's size decides
 how a number is rounded (SiLU and GELU, AVX2 and AVX-512).
+
+Keys stored before RoPE are rotated to their indices among the slots that a step reads. In a lane
+with a window these indices depend on the chunks; the products of rotated queries and keys do not,
+but for the rounding of the rotation. It is in float64 too.
 """
 
 import pytest
+import torch
 from torch import Tensor, nn
 from transformers.activations import GELUActivation, GELUTanh
 
 from quire.kernels import gathered, pre_rope, select
+from quire.models.rotary import Rotary
 
 
 def use_exact_products(patch: pytest.MonkeyPatch) -> None:
@@ -31,7 +37,37 @@ def use_exact_products(patch: pytest.MonkeyPatch) -> None:
     for module in (gathered, pre_rope):
         for name in ("attend_dense", "column_sums_dense"):
             patch.setattr(module, name, _in_float64(getattr(module, name)))
+    patch.setattr(Rotary, "rotate_pre_rope", exact_rotation(Rotary.rotate_pre_rope))
+    patch.setattr(pre_rope.PreRopeAttention, "attend", _attend_wide(pre_rope.PreRopeAttention))
     patch.setattr(select, "why_not", lambda spec, _: None if spec.is_plain else "in float64")
+
+
+def exact_rotation(rotate):
+    """Rotations in float64, by multiples of the angles with which `rotate` rotates to position 1.
+
+    A rotation of more than half a turn by the first position is not supported.
+    """
+
+    def wide(rotary, x, positions):
+        head_dim = x.shape[-1]
+        ones = positions.new_ones(head_dim)
+        matrix = rotate(rotary, torch.eye(head_dim)[:, None], ones)[:, 0].double()
+        cosine = matrix.diagonal()
+        partner = matrix - cosine.diag()  # one number in a row and a column, the sine
+        angles = torch.atan2(partner.abs().sum(dim=0), cosine) * positions[:, None, None]
+        x = x.double()
+        return x * angles.cos() + (x @ partner.sign()) * angles.sin()
+
+    return wide
+
+
+def _attend_wide(backend):
+    attend = backend.attend
+
+    def wide(self, plan, pages, math, query, fresh, **options):
+        return attend(self, plan, pages, math, query.double(), fresh, **options).to(query.dtype)
+
+    return wide
 
 
 def _in_float64(function):
