@@ -226,6 +226,47 @@ def test_sequences_of_one_prompt_and_others_are_offloaded_together(params):
     assert_all_free(engine)
 
 
+@pytest.mark.parametrize("when", ["decode", "prefill_end"])
+@pytest.mark.parametrize("rule", ["tova:", "recent:granularity=page,", f"{MERGING},"])
+def test_evicting_sequences_of_one_prompt_are_offloaded(rule, when):
+    """Each sequence evicts its own tokens; the prompt does not fit without offload."""
+    requests, evict = [(LONG, SEVERAL)], f"{rule}cap=24,every=8,when={when}"
+    with pytest.raises(NeverFits, match="--kv-offload-memory"):
+        run("llama", 0.85, requests, evict=evict, offload=0)
+
+    engine, _, tokens = run("llama", 0.85, requests, evict=evict)
+
+    assert 0 < peak_offloaded_bytes(engine) < 2 * row_bytes("llama")  # the prompt once
+    assert engine.stats().num_evictions >= 3
+    assert tokens == run("llama", 16, requests, evict=evict, offload=0)[2]
+    assert_all_free(engine)
+
+
+@pytest.mark.parametrize(
+    ("rule", "when"),
+    [("tova:", "decode"), ("tova:", "prefill_end"), (f"{MERGING},", "decode")],
+)
+def test_evicting_beams_fit_in_less_memory_with_offload(rule, when):
+    """Their prompt counts once, and its offloaded part as staging; then the retained tokens."""
+    requests, evict = [(LONG, BEAMS)], f"{rule}cap=16,every=8,when={when}"
+    expected = run("llama", 16, requests, evict=evict, offload=0)[2]
+
+    def fits(rows: float, offload: str | int) -> bool:
+        try:
+            engine, _, tokens = run("llama", rows, requests, evict=evict, offload=offload)
+        except NeverFits:
+            return False
+        assert tokens == expected
+        if offload:
+            assert_all_free(engine)
+        return True
+
+    sizes = [0.7 + 0.1 * n for n in range(12)]
+    least = next(rows for rows in sizes if fits(rows, "4MiB"))
+    assert not fits(least, 0)
+    assert next(rows for rows in sizes if fits(rows, 0)) < 2  # not one prompt for each beam
+
+
 def test_requests_with_a_common_prefix_share_its_offloaded_pages():
     """The second request finds the prefix of the first in the cache; both continue."""
     requests = [([*LONG[:100], 7 + i, *LONG[:20]], greedy(NEW_TOKENS)) for i in range(3)]

@@ -34,7 +34,7 @@ class LayerLoads(Protocol):
             copies: private copies of pages in the arena that the cuts make.
 
         Raises:
-            OutOfPages: too few free pages, or other sequences share the offloaded pages.
+            OutOfPages: too few free pages.
         """
         ...
 
@@ -46,5 +46,5 @@ class LayerLoads(Protocol):
         ...
 
     def forget(self, row: int, group: str) -> None:
-        """Free the offloaded bytes of a group whose layers are all settled."""
+        """Free the offloaded bytes of a group whose layers are all settled, unless others use them."""
         ...

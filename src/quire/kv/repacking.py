@@ -47,7 +47,17 @@ def repack(memory: KVMemory, *rows: int) -> None:
         for row in rows:
             repack_runs(memory, row)
         return
-    named = [_entries(table, np.array(rows)) for table in memory.tables.values()]
+    index = np.array(rows)
+    reserved = [
+        (table, memory.placement.release_reserved(table, index)) for table in memory.tables.values()
+    ]
+    _pack(memory, index)
+    for table, lanes in reserved:
+        memory.placement.reserve_again(table, index, lanes)
+
+
+def _pack(memory: KVMemory, rows: Rows) -> None:
+    named = [_entries(table, rows) for table in memory.tables.values()]
     moving = {page_class: _exclusive(memory, page_class, named) for page_class in memory.pools}
     if not _fit_packed(memory, moving):
         return

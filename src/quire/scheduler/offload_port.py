@@ -41,7 +41,7 @@ class KVOffloader(Protocol):
         ...
 
     def offload_more(self, request: Request) -> bool:
-        """Offload further pages of a request that has offloaded pages; False if none can be."""
+        """Offload pages of a request, or further ones; False if that frees no memory."""
         ...
 
     def load_back(self, request: Request) -> None:

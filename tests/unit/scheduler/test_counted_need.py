@@ -7,7 +7,7 @@ statistics, stores; single requests, parallel samples and beams.
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError, NeverFits
@@ -184,7 +184,20 @@ def test_beams_fit_while_window_lanes_still_hold_the_prompt(width):
     load_in_least_memory(beams).drain()
 
 
+RING_IN_SCATTERED_SLABS = {  # its reserved pages are packed too
+    "codec": "int8+sinks=2+residual=8",
+    "windows": (None, 8) * 5,
+    "page_tokens": 2,
+    "store": "ring",
+    "eviction": {"cap": 2, "every": 1, "when": PREFILL_END, "statistics": ()},
+    "chunk_tokens": 16,
+    "prompt": 17,
+    "max_tokens": 1,
+}
+
+
 @given(options=drawn_options())
+@example(options=RING_IN_SCATTERED_SLABS)
 def test_request_completes_in_the_least_memory_that_admits_it(options):
     load = load_in_least_memory(case_of(options))
 

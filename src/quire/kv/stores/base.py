@@ -151,6 +151,16 @@ class Placement(ABC):
     def reserved_pages(self, table: LaneTable, rows: Rows) -> PageNumbers:
         """Return the page numbers of the reserved pages, row by row, lane by lane."""
 
+    def release_reserved(self, table: LaneTable, rows: Rows) -> NDArray[np.bool_]:
+        """Release the reserved pages of rows; return the lanes [rows, lanes] that had one."""
+        return np.zeros((len(rows), table.group.num_lanes), dtype=bool)
+
+    def reserve_again(  # noqa: B027 - most stores reserve no pages
+        self, table: LaneTable, rows: Rows, lanes: NDArray[np.bool_]
+    ) -> None:
+        """Reserve a page again for each lane [rows, lanes], for all of them or, if too few pages
+        are free, for none: the lane then allocates its next page."""
+
     @abstractmethod
     def peak_pages(
         self, group: LaneGroup, tokens: NDArray[np.int64], most_slots: int

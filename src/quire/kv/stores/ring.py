@@ -123,6 +123,21 @@ class Ring(Placement):
         pages: PageNumbers = spare[rows][spare[rows] != NO_PAGE]
         return pages
 
+    def release_reserved(self, table: LaneTable, rows: Rows) -> NDArray[np.bool_]:
+        """See `Placement`."""
+        lanes = self.num_reserved_pages(table, rows) > 0
+        if lanes.any():
+            self.pools[table.group.page_class].release(self.reserved_pages(table, rows))
+            self._spare[table.group.name][rows] = NO_PAGE
+        return lanes
+
+    def reserve_again(self, table: LaneTable, rows: Rows, lanes: NDArray[np.bool_]) -> None:
+        """See `Placement`."""
+        pool, count = self.pools[table.group.page_class], int(lanes.sum())
+        if count and self.fits({table.group.page_class: count}):
+            row, lane = np.nonzero(lanes)
+            self._spare[table.group.name][rows[row], lane] = pool.allocate(count)
+
     def peak_pages(
         self, group: LaneGroup, tokens: NDArray[np.int64], most_slots: int
     ) -> NDArray[np.int64]:

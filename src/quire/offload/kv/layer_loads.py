@@ -6,7 +6,8 @@
                                                   pages of their own, then slots move
     after    all layers are settled: staging and offloaded bytes are freed
 
-An eviction thus needs pages for the retained tokens only, besides the staging.
+An eviction thus needs pages for the retained tokens only, besides the staging. Of sequences that
+share the offloaded pages, each evicts on its own; the last one frees the staging and the bytes.
 """
 
 from collections.abc import Sequence
@@ -50,15 +51,16 @@ class OffloadedLayers:
 
     def require_pages(self, row: int, group: str, kept: NDArray[np.bool_], copies: int = 0) -> None:
         """See `LayerLoads`."""
-        if self._prefixes.is_shared(row):
-            raise OutOfPages(f"other sequences share the offloaded pages of row {row}")
         table = self._memory.tables[group]
         staged, per_layer = int(table.staged[row]), table.group.lanes_per_layer
         resident = (table.num_pages[row] - staged).reshape(-1, per_layer).sum(axis=1)
         by_layer = kept.reshape(len(resident), per_layer, -1)
+        loaded = by_layer[:, :, :staged].sum(axis=(1, 2))
         grown = by_layer.sum(axis=(1, 2)) - resident
+        if self._prefixes.is_shared(row):  # no page is freed that another sequence may share
+            grown = loaded
         before = np.cumsum(grown) - grown  # of the layers that were cut before each layer
-        needed = int((before + by_layer[:, :, :staged].sum(axis=(1, 2))).max(initial=0))
+        needed = int((before + loaded).max(initial=0))
         needed = max(0, needed) + copies
         if not self._memory.fits({table.group.page_class: needed}):
             raise OutOfPages(f"{needed} pages needed to evict from an offloaded prefix")

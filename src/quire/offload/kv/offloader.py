@@ -96,8 +96,11 @@ class PrefixOffloader:
         return False
 
     def offload_more(self, request: Request) -> bool:
-        """Offload further pages of a request with offloaded pages; False if none can be."""
-        return self.is_staged(request) and can_offload_request(request) and self._move(request)
+        """Offload pages of a request, or further ones; False if that frees no memory."""
+        if self.is_staged(request):
+            return can_offload_request(request) and self._move(request)
+        may_move = any(other is request for other in self._movable())
+        return may_move and self._gain_bytes(request) > 0 and self._move(request)
 
     def load_back(self, request: Request) -> None:
         """Load all pages of a request back, offloading pages of other requests if needed.

@@ -45,12 +45,10 @@ class Need:
 
 def need_of(request: Request, tokens: int) -> Need:
     """Return the need of a request at a length of `tokens`."""
-    # caps that are set after the prompt need all pages in the KV memory, and shared pages too if
-    # they are evicted
-    evicts_alone = request.group is None and not request.eviction.pending
+    # caps that are set after the prompt need all pages in the KV memory, and shared prefixes too
     may_offload = (
         can_offload_request(request)
-        and (request.eviction.spec.cap is None or evicts_alone)
+        and (request.eviction.spec.cap is None or not request.eviction.pending)
         and not request.progress.cached_tokens
     )
     prompt_tokens = len(request.prompt_token_ids)

@@ -274,7 +274,10 @@ class Peaks:
             if not any(n.tokens > decodes or self._loses(group, n) for n in needs):
                 shared = shared_tokens // group.page_class.tokens * group.num_lanes
             together = int((own - shared).sum()) + shared
-            together -= self._forked_saved(group, sequences, alone, shared, shape)
+            if any(n.evicts for n in needs):
+                together = min(together, self._forked_evicting(group, sequences, shape))
+            else:
+                together -= self._forked_saved(group, sequences, alone, shared, shape)
             prefill = self._group_pages(group, sequences, shape)
             counts[self._index[group.page_class]] += max(together, int(prefill.max()))
         return counts
@@ -293,6 +296,19 @@ class Peaks:
         offloaded = together + min(own, offload.most_pages - together)
         layers = max(0, len(group.layers) - shape.staging_slots)
         return offloaded * layers * group.lanes_per_layer
+
+    def _forked_evicting(self, group: LaneGroup, sequences: NeedGroup, shape: StepShape) -> int:
+        """Pages of forked sequences that evict: the prompt's once, then those that each retains.
+
+        An eviction gives a sequence private copies of shared pages. The others still share the
+        prompt, whose first pages may be offloaded.
+        """
+        if group.private or group.fixed_slots is not None or group.ordered:
+            return int(self._group_pages(group, sequences, shape).sum())
+        prompt = replace(sequences, tokens=sequences.prompts)
+        own = replace(sequences, may_offload=False, decodes=True)
+        shared = int(self._group_pages(group, prompt, shape).max())
+        return shared + int(self._group_pages(group, own, shape).sum())
 
     def _loses(self, group: LaneGroup, need: Need) -> bool:
         """Whether a sequence's lanes are private, or do not retain all of its tokens."""
