@@ -14,6 +14,7 @@ SHARED_TOKENS = 16  # of all prompts
 LARGER = 4 * PAGE_TOKENS  # of caps and prompts, where pages are evicted or KV has to grow
 LONG = 120  # of prompts, where the smallest memory is large
 OTHER_TOKENS = (20, 27, 33, 14)
+ALL = "all"
 AMPLE = (ROOM_FOR_ALL,)  # memory for all requests, in units of the largest one
 SCARCE = (0.6, 0.85, 1.1, 1.5, 2.1)
 """Sizes that are tried one after the other, until every feature has acted."""
@@ -45,7 +46,7 @@ class Draft:
         late: the last requests are submitted while the first ones run, before step `late_step`.
         urgent: the last request has priority over the others.
         watermark: low and high watermark of the memory.
-        grows: like `some_short`, with more tokens to generate.
+        grows: like `some_short`, with more tokens to generate; `ALL`: all requests are short.
         short_tokens: of the last requests, if they are short.
         some_short: the last requests are short, so that their KV grows below a cap.
         cancels: the second request is cancelled.
@@ -86,7 +87,7 @@ class Draft:
     urgent: bool = False
     watermark: float | None = None
     some_short: bool = False
-    grows: bool = False
+    grows: bool | str = False
     short_tokens: int = 9
     cancels: bool = False
     exact: bool | None = None
@@ -151,7 +152,7 @@ class Draft:
     @property
     def has_short(self) -> bool:
         """Whether the last requests are short."""
-        return self.some_short or self.grows
+        return self.some_short or bool(self.grows)
 
     def eviction(self, rule: str | None = None) -> str:
         """The eviction as text: with the draft's rule, or another."""
@@ -247,7 +248,7 @@ class Draft:
             made.append(
                 RequestCase(
                     prompt=_tokens(rng, self.short_tokens)
-                    if late and self.has_short
+                    if (late and self.has_short) or self.grows == ALL
                     else (*shared, *_tokens(rng, count)),
                     params={"max_tokens": NEW_TOKENS, "ignore_eos": True, "seed": number}
                     | {"temperature": 0.0, "logprobs": 0}

@@ -1,6 +1,6 @@
 """KV outside of the arena: preemption, prefix cache and tiers, KV offload, weight offload."""
 
-from composition.draft import SCARCE
+from composition.draft import ALL, SCARCE
 from composition.feature import Feature, both, setting
 from composition.ran import Ran
 
@@ -12,7 +12,7 @@ OFFLOADS = setting(
     units=(*SCARCE, 0.96),
     stream_units=8.0,
     default_when="decode",
-    vary={"grows": (False, True)},
+    vary={"grows": (False, True, ALL)},
 )
 
 
