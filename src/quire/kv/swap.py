@@ -260,13 +260,13 @@ def _order_still_used(memory: KVMemory, pages: dict[PageClass, PageNumbers]) -> 
 def _cached_references(memory: KVMemory, page_class: PageClass) -> NDArray[np.int64]:
     """Return the references of the prefix cache to each page of a class."""
     cached = [
-        numbers
+        numbers.reshape(-1)
         for references in memory.cached_references.values()
         for name, numbers in references.items()
         if memory.tables[name].group.page_class == page_class
     ]
     num_pages = len(memory.pools[page_class].ref_counts)
-    return np.bincount(np.concatenate([*cached, NO_PAGES]), minlength=num_pages)
+    return np.bincount(np.concatenate([NO_PAGES, *cached]), minlength=num_pages)
 
 
 # ---- in ----------------------------------------------------------------------------------------

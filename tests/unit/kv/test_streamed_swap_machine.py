@@ -38,6 +38,13 @@ class StreamedSwapMachine(TiersMachine):
         TiersMachine.open_memory(self, kib, host_kib)
         self.worker = FailingLazyWorker(self.host)
         self.pool.copies = StreamedCopies(self.host, self.worker, self.memory.arena.fences)
+        self.poison_free = self.store.poison_free
+        self.store.poison_free = self.poison_free_once_copied
+
+    def poison_free_once_copied(self, memory):
+        """Free pages that a copy still reads have their bytes."""
+        if not self.worker.num_waiting:
+            self.poison_free(memory)
 
     @precondition(lambda self: self.worker.num_waiting)
     @rule(count=st.integers(1, 4))
