@@ -54,8 +54,8 @@ class FlashInferPlan:
         step, lanes: shapes on the CPU.
         page_tokens: slots of a page.
         slot_bytes: bytes of a slot, for the other backend.
-        places: [2, pages] row and table column of each page of the rows, on the device; empty
-            until a layer needs them.
+        places: [2, pages] row and table column of each page that a row's queries see, on the
+            device; empty until a layer needs them.
         holders: keep the wrappers of `planned` in use.
         planned: wrappers by the shape of attention.
         other: plan of the other backend, once a layer needed it.
@@ -176,9 +176,10 @@ class FlashInferAttention:
 
     def _places(self, plan: FlashInferPlan, device: torch.device) -> Tensor:
         if not plan.places:
-            counts = -(-plan.lanes.slots[:, 0].astype(np.int64) // plan.page_tokens)
+            first, slots = seen_slots(plan)
+            counts = -(-slots // plan.page_tokens)
             row = np.repeat(np.arange(len(counts)), counts)
-            column = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+            column = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts - first, counts)
             plan.places.append(to_device(np.stack([row, column]), device))
         return plan.places[0]
 
@@ -189,7 +190,7 @@ class FlashInferAttention:
         self._own_bytes = self._wrappers.workspace_bytes
         holder, border = _Holder(), plan.step.num_decode
         plan.holders.append(holder)
-        slots, tokens = plan.lanes.slots[:, 0], plan.step.tokens
+        slots, tokens = seen_slots(plan)[1], plan.step.tokens
         pages = torch.zeros(plan.places[0].shape[1], dtype=torch.int32, device=device)
         parts = [
             RowPages.of(slots[part], tokens[part], plan.page_tokens, pinned=device.type == "cuda")
@@ -202,6 +203,19 @@ class FlashInferAttention:
         if border < len(tokens):
             prefill = self._wrappers.prefill(holder, shape, parts[1], pages[first:])
         return PlannedStep(pages, decode, prefill)
+
+
+def seen_slots(plan: FlashInferPlan) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the first page that a query of each row sees, and the live slots from there on.
+
+    Pages before the window of a row's oldest query are free already.
+    """
+    slots = plan.lanes.slots[:, 0].astype(np.int64)
+    if plan.lanes.window is None:
+        return np.zeros_like(slots), slots
+    oldest = slots - plan.step.tokens + 1 - plan.lanes.window
+    first = np.maximum(oldest, 0) // plan.page_tokens
+    return first, slots - first * plan.page_tokens
 
 
 def unfit(pages: LayerPages, math: AttentionMath, query: Tensor) -> str | None:

@@ -8,7 +8,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import re
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ KV_LAYOUT = "HND"  # pages of [heads, tokens, head_dim], as in the arena
 IMPLEMENTATION = "fa2"  # reads pages through their strides: they need not be contiguous
 
 
+@runtime_checkable
 class DecodeWrapper(Protocol):
     """`flashinfer.BatchDecodeWithPagedKVCacheWrapper`."""
 
@@ -50,6 +51,7 @@ class DecodeWrapper(Protocol):
         ...
 
 
+@runtime_checkable
 class PrefillWrapper(Protocol):
     """`flashinfer.BatchPrefillWithPagedKVCacheWrapper`."""
 
@@ -79,6 +81,7 @@ class PrefillWrapper(Protocol):
         ...
 
 
+@runtime_checkable
 class FlashInfer(Protocol):
     """The package."""
 
@@ -153,5 +156,5 @@ def import_flashinfer() -> FlashInfer:
     package = importlib.import_module(PACKAGE)
     for name in ("BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"):
         getattr(package, name)
-    found: FlashInfer = package  # type: ignore[assignment]
+    found: FlashInfer = package
     return found

@@ -78,12 +78,12 @@ class RowPages:
 
     @classmethod
     def of(
-        cls, slots: NDArray[np.int32], tokens: NDArray[np.int32], page_tokens: int, *, pinned: bool
+        cls, slots: NDArray[np.int64], tokens: NDArray[np.int32], page_tokens: int, *, pinned: bool
     ) -> "RowPages":
         """Describe the pages of rows.
 
         Args:
-            slots: [rows] live slots, at least 1.
+            slots: [rows] live slots in these pages, at least 1.
             tokens: [rows] new tokens.
             page_tokens: slots of a page.
             pinned: whether a device copies the numbers.
@@ -94,7 +94,7 @@ class RowPages:
         return cls(*(x.pin_memory() if pinned else x for x in found))
 
 
-def _ends(counts: NDArray[np.int32]) -> NDArray[np.int32]:
+def _ends(counts: NDArray[np.int32] | NDArray[np.int64]) -> NDArray[np.int32]:
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
 
 
@@ -123,7 +123,8 @@ class _Shelf(Generic[Wrapper]):
     """
 
     def __init__(self, make: Callable[[], Wrapper], device: torch.device) -> None:
-        self._make, self._device = make, device
+        self._make: Callable[[], Wrapper] = make
+        self._device = device
         self._idle: list[_Kept[Wrapper]] = []
 
     def planned(self, holder: object, plan: Callable[[Wrapper], None]) -> Wrapper:
