@@ -201,7 +201,7 @@ def _engine(bench: GpuBench, mode: _Mode, model: LoadedModel, recompute: str) ->
         offload=offload,
         swap_space=0,
         prefix_cache=PrefixCacheConfig(enabled=False),
-        attention=bench.config.attention,  # type: ignore[arg-type] - checked there
+        attention=bench.config.attention,  # type: ignore[arg-type]
     )
     # all prompts end in the same step; their older KV is offloaded between the chunks
     chunk_tokens = bench.config.kvpr_chunk

@@ -42,7 +42,7 @@ def measure_activation_peak(decoder: Decoder, schedule: ScheduleConfig, batches:
     if decoder.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(decoder.device)
         before = torch.cuda.memory_allocated(decoder.device)
-        _run(decoder, tokens, schedule.num_rows, batches)
+        run_largest_step(decoder, tokens, schedule.num_rows, batches)
         peak_bytes = int(torch.cuda.max_memory_allocated(decoder.device)) - before
         rows = schedule.num_rows * batches
         return peak_bytes + sampling_scratch_bytes(rows, decoder.spec.vocab_size)
@@ -52,12 +52,13 @@ def measure_activation_peak(decoder: Decoder, schedule: ScheduleConfig, batches:
             _RESET_PEAK.write_text("5")
         except OSError:  # some containers forbid the write
             return _estimate(decoder, tokens, schedule.num_rows, batches)
-        _run(decoder, tokens, schedule.num_rows, batches)
+        run_largest_step(decoder, tokens, schedule.num_rows, batches)
         return max(0, _peak_resident_bytes() - before)
     return _estimate(decoder, tokens, schedule.num_rows, batches)
 
 
-def _run(decoder: Decoder, tokens: int, sampled_rows: int, batches: int) -> None:
+def run_largest_step(decoder: Decoder, tokens: int, sampled_rows: int, batches: int) -> None:
+    """Run a step of batches of this size, without KV memory."""
     ids = torch.zeros(tokens, dtype=torch.int64, device=decoder.device)
     positions = torch.arange(tokens, device=decoder.device)
     batch = Batch(ids, positions, positions[:sampled_rows], _AttendToChunk())

@@ -114,7 +114,7 @@ def _triton(
     Raises:
         ConfigError: triton is required and cannot run.
     """
-    choice = _usable_triton(gathered, device, dtype, head_dim, codec)
+    choice = usable_triton(gathered, device, dtype, head_dim, codec)
     if isinstance(choice, BackendChoice):
         return choice if name == "triton" else _faster(choice, device, dtype, head_dim, codec)
     if name == "triton":
@@ -122,7 +122,7 @@ def _triton(
     return BackendChoice(gathered, f"runs on any device; not triton: {choice}")
 
 
-def _usable_triton(
+def usable_triton(
     gathered: GatheredAttention,
     device: torch.device,
     dtype: torch.dtype,
@@ -167,7 +167,7 @@ def _required_flashinfer(
     """
     reason = _coded_pages(codec) or why_no_flashinfer(device, dtype, head_dim)
     if reason is None:
-        other = _usable_triton(gathered, device, dtype, head_dim, codec)
+        other = usable_triton(gathered, device, dtype, head_dim, codec)
         backend = gathered if isinstance(other, str) else other.backend
         found = _flashinfer(backend, device, dtype, head_dim)
         if isinstance(found, BackendChoice):

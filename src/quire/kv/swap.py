@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import ConfigError, OutOfPages
+from quire.kv.fenced_pages import order_still_used
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
 from quire.kv.resizing import cut_slots
@@ -32,7 +33,6 @@ from quire.kv.stored_sequences import (
     SwappedSequence,
     SwapSpace,
 )
-from quire.kv.stores.base import NO_PAGES
 from quire.kv.tables import LaneTable, Rows
 from quire.kv.whole_rows import add_stored, can_append, can_place, restore_rows
 from quire.layout.pages import PageClass
@@ -78,7 +78,7 @@ def swap_out(
     except BaseException:
         stored.free()
         raise
-    _order_still_used(memory, pages)
+    order_still_used(memory, pages)
     return Swapped(sequences, counts, stored, keep_from, detached)
 
 
@@ -241,32 +241,6 @@ def _take_lanes(table: LaneTable, row: int, keep_from: int, seen: _FirstSeen) ->
         page_positions=table.page_positions[row][kept],
         stored=seen.index(table.pages[row][kept]),
     )
-
-
-def _order_still_used(memory: KVMemory, pages: dict[PageClass, PageNumbers]) -> None:
-    """Order later computation after the copies of pages that other rows may write.
-
-    Pages that only the prefix cache references are written after they are allocated, or after a
-    row shares them; both are ordered.
-    """
-    if not memory.arena.fences:
-        return
-    for page_class, numbers in pages.items():
-        references = memory.pools[page_class].ref_counts[numbers]
-        used = numbers[references > _cached_references(memory, page_class)[numbers]]
-        memory.arena.fences.before_use(used, page_class.page_bytes)
-
-
-def _cached_references(memory: KVMemory, page_class: PageClass) -> NDArray[np.int64]:
-    """Return the references of the prefix cache to each page of a class."""
-    cached = [
-        numbers.reshape(-1)
-        for references in memory.cached_references.values()
-        for name, numbers in references.items()
-        if memory.tables[name].group.page_class == page_class
-    ]
-    num_pages = len(memory.pools[page_class].ref_counts)
-    return np.bincount(np.concatenate([NO_PAGES, *cached]), minlength=num_pages)
 
 
 # ---- in ----------------------------------------------------------------------------------------

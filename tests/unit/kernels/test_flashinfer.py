@@ -252,10 +252,10 @@ def both(monkeypatch):
     triton = GatheredAttention(CPU)
     triton.name = "triton"
     chosen = BackendChoice(triton, "Triton")
-    monkeypatch.setattr(select, "_usable_triton", lambda *args: chosen)
+    monkeypatch.setattr(select, "usable_triton", lambda *args: chosen)
     found = FlashInferAttention(Wrappers(double, CPU, 1024), triton)
     monkeypatch.setattr(choice, "usable_flashinfer", lambda *args: found)
-    monkeypatch.setattr(choice, "_TIMED", {})
+    monkeypatch.setattr(choice, "TIMED", {})
     return monkeypatch
 
 
@@ -310,7 +310,7 @@ def test_sample_steps_run_on_both_backends():
 def usable(monkeypatch, module):
     monkeypatch.setattr(choice, "why_no_flashinfer", lambda *args: None)
     monkeypatch.setattr(choice, "import_flashinfer", module)
-    monkeypatch.setattr(choice, "_TESTED", {})
+    monkeypatch.setattr(choice, "TESTED", {})
     monkeypatch.setattr(choice, "Wrappers", lambda found, device: Wrappers(found, device, 1024))
     return choice.usable_flashinfer(CPU, torch.bfloat16, 64, GatheredAttention(CPU))
 

@@ -113,7 +113,7 @@ def _tested(
     device: torch.device, dtype: torch.dtype, head_dim: int, other: AttentionBackend
 ) -> FlashInfer | str:
     key = device, dtype, head_dim
-    if key not in _TESTED:
+    if key not in TESTED:
         try:
             package = import_flashinfer()
             backend = FlashInferAttention(Wrappers(package, device), other)
@@ -122,11 +122,12 @@ def _tested(
             wrong = failure_of(error).replace("Triton", "FlashInfer", 1)
         if wrong is not None:
             _log.warning("FlashInfer is not used on %s: %s; please report it", device, wrong)
-        _TESTED[key] = package if wrong is None else f"its kernels are not used: {wrong}"
-    return _TESTED[key]
+        TESTED[key] = package if wrong is None else f"its kernels are not used: {wrong}"
+    return TESTED[key]
 
 
-_TESTED: dict[tuple[torch.device, torch.dtype, int], FlashInfer | str] = {}
+TESTED: dict[tuple[torch.device, torch.dtype, int], FlashInfer | str] = {}
+"""Results of the self-test by device, type and head_dim: the package, or why it is not used."""
 
 
 def describe(other: str) -> str:
@@ -146,14 +147,15 @@ def is_faster(
     The sample steps run once for each device, type and head_dim of a process.
     """
     key = device, dtype, head_dim
-    if key not in _TIMED:
-        _TIMED[key] = time_backends(flashinfer, other, device, dtype, head_dim)
-        faster = flashinfer.name if _TIMED[key].is_faster else other.name
-        _log.info("attention=%s on %s: %s", faster, device, _TIMED[key].text(other.name))
-    return _TIMED[key].is_faster, _TIMED[key].text(other.name)
+    if key not in TIMED:
+        TIMED[key] = time_backends(flashinfer, other, device, dtype, head_dim)
+        faster = flashinfer.name if TIMED[key].is_faster else other.name
+        _log.info("attention=%s on %s: %s", faster, device, TIMED[key].text(other.name))
+    return TIMED[key].is_faster, TIMED[key].text(other.name)
 
 
-_TIMED: dict[tuple[torch.device, torch.dtype, int], TimedBackends] = {}
+TIMED: dict[tuple[torch.device, torch.dtype, int], TimedBackends] = {}
+"""Measured times by device, type and head_dim."""
 
 
 def time_backends(
