@@ -10,6 +10,7 @@ overwritten by later copies at once. Pages that are copied out are fenced (`quir
 computation waits for the copy if it is to use one of them.
 """
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -22,7 +23,7 @@ from quire.offload.swap.host_pool import HostCopies
 from quire.offload.swap.transfer import Transfer, TransferWorker
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Group:
     """Copies of one swap in one direction.
 
@@ -60,6 +61,7 @@ class StreamedCopies:
         self._copies, self._worker, self._fences = copies, worker, fences
         self._open: _Group | None = None
         self._closed: list[_Group] = []
+        weakref.finalize(self, _finish, self._closed)  # before the host memory is unpinned
 
     def save(self, page_class: PageClass, pages: PageNumbers, start: int) -> None:
         """Start to copy pages of the arena to consecutive host bytes from `start`."""
@@ -94,7 +96,7 @@ class StreamedCopies:
     def timed(self) -> list[TimedCopy]:
         """Return the copies that ended since the last call, one for each `wait`."""
         ended = [g for g in self._closed if all(copy.done() for copy in g.transfers)]
-        self._closed = [group for group in self._closed if group not in ended]
+        self._closed[:] = [group for group in self._closed if group not in ended]
         return [TimedCopy(g.back, g.num_bytes, g.seconds) for g in ended if g.spans]
 
     def _submit(self, copy: Callable[[], None], num_bytes: int, *, back: bool) -> Transfer:
@@ -111,6 +113,13 @@ class StreamedCopies:
         group.transfers.append(transfer)
         group.num_bytes += num_bytes
         return transfer
+
+
+def _finish(groups: list[_Group]) -> None:
+    """Wait until no copy is in flight."""
+    for group in groups:
+        for transfer in group.transfers:
+            transfer.exception()
 
 
 def _nothing() -> None:

@@ -1,5 +1,6 @@
 """Swap copies next to the computation: what waits for them, and what does not."""
 
+import gc
 from functools import partial
 
 import numpy as np
@@ -15,7 +16,7 @@ from quire.kv.store import PageStore
 from quire.kv.swap import swap_in, swap_out
 from quire.layout.pages import CacheLayout, LaneGroup
 from quire.offload.host_side import swap_pool, swap_worker
-from quire.offload.swap.host_pool import HostPool
+from quire.offload.swap.host_pool import HostPool, NoCopies
 from quire.offload.swap.host_store import DirectCopies
 from quire.offload.swap.streamed_copies import StreamedCopies
 from support.host_array import CopyFailed, HostArray
@@ -225,3 +226,16 @@ def test_members_of_a_shared_arena_have_the_same_fences():
     first, second = (arena.join(name, 1024, None, (256,)) for name in "ab")
 
     assert first.fences is second.fences
+
+
+def test_copies_have_ended_when_their_host_memory_is_freed():
+    memory, worker = one_group(), LazyWorker()
+    copies = StreamedCopies(NoCopies(), worker, memory.arena.fences)
+    swap_out(memory, [started(memory, 10)], HostPool(HOST_BYTES, copies))
+    worker.queued[:] = [lambda: None]  # the copies refer to their owner
+    assert worker.num_waiting == 1
+
+    del copies
+    gc.collect()
+
+    assert worker.num_waiting == 0
