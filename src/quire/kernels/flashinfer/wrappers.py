@@ -53,7 +53,7 @@ class AttentionShape:
 
     @property
     def on_tensor_cores(self) -> bool:
-        """Whether decode rows share keys among so many heads that tensor cores are faster."""
+        """Whether decode rows use tensor cores: more heads share keys than CUDA cores serve well."""
         return self.num_heads // self.num_kv_heads > _MOST_GROUP_ON_CUDA_CORES
 
     @property
