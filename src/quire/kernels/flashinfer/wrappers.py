@@ -53,7 +53,7 @@ class AttentionShape:
 
     @property
     def on_tensor_cores(self) -> bool:
-        """Whether decode rows use tensor cores: more heads share keys than CUDA cores serve well."""
+        """Whether decode rows use tensor cores, because many heads share their keys."""
         return self.num_heads // self.num_kv_heads > _MOST_GROUP_ON_CUDA_CORES
 
     @property
