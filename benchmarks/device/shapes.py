@@ -9,11 +9,11 @@ from quire.errors import UnknownName
 from quire.layout.model import ModelSpec
 
 
-def _toy(kv_heads: int) -> ModelSpec:
+def _toy(kv_heads: int, num_layers: int = 3) -> ModelSpec:
     config = {
         "model_type": "llama",
         "hidden_size": 64,
-        "num_hidden_layers": 3,
+        "num_hidden_layers": num_layers,
         "num_attention_heads": 4,
         "num_key_value_heads": kv_heads,
         "intermediate_size": 96,
@@ -23,7 +23,12 @@ def _toy(kv_heads: int) -> ModelSpec:
     return ModelSpec.from_config(config)
 
 
-SPECS: Mapping[str, ModelSpec] = {**MODELS, "toy": _toy(4), "toy-grouped": _toy(1)}
+SPECS: Mapping[str, ModelSpec] = {
+    **MODELS,
+    "toy": _toy(4),
+    "toy-grouped": _toy(1),
+    "toy-deep": _toy(4, 8),
+}
 """Model specs by name; the toys are for quick trials."""
 
 

@@ -32,6 +32,9 @@ class GpuConfig:
         prompts, prompt_tokens, new_tokens: requests of the parts `batch_max`, `offload` and
             `rebatch`.
         cap, every: options of Batch-Max.
+        kvpr_model: shape in `SPECS` of the part `kvpr`; as many KV heads as query heads, because
+            recompute does not pay with fewer.
+        kvpr_rows, kvpr_tokens, kvpr_chunk: its rows, their prompts, and the chunks of prompts.
         others: other engines to run.
         offload: configuration of the decode steps with KV in host memory.
     """
@@ -59,6 +62,10 @@ class GpuConfig:
     new_tokens: int = 128
     cap: int = 512
     every: int = 64
+    kvpr_model: str = "OPT-6.7B"
+    kvpr_rows: int = 32
+    kvpr_tokens: int = 512
+    kvpr_chunk: int = 32
     others: tuple[str, ...] = ("static", "continuous", "vllm")
     offload: DeviceBenchConfig = field(
         default_factory=lambda: DeviceBenchConfig(
@@ -97,5 +104,9 @@ QUICK_GPU = GpuConfig(
     new_tokens=12,
     cap=24,
     every=8,
+    kvpr_model="toy-deep",
+    kvpr_rows=4,
+    kvpr_tokens=160,
+    kvpr_chunk=4,
     offload=QUICK_DEVICE,
 )

@@ -6,11 +6,16 @@ import pytest
 import torch
 
 from quire.config.generation_request import GenerationRequest
+from quire.engine import kv_size
+from quire.engine.core import Engine
 from quire.kv.swap import append_tail, can_split, swap_in, swap_out
 from quire.offload.swap.host_pool import HostPool
 from quire.offload.swap.host_store import host_copies
+from quire.scheduler.schedule_config import ScheduleConfig
 from reference.test_equality import TOLERANCE, Forced
 from support.engines import NEW_TOKENS, engine_for, expect, greedy, load, make_prompts
+from support.kv_options import kv_config
+from support.lazy_copies import LazyWorker
 
 LONGEST = 60
 ARCHITECTURES = ("llama", "gemma2", "mistral")  # full attention, both, windows only
@@ -99,6 +104,44 @@ def test_logits_equal_transformers_when_a_head_is_recomputed_before_its_tail(arc
             memory.check()
     assert forced.worst <= TOLERANCE
     assert splits == NEW_TOKENS - 1
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_logits_equal_transformers_when_swap_copies_run_as_late_as_they_may(
+    monkeypatch, prefix_caching
+):
+    """The copies stand in for those of a stream next to the computation."""
+    worker = LazyWorker()
+    monkeypatch.setattr(kv_size, "swap_worker", lambda device: worker)
+    expected = expect("llama", make_prompts(8, LONGEST, seed=5))
+    memory = kv_config(
+        memory="48KiB",
+        page_tokens=4,
+        attention="auto",
+        swap_space="4MiB",
+        enable_prefix_caching=prefix_caching,
+    )
+    schedule = ScheduleConfig(
+        max_num_seqs=8, chunk_tokens=16, admission="optimistic", preempt="swap"
+    )
+    engine = Engine(load("llama"), memory, schedule)
+    forced = Forced({f"r{i}": wanted for i, wanted in enumerate(expected)})
+    engine.sampling_step.sampler = forced
+    for i, wanted in enumerate(expected):
+        engine.submit(GenerationRequest(wanted.prompt, greedy(), request_id=f"r{i}"))
+    late = steps = 0
+    while engine.has_work:
+        engine.step()
+        steps += 1
+        if steps % 3 == 0 and engine.scheduler.running:
+            engine.scheduler.preempt_one()
+        late = max(late, worker.num_waiting)
+        engine.check()
+
+    assert forced.worst <= TOLERANCE
+    assert len(worker.queued) > 4
+    assert late > 0  # a step ran before the copies of the pages it did not use
+    assert engine.pool.host.used_bytes == 0
 
 
 @pytest.mark.gpu

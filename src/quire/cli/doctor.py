@@ -151,10 +151,11 @@ def _attention() -> Iterator[Finding]:
     from quire.kernels.select import BACKENDS, select_backend
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     for name in ("auto", *BACKENDS):
         try:
             choice = select_backend(
-                name, device, dtype=torch.float32, head_dim=64, scratch_bytes=_SCRATCH_BYTES
+                name, device, dtype=dtype, head_dim=64, scratch_bytes=_SCRATCH_BYTES
             )
         except QuireError as error:
             yield Finding(f"attention {name}", f"not available: {error}", ok=name != "auto")

@@ -16,6 +16,7 @@ _C_EXTENSION = "C extension, "
 _KERNELS = {
     "native": "C extension (native)",
     "triton": "Triton (triton)",
+    "flashinfer": "FlashInfer (flashinfer)",
     "gathered": "PyTorch (gathered)",
 }
 """Kernels of attention by the name of their backend, the value of --attention."""

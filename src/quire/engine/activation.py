@@ -10,6 +10,7 @@ from quire.kernels.backend import AttentionMath
 from quire.kernels.dense import attend_dense
 from quire.models.base import AttentionCall, Batch, Decoder, LayerByLayer
 from quire.plan.capacity import estimate_activation_peak
+from quire.sampling.device_sampling import sampling_scratch_bytes
 from quire.scheduler.schedule_config import ScheduleConfig
 
 _RESET_PEAK = Path("/proc/self/clear_refs")
@@ -28,7 +29,8 @@ class _AttendToChunk:
 def measure_activation_peak(decoder: Decoder, schedule: ScheduleConfig, batches: int = 1) -> int:
     """Run one step of the largest size and return its peak activation memory in bytes.
 
-    On a CUDA device the peak is read from PyTorch's allocator. On Linux the peak resident memory is
+    On a CUDA device the peak is read from PyTorch's allocator, and the scratch memory of sampling
+    is added, which is allocated after the step. On Linux the peak resident memory is
     reset before the step and read after it. On other systems `quire.plan` estimates the peak.
 
     Args:
@@ -40,20 +42,23 @@ def measure_activation_peak(decoder: Decoder, schedule: ScheduleConfig, batches:
     if decoder.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(decoder.device)
         before = torch.cuda.memory_allocated(decoder.device)
-        _run(decoder, tokens, schedule.num_rows, batches)
-        return int(torch.cuda.max_memory_allocated(decoder.device)) - before
+        run_largest_step(decoder, tokens, schedule.num_rows, batches)
+        peak_bytes = int(torch.cuda.max_memory_allocated(decoder.device)) - before
+        rows = schedule.num_rows * batches
+        return peak_bytes + sampling_scratch_bytes(rows, decoder.spec.vocab_size)
     if _RESET_PEAK.exists():
         before = psutil.Process().memory_info().rss
         try:
             _RESET_PEAK.write_text("5")
         except OSError:  # some containers forbid the write
             return _estimate(decoder, tokens, schedule.num_rows, batches)
-        _run(decoder, tokens, schedule.num_rows, batches)
+        run_largest_step(decoder, tokens, schedule.num_rows, batches)
         return max(0, _peak_resident_bytes() - before)
     return _estimate(decoder, tokens, schedule.num_rows, batches)
 
 
-def _run(decoder: Decoder, tokens: int, sampled_rows: int, batches: int) -> None:
+def run_largest_step(decoder: Decoder, tokens: int, sampled_rows: int, batches: int) -> None:
+    """Run a step of batches of this size, without KV memory."""
     ids = torch.zeros(tokens, dtype=torch.int64, device=decoder.device)
     positions = torch.arange(tokens, device=decoder.device)
     batch = Batch(ids, positions, positions[:sampled_rows], _AttendToChunk())

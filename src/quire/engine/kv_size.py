@@ -16,7 +16,7 @@ from quire.layout.eviction import EvictionSpec
 from quire.layout.pages import CacheLayout, PageClass
 from quire.models.device_memory import free_device_bytes
 from quire.models.loader import LoadedModel
-from quire.offload.host_side import auto_host_pool, free_swap_bytes, host_pool
+from quire.offload.host_side import auto_swap_pool, free_swap_bytes, swap_pool, swap_worker
 from quire.offload.swap.host_pool import HostPool, auto_swap_bytes
 from quire.parallel.group import ONE_RANK, TensorGroup
 from quire.plan.capacity import DEFAULT_HEADROOM_SHARE, auto_kv_memory
@@ -118,12 +118,14 @@ def swap_space(
         UnsoundCombination: the batcher needs swap space, and there is no memory for it.
     """
     store, layout = store_of(memory), memory.layout
+    # ranks must learn equal rates at the same steps, so their copies block
+    worker = swap_worker(store.device) if group.size == 1 else None
     if host_bytes is not None:
-        return host_pool(store, layout, host_bytes) if host_bytes else None
+        return swap_pool(memory, host_bytes, worker) if host_bytes else None
     host = None
     if uses_swap_space(schedule):
         free_bytes = group.least(free_swap_bytes(store, offload_bytes) // group.size)
         size_bytes = auto_swap_bytes(memory.total_bytes, free_bytes, layout)
-        host = auto_host_pool(store, layout, size_bytes)
+        host = auto_swap_pool(memory, size_bytes, worker)
     refuse_unused_swap_space(0 if host is None else host.total_bytes, schedule)
     return host

@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 
 from quire.errors import ConfigError, InvariantError
+from quire.kv.fences import CopyFences
 from quire.layout.pages import PAGE_ALIGNMENT_BYTES
 from quire.layout.sizes import HUGE_PAGE_BYTES
 
@@ -53,6 +54,7 @@ class Arena:
 
     Attributes:
         size_option: the command-line option that sets `total_bytes`.
+        fences: copies in flight that read pages.
 
     Raises:
         ConfigError: `total_bytes` is less than one slab.
@@ -64,6 +66,7 @@ class Arena:
         self, total_bytes: int, page_bytes: Sequence[int], *, whole_pages: bool = False
     ) -> None:
         self._page_bytes, self._whole_pages = tuple(page_bytes), whole_pages
+        self.fences = CopyFences()
         self.slab_bytes = choose_slab_bytes(total_bytes, page_bytes, whole_pages=whole_pages)
         self.num_slabs = total_bytes // self.slab_bytes
         if self.num_slabs < 1:

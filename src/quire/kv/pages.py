@@ -95,6 +95,7 @@ class CountedPages(ABC):
 
     def retain(self, pages: PageNumbers) -> None:
         """Add one reference to each page (all distinct, all in use)."""
+        self._before_use(pages)
         self.num_shared += int(np.count_nonzero(self.ref_counts[pages] == 1))
         self.ref_counts[pages] += 1
 
@@ -115,6 +116,10 @@ class CountedPages(ABC):
         else:
             self.ref_counts[pages] = before - 1
         self._push(pages)
+
+    def _before_use(self, pages: PageNumbers) -> None:
+        """Order later computation after copies in flight that read these pages."""
+        self._arena.fences.before_use(pages, self.page_class.page_bytes)
 
     def _release_one(self, page: int) -> None:
         left = int(self.ref_counts[page]) - 1
@@ -187,6 +192,7 @@ class PagePool(CountedPages):
             filled += self._pop(slab, pages[filled:])
         self.ref_counts[pages] = 1
         self.num_used += num_pages
+        self._before_use(pages)
         return pages
 
     def _allocate_slab(self) -> int:

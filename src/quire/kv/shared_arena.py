@@ -14,6 +14,7 @@ from typing import final
 
 from quire.errors import ConfigError, InvariantError
 from quire.kv.arena import SLABS_OF_A_SMALL_ARENA, Arena
+from quire.kv.fences import CopyFences
 from quire.layout.pages import PAGE_ALIGNMENT_BYTES
 from quire.layout.sizes import HUGE_PAGE_BYTES
 
@@ -58,6 +59,7 @@ class SharedArena:
             )
         self.free = list(range(self.num_slabs - 1, -1, -1))
         self.members: dict[str, MemberArena] = {}
+        self.fences = CopyFences()
 
     @property
     def total_bytes(self) -> int:
@@ -170,6 +172,7 @@ class MemberArena(Arena):
         self.slab_bytes = arena.slab_bytes
         self.held: set[int] = set()
         self._arena, self._burst = arena, burst
+        self.fences = arena.fences
 
     def close(self) -> None:
         """Drop the guarantee and stop allocating slabs."""

@@ -52,15 +52,30 @@ class SwappedSequence:
     statistics: frozenset[str]
 
 
+@dataclass(frozen=True, slots=True)
+class TimedCopy:
+    """A copy between the arena and swap space that has ended.
+
+    Attributes:
+        back: whether pages were copied into the arena.
+        num_bytes: bytes copied.
+        seconds: duration.
+    """
+
+    back: bool
+    num_bytes: int
+    seconds: float
+
+
 @runtime_checkable
 class StoredPages(Protocol):
     """Bytes of pages outside the arena."""
 
     def save(self, memory: KVMemory, pages: PagesByClass) -> None:
-        """Copy pages out of the arena; blocking."""
+        """Copy pages out of the arena, or start to: fences of the arena then order their reuse."""
 
     def load(self, memory: KVMemory, pages: PagesByClass) -> None:
-        """Copy the stored pages into pages of the arena; blocking."""
+        """Copy the stored pages into pages of the arena; later computation has them."""
 
     def free(self) -> None:
         """Free the stored bytes."""
@@ -81,6 +96,10 @@ class SwapSpace(Protocol):
         Raises:
             HostMemoryFull: the free space is too small; nothing changed.
         """
+        ...
+
+    def timed_copies(self) -> Sequence[TimedCopy] | None:
+        """Copies that ended since the last call; None if copies have ended when a call returns."""
         ...
 
 

@@ -3,6 +3,9 @@
     swap_out: allocate swap space -> copy -> release the rows      if a copy fails: free swap space
     swap_in:  allocate pages -> copy -> enter pages in tables      if a copy fails: free the pages
 
+Copies may be in flight when a call returns. Freed pages that a copy reads are used again only after
+the copy (`quire.kv.fences`); computation on pages that other sequences still use waits at once.
+
 Sequences that share pages (forks) are swapped together; each page is stored once and is shared
 again after swap-in. Offloaded pages stay where they are; only their staging is allocated again. The
 tail of a sequence that has evicted no tokens can be swapped alone: the head is recomputed, and the
@@ -17,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import ConfigError, OutOfPages
+from quire.kv.fenced_pages import order_still_used
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
 from quire.kv.resizing import cut_slots
@@ -74,6 +78,7 @@ def swap_out(
     except BaseException:
         stored.free()
         raise
+    order_still_used(memory, pages)
     return Swapped(sequences, counts, stored, keep_from, detached)
 
 

@@ -6,12 +6,16 @@ import torch
 
 from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError, UnsoundCombination
-from quire.kv.store import PageStore
+from quire.kv.memory import KVMemory
+from quire.kv.store import PageStore, store_of
 from quire.layout.layout import can_be_offloaded
 from quire.layout.pages import CacheLayout
 from quire.models.device_memory import free_device_bytes
+from quire.offload.kv.cuda_transfer import StreamTransferWorker
 from quire.offload.swap.host_pool import HostPool, refuse_too_small
 from quire.offload.swap.host_store import host_copies
+from quire.offload.swap.streamed_copies import StreamedCopies
+from quire.offload.swap.transfer import TransferWorker
 
 logger = logging.getLogger(__name__)
 
@@ -91,10 +95,12 @@ def free_swap_bytes(store: PageStore, offload_bytes: int) -> int:
     return free_device_bytes(torch.device("cpu")) - arena_bytes - offload_bytes
 
 
-def auto_host_pool(store: PageStore, layout: CacheLayout, host_bytes: int) -> HostPool | None:
-    """Allocate a host pool of a default size; None for 0 bytes, or if it cannot be pinned."""
+def auto_swap_pool(
+    memory: KVMemory, host_bytes: int, worker: TransferWorker | None
+) -> HostPool | None:
+    """Allocate swap space of a default size; None for 0 bytes, or if it cannot be pinned."""
     try:
-        return host_pool(store, layout, host_bytes) if host_bytes else None
+        return swap_pool(memory, host_bytes, worker) if host_bytes else None
     except ConfigError as error:
         logger.info("no swap space, preempted requests are recomputed: %s", error)
         return None
@@ -104,3 +110,22 @@ def host_pool(store: PageStore, layout: CacheLayout, host_bytes: int) -> HostPoo
     """Allocate a host pool of this size for the pages of a store."""
     largest_page_bytes = max(page_class.page_bytes for page_class in layout.page_classes)
     return HostPool(host_bytes, host_copies(store, host_bytes, largest_page_bytes))
+
+
+def swap_worker(device: torch.device) -> TransferWorker | None:
+    """Return what runs swap copies next to the computation; None on a CPU, where they block."""
+    return StreamTransferWorker(device) if device.type == "cuda" else None
+
+
+def swap_pool(memory: KVMemory, host_bytes: int, worker: TransferWorker | None) -> HostPool:
+    """Allocate swap space of this size for the sequences of a KV memory.
+
+    Args:
+        memory: the KV memory.
+        host_bytes: size of the swap space.
+        worker: runs the copies next to the computation; None if copies block.
+    """
+    pool = host_pool(store_of(memory), memory.layout, host_bytes)
+    if worker is not None:
+        pool.copies = StreamedCopies(pool.copies, worker, memory.arena.fences)
+    return pool

@@ -128,7 +128,21 @@ def _shaped(
 
 def block_rows(logits: Float[Tensor, "rows vocab"]) -> int:
     """Return the number of rows that are sampled at once, so that scratch memory is bounded."""
-    return max(1, SCRATCH_BYTES // (SCRATCH_BYTES_OF_TOKEN * logits.shape[1]))
+    return _block_rows(logits.shape[1])
+
+
+def _block_rows(vocab_size: int) -> int:
+    return max(1, SCRATCH_BYTES // (SCRATCH_BYTES_OF_TOKEN * vocab_size))
+
+
+def sampling_scratch_bytes(rows: int, vocab_size: int) -> int:
+    """Return the most scratch memory in bytes that sampling needs next to the logits.
+
+    Args:
+        rows: rows that are sampled in a step.
+        vocab_size: tokens of a row.
+    """
+    return min(rows, _block_rows(vocab_size)) * vocab_size * SCRATCH_BYTES_OF_TOKEN
 
 
 def choose(

@@ -17,6 +17,7 @@ from benchmarks.gpu.bench import GpuBench, decode_times
 from benchmarks.gpu.config import QUICK_GPU
 from benchmarks.gpu.equality_part import agrees
 from benchmarks.gpu.kernels_part import DecodeAttention
+from benchmarks.gpu.kvpr_part import equal_share
 from benchmarks.gpu.others import OTHERS, last_steps
 from benchmarks.gpu.parts import PARTS
 from benchmarks.gpu.prefill_part import prefill_flops
@@ -30,6 +31,13 @@ CLAIMS = {
     "prefill": {"prefill_share"},
     "batch_max": {"batch_max_speedup", "batch_max_rows"},
     "offload": {"offload_toy_lB_ms", "swap_speedup"},
+    "kvpr": {
+        "kvpr_latency_gain",
+        "kvpr_throughput_gain",
+        "kvpr_one_row_gain",
+        "kvpr_latency_over_transformers",
+        "kvpr_equal_outputs",
+    },
     "rebatch": {"rebatch_speedup"},
 }
 
@@ -54,8 +62,16 @@ def test_part_runs_on_cpu(name):
         if str(cell).startswith("failed")
     ]
     json.dumps(result.to_json())
-    if name == "equality":
-        assert result.claims["equal_outputs"] == 1
+    if name in ("equality", "kvpr"):
+        assert result.claims[f"{name}_equal_outputs".removeprefix("equality_")] == 1
+    if name == "kvpr":
+        recomputed = [row[5] for row in result.tables[0].rows if row[2] == "partial recompute"]
+        assert len(recomputed) == 3
+        assert max(recomputed) > 0
+
+
+def test_share_of_equal_tokens_counts_places():
+    assert equal_share([[1, 2], [3, 4]], [[1, 2], [3, 5]]) == 0.75
 
 
 def test_wrong_tokens_do_not_agree_with_transformers():

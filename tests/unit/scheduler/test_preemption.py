@@ -2,7 +2,11 @@
 
 import pytest
 
+from quire.offload.swap.host_pool import NoCopies
+from quire.offload.swap.streamed_copies import StreamedCopies
+from quire.plan.preemption_costs import LearnedCosts
 from quire.scheduler.request_parts import RequestState
+from support.lazy_copies import LazyWorker
 from support.scheduler_load import SchedulerLoad, Setting
 
 
@@ -59,3 +63,27 @@ def test_atomic_chunk_is_not_divided_among_tenants():
 
     assert load.scheduler.num_preemptions == 0
     assert load.processed_tokens == 4 * 60
+
+
+def test_costs_are_learned_from_swap_copies_once_they_have_ended(monkeypatch):
+    load = SchedulerLoad(Setting(pages=60, host_pages=60, preempt="swap"))
+    memory, worker, learned = load.scheduler.memory, LazyWorker(), []
+    load.pool.copies = StreamedCopies(NoCopies(), worker, memory.arena.fences)
+    for name in ("copied_out", "copied_back"):
+
+        def learn(costs, num_bytes, seconds, name=name):
+            learned.append((name, num_bytes, seconds > 0))
+
+        monkeypatch.setattr(LearnedCosts, name, learn)
+    for _ in range(2):
+        load.submit(load.request(6, 9))
+    for _ in range(3):
+        load.step()
+
+    load.scheduler.preempt_one()
+    assert (len(worker.queued), learned) == (1, [])  # it has not ended
+    load.drain()
+
+    first, *_ = learned
+    assert (first[0], first[2]) == ("copied_out", True)
+    assert first[1] > 0

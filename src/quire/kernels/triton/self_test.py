@@ -105,6 +105,24 @@ def first_wrong(
     return None
 
 
+def wrong_plain(
+    backend: AttentionBackend, device: torch.device, dtype: torch.dtype, head_dim: int
+) -> str | None:
+    """Return what a backend computes wrongly from unquantized pages without sinks, or None.
+
+    Arguments as for `first_wrong`.
+    """
+    plain = str(dtype).removeprefix("torch.")
+    for softcap in (None, 3.0):
+        step = _Sample(plain, dtype, head_dim, has_extras=False, softcap=softcap)
+        [found] = step.on(backend, device, with_sums=False)
+        expected, _ = step.expected()
+        error = (found.cpu().float() - expected).abs().max() / expected.abs().max()
+        if not bool(error <= _TOLERANCES[dtype]):  # NaN is not
+            return f"wrong numbers from pages of {plain}"
+    return None
+
+
 def _moves_right(backend: AttentionBackend, device: torch.device) -> bool:
     """Return whether slots that exchange places are copied correctly."""
     pages = torch.arange(2 * _HEADS * _PAGE_TOKENS * 3).view(2, _HEADS, _PAGE_TOKENS, 3).int()
@@ -125,9 +143,18 @@ class _Sample:
         dtype: type of the queries and of new keys and values.
         head_dim: elements of a vector.
         has_extras: whether scores have a softcap and heads have sinks.
+        softcap: softcap of scores without the extras.
     """
 
-    def __init__(self, codec: str, dtype: torch.dtype, head_dim: int, *, has_extras: bool) -> None:
+    def __init__(
+        self,
+        codec: str,
+        dtype: torch.dtype,
+        head_dim: int,
+        *,
+        has_extras: bool,
+        softcap: float | None = None,
+    ) -> None:
         generator = torch.Generator().manual_seed(0)
         self._codec, self._dtype = make_codec(codec_spec(codec), head_dim), dtype
         shape = (2, _NUM_PAGES, _HEADS, _PAGE_TOKENS, head_dim)
@@ -146,7 +173,7 @@ class _Sample:
         self._query = torch.randn(tokens, heads, head_dim, generator=generator).to(dtype)
         self._math = AttentionMath(
             scale=head_dim**-0.5,
-            softcap=3.0 if has_extras else None,
+            softcap=3.0 if has_extras else softcap,
             sinks=torch.linspace(-1, 1, heads) if has_extras else None,
         )
 

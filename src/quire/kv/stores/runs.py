@@ -111,6 +111,7 @@ class RunPool(CountedPages):
         self._used_in_slab += slabs
         self.ref_counts[pages] = 1
         self.num_used += len(pages)
+        self._before_use(pages)
         return pages
 
     def _push(self, pages: PageNumbers) -> None:

@@ -34,6 +34,10 @@ class StreamTransfer:
         self._event.synchronize()
         return None
 
+    def done(self) -> bool:
+        """Whether the copy has ended."""
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
 
 class EventMarks:
     """Time marks of streams, read after the step.

@@ -5,7 +5,7 @@ are contiguous and copies are large. This module does the bookkeeping; `HostCopi
 """
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -13,7 +13,7 @@ from quire.errors import ConfigError, HostMemoryFull, InvariantError
 from quire.kv.extents import Extent, ExtentMap
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
-from quire.kv.stored_sequences import PagesByClass
+from quire.kv.stored_sequences import PagesByClass, TimedCopy
 from quire.layout.pages import PAGE_ALIGNMENT_BYTES, CacheLayout, PageClass
 
 
@@ -28,7 +28,16 @@ class HostCopies(Protocol):
         """Start to copy consecutive host bytes from `start` into pages of the arena."""
 
     def wait(self) -> None:
-        """Wait for all started copies."""
+        """Wait for all started copies, or have later use of their pages ordered after them."""
+
+
+@runtime_checkable
+class CopiesInFlight(HostCopies, Protocol):
+    """`HostCopies` whose `wait` returns before the copies have ended."""
+
+    def timed(self) -> Sequence[TimedCopy]:
+        """Return the copies that ended since the last call."""
+        ...
 
 
 class NoCopies:
@@ -132,6 +141,10 @@ class HostPool:
     def store(self, pages: Mapping[PageClass, int]) -> "Pooled":
         """Reserve space for pages that will be saved; see `reserve`."""
         return Pooled(self, self.reserve(pages))
+
+    def timed_copies(self) -> Sequence[TimedCopy] | None:
+        """See `SwapSpace`."""
+        return self.copies.timed() if isinstance(self.copies, CopiesInFlight) else None
 
     def reserve(self, pages: Mapping[PageClass, int]) -> HostSpace:
         """Reserve space for a number of pages of each class, all or none.

@@ -19,6 +19,10 @@ class Transfer(Protocol):
         """Wait until the copy is done; its error, or None."""
         ...
 
+    def done(self) -> bool:
+        """Whether the copy has ended."""
+        ...
+
 
 @runtime_checkable
 class TransferWorker(Protocol):

@@ -36,7 +36,8 @@ class Swapper:
     Attributes:
         costs: see above.
         num_swaps: sequences swapped out since the start, tails included.
-        last_copy_s: duration of the last copy in either direction.
+        last_copy_s: duration of the last copy in either direction; of its start, if copies run
+            next to the computation.
 
     Raises:
         ConfigError: the mode needs a swap space and there is none.
@@ -82,6 +83,7 @@ class Swapper:
         if self._mode == "recompute" or self._pool is None:
             return Choice(how="recompute", seconds=0.0, reason="as configured")
         if self._mode == "auto":
+            self._learn_ended()
             return choose(self.costs.costs, holding, host_bytes)
         if kv_bytes <= host_bytes:
             return Choice(how="swap", seconds=0.0, reason="as configured")
@@ -114,7 +116,8 @@ class Swapper:
             logger.exception("swap-out of requests %s failed", [r.request_id for r in requests])
             return None
         self.last_copy_s = self._clock() - started_s
-        self.costs.copied_out(swapped.num_bytes, self.last_copy_s)
+        if not self._learn_ended():
+            self.costs.copied_out(swapped.num_bytes, self.last_copy_s)
         self.num_swaps += len(requests)
         return swapped
 
@@ -140,8 +143,17 @@ class Swapper:
             swapped.discard()
             return None
         self.last_copy_s = self._clock() - started_s
-        self.costs.copied_back(swapped.num_bytes, self.last_copy_s)
+        if not self._learn_ended():
+            self.costs.copied_back(swapped.num_bytes, self.last_copy_s)
         return rows
+
+    def _learn_ended(self) -> bool:
+        """Learn from copies next to the computation that have ended; False if copies block."""
+        ended = None if self._pool is None else self._pool.timed_copies()
+        for copy in ended or ():
+            learn = self.costs.copied_back if copy.back else self.costs.copied_out
+            learn(copy.num_bytes, copy.seconds)
+        return ended is not None
 
 
 def uses_swap_space(schedule: ScheduleConfig) -> bool:

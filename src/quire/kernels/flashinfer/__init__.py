@@ -1,0 +1,1 @@
+"""Attention over unquantized pages by FlashInfer, an optional package, on a GPU."""

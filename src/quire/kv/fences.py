@@ -1,0 +1,82 @@
+"""Copies in flight that still read pages: a page is used again only after its copy.
+
+    swap-out   pages 4 5 6 --copy stream--> host     pages 4 5 6 are free at once
+    allocate   pages 5 6                             computation waits for the copy first
+
+Bookkeeping only. Ranges are bytes of the arena, because the slab of a freed page can be allocated
+to another page class, or to another member of a shared arena.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@runtime_checkable
+class CopyInFlight(Protocol):
+    """A copy out of the arena, as the computation sees it."""
+
+    def result(self) -> None:
+        """Make later computation wait for the copy."""
+        ...
+
+    def done(self) -> bool:
+        """Whether the copy has ended."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Fence:
+    """Pages that a copy reads.
+
+    Attributes:
+        first_bytes: int64 [pages] first byte of each page, ascending.
+        page_bytes: bytes of each page.
+        copy: reads the pages.
+    """
+
+    first_bytes: NDArray[np.int64]
+    page_bytes: int
+    copy: CopyInFlight
+
+    def overlaps(self, first_bytes: NDArray[np.int64], num_bytes: int) -> bool:
+        """Return whether a page of the copy overlaps one of these ranges of `num_bytes` bytes."""
+        before_end = np.searchsorted(self.first_bytes, first_bytes + num_bytes)
+        last = self.first_bytes[np.maximum(before_end - 1, 0)]
+        return bool(((before_end > 0) & (last + self.page_bytes > first_bytes)).any())
+
+
+class CopyFences:
+    """Copies that read pages of an arena, in the order in which they end."""
+
+    def __init__(self) -> None:
+        self._fences: list[_Fence] = []
+
+    def __len__(self) -> int:
+        return len(self._fences)
+
+    def add(self, pages: NDArray[np.int32], page_bytes: int, copy: CopyInFlight) -> None:
+        """Add a copy that ends after all earlier ones.
+
+        Args:
+            pages: numbers of the pages that it reads.
+            page_bytes: bytes of a page.
+            copy: the copy.
+        """
+        self._fences = [fence for fence in self._fences if not fence.copy.done()]
+        if len(pages):
+            first_bytes = np.sort(pages.astype(np.int64)) * page_bytes
+            self._fences.append(_Fence(first_bytes, page_bytes, copy))
+
+    def before_use(self, pages: NDArray[np.int32], page_bytes: int) -> None:
+        """Make later computation wait for the copies that read these pages."""
+        if not self._fences:  # nearly always
+            return
+        first_bytes = pages.astype(np.int64) * page_bytes
+        for index in reversed(range(len(self._fences))):
+            if self._fences[index].overlaps(first_bytes, page_bytes):
+                self._fences[index].copy.result()
+                del self._fences[: index + 1]  # earlier copies have ended before it
+                return

@@ -1,0 +1,126 @@
+"""Swap copies next to the computation, on a stream of their own.
+
+    compute   step n |        step n + 1        | step n + 2
+    copies           | out: pages 4 5 6 -> host |  in: host -> pages 8 9
+                       |                               |
+                       before 4 5 6 are used again     before later computation
+
+The CPU waits for no copy. Copies run in the order of the calls, so host memory that is freed can be
+overwritten by later copies at once. Pages that are copied out are fenced (`quire.kv.fences`):
+computation waits for the copy if it is to use one of them.
+"""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from quire.kv.fences import CopyFences
+from quire.kv.pages import PageNumbers
+from quire.kv.step_log import Marks
+from quire.kv.stored_sequences import TimedCopy
+from quire.layout.pages import PageClass
+from quire.offload.swap.host_pool import HostCopies
+from quire.offload.swap.transfer import Transfer, TransferWorker
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """Copies of one swap in one direction.
+
+    Attributes:
+        back: whether they copy into the arena.
+        marks: time stamps of the group.
+        num_bytes: bytes copied.
+        spans: marks of the start and the end of each copy.
+        transfers: the copies.
+    """
+
+    back: bool
+    marks: Marks
+    num_bytes: int = 0
+    spans: list[tuple[object, object]] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """Duration of the copies, which have ended."""
+        seconds = self.marks.seconds
+        return sum(seconds(end) - seconds(begin) for begin, end in self.spans)
+
+
+class StreamedCopies:
+    """`HostCopies` that a transfer worker runs next to the computation.
+
+    Args:
+        copies: run on the worker's stream.
+        worker: runs copies one after another, each after earlier computation.
+        fences: of the arena.
+    """
+
+    def __init__(self, copies: HostCopies, worker: TransferWorker, fences: CopyFences) -> None:
+        self._copies, self._worker, self._fences = copies, worker, fences
+        self._open: _Group | None = None
+        self._closed: list[_Group] = []
+        weakref.finalize(self, _finish, self._closed)  # before the host memory is unpinned
+
+    def save(self, page_class: PageClass, pages: PageNumbers, start: int) -> None:
+        """Start to copy pages of the arena to consecutive host bytes from `start`."""
+
+        def copy() -> None:
+            self._copies.save(page_class, pages, start)
+
+        transfer = self._submit(copy, len(pages) * page_class.page_bytes, back=False)
+        self._fences.add(pages, page_class.page_bytes, transfer)
+
+    def load(self, page_class: PageClass, pages: PageNumbers, start: int) -> None:
+        """Start to copy host bytes into pages; later computation waits for them.
+
+        If the copy fails, later computation waits for its parts that were started.
+        """
+
+        def copy() -> None:
+            self._copies.load(page_class, pages, start)
+
+        try:
+            self._submit(copy, len(pages) * page_class.page_bytes, back=True).result()
+        except BaseException:
+            self._worker.submit(_nothing, 0).result()
+            raise
+
+    def wait(self) -> None:
+        """Return at once: fences order the copies that were started."""
+        if self._open is not None:
+            self._closed.append(self._open)
+            self._open = None
+
+    def timed(self) -> list[TimedCopy]:
+        """Return the copies that ended since the last call, one for each `wait`."""
+        ended = [g for g in self._closed if all(copy.done() for copy in g.transfers)]
+        self._closed[:] = [group for group in self._closed if group not in ended]
+        return [TimedCopy(g.back, g.num_bytes, g.seconds) for g in ended if g.spans]
+
+    def _submit(self, copy: Callable[[], None], num_bytes: int, *, back: bool) -> Transfer:
+        if self._open is None or self._open.back != back:
+            self._open = _Group(back, self._worker.marks())
+        group = self._open
+
+        def timed() -> None:
+            begin = group.marks.now()
+            copy()
+            group.spans.append((begin, group.marks.now()))
+
+        transfer = self._worker.submit(timed, num_bytes)
+        group.transfers.append(transfer)
+        group.num_bytes += num_bytes
+        return transfer
+
+
+def _finish(groups: list[_Group]) -> None:
+    """Wait until no copy is in flight."""
+    for group in groups:
+        for transfer in group.transfers:
+            transfer.exception()
+
+
+def _nothing() -> None:
+    """Copy nothing: its end is the end of all earlier copies."""

@@ -1,0 +1,241 @@
+"""Swap copies next to the computation: what waits for them, and what does not."""
+
+import gc
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from quire.errors import HostMemoryFull
+from quire.kv.fences import CopyFences
+from quire.kv.memory import KVMemory
+from quire.kv.shared_arena import SharedArena
+from quire.kv.sharing import fork
+from quire.kv.store import PageStore
+from quire.kv.swap import swap_in, swap_out
+from quire.layout.pages import CacheLayout, LaneGroup
+from quire.offload.host_side import swap_pool, swap_worker
+from quire.offload.swap.host_pool import HostPool, NoCopies
+from quire.offload.swap.host_store import DirectCopies
+from quire.offload.swap.streamed_copies import StreamedCopies
+from support.host_array import CopyFailed, HostArray
+from support.lazy_copies import LazyWorker
+from support.small_memory import grow, one_group, plain_class, started
+
+HOST_BYTES = 16 * 1024
+
+
+def opened(**options):
+    """A memory, its swap space, and the worker that runs the swap copies late."""
+    memory, worker = one_group(**options), LazyWorker()
+    host = HostArray(memory.store, HOST_BYTES)
+    pool = HostPool(HOST_BYTES, StreamedCopies(host, worker, memory.arena.fences))
+    return memory, pool, worker
+
+
+def row_bytes(memory, row):
+    table = memory.tables["kv"]
+    return memory.store.read_pages(table.group.page_class, table.row_pages(row)).tobytes()
+
+
+def test_swap_out_returns_before_its_copy_has_run():
+    memory, pool, worker = opened()
+    row = started(memory, 10)
+
+    swap_out(memory, [row], pool)
+
+    assert (worker.num_run, worker.num_waiting) == (0, 1)
+    assert memory.used_bytes == 0
+    memory.check()
+
+
+def test_pages_are_allocated_again_only_after_their_copy():
+    memory, pool, worker = opened()
+    row = started(memory, 10)
+    before = row_bytes(memory, row)
+    swapped = swap_out(memory, [row], pool)
+
+    other = started(memory, 12)  # takes the freed pages and overwrites them
+    assert worker.num_waiting == 0
+    memory.release([other])
+    [row] = swap_in(memory, swapped)
+
+    assert row_bytes(memory, row) == before
+
+
+def test_other_pages_are_allocated_without_a_wait():
+    memory, pool, worker = opened(total_bytes=64 * 1024)
+    rows = [started(memory, 400), started(memory, 12)]  # the pages of a slab are allocated in order
+    swap_out(memory, [rows[1]], pool)
+    fences = memory.arena.fences
+
+    used = memory.tables["kv"].row_pages(rows[0])
+    fences.before_use(used, memory.tables["kv"].group.page_class.page_bytes)
+
+    assert (len(fences), worker.num_waiting) == (1, 1)
+
+
+def test_computation_waits_for_pages_that_a_fork_still_uses():
+    memory, pool, worker = opened()
+    row = started(memory, 10)
+    other = fork(memory, row)
+
+    swapped = swap_out(memory, [row], pool)
+
+    assert worker.num_waiting == 0  # the fork can write its last page now
+    grow(memory, other, 1)
+    assert swap_in(memory, swapped)
+    memory.check()
+
+
+def test_swap_in_is_complete_for_later_computation():
+    memory, pool, worker = opened()
+    row = started(memory, 10)
+    before = row_bytes(memory, row)
+    swapped = swap_out(memory, [row], pool)
+
+    [row] = swap_in(memory, swapped)
+
+    assert worker.num_waiting == 0
+    assert row_bytes(memory, row) == before
+    assert pool.used_bytes == 0
+
+
+def test_host_memory_of_a_cancelled_request_is_overwritten_in_order():
+    memory, pool, worker = opened(max_rows=2)
+    first, second = started(memory, 10), started(memory, 20)
+    before = row_bytes(memory, second)
+
+    swap_out(memory, [first], pool).discard()
+    swapped = swap_out(memory, [second], pool)
+    assert worker.num_waiting == 2  # both into the same host bytes
+    [row] = swap_in(memory, swapped)
+
+    assert row_bytes(memory, row) == before
+
+
+class FailsToStart(LazyWorker):
+    """A worker that cannot start copies while `fails`."""
+
+    fails = False
+
+    def submit(self, copy, num_bytes):
+        if self.fails and num_bytes:
+            raise CopyFailed
+        return super().submit(copy, num_bytes)
+
+
+@pytest.mark.parametrize("direction", ["out", "in"])
+def test_failed_start_of_a_copy_frees_its_space(direction):
+    memory, worker = one_group(), FailsToStart()
+    host = HostArray(memory.store, HOST_BYTES)
+    pool = HostPool(HOST_BYTES, StreamedCopies(host, worker, memory.arena.fences))
+    row = started(memory, 10)
+    before = row_bytes(memory, row)
+    swapped = swap_out(memory, [row], pool) if direction == "in" else None
+    used = memory.used_bytes, pool.used_bytes
+
+    worker.fails = True
+    with pytest.raises(CopyFailed):
+        swap_out(memory, [row], pool) if swapped is None else swap_in(memory, swapped)
+    worker.fails = False
+
+    assert (memory.used_bytes, pool.used_bytes) == used
+    assert worker.num_waiting == 0  # parts of a failed copy do not write pages later
+    rows = [row] if swapped is None else swap_in(memory, swapped)
+    assert row_bytes(memory, rows[0]) == before
+    memory.check()
+
+
+def test_full_swap_space_starts_no_copy():
+    memory, worker = one_group(), LazyWorker()
+    pool = HostPool(256, StreamedCopies(HostArray(memory.store, 256), worker, memory.arena.fences))
+    row = started(memory, 40)
+
+    with pytest.raises(HostMemoryFull):
+        swap_out(memory, [row], pool)
+
+    assert (worker.queued, len(memory.arena.fences)) == ([], 0)
+
+
+def test_copies_are_timed_once_they_have_ended():
+    memory, pool, worker = opened()
+    row = started(memory, 10)
+    swapped = swap_out(memory, [row], pool)
+    assert pool.timed_copies() == []
+
+    worker.run_until(0)
+    [out] = pool.timed_copies()
+    swap_in(memory, swapped)
+    [back] = pool.timed_copies()
+
+    assert (out.back, out.num_bytes) == (False, swapped.num_bytes)
+    assert (back.back, back.num_bytes) == (True, swapped.num_bytes)
+    assert min(out.seconds, back.seconds) > 0
+    assert pool.timed_copies() == []
+
+
+def test_copies_that_block_are_timed_by_the_caller():
+    assert HostPool(256).timed_copies() is None
+
+
+def test_a_cpu_has_copies_that_block():
+    cpu = torch.device("cpu")
+    group = LaneGroup(name="kv", page_class=plain_class(), layers=(0,))
+    memory = KVMemory(CacheLayout((group,)), 1 << 14, 1, store=partial(PageStore, device=cpu))
+
+    assert swap_worker(cpu) is None
+    assert isinstance(swap_pool(memory, 1 << 12, None).copies, DirectCopies)
+    assert isinstance(swap_pool(memory, 1 << 12, LazyWorker()).copies, StreamedCopies)
+
+
+def test_fence_covers_bytes_of_pages_of_other_sizes():
+    fences, worker = CopyFences(), LazyWorker()
+    fences.add(np.array([3], dtype=np.int32), 64, worker.submit(lambda: None, 64))
+
+    fences.before_use(np.array([0, 2], dtype=np.int32), 96)  # bytes 0-95 and 192-287
+    assert worker.num_waiting == 0
+    assert len(fences) == 0
+
+
+@pytest.mark.parametrize("page", [1, 3])
+def test_fence_does_not_cover_adjacent_bytes(page):
+    fences, worker = CopyFences(), LazyWorker()
+    fences.add(np.array([2], dtype=np.int32), 64, worker.submit(lambda: None, 64))
+
+    fences.before_use(np.array([page], dtype=np.int32), 64)
+
+    assert worker.num_waiting == 1
+
+
+def test_fences_of_ended_copies_are_dropped():
+    fences, worker = CopyFences(), LazyWorker()
+    for page in range(3):
+        copy = worker.submit(lambda: None, 64)
+        fences.add(np.array([page], dtype=np.int32), 64, copy)
+    worker.run_until(1)
+
+    fences.add(np.array([9], dtype=np.int32), 64, worker.submit(lambda: None, 64))
+
+    assert len(fences) == 2
+
+
+def test_members_of_a_shared_arena_have_the_same_fences():
+    arena = SharedArena(64 * 1024)
+    first, second = (arena.join(name, 1024, None, (256,)) for name in "ab")
+
+    assert first.fences is second.fences
+
+
+def test_copies_have_ended_when_their_host_memory_is_freed():
+    memory, worker = one_group(), LazyWorker()
+    copies = StreamedCopies(NoCopies(), worker, memory.arena.fences)
+    swap_out(memory, [started(memory, 10)], HostPool(HOST_BYTES, copies))
+    worker.queued[:] = [lambda: None]  # the copies refer to their owner
+    assert worker.num_waiting == 1
+
+    del copies
+    gc.collect()
+
+    assert worker.num_waiting == 0
