@@ -17,6 +17,7 @@ from quire.cli.settings import Settings, with_settings
 from quire.cli.tables import show_table
 from quire.cli.tune import refuse_settings
 from quire.evals.board.grid import Grid
+from quire.evals.board.presses.spec import PRESSES, ChosenPresses, chosen_presses
 from quire.layout.extras import has_extra
 
 if TYPE_CHECKING:
@@ -57,6 +58,20 @@ def board(  # noqa: PLR0913 - one parameter per option
             hidden=True,
         ),
     ] = True,
+    kvpress_python: Annotated[
+        Path | None,
+        typer.Option(
+            help="Python of an environment with kvpress, whose presses become further entries.",
+            show_default=False,
+        ),
+    ] = None,
+    presses: Annotated[
+        str,
+        typer.Option(
+            help="Presses of kvpress, separated by semicolons. Needs --kvpress-python.",
+            hidden=True,
+        ),
+    ] = ";".join(PRESSES),
     out: Annotated[
         Path, typer.Option(help="Folder for the pages and the cells; a later run continues there.")
     ] = Path("board"),
@@ -85,8 +100,9 @@ def board(  # noqa: PLR0913 - one parameter per option
         sanity=sanity_check,
     )
     refuse_settings(settings, "board")
+    chosen = chosen_presses(kvpress_python, presses, grid.budgets)
     prepare_folder(out)
-    found = run_board(settings, config, out)
+    found = run_board(settings, config, out, chosen)
     result = _result(found, settings)
     write_pages(found, settings.model, out, json_bytes(result))
     _show(found, out)
@@ -94,29 +110,48 @@ def board(  # noqa: PLR0913 - one parameter per option
         print_json(result)
 
 
-def run_board(settings: Settings, config: "BoardConfig", out: Path) -> "Board":
+def run_board(
+    settings: Settings, config: "BoardConfig", out: Path, presses: ChosenPresses | None = None
+) -> "Board":
     """Run all cells that are not stored.
 
     Raises:
-        ConfigError: an invalid option, or full KV does not run.
+        ConfigError: an invalid option, full KV does not run, or kvpress's environment does not.
     """
+    from quire.evals.board.presses.process import PressProcess, model_message
+    from quire.evals.board.presses.run import PressRunner
     from quire.evals.board.run import BoardRunner
     from quire.evals.suite.cells import CellFolder
     from quire.evals.suite.engines import Engines
 
     engines = Engines(opener(settings))
+    identity = (settings.model, settings.loading, settings.schedule)
+    stored = CellFolder(out)
+    kv = replace(settings.kv, prefix_cache=replace(settings.kv.prefix_cache, enabled=False))
     try:
-        runner = BoardRunner(
-            engines,
-            replace(settings.kv, prefix_cache=replace(settings.kv.prefix_cache, enabled=False)),
-            config,
-            identity=(settings.model, settings.loading, settings.schedule),
-            stored=CellFolder(out),
-            report=lambda line: typer.echo(line, err=True),
-        )
-        return runner.run()
+        runner = BoardRunner(engines, kv, config, identity=identity, stored=stored, report=_report)
+        if presses is None:
+            return runner.run()
+        reference = config.grid.reference.applied(kv)
+        message = model_message(engines.of(reference).model, settings.loading.dtype)
+        with PressProcess(presses.python, message) as process:  # before the cells that take long
+            found = runner.run()
+            return PressRunner(
+                process,
+                engines.of(reference),
+                config,
+                presses.texts,
+                samples=runner.samples,
+                identity=identity,
+                stored=stored,
+                report=_report,
+            ).run(found)
     finally:
         engines.close()
+
+
+def _report(line: str) -> None:
+    typer.echo(line, err=True)
 
 
 def write_pages(found: "Board", model: str, out: Path, result: bytes) -> None:
