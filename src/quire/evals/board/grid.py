@@ -31,7 +31,7 @@ class Entry:
 
     @property
     def evict(self) -> str:
-        """The eviction rule in the syntax of `--evict`; empty for kvpress, which has no such rule."""
+        """The eviction rule in the syntax of `--evict`; empty for kvpress."""
         if self.source != QUIRE:
             return ""
         if self.rule == FULL:

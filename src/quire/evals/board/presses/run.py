@@ -70,7 +70,7 @@ class PressRunner:
         report: takes lines about the progress.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one parameter per collaborator
         self,
         process: PressProcess,
         llm: LLM,

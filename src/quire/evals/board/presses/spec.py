@@ -33,20 +33,18 @@ PRESSES = (
 SCHEDULES = (PREFILL_AND_DECODE, PREFILL_END, DECODE)
 """Values of `when` that kvpress has: by a prefill press, a decoding press, or both."""
 
-_FILES = "needs files that its authors computed for certain models; add it to --presses for those"
-_SCHEDULE = "runs the other presses on the schedules with decode"
+_FILES = "need files that the authors computed for certain models"
+_SCHEDULE = "run the other presses on the schedules with decode"
 NOT_RUN: Mapping[str, str] = {
-    "BasePress": "is a base class",
-    "ScorerPress": "is a base class",
-    "ComposedPress": "combines other presses",
-    "PerLayerCompressionPress": "combines budgets of layers",
+    "ComposedPress": "combine other presses",
+    "PerLayerCompressionPress": "combine other presses",
     "DecodingPress": _SCHEDULE,
     "PrefillDecodingPress": _SCHEDULE,
-    "CompressionRatioDecodingPress": "its budget grows with the output",
-    "DMSPress": "sets a threshold of scores, not a budget",
-    "SimLayerKVPress": "sets a threshold of attention, not a budget",
-    "ThinKPress": "removes channels of keys, not tokens",
-    "FinchPress": "needs a delimiter token in the prompt and in the vocabulary",
+    "CompressionRatioDecodingPress": "have a budget that grows with the output",
+    "DMSPress": "set a threshold, not a budget",
+    "SimLayerKVPress": "set a threshold, not a budget",
+    "ThinKPress": "remove channels of keys, not tokens",
+    "FinchPress": "need a delimiter token in the prompt and in the vocabulary",
     "DuoAttentionPress": _FILES,
     "ExpectedAttentionStatsPress": _FILES,
     "FastKVzipPress": _FILES,
@@ -57,7 +55,7 @@ NOT_RUN: Mapping[str, str] = {
 }
 """Why presses are not among the default ones."""
 
-_OTHER = "is not among --presses"
+_OTHER = "not among --presses"
 
 
 @dataclass(frozen=True, slots=True)

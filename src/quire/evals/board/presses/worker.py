@@ -12,11 +12,11 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
@@ -84,7 +84,8 @@ class Presses:
         """Names of all classes of presses."""
         base = self._module.BasePress
         exported = ((name, getattr(self._module, name)) for name in dir(self._module))
-        return [n for n, x in exported if isinstance(x, type) and issubclass(x, base)]
+        found = [name for name, x in exported if isinstance(x, type) and issubclass(x, base)]
+        return [name for name in found if name not in ("BasePress", "ScorerPress")]
 
     def of(self, spec: Mapping[str, Any], job: Mapping[str, Any], num_tokens: int) -> Pressed:
         """The presses of a prompt.
@@ -105,18 +106,13 @@ class Presses:
 
     def _kept(self, job: Mapping[str, Any], num_tokens: int) -> int:
         if not job["removed"]:
-            return num_tokens + max(request["max_tokens"] for request in job["requests"])
+            return num_tokens + max(int(request["max_tokens"]) for request in job["requests"])
         return max(1, int(num_tokens * (1 - job["removed"])))
 
     def _class(self, name: str) -> Any:
         if name not in self.names():
-            raise ValueError(f"kvpress {self._module_version()} has no press {name!r}")
+            raise ValueError(f"this version of kvpress has no press {name!r}")
         return getattr(self._module, name)
-
-    def _module_version(self) -> str:
-        from importlib.metadata import version
-
-        return version("kvpress")
 
     def _press(self, spec: Mapping[str, Any], removed: float) -> Any:
         kind = self._class(spec["name"])
@@ -151,9 +147,10 @@ class Worker:
 
     def __init__(self, presses: Presses, model: Any, tokenizer: Any) -> None:
         self._presses, self._model, self._tokenizer = presses, model, tokenizer
+        self._cache: Any = None
         self._peak_bytes = 0
         for layer in model.model.layers:  # before the hooks of presses, which are called later
-            layer.self_attn.register_forward_hook(self._watch, with_kwargs=True)
+            layer.self_attn.register_forward_hook(self._watch)
 
     def run(self, job: Mapping[str, Any]) -> dict[str, Any]:
         """Generate the outputs of a job, one prompt after the other."""
@@ -171,10 +168,9 @@ class Worker:
             outputs.append(self._generate(request, pressed, job["eos_token_ids"]))
         return {"outputs": outputs, "seconds": time.perf_counter() - started}
 
-    def _watch(self, _module: Any, _inputs: Any, kwargs: Mapping[str, Any], _output: Any) -> None:
-        cache = kwargs.get("past_key_values")
-        if cache is not None:
-            self._peak_bytes = max(self._peak_bytes, stored_bytes(cache))
+    def _watch(self, _module: Any, _inputs: Any, _output: Any) -> None:
+        if self._cache is not None:
+            self._peak_bytes = max(self._peak_bytes, stored_bytes(self._cache))
 
     @torch.no_grad()
     def _generate(
@@ -183,7 +179,7 @@ class Worker:
         from transformers import DynamicCache
 
         prompt, cache = request["token_ids"], DynamicCache()
-        self._peak_bytes = 0
+        self._cache, self._peak_bytes = cache, 0
         for layer in self._model.model.layers:  # eager attention does not reset it
             layer.self_attn.masked_key_indices = None
         with self._applied(pressed.prefill):
@@ -252,12 +248,8 @@ def opened(model: Mapping[str, Any]) -> tuple[Worker, dict[str, Any]]:
     return Worker(presses, loaded, AutoTokenizer.from_pretrained(model["folder"])), about
 
 
-def serve(lines: Iterator[str], out: TextIO) -> None:
-    """Answer every line with one JSON line: a result, or `{"error": reason}`."""
-
-    def write(message: Mapping[str, Any]) -> None:
-        print(json.dumps(message), file=out, flush=True)
-
+def serve(lines: Iterator[str], write: Callable[[Mapping[str, Any]], None]) -> None:
+    """Answer every line with one message: a result, or `{"error": reason}`."""
     try:
         worker, about = opened(json.loads(next(lines)))
     except PRESS_ERRORS as error:
@@ -279,4 +271,4 @@ def _reason(error: BaseException) -> str:
 if __name__ == "__main__":
     messages = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what packages print must not mix with the messages
-    serve(iter(sys.stdin), messages)
+    serve(iter(sys.stdin), lambda found: print(json.dumps(found), file=messages, flush=True))
