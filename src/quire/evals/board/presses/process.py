@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -101,7 +101,7 @@ class PressProcess:
         self._process.wait()
         self._log.close()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "PressProcess":
         return self
 
     def __exit__(
