@@ -64,6 +64,7 @@ def board(  # noqa: PLR0913 - one parameter per option
         typer.Option(
             help="Python of an environment with kvpress, whose presses become further entries.",
             show_default=False,
+            hidden=True,
         ),
     ] = None,
     presses: Annotated[

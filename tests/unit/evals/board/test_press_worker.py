@@ -1,14 +1,17 @@
 """The process that runs kvpress, with a module that stands in for kvpress."""
 
+import ast
 import json
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import DynamicCache
 
+from quire.evals.board.presses import worker as worker_module
 from quire.evals.board.presses.worker import Presses, Worker, class_names, serve, stored_bytes
 from support import zoo
 
@@ -239,3 +242,13 @@ def test_environment_without_kvpress_is_answered_with_the_reason():
     serve(iter([json.dumps(about)]), written.append)
 
     assert written == [{"error": "ModuleNotFoundError: No module named 'kvpress'"}]
+
+
+def test_worker_imports_nothing_of_quire():
+    source = Path(worker_module.__file__).read_text(encoding="utf-8")
+    found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import)]
+    froms = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
+
+    names = {alias.name for node in found for alias in node.names} | {n.module for n in froms}
+    assert {"torch", "kvpress", "transformers"} <= names
+    assert not [name for name in names if name.split(".")[0] == "quire"]
