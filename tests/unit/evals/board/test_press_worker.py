@@ -71,9 +71,16 @@ class MaskPress(BasePress):
 
 
 class KeyRerotationPress(BasePress):
+    compression_ratio = 0.0
+
     def __init__(self, press: BasePress) -> None:
         super().__init__()
         self.press = press
+
+
+class ThresholdPress(BasePress):
+    def __init__(self, threshold: float = 1.0) -> None:
+        super().__init__()
 
 
 @dataclass
@@ -93,6 +100,7 @@ KVPRESS = SimpleNamespace(
     ViewPress=ViewPress,
     MaskPress=MaskPress,
     KeyRerotationPress=KeyRerotationPress,
+    ThresholdPress=ThresholdPress,
     DecodingPress=DecodingPress,
     version="1",
 )
@@ -229,10 +237,13 @@ def test_names_of_presses_and_of_those_within():
         "DecodingPress",
         "KeyRerotationPress",
         "MaskPress",
+        "ThresholdPress",
         "ViewPress",
     ]
     with pytest.raises(ValueError, match="has no press 'NopePress'"):
         Presses(KVPRESS).of(spec("NopePress"), job(None), 12)
+    with pytest.raises(ValueError, match="ThresholdPress has no compression ratio"):
+        Presses(KVPRESS).of(spec("ThresholdPress"), job(None), 12)
 
 
 def test_environment_without_kvpress_is_answered_with_the_reason():

@@ -124,6 +124,8 @@ class Presses:
         }
         if "compression_ratio" in signature(kind).parameters:
             return kind(compression_ratio=removed, **options)
+        if not hasattr(kind, "compression_ratio"):
+            raise ValueError(f"{spec['name']} has no compression ratio")
         press = kind(**options)
         press.compression_ratio = removed
         return press
