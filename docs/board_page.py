@@ -37,7 +37,7 @@ def main(arguments: Sequence[str], docs: Path = DOCS) -> None:
     parser.add_argument("run", type=Path, help="folder of quire board, or its JSON file")
     parser.add_argument("note", nargs="*", help="words about the machine")
     parser.add_argument("--kvpress", type=Path, help="folder of a run with --kvpress-python")
-    chosen = parser.parse_args(arguments)
+    chosen = parser.parse_intermixed_args(arguments)
     name, run = chosen.run.stem, read(chosen.run)
     if chosen.kvpress is not None:
         run = with_kvpress(run, read(chosen.kvpress))
