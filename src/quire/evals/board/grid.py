@@ -6,6 +6,7 @@ from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError
 
 FULL = "full"
+NO_CODEC = "none"
 QUIRE, KVPRESS = "quire", "kvpress"
 """Sources of entries: the engine, or a press of kvpress."""
 

@@ -10,7 +10,7 @@ import pytest
 from quire.api.llm import LLM
 from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError, RequestError
-from quire.evals.board.grid import KVPRESS, Grid
+from quire.evals.board.grid import KVPRESS, Entry, Grid
 from quire.evals.board.pages import chart, interactive, page
 from quire.evals.board.presses.page import frees_memory
 from quire.evals.board.presses.process import PressProcess, model_message
@@ -278,6 +278,26 @@ def test_pages_show_which_presses_free_memory(llm, full, tmp_path):
     assert b"kvpress, prefill_end" in chart(result)
     pytest.importorskip("plotly", reason="the extra eval is not installed")
     assert "kvpress, prefill_end" in interactive(result, "quire-tiny")
+
+
+def test_rules_and_presses_of_the_same_method_are_compared(llm, full, tmp_path):
+    result = BoardResult.of(with_presses(llm, full, tmp_path))
+    [press] = [row for row in result.rows if str(row.entry) == "kvpress/KnormPress 50% prefill_end"]
+    entries = (
+        entry_of("TOVAPress", "50%", "prefill_end"),
+        Entry("tova", "50%", "prefill_end", "none"),
+        entry_of("KeyDiffPress", "50%", "prefill_end"),
+        Entry("keydiff", "50%", "prefill_end", "none"),
+        Entry("sinks", "50%", "prefill_end", "none"),
+    )
+    rows = [replace(press, entry=entry) for entry in entries]
+    rows[-2] = replace(rows[-2], scores={TASK: 0.5})
+
+    text = page(replace(result, rows=[*result.rows, *rows]), "quire-tiny", has_chart=False)
+
+    assert "1 of 2 pairs have equal scores on every task" in text
+    assert "| `tova` | `TOVAPress` | 50% | 0.000 | 0.000 |" in text
+    assert "The same method" not in page(result, "quire-tiny", has_chart=False)
 
 
 def test_rows_of_another_run_are_added_if_full_kv_is_the_same(llm, full, tmp_path):

@@ -1,13 +1,25 @@
 """The section about kvpress on the page of a leaderboard: what is comparable, and bytes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from quire.evals.board.grid import KVPRESS
+from quire.evals.board.grid import KVPRESS, NO_CODEC
 from quire.evals.board.presses.run import CHECKED_PROMPTS, PressRun
 from quire.evals.board.table import Row
+from quire.layout.eviction import PREFILL_END
 
 _SLACK = 0.05
 """Retained bytes may exceed the visible keys by this fraction of full KV in a press that frees."""
+
+SAME_METHOD: Mapping[str, str] = {
+    "sinks": "StreamingLLMPress",
+    "average": "ObservedAttentionPress",
+    "snapkv:window=16": "SnapKVPress:window_size=16",
+    "tova": "TOVAPress",
+    "keydiff": "KeyDiffPress",
+    "lagkv:lag=8": "LagKVPress:lag_size=8",
+    "expected_attention": "ExpectedAttentionPress",
+}
+"""Presses of the same method by the rules of Quire; equal on `prefill_end` but for rounding."""
 
 
 def frees_memory(row: Row) -> bool:
@@ -34,6 +46,7 @@ def press_lines(rows: Sequence[Row], about: PressRun) -> Iterator[str]:
         if row.entry.source == KVPRESS:
             yield _row(row)
     yield ""
+    yield from _same_method(rows)
     if about.left_out:
         yield "Presses that were not run:"
         yield ""
@@ -73,9 +86,42 @@ def _explanation(about: PressRun) -> Iterator[str]:
     )
     yield (
         "* **Not comparable**: tokens/s, because kvpress runs one prompt at a time in "
-        "Transformers; and kvpress's published scores, which compress a context without its "
-        "question."
+        "Transformers; the time of `KVzipPress` and `KVgradPress`, which compute the prompt again "
+        "before they compress; and kvpress's published scores, which compress a context without "
+        "its question."
     )
+
+
+def _same_method(rows: Sequence[Row]) -> Iterator[str]:
+    """A table of rules and presses of the same method after the prompt; empty without such rows."""
+    found = {
+        (row.entry.rule, row.entry.budget): row
+        for row in rows
+        if row.entry.schedule == PREFILL_END and row.entry.codec == NO_CODEC
+    }
+    pairs = [
+        (found[rule, budget], found[press, budget])
+        for rule, name in SAME_METHOD.items()
+        for press, budget in found
+        if press == f"{KVPRESS}/{name}" and (rule, budget) in found
+    ]
+    if not pairs:
+        return
+    equal = sum(own.scores == other.scores for own, other in pairs)
+    yield (
+        f"The same method in both, on `{PREFILL_END}` without a codec: {equal} of {len(pairs)} "
+        "pairs have equal scores on every task."
+    )
+    yield ""
+    yield "| rule | press | cap | quality of the rule | quality of the press |"
+    yield "| --- | --- | ---: | ---: | ---: |"
+    for own, other in pairs:
+        name = other.entry.rule.removeprefix(f"{KVPRESS}/")
+        yield (
+            f"| `{own.entry.rule}` | `{name}` | {own.entry.budget} | {own.quality.mean:.3f} | "
+            f"{other.quality.mean:.3f} |"
+        )
+    yield ""
 
 
 def _row(row: Row) -> str:

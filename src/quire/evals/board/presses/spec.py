@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire.errors import ConfigError
-from quire.evals.board.grid import KVPRESS, Entry
+from quire.evals.board.grid import KVPRESS, NO_CODEC, Entry
 from quire.layout.eviction import DECODE, PREFILL_AND_DECODE, PREFILL_END, parse_policy
 
 _SNAP = "SnapKVPress:window_size=16"
@@ -145,7 +145,7 @@ def removed_of(budget: str) -> float:
 
 def entry_of(press: str, budget: str, schedule: str) -> Entry:
     """The entry of a press; kvpress's cache has no codec."""
-    return Entry(f"{KVPRESS}/{press}", budget, schedule, "none", KVPRESS)
+    return Entry(f"{KVPRESS}/{press}", budget, schedule, NO_CODEC, KVPRESS)
 
 
 def left_out(known: Iterable[str], presses: Sequence[str]) -> dict[str, str]:
