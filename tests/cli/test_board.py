@@ -53,6 +53,30 @@ def test_the_documents_get_page_chart_and_rows(quire, tmp_path):
     assert rows["arms"] == json.loads(run.stdout.splitlines()[-1])["arms"]
 
 
+def test_the_documents_get_the_rows_of_kvpress_of_another_run(tmp_path):
+    stored = board_page.DOCS / "results" / "board.json"
+    run = json.loads(stored.read_text(encoding="utf-8"))
+    rows = [row for row in run["arms"]["rows"] if row["entry"].get("source") != "kvpress"]
+    plain = {name: value for name, value in run.items() if name != "kvpress_run"}
+    arms = {name: value for name, value in run["arms"].items() if name != "presses"}
+    (tmp_path / "board").mkdir()
+    (tmp_path / "board" / "board.json").write_text(
+        json.dumps(plain | {"arms": arms | {"rows": rows, "refused": {}}})
+    )
+    for folder in ("images", "results"):
+        (tmp_path / folder).mkdir()
+
+    arguments = [str(tmp_path / "board"), "--kvpress", str(stored), "beside", "other work"]
+    board_page.main(arguments, tmp_path)
+
+    written = json.loads((tmp_path / "results" / "board.json").read_text(encoding="utf-8"))
+    assert written["arms"] == run["arms"]
+    assert written["claims"]["kvpress_entries"] == len(run["arms"]["rows"]) - len(rows)
+    page = (tmp_path / "board-measured.md").read_text(encoding="utf-8")
+    assert "Rows of [kvpress](#presses-of-kvpress): `bash runs/kvpress.sh`" in page
+    assert "interactive page. beside other work\n" in page
+
+
 KVPRESS_PYTHON = os.environ.get("QUIRE_KVPRESS_PYTHON")
 PRESSES = "KnormPress;AdaKVPress:press=(KeyDiffPress);SnapKVPress:window_size=16;NopePress"
 
