@@ -1,22 +1,28 @@
 """Copy the leaderboards of quire-tiny to the documents.
 
     bash runs/board.sh                          writes out/board
+    bash runs/kvpress.sh                        writes out/kvpress
     bash runs/redundant.sh                      writes out/redundant
-    python -m docs.board_page out/board         writes docs/board-measured.md, chart and rows
+    python -m docs.board_page out/board --kvpress out/kvpress
+                                                writes docs/board-measured.md, chart and rows
     python -m docs.board_page out/redundant     writes docs/redundant-measured.md, chart and rows
 
 Further words are added to the line about the machine. The interactive page, board.html, contains
-plotly and is not copied.
+plotly and is not copied. A file such as docs/results/board.json can be named instead of a folder:
+the rows of kvpress are then replaced, and all others stay.
 """
 
 import json
 import sys
+from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from quire.cli.out_folder import write_files
-from quire.evals.board.pages import CHART_FILE, PAGE_FILE
+from quire.evals.board import pages
+from quire.evals.board.grid import KVPRESS
+from quire.evals.board.result import BoardResult
 
 DOCS = Path(__file__).resolve().parent
 HEADINGS = {
@@ -26,17 +32,47 @@ HEADINGS = {
 
 
 def main(arguments: Sequence[str], docs: Path = DOCS) -> None:
-    """Copy page, chart and rows from the folder of `quire board`."""
-    folder, note = Path(arguments[0]), " ".join(arguments[1:])
-    name = folder.name
-    run = json.loads((folder / "board.json").read_text(encoding="utf-8"))
-    text = (folder / PAGE_FILE).read_text(encoding="utf-8")
+    """Write page, chart and rows of a run of `quire board`."""
+    parser = ArgumentParser(prog="python -m docs.board_page")
+    parser.add_argument("run", type=Path, help="folder of quire board, or its JSON file")
+    parser.add_argument("note", nargs="*", help="words about the machine")
+    parser.add_argument("--kvpress", type=Path, help="folder of a run with --kvpress-python")
+    chosen = parser.parse_intermixed_args(arguments)
+    name, run = chosen.run.stem, read(chosen.run)
+    if chosen.kvpress is not None:
+        run = with_kvpress(run, read(chosen.kvpress))
+    result = BoardResult.stored(run)
+    text = pages.page(result, run["config"]["model"], has_chart=True)
     files = {
-        f"{name}-measured.md": page(text, run, name, note).encode(),
-        f"images/{name}.svg": (folder / CHART_FILE).read_bytes(),
+        f"{name}-measured.md": page(text, run, name, " ".join(chosen.note)).encode(),
+        f"images/{name}.svg": pages.chart(result),
         f"results/{name}.json": (json.dumps(run, indent=1) + "\n").encode(),
     }
     write_files(docs, files)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The JSON object of a run."""
+    file = path / "board.json" if path.is_dir() else path
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return found
+
+
+def with_kvpress(run: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """A run with the rows of kvpress of another run, and what is known about that run.
+
+    Raises:
+        ConfigError: the runs have other prompts, or another full KV.
+    """
+    joined = BoardResult.stored(run).joined(BoardResult.stored(other))
+    count = sum(row.entry.source == KVPRESS for row in joined.rows)
+    about = {name: other[name] for name in ("commit", "versions", "hardware", "seconds")}
+    return {
+        **run,
+        "arms": joined.arms(),
+        "claims": run["claims"] | {"kvpress_entries": count},
+        "kvpress_run": about,
+    }
 
 
 def page(text: str, run: Mapping[str, Any], name: str, note: str = "") -> str:
@@ -46,11 +82,21 @@ def page(text: str, run: Mapping[str, Any], name: str, note: str = "") -> str:
     made = (
         f"`bash runs/{name}.sh` ([guide](guides/board.md)), commit {run['commit'][:7]}, "
         f"torch {run['versions']['torch']}, {hardware['cpu']}, {hardware['cores']} cores, "
-        f"{config['loading']['dtype']}, {config['kv']['memory']:,} B of KV memory. The folder of "
-        f"the command also has an interactive page. {note}"
+        f"{config['loading']['dtype']}, {config['kv']['memory']:,} B of KV memory. "
+        f"{_kvpress_text(run)}The folder of the command also has an interactive page. {note}"
     )
-    rest = rest.replace(f"]({CHART_FILE})", f"](images/{name}.svg)")
+    rest = rest.replace(f"]({pages.CHART_FILE})", f"](images/{name}.svg)")
     return f"# {HEADINGS[name]}\n\n{made.rstrip()}\n{rest}"
+
+
+def _kvpress_text(run: Mapping[str, Any]) -> str:
+    about = run.get("kvpress_run")
+    if about is None:
+        return ""
+    return (
+        f"Rows of [kvpress](#presses-of-kvpress): `bash runs/kvpress.sh`, commit "
+        f"{about['commit'][:7]}, {about['hardware']['cpu']}, {about['hardware']['cores']} cores. "
+    )
 
 
 if __name__ == "__main__":

@@ -16,10 +16,12 @@ from quire.cli.report import envelope
 from quire.cli.settings import Settings, with_settings
 from quire.cli.tables import show_table
 from quire.cli.tune import refuse_settings
-from quire.evals.board.grid import Grid
+from quire.evals.board.grid import KVPRESS, Grid
+from quire.evals.board.presses.spec import PRESSES, ChosenPresses, chosen_presses
 from quire.layout.extras import has_extra
 
 if TYPE_CHECKING:
+    from quire.evals.board.result import BoardResult
     from quire.evals.board.run import Board, BoardConfig
 
 RESULT_FILE = "board.json"
@@ -57,6 +59,21 @@ def board(  # noqa: PLR0913 - one parameter per option
             hidden=True,
         ),
     ] = True,
+    kvpress_python: Annotated[
+        Path | None,
+        typer.Option(
+            help="Python of an environment with kvpress, whose presses become further entries.",
+            show_default=False,
+            hidden=True,
+        ),
+    ] = None,
+    presses: Annotated[
+        str,
+        typer.Option(
+            help="Presses of kvpress, separated by semicolons. Needs --kvpress-python.",
+            hidden=True,
+        ),
+    ] = ";".join(PRESSES),
     out: Annotated[
         Path, typer.Option(help="Folder for the pages and the cells; a later run continues there.")
     ] = Path("board"),
@@ -67,6 +84,7 @@ def board(  # noqa: PLR0913 - one parameter per option
     Writes a table, a chart and an interactive page of quality against KV bytes. Finished cells are
     stored in the folder of --out, so that an interrupted run goes on.
     """
+    from quire.evals.board.result import BoardResult
     from quire.evals.board.run import BoardConfig
     from quire.evals.suite.registry import task_of
 
@@ -85,8 +103,9 @@ def board(  # noqa: PLR0913 - one parameter per option
         sanity=sanity_check,
     )
     refuse_settings(settings, "board")
+    chosen = chosen_presses(kvpress_python, presses, grid.budgets)
     prepare_folder(out)
-    found = run_board(settings, config, out)
+    found = BoardResult.of(run_board(settings, config, out, chosen))
     result = _result(found, settings)
     write_pages(found, settings.model, out, json_bytes(result))
     _show(found, out)
@@ -94,32 +113,51 @@ def board(  # noqa: PLR0913 - one parameter per option
         print_json(result)
 
 
-def run_board(settings: Settings, config: "BoardConfig", out: Path) -> "Board":
+def run_board(
+    settings: Settings, config: "BoardConfig", out: Path, presses: ChosenPresses | None = None
+) -> "Board":
     """Run all cells that are not stored.
 
     Raises:
-        ConfigError: an invalid option, or full KV does not run.
+        ConfigError: an invalid option, full KV does not run, or kvpress's environment does not.
     """
+    from quire.evals.board.presses.process import PressProcess, model_message
+    from quire.evals.board.presses.run import PressRunner
     from quire.evals.board.run import BoardRunner
     from quire.evals.suite.cells import CellFolder
     from quire.evals.suite.engines import Engines
 
     engines = Engines(opener(settings))
+    identity = (settings.model, settings.loading, settings.schedule)
+    stored = CellFolder(out)
+    kv = replace(settings.kv, prefix_cache=replace(settings.kv.prefix_cache, enabled=False))
     try:
-        runner = BoardRunner(
-            engines,
-            replace(settings.kv, prefix_cache=replace(settings.kv.prefix_cache, enabled=False)),
-            config,
-            identity=(settings.model, settings.loading, settings.schedule),
-            stored=CellFolder(out),
-            report=lambda line: typer.echo(line, err=True),
-        )
-        return runner.run()
+        runner = BoardRunner(engines, kv, config, identity=identity, stored=stored, report=_report)
+        if presses is None:
+            return runner.run()
+        reference = config.grid.reference.applied(kv)
+        message = model_message(engines.of(reference).model, settings.loading.dtype)
+        with PressProcess(presses.python, message) as process:  # before the cells that take long
+            found = runner.run()
+            return PressRunner(
+                process,
+                engines.of(reference),
+                config,
+                presses.texts,
+                samples=runner.samples,
+                identity=identity,
+                stored=stored,
+                report=_report,
+            ).run(found)
     finally:
         engines.close()
 
 
-def write_pages(found: "Board", model: str, out: Path, result: bytes) -> None:
+def _report(line: str) -> None:
+    typer.echo(line, err=True)
+
+
+def write_pages(found: "BoardResult", model: str, out: Path, result: bytes) -> None:
     """Write the result, the page and, where their packages are installed, chart and live page."""
     from quire.evals.board import pages
 
@@ -133,11 +171,10 @@ def write_pages(found: "Board", model: str, out: Path, result: bytes) -> None:
     write_files(out, files)
 
 
-def _show(found: "Board", out: Path) -> None:
+def _show(found: "BoardResult", out: Path) -> None:
     from quire.evals.board.pages import PAGE_FILE
-    from quire.evals.board.table import rows_of
 
-    rows = rows_of(found)
+    rows = found.rows
     shown = [
         (
             row.entry.rule,
@@ -155,30 +192,18 @@ def _show(found: "Board", out: Path) -> None:
     typer.echo(f"All entries: {out / PAGE_FILE}")
 
 
-def _result(found: "Board", settings: Settings) -> dict[str, object]:
+def _result(found: "BoardResult", settings: Settings) -> dict[str, object]:
     """The result as one JSON object."""
     from quire.evals.board.pages import WANTED
-    from quire.evals.board.table import best_rules, judged_tasks, rows_of
+    from quire.evals.board.table import best_rules
 
-    rows = rows_of(found)
     claims: dict[str, int | float] = {
-        "entries": len(rows),
+        "entries": len(found.rows),
         "refused": len(found.refused),
         "sanity_check_passed": int(found.sanity.passed),
     }
-    for budget, kept in best_rules(rows, WANTED).items():
+    if found.presses is not None:
+        claims["kvpress_entries"] = sum(row.entry.source == KVPRESS for row in found.rows)
+    for budget, kept in best_rules(found.rows, WANTED).items():
         claims[f"entries_of_quality_0_975_at_{budget.rstrip('%').replace('.', '_')}"] = len(kept)
-    arms: dict[str, object] = {
-        "rows": [row.as_dict() for row in rows],
-        "refused": {str(entry): why for entry, why in found.refused.items()},
-        "judged_tasks": judged_tasks(found),
-        "sanity_check": found.sanity.as_dict(),
-    }
-    config = found.config
-    options = {
-        "tasks": [task.name for task in config.tasks],
-        "tokens": config.tokens,
-        "num_prompts": config.count,
-        "seeds": list(config.seeds),
-    }
-    return envelope("board", claims, arms, settings.as_dict() | options)
+    return envelope("board", claims, found.arms(), settings.as_dict() | found.options())

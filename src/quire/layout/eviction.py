@@ -38,6 +38,7 @@ _SUCH_AS = {
     "policy": "recent:cap=512,sinks=4",
     "budget": "pyramid:beta=20",
     "codec": "int4:group=32",
+    "press": "SnapKVPress:window_size=16",
 }
 
 
@@ -59,7 +60,7 @@ def parse_policy(text: str, what: str = "policy") -> PolicyText:
 
     Args:
         text: the policy text.
-        what: what the text describes, for messages: "policy", "codec" or "budget".
+        what: what the text describes, for messages: "policy", "codec", "budget" or "press".
 
     Raises:
         ConfigError: the name is missing, an option has no value or is repeated, parentheses do

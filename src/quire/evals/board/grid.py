@@ -6,6 +6,9 @@ from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError
 
 FULL = "full"
+NO_CODEC = "none"
+QUIRE, KVPRESS = "quire", "kvpress"
+"""Sources of entries: the engine, or a press of kvpress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,20 +16,25 @@ class Entry:
     """One configuration of the leaderboard.
 
     Attributes:
-        rule: eviction rule without cap; `full` retains all tokens.
+        rule: eviction rule without cap; `full` retains all tokens. Of kvpress: `kvpress/` and the
+            text of the press.
         budget: cap as a fraction of the prompt, such as 25%; empty with `full`.
         schedule: when to evict; empty with `full`.
         codec: KV codec.
+        source: whose code runs: `quire` or `kvpress`.
     """
 
     rule: str
     budget: str
     schedule: str
     codec: str
+    source: str = QUIRE
 
     @property
     def evict(self) -> str:
-        """The eviction rule in the syntax of `--evict`."""
+        """The eviction rule in the syntax of `--evict`; empty for kvpress."""
+        if self.source != QUIRE:
+            return ""
         if self.rule == FULL:
             return FULL
         separator = "," if ":" in self.rule else ":"
@@ -37,6 +45,8 @@ class Entry:
         return replace(kv, codec=self.codec, evict=self.evict)
 
     def __str__(self) -> str:
+        if self.source != QUIRE:
+            return f"{self.rule} {self.budget} {self.schedule}"
         return f"--kv-codec {self.codec} --evict {self.evict}"
 
 

@@ -1,11 +1,13 @@
 """Files of a leaderboard: a Markdown table, a chart, and an interactive page."""
 
 from collections.abc import Iterator, Sequence
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
-from quire.evals.board.grid import FULL
-from quire.evals.board.run import Board
-from quire.evals.board.table import Row, best_rules, judged_tasks, rows_of
+from quire.evals.board.grid import FULL, KVPRESS
+from quire.evals.board.presses.page import press_lines
+from quire.evals.board.result import BoardResult
+from quire.evals.board.table import Row, best_rules
 from quire.evals.intervals import Mean
 from quire.layout.extras import require_extra
 from quire.sim.plots import drawn
@@ -20,41 +22,37 @@ WANTED = 0.975
 _COLOURS = ("#1f5fa8", "#d1662b", "#3a8a4d", "#8a4da8", "#707070")
 
 
-def page(board: Board, model: str, *, has_chart: bool) -> str:
+def page(result: BoardResult, model: str, *, has_chart: bool) -> str:
     """The leaderboard as Markdown."""
-    rows = rows_of(board)
-    lines = [*_intro(board, model, has_chart=has_chart), *_rule_lines(rows), *_table(board, rows)]
-    return "\n".join([*lines, *_refused_lines(board)]) + "\n"
+    lines = [*_intro(result, model, has_chart=has_chart), *_rule_lines(result.rows)]
+    if result.presses is not None:
+        lines += press_lines(result.rows, result.presses)
+    return "\n".join([*lines, *_table(result), *_refused_lines(result)]) + "\n"
 
 
-def _intro(board: Board, model: str, *, has_chart: bool) -> Iterator[str]:
-    config = board.config
-    judged = judged_tasks(board)
+def _intro(result: BoardResult, model: str, *, has_chart: bool) -> Iterator[str]:
+    reference = result.reference
     yield f"# Leaderboard of {model}"
     yield ""
-    prompts = config.count * len(config.seeds)
     yield (
-        f"{prompts} prompts of at most {config.tokens} tokens for each task, {len(config.seeds)} "
+        f"{result.num_prompts} prompts of at most {result.tokens} tokens for each task, "
+        f"{len(result.seeds)} "
         f"seeds. Quality: mean over the tasks of score over full KV's, with the 95 % interval "
         f"(bootstrap over prompts). KV: mean peak bytes of a request, statistics and page tables "
-        f"included, over those of full KV with codec `{config.grid.codecs[0]}`. Tokens/s: prompt "
+        f"included, over those of full KV with codec `{reference.entry.codec}`. Tokens/s: prompt "
         f"and output, all prompts at once in the KV memory."
     )
     yield ""
-    reference = board.cells[config.grid.reference]
-    scores = ", ".join(f"`{cell.task}` {_score(cell):.3g}" for cell in reference)
-    yield f"Scores with full KV: {scores}. Quality is over {', '.join(judged) or 'all tasks'}."
-    if not board.sanity.passed:
+    scores = ", ".join(f"`{task}` {reference.scores[task]:.3g}" for task in result.tasks)
+    judged = ", ".join(result.judged)
+    yield f"Scores with full KV: {scores}. Quality is over {judged or 'all tasks'}."
+    if not result.sanity.passed:
         yield ""
-        yield f"**This model may not judge a rule**: {board.sanity.reason}."
+        yield f"**This model may not judge a rule**: {result.sanity.reason}."
     yield ""
     if has_chart:
         yield f"![Quality over full KV against KV bytes]({CHART_FILE})"
         yield ""
-
-
-def _score(cell: Any) -> float:
-    return float(next(iter(cell.means().values())).mean)
 
 
 def _rule_lines(rows: Sequence[Row]) -> Iterator[str]:
@@ -80,8 +78,8 @@ def _interval(found: Mean) -> str:
     return f"{found.mean:.3f} ({found.low:.3f} to {found.high:.3f})"
 
 
-def _table(board: Board, rows: Sequence[Row]) -> Iterator[str]:
-    tasks = [task.name for task in board.config.tasks]
+def _table(result: BoardResult) -> Iterator[str]:
+    tasks = result.tasks
     yield "## All entries"
     yield ""
     yield (
@@ -90,7 +88,7 @@ def _table(board: Board, rows: Sequence[Row]) -> Iterator[str]:
         + " | Pareto |"
     )
     yield "| --- | ---: | --- | --- | ---: | ---: | ---: |" + " ---: |" * len(tasks) + " --- |"
-    for row in rows:
+    for row in result.rows:
         entry, scores = row.entry, " | ".join(f"{row.scores[task]:.2f}" for task in tasks)
         yield (
             f"| `{entry.rule}` | {entry.budget or '100%'} | {entry.schedule} | `{entry.codec}` | "
@@ -100,30 +98,31 @@ def _table(board: Board, rows: Sequence[Row]) -> Iterator[str]:
         )
 
 
-def _refused_lines(board: Board) -> Iterator[str]:
-    if not board.refused:
+def _refused_lines(result: BoardResult) -> Iterator[str]:
+    if not result.refused:
         return
     yield ""
-    yield f"## Refused ({len(board.refused)})"
+    yield f"## Refused ({len(result.refused)})"
     yield ""
-    for entry, why in board.refused.items():
+    for entry, why in result.refused.items():
         yield f"* `{entry}`: {why}"
 
 
-def chart(board: Board) -> bytes:
+def chart(result: BoardResult) -> bytes:
     """Quality against KV bytes as SVG.
 
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    rows = rows_of(board)
-    return drawn(lambda axes: _draw(axes, rows, board.config.grid.schedules))
+    return drawn(lambda axes: _draw(axes, result.rows))
 
 
-def _draw(axes: "Axes", rows: Sequence[Row], schedules: Sequence[str]) -> None:
-    for schedule, colour in zip(("", *schedules), _COLOURS, strict=False):
-        own = [row for row in rows if row.entry.schedule == schedule]
-        label = schedule or "full KV"
+def _draw(axes: "Axes", rows: Sequence[Row]) -> None:
+    groups: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: (row.entry.source == KVPRESS, row.entry.schedule)):
+        of_press = f"{KVPRESS}, " * (row.entry.source == KVPRESS)
+        groups.setdefault(of_press + (row.entry.schedule or "full KV"), []).append(row)
+    for (label, own), colour in zip(groups.items(), cycle(_COLOURS), strict=False):
         shares = [row.kv_share for row in own]
         axes.scatter(shares, [r.quality.mean for r in own], label=label, color=colour, s=14)
     best = sorted((row for row in rows if row.is_unbeaten), key=lambda row: row.kv_share)
@@ -138,7 +137,7 @@ def _draw(axes: "Axes", rows: Sequence[Row], schedules: Sequence[str]) -> None:
     axes.legend(frameon=False)
 
 
-def interactive(board: Board, model: str) -> str:
+def interactive(result: BoardResult, model: str) -> str:
     """A page without other files: points that show their configuration.
 
     Raises:
@@ -147,13 +146,14 @@ def interactive(board: Board, model: str) -> str:
     require_extra("eval", "the interactive page of quire board")
     import plotly.graph_objects as go
 
-    rows = rows_of(board)
+    rows = result.rows
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        source = KVPRESS if row.entry.source == KVPRESS else row.entry.codec
+        groups.setdefault(f"{source}, {row.entry.schedule or FULL}", []).append(row)
     figure = go.Figure()
-    for codec in board.config.grid.codecs:
-        for schedule in ("", *board.config.grid.schedules):
-            own = [r for r in rows if (r.entry.codec, r.entry.schedule) == (codec, schedule)]
-            if own:
-                figure.add_trace(go.Scatter(**_points(own, f"{codec}, {schedule or FULL}")))
+    for name, own in sorted(groups.items()):
+        figure.add_trace(go.Scatter(**_points(own, name)))
     best = sorted((row for row in rows if row.is_unbeaten), key=lambda row: row.kv_share)
     figure.add_trace(
         go.Scatter(

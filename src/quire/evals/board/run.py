@@ -7,6 +7,7 @@ stored.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError, QuireError
@@ -17,6 +18,9 @@ from quire.evals.suite.engines import Engines
 from quire.evals.suite.samples import PromptOptions, SampleRunner
 from quire.evals.suite.sanity import SKIPPED, Sanity, sanity_of
 from quire.evals.tune.scores import fingerprint_of
+
+if TYPE_CHECKING:
+    from quire.evals.board.presses.run import PressRun
 
 Report = Callable[[str], None]
 """Takes a line about the progress."""
@@ -67,12 +71,14 @@ class Board:
         cells: results of each entry, in the order of the tasks.
         refused: why entries do not run, by entry.
         sanity: whether the model may judge a rule.
+        presses: about the entries of kvpress; None: it did not run.
     """
 
     config: BoardConfig
     cells: Mapping[Entry, Sequence[CellResult]]
     refused: Mapping[Entry, str]
     sanity: Sanity
+    presses: "PressRun | None" = None
 
 
 class BoardRunner:
@@ -147,7 +153,7 @@ class BoardRunner:
 
     def _measured(self, entry: Entry, kv: KVConfig, task: EvalTask) -> CellResult:
         llm = self._engines.of(kv)
-        samples = self._prompts(task)
+        samples = self.samples(task)
         prompts, seconds = SampleRunner(llm, kv, PromptOptions()).run(task, samples)
         return CellResult(
             task=task.name,
@@ -157,8 +163,8 @@ class BoardRunner:
             seconds=seconds,
         )
 
-    def _prompts(self, task: EvalTask) -> list[Sample]:
-        """The prompts of a task for all seeds."""
+    def samples(self, task: EvalTask) -> list[Sample]:
+        """The prompts of a task for all seeds; an engine must be open."""
         if task.name not in self._samples:
             config = self._config
             self._samples[task.name] = [

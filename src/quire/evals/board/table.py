@@ -8,12 +8,14 @@ page tables, over those of full KV with the first codec.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.evals.board.grid import FULL, Entry
+from quire.evals.board.presses.run import PressCell
 from quire.evals.board.run import Board
 from quire.evals.intervals import RESAMPLES, Mean
 from quire.evals.suite.base import MIN_FULL
@@ -32,6 +34,8 @@ class Row:
         kv_share: those bytes over full KV's.
         tokens_per_s: prompt and output tokens per second in the KV memory.
         is_unbeaten: whether no entry has both a higher quality and fewer bytes.
+        retained_share: of kvpress: mean bytes of the cache after the prefill, over full KV's peak.
+        visible: of kvpress: fraction of the prompt's keys that the next token can read then.
     """
 
     entry: Entry
@@ -41,10 +45,20 @@ class Row:
     kv_share: float
     tokens_per_s: float
     is_unbeaten: bool = False
+    retained_share: float | None = None
+    visible: float | None = None
 
     def as_dict(self) -> dict[str, object]:
-        """JSON values."""
-        return asdict(self) | {"evict": self.entry.evict}
+        """JSON values; those of kvpress only in its rows."""
+        values = asdict(self) | {"evict": self.entry.evict}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @classmethod
+    def stored(cls, values: Mapping[str, Any]) -> "Row":
+        """The row of `as_dict`."""
+        fields = {name: values[name] for name in cls.__slots__ if name in values}
+        nested = {"entry": Entry(**values["entry"]), "quality": Mean(**values["quality"])}
+        return cls(**fields | nested)
 
 
 def judged_tasks(board: Board) -> list[str]:
@@ -61,10 +75,14 @@ def rows_of(board: Board) -> list[Row]:
     reference = board.cells[board.config.grid.reference]
     tasks = judged_tasks(board) or [cell.task for cell in reference]
     found = [_row(entry, cells, reference, tasks) for entry, cells in board.cells.items()]
-    unbeaten = _unbeaten(found)
+    return ranked(found)
+
+
+def ranked(rows: Sequence[Row]) -> list[Row]:
+    """Rows with the Pareto-optimal ones marked, the best quality first."""
+    unbeaten = _unbeaten(rows)
     marked = [
-        Row(**{name: getattr(row, name) for name in Row.__slots__} | {"is_unbeaten": is_best})
-        for row, is_best in zip(found, unbeaten, strict=True)
+        replace(row, is_unbeaten=is_best) for row, is_best in zip(rows, unbeaten, strict=True)
     ]
     return sorted(marked, key=lambda row: (-row.quality.mean, row.kv_share))
 
@@ -78,14 +96,19 @@ def _row(
         if cell.task in tasks
     ]
     peak_bytes = _mean_bytes(cells)
+    full_bytes = _mean_bytes(reference)
     tokens = sum(p.prompt_tokens + p.output_tokens for cell in cells for p in cell.prompts)
+    retained = [n for cell in cells if isinstance(cell, PressCell) for n in cell.retained_bytes]
+    visible = [x for cell in cells if isinstance(cell, PressCell) for x in cell.visible]
     return Row(
         entry=entry,
         quality=_quality(judged),
         scores={cell.task: _score(cell) for cell in cells},
         kv_peak_bytes=peak_bytes,
-        kv_share=peak_bytes / _mean_bytes(reference),
+        kv_share=peak_bytes / full_bytes,
         tokens_per_s=tokens / sum(cell.seconds for cell in cells),
+        retained_share=float(np.mean(retained)) / full_bytes if retained else None,
+        visible=float(np.mean(visible)) if visible else None,
     )
 
 

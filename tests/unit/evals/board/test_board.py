@@ -6,6 +6,7 @@ from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError
 from quire.evals.board.grid import Entry, Grid
 from quire.evals.board.pages import chart, interactive, page
+from quire.evals.board.result import BoardResult
 from quire.evals.board.run import Board, BoardConfig
 from quire.evals.board.table import best_rules, judged_tasks, rows_of
 from quire.evals.suite.cells import CellResult, PromptResult
@@ -102,7 +103,7 @@ def test_rules_that_keep_a_quality_are_listed_by_budget():
 
 
 def test_page_has_every_row_and_says_whether_the_model_may_judge():
-    text = page(board(), "quire-tiny", has_chart=False)
+    text = page(BoardResult.of(board()), "quire-tiny", has_chart=False)
 
     assert "**This model may not judge a rule**" in text
     assert "| `sinks` | 25% | decode | `none` | 0.750" in text
@@ -115,7 +116,7 @@ def test_page_has_every_row_and_says_whether_the_model_may_judge():
 def test_interactive_page_has_every_entry():
     pytest.importorskip("plotly", reason="the extra eval is not installed")
 
-    text = interactive(board(), "quire-tiny")
+    text = interactive(BoardResult.of(board()), "quire-tiny")
 
     assert "sinks:cap=25%,when=decode" in text
     assert "Pareto-optimal" in text
@@ -123,4 +124,4 @@ def test_interactive_page_has_every_entry():
 
 
 def test_chart_is_an_svg():
-    assert chart(board()).startswith(b"<?xml")
+    assert chart(BoardResult.of(board())).startswith(b"<?xml")

@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# kvpress's presses on the prompts of runs/board.sh, in the environment of QUIRE_KVPRESS_PYTHON:
+#     python3 -m venv build/kvpress && build/kvpress/bin/pip install torch==2.13.0 && build/kvpress/bin/pip install kvpress==0.5.5
+#     QUIRE_KVPRESS_PYTHON=build/kvpress/bin/python bash runs/kvpress.sh
+# The same command goes on after an interruption. Last line of output: one JSON object. Folder: KVPRESS_OUT.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+: "${QUIRE_KVPRESS_PYTHON:?expected the Python of an environment with kvpress; the comment of this script builds one}"
+exec .venv/bin/quire board quire-tiny --kv-memory 8MiB --dtype float32 --num-prompts 5 --rules full --codecs none \
+    --kvpress-python "$QUIRE_KVPRESS_PYTHON" --out "${KVPRESS_OUT:-out/kvpress}" --json "$@"

@@ -1,0 +1,318 @@
+"""Presses of kvpress on a leaderboard, with a process that stands in for kvpress's environment."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from quire.api.llm import LLM
+from quire.config.kv_config import KVConfig
+from quire.errors import ConfigError, RequestError
+from quire.evals.board.grid import KVPRESS, Entry, Grid
+from quire.evals.board.pages import chart, interactive, page
+from quire.evals.board.presses.page import frees_memory
+from quire.evals.board.presses.process import PressProcess, model_message
+from quire.evals.board.presses.run import CHECKED_PROMPTS, PressRunner
+from quire.evals.board.presses.spec import (
+    PRESSES,
+    chosen_presses,
+    entry_of,
+    left_out,
+    removed_of,
+    spec_of,
+)
+from quire.evals.board.result import BoardResult
+from quire.evals.board.run import BoardConfig, BoardRunner
+from quire.evals.suite.cells import CellFolder
+from quire.evals.suite.engines import Engines
+from quire.evals.suite.registry import task_of
+from support import press_stub
+
+SNAP = {"name": "SnapKVPress", "options": {"window_size": 16}}
+TASK, COUNT = "repeats", 3
+TESTED = ("KnormPress", "MaskPress", "WrongPress", "RefusedPress")
+KV = KVConfig(memory="8MiB")
+CONFIG = BoardConfig(
+    grid=Grid(
+        rules=("full",), budgets=("50%", "25%"), schedules=("prefill_end",), codecs=("none",)
+    ),
+    tasks=(task_of(TASK),),
+    tokens=200,
+    count=COUNT,
+    seeds=(1,),
+    sanity=False,
+)
+ABOUT = {"folder": "model", "dtype": "float32", "device": "cpu", "threads": 1}
+
+
+@pytest.fixture(scope="module")
+def llm():
+    opened = LLM("quire-tiny", dtype="float32", device="cpu", kv=KV)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def full(llm, tmp_path_factory):
+    """The leaderboard without presses, its prompts, and the runner that made them."""
+    engines = Engines(lambda kv: llm)
+    runner = BoardRunner(
+        engines,
+        KV,
+        CONFIG,
+        identity=(),
+        stored=CellFolder(tmp_path_factory.mktemp("board")),
+        report=lambda line: None,
+    )
+    return runner.run(), runner
+
+
+def stub(folder: Path, outputs: dict[str, list[int]]) -> Path:
+    """A Python of another environment: it runs the stub whatever it is told to run."""
+    plan, python = folder / "plan.json", folder / "python"
+    plan.write_text(json.dumps({"outputs": outputs, "log": str(folder / "log")}))
+    script = Path(press_stub.__file__)
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{script}" "{plan}"\n')
+    python.chmod(0o755)
+    return python
+
+
+def outputs_of(llm, board, runner, *, changed: bool = False) -> dict[str, list[int]]:
+    found = {}
+    [cells] = board.cells.values()
+    for sample, prompt in zip(runner.samples(CONFIG.tasks[0]), cells[0].prompts, strict=True):
+        text = "0" if changed else prompt.output
+        found[str(llm.encode(sample.prompt))] = llm.encode(text)
+    return found
+
+
+def with_presses(llm, full, folder, presses=TESTED, python=None):
+    board, runner = full
+    python = python or stub(folder, outputs_of(llm, board, runner))
+    with PressProcess(python, ABOUT) as process:
+        return PressRunner(
+            process,
+            llm,
+            CONFIG,
+            presses,
+            samples=runner.samples,
+            identity=(),
+            stored=CellFolder(folder),
+            report=lambda line: None,
+        ).run(board)
+
+
+def jobs(folder: Path) -> list[str]:
+    return (folder / "log").read_text().splitlines()
+
+
+def test_text_of_a_press_has_nested_presses_and_typed_values():
+    text = "AdaKVPress:press=(SnapKVPress:window_size=16),alpha_safeguard=0.5,a=true,b=key"
+
+    assert spec_of(text) == {
+        "name": "AdaKVPress",
+        "options": {"press": SNAP, "alpha_safeguard": 0.5, "a": True, "b": "key"},
+    }
+    assert all(spec_of(text)["name"] for text in PRESSES)
+
+
+@pytest.mark.parametrize("text", ["Snap KV", "SnapKVPress:window_size", "A:press=(B:(c=1)"])
+def test_invalid_text_of_a_press_is_refused(text):
+    with pytest.raises(ConfigError, match=r"expected|parentheses"):
+        chosen_presses(Path("python"), text, ("25%",))
+
+
+def test_cap_becomes_the_fraction_that_is_removed():
+    assert removed_of("25%") == 0.75
+    assert removed_of("100%") == 0.0
+    assert str(entry_of("KnormPress", "25%", "prefill_end")) == "kvpress/KnormPress 25% prefill_end"
+    assert entry_of("KnormPress", "25%", "prefill_end").evict == ""
+
+
+@pytest.mark.parametrize("budget", ["64", "0%", "2MiB", "101%", "x%"])
+def test_other_caps_than_fractions_are_refused(budget):
+    with pytest.raises(ConfigError, match=f"fractions of the prompt.*{budget!r}"):
+        chosen_presses(Path("python"), "KnormPress", (budget,))
+
+
+def test_presses_need_a_python_and_a_name():
+    assert chosen_presses(None, ";".join(PRESSES), ("25%",)) is None
+    with pytest.raises(ConfigError, match="no effect without --kvpress-python"):
+        chosen_presses(None, "KnormPress", ("25%",))
+    with pytest.raises(ConfigError, match="--presses has no values"):
+        chosen_presses(Path("python"), " ; ", ("25%",))
+
+
+def test_presses_that_are_not_run_have_a_reason():
+    found = left_out(["KnormPress", "DMSPress", "TOVAPress"], ["KnormPress"])
+
+    assert found == {
+        "DMSPress": "set a threshold, not a budget",
+        "TOVAPress": "not among --presses",
+    }
+
+
+def test_python_that_is_missing_is_refused():
+    with pytest.raises(ConfigError, match=r"got /no/python: No such file.*pip install"):
+        PressProcess(Path("/no/python"), ABOUT)
+
+
+def test_process_that_ends_is_refused_with_its_last_line(tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho first >&2\necho no space left >&2\n")
+    python.chmod(0o755)
+
+    with pytest.raises(ConfigError, match=r"whose process ended: no space left. To build one"):
+        PressProcess(python, ABOUT)
+
+
+def test_python_without_kvpress_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"got .*: ModuleNotFoundError: No module named 'kvpress'"
+    ):
+        PressProcess(Path(sys.executable), ABOUT)
+
+
+def test_models_that_the_other_environment_cannot_load_are_refused(llm):
+    with pytest.raises(ConfigError, match=r"model folder.*got --weight-codec int8"):
+        model_message(replace(llm.model, weight_codec="int8"), "auto")
+    with pytest.raises(ConfigError, match="model folder"):
+        model_message(replace(llm.model, folder=None), "auto")
+    assert model_message(llm.model, "float32")["dtype"] == "float32"
+
+
+def test_presses_become_rows_and_those_that_differ_at_ratio_0_are_refused(llm, full, tmp_path):
+    board = with_presses(llm, full, tmp_path)
+
+    result = BoardResult.of(board)
+    rows = {(row.entry.rule, row.entry.budget): row for row in result.rows}
+    assert {key for key in rows if key[0] != "full"} == {
+        (f"{KVPRESS}/{name}", budget)
+        for name in ("KnormPress", "MaskPress")
+        for budget in ("50%", "25%")
+    }
+    row, masked = rows[f"{KVPRESS}/KnormPress", "25%"], rows[f"{KVPRESS}/MaskPress", "25%"]
+    assert (row.visible, masked.visible) == (0.25, 0.25)
+    assert row.quality.mean == 0.0  # the stub's output for a removed token is wrong
+    assert frees_memory(row)
+    assert not frees_memory(masked)
+    assert not frees_memory(result.reference)
+    refused = {str(key): why for key, why in board.refused.items()}
+    assert refused == {
+        f"{KVPRESS}/WrongPress 50%,25% prefill_end": (
+            "at a compression ratio of 0 its scores of repeats are not full KV's"
+        ),
+        f"{KVPRESS}/RefusedPress 50%,25% prefill_end": "AssertionError: too short",
+    }
+    assert jobs(tmp_path)[:3] == [
+        f" 0.0 prefill_end {COUNT}",
+        f"KnormPress 0.0 prefill_end {CHECKED_PROMPTS}",
+        f"KnormPress 0.5 prefill_end {COUNT}",
+    ]
+
+
+def test_finished_cells_are_not_run_again(llm, full, tmp_path):
+    first = with_presses(llm, full, tmp_path, ("KnormPress",))
+    ran = len(jobs(tmp_path))
+
+    again = with_presses(llm, full, tmp_path, ("KnormPress", "MaskPress"))
+
+    assert [job.split()[0] for job in jobs(tmp_path)[ran:]] == ["MaskPress"] * 3
+    assert {key: again.cells[key] for key in first.cells} == dict(first.cells)
+
+
+def test_environment_with_other_scores_than_full_kv_is_refused(llm, full, tmp_path):
+    python = stub(tmp_path, outputs_of(llm, *full, changed=True))
+
+    with pytest.raises(ConfigError, match=r"task 'repeats' as full KV does \(1\), got 0 without"):
+        with_presses(llm, full, tmp_path, python=python)
+
+
+def test_process_that_a_press_ends_stops_the_run_and_keeps_cells(llm, full, tmp_path):
+    with pytest.raises(ConfigError, match="process ended: killed by the press"):
+        with_presses(llm, full, tmp_path, ("KnormPress", "DiePress"))
+
+    assert len(list((tmp_path / "cells").glob("kvpress-*.json"))) == 4
+
+
+def test_schedule_that_kvpress_does_not_have_is_refused(llm, full, tmp_path):
+    config = replace(CONFIG, grid=replace(CONFIG.grid, schedules=("pressure",)))
+    board, runner = full
+    with PressProcess(stub(tmp_path, outputs_of(llm, board, runner)), ABOUT) as process:
+        press_runner = PressRunner(
+            process,
+            llm,
+            config,
+            ("KnormPress",),
+            samples=runner.samples,
+            identity=(),
+            stored=CellFolder(None),
+            report=lambda line: None,
+        )
+
+        found = press_runner.run(board)
+
+        with pytest.raises(RequestError, match="too short"):
+            process.run(
+                {"press": spec_of("RefusedPress"), "requests": [], "removed": 0, "schedule": ""}
+            )
+    [why] = found.refused.values()
+    assert why.startswith("kvpress does not evict on pressure, only on prefill_and_decode")
+
+
+def test_pages_show_which_presses_free_memory(llm, full, tmp_path):
+    result = BoardResult.of(with_presses(llm, full, tmp_path))
+
+    text = page(result, "quire-tiny", has_chart=False)
+
+    section = text[text.index("## Presses of kvpress") : text.index("## All entries")]
+    assert "another environment (kvpress 0)" in section
+    assert "* set a threshold, not a budget: `DMSPress`" in section
+    [knorm] = [line for line in section.splitlines() if line.startswith("| `KnormPress` | 25%")]
+    [mask] = [line for line in section.splitlines() if line.startswith("| `MaskPress` | 25%")]
+    assert knorm.endswith("| 0.250 | yes |")
+    assert mask.endswith("| 0.250 | no |")
+    assert "| `kvpress/KnormPress` | 25% | prefill_end | `none` | 0.000" in text
+    assert b"kvpress, prefill_end" in chart(result)
+    pytest.importorskip("plotly", reason="the extra eval is not installed")
+    assert "kvpress, prefill_end" in interactive(result, "quire-tiny")
+
+
+def test_rules_and_presses_of_the_same_method_are_compared(llm, full, tmp_path):
+    result = BoardResult.of(with_presses(llm, full, tmp_path))
+    [press] = [row for row in result.rows if str(row.entry) == "kvpress/KnormPress 50% prefill_end"]
+    entries = (
+        entry_of("TOVAPress", "50%", "prefill_end"),
+        Entry("tova", "50%", "prefill_end", "none"),
+        entry_of("KeyDiffPress", "50%", "prefill_end"),
+        Entry("keydiff", "50%", "prefill_end", "none"),
+        Entry("sinks", "50%", "prefill_end", "none"),
+    )
+    rows = [replace(press, entry=entry) for entry in entries]
+    rows[-2] = replace(rows[-2], scores={TASK: 0.5})
+
+    text = page(replace(result, rows=[*result.rows, *rows]), "quire-tiny", has_chart=False)
+
+    assert "1 of 2 pairs have equal scores on every task" in text
+    assert "| `tova` | `TOVAPress` | 50% | 0.000 | 0.000 |" in text
+    assert "The same method" not in page(result, "quire-tiny", has_chart=False)
+
+
+def test_rows_of_another_run_are_added_if_full_kv_is_the_same(llm, full, tmp_path):
+    board, _ = full
+    plain = BoardResult.of(board)
+    pressed = BoardResult.of(with_presses(llm, full, tmp_path))
+    stored = BoardResult.stored(
+        json.loads(json.dumps({"arms": pressed.arms(), "config": pressed.options()}))
+    )
+
+    joined = plain.joined(stored)
+
+    assert joined.arms() == pressed.arms() == stored.arms()
+    assert joined.joined(stored).arms() == joined.arms()  # not twice
+    with pytest.raises(ConfigError, match="with --kvpress-python, got one without"):
+        plain.joined(plain)
+    with pytest.raises(ConfigError, match="same prompts and the same full KV"):
+        plain.joined(replace(stored, tokens=512))
