@@ -46,5 +46,5 @@ class LayerLoads(Protocol):
         ...
 
     def forget(self, row: int, group: str) -> None:
-        """Free the offloaded bytes of a group whose layers are all settled, unless others use them."""
+        """Free the offloaded bytes of a group with settled layers, unless others use them."""
         ...

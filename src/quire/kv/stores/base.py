@@ -158,8 +158,10 @@ class Placement(ABC):
     def reserve_again(  # noqa: B027 - most stores reserve no pages
         self, table: LaneTable, rows: Rows, lanes: NDArray[np.bool_]
     ) -> None:
-        """Reserve a page again for each lane [rows, lanes], for all of them or, if too few pages
-        are free, for none: the lane then allocates its next page."""
+        """Reserve a page again for each of these lanes [rows, lanes].
+
+        If too few pages are free, none is reserved: a lane then allocates its next page.
+        """
 
     @abstractmethod
     def peak_pages(
