@@ -72,7 +72,7 @@ class CaseFound:
     """One round of a case.
 
     Attributes:
-        response_s: seconds until the last response.
+        response_s: seconds until the last response; 0 without a body.
         other_s: longest latency of a short completion of the other tenant meanwhile.
         resident_bytes: resident memory of the server afterwards.
     """
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         keys = Path(folder) / "keys.toml"
         keys.write_text(f'sender = "{SENDER}"\nother = "{OTHER}"\n', encoding="utf-8")
         with served(["--tenant-keys", str(keys), "--no-access-log", "--no-verify"]) as server:
-            idle = [completed(server) for _ in range(2 + config.repeats)][2:]
+            idle = idle_rounds(server, config.repeats)
             rounds: dict[str, list[CaseFound]] = {name: [] for name in cases(config)}
             for _ in range(config.repeats):
                 for name, case in cases(config).items():
@@ -100,17 +100,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 for name, (path, body) in parsed_bodies(config.parsed_bytes).items()
             }
     arms = {name: [*map(asdict, found)] for name, found in rounds.items()}
-    found = claims(idle, rounds, parsed)
+    arms["idle"] = [*map(asdict, idle)]
+    found = claims({"idle": idle, **rounds}, parsed)
     print(json.dumps(envelope("body limits", found, arms | parsed, asdict(config), quick=quick)))
 
 
 def claims(
-    idle: Sequence[float],
-    rounds: Mapping[str, Sequence[CaseFound]],
-    parsed: Mapping[str, Sequence[float]],
+    rounds: Mapping[str, Sequence[CaseFound]], parsed: Mapping[str, Sequence[float]]
 ) -> dict[str, int | float]:
     """Medians over the rounds; the resident memory is the largest one."""
-    numbers: dict[str, int | float] = {"idle_other_s": statistics.median(idle)}
+    numbers: dict[str, int | float] = {}
     for name, found in rounds.items():
         numbers[f"{name}_response_s"] = statistics.median(one.response_s for one in found)
         numbers[f"{name}_other_s"] = statistics.median(one.other_s for one in found)
@@ -159,6 +158,15 @@ def _list_of(item: str, size: int) -> str:
 
 
 # ---- measurements --------------------------------------------------------------------------------
+
+
+def idle_rounds(server: Server, repeats: int) -> list[CaseFound]:
+    """Short completions without a large body, after two that warm the server up."""
+    latencies = [completed(server) for _ in range(2 + repeats)][2:]
+    resident_bytes = server.rss_bytes()
+    return [
+        CaseFound(response_s=0.0, other_s=one, resident_bytes=resident_bytes) for one in latencies
+    ]
 
 
 def measured(server: Server, case: Case) -> CaseFound:

@@ -119,7 +119,7 @@ def alternating(config: PageMapConfig) -> KVMemory:
 
 
 def shared_in_pairs(config: PageMapConfig) -> KVMemory:
-    """Pairs of requests that share half of the pages of each; a pair holds those of three halves."""
+    """Pairs of requests that share half of their pages: a pair holds three halves."""
     pairs, half = config.requests // 2, 2 * config.pages_each // 3
     memory = _memory(config, started=pairs)
     _grow_in_chunks(memory, range(pairs), half, config.chunk_pages)
