@@ -30,8 +30,8 @@ _SKIPPED = (
     re.compile(r"`[^`\n]+`"),
     re.compile(r"\]\([^)\s]+\)"),
     re.compile(
-        r"\b(?:Python|PyTorch|Transformers|Ray|Redis|Valkey)(?: before)? [\d.]*\d"
-        r"(?:,? (?:and|or) [\d.]*\d)*"
+        r"\b(?:Python|PyTorch|Transformers|Ray|Redis|Valkey)(?: before)? \d+\.[\d.]*\d"
+        r"(?:,?(?: and| or)? \d+\.[\d.]*\d)*"
     ),  # versions
     re.compile(r"\(default:[^)]*\)"),
 )

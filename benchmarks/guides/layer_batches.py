@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _VOCABULARY = 1_000
+_FEW_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,10 +106,10 @@ def measured(config: LayerBatchesConfig, batches: int) -> StepBytes:
 
 
 def step_bytes(config: LayerBatchesConfig, batches: int) -> StepBytes:
-    """Run a step of equal batches; the first one is a warm-up.
+    """Run a step of equal batches.
 
-    A pass prefetches the first layers of the next one, so a later pass transfers each offloaded
-    layer once.
+    A step of few tokens before it is a warm-up: it allocates the buffers that stay, and prefetches
+    the first layers of the next step, which then transfers each offloaded layer once.
     """
     import torch
     from transformers import LlamaConfig
@@ -136,11 +137,13 @@ def step_bytes(config: LayerBatchesConfig, batches: int) -> StepBytes:
     assert isinstance(weights, WeightStream), "the budget offloads layers"
     assert len(place.offloaded_layers) == config.offloaded, "the budget is that of so many layers"
     decoder = make_decoder(model, weights, impl="auto", codec="auto")
-    tokens = config.step_tokens // batches
-    schedule = ScheduleConfig(max_num_batched_tokens=tokens, chunk_tokens=tokens, max_num_seqs=1)
-    measure_activation_peak(decoder, schedule, batches)
+    few, step = (
+        ScheduleConfig(max_num_batched_tokens=tokens, chunk_tokens=tokens, max_num_seqs=1)
+        for tokens in (_FEW_TOKENS, config.step_tokens // batches)
+    )
+    measure_activation_peak(decoder, few, batches)
     before = weights.num_bytes
-    peak_bytes = measure_activation_peak(decoder, schedule, batches)
+    peak_bytes = measure_activation_peak(decoder, step, batches)
     return StepBytes(peak_bytes, weights.num_bytes - before)
 
 
@@ -150,8 +153,9 @@ def _budget_bytes(config: LayerBatchesConfig, model: "PreTrainedModel") -> int:
     from quire.offload.weights.layers import layer_weights
     from quire.plan.offload.resident import SLOTS
 
-    layer_bytes = layer_weights(model, config.layers)[0].num_bytes
-    return weight_bytes(model) - (config.offloaded - SLOTS) * layer_bytes
+    layers = layer_weights(model, config.layers)
+    other_bytes = weight_bytes(model) - sum(h.num_bytes for one in layers for h in one.held)
+    return other_bytes + (config.layers - config.offloaded + SLOTS) * layers[0].num_bytes
 
 
 def _parse(arguments: Sequence[str] | None) -> Namespace:
