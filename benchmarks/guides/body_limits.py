@@ -99,9 +99,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 name: [slowest_health(server, path, body) for _ in range(config.repeats)]
                 for name, (path, body) in parsed_bodies(config.parsed_bytes).items()
             }
-    arms = {name: [*map(asdict, found)] for name, found in rounds.items()}
-    arms["idle"] = [*map(asdict, idle)]
-    found = claims({"idle": idle, **rounds}, parsed)
+    cases_found = {"idle": idle, **rounds}
+    arms: dict[str, object] = {name: [*map(asdict, one)] for name, one in cases_found.items()}
+    found = claims(cases_found, parsed)
     print(json.dumps(envelope("body limits", found, arms | parsed, asdict(config), quick=quick)))
 
 
