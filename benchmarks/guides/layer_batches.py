@@ -139,7 +139,7 @@ def step_bytes(config: LayerBatchesConfig, batches: int) -> StepBytes:
     model = random_weights(shape, dtype=torch.float32)
     place, weights = WithinBudget(_budget_bytes(config, model)).place(model, torch.device("cpu"))
     assert isinstance(weights, WeightStream), "the budget offloads layers"
-    assert len(place.offloaded_layers) == config.offloaded, "the budget is that of so many layers"
+    assert len(place.offloaded_layers) == config.offloaded, "the budget is that of this number"
     decoder = make_decoder(model, weights, impl="auto", codec="auto")
     few, step = (
         ScheduleConfig(max_num_batched_tokens=tokens, chunk_tokens=tokens, max_num_seqs=1)
