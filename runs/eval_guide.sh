@@ -3,5 +3,5 @@
 # their differences with intervals, and the KV bytes of a request. Last line of output: one JSON object.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-exec .venv/bin/quire eval run quire-tiny --tasks lines,kv,niah,labels,perplexity --tokens 512 \
+exec .venv/bin/python -m quire eval run quire-tiny --tasks lines,kv,niah,labels,perplexity --tokens 512 \
     --num-prompts 25 --dtype float32 --kv-memory 64MiB --evict h2o:cap=25%,recent=16 --json "$@"

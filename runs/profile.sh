@@ -3,4 +3,4 @@
 # `python -m benchmarks throughput` does not need them: it measures its own. Last line: one JSON object.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-exec .venv/bin/quire profile --json "$@"
+exec .venv/bin/python -m quire profile --json "$@"

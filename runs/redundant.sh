@@ -5,6 +5,6 @@
 # output: one JSON object. Folder: REDUNDANT_OUT.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-exec .venv/bin/quire board quire-tiny --kv-memory 8MiB --dtype float32 --tasks repeats,retold,majority,topics \
+exec .venv/bin/python -m quire board quire-tiny --kv-memory 8MiB --dtype float32 --tasks repeats,retold,majority,topics \
     --budgets 25%,50% --schedules prefill_and_decode --codecs none --num-prompts 15 --seeds 1,2,3,4 --out "${REDUNDANT_OUT:-out/redundant}" \
     --json "$@"

@@ -26,5 +26,5 @@ with open(sys.argv[1], "w", encoding="utf-8") as lines:
         for one in found:
             lines.write(json.dumps({"prompt": one.prompt, "answer": one.answer}) + "\n")
 PY
-exec .venv/bin/quire tune quire-tiny --data "$out/prompts.jsonl" --kv-memory 16MiB --min-quality 0.97 \
+exec .venv/bin/python -m quire tune quire-tiny --data "$out/prompts.jsonl" --kv-memory 16MiB --min-quality 0.97 \
     --max-tokens 32 --out "$out" --json "$@"

@@ -1,7 +1,8 @@
 """Find figures of a measured kind in documents, which a claim or an exemption must cover.
 
 The scan is conservative: it finds a number with a unit of time, bytes, rate or ratio in prose, and
-a number with two decimals in a table. Code, tested output and defaults of options are skipped.
+a number with two decimals anywhere. Code, tested output, generated parts, versions and defaults of
+options are skipped.
 """
 
 import re
@@ -19,14 +20,19 @@ _UNITS = (
     r"[kKMGT]i?B/s|[GT]FLOP/s|tokens/s|requests/s|of the (?:time|bytes|memory|tokens)"
 )
 _PROSE = re.compile(rf"(?<![\w.,/-])({NUMBER})(?:[ -]|\s)?(?:{_UNITS})(?![\w/-])")
-_CELL = re.compile(r"(?<![\w.,/-])([-+]?\d+\.\d{2,})(?![\w.])")
+_DECIMALS = re.compile(r"(?<![\w.,/-])([-+]?\d+\.\d{2,})(?!\w|\.\d)")
 _SKIPPED = (
+    re.compile(r"<!-- generated: [^>]*-->.*?<!-- end -->", re.DOTALL),
     re.compile(r"<!-- tested: [^>]*-->\n```\w+[^\n]*\n.*?```\n\n```text\n.*?```", re.DOTALL),
     re.compile(r"^ *```(?!text|console|\s)\w[^\n]*\n.*?^ *```$", re.DOTALL | re.MULTILINE),
     re.compile(r"^ *(?:\$ )?(?:quire|python|pip|serve run) [^\n]*$", re.MULTILINE),  # commands
     re.compile(r"<!--.*?-->", re.DOTALL),
     re.compile(r"`[^`\n]+`"),
     re.compile(r"\]\([^)\s]+\)"),
+    re.compile(
+        r"\b(?:Python|PyTorch|Transformers|Ray|Redis|Valkey)(?: before)? \d+\.[\d.]*\d"
+        r"(?:,?(?: and| or)? \d+\.[\d.]*\d)*"
+    ),  # versions
     re.compile(r"\(default:[^)]*\)"),
 )
 
@@ -82,8 +88,7 @@ def figure_spans(text: str) -> list[tuple[int, int]]:
     """Offsets of the figures of a measured kind in a document."""
     shown = _without_code(text)
     spans = {match.span(1) for match in _PROSE.finditer(shown)}
-    for line in re.finditer(r"^\|.*$", shown, re.MULTILINE):
-        spans |= {match.span(1) for match in _CELL.finditer(shown, line.start(), line.end())}
+    spans |= {match.span(1) for match in _DECIMALS.finditer(shown)}
     return sorted(spans)
 
 

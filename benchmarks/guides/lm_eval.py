@@ -16,6 +16,7 @@ from typing import Any
 
 from benchmarks.guides.code_blocks import code_block
 from benchmarks.serve.server import served
+from quire.cli.report import envelope
 from quire.models.source import find_model
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "lm-eval.md"
@@ -45,7 +46,14 @@ def main() -> None:
         write_tasks(PAGE.read_text(encoding="utf-8"))
         with contextlib.redirect_stdout(io.StringIO()):
             claims = {**in_process(folder), **with_servers(folder)}
-    print(json.dumps({"name": "lm-eval guide", "claims": claims}))
+    config = {
+        "model": "quire-tiny",
+        "tasks": PAIRS,
+        "rule": RULE,
+        "examples": EXAMPLES,
+        "repeats": 1,
+    }
+    print(json.dumps(envelope("lm-eval guide", claims, {}, config)))
 
 
 def write_tasks(page: str) -> None:

@@ -14,8 +14,10 @@ from typing import Any
 
 from benchmarks.guides.code_blocks import code_block
 from quire.cli.main import app
+from quire.cli.report import envelope
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "researchers.md"
+MODEL, KV_MEMORY = "quire-tiny", "8MiB"
 RULE = "long_values:cap=256,sinks=4,recent=64"
 
 
@@ -29,7 +31,8 @@ def main() -> None:
         full, rule = simulated(trace), simulated(trace, "--evict", RULE)
     claims = {f"full_{name}": value for name, value in full.items()}
     claims |= {f"rule_{name}": value for name, value in rule.items()}
-    print(json.dumps({"name": "simulate guide", "claims": claims}))
+    config = {"model": MODEL, "kv_memory": KV_MEMORY, "rule": RULE, "repeats": 1}
+    print(json.dumps(envelope("simulate guide", claims, {}, config)))
 
 
 def define_rule(code: str) -> None:
@@ -42,7 +45,7 @@ def define_rule(code: str) -> None:
 
 def simulated(trace: Path, *options: str) -> dict[str, Any]:
     """Claims of a simulation of quire-tiny in the page's KV memory."""
-    arguments = ["simulate", "quire-tiny", "--trace", str(trace), "--kv-memory", "8MiB", "--json"]
+    arguments = ["simulate", MODEL, "--trace", str(trace), "--kv-memory", KV_MEMORY, "--json"]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         app([*arguments, *options], standalone_mode=False)

@@ -13,6 +13,7 @@ import time
 from typing import Any
 
 from quire import LLM, KVConfig, SamplingParams
+from quire.cli.report import envelope
 
 PROMPT = "<|doc|>Once upon a time"
 PLAIN, COMPANIONS, TOKENS = 8, 8, 96
@@ -51,7 +52,8 @@ def main() -> None:
         row = {"companions": kind, "step_ms": round(statistics.median(times), 2)}
         print(json.dumps(row | {"least": round(min(times), 2), "most": round(max(times), 2)}))
     claims = {f"{_name(kind)}_step_ms": statistics.median(times) for kind, times in found.items()}
-    print(json.dumps({"name": "structured steps", "claims": claims}))
+    used = {"plain": PLAIN, "companions": COMPANIONS, "tokens": TOKENS} | vars(options)
+    print(json.dumps(envelope("structured steps", claims, {"step_ms": found}, used)))
 
 
 def _name(kind: str) -> str:

@@ -2,14 +2,20 @@
 
 import os
 import re
+import subprocess
+from importlib.util import find_spec
 
 import pytest
+from typer.main import get_command
 
+from benchmarks.__main__ import app as benchmarks_app
 from benchmarks.claims.checks import check_stored
 from benchmarks.claims.coverage import scanned_documents, uncovered, unused_exemptions
 from benchmarks.claims.registry import read_registry
+from quire.cli.main import app as quire_app
 from support.snippets import ROOT
 
+PROGRAMS = {"quire": quire_app, "benchmarks": benchmarks_app}
 REGISTRY = read_registry(ROOT / "docs/claims.toml")
 SCRIPTS = sorted((ROOT / "runs").glob("*.sh"))
 
@@ -40,6 +46,25 @@ def test_pages_for_users_are_scanned():
     assert guides <= set(scanned)
 
 
+def test_every_page_of_the_site_is_scanned_generated_or_the_results_log():
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
+    pages = [f"docs/{page}" for page in re.findall(r"([\w/-]+\.md)", nav)]
+    scanned = set(scanned_documents(REGISTRY, ROOT))
+    missing = [page for page in pages if page not in scanned and not is_generated(page)]
+
+    assert len(pages) > 70
+    assert missing == ["docs/log.md"]
+    assert [page for page in scanned if is_generated(page)] == []
+
+
+def is_generated(page):
+    """Whether a program writes the whole page: a page of results, or one with a note."""
+    if page.endswith("-measured.md"):
+        return True
+    head = (ROOT / page).read_text(encoding="utf-8").partition("\n")[0]
+    return head.startswith("<!-- Written by ")
+
+
 def test_claims_of_documents_that_are_not_scanned_are_none():
     assert {claim.document for claim in REGISTRY.claims} <= set(scanned_documents(REGISTRY, ROOT))
 
@@ -61,6 +86,37 @@ def test_script_prints_one_json_object_at_the_end(script):
     assert "set -euo pipefail" in text
     said = " ".join(text.replace("#", " ").split())
     assert re.search(r"Last line( of output)?: one JSON object", said)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_command_of_a_script_exists_with_its_options(script):
+    text = script.read_text(encoding="utf-8").replace("\\\n", " ")
+    found = re.findall(r"-m (quire|benchmarks[.\w]*)((?: [\w.-]+| \S+=\S*)*)", text)
+
+    assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
+    assert found or script.name == "install.sh"
+    for module, words in found:
+        assert find_spec(module) is not None
+        if module in PROGRAMS:
+            assert unknown_words(PROGRAMS[module], words.split()) == []
+
+
+def unknown_words(program, words):
+    """Commands and options of a command line that the program does not have."""
+    command = get_command(program)
+    while hasattr(command, "commands"):
+        name = words.pop(0)
+        if name not in command.commands:
+            return [name]
+        command = command.commands[name]
+    known = {text for one in command.params for text in (*one.opts, *one.secondary_opts)}
+    return [word for word in words if word.startswith("--") and word not in known]
+
+
+def test_unknown_command_and_option_of_a_script_are_found():
+    assert unknown_words(PROGRAMS["benchmarks"], ["qant", "--json"]) == ["qant"]
+    assert unknown_words(PROGRAMS["benchmarks"], ["quant", "--jsn"]) == ["--jsn"]
+    assert unknown_words(PROGRAMS["quire"], ["eval", "run", "m", "--tasks", "kv"]) == []
 
 
 def test_make_target_runs_the_claims():

@@ -302,7 +302,9 @@ def test_scan_finds_figures_without_claim_and_exemption(checkout):
         "1,024 tokens/s",
         "0.36 of the time",
         "| a | 0.52 |",
+        "the KL rose to 0.088.",
         "```text\nit took 5 s\n```",
+        "```text\nlatency 36.170\n```",
     ],
 )
 def test_figures_of_a_measured_kind_are_found(text):
@@ -320,6 +322,8 @@ def test_figures_of_a_measured_kind_are_found(text):
         "a timeout (default: 60 s)",
         "[a page](page-2%20b.md)",
         "version 5.24.0",
+        "Python 3.11, 3.12 or 3.13, with PyTorch before 2.10",
+        "<!-- generated: it -->\n| 64 MiB | 0.52 |\n<!-- end -->",
     ],
 )
 def test_options_code_and_tested_output_are_no_figures(text):
