@@ -88,7 +88,10 @@ class Work:
 
     def request(self, number: int) -> GenerationRequest:
         """The request with this number; its id is `r` and the number."""
-        params = SamplingParams(**self.params[number % len(self.params)])
+        options = self.params[number % len(self.params)]
+        if not options.get("use_beam_search"):
+            options = {"seed": number, **options}
+        params = SamplingParams(**options)
         return GenerationRequest(self.prompts[number], params, request_id=f"r{number}")
 
     def run(self, engine: Engine, before: Callable[[int], None] = lambda _: None) -> Outputs:

@@ -33,8 +33,8 @@ from quire.scheduler.schedule_config import CONTINUOUS, ScheduleConfig
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.step import StepPlan
 
-BEAMS, EMBEDDINGS, PROMPT_SCORES = "beam search", "embeddings", "prompt log-probabilities"
-NO_TOKENS, SAMPLER = "max_tokens=0", "another sampler"
+BEAMS, NO_TOKENS, PROMPT_SCORES = "beam search", "no output tokens", "prompt log-probabilities"
+SAMPLER = "another sampler"
 
 Results = Sequence[StepLogits | StepHidden]
 
@@ -161,8 +161,6 @@ class AsyncSteps:
             return NO_TOKENS
         for result in results:
             request = result.request
-            if isinstance(result, StepHidden):
-                return EMBEDDINGS
             if request.params.use_beam_search:
                 return BEAMS
             scores = request.params.prompt_logprobs is not None

@@ -12,6 +12,7 @@ from quire.scheduler.components import SchedulerComponents
 from quire.scheduler.decode import Decode
 from quire.scheduler.prefill import Prefill
 from quire.scheduler.request import Request
+from quire.scheduler.request_parts import RequestState
 from quire.scheduler.step import StepPlan
 
 BEAMS, EVICTION, FAILURE = "beam search", "eviction", "failed request"
@@ -58,7 +59,7 @@ class Ahead:
             return FAILURE
         if self._fairness.has_several:  # requests may be preempted for another tenant
             return TENANTS
-        if any(not r.is_running and r.progress.num_pending for r in pending):
+        if any(r.progress.state is RequestState.WAITING for r in pending):
             return PREEMPTED
         if any(r.group is not None and r.group.atomic for r in self._running):
             return BEAMS
