@@ -8,7 +8,6 @@ from benchmarks.gpu.bench import GpuBench, decode_times, new_tokens_of
 from benchmarks.gpu.others import OTHERS
 from quire.plan.roofline import weights_read_bytes
 
-
 VARIANTS: dict[str, dict[str, bool]] = {
     "Quire": {},
     "Quire, --no-async-scheduling": {"async_scheduling": False},
