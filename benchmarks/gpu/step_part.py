@@ -71,7 +71,13 @@ def _quire(bench: GpuBench, options: Mapping[str, bool]) -> tuple[float, float, 
     model = bench.large_model(total)
     kv_bytes = bench.kv_bytes(model, config.rows, total)
     bench.target.require(kv_bytes, "the KV memory", "lower rows or step_context")
-    engine = bench.engine(model, kv_bytes, config.rows, **options)
+    engine = bench.engine(
+        model,
+        kv_bytes,
+        config.rows,
+        cuda_graphs=options.get("cuda_graphs"),
+        async_scheduling=options.get("async_scheduling"),
+    )
     prompts = bench.prompts(config.rows, config.step_context, model.spec.vocab_size)
     times_s = decode_times(engine, prompts, warm_steps=config.warm_steps, steps=config.steps)
     stats = engine.stats().graphs

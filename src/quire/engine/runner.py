@@ -5,15 +5,15 @@ padded to that number, and the tokens of a request are split between batches.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from quire.engine.decode_graphs import DecodeGraphs, decode_rows
-from quire.engine.fixed_rows import PaddedBridge, RowPart, in_parts, padded
+from quire.engine.fixed_rows import PaddedBridge, RowPart, in_parts, joined, padded
 from quire.engine.input_tokens import InputTokens
 from quire.engine.step_bridge import StepBridge
 from quire.kernels.device_copies import to_device
@@ -132,7 +132,7 @@ class Runner:
             logits = self._forward([p.batch for p in together], variant)
             for part, own in zip(together, logits, strict=True):
                 results += part.results(own)
-        return results if self._fixed_rows is None else _joined(results)
+        return results if self._fixed_rows is None else joined(results)
 
     def _replay(
         self,
@@ -293,20 +293,3 @@ def _pooled_rows(rows: list[RowPart]) -> Iterator[tuple[Request, int, int]]:
 def _flat(wanted: list[tuple[Request, int, int]]) -> list[int]:
     """All rows of (request, first row, rows)."""
     return [row for _, first, count in wanted for row in range(first, first + count)]
-
-
-def _joined(results: list[StepLogits | StepHidden]) -> list[StepLogits | StepHidden]:
-    """Concatenate the logits of each request: a scored prompt may span several batches."""
-    by_request: dict[int, list[StepLogits]] = {}
-    for result in results:
-        if isinstance(result, StepLogits):
-            by_request.setdefault(id(result.request), []).append(result)
-    hidden = [result for result in results if isinstance(result, StepHidden)]
-    return hidden + [
-        _concatenated(parts) if len(parts) > 1 else parts[0] for parts in by_request.values()
-    ]
-
-
-def _concatenated(parts: Sequence[StepLogits]) -> StepLogits:
-    logits = torch.cat([part.logits for part in parts])
-    return replace(parts[0], batch=logits, first_row=0, num_rows=len(logits))

@@ -15,7 +15,6 @@ it (see `device_sampling`).
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
@@ -28,6 +27,7 @@ from quire.kernels.native.sampling import RowOptions, RowSampling, SampledRows
 from quire.sampling import device_sampling
 from quire.sampling.device_sampling import DeviceRows, LaunchedTokens, RowScore
 from quire.sampling.logits import SamplingRow, edit, held_back
+from quire.sampling.sampled_tokens import NO_TOKEN, SampledToken, ScoredToken
 
 __all__ = [
     "BAD_LOGITS",
@@ -41,9 +41,6 @@ __all__ = [
     "waited",
 ]
 
-NO_TOKEN = -1
-"""The `token_id` of a row that failed."""
-
 BAD_LOGITS = "the model returned NaN or infinite logits"
 NO_TOKEN_LEFT = (
     "the sampling options leave no token to sample: allowed_token_ids, bad_token_ids, "
@@ -52,36 +49,6 @@ NO_TOKEN_LEFT = (
 
 PROMPT_ROWS_AT_ONCE = 256
 """Prompt tokens scored in one operation: bounds the float32 copy of their logits."""
-
-
-@dataclass(frozen=True, slots=True)
-class SampledToken:
-    """The token of one row, with its requested log-probabilities.
-
-    Attributes:
-        token_id: the token; `NO_TOKEN` if `error` is set.
-        logprob: log-probability (nats) under the unmodified logits; None if not requested.
-        top_logprobs: the most likely tokens as (token id, log-probability), most likely first; may
-            not contain the sampled token.
-        rank: rank of the token; 1 for the most likely one.
-        error: why this row has no token; other rows are unaffected.
-    """
-
-    token_id: int
-    logprob: float | None = None
-    top_logprobs: tuple[tuple[int, float], ...] | None = None
-    rank: int | None = None
-    error: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredToken:
-    """A prompt token with its log-probability (nats) and its rank (1 for the most likely)."""
-
-    token_id: int
-    logprob: float
-    top_logprobs: tuple[tuple[int, float], ...]
-    rank: int
 
 
 class Sampler:
