@@ -1,5 +1,6 @@
 """Asynchronous scheduling: equal outputs, one read a step, launches before reads, errors."""
 
+import asyncio
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from quire import AsyncLLM
 from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.engine import async_steps
@@ -15,7 +17,7 @@ from quire.engine.decode_graphs import DecodeGraphs
 from quire.engine.graph_capture import RepeatedCalls
 from quire.engine.runner import Runner
 from quire.engine.shared_pool import SharedPool
-from quire.errors import ConfigError
+from quire.errors import ConfigError, EngineDead
 from quire.models.layer_source import LayerSource
 from quire.parallel.group import OneRank
 from quire.sampling.sampler import Sampler
@@ -213,6 +215,34 @@ def test_blocks_of_pending_tokens_are_published_with_their_tokens(model):
 
     assert hits[0] == hits[1]
     assert hits[0][1] == 24  # 13 + 13 computed tokens, in blocks of 4
+
+
+def test_async_llm_streams_equal_outputs_and_closes_with_a_step_in_flight(model):
+    prompts = make_prompts(3, 9, seed=2)
+    same = Work(prompts=prompts, params=[GREEDY, STOP_TEXT])
+    expected = same.run(same.engine(model, asynchronous=False))
+    engine = same.engine(model, asynchronous=True)
+
+    async def main():
+        llm = AsyncLLM(engine)
+        outputs = await asyncio.gather(*(llm.generate(same.request(n)) for n in range(3)))
+        endless = SamplingParams(max_tokens=500, temperature=0.0, ignore_eos=True)
+        stream = llm.stream([3, 4, 5], endless)
+        await anext(stream)
+        await asyncio.to_thread(llm.close)
+        with pytest.raises(EngineDead):
+            async for _ in stream:
+                pass
+        return outputs
+
+    outputs = asyncio.run(main())
+
+    found = {(output.request_id, 0): output.choices[0] for output in outputs}
+    assert {key: (list(c.token_ids), c.text) for key, c in found.items()} == {
+        key: (output.tokens, output.text) for key, output in expected.items()
+    }
+    assert not engine.has_work
+    engine.check()
 
 
 # ---- order of launches and reads -----------------------------------------------------------------
