@@ -118,7 +118,7 @@ def _asynchronous(rng: random.Random, case: Case) -> Case:
     """Asynchronous scheduling, if the case's other options support it."""
     codec = _codec(case)
     refused = not SYNCHRONOUS.isdisjoint(case.schedule)
-    refused |= any(part in codec for part in ("+", "kivi", PROMOTED))
+    refused |= any(part in codec for part in ("+", "kivi", "_page"))
     refused |= bool(case.stream_room or case.tiers or case.weights)
     if rng.random() >= 0.5 or refused:
         return case
