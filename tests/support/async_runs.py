@@ -18,9 +18,9 @@ END_TOKENS = (7, 19, 31, 43, 55, 67)
 """So many end tokens that random outputs end in their middle."""
 
 
-def model_with_text(impl: str = "auto") -> LoadedModel:
+def model_with_text(impl: str = "auto", device: str = "cpu") -> LoadedModel:
     """A zoo model with a tokenizer of bytes and end tokens."""
-    model = engines.load("llama", impl=impl)
+    model = engines.load("llama", device, impl=impl)
     generation = replace(model.generation, eos_token_ids=END_TOKENS)
     return replace(model, tokenizer=byte_tokenizer(), generation=generation)
 

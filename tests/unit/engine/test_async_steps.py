@@ -345,6 +345,23 @@ def test_graphs_read_pending_tokens_in_padded_batches(model):
     assert engine.stats().async_scheduling.ahead > 10
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [None, False])
+def test_outputs_on_a_cuda_device_are_equal(graphs):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    on_device = model_with_text("transformers", "cuda")
+    some = replace(work("sampling"), schedule={"cuda_graphs": graphs})
+    expected = some.run(some.engine(on_device, asynchronous=False))
+    engine = some.engine(on_device, asynchronous=True)
+
+    found = some.run(engine)
+
+    tokens = {key: output.tokens for key, output in found.items()}
+    assert tokens == {key: output.tokens for key, output in expected.items()}
+    assert engine.stats().async_scheduling.ahead > 10
+
+
 # ---- errors --------------------------------------------------------------------------------------
 
 
