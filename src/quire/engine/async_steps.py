@@ -59,7 +59,7 @@ class AsyncSteps:
 
     Args:
         scheduler: plans steps.
-        sampling_step: samples tokens. It can be replaced; see `Engine`.
+        sampling_step: samples tokens.
         enabled: with False, no step is ever in flight.
     """
 
@@ -107,9 +107,9 @@ class AsyncSteps:
         Yields:
             Deltas of the step that was in flight, then those of the launched step if it is read.
         """
-        reason = self._why_read(plan, results)
+        reason = self._why_read(plan, results) if self.enabled else None
         is_read = not self.enabled or reason is not None
-        is_late = any(result.request.params.reads_output for result in results)
+        is_late = not is_read and any(result.request.params.reads_output for result in results)
         if not (is_read or is_late):
             self._launch(results, forks)
         yield from self._collect()
@@ -120,7 +120,7 @@ class AsyncSteps:
         elif is_late:
             self._launch(results, forks)
         self._in_flight, self._next = self._next, None
-        if self.enabled and reason is not None:
+        if reason is not None:
             self._waited[reason] += 1
 
     def abandon(self, plan: StepPlan) -> StepPlan:
