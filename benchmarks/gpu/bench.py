@@ -74,6 +74,7 @@ class GpuBench:
         rows: int,
         *,
         cuda_graphs: bool | None = None,
+        async_scheduling: bool | None = None,
         batcher: str = "continuous",
         **kv: object,
     ) -> Engine:
@@ -83,6 +84,7 @@ class GpuBench:
             max_num_batched_tokens=MOST_BATCHED_TOKENS,
             chunk_tokens=MOST_BATCHED_TOKENS,
             cuda_graphs=cuda_graphs,
+            async_scheduling=async_scheduling,
             batcher=batcher,
         )
         options = {"attention": self.config.attention} | kv

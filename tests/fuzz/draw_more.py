@@ -9,13 +9,18 @@ from fuzz.rules import LAYER_CODECS, PAGE_CODECS, PROMOTED, TOKEN_CODECS, draw_r
 CALIBRATED = ("int8_channel", "int4:equalise=1/int8", "kvquant4/int4", "none/int8_channel")
 PATTERNS = ("[a-d]{2}-[0-9]{3,12}", "(yes|no|perhaps)", '\\{"a": [0-9]{1,9}\\}')
 LAYERS_TIMES = 3
+SYNCHRONOUS = frozenset(
+    {"batcher", "batch_invariant", "high_watermark", "scale_down_at", "tenants", "urgent"}
+)
+"""Options that asynchronous scheduling does not support."""
+
 INEXACT = ("mixtral", "gpt_oss", "phi3_longrope", "granite")
 """Models whose experts multiply outside of linear layers, or that scale what they multiply."""
 STREAMED = ("llama", "llama_mha", "llama_mqa", "qwen2", "qwen3", "gemma3", "opt", "gpt2")
 
 
 def extend(case: Case) -> Case:
-    """The case with weight offload, tiers, forced preemptions, structures and rules of requests.
+    """The case with weight offload, tiers, forced preemptions, structures, rules and so on.
 
     Each is drawn apart, so that one more feature changes no other part of a seed's case.
     """
@@ -109,6 +114,17 @@ def _invariant(rng: random.Random, case: Case) -> Case:
     return replace(case, schedule={**case.schedule, "batch_invariant": True})
 
 
+def _asynchronous(rng: random.Random, case: Case) -> Case:
+    """Asynchronous scheduling, if the case's other options support it."""
+    codec = _codec(case)
+    refused = not SYNCHRONOUS.isdisjoint(case.schedule)
+    refused |= any(part in codec for part in ("+", "kivi", "_page"))
+    refused |= bool(case.stream_room or case.tiers or case.weights)
+    if rng.random() >= 0.5 or refused:
+        return case
+    return replace(case, schedule={**case.schedule, "async_scheduling": True})
+
+
 def _codec(case: Case) -> str:
     return str(case.kv.get("codec", "none"))
 
@@ -122,4 +138,5 @@ CHANGES = {
     "rules": _rules,
     "calibrated": _calibrated,
     "invariant": _invariant,
+    "asynchronous": _asynchronous,
 }

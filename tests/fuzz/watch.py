@@ -56,6 +56,8 @@ class SeenLogits:
         entries = tuple(eviction.trace[: eviction.replayed])
         digests = tuple(map(self._digest, entries))
         known = request.token_ids(0, first + len(rows))
+        if len(known) < first + len(rows):
+            return  # the last token is pending: its context is not known yet
         for i, row in enumerate(rows):
             context = tuple(known[: first + i + 1]), digests, variant
             if context in self.logits:

@@ -172,6 +172,17 @@ class SamplingParams:
             or self.frequency_penalty
         )
 
+    @property
+    def reads_output(self) -> bool:
+        """Whether the next token depends on the output so far other than through the logits."""
+        return bool(
+            self.structured_outputs is not None
+            or (self.repetition_penalty or 1.0) != 1.0
+            or self.presence_penalty
+            or self.frequency_penalty
+            or any(len(banned) > 1 for banned in self.bad_token_ids)
+        )
+
     def resolve(self, defaults: SamplingDefaults) -> "SamplingParams":
         """Fill unset options from the model's defaults, else with neutral values.
 

@@ -12,6 +12,7 @@ from functools import cache
 import torch
 
 from quire.config.kv_config import KVConfig
+from quire.engine.async_steps import is_async, refuse_async
 from quire.engine.attention_scale import attention_scale
 from quire.engine.decode_graphs import DecodeGraphs, make_graphs, refuse_graphs
 from quire.engine.open_tier import OpenedTiers, open_tiers
@@ -58,6 +59,7 @@ class EngineParts:
         graphs: runs decode steps as CUDA graphs; None: all steps run without.
         prefix_loader: loads prefixes from the tiers outside the KV memory; None without tiers.
         times: time per phase of the steps.
+        is_async: whether steps are scheduled asynchronously.
     """
 
     pool: KVPool
@@ -66,6 +68,7 @@ class EngineParts:
     graphs: DecodeGraphs | None
     prefix_loader: PrefixLoader | None
     times: StepTimes
+    is_async: bool
 
 
 def build(
@@ -93,6 +96,7 @@ def build(
         ConfigError: invalid or conflicting options; raised before the arena is allocated.
     """
     refuse_graphs(model, schedule)
+    refuse_async(model, schedule, member)
     with joining(member) as attach, ExitStack() as undo:
         state = SchedulerState.empty(parse_tenants(schedule.tenants))
         pool = build_pool(model, kv, schedule, member, state.running)
@@ -118,6 +122,7 @@ def build(
             prefix_loader=prefix_loader,
             events=events,
         )
+        ahead = is_async(model, pool, schedule, member, has_tiers=prefix_loader is not None)
         scheduler = _make_scheduler(pool, kv, schedule, model, state, sequence_memory, swapper)
         attach(scheduler)
         undo.pop_all()
@@ -127,7 +132,7 @@ def build(
     runner = Runner(
         model.decoder, pool.kv, times, scheduler.step_size, fixed_rows=rows, graphs=graphs
     )
-    return EngineParts(pool, scheduler, runner, graphs, prefix_loader, times)
+    return EngineParts(pool, scheduler, runner, graphs, prefix_loader, times, ahead)
 
 
 def _make_offloader(

@@ -8,6 +8,7 @@ from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.activation import is_out_of_memory, no_memory_text
+from quire.engine.async_steps import AsyncSteps
 from quire.engine.build import build
 from quire.engine.host_memory import keep_freed_memory
 from quire.engine.input_processor import InputProcessor, check_context, checked_prompt
@@ -25,15 +26,17 @@ from quire.models.loader import LoadedModel
 from quire.offload.prefix_store.prefix_loader import closing, in_flight_bytes
 from quire.parallel.lockstep import Alone, Lockstep
 from quire.sampling.grammar_matcher import MaskWorker
+from quire.sampling.logits import StepLogits
 from quire.sampling.output_processor import OutputProcessor
 from quire.sampling.outputs import OutputDelta
+from quire.sampling.pooling import StepHidden
 from quire.sampling.sampler import Sampler
 from quire.sampling.sampling_step import SamplingStep
 from quire.sampling.stop_rules import OutputText
 from quire.scheduler.events import EventLog
 from quire.scheduler.eviction_trace import RetainedSets
 from quire.scheduler.group import make_sequences
-from quire.scheduler.request import Request
+from quire.scheduler.request import PlannedFork, Request
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.step import StepPlan
 
@@ -111,6 +114,7 @@ class Engine:
             self._open_text, self.scheduler.finish, model.generation.eos_token_ids
         )
         self.sampling_step = self._make_sampling_step()
+        self._async = AsyncSteps(self.scheduler, self.sampling_step, enabled=parts.is_async)
         self._masks = MaskWorker()
         self._cancelled: list[Request] = []
         self._unsent: list[OutputDelta] = []  # deltas of a failed step
@@ -152,8 +156,10 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is running or waiting, or a delta is pending."""
-        return self.scheduler.has_work or bool(self._cancelled or self._unsent)
+        """Whether a request is running or waiting, a step is in flight, or a delta is pending."""
+        if self.scheduler.has_work or self._async.in_flight:
+            return True
+        return bool(self._cancelled or self._unsent)
 
     @property
     def num_generated_tokens(self) -> int:
@@ -234,6 +240,9 @@ class Engine:
     def step(self) -> list[OutputDelta]:
         """Run one step and return the deltas of its outputs.
 
+        With asynchronous scheduling, the step is launched, and the deltas are those of the step
+        before it; see `quire.engine.async_steps`.
+
         If memory outside the KV pool runs out, the requests of the step end with an error and all
         other requests continue. After any other exception the step can be repeated: its requests
         are recomputed, except a beam search that was exchanging beams, which ends. An engine with
@@ -253,7 +262,7 @@ class Engine:
             return self._end_deltas(deltas)
         plan = StepPlan()
         try:
-            plan = self._schedule(deltas)
+            plan = self._async.plan() if self._async.in_flight else self._schedule(deltas)
             deltas.extend(self._process(plan))  # keeps the deltas before an error
         except BaseException as error:
             if self._lockstep.size > 1:
@@ -263,11 +272,11 @@ class Engine:
                     raise found from error
                 raise
             # KV of the step is incomplete; an error in planning may affect any request
-            failed = self.scheduler.roll_back(plan)
+            failed = self.scheduler.roll_back(self._async.abandon(plan))
             if not plan.requests or not is_out_of_memory(error):
                 self._unsent = deltas
                 raise
-            for request in failed:
+            for request in [request for request in failed if request in plan.requests]:
                 deltas += self.sampling_step.fail(request, no_memory_text(error))
         self.request_log.note(deltas)
         return deltas
@@ -295,17 +304,22 @@ class Engine:
         return plan
 
     def _process(self, plan: StepPlan) -> Iterator[OutputDelta]:
-        if not plan.requests:
+        if not (plan.requests or self._async.in_flight):
             return
+        results, forks = self._launch(plan) if plan.requests else ([], [])
+        yield from self._async.sample(plan, results, forks)
+
+    def _launch(self, plan: StepPlan) -> tuple[list[StepLogits | StepHidden], list[PlannedFork]]:
+        """Compute the logits of a step, without waiting for a device; create its forks."""
         started_s = time.perf_counter()
         with self._masks.computed(plan.requests, plan.tokens):
             results = self.runner.run(plan)
         self.scheduler.learn(plan, time.perf_counter() - started_s)
-        copies = self.scheduler.commit(plan)
+        forks = self.scheduler.note_launched(plan)
         self.times.steps_s += time.perf_counter() - started_s
         self.num_steps += 1
         self.num_processed_tokens += sum(plan.tokens)
-        yield from self.sampling_step.deltas(results, plan.requests, copies)
+        return results, forks
 
     # ---- out -----------------------------------------------------------------------------------
 
@@ -322,6 +336,7 @@ class Engine:
             times=replace(self.times),
             tier=None if self.prefix_loader is None else self.prefix_loader.stats,
             graphs=None if self.decode_graphs is None else self.decode_graphs.stats,
+            async_scheduling=self._async.stats if self._async.enabled else None,
         )
 
     def ledger(self) -> Snapshot:

@@ -20,6 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from quire.engine.graph_capture import Captured, CudaGraphs, GraphCapture
+from quire.engine.input_tokens import InputTokens
 from quire.errors import ConfigError
 from quire.kernels.static_plan import StaticPlans
 from quire.kv.static_step import DecodeRows, StaticAttention, StaticInputs, StaticShape
@@ -276,10 +277,13 @@ def _refusal(reason: str) -> ConfigError:
     )
 
 
-def decode_rows(rows: list[int], token_ids: list[int], positions: list[int]) -> DecodeRows:
+def decode_rows(rows: list[int], inputs: InputTokens, positions: list[int]) -> DecodeRows:
     """Return the rows of a step as arrays."""
     return DecodeRows(
-        *(np.array(numbers, dtype=np.int64) for numbers in (rows, token_ids, positions))
+        np.array(rows, dtype=np.int64),
+        np.array(inputs.token_ids, dtype=np.int64),
+        np.array(positions, dtype=np.int64),
+        inputs.write_pending,
     )
 
 

@@ -5,7 +5,7 @@ batches              a a a a | a a a b | c c c .  . is padding: computed and dis
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from torch import Tensor
 from quire.kernels.backend import AttentionMath
 from quire.kernels.chains import HeadBuffers
 from quire.models.base import AttentionCall, ChainedAttention, PagedAttention
+from quire.sampling.logits import StepLogits
+from quire.sampling.pooling import StepHidden
 from quire.scheduler.request import Request
 
 
@@ -93,3 +95,20 @@ class PaddedBridge:
         if not isinstance(self._bridge, ChainedAttention):
             return None
         return self._bridge.chain(layers, heads.first(self._num_tokens))
+
+
+def joined(results: list[StepLogits | StepHidden]) -> list[StepLogits | StepHidden]:
+    """Concatenate the logits of each request: a scored prompt may span several batches."""
+    by_request: dict[int, list[StepLogits]] = {}
+    for result in results:
+        if isinstance(result, StepLogits):
+            by_request.setdefault(id(result.request), []).append(result)
+    hidden = [result for result in results if isinstance(result, StepHidden)]
+    return hidden + [
+        _concatenated(parts) if len(parts) > 1 else parts[0] for parts in by_request.values()
+    ]
+
+
+def _concatenated(parts: Sequence[StepLogits]) -> StepLogits:
+    logits = torch.cat([part.logits for part in parts])
+    return replace(parts[0], batch=logits, first_row=0, num_rows=len(logits))

@@ -5,15 +5,16 @@ padded to that number, and the tokens of a request are split between batches.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from quire.engine.decode_graphs import DecodeGraphs, decode_rows
-from quire.engine.fixed_rows import PaddedBridge, RowPart, in_parts, padded
+from quire.engine.fixed_rows import PaddedBridge, RowPart, in_parts, joined, padded
+from quire.engine.input_tokens import InputTokens
 from quire.engine.step_bridge import StepBridge
 from quire.kernels.device_copies import to_device
 from quire.kv.step import PagedKV, StepAttention
@@ -21,6 +22,7 @@ from quire.kv.step_part import StepPart
 from quire.models.base import Batch, Decoder, LayerByLayer, PagedAttention
 from quire.plan.offload.resident import MOST_BATCHES
 from quire.sampling.logits import StepLogits
+from quire.sampling.pending_tokens import PendingTokens
 from quire.sampling.pooling import StepHidden, pooled_rows
 from quire.scheduler.request import Request
 from quire.scheduler.step import StepPlan, StepTimes
@@ -104,20 +106,24 @@ class Runner:
                 for request, tokens in zip(plan.requests, plan.tokens, strict=True)
                 if (request.spec.rope_variant, request.spec.pre_rope) == kind
             ]
-            results += self._run_rope_variant(rows, kind[0])
+            results += self._run_rope_variant(rows, kind[0], plan.pending)
         return results
 
     def _run_rope_variant(
-        self, rows: list[tuple[Request, int]], variant: int
+        self, rows: list[tuple[Request, int]], variant: int, pending: object | None
     ) -> list[StepLogits | StepHidden]:
+        assert pending is None or isinstance(pending, PendingTokens)
         started_s = time.perf_counter()
         parts = self._parts(rows)
         if self._graphs is not None:
-            found = self._replay(self._graphs, parts, variant)
+            found = self._replay(self._graphs, parts, variant, pending)
             if found is not None:
                 return found
         count = min(len(parts), MOST_BATCHES)
-        prepared = [self._prepare(part, StepPart(n, count)) for n, part in enumerate(parts)]
+        prepared = [
+            self._prepare(part, StepPart(n, count), InputTokens(pending))
+            for n, part in enumerate(parts)
+        ]
         self._times.prepare_s += time.perf_counter() - started_s
         most = MOST_BATCHES if self._fixed_rows is None or self._step.shares_layers else 1
         results: list[StepLogits | StepHidden] = []
@@ -126,18 +132,24 @@ class Runner:
             logits = self._forward([p.batch for p in together], variant)
             for part, own in zip(together, logits, strict=True):
                 results += part.results(own)
-        return results if self._fixed_rows is None else _joined(results)
+        return results if self._fixed_rows is None else joined(results)
 
     def _replay(
-        self, graphs: DecodeGraphs, parts: list[list[RowPart]], variant: int
+        self,
+        graphs: DecodeGraphs,
+        parts: list[list[RowPart]],
+        variant: int,
+        pending: PendingTokens | None,
     ) -> list[StepLogits | StepHidden] | None:
         """Run a step as a graph; None if it must run without one."""
         logits = None
         if len(parts) == 1 and all(map(_only_decodes, parts[0])):
             requests = [row.request for row in parts[0]]
             starts = [request.progress.num_computed for request in requests]
-            tokens = [r.token_ids(at, at + 1)[0] for r, at in zip(requests, starts, strict=True)]
-            batch = decode_rows([request.memory.row for request in requests], tokens, starts)
+            inputs = InputTokens(pending)
+            for request, start in zip(requests, starts, strict=True):
+                inputs.add(request, start, 1)
+            batch = decode_rows([request.memory.row for request in requests], inputs, starts)
             logits = graphs.run(batch, variant)
         if logits is None:
             graphs.note_other()
@@ -163,13 +175,12 @@ class Runner:
         ids, positions, samples = one.token_ids, one.positions, one.sample_rows
         return [self._decoder.forward(ids, positions, samples, one.attention, rope_variant=variant)]
 
-    def _prepare(self, rows: list[RowPart], part: StepPart) -> _Prepared:
+    def _prepare(self, rows: list[RowPart], part: StepPart, inputs: InputTokens) -> _Prepared:
         rows.sort(key=lambda row: row.tokens != 1)  # decode rows before prefill rows
-        token_ids: list[int] = []
         logical: list[int] = []
         for row in rows:
             start = row.request.progress.num_computed + row.done
-            token_ids += row.request.token_ids(start, start + row.tokens)
+            inputs.add(row.request, start, row.tokens)
             logical += range(start, start + row.tokens)
         # RoPE is the identity at position 0: pages store pre-RoPE keys
         pre_rope = rows[0].request.spec.pre_rope
@@ -186,7 +197,7 @@ class Runner:
         pooled = list(_pooled_rows(rows))
         bridge = StepBridge(attention, self._on_device(_flat(pooled)) if pooled else None)
         return _Prepared(
-            self._batch(token_ids, positions, _flat(wanted), bridge),
+            self._batch(inputs, positions, _flat(wanted), bridge),
             [(request, logical[first], count) for request, first, count in wanted],
             [(request, logical[first], count) for request, first, count in pooled],
             bridge,
@@ -197,11 +208,12 @@ class Runner:
 
     def _batch(
         self,
-        token_ids: list[int],
+        inputs: InputTokens,
         positions: list[int],
         sample_rows: list[int],
         bridge: PagedAttention,
     ) -> Batch:
+        token_ids = inputs.token_ids
         if self._fixed_rows is not None:
             bridge = PaddedBridge(bridge, len(token_ids))
             token_ids, positions = (padded(x, self._fixed_rows) for x in (token_ids, positions))
@@ -209,6 +221,7 @@ class Runner:
         numbers = np.array(token_ids + positions + sample_rows, dtype=np.int64)
         on_device = to_device(numbers, self._decoder.device)
         rows = len(token_ids)
+        inputs.write_pending(on_device[:rows])
         return Batch(on_device[:rows], on_device[rows : 2 * rows], on_device[2 * rows :], bridge)
 
 
@@ -280,20 +293,3 @@ def _pooled_rows(rows: list[RowPart]) -> Iterator[tuple[Request, int, int]]:
 def _flat(wanted: list[tuple[Request, int, int]]) -> list[int]:
     """All rows of (request, first row, rows)."""
     return [row for _, first, count in wanted for row in range(first, first + count)]
-
-
-def _joined(results: list[StepLogits | StepHidden]) -> list[StepLogits | StepHidden]:
-    """Concatenate the logits of each request: a scored prompt may span several batches."""
-    by_request: dict[int, list[StepLogits]] = {}
-    for result in results:
-        if isinstance(result, StepLogits):
-            by_request.setdefault(id(result.request), []).append(result)
-    hidden = [result for result in results if isinstance(result, StepHidden)]
-    return hidden + [
-        _concatenated(parts) if len(parts) > 1 else parts[0] for parts in by_request.values()
-    ]
-
-
-def _concatenated(parts: Sequence[StepLogits]) -> StepLogits:
-    logits = torch.cat([part.logits for part in parts])
-    return replace(parts[0], batch=logits, first_row=0, num_rows=len(logits))

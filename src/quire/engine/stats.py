@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
+from quire.engine.async_steps import AsyncStats
 from quire.engine.decode_graphs import GraphStats
 from quire.engine.pool import KVPool
 from quire.kv.memory import KVMemory
@@ -79,6 +80,7 @@ class EngineStats:
         served: work done for each tenant.
         tier: statistics of the disk or network tier; None without one.
         graphs: counters of CUDA graphs; None if the engine runs without.
+        async_scheduling: counters of asynchronous scheduling; None if the engine runs without.
         model_impl, model_impl_reason: implementation of the model's layers (native or
             transformers), and why it was selected; "" if the model was built in memory.
     """
@@ -114,6 +116,7 @@ class EngineStats:
     served: tuple[TenantStats, ...]
     tier: TierStats | None = None
     graphs: GraphStats | None = None
+    async_scheduling: AsyncStats | None = None
     model_impl: str = ""
     model_impl_reason: str = ""
 
@@ -205,6 +208,7 @@ def stats_of(  # noqa: PLR0913 - one parameter per count
     times: StepTimes,
     tier: TierStats | None,
     graphs: GraphStats | None,
+    async_scheduling: AsyncStats | None,
 ) -> EngineStats:
     """Collect the statistics of an engine; see `EngineStats`."""
     memory = pool.kv.memory
@@ -227,4 +231,5 @@ def stats_of(  # noqa: PLR0913 - one parameter per count
         served=scheduler.fairness.report(scheduler.running),
         tier=tier,
         graphs=graphs,
+        async_scheduling=async_scheduling,
     )

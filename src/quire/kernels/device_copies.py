@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-ReadNumbers = Callable[[Tensor], NDArray[np.generic]]
+ReadNumbers = Callable[[], NDArray[np.generic]]
+StartRead = Callable[[Tensor], ReadNumbers]
 
 
 def to_device(
@@ -39,10 +40,25 @@ def copy_to(target: Tensor, numbers: NDArray[np.generic]) -> None:
     target.copy_(_staged(host, target.device), non_blocking=True)
 
 
-def read_numbers(numbers: Tensor) -> NDArray[np.generic]:
-    """Copy a tensor to the CPU; waits until the device has computed it."""
-    found: NDArray[np.generic] = numbers.cpu().numpy()
-    return found
+def start_read(numbers: Tensor) -> ReadNumbers:
+    """Begin to copy a tensor to the CPU.
+
+    Returns:
+        Waits for the copy and returns it. It does not wait for work that was launched on the device
+        after `start_read`.
+    """
+    if numbers.device.type != "cuda":
+        return lambda: numbers.cpu().numpy()
+    host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    host.copy_(numbers, non_blocking=True)
+    copied = torch.cuda.current_stream(numbers.device).record_event()
+
+    def wait() -> NDArray[np.generic]:
+        copied.synchronize()
+        found: NDArray[np.generic] = host.numpy()
+        return found
+
+    return wait
 
 
 def _staged(host: Tensor, device: torch.device) -> Tensor:

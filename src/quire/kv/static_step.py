@@ -8,7 +8,7 @@ the token, the page table and the new slot of row 0, and one live slot. Its new 
 replaced by those of row 0, so that it writes what row 0 writes. Its outputs are not used.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,11 +36,14 @@ class DecodeRows:
         rows: int64 [rows] table rows.
         token_ids: int64 [rows].
         positions: int64 [rows] logical positions.
+        write_pending: overwrites token ids on the device that the CPU does not know; rows after
+            those of the batch are padding with the first row's id.
     """
 
     rows: NDArray[np.int64]
     token_ids: NDArray[np.int64]
     positions: NDArray[np.int64]
+    write_pending: Callable[[Tensor], None] = lambda _: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +149,7 @@ class StaticInputs:
         self._host[self._source] = source
         filled = [self._fill_group(of, batch.rows[source], count, kv) for of in self.groups]
         copy_to(self._device, self._host)
+        batch.write_pending(self.token_ids)
         return filled
 
     def _fill_group(

@@ -75,7 +75,7 @@ def measure_chunks(
     seeds = itertools.count()
     memory = kv_memory_for(model.spec, prompt_tokens + 1)
     for chunk in chunks:
-        schedule = ScheduleConfig(max_num_batched_tokens=chunk)
+        schedule = ScheduleConfig(max_num_batched_tokens=chunk, async_scheduling=False)
         engine = Engine(
             model, KVConfig(memory=memory, prefix_cache=PrefixCacheConfig(enabled=False)), schedule
         )

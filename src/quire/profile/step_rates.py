@@ -234,4 +234,5 @@ def static_schedule(rows: int, prompt_tokens: int) -> ScheduleConfig:
         chunk_tokens=max(2_048, prompt_tokens),
         admission="reserved",
         low_watermark=1.0,
+        async_scheduling=False,
     )

@@ -3,6 +3,7 @@
 The operations are those of `kernels.sampling`. Options and numbers of output tokens are known on
 the CPU and copied without waiting. The tokens, their validity and the requested log-probabilities
 are read together: this is the only point of a decode step at which the CPU waits for the device.
+The copy to the CPU begins with the sampling, so that the next step can be launched before the wait.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,12 +11,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from quire.config.sampling_params import SamplingParams
 from quire.kernels import sampling
-from quire.kernels.device_copies import ReadNumbers, read_numbers
+from quire.kernels.device_copies import ReadNumbers, StartRead, start_read
 from quire.sampling.logits import SamplingRow, column, edit, narrow
 
 SCRATCH_BYTES = 256 << 20
@@ -76,19 +77,38 @@ class DeviceTokens:
     scores: dict[int, RowScore]
 
 
+@dataclass(frozen=True, slots=True)
+class LaunchedTokens:
+    """Tokens that are being sampled on the device.
+
+    Attributes:
+        token_ids: [rows] tokens on the device.
+        wanted: the rows.
+        read: waits for the results and returns them as one array.
+    """
+
+    token_ids: Int[Tensor, " rows"]
+    wanted: DeviceRows
+    read: ReadNumbers
+
+    def wait(self) -> DeviceTokens:
+        """Wait for the tokens. Call it once."""
+        return _unpacked(self.read().tolist(), len(self.wanted.rows), self.wanted.scored)
+
+
 def sample_on_device(
     logits: Float[Tensor, "rows vocab"],
     wanted: DeviceRows,
     eos_token_ids: tuple[int, ...],
-    read: ReadNumbers = read_numbers,
-) -> DeviceTokens:
-    """Sample one token per row.
+    read: StartRead = start_read,
+) -> LaunchedTokens:
+    """Sample one token per row, without waiting for the device.
 
     Args:
         logits: [rows, vocab] logits of the model, in any float type.
         wanted: rows and their options.
         eos_token_ids: end-of-sequence tokens, which `min_tokens` masks.
-        read: copies the results to the CPU; called once.
+        read: begins to copy the results to the CPU; called once.
     """
     best, token_ids = logits.max(dim=-1)
     is_bad = ~best.isfinite()
@@ -96,8 +116,8 @@ def sample_on_device(
     if wanted.shaped:
         token_ids, has_none = _shaped(logits, wanted, eos_token_ids, token_ids, has_none)
     parts = [token_ids, is_bad, has_none, *_scores(logits, token_ids, wanted.scored)]
-    numbers = read(torch.cat([part.reshape(-1).double() for part in parts]))
-    return _unpacked(numbers.tolist(), len(wanted.rows), wanted.scored)
+    numbers = torch.cat([part.reshape(-1).double() for part in parts])
+    return LaunchedTokens(token_ids, wanted, read(numbers))
 
 
 def _shaped(
@@ -221,4 +241,4 @@ def uniform_of(row: SamplingRow) -> float:
 def seed_and_position(row: SamplingRow) -> tuple[int, int]:
     """Key of a row's random number: its seed, and its number of output tokens."""
     seed = row.sampling_seed if row.params.seed is None else row.params.seed
-    return seed % 2**64, len(row.output_token_ids)
+    return seed % 2**64, row.num_output_tokens

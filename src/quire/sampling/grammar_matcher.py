@@ -145,7 +145,9 @@ class MaskWorker:
         ready = [
             request
             for request, count in zip(requests, tokens, strict=True)
-            if request.matcher is not None and count == request.num_uncomputed
+            if request.matcher is not None
+            and count == request.num_uncomputed
+            and not request.progress.num_pending  # the output so far is not known yet
         ]
         if not ready:
             yield

@@ -60,7 +60,8 @@ _ALL = (None, 1.0)
 class SamplingRow(Protocol):
     """The request of one row, for the sampler.
 
-    `sampling_seed` is used if `params.seed` is None.
+    `sampling_seed` is used if `params.seed` is None. `num_output_tokens` includes sampled tokens
+    whose values are still on the device; `output_token_ids` does not.
     """
 
     @property
@@ -69,6 +70,8 @@ class SamplingRow(Protocol):
     def prompt_token_ids(self) -> Sequence[int]: ...  # noqa: D102
     @property
     def output_token_ids(self) -> Sequence[int]: ...  # noqa: D102
+    @property
+    def num_output_tokens(self) -> int: ...  # noqa: D102
     @property
     def sampling_seed(self) -> int: ...  # noqa: D102
     @property
@@ -96,7 +99,7 @@ def held_back(row: SamplingRow, eos_token_ids: tuple[int, ...]) -> tuple[int, ..
     None if the output is a complete structure, which only an end token can follow.
     """
     params = row.params
-    if len(row.output_token_ids) >= params.min_tokens:
+    if row.num_output_tokens >= params.min_tokens:
         return ()
     if row.matcher is not None and row.matcher.must_end(row.output_token_ids):
         return ()

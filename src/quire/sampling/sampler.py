@@ -15,7 +15,6 @@ it (see `device_sampling`).
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
@@ -23,11 +22,12 @@ from torch import Tensor
 
 from quire.errors import InvariantError, RequestError
 from quire.kernels import sampling
-from quire.kernels.device_copies import ReadNumbers, read_numbers
+from quire.kernels.device_copies import StartRead, start_read
 from quire.kernels.native.sampling import RowOptions, RowSampling, SampledRows
 from quire.sampling import device_sampling
-from quire.sampling.device_sampling import DeviceRows, RowScore
+from quire.sampling.device_sampling import DeviceRows, LaunchedTokens, RowScore
 from quire.sampling.logits import SamplingRow, edit, held_back
+from quire.sampling.sampled_tokens import NO_TOKEN, SampledToken, ScoredToken
 
 __all__ = [
     "BAD_LOGITS",
@@ -38,10 +38,8 @@ __all__ = [
     "SamplingRow",
     "ScoredToken",
     "prompt_logprobs",
+    "waited",
 ]
-
-NO_TOKEN = -1
-"""The `token_id` of a row that failed."""
 
 BAD_LOGITS = "the model returned NaN or infinite logits"
 NO_TOKEN_LEFT = (
@@ -51,36 +49,6 @@ NO_TOKEN_LEFT = (
 
 PROMPT_ROWS_AT_ONCE = 256
 """Prompt tokens scored in one operation: bounds the float32 copy of their logits."""
-
-
-@dataclass(frozen=True, slots=True)
-class SampledToken:
-    """The token of one row, with its requested log-probabilities.
-
-    Attributes:
-        token_id: the token; `NO_TOKEN` if `error` is set.
-        logprob: log-probability (nats) under the unmodified logits; None if not requested.
-        top_logprobs: the most likely tokens as (token id, log-probability), most likely first; may
-            not contain the sampled token.
-        rank: rank of the token; 1 for the most likely one.
-        error: why this row has no token; other rows are unaffected.
-    """
-
-    token_id: int
-    logprob: float | None = None
-    top_logprobs: tuple[tuple[int, float], ...] | None = None
-    rank: int | None = None
-    error: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredToken:
-    """A prompt token with its log-probability (nats) and its rank (1 for the most likely)."""
-
-    token_id: int
-    logprob: float
-    top_logprobs: tuple[tuple[int, float], ...]
-    rank: int
 
 
 class Sampler:
@@ -95,7 +63,7 @@ class Sampler:
     Args:
         vocab_size, eos_token_ids, one_by_one: see above.
         native: samples rows on a CPU; None: operations of torch for all rows.
-        read: copies the results of other devices to the CPU.
+        read: begins to copy results to the CPU.
     """
 
     def __init__(
@@ -105,7 +73,7 @@ class Sampler:
         *,
         one_by_one: bool = False,
         native: RowSampling | None = None,
-        read: ReadNumbers = read_numbers,
+        read: StartRead = start_read,
     ) -> None:
         self._native, self._read = native, read
         self.vocab_size = vocab_size
@@ -128,18 +96,30 @@ class Sampler:
         Raises:
             InvariantError: the shapes of `rows`, `logits` and the vocabulary do not match.
         """
-        if logits.shape[0] != len(rows) or logits.shape[1] < self.vocab_size:
-            raise InvariantError(
-                f"logits {tuple(logits.shape)} for {len(rows)} rows of {self.vocab_size} tokens"
-            )
+        self._check_shape(logits, rows)
         if not rows:
             return []
         if self.one_by_one and len(rows) > 1 and not all(map(self._is_exact, rows)):
             return [self.sample(logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
-        logits = logits[:, : self.vocab_size]
-        shaped = [index for index, row in enumerate(rows) if not self._is_plain(row)]
         if self._native is not None and logits.is_cpu:
-            return self._sample_natively(self._native, logits, rows, shaped)
+            logits = logits[:, : self.vocab_size]
+            return self._sample_natively(self._native, logits, rows, self._shaped(rows))
+        return waited(self.launch(logits, rows))
+
+    def launch(
+        self, logits: Float[Tensor, "rows vocab"], rows: Sequence[SamplingRow]
+    ) -> LaunchedTokens:
+        """Sample one token per row on the device of the logits, without waiting; see `sample`.
+
+        Args:
+            logits: see `sample`.
+            rows: one per row of `logits`; at least one.
+
+        Returns:
+            The tokens on the device; `waited` returns them as `sample` does.
+        """
+        self._check_shape(logits, rows)
+        shaped = self._shaped(rows)
         wanted = DeviceRows(
             rows,
             shaped,
@@ -147,11 +127,18 @@ class Sampler:
             uniforms=[device_sampling.uniform_of(rows[index]) for index in shaped],
             scored=device_sampling.requested_scores(rows),
         )
-        found = device_sampling.sample_on_device(logits, wanted, self.eos_token_ids, self._read)
-        errors = dict.fromkeys(found.bad, BAD_LOGITS)
-        for index in found.without_token:
-            errors.setdefault(index, _why_none(rows[index]))
-        return _report(found.token_ids, found.scores, errors)
+        logits = logits[:, : self.vocab_size]
+        return device_sampling.sample_on_device(logits, wanted, self.eos_token_ids, self._read)
+
+    def _check_shape(self, logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+        if logits.shape[0] != len(rows) or logits.shape[1] < self.vocab_size:
+            raise InvariantError(
+                f"logits {tuple(logits.shape)} for {len(rows)} rows of {self.vocab_size} tokens"
+            )
+
+    def _shaped(self, rows: Sequence[SamplingRow]) -> list[int]:
+        """Indices of the rows that need more than the likeliest token."""
+        return [index for index, row in enumerate(rows) if not self._is_plain(row)]
 
     def _sample_natively(
         self,
@@ -197,6 +184,15 @@ class Sampler:
         if any(map(self._is_edited, rows)):
             logits = edit(logits, rows, self.eos_token_ids)
         return native.sample(logits, list(map(_options, rows)))
+
+
+def waited(launched: LaunchedTokens) -> list[SampledToken]:
+    """Wait for launched tokens and return them; see `Sampler.sample`."""
+    found, rows = launched.wait(), launched.wanted.rows
+    errors = dict.fromkeys(found.bad, BAD_LOGITS)
+    for index in found.without_token:
+        errors.setdefault(index, _why_none(rows[index]))
+    return _report(found.token_ids, found.scores, errors)
 
 
 def _likeliest(native: RowSampling, logits: Float[Tensor, "rows vocab"]) -> SampledRows:

@@ -1,16 +1,38 @@
 """Sampling step: prompt log-probabilities, next tokens and finished outputs of a step's logits."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from quire.errors import RequestError
 from quire.sampling.beam_step import Branch, advance_beams
+from quire.sampling.device_sampling import LaunchedTokens
 from quire.sampling.logits import StepLogits, last_rows
 from quire.sampling.output_processor import OutputProcessor
 from quire.sampling.outputs import OutputDelta
+from quire.sampling.pending_tokens import PendingTokens
 from quire.sampling.pooling import StepHidden
-from quire.sampling.sampler import Sampler, prompt_logprobs
+from quire.sampling.sampler import SampledToken, Sampler, prompt_logprobs, waited
 from quire.scheduler.request import PlannedFork, Request, RequestGroup
+from quire.scheduler.request_parts import RequestState
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """The tokens of a step that are being sampled on the device.
+
+    Attributes:
+        requests: the request of each row.
+        tokens: the tokens.
+    """
+
+    requests: tuple[Request, ...]
+    tokens: LaunchedTokens
+
+    @property
+    def pending(self) -> PendingTokens:
+        """The tokens as inputs of the next step."""
+        rows = {request: row for row, request in enumerate(self.requests)}
+        return PendingTokens(self.tokens.token_ids, rows)
 
 
 class SamplingStep:
@@ -57,6 +79,35 @@ class SamplingStep:
         yield from self._end_without_tokens([*requests, *(planned.child for planned in forks)])
         yield from self._advance_searches([result for result in ready if _is_beam(result.request)])
 
+    @property
+    def can_launch(self) -> bool:
+        """Whether the sampler samples on the device; a sampler that replaced it may not."""
+        return type(self.sampler).sample is Sampler.sample
+
+    def launch(
+        self, results: Sequence[StepLogits | StepHidden], forks: Sequence[PlannedFork]
+    ) -> LaunchedStep | None:
+        """Sample the tokens of a step without waiting for the device.
+
+        Args:
+            results: see `deltas`; no request scores its prompt, is a beam or returns embeddings.
+            forks: see `deltas`.
+
+        Returns:
+            The tokens, for `collect`; None if no token is sampled.
+        """
+        logits = [result for result in results if isinstance(result, StepLogits)]
+        ready = [r for r in (*logits, *_fork_logits(logits, forks)) if _is_ready(r.request)]
+        if not ready:
+            return None
+        requests = tuple(result.request for result in ready)
+        return LaunchedStep(requests, self.sampler.launch(last_rows(ready), requests))
+
+    def collect(self, launched: LaunchedStep) -> Iterator[OutputDelta]:
+        """Wait for the tokens of a launched step; yield the deltas of its unfinished requests."""
+        tokens = waited(launched.tokens)
+        yield from self._add(zip(launched.requests, tokens, strict=True))
+
     def fail(self, request: Request, error: str) -> list[OutputDelta]:
         """End a sequence with an error."""
         return self._outputs.end(request, "error", self._clock(), error)
@@ -83,11 +134,16 @@ class SamplingStep:
     def _sample(self, ready: list[StepLogits]) -> Iterator[OutputDelta]:
         if not ready:
             return
-        tokens = self.sampler.sample(last_rows(ready), [result.request for result in ready])
+        requests = [result.request for result in ready]
+        tokens = self.sampler.sample(last_rows(ready), requests)
+        yield from self._add(zip(requests, tokens, strict=True))
+
+    def _add(self, sampled: Iterable[tuple[Request, SampledToken]]) -> Iterator[OutputDelta]:
         now_s = self._clock()
-        for result, token in zip(ready, tokens, strict=True):
-            self.num_generated_tokens += token.error is None
-            yield from self._outputs.add_token(result.request, token, now_s)
+        for request, token in sampled:
+            if request.progress.state is not RequestState.FINISHED:
+                self.num_generated_tokens += token.error is None
+                yield from self._outputs.add_token(request, token, now_s)
 
     def _advance_searches(self, ready: list[StepLogits]) -> Iterator[OutputDelta]:
         """Advance beam searches. Call it last, since branching beams may preempt other requests."""

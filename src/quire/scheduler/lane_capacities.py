@@ -136,6 +136,13 @@ class LaneCapacities:
         # when a failed member had planned forks, its whole group was queued again
         return [r for r in requests if r not in stuck and r.is_running]
 
+    def may_evict(self, requests: Iterable[Request]) -> bool:
+        """Whether planning a step may evict from one of these running requests."""
+        if self._lanes is None:
+            return False
+        capped = (r for r in requests if r.eviction.spec.cap is not None)
+        return any(r.eviction.spec.when == PRESSURE or self._is_due(r) for r in capped)
+
     def evict_while(
         self, lacks_free_pages: Callable[[], bool], requests: Collection[Request]
     ) -> None:

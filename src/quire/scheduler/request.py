@@ -143,8 +143,13 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Number of known tokens: prompt and output so far."""
-        return len(self.prompt_token_ids) + len(self.output_token_ids)
+        """Number of tokens: prompt and output so far, pending tokens included."""
+        return len(self.prompt_token_ids) + self.num_output_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Number of output tokens so far, pending ones included."""
+        return len(self.progress.output_token_ids) + self.progress.num_pending
 
     @property
     def num_uncomputed(self) -> int:
@@ -176,7 +181,7 @@ class Request:
         return min(exact, self.eviction.trace[0].num_computed) if self.eviction.trace else exact
 
     def token_ids(self, start: int, end: int) -> list[int]:
-        """Return the known tokens from position `start` up to `end`."""
+        """Return the known tokens from position `start` up to `end`, without pending ones."""
         prompt = len(self.prompt_token_ids)
         if start >= prompt:
             return self.output_token_ids[start - prompt : end - prompt]

@@ -90,6 +90,8 @@ class RequestProgress:
     Attributes:
         state: waiting, running or finished.
         output_token_ids: the output so far.
+        num_pending: further output tokens, which are sampled and not read from the device yet, and
+            are inputs of a later step; see `quire.scheduler.ahead`.
         num_computed: computed tokens of this run, evicted ones included.
         furthest_tokens: most computed tokens of any earlier run.
         cached_tokens: prompt tokens whose KV was found in a prefix cache of any tier, without
@@ -105,6 +107,7 @@ class RequestProgress:
 
     state: RequestState = RequestState.WAITING
     output_token_ids: list[int] = field(default_factory=list)
+    num_pending: int = 0
     num_computed: int = 0
     furthest_tokens: int = 0
     cached_tokens: int = 0

@@ -90,6 +90,11 @@ class ScheduleConfig:
         help="run decode steps as CUDA graphs for padded batch sizes (1, 2, 4 and so on); unset: "
         "if the model is on a CUDA device and the attention backend supports it",
     )
+    async_scheduling: bool | None = option(
+        None,
+        help="plan and launch a step before the tokens of the last step are read; unset: if the "
+        "model is on a CUDA device and the other options support it",
+    )
     tenants: str = option(
         "",
         help="tenants that share the KV memory and the steps, such as "

@@ -14,6 +14,7 @@ from quire.scheduler.admission.admission import Admission
 from quire.scheduler.admission.need import need_of
 from quire.scheduler.admission.never_fits import refuse_if_never
 from quire.scheduler.admission.urgent import UrgentAdmission
+from quire.scheduler.ahead import Ahead
 from quire.scheduler.components import SchedulerComponents
 from quire.scheduler.decode import Decode
 from quire.scheduler.forks import Forks
@@ -22,6 +23,7 @@ from quire.scheduler.lifecycle import Failure
 from quire.scheduler.preemption.limits import Limits
 from quire.scheduler.prefill import Prefill
 from quire.scheduler.request import PlannedFork, Request, RequestGroup
+from quire.scheduler.request_parts import RequestState
 from quire.scheduler.sequence_memory import FINISHED
 from quire.scheduler.step import StepPlan
 from quire.scheduler.unblocking import Unblocking
@@ -50,6 +52,7 @@ class Scheduler:
         self._decode = Decode(components)
         self._prefill = Prefill(components, self._admission)
         self._forks = Forks(components)
+        self.ahead = Ahead(components, self._decode, self._prefill)
         self._unblocking = Unblocking(components, self._decode, self._prefill, self._forks)
         self.waiting_causes = WaitingCauses(components, self._admission)
 
@@ -94,11 +97,32 @@ class Scheduler:
 
     def commit(self, plan: StepPlan) -> list[PlannedFork]:
         """Record that the tokens of a step have been computed; return the new forks."""
+        forks = self.note_launched(plan)
+        self.note_inputs(plan)
+        return forks
+
+    def note_launched(self, plan: StepPlan) -> list[PlannedFork]:
+        """Record that the tokens of a step are being computed; return the new forks.
+
+        Operations on KV run in the order of their launches, so that the pages of the step may be
+        shared, copied and freed at once.
+        """
         for request, tokens in zip(plan.requests, plan.tokens, strict=True):
             request.progress.num_computed += tokens
         self.sequence_memory.sharing.confirm(plan.requests)
-        self.fairness.charge_decoding(plan.requests[: plan.num_decoding])
         return self._forks.make_due(plan.requests)
+
+    def note_inputs(self, plan: StepPlan) -> None:
+        """Record that the values of a launched step's input tokens are known.
+
+        Decoding rows are charged, unless their request has ended with its input token. Blocks with
+        tokens that were pending are published.
+        """
+        decoding = plan.requests[: plan.num_decoding]
+        ended = RequestState.FINISHED
+        self.fairness.charge_decoding([r for r in decoding if r.progress.state is not ended])
+        if plan.pending is not None:
+            self.sequence_memory.publish_known(plan.requests)
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
         """Update step size and prefill costs; prefill only from steps with a single chunk.

@@ -183,6 +183,21 @@ class SequenceMemory:
             if request.progress.num_computed % block + count >= block:
                 self.sharing.publish(request, request.progress.num_computed + count)
 
+    def publish_known(self, requests: Sequence[Request]) -> None:
+        """Publish the blocks of a launched step whose last tokens were not known when they grew.
+
+        Args:
+            requests: requests of the step; those that have ended are ignored.
+        """
+        prefix = self.sharing.prefix
+        if prefix is None:
+            return
+        for request in requests:
+            computed = request.progress.num_computed
+            if request.is_running and computed % prefix.block_tokens == 0:
+                self.sharing.publish(request, computed)
+        prefix.confirm()
+
     def fork(self, parent: Request, child: Request) -> None:
         """Fork the KV of a running request for a request without KV, with shared pages.
 

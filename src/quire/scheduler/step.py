@@ -14,12 +14,15 @@ class StepPlan:
         tokens: number of new tokens of each request, after its `num_computed`.
         num_decoding: number of decoding rows, which come first.
         waits: whether the plan is empty because pages of prefixes are being loaded.
+        pending: sampled tokens on the device that the step reads; None if all tokens are known. A
+            `quire.sampling.pending_tokens.PendingTokens`, which the scheduler does not use.
     """
 
     requests: list[Request] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     num_decoding: int = 0
     waits: bool = False
+    pending: object | None = None
 
     @property
     def is_idle(self) -> bool:

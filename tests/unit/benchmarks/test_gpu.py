@@ -27,7 +27,7 @@ from quire.errors import ConfigError
 CLAIMS = {
     "equality": {"equal_outputs"},
     "kernels": {"attention_copy_share", "attention_copy_share_int8"},
-    "step": {"step_over_floor", "graphs_gain", "static_step_over_quire"},
+    "step": {"step_over_floor", "graphs_gain", "async_gain", "static_step_over_quire"},
     "prefill": {"prefill_share"},
     "batch_max": {"batch_max_speedup", "batch_max_rows"},
     "offload": {"offload_toy_lB_ms", "swap_speedup"},

@@ -27,6 +27,10 @@ class Row:
     sampling_seed: int = 11
     matcher: None = None
 
+    @property
+    def num_output_tokens(self):
+        return len(self.output_token_ids)
+
 
 NATIVE = row_sampling()
 

@@ -71,4 +71,5 @@ def schedule_options(options: BatchOptions) -> ScheduleConfig:
     if batcher in _QUEUED:
         batcher += f":prefill={options.prefill},tokens={options.prefill_tokens}"
         batcher += f",hold={options.queue}"
-    return ScheduleConfig(max_num_seqs=options.batch_size, batcher=batcher)
+    # a step returns its own tokens
+    return ScheduleConfig(max_num_seqs=options.batch_size, batcher=batcher, async_scheduling=False)

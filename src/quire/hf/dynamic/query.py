@@ -120,6 +120,11 @@ class Query:
         return None
 
     @property
+    def num_output_tokens(self) -> int:
+        """Number of tokens generated so far."""
+        return len(self.output_token_ids)
+
+    @property
     def token_ids(self) -> list[int]:
         """Tokens generated so far."""
         return self.output_token_ids

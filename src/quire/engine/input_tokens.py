@@ -1,0 +1,46 @@
+"""The input tokens of a forward: known ids, and pending tokens that are copied on the device."""
+
+from torch import Tensor
+
+from quire.sampling.pending_tokens import PendingTokens
+from quire.scheduler.request import Request
+
+
+class InputTokens:
+    """Token ids of a flat batch. The place of a pending token holds 0 until `write_pending`.
+
+    Args:
+        pending: the pending tokens; None if all tokens are known.
+
+    Attributes:
+        token_ids: ids of all places.
+    """
+
+    def __init__(self, pending: PendingTokens | None) -> None:
+        self.token_ids: list[int] = []
+        self._pending = pending
+        self._places: list[int] = []
+        self._rows: list[int] = []
+
+    def add(self, request: Request, start: int, tokens: int) -> None:
+        """Add tokens of a request from position `start` on; only the last one may be pending."""
+        known = request.token_ids(start, start + tokens)
+        self.token_ids += known
+        if len(known) < tokens:
+            assert self._pending is not None, "the plan has the pending tokens"
+            self._places.append(len(self.token_ids))
+            self._rows.append(self._pending.rows[request])
+            self.token_ids.append(0)
+
+    def write_pending(self, inputs: Tensor) -> None:
+        """Overwrite the places of pending tokens on the device.
+
+        Args:
+            inputs: [places] ids on the device; further places are padding with the first token.
+        """
+        if self._pending is None or not self._places:
+            return
+        padding = range(len(self.token_ids), len(inputs)) if self._places[0] == 0 else ()
+        places = [*self._places, *padding]
+        rows = [*self._rows, *(self._rows[0] for _ in padding)]
+        self._pending.write(inputs, places, rows)

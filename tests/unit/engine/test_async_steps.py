@@ -1,0 +1,550 @@
+"""Asynchronous scheduling: equal outputs, one read a step, launches before reads, errors."""
+
+import asyncio
+from dataclasses import replace
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+
+from quire import AsyncLLM
+from quire.config.generation_request import GenerationRequest
+from quire.config.sampling_params import SamplingParams
+from quire.engine import async_steps
+from quire.engine.core import Engine
+from quire.engine.decode_graphs import DecodeGraphs
+from quire.engine.graph_capture import RepeatedCalls
+from quire.engine.runner import Runner
+from quire.engine.shared_pool import SharedPool
+from quire.errors import ConfigError, EngineDead
+from quire.models.layer_source import LayerSource
+from quire.parallel.group import OneRank
+from quire.sampling.sampler import Sampler
+from quire.scheduler import ahead
+from quire.scheduler.schedule_config import ScheduleConfig
+from support import engines
+from support.async_runs import Work, model_with_text
+from support.engines import make_prompts
+from support.host_waits import DEVICE, dataless, recorded_waits
+from support.kv_options import kv_config
+from support.static_attention import StaticGathered
+
+GREEDY = {"temperature": 0.0, "max_tokens": 14, "ignore_eos": True}
+SHORT = {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}
+SEEDED = {"temperature": 1.0, "seed": 5, "max_tokens": 20}
+SCORED = {"temperature": 0.9, "seed": 6, "max_tokens": 12, "logprobs": 3}
+STOP_TEXT = {"temperature": 1.2, "seed": 7, "max_tokens": 24, "stop": tuple("abcdefgh")}
+STOP_TOKEN = {"temperature": 1.0, "max_tokens": 24, "stop_token_ids": tuple(range(60, 90))}
+MIN_TOKENS = {"temperature": 1.0, "max_tokens": 24, "min_tokens": 6}
+PENALTIES = {"temperature": 0.0, "max_tokens": 16, "repetition_penalty": 1.8}
+BANNED = {"temperature": 0.0, "max_tokens": 16, "bad_token_ids": ((3, 4), (9,), (60, 61))}
+PATTERN = {"temperature": 1.0, "max_tokens": 16, "structured_outputs": {"regex": "[a-d]{3}-[0-9]*"}}
+SAMPLES = {"temperature": 1.0, "max_tokens": 10, "n": 3}
+RANKED = {"temperature": 1.0, "max_tokens": 8, "n": 2, "best_of": 3}
+BEAMS = {"max_tokens": 8, "use_beam_search": True, "beam_width": 3, "n": 2}
+PROMPT_SCORES = {"temperature": 0.0, "max_tokens": 6, "prompt_logprobs": 2}
+EMBEDDING = {"max_tokens": 0, "pooling": "mean"}
+SIMPLE = [GREEDY, SEEDED, SCORED, STOP_TEXT, SHORT, STOP_TOKEN, MIN_TOKENS]
+SMALL = {"memory": "20KiB"}
+
+WORK = {
+    "greedy": ([GREEDY, SHORT], {}, {}),
+    "sampling": (SIMPLE, {}, {}),
+    "chunks": (SIMPLE, {}, {"chunk_tokens": 5, "max_num_batched_tokens": 16}),
+    "few_tokens_in_a_step": (SIMPLE, {}, {"max_num_batched_tokens": 4}),
+    "read_output": ([PENALTIES, BANNED, PATTERN, GREEDY, SEEDED], {}, {}),
+    "samples": ([SAMPLES, GREEDY, RANKED, SEEDED], {}, {"max_num_seqs": 9}),
+    "recompute": (SIMPLE, SMALL, {"preempt": "recompute"}),
+    "swap": (SIMPLE, {**SMALL, "swap_space": "1MiB"}, {"preempt": "swap"}),
+    "no_prefix_cache": (SIMPLE, {"enable_prefix_caching": False}, {}),
+    "sinks": ([GREEDY, SEEDED], {"evict": "sinks:cap=24,sinks=2,every=8"}, {}),
+    "h2o": ([GREEDY, SEEDED], {"evict": "h2o:cap=24,every=8"}, {}),
+    "h2o_in_little_memory": (SIMPLE, {"evict": "h2o:cap=12", **SMALL}, {"preempt": "recompute"}),
+    "int8": (SIMPLE, {"codec": "int8"}, {}),
+    "drained": ([GREEDY, BEAMS, SEEDED, PROMPT_SCORES, SCORED, EMBEDDING, PATTERN], {}, {}),
+    "drained_in_little_memory": (
+        [GREEDY, SEEDED, PROMPT_SCORES, SCORED, SAMPLES, PATTERN],
+        {"memory": "22KiB"},
+        {"preempt": "recompute"},
+    ),
+}
+LEAST_AHEAD = {"sinks": 0.3, "h2o": 0.3, "h2o_in_little_memory": 0, "drained": 0.2}
+"""Least fraction of the steps that are planned ahead; 0.5 of all others."""
+
+
+@pytest.fixture(scope="module")
+def model():
+    return model_with_text()
+
+
+def work(name, count=10):
+    """The requests and options of a name; prompts of 1 to 22 tokens, some with a common prefix."""
+    params, kv, schedule = WORK[name]
+    prompts = make_prompts(count, 22, seed=len(name))
+    prompts[-1] = prompts[1] + [5, 6]
+    return Work(prompts=prompts, params=params, kv=kv, schedule=schedule)
+
+
+@pytest.mark.parametrize("name", WORK)
+def test_asynchronous_scheduling_gives_equal_outputs(model, name):
+    expected = work(name).run(work(name).engine(model, asynchronous=False))
+    engine = work(name).engine(model, asynchronous=True)
+
+    found = work(name).run(engine)
+
+    assert found == expected
+    stats = engine.stats()
+    assert stats.async_scheduling.ahead > stats.num_steps * LEAST_AHEAD.get(name, 0.5) - 1
+
+
+@pytest.mark.parametrize(
+    ("name", "reasons"),
+    [
+        ("recompute", {ahead.NO_PAGES}),
+        ("sinks", {ahead.EVICTION}),
+        ("drained", {async_steps.BEAMS, async_steps.NO_TOKENS}),
+        ("drained_in_little_memory", {async_steps.PROMPT_SCORES}),
+    ],
+)
+def test_steps_that_wait_are_counted_by_their_reason(model, name, reasons):
+    engine = work(name).engine(model, asynchronous=True)
+    work(name).run(engine)
+
+    found = engine.stats().async_scheduling
+
+    assert reasons <= found.waited.keys()
+    assert all(found.waited.values())
+    assert found.ahead > 0
+
+
+def test_preemptions_happen_in_both_modes(model):
+    both = [work("recompute").engine(model, asynchronous=mode) for mode in (False, True)]
+
+    for engine in both:
+        work("recompute").run(engine)
+
+    assert all(engine.stats().num_preemptions > 0 for engine in both)
+
+
+def test_only_outputs_that_end_early_discard_a_row(model):
+    by_length = Work(prompts=make_prompts(8, 9, seed=1), params=[GREEDY, SHORT])
+    by_token = Work(prompts=make_prompts(8, 9, seed=1), params=[{**SEEDED, "seed": 1}])
+    lengths, ends = (w.engine(model, asynchronous=True) for w in (by_length, by_token))
+
+    by_length.run(lengths)
+    found = by_token.run(ends)
+
+    ended = sum(output.reason == "stop" for output in found.values())
+    assert lengths.stats().async_scheduling.discarded == 0
+    assert ends.stats().async_scheduling.discarded == ended > 2
+
+
+def test_discarded_rows_are_not_charged_to_a_tenant(model):
+    numbers = []
+    for mode in (False, True):
+        one = Work(prompts=make_prompts(8, 9, seed=1), params=[{**SEEDED, "seed": 1}])
+        engine = one.engine(model, asynchronous=mode)
+        one.run(engine)
+        numbers.append([served.output_tokens for served in engine.stats().served])
+
+    assert numbers[0] == numbers[1]
+
+
+def test_cancelled_requests_end_and_others_are_equal(model):
+    some = work("sampling")
+    expected = some.run(some.engine(model, asynchronous=False))
+    engine = some.engine(model, asynchronous=True)
+
+    def cancel(step):
+        if step in (2, 5, 6):
+            engine.cancel(f"r{step}")
+
+    found = some.run(engine, cancel)
+
+    for key, output in found.items():
+        if output.reason == "abort":
+            assert key[0] in ("r2", "r5", "r6")
+            assert output.tokens == expected[key].tokens[: len(output.tokens)]
+        else:
+            assert output == expected[key]
+
+
+def test_cancelling_all_requests_leaves_an_idle_engine(model):
+    engine = work("greedy").engine(model, asynchronous=True)
+    for number in range(3):
+        engine.submit(work("greedy").request(number))
+    engine.step()
+    engine.step()
+
+    for number in range(3):
+        engine.cancel(f"r{number}")
+    deltas = engine.step()
+
+    assert [delta.finish_reason for delta in deltas] == ["abort"] * 3
+    assert not engine.has_work
+    engine.check()
+
+
+def test_id_of_a_cancelled_request_can_be_used_again_at_once(model):
+    engine = work("greedy").engine(model, asynchronous=True)
+    engine.submit(GenerationRequest([3, 4], SamplingParams(**GREEDY), request_id="same"))
+    engine.step()
+    engine.step()
+    engine.cancel("same")
+    deltas = engine.step()
+    engine.submit(GenerationRequest([3, 4], SamplingParams(**SHORT), request_id="same"))
+    while engine.has_work:
+        deltas += engine.step()
+
+    assert sum(delta.is_last for delta in deltas) == 2
+    assert sum(len(delta.token_ids) for delta in deltas if delta.finish_reason != "abort") >= 5
+
+
+def test_blocks_of_pending_tokens_are_published_with_their_tokens(model):
+    prompt = list(range(40, 53))
+    hits = []
+    for mode in (False, True):
+        engine = work("greedy").engine(model, asynchronous=mode)
+        output = Work(prompts=[prompt], params=[GREEDY]).run(engine)[("r0", 0)]
+        engine.submit(GenerationRequest(prompt + output.tokens, SamplingParams(**SHORT)))
+        before = engine.stats().cached_tokens
+        while engine.has_work:
+            engine.step()
+        hits.append((output.tokens, engine.stats().cached_tokens - before))
+
+    assert hits[0] == hits[1]
+    assert hits[0][1] == 24  # 13 + 13 computed tokens, in blocks of 4
+
+
+def test_async_llm_streams_equal_outputs_and_closes_with_a_step_in_flight(model):
+    prompts = make_prompts(3, 9, seed=2)
+    same = Work(prompts=prompts, params=[GREEDY, STOP_TEXT])
+    expected = same.run(same.engine(model, asynchronous=False))
+    engine = same.engine(model, asynchronous=True)
+
+    async def main():
+        llm = AsyncLLM(engine)
+        outputs = await asyncio.gather(*(llm.generate(same.request(n)) for n in range(3)))
+        endless = SamplingParams(max_tokens=500, temperature=0.0, ignore_eos=True)
+        stream = llm.stream([3, 4, 5], endless)
+        await anext(stream)
+        await asyncio.to_thread(llm.close)
+        with pytest.raises(EngineDead):
+            async for _ in stream:
+                pass
+        return outputs
+
+    outputs = asyncio.run(main())
+
+    found = {(output.request_id, 0): output.choices[0] for output in outputs}
+    assert {key: (list(c.token_ids), c.text) for key, c in found.items()} == {
+        key: (output.tokens, output.text) for key, output in expected.items()
+    }
+    assert not engine.has_work
+    engine.check()
+
+
+# ---- order of launches and reads -----------------------------------------------------------------
+
+
+class Log:
+    """Records launches and reads of an engine, and the steps of its runner."""
+
+    def __init__(self, engine, rows):
+        self.events, self._rows, self._begun = [], rows, 0
+        self._run = engine.runner.run
+        self.pending = []
+        engine.runner = self
+        vocab_size = engine.model.spec.vocab_size
+        engine.sampling_step.sampler = Sampler(vocab_size, (1,), read=self.read)
+
+    def run(self, plan):
+        self.events.append("launch")
+        self.pending.append(sum(r.progress.num_pending for r in plan.requests))
+        return self._run(plan)
+
+    def read(self, numbers):
+        assert numbers.device.type == DEVICE.type
+
+        def wait():
+            self.events.append("read")
+            found = np.zeros(numbers.shape)
+            found[: self._rows] = 2
+            return found
+
+        return wait
+
+
+def engine_on_a_device(options, *, graphs=False):
+    engine = Engine(
+        dataless("llama"),
+        kv_config(memory="4MiB", page_tokens=4),
+        ScheduleConfig(max_num_seqs=8, async_scheduling=True),
+    )
+    if graphs:
+        kv = engine.pool.kv
+        kv.backend = StaticGathered(DEVICE)
+        engine.decode_graphs = DecodeGraphs(engine.model.decoder, kv, RepeatedCalls(), 8)
+        step_size = engine.scheduler.step_size
+        engine.runner = Runner(
+            engine.model.decoder, kv, engine.times, step_size, graphs=engine.decode_graphs
+        )
+    log = Log(engine, len(options))
+    for prompt, params in zip(make_prompts(len(options), 9, seed=3), options, strict=True):
+        engine.submit(GenerationRequest(prompt, SamplingParams(**params)))
+    assert engine.step() == []
+    return engine, log
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_step_is_launched_before_the_tokens_of_the_last_step_are_read(graphs):
+    options = [{**GREEDY, "max_tokens": 30}, {**SEEDED, "max_tokens": 30}, {**SCORED, "n": 1}]
+    engine, log = engine_on_a_device(options, graphs=graphs)
+
+    with recorded_waits() as waits:
+        for _ in range(6):
+            assert len(engine.step()) == 3
+
+    assert waits == []
+    assert log.events == ["launch", *["launch", "read"] * 6]
+    assert log.pending == [0, *[3] * 6]
+    assert engine.stats().async_scheduling.ahead == 6
+    if graphs:
+        assert engine.decode_graphs.stats.replayed == 6
+
+
+def test_rows_with_penalties_are_launched_before_the_read_too():
+    options = [{**GREEDY, "max_tokens": 30}, {**PENALTIES, "ignore_eos": True, "max_tokens": 30}]
+    engine, log = engine_on_a_device(options)
+
+    with recorded_waits() as waits:
+        for _ in range(6):
+            assert len(engine.step()) == 2
+
+    assert waits == []
+    assert log.events == ["launch", *["launch", "read"] * 6]
+
+
+def test_graphs_read_pending_tokens_in_padded_batches(model):
+    requests = Work(prompts=make_prompts(9, 12, seed=4), params=[GREEDY, SEEDED, SHORT])
+    expected = requests.run(requests.engine(model, asynchronous=False))
+    engine = requests.engine(model, asynchronous=True)
+    kv = engine.pool.kv
+    kv.backend = StaticGathered(torch.device("cpu"))
+    graphs = DecodeGraphs(model.decoder, kv, RepeatedCalls(), 6, required=True)
+    step_size = engine.scheduler.step_size
+    engine.runner = Runner(model.decoder, kv, engine.times, step_size, graphs=graphs)
+
+    found = requests.run(engine)
+
+    assert {key: output.tokens for key, output in found.items()} == {
+        key: output.tokens for key, output in expected.items()
+    }
+    assert graphs.stats.replayed > 10
+    assert engine.stats().async_scheduling.ahead > 10
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [None, False])
+def test_outputs_on_a_cuda_device_are_equal(graphs):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    on_device = model_with_text("transformers", "cuda")
+    some = replace(work("sampling"), schedule={"cuda_graphs": graphs})
+    expected = some.run(some.engine(on_device, asynchronous=False))
+    engine = some.engine(on_device, asynchronous=True)
+
+    found = some.run(engine)
+
+    tokens = {key: output.tokens for key, output in found.items()}
+    assert tokens == {key: output.tokens for key, output in expected.items()}
+    assert engine.stats().async_scheduling.ahead > 10
+
+
+# ---- errors --------------------------------------------------------------------------------------
+
+
+def fail_at(monkeypatch, owner, method, call, error):
+    """Raise an error in one call of a method."""
+    original, calls = getattr(owner, method), []
+
+    def counted(*arguments, **options):
+        calls.append(1)
+        if len(calls) == call:
+            raise error
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(owner, method, counted)
+
+
+FAILURES = {
+    "forward": (Runner, "run"),
+    "sampling": (Sampler, "launch"),
+    "read": ("quire.sampling.sampling_step", "waited"),
+}
+
+
+@pytest.mark.parametrize("where", FAILURES)
+@pytest.mark.parametrize("call", [1, 2, 5])
+def test_failed_step_can_be_repeated(model, monkeypatch, where, call):
+    some = work("sampling", count=6)
+    expected = some.run(some.engine(model, asynchronous=False))
+    engine = some.engine(model, asynchronous=True)
+    owner, method = FAILURES[where]
+    if isinstance(owner, str):
+        owner = __import__(owner, fromlist=[method])
+    fail_at(monkeypatch, owner, method, call, RuntimeError("injected"))
+    step, raised = engine.step, []
+
+    def guarded():
+        try:
+            return step()
+        except RuntimeError as error:
+            raised.append(str(error))
+            assert not any(r.progress.num_pending for r in engine.requests())
+            return []
+
+    monkeypatch.setattr(engine, "step", guarded)
+
+    found = some.run(engine)
+
+    assert raised == ["injected"]
+    assert found == expected
+
+
+def test_out_of_memory_ends_the_requests_of_the_failed_step_only(model, monkeypatch):
+    two = Work(prompts=make_prompts(2, 5, seed=1), params=[GREEDY, {**GREEDY, "max_tokens": 2}])
+    expected = two.run(two.engine(model, asynchronous=False))
+    engine = two.engine(model, asynchronous=True)
+    # the second request's last token is in flight, and it has no row in the third step
+    fail_at(monkeypatch, Runner, "run", 3, torch.OutOfMemoryError("CUDA out of memory"))
+
+    found = two.run(engine)
+
+    assert found[("r0", 0)].reason == "error"
+    assert "memory" in found[("r0", 0)].error
+    assert found[("r1", 0)] == expected[("r1", 0)]
+
+
+def test_rows_with_bad_logits_end_with_an_error(model, monkeypatch):
+    some = work("greedy", count=4)
+    engine = some.engine(model, asynchronous=True)
+    calls, decoder = [], type(model.decoder)
+    original = decoder.forward
+
+    def spoiled(self, *arguments, **options):
+        logits = original(self, *arguments, **options)
+        calls.append(1)
+        if len(calls) == 3:
+            logits = logits.clone()
+            logits[0] = torch.nan
+        return logits
+
+    monkeypatch.setattr(decoder, "forward", spoiled)
+
+    found = some.run(engine)
+
+    assert [output.reason for output in found.values()].count("error") == 1
+    assert all(output.reason in ("length", "error") for output in found.values())
+
+
+def test_request_preempted_from_outside_keeps_its_token(model):
+    some = work("sampling")
+    expected = some.run(some.engine(model, asynchronous=False))
+    engine = some.engine(model, asynchronous=True)
+
+    def preempt(step):
+        if step in (3, 4, 9) and engine.scheduler.running:
+            engine.scheduler.lifecycle.preempt(engine.scheduler.running[-1], "for the test")
+
+    found = some.run(engine, preempt)
+
+    assert found == expected
+    assert ahead.PREEMPTED in engine.stats().async_scheduling.waited
+
+
+def test_replaced_sampler_is_called_synchronously(model):
+    class Recorder(Sampler):
+        rows = 0
+
+        def sample(self, logits, rows):
+            self.rows += len(rows)
+            return super().sample(logits, rows)
+
+    some = work("greedy", count=3)
+    engine = some.engine(model, asynchronous=True)
+    recorder = Recorder(model.spec.vocab_size, ())
+    engine.sampling_step.sampler = recorder
+
+    found = some.run(engine)
+
+    assert recorder.rows == sum(len(output.tokens) for output in found.values())
+    assert engine.stats().async_scheduling.ahead == 0
+    assert async_steps.SAMPLER in engine.stats().async_scheduling.waited
+
+
+# ---- options -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kv", "schedule", "reason"),
+    [
+        ({}, {"batcher": "static"}, "--batcher is set"),
+        ({}, {"batch_invariant": True}, "--batch-invariant is set"),
+        ({}, {"high_watermark": 0.9, "low_watermark": 0.8}, "--high-watermark is set"),
+        ({}, {"scale_down_at": 0.9}, "--scale-down-at is set"),
+        ({}, {"tenants": "a; b"}, "--tenants is set"),
+        ({}, {"urgent": 0}, "--urgent is set"),
+        ({"offload_memory": "1MiB"}, {}, "offloaded KV is transferred"),
+        ({"codec": "int8+residual=8"}, {}, "tokens in full precision"),
+        ({"disk_memory": "1MiB"}, {}, "loaded from a tier"),
+    ],
+)
+def test_required_asynchronous_scheduling_is_refused_with_the_reason(
+    tmp_path, kv, schedule, reason
+):
+    model = engines.load("llama", times=2)
+    if "disk_memory" in kv:
+        kv = {**kv, "disk_path": str(tmp_path)}
+    one = Work(prompts=[], params=[], kv=kv, schedule=schedule)
+
+    with pytest.raises(ConfigError, match=rf"{reason}.*--no-async-scheduling"):
+        one.engine(model, asynchronous=True)
+
+    engine = Engine(
+        model, kv_config(memory="1MiB", page_tokens=4, **kv), ScheduleConfig(**schedule)
+    )
+    assert engine.stats().async_scheduling is None
+    engine.close()
+
+
+def test_member_of_a_shared_pool_is_refused(model):
+    pool = SharedPool("2MiB", device="cpu")
+    schedule = ScheduleConfig(async_scheduling=True)
+
+    with pytest.raises(ConfigError, match=r"shared pool.*--no-async-scheduling"):
+        Engine(model, kv_config(memory="1MiB"), schedule, pool=pool.join("a", guaranteed="1MiB"))
+
+
+def test_asynchronous_scheduling_is_off_on_a_cpu_unless_required(model):
+    config = kv_config(memory="1MiB")
+
+    assert Engine(model, config).stats().async_scheduling is None
+    off = ScheduleConfig(async_scheduling=False)
+    assert Engine(model, config, off).stats().async_scheduling is None
+    on = ScheduleConfig(async_scheduling=True)
+    assert Engine(model, config, on).stats().async_scheduling == async_steps.AsyncStats()
+
+
+def test_ranks_and_offloaded_weights_are_refused(model):
+    class TwoRanks(OneRank):
+        size = 2
+
+    schedule = ScheduleConfig(async_scheduling=True)
+
+    with pytest.raises(ConfigError, match="2 ranks"):
+        async_steps.refuse_async(replace(model, group=TwoRanks()), schedule, None)
+    offloaded = replace(model, weights=Mock(spec=LayerSource))
+    with pytest.raises(ConfigError, match="offloaded weights"):
+        async_steps.refuse_async(offloaded, schedule, None)
