@@ -189,6 +189,9 @@ def _show(found: "BoardResult", out: Path) -> None:
     ]
     heads = ("rule", "cap", "when", "codec", "quality", "KV over full KV")
     show_table(f"Pareto-optimal entries of {len(rows)} entries", heads, shown[:_SHOWN])
+    if found.refused:
+        entry, why = next(iter(found.refused.items()))
+        typer.echo(f"Refused: {len(found.refused)}, such as {entry}: {why}")
     typer.echo(f"All entries: {out / PAGE_FILE}")
 
 

@@ -103,13 +103,16 @@ def test_rules_that_keep_a_quality_are_listed_by_budget():
 
 
 def test_page_has_every_row_and_says_whether_the_model_may_judge():
-    text = page(BoardResult.of(board()), "quire-tiny", has_chart=False)
+    result = BoardResult.of(board())
 
+    text = page(result, "quire-tiny", has_chart=False)
+
+    [share] = [f"{row.kv_share:.3f}" for row in result.rows if row.entry == KVCRUSH]
     assert "**This model may not judge a rule**" in text
     assert "| `sinks` | 25% | decode | `none` | 0.750" in text
     assert (
-        "* Cap 25% of the prompt: `kvcrush:base=(h2o)` (decode, none) **1.000 (1.000 to 1.000)**"
-        in text
+        "* Cap 25% of the prompt: `kvcrush:base=(h2o)` (decode, none) **1.000 (1.000 to 1.000)**, "
+        f"KV {share}\n" in text
     )
 
 
