@@ -3,7 +3,8 @@
 from dataclasses import dataclass, replace
 
 from quire.config.kv_config import KVConfig
-from quire.errors import ConfigError
+from quire.errors import ConfigError, UnknownName
+from quire.layout.eviction import SCHEDULES
 
 FULL = "full"
 NO_CODEC = "none"
@@ -83,6 +84,9 @@ class Grid:
         for name in ("rules", "budgets", "schedules", "codecs"):
             if not getattr(self, name):
                 raise ConfigError(f"--{name} has no values: name at least one, or leave it out")
+        for when in self.schedules:  # else noticed only when its entries run, after all others
+            if when not in SCHEDULES:
+                raise UnknownName("value of --schedules", when, SCHEDULES)
 
     @property
     def reference(self) -> Entry:

@@ -173,6 +173,7 @@ class Evaluator:
 
     def _measured(self, task: EvalTask, tokens: int, arm: str, kv: KVConfig) -> CellResult:
         llm = self._engines.of(kv)
+        self._engines.refuse_long(tokens)
         options = SampleOptions(
             count=self._config.count,
             measure=self._engines.measure,

@@ -3,7 +3,7 @@
 import pytest
 
 from quire.config.kv_config import KVConfig
-from quire.errors import ConfigError
+from quire.errors import ConfigError, UnknownName
 from quire.evals.board.grid import Entry, Grid
 from quire.evals.board.pages import chart, interactive, page
 from quire.evals.board.result import BoardResult
@@ -128,3 +128,8 @@ def test_interactive_page_has_every_entry():
 
 def test_chart_is_an_svg():
     assert chart(BoardResult.of(board())).startswith(b"<?xml")
+
+
+def test_a_misspelt_schedule_is_refused_before_anything_runs():
+    with pytest.raises(UnknownName, match="--schedules 'prefil_end': did you mean prefill_end"):
+        Grid(schedules=("decode", "prefil_end"))

@@ -170,6 +170,18 @@ def test_a_file_with_worked_examples_only_is_refused(tmp_path):
     assert "lower --shots, or add records" in " ".join(result.stderr.split())
 
 
+@pytest.mark.parametrize(
+    "command", [("eval", "run", "quire-tiny"), ("board", "quire-tiny", "--seeds", "1")]
+)
+def test_prompts_beyond_the_context_are_refused_before_they_are_generated(command, tmp_path):
+    line = [*command, "--tasks", "lines", "--tokens", "99999", "--no-sanity-check"]
+
+    result = CliRunner().invoke(app, [*line, "--kv-memory", "16MiB", "--out", str(tmp_path)])
+
+    assert result.exit_code == 2
+    assert "--tokens of at most 4096" in " ".join(result.stderr.split())
+
+
 def test_other_data_set_is_refused(tmp_path):
     path = lines_file(tmp_path, "dureader.jsonl", [{"origin_prompt": "x", "gold": ["y"]}])
 
