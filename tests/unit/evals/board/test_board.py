@@ -133,3 +133,9 @@ def test_chart_is_an_svg():
 def test_a_misspelt_schedule_is_refused_before_anything_runs():
     with pytest.raises(UnknownName, match="--schedules 'prefil_end': did you mean prefill_end"):
         Grid(schedules=("decode", "prefil_end"))
+
+
+@pytest.mark.parametrize("budget", ["25", "0.25", "%", "25 %"])
+def test_a_budget_that_is_no_fraction_is_refused(budget):
+    with pytest.raises(ConfigError, match="--budgets as fractions of the prompt such as 25%, got"):
+        Grid(budgets=(budget,))
