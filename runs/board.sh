@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Leaderboard of quire-tiny in docs/board.md: 12 rules, 3 budgets, 2 schedules, 3 codecs. The same
+# Leaderboard of quire-tiny in docs/board-measured.md: 12 rules, 3 budgets, 2 schedules, 3 codecs. The same
 # command goes on after an interruption. Last line of output: one JSON object. Folder: BOARD_OUT.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -24,6 +24,7 @@ def test_a_run_resumes_and_reports_what_is_refused(quire, tmp_path):
     assert result["claims"]["entries"] == 2
     [why] = result["arms"]["refused"].values()
     assert "nonsense" in why
+    assert "Refused: 1, such as --kv-codec none --evict nonsense:cap=50%" in first.stderr
     assert json.loads(again.stdout.splitlines()[-1])["arms"] == result["arms"]  # tokens/s too
     assert {"board.md", "board.json"} <= {path.name for path in tmp_path.iterdir()}
 

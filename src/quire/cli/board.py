@@ -188,7 +188,10 @@ def _show(found: "BoardResult", out: Path) -> None:
         if row.is_unbeaten
     ]
     heads = ("rule", "cap", "when", "codec", "quality", "KV over full KV")
-    show_table(f"Pareto-optimal entries of {len(rows)} entries", heads, shown[:_SHOWN])
+    show_table(f"Pareto-optimal of {len(rows)} entries", heads, shown[:_SHOWN])
+    if found.refused:
+        entry, why = next(iter(found.refused.items()))
+        typer.echo(f"Refused: {len(found.refused)}, such as {entry}: {why}")
     typer.echo(f"All entries: {out / PAGE_FILE}")
 
 

@@ -220,10 +220,11 @@ def write_result(tuned: "Tuned", settings: Settings, out: Path) -> None:
     """Write the configuration, the page and, where matplotlib is installed, the chart."""
     from quire.evals.tune import report
 
-    assert settings.kv.memory is not None, "refused before"
     has_chart = has_extra("report")
     files = {
-        report.CONFIG_FILE: report.config_toml(tuned, settings.model, settings.kv.memory),
+        report.CONFIG_FILE: report.config_toml(
+            tuned, settings.model, settings.kv, settings.loading.dtype
+        ),
         report.PAGE_FILE: report.page(tuned, settings.model, has_chart=has_chart),
     }
     write_files(out, {name: text.encode() for name, text in files.items()})

@@ -74,7 +74,8 @@ def _token_ids(row: Row, model: LoadedModel) -> list[int]:
         return _known_ids(row, prompt, model)
     is_chat = isinstance(messages, list) and all(isinstance(one, Mapping) for one in messages)
     if not is_chat and not isinstance(prompt, str):
-        raise row.error("a prompt (a text or token ids), or messages", sorted(row.values)[:4])
+        got = sorted(row.values)[:4] if prompt is messages is None else prompt or messages
+        raise row.error("a prompt (a text or token ids), or messages", got)
     if model.tokenizer is None:
         raise row.error(f"token ids, since {model.name} has no tokenizer", prompt or messages)
     return (

@@ -1,6 +1,8 @@
 """Search of `quire tune`: space, prediction, halving, and a whole search that is resumed."""
 
 import json
+import re
+import tomllib
 
 import pytest
 from hypothesis import given
@@ -197,6 +199,40 @@ def test_the_result_holds_more_requests_and_its_file_is_a_configuration(tmp_path
         app, ["generate", "--config", config, "--prompt", "<|doc|>a", "--max-tokens", "2"]
     )
     assert used.exit_code == 0, used.output
+
+
+def test_the_file_has_the_dtype_and_the_page_size_of_the_search(tmp_path, data):
+    given = ("--data", str(data), "--dtype", "float32", "--block-size", "32", "--no-measure")
+
+    run(tmp_path, *given)
+
+    found = tomllib.loads((tmp_path / "out" / "tuned.toml").read_text())
+    assert found["dtype"] == "float32"
+    assert found["kv"]["page_tokens"] == 32
+
+
+def test_progress_counts_other_candidates_and_names_held_out_prompts(tmp_path, data):
+    line = [*SMALL, "--data", str(data), "--no-measure", "--out", str(tmp_path / "out")]
+
+    stderr = CliRunner().invoke(app, line).stderr
+
+    assert re.match(r"[1-5] of 5 candidates hold more requests than the baseline's \d+;", stderr)
+    assert "on 6 prompts\n" in stderr
+    assert "on 6 held-out prompts\n" in stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "got"), [({"prompt": 5}, "got 5"), ({"question": "a"}, "got ['question']")]
+)
+def test_a_line_without_prompt_shows_what_it_has(tmp_path, line, got):
+    path = tmp_path / "wrong.jsonl"
+    path.write_text(json.dumps(line) + "\n")
+    arguments = ["tune", "quire-tiny", "--data", str(path), "--kv-memory", "4MiB"]
+
+    result = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "o")])
+
+    assert result.exit_code == 2
+    assert got in " ".join(result.stderr.split())
 
 
 @pytest.mark.parametrize(

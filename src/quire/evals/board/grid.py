@@ -1,12 +1,15 @@
 """The grid of a leaderboard: what is combined, and the entries that follow."""
 
+import re
 from dataclasses import dataclass, replace
 
 from quire.config.kv_config import KVConfig
-from quire.errors import ConfigError
+from quire.errors import ConfigError, UnknownName
+from quire.layout.eviction import SCHEDULES
 
 FULL = "full"
 NO_CODEC = "none"
+_FRACTION = re.compile(r"\d+(\.\d+)?%")
 QUIRE, KVPRESS = "quire", "kvpress"
 """Sources of entries: the engine, or a press of kvpress."""
 
@@ -83,6 +86,14 @@ class Grid:
         for name in ("rules", "budgets", "schedules", "codecs"):
             if not getattr(self, name):
                 raise ConfigError(f"--{name} has no values: name at least one, or leave it out")
+        for budget in self.budgets:
+            if not _FRACTION.fullmatch(budget):
+                raise ConfigError(
+                    f"expected --budgets as fractions of the prompt such as 25%, got {budget!r}"
+                )
+        for when in self.schedules:  # else noticed only when its entries run, after all others
+            if when not in SCHEDULES:
+                raise UnknownName("value of --schedules", when, SCHEDULES)
 
     @property
     def reference(self) -> Entry:

@@ -40,7 +40,8 @@ def _intro(result: BoardResult, model: str, *, has_chart: bool) -> Iterator[str]
         f"seeds. Quality: mean over the tasks of score over full KV's, with the 95 % interval "
         f"(bootstrap over prompts). KV: mean peak bytes of a request, statistics and page tables "
         f"included, over those of full KV with codec `{reference.entry.codec}`. Tokens/s: prompt "
-        f"and output, all prompts at once in the KV memory."
+        f"and output, all prompts at once in the KV memory. Pareto: no entry has both a higher "
+        f"quality and fewer bytes."
     )
     yield ""
     scores = ", ".join(f"`{task}` {reference.scores[task]:.3g}" for task in result.tasks)
@@ -71,7 +72,10 @@ def _rule_lines(rows: Sequence[Row]) -> Iterator[str]:
 
 def _rule_text(row: Row) -> str:
     entry, mark = row.entry, "**" if row.quality.low >= WANTED else ""
-    return f"`{entry.rule}` ({entry.schedule}, {entry.codec}) {mark}{_interval(row.quality)}{mark}"
+    return (
+        f"`{entry.rule}` ({entry.schedule}, {entry.codec}) {mark}{_interval(row.quality)}{mark}, "
+        f"KV {row.kv_share:.3f}"
+    )
 
 
 def _interval(found: Mean) -> str:

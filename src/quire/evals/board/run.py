@@ -167,6 +167,7 @@ class BoardRunner:
         """The prompts of a task for all seeds; an engine must be open."""
         if task.name not in self._samples:
             config = self._config
+            self._engines.refuse_long(config.tokens)
             self._samples[task.name] = [
                 sample
                 for seed in config.seeds

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from quire.api.llm import LLM
 from quire.config.kv_config import KVConfig
+from quire.errors import ConfigError
 
 FULL, CONFIGURED = "full", "configured"
 """Names of the configurations: full KV, and the options of the command."""
@@ -61,6 +62,18 @@ class Engines:
         """The open engine."""
         assert self._open is not None, "an engine was opened before"
         return self._open[1]
+
+    def refuse_long(self, tokens: int) -> None:
+        """Refuse a length of prompts beyond the context, before long prompts are generated.
+
+        Raises:
+            ConfigError: the length exceeds the context of the open engine's model.
+        """
+        most = self.current.model.spec.max_positions
+        if tokens > most:
+            raise ConfigError(
+                f"expected --tokens of at most {most}, the model's context, got {tokens}"
+            )
 
     def measure(self, text: str) -> int:
         """Number of tokens of a text; 0 for an empty text."""

@@ -173,6 +173,7 @@ class Evaluator:
 
     def _measured(self, task: EvalTask, tokens: int, arm: str, kv: KVConfig) -> CellResult:
         llm = self._engines.of(kv)
+        self._engines.refuse_long(tokens)
         options = SampleOptions(
             count=self._config.count,
             measure=self._engines.measure,
@@ -182,6 +183,11 @@ class Evaluator:
             data=self._config.data.get(task.name),
         )
         samples = task.samples(options)
+        if not samples:
+            raise ConfigError(
+                f"task {task.name!r} has no prompts left: the first records of {options.data} are "
+                "its worked examples; lower --shots, or add records"
+            )
         prompts, seconds = SampleRunner(llm, kv, self._config.prompts).run(task, samples)
         return CellResult(task=task.name, tokens=tokens, arm=arm, prompts=prompts, seconds=seconds)
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from quire.config.kv_config import KVConfig
 from quire.evals.intervals import Mean
 from quire.evals.tune.run import Tuned
 from quire.evals.tune.search import pareto
@@ -14,19 +15,29 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 CONFIG_FILE, PAGE_FILE, CHART_FILE = "tuned.toml", "tuned.md", "tuned.svg"
+AUTO = "auto"
 _MOST_REFUSED = 20
 
 
-def config_toml(tuned: Tuned, model: str, kv_memory: int) -> str:
-    """The chosen options, for `--config` of every command."""
+def config_toml(tuned: Tuned, model: str, kv: KVConfig, dtype: str) -> str:
+    """The chosen options, for `--config` of every command.
+
+    Args:
+        tuned: the result.
+        model: the model, as the command got it.
+        kv: KV options of the search; memory and page size are written.
+        dtype: dtype of the weights. KV bytes depend on it, so it is written unless it is auto.
+    """
     quality = tuned.held_out[tuned.chosen]
     lines = [
         f"# Written by `quire tune`: {tuned.config.metric} {quality} on {quality.count} held-out",
         f"# prompts; {tuned.gain:.2f} times the requests of {tuned.baseline}.",
         f"model = {json.dumps(model)}",
+        *([] if dtype == AUTO else [f"dtype = {json.dumps(dtype)}"]),
         "",
         "[kv]",
-        f"memory = {kv_memory}",
+        f"memory = {kv.memory}",
+        f"page_tokens = {kv.page_tokens}",
         f"codec = {json.dumps(tuned.chosen.codec)}",
         f"evict = {json.dumps(tuned.chosen.evict)}",
     ]
@@ -88,7 +99,7 @@ def _run_lines(tuned: Tuned) -> Iterator[str]:
     yield ""
     yield "## Measured in the KV memory"
     yield ""
-    yield "| configuration | requests | at once | output tokens/s | peak KV |"
+    yield "| configuration | prompts | at once | output tokens/s | peak KV |"
     yield "| --- | ---: | ---: | ---: | ---: |"
     for one, run in tuned.runs.items():
         yield (

@@ -196,8 +196,8 @@ class Tuner:
         rows = {one: found.rows for one, found in predicted.items()}
         more = [one for one in predicted if one == baseline or rows[one] > rows[baseline]]
         self._report(
-            f"{len(more)} of {len(self._config.space.candidates())} candidates hold more requests "
-            f"than the baseline's {rows[baseline]}; {len(self._refused)} are refused"
+            f"{len(more) - 1} of {len(self._config.space.candidates()) - 1} candidates hold more "
+            f"requests than the baseline's {rows[baseline]}; {len(self._refused)} are refused"
         )
         rounds = halve(
             more,
@@ -257,22 +257,22 @@ class Tuner:
         )
 
     def _quality(self, one: Candidate, count: int) -> Mean:
-        return self._quality_on(one, self._searched[:count])
+        return self._quality_on(one, self._searched[:count], "prompts")
 
-    def _quality_on(self, one: Candidate, numbers: Sequence[int]) -> Mean:
+    def _quality_on(self, one: Candidate, numbers: Sequence[int], kind: str) -> Mean:
         try:
             scores = self._scorer.scores(one, numbers)
         except ConfigError as error:  # what only an engine finds out
             self._refused[one] = str(error)
             return Mean(0.0, 0.0, 0.0, 0, most=0.0)
         found = mean_of([score.quality(self._config.metric) for score in scores])
-        self._report(f"{one}: {self._config.metric} {found} on {found.count} prompts")
+        self._report(f"{one}: {self._config.metric} {found} on {found.count} {kind}")
         return found
 
     def _checked(self, in_order: Sequence[Candidate]) -> tuple[Candidate, dict[Candidate, Mean]]:
         checked: dict[Candidate, Mean] = {}
         for one in in_order:
-            checked[one] = self._quality_on(one, self._held_out)
+            checked[one] = self._quality_on(one, self._held_out, "held-out prompts")
             if checked[one].mean >= self._config.min_quality:
                 return one, checked
         return in_order[-1], checked

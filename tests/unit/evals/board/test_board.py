@@ -3,7 +3,7 @@
 import pytest
 
 from quire.config.kv_config import KVConfig
-from quire.errors import ConfigError
+from quire.errors import ConfigError, UnknownName
 from quire.evals.board.grid import Entry, Grid
 from quire.evals.board.pages import chart, interactive, page
 from quire.evals.board.result import BoardResult
@@ -103,13 +103,16 @@ def test_rules_that_keep_a_quality_are_listed_by_budget():
 
 
 def test_page_has_every_row_and_says_whether_the_model_may_judge():
-    text = page(BoardResult.of(board()), "quire-tiny", has_chart=False)
+    result = BoardResult.of(board())
 
+    text = page(result, "quire-tiny", has_chart=False)
+
+    [share] = [f"{row.kv_share:.3f}" for row in result.rows if row.entry == KVCRUSH]
     assert "**This model may not judge a rule**" in text
     assert "| `sinks` | 25% | decode | `none` | 0.750" in text
     assert (
-        "* Cap 25% of the prompt: `kvcrush:base=(h2o)` (decode, none) **1.000 (1.000 to 1.000)**"
-        in text
+        "* Cap 25% of the prompt: `kvcrush:base=(h2o)` (decode, none) **1.000 (1.000 to 1.000)**, "
+        f"KV {share}\n" in text
     )
 
 
@@ -125,3 +128,14 @@ def test_interactive_page_has_every_entry():
 
 def test_chart_is_an_svg():
     assert chart(BoardResult.of(board())).startswith(b"<?xml")
+
+
+def test_a_misspelt_schedule_is_refused_before_anything_runs():
+    with pytest.raises(UnknownName, match="--schedules 'prefil_end': did you mean prefill_end"):
+        Grid(schedules=("decode", "prefil_end"))
+
+
+@pytest.mark.parametrize("budget", ["25", "0.25", "%", "25 %"])
+def test_a_budget_that_is_no_fraction_is_refused(budget):
+    with pytest.raises(ConfigError, match="--budgets as fractions of the prompt such as 25%, got"):
+        Grid(budgets=(budget,))

@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from quire.cli.main import app
 from quire.errors import ConfigError, TraceError, UnknownName
 from quire.evals.suite.base import SampleOptions
 from quire.evals.suite.registry import task_of
@@ -139,6 +141,45 @@ def test_longbench_without_its_config_is_explained(tmp_path):
 
     with pytest.raises(ConfigError, match=r"needs LongBench's dataset2prompt\.json"):
         task_of("longbench").samples(options(path))
+
+
+@pytest.mark.parametrize(
+    ("file", "entry", "message"),
+    [
+        ("dataset2prompt.json", "Read {question}:", r"\{context\} and \{input\}"),
+        ("dataset2prompt.json", "Read {", r"\{context\} and \{input\}"),
+        ("dataset2maxlen.json", "many", r"output tokens of 'trec' .* got 'many'"),
+        ("dataset2maxlen.json", 0, "got 0"),
+    ],
+)
+def test_longbench_with_a_wrong_config_is_refused(file, entry, message, tmp_path):
+    path = longbench_file(tmp_path, "trec")
+    (tmp_path / "config" / file).write_text(json.dumps({"trec": entry}))
+
+    with pytest.raises(ConfigError, match=message):
+        task_of("longbench").samples(options(path))
+
+
+def test_a_file_with_worked_examples_only_is_refused(tmp_path):
+    path = lines_file(tmp_path, "test.jsonl", problems(3))
+    line = ["eval", "run", "quire-tiny", "--tasks", "gsm8k", "--no-sanity-check"]
+
+    result = CliRunner().invoke(app, [*line, "--data", str(path), "--kv-memory", "16MiB"])
+
+    assert result.exit_code == 2
+    assert "lower --shots, or add records" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    "command", [("eval", "run", "quire-tiny"), ("board", "quire-tiny", "--seeds", "1")]
+)
+def test_prompts_beyond_the_context_are_refused_before_they_are_generated(command, tmp_path):
+    line = [*command, "--tasks", "lines", "--tokens", "99999", "--no-sanity-check"]
+
+    result = CliRunner().invoke(app, [*line, "--kv-memory", "16MiB", "--out", str(tmp_path)])
+
+    assert result.exit_code == 2
+    assert "--tokens of at most 4096" in " ".join(result.stderr.split())
 
 
 def test_other_data_set_is_refused(tmp_path):

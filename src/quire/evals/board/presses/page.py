@@ -67,8 +67,9 @@ def _explanation(about: PressRun) -> Iterator[str]:
     yield ""
     yield (
         "* **Prompt**: kvpress computes the whole prompt with all tokens and compresses each layer "
-        "after its attention, so the first output token is that of full KV. `prefill_end` of "
-        "Quire does the same. `prefill_and_decode` adds a `DecodingPress` that compresses to the "
+        "after its attention, so the first output token is that of full KV. With `prefill_end` of "
+        "Quire it is too, but all layers are evicted after the whole prompt, so the peak is that "
+        "of full KV. `prefill_and_decode` adds a `DecodingPress` that compresses to the "
         "cap after every token. Quire's schedule of that name also evicts during the prefill, "
         "which bounds the memory of the prompt; the press sees more."
     )

@@ -98,8 +98,8 @@ class LongBench(EvalTask):
         name = _data_set(path, rows[0])
         if "origin_prompt" in rows[0].values:
             return [_mini_sample(name, row) for row in rows]
-        template, max_tokens = _config(path, PROMPTS, name), _config(path, LENGTHS, name)
-        return [_sample(name, row, str(template), int(str(max_tokens))) for row in rows]
+        template, max_tokens = _template(path, name), _max_tokens(path, name)
+        return [_sample(name, row, template, max_tokens) for row in rows]
 
     def score(self, sample: Sample, output: str) -> dict[str, float]:
         """Score by the metric of the data set."""
@@ -143,8 +143,27 @@ def _of(
     )
 
 
-def _config(path: Path, file: str, name: str) -> object:
-    """The entry of a data set in one of LongBench's config files."""
+def _template(path: Path, name: str) -> str:
+    found, template = _config(path, PROMPTS, name)
+    try:
+        str(template).format(context="", input="")
+    except (ValueError, KeyError, IndexError) as error:
+        raise ConfigError(
+            f"{found}: expected a prompt for {name!r} with {{context}} and {{input}}, got "
+            f"{template!r}"
+        ) from error
+    return str(template)
+
+
+def _max_tokens(path: Path, name: str) -> int:
+    found, value = _config(path, LENGTHS, name)
+    if type(value) is not int or value < 1:
+        raise ConfigError(f"{found}: expected output tokens of {name!r} (1 or more), got {value!r}")
+    return value
+
+
+def _config(path: Path, file: str, name: str) -> tuple[Path, object]:
+    """The path of one of LongBench's config files, and its entry of a data set."""
     places = (path.with_name(file), path.parent / "config" / file)
     found = next((place for place in places if place.exists()), None)
     if found is None:
@@ -153,6 +172,6 @@ def _config(path: Path, file: str, name: str) -> object:
             f"repository to {path.parent}"
         )
     try:
-        return json.loads(found.read_text(encoding="utf-8"))[name]
+        return found, json.loads(found.read_text(encoding="utf-8"))[name]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{found}: expected an entry {name!r}, got {error!r}") from error
