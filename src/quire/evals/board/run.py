@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING
 
 from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError, QuireError
-from quire.evals.board.grid import Entry, Grid
+from quire.evals.board.grid import FULL, Entry, Grid
 from quire.evals.suite.base import EvalTask, Sample, SampleOptions
 from quire.evals.suite.cells import CellFolder, CellResult
 from quire.evals.suite.engines import Engines
 from quire.evals.suite.samples import PromptOptions, SampleRunner
 from quire.evals.suite.sanity import SKIPPED, Sanity, sanity_of
 from quire.evals.tune.scores import fingerprint_of
+from quire.layout.kv_format import fill_plain, read_format
+from quire.policies.registry import make_policy
 
 if TYPE_CHECKING:
     from quire.evals.board.presses.run import PressRun
@@ -81,6 +83,20 @@ class Board:
     presses: "PressRun | None" = None
 
 
+def check_names(grid: Grid) -> None:
+    """Check rules and codecs before any entry runs: those at the end would fail after hours.
+
+    Raises:
+        UnknownName: a rule, a codec or one of its options is unknown.
+        ConfigError: an option's value is invalid.
+    """
+    for rule in grid.rules:
+        if rule != FULL:
+            make_policy(rule)
+    for codec in grid.codecs:
+        read_format(fill_plain(codec, "float32"))
+
+
 class BoardRunner:
     """Runs a leaderboard of one model.
 
@@ -111,8 +127,9 @@ class BoardRunner:
         """Run all cells that are not stored.
 
         Raises:
-            ConfigError: the reference does not run.
+            ConfigError: a rule or a codec is unknown, or the reference does not run.
         """
+        check_names(self._config.grid)
         sanity = self._sanity()
         cells: dict[Entry, Sequence[CellResult]] = {}
         refused: dict[Entry, str] = {}

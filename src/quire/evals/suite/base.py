@@ -104,6 +104,10 @@ class EvalTask(ABC):
             ConfigError: a file is missing or invalid, or no prompt fits.
         """
 
+    def files(self, path: Path) -> list[Path]:
+        """Files that decide the prompts: the data file `path`, and others beside it that exist."""
+        return [path]
+
     @abstractmethod
     def score(self, sample: Sample, output: str) -> dict[str, float]:
         """The value of each metric for one output."""

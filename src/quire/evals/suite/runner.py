@@ -194,7 +194,7 @@ class Evaluator:
     def _fingerprint(self, task: EvalTask, tokens: int, kv: KVConfig) -> str:
         config = self._config
         data = config.data.get(task.name)
-        content = "" if data is None else _digest(data)
+        content = "" if data is None else [_digest(path) for path in task.files(data)]
         options = (tokens, config.count, config.seed, config.shots, config.prompts)
         return fingerprint_of(*self._identity, kv, task, options, content)
 

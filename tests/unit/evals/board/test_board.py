@@ -135,6 +135,23 @@ def test_a_misspelt_schedule_is_refused_before_anything_runs():
         Grid(schedules=("decode", "prefil_end"))
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"rules": ("h2o", "snapkv:windw=4")}, "option of policy 'snapkv' 'windw'"),
+        ({"rules": ("h2o", "snapk")}, "eviction policy 'snapk': did you mean snapkv"),
+        ({"codecs": ("none", "int9")}, "codec 'int9'"),
+    ],
+)
+def test_misspelt_rules_and_codecs_are_refused_before_anything_runs(values, message):
+    with pytest.raises(UnknownName, match=message):
+        check_names(Grid(**values))
+
+
+def test_names_of_the_default_grid_are_known():
+    check_names(Grid(rules=(*Grid().rules, "full")))
+
+
 @pytest.mark.parametrize("budget", ["25", "0.25", "%", "25 %"])
 def test_a_budget_that_is_no_fraction_is_refused(budget):
     with pytest.raises(ConfigError, match="--budgets as fractions of the prompt such as 25%, got"):

@@ -7,6 +7,7 @@ itself, which are then no questions.
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 from quire.evals.suite.base import EvalTask, Sample, SampleOptions
@@ -30,13 +31,18 @@ class GSM8K(EvalTask):
     source: str = "GSM8K's test.jsonl: question and answer on each line"
     metrics: ClassVar[tuple[str, ...]] = (ACCURACY,)
 
+    def files(self, path: Path) -> list[Path]:
+        """See `EvalTask`."""
+        train = path.with_name(TRAIN)
+        return [path, train] if train.exists() and train != path else [path]
+
     def samples(self, options: SampleOptions) -> list[Sample]:
         """See `EvalTask`."""
         path = options.file(self.name, self.source)
         shots = SHOTS if options.shots is None else options.shots
-        train = path.with_name(TRAIN)
-        if train.exists() and train != path:
-            examples, rows = records(train, max(1, shots))[:shots], records(path, options.count)
+        _, *train = self.files(path)
+        if train:
+            examples, rows = records(train[0], max(1, shots))[:shots], records(path, options.count)
         else:
             listed = records(path, options.count + shots)
             examples, rows = listed[:shots], listed[shots:]

@@ -91,6 +91,11 @@ class LongBench(EvalTask):
         """See `EvalTask`."""
         require_rouge(self.name)
 
+    def files(self, path: Path) -> list[Path]:
+        """See `EvalTask`."""
+        configs = (_config_file(path, name) for name in (PROMPTS, LENGTHS))
+        return [path, *(found for found in configs if found is not None)]
+
     def samples(self, options: SampleOptions) -> list[Sample]:
         """See `EvalTask`."""
         path = options.file(self.name, self.source)
@@ -162,10 +167,15 @@ def _max_tokens(path: Path, name: str) -> int:
     return value
 
 
+def _config_file(path: Path, file: str) -> Path | None:
+    """One of LongBench's config files, in the folder of a data file or in its subfolder."""
+    places = (path.with_name(file), path.parent / "config" / file)
+    return next((place for place in places if place.exists()), None)
+
+
 def _config(path: Path, file: str, name: str) -> tuple[Path, object]:
     """The path of one of LongBench's config files, and its entry of a data set."""
-    places = (path.with_name(file), path.parent / "config" / file)
-    found = next((place for place in places if place.exists()), None)
+    found = _config_file(path, file)
     if found is None:
         raise ConfigError(
             f"{path.name} needs LongBench's {file}: copy its folder config from LongBench's "
