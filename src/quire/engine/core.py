@@ -262,7 +262,7 @@ class Engine:
             return self._end_deltas(deltas)
         plan = StepPlan()
         try:
-            plan = self._async.plan() if self._async.in_flight else self._schedule(deltas)
+            plan = self._plan(deltas)
             deltas.extend(self._process(plan))  # keeps the deltas before an error
         except BaseException as error:
             if self._lockstep.size > 1:
@@ -288,10 +288,14 @@ class Engine:
         self.request_log.note(deltas)
         return deltas
 
-    def _schedule(self, deltas: list[OutputDelta]) -> StepPlan:
-        started_s = time.perf_counter()
-        plan = self.scheduler.schedule()
+    def _plan(self, deltas: list[OutputDelta]) -> StepPlan:
+        started_s, is_ahead = time.perf_counter(), self._async.in_flight
+        plan = self._async.plan() if is_ahead else self.scheduler.schedule()
         self.times.scheduled(time.perf_counter() - started_s)
+        return plan if is_ahead else self._checked(plan, deltas)
+
+    def _checked(self, plan: StepPlan, deltas: list[OutputDelta]) -> StepPlan:
+        """Report failures of planning; return the plan, empty if it has ended requests."""
         for failure in self.scheduler.take_failures():
             deltas += self.sampling_step.fail(failure.request, str(failure.error))
         if any(not request.is_running for request in plan.requests):

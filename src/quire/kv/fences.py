@@ -49,7 +49,11 @@ class _Fence:
 
 
 class CopyFences:
-    """Copies that read pages of an arena, in the order in which they end."""
+    """Copies that read pages of an arena.
+
+    The members of a shared arena copy on streams of their own, so that a copy that was added first
+    may end last.
+    """
 
     def __init__(self) -> None:
         self._fences: list[_Fence] = []
@@ -58,7 +62,7 @@ class CopyFences:
         return len(self._fences)
 
     def add(self, pages: NDArray[np.int32], page_bytes: int, copy: CopyInFlight) -> None:
-        """Add a copy that ends after all earlier ones.
+        """Add a copy.
 
         Args:
             pages: numbers of the pages that it reads.
@@ -74,9 +78,10 @@ class CopyFences:
         """Make later computation wait for the copies that read these pages."""
         if not self._fences:  # nearly always
             return
-        first_bytes = pages.astype(np.int64) * page_bytes
-        for index in reversed(range(len(self._fences))):
-            if self._fences[index].overlaps(first_bytes, page_bytes):
-                self._fences[index].copy.result()
-                del self._fences[: index + 1]  # earlier copies have ended before it
-                return
+        first_bytes, left = pages.astype(np.int64) * page_bytes, []
+        for fence in self._fences:
+            if fence.overlaps(first_bytes, page_bytes):
+                fence.copy.result()
+            elif not fence.copy.done():
+                left.append(fence)
+        self._fences = left

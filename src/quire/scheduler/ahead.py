@@ -42,8 +42,9 @@ class Ahead:
             pending: requests of the last step, whose tokens are pending.
 
         Returns:
-            The plan, with at least one request; or why the tokens must be read before. Then nothing
-            has changed but cached prefixes that no request uses, which may be evicted.
+            The plan, with at least one request; or why the tokens must be read before. Then no
+            running request has changed. Cached prefixes that no request uses may be evicted, and
+            requests admitted without a chunk.
         """
         reason = self._why_not(pending)
         if reason is not None:

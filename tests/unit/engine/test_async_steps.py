@@ -118,6 +118,19 @@ def test_steps_that_wait_are_counted_by_their_reason(model, name, reasons):
     assert found.ahead > 0
 
 
+def test_time_of_planning_ahead_is_counted(model):
+    engine = work("greedy").engine(model, asynchronous=True)
+    engine.submit(work("greedy").request(0))
+    engine.step()
+    before = engine.stats()
+
+    engine.step()
+
+    after = engine.stats()
+    assert after.async_scheduling.ahead == before.async_scheduling.ahead + 1
+    assert after.times.schedule_s > before.times.schedule_s
+
+
 def test_preemptions_happen_in_both_modes(model):
     both = [work("recompute").engine(model, asynchronous=mode) for mode in (False, True)]
 

@@ -335,6 +335,21 @@ def test_wrong_kernels_are_not_used(monkeypatch, caplog):
     assert "please report it" in caplog.text
 
 
+def test_kernels_with_windows_of_another_meaning_are_not_used(monkeypatch):
+    class Wider(double.BatchDecodeWithPagedKVCacheWrapper):
+        def plan(self, *args, window_left, **options):
+            super().plan(*args, window_left=window_left + (window_left >= 0), **options)
+
+    wider = SimpleNamespace(
+        BatchDecodeWithPagedKVCacheWrapper=Wider,
+        BatchPrefillWithPagedKVCacheWrapper=double.BatchPrefillWithPagedKVCacheWrapper,
+    )
+
+    reason = usable(monkeypatch, lambda: wider)
+
+    assert reason == "its kernels are not used: wrong numbers from pages of bfloat16"
+
+
 def test_package_that_cannot_compile_is_not_used(monkeypatch):
     def fails():
         raise RuntimeError("nvcc not found")

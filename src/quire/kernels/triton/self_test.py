@@ -33,6 +33,7 @@ from quire.layout.codec_names import codec_spec
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 _CODECS = ("int8", "fp8", "int4")
 _NEW_TOKENS, _SLOTS = (1, 1, 5), (3, 300, 20)
+_WINDOW = 17  # begins inside of a page
 _HEADS, _GROUP, _PAGE_TOKENS, _ALIGNMENT = 2, 2, 16, 16
 _SPLITS, _WHOLE_ROWS = 64, 1  # multiprocessors: with 64 the row of 300 slots is split
 _COLUMNS = -(-max(_SLOTS) // _PAGE_TOKENS)
@@ -113,8 +114,8 @@ def wrong_plain(
     Arguments as for `first_wrong`.
     """
     plain = str(dtype).removeprefix("torch.")
-    for softcap in (None, 3.0):
-        step = _Sample(plain, dtype, head_dim, has_extras=False, softcap=softcap)
+    for softcap, window in ((None, None), (3.0, None), (None, _WINDOW)):
+        step = _Sample(plain, dtype, head_dim, has_extras=False, softcap=softcap, window=window)
         [found] = step.on(backend, device, with_sums=False)
         expected, _ = step.expected()
         error = (found.cpu().float() - expected).abs().max() / expected.abs().max()
@@ -144,6 +145,7 @@ class _Sample:
         head_dim: elements of a vector.
         has_extras: whether scores have a softcap and heads have sinks.
         softcap: softcap of scores without the extras.
+        window: slots that a query attends to; None for all.
     """
 
     def __init__(
@@ -154,7 +156,9 @@ class _Sample:
         *,
         has_extras: bool,
         softcap: float | None = None,
+        window: int | None = None,
     ) -> None:
+        self._window = window
         generator = torch.Generator().manual_seed(0)
         self._codec, self._dtype = make_codec(codec_spec(codec), head_dim), dtype
         shape = (2, _NUM_PAGES, _HEADS, _PAGE_TOKENS, head_dim)
@@ -206,7 +210,7 @@ class _Sample:
         rows = torch.arange(len(_SLOTS), device=device)
         pages = LayerPages(key, value, self._table.to(device), rows, 0, 1, coded=coded)
         step = StepShape.of(np.array(_NEW_TOKENS, dtype=np.int32))
-        lanes = LaneSlots(np.array(_SLOTS, dtype=np.int32)[:, None], None)
+        lanes = LaneSlots(np.array(_SLOTS, dtype=np.int32)[:, None], self._window)
         plan = backend.plan(step, lanes, _PAGE_TOKENS, 1)
         sinks = self._math.sinks
         math = replace(self._math, sinks=None if sinks is None else sinks.to(device))

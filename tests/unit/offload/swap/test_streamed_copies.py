@@ -221,6 +221,28 @@ def test_fences_of_ended_copies_are_dropped():
     assert len(fences) == 2
 
 
+def test_copy_of_another_stream_is_waited_for_although_a_later_one_has_ended():
+    fences, first, second = CopyFences(), LazyWorker(), LazyWorker()
+    for page, worker in enumerate((first, second)):
+        fences.add(np.array([page], dtype=np.int32), 64, worker.submit(lambda: None, 64))
+
+    fences.before_use(np.array([1], dtype=np.int32), 64)
+    assert (first.num_waiting, second.num_waiting) == (1, 0)
+    fences.before_use(np.array([0], dtype=np.int32), 64)
+
+    assert first.num_waiting == 0
+
+
+def test_ended_copies_are_dropped_at_the_next_use_of_pages():
+    fences, worker = CopyFences(), LazyWorker()
+    fences.add(np.array([0], dtype=np.int32), 64, worker.submit(lambda: None, 64))
+    worker.run_until(0)
+
+    fences.before_use(np.array([5], dtype=np.int32), 64)
+
+    assert len(fences) == 0
+
+
 def test_members_of_a_shared_arena_have_the_same_fences():
     arena = SharedArena(64 * 1024)
     first, second = (arena.join(name, 1024, None, (256,)) for name in "ab")
