@@ -59,6 +59,23 @@ def test_gsm8k_takes_examples_from_the_training_file(tmp_path):
     assert task.score(first, " It is 50.") == {"accuracy": 0.0}
 
 
+def test_files_beside_the_data_decide_the_prompts_too(tmp_path):
+    """A stored result is not used again after one of them has changed."""
+    data, train = tmp_path / "test.jsonl", tmp_path / "train.jsonl"
+    assert task_of("gsm8k").files(data) == [data]
+    assert task_of("xsum").files(data) == [data]
+
+    train.touch()
+    configs = [tmp_path / "dataset2prompt.json", tmp_path / "config" / "dataset2maxlen.json"]
+    configs[1].parent.mkdir()
+    for path in configs:
+        path.touch()
+
+    assert task_of("gsm8k").files(data) == [data, train]
+    assert task_of("gsm8k").files(train) == [train]
+    assert task_of("longbench").files(data) == [data, *configs]
+
+
 def test_gsm8k_without_training_file_does_not_ask_its_examples(tmp_path):
     path = lines_file(tmp_path, "problems.jsonl", problems(5))
 
