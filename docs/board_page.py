@@ -23,6 +23,7 @@ from quire.cli.out_folder import write_files
 from quire.evals.board import pages
 from quire.evals.board.grid import KVPRESS
 from quire.evals.board.result import BoardResult
+from quire.evals.suite.registry import task_of
 
 DOCS = Path(__file__).resolve().parent
 HEADINGS = {
@@ -86,7 +87,9 @@ def page(text: str, run: Mapping[str, Any], name: str, note: str = "") -> str:
         f"{_kvpress_text(run)}The folder of the command also has an interactive page. {note}"
     )
     rest = rest.replace(f"]({pages.CHART_FILE})", f"](images/{name}.svg)")
-    return f"# {HEADINGS[name]}\n\n{made.rstrip()}\n{rest}"
+    tasks = (f"`{one}` ({task_of(one).summary})" for one in config["tasks"])
+    about = f"[Tasks](guides/evaluate.md): {'; '.join(tasks)}."
+    return f"# {HEADINGS[name]}\n\n{made.rstrip()}\n\n{about}\n{rest}"
 
 
 def _kvpress_text(run: Mapping[str, Any]) -> str:
