@@ -60,8 +60,8 @@ class StreamedCopies:
     def __init__(self, copies: HostCopies, worker: TransferWorker, fences: CopyFences) -> None:
         self._copies, self._worker, self._fences = copies, worker, fences
         self._open: _Group | None = None
-        self._closed: list[_Group] = []
-        weakref.finalize(self, _finish, self._closed)  # before the host memory is unpinned
+        self._groups: list[_Group] = []  # the open one included
+        weakref.finalize(self, _finish, self._groups)  # before the host memory is unpinned
 
     def save(self, page_class: PageClass, pages: PageNumbers, start: int) -> None:
         """Start to copy pages of the arena to consecutive host bytes from `start`."""
@@ -89,19 +89,19 @@ class StreamedCopies:
 
     def wait(self) -> None:
         """Return at once: fences order the copies that were started."""
-        if self._open is not None:
-            self._closed.append(self._open)
-            self._open = None
+        self._open = None
 
     def timed(self) -> list[TimedCopy]:
         """Return the copies that ended since the last call, one for each `wait`."""
-        ended = [g for g in self._closed if all(copy.done() for copy in g.transfers)]
-        self._closed[:] = [group for group in self._closed if group not in ended]
+        closed = (group for group in self._groups if group is not self._open)
+        ended = [g for g in closed if all(copy.done() for copy in g.transfers)]
+        self._groups[:] = [group for group in self._groups if group not in ended]
         return [TimedCopy(g.back, g.num_bytes, g.seconds) for g in ended if g.spans]
 
     def _submit(self, copy: Callable[[], None], num_bytes: int, *, back: bool) -> Transfer:
         if self._open is None or self._open.back != back:
             self._open = _Group(back, self._worker.marks())
+            self._groups.append(self._open)
         group = self._open
 
         def timed() -> None:

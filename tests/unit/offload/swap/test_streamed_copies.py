@@ -261,3 +261,17 @@ def test_copies_have_ended_when_their_host_memory_is_freed():
     gc.collect()
 
     assert worker.num_waiting == 0
+
+
+def test_copies_of_a_failed_swap_have_ended_when_their_host_memory_is_freed():
+    """The swap failed between two of its copies, so nothing waited for the first one."""
+    memory, worker = one_group(), LazyWorker()
+    copies = StreamedCopies(NoCopies(), worker, memory.arena.fences)
+    [page_class] = memory.pools
+    copies.save(page_class, np.arange(2, dtype=np.int32), 0)
+    worker.queued[:] = [lambda: None]
+
+    del copies
+    gc.collect()
+
+    assert worker.num_waiting == 0
