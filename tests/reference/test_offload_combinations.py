@@ -38,8 +38,14 @@ def row_bytes(name: str, **options) -> int:
 
 
 def run(name, rows, requests, *, codec="none", evict="", offload="4MiB", schedule=None, **options):
-    """Run requests in KV memory for `rows` long sequences; return engine, logits and tokens."""
+    """Run requests in KV memory for `rows` long sequences; return engine, logits and tokens.
+
+    By default no KV is recomputed: `auto` depends on measured rates, and stored activations take
+    offload memory.
+    """
     memory = int(rows * row_bytes(name, codec=codec))
+    if offload:
+        options = {"offload_recompute": "off"} | options
     rule = {"evict": evict} if evict else {}
     config = kv_config(
         memory=memory, page_tokens=4, codec=codec, offload_memory=offload, **rule, **options

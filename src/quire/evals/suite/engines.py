@@ -72,7 +72,8 @@ class Engines:
         most = self.current.model.spec.max_positions
         if tokens > most:
             raise ConfigError(
-                f"expected --tokens of at most {most}, the model's context, got {tokens}"
+                f"expected --tokens of at most {most}, the model's context, got {tokens}: "
+                "lower --tokens"
             )
 
     def measure(self, text: str) -> int:
