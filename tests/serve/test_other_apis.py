@@ -358,8 +358,12 @@ class City(BaseModel):
 
 
 def test_unmodified_clients(llm):
-    with running(llm) as url:
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    keys = {"api_key": "none", "max_retries": 0}
+    with (
+        running(llm) as url,
+        openai.OpenAI(base_url=f"{url}/v1", **keys) as client,
+        anthropic.Anthropic(base_url=url, **keys) as other,
+    ):
         found = client.responses.create(
             model="quire-tiny", input="Once", max_output_tokens=4, temperature=0
         )
@@ -371,7 +375,6 @@ def test_unmodified_clients(llm):
         with pytest.raises(openai.BadRequestError, match="previous_response_id"):
             client.responses.create(model="quire-tiny", input="a", previous_response_id="r")
 
-        other = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
         options = {"model": "quire-tiny", "max_tokens": 4, "messages": [USER]}
         greedy = {"extra_body": {"temperature": 0}}
         whole = other.messages.create(**options, **greedy)
