@@ -4,6 +4,7 @@ The modules of a test process contain checks of types, which Ray cannot send to 
 """
 
 import os
+import random
 import re
 import signal
 import socket
@@ -49,6 +50,15 @@ def python(*arguments, **options):
     )
 
 
+def free_port():
+    """A free port below those that the system chooses: Ray's processes take many of these."""
+    for port in random.sample(range(20_000, 30_000), 100):
+        with socket.socket() as found, suppress(OSError):
+            found.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("100 ports are in use")
+
+
 class RayServer:
     """`quire serve --ray` in a process.
 
@@ -58,9 +68,7 @@ class RayServer:
     """
 
     def __init__(self, *options, log):
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            port = found.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
         arguments = ["serve", "quire-tiny", "--ray", "--ray-cpus=0.5", f"--port={port}", *QUICK]
