@@ -12,7 +12,7 @@ from quire.layout.layout import can_be_offloaded
 from quire.layout.pages import CacheLayout
 from quire.models.device_memory import free_device_bytes
 from quire.offload.kv.cuda_transfer import StreamTransferWorker
-from quire.offload.swap.host_pool import HostPool, refuse_too_small
+from quire.offload.swap.host_pool import HostCopies, HostPool, refuse_too_small
 from quire.offload.swap.host_store import host_copies
 from quire.offload.swap.streamed_copies import StreamedCopies
 from quire.offload.swap.transfer import TransferWorker
@@ -108,8 +108,12 @@ def auto_swap_pool(
 
 def host_pool(store: PageStore, layout: CacheLayout, host_bytes: int) -> HostPool:
     """Allocate a host pool of this size for the pages of a store."""
+    return HostPool(host_bytes, _blocking_copies(store, layout, host_bytes))
+
+
+def _blocking_copies(store: PageStore, layout: CacheLayout, host_bytes: int) -> HostCopies:
     largest_page_bytes = max(page_class.page_bytes for page_class in layout.page_classes)
-    return HostPool(host_bytes, host_copies(store, host_bytes, largest_page_bytes))
+    return host_copies(store, host_bytes, largest_page_bytes)
 
 
 def swap_worker(device: torch.device) -> TransferWorker | None:
@@ -125,7 +129,7 @@ def swap_pool(memory: KVMemory, host_bytes: int, worker: TransferWorker | None) 
         host_bytes: size of the swap space.
         worker: runs the copies next to the computation; None if copies block.
     """
-    pool = host_pool(store_of(memory), memory.layout, host_bytes)
+    copies = _blocking_copies(store_of(memory), memory.layout, host_bytes)
     if worker is not None:
-        pool.copies = StreamedCopies(pool.copies, worker, memory.arena.fences)
-    return pool
+        copies = StreamedCopies(copies, worker, memory.arena.fences)
+    return HostPool(host_bytes, copies)
