@@ -61,7 +61,12 @@ class GpuBench:
 
     def model_of(self, config: LlamaConfig, *, dtype: torch.dtype | None = None) -> LoadedModel:
         """A model with random weights on the device."""
-        return random_model(config, dtype=dtype or self.dtype, device=self.target.device)
+        return random_model(
+            config,
+            dtype=dtype or self.dtype,
+            device=self.target.device,
+            impl=self.config.model_impl,
+        )
 
     def large_model(self, context: int) -> LoadedModel:
         """A model of the configured large shape with at least this context."""

@@ -22,6 +22,7 @@ class GpuConfig:
         equal_prompts, equal_tokens: prompts and output tokens of the part `equality`.
         codecs: KV codecs of the part `kernels`; the first is plain.
         model: name of the shape in `SPECS` of the parts `kernels`, `step` and `prefill`.
+        model_impl: implementation of the model's layers.
         dtype: type of weights and plain KV.
         rows, context: batch of the parts `kernels` and `step`, and tokens of each sequence.
         step_context: tokens of each sequence at the start of the decode steps.
@@ -48,6 +49,7 @@ class GpuConfig:
     equal_tokens: int = 64
     codecs: tuple[str, ...] = ("bfloat16", "int8")
     model: str = "Llama-3-8B"
+    model_impl: str = "auto"
     dtype: str = "bfloat16"
     rows: int = 64
     context: int = 4_096

@@ -18,7 +18,8 @@ from triton.runtime.jit import JITFunction
 
 from quire.kernels.backend import AttentionMath, MovedSlots, NewSlots
 from quire.kernels.gathered import GatheredAttention
-from quire.kernels.triton import slot_calls
+from quire.kernels.rope_write import CosSin
+from quire.kernels.triton import rope_calls, row_calls, slot_calls
 from quire.kernels.triton.backend import TritonAttention
 from quire.kernels.triton.hardware import Hardware
 from support.coded_lanes import coded_twin
@@ -87,6 +88,8 @@ def run_steps():
     for codec in ("int8", "fp8", "int4", "int3", "int4_outliers"):
         attend(backend, codec, torch.bfloat16, 128)
     attend(backend, "int8", torch.float16, 128)
+    for dtype, width in ((torch.float32, 4096), (torch.bfloat16, 4096), (torch.float16, 5120)):
+        run_rows(dtype, width)
     places = (torch.arange(4), torch.arange(4))
     planes = (torch.zeros(4, 2, 8, 64), torch.zeros(4, 2, 8, 64, dtype=torch.int8))
     backend.move(MovedSlots(planes, places, places))
@@ -117,6 +120,21 @@ def attend(backend, codec, dtype, head_dim):
     slots = NewSlots(lanes.pages.key, lanes.pages.value, indices, indices, coded)
     if codec not in ("int3", "int4_outliers"):
         backend.write(slots, vectors, vectors)
+        turns = torch.ones(3, head_dim // 2)
+        for source in (None, torch.arange(3)):
+            rope = CosSin(turns, turns)
+            assert backend.rotate_and_write(slots, query[:3], vectors, vectors, rope, source)
+
+
+def run_rows(dtype, width):
+    """Run the row-wise kernels of decoder layers."""
+    rows, norm = torch.zeros(3, width, dtype=dtype), torch.zeros(width, dtype=dtype)
+    row_calls.normed(rows, None, norm, 1e-5)
+    row_calls.normed(rows, rows, norm, 1e-5)
+    row_calls.gated(rows)
+    row_calls.norm_query_and_key(rows, (4, 2), (norm[:64], norm[:64]), 1e-6)
+    heads = rows.view(3, -1, 64)
+    rope_calls.rotate(heads[:, :4], heads[:, 4:6], CosSin(torch.ones(3, 64), torch.ones(3, 64)))
 
 
 def main():

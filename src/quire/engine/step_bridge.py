@@ -21,7 +21,10 @@ class StepBridge:
     Attributes:
         hidden_rows: see above.
         hidden_states: [rows, hidden] after the forward.
+        takes_rope: see `PagedAttention`.
     """
+
+    takes_rope = True
 
     def __init__(self, step: StepAttention, hidden_rows: Tensor | None = None) -> None:
         self._step = step
@@ -35,7 +38,7 @@ class StepBridge:
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Forward the call; the lane group sets the window."""
         math = AttentionMath(call.scale, call.softcap, call.sinks)
-        return self._step.attend(call.layer, math, query, key, value, call.rotary)
+        return self._step.attend(call.layer, math, query, key, value, call.rotary, call.rope)
 
     def chain(self, layers: Sequence[AttentionMath], heads: HeadBuffers) -> list[object] | None:
         """See `StepAttention.chain`."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from quire.kernels.backend import AttentionMath, LayerPages, NewSlots, StepShape
 from quire.kernels.device_copies import copy_to
+from quire.kernels.rope_write import CosSin, rotated_and_written
 from quire.kernels.static_plan import StaticLanes, StaticPlans
 from quire.kv.step import PagedKV, slot_bytes_of
 from quire.layout.pages import LaneGroup
@@ -190,12 +191,17 @@ class _StaticGroup:
 class StaticAttention:
     """Attention of a decode step whose inputs keep their addresses; see `PagedAttention`.
 
+    Attributes:
+        takes_rope: see `PagedAttention`.
+
     Args:
         kv: the paged KV of the engine.
         backend: its backend.
         inputs: inputs of the step.
         tables: the page table of each group on the device.
     """
+
+    takes_rope = True
 
     def __init__(
         self,
@@ -235,15 +241,27 @@ class StaticAttention:
         group, index = self._kv.place[call.layer]
         own, backend = self._groups[group.name], self._kv.backend
         self._kv.note_scale(call.scale)
-        # also in a full batch, so that padded ones use the same graph
-        key, value = (x.index_select(0, self._inputs.source) for x in (key, value))
         slots = own.new_slots[index]
-        backend.write(slots, key, value)
+        query, key, value = self._write(slots, (query, key, value), call.rope)
         if own.positions is not None:
             positions = self._inputs.positions.int()[:, None]
             own.positions[slots.pages, slots.offsets] = positions.expand_as(slots.pages)
         math = AttentionMath(call.scale, call.softcap, call.sinks)
         return backend.attend(own.plans[index], own.pages[index], math, query, (key, value))
+
+    def _write(
+        self, slots: NewSlots, heads: tuple[Tensor, Tensor, Tensor], rope: CosSin | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Write keys and values to the slots of a layer; return all heads after RoPE."""
+        (query, key, value), source = heads, self._inputs.source
+        if rope is not None:
+            if rotated_and_written(self._kv.backend, slots, heads, rope, source):
+                return heads  # padding rows write nothing, and their outputs are not used
+            query, key = rope.rotate(query), rope.rotate(key)
+        # also in a full batch, so that padded ones use the same graph
+        key, value = (x.index_select(0, source) for x in (key, value))
+        self._kv.backend.write(slots, key, value)
+        return query, key, value
 
     def _group(self, of: _GroupInputs, table: Tensor) -> _StaticGroup:
         group, inputs = of.group, self._inputs

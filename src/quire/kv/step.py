@@ -22,6 +22,7 @@ from quire.kernels.backend import (
 from quire.kernels.chains import ChainBackend, HeadBuffers
 from quire.kernels.coded import decoded_slot_bytes
 from quire.kernels.device_copies import to_device
+from quire.kernels.rope_write import CosSin, rotated_and_written
 from quire.kv.coded_layers import CodedLayers, MeasuredConstants
 from quire.kv.flat_batch import DeviceTable, FlatBatch
 from quire.kv.full_precision import FullPrecisionStep, full_precision_buffers
@@ -257,6 +258,7 @@ class StepAttention:
         key: Float[Tensor, "num_tokens num_kv_heads head_dim"],
         value: Float[Tensor, "num_tokens num_kv_heads head_dim"],
         rotary: LayerRoPE | None = None,
+        rope: CosSin | None = None,
     ) -> Float[Tensor, "num_tokens num_heads head_dim"]:
         """Write the batch's keys and values, compute attention and record attention statistics.
 
@@ -267,6 +269,8 @@ class StepAttention:
             key: keys, in the same form.
             value: values.
             rotary: RoPE of the layer; needed for query moments and for keys before RoPE.
+            rope: rotates the queries and keys of this batch, which are before RoPE and may be
+                overwritten; None: they are in the form above.
         """
         group, index = self._kv.place[layer]
         step, backend = self._groups[group.name], self._backend
@@ -275,8 +279,7 @@ class StepAttention:
             assert rotary is not None, "the model was prepared for keys before RoPE"
             math = replace(math, rotary=rotary)
         slots = step.new_slots[index]
-        if step.full_precision is None or not step.full_precision.encode(index, slots, key, value):
-            backend.write(slots, key, value)
+        query, key = self._write(step, index, (query, key, value), rope)
         if step.positions is not None:
             step.positions[slots.pages, slots.offsets] = self._positions.expand_as(slots.pages)
         if self._offload is not None:
@@ -300,6 +303,24 @@ class StepAttention:
         if self._offload is not None:
             self._offload.release_staging(group, index)
         return out
+
+    def _write(
+        self,
+        step: GroupStep,
+        index: int,
+        heads: tuple[Tensor, Tensor, Tensor],
+        rope: CosSin | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Write keys and values to the slots of a layer; return queries and keys after RoPE."""
+        (query, key, value), slots = heads, step.new_slots[index]
+        full_precision = step.full_precision
+        if rope is not None:
+            if full_precision is None and rotated_and_written(self._backend, slots, heads, rope):
+                return query, key
+            query, key = rope.rotate(query), rope.rotate(key)
+        if full_precision is None or not full_precision.encode(index, slots, key, value):
+            self._backend.write(slots, key, value)
+        return query, key
 
     def chain(self, layers: Sequence[AttentionMath], heads: HeadBuffers) -> list[object] | None:
         """Prepare writing and attention of all layers as parts of one chain of C calls.

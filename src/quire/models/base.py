@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quire.kernels.backend import AttentionMath
 from quire.kernels.chains import HeadBuffers
+from quire.kernels.rope_write import CosSin
 from quire.layout.model import ModelSpec
 from quire.layout.statistics import Statistic
 from quire.models.rotary import Rotary
@@ -33,6 +34,8 @@ class AttentionCall:
             layer has no sinks.
         rotary: RoPE of the layer; None if it was not requested or is unknown (see
             `Decoder.prepare`).
+        rope: cosines and sines by which attention rotates queries and keys, which are before RoPE;
+            only passed to an attention with `takes_rope`. None: they are after RoPE.
     """
 
     layer: int
@@ -41,6 +44,7 @@ class AttentionCall:
     softcap: float | None
     sinks: Tensor | None
     rotary: Rotary | None = None
+    rope: CosSin | None = None
 
 
 @runtime_checkable  # for the shape checks in tests
@@ -51,6 +55,8 @@ class PagedAttention(Protocol):
     If an instance has `wants_residual_similarity` set, its
     `note_residual_similarity(layer, cosines)` is called once for each layer. `cosines` is, for each
     token, the cosine between the residual stream before and after attention was added.
+    If it has `takes_rope` set, a decoder may pass queries and keys before RoPE, with
+    `AttentionCall.rope`; they may be overwritten.
     If it has `hidden_rows`, its `note_hidden_states(states)` is called once at the end, with the
     hidden states of these rows of the batch after the last layer and its norm.
     """
@@ -66,7 +72,8 @@ class PagedAttention(Protocol):
 
         Args:
             call: layer, scale, window and extras.
-            query: [num_tokens, num_heads, head_dim], after RoPE for the forward's positions.
+            query: [num_tokens, num_heads, head_dim], after RoPE for the forward's positions,
+                except with `call.rope`.
             key: [num_tokens, num_kv_heads, head_dim], likewise.
             value: like key, never rotated.
 

@@ -27,6 +27,7 @@ from quire.kernels.backend import (
 from quire.kernels.device_copies import to_device
 from quire.kernels.flashinfer.package import DecodeWrapper, PrefillWrapper, unread
 from quire.kernels.flashinfer.wrappers import AttentionShape, RowPages, Wrappers
+from quire.kernels.rope_write import CosSin, rotated_and_written
 from quire.kernels.static_plan import StaticLanes, StaticPlans
 from quire.kernels.triton.hardware import device_of
 
@@ -115,6 +116,19 @@ class FlashInferAttention:
     def write(self, slots: NewSlots, key: Tensor, value: Tensor) -> None:
         """Write keys and values to their slots; see `AttentionBackend.write`."""
         self._other.write(slots, key, value)
+
+    def rotate_and_write(
+        self,
+        slots: NewSlots,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rope: CosSin,
+        source: Tensor | None = None,
+    ) -> bool:
+        """See `RopeWriter.rotate_and_write`."""
+        heads = (query, key, value)
+        return rotated_and_written(self._other, slots, heads, rope, source)
 
     def move(self, moves: MovedSlots) -> None:
         """Copy slots to other slots; see `AttentionBackend.move`."""

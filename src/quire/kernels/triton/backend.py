@@ -24,8 +24,9 @@ from quire.kernels.backend import (
     StepShape,
 )
 from quire.kernels.gathered import GatheredAttention
+from quire.kernels.rope_write import CosSin
 from quire.kernels.static_plan import StaticLanes
-from quire.kernels.triton import slot_calls
+from quire.kernels.triton import rope_calls, slot_calls
 from quire.kernels.triton.coding import FLOATS, sides_of, unfit_pages
 from quire.kernels.triton.hardware import Hardware, device_of
 from quire.kernels.triton.launch import LayerCall, attend_decode, attend_prefill, sum_columns
@@ -87,6 +88,22 @@ class TritonAttention:
                 slot_calls.write(slots, key, value)
         else:
             self._gathered.write(slots, key, value)
+
+    def rotate_and_write(
+        self,
+        slots: NewSlots,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rope: CosSin,
+        source: Tensor | None = None,
+    ) -> bool:
+        """Rotate queries and keys, and write keys and values; see `RopeWriter`."""
+        if not rope_calls.can_rotate_and_write(slots, query, key, value):
+            return False
+        with device_of(key):
+            rope_calls.write(slots, (query, key, value), rope, source)
+        return True
 
     def move(self, moves: MovedSlots) -> None:
         """Copy slots to other slots; see `AttentionBackend.move`."""

@@ -9,9 +9,11 @@ from transformers import PreTrainedModel
 from quire.errors import ConfigError, UnknownName
 from quire.kernels.native.library import NotLoaded, load_library
 from quire.kernels.native.linear import has_products
+from quire.kernels.row_kernels import why_no_rows
 from quire.models.adapter import TransformersDecoder
 from quire.models.layer_source import LayerSource
 from quire.models.native.decoder import NativeDecoder
+from quire.models.native.gpu_layers import gpu_refusal
 from quire.models.native.layers import refusal
 from quire.models.packing import codec_refusal
 
@@ -100,8 +102,8 @@ def choose_implementation(
     elif why_not is not None:
         chosen = Implementation("transformers", f"not native: {why_not}")
     else:
-        name = type(model).__name__
-        chosen = Implementation("native", f"{name} has fused layers for this CPU")
+        name, unit = type(model).__name__, "CPU" if model.device.type == "cpu" else "GPU"
+        chosen = Implementation("native", f"{name} has fused layers for this {unit}")
     _log.info("model implementation: %s", chosen.text)
     return chosen
 
@@ -125,11 +127,17 @@ def make_decoder(
     check_choices(impl, codec, model.device, offloaded=weights is not None)
     check_model(model, codec)
     kind = None if codec == "auto" else codec
-    library, reason = load_library(), _why_not_native(model, weights, ranks)
+    reason = _why_not_native(model, weights, ranks)
     if impl == "native" and reason is not None:
         raise ConfigError(f"model_impl=native is not possible: {reason}")
-    if impl == "transformers" or reason is not None or isinstance(library, NotLoaded):
+    if impl == "transformers" or reason is not None:
         return TransformersDecoder(model, weights, kind, ranks=ranks)
+    if model.device.type != "cpu":
+        from quire.models.native.gpu_decoder import GpuDecoder  # imports Triton
+
+        return GpuDecoder(model)
+    library = load_library()
+    assert not isinstance(library, NotLoaded), "checked by _why_not_native"
     return NativeDecoder(model, library, kind)
 
 
@@ -140,10 +148,11 @@ def _no_codec(codec: str, reason: str) -> ConfigError:
 def _why_not_native(model: PreTrainedModel, weights: LayerSource | None, ranks: int) -> str | None:
     if ranks > 1:
         return "ranks sum their results inside of each layer"
-    reason = _why_no_products()
+    on_cpu = model.device.type == "cpu"
+    reason = _why_no_products() if on_cpu else why_no_rows(model.device, model.dtype)
     if reason is None and weights is not None:
         reason = "weights are offloaded, and fused layers keep all weights in memory"
-    return reason or refusal(model)
+    return reason or (refusal(model) if on_cpu else gpu_refusal(model))
 
 
 def _why_no_products() -> str | None:

@@ -1,0 +1,113 @@
+"""The native decoder on a GPU: a Llama-like model with few kernels in each layer.
+
+    RMSNorm + residual sum | product q,k,v | RoPE + page write | attention | product o |
+    RMSNorm + residual sum | product gate, up | silu(gate) * up | product down
+
+Products are those of PyTorch, all else are Triton's kernels. Numbers are rounded where Transformers
+rounds them, except that RoPE is computed in float32.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from quire.errors import UnsupportedModel
+from quire.kernels.rope_write import CosSin
+from quire.kernels.triton import rope_calls, row_calls
+from quire.layout.statistics import ResidualSimilarity, Statistic
+from quire.models.adapter import TransformersDecoder
+from quire.models.base import AttentionCall, Batch
+from quire.models.hidden_states import note_hidden_states
+from quire.models.native.gpu_layers import GpuLayer, GpuModel, gpu_refusal, join
+
+
+class GpuDecoder(TransformersDecoder):
+    """A decoder with fused layers; equal to `TransformersDecoder` up to rounding.
+
+    Args:
+        model: a causal language model on its final device; it is changed permanently.
+
+    Raises:
+        UnsupportedModel: the model cannot be fused; states the reason.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        reason = gpu_refusal(model)
+        if reason is not None:
+            raise UnsupportedModel(f"{reason}; load it with model_impl=transformers")
+        self._fused: GpuModel = join(model)
+        super().__init__(model)
+
+    def prepare(self, statistic: Statistic) -> str | None:
+        """See `Decoder.prepare`; the residual stream after attention is always at hand."""
+        return None if isinstance(statistic, ResidualSimilarity) else super().prepare(statistic)
+
+    def prepare_hidden_states(self) -> str | None:
+        """See `HiddenStates`; the residual stream is always at hand."""
+        return None
+
+    @torch.inference_mode()
+    def _logits(self, batch: Batch) -> Tensor:
+        fused = self._fused
+        attention: Any = batch.attention
+        if not len(batch.token_ids):
+            head = fused.head.weight
+            return torch.empty(0, len(head), dtype=self.dtype, device=self.device)
+        rope = self._rope_of(batch.positions)
+        stream: Tensor = fused.embedding(batch.token_ids)
+        first = fused.layers[0].attention_norm
+        normed = row_calls.normed(stream, None, first.weight, first.eps)
+        following = [layer.attention_norm for layer in fused.layers[1:]] + [fused.norm]
+        for number, layer in enumerate(fused.layers):
+            added = self._attention(number, layer, normed, rope, attention)
+            before = stream.clone() if _wants(attention, "wants_residual_similarity") else None
+            normed = row_calls.normed(stream, added, layer.mlp_norm.weight, layer.mlp_norm.eps)
+            if before is not None:
+                similarity = F.cosine_similarity(before.float(), stream.float(), dim=-1)
+                attention.note_residual_similarity(number, similarity)
+            added = layer.down(row_calls.gated(layer.gate_up(normed)))
+            norm = following[number]
+            normed = row_calls.normed(stream, added, norm.weight, norm.eps)
+        note_hidden_states(attention, normed.__getitem__)
+        return fused.head(normed[batch.sample_rows])
+
+    def _rope_of(self, positions: Tensor) -> CosSin:
+        like = torch.empty(1, dtype=torch.float32, device=positions.device)
+        cosine, sine = self._fused.rotary(like, positions[None])
+        return CosSin(cosine[0].contiguous(), sine[0].contiguous())
+
+    def _attention(
+        self, number: int, layer: GpuLayer, normed: Tensor, rope: CosSin, attention: Any
+    ) -> Tensor:
+        """Output of a layer's attention, to be added to the residual stream."""
+        if _wants(attention, "wants_inputs"):
+            attention.note_input(number, normed)
+        rows, (num_heads, kv_heads) = len(normed), layer.heads
+        joint = layer.qkv(normed)
+        if layer.head_norms is not None:
+            ours, theirs = layer.head_norms
+            weights = ours.weight, theirs.weight
+            row_calls.norm_query_and_key(joint, layer.heads, weights, ours.eps)
+        heads = joint.view(rows, num_heads + 2 * kv_heads, layer.head_dim)
+        query, key, value = torch.split(heads, [num_heads, kv_heads, kv_heads], dim=1)
+        takes_rope = _wants(attention, "takes_rope")
+        if not takes_rope:
+            rope_calls.rotate(query, key, rope)
+        call = AttentionCall(
+            layer=number,
+            scale=layer.scale,
+            window=self.spec.layers[number].window,
+            softcap=None,
+            sinks=None,
+            rotary=self._bridge.rotaries.get(number),
+            rope=rope if takes_rope else None,
+        )
+        attended: Tensor = attention.attend(call, query, key, value)
+        return layer.output(attended.reshape(rows, num_heads * layer.head_dim))
+
+
+def _wants(attention: object, name: str) -> bool:
+    return bool(getattr(attention, name, False))
