@@ -82,5 +82,7 @@ def gated_silu(both, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     place = both + row * (2 * WIDTH) + column
     gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(place + WIDTH, mask=inside, other=0.0).to(tl.float32)
-    active = rounded_to(gate / (1.0 + tl.exp(-gate)), out.dtype.element_ty)
+    small = tl.exp(-tl.abs(gate))  # never overflows
+    active = gate * tl.where(gate < 0, small, 1.0) / (1.0 + small)
+    active = rounded_to(active, out.dtype.element_ty)
     tl.store(out + row * WIDTH + column, stored_as(active * up, out.dtype.element_ty), mask=inside)

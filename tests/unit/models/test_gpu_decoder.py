@@ -1,0 +1,252 @@
+"""Fused layers of GPUs, in Triton's interpreter: equal to Transformers, alone and in engines."""
+
+import pytest
+import torch
+from torch import nn
+
+from quire.engine.graph_capture import RepeatedCalls
+from quire.errors import UnsupportedModel
+from quire.layout.statistics import ResidualSimilarity
+from quire.models.adapter import TransformersDecoder
+from quire.models.generation import GenerationDefaults
+from quire.models.loader import LoadedModel
+from quire.models.native import select
+from quire.models.native.gpu_layers import gpu_refusal
+from quire.models.verify import DenseAttention, compare_with_transformers
+from quire.models.weights import weight_bytes
+from support import zoo
+from support.engines import make_prompts
+from support.flat import flat_logits, sequences
+from support.interpreted import interpreted, triton_backend
+from unit.engine import test_decode_graphs as graphs
+
+interpreted("backend")
+
+from quire.models.native.gpu_decoder import GpuDecoder  # noqa: E402 - imports Triton
+
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(autouse=True)
+def plain_linears(monkeypatch):
+    """Linear layers of torch, as on a GPU."""
+    monkeypatch.setattr("quire.models.adapter.prepare_linears", lambda *_: None)
+
+
+def decoder_of(name, **options):
+    return GpuDecoder(zoo.build(name, **options))
+
+
+def loaded(decoder):
+    return LoadedModel(
+        decoder=decoder,
+        tokenizer=None,
+        generation=GenerationDefaults(),
+        spec=decoder.spec,
+        name="zoo",
+        weight_bytes=0,
+    )
+
+
+def distance(found, expected):
+    return float((found.float() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("name", zoo.NATIVE)
+def test_ragged_chunked_batches_give_transformers_logits(name):
+    prompts = sequences(21, 13, 1, vocab_size=zoo.VOCAB_SIZE)
+    model = zoo.build(name)
+    ours = flat_logits(decoder_of(name), prompts, chunk_tokens=[6, 5, 1, 1, 64])
+    with torch.inference_mode():
+        for prompt, found in zip(prompts, ours, strict=True):
+            expected = model(prompt.unsqueeze(0)).logits[0]
+            torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_is_as_near_to_float32_as_transformers(dtype):
+    (prompt,) = sequences(20, vocab_size=zoo.VOCAB_SIZE)
+    (ours,) = flat_logits(decoder_of("wide_qwen3", dtype=dtype), [prompt], chunk_tokens=[7])
+    model = zoo.build("wide_qwen3", dtype=dtype)
+    with torch.inference_mode():
+        theirs = model(prompt.unsqueeze(0)).logits[0]
+        expected = model.float()(prompt.unsqueeze(0)).logits[0]
+    assert ours.dtype == dtype
+    assert distance(ours, expected) < max(0.01, 1.1 * distance(theirs, expected))
+
+
+@pytest.mark.parametrize("name", ["wide_llama_tied", "wide_qwen2", "wide_phi3"])
+def test_modules_share_the_joint_weights(name):
+    """The comparison at load runs the modules; weights are stored once, and names are kept."""
+    model = zoo.build(name)
+    before, names = weight_bytes(model), {n: p.clone() for n, p in model.named_parameters()}
+
+    decoder = GpuDecoder(model)
+
+    compare_with_transformers(decoder)
+    assert weight_bytes(model) == before
+    assert all(torch.equal(p, names[n]) for n, p in model.named_parameters())
+    layer, fused = model.model.layers[0], decoder._fused.layers[0]
+    with torch.no_grad():
+        fused.qkv.weight.zero_()
+        fused.gate_up.weight.zero_()
+    for parent in (layer.self_attn, layer.mlp):
+        outputs = (parent.o_proj if parent is layer.self_attn else parent.down_proj).weight
+        for own in parent.parameters():
+            if own.ndim == 2 and own is not outputs:
+                assert not own.any()
+
+
+def test_empty_batches_and_sampled_rows():
+    decoder, (prompt,) = decoder_of("wide_llama"), sequences(8, vocab_size=zoo.VOCAB_SIZE)
+
+    def forward(tokens, rows):
+        positions = torch.arange(len(tokens))
+        dense = DenseAttention().batch([0] * len(tokens), positions.tolist())
+        return decoder.forward(tokens, positions, torch.tensor(rows, dtype=torch.int64), dense)
+
+    every = forward(prompt, list(range(8)))
+    torch.testing.assert_close(forward(prompt, [5, 0, 5]), every[[5, 0, 5]])
+    assert forward(prompt, []).shape == (0, zoo.VOCAB_SIZE)
+    assert forward(prompt[:0], []).shape == (0, zoo.VOCAB_SIZE)
+
+
+class Noting:
+    """Attention that notes what the decoder passes on."""
+
+    def __init__(self, inner):
+        self.inner, self.calls = inner, []
+        self.wants_residual_similarity = self.wants_inputs = True
+        self.hidden_rows = torch.tensor([2, 0])
+        self.inputs, self.similarities, self.states = {}, {}, None
+
+    def attend(self, call, query, key, value):
+        self.calls.append(call)
+        return self.inner.attend(call, query, key, value)
+
+    def note_input(self, layer, inputs):
+        self.inputs[layer] = inputs.clone()
+
+    def note_residual_similarity(self, layer, cosines):
+        self.similarities[layer] = cosines
+
+    def note_hidden_states(self, states):
+        self.states = states
+
+
+def noted(decoder, prompt):
+    positions = torch.arange(len(prompt))
+    noting = Noting(DenseAttention().batch([0] * len(prompt), positions.tolist()))
+    assert decoder.prepare(ResidualSimilarity()) is None
+    assert decoder.prepare_hidden_states() is None
+    assert decoder.prepare_recomputation() is None
+    decoder.forward(prompt, positions, positions, noting)
+    return noting
+
+
+def test_statistics_equal_those_of_the_modules():
+    (prompt,) = sequences(5, vocab_size=zoo.VOCAB_SIZE)
+    ours = noted(decoder_of("wide_mistral"), prompt)
+    theirs = noted(TransformersDecoder(zoo.build("wide_mistral")), prompt)
+
+    close = {"atol": 1e-5, "rtol": 1e-4}
+    torch.testing.assert_close(ours.inputs, theirs.inputs, **close)
+    torch.testing.assert_close(ours.similarities, theirs.similarities, **close)
+    torch.testing.assert_close(ours.states, theirs.states, **close)
+    assert [call.rope for call in ours.calls] == [None] * len(ours.calls)
+    rotaries = [call.rotary for call in ours.calls]
+    assert all(rotary is not None for rotary in rotaries)
+
+
+def test_long_rope_variants():
+    (prompt,) = sequences(9, vocab_size=zoo.VOCAB_SIZE)
+    ours, theirs = decoder_of("wide_phi3"), TransformersDecoder(zoo.build("wide_phi3"))
+    for variant in range(ours.num_rope_variants):
+        (found,), (expected,) = (
+            flat_logits(decoder, [prompt], chunk_tokens=[4], rope_variant=variant)
+            for decoder in (ours, theirs)
+        )
+        torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
+
+
+KV = [{}, {"codec": "int8"}, {"codec": "int8+residual=4"}, {"evict": "recent:cap=8"}]
+
+
+@pytest.mark.parametrize("kv", [*KV, {"evict": "h2o:cap=8"}], ids=str)
+def test_engines_give_the_tokens_of_the_modules(kv, monkeypatch):
+    """Steps with prompts, and decode steps with padding rows."""
+    monkeypatch.setattr(graphs, "LENGTHS", (2, 6, 4, 5))
+    prompts = make_prompts(3, 10, seed=4)
+    modules = loaded(TransformersDecoder(zoo.build("wide_qwen3")))
+    expected = graphs.outputs(graphs.engine_of(modules, **kv), prompts)
+    monkeypatch.setattr(graphs, "StaticGathered", lambda _: triton_backend(multiprocessors=8))
+    capture = None if "residual" in kv.get("codec", "") else RepeatedCalls()
+    if capture is None:
+        monkeypatch.setattr(graphs, "StaticGathered", graphs.StaticGathered)
+    engine = graphs.engine_of(loaded(decoder_of("wide_qwen3")), capture, **kv)
+
+    assert graphs.outputs(engine, prompts) == expected
+
+    if capture is not None:
+        stats = engine.stats().graphs
+        assert stats.off is None
+        assert stats.replayed > 2 or "h2o" in kv.get("evict", "")
+
+
+def test_rope_is_applied_in_the_write(monkeypatch):
+    """Decode steps launch one kernel for RoPE and the write of a layer."""
+    backend, seen = triton_backend(multiprocessors=8), []
+    write, fused = backend.write, backend.rotate_and_write
+    monkeypatch.setattr(backend, "write", lambda *args: (seen.append("write"), write(*args)))
+    monkeypatch.setattr(
+        backend, "rotate_and_write", lambda *args: seen.append("fused") or fused(*args)
+    )
+    monkeypatch.setattr(graphs, "StaticGathered", lambda _: backend)
+    monkeypatch.setattr(graphs, "LENGTHS", (3, 2))
+    engine = graphs.engine_of(loaded(decoder_of("wide_llama")), RepeatedCalls())
+
+    graphs.outputs(engine, make_prompts(2, 6, seed=4))
+
+    assert set(seen) == {"fused"}
+
+
+# ---- refusals and selection ----------------------------------------------------------------------
+
+
+def test_other_architectures_are_refused():
+    with pytest.raises(UnsupportedModel, match="not among the fused architectures"):
+        decoder_of("gpt2")
+
+
+def test_layers_that_are_not_plain_are_refused():
+    model = zoo.build("wide_llama")
+    model.model.layers[1].mlp.down_proj = type("Other", (nn.Linear,), {})(4, 4)
+    assert "mlp.down_proj is a Other, not a plain linear layer" in gpu_refusal(model)
+
+
+def test_hooks_and_other_types_are_refused():
+    model = zoo.build("wide_llama")
+    model.config.hidden_act = "gelu"
+    assert "its activation is 'gelu'" in gpu_refusal(model)
+    model = zoo.build("wide_llama")
+    handle = model.model.layers[0].self_attn.o_proj.register_forward_hook(lambda *_: None)
+    assert "self_attn.o_proj has hooks" in gpu_refusal(model)
+    handle.remove()
+    model.model.norm.to(torch.float16)
+    assert "several types: torch.float16, torch.float32" in gpu_refusal(model)
+    assert "torch.float64" in gpu_refusal(zoo.build("wide_llama").double())
+
+
+def test_a_model_on_a_gpu_has_fused_layers_if_their_kernels_run(monkeypatch):
+    model = zoo.build("wide_llama").to("meta")
+    monkeypatch.setattr(select, "gpu_refusal", lambda _: None)
+    reasons = []
+    monkeypatch.setattr(select, "why_no_rows", lambda *_: reasons[-1])
+
+    reasons.append(None)
+    chosen = select.choose_implementation(model, None, "auto")
+    assert chosen.text == "native (LlamaForCausalLM has fused layers for this GPU)"
+
+    reasons.append("no Triton")
+    chosen = select.choose_implementation(model, None, "auto")
+    assert chosen.text == "transformers (not native: no Triton)"
