@@ -6,6 +6,7 @@ from torch import nn
 
 from quire.engine.graph_capture import RepeatedCalls
 from quire.errors import UnsupportedModel
+from quire.kernels.gathered import GatheredAttention
 from quire.layout.statistics import ResidualSimilarity
 from quire.models.adapter import TransformersDecoder
 from quire.models.generation import GenerationDefaults
@@ -17,7 +18,7 @@ from quire.models.weights import weight_bytes
 from support import zoo
 from support.engines import make_prompts
 from support.flat import flat_logits, sequences
-from support.interpreted import interpreted, triton_backend
+from support.interpreted import CPU, interpreted, triton_backend
 from unit.engine import test_decode_graphs as graphs
 
 interpreted("backend")
@@ -179,10 +180,11 @@ def test_engines_give_the_tokens_of_the_modules(kv, monkeypatch):
     prompts = make_prompts(3, 10, seed=4)
     modules = loaded(TransformersDecoder(zoo.build("wide_qwen3")))
     expected = graphs.outputs(graphs.engine_of(modules, **kv), prompts)
-    monkeypatch.setattr(graphs, "StaticGathered", lambda _: triton_backend(multiprocessors=8))
     capture = None if "residual" in kv.get("codec", "") else RepeatedCalls()
-    if capture is None:
-        monkeypatch.setattr(graphs, "StaticGathered", graphs.StaticGathered)
+    other = None if capture else GatheredAttention(CPU)  # Triton reads no full-precision tokens
+    monkeypatch.setattr(
+        graphs, "StaticGathered", lambda _: triton_backend(other, multiprocessors=8)
+    )
     engine = graphs.engine_of(loaded(decoder_of("wide_qwen3")), capture, **kv)
 
     assert graphs.outputs(engine, prompts) == expected
