@@ -76,12 +76,9 @@ def load_tile(
     inside = live[:, None] & (dim < HEAD_DIM)[None, :]
     if KIND == BITS_CODES:
         codes_tile = _unpacked(codes, page, vector, inside, dim, page_bytes, HEAD_DIM, BITS)
-        groups: tl.constexpr = HEAD_DIM // CHANNELS
-        group = (dim // CHANNELS)[None, :]
-        scale = record_of(scales, page, vector, page_bytes, groups)[:, None] + group
-        zero = record_of(zeros, page, vector, page_bytes, groups)[:, None] + group
-        numbers = codes_tile * tl.load(scale, mask=inside, other=0.0).to(tl.float32)
-        numbers += tl.load(zero, mask=inside, other=0.0).to(tl.float32)
+        scale = _of_channels(scales, page, vector, live, dim, page_bytes, HEAD_DIM, CHANNELS)
+        zero = _of_channels(zeros, page, vector, live, dim, page_bytes, HEAD_DIM, CHANNELS)
+        numbers = codes_tile * scale + zero
         for i in tl.static_range(OUTLIERS):
             index = record_of(indices, page, vector, page_bytes, OUTLIERS) + i
             number = record_of(outliers, page, vector, page_bytes, OUTLIERS) + i
@@ -105,6 +102,27 @@ def load_tile(
         scale = vector_scales(scales, page, vector, live, page_bytes, KIND, True)
         numbers *= scale[:, None]
     return numbers.to(OPERAND)
+
+
+@triton.jit
+def _of_channels(
+    plane, page, vector, live, dim, page_bytes, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr
+):
+    """Numbers [slot, dim] of groups of channels, as float32; each is loaded once if possible."""
+    groups: tl.constexpr = HEAD_DIM // CHANNELS
+    record = record_of(plane, page, vector, page_bytes, groups)[:, None]
+    BLOCK_D: tl.constexpr = dim.shape[0]
+    if CHANNELS & (CHANNELS - 1) == 0 and BLOCK_D >= CHANNELS:
+        BLOCK_T: tl.constexpr = live.shape[0]
+        count: tl.constexpr = BLOCK_D // CHANNELS
+        group = tl.arange(0, count)[None, :]
+        inside = live[:, None] & (group < groups)
+        numbers = tl.load(record + group, mask=inside, other=0.0).to(tl.float32)
+        spread = tl.broadcast_to(numbers[:, :, None], [BLOCK_T, count, CHANNELS])
+        return tl.reshape(spread, [BLOCK_T, BLOCK_D])
+    inside = live[:, None] & (dim < HEAD_DIM)[None, :]
+    group = (dim // CHANNELS)[None, :]
+    return tl.load(record + group, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
