@@ -62,7 +62,7 @@ class ModelConfig:
     )
     model_impl: ModelImpl = option(
         "auto",
-        help="native: fused layers in C (Llama, Mistral, Qwen2, Qwen3, Phi-3 on a CPU); "
+        help="native: fused layers (Llama, Mistral, Qwen2, Qwen3, Phi-3), on a GPU in Triton; "
         "transformers: the layers of Transformers; auto: native if supported",
     )
     weight_codec: WeightCodec = option(

@@ -112,8 +112,8 @@ def load_model(  # noqa: PLR0913 - one parameter per option
         placer: offloads the layers beyond a limit of device memory; they are prefetched in every
             pass (see `quire.offload.weights.placement.place_beyond`). None: all layers are on the
             device.
-        model_impl: native (fused layers in C), transformers (the layers of Transformers), or auto:
-            native if the architecture, the device and the CPU support it.
+        model_impl: native (fused layers in C on a CPU, in Triton on a GPU), transformers (the
+            layers of Transformers), or auto: native if architecture and device support it.
         weight_codec: auto (as loaded), or int8 or int4: quantize the linear layers at load.
         group: the ranks that share the model; each loads its part. All of them call this function
             with the same arguments.
