@@ -27,13 +27,22 @@ BIND = jaxtyping.jaxtyped
 FIRST = 4  # checked calls of a function from one `restart_sampling` to the next
 COLLECTIONS = 16  # garbage collections of generation 1 or 2 between two restarts in one test
 NESTED_FIRST = 16  # checked definitions of a function that is defined in a function
+COMPILED = "quire.kernels.triton.device"  # Triton reads the arguments and code of functions
 SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 ALL_CALLS = os.environ.get("QUIRE_TYPE_CHECKS") == "all"
 
 
 def check_types() -> None:
     """Check the functions of all modules of quire that are imported after this call."""
-    jaxtyping.jaxtyped = _checked if ALL_CALLS else _sampled  # the import hook's decorator
+    check = _checked if ALL_CALLS else _sampled
+
+    def jaxtyped(decorated: Any = None, *, typechecker: Callable) -> Any:
+        if decorated is None:
+            return functools.partial(jaxtyped, typechecker=typechecker)
+        is_compiled = decorated.__module__.startswith(COMPILED)
+        return decorated if is_compiled else check(decorated, typechecker=typechecker)
+
+    jaxtyping.jaxtyped = jaxtyped  # the import hook's decorator
     jaxtyping.install_import_hook("quire", "beartype.beartype")
     if not ALL_CALLS:
         gc.callbacks.append(_note_collection)

@@ -1,6 +1,7 @@
 """Capture of a computation whose inputs and outputs keep their addresses, to repeat it."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol, runtime_checkable
 from weakref import WeakSet
 
@@ -83,12 +84,27 @@ class CudaGraphs:
         # other threads may use the device during the capture
         mode = "thread_local"
         capture = torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode=mode)
-        # a capture that fails does not restore the stream; the outer context does
-        with torch.cuda.stream(current), capture:
-            output = call()
+        try:
+            # a capture that fails does not restore the stream; the outer context does
+            with torch.cuda.stream(current), capture:
+                output = call()
+        except RuntimeError:
+            self._reset_generator(current)
+            raise
         captured = CudaGraph(graph, output)
         self._alive.add(captured)
         return captured
+
+    def _reset_generator(self, current: torch.cuda.Stream) -> None:
+        """Capture nothing: a failed capture leaves torch's random numbers in the state of one.
+
+        Without this, the next random number raises "Offset increment outside graph capture"
+        (PyTorch 2.11).
+        """
+        graph = torch.cuda.CUDAGraph()
+        capture = torch.cuda.graph(graph, stream=self._stream)
+        with suppress(RuntimeError), torch.cuda.stream(current), capture:
+            torch.zeros(1, device=self._device)
 
 
 class RepeatedCall:

@@ -10,7 +10,7 @@ from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.engine.decode_graphs import DecodeGraphs, graph_sizes, why_no_graphs
-from quire.engine.graph_capture import RepeatedCalls
+from quire.engine.graph_capture import CudaGraphs, RepeatedCalls
 from quire.engine.runner import Runner
 from quire.errors import ConfigError
 from quire.models.loader import load_model
@@ -317,3 +317,19 @@ def test_required_graphs_on_a_cpu_are_refused_with_the_reason():
     with pytest.raises(ConfigError, match=r"the model is on cpu.*--no-cuda-graphs"):
         Engine(model, kv_config(memory="1MiB"), ScheduleConfig(cuda_graphs=True))
     assert Engine(model, kv_config(memory="1MiB"), ScheduleConfig()).stats().graphs is None
+
+
+@pytest.mark.gpu
+def test_random_numbers_work_after_a_capture_that_fails():
+    capture, ones = CudaGraphs(torch.device("cuda", 0)), torch.ones(8, device="cuda")
+    calls = []
+
+    def reads_when_captured():
+        calls.append(None)
+        return ones * (ones.sum().item() if len(calls) > 2 else 8.0)
+
+    with pytest.raises(RuntimeError, match="captur"):
+        capture.capture(reads_when_captured)
+
+    assert torch.randn(8, device="cuda").isfinite().all()
+    assert capture.capture(lambda: ones * 2).replay().sum().item() == 16

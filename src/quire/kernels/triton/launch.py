@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from quire.kernels.backend import AttentionMath, LayerPages
-from quire.kernels.triton.coding import SideCoding
+from quire.kernels.triton.coding import BITS_CODES, PLAIN, SideCoding
 from quire.kernels.triton.device.decode import decode_splits, merge_splits
 from quire.kernels.triton.device.prefill import prefill_blocks
 from quire.kernels.triton.device.sums import decode_sums, prefill_sums
@@ -43,15 +43,40 @@ class Tiles:
     entries: int
 
     @classmethod
-    def of(cls, head_dim: int, group: int, item_bytes: int) -> "Tiles":
+    def of(cls, head_dim: int, group: int, item_bytes: int, *, is_plain: bool = True) -> "Tiles":
         """Choose tiles that fit the shared memory and the registers of a multiprocessor."""
         dims = max(LEAST_BLOCK, triton.next_power_of_2(head_dim))
         heads = max(LEAST_BLOCK, triton.next_power_of_2(group))
         slots = min(128, max(LEAST_BLOCK, TILE_BYTES // (dims * item_bytes)))
-        entries = min(128, max(LEAST_BLOCK, SUM_BYTES // (4 * dims)))
+        most = 256 if is_plain else 128  # codes are decoded in registers
+        entries = min(most, max(LEAST_BLOCK, most // 128 * SUM_BYTES // (4 * dims)))
         if item_bytes == torch.float32.itemsize:  # no tensor cores: operands are in registers
             entries = min(32, entries)
         return cls(dims, slots, heads, max(entries, heads))
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTiles:
+    """Tiles of decode rows, the fastest of a sweep on an H100 (docs/log.md, 2026-11-27).
+
+    Attributes:
+        slots: slots of a tile.
+        warps: warps of a program.
+        tiles_ahead: tiles that are loaded before they are needed.
+    """
+
+    slots: int
+    warps: int
+    tiles_ahead: int
+
+    @classmethod
+    def of(cls, tiles: Tiles, kinds: set[int], most_ahead: int) -> "DecodeTiles":
+        """Choose tiles for the kinds of codes of keys and values."""
+        if BITS_CODES in kinds:
+            return cls(min(128, 2 * tiles.slots), 4, most_ahead)
+        if kinds != {PLAIN}:
+            return cls(tiles.slots, 2, most_ahead)
+        return cls(tiles.slots, 4, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +118,13 @@ class LayerCall:
     @cached_property
     def tiles(self) -> Tiles:
         """Tile sizes."""
-        return Tiles.of(self.query.shape[2], self.group, self.dtype.itemsize)
+        is_plain = self.kinds == {PLAIN}
+        return Tiles.of(self.query.shape[2], self.group, self.dtype.itemsize, is_plain=is_plain)
+
+    @cached_property
+    def kinds(self) -> set[int]:
+        """Kinds of the codes of keys and values."""
+        return {self.key.kind, self.value.kind}
 
     @cached_property
     def shared(self) -> Mapping[str, object]:
@@ -161,7 +192,8 @@ def side_args(name: str, side: SideCoding) -> dict[str, object]:
 
 def attend_decode(call: LayerCall) -> int:
     """Compute attention for the decode rows; return the bytes of scratch memory."""
-    rows, block = call.plan.step.num_decode, call.tiles.slots
+    tiles = DecodeTiles.of(call.tiles, call.kinds, call.hardware.tiles_ahead)
+    rows, block = call.plan.step.num_decode, tiles.slots
     most = -(-call.plan.longest_decode // block) + (call.plan.lanes.window is not None)
     splits = split_count(rows * call.kv_heads, most, call.hardware.multiprocessors)
     splits = -(-most // -(-most // splits))  # none without slots in the longest row
@@ -171,13 +203,13 @@ def attend_decode(call: LayerCall) -> int:
     partial = torch.empty(count * head_dim, dtype=torch.float32, device=device)
     partial_lse = torch.empty(count, dtype=torch.float32, device=device)
     decode_splits[(rows, call.kv_heads, splits)](
-        **(dict(call.attends) | ({} if is_whole else {"lse": partial_lse})),
+        **(dict(call.attends) | {"BLOCK_T": block} | ({} if is_whole else {"lse": partial_lse})),
         partial=partial,
         num_splits=splits,
         BLOCK_G=call.tiles.heads,
         IS_WHOLE=is_whole,
-        num_warps=4,
-        num_stages=stages(call.hardware.tiles_ahead),
+        num_warps=tiles.warps,
+        num_stages=stages(tiles.tiles_ahead),
     )
     if not is_whole:
         merge_decode(call, partial, partial_lse, splits)

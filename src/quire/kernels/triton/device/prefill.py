@@ -15,6 +15,114 @@ from quire.kernels.triton.device.tiles import (
 )
 
 
+@triton.jit
+def attend_block(
+    q,
+    peak,
+    total,
+    attended,
+    own,
+    start,
+    first,
+    end,
+    window,
+    own_table,
+    page_head,
+    key_codes,
+    key_scales,
+    key_zeros,
+    key_indices,
+    key_outliers,
+    value_codes,
+    value_scales,
+    value_zeros,
+    value_indices,
+    value_outliers,
+    dim,
+    page_bytes,
+    scale,
+    cap,
+    MASKED: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    OPERAND: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    FOLDS: tl.constexpr,
+    KEY_KIND: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    KEY_CHANNELS: tl.constexpr,
+    KEY_OUTLIERS: tl.constexpr,
+    VALUE_KIND: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
+    VALUE_CHANNELS: tl.constexpr,
+    VALUE_OUTLIERS: tl.constexpr,
+):
+    """Attend to a block of slots from `start` on: peak, sum and attended values afterwards.
+
+    Without MASKED, all queries see all slots of the block.
+    """
+    slot = start + tl.arange(0, BLOCK_T)
+    live = slot >= 0
+    if MASKED:
+        live = (slot >= first) & (slot < end)
+    page = pages_of(own_table, slot, live, PAGE_TOKENS)
+    vector = page_head * PAGE_TOKENS + slot % PAGE_TOKENS
+    products = key_products(
+        q,
+        key_codes,
+        key_scales,
+        key_zeros,
+        key_indices,
+        key_outliers,
+        page,
+        vector,
+        live,
+        dim,
+        page_bytes,
+        HEAD_DIM,
+        KEY_KIND,
+        KEY_BITS,
+        KEY_CHANNELS,
+        KEY_OUTLIERS,
+        OPERAND,
+    )
+    logits = capped(products, scale, cap, HAS_SOFTCAP)
+    if MASKED:
+        distance = own[:, None] - slot[None, :]
+        seen = (distance >= 0) & (distance < window) & live[None, :]
+        logits = tl.where(seen, logits, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(logits, 1))
+    base = new_peak
+    if MASKED:
+        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # a query without slots so far
+    shrink = tl.exp2(peak - base)
+    weights = tl.exp2(logits - base[:, None])
+    total = total * shrink + tl.sum(weights, 1)
+    attended *= shrink[:, None]
+    attended += weighted_values(
+        weights,
+        value_codes,
+        value_scales,
+        value_zeros,
+        value_indices,
+        value_outliers,
+        page,
+        vector,
+        live,
+        dim,
+        page_bytes,
+        HEAD_DIM,
+        VALUE_KIND,
+        VALUE_BITS,
+        VALUE_CHANNELS,
+        VALUE_OUTLIERS,
+        FOLDS,
+        OPERAND,
+    )
+    return new_peak, total, attended
+
+
 @triton.jit(do_not_specialize=["first_lane", "window"])
 def prefill_blocks(
     query,
@@ -110,64 +218,105 @@ def prefill_blocks(
     first = tl.maximum(first_own - window + 1, 0)
     end = tl.minimum(first_own + block_queries, held)
 
+    # Blocks whose slots are seen by all queries need no masks. The others are those at the start of
+    # the window and at the diagonal.
+    last_own = first_own + block_queries - 1
+    lead_end = tl.cdiv(tl.maximum(last_own - window + 1, first), BLOCK_T) * BLOCK_T
+    begin = first // BLOCK_T * BLOCK_T
+    whole_end = (first_own + 1) // BLOCK_T * BLOCK_T
+    whole_begin = tl.minimum(lead_end, tl.maximum(whole_end, begin))
+    whole_end = tl.maximum(whole_end, whole_begin)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     attended = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for start in range(first // BLOCK_T * BLOCK_T, end, BLOCK_T):
-        slot = start + tl.arange(0, BLOCK_T)
-        live = (slot >= first) & (slot < end)
-        page = pages_of(own_table, slot, live, PAGE_TOKENS)
-        vector = page_head * PAGE_TOKENS + slot % PAGE_TOKENS
-        products = key_products(
+    for start in range(whole_begin, whole_end, BLOCK_T):
+        peak, total, attended = attend_block(
             q,
+            peak,
+            total,
+            attended,
+            own,
+            start,
+            first,
+            end,
+            window,
+            own_table,
+            page_head,
             key_codes,
             key_scales,
             key_zeros,
             key_indices,
             key_outliers,
-            page,
-            vector,
-            live,
-            dim,
-            page_bytes,
-            HEAD_DIM,
-            KEY_KIND,
-            KEY_BITS,
-            KEY_CHANNELS,
-            KEY_OUTLIERS,
-            OPERAND,
-        )
-        logits = capped(products, scale, cap, HAS_SOFTCAP)
-        distance = own[:, None] - slot[None, :]
-        seen = (distance >= 0) & (distance < window) & live[None, :]
-        logits = tl.where(seen, logits, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(logits, 1))
-        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # a query without slots so far
-        shrink = tl.exp2(peak - base)
-        weights = tl.exp2(logits - base[:, None])
-        total = total * shrink + tl.sum(weights, 1)
-        attended *= shrink[:, None]
-        attended += weighted_values(
-            weights,
             value_codes,
             value_scales,
             value_zeros,
             value_indices,
             value_outliers,
-            page,
-            vector,
-            live,
             dim,
             page_bytes,
+            scale,
+            cap,
+            False,
+            PAGE_TOKENS,
             HEAD_DIM,
+            BLOCK_T,
+            OPERAND,
+            HAS_SOFTCAP,
+            FOLDS,
+            KEY_KIND,
+            KEY_BITS,
+            KEY_CHANNELS,
+            KEY_OUTLIERS,
             VALUE_KIND,
             VALUE_BITS,
             VALUE_CHANNELS,
             VALUE_OUTLIERS,
-            FOLDS,
-            OPERAND,
         )
-        peak = new_peak
+    lead = whole_begin - begin
+    for place in range(0, lead + tl.maximum(end - whole_end, 0), BLOCK_T):
+        start = tl.where(place < lead, begin + place, whole_end + place - lead)
+        peak, total, attended = attend_block(
+            q,
+            peak,
+            total,
+            attended,
+            own,
+            start,
+            first,
+            end,
+            window,
+            own_table,
+            page_head,
+            key_codes,
+            key_scales,
+            key_zeros,
+            key_indices,
+            key_outliers,
+            value_codes,
+            value_scales,
+            value_zeros,
+            value_indices,
+            value_outliers,
+            dim,
+            page_bytes,
+            scale,
+            cap,
+            True,
+            PAGE_TOKENS,
+            HEAD_DIM,
+            BLOCK_T,
+            OPERAND,
+            HAS_SOFTCAP,
+            FOLDS,
+            KEY_KIND,
+            KEY_BITS,
+            KEY_CHANNELS,
+            KEY_OUTLIERS,
+            VALUE_KIND,
+            VALUE_BITS,
+            VALUE_CHANNELS,
+            VALUE_OUTLIERS,
+        )
 
     if HAS_SINKS:
         peak, total, shrink = with_sink(peak, total, sinks, heads, is_query)
