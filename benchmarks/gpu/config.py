@@ -65,7 +65,7 @@ class GpuConfig:
     cap: int = 512
     every: int = 64
     kvpr_model: str = "OPT-6.7B"
-    kvpr_rows: int = 32
+    kvpr_rows: int = 8
     kvpr_tokens: int = 512
     kvpr_chunk: int = 32
     others: tuple[str, ...] = ("static", "continuous", "vllm")

@@ -22,7 +22,7 @@ from transformers import (
 from benchmarks.common.models import llama_of, random_weights
 from benchmarks.gpu.bench import GpuBench
 
-FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, ImportError, NotImplementedError)
+FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, ImportError, LookupError)
 """Errors of other engines that become remarks in the table."""
 
 PAGE_TOKENS = 256
@@ -155,6 +155,9 @@ def _generate_batch(bench: GpuBench) -> float:
             progress_bar=False,
             warmup=bench.target.on_gpu,
         )
+    failed = next((o for o in found.values() if not o.timestamps), None)
+    if failed is not None or not found:
+        raise RuntimeError(getattr(failed, "error", None) or "an output has no timestamps")
     # the last prompt to start decodes together with all others
     last = max(found.values(), key=lambda output: output.timestamps[0])
     return last_steps(last.timestamps[:new_tokens], config.steps)

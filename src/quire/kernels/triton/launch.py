@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from quire.kernels.backend import AttentionMath, LayerPages
-from quire.kernels.triton.coding import BITS_CODES, PLAIN, SideCoding
+from quire.kernels.triton.coding import BITS_CODES, FP8, PLAIN, SideCoding
 from quire.kernels.triton.device.decode import decode_splits, merge_splits
 from quire.kernels.triton.device.prefill import prefill_blocks
 from quire.kernels.triton.device.sums import decode_sums, prefill_sums
@@ -72,7 +72,7 @@ class DecodeTiles:
     @classmethod
     def of(cls, tiles: Tiles, kinds: set[int], most_ahead: int) -> "DecodeTiles":
         """Choose tiles for the kinds of codes of keys and values."""
-        if BITS_CODES in kinds:
+        if kinds & {BITS_CODES, FP8}:  # decoded with many operations
             return cls(min(128, 2 * tiles.slots), 4, most_ahead)
         if kinds != {PLAIN}:
             return cls(tiles.slots, 2, most_ahead)
