@@ -184,7 +184,7 @@ def _continuous_offload(bench: GpuBench) -> float:
         "cpu_offload_space": 16.0 if bench.target.on_gpu else 0.0,
     }
     started_s = time.perf_counter()
-    with torch.inference_mode():
+    with torch.no_grad():  # a thread of Transformers overwrites what is allocated here
         found = model.generate_batch(  # type: ignore[operator]
             inputs=_prompts(bench, shape.vocab_size),
             generation_config=greedy(config.new_tokens),

@@ -146,7 +146,7 @@ def _generate_batch(bench: GpuBench) -> float:
         "max_batch_tokens": max(512, config.step_context),
         "allow_block_sharing": False,
     }
-    with torch.inference_mode():
+    with torch.no_grad():  # a thread of Transformers overwrites what is allocated here
         found = model.generate_batch(  # type: ignore[operator]
             inputs=prompts,
             generation_config=greedy(new_tokens + config.rows),

@@ -16,12 +16,20 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from quire.kernels.backend import AttentionMath, MovedSlots, NewSlots
+from quire.kernels.backend import (
+    AttentionMath,
+    AttentionMeasure,
+    AttentionStatistic,
+    MovedSlots,
+    NewSlots,
+    StatisticRows,
+)
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.rope_write import CosSin
 from quire.kernels.triton import rope_calls, row_calls, slot_calls
 from quire.kernels.triton.backend import TritonAttention
 from quire.kernels.triton.hardware import Hardware
+from quire.layout.statistics import REDUCTIONS
 from support.coded_lanes import coded_twin
 from support.lanes import Lanes
 
@@ -90,6 +98,7 @@ def run_steps():
     attend(backend, "int8", torch.float16, 128)
     for dtype, width in ((torch.float32, 4096), (torch.bfloat16, 4096), (torch.float16, 5120)):
         run_rows(dtype, width)
+    run_statistics(backend)
     places = (torch.arange(4), torch.arange(4))
     planes = (torch.zeros(4, 2, 8, 64), torch.zeros(4, 2, 8, 64, dtype=torch.int8))
     backend.move(MovedSlots(planes, places, places))
@@ -135,6 +144,20 @@ def run_rows(dtype, width):
     row_calls.norm_query_and_key(rows, (4, 2), (norm[:64], norm[:64]), 1e-6)
     heads = rows.view(3, -1, 64)
     rope_calls.rotate(heads[:, :4], heads[:, 4:6], CosSin(torch.ones(3, 64), torch.ones(3, 64)))
+
+
+def run_statistics(backend):
+    """Accumulate each statistic."""
+    numbers, table = torch.zeros(8, 2, 16, 1), torch.zeros(4, 1, 2, dtype=torch.int32)
+    rows = torch.arange(3)
+    slots = rows[:, None].int()
+    for count in AttentionMeasure:
+        for heads in REDUCTIONS:
+            backend.tally(
+                AttentionStatistic(numbers, table, 0, count, heads),
+                StatisticRows(rows, rows, slots, rows.int()),
+                torch.zeros(3, 8, 32),
+            )
 
 
 def main():

@@ -12,7 +12,9 @@ from quire.kernels.gathered import GatheredAttention
 from quire.kernels.native.backend import NativeAttention
 from quire.kernels.native.library import PATHS, NativeLibrary, load_library
 from quire.kernels.reference_backend import ReferenceAttention
+from quire.kernels.triton.hardware import why_no_triton
 from quire.layout.statistics import MAX, MEAN, REDUCTIONS
+from support.interpreted import triton_backend
 
 CPU = torch.device("cpu")
 LIBRARY = load_library()
@@ -22,6 +24,8 @@ if isinstance(LIBRARY, NativeLibrary):
         library = replace(LIBRARY, path=path)
         BACKENDS[f"native, {PATHS[path]}"] = NativeAttention(library, GatheredAttention(CPU))
     BACKENDS["native"] = BACKENDS[f"native, {PATHS[LIBRARY.path]}"]
+if why_no_triton(CPU) is None:
+    BACKENDS["triton"] = triton_backend(GatheredAttention(CPU))
 
 
 class StatisticsCase:
@@ -152,3 +156,19 @@ def test_unsupported_tensors_fall_back_to_torch(change):
 
     for (row, lane, slot), number in expected.items():
         torch.testing.assert_close(case.at(row, lane, slot), number, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.skipif("triton" not in BACKENDS, reason="no interpreter of Triton")
+@pytest.mark.parametrize("count", list(AttentionMeasure))
+@pytest.mark.parametrize("heads", list(REDUCTIONS))
+def test_triton_accumulates_without_torch(count, heads, monkeypatch):
+    monkeypatch.setattr(GatheredAttention, "tally", None)
+    case = StatisticsCase(
+        slots=[[300, 7], [1, 256]], fresh=[1, 1], heads=2, group=4, page_tokens=16, seed=3
+    )
+    expected = case.expected(count, heads)
+
+    BACKENDS["triton"].tally(case.tally(count, heads), case.rows, case.sums)
+
+    found = torch.stack([case.at(*place) for place in expected])
+    torch.testing.assert_close(found, torch.stack([*expected.values()]), atol=1e-6, rtol=1e-5)

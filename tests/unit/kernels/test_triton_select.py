@@ -223,10 +223,12 @@ def test_wrong_kernels_are_found(name, change, reason):
     assert self_test.first_wrong(backend, CPU, torch.float32, 16) == reason
 
 
-def test_kernels_that_do_not_write_or_move_are_found(monkeypatch):
+def test_kernels_that_do_not_write_move_or_accumulate_are_found(monkeypatch):
     backend = triton_backend()
     backend.write = lambda *args: None
     assert self_test.first_wrong(backend, CPU, torch.float32, 16) is not None
+    backend.tally = lambda *args: None
+    assert self_test.first_wrong(backend, CPU, torch.float32, 16) == "wrong statistics of slots"
     backend.move = lambda moves: None
     assert self_test.first_wrong(backend, CPU, torch.float32, 16) == "wrong copies of slots"
 

@@ -32,6 +32,7 @@ from quire.kernels.triton.hardware import Hardware, device_of
 from quire.kernels.triton.launch import LayerCall, attend_decode, attend_prefill, sum_columns
 from quire.kernels.triton.plan import TritonPlan, check_column_sums, make_plan, make_static_plan
 from quire.kernels.triton.slot_calls import can_move, can_write
+from quire.kernels.triton.statistic_calls import can_tally, tally_attention
 
 _log = logging.getLogger(__name__)
 
@@ -115,7 +116,11 @@ class TritonAttention:
 
     def tally(self, tally: AttentionStatistic, rows: StatisticRows, column_sums: Tensor) -> None:
         """Add a step's attention to the statistics of slots; see `AttentionBackend.tally`."""
-        self._gathered.tally(tally, rows, column_sums)
+        if can_tally(tally, rows, column_sums):
+            with device_of(column_sums):
+                tally_attention(tally, rows, column_sums)
+        else:
+            self._gathered.tally(tally, rows, column_sums)
 
     def attend(
         self,

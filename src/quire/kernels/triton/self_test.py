@@ -17,10 +17,13 @@ from quire.codecs.registry import make_codec
 from quire.kernels.backend import (
     AttentionBackend,
     AttentionMath,
+    AttentionMeasure,
+    AttentionStatistic,
     LaneSlots,
     LayerPages,
     MovedSlots,
     NewSlots,
+    StatisticRows,
     StepShape,
 )
 from quire.kernels.coded import CodedPages, CodedPlanes
@@ -29,6 +32,7 @@ from quire.kernels.reference_backend import ReferenceAttention
 from quire.kernels.triton.backend import TritonAttention
 from quire.kernels.triton.hardware import Hardware, cannot_run, failure_of
 from quire.layout.codec_names import codec_spec
+from quire.layout.statistics import MEAN
 
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 _CODECS = ("int8", "fp8", "int4")
@@ -94,6 +98,8 @@ def first_wrong(
     """
     if not _moves_right(backend, device):
         return "wrong copies of slots"
+    if with_sums and not _tallies_right(backend, device):
+        return "wrong statistics of slots"
     plain = str(dtype).removeprefix("torch.")
     codecs = (*_CODECS,) if head_dim % 8 == 0 else ()
     for codec, has_extras in ((plain, False), (plain, True), *((name, False) for name in codecs)):
@@ -134,6 +140,26 @@ def _moves_right(backend: AttentionBackend, device: torch.device) -> bool:
     source, target = ([x.to(device) for x in places] for places in (ends, onto))
     backend.move(MovedSlots((got,), (source[0], source[1]), (target[0], target[1])))
     return torch.equal(got.cpu(), expected)
+
+
+def _tallies_right(backend: AttentionBackend, device: torch.device) -> bool:
+    """Return whether attention is added to the statistics of old slots, and replaces new ones."""
+    numbers = torch.linspace(0, 1, _NUM_PAGES * _HEADS * _PAGE_TOKENS)
+    shape = (_NUM_PAGES, _HEADS, _PAGE_TOKENS, 1)
+    table = torch.arange(_NUM_PAGES).flip(0).int().view(len(_SLOTS), 1, _COLUMNS)
+    rows = torch.arange(len(_SLOTS))
+    held, fresh = torch.tensor(_SLOTS).int()[:, None], torch.tensor(_NEW_TOKENS).int()
+    sums = torch.linspace(1, 0, len(_SLOTS) * _HEADS * _GROUP * max(_SLOTS))
+    found = []
+    for own, place in ((ReferenceAttention(), torch.device("cpu")), (backend, device)):
+        planes = numbers.to(place, copy=True).view(shape)
+        own.tally(
+            AttentionStatistic(planes, table.to(place), 0, AttentionMeasure.SUM, MEAN),
+            StatisticRows(*(x.to(place) for x in (rows, rows, held, fresh))),
+            sums.view(len(_SLOTS), _HEADS * _GROUP, max(_SLOTS)).to(place),
+        )
+        found.append(planes.cpu())
+    return torch.allclose(found[0], found[1], atol=1e-5)
 
 
 class _Sample:
