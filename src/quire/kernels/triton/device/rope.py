@@ -3,8 +3,9 @@
 import triton
 import triton.language as tl
 
+from quire.kernels.triton.device.codes import record_of
 from quire.kernels.triton.device.encode import encode_vector
-from quire.kernels.triton.device.tiles import record_of, stored_as
+from quire.kernels.triton.device.tiles import stored_as
 
 
 @triton.jit

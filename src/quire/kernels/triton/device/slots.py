@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.device.tiles import record_of, stored_as
+from quire.kernels.triton.device.codes import record_of
+from quire.kernels.triton.device.tiles import stored_as
 
 
 # page numbers and offsets are parts of larger tensors, so that their addresses have any alignment
