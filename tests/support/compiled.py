@@ -1,12 +1,13 @@
 """Compiles the launches of Triton's kernels for a GPU, without a GPU.
 
-`python -m support.compiled` runs steps whose launches are compiled for compute capability 9.0 (an
-H100) instead of launched. Triton brings the assembler. It prints the shared memory and the products
-on tensor cores of each kernel.
+`python -m support.compiled [H100, A100 or L4]` runs steps whose launches are compiled for this GPU
+instead of launched. Triton brings the assembler. It prints the shared memory and the products on
+tensor cores of each kernel.
 """
 
 import inspect
 import os
+import sys
 
 os.environ.pop("TRITON_INTERPRET", None)  # before torch imports Triton
 
@@ -33,9 +34,14 @@ from quire.layout.statistics import REDUCTIONS
 from support.coded_lanes import coded_twin
 from support.lanes import Lanes
 
-TARGET = GPUTarget("cuda", 90, 32)
-SHARED_BYTES = 227 << 10  # of a block on an H100
-H100 = Hardware("NVIDIA H100", 132, 2, interpreted=False)
+GPUS = {
+    "H100": (90, 227 << 10, Hardware("NVIDIA H100", 132, 2, large_tiles=True, interpreted=False)),
+    "A100": (80, 163 << 10, Hardware("NVIDIA A100", 108, 2, large_tiles=False, interpreted=False)),
+    "L4": (89, 99 << 10, Hardware("NVIDIA L4", 58, 1, large_tiles=False, interpreted=False)),
+}
+"""Compute capability, shared memory of a block, and properties."""
+CAPABILITY, SHARED_BYTES, HARDWARE = GPUS[sys.argv[1] if len(sys.argv) > 1 else "H100"]
+TARGET = GPUTarget("cuda", CAPABILITY, 32)
 _TYPES = {
     torch.float32: "fp32",
     torch.float16: "fp16",
@@ -85,7 +91,7 @@ def compile_launch(function, *args, num_warps=4, num_stages=3, **kwargs):
 
 def run_steps():
     """Run steps with plain pages and codes, and writes, moves and packing."""
-    backend = TritonAttention(torch.device("cpu"), GatheredAttention(torch.device("cpu")), H100)
+    backend = TritonAttention(torch.device("cpu"), GatheredAttention(torch.device("cpu")), HARDWARE)
     for dtype, head_dim in (
         (torch.bfloat16, 80),
         (torch.bfloat16, 128),
@@ -166,7 +172,8 @@ def main():
     )
     run_steps()
     print(
-        f"{len(_done)} kernels compiled for compute capability 9.0 by Triton {triton.__version__}"
+        f"{len(_done)} kernels compiled for compute capability {CAPABILITY / 10} by Triton "
+        f"{triton.__version__}"
     )
 
 

@@ -81,5 +81,5 @@ def triton_backend(gathered=None, *, multiprocessors=2):
     """The backend with a number of multiprocessors, which decides on splits."""
     from quire.kernels.triton.backend import TritonAttention
 
-    hardware = Hardware("interpreter", multiprocessors, 1, interpreted=True)
+    hardware = Hardware("interpreter", multiprocessors, 1, large_tiles=False, interpreted=True)
     return TritonAttention(CPU, gathered or Refusing(), hardware)

@@ -75,18 +75,11 @@ class PaddedBridge:
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """See `PagedAttention.attend`."""
         own = slice(self._num_tokens)
-        if call.rope is not None:
-            call = replace(call, rope=call.rope.first(self._num_tokens))
         if self._num_tokens == len(query):
             return self._bridge.attend(call, query, key, value)
         out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
         out[own] = self._bridge.attend(call, query[own], key[own], value[own])
         return out
-
-    @property
-    def takes_rope(self) -> bool:
-        """See `PagedAttention`."""
-        return getattr(self._bridge, "takes_rope", False)
 
     @property
     def hidden_rows(self) -> Tensor | None:

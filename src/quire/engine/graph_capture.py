@@ -101,10 +101,11 @@ class CudaGraphs:
         Without this, the next random number raises "Offset increment outside graph capture"
         (PyTorch 2.11).
         """
-        graph = torch.cuda.CUDAGraph()
-        capture = torch.cuda.graph(graph, stream=self._stream)
-        with suppress(RuntimeError), torch.cuda.stream(current), capture:
-            torch.zeros(1, device=self._device)
+        with suppress(RuntimeError), torch.cuda.stream(current):
+            graph = torch.cuda.CUDAGraph()
+            mode = "thread_local"
+            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode=mode):
+                torch.zeros(1, device=self._device)
 
 
 class RepeatedCall:

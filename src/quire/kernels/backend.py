@@ -240,7 +240,8 @@ class AttentionBackend(Protocol):
             math: scale, soft cap, sinks and RoPE.
             query: the flat batch, after RoPE.
             fresh: keys and values of the flat batch before they were written, [num_tokens,
-                num_kv_heads, head_dim]; with coded pages, attention uses the codes.
+                num_kv_heads, head_dim]. With coded pages, attention uses the codes, and these keys
+                may be before RoPE.
             column_sums: float32, contiguous, at least as wide as the fullest lane; receives, per
                 query head, each slot's weights summed over the row's queries of this step. Must be
                 zero for rows with several tokens; for rows with one token the live slots are

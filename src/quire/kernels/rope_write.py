@@ -26,10 +26,6 @@ class CosSin:
         """Leading elements of a head that are rotated."""
         return self.cosine.shape[1]
 
-    def first(self, num_tokens: int) -> "CosSin":
-        """Return those of the first tokens."""
-        return CosSin(self.cosine[:num_tokens], self.sine[:num_tokens])
-
     def rotate(
         self, heads: Float[Tensor, "num_tokens head head_dim"]
     ) -> Float[Tensor, "num_tokens head head_dim"]:

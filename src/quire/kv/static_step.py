@@ -4,8 +4,9 @@
                  the batch         padding: row 0 again
 
 All inputs are views of one buffer, which one copy overwrites before each step. A padding row has
-the token, the page table and the new slot of row 0, and one live slot. Its new keys and values are
-replaced by those of row 0, so that it writes what row 0 writes. Its outputs are not used.
+the token, the page table and the new slot of row 0, and one live slot. It writes nothing if RoPE is
+part of the write; else its new keys and values are replaced by those of row 0, so that it writes
+what row 0 writes. Its outputs are not used.
 """
 
 from collections.abc import Callable, Sequence

@@ -132,7 +132,8 @@ class LayerKV:
     ) -> KeysAndValues:
         """Keys and values of a layer, [token, num_kv_heads, head_dim] each, keys after RoPE.
 
-        Equal to the stored ones up to the summation order of products.
+        Equal to the stored ones up to the summation order of products and, in half precision after
+        fused layers, the rounding of cosines and sines.
 
         Args:
             layer: index of the layer.

@@ -155,13 +155,19 @@ def test_old_versions_of_triton_are_not_used(monkeypatch, device, version, is_us
     assert why_no_triton(device) == (None if is_used else expected)
 
 
-@pytest.mark.parametrize(("shared_bytes", "tiles_ahead"), [(99 << 10, 1), (227 << 10, 2)])
-def test_tiles_ahead_fit_the_shared_memory(monkeypatch, shared_bytes, tiles_ahead):
+@pytest.mark.parametrize(
+    ("capability", "shared_bytes", "tiles_ahead", "is_large"),
+    [((8, 9), 99 << 10, 1, False), ((8, 0), 163 << 10, 2, False), ((9, 0), 227 << 10, 2, True)],
+)
+def test_tiles_fit_the_shared_memory(monkeypatch, capability, shared_bytes, tiles_ahead, is_large):
     class Properties:
         name, multi_processor_count = "GPU", 132
+        major, minor = capability
         shared_memory_per_block_optin = shared_bytes
 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
 
-    assert Hardware.of(CUDA) == Hardware("GPU", 132, tiles_ahead, interpreted=False)
+    assert Hardware.of(CUDA) == Hardware(
+        "GPU", 132, tiles_ahead, large_tiles=is_large, interpreted=False
+    )

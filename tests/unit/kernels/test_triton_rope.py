@@ -1,5 +1,7 @@
 """RoPE in one kernel with the write of pages equals RoPE of torch followed by the write."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -169,3 +171,12 @@ def test_rotation_without_a_write():
     rope_calls.rotate(query, key, rope)
 
     torch.testing.assert_close((query, key, value), expected)
+
+
+def test_kernels_run_on_the_device_of_the_heads(monkeypatch):
+    (query, key, _), rope, seen = heads_of(2, 16, torch.float32), turns_of(2, 16), []
+    monkeypatch.setattr(
+        rope_calls, "device_of", lambda heads: seen.append(heads.device) or nullcontext()
+    )
+    rope_calls.rotate(query, key, rope)
+    assert seen == [CPU]

@@ -6,6 +6,7 @@ from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from quire.kernels import row_kernels
+from quire.kernels.row_kernels import RowShape
 from support.interpreted import CPU, FAILURES, interpreted
 
 row_calls = interpreted("row_calls")
@@ -15,12 +16,15 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = 1e-5
 
 
+SHAPES = [RowShape(320, 32, 32), RowShape(96, 80, 32), RowShape(48, 16, 8)]
+
+
 @pytest.fixture(autouse=True)
 def fresh_results():
     """No results of other tests."""
-    row_kernels.why_no_rows.cache_clear()
+    row_kernels._wrong_kernels.cache_clear()
     yield
-    row_kernels.why_no_rows.cache_clear()
+    row_kernels._wrong_kernels.cache_clear()
 
 
 def rows_of(count, width, dtype, seed=0):
@@ -94,9 +98,10 @@ def test_gated_silu(dtype, width):
     assert_near(row_calls.gated(both), F.silu(gate) * up)
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_right_kernels_are_used(dtype):
-    assert row_kernels.why_no_rows(CPU, dtype) is None
+def test_right_kernels_are_used(dtype, shape):
+    assert row_kernels.why_no_rows(CPU, dtype, shape) is None
 
 
 @pytest.mark.parametrize(
@@ -107,7 +112,7 @@ def test_right_kernels_are_used(dtype):
         ("gated", "the gated activation"),
     ],
 )
-def test_wrong_kernels_are_not_used(monkeypatch, name, kernel):
+def test_wrong_kernels_are_not_used(monkeypatch, caplog, name, kernel):
     right = getattr(row_calls, name)
 
     def wrong(rows, *args):
@@ -116,13 +121,14 @@ def test_wrong_kernels_are_not_used(monkeypatch, name, kernel):
         return out
 
     monkeypatch.setattr(row_calls, name, wrong)
-    reason = row_kernels.why_no_rows(CPU, torch.bfloat16)
+    reason = row_kernels.why_no_rows(CPU, torch.bfloat16, SHAPES[0])
+    assert f"{reason}; please report it" in caplog.text
     assert reason == f"wrong results of {kernel} on cpu"
 
 
 def test_wrong_rope_is_not_used(monkeypatch):
     monkeypatch.setattr(row_self_test.rope_calls, "rotate", lambda *_: None)
-    assert row_kernels.why_no_rows(CPU, torch.float32) == "wrong results of RoPE on cpu"
+    assert row_kernels.why_no_rows(CPU, torch.float32, SHAPES[0]) == "wrong results of RoPE on cpu"
 
 
 @pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)
@@ -130,10 +136,12 @@ def test_kernels_that_cannot_run_are_not_used(monkeypatch, error):
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(row_self_test, "wrong_kernels", fail)
-    assert str(error)[:20] in row_kernels.why_no_rows(CPU, torch.float32)
+    with monkeypatch.context() as patch:
+        patch.setattr(row_self_test, "wrong_kernels", fail)
+        assert str(error)[:20] in row_kernels.why_no_rows(CPU, torch.float32, SHAPES[0])
+    assert row_kernels.why_no_rows(CPU, torch.float32, SHAPES[0]) is None
 
 
 def test_reason_without_triton(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET")
-    assert "run on NVIDIA GPUs" in row_kernels.why_no_rows(CPU, torch.float32)
+    assert "run on NVIDIA GPUs" in row_kernels.why_no_rows(CPU, torch.float32, SHAPES[0])

@@ -12,6 +12,7 @@ from quire.cli import doctor
 from quire.errors import ConfigError
 from quire.kernels import select
 from quire.kernels.gathered import GatheredAttention
+from quire.kernels.rope_write import CosSin
 from quire.kernels.select import select_backend
 from quire.kernels.triton.coding import BITS_CODES, FP8, INT8, PLAIN
 from quire.kernels.triton.hardware import Hardware
@@ -112,7 +113,7 @@ def gpu(monkeypatch):
     """A CUDA device, as far as the selection sees."""
     monkeypatch.setattr(select, "GatheredAttention", lambda device, **_: GatheredAttention(CPU))
     monkeypatch.setattr(select, "why_no_triton", lambda device: None)
-    found = Hardware("NVIDIA H100", 132, 2, interpreted=False)
+    found = Hardware("NVIDIA H100", 132, 2, large_tiles=True, interpreted=False)
     monkeypatch.setattr(self_test, "tested_hardware", lambda *args: found)
     return monkeypatch
 
@@ -221,6 +222,20 @@ def test_wrong_kernels_are_found(name, change, reason):
     backend = wrong_after(triton_backend(), name, change)
 
     assert self_test.first_wrong(backend, CPU, torch.float32, 16) == reason
+
+
+@pytest.mark.parametrize("turns", [None, 2.0])
+def test_wrong_rope_in_the_write_is_found(turns):
+    """A kernel that writes nothing, and one that rotates too far."""
+    backend = triton_backend()
+    right = backend.rotate_and_write
+
+    def wrong(slots, query, key, value, rope, source=None):
+        own = CosSin(rope.cosine + 0.2, rope.sine)
+        return turns is None or right(slots, query, key, value, own, source)
+
+    backend.rotate_and_write = wrong
+    assert self_test.first_wrong(backend, CPU, torch.float32, 16).startswith("wrong numbers")
 
 
 def test_kernels_that_do_not_write_move_or_accumulate_are_found(monkeypatch):

@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from quire.config.generation_request import GenerationRequest
+from quire.engine.core import Engine
 from quire.engine.graph_capture import RepeatedCalls
-from quire.errors import UnsupportedModel
+from quire.errors import ConfigError, UnsupportedModel
 from quire.kernels.gathered import GatheredAttention
 from quire.layout.statistics import ResidualSimilarity
 from quire.models.adapter import TransformersDecoder
@@ -15,10 +17,12 @@ from quire.models.native import select
 from quire.models.native.gpu_layers import gpu_refusal
 from quire.models.verify import DenseAttention, compare_with_transformers
 from quire.models.weights import weight_bytes
+from quire.scheduler.schedule_config import ScheduleConfig
 from support import zoo
-from support.engines import make_prompts
+from support.engines import greedy, make_prompts
 from support.flat import flat_logits, sequences
 from support.interpreted import CPU, interpreted, triton_backend
+from support.kv_options import kv_config
 from unit.engine import test_decode_graphs as graphs
 
 interpreted("backend")
@@ -170,10 +174,16 @@ def test_long_rope_variants():
         torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
 
 
-KV = [{}, {"codec": "int8"}, {"codec": "int8+residual=4"}, {"evict": "recent:cap=8"}]
+KV = [{}, {"codec": "int8"}, {"evict": "recent:cap=8"}]
 
 
-@pytest.mark.parametrize("kv", [*KV, {"evict": "h2o:cap=8"}], ids=str)
+WITHOUT_GRAPHS = [
+    {"codec": "int8+residual=4"},
+    {"evict": "h2o:cap=8"},
+]
+
+
+@pytest.mark.parametrize("kv", [*KV, *WITHOUT_GRAPHS], ids=str)
 def test_engines_give_the_tokens_of_the_modules(kv, monkeypatch):
     """Steps with prompts, and decode steps with padding rows."""
     monkeypatch.setattr(graphs, "LENGTHS", (2, 6, 4, 5))
@@ -193,6 +203,46 @@ def test_engines_give_the_tokens_of_the_modules(kv, monkeypatch):
         stats = engine.stats().graphs
         assert stats.off is None
         assert stats.replayed > 2 or "h2o" in kv.get("evict", "")
+
+
+@pytest.mark.parametrize(
+    "kv",
+    [
+        {"evict": "streaming:cap=12,sinks=2"},
+        {"evict": "expected_attention:cap=16"},
+        {"evict": "snapkv:cap=16,window=4,when=prefill_end"},
+        {"offload_memory": "1MiB", "offload_recompute": "1", "memory": "50KiB"},
+        {"offload_memory": "1MiB", "offload_cpu_attention": "0.5", "memory": "50KiB"},
+    ],
+    ids=str,
+)
+def test_other_backends_rotate_by_torch(kv):
+    """Keys before RoPE, query statistics, and KV offload with recompute and CPU attention."""
+    expected, found = (
+        tokens_of(decoder, **kv)
+        for decoder in (
+            TransformersDecoder(zoo.build("wide_qwen3", times=3)),
+            decoder_of("wide_qwen3", times=3),
+        )
+    )
+    assert found == expected
+
+
+def tokens_of(decoder, *, memory="4MiB", **kv):
+    config = kv_config(memory=memory, page_tokens=4, enable_prefix_caching=False, **kv)
+    engine = Engine(loaded(decoder), config, ScheduleConfig(max_num_seqs=2, chunk_tokens=16))
+    ids = [
+        engine.submit(GenerationRequest(prompt, greedy(8)))
+        for prompt in make_prompts(3, 40, seed=6)
+    ]
+    found = {name: [] for name in ids}
+    while engine.has_work:
+        for delta in engine.step():
+            assert delta.finish_reason is None or delta.finish_reason == "length"
+            found[delta.request_id] += delta.token_ids
+    assert bool(engine.events.newest(["offloaded"])) == ("offload_memory" in kv)
+    assert bool(engine.stats().num_evictions) == ("evict" in kv)
+    return [found[name] for name in ids]
 
 
 def test_rope_is_applied_in_the_write(monkeypatch):
@@ -249,6 +299,27 @@ def test_a_model_on_a_gpu_has_fused_layers_if_their_kernels_run(monkeypatch):
     chosen = select.choose_implementation(model, None, "auto")
     assert chosen.text == "native (LlamaForCausalLM has fused layers for this GPU)"
 
+    assert isinstance(select.make_decoder(model, None, impl="auto", codec="auto"), GpuDecoder)
+    model = zoo.build("wide_llama").to("meta")
+    with monkeypatch.context() as patch:
+        patch.setattr(select, "why_no_rows", None)  # no kernel runs if they are not wanted
+        chosen = select.choose_implementation(model, None, "transformers")
+        assert chosen.text == "transformers (as requested)"
+        decoder = select.make_decoder(model, None, impl="transformers", codec="auto")
+        assert type(decoder) is TransformersDecoder
+    model = zoo.build("wide_llama").to("meta")
+
     reasons.append("no Triton")
     chosen = select.choose_implementation(model, None, "auto")
     assert chosen.text == "transformers (not native: no Triton)"
+    with pytest.raises(ConfigError, match="not possible: no Triton; use model_impl=auto"):
+        select.make_decoder(model, None, impl="native", codec="auto")
+
+
+def test_modules_beside_the_layers_are_checked_too():
+    model = zoo.build("wide_llama")
+    handle = model.model.norm.register_forward_pre_hook(lambda *_: None)
+    assert "norm has hooks" in gpu_refusal(model)
+    handle.remove()
+    model.lm_head = type("Other", (nn.Linear,), {})(4, 4)
+    assert "lm_head is a Other" in gpu_refusal(model)

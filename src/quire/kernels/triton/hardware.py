@@ -15,6 +15,8 @@ INTERPRET = "TRITON_INTERPRET"
 LEAST_CAPABILITY = (8, 0)  # tensor cores for bfloat16
 LEAST_TRITON = (3, 6)  # of PyTorch 2.10; earlier versions were not tried
 _INTERPRETED_PROCESSORS = 4
+_LARGE_TILES_MAJOR = 9  # compute capability
+_LARGE_TILES_BYTES = 200 << 10  # shared memory for one block of 177 KB
 _TILES_AHEAD_BYTES = 160 << 10  # shared memory for two blocks of 72 KB with tiles ahead
 
 
@@ -26,23 +28,34 @@ class Hardware:
         name: name of the device.
         multiprocessors: programs that run at the same time, at least.
         tiles_ahead: tiles of keys and of values that a decode row loads before it needs them.
+        large_tiles: whether shared memory and registers suffice for twice as large tiles of chunks
+            over unquantized pages and of decode rows over codes.
         interpreted: whether Triton's interpreter runs the kernels on the CPU.
     """
 
     name: str
     multiprocessors: int
     tiles_ahead: int
+    large_tiles: bool
     interpreted: bool
 
     @classmethod
     def of(cls, device: torch.device) -> "Hardware":
         """Return the properties of a device that `why_no_triton` has no objection to."""
         if is_interpreted():
-            return cls("Triton's interpreter", _INTERPRETED_PROCESSORS, 1, interpreted=True)
+            name = "Triton's interpreter"
+            return cls(name, _INTERPRETED_PROCESSORS, 1, large_tiles=False, interpreted=True)
         found = torch.cuda.get_device_properties(device)
         shared_bytes = getattr(found, "shared_memory_per_block_optin", 0)
         ahead = 2 if shared_bytes >= _TILES_AHEAD_BYTES else 1
-        return cls(found.name, found.multi_processor_count, ahead, interpreted=False)
+        return cls(
+            name=found.name,
+            multiprocessors=found.multi_processor_count,
+            tiles_ahead=ahead,
+            # the kernels of earlier GPUs spill registers, or lack shared memory
+            large_tiles=found.major >= _LARGE_TILES_MAJOR and shared_bytes >= _LARGE_TILES_BYTES,
+            interpreted=False,
+        )
 
 
 def is_interpreted() -> bool:

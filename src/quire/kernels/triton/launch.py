@@ -22,6 +22,7 @@ from quire.kernels.triton.plan import TritonPlan, split_count
 LOG2_E = numbers.log2(numbers.e)
 LEAST_BLOCK = 16  # smallest operand of a product on tensor cores
 TILE_BYTES = 16 << 10  # of keys or values in flight, for each stage of the loop
+LEAST_ENTRIES = 128  # (query, head) pairs of a tile of a long chunk
 SUM_BYTES = 64 << 10  # of attended values that a program accumulates
 _OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -43,13 +44,20 @@ class Tiles:
     entries: int
 
     @classmethod
-    def of(cls, head_dim: int, group: int, item_bytes: int, *, is_plain: bool = True) -> "Tiles":
-        """Choose tiles that fit the shared memory and the registers of a multiprocessor."""
+    def of(cls, head_dim: int, group: int, item_bytes: int, most: int = LEAST_ENTRIES) -> "Tiles":
+        """Choose tiles that fit the shared memory and the registers of a multiprocessor.
+
+        Args:
+            head_dim: elements of a vector.
+            group: query heads of a KV head.
+            item_bytes: bytes of an operand of products.
+            most: most entries.
+        """
         dims = max(LEAST_BLOCK, triton.next_power_of_2(head_dim))
         heads = max(LEAST_BLOCK, triton.next_power_of_2(group))
         slots = min(128, max(LEAST_BLOCK, TILE_BYTES // (dims * item_bytes)))
-        most = 256 if is_plain else 128  # codes are decoded in registers
-        entries = min(most, max(LEAST_BLOCK, most // 128 * SUM_BYTES // (4 * dims)))
+        sum_bytes = SUM_BYTES * most // LEAST_ENTRIES
+        entries = min(most, max(LEAST_BLOCK, sum_bytes // (4 * dims)))
         if item_bytes == torch.float32.itemsize:  # no tensor cores: operands are in registers
             entries = min(32, entries)
         return cls(dims, slots, heads, max(entries, heads))
@@ -70,12 +78,13 @@ class DecodeTiles:
     tiles_ahead: int
 
     @classmethod
-    def of(cls, tiles: Tiles, kinds: set[int], most_ahead: int) -> "DecodeTiles":
+    def of(cls, tiles: Tiles, kinds: set[int], hardware: Hardware) -> "DecodeTiles":
         """Choose tiles for the kinds of codes of keys and values."""
         if kinds & {BITS_CODES, FP8}:  # decoded with many operations
-            return cls(min(128, 2 * tiles.slots), 4, most_ahead)
+            slots = min(128, 2 * tiles.slots) if hardware.large_tiles else tiles.slots
+            return cls(slots, 4, hardware.tiles_ahead)
         if kinds != {PLAIN}:
-            return cls(tiles.slots, 2, most_ahead)
+            return cls(tiles.slots, 2, hardware.tiles_ahead)
         return cls(tiles.slots, 4, 1)
 
 
@@ -118,8 +127,11 @@ class LayerCall:
     @cached_property
     def tiles(self) -> Tiles:
         """Tile sizes."""
-        is_plain = self.kinds == {PLAIN}
-        return Tiles.of(self.query.shape[2], self.group, self.dtype.itemsize, is_plain=is_plain)
+        longest = int(self.plan.step.tokens.max(initial=1)) * self.group
+        is_plain = self.kinds == {PLAIN}  # codes are decoded in registers
+        is_large = self.hardware.large_tiles and is_plain and longest > LEAST_ENTRIES
+        most = 2 * LEAST_ENTRIES if is_large else LEAST_ENTRIES
+        return Tiles.of(self.query.shape[2], self.group, self.dtype.itemsize, most)
 
     @cached_property
     def kinds(self) -> set[int]:
@@ -192,7 +204,7 @@ def side_args(name: str, side: SideCoding) -> dict[str, object]:
 
 def attend_decode(call: LayerCall) -> int:
     """Compute attention for the decode rows; return the bytes of scratch memory."""
-    tiles = DecodeTiles.of(call.tiles, call.kinds, call.hardware.tiles_ahead)
+    tiles = DecodeTiles.of(call.tiles, call.kinds, call.hardware)
     rows, block = call.plan.step.num_decode, tiles.slots
     most = -(-call.plan.longest_decode // block) + (call.plan.lanes.window is not None)
     splits = split_count(rows * call.kv_heads, most, call.hardware.multiprocessors)

@@ -8,12 +8,14 @@ from quire.kernels.coded import CodedPages
 from quire.kernels.rope_write import CosSin
 from quire.kernels.triton.coding import coding_of
 from quire.kernels.triton.device.rope import rotate_and_encode, rotate_and_write
+from quire.kernels.triton.hardware import device_of
 from quire.kernels.triton.slot_calls import BLOCK_ITEMS, can_write
 
 
 def rotate(query: Tensor, key: Tensor, rope: CosSin) -> None:
     """Rotate queries and keys in place."""
-    _launch(None, query, key, key, rope, None)
+    with device_of(query):
+        _launch(None, query, key, key, rope, None)
 
 
 def can_rotate_and_write(slots: NewSlots, query: Tensor, key: Tensor, value: Tensor) -> bool:

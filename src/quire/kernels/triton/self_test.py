@@ -6,6 +6,7 @@ whose results are stored on disk for the next start.
 """
 
 import functools
+import itertools
 import logging
 from dataclasses import dataclass, replace
 
@@ -29,6 +30,7 @@ from quire.kernels.backend import (
 from quire.kernels.coded import CodedPages, CodedPlanes
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.reference_backend import ReferenceAttention
+from quire.kernels.rope_write import CosSin, rotated_and_written
 from quire.kernels.triton.backend import TritonAttention
 from quire.kernels.triton.hardware import Hardware, cannot_run, failure_of
 from quire.layout.codec_names import codec_spec
@@ -102,8 +104,12 @@ def first_wrong(
         return "wrong statistics of slots"
     plain = str(dtype).removeprefix("torch.")
     codecs = (*_CODECS,) if head_dim % 8 == 0 else ()
-    for codec, has_extras in ((plain, False), (plain, True), *((name, False) for name in codecs)):
-        step = _Sample(codec, dtype, head_dim, has_extras=has_extras)
+    samples = ((plain, False), (plain, True), *((name, False) for name in codecs))
+    with_rope = (False, True) if with_sums and head_dim % 2 == 0 else (False,)
+    for (codec, has_extras), rotates in itertools.product(samples, with_rope):
+        if rotates and has_extras:
+            continue
+        step = _Sample(codec, dtype, head_dim, has_extras=has_extras, rotates=rotates)
         found = step.on(backend, device, with_sums=with_sums)
         for expected, got in zip(step.expected(), found, strict=False):
             error = (got.cpu().float() - expected).abs().max() / expected.abs().max()
@@ -172,6 +178,7 @@ class _Sample:
         has_extras: whether scores have a softcap and heads have sinks.
         softcap: softcap of scores without the extras.
         window: slots that a query attends to; None for all.
+        rotates: whether the newest slots are written by the kernel with RoPE.
     """
 
     def __init__(
@@ -183,8 +190,10 @@ class _Sample:
         has_extras: bool,
         softcap: float | None = None,
         window: int | None = None,
+        rotates: bool = False,
     ) -> None:
         self._window = window
+        self._rotates = rotates
         generator = torch.Generator().manual_seed(0)
         self._codec, self._dtype = make_codec(codec_spec(codec), head_dim), dtype
         shape = (2, _NUM_PAGES, _HEADS, _PAGE_TOKENS, head_dim)
@@ -224,9 +233,32 @@ class _Sample:
         arena = arena.to(device)
         key, value, coded = self._sides(arena)
         places = (pages[:, None].to(device), offsets[:, None].to(device))
-        fresh = (x.to(device) for x in self._fresh())
-        backend.write(NewSlots(key, value, *places, coded), *fresh)
-        return self._attend(backend, arena, self._query.to(device), with_sums=with_sums)
+        fresh = tuple(x.to(device) for x in self._fresh())
+        slots, query = NewSlots(key, value, *places, coded), self._query.to(device)
+        if not self._written_with_rope(backend, slots, query, fresh):
+            backend.write(slots, *fresh)
+        return self._attend(backend, arena, query, with_sums=with_sums)
+
+    def _written_with_rope(
+        self,
+        backend: AttentionBackend,
+        slots: NewSlots,
+        query: Tensor,
+        fresh: tuple[Tensor, ...],
+    ) -> bool:
+        """Write by the kernel with RoPE, which turns back what is turned by 90 degrees here."""
+        if not self._rotates:
+            return False
+        key, value = fresh
+        half = key.shape[2] // 2
+        turns = torch.ones(len(key), 2 * half, device=key.device)
+        back = torch.cat([key[..., half:], -key[..., :half]], dim=2)
+        own_query = torch.cat([query[..., half:], -query[..., :half]], dim=2)
+        rope = CosSin(torch.zeros_like(turns), turns)
+        if not rotated_and_written(backend, slots, (own_query, back, value), rope):
+            return False
+        query.copy_(own_query)
+        return True
 
     def _attend(
         self, backend: AttentionBackend, arena: Tensor, query: Tensor, *, with_sums: bool

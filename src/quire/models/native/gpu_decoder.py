@@ -28,7 +28,9 @@ class GpuDecoder(TransformersDecoder):
     """A decoder with fused layers; equal to `TransformersDecoder` up to rounding.
 
     Args:
-        model: a causal language model on its final device; it is changed permanently.
+        model: a causal language model on its final device; it is changed permanently. Its
+            parameters are views of the joint weights, which `model.to` and a replaced parameter
+            would separate from them.
 
     Raises:
         UnsupportedModel: the model cannot be fused; states the reason.

@@ -13,7 +13,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from quire.models.native.layers import ACTIVATIONS, FAMILIES, Norm
+from quire.kernels.row_kernels import RowShape
+from quire.models.native.layers import ACTIVATIONS, FAMILIES, Norm, rotary_dim
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -93,16 +94,26 @@ def gpu_refusal(model: PreTrainedModel) -> str | None:
     if config.hidden_act not in ACTIVATIONS:
         return f"its activation is {config.hidden_act!r}; fused layers compute silu"
     decoder: Any = model.model
-    for layer in decoder.layers:
-        for path, module in layer.named_modules():
-            if hasattr(module, "in_features") and type(module) is not nn.Linear:
-                return f"{path} is a {type(module).__name__}, not a plain linear layer"
-            if module._forward_hooks or module._forward_pre_hooks:
-                return f"{path} has hooks, which fused layers do not run"
+    fused = [*decoder.layers.named_modules(), ("norm", decoder.norm), ("lm_head", model.lm_head)]
+    for path, module in fused:
+        if hasattr(module, "in_features") and type(module) is not nn.Linear:
+            return f"{path} is a {type(module).__name__}, not a plain linear layer"
+        if module._forward_hooks or module._forward_pre_hooks:
+            return f"{path} has hooks, which fused layers do not run"
     types = {parameter.dtype for parameter in model.parameters()}
     if types != {model.dtype}:
         return f"its weights have several types: {', '.join(sorted(map(str, types)))}"
     return None
+
+
+def row_shape(model: PreTrainedModel) -> RowShape:
+    """Return the sizes that the row-wise kernels of a model depend on."""
+    decoder: Any = model.model
+    return RowShape(
+        width=int(model.config.hidden_size),
+        head_dim=int(decoder.layers[0].self_attn.head_dim),
+        rotary_dim=rotary_dim(decoder.rotary_emb),
+    )
 
 
 def join(model: PreTrainedModel) -> GpuModel:

@@ -36,7 +36,7 @@ KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Norm:
-    """An RMSNorm: float32 weight, and the number added to the mean square."""
+    """An RMSNorm: weight (float32 in C layers), and the number added to the mean square."""
 
     weight: Tensor
     eps: float
@@ -128,9 +128,9 @@ def _layer_refusal(model: PreTrainedModel) -> str | None:
         if not can_pack(linear.in_features, KINDS[model.dtype]) or linear.in_features % 16:
             return f"a linear layer has {linear.in_features} inputs, not a multiple of 16"
     head_dim = ModelSpec.from_config(model.config.to_dict()).head_dim
-    rotary_dim = _rotary_dim(decoder.rotary_emb)
-    if rotary_dim % (2 * NARROW_LANES) or head_dim % NARROW_LANES:
-        return f"its heads have {head_dim} elements, {rotary_dim} of them rotated"
+    rotary = rotary_dim(decoder.rotary_emb)
+    if rotary % (2 * NARROW_LANES) or head_dim % NARROW_LANES:
+        return f"its heads have {head_dim} elements, {rotary} of them rotated"
     return None
 
 
@@ -150,12 +150,12 @@ def fuse(model: PreTrainedModel, products: Products, kind: str | None = None) ->
     """
     decoder: Any = model.model
     plain = KINDS[model.dtype]
-    rotary_dim = _rotary_dim(decoder.rotary_emb)
+    rotary = rotary_dim(decoder.rotary_emb)
     files = MappedFiles()
     layers = []
     for layer in decoder.layers:
         weights = [weight.detach() for weight in layer.parameters()]
-        layers.append(_fuse_layer(layer, products, kind or plain, model.config, rotary_dim))
+        layers.append(_fuse_layer(layer, products, kind or plain, model.config, rotary))
         files.release_pages(weights)
     weights = [model.lm_head.weight.detach()]
     head = _fuse_head(model, products, head_codec(kind) or plain)
@@ -169,8 +169,11 @@ def fuse(model: PreTrainedModel, products: Products, kind: str | None = None) ->
     )
 
 
-def _rotary_dim(rotary: Any) -> int:
-    cosine, _ = rotary(torch.empty(1), torch.zeros(1, 1, dtype=torch.int64))
+def rotary_dim(rotary: Any) -> int:
+    """Leading elements of a head that a rotary module rotates."""
+    device = rotary.inv_freq.device
+    positions = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    cosine, _ = rotary(torch.empty(1, device=device), positions)
     return int(cosine.shape[-1])
 
 

@@ -13,7 +13,7 @@ from quire.kernels.row_kernels import why_no_rows
 from quire.models.adapter import TransformersDecoder
 from quire.models.layer_source import LayerSource
 from quire.models.native.decoder import NativeDecoder
-from quire.models.native.gpu_layers import gpu_refusal
+from quire.models.native.gpu_layers import gpu_refusal, row_shape
 from quire.models.native.layers import refusal
 from quire.models.packing import codec_refusal
 
@@ -96,10 +96,9 @@ def choose_implementation(
         impl: auto, native or transformers.
         ranks: number of ranks that share the model.
     """
-    why_not = _why_not_native(model, weights, ranks)
     if impl == "transformers":
         chosen = Implementation("transformers", "as requested")
-    elif why_not is not None:
+    elif (why_not := _why_not_native(model, weights, ranks)) is not None:
         chosen = Implementation("transformers", f"not native: {why_not}")
     else:
         name, unit = type(model).__name__, "CPU" if model.device.type == "cpu" else "GPU"
@@ -121,15 +120,17 @@ def make_decoder(
         ranks: number of ranks that share the model; the model is the part of one of them.
 
     Raises:
-        ConfigError: the model or this CPU does not support the native decoder or the codec; states
-            the reason.
+        ConfigError: the model or the device does not support the native decoder or the codec;
+            states the reason.
     """
     check_choices(impl, codec, model.device, offloaded=weights is not None)
     check_model(model, codec)
     kind = None if codec == "auto" else codec
-    reason = _why_not_native(model, weights, ranks)
+    reason = None
+    if impl != "transformers":  # no kernel runs for a decoder that does not use it
+        reason = _why_not_native(model, weights, ranks)
     if impl == "native" and reason is not None:
-        raise ConfigError(f"model_impl=native is not possible: {reason}")
+        raise ConfigError(f"model_impl=native is not possible: {reason}; use model_impl=auto")
     if impl == "transformers" or reason is not None:
         return TransformersDecoder(model, weights, kind, ranks=ranks)
     if model.device.type != "cpu":
@@ -149,10 +150,13 @@ def _why_not_native(model: PreTrainedModel, weights: LayerSource | None, ranks: 
     if ranks > 1:
         return "ranks sum their results inside of each layer"
     on_cpu = model.device.type == "cpu"
-    reason = _why_no_products() if on_cpu else why_no_rows(model.device, model.dtype)
+    reason = _why_no_products() if on_cpu else None
     if reason is None and weights is not None:
         reason = "weights are offloaded, and fused layers keep all weights in memory"
-    return reason or (refusal(model) if on_cpu else gpu_refusal(model))
+    if on_cpu:
+        return reason or refusal(model)
+    reason = reason or gpu_refusal(model)
+    return reason or why_no_rows(model.device, model.dtype, row_shape(model))
 
 
 def _why_no_products() -> str | None:
