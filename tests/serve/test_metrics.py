@@ -9,13 +9,20 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from quire.config.generation_request import GenerationRequest
+from quire.config.kv_config import KVConfig
+from quire.engine.core import Engine
+from quire.engine.decode_graphs import GraphStats
 from quire.errors import ConfigError
+from quire.scheduler.schedule_config import ScheduleConfig
 from quire.serve.config import ServerConfig
 from quire.serve.metrics.definitions import METRICS, TOKENS
 from quire.serve.metrics.distribution import Distribution
 from quire.serve.metrics.http_requests import HttpRequests
-from quire.serve.metrics.reading import OTHER_TENANTS, Reading
+from quire.serve.metrics.observer import EngineObserver
+from quire.serve.metrics.reading import OTHER_TENANTS, Reading, read_engine
 from quire.serve.tenant_keys import TenantKeys
+from support.engines import greedy, load
 
 KEYS = TenantKeys({"a": ("sk-a-2f0c77d1",), "default": ("sk-d-51d09a3e",)})
 BODY = {"prompt": "Once upon a time", "max_tokens": 5, "ignore_eos": True}
@@ -50,6 +57,28 @@ def scraped(serve, main=None, headers=None, **options):
     return families(response.text)
 
 
+def test_steps_launched_ahead_and_graphs_are_counted(monkeypatch):
+    schedule = ScheduleConfig(async_scheduling=True)
+    engine = Engine(load("llama"), KVConfig(memory="1MiB"), schedule)
+    for _ in range(2):
+        engine.submit(GenerationRequest([5, 6, 7], greedy(6)))
+        while engine.has_work:
+            engine.step()
+    steps = engine.stats().async_scheduling
+    graphs = SimpleNamespace(stats=GraphStats(replayed=7, captures=2))
+    monkeypatch.setattr(engine, "decode_graphs", graphs)
+
+    found = read_engine(engine, EngineObserver(engine))
+
+    assert found.numbers["async_steps"] == steps.ahead > 0
+    assert found.labelled["async_waits"] == {
+        (reason,): count for reason, count in steps.waited.items()
+    }
+    assert found.labelled["async_waits"]
+    assert found.numbers["async_discarded_rows"] == steps.discarded
+    assert (found.numbers["graph_replays"], found.numbers["graph_captures"]) == (7, 2)
+
+
 def test_counts_of_two_requests(serve):
     found = scraped(serve)
 
@@ -82,7 +111,7 @@ def test_every_defined_metric_has_values_except_those_without_events(serve):
     found = scraped(serve)
     missing = {m.name for m in METRICS if f"quire_{m.name}" not in found}
 
-    assert missing == {"kv_transfer_bytes"}
+    assert missing == {"kv_transfer_bytes", "async_waits"}
 
 
 def test_names_of_vllm(serve):

@@ -107,6 +107,16 @@ METRICS: tuple[Metric, ...] = (
     _counter("generation_tokens", "Generated tokens", vllm="generation_tokens"),
     _counter("processed_tokens", "Tokens that ran through the model, recomputed ones included"),
     _counter("steps", "Steps of the engine"),
+    _counter("async_steps", "Steps launched before the tokens of the last step were read"),
+    _counter(
+        "async_waits",
+        "Steps planned after the tokens of the last step were read, by reason; asynchronous "
+        "scheduling only",
+        "reason",
+    ),
+    _counter("async_discarded_rows", "Rows of a launched step whose request had ended"),
+    _counter("graph_replays", "Forwards of decode steps that a CUDA graph ran"),
+    _counter("graph_captures", "CUDA graphs that were captured"),
     _counter("preemptions", "Preemptions of requests", vllm="num_preemptions"),
     _counter("swaps", "Sequences whose KV was swapped out to CPU memory"),
     _counter("evictions", "Evictions of tokens"),

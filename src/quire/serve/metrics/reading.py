@@ -3,7 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from quire.engine.async_steps import AsyncStats
 from quire.engine.core import Engine
+from quire.engine.decode_graphs import GraphStats
 from quire.engine.inspection.totals import overview, tenant_rows
 from quire.serve.metrics.distribution import Distribution
 from quire.serve.metrics.observer import EngineObserver
@@ -35,6 +37,7 @@ def read_engine(engine: Engine, observer: EngineObserver) -> Reading:
     """Read an engine between two steps, in its thread."""
     found = Reading()
     _read_totals(engine, observer, found)
+    _read_launches(engine, found)
     _read_tenants(engine, found)
     found.labelled["requests_finished"] = _by_one_label(observer.finished)
     found.labelled["kv_transfer_bytes"] = _by_one_label(observer.transferred_bytes)
@@ -79,6 +82,19 @@ def _read_totals(engine: Engine, observer: EngineObserver, found: Reading) -> No
         "offload_recomputed_tokens": stats.recomputed_tokens,
         "offload_cpu_attended_tokens": stats.cpu_attended_tokens,
         "weight_transfer_bytes": stats.offloaded_weight_bytes,
+    }
+
+
+def _read_launches(engine: Engine, found: Reading) -> None:
+    """Counters of asynchronous scheduling and CUDA graphs; 0 in an engine without them."""
+    stats = engine.stats()
+    steps, graphs = stats.async_scheduling or AsyncStats(), stats.graphs or GraphStats()
+    found.labelled["async_waits"] = _by_one_label(steps.waited)
+    found.numbers |= {
+        "async_steps": steps.ahead,
+        "async_discarded_rows": steps.discarded,
+        "graph_replays": graphs.replayed,
+        "graph_captures": graphs.captures,
     }
 
 
