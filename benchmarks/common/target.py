@@ -82,17 +82,21 @@ class Target:
         return max(float(begin.elapsed_time(end)) / 1e3 / times, _LEAST_S)
 
     def repeated(self, call: Callable[[], object], times: int) -> Callable[[], object]:
-        """Return a function that repeats a call; on a GPU as one CUDA graph.
+        """Return a function that repeats a call; on a GPU as one CUDA graph, if that is possible.
 
         So the time that the CPU takes for launches does not count.
         """
+        launches = partial(_repeat, call, times)
         if not self.on_gpu:
-            return partial(_repeat, call, times)
+            return launches
         call()  # kernels are compiled outside of the capture
         self.wait()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self.device), torch.cuda.graph(graph):
-            _repeat(call, times)
+        try:
+            with torch.cuda.device(self.device), torch.cuda.graph(graph):
+                launches()
+        except RuntimeError:  # the call reads data
+            return launches
         return graph.replay
 
     def wait(self) -> None:
