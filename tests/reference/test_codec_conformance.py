@@ -306,9 +306,9 @@ class Encoders:
             patch.setattr(cls, "encode", self._counted(cls.encode))
         attend = StepAttention.attend
 
-        def attending(step, layer, math, query, key, value, rotary=None):
+        def attending(step, layer, math, query, key, value, rotary=None, rope=None):
             self.made += [key.detach().clone(), value.detach().clone()]
-            return attend(step, layer, math, query, key, value, rotary)
+            return attend(step, layer, math, query, key, value, rotary, rope)
 
         patch.setattr(StepAttention, "attend", attending)
 

@@ -89,19 +89,21 @@ class CudaGraphs:
             with torch.cuda.stream(current), capture:
                 output = call()
         except RuntimeError:
-            self._reset_generator(current)
+            self._reset_generator()
             raise
         captured = CudaGraph(graph, output)
         self._alive.add(captured)
         return captured
 
-    def _reset_generator(self, current: torch.cuda.Stream) -> None:
+    def _reset_generator(self) -> None:
         """Capture nothing: a failed capture leaves torch's random numbers in the state of one.
 
         Without this, the next random number raises "Offset increment outside graph capture"
         (PyTorch 2.11).
         """
-        with suppress(RuntimeError), torch.cuda.stream(current):
+        current = torch.cuda.current_stream(self._device)
+        # torch raises an AssertionError if it lost the device; the first error is reported
+        with suppress(RuntimeError, AssertionError), torch.cuda.stream(current):
             graph = torch.cuda.CUDAGraph()
             mode = "thread_local"
             with torch.cuda.graph(graph, stream=self._stream, capture_error_mode=mode):

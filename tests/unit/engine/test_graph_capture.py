@@ -49,7 +49,8 @@ class Cuda:
             self.current = before
 
     @contextmanager
-    def graph(self, graph, pool, stream, *, capture_error_mode):
+    def graph(self, graph, pool=None, stream=None, *, capture_error_mode):
+        assert capture_error_mode == "thread_local"  # other threads use the device
         self.used.append(pool)
         before, self.current = self.current, stream
         yield
@@ -91,6 +92,7 @@ def test_a_failed_capture_restores_the_stream(cuda):
     with pytest.raises(RuntimeError, match="capturing"):
         CudaGraphs(torch.device("cuda")).capture(call)
     assert cuda.current.name == "main"
+    assert cuda.used == [1, None]  # the second one restores the state of random numbers
 
 
 def test_graphs_share_a_pool_until_all_of_them_are_deleted(cuda):

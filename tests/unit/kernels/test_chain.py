@@ -59,7 +59,7 @@ def test_times_are_added_to_the_components_of_the_calls() -> None:
 
     assert list(found) == list(CHAIN_PARTS)
     assert [part for part, part_s in found.items() if part_s] == ["mlp", "norms and RoPE"]
-    assert 0.2 * whole_s < sum(found.values()) <= whole_s
+    assert 0 < sum(found.values()) <= whole_s
     calls.chain.run()
     assert times.seconds() == found  # a run without times adds nothing
     times.reset()

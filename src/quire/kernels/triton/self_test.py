@@ -18,13 +18,9 @@ from quire.codecs.registry import make_codec
 from quire.kernels.backend import (
     AttentionBackend,
     AttentionMath,
-    AttentionMeasure,
-    AttentionStatistic,
     LaneSlots,
     LayerPages,
-    MovedSlots,
     NewSlots,
-    StatisticRows,
     StepShape,
 )
 from quire.kernels.coded import CodedPages, CodedPlanes
@@ -33,8 +29,8 @@ from quire.kernels.reference_backend import ReferenceAttention
 from quire.kernels.rope_write import CosSin, rotated_and_written
 from quire.kernels.triton.backend import TritonAttention
 from quire.kernels.triton.hardware import Hardware, cannot_run, failure_of
+from quire.kernels.triton.slot_self_test import moves_right, tallies_right
 from quire.layout.codec_names import codec_spec
-from quire.layout.statistics import MEAN
 
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 _CODECS = ("int8", "fp8", "int4")
@@ -98,9 +94,9 @@ def first_wrong(
         head_dim: elements of a vector.
         with_sums: whether column sums are computed too.
     """
-    if not _moves_right(backend, device):
+    if not moves_right(backend, device):
         return "wrong copies of slots"
-    if with_sums and not _tallies_right(backend, device):
+    if with_sums and not tallies_right(backend, device):
         return "wrong statistics of slots"
     plain = str(dtype).removeprefix("torch.")
     codecs = (*_CODECS,) if head_dim % 8 == 0 else ()
@@ -134,38 +130,6 @@ def wrong_plain(
         if not bool(error <= _TOLERANCES[dtype]):  # NaN is not
             return f"wrong numbers from pages of {plain}"
     return None
-
-
-def _moves_right(backend: AttentionBackend, device: torch.device) -> bool:
-    """Return whether slots that exchange places are copied correctly."""
-    pages = torch.arange(2 * _HEADS * _PAGE_TOKENS * 3).view(2, _HEADS, _PAGE_TOKENS, 3).int()
-    ends = (torch.tensor([0, 1, 0]), torch.tensor([2, 5, 7]))
-    onto = (torch.tensor([1, 0, 0]), torch.tensor([5, 7, 2]))
-    expected, got = pages.clone(), pages.to(device)
-    ReferenceAttention().move(MovedSlots((expected,), ends, onto))
-    source, target = ([x.to(device) for x in places] for places in (ends, onto))
-    backend.move(MovedSlots((got,), (source[0], source[1]), (target[0], target[1])))
-    return torch.equal(got.cpu(), expected)
-
-
-def _tallies_right(backend: AttentionBackend, device: torch.device) -> bool:
-    """Return whether attention is added to the statistics of old slots, and replaces new ones."""
-    numbers = torch.linspace(0, 1, _NUM_PAGES * _HEADS * _PAGE_TOKENS)
-    shape = (_NUM_PAGES, _HEADS, _PAGE_TOKENS, 1)
-    table = torch.arange(_NUM_PAGES).flip(0).int().view(len(_SLOTS), 1, _COLUMNS)
-    rows = torch.arange(len(_SLOTS))
-    held, fresh = torch.tensor(_SLOTS).int()[:, None], torch.tensor(_NEW_TOKENS).int()
-    sums = torch.linspace(1, 0, len(_SLOTS) * _HEADS * _GROUP * max(_SLOTS))
-    found = []
-    for own, place in ((ReferenceAttention(), torch.device("cpu")), (backend, device)):
-        planes = numbers.to(place, copy=True).view(shape)
-        own.tally(
-            AttentionStatistic(planes, table.to(place), 0, AttentionMeasure.SUM, MEAN),
-            StatisticRows(*(x.to(place) for x in (rows, rows, held, fresh))),
-            sums.view(len(_SLOTS), _HEADS * _GROUP, max(_SLOTS)).to(place),
-        )
-        found.append(planes.cpu())
-    return torch.allclose(found[0], found[1], atol=1e-5)
 
 
 class _Sample:
