@@ -15,16 +15,17 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from quire.engine.graph_capture import Captured, CudaGraphs, GraphCapture
+from quire.engine.input_tokens import InputTokens
 from quire.errors import ConfigError
 from quire.kernels.static_plan import StaticPlans
-from quire.kv.static_inputs import DecodeRows, StaticInputs, StaticShape
-from quire.kv.static_statistics import recorded_statistics
-from quire.kv.static_step import StaticAttention
+from quire.kv.static_statistics import is_recordable
+from quire.kv.static_step import DecodeRows, StaticAttention, StaticInputs, StaticShape
 from quire.kv.step import PagedKV
 from quire.models.base import Decoder
 from quire.models.loader import LoadedModel
@@ -146,7 +147,7 @@ class DecodeGraphs:
         count = len(batch.rows)
         if self._off is not None or count > self.sizes[-1]:
             return None
-        recorded = recorded_statistics(self._kv.statistics, self._groups, batch.rows)
+        recorded = self._recorded(batch)
         if recorded is None:
             return None
         graph = self._graph(batch, recorded, rope_variant)
@@ -158,6 +159,17 @@ class DecodeGraphs:
         logits = graph.captured.replay()
         self._replayed += 1
         return logits[:count].clone()  # the next replay overwrites them
+
+    def _recorded(self, batch: DecodeRows) -> tuple[tuple[int, ...], ...] | None:
+        """Statistics of each lane group that a row uses; None if a graph cannot record one."""
+        found = []
+        for group in self._groups:
+            places = self._kv.statistics.get(group.name, [])
+            used = [n for n, p in enumerate(places) if p.table.active[batch.rows].any()]
+            if not all(is_recordable(places[number]) for number in used):
+                return None
+            found.append(tuple(used))
+        return tuple(found)
 
     def _graph(
         self, batch: DecodeRows, recorded: tuple[tuple[int, ...], ...], rope_variant: int
@@ -286,6 +298,16 @@ def _why_not_here(model: LoadedModel, schedule: ScheduleConfig) -> str | None:
 def _refusal(reason: str) -> ConfigError:
     return ConfigError(
         f"--cuda-graphs is not possible: {reason}; leave it out, or use --no-cuda-graphs"
+    )
+
+
+def decode_rows(rows: list[int], inputs: InputTokens, positions: list[int]) -> DecodeRows:
+    """Return the rows of a step as arrays."""
+    return DecodeRows(
+        np.array(rows, dtype=np.int64),
+        np.array(inputs.token_ids, dtype=np.int64),
+        np.array(positions, dtype=np.int64),
+        inputs.write_pending,
     )
 
 

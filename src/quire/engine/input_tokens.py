@@ -1,9 +1,7 @@
 """The input tokens of a forward: known ids, and pending tokens that are copied on the device."""
 
-import numpy as np
 from torch import Tensor
 
-from quire.kv.static_inputs import DecodeRows
 from quire.sampling.pending_tokens import PendingTokens
 from quire.scheduler.request import Request
 
@@ -46,13 +44,3 @@ class InputTokens:
         places = [*self._places, *padding]
         rows = [*self._rows, *(self._rows[0] for _ in padding)]
         self._pending.write(inputs, places, rows)
-
-
-def decode_rows(rows: list[int], inputs: InputTokens, positions: list[int]) -> DecodeRows:
-    """Return the rows of a decode step as arrays."""
-    return DecodeRows(
-        np.array(rows, dtype=np.int64),
-        np.array(inputs.token_ids, dtype=np.int64),
-        np.array(positions, dtype=np.int64),
-        inputs.write_pending,
-    )

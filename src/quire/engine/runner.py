@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.engine.decode_graphs import DecodeGraphs
+from quire.engine.decode_graphs import DecodeGraphs, decode_rows
 from quire.engine.fixed_rows import PaddedBridge, RowPart, in_parts, joined, padded
-from quire.engine.input_tokens import InputTokens, decode_rows
+from quire.engine.input_tokens import InputTokens
 from quire.engine.step_bridge import StepBridge
 from quire.kernels.device_copies import to_device
 from quire.kv.step import PagedKV, StepAttention

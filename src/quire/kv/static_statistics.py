@@ -4,13 +4,11 @@ The rows that use a statistic differ from step to step. All rows of the step are
 those that do not use the statistic, and padding rows, have 0 live slots in the rows of it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
-from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels.backend import AttentionBackend, AttentionStatistic, StatisticRows
@@ -18,36 +16,15 @@ from quire.kernels.static_plan import StaticStatistics
 from quire.kv.statistics.pages import StatisticPages
 from quire.kv.statistics.slot_attention import COUNTS, statistic_of_layer
 from quire.kv.statistics.watching import SUMS_ALIGNMENT
-from quire.layout.pages import LaneGroup
 from quire.layout.statistics import OfWeights
 
 MOST_SUMS_BYTES = 256 << 20  # of the column sums of a graph
 _FLOAT_BYTES = 4
 
 
-def recorded_statistics(
-    known: Mapping[str, Sequence[StatisticPages]],
-    groups: Sequence[LaneGroup],
-    rows: NDArray[np.int64],
-) -> tuple[tuple[int, ...], ...] | None:
-    """Return the statistics of each lane group that some row of a decode step uses.
-
-    Args:
-        known: statistics of each lane group by its name.
-        groups: the lane groups.
-        rows: [rows] table rows of the step.
-
-    Returns:
-        Indices into `known`; None if column sums do not suffice for one of the statistics.
-    """
-    found = []
-    for group in groups:
-        places = known.get(group.name, ())
-        used = [n for n, place in enumerate(places) if place.table.active[rows].any()]
-        if not all(isinstance(places[number].statistic, OfWeights) for number in used):
-            return None
-        found.append(tuple(used))
-    return tuple(found)
+def is_recordable(place: StatisticPages) -> bool:
+    """Whether column sums of a decode step suffice for a statistic."""
+    return isinstance(place.statistic, OfWeights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +42,7 @@ class RecordedStatistic:
     ) -> "RecordedStatistic":
         """Describe a statistic whose live slots are overwritten before each step."""
         statistic, device = place.statistic, slots.device
-        assert isinstance(statistic, OfWeights), "checked by recorded_statistics"
+        assert isinstance(statistic, OfWeights), "checked by is_recordable"
         step_rows = torch.arange(len(table_rows), device=device)
         fresh = torch.ones(len(table_rows), dtype=torch.int32, device=device)
         layers = len(place.group.layers)
