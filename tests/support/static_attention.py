@@ -15,15 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quire.kernels.backend import (
-    AttentionMath,
-    AttentionStatistic,
-    LayerPages,
-    StatisticRows,
-    StepShape,
-)
+from quire.kernels.backend import AttentionMath, LayerPages, StepShape
 from quire.kernels.coded import decode_pages
-from quire.kernels.dense import attend_dense, column_sums_dense
+from quire.kernels.dense import attend_dense
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.static_plan import StaticLanes
 
@@ -40,14 +34,13 @@ class StaticGathered(GatheredAttention):
 
     Attributes:
         refuses: whether `refresh` refuses all live slots.
-        records: whether statistics can be recorded, by operations that read data.
     """
 
     name = "static_gathered"
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self.refuses, self.records = False, True
+        self.refuses = False
 
     def static_plan(
         self, step: StepShape, lanes: StaticLanes, layers: Sequence[LayerPages], slot_bytes: int
@@ -90,14 +83,7 @@ class StaticGathered(GatheredAttention):
             sinks = math.sinks.view(pages.num_lanes, -1).repeat(len(query), 1)
             math = replace(math, sinks=sinks)
         out = attend_dense(own, key, value, math=math, seen=seen[:, None, None])
-        if column_sums is not None:
-            weights = column_sums_dense(own, key, math=math, seen=seen[:, None, None])
-            column_sums[:, :, : key.shape[2]] = weights.reshape(*query.shape[:2], -1)
         return out.reshape(query.shape)
-
-    def can_record(self, tally: AttentionStatistic, rows: StatisticRows, num_heads: int) -> bool:
-        """See `StaticStatistics`."""
-        return self.records
 
     def _whole(self, pages: LayerPages, numbers: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
         if pages.coded is None:

@@ -6,9 +6,8 @@ padded to the next of a few sizes, and its inputs are copied to the addresses th
 size reads (see `kv.static_step`). The graph contains the forward of the decoder, from token ids to
 logits. Page tables are updated before a replay, sampling follows it.
 
-A step runs without a graph if it contains prompt tokens, if a row records other statistics than
-those of attention weights, returns hidden states or stores keys before RoPE, or if the batch is
-larger than the largest size.
+A step runs without a graph if it contains prompt tokens, if a row records attention statistics,
+returns hidden states or stores keys before RoPE, or if the batch is larger than the largest size.
 """
 
 import logging
@@ -24,7 +23,6 @@ from quire.engine.graph_capture import Captured, CudaGraphs, GraphCapture
 from quire.engine.input_tokens import InputTokens
 from quire.errors import ConfigError
 from quire.kernels.static_plan import StaticPlans
-from quire.kv.static_statistics import is_recordable
 from quire.kv.static_step import DecodeRows, StaticAttention, StaticInputs, StaticShape
 from quire.kv.step import PagedKV
 from quire.models.base import Decoder
@@ -111,7 +109,6 @@ class DecodeGraphs:
         self._groups = [group for group in kv.memory.layout.groups if not group.private]
         self._tables: tuple[Tensor, ...] = ()
         self._graphs: dict[_Key, _Graph] = {}
-        self._refused: set[_Key] = set()
         self._replayed = self._not_replayed = self._captures = 0
         self._off: str | None = None
 
@@ -145,12 +142,9 @@ class DecodeGraphs:
             ConfigError: graphs are required and the step cannot be captured; states the reason.
         """
         count = len(batch.rows)
-        if self._off is not None or count > self.sizes[-1]:
+        if self._off is not None or count > self.sizes[-1] or self._has_statistics(batch):
             return None
-        recorded = self._recorded(batch)
-        if recorded is None:
-            return None
-        graph = self._graph(batch, recorded, rope_variant)
+        graph = self._graph(batch, rope_variant)
         if graph is None:
             return None
         live = graph.inputs.fill(batch, self._kv)
@@ -160,30 +154,16 @@ class DecodeGraphs:
         self._replayed += 1
         return logits[:count].clone()  # the next replay overwrites them
 
-    def _recorded(self, batch: DecodeRows) -> tuple[tuple[int, ...], ...] | None:
-        """Statistics of each lane group that a row uses; None if a graph cannot record one."""
-        found = []
-        for group in self._groups:
-            places = self._kv.statistics.get(group.name, [])
-            used = [n for n, p in enumerate(places) if p.table.active[batch.rows].any()]
-            if not all(is_recordable(places[number]) for number in used):
-                return None
-            found.append(tuple(used))
-        return tuple(found)
+    def _has_statistics(self, batch: DecodeRows) -> bool:
+        places = (place for own in self._kv.statistics.values() for place in own)
+        return any(place.table.active[batch.rows].any() for place in places)
 
-    def _graph(
-        self, batch: DecodeRows, recorded: tuple[tuple[int, ...], ...], rope_variant: int
-    ) -> _Graph | None:
+    def _graph(self, batch: DecodeRows, rope_variant: int) -> _Graph | None:
         tables = tuple(self._kv.tables[group.name].current() for group in self._groups)
-        statistics = (place for own in self._kv.statistics.values() for place in own)
-        records = tuple(place.device_table.current() for place in statistics)
-        if not _same((*tables, *records), self._tables):  # reallocated: graphs read the old ones
+        if not _same(tables, self._tables):  # reallocated: graphs read the previous ones
             self._graphs.clear()
-            self._refused.clear()
-            self._tables = (*tables, *records)
-        key = _Key(self._shape(batch, recorded), rope_variant)
-        if key in self._refused:
-            return None
+            self._tables = tables
+        key = _Key(self._shape(batch), rope_variant)
         found = self._graphs.get(key)
         if found is None:
             found = self._make(key, batch, tables)
@@ -191,20 +171,16 @@ class DecodeGraphs:
                 self._graphs[key] = found
         return found
 
-    def _shape(self, batch: DecodeRows, recorded: tuple[tuple[int, ...], ...]) -> StaticShape:
+    def _shape(self, batch: DecodeRows) -> StaticShape:
         count = len(batch.rows)
         size = next(size for size in self.sizes if size >= count)
         held = (self._kv.memory.tables[group.name].num_slots[batch.rows] for group in self._groups)
         uniform = tuple(bool((slots == slots[:, :1]).all()) for slots in held)
-        return StaticShape(size, uniform, recorded)
+        return StaticShape(size, uniform)
 
     def _make(self, key: _Key, batch: DecodeRows, tables: tuple[Tensor, ...]) -> _Graph | None:
-        inputs = StaticInputs(self._groups, key.shape, self._kv)
-        heads = self._decoder.spec.num_heads
-        attention = StaticAttention(self._kv, self._backend, inputs, tables, heads)
-        if not attention.can_record:
-            self._refused.add(key)
-            return None
+        inputs = StaticInputs(self._groups, key.shape, self._kv.store.device)
+        attention = StaticAttention(self._kv, self._backend, inputs, tables)
         if not attention.is_possible:
             self._turn_off(f"attention {self._kv.backend.name} cannot read these pages")
             return None

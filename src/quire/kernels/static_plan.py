@@ -14,7 +14,7 @@ from jaxtyping import Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kernels.backend import AttentionStatistic, LayerPages, StatisticRows, StepShape
+from quire.kernels.backend import LayerPages, StepShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,8 @@ class StaticPlans(Protocol):
     * They neither wait for the device nor read its data, and make no copies from the CPU.
     * Scratch is allocated by torch in the call, or before the capture: calls are captured after
       warm-up calls on the same stream, and torch then allocates from the memory pool of the graphs.
-    * Each row has one new token, and the pages have neither tokens in full precision nor promoted
-      tokens. `column_sums` is None, except in a backend that implements `StaticStatistics`.
+    * Each row has one new token. `column_sums` is None, and the pages have neither tokens in full
+      precision nor promoted tokens.
     * Several rows may name the same table row and the same place of their new token; their new
       keys and values are then equal. Such rows fill up the batch, and their outputs are not used.
     """
@@ -81,17 +81,4 @@ class StaticPlans(Protocol):
         Returns:
             Whether the plan can compute these slots; if not, the step runs without a graph.
         """
-        ...
-
-
-@runtime_checkable
-class StaticStatistics(StaticPlans, Protocol):
-    """A backend that also records attention statistics under the rules of `StaticPlans`.
-
-    `attend` writes column sums, and `tally` adds them to the statistics of slots. `StatisticRows`
-    are on the device; a row of which all lanes have 0 live slots there is left out.
-    """
-
-    def can_record(self, tally: AttentionStatistic, rows: StatisticRows, num_heads: int) -> bool:
-        """Whether `tally` can record a statistic of layers with this number of query heads."""
         ...

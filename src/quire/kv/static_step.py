@@ -22,8 +22,6 @@ from quire.kernels.backend import AttentionMath, LayerPages, NewSlots, StepShape
 from quire.kernels.device_copies import copy_to
 from quire.kernels.rope_write import CosSin, rotated_and_written
 from quire.kernels.static_plan import StaticLanes, StaticPlans
-from quire.kv.static_statistics import RecordedStatistic, StaticRecords
-from quire.kv.statistics.pages import StatisticPages
 from quire.kv.step import PagedKV, slot_bytes_of
 from quire.layout.pages import LaneGroup
 from quire.models.base import AttentionCall
@@ -57,12 +55,10 @@ class StaticShape:
     Attributes:
         size: number of rows.
         is_uniform: for each lane group, whether all lanes of a row have equal lengths.
-        recorded: for each lane group, the indices of its statistics that some row uses.
     """
 
     size: int
     is_uniform: tuple[bool, ...]
-    recorded: tuple[tuple[int, ...], ...]
 
 
 class _Layout:
@@ -87,8 +83,6 @@ class _GroupInputs:
         is_uniform: see `StaticShape`.
         pages, offsets: of new tokens, [layers, rows, lanes of a layer].
         slots: live slots as int32, [1 or layers, rows, lanes of a layer].
-        recorded: statistics that some row uses, each with live slots in the same shape; 0 for rows
-            that do not use it.
     """
 
     group: LaneGroup
@@ -96,7 +90,6 @@ class _GroupInputs:
     pages: slice
     offsets: slice
     slots: slice
-    recorded: tuple[tuple[StatisticPages, slice], ...] = ()
 
     @property
     def distinct(self) -> int:
@@ -110,27 +103,26 @@ class StaticInputs:
     Args:
         groups: lane groups that attend.
         shape: shape of the step.
-        kv: the paged KV of the engine.
+        device: of the pages.
     """
 
-    def __init__(self, groups: Sequence[LaneGroup], shape: StaticShape, kv: PagedKV) -> None:
+    def __init__(
+        self, groups: Sequence[LaneGroup], shape: StaticShape, device: torch.device
+    ) -> None:
         size, layout = shape.size, _Layout()
         self.shape = shape
         self._ids, self._positions = layout.take(size), layout.take(size)
         self._rows, self._source = layout.take(size), layout.take(size)
         self.groups = []
-        described = zip(groups, shape.is_uniform, shape.recorded, strict=True)
-        for group, is_uniform, recorded in described:
+        for group, is_uniform in zip(groups, shape.is_uniform, strict=True):
             lanes, layers = group.lanes_per_layer, len(group.layers)
             places = size * group.num_lanes
             counts = size * lanes * (1 if is_uniform else layers)
             pages, offsets = layout.take(places), layout.take(places)
-            words = -(-counts // _INT32_PAIR)
-            slots, known = layout.take(words), kv.statistics.get(group.name, [])
-            statistics = tuple((known[number], layout.take(words)) for number in recorded)
-            self.groups.append(_GroupInputs(group, is_uniform, pages, offsets, slots, statistics))
+            slots = layout.take(-(-counts // _INT32_PAIR))
+            self.groups.append(_GroupInputs(group, is_uniform, pages, offsets, slots))
         self._host = np.zeros(layout.total, dtype=np.int64)
-        self._device = torch.zeros(layout.total, dtype=torch.int64, device=kv.store.device)
+        self._device = torch.zeros(layout.total, dtype=torch.int64, device=device)
         self.token_ids, self.positions = self._device[self._ids], self._device[self._positions]
         self.row_index, self.source = self._device[self._rows], self._device[self._source]
 
@@ -139,12 +131,10 @@ class StaticInputs:
         shape = (len(of.group.layers), self.shape.size, of.group.lanes_per_layer)
         return self._device[of.pages].view(shape), self._device[of.offsets].view(shape)
 
-    def live_slots(
-        self, of: _GroupInputs, place: slice | None = None
-    ) -> Int[Tensor, "distinct row lane"]:
-        """Live slots of each distinct layer; with the place of a statistic, those of its rows."""
+    def live_slots(self, of: _GroupInputs) -> Int[Tensor, "distinct row lane"]:
+        """Live slots of each distinct layer."""
         shape = (of.distinct, self.shape.size, of.group.lanes_per_layer)
-        flat = self._device[of.slots if place is None else place].view(torch.int32)
+        flat = self._device[of.slots].view(torch.int32)
         return flat[: shape[0] * shape[1] * shape[2]].view(shape)
 
     def fill(self, batch: DecodeRows, kv: PagedKV) -> list[NDArray[np.int32]]:
@@ -178,10 +168,6 @@ class StaticInputs:
         live = held.reshape(shape).swapaxes(0, 1)[: of.distinct].astype(np.int32)
         live[:, count:] = 1
         self._host[of.slots].view(np.int32)[: live.size] = live.reshape(-1)
-        for statistic, place in of.recorded:
-            used = live * statistic.table.active[rows][None, :, None]
-            used[:, count:] = 0
-            self._host[place].view(np.int32)[: used.size] = used.reshape(-1)
         return live
 
 
@@ -194,7 +180,6 @@ class _StaticGroup:
         plans: the plan of each layer.
         pages, new_slots: of each layer.
         positions: of all pages of the class; None if pages have no positions.
-        records: statistics of the rows.
     """
 
     distinct: tuple[object, ...]
@@ -202,7 +187,6 @@ class _StaticGroup:
     pages: tuple[LayerPages, ...]
     new_slots: tuple[NewSlots, ...]
     positions: Tensor | None
-    records: StaticRecords
 
 
 class StaticAttention:
@@ -216,7 +200,6 @@ class StaticAttention:
         backend: its backend.
         inputs: inputs of the step.
         tables: the page table of each group on the device.
-        num_heads: query heads of a layer.
     """
 
     takes_rope = True
@@ -227,10 +210,8 @@ class StaticAttention:
         backend: StaticPlans,
         inputs: StaticInputs,
         tables: Sequence[Tensor],
-        num_heads: int,
     ) -> None:
         self._kv, self._backend, self._inputs = kv, backend, inputs
-        self._num_heads = num_heads
         self._shape = StepShape.of(np.ones(inputs.shape.size, dtype=np.int32))
         self._groups = {
             of.group.name: self._group(of, table)
@@ -241,11 +222,6 @@ class StaticAttention:
     def is_possible(self) -> bool:
         """Whether the backend has a plan for every layer."""
         return all(plan is not None for group in self._groups.values() for plan in group.plans)
-
-    @property
-    def can_record(self) -> bool:
-        """Whether the backend can record the statistics of the rows under the rules of a graph."""
-        return all(group.records.is_possible(self._kv.backend) for group in self._groups.values())
 
     def refresh(self, slots: Sequence[NDArray[np.int32]]) -> bool:
         """Prepare the plans for these live slots; see `StaticPlans.refresh`."""
@@ -272,11 +248,7 @@ class StaticAttention:
             positions = self._inputs.positions.int()[:, None]
             own.positions[slots.pages, slots.offsets] = positions.expand_as(slots.pages)
         math = AttentionMath(call.scale, call.softcap, call.sinks)
-        sums, fresh = own.records.sums, (key, value)
-        plan, pages = own.plans[index], own.pages[index]
-        out = backend.attend(plan, pages, math, query, fresh, column_sums=sums)
-        own.records.record(index, backend)
-        return out
+        return backend.attend(own.plans[index], own.pages[index], math, query, (key, value))
 
     def _write(
         self, slots: NewSlots, heads: tuple[Tensor, Tensor, Tensor], rope: CosSin | None
@@ -315,14 +287,4 @@ class StaticAttention:
                 for layer, page, offset in zip(layers, pages, offsets, strict=True)
             ),
             positions=self._kv.store.views(group.page_class).positions,
-            records=self._records(of, most_slots),
         )
-
-    def _records(self, of: _GroupInputs, most_slots: int) -> StaticRecords:
-        inputs = self._inputs
-        recorded = [
-            RecordedStatistic.of(statistic, inputs.live_slots(of, place), inputs.row_index)
-            for statistic, place in of.recorded
-        ]
-        shape = (inputs.shape.size, self._num_heads, most_slots)
-        return StaticRecords(recorded, shape, self._kv.store.device)

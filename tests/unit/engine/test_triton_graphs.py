@@ -12,12 +12,9 @@ from unit.engine import test_decode_graphs as graphs
 interpreted("backend")
 
 LENGTHS = (2, 6, 4, 5)
-RULES = ("recent:cap=8", "h2o:cap=8", "h2o:cap=8,power=2", "scissorhands:cap=12")
 
 
-@pytest.mark.parametrize(
-    "kv", [{}, {"codec": "int8"}, *({"evict": rule} for rule in RULES)], ids=str
-)
+@pytest.mark.parametrize("kv", [{}, {"codec": "int8"}, {"evict": "recent:cap=8"}], ids=str)
 def test_graphs_with_triton_give_the_tokens_of_gathered_pages(kv, monkeypatch):
     monkeypatch.setattr(graphs, "LENGTHS", LENGTHS)
     model, prompts = engines.load("llama", impl="transformers"), make_prompts(4, 10, seed=4)
@@ -34,8 +31,4 @@ def test_graphs_with_triton_give_the_tokens_of_gathered_pages(kv, monkeypatch):
     stats = engine.stats().graphs
     assert stats.off is None
     assert stats.replayed > 4
-    if "evict" in kv:
-        is_recorded = "recent" not in kv["evict"]
-        shapes = {key.shape for key in engine.decode_graphs._graphs}
-        assert any(any(shape.recorded) for shape in shapes) == is_recorded
     assert (engine.stats().num_evictions > 0) == ("evict" in kv)

@@ -202,7 +202,7 @@ def test_engines_give_the_tokens_of_the_modules(kv, monkeypatch):
     if capture is not None:
         stats = engine.stats().graphs
         assert stats.off is None
-        assert stats.replayed > 2
+        assert stats.replayed > 2 or "h2o" in kv.get("evict", "")
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from quire.kernels.device_copies import to_device
 from quire.kernels.flashinfer.package import DecodeWrapper, PrefillWrapper, unread
 from quire.kernels.flashinfer.wrappers import AttentionShape, RowPages, Wrappers
 from quire.kernels.rope_write import CosSin, rotated_and_written
-from quire.kernels.static_plan import StaticLanes, StaticPlans, StaticStatistics
+from quire.kernels.static_plan import StaticLanes, StaticPlans
 from quire.kernels.triton.hardware import device_of
 
 
@@ -112,11 +112,6 @@ class FlashInferAttention:
         """Prepare a plan of the other backend; see `StaticPlans`."""
         assert isinstance(self._other, StaticPlans), "the plan comes from it"
         return self._other.refresh(plan, slots)
-
-    def can_record(self, tally: AttentionStatistic, rows: StatisticRows, num_heads: int) -> bool:
-        """Whether the other backend records this statistic; see `StaticStatistics`."""
-        other = self._other
-        return isinstance(other, StaticStatistics) and other.can_record(tally, rows, num_heads)
 
     def write(self, slots: NewSlots, key: Tensor, value: Tensor) -> None:
         """Write keys and values to their slots; see `AttentionBackend.write`."""

@@ -32,7 +32,7 @@ from quire.kernels.triton.hardware import Hardware, device_of
 from quire.kernels.triton.launch import LayerCall, attend_decode, attend_prefill, sum_columns
 from quire.kernels.triton.plan import TritonPlan, check_column_sums, make_plan, make_static_plan
 from quire.kernels.triton.slot_calls import can_move, can_write
-from quire.kernels.triton.statistic_calls import can_record, can_tally, tally_attention
+from quire.kernels.triton.statistic_calls import can_tally, tally_attention
 
 _log = logging.getLogger(__name__)
 
@@ -81,10 +81,6 @@ class TritonAttention:
         assert isinstance(plan, TritonPlan), "a plan comes from this backend"
         assert plan.most_slots is not None, "from static_plan"
         return int(slots.max(initial=0)) <= plan.most_slots
-
-    def can_record(self, tally: AttentionStatistic, rows: StatisticRows, num_heads: int) -> bool:
-        """Whether a kernel records this statistic; see `StaticStatistics`."""
-        return can_record(tally, rows, num_heads)
 
     def write(self, slots: NewSlots, key: Tensor, value: Tensor) -> None:
         """Write keys and values to their slots; see `AttentionBackend.write`."""

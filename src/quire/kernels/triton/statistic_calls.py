@@ -13,29 +13,23 @@ _BLOCK = 256
 _MOST_GROUP = 32  # query heads of a number: the loop over them is unrolled
 
 
-def group_of(tally: AttentionStatistic, rows: StatisticRows, num_heads: int) -> int:
+def group_of(tally: AttentionStatistic, rows: StatisticRows, column_sums: Tensor) -> int:
     """Query heads that share a number; 0 if heads do not divide them."""
     heads = rows.slots.shape[1] * tally.numbers.shape[1]
-    return 0 if num_heads % heads else num_heads // heads
-
-
-def can_record(tally: AttentionStatistic, rows: StatisticRows, num_heads: int) -> bool:
-    """Whether the kernel can accumulate these statistics from float32 column sums."""
-    whole = (rows.step_rows, rows.table_rows, rows.slots, rows.fresh)
-    return (
-        tally.numbers.dtype == torch.float32
-        and tally.table.dtype == torch.int32
-        and tally.table.stride(2) == 1
-        and has_whole_vectors(tally.numbers)
-        and all(tensor.is_contiguous() for tensor in whole)
-        and 0 < group_of(tally, rows, num_heads) <= _MOST_GROUP
-    )
+    return 0 if column_sums.shape[1] % heads else column_sums.shape[1] // heads
 
 
 def can_tally(tally: AttentionStatistic, rows: StatisticRows, column_sums: Tensor) -> bool:
     """Whether the kernel can accumulate these statistics."""
-    is_plain = column_sums.dtype == torch.float32 and column_sums.stride(2) == 1
-    return is_plain and can_record(tally, rows, column_sums.shape[1])
+    float32, whole = torch.float32, (rows.step_rows, rows.table_rows, rows.slots, rows.fresh)
+    return (
+        tally.numbers.dtype == column_sums.dtype == float32
+        and tally.table.dtype == torch.int32
+        and tally.table.stride(2) == column_sums.stride(2) == 1
+        and has_whole_vectors(tally.numbers)
+        and all(tensor.is_contiguous() for tensor in whole)
+        and 0 < group_of(tally, rows, column_sums) <= _MOST_GROUP
+    )
 
 
 def tally_attention(tally: AttentionStatistic, rows: StatisticRows, column_sums: Tensor) -> None:
@@ -62,7 +56,7 @@ def tally_attention(tally: AttentionStatistic, rows: StatisticRows, column_sums:
         num_lanes,
         heads,
         tokens,
-        group_of(tally, rows, column_sums.shape[1]),
+        group_of(tally, rows, column_sums),
         tally.heads == MAX,
         tally.heads == MEAN,
         int(tally.count),

@@ -78,7 +78,13 @@ class Watched:
 
     def tally_of(self, layer: int) -> AttentionStatistic:
         """Return the location of a layer's numbers; `layer` is its index in the group."""
-        return statistic_of_layer(self.place, self.count, self.heads, layer)
+        return AttentionStatistic(
+            numbers=self.place.numbers,
+            table=self.place.device_table.current(),
+            first_lane=layer * self.place.group.lanes_per_layer,
+            count=self.count,
+            heads=MEAN if self.heads == APART else self.heads,  # APART: the mean of one head
+        )
 
     def counted(self, weights: Tensor, seen: Tensor) -> Tensor:
         """Accumulate one KV head's weights [query, group, slot] to [head with a number, slot]."""
@@ -90,19 +96,6 @@ class Watched:
         if self.count is AttentionMeasure.LOW:  # slots after the query's own are masked (causal)
             added = added * (torch.arange(slots, device=added.device) < seen)[:, None]
         return added.sum(dim=0)
-
-
-def statistic_of_layer(
-    place: StatisticPages, count: AttentionMeasure, heads: str, layer: int
-) -> AttentionStatistic:
-    """Return the location of a layer's numbers; `layer` is its index in the group."""
-    return AttentionStatistic(
-        numbers=place.numbers,
-        table=place.device_table.current(),
-        first_lane=layer * place.group.lanes_per_layer,
-        count=count,
-        heads=MEAN if heads == APART else heads,  # APART: the mean of one head
-    )
 
 
 class AttentionStatisticsStep:
