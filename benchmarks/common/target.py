@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from benchmarks.offload_schedule.cuda import CudaExecutor
 from benchmarks.offload_schedule.threads import ThreadExecutor
+from quire.engine.graph_capture import CudaGraphs
 from quire.errors import ConfigError
 from quire.models.device_memory import free_device_bytes
 from quire.offload.schedule.executor import Executor
@@ -89,15 +91,16 @@ class Target:
         launches = partial(_repeat, call, times)
         if not self.on_gpu:
             return launches
-        call()  # kernels are compiled outside of the capture
-        self.wait()
-        graph = torch.cuda.CUDAGraph()
+        done = torch.zeros(1, device=self.device)
+
+        def repeat() -> Tensor:
+            launches()
+            return done
+
         try:
-            with torch.cuda.device(self.device), torch.cuda.graph(graph):
-                launches()
+            return CudaGraphs(self.device).capture(repeat).replay
         except RuntimeError:  # the call reads data
             return launches
-        return graph.replay
 
     def wait(self) -> None:
         """Wait until the device has finished all submitted work."""

@@ -106,8 +106,8 @@ def run_kernels(bench: GpuBench) -> PartResult:
                 caption=(
                     f"{bench.where} Decode attention of one layer, {bench.config.rows} x "
                     f"{bench.config.context:,} tokens, pages scattered at random; medians of "
-                    f"{bench.config.repeats} CUDA graphs of {_CALLS} calls. The copy counts bytes "
-                    "read and written."
+                    f"{bench.config.repeats} repeats of {_CALLS} calls, as a CUDA graph if that is "
+                    "possible. The copy counts bytes read and written."
                 ),
                 columns=("KV", "attention", "GB", "ms", "GB/s"),
                 rows=tuple(rows),

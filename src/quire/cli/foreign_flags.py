@@ -30,7 +30,7 @@ FLAGS = {
     "enable-chunked-prefill": "not needed: prompts are always prefilled in chunks of at most "
     "--max-num-batched-tokens",
     "scheduling-policy": "use the request field `priority`, or --urgent; see --batcher",
-    "enforce-eager": "not needed: Quire uses no CUDA graphs",
+    "enforce-eager": "use --no-cuda-graphs",
     "guided-decoding-backend": "not needed: structured outputs use llguidance",
     "revision": "download the revision to a folder and pass the folder as MODEL",
     "tokenizer": "put the tokenizer's files into the model folder",

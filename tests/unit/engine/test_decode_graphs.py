@@ -1,6 +1,7 @@
 """Decode steps as graphs: equal to the ordinary path, for batches that change in every way."""
 
 import gc
+import inspect
 import weakref
 
 import pytest
@@ -250,7 +251,8 @@ class _Forgetting:
         self.tensors = []
 
     def capture(self, call):
-        cells = [cell.cell_contents for cell in call.__closure__]
+        own = inspect.unwrap(call)  # the suite checks types of its first definitions
+        cells = [cell.cell_contents for cell in own.__closure__]
         self.tensors += [weakref.ref(one) for one in cells if isinstance(one, torch.Tensor)]
         return _Constant(call())
 

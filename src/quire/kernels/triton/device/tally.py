@@ -52,7 +52,8 @@ def add_attention(
     if MEASURE == 1:
         weights = weights * weights
     if MEASURE == 2:
-        low = tl.div_rn(1.0 + tl.zeros_like(weights), held.to(tl.float32) + tl.zeros_like(weights))
+        seen = tl.maximum(held, 1).to(tl.float32) + tl.zeros_like(weights)
+        low = tl.div_rn(1.0 + tl.zeros_like(weights), seen)
         weights = (weights < low).to(tl.float32)
     table_row = tl.load(table_rows + row)
     entry = table + table_row * table_row_stride + (first_lane + lane) * table_lane_stride
