@@ -37,7 +37,10 @@ def test_flag_of_another_engine_is_refused_with_the_alternative(command: str, hi
 
 
 def test_every_named_alternative_is_a_flag_of_quire() -> None:
-    known = {found.flag for found in options_of(SECTIONS)} | {"no-enable-prefix-caching", "no-cuda-graphs"}
+    known = {found.flag for found in options_of(SECTIONS)} | {
+        "no-enable-prefix-caching",
+        "no-cuda-graphs",
+    }
     named = {
         word.strip(".,:;()").removeprefix("--")
         for flag in foreign_flags.FLAGS
