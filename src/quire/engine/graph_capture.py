@@ -102,7 +102,7 @@ class CudaGraphs:
         (PyTorch 2.11).
         """
         current = torch.cuda.current_stream(self._device)
-        # torch raises an AssertionError if it lost the device; the first error is reported
+        # the error of the capture is the one to report; builds without CUDA raise AssertionError
         with suppress(RuntimeError, AssertionError), torch.cuda.stream(current):
             graph = torch.cuda.CUDAGraph()
             mode = "thread_local"

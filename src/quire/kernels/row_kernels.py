@@ -41,7 +41,7 @@ def why_no_rows(device: torch.device, dtype: torch.dtype, shape: RowShape) -> st
         return reason
     try:
         wrong = _wrong_kernels(device, dtype, shape)
-    except cannot_run() as error:  # not remembered: memory may be free at the next load
+    except cannot_run() as error:  # not cached: memory may be free at the next load
         _log.warning("fused layers are off", exc_info=True)
         return failure_of(error)
     if not wrong:

@@ -29,17 +29,24 @@ from quire.kernels.reference_backend import ReferenceAttention
 from quire.kernels.rope_write import CosSin, rotated_and_written
 from quire.kernels.triton.backend import TritonAttention
 from quire.kernels.triton.hardware import Hardware, cannot_run, failure_of
-from quire.kernels.triton.slot_self_test import moves_right, tallies_right
+from quire.kernels.triton.slot_self_test import (
+    COLUMNS,
+    GROUP,
+    HEADS,
+    NEW_TOKENS,
+    NUM_PAGES,
+    PAGE_TOKENS,
+    SLOTS,
+    moves_right,
+    tallies_right,
+)
 from quire.layout.codec_names import codec_spec
 
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 _CODECS = ("int8", "fp8", "int4")
-_NEW_TOKENS, _SLOTS = (1, 1, 5), (3, 300, 20)
 _WINDOW = 17  # begins inside of a page
-_HEADS, _GROUP, _PAGE_TOKENS, _ALIGNMENT = 2, 2, 16, 16
+_ALIGNMENT = 16
 _SPLITS, _WHOLE_ROWS = 64, 1  # multiprocessors: with 64 the row of 300 slots is split
-_COLUMNS = -(-max(_SLOTS) // _PAGE_TOKENS)
-_NUM_PAGES = len(_SLOTS) * _COLUMNS
 
 _log = logging.getLogger(__name__)
 
@@ -160,19 +167,19 @@ class _Sample:
         self._rotates = rotates
         generator = torch.Generator().manual_seed(0)
         self._codec, self._dtype = make_codec(codec_spec(codec), head_dim), dtype
-        shape = (2, _NUM_PAGES, _HEADS, _PAGE_TOKENS, head_dim)
+        shape = (2, NUM_PAGES, HEADS, PAGE_TOKENS, head_dim)
         vectors = torch.randn(shape, generator=generator).to(dtype)
         self._fresh_source = vectors
         encoded = [plane for side in vectors for plane in self._codec.encode(side)]
         sizes = [-(-plane[0].nbytes // _ALIGNMENT) * _ALIGNMENT for plane in encoded]
         self._starts = np.cumsum([0, *sizes]).tolist()
         self._forms = [(plane.dtype, plane.shape) for plane in encoded]
-        self._arena = torch.zeros(_NUM_PAGES, self._starts[-1], dtype=torch.uint8)
+        self._arena = torch.zeros(NUM_PAGES, self._starts[-1], dtype=torch.uint8)
         for view, plane in zip(self._views(self._arena), encoded, strict=True):
             view.copy_(plane)
-        order = torch.randperm(_NUM_PAGES, generator=generator)
-        self._table = order.int().view(len(_SLOTS), 1, _COLUMNS)
-        tokens, heads = sum(_NEW_TOKENS), _HEADS * _GROUP
+        order = torch.randperm(NUM_PAGES, generator=generator)
+        self._table = order.int().view(len(SLOTS), 1, COLUMNS)
+        tokens, heads = sum(NEW_TOKENS), HEADS * GROUP
         self._query = torch.randn(tokens, heads, head_dim, generator=generator).to(dtype)
         self._math = AttentionMath(
             scale=head_dim**-0.5,
@@ -229,17 +236,17 @@ class _Sample:
     ) -> tuple[Tensor, ...]:
         device = arena.device
         key, value, coded = self._sides(arena)
-        rows = torch.arange(len(_SLOTS), device=device)
+        rows = torch.arange(len(SLOTS), device=device)
         pages = LayerPages(key, value, self._table.to(device), rows, 0, 1, coded=coded)
-        step = StepShape.of(np.array(_NEW_TOKENS, dtype=np.int32))
-        lanes = LaneSlots(np.array(_SLOTS, dtype=np.int32)[:, None], self._window)
-        plan = backend.plan(step, lanes, _PAGE_TOKENS, 1)
+        step = StepShape.of(np.array(NEW_TOKENS, dtype=np.int32))
+        lanes = LaneSlots(np.array(SLOTS, dtype=np.int32)[:, None], self._window)
+        plan = backend.plan(step, lanes, PAGE_TOKENS, 1)
         sinks = self._math.sinks
         math = replace(self._math, sinks=None if sinks is None else sinks.to(device))
-        fresh = (query[:, :_HEADS], query[:, :_HEADS])  # not read: the slots are written
+        fresh = (query[:, :HEADS], query[:, :HEADS])  # not read: the slots are written
         if not with_sums:
             return (backend.attend(plan, pages, math, query, fresh),)
-        sums = torch.zeros(len(_SLOTS), query.shape[1], max(_SLOTS), device=device)
+        sums = torch.zeros(len(SLOTS), query.shape[1], max(SLOTS), device=device)
         return backend.attend(plan, pages, math, query, fresh, column_sums=sums), sums
 
     def _sides(self, arena: Tensor) -> tuple[Tensor, Tensor, CodedPages | None]:
@@ -259,10 +266,10 @@ class _Sample:
 
     def _newest(self) -> tuple[Tensor, Tensor]:
         """Pages and offsets of the newest slots, [tokens] each."""
-        pairs = list(zip(_SLOTS, _NEW_TOKENS, strict=True))
+        pairs = list(zip(SLOTS, NEW_TOKENS, strict=True))
         slot = torch.cat([torch.arange(slots - new, slots) for slots, new in pairs])
-        row = torch.arange(len(_SLOTS)).repeat_interleave(torch.tensor(_NEW_TOKENS))
-        return self._table[row, 0, slot // _PAGE_TOKENS].long(), slot % _PAGE_TOKENS
+        row = torch.arange(len(SLOTS)).repeat_interleave(torch.tensor(NEW_TOKENS))
+        return self._table[row, 0, slot // PAGE_TOKENS].long(), slot % PAGE_TOKENS
 
     def _fresh(self) -> tuple[Tensor, Tensor]:
         """Keys and values of the newest slots before they are encoded."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from quire.kernels.row_kernels import RowShape
-from quire.models.native.layers import ACTIVATIONS, FAMILIES, Norm, rotary_dim
+from quire.models.native.layers import Norm, architecture_refusal, rotary_dim
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -85,14 +85,11 @@ class GpuModel:
 
 def gpu_refusal(model: PreTrainedModel) -> str | None:
     """Return the reason why the layers of a model cannot be fused on a GPU; None if they can."""
-    name = type(model).__name__
-    if name not in FAMILIES:
-        return f"{name} is not among the fused architectures ({', '.join(sorted(FAMILIES))})"
+    reason = architecture_refusal(model)
+    if reason is not None:
+        return reason
     if model.dtype not in _DTYPES:
         return f"its weights are {model.dtype}; fused layers take float32, bfloat16 and float16"
-    config: Any = model.config
-    if config.hidden_act not in ACTIVATIONS:
-        return f"its activation is {config.hidden_act!r}; fused layers compute silu"
     decoder: Any = model.model
     fused = [*decoder.layers.named_modules(), ("norm", decoder.norm), ("lm_head", model.lm_head)]
     for path, module in fused:

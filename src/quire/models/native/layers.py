@@ -102,17 +102,25 @@ class FusedModel:
 
 def refusal(model: PreTrainedModel) -> str | None:
     """Return the reason why a model cannot be fused; None if it can."""
+    reason = architecture_refusal(model)
+    if reason is not None:
+        return reason
+    if model.device.type != "cpu":
+        return f"the model is on {model.device.type}, and these fused layers run on a CPU"
+    if model.dtype not in KINDS:
+        return f"its weights are {model.dtype}; fused layers take float32 and bfloat16"
+    return _layer_refusal(model)
+
+
+def architecture_refusal(model: PreTrainedModel) -> str | None:
+    """Return the reason why an architecture has no fused layers on any device, or None."""
     name = type(model).__name__
     if name not in FAMILIES:
         return f"{name} is not among the fused architectures ({', '.join(sorted(FAMILIES))})"
-    if model.device.type != "cpu":
-        return f"the model is on {model.device.type}, and fused layers run on a CPU"
-    if model.dtype not in KINDS:
-        return f"its weights are {model.dtype}; fused layers take float32 and bfloat16"
     config: Any = model.config
     if config.hidden_act not in ACTIVATIONS:
         return f"its activation is {config.hidden_act!r}; fused layers compute silu"
-    return _layer_refusal(model)
+    return None
 
 
 def _layer_refusal(model: PreTrainedModel) -> str | None:
