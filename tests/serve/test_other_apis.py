@@ -246,6 +246,32 @@ def test_stream_of_a_message(post):
     assert found[-2]["usage"]["output_tokens"] == 5
 
 
+@pytest.mark.parametrize("interval", [1, 4])
+def test_input_tokens_of_a_message_sum_to_its_prompt(serve, interval):
+    """From the first event on, without and with a prefix in the cache."""
+    body = {"messages": [{"role": "user", "content": f"{interval} small boats sail on " * 9}]}
+    body |= {"max_tokens": 5, "ignore_eos": True}
+
+    async def main(client):
+        counted = await client.post(f"{MESSAGES}/count_tokens", json=body)
+        streams = [await client.post(MESSAGES, json=body | {"stream": True}) for _ in range(2)]
+        return counted.json()["input_tokens"], streams, await client.post(MESSAGES, json=body)
+
+    num_tokens, streams, whole = serve(main, stream_interval=interval)
+
+    usages = [whole.json()["usage"]]
+    for stream in streams:
+        begin, *_, delta, _ = events_of(stream)
+        usages += [begin["message"]["usage"], delta["usage"]]
+        assert 0 < begin["message"]["usage"]["output_tokens"] <= 5
+        assert delta["usage"]["output_tokens"] == 5
+    kinds = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+    assert [sum(usage[kind] for kind in kinds) for usage in usages] == [num_tokens] * 5
+    cached = [usage["cache_read_input_tokens"] for usage in usages]
+    assert cached[1:3] == [0, 0]
+    assert cached[0] == cached[3] == cached[4] > 0
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_tool_use_of_a_message(post, stream):
     tool = {"name": "weather", "description": "d", "input_schema": TOOL["parameters"]}

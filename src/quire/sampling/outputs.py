@@ -52,6 +52,8 @@ class OutputDelta:
         finish_reason: set on the last delta of each completion.
         stop_reason: the stop text or token id that ended the completion.
         error: error message, with finish_reason "error".
+        cached_tokens: in the delta of the first token, the prompt tokens whose KV was found in a
+            prefix cache.
         score: in the last delta of a completion, the sum of its log-probabilities (nats), if they
             were requested or completions are ranked by it. For a beam this sum is divided by its
             length to the power of `length_penalty`.
@@ -70,6 +72,7 @@ class OutputDelta:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    cached_tokens: int | None = None
     score: float | None = None
     prompt_logprobs: tuple[ScoredToken | None, ...] | None = None
     embedding: tuple[float, ...] | None = None
@@ -94,6 +97,7 @@ def _joined(deltas: Sequence[OutputDelta]) -> OutputDelta:
     scored = [delta.logprobs for delta in deltas if delta.logprobs is not None]
     return replace(
         deltas[-1],
+        cached_tokens=deltas[0].cached_tokens,
         text="".join(delta.text for delta in deltas),
         token_ids=tuple(token for delta in deltas for token in delta.token_ids),
         logprobs=tuple(token for tokens in scored for token in tokens) if scored else None,

@@ -57,7 +57,8 @@ class SequenceOutput:
         request = self.request
         if token.error is not None:
             return self.end("error", now_s, error=token.error)
-        if not request.output_token_ids:
+        is_first = not request.output_token_ids
+        if is_first:
             request.progress.first_token_s = now_s
         request.output_token_ids.append(token.token_id)
         if self._score is not None:
@@ -69,6 +70,7 @@ class SequenceOutput:
             "text": text,
             "token_ids": (token.token_id,),
             "logprobs": None if request.params.logprobs is None else (token,),
+            "cached_tokens": request.progress.cached_tokens if is_first else None,
         }
         ending = self._text.ending
         if ending is None:

@@ -31,6 +31,9 @@ class Format(Protocol):
     needs_usage: bool
     """Whether a stream must contain the usage, for the last events."""
 
+    needs_prompt_usage: bool
+    """Whether each chunk must contain the tokens so far, for the first event."""
+
     def whole(self, body: JSON) -> JSON:
         """Convert the body of a response that is not streamed."""
 
@@ -48,7 +51,7 @@ class PlainFormat:
     """OpenAI's chats and completions, unchanged."""
 
     id_prefix = "chatcmpl-"
-    needs_usage = False
+    needs_usage = needs_prompt_usage = False
 
     def whole(self, body: JSON) -> JSON:
         """Return the body."""

@@ -106,6 +106,7 @@ class GenerationResponse:
     form: Format = field(default_factory=PlainFormat)
     _usages: dict[str, Usage] = field(default_factory=dict)
     _num_tokens: int = 0
+    _cached_tokens: int = 0
 
     async def whole(self, request: Request) -> JSONResponse:
         """Send one body after all outputs have finished.
@@ -173,14 +174,18 @@ class GenerationResponse:
     def _count(self, delta: OutputDelta) -> None:
         _raise_if_failed(delta.error)
         self._num_tokens += len(delta.token_ids)
+        self._cached_tokens = max(self._cached_tokens, delta.cached_tokens or 0)
         if delta.usage is not None:
             self._usages[delta.request_id] = delta.usage
 
     def _usage_so_far(self) -> dict[str, object] | None:
-        if not self.options.continuous_usage_stats:
+        if not (self.options.continuous_usage_stats or self.form.needs_prompt_usage):
             return None
         prompt_tokens = sum(len(request.prompt) for request in self.submission.outputs.requests)
-        return token_counts(prompt_tokens, self._num_tokens)
+        counts = token_counts(prompt_tokens, self._num_tokens)
+        if self.form.needs_prompt_usage:  # of APIs with one prompt and one choice
+            counts["prompt_tokens_details"] = {"cached_tokens": self._cached_tokens}
+        return counts
 
     def _usage(self) -> dict[str, object]:
         in_order = [self._usages[request_id] for request_id in self.submission.outputs.request_ids]

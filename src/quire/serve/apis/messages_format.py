@@ -18,7 +18,7 @@ class MessagesFormat:
     """
 
     id_prefix = "msg_"
-    needs_usage = True
+    needs_usage = needs_prompt_usage = True
 
     def __init__(self, stop_sequences: Sequence[str] = ()) -> None:
         self._stops = frozenset(stop_sequences)
@@ -94,7 +94,7 @@ class MessagesFormat:
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": {"input_tokens": 0, "output_tokens": 0},
+            "usage": _usage(body["usage"]),
         }
         return [self._event("message_start", message=message)]
 
@@ -158,9 +158,10 @@ def _arguments(text: str) -> object:
 
 
 def _usage(usage: JSON) -> JSON:
+    cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
     return {
-        "input_tokens": usage["prompt_tokens"],
+        "input_tokens": usage["prompt_tokens"] - cached_tokens,  # the three sum to the prompt
         "output_tokens": usage["completion_tokens"],
-        "cache_read_input_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+        "cache_read_input_tokens": cached_tokens,
         "cache_creation_input_tokens": 0,
     }

@@ -17,7 +17,7 @@ class ResponsesFormat:
     """
 
     id_prefix = "resp_"
-    needs_usage = True
+    needs_usage, needs_prompt_usage = True, False
 
     def __init__(self, body: ResponsesBody) -> None:
         self._request = body
