@@ -3,6 +3,7 @@
 Both go to standard error, and only to a terminal: scripts and pipes see neither.
 """
 
+import atexit
 import gc
 import os
 import sys
@@ -51,7 +52,8 @@ def fast_imports() -> Iterator[None]:
     """Import large libraries without garbage collections, which cost a tenth of the start.
 
     Modules stay in memory, so that collections during imports free almost nothing. Objects of new
-    modules are excluded from later collections too, and from the last one, when Python exits.
+    modules are excluded from later collections too, except the last one, when Python exits:
+    extension modules such as Triton's report objects that it does not free.
     """
     enabled, before = gc.isenabled(), len(sys.modules)
     gc.disable()
@@ -60,6 +62,7 @@ def fast_imports() -> Iterator[None]:
     finally:
         if len(sys.modules) > before:
             gc.freeze()
+            atexit.register(gc.unfreeze)
         if enabled:
             gc.enable()
 

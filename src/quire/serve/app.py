@@ -1,5 +1,6 @@
 """The server: creates the ASGI application of an engine and runs it."""
 
+import atexit
 import gc
 import math
 import socket
@@ -154,6 +155,7 @@ def run_server(
     # the model's objects are never freed: a collection after a large body must not traverse them
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # extension modules report objects left at the end
     # listen before printing the URL, so that clients can connect
     url = listen(bound, scheme="https" if config.ssl_certfile else "http")
     service: Service = app.state.service

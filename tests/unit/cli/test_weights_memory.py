@@ -1,5 +1,9 @@
 """`--weights-memory` on the command line, in a config file and in `quire plan`."""
 
+import random
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,6 +48,46 @@ def test_offloaded_weights_give_the_same_output_and_stay_within_the_budget(
 
     open_llm("1GiB")
     assert "weights: all" in capsys.readouterr().err  # no layer is offloaded
+
+
+def test_log_probabilities_with_offloaded_weights_differ_by_less_than_the_documented_limit():
+    rng = random.Random(0)
+    prompts = [[rng.randrange(3, 500) for _ in range(length)] for length in (3, 60, 150, 300)]
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1)
+
+    found = []
+    for weights_memory in ("all", "9MiB"):
+        outputs = open_llm(weights_memory).generate(prompts, sampling)
+        scored = [token for output in outputs for token in output.prompt_logprobs if token]
+        found.append([token.logprob for token in scored])
+
+    assert len(found[0]) == sum(map(len, prompts)) - len(prompts)
+    assert max(abs(ours - theirs) for ours, theirs in zip(*found, strict=True)) < 2e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["generate", "serve"])
+def test_a_process_with_offloaded_weights_ends_without_reports_of_triton(command: str):
+    """Triton's extension module reports the objects that Python does not free at its exit."""
+    pytest.importorskip("triton")
+    options = ["--weights-memory", "9MiB", "--device", "cpu", "--dtype", "float32"]
+    options += ["a", "--max-tokens", "2"] if command == "generate" else ["--port", "0"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "quire", command, TINY, "--kv-memory", "2MiB", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    if command == "serve":
+        assert process.stdout is not None
+        while not process.stdout.readline().startswith("Serving"):
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+    _, shown = process.communicate()
+
+    assert process.returncode in (0, 130)  # 130: before the server has its own handler
+    assert "leaked" not in shown
+    assert "nanobind" not in shown
 
 
 def test_too_small_weights_memory_is_refused(tmp_path: Path):
