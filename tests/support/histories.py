@@ -50,9 +50,9 @@ class History:
     def dim(self) -> int:
         return self.keys.shape[2]
 
-    @property
-    def scale(self) -> float:
-        return self.dim**-0.5
+    def scale(self, lane: int) -> float:
+        """The softmax scale of a lane's layer."""
+        return scale_of(self.layers[lane // self.heads], self.dim)
 
     def query(self, lane: int, head: int, position: int) -> np.ndarray:
         """The query after RoPE."""
@@ -122,7 +122,7 @@ class History:
             statistics={s.name: torch.tensor(self.record(s)).float() for s in statistics},
             slots=Slots(self._slots(self.keys, longest), self._slots(self.values, longest)),
             head_dim=self.dim,
-            scale=self.scale,
+            layer_scales=tuple(scale_of(layer, self.dim) for layer in self.layers),
             rotation=Rotations(self.dim),
             group=self.raw.shape[1],
         )
@@ -178,6 +178,11 @@ def history_of_rows(rows: list[list[float]]) -> History:
         weights=weights,
         num_keys=np.arange(1, tokens + 1)[None],
     )
+
+
+def scale_of(layer: int, dim: int) -> float:
+    """The softmax scale of a layer: a model whose layers differ."""
+    return dim**-0.5 * (1 + layer)
 
 
 @cache
@@ -247,7 +252,8 @@ def _attend(history: History, lane: int, position: int) -> None:
     cached.append(position)
     history.num_keys[lane, position] = len(cached)
     for head in range(history.raw.shape[1]):
-        logits = history.keys[lane, cached] @ history.query(lane, head, position) * history.scale
+        products = history.keys[lane, cached] @ history.query(lane, head, position)
+        logits = products * history.scale(lane)
         history.weights[lane, head, position, cached] = softmax(logits)
 
 

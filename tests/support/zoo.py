@@ -141,8 +141,9 @@ def _opt() -> PreTrainedConfig:
     )
 
 
-def _gpt2() -> PreTrainedConfig:
+def _gpt2(*, scale_by_layer: bool = False) -> PreTrainedConfig:
     return GPT2Config(
+        scale_attn_by_inverse_layer_idx=scale_by_layer,
         vocab_size=VOCAB_SIZE,
         n_embd=32,
         n_layer=2,
@@ -274,6 +275,7 @@ NATIVE: dict[str, Callable[[], PreTrainedConfig]] = {
 
 # further forms of architectures above
 OTHERS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "gpt2_scale_by_layer": lambda: _gpt2(scale_by_layer=True),
     "phi3_longrope_window": lambda: _phi3_longrope(WINDOW_TOKENS),
 }
 

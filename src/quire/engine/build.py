@@ -13,7 +13,7 @@ import torch
 
 from quire.config.kv_config import KVConfig
 from quire.engine.async_steps import is_async, refuse_async
-from quire.engine.attention_scale import attention_scale
+from quire.engine.attention_scales import attention_scales
 from quire.engine.decode_graphs import DecodeGraphs, make_graphs, refuse_graphs
 from quire.engine.open_tier import OpenedTiers, open_tiers
 from quire.engine.pool import KVPool, build_pool
@@ -114,8 +114,6 @@ def build(
             undo.callback(tier.close)  # closes the opened tiers too
             whole = kv.prefix_cache.load == "whole"
             prefix_loader = PrefixLoader(tier, swapper.costs, sharing, events, loads_whole=whole)
-            if pool.rules.evicts:
-                pool.kv.note_scale(attention_scale(model.decoder))
         sequence_memory = SequenceMemory(
             sharing,
             prefix_offloader=_make_offloader(pool, sharing, state, events),
@@ -195,7 +193,8 @@ def _evictor(pool: KVPool, kv: KVConfig, model: LoadedModel) -> Evictor | None:
     layers = None
     if pool.offload is not None:
         layers = OffloadedLayers(pool.kv.memory, pool.offload.prefixes)
-    return PolicyEvictor(pool.kv, pool.rules, kv.scratch, rotations, layers, model.group)
+    scales = attention_scales(model.decoder)
+    return PolicyEvictor(pool.kv, pool.rules, kv.scratch, scales, rotations, layers, model.group)
 
 
 def _swapper(

@@ -57,6 +57,7 @@ class PolicyEvictor:
         rules: rules that requests may use.
         scratch_bytes: bound on the keys and values that are gathered for a policy at a time; sets
             how many layers a view holds, at least one.
+        scales: softmax scale of each layer of the model.
         rotations: RoPE of queries by RoPE scaling variant; None if the model does not provide it.
         offloaded: loads offloaded pages layer by layer; None without KV offload.
         ranks: the ranks that share the model.
@@ -67,6 +68,7 @@ class PolicyEvictor:
         kv: PagedKV,
         rules: EvictionRules,
         scratch_bytes: int,
+        scales: Sequence[float],
         rotations: Callable[[int], Rotation | None],
         offloaded: LayerLoads | None = None,
         ranks: TensorGroup = ONE_RANK,
@@ -74,7 +76,7 @@ class PolicyEvictor:
         lanes = evicting_lanes(kv.memory)
         assert lanes is not None, "only built for pools whose lanes evict"
         self._kv, self._rules, self._lanes = kv, rules, lanes
-        self._scratch_bytes, self._rotations = scratch_bytes, rotations
+        self._scratch_bytes, self._scales, self._rotations = scratch_bytes, scales, rotations
         self._ranks = ranks
         groups = [table.group for table in lanes.tables]
         self._promotions = {group.name: _promotion_of(kv, group.name) for group in groups}
@@ -404,7 +406,7 @@ class PolicyEvictor:
             statistics=reader.statistics,
             slots=reader,
             head_dim=self._lanes.tables[0].group.page_class.head_dim,
-            scale=self._kv.scale,
+            layer_scales=tuple(self._scales[layer] for layer in reader.layers),
             rotation=self._rotations(request.spec.rope_variant),
             group=self._rules.query_group,
         )

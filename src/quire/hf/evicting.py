@@ -10,6 +10,7 @@ from functools import cache
 
 import numpy as np
 
+from quire.engine.attention_scales import attention_scales
 from quire.errors import ConfigError
 from quire.eviction.eviction import PolicyEvictor
 from quire.eviction.eviction_rules import EvictionRules
@@ -52,7 +53,8 @@ class Evicting:
         self._lanes = evicting_lanes(kv.memory)
         self._evictor: PolicyEvictor | None = None
         if rules.evicts:
-            self._evictor = PolicyEvictor(kv, rules, SCRATCH_BYTES, cache(decoder.rotations))
+            scales, rotations = attention_scales(decoder), cache(decoder.rotations)
+            self._evictor = PolicyEvictor(kv, rules, SCRATCH_BYTES, scales, rotations)
 
     def chunk_tokens(self, row: Request, left: int) -> int:
         """Tokens of a row's next chunk, after `evict_for_chunk` has freed slots for them.

@@ -241,7 +241,6 @@ class StaticAttention:
         """Write keys and values, then attend; see `PagedAttention.attend`."""
         group, index = self._kv.place[call.layer]
         own, backend = self._groups[group.name], self._kv.backend
-        self._kv.note_scale(call.scale)
         slots = own.new_slots[index]
         query, key, value = self._write(slots, (query, key, value), call.rope)
         if own.positions is not None:

@@ -73,7 +73,6 @@ class PagedKV:
         self.chains = backend if isinstance(backend, ChainBackend) else None
         self.last_chained = ChainedStep()
         self.coded = CodedLayers(store, measured)
-        self.scale = 1.0  # softmax scale of the last layer that ran
         self.tables = {
             name: DeviceTable(table, store.device) for name, table in memory.tables.items()
         }
@@ -101,10 +100,6 @@ class PagedKV:
         for group in groups:
             self.tables[group.name] = DeviceTable(self.memory.tables[group.name], self.store.device)
         self.statistics = self._statistics()
-
-    def note_scale(self, scale: float) -> None:
-        """Record the softmax scale (on products of queries and keys) of the current layer."""
-        self.scale = scale
 
     @property
     def rotated(self) -> bool:
@@ -274,7 +269,6 @@ class StepAttention:
         """
         group, index = self._kv.place[layer]
         step, backend = self._groups[group.name], self._backend
-        self._kv.note_scale(math.scale)
         if self._pre_rope is not None or not group.page_class.rotated:
             assert rotary is not None, "the model was prepared for keys before RoPE"
             math = replace(math, rotary=rotary)
@@ -337,7 +331,6 @@ class StepAttention:
         is_plain = self._offload is None and all(step.is_plain for step in groups.values())
         if kv.chains is None or not is_plain or not kv.rotated or self._pre_rope is not None:
             return None
-        kv.note_scale(layers[-1].scale)
         calls = kv.last_chained.calls_of(groups, layers, heads)
         if calls is None:
             places = (kv.place[layer] for layer in range(len(layers)))

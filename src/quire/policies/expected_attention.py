@@ -77,9 +77,9 @@ class ExpectedAttention(SinksAndRecent):
 
     def _expected_logits(self, view: KVView) -> Float[Tensor, "lane group slot"]:
         mean, spread = _mean_and_covariance(view.statistic(self._moments), view.head_dim)
-        turn = self._turn(view)
-        mean = (turn @ mean[..., None])[..., 0] * view.scale
-        spread = turn @ spread @ turn.transpose(2, 3) * (view.scale**2 / 2)
+        turn, scales = self._turn(view), view.lane_scales
+        mean = (turn @ mean[..., None])[..., 0] * scales
+        spread = turn @ spread @ turn.transpose(2, 3) * (scales[:, None] ** 2 / 2)
         keys = view.keys
         logits = keys @ mean.transpose(1, 2)  # [lane, slot, group]
         for head in range(mean.shape[1]):  # one at a time: each needs as much memory as the keys

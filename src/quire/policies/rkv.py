@@ -95,11 +95,12 @@ class RKV(ScorePolicy):
     ) -> Float[Tensor, "lane slot"]:
         queries, query_positions = recorded(view, self._ring)
         lanes, group, window, _ = queries.shape
+        scales = view.lane_scales
         before: Bool[Tensor, "lane 1 slot"] = ~view.newest(self.window)[:, None]
         seen = visible(view, query_positions) & before
         sums = torch.zeros(keys.shape[:2], device=keys.device)
         for part in slices(lanes, group * window * keys.shape[1]):
-            logits = queries[part] @ keys[part, None].transpose(2, 3) * view.scale
+            logits = queries[part] @ keys[part, None].transpose(2, 3) * scales[part, None]
             sums[part] = softmax_over(logits.amax(dim=1), seen[part]).sum(dim=1)
         mean = sums / (query_positions >= 0).sum(dim=1, keepdim=True)
         return pool(mean[:, None], self.kernel, MAXIMUM)[:, 0]

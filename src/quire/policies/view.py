@@ -69,7 +69,7 @@ class KVView:
             the policy or its budget declared.
         slots: reads keys and values.
         head_dim: elements of a key.
-        scale: factor on products of queries and keys.
+        layer_scales: factor on products of queries and keys, of each layer; empty: 1.
         rotation: RoPE of queries; only for rules that need it (expected_attention).
         group: query heads that share the KV head of a lane.
     """
@@ -84,7 +84,7 @@ class KVView:
     )
     slots: SlotReader | None = None
     head_dim: int = 0
-    scale: float = 1.0
+    layer_scales: tuple[float, ...] = ()
     rotation: Rotation | None = None
     group: int = 1
 
@@ -95,6 +95,13 @@ class KVView:
         layers = self.layers or tuple(range(lanes // self.heads_per_layer))
         numbers = torch.tensor(layers, device=self.positions.device)
         return numbers.repeat_interleave(self.heads_per_layer)
+
+    @property
+    def lane_scales(self) -> Float[Tensor, "lane 1 1"]:
+        """Factor on products of queries and keys, of each lane's layer."""
+        scales = torch.tensor(self.layer_scales or (1.0,), device=self.positions.device)
+        of_layer = self.shape[0] // len(scales)
+        return scales.repeat_interleave(of_layer)[:, None, None]
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -60,11 +60,11 @@ def column_sums(view: KVView, ring: QueryRing) -> Float[Tensor, "lane group slot
         PolicyError: no query was recorded.
     """
     queries, query_positions = recorded(view, ring)
-    keys, seen = view.keys, visible(view, query_positions)
+    keys, seen, scales = view.keys, visible(view, query_positions), view.lane_scales
     lanes, group, window, _ = queries.shape
     sums = torch.zeros(lanes, group, keys.shape[1], device=keys.device)
     for part in slices(lanes, group * window * keys.shape[1]):
-        logits = queries[part] @ keys[part, None].transpose(2, 3) * view.scale
+        logits = queries[part] @ keys[part, None].transpose(2, 3) * scales[part, None]
         rows = seen[part, None].expand(-1, group, -1, -1)
         sums[part] = softmax_over(logits, rows).sum(dim=2)
     return sums

@@ -6,6 +6,7 @@ import pytest
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
+from quire.engine.attention_scales import attention_scales
 from quire.engine.core import Engine
 from quire.errors import OutOfPages
 from quire.eviction.eviction import PolicyEvictor
@@ -21,7 +22,9 @@ def test_policy_records_are_not_written_if_slots_cannot_be_moved(monkeypatch):
     """The eviction is retried later, with other statistics."""
     engine = Engine(engines.load("llama"), KVConfig(memory="2MiB", page_tokens=4, evict=CRUSHED))
     memory, kv = engine.pool.kv.memory, engine.pool.kv
-    evictor = PolicyEvictor(kv, engine.pool.rules, 1 << 20, engine.model.decoder.rotations)
+    decoder = engine.model.decoder
+    scales = attention_scales(decoder)
+    evictor = PolicyEvictor(kv, engine.pool.rules, 1 << 20, scales, decoder.rotations)
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     engine.submit(GenerationRequest(list(range(3, 15)), params))
     engine.step()

@@ -21,6 +21,7 @@ from support.histories import (
     changed,
     make_history,
     retained_positions,
+    scale_of,
 )
 
 PIECE = 4
@@ -68,6 +69,7 @@ def reordered(view: KVView, lanes: list[int], layers: tuple[int, ...], heads: in
         view,
         positions=view.positions[lanes],
         layers=layers,
+        layer_scales=tuple(scale_of(layer, view.head_dim) for layer in layers),
         heads_per_layer=heads,
         statistics={
             name: of_lanes(view, values, lanes) for name, values in view.statistics.items()

@@ -59,7 +59,7 @@ class _QueryHeads(KVView):
         return self.of_lanes.positions.repeat_interleave(self.of_lanes.group, dim=0)
 
 
-_COPIED = ("next_position", "layers", "prompt_tokens", "head_dim", "scale", "rotation")
+_COPIED = ("next_position", "layers", "prompt_tokens", "head_dim", "layer_scales", "rotation")
 
 
 def first_heads(view: KVView) -> KVView:

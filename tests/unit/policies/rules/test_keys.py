@@ -109,8 +109,9 @@ def test_expected_attention_scores_by_predicted_future_queries(group, heads, eps
             mean = rotated @ queries.mean(axis=0)
             spread = rotated @ np.cov(queries.T, bias=True) @ rotated.T
             keys = history.keys[lane, after_sinks]
-            linear = keys @ mean / history.dim**0.5
-            square = np.einsum("ti,ij,tj->t", keys, spread, keys) / (2 * history.dim)
+            scale = history.scale(lane)
+            linear = keys @ mean * scale
+            square = np.einsum("ti,ij,tj->t", keys, spread, keys) * scale**2 / 2
             rows.append(softmax(linear + square))
         norms = np.linalg.norm(history.values[lane, after_sinks], axis=1)
         score = (REDUCE[heads](rows, axis=0) + epsilon) * norms

@@ -29,7 +29,7 @@ def window_rows(history, lane, head, window):
     rows = {}
     for query in range(max(0, history.tokens - window), history.tokens):
         seen = [t for t in history.cached[lane] if t <= query]
-        logits = history.keys[lane, seen] @ history.query(lane, head, query) * history.scale
+        logits = history.keys[lane, seen] @ history.query(lane, head, query) * history.scale(lane)
         rows[query] = dict(zip(seen, softmax(logits), strict=True))
     return rows
 
@@ -156,7 +156,7 @@ def test_rkv_mixes_importance_with_redundancy(group, block):
         rows = []
         for query in range(history.tokens - window, history.tokens):
             queries = np.stack([history.query(lane, head, query) for head in range(group)])
-            logits = queries @ history.keys[lane, before].T * history.scale
+            logits = queries @ history.keys[lane, before].T * history.scale(lane)
             rows.append(softmax(logits.max(axis=0)))
         importance = pooled(np.mean(rows, axis=0), 3, "max")
         size = block or len(keys)
