@@ -99,12 +99,15 @@ def test_path_of_a_client_stays_on_one_line(serve, lines):
 
 
 def test_json_lines_have_the_fields_of_the_record():
-    record = logging.LogRecord("quire.access", logging.INFO, "", 0, "%s took %d s", ("a", 3), None)
+    record = logging.LogRecord(
+        "quire.access", logging.INFO, "", 0, "%s took %d s", ("a\u2028", 3), None
+    )
     record.fields = {"status": 200}
 
-    line = json.loads(JsonFormatter().format(record))
+    [text] = JsonFormatter().format(record).splitlines()
+    line = json.loads(text)
 
-    assert line["message"] == "a took 3 s"
+    assert line["message"] == "a\u2028 took 3 s"
     assert (line["level"], line["logger"], line["status"]) == ("info", "quire.access", 200)
     assert line["time"].endswith("Z")
 

@@ -1,6 +1,10 @@
 """Server-sent events of completions and chats equal the responses without streaming."""
 
+import json
+
 import pytest
+
+from quire.serve.errors import ReplicaLost, error_events
 
 PROMPT = "<|doc|>Once upon a time"
 CHAT = {"messages": [{"role": "user", "content": "Once upon a time"}], "max_tokens": 6}
@@ -115,6 +119,38 @@ def test_incomplete_characters_are_held_back_with_their_logprobs(stream, llm, te
     assert len(tokens) == 4
     assert len(raw) == 4
     assert "".join(contents) == raw.decode(errors="replace")
+
+
+LINE_ENDS = "\u2028\u2029\x85\v\f\x1c\x1d\x1e\r\n"
+"""Characters at which `str.splitlines` splits, and with it many clients of streams."""
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": f"<|doc|>a{LINE_ENDS}", "echo": True}),
+        (CHATS, CHAT),
+        ("/v1/responses", {"input": "A", "metadata": {f"a{LINE_ENDS}": f"b{LINE_ENDS}"}}),
+        ("/v1/messages", CHAT),
+    ],
+)
+def test_line_boundaries_of_unicode_do_not_split_events(post, path, body):
+    limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    options = {"structured_outputs": {"choice": ["a\u2028\u2029\x85b"]}, limit: 40, "stream": True}
+    response = post(path, **body | options)
+
+    assert response.status_code == 200, response.text
+    lines = [line for line in response.text.splitlines() if line not in ("", "data: [DONE]")]
+    events = [line for line in lines if not line.startswith("event: ")]
+    assert all(json.loads(line.removeprefix("data: ")) for line in events)
+    assert all(f"\\u{ord(end):04x}" in response.text for end in "\u2028\u2029\x85")
+
+
+def test_line_boundaries_of_unicode_do_not_split_errors():
+    for path in (COMPLETIONS, "/v1/responses", "/v1/messages"):
+        content = error_events(ReplicaLost(f"a{LINE_ENDS}b"), path).decode()
+
+        assert len(content.splitlines()) == len(content.split("\n")) - 1
 
 
 def test_failed_output_ends_the_stream_with_an_error(stream, llm):

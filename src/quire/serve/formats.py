@@ -9,6 +9,9 @@ DONE = "data: [DONE]\n\n"
 
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 
+_LINE_ENDS = {ord(end): json.dumps(end)[1:-1] for end in "\x85\u2028\u2029"}
+"""Line boundaries of Unicode that JSON need not escape: many clients split a stream at them."""
+
 
 def event(body: JSON, name: str | None = None) -> str:
     """A server-sent event.
@@ -18,7 +21,13 @@ def event(body: JSON, name: str | None = None) -> str:
         name: its type; None: no type.
     """
     first = "" if name is None else f"event: {name}\n"
-    return f"{first}data: {_encode(body)}\n\n"
+    return f"{first}data: {one_line(body)}\n\n"
+
+
+def one_line(value: object) -> str:
+    """JSON without line boundaries, not even those of Unicode."""
+    text = _encode(value)
+    return text if text.isascii() else text.translate(_LINE_ENDS)
 
 
 @runtime_checkable

@@ -38,7 +38,7 @@ class JsonFormatter(TextFormatter):
         }
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False, default=str)
+        return json.dumps(line, default=str)  # in ASCII, without line boundaries of Unicode
 
 
 def configure_logs(log_format: LogFormat = "text", level: LogLevel = "info") -> None:
