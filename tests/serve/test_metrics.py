@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import re
 import shutil
 import subprocess
 from types import SimpleNamespace
@@ -104,7 +105,35 @@ def test_counts_of_two_requests(serve):
     assert sum(sample.value for sample in found["quire_kv_bytes"].samples) == total
     path = {"method": "POST", "path": "/v1/completions", "status": "200"}
     assert value(found, "quire_http_requests", **path) == 2
-    assert value(found, "quire_tenant_generation_tokens", tenant="default") >= 8
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_tokens": 1},
+        {"n": 3, "temperature": 1.0},
+        {"n": 2, "best_of": 3, "temperature": 1.0},
+        {"use_beam_search": True, "n": 2},
+        {"prompt": ["A", "Once upon"], "n": 2, "temperature": 1.0},
+        {"n": 2, "temperature": 1.0, "stream": True, "stream_options": {"include_usage": True}},
+    ],
+)
+def test_generated_tokens_of_a_tenant_are_those_of_the_usage(serve, options):
+    async def main(client):
+        scrapes, texts = [], []
+        for body in (BODY, BODY | options):
+            response = await client.post("/v1/completions", json=body)
+            assert response.status_code == 200, response.text
+            texts.append(response.text)
+            scrapes.append(families((await client.get("/metrics")).text))
+        return *scrapes, texts[-1]
+
+    before, after, text = serve(main)
+
+    generated = int(re.findall(r'"completion_tokens": ?(\d+)', text)[-1])
+    assert generated >= options.get("n", 1)
+    for name in ("quire_tenant_generation_tokens", "quire_generation_tokens"):
+        assert value(after, name) - value(before, name) == generated
 
 
 def test_every_defined_metric_has_values_except_those_without_events(serve):

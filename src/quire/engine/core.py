@@ -132,7 +132,9 @@ class Engine:
         sampler = Sampler(spec.vocab_size, eos, one_by_one=alone, native=native)
         if lockstep.size > 1:
             sampler = RankSampler(spec.vocab_size, eos, native=native, lockstep=lockstep)
-        return SamplingStep(sampler, self._outputs, self.scheduler.branch, self._clock)
+        scheduler = self.scheduler
+        meter = scheduler.fairness.meter
+        return SamplingStep(sampler, self._outputs, scheduler.branch, self._clock, meter)
 
     @property
     def failure(self) -> QuireError | None:

@@ -14,6 +14,7 @@ from quire.sampling.pooling import StepHidden
 from quire.sampling.sampler import SampledToken, Sampler, prompt_logprobs, waited
 from quire.scheduler.request import PlannedFork, Request, RequestGroup
 from quire.scheduler.request_parts import RequestState
+from quire.tenancy.meter import TenantMeter
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class SamplingStep:
         outputs: output states of the unfinished requests.
         branch: replaces the beams of a group; see `Scheduler.branch`.
         clock: returns seconds.
+        meter: counts the tokens of each tenant.
 
     Attributes:
         sampler: see above.
@@ -50,10 +52,15 @@ class SamplingStep:
     """
 
     def __init__(
-        self, sampler: Sampler, outputs: OutputProcessor, branch: Branch, clock: Callable[[], float]
+        self,
+        sampler: Sampler,
+        outputs: OutputProcessor,
+        branch: Branch,
+        clock: Callable[[], float],
+        meter: TenantMeter,
     ) -> None:
         self.sampler = sampler
-        self._outputs, self._branch, self._clock = outputs, branch, clock
+        self._outputs, self._branch, self._clock, self._meter = outputs, branch, clock, meter
         self.num_generated_tokens = 0
 
     def deltas(
@@ -142,7 +149,7 @@ class SamplingStep:
         now_s = self._clock()
         for request, token in sampled:
             if request.progress.state is not RequestState.FINISHED:
-                self.num_generated_tokens += token.error is None
+                self._count(request, int(token.error is None))
                 yield from self._outputs.add_token(request, token, now_s)
 
     def _advance_searches(self, ready: list[StepLogits]) -> Iterator[OutputDelta]:
@@ -162,9 +169,13 @@ class SamplingStep:
         except RequestError as error:
             yield from self.fail(first, str(error))
             return
-        self.num_generated_tokens += len(rows)
+        self._count(first, search.width)
         if search.is_done:
             yield from self._outputs.end_search(first, self._clock())
+
+    def _count(self, request: Request, tokens: int) -> None:
+        self.num_generated_tokens += tokens
+        self._meter.served(request.tenant, output_tokens=tokens)
 
     def _end_without_tokens(self, requests: Iterable[Request]) -> Iterator[OutputDelta]:
         """End requests with `max_tokens=0`: prompt log-probabilities or embeddings."""

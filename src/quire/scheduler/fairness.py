@@ -184,17 +184,17 @@ class Fairness:
         """
         self._charge_cached(request)
         end = request.progress.num_computed + tokens
-        new = end - max(request.progress.charged_tokens, request.progress.num_computed)
-        if new > 0:
+        start = max(request.progress.charged_tokens, request.progress.num_computed)
+        if end > start:
             request.progress.charged_tokens = end
-            self.waiting.charge(request.tenant, prompt_tokens=new)
-            self.meter.served(request.tenant, prompt_tokens=new)
+            self.waiting.charge(request.tenant, prompt_tokens=end - start)
+            of_prompt = min(end, len(request.prompt_token_ids)) - start
+            self.meter.served(request.tenant, prompt_tokens=max(0, of_prompt))
 
     def charge_decoding(self, requests: Iterable[Request]) -> None:
         """Charge one output token for each request."""
         for tenant, tokens in Counter(request.tenant for request in requests).items():
             self.waiting.charge(tenant, output_tokens=tokens)
-            self.meter.served(tenant, output_tokens=tokens)
 
     def admitted(self, request: Request, waited_s: float) -> None:
         """Record an admission and charge the tokens found in a prefix cache.

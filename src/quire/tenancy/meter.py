@@ -26,7 +26,7 @@ class TenantStats:
         num_admitted: admissions, including those after a preemption.
         prompt_tokens: computed prompt tokens; recomputed ones are not counted again.
         cached_tokens: prompt tokens whose KV was found in a prefix cache.
-        output_tokens: generated tokens.
+        output_tokens: generated tokens; every beam of a search counts.
         queue_s: seconds that its admitted requests waited.
         num_preemptions: preemptions of its requests.
         held_bytes, guaranteed_bytes, share_bytes: KV bytes that it holds now, its guarantee, and
@@ -130,9 +130,10 @@ class TenantMeter:
         return tuple(rows if self._others is None else [*rows, _row(OTHERS, self._others)])
 
     def _of(self, tenant: str) -> _Counts:
-        counts = self._counts.setdefault(tenant, _Counts())
+        if tenant not in self._counts:
+            self._counts[tenant] = _Counts()
         self._counts.move_to_end(tenant)
-        return counts
+        return self._counts[tenant]
 
 
 def _row(tenant: str, counts: _Counts) -> TenantStats:

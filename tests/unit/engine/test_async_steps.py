@@ -140,6 +140,17 @@ def test_preemptions_happen_in_both_modes(model):
     assert all(engine.stats().num_preemptions > 0 for engine in both)
 
 
+@pytest.mark.parametrize("mode", [False, True])
+@pytest.mark.parametrize("name", ["chunks", "recompute", "swap", "drained_in_little_memory"])
+def test_tokens_of_a_tenant_count_once_each(model, name, mode):
+    engine = work(name).engine(model, asynchronous=mode)
+
+    outputs = work(name).run(engine)
+
+    [served] = engine.stats().served
+    assert served.output_tokens == sum(len(output.tokens) for output in outputs.values())
+
+
 def test_only_outputs_that_end_early_discard_a_row(model):
     by_length = Work(prompts=make_prompts(8, 9, seed=1), params=[GREEDY, SHORT])
     by_token = Work(prompts=make_prompts(8, 9, seed=1), params=[{**SEEDED, "seed": 1}])

@@ -71,8 +71,7 @@ def test_recomputed_output_tokens_are_charged_once():
     after = service.tenant_report("a")
     assert request.progress.num_preemptions == 1
     assert request.progress.num_computed == 6 + 4
-    assert (before.prompt_tokens, before.output_tokens) == (6, 3)
-    assert (after.prompt_tokens, after.output_tokens) == (7, 3)
+    assert before.prompt_tokens == after.prompt_tokens == 6
     assert service.scheduler.waiting.virtual_time("a") == paid + 1
 
 

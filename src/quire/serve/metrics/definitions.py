@@ -149,9 +149,7 @@ METRICS: tuple[Metric, ...] = (
     _gauge("tenant_requests_running", "Running requests of a tenant", "tenant"),
     _gauge("tenant_requests_waiting", "Waiting requests of a tenant", "tenant"),
     _counter("tenant_prompt_tokens", "Prompt tokens computed for a tenant", "tenant"),
-    _counter(
-        "tenant_generation_tokens", "Tokens that decode steps generated for a tenant", "tenant"
-    ),
+    _counter("tenant_generation_tokens", "Tokens generated for a tenant", "tenant"),
     _counter("tenant_preemptions", "Preemptions of requests of a tenant", "tenant"),
     # histograms
     _histogram(
