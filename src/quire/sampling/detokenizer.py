@@ -144,28 +144,43 @@ class StopChecker:
         self._longest = max(map(len, self._stops), default=0)
         self._include = include
         self._held = ""
+        self._unsearched = 0  # characters of the held text in which no match may end
 
-    def push(self, new_text: str) -> tuple[str, str | None]:
+    def push(self, new_text: str, *, searched: bool = True) -> tuple[str, str | None]:
         """Add text; return the final text and the stop text that was found, or None.
 
         After a match, `push` must not be called again.
+
+        Args:
+            new_text: text that follows the text so far.
+            searched: whether a stop text may end in the new text. It may begin before it.
         """
         text = self._held + new_text
-        matches = [
-            (text.index(stop) + len(stop), -len(stop), stop) for stop in self._stops if stop in text
-        ]
-        if matches:
-            end, _, stop = min(matches)
+        if not searched:
+            self._unsearched = len(text)
+        if (match := self._first_match(text)) is not None:
+            end, stop = match
             self._held = ""
             return text[: end if self._include else end - len(stop)], stop
         shown = len(text) - self._num_possible(text)
         self._held = text[shown:]
+        self._unsearched = max(0, self._unsearched - shown)
         return text[:shown], None
 
     def flush(self) -> str:
         """Return the buffered text, after the stream ended for another reason."""
         held, self._held = self._held, ""
         return held
+
+    def _first_match(self, text: str) -> tuple[int, str] | None:
+        """End and stop text of the match that ends first."""
+        matches = []
+        for stop in self._stops:
+            start = text.find(stop, max(0, self._unsearched - len(stop) + 1))
+            if start >= 0:
+                matches.append((start + len(stop), -len(stop), stop))
+        end, _, stop = min(matches, default=(0, 0, ""))
+        return (end, stop) if matches else None
 
     def _num_possible(self, text: str) -> int:
         """Length of the longest suffix of `text` that is a prefix of a stop text."""

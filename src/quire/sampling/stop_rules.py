@@ -51,8 +51,8 @@ class OutputText:
     """Detokenizes one output and applies its stop rules.
 
     The text of an end token is left out unless `include_stop_str_in_output` is set. A stop text
-    takes precedence over an end token and over the length. The text of the first `min_tokens`
-    tokens is not searched for stop texts.
+    takes precedence over an end token and over the length. A stop text that ends in the text of
+    the first `min_tokens` tokens does not end the output.
 
     Args:
         params: the sampling options of the request.
@@ -85,10 +85,8 @@ class OutputText:
         """Add the newest token; return the text that became final. Sets `ending` at the end."""
         self._num_tokens += 1
         self.ending = ending_token(self._params, self._eos_token_ids, token_id, self._num_tokens)
-        text = self._text_of(token_id)
-        if self._num_tokens <= self._params.min_tokens:
-            return text
-        text, stop = self._stops.push(text)
+        searched = self._num_tokens > self._params.min_tokens
+        text, stop = self._stops.push(self._text_of(token_id), searched=searched)
         if stop is not None:
             self.ending = Ending("stop", stop)
         elif self.ending is not None:

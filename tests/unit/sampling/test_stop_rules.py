@@ -94,6 +94,33 @@ def test_stop_string_within_min_tokens_is_ignored():
     assert follow(params, token_ids)[:2] == ("a STOP b ", Ending("stop", "STOP"))
 
 
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("stop", [("##",), ("b##cd", "##"), ("#",), ("##cd##", "cd#"), ("x",)])
+def test_stop_text_that_ends_after_min_tokens_ends_the_output(stop, include):
+    text = "ab##cd##"
+    token_ids = [token for character in text for token in tokens(character)]
+    assert len(token_ids) == len(text)
+    for min_tokens in range(len(text) + 1):
+        params = SamplingParams(
+            max_tokens=len(text),
+            min_tokens=min_tokens,
+            stop=stop,
+            include_stop_str_in_output=include,
+        )
+        ends = [
+            (end, start)
+            for start in range(len(text))
+            for word in stop
+            if text.startswith(word, start) and (end := start + len(word)) > min_tokens
+        ]
+        end, start = min(ends, default=(len(text), len(text)))
+
+        shown, ending, _ = follow(params, token_ids)
+
+        assert shown == text[: end if include else start], min_tokens
+        assert ending == (Ending("stop", text[start:end]) if ends else Ending("length"))
+
+
 @pytest.mark.parametrize(("include", "shown"), [(False, "one"), (True, "one!")])
 def test_stop_token_text_is_included_on_request_only(include, shown):
     (mark,) = tokens("!")
