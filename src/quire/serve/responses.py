@@ -11,6 +11,7 @@ from quire.sampling.outputs import OutputDelta, RequestOutput, Usage, summed
 from quire.sampling.sampler import SampledToken
 from quire.serve.logprobs import (
     Scored,
+    TextOffsets,
     TokenPieces,
     chat_logprobs,
     completion_logprobs,
@@ -45,18 +46,22 @@ class CompletionWriter:
     echo: str | None = None
     scores_prompt: bool = False
     _held: list[SampledToken] = field(default_factory=list)
-    _shown_characters: int = 0
+    _unplaced: list[int] = field(default_factory=list)
+    _offsets: TextOffsets | None = None
 
     def whole(self, output: RequestOutput, choice: outputs.Choice) -> Choice:
         """Format the choice of a response that is not streamed."""
         logprobs = None
         if self.wants_logprobs:
             scores: list[Scored] = list(choice.logprobs or ())
-            token_ids = choice.token_ids
+            placed: list[tuple[str, int]] = []
             if self.echo is not None:
                 scores = [*(output.prompt_logprobs or ()), *scores]
-                token_ids = output.prompt_token_ids + token_ids
-            logprobs = completion_logprobs(self.pieces, token_ids, scores, 0)
+                prompt = TextOffsets(self.pieces)
+                placed = prompt.push(output.prompt_token_ids, self.echo, is_last=True)
+            own = TextOffsets(self.pieces, len(self.echo or ""))
+            placed += own.push(choice.token_ids, choice.text, is_last=True)
+            logprobs = completion_logprobs(self.pieces, placed, scores)
         body = self._choice((self.echo or "") + choice.text, logprobs, choice)
         if self.scores_prompt:
             body["prompt_logprobs"] = prompt_logprobs(self.pieces, output.prompt_logprobs or ())
@@ -67,16 +72,17 @@ class CompletionWriter:
         text = (self.echo or "") + delta.text
         self.echo = None
         self._held += delta.logprobs or ()
+        self._unplaced += [score.token_id for score in delta.logprobs or ()]
         if not text and delta.finish_reason is None:
             return []
         logprobs = None
         if self.wants_logprobs:
-            token_ids = [score.token_id for score in self._held]
-            logprobs = completion_logprobs(
-                self.pieces, token_ids, self._held, self._shown_characters
-            )
-            self._shown_characters += sum(len(self.pieces.text(token)) for token in token_ids)
-            self._held = []
+            self._offsets = self._offsets or TextOffsets(self.pieces)
+            is_last = delta.finish_reason is not None
+            placed = self._offsets.push(self._unplaced, text, is_last=is_last)
+            self._unplaced = []
+            scores, self._held = self._held[: len(placed)], self._held[len(placed) :]
+            logprobs = completion_logprobs(self.pieces, placed, scores)
         return [self._choice(text, logprobs, delta)]
 
     def _choice(
