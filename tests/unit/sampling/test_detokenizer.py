@@ -192,9 +192,9 @@ def test_without_a_tokenizer_the_text_is_empty():
     assert pieces(None, [1, 2, 3], [4]) == ["", "", "", ""]
 
 
-def naive_stop(text, stops):
-    """The shortest prefix of the text that ends in a stop string, and the longest such stop."""
-    for end in range(1, len(text) + 1):
+def naive_stop(text, stops, after=0):
+    """The shortest prefix, longer than `after`, that ends in a stop string; the longest stop."""
+    for end in range(after + 1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
             longest = max(found, key=len)
@@ -206,20 +206,21 @@ STOPS = st.lists(st.text("ab\n", min_size=1, max_size=5), max_size=4)
 PIECES = st.lists(st.text("ab\nc", max_size=6), max_size=12)
 
 
-@given(stops=STOPS, pieces=PIECES, include=st.booleans())
+@given(stops=STOPS, pieces=PIECES, include=st.booleans(), min_pieces=st.integers(0, 4))
 @settings(max_examples=400, deadline=None)
-def test_stop_strings_are_found_independent_of_the_pieces(stops, pieces, include):
+def test_stop_strings_are_found_independent_of_the_pieces(stops, pieces, include, min_pieces):
     checker = StopChecker(stops, include=include)
     shown, found = "", None
 
-    for piece in pieces:
-        text, found = checker.push(piece)
+    for number, piece in enumerate(pieces):
+        text, found = checker.push(piece, searched=number >= min_pieces)
         shown += text
         if found is not None:
             break
     shown += checker.flush()
 
-    expected, stop = naive_stop("".join(pieces), stops)
+    after = len("".join(pieces[:min_pieces]))
+    expected, stop = naive_stop("".join(pieces), stops, after)
     assert found == stop
     assert shown == expected + (stop or "" if include else "")
 
