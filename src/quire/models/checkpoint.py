@@ -165,7 +165,9 @@ def _open_gguf(file: Path) -> GgufCheckpoint:
         file=file.name,
         has_tokenizer=metadata.has_tokenizer,
         config=config,
-        generation=read_generation_defaults(file, config.to_dict(), vocab_size),  # not the folder's
+        generation=read_generation_defaults(  # of the file, not of its folder
+            file, {"eos_token_id": metadata.end_token_ids}, vocab_size
+        ),
     )
 
 

@@ -1,9 +1,15 @@
-"""Defaults from a model's generation_config.json: end tokens and sampling parameters."""
+"""Defaults of a model: end tokens and sampling parameters.
+
+End tokens are those of generation_config.json, of config.json and of the tokenizer together:
+fine-tuned chat models often name the token that ends a message in one of them only.
+"""
 
 import logging
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
 
 from quire.config.option_checks import LEAST_REPETITION_PENALTY, MAX_REPETITION_PENALTY
 from quire.errors import ModelError
@@ -22,7 +28,7 @@ class GenerationDefaults:
     """A model's own generation defaults. None: unset, the engine's default applies.
 
     Attributes:
-        eos_token_ids: tokens that end a completion; empty if the config has none.
+        eos_token_ids: tokens that end a completion; empty if no file names one.
         temperature: 0 if the model requires greedy decoding (`do_sample` false).
         top_k: keep this many of the likeliest tokens.
         top_p: keep the likeliest tokens that sum up to this probability.
@@ -39,11 +45,24 @@ class GenerationDefaults:
     repetition_penalty: float | None = None
     max_tokens: int | None = None
 
+    def with_end_token(
+        self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
+    ) -> "GenerationDefaults":
+        """Return the defaults with the tokenizer's `eos_token` as a further end token."""
+        token = None if tokenizer is None else tokenizer.eos_token
+        if tokenizer is None or token is None:
+            return self
+        found = tokenizer.eos_token_id
+        if found == tokenizer.unk_token_id and token != tokenizer.unk_token:
+            return self  # the vocabulary does not have this text
+        known = _token_ids("the tokenizer", found, vocab_size)
+        return replace(self, eos_token_ids=tuple(dict.fromkeys(self.eos_token_ids + known)))
+
 
 def read_generation_defaults(
     folder: Path, config: Mapping[str, object], vocab_size: int | None = None
 ) -> GenerationDefaults:
-    """Read generation_config.json; without it, use the end tokens of config.json.
+    """Read generation_config.json, and the end tokens of config.json and its `text_config`.
 
     As in Transformers, temperature and top-* depend on `do_sample`: true samples with them, false
     is greedy, and if it is missing they are ignored. An ignored value that is invalid, and an end
@@ -63,13 +82,13 @@ def read_generation_defaults(
     for name in _OF_SAMPLING:
         if not samples:
             _warn_if_wrong(values, name)
-    in_file = "eos_token_id" in values
+    text_config = config.get("text_config")
+    named = [(_FILE, values), ("config.json", config)]
+    if isinstance(text_config, Mapping):
+        named.append(("config.json: text_config", text_config))
+    ends = [i for file, of in named for i in _token_ids(file, of.get("eos_token_id"), vocab_size)]
     return GenerationDefaults(
-        eos_token_ids=_token_ids(
-            _FILE if in_file else "config.json",
-            values["eos_token_id"] if in_file else config.get("eos_token_id"),
-            vocab_size,
-        ),
+        eos_token_ids=tuple(dict.fromkeys(ends)),
         repetition_penalty=_number(values, "repetition_penalty", neutral=1.0),
         max_tokens=_whole(values, "max_new_tokens"),
         temperature=_temperature(values, samples),

@@ -67,6 +67,11 @@ class GgufMetadata:
         """Whether the file has a tokenizer."""
         return bool(self.values.get("tokenizer.ggml.model", _NO_TOKENIZER) != _NO_TOKENIZER)
 
+    @property
+    def end_token_ids(self) -> list[int]:
+        """Tokens that end a text, a turn or a message."""
+        return [int(self.values[key]) for key in _END_TOKENS if key in self.values]
+
     def check(self) -> None:
         """Refuse files that do not hold a whole model in types that can be decoded.
 
@@ -140,7 +145,8 @@ class GgufMetadata:
         return self.values.get(f"{architecture}.rope.{name}", default)
 
 
-_PLAIN_KEYS = ("general.architecture", "tokenizer.ggml.model")
+_END_TOKENS = tuple(f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom"))
+_PLAIN_KEYS = ("general.architecture", "tokenizer.ggml.model", *_END_TOKENS)
 
 
 def _divided(

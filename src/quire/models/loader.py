@@ -161,7 +161,7 @@ def load_model(  # noqa: PLR0913 - one parameter per option
     return LoadedModel(
         decoder=decoder,
         tokenizer=tokenizer,
-        generation=checkpoint.generation,
+        generation=checkpoint.generation.with_end_token(tokenizer, decoder.spec.vocab_size),
         spec=decoder.spec,
         name=name,
         weight_bytes=weight_bytes(model) if weights is None else weights.place.device_bytes,

@@ -180,7 +180,7 @@ class GrammarCompiler:
         if not self._eos_token_ids:
             raise RequestError(
                 f"{FIELD} needs a model with an end-of-sequence token (eos_token_id in "
-                "generation_config.json), and this model has none",
+                "generation_config.json or eos_token of the tokenizer), and this model has none",
                 param=FIELD,
             )
         size = max(self._vocab_size, len(tokenizer))

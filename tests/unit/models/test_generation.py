@@ -5,6 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from quire.errors import ModelError
 from quire.models.generation import GenerationDefaults, read_generation_defaults
@@ -15,14 +17,43 @@ def read(folder: Path, **values: object) -> GenerationDefaults:
     return read_generation_defaults(folder, {"eos_token_id": 7})
 
 
-def test_several_eos_token_ids_are_read(tmp_path: Path) -> None:
-    assert read(tmp_path, eos_token_id=[1, 2]).eos_token_ids == (1, 2)
-    assert read(tmp_path, eos_token_id=3).eos_token_ids == (3,)
+@pytest.mark.parametrize(
+    ("named", "config", "end_tokens"),
+    [
+        ({"eos_token_id": [1, 2]}, {"eos_token_id": 7}, (1, 2, 7)),
+        ({"eos_token_id": 3}, {"eos_token_id": [7, 3]}, (3, 7)),
+        ({"eos_token_id": None}, {"eos_token_id": 7}, (7,)),
+        ({"eos_token_id": 3}, {}, (3,)),
+        ({}, {"eos_token_id": None, "text_config": {"eos_token_id": [8, 9]}}, (8, 9)),
+        ({}, {"text_config": None}, ()),
+    ],
+)
+def test_end_tokens_are_those_of_all_configs(
+    tmp_path: Path, named: dict[str, object], config: dict[str, object], end_tokens: tuple[int, ...]
+) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps(named))
+
+    assert read_generation_defaults(tmp_path, config).eos_token_ids == end_tokens
 
 
-def test_eos_token_id_falls_back_to_config_json(tmp_path: Path) -> None:
-    assert read_generation_defaults(tmp_path, {"eos_token_id": 7}).eos_token_ids == (7,)
-    assert read_generation_defaults(tmp_path, {}).eos_token_ids == ()
+@pytest.mark.parametrize(
+    ("vocab", "special", "end_tokens"),
+    [
+        ({"a": 0, "</s>": 3}, {"eos_token": "</s>"}, (7, 3)),
+        ({"a": 0, "</s>": 7}, {"eos_token": "</s>"}, (7,)),
+        ({"a": 0}, {}, (7,)),
+        ({"a": 0, "</s>": 200}, {"eos_token": "</s>"}, (7,)),  # the model has 128 tokens
+    ],
+)
+def test_eos_token_of_the_tokenizer_is_an_end_token(
+    vocab: dict[str, int], special: dict[str, str], end_tokens: tuple[int, ...]
+) -> None:
+    model = Tokenizer(models.WordLevel(vocab, unk_token="a"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, unk_token="a", **special)
+
+    found = GenerationDefaults(eos_token_ids=(7,)).with_end_token(tokenizer, 128)
+
+    assert found.eos_token_ids == end_tokens
 
 
 def test_do_sample_false_is_temperature_zero(tmp_path: Path) -> None:
@@ -107,7 +138,8 @@ def test_eos_token_ids_outside_the_vocabulary_are_ignored_with_a_warning(
     ids = {"eos_token_id": [3, 10**9, -1, 255, 256]}
     if file == "generation_config.json":
         (tmp_path / file).write_text(json.dumps(ids))
-    defaults = read_generation_defaults(tmp_path, ids, 256)
+    config = ids if file == "config.json" else {}
+    defaults = read_generation_defaults(tmp_path, config, 256)
 
     assert defaults.eos_token_ids == (3, 255)
     [record] = caplog.records

@@ -129,6 +129,7 @@ def write_file(
     writer.add_token_types([2, 3, 3, *[6] * (VOCAB - 3)])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
+    writer.add_eot_token_id(5)
     kind = gguf.GGMLQuantizationType[quantization]
     decoded = {}
     for name, weight in model.state_dict().items():
@@ -170,7 +171,7 @@ def test_weights_are_decoded(quantization: str, tmp_path: Path) -> None:
         expected = plain(prompt[None]).logits[0]
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
     assert loaded.name == "tiny"
-    assert loaded.generation.eos_token_ids == (2,)
+    assert loaded.generation.eos_token_ids == (2, 5)  # of a text and of a turn
     assert loaded.tokenizer is not None
     assert len(loaded.tokenizer) == VOCAB
 

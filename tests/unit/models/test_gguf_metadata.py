@@ -1,4 +1,4 @@
-"""RoPE scaling in the metadata of GGUF files, in the words of a config."""
+"""RoPE scaling and end tokens in the metadata of GGUF files."""
 
 from pathlib import Path
 
@@ -41,6 +41,14 @@ def test_rope_metadata(values: dict[str, object], expected: dict[str, object]) -
     metadata(values).set_rope(config)
 
     assert config.rope_parameters == ({"rope_theta": 10_000.0, "rope_type": "default"} | expected)
+
+
+def test_end_tokens_are_those_of_a_text_a_turn_and_a_message() -> None:
+    keys = {"eos_token_id": 2, "eot_token_id": 7, "eom_token_id": 8, "bos_token_id": 1}
+    values = {f"tokenizer.ggml.{name}": value for name, value in keys.items()}
+
+    assert GgufMetadata(Path("m.gguf"), values, {}, "").end_token_ids == [2, 7, 8]
+    assert GgufMetadata(Path("m.gguf"), {}, {}, "").end_token_ids == []
 
 
 def test_two_sets_of_divisors_are_longrope() -> None:

@@ -13,6 +13,7 @@ from quire.errors import ConfigError, ModelError, UnknownName, UnsupportedModel
 from quire.models import adapter, linear_weights, source
 from quire.models.loader import load_model
 from support import zoo
+from support.byte_tokenizer import byte_tokenizer
 from support.flat import flat_logits, sequences
 
 CUDA = torch.cuda.is_available()
@@ -42,6 +43,17 @@ def test_saved_model_is_loaded_with_equal_logits(llama: Path) -> None:
     assert loaded.weight_bytes >= 4 * loaded.spec.num_parameters
     (actual,) = flat_logits(loaded.decoder, prompts, chunk_tokens=[4])
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
+
+
+def test_end_tokens_are_those_of_the_configs_and_the_tokenizer(folder: Path) -> None:
+    byte_tokenizer().save_pretrained(folder)
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token": "~"}))
+    (folder / "generation_config.json").write_text('{"eos_token_id": 9}')
+
+    loaded = load_model(folder, device="cpu", verify=False)
+
+    assert loaded.generation.eos_token_ids == (9, 1, ord("~"))
 
 
 def test_weights_of_an_unsupported_dtype_are_refused_or_converted(tmp_path: Path) -> None:
