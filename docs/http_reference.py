@@ -50,7 +50,7 @@ MEANINGS = {
     "prompt_logprobs": "number of most likely tokens to report for each token of the prompt; not "
     "with `stream`",
     "truncate_prompt_tokens": "keep only this many tokens at the end of the prompt; -1: as many as "
-    "the longest sequence allows",
+    "leave room for `max_tokens` in the longest sequence",
     "stream": "send server-sent events, the last one `data: [DONE]`. Default: false",
     "stream_interval": "tokens in each event of a stream after the first one. Default: that of "
     "`--stream-interval`",

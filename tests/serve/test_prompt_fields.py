@@ -1,6 +1,12 @@
 """Fields that change the prompt or are tokenized with it, chat templates, rules of tenants."""
 
+import asyncio
+import copy
+import json
 import math
+import re
+import threading
+from dataclasses import replace
 
 import pytest
 
@@ -10,9 +16,11 @@ from quire.errors import ConfigError
 from quire.serve.app import create_app
 from quire.serve.config import ServerConfig
 from quire.serve.errors import FieldError
-from quire.serve.prompt_fields import sequences_of_words, truncated, with_budget
+from quire.serve.logprobs import TokenPieces
+from quire.serve.prompt_fields import sequences_of_words, with_budget
 from quire.serve.tenant_file import TenantFile, read_tenant_keys
-from serve.conftest import PROMPT
+from quire.serve.text import LONG_TEXT_CHARACTERS, Texts, Turn
+from serve.conftest import PATIENCE_S, PROMPT, client_of
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 BODIES = {COMPLETIONS: {"prompt": PROMPT}, CHATS: {"messages": [{"role": "user", "content": "Hi"}]}}
@@ -66,11 +74,102 @@ def test_wrong_number_of_prompt_tokens_is_refused(post, value):
     refused(post(COMPLETIONS, prompt="a", truncate_prompt_tokens=value), "truncate_prompt_tokens")
 
 
-def test_truncation_keeps_the_end():
-    assert truncated([1, 2, 3], None, 9) == [1, 2, 3]
-    assert truncated([1, 2, 3], 2, 9) == [2, 3]
-    assert truncated([1, 2, 3], 5, 9) == [1, 2, 3]
-    assert truncated([1, 2, 3], -1, 3) == [2, 3]
+@pytest.fixture(scope="module")
+def short():
+    """An engine whose longest sequence has 64 tokens."""
+    opened = LLM(
+        "quire-tiny", dtype="float32", kv=KVConfig(memory="4MiB"), max_model_len=64, verify=False
+    )
+    yield opened
+    opened.close()
+
+
+IDS = list(range(300, 428))
+WORDS = "word " * 200
+ROOM = [  # path, body, tokens of the prompt, tokens of the output
+    (COMPLETIONS, {"prompt": IDS, "max_tokens": 20}, 44, 20),
+    (COMPLETIONS, {"prompt": [IDS, IDS[:9]], "max_tokens": 20}, 53, 40),
+    (COMPLETIONS, {"prompt": IDS, "max_tokens": 20, "n": 2}, 44, 40),
+    (COMPLETIONS, {"prompt": WORDS, "max_tokens": 20}, 44, 20),
+    (COMPLETIONS, {"prompt": WORDS, "max_tokens": 20, "echo": True}, 44, 20),
+    (COMPLETIONS, {"prompt": IDS}, 48, 16),
+    (COMPLETIONS, {"prompt": IDS[:44], "max_tokens": 20}, 44, 20),
+    (COMPLETIONS, {"prompt": IDS[:45], "max_tokens": 20}, 44, 20),
+    (COMPLETIONS, {"prompt": IDS[:10], "max_tokens": 1000}, 10, 54),
+    (COMPLETIONS, {"prompt": IDS[:64], "max_tokens": 0, "echo": True, "logprobs": 0}, 64, 0),
+    (COMPLETIONS, {"prompt": IDS, "max_tokens": 0, "echo": True, "logprobs": 0}, 64, 0),
+    (CHATS, {"messages": [{"role": "user", "content": WORDS}], "max_tokens": 20}, 44, 20),
+    (CHATS, {"messages": [{"role": "user", "content": WORDS}], "max_completion_tokens": 9}, 55, 9),
+    (CHATS, {"messages": [{"role": "user", "content": WORDS}]}, 32, 32),
+    ("/v1/responses", {"input": WORDS, "max_output_tokens": 20}, 44, 20),
+    ("/v1/embeddings", {"input": IDS[:64]}, 64, 0),
+    ("/v1/embeddings", {"input": IDS, "pooling": "mean"}, 64, 0),
+]
+
+
+STREAMED = [row for row in ROOM if row[0] != "/v1/embeddings" and "logprobs" not in row[1]]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "prompt_tokens", "output_tokens", "stream"),
+    [*((*row, False) for row in ROOM), *((*row, True) for row in STREAMED)],
+)
+def test_automatic_truncation_leaves_room_for_the_output(
+    short, path, body, prompt_tokens, output_tokens, stream
+):
+    automatic = {"truncate_prompt_tokens": -1}
+    if path == "/v1/responses":
+        automatic = {"truncation": "auto"}
+    body = body | automatic | {"stream": stream}
+    body |= {} if path == "/v1/embeddings" else {"ignore_eos": True}
+    if stream and path != "/v1/responses":
+        body["stream_options"] = {"include_usage": True}
+
+    async def main():
+        async with client_of(short) as client:
+            return await client.post(path, json=body)
+
+    response = asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
+
+    assert response.status_code == 200, response.text
+    [usage] = re.findall(r'"usage": ?(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})', response.text)[-1:]
+    counts = json.loads(usage)
+    assert counts.get("prompt_tokens", counts.get("input_tokens")) == prompt_tokens
+    assert counts.get("completion_tokens", counts.get("output_tokens", 0)) == output_tokens
+
+
+def test_long_texts_do_not_hold_the_threads_of_short_ones(llm):
+    """A tokenizer is held within a long text until a short one of the same tenant has ended."""
+    release = threading.Event()
+    tokenizer = llm.model.tokenizer
+
+    class Held(type(tokenizer)):
+        def __call__(self, text, **options):
+            if len(text) > LONG_TEXT_CHARACTERS:
+                assert release.wait(PATIENCE_S)
+            return super().__call__(text, **options)
+
+    held = copy.copy(tokenizer)
+    held.__class__ = Held
+
+    async def main():
+        texts = Texts(replace(llm.model, tokenizer=held), TokenPieces(tokenizer), threads=1)
+        turn = Turn("someone", None)
+        try:
+            long = [asyncio.create_task(texts.prompts(["a " * 100_001], turn)) for _ in range(2)]
+            await asyncio.sleep(0)
+            [short] = await asyncio.wait_for(texts.prompts(["a b"], turn), PATIENCE_S)
+            assert not any(task.done() for task in long)
+            release.set()
+            return short, await asyncio.gather(*long)
+        finally:
+            release.set()
+            texts.close()
+
+    short, long = asyncio.run(main())
+
+    assert short.token_ids == llm.encode("a b")
+    assert [len(prompt.token_ids) for [prompt] in long] == [len(llm.encode("a " * 100_001))] * 2
 
 
 # ---- bad_words -----------------------------------------------------------------------------------

@@ -44,6 +44,11 @@ TEMPLATE_ERRORS = (
 )
 """Exceptions of a template for messages or variables of an unexpected shape."""
 
+_MIN_TAIL_CHARACTERS, _TAIL_CHARACTERS_PER_TOKEN, _TAIL_GROWTH = 16_384, 8, 4
+_TAIL_MARGIN_TOKENS = 64
+_TAIL_SHIFTS = (0, 1, 17)
+"""Of the tail of a truncated text: its first length, and what must not change its tokens."""
+
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -75,7 +80,11 @@ def load_tokenizer(
 
 
 def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool = True
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    *,
+    add_special_tokens: bool = True,
+    keep: int | None = None,
 ) -> list[int]:
     """Token ids of a plain prompt.
 
@@ -83,12 +92,13 @@ def encode_prompt(
         tokenizer: tokenizer of the model.
         text: the prompt.
         add_special_tokens: whether the tokenizer adds its special tokens.
+        keep: return only this many last tokens; None: all.
 
     Raises:
         RequestError: the text has no tokens, or is not Unicode.
     """
     _check_unicode(text, "prompt")
-    token_ids = _token_ids(tokenizer, text, add_special_tokens=add_special_tokens)
+    token_ids = _token_ids(tokenizer, text, keep, add_special_tokens=add_special_tokens)
     if not token_ids:
         raise RequestError(
             "expected a prompt of at least one token, got an empty text", param="prompt"
@@ -210,13 +220,15 @@ def encode_chat(
     return encode_rendered(tokenizer, text)
 
 
-def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def encode_rendered(
+    tokenizer: PreTrainedTokenizerBase, text: str, keep: int | None = None
+) -> list[int]:
     """Token ids of a chat text that `render_chat` returned.
 
     Raises:
         RequestError: the text is empty.
     """
-    token_ids = _token_ids(tokenizer, text, add_special_tokens=False)
+    token_ids = _token_ids(tokenizer, text, keep, add_special_tokens=False)
     if not token_ids:
         raise RequestError(
             "expected a chat of at least one token, got an empty text", param="messages"
@@ -225,6 +237,30 @@ def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def _token_ids(
+    tokenizer: PreTrainedTokenizerBase, text: str, keep: int | None, *, add_special_tokens: bool
+) -> list[int]:
+    """All token ids of a text, or its last ones without tokenizing what precedes them by far.
+
+    Where a text is cut decides the tokens after the cut, for a short way. A tail is therefore
+    encoded from three places, two of them neighbours, until its last tokens are the same.
+    """
+
+    def encode(part: str) -> list[int]:
+        return _encode(tokenizer, part, add_special_tokens=add_special_tokens)
+
+    if keep is None:
+        return encode(text)
+    size = max(_MIN_TAIL_CHARACTERS, _TAIL_CHARACTERS_PER_TOKEN * (keep + _TAIL_MARGIN_TOKENS))
+    while size * _TAIL_GROWTH <= len(text):
+        first, *others = (encode(text[-size - shift :]) for shift in _TAIL_SHIFTS)
+        wanted = keep + _TAIL_MARGIN_TOKENS
+        if len(first) > wanted and all(other[-wanted:] == first[-wanted:] for other in others):
+            return first[-keep:]
+        size *= _TAIL_GROWTH
+    return encode(text)[-keep:]
+
+
+def _encode(
     tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool
 ) -> list[int]:
     # an attention mask would be as long as the ids, and it is not used

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
@@ -13,8 +12,13 @@ from quire.serve.errors import FieldError
 from quire.serve.fields import listed, refusal
 from quire.serve.formats import Format, PlainFormat
 from quire.serve.json_route import JsonRoute
-from quire.serve.params import chat_params, completion_params, naming_fields_of
-from quire.serve.prompt_fields import truncated
+from quire.serve.params import (
+    COMPLETION_MAX_TOKENS,
+    chat_params,
+    completion_params,
+    naming_fields_of,
+    requested_tokens,
+)
 from quire.serve.protocol import (
     Body,
     ChatBody,
@@ -27,7 +31,7 @@ from quire.serve.protocol import (
 )
 from quire.serve.response_docs import STREAM
 from quire.serve.responses import ChatWriter, CompletionWriter, Envelope, Writer
-from quire.serve.service import Service
+from quire.serve.service import CHARGED_TOKENS, Service
 from quire.serve.streaming import GenerationResponse
 from quire.serve.submission import submit
 from quire.serve.tenant_keys import tenant_of
@@ -105,21 +109,33 @@ class Endpoints:
             turn: tenant and length limit.
             with_text: whether the text of each prompt is needed.
         """
-        prompts = await self._service.texts.prompts(
+        keep = self._kept_tokens(body, turn)
+        return await self._service.texts.prompts(
             requested,
-            _unlimited(turn) if body.truncate_prompt_tokens else turn,
+            turn,
             add_special_tokens=body.add_special_tokens is not False,
             with_text=with_text,
+            keep=keep,
         )
-        return [await self._truncated(prompt, body, turn) for prompt in prompts]
 
-    async def _truncated(self, prompt: Prompt, body: PromptBody, turn: Turn) -> Prompt:
-        """The end of a prompt, if the request truncates it."""
-        ids = truncated(prompt.token_ids, body.truncate_prompt_tokens, self._service.max_tokens)
-        if len(ids) == len(prompt.token_ids):
-            return prompt
-        text = None if prompt.text is None else await self._service.texts.decoded(ids, turn)
-        return Prompt(text, ids)
+    def _kept_tokens(self, body: PromptBody, turn: Turn) -> int | None:
+        """Tokens at the end of a prompt that are used; None: all.
+
+        -1 leaves room for the output in the longest sequence. An output that needs all of it does
+        not truncate the prompt: `max_tokens` is then limited, as without truncation.
+        """
+        keep = body.truncate_prompt_tokens
+        if keep != -1:
+            return keep
+        longest = turn.max_tokens or self._service.max_tokens
+        room = 0
+        if isinstance(body, GenerationBody):
+            requested = requested_tokens(body)
+            default = COMPLETION_MAX_TOKENS
+            if isinstance(body, ChatBody):  # its default is the rest of the context
+                default = min(CHARGED_TOKENS, longest // 2)
+            room = default if requested is None else requested
+        return longest - room if room < longest else None
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
         """Generate chat completions."""
@@ -152,7 +168,7 @@ class Endpoints:
         tools = self._tools(body)
         tenant = tenant_of(request)
         turn = service.turn(tenant, service.rule_of(body, tenant))
-        prompt = await self._truncated(await self._chat_prompt(body, tools, turn), body, turn)
+        prompt = await self._chat_prompt(body, tools, turn)
         bad_words = await service.texts.bad_words(body.bad_words, turn)
         available_tokens = service.available_tokens(len(prompt.token_ids))
         temperature = service.llm.model.generation.temperature
@@ -180,10 +196,11 @@ class Endpoints:
         texts = self._service.texts
         return await texts.chat(
             body.messages,
-            _unlimited(turn) if body.truncate_prompt_tokens else turn,
+            turn,
             add_generation_prompt=body.add_generation_prompt is not False,
             template_kwargs=template_kwargs(body, texts),
             tools=tools.definitions,
+            keep=self._kept_tokens(body, turn),
         )
 
     def check(self, body: Body, request: Request) -> None:
@@ -277,8 +294,3 @@ class Endpoints:
         self.check(body, request)
         turn = self._service.turn(tenant_of(request))
         return JSONResponse({"prompt": await self._service.texts.decoded(body.tokens, turn)})
-
-
-def _unlimited(turn: Turn) -> Turn:
-    """A turn for a text that is truncated after its tokenization; the body's size limits it."""
-    return replace(turn, most_tokens=None)

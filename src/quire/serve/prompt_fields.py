@@ -1,6 +1,6 @@
 """Request fields that change the prompt or are tokenized with it.
 
-They are `truncate_prompt_tokens`, `bad_words` and `kv_budget`, and the option `--chat-template`.
+They are `bad_words` and `kv_budget`, and the option `--chat-template`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,19 +12,6 @@ from quire.layout.eviction import Cap, parse_policy
 from quire.serve.errors import FieldError, bounded
 
 FULL = "full"
-
-
-def truncated(token_ids: list[int], keep: int | None, longest: int) -> list[int]:
-    """Keep the last tokens of a prompt.
-
-    Args:
-        token_ids: the prompt.
-        keep: number of tokens to keep; -1: as many as leave room for one output token; None: all.
-        longest: length of the longest sequence.
-    """
-    if keep is None:
-        return token_ids
-    return token_ids[-(longest - 1 if keep == -1 else keep) :]
 
 
 def sequences_of_words(

@@ -29,6 +29,9 @@ from quire.serve.tools.messages import with_read_calls
 
 T = TypeVar("T")
 
+LONG_TEXT_CHARACTERS = 200_000
+"""Longer texts take more than some tenths of a second."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -44,21 +47,23 @@ class Turn:
 
     Attributes:
         tenant: tenant of the request.
-        most_tokens: length of the longest sequence; None: unlimited.
+        max_tokens: length of the longest sequence; None: unlimited.
     """
 
     tenant: str
-    most_tokens: int | None
+    max_tokens: int | None
 
     def is_exceeded_by(self, num_tokens: int) -> bool:
         """Whether a number of tokens exceeds the limit."""
-        return self.most_tokens is not None and num_tokens > self.most_tokens
+        return self.max_tokens is not None and num_tokens > self.max_tokens
 
 
 class Texts:
     """A model's tokenizer, for the server.
 
-    Tokenization runs in threads with fair scheduling between tenants, because long texts take long.
+    Tokenization runs in threads with fair scheduling between tenants, because long texts take
+    long. A text of more than `LONG_TEXT_CHARACTERS` runs in a thread of its own, one such text at
+    a time, so that other texts do not wait for it.
 
     Args:
         model: the model; without a tokenizer it accepts prompts as token ids only.
@@ -73,10 +78,12 @@ class Texts:
         self._length = None if tokenizer is None else text_length(tokenizer)
         is_fast = tokenizer is not None and tokenizer.is_fast
         self._pool = FairPool(threads if is_fast else 1, "quire-text")
+        self._long_pool = FairPool(1, "quire-long-text") if is_fast else self._pool
 
     def close(self) -> None:
         """Stop the threads."""
         self._pool.close()
+        self._long_pool.close()
 
     async def prompts(
         self,
@@ -85,27 +92,42 @@ class Texts:
         *,
         add_special_tokens: bool = True,
         with_text: bool = False,
+        keep: int | None = None,
     ) -> list[Prompt]:
-        """Tokenize texts; token ids are returned unchanged.
+        """Tokenize texts.
 
         Args:
             prompts: texts or token ids.
             turn: tenant and length limit of the request.
             add_special_tokens: add the special tokens that the tokenizer adds by default.
-            with_text: decode prompts that are token ids.
+            with_text: decode prompts that are token ids, or truncated.
+            keep: number of tokens at the end of each prompt that are used; None: all, and a
+                longer prompt than the limit is refused.
 
         Raises:
             RequestError: a text without tokens or over the limit, or a model without a tokenizer.
         """
 
         def read(prompt: str | list[int]) -> Prompt:
+            text, ids = None, prompt
             if isinstance(prompt, str):
-                return self._prompt(prompt, turn, add_special_tokens=add_special_tokens)
+                tokenizer = self._tokenizer()
+                if keep is None:
+                    self._check_length(prompt, turn, "prompt")
+                ids = encode_prompt(
+                    tokenizer, prompt, add_special_tokens=add_special_tokens, keep=_one_more(keep)
+                )
+                text = prompt
+            assert not isinstance(ids, str), "tokenized"
+            if keep is not None and len(ids) > keep:
+                text, ids = None, ids[-keep:]
             # the engine refuses prompts over the limit: do not decode them
-            decodes = with_text and not turn.is_exceeded_by(len(prompt))
-            return Prompt(self.decode(prompt) if decodes else None, prompt)
+            if with_text and text is None and not turn.is_exceeded_by(len(ids)):
+                text = self.decode(ids)
+            return Prompt(text, ids)
 
-        return await self._in_turn(turn, lambda: [read(prompt) for prompt in prompts])
+        characters = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+        return await self._in_turn(turn, lambda: [read(prompt) for prompt in prompts], characters)
 
     async def chat(
         self,
@@ -115,6 +137,7 @@ class Texts:
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] = NO_KWARGS,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        keep: int | None = None,
     ) -> Prompt:
         """Tokenize a chat with the model's chat template.
 
@@ -124,6 +147,8 @@ class Texts:
             add_generation_prompt: append the tokens that begin an assistant message.
             template_kwargs: further variables of the template.
             tools: definitions of tools for the template.
+            keep: number of tokens at the end of the prompt that are used; None: all, and a longer
+                prompt than the limit is refused.
 
         Raises:
             RequestError: no tokenizer, no template, a template that refuses the messages, or a
@@ -140,10 +165,12 @@ class Texts:
                 template_kwargs=template_kwargs,
                 tools=tools,
             )
-            self._check_length(text, turn, "messages")
-            return Prompt(None, encode_rendered(tokenizer, text))
+            if keep is None:
+                self._check_length(text, turn, "messages")
+            ids = encode_rendered(tokenizer, text, _one_more(keep))
+            return Prompt(None, ids if keep is None else ids[-keep:])
 
-        return await self._in_turn(turn, read)
+        return await self._in_turn(turn, read, sum(map(_characters, messages)))
 
     def reads(self, variable: str) -> bool:
         """Whether the model's chat template uses a variable."""
@@ -169,7 +196,7 @@ class Texts:
         """
         if turn.is_exceeded_by(len(token_ids)):
             raise RequestError(
-                f"expected at most {turn.most_tokens:,} token ids (the longest sequence), got "
+                f"expected at most {turn.max_tokens:,} token ids (the longest sequence), got "
                 f"{len(token_ids):,}: send them in several requests",
                 param="tokens",
             )
@@ -194,11 +221,6 @@ class Texts:
         text = self._tokenizer().decode(token_ids, clean_up_tokenization_spaces=False)
         return text if isinstance(text, str) else "".join(text)
 
-    def _prompt(self, text: str, turn: Turn, *, add_special_tokens: bool) -> Prompt:
-        tokenizer = self._tokenizer()
-        self._check_length(text, turn, "prompt")
-        return Prompt(text, encode_prompt(tokenizer, text, add_special_tokens=add_special_tokens))
-
     def _check_length(self, text: str, turn: Turn, param: str) -> None:
         """Refuse a text that exceeds the limit, before it is tokenized."""
         if self._length is None:
@@ -207,7 +229,7 @@ class Texts:
         if turn.is_exceeded_by(least):
             raise RequestError(
                 f"the text has {len(text):,} characters, which are at least {least:,} tokens; the "
-                f"limit is {turn.most_tokens:,} tokens per sequence: shorten the text",
+                f"limit is {turn.max_tokens:,} tokens per sequence: shorten the text",
                 param=param,
             )
 
@@ -224,13 +246,25 @@ class Texts:
         """Run a job of a tenant in a thread and return its result."""
         return await self._pool.run(tenant, work)
 
-    async def _in_turn(self, turn: Turn, work: Callable[[], T]) -> T:
+    async def _in_turn(self, turn: Turn, work: Callable[[], T], characters: int = 0) -> T:
+        """Run a job in a thread of the pool; a job with a long text in a thread for such jobs."""
+        pool = self._long_pool if characters > LONG_TEXT_CHARACTERS else self._pool
         try:
-            return await self._pool.run(turn.tenant, work)
+            return await pool.run(turn.tenant, work)
         except UnicodeEncodeError as error:
             raise RequestError(
                 f"the text is not valid Unicode: {error.reason}", param="prompt"
             ) from None
+
+
+def _characters(message: Message) -> int:
+    content = message.content or ""
+    return len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
+
+
+def _one_more(keep: int | None) -> int | None:
+    """One token more than are kept, which shows that others precede them."""
+    return None if keep is None else keep + 1
 
 
 def _plain(message: Message, number: int) -> dict[str, object]:

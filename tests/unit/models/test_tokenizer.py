@@ -1,9 +1,11 @@
 """Encoding of prompts and chats with the packaged tokenizer."""
 
+import string
 from pathlib import Path
 
 import pytest
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Tokenizer, models, normalizers, processors
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from quire.errors import RequestError
 from quire.models.source import find_model
@@ -100,3 +102,57 @@ def test_messages_refused_by_the_template_raise_a_request_error(
 
 def test_missing_tokenizer_is_none(tmp_path: Path) -> None:
     assert load_tokenizer(tmp_path) is None
+
+
+SENTENCES = "The gull cries above the harbour wall, and 17 boats sail over the quiet water.\n"
+TEXTS = {
+    "sentences": SENTENCES * 900,
+    "one character": "a" * 67_001,
+    "period of seven": "abcabca" * 10_000,
+    "spaces": " " * 66_000 + "end" + " \n" * 2000,
+    "no spaces": "".join(chr(97 + i * i % 26) for i in range(70_000)),
+    "other scripts": "日本語のテキスト、😀 naïve e\u0301 " * 2500,
+    "special tokens": ("<|doc|>a text " * 5_000),
+}
+
+
+def sentence_piece() -> PreTrainedTokenizerBase:
+    """A tokenizer without pre-tokenization, which begins and ends each text with a token."""
+    words = ["▁the", "▁boat", "aa", "aaaa", "ab", "abc", "▁▁", "▁▁▁▁"]
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2}
+    for symbol in [*dict.fromkeys("▁" + string.printable), *words]:
+        vocab.setdefault(symbol, len(vocab))
+    merges = [("a", "a"), ("aa", "aa"), ("a", "b"), ("ab", "c"), ("▁", "▁"), ("▁▁", "▁▁")]
+    backend = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True))
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+
+
+@pytest.mark.parametrize("keep", [1, 300])
+@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("kind", ["byte level", "sentence piece"])
+def test_last_tokens_of_a_text_are_those_of_the_whole_text(kind, name, keep, tokenizer) -> None:
+    tokenizer = tokenizer if kind == "byte level" else sentence_piece()
+    whole = encode_prompt(tokenizer, TEXTS[name])
+
+    assert encode_prompt(tokenizer, TEXTS[name], keep=keep) == whole[-keep:]
+    assert encode_prompt(tokenizer, "a b", keep=keep) == encode_prompt(tokenizer, "a b")[-keep:]
+
+
+def test_last_tokens_of_a_long_text_are_found_without_the_rest(tokenizer) -> None:
+    lengths: list[int] = []
+
+    class Counted(type(tokenizer)):  # type: ignore[misc]
+        def __call__(self, text: str, **options: object) -> object:
+            lengths.append(len(text))
+            return super().__call__(text, **options)
+
+    tokenizer.__class__ = Counted
+    encode_prompt(tokenizer, SENTENCES * 10_000, keep=10)
+
+    assert 0 < sum(lengths) < 60_000
