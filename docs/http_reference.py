@@ -84,6 +84,8 @@ MEANINGS = {
     "echo": "put the prompt before the output, and its log-probabilities too. Default: false",
     "add_special_tokens": "add the tokenizer's special tokens to a prompt. Default: true",
     "add_generation_prompt": "append the start of the assistant's message. Default: true",
+    "continue_final_message": "end the prompt in the text of the last message, which the output "
+    "continues; `add_generation_prompt` must be false. Default: false",
     "chat_template_kwargs": "variables of the chat template",
     "return_token_strs": "also return the text of each token. Default: false",
     "tokens": "token ids",
@@ -113,7 +115,7 @@ MEANINGS = {
     "MessagesBody.max_tokens": "maximum tokens to generate; required, except in "
     "`/v1/messages/count_tokens`",
     "MessagesBody.messages": "messages of `user` and `assistant`, with a string or a list of "
-    "blocks: `text`, `tool_use`, `tool_result`",
+    "blocks: `text`, `tool_use`, `tool_result`; the output continues a last message of `assistant`",
     "MessagesBody.tools": "tools with `name`, `description` and `input_schema`",
     "MessagesBody.tool_choice": '`{"type": "auto"}`, `any`, `none`, or `tool` with a `name`',
     "ResponsesBody.tools": "functions with `name`, `description` and `parameters`",

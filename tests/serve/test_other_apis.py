@@ -179,6 +179,7 @@ def test_format_of_a_response(post):
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": -1}, "temperature"),
         ({"truncation": "some"}, "truncation"),
+        ({"n": 2}, "n"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"text": {"format": 5}}, "text.format"),
@@ -301,7 +302,8 @@ def test_result_of_a_tool_is_part_of_the_prompt(post):
     result = {"type": "tool_result", "tool_use_id": "t1", "content": "a very long result of it"}
     messages = [USER, {"role": "assistant", "content": [use]}]
 
-    without = message(post, messages=messages)["usage"]["input_tokens"]
+    empty = {"role": "user", "content": [result | {"content": ""}]}
+    without = message(post, messages=[*messages, empty])["usage"]["input_tokens"]
     found = message(post, messages=[*messages, {"role": "user", "content": [result]}])
 
     assert found["usage"]["input_tokens"] > without
@@ -327,6 +329,7 @@ def test_count_of_tokens_is_that_of_the_message(post):
         ),
         ({"stop_sequences": ["a", 1]}, "stop_sequences.1: expected a valid string, got 1"),
         ({"max_tokens": 0}, "max_tokens"),
+        ({"n": 2}, "n: expected 1, got 2"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0.type"),
         ({"tools": [{"name": "a"}], "tool_choice": {"type": "b"}}, "tool_choice.type"),
         ({"thinking": {"type": "enabled", "budget_tokens": 5}}, "`thinking` is not supported"),

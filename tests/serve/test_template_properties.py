@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError, RequestError
-from quire.models.chat_template import with_chat_template
-from quire.models.tokenizer import encode_chat
+from quire.models.chat_template import ChatTemplate, with_chat_template
 from serve.conftest import client_of
 
 VALUES = st.recursive(
@@ -81,7 +80,7 @@ def test_any_messages_get_a_prompt_or_a_refusal(llm, messages, kwargs):
 def test_any_template_gives_a_prompt_or_an_error_of_quire(llm, pieces, messages, level):
     try:
         model = with_chat_template(llm.model, "".join(pieces) + "{{ '' }}")
-        ids = encode_chat(model.tokenizer, messages, template_kwargs={"level": level})
+        ids = ChatTemplate(model.tokenizer).encode(messages, template_kwargs={"level": level})
     except (ConfigError, RequestError):
         return
 
@@ -102,7 +101,7 @@ def test_template_cannot_reach_python(llm, escape):
     model = with_chat_template(llm.model, escape)
 
     with pytest.raises(RequestError):
-        encode_chat(model.tokenizer, messages)
+        ChatTemplate(model.tokenizer).encode(messages)
 
 
 @given(st.sampled_from(PIECES))
@@ -110,6 +109,6 @@ def test_template_cannot_reach_python(llm, escape):
 def test_template_in_a_message_is_text(llm, piece):
     messages = [{"role": "user", "content": piece}]
 
-    text = llm.model.tokenizer.decode(encode_chat(llm.model.tokenizer, messages))
+    text = llm.model.tokenizer.decode(llm.encode_chat(messages))
 
     assert piece in text

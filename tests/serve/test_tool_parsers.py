@@ -1,16 +1,16 @@
 """Parsers of tool calls: whole texts, and the same texts in arbitrary parts."""
 
-import json
-
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from quire.errors import RequestError
+from quire.serve.tools.chat import ChatTools
 from quire.serve.tools.definitions import ToolChoice, read_tools
+from quire.serve.tools.detect import ToolParsers
 from quire.serve.tools.forced import NamedParser, RequiredParser
 from quire.serve.tools.json_text import Arguments, CallStart
-from quire.serve.tools.messages import CallWriter, with_read_calls
+from quire.serve.tools.messages import CallWriter
 from quire.serve.tools.parser import Content, merged
 from quire.serve.tools.parsers import HermesParser, Llama3Parser, MistralParser
 
@@ -239,7 +239,7 @@ def test_deep_schema_of_a_tool_is_refused():
 
 def writer(mode="auto", *, parallel=True, parser=None):
     choice = ToolChoice(mode=mode, tools=(), definitions=(), parallel=parallel)
-    return CallWriter(parser=parser or HermesParser(), choice=choice, new_id=lambda _: "call_1")
+    return CallWriter(parser=parser or HermesParser(), choice=choice, new_id=lambda: "call_1")
 
 
 TWO = 'Hi <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>' * 2
@@ -299,52 +299,23 @@ def test_named_call_ends_with_stop():
     assert calls.finish_reason("stop") == "stop"
 
 
-def test_ids_have_the_length_that_the_template_accepts():
-    text = '[TOOL_CALLS]f{"a": 1}'
-    choice = ToolChoice(mode="auto", tools=(), definitions=())
+@pytest.mark.parametrize(
+    ("choice", "text"),
+    [
+        ("auto", '[TOOL_CALLS]f{"a": 1}'),
+        ("required", '[{"name": "f", "arguments": {"a": 1}}]'),
+        ({"type": "function", "function": {"name": "f"}}, '{"a": 1}'),
+    ],
+)
+def test_ids_have_the_length_that_the_template_accepts(choice, text):
+    """Templates of Mistral refuse other ids, also those of forced calls."""
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    parsers = ToolParsers("mistral", None)
+    chat = ChatTools(
+        choice=read_tools(tools, choice, parallel=None), parsers=parsers, in_prompt=True
+    )
 
-    [call] = CallWriter(parser=MistralParser(), choice=choice).message(text)["tool_calls"]
+    [call] = chat.writer().message(text)["tool_calls"]
 
     assert len(call["id"]) == 9
     assert call["id"].isalnum()
-
-
-def test_arguments_in_messages_become_objects():
-    message = {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [
-            {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1]}'}},
-            {"id": "2", "type": "function", "function": {"name": "g", "arguments": ""}},
-        ],
-    }
-
-    first, second = with_read_calls(message, 0)["tool_calls"]
-
-    assert first["function"]["arguments"] == {"a": [1]}
-    assert second["function"]["arguments"] == {}
-
-
-@pytest.mark.parametrize(
-    "calls",
-    [
-        {"a": 1},
-        [1],
-        [{"function": {}}],
-        [{"function": {"name": "f", "arguments": "[1]"}}],
-        [{"function": {"name": "f", "arguments": "{" * 100_000}}],
-        [{"function": {"name": "f", "arguments": 5}}],
-    ],
-)
-def test_wrong_calls_in_messages_are_refused(calls):
-    with pytest.raises(RequestError) as refused:
-        with_read_calls({"role": "assistant", "tool_calls": calls}, 3)
-
-    assert refused.value.param.startswith("messages.3.tool_calls")
-
-
-def test_message_without_calls_is_unchanged():
-    message = {"role": "user", "content": json.dumps({})}
-
-    assert with_read_calls(message, 0) == message
-    assert with_read_calls(message | {"tool_calls": []}, 0) == message

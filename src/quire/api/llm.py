@@ -5,13 +5,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack, get_args
 
 from transformers import PreTrainedTokenizerBase
 
 from quire.api.embedding import EmbeddingOutput, embedding_output, embedding_params
 from quire.api.inputs import as_requests, as_token_ids
 from quire.api.threads import CallLock
+from quire.config.chat_messages import ContentFormat
 from quire.config.generation_request import (
     DEFAULT_TENANT,
     GenerationRequest,
@@ -29,9 +30,10 @@ from quire.engine.ranks import RankOptions, open_ranks
 from quire.engine.stats import EngineStats
 from quire.errors import ConfigError, EngineDead, RequestError, UnsoundCombination
 from quire.eviction.rule_requirements import check_rules
-from quire.layout.options import require_type
+from quire.layout.options import require_choice, require_type
+from quire.models.chat_template import ChatTemplate
 from quire.models.loader import LoadedModel, load_model
-from quire.models.tokenizer import encode_chat, encode_prompt
+from quire.models.tokenizer import encode_prompt
 from quire.offload.prefix_store.prefix_kv import PrefixKV, read_file, write_file
 from quire.offload.weights.placement import ALL_WEIGHTS, place_beyond
 from quire.parallel.lockstep import DEFAULT_TIMEOUT_S
@@ -66,6 +68,12 @@ class LLM:
         tensor_parallel_size: number of processes (ranks) that divide the model's heads; `kv` sets
             the memory of each. `close` ends them.
         tensor_parallel_timeout: maximum time in seconds that a rank waits for the others in a step.
+        chat_template_content_format: form of the content of messages that the chat template gets:
+            auto, string or openai; see `ChatTemplate`.
+
+    Attributes:
+        engine, model: see `Engine` and `LoadedModel`.
+        content_format: the option `chat_template_content_format`.
 
     Raises:
         ConfigError: invalid options; raised before the KV memory is allocated.
@@ -89,9 +97,13 @@ class LLM:
         max_model_len: int | None = None,
         tensor_parallel_size: int = 1,
         tensor_parallel_timeout: float = DEFAULT_TIMEOUT_S,
+        chat_template_content_format: str = "auto",
     ) -> None:
         require_type("kv", kv, KVConfig, type(None))
         require_type("schedule", schedule, ScheduleConfig, type(None))
+        require_choice(
+            "chat-template-content-format", chat_template_content_format, get_args(ContentFormat)
+        )
         kv = kv or KVConfig()
         refuse_without_effect(kv)
         check_rules(kv.evict, kv.evict_allow)
@@ -138,6 +150,8 @@ class LLM:
                 model = model.with_max_model_len(max_model_len)
             self.engine = Engine(model, kv, schedule, return_memory=return_memory)
         self.model = self.engine.model
+        self.content_format = chat_template_content_format
+        self._chat_template: ChatTemplate | None = None
         self._takers: dict[str, _Taker] = {}  # of the open requests, by request id
         self._calls = CallLock(self._cancel)
         self._is_closed = False
@@ -155,13 +169,29 @@ class LLM:
             return encode_prompt(self._tokenizer(), prompt)
         return as_token_ids(prompt)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the token ids of a conversation, with the model's chat template.
 
+        Args:
+            messages: messages in OpenAI's format, oldest first. The content is a text or a list of
+                text parts; `tool_calls` and other fields are passed to the template.
+
         Raises:
-            RequestError: the model has no chat template, or the template refuses the messages.
+            RequestError: invalid messages, a model without a chat template, or a template that
+                refuses the messages or does not write the text of one of them.
         """
-        return encode_chat(self._tokenizer(), messages)
+        return self.chat_template.encode(messages)
+
+    @property
+    def chat_template(self) -> ChatTemplate:
+        """The model's chat template, with the option `chat_template_content_format`.
+
+        Raises:
+            RequestError: a model without a tokenizer.
+        """
+        if self._chat_template is None:
+            self._chat_template = ChatTemplate(self._tokenizer(), self.content_format)
+        return self._chat_template
 
     def _tokenizer(self) -> PreTrainedTokenizerBase:
         if self.model.tokenizer is None:

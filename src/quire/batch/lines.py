@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from quire.batch.prompts import no_prompt, read_messages, read_prompt, read_prompts, shown
+from quire.batch.prompts import no_prompt, read_prompt, read_prompts, shown
+from quire.config.chat_messages import Message, read_messages
 from quire.config.generation_request import OPTION_KINDS, RequestOptions, checked_option
 from quire.config.sampling_params import SamplingParams
 from quire.errors import QuireError, RequestError, UnknownName
@@ -81,7 +82,7 @@ class BatchLine:
     head: LineHead
     prompt: str | list[int] | None = None
     more_prompts: tuple[str | list[int], ...] = ()
-    messages: list[dict[str, str]] | None = None
+    messages: list[Message] | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
     options: RequestOptions = field(default_factory=RequestOptions)
 

@@ -1,4 +1,4 @@
-"""Parses the prompts and messages of a line of `quire batch`."""
+"""Parses the prompts of a line of `quire batch`."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -60,17 +60,6 @@ def read_prompt(value: Any, prefix: str) -> str | list[int]:
     )
 
 
-def read_messages(value: Any) -> list[dict[str, str]]:
-    """Parse the messages of a chat, with the content of each as one text.
-
-    Raises:
-        RequestError: not a list of messages with a role and text.
-    """
-    if not isinstance(value, list) or not value:
-        raise RequestError(f"expected a list of messages, got {shown(value)}")
-    return [_message(message) for message in value]
-
-
 def no_prompt(line: Mapping[str, Any]) -> str:
     """The error text of a plain line with neither prompt nor messages, or with both.
 
@@ -83,22 +72,6 @@ def no_prompt(line: Mapping[str, Any]) -> str:
     near = nearest(unknown[0], tuple(sorted(_FIELDS)))
     hint = "" if near is None else f": did you mean `{near}`?"
     return f"{message}; unknown field `{shown_name(unknown[0])}`{hint}"
-
-
-def _message(value: Any) -> dict[str, str]:
-    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
-        raise RequestError(f"expected a message with a role, got {shown(value)}")
-    content = value.get("content")
-    if isinstance(content, list) and all(_is_text_part(part) for part in content):
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str):
-        raise RequestError(f"expected text as content of a message, got {shown(content)}")
-    return {"role": value["role"], "content": content}
-
-
-def _is_text_part(part: Any) -> bool:
-    is_text = isinstance(part, dict) and part.get("type") == "text"
-    return is_text and isinstance(part.get("text"), str)
 
 
 def shown(value: Any) -> str:

@@ -16,9 +16,8 @@ from quire.errors import ConfigError, RequestError
 from quire.layout.sizes import format_size
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from quire.api.llm import LLM
+    from quire.models.chat_template import ChatTemplate
     from quire.sampling.outputs import OutputBuilder, OutputDelta, Usage
 
 _GREETING = "/help shows the commands, /exit or Ctrl-D exits, Ctrl-C stops a response"
@@ -102,7 +101,7 @@ class Conversation:
         self._prompt_tokens = self._responses = 0
         settings.refuse_other_tenants()
         self.llm: LLM = settings.open_llm()
-        self._tokenizer = _tokenizer_with(self.llm, chat_template, settings.model)
+        self._template = _template_of(self.llm, chat_template, settings.model)
 
     def clear(self) -> None:
         """Delete all messages except the system message."""
@@ -134,9 +133,7 @@ class Conversation:
         self._messages.append({"role": "assistant", "content": text})
 
     def _stream(self) -> str:
-        from quire.models.tokenizer import encode_chat  # imports transformers
-
-        token_ids = encode_chat(self._tokenizer, self._messages)
+        token_ids = self._template.encode(self._messages)
         context = self.llm.context_tokens(len(token_ids))
         if len(token_ids) >= context:
             raise RequestError(
@@ -173,17 +170,17 @@ class Conversation:
             self._prompt_tokens += output.usage.completion_tokens
 
 
-def _tokenizer_with(llm: "LLM", chat_template: str | None, model: str) -> "PreTrainedTokenizerBase":
-    """Return the model's tokenizer with the chat template to use.
+def _template_of(llm: "LLM", chat_template: str | None, model: str) -> "ChatTemplate":
+    """Return the chat template to use.
 
     Raises:
         ConfigError: the model has no tokenizer or no chat template, or the file is not readable.
     """
-    from quire.models.chat_template import with_chat_template  # imports torch
+    from quire.models.chat_template import ChatTemplate, with_chat_template  # imports torch
 
     tokenizer = with_chat_template(llm.model, chat_template).tokenizer
     if tokenizer is not None and tokenizer.chat_template:
-        return tokenizer
+        return ChatTemplate(tokenizer, llm.content_format)
     missing = "tokenizer" if tokenizer is None else "chat template"
     raise ConfigError(
         f"{llm.model.name} has no {missing}, which quire chat needs to convert messages to a "

@@ -5,6 +5,7 @@ Imports torch through the engine: commands import this module when they run.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from quire.api.llm import LLM
 from quire.config.generation_request import GenerationRequest
@@ -22,12 +23,12 @@ class Job:
         key: the caller's number of the job.
         part: index of the prompt among the caller's prompts with that number.
         request: the prompt and its options.
-        messages: a chat, each {"role", "content"}, instead of the request's prompt.
+        messages: a chat in OpenAI's format, instead of the request's prompt.
     """
 
     key: int
     request: GenerationRequest
-    messages: Sequence[Mapping[str, str]] | None = None
+    messages: Sequence[Mapping[str, Any]] | None = None
     part: int = 0
 
 

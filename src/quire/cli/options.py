@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Literal, Union, get_args, get_origin, no_type_check
 
+from quire.config.chat_messages import ContentFormat
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.errors import ConfigError
@@ -67,6 +68,11 @@ class ModelConfig:
     )
     weight_codec: WeightCodec = option(
         "auto", help="quantize linear layers at load: int8 or int4; auto: as stored"
+    )
+    chat_template_content_format: ContentFormat = option(
+        "auto",
+        help="content of messages that the chat template gets: string, openai (a list of parts), "
+        "or auto (what the template reads)",
     )
     max_model_len: int | None = option(
         None,

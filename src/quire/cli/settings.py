@@ -125,6 +125,7 @@ class Settings:
             "schedule": self.schedule,
             "trust_remote_code": self.loading.trust_remote_code,
             "verify": self.loading.verify,
+            "chat_template_content_format": self.loading.chat_template_content_format,
             "max_model_len": self.loading.max_model_len,
             "return_memory": self.loading.return_memory,
             "weights_memory": self.loading.weights_memory,

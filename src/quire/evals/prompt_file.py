@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire.errors import ConfigError, RequestError
+from quire.models.chat_template import ChatTemplate
 from quire.models.loader import LoadedModel
-from quire.models.tokenizer import encode_chat, encode_prompt
+from quire.models.tokenizer import encode_prompt
 from quire.sim.traces.reading import Row, json_rows
 
 
@@ -46,21 +47,22 @@ def read_prompts(
         TraceError: a line is not a prompt.
     """
     found: list[UserPrompt] = []
+    chat = None if model.tokenizer is None else ChatTemplate(model.tokenizer)
     for row in json_rows(path):
         if limit is not None and len(found) == limit:
             break
-        found.append(_prompt(row, model))
+        found.append(_prompt(row, model, chat))
     if not found:
         raise ConfigError(f"{path} has no prompts: expected one JSON object on each line")
     return tuple(found)
 
 
-def _prompt(row: Row, model: LoadedModel) -> UserPrompt:
+def _prompt(row: Row, model: LoadedModel, chat: ChatTemplate | None) -> UserPrompt:
     answer = row.values.get("answer", "")
     if not isinstance(answer, str):
         raise row.error("an answer that is a text", answer)
     try:
-        ids = _token_ids(row, model)
+        ids = _token_ids(row, model, chat)
     except RequestError as error:
         raise row.error("a prompt for this model", str(error)) from error
     if not ids:
@@ -68,7 +70,7 @@ def _prompt(row: Row, model: LoadedModel) -> UserPrompt:
     return UserPrompt(token_ids=tuple(ids), answer=answer)
 
 
-def _token_ids(row: Row, model: LoadedModel) -> list[int]:
+def _token_ids(row: Row, model: LoadedModel, chat: ChatTemplate | None) -> list[int]:
     prompt, messages = row.values.get("prompt"), row.values.get("messages")
     if isinstance(prompt, list) and all(type(one) is int for one in prompt):
         return _known_ids(row, prompt, model)
@@ -76,10 +78,10 @@ def _token_ids(row: Row, model: LoadedModel) -> list[int]:
     if not is_chat and not isinstance(prompt, str):
         got = sorted(row.values)[:4] if prompt is messages is None else prompt or messages
         raise row.error("a prompt (a text or token ids), or messages", got)
-    if model.tokenizer is None:
+    if model.tokenizer is None or chat is None:
         raise row.error(f"token ids, since {model.name} has no tokenizer", prompt or messages)
     return (
-        encode_chat(model.tokenizer, messages)
+        chat.encode(messages)
         if isinstance(messages, list) and is_chat
         else encode_prompt(model.tokenizer, str(prompt))
     )

@@ -1,10 +1,10 @@
-"""Messages of a chat in request bodies."""
+"""Messages of a chat in request bodies: their types. `read_messages` reads them."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from quire.serve.fields import require_few, unknown_fields
+from quire.config.chat_messages import text_part
 
 MAX_MESSAGES = 16_384
 """Limit of the messages of a chat; the template takes time for every message."""
@@ -38,17 +38,9 @@ class Message(BaseModel):
         str | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None
     ) = None
 
-
-def refuse_misspelled(messages: list[Message]) -> None:
-    """Refuse fields of messages that are similar to `role` or `content`.
-
-    Raises:
-        RequestError: a similar name, or too many other fields.
-    """
-    first: dict[str, int] = {}  # index of the first message with a name
-    for number, message in enumerate(messages):
-        for name in message.model_extra or ():
-            first.setdefault(name, number)
-    require_few(first)
-    for name, number in first.items():
-        unknown_fields({name: True}, ("role", "content"), inside=f"messages.{number}.")
+    def as_dict(self) -> dict[str, Any]:
+        """The message for `read_messages`."""
+        fields = dict(self)
+        if isinstance(self.content, list):
+            fields["content"] = [text_part(part.text) for part in self.content]
+        return fields

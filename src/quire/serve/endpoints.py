@@ -198,6 +198,7 @@ class Endpoints:
             body.messages,
             turn,
             add_generation_prompt=body.add_generation_prompt is not False,
+            continue_final_message=bool(body.continue_final_message),
             template_kwargs=template_kwargs(body, texts),
             tools=tools.definitions,
             keep=self._kept_tokens(body, turn),
@@ -277,6 +278,7 @@ class Endpoints:
                 body.messages,
                 turn,
                 add_generation_prompt=body.add_generation_prompt is not False,
+                continue_final_message=bool(body.continue_final_message),
                 template_kwargs=template_kwargs(body, texts),
                 tools=body.tools if texts.reads("tools") else None,
             )

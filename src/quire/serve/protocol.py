@@ -11,7 +11,7 @@ from quire.config.generation_request import OPTION_KINDS, RequestOptions
 from quire.config.option_checks import MAX_CHOICES
 from quire.config.structured_outputs import MAX_CHOICE_VALUES
 from quire.errors import RequestError
-from quire.serve.chat_messages import MAX_MESSAGES, Message, refuse_misspelled
+from quire.serve.chat_messages import MAX_MESSAGES, Message
 from quire.serve.fields import MOST_EXTRA_FIELDS, unknown_fields
 from quire.serve.prompt_lists import are_ids, as_prompts, checked_prompts
 from quire.serve.structured import STRUCTURE_FIELDS
@@ -224,12 +224,8 @@ class ChatBody(GenerationBody):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: TemplateKwargs | None = None
-
-    def unknown_fields(self) -> list[str]:
-        """Names of unknown fields of the body; in messages only near misses are refused."""
-        refuse_misspelled(self.messages)
-        return super().unknown_fields()
 
 
 class TokenizeBody(Body):
@@ -239,14 +235,10 @@ class TokenizeBody(Body):
     messages: Annotated[list[Message], _most(MAX_MESSAGES, least=1)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     return_token_strs: bool | None = None
     tools: Tools | None = None
     chat_template_kwargs: TemplateKwargs | None = None
-
-    def unknown_fields(self) -> list[str]:
-        """Names of unknown fields of the body; in messages only near misses are refused."""
-        refuse_misspelled(self.messages or [])
-        return super().unknown_fields()
 
 
 class DetokenizeBody(Body):

@@ -74,7 +74,7 @@ class Service:
         self._rules = dict(tenants.evict)
         model = with_chat_template(llm.model, config.chat_template)
         self.pieces = TokenPieces(model.tokenizer)
-        self.texts = Texts(model, self.pieces, config.tokenizer_threads)
+        self.texts = Texts(model, self.pieces, config.tokenizer_threads, llm.content_format)
         self.tools = ToolParsers(config.tool_parser, model.tokenizer)
         self.inspection = InspectionCost()
         self.observer: EngineObserver | None = None

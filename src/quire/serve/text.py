@@ -10,22 +10,15 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from quire.errors import RequestError
+from quire.models.chat_template import KWARGS_FIELD, NO_KWARGS, ChatTemplate
 from quire.models.loader import LoadedModel
-from quire.models.tokenizer import (
-    KWARGS_FIELD,
-    NO_KWARGS,
-    encode_prompt,
-    encode_rendered,
-    render_chat,
-    template_reads,
-)
+from quire.models.tokenizer import encode_prompt, encode_rendered
 from quire.serve.chat_messages import Message
 from quire.serve.fair_pool import FairPool
 from quire.serve.logprobs import TokenPieces
 from quire.serve.prompt_fields import sequences_of_words
 from quire.serve.protocol import Body, ChatBody, GenerationBody, TokenizeBody
 from quire.serve.text_length import text_length
-from quire.serve.tools.messages import with_read_calls
 
 T = TypeVar("T")
 
@@ -70,11 +63,19 @@ class Texts:
         pieces: texts of its tokens.
         threads: maximum number of threads. A tokenizer written in Python gets one thread, because
             it may not be thread-safe.
+        content_format: form of the content of messages; see `ChatTemplate`.
     """
 
-    def __init__(self, model: LoadedModel, pieces: TokenPieces, threads: int = 1) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        pieces: TokenPieces,
+        threads: int = 1,
+        content_format: str = "auto",
+    ) -> None:
         self._model, self._pieces = model, pieces
         tokenizer = model.tokenizer
+        self._chat = None if tokenizer is None else ChatTemplate(tokenizer, content_format)
         self._length = None if tokenizer is None else text_length(tokenizer)
         is_fast = tokenizer is not None and tokenizer.is_fast
         self._pool = FairPool(threads if is_fast else 1, "quire-text")
@@ -135,6 +136,7 @@ class Texts:
         turn: Turn,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] = NO_KWARGS,
         tools: Sequence[Mapping[str, Any]] | None = None,
         keep: int | None = None,
@@ -145,6 +147,7 @@ class Texts:
             messages: messages, oldest first.
             turn: tenant and length limit of the request.
             add_generation_prompt: append the tokens that begin an assistant message.
+            continue_final_message: end the prompt in the text of the last message.
             template_kwargs: further variables of the template.
             tools: definitions of tools for the template.
             keep: number of tokens at the end of the prompt that are used; None: all, and a longer
@@ -154,14 +157,14 @@ class Texts:
             RequestError: no tokenizer, no template, a template that refuses the messages, or a
                 text over the limit.
         """
-        tokenizer = self._tokenizer()
+        tokenizer, chat = self._tokenizer(), self._chat
+        assert chat is not None, "there is a tokenizer"
 
         def read() -> Prompt:
-            plain = [_plain(message, number) for number, message in enumerate(messages)]
-            text = render_chat(
-                tokenizer,
-                plain,
+            text = chat.render(
+                [message.as_dict() for message in messages],
                 add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
                 template_kwargs=template_kwargs,
                 tools=tools,
             )
@@ -174,8 +177,7 @@ class Texts:
 
     def reads(self, variable: str) -> bool:
         """Whether the model's chat template uses a variable."""
-        tokenizer = self._model.tokenizer
-        return tokenizer is not None and template_reads(tokenizer, variable)
+        return self._chat is not None and self._chat.reads(variable)
 
     async def bad_words(self, words: Sequence[str] | None, turn: Turn) -> list[tuple[int, ...]]:
         """Token sequences of the field `bad_words`; see `sequences_of_words`.
@@ -265,18 +267,6 @@ def _characters(message: Message) -> int:
 def _one_more(keep: int | None) -> int | None:
     """One token more than are kept, which shows that others precede them."""
     return None if keep is None else keep + 1
-
-
-def _plain(message: Message, number: int) -> dict[str, object]:
-    """Convert a message for the chat template: content as one text, without unset fields.
-
-    Raises:
-        RequestError: invalid tool calls.
-    """
-    fields: dict[str, object] = {name: value for name, value in message if value is not None}
-    if not isinstance(message.content, str):
-        fields["content"] = "".join(part.text for part in message.content or ())
-    return with_read_calls(fields, number)
 
 
 # ---- template ------------------------------------------------------------------------------------

@@ -100,12 +100,20 @@ def test_openai_chat_line():
     assert line.sampling == {"max_tokens": 4}
 
 
-def test_text_parts_of_a_message_are_concatenated():
+def test_messages_keep_their_parts_and_other_fields():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
 
-    line = parse({"messages": [{"role": "user", "content": parts}]})
+    messages = [
+        {"role": "user", "name": "ann", "content": parts},
+        {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f"}}]},
+        {"role": "tool", "tool_call_id": "c", "content": "4"},
+    ]
 
-    assert line.messages == [{"role": "user", "content": "ab"}]
+    line = parse({"messages": messages})
+
+    assert line.messages[0] == messages[0]
+    assert line.messages[1]["tool_calls"][0]["id"] == "c"
+    assert line.messages[2] == messages[2]
 
 
 def test_token_id_prompt_gets_no_prefix():

@@ -124,13 +124,10 @@ class QuireLM(TemplateLM):  # type: ignore[misc]  # the base class has no types
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
         """The text of a chat, by the template of the tokenizer."""
-        return str(
-            self.tokenizer.apply_chat_template(
-                chat_history,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-            )
+        return self._llm.chat_template.render(
+            chat_history,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
         )
 
     def loglikelihood_rolling(

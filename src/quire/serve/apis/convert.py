@@ -1,7 +1,7 @@
 """Parts that both conversions to chats share."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,20 +37,24 @@ def chat_of(values: Mapping[str, Any], names: Mapping[str, str]) -> ChatBody:
     """
     given = {name: value for name, value in values.items() if value is not None}
     try:
-        return ChatBody(**given)
+        chat = ChatBody(**given)
     except ValidationError as error:
         first = InvalidBody(error, given).fields[0]
         head, dot, rest = first.path.partition(".")
         path = names.get(head, head) + dot + rest
         raise FieldError(path, f"{path}: {first.message}") from None
+    if (chat.n or 1) > 1:
+        raise FieldError("n", f"n: expected 1, got {chat.n}: this API returns one completion")
+    return chat
 
 
 @contextmanager
-def naming(names: Mapping[str, str]) -> Iterator[None]:
+def naming(names: Mapping[str, str], origins: Callable[[], list[str]] = list) -> Iterator[None]:
     """Name the client's fields in errors of a chat.
 
     Args:
         names: the client's name of each field that has another name in chats.
+        origins: returns the client's field of each message of the chat.
 
     Raises:
         RequestError: the same error with other names.
@@ -59,9 +63,15 @@ def naming(names: Mapping[str, str]) -> Iterator[None]:
         yield
     except RequestError as error:
         head, dot, rest = (error.param or "").partition(".")
-        if head in names:
-            error.param = names[head] + dot + rest
-            error.args = (re.sub(rf"\b{head}\b", names[head], str(error)),)
+        number = rest.partition(".")[0]
+        if head == "messages" and number.isdecimal() and (fields := origins()):
+            head, name, rest = f"messages.{number}", fields[int(number)], rest[len(number) :]
+            dot = ""
+        else:
+            name = names.get(head, head)
+        if name != head:
+            error.param = name + dot + rest
+            error.args = (re.sub(rf"\b{re.escape(head)}\b", name, str(error)),)
         raise
 
 

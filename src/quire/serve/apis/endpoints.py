@@ -41,16 +41,22 @@ class OtherApis:
     async def responses(self, body: ResponsesBody, request: Request) -> Response:
         """Generate a response (OpenAI's Responses API)."""
         with naming(responses_body.NAMES):
-            return await self._endpoints.chat_as(ResponsesFormat(body), body.chat(), request)
+            chat = body.chat()
+        with naming(responses_body.NAMES, body.origins):
+            return await self._endpoints.chat_as(ResponsesFormat(body), chat, request)
 
     async def messages(self, body: MessagesBody, request: Request) -> Response:
         """Generate a message (Anthropic's Messages API)."""
         form = MessagesFormat(body.stop_sequences or ())
         with naming(messages_body.NAMES):
-            return await self._endpoints.chat_as(form, body.chat(), request)
+            chat = body.chat()
+        with naming(messages_body.NAMES, body.origins):
+            return await self._endpoints.chat_as(form, chat, request)
 
     async def count_tokens(self, body: MessagesBody, request: Request) -> Response:
         """Return the number of tokens of a message's prompt."""
         with naming(messages_body.NAMES):
-            count = await self._endpoints.count_tokens(body.prompt_chat(), request)
+            chat = body.prompt_chat()
+        with naming(messages_body.NAMES, body.origins):
+            count = await self._endpoints.count_tokens(chat, request)
         return JSONResponse({"input_tokens": count})

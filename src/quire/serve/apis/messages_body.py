@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from pydantic import Field, WithJsonSchema
@@ -27,6 +28,7 @@ _MESSAGE = {
     },
     "required": ["role", "content"],
 }
+_CONTINUED = {"continue_final_message": True, "add_generation_prompt": False}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -77,6 +79,7 @@ class MessagesBody(Body):
         values |= {
             "model": self.model,
             "messages": self._messages(),
+            **(_CONTINUED if self._continues() else {}),
             "max_completion_tokens": self.max_tokens,
             "stop": self.stop_sequences or None,
             "temperature": self.temperature,
@@ -89,48 +92,138 @@ class MessagesBody(Body):
         }
         return chat_of(extra | values, NAMES)
 
-    def _messages(self) -> list[JSON]:
-        messages: list[JSON] = []
-        if self.system is not None:
-            text = text_of(self.system, "system", ("text",))
-            messages.append({"role": "system", "content": text})
+    def origins(self) -> list[str]:
+        """The field that each message of the chat was made of."""
+        system = [] if self.system is None else ["system"]
+        return system + [turn.origin for turn in self._turns() for _ in turn.messages()]
+
+    def _turns(self) -> "list[_Turn]":
+        """The turns of the conversation: consecutive messages of one role are one turn.
+
+        An empty last message of the assistant begins nothing, so it is left out.
+        """
+        turns: list[_Turn] = []
         for number, message in enumerate(self.messages):
-            messages += _read(message, f"messages.{number}")
-        return messages
+            field = f"messages.{number}"
+            role, content = message.get("role"), message.get("content")
+            if role not in ("user", "assistant"):
+                raise FieldError(f"{field}.role", f"{field}.role: expected user or assistant")
+            if not turns or turns[-1].role != role:
+                turns.append(_Turn(role, field))
+            turns[-1].add(content, f"{field}.content")
+        if turns[-1].is_empty and turns[-1].role == "assistant":
+            turns.pop()
+        return turns
+
+    def _messages(self) -> list[JSON]:
+        found: list[JSON] = []
+        if self.system is not None:
+            found.append({"role": "system", "content": text_of(self.system, "system", ("text",))})
+        return found + [message for turn in self._turns() for message in turn.messages()]
+
+    def _continues(self) -> bool:
+        """Whether the output continues a last message of the assistant.
+
+        Raises:
+            FieldError: a last message that cannot be continued.
+        """
+        turns = self._turns()
+        if not turns or turns[-1].role != "assistant":
+            return False
+        last = turns[-1]
+        if last.calls:
+            raise FieldError(
+                last.origin,
+                f"{last.origin}: a last message of the assistant is continued, but this one has "
+                "`tool_use`: send the `tool_result` in a message of the user after it",
+            )
+        if last.text != last.text.rstrip():
+            raise FieldError(
+                last.origin,
+                f"{last.origin}: final assistant content cannot end with trailing whitespace: "
+                "remove it",
+            )
+        if (self.tool_choice or {}).get("type") in ("any", "tool"):
+            raise FieldError(
+                "tool_choice",
+                f"tool_choice: a forced call cannot continue the text of {last.origin}: leave out "
+                "that message, or set tool_choice to auto or none",
+            )
+        return True
 
 
-def _read(message: JSON, field: str) -> list[JSON]:
-    """A message, or a message and the results of tools that it contains."""
-    role, content = message.get("role"), message.get("content")
-    if role not in ("user", "assistant"):
-        raise FieldError(f"{field}.role", f"{field}.role: expected user or assistant")
-    if isinstance(content, str):
-        return [{"role": role, "content": content}]
-    if not isinstance(content, list):
-        raise FieldError(f"{field}.content", f"{field}.content: expected a string or a list")
-    results, calls, texts = [], [], []
-    for number, block in enumerate(content):
-        place = f"{field}.content.{number}"
-        kind = block.get("type") if isinstance(block, dict) else None
-        if kind == "tool_result":
-            results.append(_result(block, place))
-        elif kind == "tool_use":
-            calls.append(_call(block))
-        elif kind not in ("thinking", "redacted_thinking"):
-            texts.append(text_of_part(block, place, ("text",)))
-    own: JSON = {"role": role, "content": "".join(texts) if texts or not calls else None}
-    if calls:
-        own["tool_calls"] = calls
-    return [*results, *([own] if texts or calls or not results else [])]
+@dataclass(slots=True)
+class _Turn:
+    """Consecutive messages of one role.
+
+    Attributes:
+        role: user or assistant.
+        origin: path of the first message.
+        results: results of tools, as messages of a chat.
+        calls: calls of tools, in OpenAI's format.
+        texts: the text of each message that has text blocks.
+    """
+
+    role: str
+    origin: str
+    results: list[JSON] = field(default_factory=list)
+    calls: list[JSON] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """The text of all its messages."""
+        return "\n".join(text for text in self.texts if text)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has neither text nor tools."""
+        return not (self.text or self.calls or self.results)
+
+    def add(self, content: object, where: str) -> None:
+        """Add the content of a message.
+
+        Raises:
+            FieldError: neither a text nor a list of blocks, or a block that is not supported.
+        """
+        if isinstance(content, str):
+            self.texts.append(content)
+            return
+        if not isinstance(content, list):
+            raise FieldError(where, f"{where}: expected a string or a list")
+        texts = []
+        for number, block in enumerate(content):
+            place = f"{where}.{number}"
+            kind = block.get("type") if isinstance(block, dict) else None
+            if kind == "tool_result":
+                self.results.append(_result(block, place))
+            elif kind == "tool_use":
+                self.calls.append(_call(block, place))
+            elif kind not in ("thinking", "redacted_thinking"):
+                texts.append(text_of_part(block, place, ("text",)))
+        if texts:
+            self.texts.append("".join(texts))
+
+    def messages(self) -> list[JSON]:
+        """The messages of a chat: the results of tools, then the text and the calls."""
+        if not self.texts and not self.calls and self.results:
+            return self.results
+        own: JSON = {"role": self.role, "content": self.text}
+        return [*self.results, own | ({"tool_calls": self.calls} if self.calls else {})]
 
 
 def _result(block: JSON, field: str) -> JSON:
-    text = text_of(block.get("content", ""), f"{field}.content", ("text",))
+    text = text_of(block.get("content") or "", f"{field}.content", ("text",))
     return {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text}
 
 
-def _call(block: JSON) -> JSON:
-    function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
+def _call(block: JSON, field: str) -> JSON:
+    name, arguments = block.get("name"), block.get("input") or {}
+    if not isinstance(name, str):
+        raise FieldError(f"{field}.name", f"{field}.name: expected the name of a tool")
+    if not isinstance(arguments, dict):
+        raise FieldError(f"{field}.input", f"{field}.input: expected an object")
+    function = {"name": name, "arguments": json.dumps(arguments)}
     return {"id": block.get("id"), "type": "function", "function": function}
 
 

@@ -32,6 +32,9 @@ _STATE = {
 
 _ROLES = {"developer": "system"}
 
+_Located = tuple[str, JSON]
+"""A message with the field that it was made of."""
+
 
 class ResponsesBody(Body):
     """POST /v1/responses: text and function calls; nothing is stored."""
@@ -72,7 +75,7 @@ class ResponsesBody(Body):
             values.setdefault("truncate_prompt_tokens", -1)
         values |= {
             "model": self.model,
-            "messages": self._messages(),
+            "messages": [message for _, message in self._messages()],
             "max_completion_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -97,11 +100,16 @@ class ResponsesBody(Body):
         if self.include:
             raise FieldError("include", "`include` is not supported: leave it out")
 
-    def _messages(self) -> list[JSON]:
-        start = [] if self.instructions is None else [_message("system", self.instructions)]
+    def origins(self) -> list[str]:
+        """The field that each message of the chat was made of."""
+        return [field for field, _ in self._messages()]
+
+    def _messages(self) -> list[_Located]:
+        messages: list[_Located] = []
+        if self.instructions is not None:
+            messages.append(("instructions", _message("system", self.instructions)))
         if isinstance(self.input, str):
-            return [*start, _message("user", self.input)]
-        messages = start
+            return [*messages, ("input", _message("user", self.input))]
         for number, item in enumerate(self.input):
             _append(messages, item, f"input.{number}")
         if not messages:
@@ -117,7 +125,7 @@ def _message(role: str, text: str) -> JSON:
     return {"role": role, "content": text}
 
 
-def _append(messages: list[JSON], item: JSON, field: str) -> None:
+def _append(messages: list[_Located], item: JSON, field: str) -> None:
     """Add an item; a call belongs to the assistant's message before it."""
     kind = item.get("type", "message")
     if kind == "message":
@@ -125,17 +133,19 @@ def _append(messages: list[JSON], item: JSON, field: str) -> None:
         if not isinstance(role, str):
             raise FieldError(f"{field}.role", f"{field}.role: expected a role such as user")
         text = text_of(item.get("content"), f"{field}.content", _TEXTS)
-        messages.append(_message(_ROLES.get(role, role), text))
+        messages.append((field, _message(_ROLES.get(role, role), text)))
     elif kind == "function_call":
-        if not messages or messages[-1]["role"] != "assistant":
-            messages.append({"role": "assistant", "content": None})
+        if not messages or messages[-1][1]["role"] != "assistant":
+            messages.append((field, {"role": "assistant", "content": None}))
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
-        messages[-1].setdefault("tool_calls", []).append(call)
+        messages[-1][1].setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
         output = item.get("output")
-        text = output if isinstance(output, str) else json.dumps(output)
-        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
+        has_parts = isinstance(output, str | list)
+        text = text_of(output, f"{field}.output", _TEXTS) if has_parts else json.dumps(output)
+        message = {"role": "tool", "tool_call_id": item.get("call_id"), "content": text}
+        messages.append((field, message))
     elif kind != "reasoning":  # of an earlier response; templates do not use it
         raise FieldError(
             f"{field}.type",

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from quire.config.structured_outputs import StructuredOutputs
@@ -9,7 +10,7 @@ from quire.errors import RequestError
 from quire.serve.structured import STRUCTURE_FIELDS, read_structure
 from quire.serve.tools.definitions import ToolChoice
 from quire.serve.tools.detect import ToolParsers
-from quire.serve.tools.messages import CallWriter
+from quire.serve.tools.messages import CallWriter, new_call_id
 
 _WHITESPACE_OF_CALLS = r"[ \t\r\n]{1,8}"
 """Whitespace between the elements of a forced call: enough for a short indentation."""
@@ -91,4 +92,5 @@ class ChatTools:
         parser = None if self.choice is None else self.parsers.create(self.choice)
         if self.choice is None or parser is None:
             return None
-        return CallWriter(parser=parser, choice=self.choice)
+        new_id = partial(new_call_id, self.parsers.name)
+        return CallWriter(parser=parser, choice=self.choice, new_id=new_id)

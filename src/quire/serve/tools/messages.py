@@ -1,17 +1,14 @@
-"""Tool calls in messages: from a model's text to OpenAI's format, and from there to templates."""
+"""Tool calls in messages: from a model's text to OpenAI's format."""
 
-import json
 import secrets
 import string
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from quire.errors import RequestError
 from quire.serve.tools.definitions import ToolChoice
 from quire.serve.tools.json_text import CallStart
 from quire.serve.tools.parser import Content, ToolParser
-from quire.serve.tools.parsers import MistralParser
 
 MessagePart = dict[str, Any]
 
@@ -19,9 +16,13 @@ _MISTRAL_ID = 9  # characters: the templates of Mistral refuse other ids
 _ALPHABET = string.ascii_letters + string.digits
 
 
-def new_call_id(parser: ToolParser) -> str:
-    """A random id of a call, in the format that the model's template accepts."""
-    if isinstance(parser, MistralParser):
+def new_call_id(model_parser: str | None = None) -> str:
+    """A random id of a call, in the format that the model's template accepts.
+
+    Args:
+        model_parser: name of the model's parser, also if a forced call needs another one.
+    """
+    if model_parser == "mistral":
         return "".join(secrets.choice(_ALPHABET) for _ in range(_MISTRAL_ID))
     return f"call_{secrets.token_hex(12)}"
 
@@ -38,7 +39,7 @@ class CallWriter:
 
     parser: ToolParser
     choice: ToolChoice
-    new_id: Callable[[ToolParser], str] = new_call_id
+    new_id: Callable[[], str] = new_call_id
     _num_calls: int = 0
 
     def deltas(self, text: str, *, is_last: bool) -> list[MessagePart]:
@@ -85,58 +86,7 @@ class CallWriter:
             return {"index": index, "function": {"arguments": event.text}}
         return {
             "index": index,
-            "id": self.new_id(self.parser),
+            "id": self.new_id(),
             "type": "function",
             "function": {"name": event.name, "arguments": ""},
         }
-
-
-# ---- messages for templates ----------------------------------------------------------------------
-
-
-def with_read_calls(message: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """A message for a chat template: arguments of calls as objects, which templates expect.
-
-    Args:
-        message: a message; only `tool_calls` changes.
-        number: index of the message, for errors.
-
-    Raises:
-        RequestError: `tool_calls` is not in OpenAI's format, or arguments are no JSON object.
-    """
-    calls = message.get("tool_calls")
-    if calls is None:
-        return dict(message)
-    where = f"messages.{number}.tool_calls"
-    if not isinstance(calls, list):
-        raise RequestError(f"expected {where} to be a list", param=where)
-    read = [_with_read_arguments(call, f"{where}.{index}") for index, call in enumerate(calls)]
-    return {key: value for key, value in message.items() if key != "tool_calls"} | (
-        {"tool_calls": read} if read else {}
-    )
-
-
-def _with_read_arguments(call: object, where: str) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if (
-        not isinstance(call, Mapping)
-        or not isinstance(function, Mapping)
-        or not isinstance(function.get("name"), str)
-    ):
-        raise RequestError(
-            f'expected {where} to be {{"id", "type": "function", "function": {{"name", '
-            '"arguments"}}',
-            param=where,
-        )
-    arguments = function.get("arguments") or "{}"
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            arguments = None
-    if not isinstance(arguments, Mapping):
-        raise RequestError(
-            f"expected the arguments of {where} to be a JSON object, as text",
-            param=f"{where}.function.arguments",
-        )
-    return dict(call) | {"function": dict(function) | {"arguments": arguments}}
