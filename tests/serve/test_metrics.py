@@ -132,8 +132,11 @@ def test_generated_tokens_of_a_tenant_are_those_of_the_usage(serve, options):
 
     generated = int(re.findall(r'"completion_tokens": ?(\d+)', text)[-1])
     assert generated >= options.get("n", 1)
-    for name in ("quire_tenant_generation_tokens", "quire_generation_tokens"):
-        assert value(after, name) - value(before, name) == generated
+    for name, labels in (
+        ("quire_tenant_generation_tokens", {"tenant": "default"}),
+        ("quire_generation_tokens", {}),
+    ):
+        assert value(after, name, **labels) - value(before, name, **labels) == generated
 
 
 def test_every_defined_metric_has_values_except_those_without_events(serve):
