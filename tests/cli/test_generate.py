@@ -32,6 +32,22 @@ def test_output_is_on_stdout_and_usage_on_stderr(quire, expected):
     assert "5 output tokens" in result.stderr
 
 
+def test_an_unusable_tier_is_a_warning_or_with_require_tiers_an_error(
+    quire, expected, tmp_path, caplog
+):
+    (tmp_path / "kv").write_text("not a folder")
+    tiers = ("--disk-kv-memory", "1MiB", "--disk-kv-path", tmp_path / "kv")
+
+    result = quire("generate", "--prompt", PROMPT, *QUICK, *tiers)
+    refused = quire("generate", "--prompt", PROMPT, *QUICK, *tiers, "--require-tiers")
+
+    assert (result.exit_code, refused.exit_code) == (0, 2)
+    assert result.stdout == expected.text + "\n"
+    assert caplog.text.count("the disk tier of cached prefixes is not used for now") == 1
+    assert "name another folder" in refused.stderr
+    assert "start without --require-tiers" in refused.stderr
+
+
 def test_cap_above_the_prompt_evicts_nothing_and_reports_it(quire, expected):
     capped = quire("generate", "--prompt", PROMPT, "--evict", "recent:cap=9000", *QUICK)
 

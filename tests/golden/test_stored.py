@@ -8,7 +8,7 @@ from golden.catalogue import STORED
 from golden.shape import differences
 from golden.stored import FILES, MOST_BYTES
 from golden.workshop import Workshop
-from quire.errors import ConfigError, StorageError
+from quire.errors import StorageError
 from quire.offload.prefix_store.prefix_kv import read_file
 from quire.offload.tiers.file import FileTier
 from quire.plan.ceilings import Machine, NotUsable, read_ceilings
@@ -45,7 +45,7 @@ def test_an_index_of_another_format_is_refused(workshop):
     database.execute("PRAGMA user_version = 99")
     database.close()
 
-    with pytest.raises(ConfigError, match="format 1, got 99"):
+    with pytest.raises(StorageError, match="format 1, got 99"):
         FileTier(folder, 1 << 20)
 
 

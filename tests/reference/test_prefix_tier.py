@@ -7,6 +7,7 @@ links. Pages are NaN before they are loaded, so attention to a page before its l
 import errno
 import os
 import random
+import shutil
 import threading
 import time
 from dataclasses import replace
@@ -30,6 +31,7 @@ from support.engines import greedy, load
 from support.exact_products import use_exact_products
 from support.kv_options import kv_config
 from support.redis_servers import start_redis
+from unit.offload import test_file_tier as file_damage
 
 MIB = 1 << 20
 PROMPTS = {
@@ -535,7 +537,12 @@ def test_random_delays_and_damage_change_no_logits(name, seed, tmp_path, monkeyp
         ({"cpu_memory": "900TiB"}, ConfigError, "lower --cpu-kv-memory"),
         ({"remote": "nowhere"}, ConfigError, "redis://HOST:PORT"),
         ({"remote": "127.0.0.1:1"}, ConfigError, "quire kv-store was removed"),
-        ({"remote": "redis://127.0.0.1:1"}, ConfigError, "start a Redis or Valkey server"),
+        (
+            {"remote": "redis://127.0.0.1:1", "require_tiers": True},
+            ConfigError,
+            "start without --require-tiers",
+        ),
+        ({"require_tiers": True}, ConfigError, "--require-tiers has no effect without a tier"),
         ({"remote": "file:///x"}, ConfigError, "give --remote-kv-memory SIZE too"),
         ({"remote_memory": "8MiB"}, ConfigError, "--remote-kv-memory has no effect alone"),
         ({"kv_write": "through"}, ConfigError, "--kv-write through has no effect without a tier"),
@@ -582,17 +589,91 @@ def test_an_engine_that_fails_to_start_releases_its_folder(tmp_path):
     secret = tmp_path / "kv" / "secret"
     secret.unlink()
     secret.mkdir()
-    with pytest.raises(ConfigError, match="Is a directory"):
-        engine_of("qwen3", **on_disk(tmp_path))
-    secret.rmdir()
+    lock = tmp_path / "kv" / "lock"
+    lock.unlink()
+    lock.mkdir()
+    with pytest.raises(ConfigError, match=r"Is a directory.*without --require-tiers"):
+        engine_of("qwen3", **on_disk(tmp_path, require_tiers=True))
+    assert threading.active_count() == threads
+    lock.rmdir()
 
-    engine_of("qwen3", **on_disk(tmp_path)).close()
+    engine_of("qwen3", **on_disk(tmp_path, require_tiers=True)).close()
+    assert secret.is_file()
 
 
-def test_a_folder_without_write_permission_is_rejected(tmp_path):
-    (tmp_path / "kv").write_text("a file")
-    with pytest.raises(ConfigError, match="name another folder"):
-        engine_of("qwen3", **on_disk(tmp_path))
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        ("another version", "index of format 1"),
+        ("another program", "index of format 1"),
+        ("lock: a folder", "Is a directory"),
+        ("index.sqlite3: a folder", "unable to open"),
+        ("a file", "Not a directory|File exists"),
+        ("an earlier format", "delete its files blocks and index"),
+    ],
+)
+def test_an_unusable_folder_at_the_start_is_warned_about_or_refused(
+    tmp_path, damage, reason, caplog
+):
+    kept = {} if damage == "a file" else fill("qwen3", tmp_path)
+    if damage == "a file":
+        (tmp_path / "kv").write_text("a file")
+    elif damage == "an earlier format":
+        for name in ("blocks", "index"):
+            (tmp_path / "kv" / name).touch()
+    else:
+        file_damage.damage_folder(tmp_path / "kv", damage)
+    before = sorted(tmp_path.rglob("*.kv"))
+
+    engine = engine_of("qwen3", **on_disk(tmp_path))
+    logits, _ = answer(engine)
+    engine.close()
+
+    [level] = engine.stats().tier.levels
+    assert largest_difference(logits, plain("qwen3")) <= 1e-4
+    assert level.num_outages == 1
+    assert caplog.text.count("is not used for now") == len(caplog.records) == 1
+    assert sorted(tmp_path.rglob("*.kv")) == before  # nothing of another program is deleted
+    assert bool(kept) == bool(before)
+    with pytest.raises(ConfigError, match=f"({reason}).*without --require-tiers"):
+        engine_of("qwen3", **on_disk(tmp_path, require_tiers=True))
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("filled")
+    fill("qwen3", folder)
+    return folder / "kv"
+
+
+USABLE = [name for name in file_damage.DAMAGES if name not in file_damage.LOSSES]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(name, marks=[] if number % 9 == 0 else pytest.mark.slow)
+        for number, name in enumerate(USABLE)
+    ],
+)
+def test_an_engine_starts_with_a_damaged_folder_and_loads_what_is_whole(
+    filled, tmp_path, damage, caplog
+):
+    shutil.copytree(filled, tmp_path / "kv")
+    (entry, *others) = dict(file_damage.rows(filled))
+    assert others
+    file_damage.damage_folder(tmp_path / "kv", damage, entry)
+
+    engine = engine_of("qwen3", prefill=READ_SLOWLY, **on_disk(tmp_path))
+    logits, _ = answer(engine)
+
+    [level] = engine.stats().tier.levels
+    assert largest_difference(logits, plain("qwen3")) <= 1e-4
+    assert restored(engine)
+    assert level.found_blocks
+    assert not level.num_outages, caplog.text
+    assert bool(level.num_damaged) == bool(caplog.records)
+    engine.close()
 
 
 def test_prefixes_of_an_engine_that_was_not_closed_are_found(tmp_path):

@@ -12,6 +12,7 @@ import pytest
 import redis
 
 from quire.config.generation_request import GenerationRequest
+from quire.errors import ConfigError
 from quire.kv.prefix_blocks import PrefixListener
 from quire.offload.tiers.redis_scripts import PREFIX
 from quire.scheduler.prefix_sharing import PrefixSharing
@@ -27,6 +28,7 @@ from reference.test_prefix_tier import (
 )
 from support.engines import greedy
 from support.redis_servers import start_redis
+from unit.offload import test_redis_tier as redis_damage
 
 TIMEOUT_S = 1.0
 PREFIX_TIER = "quire.offload.prefix_store"
@@ -247,6 +249,100 @@ def test_an_outage_in_mid_run_costs_recompute_and_one_line(server, outage, at_st
     if outage in ("killed", "paused"):
         assert engine.stats().tier.levels[0].num_outages == 1
     server.resume() if outage == "paused" else None
+
+
+# ---- at the start --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def filled():
+    """A server with the prefixes of an engine, its client, and a copy of all keys."""
+    started = start_redis()
+    client = redis.Redis(port=started.port)
+    engine = engine_of("qwen3", **shared(started))
+    answer(engine)
+    engine.close()
+    yield started, client, {key: client.dump(key) for key in client.scan_iter()}
+    client.close()
+    started.close()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(name, marks=[] if number % 7 == 0 else pytest.mark.slow)
+        for number, name in enumerate(redis_damage.DAMAGES)
+    ],
+)
+def test_an_engine_starts_with_a_damaged_store_and_loads_what_is_whole(filled, damage, caplog):
+    server, client, keys = filled
+    client.flushall()
+    for key, value in keys.items():
+        client.restore(key, 0, value)
+    [namespace] = {key.split(b":")[3].decode() for key in keys if key.count(b":") == 4}
+    names = client.zrange(f"{PREFIX}:{namespace}", 0, -1)
+    assert len(names) > 2
+    redis_damage.damage_store(client, damage, names[0].decode(), namespace)
+
+    engine = engine_of("qwen3", prefill=READ_SLOWLY, **shared(server))
+    logits, _ = answer(engine)
+
+    [level] = engine.stats().tier.levels
+    assert largest_difference(logits, plain("qwen3")) <= 1e-4
+    assert restored(engine)
+    assert level.found_blocks
+    assert not level.num_outages, caplog.text
+    assert len(caplog.records) <= 1
+    assert bool(level.num_damaged) == bool(caplog.records)
+    engine.close()
+
+
+@pytest.mark.parametrize("outage", ["killed", "paused", "wrong password", "read-only"])
+def test_an_unusable_store_at_the_start_is_warned_about_or_refused(
+    server, outage, caplog, monkeypatch
+):
+    client = redis.Redis(port=server.port)
+    options = shared(server, remote_timeout_s=0.2)
+    if outage == "wrong password":
+        client.config_set("requirepass", "right")
+        monkeypatch.setenv("QUIRE_REMOTE_KV_PASSWORD", "wrong")
+    elif outage == "read-only":
+        client.execute_command("REPLICAOF", "127.0.0.1", "1")
+    else:
+        OUTAGES[outage](server)
+
+    engine = engine_of("qwen3", **options)
+    logits, _ = answer(engine)
+    engine.close()
+
+    [level] = engine.stats().tier.levels
+    assert largest_difference(logits, plain("qwen3")) <= 1e-4
+    assert level.num_outages == 1
+    assert caplog.text.count("is not used for now") == len(caplog.records) == 1
+    with pytest.raises(ConfigError, match=r"cannot be stored: .* start without --require-tiers"):
+        engine_of("qwen3", require_tiers=True, **options)
+    client.close()
+    server.resume() if outage == "paused" else None
+
+
+@pytest.mark.slow
+def test_a_store_that_comes_after_the_start_is_used(server, caplog):
+    first = engine_of("qwen3", **shared(server))
+    answer(first)
+    first.close()
+    server.pause()
+    engine = engine_of("qwen3", prefill=READ_SLOWLY, **shared(server, remote_timeout_s=0.2))
+    server.resume()
+    sharing: PrefixSharing = engine.scheduler.sequence_memory.sharing
+    deadline_s = time.monotonic() + 30
+    while not restored(engine) and time.monotonic() < deadline_s:
+        sharing.drop_cached()
+        logits, _ = answer(engine)
+        assert largest_difference(logits, plain("qwen3")) <= 1e-4
+
+    assert restored(engine)
+    assert caplog.text.count("is used again") == 1
+    engine.close()
 
 
 @pytest.mark.parametrize("outage", ["killed", "paused"])

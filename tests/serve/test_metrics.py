@@ -24,6 +24,7 @@ from quire.serve.metrics.observer import EngineObserver
 from quire.serve.metrics.reading import OTHER_TENANTS, Reading, read_engine
 from quire.serve.tenant_keys import TenantKeys
 from support.engines import greedy, load
+from support.kv_options import kv_config
 
 KEYS = TenantKeys({"a": ("sk-a-2f0c77d1",), "default": ("sk-d-51d09a3e",)})
 BODY = {"prompt": "Once upon a time", "max_tokens": 5, "ignore_eos": True}
@@ -78,6 +79,24 @@ def test_steps_launched_ahead_and_graphs_are_counted(monkeypatch):
     assert found.labelled["async_waits"]
     assert found.numbers["async_discarded_rows"] == steps.discarded
     assert (found.numbers["graph_replays"], found.numbers["graph_captures"]) == (7, 2)
+
+
+def test_damage_and_outages_of_tiers_are_counted(tmp_path):
+    (tmp_path / "index.sqlite3").write_text("no database" * 1000)
+    config = kv_config(
+        memory="1MiB",
+        disk_memory="1MiB",
+        disk_path=str(tmp_path),
+        remote="file:///dev/null",
+        remote_memory="1MiB",
+    )
+    engine = Engine(load("llama"), config, ScheduleConfig())
+
+    found = read_engine(engine, EngineObserver(engine))
+
+    assert found.labelled["prefix_tier_damaged"] == {("disk",): 1, ("remote",): 0}
+    assert found.labelled["prefix_tier_outages"] == {("disk",): 0, ("remote",): 1}
+    engine.close()
 
 
 def test_counts_of_two_requests(serve):
@@ -143,7 +162,8 @@ def test_every_defined_metric_has_values_except_those_without_events(serve):
     found = scraped(serve)
     missing = {m.name for m in METRICS if f"quire_{m.name}" not in found}
 
-    assert missing == {"kv_transfer_bytes", "async_waits"}
+    without_tiers = {"prefix_tier_damaged", "prefix_tier_outages"}
+    assert missing == {"kv_transfer_bytes", "async_waits"} | without_tiers
 
 
 def test_names_of_vllm(serve):

@@ -23,6 +23,7 @@ _PREFIX_CACHE = {
     "remote_ttl_s": "remote_ttl_s",
     "remote_timeout_s": "remote_timeout_s",
     "kv_write": "write",
+    "require_tiers": "require_tiers",
     "kv_load": "load",
 }
 

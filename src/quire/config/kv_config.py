@@ -187,6 +187,11 @@ class PrefixCacheConfig:
         unit="s",
         flag="remote-kv-timeout",
     )
+    require_tiers: bool = option(
+        False,
+        help="refuse to start if a disk or a store of cached prefixes cannot be used; default: a "
+        "warning is logged, prompts are computed, and the tier is tried again",
+    )
     write: WriteName = option(
         "back",
         help="when cached prefixes are written to the tiers; back: when they are evicted and at "

@@ -1,6 +1,7 @@
 """Opens the tiers for cached prefixes of an engine, as configured: CPU memory, disk, remote."""
 
 import contextlib
+import logging
 import os
 import secrets
 import time
@@ -11,7 +12,15 @@ from pathlib import Path
 from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.engine.kv_fingerprint import kv_fingerprint
 from quire.engine.pool import KVPool
-from quire.errors import ConfigError, CorruptData, StorageError, TierFull, UnsoundCombination
+from quire.errors import (
+    ConfigError,
+    CorruptData,
+    OffloadError,
+    StorageError,
+    TierFull,
+    TierUnreachable,
+    UnsoundCombination,
+)
 from quire.kv.block_records import BlockRecords
 from quire.kv.prefix import PrefixIndex
 from quire.models.loader import LoadedModel
@@ -19,19 +28,20 @@ from quire.offload.prefix_store.levels import PrefixLevels
 from quire.offload.prefix_store.prefix_tier import PrefixTier
 from quire.offload.prefix_store.store import PrefixStore
 from quire.offload.prefix_store.tier_kinds import CPU, DISK, REMOTE, TierKind
-from quire.offload.tiers.base import Tier
+from quire.offload.tiers.base import LateTier, Tier
 from quire.offload.tiers.file import FileTier
 from quire.offload.tiers.host import HostTier
 from quire.offload.tiers.lru import LRUTier
 from quire.offload.tiers.redis_tier import RedisOptions, RedisTier
 from quire.plan.fitting import RateEstimator
-from quire.scheduler.prefix_sharing import SECRET_BYTES
 
 _CALL_S = 1e-4
 _SLOW_BYTES_PER_S = 1e8  # assumed if no measurement succeeded
 _PROBE, _PROBE_BYTES = "probe", 2 << 20
 USERNAME, PASSWORD = "QUIRE_REMOTE_KV_USERNAME", "QUIRE_REMOTE_KV_PASSWORD"
 """Environment variables with the login of the shared store; they replace that of its URL."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,29 +54,46 @@ class OpenedTiers:
         secret: secret that salts are derived from; None if the prefixes of tenants are not reused
             after the engine ends.
         write_through: whether blocks are written as soon as they are computed.
+        is_required: whether a tier that cannot be used is refused.
     """
 
     tiers: tuple[tuple[TierKind, Tier], ...]
     nature: str
     secret: bytes | None
     write_through: bool = False
+    is_required: bool = False
 
     def attach(self, index: PrefixIndex) -> PrefixTier:
         """Store the blocks of a prefix index in the tiers; on failure the caller closes them.
 
         Raises:
-            ConfigError: a tier is smaller than one block, or cannot be reached.
+            ConfigError: a required tier cannot be used.
         """
         record_bytes = BlockRecords(index.memory, index.block_tokens).record_bytes
         stores: list[PrefixStore] = []
-        try:
-            rates = [RateEstimator((_CALL_S, _seconds_per_byte(tier))) for _, tier in self.tiers]
-            for level in range(len(self.tiers) - 1, -1, -1):
-                stores.insert(0, self._store(level, record_bytes, stores[0] if stores else None))
-        except StorageError as error:
-            raise ConfigError(f"prefixes cannot be stored: {error}") from error
+        rates: list[RateEstimator] = []
+        for level in range(len(self.tiers) - 1, -1, -1):
+            store = self._store(level, record_bytes, stores[0] if stores else None)
+            stores.insert(0, store)
+            rates.insert(0, RateEstimator((_CALL_S, self._seconds_per_byte(level, store))))
         levels = PrefixLevels(stores, rates)
         return PrefixTier(index, levels, write_through=self.write_through)
+
+    def _seconds_per_byte(self, level: int, store: PrefixStore) -> float:
+        """Read speed of a tier; an assumed one if it cannot be used.
+
+        Raises:
+            ConfigError: it cannot be used, and is required.
+        """
+        breaker = store.breaker
+        if not breaker.num_outages:
+            try:
+                return _seconds_per_byte(self.tiers[level][1])
+            except OffloadError as error:
+                breaker.failed(error)
+        if self.is_required:
+            raise _refusal(breaker.reason)
+        return 1 / _SLOW_BYTES_PER_S
 
     def _store(self, level: int, record_bytes: int, below: PrefixStore | None) -> PrefixStore:
         kind, tier = self.tiers[level]
@@ -82,8 +109,8 @@ def open_tiers(config: KVConfig, pool: KVPool, model: LoadedModel) -> OpenedTier
     """Open the configured tiers; None if no tier is configured.
 
     Raises:
-        ConfigError: conflicting options, a folder that cannot be written, a full disk, or a
-            store that cannot be reached.
+        ConfigError: conflicting options, a size that exceeds the disk, or a required tier that
+            cannot be used.
         UnsoundCombination: prompts share no KV, so there are no prefixes to store.
     """
     options = config.prefix_cache
@@ -98,9 +125,22 @@ def open_tiers(config: KVConfig, pool: KVPool, model: LoadedModel) -> OpenedTier
             if tier is not None:
                 tiers.append((kind, tier))
                 undo.callback(tier.close)
-        secret = _secret(options, tiers[-1][1])
+        secret = _usable_secret(options, tiers[-1][1])
         undo.pop_all()
-    return OpenedTiers(tuple(tiers), nature, secret, write_through=options.write == "through")
+    return OpenedTiers(
+        tuple(tiers),
+        nature,
+        secret,
+        write_through=options.write == "through",
+        is_required=options.require_tiers,
+    )
+
+
+def _refusal(reason: object) -> ConfigError:
+    return ConfigError(
+        f"prefixes cannot be stored: {reason}; mend the folder or the store, check the login "
+        f"({USERNAME}, {PASSWORD}), or start without --require-tiers"
+    )
 
 
 def _has_tier(options: PrefixCacheConfig) -> bool:
@@ -113,8 +153,8 @@ def _open_cpu(options: PrefixCacheConfig, _: str) -> Tier | None:
 
 
 def _open_disk(options: PrefixCacheConfig, _: str) -> Tier | None:
-    memory = options.disk_memory
-    return FileTier(Path(options.disk_path).expanduser(), memory) if memory else None
+    memory, folder = options.disk_memory, Path(options.disk_path).expanduser()
+    return LateTier(lambda: FileTier(folder, memory), memory) if memory else None
 
 
 def _open_remote(options: PrefixCacheConfig, nature: str) -> Tier | None:
@@ -122,7 +162,8 @@ def _open_remote(options: PrefixCacheConfig, nature: str) -> Tier | None:
     if url is None:
         return None
     if url.scheme == "file":
-        return FileTier(Path(url.path), options.remote_memory, flag="--remote-kv-memory")
+        folder, memory = Path(url.path), options.remote_memory
+        return LateTier(lambda: FileTier(folder, memory, flag="--remote-kv-memory"), memory)
     limits = RedisOptions(
         most_bytes=options.remote_memory,
         ttl_s=options.remote_ttl_s,
@@ -130,16 +171,7 @@ def _open_remote(options: PrefixCacheConfig, nature: str) -> Tier | None:
         username=os.environ.get(USERNAME),
         password=os.environ.get(PASSWORD),
     )
-    tier = RedisTier(url, nature, limits)
-    try:
-        _ = tier.used_bytes
-    except StorageError as error:
-        tier.close()
-        raise ConfigError(
-            f"prefixes cannot be stored: {error}; start a Redis or Valkey server there, check the "
-            f"login ({USERNAME}, {PASSWORD}), or leave out --remote-kv"
-        ) from error
-    return tier
+    return RedisTier(url, nature, limits)
 
 
 def _check(config: PrefixCacheConfig, pool: KVPool) -> None:
@@ -159,10 +191,12 @@ def _check(config: PrefixCacheConfig, pool: KVPool) -> None:
         for flag, value, default in (
             ("--kv-write", config.write, "back"),
             ("--kv-load", config.load, "fastest"),
+            ("--require-tiers", config.require_tiers, False),
         ):
             if value != default:
+                given = flag if value is True else f"{flag} {value}"
                 raise ConfigError(
-                    f"{flag} {value} has no effect without a tier: give --remote-kv URL, or "
+                    f"{given} has no effect without a tier: give --remote-kv URL, or "
                     "--disk-kv-memory SIZE with --disk-kv-path FOLDER"
                 )
         return
@@ -175,58 +209,20 @@ def _check(config: PrefixCacheConfig, pool: KVPool) -> None:
         raise UnsoundCombination(f"no prefixes to store: {pool.why_no_prefix}")
 
 
-def _secret(options: PrefixCacheConfig, slowest: Tier) -> bytes | None:
-    """The secret that tenants' salts derive from: that of the store which most engines share.
+def _usable_secret(options: PrefixCacheConfig, slowest: Tier) -> bytes | None:
+    """The secret that tenants' salts derive from; None if it cannot be read or written.
 
     Raises:
-        ConfigError: the secret cannot be read or written.
-    """
-    if isinstance(slowest, RedisTier):
-        try:
-            return slowest.secret()
-        except StorageError as error:
-            raise ConfigError(f"prefixes cannot be stored: {error}") from error
-    if options.remote is not None:
-        return _secret_file(Path(options.remote.path) / "secret")
-    if options.disk_memory:
-        return _secret_file(Path(options.disk_path).expanduser() / "secret")
-    return None
-
-
-def _secret_file(path: Path) -> bytes:
-    """Read the secret of a folder; the first engine creates it.
-
-    Raises:
-        ConfigError: the file cannot be read or written.
+        ConfigError: it cannot be read or written, and the tiers are required.
     """
     try:
-        with contextlib.suppress(FileNotFoundError):
-            found = path.read_bytes()
-            if len(found) == SECRET_BYTES:
-                return found
-            path.unlink()
-        part = path.with_suffix(f".{secrets.token_hex(8)}")
-        handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(handle, "wb") as file:
-            file.write(secrets.token_bytes(SECRET_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
-        _publish(part, path)
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}; name another folder") from error
-
-
-def _publish(part: Path, path: Path) -> None:
-    """Give a complete file its name, unless another engine was faster."""
-    try:
-        os.link(part, path)
-    except FileExistsError:
-        part.unlink()
-    except OSError:  # a file system without hard links
-        os.replace(part, path)
-    else:
-        part.unlink()
+        return slowest.secret()
+    except StorageError as error:
+        if options.require_tiers:
+            raise _refusal(error) from error
+        if not isinstance(error, TierUnreachable):  # the tier itself is reported later
+            logger.warning("prefixes of tenants are not found by other engines: %s", error)
+        return None
 
 
 def _seconds_per_byte(tier: Tier) -> float:

@@ -1,17 +1,20 @@
 """The Redis tier against a real server: login, TLS, expiry, limits, damage and outages."""
 
+import json
 import logging
 import socket
 import subprocess
 import sys
 import threading
 import time
+import zlib
 
 import pytest
 import redis
 
 from quire.config.store_url import parse_store_url
 from quire.errors import ConfigError, CorruptData, StorageError, TierFull, TierUnreachable
+from quire.offload.tiers.base import Stored
 from quire.offload.tiers.redis_entries import CHUNK_BYTES
 from quire.offload.tiers.redis_scripts import PREFIX
 from quire.offload.tiers.redis_tier import RedisOptions, RedisTier
@@ -225,6 +228,176 @@ def test_damaged_entries_are_named_and_dropped(server, client, field):
         read(tier, "a", len(data))
     assert tier.names() == set()
     assert tier.used_bytes == 0
+    tier.close()
+
+
+NAMESPACE = "n"
+ANY_TYPE = {
+    "string": lambda client, key: client.set(key, "text"),
+    "empty string": lambda client, key: client.set(key, ""),
+    "not UTF-8": lambda client, key: client.set(key, b"\xff\xfe\0"),
+    "large number": lambda client, key: client.set(key, "9" * 300),
+    "negative number": lambda client, key: client.set(key, "-7"),
+    "fraction": lambda client, key: client.set(key, "1.5"),
+    "list": lambda client, key: client.rpush(key, "a"),
+    "set": lambda client, key: client.sadd(key, "a"),
+    "hash": lambda client, key: client.hset(key, "field", "value"),
+    "hash of text": lambda client, key: client.hset(key, mapping={"n:a": "text", "head": "text"}),
+    "sorted set": lambda client, key: client.zadd(key, {b"\xff:\xfe": "inf", "x": "-inf"}),
+    "nothing": lambda client, key: None,
+}
+"""Values of any type that replace the value of any key."""
+KEYS = ("{entry}", "", ":recent", ":sizes", ":used", ":number", ":secret")
+
+
+def head_of(client, key, change):
+    """Replace the head of an entry; its checksum is right."""
+    values = json.loads(client.hget(key, "head")[8:])
+    body = json.dumps(change(values)).encode()
+    total = zlib.crc32(body, zlib.crc32(key.encode()))
+    client.hset(key, "head", b"%08x" % total + body)
+
+
+def copy_other(client, key):
+    """Replace an entry by another one of its store."""
+    store = key.rpartition(":")[0]
+    others = [f"{store}:{name.decode()}" for name in client.zrange(store, 0, -1)]
+    client.copy(next(other for other in others if other != key), key, replace=True)
+
+
+def changed_head(**values):
+    return lambda client, key: head_of(client, key, lambda old: old | values)
+
+
+ENTRY_ONLY = {
+    "without head": lambda client, key: client.hdel(key, "head"),
+    "without chunk": lambda client, key: client.hdel(key, "0"),
+    "empty head": lambda client, key: client.hset(key, "head", b""),
+    "truncated head": lambda client, key: client.hset(key, "head", client.hget(key, "head")[:-9]),
+    "head not UTF-8": lambda client, key: client.hset(key, "head", b"\xff" * 99),
+    "truncated chunk": lambda client, key: client.hset(key, "0", client.hget(key, "0")[:-1]),
+    "changed chunk": lambda client, key: client.hset(key, "0", b"x" * 1000),
+    "another entry": copy_other,
+    "head is a list": lambda client, key: head_of(client, key, lambda old: [1]),
+    "head without fields": lambda client, key: head_of(client, key, lambda old: {}),
+    "head of another version": lambda client, key: (
+        head_of(client, key, lambda old: {"v": 2} | old)
+        or client.hset(key, "head", b"2" + client.hget(key, "head"))
+    ),
+    "size is text": changed_head(bytes="1000"),
+    "size is negative": changed_head(bytes=-1000),
+    "size of more chunks": changed_head(bytes=CHUNK_BYTES + 1),
+    "size of fewer bytes": changed_head(bytes=999),
+    "facts are text": changed_head(facts="keys"),
+    "facts are none": changed_head(facts={}),
+    "facts without keys": changed_head(facts={"nature": "n"}),
+    "keys are a number": changed_head(facts={"nature": "n", "keys": 7}),
+    "keys are no hex": changed_head(facts={"nature": "n", "keys": ["xyz"]}),
+    "no keys": changed_head(facts={"nature": "n", "keys": []}),
+    "other keys": changed_head(facts={"nature": "n", "keys": ["00ff"]}),
+    "sums are text": changed_head(sums="12345678"),
+    "no sums": changed_head(sums=[]),
+    "sums of another type": changed_head(sums=["a"]),
+}
+ACCOUNT_ONLY = {
+    (":sizes", "text"): lambda client, key: client.hset(key, client.hkeys(key)[0], "text"),
+    (":sizes", "too large"): lambda client, key: client.hset(key, client.hkeys(key)[0], 10**12),
+    (":sizes", "one more"): lambda client, key: client.hset(key, "n:x", 10),
+    (":sizes", "not UTF-8"): lambda client, key: client.hset(key, b"\xff", b"\xff"),
+    (":sizes", "one less"): lambda client, key: client.hdel(key, client.hkeys(key)[0]),
+    (":recent", "one more"): lambda client, key: client.zadd(key, {b"\xff": "-inf"}),
+    (":recent", "one less"): lambda client, key: client.zpopmax(key),
+    (":recent", "another"): lambda client, key: client.zpopmax(key) and client.zadd(key, {"x": 0}),
+    ("", "one more"): lambda client, key: client.zadd(key, {"x": 1}),
+    ("", "not UTF-8"): lambda client, key: client.zadd(key, {b"\xff\xfe": 2}),
+    ("", "endless"): lambda client, key: client.zadd(key, {client.zrange(key, 0, 0)[0]: "inf"}),
+    ("", "one less"): lambda client, key: client.zpopmax(key),
+    ("", "another"): lambda client, key: client.zpopmax(key) and client.zadd(key, {"x": 1}),
+    (":used", "too large"): lambda client, key: client.set(key, 10**12),
+    (":used", "too small"): lambda client, key: client.set(key, 1),
+    (":number", "too small"): lambda client, key: client.set(key, 0),
+    (":number", "too large"): lambda client, key: client.set(key, 2**63 - 1),
+}
+DAMAGES = {
+    f"{key or 'index'} {name}": (key, action, True)
+    for key in KEYS
+    for name, action in ANY_TYPE.items()
+}
+DAMAGES |= {f"entry {name}": (KEYS[0], action, False) for name, action in ENTRY_ONLY.items()}
+DAMAGES |= {f"{k or 'index'} {n}": (k, action, False) for (k, n), action in ACCOUNT_ONLY.items()}
+"""Every key of a store with every damage: the key, what changes it, whether it is deleted first."""
+
+
+def damage_store(client, damage, entry="a", namespace=NAMESPACE):
+    """Damage one key of a store; `entry` stands for any entry."""
+    key, action, replaces = DAMAGES[damage]
+    name = f"{PREFIX}{key}"
+    if not key:
+        name = f"{PREFIX}:{namespace}"
+    elif key == KEYS[0]:
+        name = f"{PREFIX}:{namespace}:{entry}"
+    if replaces:
+        client.delete(name)
+    action(client, name)
+
+
+@pytest.fixture(scope="module")
+def shared_client():
+    started = start_redis()
+    opened = redis.Redis(port=started.port)
+    opened.url = started.url
+    yield opened
+    opened.close()
+    started.close()
+
+
+def use_again(tier, data):
+    """Use a damaged tier until no call fails: entry "a" is never wrong."""
+    for _ in range(3):
+        damaged = False
+        try:
+            added = tier.added()
+            damaged = any(isinstance(found, CorruptData) for found in added.values())
+            if "a" in tier.names():
+                size = tier.stored()["a"].num_bytes
+                assert read(tier, "a", size) == data[:size]
+            tier.write("c", data_of(500, 3), {"keys": ["c"]})
+            assert read(tier, "c", 500) == data_of(500, 3)
+        except (StorageError, CorruptData, KeyError):
+            continue
+        if not damaged:
+            return
+    pytest.fail("the tier does not recover")
+
+
+@pytest.mark.parametrize("at", ["start", "runtime"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_store_recovers_and_returns_only_what_was_written(shared_client, damage, at):
+    shared_client.flushall()
+    tier = tier_of(shared_client.url, most_bytes=MIB)
+    data = data_of(1000)
+    for name, content in (("a", data), ("b", data_of(1000, 1))):
+        tier.write(name, content, {"nature": "n", "keys": ["a"]})
+    tier.added()
+    secret = tier.secret()
+    if at == "start":
+        tier.close()
+    damage_store(shared_client, damage)
+    if at == "start":
+        tier = tier_of(shared_client.url, most_bytes=MIB)
+        assert len(tier.secret()) == len(secret)
+        added = tier.added()
+        assert isinstance(added["b"], Stored)
+        assert read(tier, "b", 1000) == data_of(1000, 1)
+
+    use_again(tier, data)
+
+    assert len(tier.secret()) == len(secret)
+    assert tier.secret() == tier.secret()
+    sizes = [stored.num_bytes for stored in tier.stored().values()]
+    if at == "start":
+        assert "b" in tier.names()
+        assert tier.used_bytes == sum(sizes)
     tier.close()
 
 

@@ -24,10 +24,11 @@ class CircuitBreaker:
 
     Attributes:
         num_outages: how often the tier began to fail.
+        reason: why the last call failed.
     """
 
     def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self.num_outages = 0
+        self.num_outages, self.reason = 0, ""
         self._name, self._clock = name, clock
         self._wait_s, self._until_s = 0.0, 0.0
 
@@ -40,6 +41,7 @@ class CircuitBreaker:
         """Open, or stay open for longer after a failed trial; no effect while it is open."""
         if self.is_open:
             return
+        self.reason = str(reason)
         if not self._wait_s:
             self.num_outages += 1
             logger.warning(

@@ -44,7 +44,7 @@ class TierStats:
         num_joined: number of requests that used the load of another request.
         promoted_blocks: blocks read from a lower tier and written to the first one.
         num_declined: number of stored prefixes that were faster to recompute.
-        num_discarded: entries that were damaged or missing when they were read.
+        num_discarded: entries that were damaged or missing when they were listed or read.
         num_failed: entries that could not be written.
         loading_bytes: pages of the KV memory with loads in flight.
         levels: contents and counters of each tier, fastest first.

@@ -42,6 +42,14 @@ def _entry_bytes(tier: Tier) -> int:
     return min(_ENTRY_BYTES, total_bytes // _LEAST_ENTRIES) if total_bytes else _ENTRY_BYTES
 
 
+def _run_name(keys: Sequence[bytes]) -> str:
+    return keys[0].hex() + keys[-1].hex()
+
+
+def _snapshot_name(key: bytes) -> str:
+    return f"{SNAPSHOT}-{key.hex()}"
+
+
 class PrefixStore:
     """Blocks of prefixes in one tier.
 
@@ -62,8 +70,9 @@ class PrefixStore:
         run_blocks: most blocks of one entry.
         num_found: blocks in the tier when it was opened.
         num_stored: blocks written so far.
-        num_discarded: entries that were damaged, missing, or not those of their key when read.
-        num_damaged: those of them that were damaged.
+        num_discarded: entries that were damaged, missing, or not those of their key when listed or
+            read.
+        num_damaged: those of them that were damaged, and other damaged parts of the tier.
         num_failed: entries that could not be written.
     """
 
@@ -79,7 +88,6 @@ class PrefixStore:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.record_bytes, self.kind = record_bytes, kind
-        self.run_blocks = max(1, -(-_entry_bytes(tier) // record_bytes))
         self.num_stored = self.num_discarded = self.num_failed = self.num_damaged = 0
         self._spilled_bytes = 0
         self.breaker = CircuitBreaker(kind.name, clock)
@@ -87,7 +95,8 @@ class PrefixStore:
         self._damaged_in_row = 0
         self._tier, self._nature, self._below = tier, nature, below
         self._index = EntryIndex(level)
-        self._add_found()
+        self.run_blocks = max(1, -(-_entry_bytes(tier) // record_bytes))
+        self.refresh()
         self.num_found = len(self._index)
 
     def __len__(self) -> int:
@@ -109,6 +118,7 @@ class PrefixStore:
             stored_blocks=self.num_stored,
             spilled_bytes=self._spilled_bytes,
             num_discarded=self.num_discarded,
+            num_damaged=self.num_damaged,
             num_failed=self.num_failed,
             num_outages=self.breaker.num_outages,
         )
@@ -134,9 +144,14 @@ class PrefixStore:
 
     def _add_found(self) -> None:
         for name, stored in self._tier.added().items():
-            if name not in self._index and self._is_ours(name, stored):
-                keys = tuple(map(bytes.fromhex, stored.facts["keys"]))
-                self._index.add(Entry(name, keys, stored.num_bytes // len(keys)))
+            try:
+                entry = None if name in self._index else self._entry_of(name, stored)
+            except CorruptData as error:
+                self._discard(name, error, is_outage=False)
+                self._tier.drop(name)
+            else:
+                if entry is not None:
+                    self._index.add(entry)
 
     def _forget_missing(self) -> None:
         """Forget entries that are no longer in the tier."""
@@ -144,13 +159,27 @@ class PrefixStore:
         for name in before - self._tier.names():
             self._index.forget(name)
 
-    def _is_ours(self, name: str, stored: Stored) -> bool:
+    def _entry_of(self, name: str, stored: Stored | CorruptData) -> Entry | None:
+        """An entry of the tier; None if it is that of another model or layout.
+
+        Raises:
+            CorruptData: it is damaged.
+        """
+        if isinstance(stored, CorruptData):
+            raise stored
         if stored.facts.get("nature") != self._nature:
-            return False
-        num_keys = len(stored.facts["keys"])
-        if name.startswith(SNAPSHOT):
-            return num_keys == 1
-        return stored.num_bytes == num_keys * self.record_bytes
+            return None
+        try:
+            keys = tuple(map(bytes.fromhex, stored.facts["keys"]))
+            entry = Entry(name, keys, stored.num_bytes // len(keys))
+        except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+            raise CorruptData(f"the facts of {name!r} are damaged: {error}") from error
+        is_snapshot = entry.is_snapshot and len(keys) == 1
+        if name != (_snapshot_name(keys[0]) if entry.is_snapshot else _run_name(keys)) or (
+            not is_snapshot and stored.num_bytes != len(keys) * self.record_bytes
+        ):
+            raise CorruptData(f"the facts of {name!r} are not those of its name and size")
+        return entry
 
     # ---- lookup --------------------------------------------------------------------------------
 
@@ -185,8 +214,7 @@ class PrefixStore:
             keys: keys of consecutive blocks of one chain.
             records: [blocks, record_bytes].
         """
-        name = keys[0].hex() + keys[-1].hex()
-        return self._put(Entry(name, tuple(keys), self.record_bytes), records)
+        return self._put(Entry(_run_name(keys), tuple(keys), self.record_bytes), records)
 
     def put_snapshot(self, key: bytes, record: Records) -> bool:
         """Write the statistics at the end of a block; return whether they are stored.
@@ -195,7 +223,7 @@ class PrefixStore:
             key: key of the snapshot.
             record: [bytes] tokens of the block, then the statistics.
         """
-        return self._put(Entry(f"{SNAPSHOT}-{key.hex()}", (key,), record.nbytes), record)
+        return self._put(Entry(_snapshot_name(key), (key,), record.nbytes), record)
 
     def _put(self, entry: Entry, records: Records) -> bool:
         facts = {"nature": self._nature, "keys": [key.hex() for key in entry.keys]}
@@ -290,20 +318,27 @@ class PrefixStore:
         self._damaged_in_row = 0
         self._responded()
 
-    def _discard(self, name: str, error: OffloadError) -> None:
-        """Forget an entry that cannot be read. Many damaged ones in a row are an outage."""
+    def _discard(self, name: str, error: OffloadError, *, is_outage: bool = True) -> None:
+        """Forget an entry that cannot be used.
+
+        Args:
+            name: key of the entry.
+            error: reason.
+            is_outage: whether many damaged entries in a row are an outage.
+        """
         self._index.forget(name)
         self.num_discarded += 1
         if not isinstance(error, CorruptData):
             logger.debug("a stored prefix is missing and will be recomputed: %s", error)
             return
-        self._damaged_in_row += 1
+        self._damaged_in_row += is_outage
         if self._damaged_in_row >= MOST_DAMAGED:
             self.breaker.failed(error)
         elif self.num_damaged == 0:
             logger.warning(
-                "a stored prefix is damaged and will be recomputed: %s; further ones are counted, "
-                "not logged",
+                "the %s tier of cached prefixes has damaged data: %s; lost prefixes are "
+                "recomputed, and further damage is counted, not logged",
+                self.kind.name,
                 error,
             )
         self.num_damaged += 1

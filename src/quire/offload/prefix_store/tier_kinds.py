@@ -13,7 +13,8 @@ class LevelStats:
         found_blocks: blocks that it held when the engine started.
         stored_blocks: blocks written since then.
         spilled_bytes: bytes of evicted entries that were written to the tier below.
-        num_discarded: entries that were damaged or missing when they were read.
+        num_discarded: entries that were damaged or missing when they were listed or read.
+        num_damaged: damaged entries, and other damaged parts of the tier that were rebuilt.
         num_failed: entries that could not be written.
         num_outages: how often it stopped responding.
     """
@@ -24,6 +25,7 @@ class LevelStats:
     stored_blocks: int
     spilled_bytes: int
     num_discarded: int
+    num_damaged: int
     num_failed: int
     num_outages: int
 

@@ -1,12 +1,16 @@
 """The interface of tiers: entries of bytes by key, written as a whole and read in ranges."""
 
-from collections.abc import Mapping
+import contextlib
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from quire.errors import ConfigError, StorageError
+from quire.errors import ConfigError, CorruptData, OffloadError, StorageError, TierUnreachable
 
 Bytes = bytes | bytearray | memoryview
+SECRET_BYTES = 32
+"""Size of the secret that salts of tenants derive from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,7 @@ class Tier(Protocol):
 
     @property
     def used_bytes(self) -> int:
-        """Bytes in use, rounding included."""
+        """Bytes in use, rounding included; 0 if they are unknown."""
 
     def stored(self) -> dict[str, Stored]:
         """All readable entries, by key."""
@@ -43,10 +47,12 @@ class Tier(Protocol):
     def names(self) -> set[str]:
         """Keys of all readable entries."""
 
-    def added(self) -> dict[str, Stored]:
+    def added(self) -> dict[str, Stored | CorruptData]:
         """Entries written since the last call, by any process; all entries at the first call.
 
         An entry that was dropped since then may be missing. Entries of this object may be left out.
+        The error of a damaged entry, or of another damaged part of the tier, replaces the entry:
+        the tier has dropped the entry or rebuilt the part.
         """
 
     def write(self, key: str, data: Bytes, facts: Mapping[str, Any] | None = None) -> None:
@@ -73,8 +79,86 @@ class Tier(Protocol):
     def drop(self, key: str) -> None:
         """Remove an entry if it exists."""
 
+    def secret(self) -> bytes | None:
+        """The secret that salts of tenants derive from; the first engine creates it.
+
+        None if the tier is not persistent.
+        """
+
     def close(self) -> None:
         """Release system resources; entries of a persistent tier are retained."""
+
+
+class LateTier:
+    """`Tier` that may be opened later: calls try again until it opens.
+
+    Args:
+        open_tier: opens the tier.
+        total_bytes: its capacity.
+
+    Raises:
+        ConfigError: an invalid option. A tier that cannot be opened for another reason does not
+            raise: calls raise `TierUnreachable`.
+    """
+
+    def __init__(self, open_tier: Callable[[], Tier], total_bytes: int) -> None:
+        self.total_bytes = total_bytes
+        self._open_tier, self._turn = open_tier, threading.Lock()
+        self._opened: Tier | None = None
+        with contextlib.suppress(OffloadError):  # the first call that needs the tier reports it
+            self._opened = open_tier()
+
+    def _tier(self) -> Tier:
+        with self._turn:
+            if self._opened is None:
+                try:
+                    self._opened = self._open_tier()
+                except (OffloadError, ConfigError) as error:
+                    raise TierUnreachable(str(error)) from error
+            return self._opened
+
+    @property
+    def used_bytes(self) -> int:
+        """See `Tier`."""
+        return 0 if self._opened is None else self._opened.used_bytes
+
+    def stored(self) -> dict[str, Stored]:
+        """See `Tier`."""
+        return self._tier().stored()
+
+    def names(self) -> set[str]:
+        """See `Tier`."""
+        return self._tier().names()
+
+    def added(self) -> dict[str, Stored | CorruptData]:
+        """See `Tier`."""
+        return self._tier().added()
+
+    def write(self, key: str, data: Bytes, facts: Mapping[str, Any] | None = None) -> None:
+        """See `Tier`."""
+        self._tier().write(key, data, facts)
+
+    def read(self, key: str, into: memoryview, first: int = 0) -> None:
+        """See `Tier`."""
+        self._tier().read(key, into, first)
+
+    def least_recent(self, num_bytes: int) -> list[str]:
+        """See `Tier`."""
+        return self._tier().least_recent(num_bytes)
+
+    def drop(self, key: str) -> None:
+        """See `Tier`."""
+        if self._opened is not None:
+            self._opened.drop(key)
+
+    def secret(self) -> bytes | None:
+        """See `Tier`."""
+        return self._tier().secret()
+
+    def close(self) -> None:
+        """See `Tier`."""
+        if self._opened is not None:
+            self._opened.close()
 
 
 def check_range(key: str, stored: Stored | None, into: memoryview, first: int) -> Stored:

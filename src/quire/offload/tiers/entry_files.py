@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Generator
 from pathlib import Path
 
-from quire.errors import ConfigError, StorageError
+from quire.errors import StorageError
 
 CHUNK_BYTES = 1 << 20
 """Bytes that share a checksum."""
@@ -41,7 +41,7 @@ class EntryFiles:
         direct: whether the page cache is bypassed.
 
     Raises:
-        ConfigError: the folder cannot be written.
+        StorageError: the folder cannot be written.
     """
 
     def __init__(self, folder: Path, *, direct: bool = True) -> None:
@@ -54,7 +54,7 @@ class EntryFiles:
             folder.mkdir(parents=True, exist_ok=True)
             self.direct = self.direct and self._allows_direct()
         except OSError as error:
-            raise ConfigError(
+            raise StorageError(
                 f"cannot write {folder}: {error.strerror}; name another folder"
             ) from error
 
@@ -126,7 +126,7 @@ class EntryFiles:
             FileNotFoundError: there is no such file.
             StorageError: the disk read failed.
         """
-        path = self._folder / name
+        path = self._path(name)
         try:
             file = os.open(path, os.O_RDONLY | (os.O_DIRECT if self.direct else 0))
         except FileNotFoundError:
@@ -145,5 +145,9 @@ class EntryFiles:
 
     def remove(self, name: str) -> None:
         """Delete a file if it exists. A file that cannot be deleted is left for the next start."""
-        with contextlib.suppress(OSError):
-            (self._folder / name).unlink()
+        with contextlib.suppress(OSError, ValueError):  # the latter: a damaged name
+            self._path(name).unlink()
+
+    def _path(self, name: str) -> Path:
+        """Path of a file; the name in a damaged index must not lead out of the folder."""
+        return self._folder / Path(name).name

@@ -9,7 +9,8 @@ of a process that is alone in the folder.
 """
 
 import contextlib
-import logging
+import os
+import secrets
 import shutil
 import threading
 import time
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import ConfigError, CorruptData, StorageError, TierFull
-from quire.offload.tiers.base import Bytes, Stored, check_range, flat
+from quire.offload.tiers.base import SECRET_BYTES, Bytes, Stored, check_range, flat
 from quire.offload.tiers.entry_files import CHUNK_BYTES, EntryFiles, padded
 from quire.offload.tiers.file_index import FileIndex, IndexedEntry
 from quire.offload.tiers.folder import FolderLock, is_on_network
@@ -29,8 +30,6 @@ INDEX = "index.sqlite3"
 _INDEX_FILES = (INDEX, f"{INDEX}-wal", f"{INDEX}-shm", f"{INDEX}-journal")
 _OLD_FILES = ("blocks", "index")
 _MOST_TOUCHED = 64  # reads whose time is not in the index yet
-
-logger = logging.getLogger(__name__)
 
 
 class FileTier:
@@ -43,7 +42,9 @@ class FileTier:
         flag: option that sets the size, for errors.
 
     Raises:
-        ConfigError: the folder cannot be written or has another format, or the disk is too small.
+        ConfigError: the size is too small, or exceeds the disk.
+        StorageError: the folder cannot be written, has another format, or has a damaged index
+            while other processes use it.
     """
 
     def __init__(
@@ -59,26 +60,51 @@ class FileTier:
                 f"expected a disk tier of {LEAST_BYTES:,} B or more, got {total_bytes:,} B; raise "
                 f"{flag}"
             )
-        self.total_bytes, self._flag = total_bytes, flag
+        self.total_bytes, self._folder, self._flag = total_bytes, folder, flag
         self._turn = threading.RLock()
         self._newest, self._touched = 0, dict[str, float]()
+        self._damaged = dict[str, CorruptData]()
         with contextlib.ExitStack() as undo:
             lock = FolderLock(folder)
             undo.callback(lock.close)
             self._lock = lock
             _refuse_old_format(folder)
             self._files = EntryFiles(folder / "entries", direct=direct)
-            self._index = _opened_index(folder, alone=lock.is_alone)
-            undo.callback(self._index.close)
-            if lock.is_alone:
-                self._remove_orphans()
-            self._trim()
-            self._require_space(folder)
+            try:
+                self._index = self._opened_index(folder, alone=lock.is_alone)
+                undo.callback(self._index.close)
+                self._damaged |= self._index.damaged
+                if lock.is_alone:
+                    self._remove_orphans(folder)
+                self._trim()
+                self._require_space(folder)
+            except OSError as error:
+                raise StorageError(f"cannot use {folder}: {error}; name another folder") from error
             lock.share()
             undo.pop_all()
 
-    def _remove_orphans(self) -> None:
-        for name in self._files.names() - self._index.files():
+    def _opened_index(self, folder: Path, *, alone: bool) -> FileIndex:
+        """Open the index; start a new one if it is damaged and no other process uses it."""
+        on_network = is_on_network(folder)
+        try:
+            return FileIndex(folder / INDEX, on_network=on_network)
+        except CorruptData as error:
+            if not alone:
+                raise StorageError(
+                    f"{error}: end all engines that use {folder}, then start one again; it begins "
+                    "a new index"
+                ) from error
+            self._damaged[INDEX] = CorruptData(f"{error}; all stored prefixes are lost")
+        for name in _INDEX_FILES:
+            (folder / name).unlink(missing_ok=True)
+        return FileIndex(folder / INDEX, on_network=on_network)
+
+    def _remove_orphans(self, folder: Path) -> None:
+        orphans = self._files.names() - self._index.files()
+        if orphans and self._index.is_new:
+            lost = CorruptData(f"{folder / INDEX} was missing; all stored prefixes are lost")
+            self._damaged.setdefault(INDEX, lost)
+        for name in orphans:
             self._files.remove(name)
 
     def _trim(self) -> None:
@@ -112,12 +138,13 @@ class FileTier:
         """See `Tier`."""
         return self._index.names()
 
-    def added(self) -> dict[str, Stored]:
+    def added(self) -> dict[str, Stored | CorruptData]:
         """See `Tier`."""
         with self._turn:
             found = self._index.after(self._newest)
             self._newest = max((entry.number for entry in found), default=self._newest)
-        return {entry.name: entry.stored for entry in found}
+            damaged, self._damaged = self._damaged, {}
+        return {entry.name: entry.stored for entry in found} | damaged
 
     def write(self, key: str, data: Bytes, facts: Mapping[str, Any] | None = None) -> None:
         """See `Tier`. The entry is complete for other processes once this returns."""
@@ -202,6 +229,33 @@ class FileTier:
         if removed is not None:
             self._files.remove(removed)
 
+    def secret(self) -> bytes:
+        """See `Tier`. A damaged one is renamed and replaced."""
+        path = self._folder / "secret"
+        try:
+            if (found := self._read_secret(path)) is not None:
+                return found
+            part = path.with_suffix(f".{secrets.token_hex(8)}")
+            handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(handle, "wb") as file:
+                file.write(secrets.token_bytes(SECRET_BYTES))
+                file.flush()
+                os.fsync(file.fileno())
+            _publish(part, path)
+            return path.read_bytes()
+        except OSError as error:
+            text = f"cannot write {path}: {error.strerror}; name another folder"
+            raise StorageError(text) from error
+
+    def _read_secret(self, path: Path) -> bytes | None:
+        with contextlib.suppress(FileNotFoundError):
+            found = b"" if path.is_dir() else path.read_bytes()
+            if len(found) == SECRET_BYTES:
+                return found
+            path.rename(path.with_suffix(f".damaged-{secrets.token_hex(8)}"))
+            self._damaged["secret"] = CorruptData(f"{path} was damaged and is replaced")
+        return None
+
     def close(self) -> None:
         """See `Tier`."""
         self._write_touched()
@@ -226,25 +280,20 @@ class FileTier:
 
 def _refuse_old_format(folder: Path) -> None:
     if all((folder / name).is_file() for name in _OLD_FILES):
-        raise ConfigError(
+        raise StorageError(
             f"expected a folder of this version of Quire, got {folder} with the prefixes of an "
             f"earlier one, which cannot be read: delete its files {' and '.join(_OLD_FILES)}, or "
             "name another folder"
         )
 
 
-def _opened_index(folder: Path, *, alone: bool) -> FileIndex:
-    """Open the index; start a new one if it is damaged and no other process uses it."""
-    on_network = is_on_network(folder)
+def _publish(part: Path, path: Path) -> None:
+    """Give a complete file its name, unless another engine was faster."""
     try:
-        return FileIndex(folder / INDEX, on_network=on_network)
-    except CorruptData as error:
-        if not alone:
-            raise ConfigError(
-                f"{error}: end all engines that use {folder}, then start one again; it begins a "
-                "new index"
-            ) from error
-        logger.warning("stored prefixes are lost and will be recomputed: %s", error)
-        for name in _INDEX_FILES:
-            (folder / name).unlink(missing_ok=True)
-        return FileIndex(folder / INDEX, on_network=on_network)
+        os.link(part, path)
+    except FileExistsError:
+        part.unlink()
+    except OSError:  # a file system without hard links
+        os.replace(part, path)
+    else:
+        part.unlink()

@@ -20,10 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.errors import ConfigError, CorruptData, StorageError, TierFull
+from quire.errors import CorruptData, StorageError, TierFull
 from quire.offload.tiers.base import Stored
+from quire.offload.tiers.entry_files import CHUNK_BYTES, SECTOR_BYTES
 
 FORMAT = 1
+_OBJECTS = frozenset({"entries", "entries_by_use", "totals", "entry_added", "entry_removed"})
+_TOTAL = "SELECT coalesce(sum(CAST(disk_bytes AS INTEGER)), 0) FROM totals"
 _APPLICATION = 0x51756972  # "Quir"
 _BUSY_S = 5.0
 _COLUMNS = "number, name, file, num_bytes, facts, sums, row_sum"
@@ -77,27 +80,35 @@ class FileIndex:
         path: path of the database, created if missing.
         on_network: whether hosts share the file system.
 
+    Attributes:
+        is_new: whether the database was created.
+        damaged: errors of damaged rows, which were deleted, and of totals, which were rebuilt.
+
     Raises:
-        ConfigError: the database cannot be written, or has another format.
+        StorageError: the database cannot be written, or has another format.
         CorruptData: the database is damaged.
     """
 
     def __init__(self, path: Path, *, on_network: bool) -> None:
         self._turn = threading.RLock()
         self._path = path
+        self.is_new, self.damaged = False, dict[str, CorruptData]()
         try:
             self._database = sqlite3.connect(
                 path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
             )
         except sqlite3.Error as error:
-            raise ConfigError(f"cannot open {path}: {error}; name another folder") from error
+            raise StorageError(f"cannot open {path}: {error}; name another folder") from error
+        # text that is not UTF-8 differs from its checksum and raises no error
+        self._database.text_factory = lambda data: data.decode(errors="replace")
         with contextlib.ExitStack() as undo:
             undo.callback(self._database.close)
             try:
                 self._prepare(on_network=on_network)
-            except sqlite3.OperationalError as error:
-                raise ConfigError(f"cannot write {path}: {error}; name another folder") from error
             except sqlite3.DatabaseError as error:
+                if isinstance(error, sqlite3.OperationalError) and not _lacks_schema(error):
+                    text = f"cannot write {path}: {error}; name another folder"
+                    raise StorageError(text) from error
                 raise CorruptData(f"{path} is damaged: {error}") from error
             undo.pop_all()
 
@@ -107,21 +118,54 @@ class FileIndex:
         self._database.execute("BEGIN IMMEDIATE")
         try:
             [(version,)] = self._database.execute("PRAGMA user_version")
-            [(tables,)] = self._database.execute("SELECT count(*) FROM sqlite_master")
-            if not tables:
+            [(application,)] = self._database.execute("PRAGMA application_id")
+            objects = {name for (name,) in self._database.execute("SELECT name FROM sqlite_master")}
+            self.is_new = not objects
+            if self.is_new:
                 for statement in _statements(_SCHEMA):
                     self._database.execute(statement)
                 self._database.execute(f"PRAGMA user_version = {FORMAT}")
                 self._database.execute(f"PRAGMA application_id = {_APPLICATION}")
-            elif version != FORMAT:
-                raise ConfigError(
+            elif (application, version) != (_APPLICATION, FORMAT):
+                raise StorageError(
                     f"expected an index of format {FORMAT}, got {version} in {self._path}; empty "
                     "the folder, or name another one"
                 )
+            else:
+                self._repair(objects)
         except BaseException:
             self._database.execute("ROLLBACK")
             raise
         self._database.execute("COMMIT")
+
+    def _repair(self, objects: set[str]) -> None:
+        """Delete damaged rows, and correct sizes that do not match.
+
+        Raises:
+            CorruptData: the database lacks a table or trigger, or a page of it is damaged.
+            sqlite3.DatabaseError: also.
+        """
+        [(found,), *_] = self._database.execute("PRAGMA quick_check(1)")
+        if found != "ok" or not objects >= _OBJECTS:
+            raise CorruptData(
+                f"{self._path} is damaged: {found}, with {', '.join(sorted(objects))}"
+            )
+        rows = self._database.execute(f"SELECT {_COLUMNS} FROM entries")
+        damaged = [(row[0], f"{row[1]}") for row in rows if _entry(row) is None]
+        for number, name in damaged:
+            self._database.execute("DELETE FROM entries WHERE number = ?", [number])
+            self.damaged[name] = CorruptData(f"the row of {name!r} in {self._path} is damaged")
+        padded = f"(num_bytes + {SECTOR_BYTES - 1}) / {SECTOR_BYTES} * {SECTOR_BYTES}"
+        resized = self._database.execute(
+            f"UPDATE entries SET disk_bytes = {padded} WHERE disk_bytes IS NOT {padded}"
+        ).rowcount
+        [(total,)] = self._database.execute("SELECT coalesce(sum(disk_bytes), 0) FROM entries")
+        if self._database.execute("SELECT disk_bytes FROM totals").fetchall() != [(total,)]:
+            self._database.execute("DELETE FROM totals")
+            self._database.execute("INSERT INTO totals VALUES (?)", [total])
+            resized = 1
+        if resized and not damaged:
+            self.damaged["totals"] = CorruptData(f"the sizes in {self._path} do not match")
 
     @contextlib.contextmanager
     def _statement(self, *, writes: bool) -> Iterator[sqlite3.Connection]:
@@ -150,7 +194,7 @@ class FileIndex:
     def disk_bytes(self) -> int:
         """Bytes of all files."""
         with self._statement(writes=False) as database:
-            [(total,)] = database.execute("SELECT disk_bytes FROM totals")
+            [(total,)] = database.execute(_TOTAL)
         return int(total)
 
     def get(self, name: str) -> IndexedEntry | None:
@@ -182,7 +226,9 @@ class FileIndex:
         """The least recently used entries that together have this many bytes on disk."""
         found: list[str] = []
         with self._statement(writes=False) as database:
-            rows = database.execute("SELECT name, disk_bytes FROM entries ORDER BY used_s, number")
+            rows = database.execute(
+                "SELECT name, CAST(disk_bytes AS INTEGER) FROM entries ORDER BY used_s, number"
+            )
             for name, disk_bytes in rows:
                 if num_bytes <= 0:
                     break
@@ -207,9 +253,9 @@ class FileIndex:
         row_sum = _row_sum(entry.name, entry.file, entry.stored.num_bytes, facts, sums)
         with self._statement(writes=True) as database:
             old = database.execute("SELECT file FROM entries WHERE name = ?", [entry.name])
-            replaced = [file for (file,) in old]
+            replaced = [str(file) for (file,) in old]
             database.execute("DELETE FROM entries WHERE name = ?", [entry.name])
-            [(used_bytes,)] = database.execute("SELECT disk_bytes FROM totals")
+            [(used_bytes,)] = database.execute(_TOTAL)
             if used_bytes + disk_bytes > total_bytes:
                 raise TierFull(f"{entry.name!r} does not fit beside other entries")
             database.execute(
@@ -256,17 +302,26 @@ def _statements(script: str) -> Iterator[str]:
 
 
 def _entry(row: tuple[Any, ...]) -> IndexedEntry | None:
-    """An entry of its row; None if a checksum shows that the row is damaged."""
+    """An entry of its row; None if the row is damaged."""
     number, name, file, num_bytes, facts, sums, row_sum = row
-    if _row_sum(name, file, num_bytes, facts, sums) != row_sum:
+    values = (name, file, num_bytes, facts, sums)
+    if not all(map(isinstance, values, (str, str, int, str, bytes))):
         return None
-    return IndexedEntry(
-        number,
-        name,
-        file,
-        Stored(num_bytes, json.loads(facts)),
-        struct.unpack(f"<{len(sums) // 4}I", sums),
-    )
+    if _row_sum(*values) != row_sum or len(sums) != -(-num_bytes // CHUNK_BYTES) * 4:
+        return None
+    try:
+        read = json.loads(facts)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(read, dict) or file != Path(file).name:
+        return None
+    stored = Stored(num_bytes, read)
+    return IndexedEntry(number, name, file, stored, struct.unpack(f"<{len(sums) // 4}I", sums))
+
+
+def _lacks_schema(error: sqlite3.Error) -> bool:
+    """Whether an error states that a table or column is missing."""
+    return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_ERROR
 
 
 def _row_sum(name: str, file: str, num_bytes: int, facts: str, sums: bytes) -> int:

@@ -5,7 +5,7 @@ import fcntl
 import os
 from pathlib import Path
 
-from quire.errors import ConfigError
+from quire.errors import StorageError
 
 _LOCAL_FILE_SYSTEMS = frozenset(
     {
@@ -26,7 +26,7 @@ class FolderLock:
         is_alone: whether no other process uses the folder; then none can start until `share`.
 
     Raises:
-        ConfigError: the folder cannot be created or written.
+        StorageError: the folder cannot be created or written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -34,7 +34,7 @@ class FolderLock:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
-            raise ConfigError(
+            raise StorageError(
                 f"cannot write {folder}: {error.strerror}; name another folder"
             ) from error
         self.is_alone = False

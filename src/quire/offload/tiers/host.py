@@ -9,7 +9,7 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from quire.errors import ConfigError, StorageError, TierFull
+from quire.errors import ConfigError, CorruptData, StorageError, TierFull
 from quire.kv.extents import Extent, ExtentMap
 from quire.kv.store import zero_bytes
 from quire.layout.pages import PAGE_ALIGNMENT_BYTES
@@ -64,7 +64,7 @@ class HostTier:
         with self._turn:
             return set(self._entries)
 
-    def added(self) -> dict[str, Stored]:
+    def added(self) -> dict[str, Stored | CorruptData]:
         """See `Tier`. Only this object writes to CPU memory."""
         return {}
 
@@ -127,6 +127,9 @@ class HostTier:
             extent, _ = self._entries.pop(key, (None, None))
             if extent is not None and extent.num_bytes:
                 self._map.release((extent,))
+
+    def secret(self) -> None:
+        """See `Tier`."""
 
     def close(self) -> None:
         """Drop all entries: host memory is not persistent."""

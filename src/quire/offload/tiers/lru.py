@@ -39,7 +39,7 @@ class LRUTier:
         """See `Tier`."""
         return self.tier.names()
 
-    def added(self) -> dict[str, Stored]:
+    def added(self) -> dict[str, Stored | CorruptData]:
         """See `Tier`."""
         return self.tier.added()
 
@@ -72,6 +72,10 @@ class LRUTier:
         with self._turn:
             self._used.pop(key, None)
             self.tier.drop(key)
+
+    def secret(self) -> bytes | None:
+        """See `Tier`."""
+        return self.tier.secret()
 
     def close(self) -> None:
         """See `Tier`."""

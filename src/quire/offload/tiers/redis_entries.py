@@ -27,22 +27,34 @@ class Head:
     sums: tuple[int, ...]
 
 
-def packed_head(num_bytes: int, facts: Mapping[str, Any], sums: Iterable[int]) -> bytes:
-    """Encode a head: its checksum, then JSON."""
+def packed_head(name: str, num_bytes: int, facts: Mapping[str, Any], sums: Iterable[int]) -> bytes:
+    """Encode the head of the entry with this name: its checksum, then JSON."""
     rest = json.dumps({"bytes": num_bytes, "facts": dict(facts), "sums": list(sums)}).encode()
-    return b"%08x" % zlib.crc32(rest) + rest
+    return _head_sum(name, rest) + rest
 
 
-def read_head(packed: object) -> Head:
-    """Parse a head.
+def read_head(name: str, packed: object) -> Head:
+    """Parse the head of the entry with this name.
 
     Raises:
-        CorruptData: its checksum is wrong.
+        CorruptData: it is not a head of this format, or that of another entry.
     """
-    if not isinstance(packed, bytes) or packed[:8] != b"%08x" % zlib.crc32(packed[8:]):
-        raise CorruptData("the head of a stored entry is damaged")
-    values = json.loads(packed[8:])
-    return Head(Stored(values["bytes"], values["facts"]), tuple(values["sums"]))
+    try:
+        if not isinstance(packed, bytes) or packed[:8] != _head_sum(name, packed[8:]):
+            raise ValueError("wrong checksum")
+        values = json.loads(packed[8:])
+        num_bytes, facts, sums = values["bytes"], values["facts"], tuple(values["sums"])
+        if type(num_bytes) is not int or len(sums) != -(-num_bytes // CHUNK_BYTES):
+            raise ValueError("wrong size")
+        if not isinstance(facts, dict):
+            raise TypeError("wrong facts")
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
+        raise CorruptData(f"the head of {name!r} is damaged: {error}") from error
+    return Head(Stored(num_bytes, facts), sums)
+
+
+def _head_sum(name: str, rest: bytes) -> bytes:
+    return b"%08x" % zlib.crc32(rest, zlib.crc32(name.encode(errors="surrogateescape")))
 
 
 def join(

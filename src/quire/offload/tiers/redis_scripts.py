@@ -91,5 +91,103 @@ return 1
 ARGV: namespace, name, time to live in ms (0: none).
 """
 
+REPAIR = (
+    _COMMON
+    + """
+local list, number = prefix .. ':' .. namespace, prefix .. ':number'
+local function kind(key)
+    return redis.call('TYPE', key).ok
+end
+local function count(key)
+    local text = kind(key) == 'string' and redis.call('GET', key)
+    return text and #text < 16 and string.match(text, '^%d+$') and tonumber(text)
+end
+local function newest(key)
+    local first = tonumber(redis.call('ZRANGE', key, 0, 0, 'WITHSCORES')[2] or 1)
+    local last = tonumber(redis.call('ZRANGE', key, -1, -1, 'WITHSCORES')[2] or 0)
+    return first >= 1 and last < 2 ^ 53 and last or nil
+end
+local function is_whole()
+    local expected = {[recent] = 'zset', [sizes] = 'hash', [number] = 'string'}
+    for key, of in pairs(expected) do
+        if kind(key) ~= 'none' and kind(key) ~= of then return false end
+    end
+    local sum, of, stored = 0, {}, redis.call('HGETALL', sizes)
+    for i = 1, #stored, 2 do
+        local space, entry = string.match(stored[i], '^([^:]*):(.*)$')
+        if not space or not string.match(stored[i + 1], '^%d+$') then return false end
+        local key = prefix .. ':' .. space  -- also of other models: their entries are evicted too
+        if not of[key] and kind(key) ~= 'zset' then return false end
+        if not redis.call('ZSCORE', recent, stored[i]) then return false end
+        if not redis.call('ZSCORE', key, entry) then return false end
+        sum, of[key] = sum + stored[i + 1], (of[key] or 0) + 1
+    end
+    if not of[list] and kind(list) ~= 'none' then return false end
+    for key, members in pairs(of) do
+        if redis.call('ZCARD', key) ~= members then return false end
+    end
+    if kind(used) ~= 'none' and count(used) ~= sum then return false end
+    if kind(list) ~= 'none' and not (newest(list) and count(number)) then return false end
+    if kind(number) ~= 'none' and not (count(number) and newest(list) <= count(number)) then
+        return false
+    end
+    return redis.call('HLEN', sizes) == redis.call('ZCARD', recent)
+end
+if is_whole() then return 0 end
+local last, sum, lists, seen, cursor = count(number) or 0, 0, {}, {}, '0'
+redis.call('DEL', recent, sizes, used)
+repeat
+    local found = redis.call('SCAN', cursor, 'MATCH', prefix .. ':*:*', 'COUNT', 1000)
+    cursor = found[1]
+    for _, key in ipairs(found[2]) do
+        local head = kind(key) == 'hash' and redis.call('HGET', key, 'head')
+        local size = head and string.match(head, '"bytes": (%d+)')
+        if not size then
+            redis.call('UNLINK', key)
+        elseif not seen[key] then
+            seen[key] = true
+            local entry = string.sub(key, #prefix + 2)
+            local at = string.find(entry, ':', 1, true)
+            local of = prefix .. ':' .. string.sub(entry, 1, at - 1)
+            lists[of] = lists[of] or {}
+            table.insert(lists[of], string.sub(entry, at + 1))
+            redis.call('ZADD', recent, now_us(), entry)
+            redis.call('HSET', sizes, entry, size)
+            sum = sum + size
+        end
+    end
+until cursor == '0'
+lists[list] = lists[list] or {}
+for of in pairs(lists) do
+    last = math.max(last, kind(of) == 'zset' and newest(of) or 0)
+    redis.call('DEL', of)
+end
+for of, names in pairs(lists) do
+    for _, entry in ipairs(names) do
+        last = last + 1
+        redis.call('ZADD', of, string.format('%d', last), entry)
+    end
+end
+redis.call('SET', used, string.format('%d', sum))
+redis.call('SET', number, string.format('%d', last))
+return 1
+"""
+)
+"""Check the account, and rebuild a damaged one from the entries; return whether it was damaged.
+
+Damage: keys of another type, numbers that are none, and counts that do not match. Keys of entries
+that are no entries are deleted. ARGV: namespace, none.
+"""
+
+SECRET = """
+local key = KEYS[1] .. ':secret'
+local kind = redis.call('TYPE', key).ok
+local found = kind == 'string' and redis.call('GET', key)
+if found and #found == #ARGV[1] then return {found, 0} end
+redis.call('SET', key, ARGV[1])
+return {ARGV[1], kind == 'none' and 0 or 1}
+"""
+"""Return the secret, and whether it was damaged. ARGV: a new secret, set if there is none."""
+
 DROP = _COMMON + "drop(member)\nreturn 1\n"
 """Delete an entry. ARGV: namespace, name."""

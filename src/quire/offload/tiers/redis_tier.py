@@ -21,11 +21,10 @@ from typing import Any
 from quire.config.store_url import StoreURL
 from quire.errors import CorruptData, StorageError, TierFull, TierUnreachable
 from quire.layout.extras import require_extra
-from quire.offload.tiers.base import Bytes, Stored, check_range, flat
+from quire.offload.tiers.base import SECRET_BYTES, Bytes, Stored, check_range, flat
 from quire.offload.tiers.redis_entries import CHUNK_BYTES, Head, join, packed_head, read_head
-from quire.offload.tiers.redis_scripts import ADD, DROP, PREFIX, TOUCH
+from quire.offload.tiers.redis_scripts import ADD, DROP, PREFIX, REPAIR, SECRET, TOUCH
 
-SECRET_BYTES = 32
 _BATCH = 256  # entries whose heads are read in one round trip
 _MOST_NUMBER = "+inf"
 _MOST_TEXT = 200
@@ -74,6 +73,8 @@ class RedisTier:
         self._client = self._connect()
         self._turn = threading.Lock()
         self._newest = 0
+        self._is_checked = False  # whether the account is known to be whole
+        self._damaged = dict[str, CorruptData]()
 
     def _connect(self) -> Any:
         url, options = self._url, self._options
@@ -97,6 +98,7 @@ class RedisTier:
             socket_read_size=1 << 20,
             retry=again,
             protocol=2,
+            encoding_errors="surrogateescape",  # names in a damaged list may be any bytes
         )
 
     @property
@@ -104,14 +106,16 @@ class RedisTier:
         """See `Tier`; without a limit of its own, that of the server, and 0 if it has none."""
         if self._options.most_bytes:
             return self._options.most_bytes
-        with self._calls():
+        with contextlib.suppress(StorageError), self._calls():
             return int(self._client.info("memory").get("maxmemory", 0))
+        return 0
 
     @property
     def used_bytes(self) -> int:
         """See `Tier`. Counts the entries of all engines and models."""
-        with self._calls():
+        with contextlib.suppress(StorageError), self._calls():
             return int(self._client.get(f"{PREFIX}:used") or 0)
+        return 0
 
     def stored(self) -> dict[str, Stored]:
         """See `Tier`."""
@@ -120,21 +124,31 @@ class RedisTier:
     def names(self) -> set[str]:
         """See `Tier`."""
         with self._calls():
-            return {name.decode() for name in self._client.zrange(self._list_key, 0, -1)}
+            return {_text(name) for name in self._client.zrange(self._list_key, 0, -1)}
 
-    def added(self) -> dict[str, Stored]:
+    def added(self) -> dict[str, Stored | CorruptData]:
         """See `Tier`."""
         with self._turn, self._calls():
+            self._repair()
             if int(self._client.get(f"{PREFIX}:number") or 0) < self._newest:
                 self._newest = 0  # the server was emptied, and counts from 1 again
             found = self._client.zrangebyscore(
                 self._list_key, f"({self._newest}", _MOST_NUMBER, withscores=True
             )
-            names = [name.decode() for name, _ in found]
+            names = [_text(name) for name, _ in found]
             newest = max((int(number) for _, number in found), default=self._newest)
             heads = dict(self._heads(names))
             self._newest = newest
-        return {name: head.stored for name, head in heads.items()}
+            damaged, self._damaged = self._damaged, {}
+        return {name: head.stored for name, head in heads.items()} | damaged
+
+    def _repair(self) -> None:
+        """Rebuild a damaged account; checked at the start and after every failure."""
+        if not self._is_checked:
+            if self._client.eval(REPAIR, 1, PREFIX, self._namespace, ""):
+                text = f"the account of the store at {self._url} was damaged and is rebuilt"
+                self._damaged[PREFIX] = CorruptData(text)
+            self._is_checked = True
 
     def write(self, key: str, data: Bytes, facts: Mapping[str, Any] | None = None) -> None:
         """See `Tier`. Evicts the least recently used entries of all engines.
@@ -150,11 +164,12 @@ class RedisTier:
                 "--remote-kv-memory"
             )
         chunks = [source[at : at + CHUNK_BYTES] for at in range(0, source.nbytes, CHUNK_BYTES)]
-        head = packed_head(source.nbytes, facts or {}, [zlib.crc32(chunk) for chunk in chunks])
-        name = self._key_of(key)
+        name, sums = self._key_of(key), [zlib.crc32(chunk) for chunk in chunks]
+        head = packed_head(name, source.nbytes, facts or {}, sums)
         fields: dict[str, object] = {str(n): chunk for n, chunk in enumerate(chunks)}
         try:
             with self._calls(), self._client.pipeline(transaction=True) as batch:
+                self._repair()
                 self._run(batch, ADD, key, source.nbytes, most_bytes, self._ttl_ms)
                 batch.hset(name, mapping={"head": head} | fields)
                 if self._ttl_ms:
@@ -171,13 +186,19 @@ class RedisTier:
             TierUnreachable: the server did not respond in time.
         """
         numbers = range(first // CHUNK_BYTES, -(-(first + into.nbytes) // CHUNK_BYTES))
+        name = self._key_of(key)
         with self._calls(), self._client.pipeline(transaction=False) as batch:
-            batch.hmget(self._key_of(key), ["head", *numbers])
+            batch.hmget(name, ["head", *numbers])
             self._run(batch, TOUCH, key, self._ttl_ms)
-            (packed, *chunks), _ = batch.execute()
-            chunks = chunks[: len(numbers)]
+            found, exists = batch.execute(raise_on_error=False)
+            if isinstance(exists, Exception):  # a damaged account; the entry may be whole
+                self._is_checked, exists = False, True
+            found = self._checked_value(key, found)
         try:
-            head = None if packed is None else read_head(packed)
+            if isinstance(found, CorruptData):
+                raise found
+            packed, *chunks = found[: 1 + len(numbers)]
+            head = None if packed is None and not exists else read_head(name, packed)
             stored = check_range(key, None if head is None else head.stored, into, first)
             assert head is not None, "a stored entry has a head"
             join(key, numbers, chunks, stored.num_bytes, head.sums, flat(into), first)
@@ -195,19 +216,13 @@ class RedisTier:
             self._run(self._client, DROP, key)
 
     def secret(self) -> bytes:
-        """The secret that salts of tenants derive from; the first engine creates it.
-
-        Raises:
-            TierUnreachable: the server did not respond in time.
-        """
-        name = f"{PREFIX}:secret"
+        """See `Tier`. A damaged one is replaced."""
         with self._calls():
-            self._client.set(name, secrets.token_bytes(SECRET_BYTES), nx=True)
-            found = self._client.get(name)
-            if not isinstance(found, bytes) or len(found) != SECRET_BYTES:
-                found = secrets.token_bytes(SECRET_BYTES)
-                self._client.set(name, found)
-        return found
+            found, is_new = self._client.eval(SECRET, 1, PREFIX, secrets.token_bytes(SECRET_BYTES))
+            if is_new:
+                text = f"the secret of the store at {self._url} was damaged and is replaced"
+                self._damaged["secret"] = CorruptData(text)
+        return bytes(found)
 
     def close(self) -> None:
         """Close the connections; entries are retained."""
@@ -227,22 +242,41 @@ class RedisTier:
         client.eval(script, 1, PREFIX, self._namespace, key, *arguments)
 
     def _heads(self, names: list[str]) -> Iterator[tuple[str, Head]]:
-        """The heads of entries that exist and whose heads are not damaged."""
+        """The heads of entries that exist; entries that are damaged are dropped and noted."""
         for start in range(0, len(names), _BATCH):
             batch_names = names[start : start + _BATCH]
             with self._calls(), self._client.pipeline(transaction=False) as batch:
                 for name in batch_names:
                     batch.hget(self._key_of(name), "head")
-                found = batch.execute()
+                found = batch.execute(raise_on_error=False)
+                for name, packed in zip(batch_names, found, strict=True):
+                    if packed is None:
+                        self._run(batch, TOUCH, name, self._ttl_ms)
+                exists = iter(batch.execute())
             for name, packed in zip(batch_names, found, strict=True):
-                if packed is not None:
-                    with contextlib.suppress(CorruptData):
-                        yield name, read_head(packed)
+                if packed is None and not next(exists):
+                    continue
+                try:
+                    value = self._checked_value(name, packed)
+                    if isinstance(value, CorruptData):
+                        raise value
+                    yield name, read_head(self._key_of(name), value)
+                except CorruptData as error:
+                    self._damaged[name] = error
+                    self.drop(name)
+
+    def _checked_value(self, key: str, value: Any) -> Any:
+        """The response to one command of several; `CorruptData` if its key has another type."""
+        if isinstance(value, self._redis.ResponseError) and str(value).startswith("WRONGTYPE"):
+            return CorruptData(f"{key!r} is not a hash, as entries are")
+        if isinstance(value, Exception):
+            raise value
+        return value
 
     @property
     def _failures(self) -> tuple[type[BaseException], ...]:
         """What a call raises if the server is gone, slow, or sends bytes of another protocol."""
-        broken = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
+        broken = (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError)
         return (self._redis.RedisError, OSError, *broken)
 
     @contextlib.contextmanager
@@ -253,6 +287,7 @@ class RedisTier:
         except StorageError:  # of a nested call
             raise
         except self._failures as error:
+            self._is_checked = False
             with contextlib.suppress(*self._failures):
                 self._client.connection_pool.disconnect()
             if isinstance(error, self._redis.exceptions.OutOfMemoryError):
@@ -262,3 +297,8 @@ class RedisTier:
                 ) from error
             text = f"{error}"[:_MOST_TEXT] or type(error).__name__
             raise TierUnreachable(f"the store at {self._url} failed: {text}") from error
+
+
+def _text(name: bytes) -> str:
+    """A name in a list of entries; any bytes, which the client encodes again."""
+    return name.decode(errors="surrogateescape")

@@ -130,6 +130,12 @@ METRICS: tuple[Metric, ...] = (
         "prefix_cache_hits", "Prompt tokens found in the prefix cache", vllm="prefix_cache_hits"
     ),
     _counter("prefix_tier_loaded_tokens", "Prompt tokens loaded from the disk or network tier"),
+    _counter(
+        "prefix_tier_damaged",
+        "Damaged entries and other damaged parts of a tier for cached prefixes (cpu, disk, remote)",
+        "tier",
+    ),
+    _counter("prefix_tier_outages", "How often a tier for cached prefixes failed", "tier"),
     _counter("offload_recomputed_tokens", "Offloaded tokens whose KV was recomputed, per layer"),
     _counter("offload_cpu_attended_tokens", "Offloaded tokens attended to on the CPU, per layer"),
     _counter("weight_transfer_bytes", "Weights transferred to the device"),

@@ -56,6 +56,9 @@ def _read_totals(engine: Engine, observer: EngineObserver, found: Reading) -> No
     memory, counters = totals["memory"], totals["counters"]
     states = ("requests", "cached", "border", "free")
     found.labelled["kv_bytes"] = {(state,): memory[f"{state}_bytes"] for state in states}
+    levels = () if stats.tier is None else stats.tier.levels
+    found.labelled["prefix_tier_damaged"] = {(one.name,): one.num_damaged for one in levels}
+    found.labelled["prefix_tier_outages"] = {(one.name,): one.num_outages for one in levels}
     found.numbers |= {
         "engine_up": 1,
         "requests_running": totals["num_running"],
