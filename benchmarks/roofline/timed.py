@@ -133,7 +133,12 @@ class TimedSampler(Sampler):
     """
 
     def __init__(self, inner: Sampler) -> None:
-        super().__init__(inner.vocab_size, inner.eos_token_ids, one_by_one=inner.one_by_one)
+        super().__init__(
+            inner.vocab_size,
+            inner.eos_token_ids,
+            undecodable_ids=inner.undecodable_ids,
+            one_by_one=inner.one_by_one,
+        )
         self._inner, self.taken_s = inner, 0.0
 
     def sample(

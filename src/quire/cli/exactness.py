@@ -52,18 +52,22 @@ def compare_with_generate(model_path: str, outputs: "Sequence[RequestOutput]") -
 
     from quire.models.source import find_model
     from quire.models.stored import read_headers
+    from quire.models.tokenizer import load_tokenizer, undecodable_ids
     from quire.models.weights import read_model
 
     folder, _ = find_model(model_path)
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     model = read_model(folder, config, read_headers(folder), dtype=torch.float32)  # in eval mode
-    verdicts = [_verdict(model, folder, output) for output in outputs]
+    unsampled = undecodable_ids(load_tokenizer(folder), model.config.vocab_size)
+    verdicts = [_verdict(model, folder, output, unsampled) for output in outputs]
     return Exactness(
         checked=len(verdicts), equal=verdicts.count("equal"), ties=verdicts.count("tie")
     )
 
 
-def _verdict(model: "PreTrainedModel", folder: Path, output: "RequestOutput") -> str:
+def _verdict(
+    model: "PreTrainedModel", folder: Path, output: "RequestOutput", unsampled: list[int]
+) -> str:
     import torch
 
     prompt = torch.tensor([output.prompt_token_ids])
@@ -73,6 +77,7 @@ def _verdict(model: "PreTrainedModel", folder: Path, output: "RequestOutput") ->
             attention_mask=torch.ones_like(prompt),
             max_new_tokens=len(output.token_ids),
             do_sample=False,
+            suppress_tokens=unsampled or None,
         )
     theirs = whole[0, prompt.shape[1] :].tolist()
     ours = list(output.token_ids)

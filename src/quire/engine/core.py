@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
@@ -23,6 +24,7 @@ from quire.eviction.traces import Traces
 from quire.kernels.native.sampling import row_sampling
 from quire.kv.prefix_blocks import PrefixBroadcast
 from quire.models.loader import LoadedModel
+from quire.models.tokenizer import undecodable_ids
 from quire.offload.prefix_store.prefix_loader import closing, in_flight_bytes
 from quire.parallel.lockstep import Alone, Lockstep
 from quire.sampling.grammar_matcher import MaskWorker
@@ -128,10 +130,13 @@ class Engine:
     def _make_sampling_step(self) -> SamplingStep:
         alone, spec = self.schedule_config.batch_invariant, self.model.spec
         eos = self.model.generation.eos_token_ids
-        native, lockstep = row_sampling(), self._lockstep
-        sampler = Sampler(spec.vocab_size, eos, one_by_one=alone, native=native)
-        if lockstep.size > 1:
-            sampler = RankSampler(spec.vocab_size, eos, native=native, lockstep=lockstep)
+        options: dict[str, Any] = {
+            "undecodable_ids": undecodable_ids(self.model.tokenizer, spec.vocab_size),
+            "native": row_sampling(),
+        }
+        sampler = Sampler(spec.vocab_size, eos, one_by_one=alone, **options)
+        if self._lockstep.size > 1:
+            sampler = RankSampler(spec.vocab_size, eos, lockstep=self._lockstep, **options)
         scheduler = self.scheduler
         meter = scheduler.fairness.meter
         return SamplingStep(sampler, self._outputs, scheduler.branch, self._clock, meter)

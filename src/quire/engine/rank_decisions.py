@@ -21,7 +21,7 @@ class RankSampler(Sampler):
     """Samples on rank 0; the other ranks get its tokens.
 
     Args:
-        vocab_size, eos_token_ids, one_by_one, native: see `Sampler`.
+        vocab_size, eos_token_ids, undecodable_ids, one_by_one, native: see `Sampler`.
         lockstep: connects the ranks.
     """
 
@@ -30,11 +30,18 @@ class RankSampler(Sampler):
         vocab_size: int,
         eos_token_ids: Iterable[int],
         *,
+        undecodable_ids: Iterable[int] = (),
         one_by_one: bool = False,
         native: RowSampling | None = None,
         lockstep: Lockstep,
     ) -> None:
-        super().__init__(vocab_size, eos_token_ids, one_by_one=one_by_one, native=native)
+        super().__init__(
+            vocab_size,
+            eos_token_ids,
+            undecodable_ids=undecodable_ids,
+            one_by_one=one_by_one,
+            native=native,
+        )
         self._lockstep = lockstep
 
     def sample(

@@ -182,7 +182,10 @@ def _candidates(logits: Logits) -> Int[Tensor, "rows candidates"]:
 
 
 def score(
-    logits: Logits, token_ids: Int[Tensor, " rows"], num_top: int
+    logits: Logits,
+    token_ids: Int[Tensor, " rows"],
+    num_top: int,
+    unlisted: Int[Tensor, " tokens"] | None = None,
 ) -> tuple[
     Float[Tensor, " rows"],
     Int[Tensor, " rows"],
@@ -191,12 +194,20 @@ def score(
 ]:
     """Return log-probability and rank of one token per row, and the likeliest tokens.
 
+    Args:
+        logits: [rows, vocab].
+        token_ids: [rows] the tokens.
+        num_top: number of likeliest tokens.
+        unlisted: tokens that are part of the distribution, but not of the ranking; None: none.
+
     Returns:
         logprobs [rows] in float32 (nats); ranks [rows], 1 for the likeliest; the `num_top` largest
         log-probabilities [rows, num_top], descending, and their token ids.
     """
     log_total = logits.float().logsumexp(dim=-1, keepdim=True)
     chosen = logits.gather(1, token_ids[:, None])
+    if unlisted is not None:
+        logits = logits.index_fill(1, unlisted, -torch.inf)
     ranks = (logits > chosen).sum(dim=-1) + 1
     top = logits.topk(num_top, dim=-1)
     return (chosen - log_total).squeeze(1), ranks, top.values - log_total, top.indices

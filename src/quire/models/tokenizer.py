@@ -46,6 +46,31 @@ def load_tokenizer(
     return tokenizer
 
 
+def undecodable_ids(tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> list[int]:
+    """Token ids of a model that have no text: padding of its embedding, and unused ids.
+
+    Args:
+        tokenizer: tokenizer of the model; None: no id is known to have no text.
+        vocab_size: number of token ids of the model.
+    """
+    if tokenizer is None:
+        return []
+    known = set(tokenizer.get_vocab().values()) | tokenizer.added_tokens_decoder.keys()
+    # a vocabulary by text names one id of several with equal texts
+    return [
+        token
+        for token in range(vocab_size)
+        if token not in known and (token >= len(tokenizer) or not _decodes(tokenizer, token))
+    ]
+
+
+def _decodes(tokenizer: PreTrainedTokenizerBase, token_id: int) -> bool:
+    try:
+        return bool(tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
+    except (LookupError, TypeError, ValueError):  # of a tokenizer written in Python
+        return False
+
+
 def encode_prompt(
     tokenizer: PreTrainedTokenizerBase,
     text: str,

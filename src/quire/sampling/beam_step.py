@@ -25,7 +25,7 @@ def best_continuations(
     rows: Sequence[SamplingRow],
     scores: Sequence[float],
     count: int,
-    eos_token_ids: tuple[int, ...],
+    sampler: Sampler,
 ) -> list[Candidate]:
     """Find the most likely continuations of all beams by one token.
 
@@ -37,15 +37,17 @@ def best_continuations(
         rows: the beams.
         scores: summed log-probability of each beam.
         count: number of candidates to return, over all beams.
-        eos_token_ids: end-of-sequence tokens, which `min_tokens` masks.
+        sampler: has the end-of-sequence tokens, which `min_tokens` masks, and the tokens that are
+            not sampled.
 
     Returns:
         At most `count` candidates, best first; fewer if masks leave fewer tokens.
     """
-    log_probs = edit(torch.log_softmax(logits.float(), dim=-1), rows, eos_token_ids)
+    log_probs = sampler.candidates(torch.log_softmax(logits.float(), dim=-1), rows)
+    log_probs = edit(log_probs, rows, sampler.eos_token_ids)
     sums = (log_probs + column(log_probs, scores, log_probs.dtype)[:, None]).flatten()
     best, indices = sums.topk(min(count, len(sums)))
-    vocab = logits.shape[1]
+    vocab = log_probs.shape[1]
     return [
         Candidate(score, index // vocab, index % vocab)
         for score, index in zip(best.tolist(), indices.tolist(), strict=True)
@@ -65,7 +67,7 @@ def advance_beams(
         search: the group's beam search.
         group: a group whose members are the open beams, in order.
         logits: [beams, vocab] logits of each member's last token.
-        sampler: supplies vocabulary size and end-of-sequence tokens.
+        sampler: supplies vocabulary size, end-of-sequence tokens and undecodable tokens.
         branch: see `Scheduler.branch`.
 
     Raises:
@@ -75,13 +77,14 @@ def advance_beams(
     if not bool(logits.amax(dim=-1).isfinite().all()):
         raise RequestError(BAD_LOGITS)
     candidates = best_continuations(
-        logits, group.members, search.scores, search.num_candidates, sampler.eos_token_ids
+        logits, group.members, search.scores, search.num_candidates, sampler
     )
     if not candidates:
         raise RequestError(NO_TOKEN_LEFT)
     num_top = search.params.logprobs
     if num_top is not None:
-        candidates = list(_reported(candidates, logits, num_top))
+        unlisted = sampler.unlisted(logits.device)
+        candidates = list(_reported(candidates, logits, num_top, unlisted))
     parents = search.advance(candidates)
     if not search.is_done:
         branch(group, parents)
@@ -89,10 +92,12 @@ def advance_beams(
             member.output_token_ids.append(beam[-1].token_id)
 
 
-def _reported(candidates: Sequence[Candidate], logits: Tensor, num_top: int) -> Iterator[Candidate]:
+def _reported(
+    candidates: Sequence[Candidate], logits: Tensor, num_top: int, unlisted: Tensor | None
+) -> Iterator[Candidate]:
     parents = [candidate.parent for candidate in candidates]
     tokens = [candidate.token_id for candidate in candidates]
-    scored = prompt_logprobs(logits[parents], tokens, num_top)
+    scored = prompt_logprobs(logits[parents], tokens, num_top, unlisted=unlisted)
     for candidate, score in zip(candidates, scored, strict=True):
         report = SampledToken(score.token_id, score.logprob, score.top_logprobs, score.rank)
         yield replace(candidate, report=report)

@@ -101,6 +101,9 @@ def sample_on_device(
     wanted: DeviceRows,
     eos_token_ids: tuple[int, ...],
     read: StartRead = start_read,
+    *,
+    candidates: Float[Tensor, "rows candidates"] | None = None,
+    unlisted: Int[Tensor, " unlisted"] | None = None,
 ) -> LaunchedTokens:
     """Sample one token per row, without waiting for the device.
 
@@ -109,13 +112,17 @@ def sample_on_device(
         wanted: rows and their options.
         eos_token_ids: end-of-sequence tokens, which `min_tokens` masks.
         read: begins to copy the results to the CPU; called once.
+        candidates: logits to sample from, which may have fewer columns; None: `logits`.
+        unlisted: tokens that are not among the likeliest ones in scores; None: none.
     """
-    best, token_ids = logits.max(dim=-1)
+    candidates = logits if candidates is None else candidates
+    best, token_ids = candidates.max(dim=-1)
     is_bad = ~best.isfinite()
     has_none = torch.zeros_like(is_bad)
     if wanted.shaped:
-        token_ids, has_none = _shaped(logits, wanted, eos_token_ids, token_ids, has_none)
-    parts = [token_ids, is_bad, has_none, *_scores(logits, token_ids, wanted.scored)]
+        token_ids, has_none = _shaped(candidates, wanted, eos_token_ids, token_ids, has_none)
+    scores = _scores(logits, token_ids, wanted.scored, unlisted)
+    parts = [token_ids, is_bad, has_none, *scores]
     numbers = torch.cat([part.reshape(-1).double() for part in parts])
     return LaunchedTokens(token_ids, wanted, read(numbers))
 
@@ -191,13 +198,15 @@ def choose(
     return token_ids.index_copy(0, at, sampling.draw(candidates, numbers)), ~best.isfinite()
 
 
-def _scores(logits: Tensor, token_ids: Tensor, scored: Mapping[int, int]) -> tuple[Tensor, ...]:
+def _scores(
+    logits: Tensor, token_ids: Tensor, scored: Mapping[int, int], unlisted: Tensor | None
+) -> tuple[Tensor, ...]:
     """Return log-probabilities, ranks, likeliest log-probabilities and their tokens."""
     if not scored:
         return ()
     rows, size, most = list(scored), block_rows(logits), max(scored.values())
     blocks = (column(logits, rows[first : first + size]) for first in range(0, len(rows), size))
-    parts = [sampling.score(logits[index], token_ids[index], most) for index in blocks]
+    parts = [sampling.score(logits[index], token_ids[index], most, unlisted) for index in blocks]
     return tuple(map(torch.cat, zip(*parts, strict=True)))
 
 

@@ -113,14 +113,14 @@ def _mask(
 ) -> Float[Tensor, "rows vocab"]:
     allowed = [row.params.allowed_token_ids or () for row in rows]
     if any(allowed):
-        logits = sampling.keep_only(logits, *_pairs(logits, allowed))
+        logits = sampling.keep_only(logits, *pairs(logits, allowed))
     logits = _keep_grammatical(logits, rows)
     banned = [
         [*held_back(row, eos_token_ids), *_unused_ends(row, eos_token_ids), *_ended_sequences(row)]
         for row in rows
     ]
     if any(banned):
-        logits = sampling.ban(logits, *_pairs(logits, banned))
+        logits = sampling.ban(logits, *pairs(logits, banned))
     return logits
 
 
@@ -200,7 +200,7 @@ def _penalize(
             [*row.prompt_token_ids, *row.output_token_ids] if penalty != 1.0 else ()
             for row, penalty in zip(rows, repetition, strict=True)
         ]
-        seen = sampling.count_tokens(*_pairs(logits, tokens), *logits.shape) > 0
+        seen = sampling.count_tokens(*pairs(logits, tokens), *logits.shape) > 0
         logits = sampling.penalize_repetition(
             logits, seen, column(logits, repetition, logits.dtype)
         )
@@ -208,7 +208,7 @@ def _penalize(
         outputs = [row.output_token_ids for row in rows]
         logits = sampling.penalize_output(
             logits,
-            sampling.count_tokens(*_pairs(logits, outputs), *logits.shape),
+            sampling.count_tokens(*pairs(logits, outputs), *logits.shape),
             column(logits, [option.presence_penalty for option in options], logits.dtype),
             column(logits, [option.frequency_penalty for option in options], logits.dtype),
         )
@@ -218,12 +218,16 @@ def _penalize(
 def _bias(
     logits: Float[Tensor, "rows vocab"], rows: Sequence[SamplingRow]
 ) -> Float[Tensor, "rows vocab"]:
-    biases = [row.params.logit_bias or {} for row in rows]
+    width = logits.shape[1]
+    biases = [
+        {token: value for token, value in (row.params.logit_bias or {}).items() if token < width}
+        for row in rows
+    ]
     if not any(biases):
         return logits
     values = [value for bias in biases for value in bias.values()]
     return sampling.add_bias(
-        logits, *_pairs(logits, [list(bias) for bias in biases]), column(logits, values)
+        logits, *pairs(logits, [list(bias) for bias in biases]), column(logits, values)
     )
 
 
@@ -239,10 +243,10 @@ def _ended_sequences(row: SamplingRow) -> list[int]:
     return ended
 
 
-def _pairs(
+def pairs(
     logits: Tensor, token_ids: Sequence[Sequence[int]]
 ) -> tuple[Int[Tensor, " pairs"], Int[Tensor, " pairs"]]:
-    """Row and token indices of lists of tokens, one list per row.
+    """Return row and token indices of lists of tokens, one list per row.
 
     Ids beyond the logits are left out, because an embedding may be larger than the LM head.
     """

@@ -16,17 +16,18 @@ it (see `device_sampling`).
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from quire.errors import InvariantError, RequestError
 from quire.kernels import sampling
-from quire.kernels.device_copies import StartRead, start_read
+from quire.kernels.device_copies import StartRead, start_read, to_device
 from quire.kernels.native.sampling import RowOptions, RowSampling, SampledRows
 from quire.sampling import device_sampling
 from quire.sampling.device_sampling import DeviceRows, LaunchedTokens, RowScore
-from quire.sampling.logits import SamplingRow, edit, held_back
+from quire.sampling.logits import SamplingRow, edit, held_back, pairs
 from quire.sampling.sampled_tokens import NO_TOKEN, SampledToken, ScoredToken
 
 __all__ = [
@@ -57,11 +58,14 @@ class Sampler:
     Attributes:
         vocab_size: number of token ids; logits beyond it are padding and are never sampled.
         eos_token_ids: end-of-sequence tokens, which `min_tokens` masks unless `ignore_eos` is set.
+        undecodable_ids: tokens without a text, such as padding of the embedding. A row samples them
+            only if its `logit_bias` (with a bias of at least 0) or `allowed_token_ids` names them.
+            They count in log-probabilities, but are not among the most likely tokens.
         one_by_one: compute each row separately, so that log-probabilities do not depend on the
             other rows even in the last bit.
 
     Args:
-        vocab_size, eos_token_ids, one_by_one: see above.
+        vocab_size, eos_token_ids, undecodable_ids, one_by_one: see above.
         native: samples rows on a CPU; None: operations of torch for all rows.
         read: begins to copy results to the CPU.
     """
@@ -71,6 +75,7 @@ class Sampler:
         vocab_size: int,
         eos_token_ids: Iterable[int],
         *,
+        undecodable_ids: Iterable[int] = (),
         one_by_one: bool = False,
         native: RowSampling | None = None,
         read: StartRead = start_read,
@@ -78,6 +83,10 @@ class Sampler:
         self._native, self._read = native, read
         self.vocab_size = vocab_size
         self.eos_token_ids = tuple(eos_token_ids)
+        self.undecodable_ids = frozenset(undecodable_ids)
+        self._num_first = vocab_size - len(self.undecodable_ids)
+        self._is_tail = self.undecodable_ids == frozenset(range(self._num_first, vocab_size))
+        self._unlisted: dict[torch.device, Tensor] = {}
         self.one_by_one = one_by_one
 
     def sample(
@@ -103,7 +112,7 @@ class Sampler:
             return [self.sample(logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
         if self._native is not None and logits.is_cpu:
             logits = logits[:, : self.vocab_size]
-            return self._sample_natively(self._native, logits, rows, self._shaped(rows))
+            return self._sample_natively(self._native, logits, rows)
         return waited(self.launch(logits, rows))
 
     def launch(
@@ -128,7 +137,45 @@ class Sampler:
             scored=device_sampling.requested_scores(rows),
         )
         logits = logits[:, : self.vocab_size]
-        return device_sampling.sample_on_device(logits, wanted, self.eos_token_ids, self._read)
+        return device_sampling.sample_on_device(
+            logits,
+            wanted,
+            self.eos_token_ids,
+            self._read,
+            candidates=self.candidates(logits, rows),
+            unlisted=self.unlisted(logits.device),
+        )
+
+    def candidates(
+        self, logits: Float[Tensor, "rows vocab"], rows: Sequence[SamplingRow]
+    ) -> Float[Tensor, "rows candidates"]:
+        """Return the logits without those of undecodable tokens that the row does not name.
+
+        Undecodable tokens at the end of the vocabulary are cut off, which copies nothing.
+        """
+        if not self.undecodable_ids:
+            return logits
+        named = [self._named(row) for row in rows]
+        if self._is_tail and not any(named):
+            return logits[:, : self._num_first]
+        found = logits.index_fill(1, self._indices(logits.device), -torch.inf)
+        at = pairs(logits, named)
+        return found.index_put_(at, logits[at])
+
+    def _named(self, row: SamplingRow) -> list[int]:
+        """Undecodable tokens that a row may sample."""
+        bias, allowed = row.params.logit_bias or {}, row.params.allowed_token_ids or ()
+        raised = [token for token in self.undecodable_ids & bias.keys() if bias[token] >= 0]
+        return [*raised, *self.undecodable_ids.intersection(allowed)]
+
+    def unlisted(self, device: torch.device) -> Int[Tensor, " tokens"] | None:
+        """Return the undecodable tokens on a device; None if there are none."""
+        return self._indices(device) if self.undecodable_ids else None
+
+    def _indices(self, device: torch.device) -> Int[Tensor, " tokens"]:
+        if device not in self._unlisted:
+            self._unlisted[device] = to_device(np.array(sorted(self.undecodable_ids)), device)
+        return self._unlisted[device]
 
     def _check_shape(self, logits: Tensor, rows: Sequence[SamplingRow]) -> None:
         if logits.shape[0] != len(rows) or logits.shape[1] < self.vocab_size:
@@ -145,12 +192,12 @@ class Sampler:
         native: RowSampling,
         logits: Float[Tensor, "rows vocab"],
         rows: Sequence[SamplingRow],
-        shaped: Sequence[int],
     ) -> list[SampledToken]:
-        token_ids, failed = _likeliest(native, logits)
+        candidates, shaped = self.candidates(logits, rows), self._shaped(rows)
+        token_ids, failed = _likeliest(native, candidates)
         errors = dict.fromkeys(failed, BAD_LOGITS)
         if shaped:
-            own = logits if len(shaped) == len(rows) else logits[shaped]
+            own = candidates if len(shaped) == len(rows) else candidates[shaped]
             chosen, failed = self._choose(native, own.float(), [rows[index] for index in shaped])
             for index, token_id in zip(shaped, chosen, strict=True):
                 token_ids[index] = token_id
@@ -158,7 +205,8 @@ class Sampler:
                 errors.setdefault(shaped[index], _why_none(rows[shaped[index]]))
         scored = device_sampling.requested_scores(rows)
         scored = {index: top for index, top in scored.items() if index not in errors}
-        return _report(token_ids, _row_scores(logits, token_ids, scored), errors)
+        scores = _row_scores(logits, token_ids, scored, self.unlisted(logits.device))
+        return _report(token_ids, scores, errors)
 
     def search_logits(self, logits: Float[Tensor, "beams vocab"]) -> Float[Tensor, "beams vocab"]:
         """Return the logits that a beam search continues with: those of the model."""
@@ -210,6 +258,7 @@ def prompt_logprobs(
     num_top: int,
     *,
     one_by_one: bool = False,
+    unlisted: Int[Tensor, " unlisted"] | None = None,
 ) -> list[ScoredToken]:
     """Compute log-probabilities of prompt tokens under the model's unmodified distribution.
 
@@ -218,6 +267,7 @@ def prompt_logprobs(
         next_token_ids: the token that follows each of them; the prompt's first token has no score.
         num_top: number of most likely tokens to report for each token.
         one_by_one: see `Sampler`.
+        unlisted: tokens that are not among the most likely ones; see `Sampler.unlisted`.
 
     Returns:
         One score per row of `logits`.
@@ -232,7 +282,7 @@ def prompt_logprobs(
         tokens = slice(first, first + rows)
         if not bool(logits[tokens].amax(dim=-1).isfinite().all()):
             raise RequestError(f"{BAD_LOGITS} for this prompt")
-        scored += _score(logits[tokens], next_ids[tokens], num_top)
+        scored += _score(logits[tokens], next_ids[tokens], num_top, unlisted)
     return scored
 
 
@@ -256,9 +306,12 @@ def _options(row: SamplingRow) -> RowOptions:
 
 
 def _score(
-    logits: Float[Tensor, "rows vocab"], token_ids: Int[Tensor, " rows"], num_top: int
+    logits: Float[Tensor, "rows vocab"],
+    token_ids: Int[Tensor, " rows"],
+    num_top: int,
+    unlisted: Tensor | None,
 ) -> list[ScoredToken]:
-    columns = sampling.score(logits, token_ids, num_top)
+    columns = sampling.score(logits, token_ids, num_top, unlisted)
     logprobs, ranks, top_logprobs, top_ids = (column.tolist() for column in columns)
     return [
         ScoredToken(token_id, logprob, tuple(zip(ids, values, strict=True)), rank)
@@ -269,12 +322,15 @@ def _score(
 
 
 def _row_scores(
-    logits: Float[Tensor, "rows vocab"], token_ids: Sequence[int], scored: dict[int, int]
+    logits: Float[Tensor, "rows vocab"],
+    token_ids: Sequence[int],
+    scored: dict[int, int],
+    unlisted: Tensor | None,
 ) -> dict[int, RowScore]:
     if not scored:
         return {}
     wanted = torch.tensor([token_ids[index] for index in scored], device=logits.device)
-    found = _score(logits[list(scored)], wanted, max(scored.values()))
+    found = _score(logits[list(scored)], wanted, max(scored.values()), unlisted)
     return {
         index: RowScore(score.logprob, score.rank, score.top_logprobs[:num_top])
         for (index, num_top), score in zip(scored.items(), found, strict=True)

@@ -132,6 +132,7 @@ class SamplingStep:
                     following,
                     num_top,
                     one_by_one=self.sampler.one_by_one,
+                    unlisted=self.sampler.unlisted(result.logits.device),
                 )
             except RequestError as error:
                 yield from self.fail(request, str(error))

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from quire.errors import RequestError
 from quire.models.source import find_model
-from quire.models.tokenizer import encode_prompt, load_tokenizer
+from quire.models.tokenizer import encode_prompt, load_tokenizer, undecodable_ids
 
 DOC = 2  # <|doc|>
 
@@ -98,3 +98,29 @@ def test_last_tokens_of_a_long_text_are_found_without_the_rest(tokenizer) -> Non
     encode_prompt(tokenizer, SENTENCES * 10_000, keep=10)
 
     assert 0 < sum(lengths) < 60_000
+
+
+def test_ids_without_a_token_are_undecodable() -> None:
+    vocab = {"a": 0, "b": 1, "c": 4}
+    plain = Tokenizer(models.WordLevel(vocab, unk_token="a"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="a")
+    tokenizer.add_special_tokens({"eos_token": "</s>"})
+    added = tokenizer.convert_tokens_to_ids("</s>")
+
+    assert added == 3  # the number of tokens before
+    assert undecodable_ids(tokenizer, 8) == [2, 5, 6, 7]
+    assert undecodable_ids(tokenizer, 3) == [2]
+    assert undecodable_ids(None, 8) == []
+
+
+def test_all_ids_of_the_packaged_model_are_decodable(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert undecodable_ids(tokenizer, len(tokenizer)) == []
+
+
+def test_tokens_with_equal_texts_are_decodable() -> None:
+    tokens = [("<unk>", 0.0), ("a", -1.0), ("a", -2.0), ("b", -1.0)]
+    plain = Tokenizer(models.Unigram(tokens, unk_id=0))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="<unk>")
+
+    assert len(set(tokenizer.get_vocab().values())) == 3
+    assert undecodable_ids(tokenizer, 6) == [4, 5]

@@ -8,7 +8,8 @@ from quire.config.sampling_params import SamplingParams
 from quire.errors import NeverFits, RequestError
 from quire.sampling.beam import BeamSearch, Candidate
 from quire.sampling.outputs import OutputBuilder
-from support import engines
+from quire.sampling.sampler import Sampler
+from support import engines, zoo
 
 END = 9
 PROMPT = list(range(20, 41))  # 21 tokens
@@ -216,6 +217,27 @@ def test_token_masks_apply_to_every_beam(model):
 
     assert {token for choice in output.choices for token in choice.token_ids} <= set(allowed)
     assert len({choice.token_ids for choice in output.choices}) == 4
+
+
+@pytest.mark.parametrize(
+    ("undecodable", "options"),
+    [
+        (range(zoo.VOCAB_SIZE - 90, zoo.VOCAB_SIZE), {}),
+        (range(40), {}),
+        (range(40), {"logit_bias": {33: 20.0}}),
+    ],
+)
+def test_undecodable_tokens_are_in_no_beam(model, undecodable, options):
+    engine = engine_of(model)
+    sampler = engine.sampling_step.sampler
+    engine.sampling_step.sampler = Sampler(sampler.vocab_size, (), undecodable_ids=undecodable)
+
+    output = search(engine, beams(n=3, logprobs=2, **options))
+
+    found = {token for choice in output.choices for token in choice.token_ids}
+    assert found & set(undecodable) == options.get("logit_bias", {}).keys()
+    listed = {i for c in output.choices for t in c.logprobs for i, _ in t.top_logprobs}
+    assert not listed & set(undecodable)
 
 
 def test_few_allowed_tokens_reduce_the_beams_of_the_first_steps(model):

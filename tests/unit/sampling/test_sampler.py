@@ -1,7 +1,7 @@
 """The sampler: batch invariance, reproducible draws, and isolated failures."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -36,10 +36,15 @@ NATIVE = row_sampling()
 
 
 @pytest.fixture(params=["torch", "native"])
-def sampler(request):
+def native(request):
     if request.param == "native" and NATIVE is None:
         pytest.skip("no C extension with vector instructions")
-    return Sampler(VOCAB, EOS, native=NATIVE if request.param == "native" else None)
+    return NATIVE if request.param == "native" else None
+
+
+@pytest.fixture
+def sampler(native):
+    return Sampler(VOCAB, EOS, native=native)
 
 
 def random_logits(num_rows, seed=3):
@@ -266,6 +271,79 @@ def test_padded_vocabulary_is_neither_sampled_nor_counted(sampler):
 
     assert token.token_id == random_logits(1).argmax()
     assert token == sampler.sample(random_logits(1), [Row(params, prompt_token_ids=[])])[0]
+
+
+UNDECODABLE = {"tail": (*range(112, VOCAB),), "holes": (9, 50, 51), "both": (9, 118, 119)}
+
+
+@pytest.fixture(params=UNDECODABLE.values(), ids=UNDECODABLE)
+def undecodable(request):
+    return request.param
+
+
+def test_undecodable_tokens_are_not_sampled(undecodable, native):
+    likeliest, banned = random_logits(len(MIXED)), random_logits(len(MIXED))
+    likeliest[:, list(undecodable)], banned[:, list(undecodable)] = 30.0, -torch.inf
+    rows = [Row(replace(params, logprobs=None)) for params in MIXED]
+
+    tokens = Sampler(VOCAB, EOS, undecodable_ids=undecodable, native=native).sample(likeliest, rows)
+
+    assert tokens == Sampler(VOCAB, EOS, native=native).sample(banned, rows)
+
+
+def test_undecodable_tokens_count_in_log_probabilities_and_are_not_listed(undecodable, native):
+    sampler = Sampler(VOCAB, EOS, undecodable_ids=undecodable, native=native)
+    logits = random_logits(1)
+    logits[:, list(undecodable)] = 5.0
+    log_probs = logits.log_softmax(dim=-1)[0]
+    ranked = [i for i in log_probs.argsort(descending=True).tolist() if i not in undecodable]
+
+    (token,) = sampler.sample(logits, [Row(SamplingParams(logprobs=3))])
+    [scored] = prompt_logprobs(logits, [ranked[1]], 3, unlisted=sampler.unlisted(logits.device))
+
+    assert (token.token_id, token.rank, scored.rank) == (ranked[0], 1, 2)
+    assert token.top_logprobs == scored.top_logprobs
+    assert [i for i, _ in token.top_logprobs] == ranked[:3]
+    assert [value for _, value in token.top_logprobs] == pytest.approx(
+        log_probs[ranked[:3]].tolist()
+    )
+    assert scored.logprob == pytest.approx(float(log_probs[ranked[1]]))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_undecodable_tokens_are_sampled_by_rows_that_name_them(undecodable, native, temperature):
+    sampler = Sampler(VOCAB, EOS, undecodable_ids=undecodable, native=native)
+    logits, named = random_logits(5), undecodable[1]
+    logits[:, list(undecodable)] = 40.0
+    options = [
+        {"logit_bias": {named: 1.0}},
+        {"allowed_token_ids": (named, 4)},
+        {},
+        {"logit_bias": {named: -1.0, 4: 30.0}},
+        {"logit_bias": {named: 0.0}, "bad_token_ids": ((undecodable[0],),)},
+    ]
+    rows = [Row(SamplingParams(temperature=temperature, **own)) for own in options]
+
+    token_ids = [token.token_id for token in sampler.sample(logits, rows)]
+
+    assert [token_ids[0], token_ids[1], token_ids[3], token_ids[4]] == [named, named, 4, named]
+    assert token_ids[2] not in undecodable
+    alone = [sampler.sample(logits[i : i + 1], [row])[0].token_id for i, row in enumerate(rows)]
+    assert alone == token_ids
+
+
+def test_logits_are_copied_only_if_undecodable_tokens_are_between_others():
+    logits, rows = random_logits(2), [Row(SamplingParams())] * 2
+
+    def copies(undecodable):
+        found = Sampler(VOCAB, EOS, undecodable_ids=undecodable).candidates(logits, rows)
+        return found.data_ptr() != logits.data_ptr()
+
+    assert [copies(ids) for ids in ((), UNDECODABLE["tail"], UNDECODABLE["holes"])] == [
+        False,
+        False,
+        True,
+    ]
 
 
 def test_logprobs_are_computed_from_the_unmodified_logits(sampler):

@@ -1,10 +1,13 @@
 """Several choices of one prompt: one prefill, forked pages, preempted and resumed as a group."""
 
 import random
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
@@ -66,6 +69,25 @@ def run_single(model, seed, **options):
 def alone(model, seed: int, prompt: tuple[int, ...]) -> tuple[int, ...]:
     params = drawn(seed=seed, max_tokens=16)
     return run_one(engine_of(model), params, prompt=list(prompt)).token_ids
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"temperature": 0.0}, {"n": 4}, {"n": 2, "use_beam_search": True, "temperature": 0.0}],
+    ids=["greedy", "sampled", "beams"],
+)
+def test_tokens_that_the_tokenizer_lacks_are_not_generated(llama, options):
+    vocab = {letter: i for i, letter in enumerate("abcdefghijklmnop")}  # of 128 tokens
+    plain = Tokenizer(models.WordLevel(vocab, unk_token="a"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="a")
+    small = replace(llama, tokenizer=tokenizer)
+    params = SamplingParams(**{"max_tokens": 10, "seed": 5, "prompt_logprobs": 2} | options)
+
+    output = run_one(engine_of(small), params)
+
+    assert all(token < len(vocab) for choice in output.choices for token in choice.token_ids)
+    tops = [token for scored in output.prompt_logprobs[1:] for token, _ in scored.top_logprobs]
+    assert max(tops) < len(vocab)
 
 
 class CountedCopies:

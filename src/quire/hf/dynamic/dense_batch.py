@@ -24,6 +24,7 @@ from quire.hf.dynamic.query import (
 from quire.hf.dynamic.sampling_step import SamplingStep
 from quire.hf.dynamic.slab_model import SlabModel
 from quire.kv.dense.meter import ByteMeter
+from quire.models.tokenizer import undecodable_ids
 from quire.sampling.stop_rules import OutputText
 
 _PREFETCH_TOKENS = 2  # tokens before a row is expected to be free: prefetch the next query's KV
@@ -51,7 +52,10 @@ class DenseBatch:
         self.options = options
         self._model = SlabModel(model)
         self._sampling_step = SamplingStep(
-            self._model.vocab_size, self._model.eos_token_ids, self.options.clock
+            self._model.vocab_size,
+            self._model.eos_token_ids,
+            undecodable_ids(options.tokenizer, self._model.vocab_size),
+            self.options.clock,
         )
         self._capacity_tokens = limit = options.capacity_tokens or self._model.max_tokens
         self.device_meter = ByteMeter()

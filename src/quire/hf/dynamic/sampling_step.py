@@ -17,6 +17,7 @@ class SamplingStep:
     Args:
         vocab_size: vocabulary size of the model.
         eos_token_ids: tokens that end a completion.
+        undecodable_ids: tokens that are not sampled; see `Sampler`.
         clock: returns seconds.
 
     Attributes:
@@ -24,10 +25,16 @@ class SamplingStep:
     """
 
     def __init__(
-        self, vocab_size: int, eos_token_ids: tuple[int, ...], clock: Callable[[], float]
+        self,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        undecodable_ids: Sequence[int],
+        clock: Callable[[], float],
     ) -> None:
         self.new: list[NewToken] = []
-        self._sampler = Sampler(vocab_size, eos_token_ids, native=row_sampling())
+        self._sampler = Sampler(
+            vocab_size, eos_token_ids, undecodable_ids=undecodable_ids, native=row_sampling()
+        )
         self._clock = clock
 
     def begin_step(self) -> None:

@@ -121,13 +121,16 @@ def worker(model):
     return Worker(Presses(KVPRESS), model, texts)
 
 
-def job(press, removed=0.5, schedule="prefill_end", *, stop=(), eos=(), max_tokens=4):
+def job(
+    press, removed=0.5, schedule="prefill_end", *, stop=(), eos=(), undecodable=(), max_tokens=4
+):
     request = {"token_ids": PROMPT, "max_tokens": max_tokens, "stop": list(stop)}
     return {
         "press": press,
         "removed": removed,
         "schedule": schedule,
         "eos_token_ids": list(eos),
+        "undecodable_ids": list(undecodable),
         "requests": [request],
     }
 

@@ -182,6 +182,7 @@ class PressRunner:
             "removed": removed_of(budget),
             "schedule": schedule,
             "eos_token_ids": list(self._llm.model.generation.eos_token_ids),
+            "undecodable_ids": sorted(self._llm.engine.sampling_step.sampler.undecodable_ids),
             "requests": [
                 {"token_ids": ids, "max_tokens": sample.max_tokens, "stop": list(sample.stop)}
                 for ids, sample in zip(prompts, samples, strict=True)

@@ -151,6 +151,7 @@ class Worker:
         self._presses, self._model, self._tokenizer = presses, model, tokenizer
         self._cache: Any = None
         self._peak_bytes = 0
+        self._undecodable_ids: list[int] = []
         for layer in model.model.layers:  # before the hooks of presses, which are called later
             layer.self_attn.register_forward_hook(self._watch)
 
@@ -161,7 +162,7 @@ class Worker:
         self._model.set_attn_implementation("eager" if names & set(EAGER) else "sdpa")
         torch.manual_seed(0)
         started = time.perf_counter()
-        outputs = []
+        outputs, self._undecodable_ids = [], job["undecodable_ids"]
         for request in job["requests"]:
             num_tokens = len(request["token_ids"])
             pressed = (
@@ -213,7 +214,9 @@ class Worker:
             past_key_values=cache,
             logits_to_keep=1,
         )
-        return found.logits[0, -1]
+        return found.logits[0, -1].index_fill(
+            0, torch.tensor(self._undecodable_ids, dtype=torch.int64, device=device), -torch.inf
+        )
 
     def _is_finished(
         self, token_ids: list[int], request: Mapping[str, Any], eos_token_ids: Sequence[int]
