@@ -125,7 +125,7 @@ def test_forced_form_that_the_template_does_not_read_is_refused(
     response = post(CHATS, messages=[USER], max_tokens=1, stream=stream)
 
     message = refused(response, "messages.0")
-    assert "--chat-template-content-format, which is string" in message
+    assert "set --chat-template-content-format to auto or openai (now string)" in message
 
 
 # ---- continued messages --------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args
 
 from jinja2 import TemplateError
 from jinja2.exceptions import TemplateSyntaxError
@@ -237,11 +237,12 @@ class ChatTemplate:
         yield [user, calling, result | message]
 
     def _vanished(self, number: int, role: str) -> RequestError:
+        others = [form for form in get_args(ContentFormat) if form != self.content_format]
         return RequestError(
             f"the text of messages.{number} (role {role[:40]!r}) does not appear in the prompt "
             "that the model's chat template writes: leave the message out, use a template for this "
-            "role (--chat-template), or set --chat-template-content-format, which is "
-            f"{self.content_format}, to string or openai",
+            "role (--chat-template), or set --chat-template-content-format to "
+            f"{' or '.join(others)} (now {self.content_format})",
             param=f"messages.{number}",
         )
 
@@ -270,13 +271,20 @@ def _missing(text: str, messages: Sequence[Message], apply: Callable[..., str]) 
         parts = [text_part(one) for one in shown]
         content = shown[0] if isinstance(message["content"], str) else parts
         marked[number] = message | {"content": content}
-    if not any(marks.values()):
-        return []
-    try:
-        written = _written(apply(marked))
-    except TEMPLATE_ERRORS:  # it accepts only some texts: their effect is unknown
-        return []
-    missing = [number for number, own in marks.items() if not own <= written]
+    # some templates write the system message only if the chat ends with a message of the user
+    users = [number for number, message in enumerate(messages) if message["role"] == "user"]
+    written: set[str] = set()
+    missing = [number for number, own in marks.items() if own]
+    for end in dict.fromkeys((len(messages), users[-1] + 1 if users else 0)):
+        if not (missing and end):
+            break
+        try:
+            written |= _written(apply(marked[:end]))
+        except TEMPLATE_ERRORS:
+            if end == len(messages):  # it accepts only some texts: their effect is unknown
+                return []
+            break
+        missing = [number for number in missing if not marks[number] <= written]
     literal = [n for n in missing[:_MAX_SEARCHES] if _contains(text, messages[n]["content"])]
     return [number for number in missing if number not in literal]
 

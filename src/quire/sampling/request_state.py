@@ -243,6 +243,7 @@ def _joined(deltas: Sequence[OutputDelta]) -> OutputDelta:
     scored = [token for delta in deltas for token in delta.logprobs or ()]
     return replace(
         deltas[-1],
+        cached_tokens=deltas[0].cached_tokens,
         text="".join(delta.text for delta in deltas),
         token_ids=tuple(token for delta in deltas for token in delta.token_ids),
         logprobs=tuple(scored),

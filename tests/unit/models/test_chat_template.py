@@ -227,7 +227,7 @@ def test_message_whose_text_vanishes_is_refused(render, template, number, split)
     ("content_format", "template"), [("string", PARTS["loop"]), ("openai", STRINGS["plain"])]
 )
 def test_forced_form_that_the_template_does_not_read_is_refused(render, content_format, template):
-    with pytest.raises(RequestError, match=f"which is {content_format}"):
+    with pytest.raises(RequestError, match=rf"\(now {content_format}\)"):
         render(template, messages_of([("user", "hello")], 0), content_format)
 
 
@@ -259,6 +259,19 @@ def test_forced_form_that_the_template_does_not_read_is_refused(render, content_
 )
 def test_text_that_the_template_leaves_out_on_purpose_is_accepted(render, template, message):
     assert render(template, [message]) is not None
+
+
+@pytest.mark.parametrize("last", [[], [{"role": "assistant", "content": "well"}]])
+def test_system_message_that_is_written_with_the_last_message_of_the_user_is_accepted(render, last):
+    template = (
+        "{% for m in messages[1:] %}{% if loop.last and m.role == 'user' %}"
+        "{{ messages[0].content }}{% endif %}{{ m.content }}{% endfor %}"
+    )
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}, *last]
+
+    text = render(template, chat)
+
+    assert ("Be brief." in text) == (not last)
 
 
 # ---- continued messages --------------------------------------------------------------------------
