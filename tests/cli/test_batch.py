@@ -52,6 +52,15 @@ def test_every_line_has_one_record(batch):
     assert all(record["usage"]["completion_tokens"] <= 6 for record in records)
 
 
+def test_prompts_shorter_than_a_rule_in_percent_needs_are_answered(batch):
+    lines = [*prompts(2), {"prompt": [5]}, {"prompt": [5] * 90}]
+
+    result, target = batch(lines, "--evict", "snapkv:cap=50%", "--kv-memory", "2MiB")
+
+    assert result.exit_code == 0, result.output
+    assert [record["error"] for record in read_records(target)] == [None] * 4
+
+
 def completion(name: str, prompt: object, **body: object) -> object:
     return {
         "custom_id": name,

@@ -10,7 +10,7 @@ from docs import board_page
 
 SMALL = (
     *("board", "quire-tiny", "--kv-memory", "8MiB", "--tasks", "repeats", "--codecs", "none"),
-    *("--rules", "sinks;sinks:sinks=500", "--budgets", "50%", "--schedules", "prefill_end"),
+    *("--rules", "sinks;kvcrush_openvino", "--budgets", "50%", "--schedules", "prefill_end"),
     *("--num-prompts", "3", "--seeds", "1", "--tokens", "200", "--no-sanity-check", "--json"),
 )
 
@@ -23,8 +23,8 @@ def test_a_run_resumes_and_reports_what_is_refused(quire, tmp_path):
     result = json.loads(first.stdout.splitlines()[-1], parse_constant=pytest.fail)  # no Infinity
     assert result["claims"]["entries"] == 2
     [why] = result["arms"]["refused"].values()
-    assert "the rule needs 501; raise cap" in why
-    assert "Refused: 1, such as --kv-codec none --evict sinks:sinks=500,cap=50%" in first.stderr
+    assert "evicts whole pages or chunks, not single tokens" in why
+    assert "Refused: 1, such as --kv-codec none --evict kvcrush_openvino:cap=50%" in first.stderr
     assert json.loads(again.stdout.splitlines()[-1])["arms"] == result["arms"]  # tokens/s too
     assert {"board.md", "board.json"} <= {path.name for path in tmp_path.iterdir()}
 

@@ -480,8 +480,8 @@ def test_a_rule_with_statistics_starts_at_a_block_that_stores_them():
         ),
         (
             {"evict_allow": "all"},
-            "h2o:cap=1%,every=1",
-            "expected 1 <= every < cap, got every=1, cap=1",
+            "h2o:cap=1KiB",
+            "B for one page of 16 tokens in every lane",
         ),
     ],
 )
@@ -492,6 +492,21 @@ def test_a_policy_that_the_engine_does_not_allow_is_rejected_by_name(started_wit
         engine.submit(GenerationRequest([3, 4], greedy(), evict=requested))
     engine.check()
     assert not engine.has_work
+
+
+@pytest.mark.parametrize("name", registered())
+def test_a_default_rule_in_percent_serves_every_length_and_keeps_what_fits(name):
+    pages = ",granularity=page" if policy_of(name, {}).needs_pieces else ""
+    jobs = {str(n): ([2 + i % 90 for i in range(n)], None) for n in (1, 2, 9, 40)}
+
+    found = run(jobs, kv={"evict": f"{name}:cap=50%{pages}", "evict_allow": "none"})
+
+    assert not any(found.errors.values())
+    rules = found.engine.pool.rules
+    for text, (prompt, _) in jobs.items():
+        assert len(found.logits[text]) == NEW_TOKENS
+        if rules.resolve_default(len(prompt)).keeps_all(len(prompt), len(prompt) + NEW_TOKENS - 1):
+            assert found.usages[text].evicted_tokens == 0
 
 
 def test_a_request_may_always_choose_full():

@@ -142,17 +142,20 @@ class EvictionRule:
     def for_request(self, prompt_tokens: int, lanes: LaneShape) -> Eviction:
         """Resolve the cap for a request, and divide it.
 
+        A cap in percent that leaves fewer tokens than the rule protects is raised.
+
         Raises:
-            ConfigError: the cap leaves fewer tokens than the rule protects; states both numbers.
+            ConfigError: another cap leaves fewer tokens than the rule protects; states both.
         """
         if self.policy is None or self.cap is None:
             return Eviction()
-        pieces = {TOKEN: 1, CHUNK: self.chunk_tokens, PAGE: lanes.page_tokens}[self.granularity]
-        cap = self._tokens(self.cap, prompt_tokens, lanes)
-        every, leaving = self.every_under(cap), self.leaving_under(cap)
-        if self.cap.num_bytes is None:  # a cap in bytes is a hard limit
-            cap += self.policy.added_tokens(cap - leaving, pieces)
-        shape = self._shape(cap, leaving, prompt_tokens, lanes, pieces)
+        tokens = self._tokens(self.cap, prompt_tokens, lanes)
+        shape = self._shape_under(tokens, prompt_tokens, lanes)
+        if self.cap.share is not None:
+            while shape.cap < (needed := self._min_cap(shape)) <= MOST:
+                tokens += needed - shape.cap
+                shape = self._shape_under(tokens, prompt_tokens, lanes)
+        cap, leaving, pieces = shape.cap, shape.leaving, shape.piece_tokens
         lane_capacities = self.budget.lane_capacities(shape)
         if self.divides_again:
             lane_capacities = None  # equal caps until the first eviction
@@ -169,7 +172,7 @@ class EvictionRule:
             budget=self.budget,
             spec=EvictionSpec(
                 cap=cap,
-                every=every,
+                every=self.every_under(tokens),
                 when=self.when,
                 lane_capacities=lane_capacities,
                 ragged=self.budget.ragged,
@@ -198,6 +201,19 @@ class EvictionRule:
                 f"got a cap of {cap.num_bytes:,} B; raise cap, or set it in tokens"
             )
         return tokens
+
+    def _min_cap(self, shape: Shape) -> int:
+        return shape.least if shape.cap < shape.least else self.budget.min_cap(shape)
+
+    def _shape_under(self, tokens: int, prompt_tokens: int, lanes: LaneShape) -> Shape:
+        """Return the shape for a cap in tokens, without the tokens that the rule adds."""
+        assert self.policy is not None, "called for rules that evict"
+        assert self.cap is not None, "called for rules that evict"
+        pieces = {TOKEN: 1, CHUNK: self.chunk_tokens, PAGE: lanes.page_tokens}[self.granularity]
+        leaving, cap = self.leaving_under(tokens), tokens
+        if self.cap.num_bytes is None:  # a cap in bytes is a hard limit
+            cap += self.policy.added_tokens(tokens - leaving, pieces)
+        return self._shape(cap, leaving, prompt_tokens, lanes, pieces)
 
     def _shape(
         self, cap: int, leaving: int, prompt_tokens: int, lanes: LaneShape, pieces: int
@@ -287,6 +303,11 @@ def make_eviction(text: str) -> EvictionRule:
         chunk_tokens=_integer("chunk_tokens", options, DEFAULT_CHUNK_TOKENS),
     )
     refuse_unsound(text, Parts(policy, rule.budget, rule.when))
+    if rule.budget.in_tokens and Cap.parse(options["cap"]).share is not None:
+        raise UnsoundCombination(
+            f"{text!r}: the budget sets caps in tokens, and cap={options['cap']} depends on the "
+            "prompt; give cap in tokens, or relative sizes such as by_layer:factors=1.5/0.5"
+        )
     if policy.needs_pieces and granularity == TOKEN:
         raise UnsoundCombination(
             f"{text!r}: {parsed.name} evicts whole pages or chunks, not single tokens; use "

@@ -13,6 +13,7 @@ from quire.errors import (
     UnsoundCombination,
 )
 from quire.hf import QuireCache
+from quire.layout.eviction import SCHEDULES
 from support import zoo
 
 IDS = torch.tensor([[3, 5, 7, 9] * 10])
@@ -46,6 +47,22 @@ def test_reset_cache_accepts_another_batch(model, cache) -> None:
     assert cache.kv_peak_bytes > 0
     cache.reset()
     assert model(IDS.repeat(5, 1), past_key_values=cache).logits.shape[0] == 5
+
+
+@pytest.mark.parametrize("when", SCHEDULES)
+@pytest.mark.parametrize(
+    "options", [{"budget": "50%"}, {"budget": "1%"}, {"compression_ratio": 0.9}], ids=str
+)
+@pytest.mark.parametrize("policy", ["snapkv", "lagkv", "rkv:budget=pyramid"])
+def test_short_prompt_under_a_budget_in_percent_is_generated_like_without(
+    model, policy, options, when
+) -> None:
+    for tokens in (1, 3, 20):
+        ids = IDS[:, :tokens]
+        sampled = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        expected = model.generate(ids, **sampled)
+        with QuireCache(model, policy, when=when, memory="8MiB", verify=False, **options) as cache:
+            assert torch.equal(model.generate(ids, cache=cache, **sampled), expected)
 
 
 def test_positions_must_continue_the_cached_ones(model, cache) -> None:

@@ -1,5 +1,6 @@
 """Parsing of `--evict` and its resolution for a request: every refusal, every kind of cap."""
 
+import itertools
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError, PolicyError, UnknownName, UnsoundCombination
-from quire.layout.eviction import MOST, MOST_CHARACTERS, Cap, EvictionSpec
+from quire.layout.eviction import MOST, MOST_CHARACTERS, PRESSURE, SCHEDULES, Cap, EvictionSpec
 from quire.layout.statistics import AttentionSum, ResidualSimilarity
 from quire.policies import registry
 from quire.policies.base import EvictionPolicy, ScorePolicy
@@ -19,6 +20,7 @@ from quire.policies.eviction import Eviction, make_eviction
 from quire.policies.h2o import H2O
 from quire.policies.lane_shape import LaneShape
 from quire.policies.recent import Recent
+from quire.policies.registry import policy_of, registered
 from quire.policies.snapkv import SnapKV
 from quire.policies.view import KVView
 
@@ -243,15 +245,98 @@ def test_cap_is_resolved_for_the_prompt(cap: str, tokens: int) -> None:
     assert make_eviction(f"recent:cap={cap}").for_request(1000, LANES).spec.cap == tokens
 
 
-def test_relative_cap_is_validated_for_the_prompt() -> None:
-    assert make_eviction("recent:cap=25%,sinks=4").for_request(276, LANES).spec.cap == 69
+def spec_of(text: str, prompt_tokens: int) -> EvictionSpec:
+    return make_eviction(text).for_request(prompt_tokens, LANES).spec
 
-    assert "every < cap, got every=64, cap=50" in str(refusal("recent:cap=25%,every=64", 200))
-    assert (
-        "'recent:cap=25%,sinks=4,every=64' leaves 4 tokens in a lane after an eviction (cap 68, 64 "
-        "evicted), but the rule needs 5; raise cap or lower every"
-    ) in str(refusal("recent:cap=25%,sinks=4,every=64", 275))
-    assert "leaves 1 tokens in a lane" in str(refusal("recent:cap=1%,sinks=1,when=prefill_end", 9))
+
+def accepts(text: str, prompt_tokens: int) -> bool:
+    try:
+        spec_of(text, prompt_tokens)
+    except ConfigError:
+        return False
+    return True
+
+
+def text_of(name: str, when: str, granularity: str = "token") -> str:
+    """A text of a rule with `{}` as its cap."""
+    granularity = "page" if policy_of(name, {}).needs_pieces else granularity
+    return f"{name}:cap={{}},when={when},granularity={granularity}"
+
+
+@pytest.mark.parametrize("granularity", ["token", "page"])
+@pytest.mark.parametrize("when", SCHEDULES)
+@pytest.mark.parametrize("name", registered())
+def test_percent_cap_is_a_cap_in_tokens_of_at_least_the_minimum_of_the_rule(
+    name, when, granularity
+) -> None:
+    text = text_of(name, when, granularity)
+    least = next(cap for cap in itertools.count(1) if accepts(text.format(cap), 300))
+    prompts = range(1, 301, 1 if granularity == "token" else 13)
+
+    for percent, prompt_tokens in itertools.product((1, 25, 50, 99, 100), prompts):
+        tokens = max(least, int(percent / 100 * prompt_tokens))
+        found = spec_of(text.format(f"{percent}%"), prompt_tokens)
+        assert found == spec_of(text.format(tokens), prompt_tokens)
+        if when != PRESSURE and prompt_tokens <= tokens:
+            assert found.exact_tokens(prompt_tokens) >= prompt_tokens
+
+
+BUDGETS = (
+    *("pyramid", "(pyramid:beta=50)", "(pyramid:rounding=published)", "scissors"),
+    *("(scissors:slope=0.99)", "squeeze", "(squeeze:share=0.01)", "lazy", "(lazy:sinks=99)"),
+    *("fastgen", "ada", "(by_layer:factors=1.5x2/0.5x2)", "(by_layer:factors=9/0.1/1/1)"),
+)
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("name", ["h2o", "snapkv", "lagkv", "recent"])
+def test_percent_cap_is_raised_until_its_budget_leaves_every_lane_the_minimum(name, budget) -> None:
+    if name == "recent" and budget in ("ada", "fastgen"):
+        return  # one set per layer
+    prompts = range(1, 301, 11)
+    percents = (1, 50, 100)
+    for when, percent, prompt_tokens in itertools.product(SCHEDULES, percents, prompts):
+        text = f"{name}:cap={percent}%,when={when},budget={budget}"
+        rule = make_eviction(text)
+        spec = rule.for_request(prompt_tokens, LANES).spec
+        assert spec.least_cap - spec.leaving >= rule.policy.least_cap
+        # the total is that of a cap in tokens
+        assert spec == spec_of(f"{name}:cap={spec.cap},when={when},budget={budget}", prompt_tokens)
+
+
+@pytest.mark.parametrize(
+    ("text", "prompt_tokens", "cap"),
+    [
+        ("recent:cap=25%,sinks=4", 276, 69),
+        ("recent:cap=25%,every=64", 200, 65),
+        ("recent:cap=25%,sinks=4,every=64", 275, 69),
+        ("recent:cap=25%,sinks=4,every=64", 280, 70),
+        ("recent:cap=1%,sinks=1,when=prefill_end", 9, 2),
+    ],
+)
+def test_percent_cap_is_raised_to_the_tokens_that_an_eviction_must_leave(
+    text, prompt_tokens, cap
+) -> None:
+    assert spec_of(text, prompt_tokens).cap == cap
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"recent:cap=25%,every={MOST}",
+        "recent:cap=50%,budget=(by_layer:factors=999999999x3/0.000000001)",
+    ],
+)
+def test_percent_cap_that_no_number_of_tokens_replaces_is_refused_for_every_prompt(text) -> None:
+    for prompt_tokens in (1, 300, 1 << 20):
+        assert "expected 1 <= every < cap" in str(refusal(text, prompt_tokens))
+
+
+def test_percent_cap_with_a_budget_in_tokens_is_refused_on_parsing() -> None:
+    error = refusal("recent:cap=50%,budget=(by_layer:caps=8x4)")
+
+    assert isinstance(error, UnsoundCombination)
+    assert "cap=50% depends on the prompt; give cap in tokens" in str(error)
 
 
 def test_cap_in_bytes_includes_statistics_per_sequence() -> None:
@@ -327,9 +412,7 @@ def test_budget_finalized_later_reserves_its_maximum() -> None:
 
     assert spec.lane_capacities == (UNBOUNDED,) * 8
     assert spec.lane_peak_tokens(spec.lane_capacities[0], 1500, 1000) == 1500
-    assert "leaves 4 tokens in a lane" in str(
-        refusal("sinks:cap=4%,when=prefill_end,budget=(lazy:sinks=0)", 100)
-    )
+    assert spec_of("sinks:cap=4%,when=prefill_end,budget=(lazy:sinks=0)", 100).cap == 5
 
 
 def test_caps_are_finalized_after_prefill() -> None:

@@ -100,9 +100,21 @@ class Budget:
     """Whether caps add up to lanes * cap; if not, lanes may be UNBOUNDED."""
 
     @property
+    def in_tokens(self) -> bool:
+        """Whether the budget names tokens, so that the cap must be a number of tokens or bytes."""
+        return False
+
+    @property
     def statistics(self) -> tuple[Statistic, ...]:
         """Statistics that the budget needs in addition to those of the rule."""
         return ()
+
+    def min_cap(self, shape: Shape) -> int:
+        """Return the smallest cap that leaves `shape.least` tokens or more to every lane.
+
+        A cap in percent is raised to it.
+        """
+        return shape.least
 
     def lane_capacities(self, shape: Shape) -> tuple[int, ...] | None:
         """Return the caps of all lanes, layer-major, before prefill; None: equal caps.

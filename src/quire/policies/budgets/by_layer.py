@@ -9,6 +9,7 @@ Either tokens or relative sizes; `x` repeats:
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from math import ceil
 
 from quire.errors import ConfigError
 from quire.policies.budgets.base import Budget, Shape, share_out
@@ -36,6 +37,14 @@ class ByLayer(Budget):
         if bool(self.caps) == bool(self.factors):
             raise ConfigError("budget by_layer needs caps=512/256/... or factors=1.5/0.5/...")
         self._numbers()
+
+    @property
+    def in_tokens(self) -> bool:
+        return bool(self.caps)
+
+    def min_cap(self, shape: Shape) -> int:
+        numbers = self._numbers()
+        return ceil(shape.least * sum(numbers) / (len(numbers) * min(numbers)))
 
     def lane_capacities(self, shape: Shape) -> tuple[int, ...] | None:
         numbers = self._numbers()

@@ -59,6 +59,9 @@ class Lazy(Budget):
     def statistics(self) -> tuple[Statistic, ...]:
         return (self._ring(),)
 
+    def min_cap(self, shape: Shape) -> int:
+        return max(shape.least, shape.leaving + self.sinks + 1)
+
     def lane_capacities(self, shape: Shape) -> tuple[int, ...] | None:
         if shape.cap - shape.leaving <= self.sinks:
             raise ConfigError(

@@ -43,11 +43,17 @@ class Pyramid(Budget):
         if self.rounding not in ROUNDINGS:
             raise UnknownName("rounding of budget 'pyramid'", self.rounding, ROUNDINGS)
 
+    def _is_flat(self, shape: Shape) -> bool:
+        return shape.num_layers < 2 or shape.prompt_tokens < max(shape.cap, 2 * shape.spare)
+
+    def min_cap(self, shape: Shape) -> int:
+        return shape.least if self._is_flat(shape) else shape.least - 1 + self.beta
+
     def lane_capacities(self, shape: Shape) -> tuple[int, ...] | None:
         spare, held = shape.spare, shape.least - 1
-        if shape.num_layers < 2 or shape.prompt_tokens < max(shape.cap, 2 * spare):
+        if self._is_flat(shape):
             return None
-        if spare // self.beta < 1:
+        if spare < self.beta:
             raise ConfigError(
                 f"budget pyramid:beta={self.beta} gives the last layer no tokens besides the "
                 f"{held} that every layer holds; raise cap from {shape.cap} to "

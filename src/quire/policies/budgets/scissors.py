@@ -11,6 +11,7 @@ specifying how much; the linear form is Quire's.
 
 from dataclasses import dataclass
 from fractions import Fraction
+from math import ceil
 
 from quire.errors import ConfigError
 from quire.policies.budgets.base import Budget, Shape, decimal_fraction, share_out
@@ -32,12 +33,15 @@ class Scissors(Budget):
         if not 0 <= self.slope < 1:
             raise ConfigError(f"expected 0 <= slope < 1, got {self.slope}")
 
+    def min_cap(self, shape: Shape) -> int:
+        first = 1 - decimal_fraction(self.slope) if shape.num_layers > 1 else 1
+        return shape.least - 1 + ceil(1 / first)
+
     def lane_capacities(self, shape: Shape) -> tuple[int, ...] | None:
         if shape.num_layers < 2:
             return None
         slope, last = decimal_fraction(self.slope), shape.num_layers - 1
-        first = shape.spare * (1 - slope)
-        if first < 1:
+        if shape.cap < self.min_cap(shape):
             raise ConfigError(
                 f"budget scissors:slope={self.slope} gives the first layer no tokens besides the "
                 f"{shape.least - 1} that every layer holds; raise cap from {shape.cap} or lower "

@@ -57,9 +57,12 @@ class Squeeze(Budget):
     def statistics(self) -> tuple[Statistic, ...]:
         return (ResidualSimilarity(),)
 
+    def min_cap(self, shape: Shape) -> int:
+        return shape.least - 1 + ceil(1 / decimal_fraction(self.share))
+
     def lane_capacities(self, shape: Shape) -> tuple[int, ...] | None:
         share, layers = decimal_fraction(self.share), shape.num_layers
-        if shape.spare * share < 1:
+        if shape.cap < self.min_cap(shape):
             raise ConfigError(
                 f"budget squeeze:share={self.share} gives some layers no tokens besides the "
                 f"{shape.least - 1} that every layer holds; raise cap from {shape.cap} or raise "
