@@ -274,7 +274,10 @@ def filled():
         for number, name in enumerate(redis_damage.DAMAGES)
     ],
 )
-def test_an_engine_starts_with_a_damaged_store_and_loads_what_is_whole(filled, damage, caplog):
+@pytest.mark.parametrize("at", ["start", "runtime"])
+def test_an_engine_with_a_damaged_store_computes_the_same_and_loads_what_is_whole(
+    filled, damage, at, caplog
+):
     server, client, keys = filled
     client.flushall()
     for key, value in keys.items():
@@ -282,17 +285,23 @@ def test_an_engine_starts_with_a_damaged_store_and_loads_what_is_whole(filled, d
     [namespace] = {key.split(b":")[3].decode() for key in keys if key.count(b":") == 4}
     names = client.zrange(f"{PREFIX}:{namespace}", 0, -1)
     assert len(names) > 2
+    options = shared(server, kv_write="through")
+    engine = engine_of("qwen3", prefill=READ_SLOWLY, **options) if at == "runtime" else None
     redis_damage.damage_store(client, damage, names[0].decode(), namespace)
 
-    engine = engine_of("qwen3", prefill=READ_SLOWLY, **shared(server))
+    engine = engine or engine_of("qwen3", prefill=READ_SLOWLY, **options)
     logits, _ = answer(engine)
 
     [level] = engine.stats().tier.levels
     assert largest_difference(logits, plain("qwen3")) <= 1e-4
+    assert len(caplog.records) <= 1
+    if at == "runtime":
+        engine.close()
+        assert "a KV transfer to or from a tier failed" not in caplog.text
+        return
     assert restored(engine)
     assert level.found_blocks
     assert not level.num_outages, caplog.text
-    assert len(caplog.records) <= 1
     assert bool(level.num_damaged) == bool(caplog.records)
     engine.close()
 
