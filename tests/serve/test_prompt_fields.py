@@ -14,6 +14,7 @@ from quire.api.llm import LLM
 from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError
 from quire.serve.app import create_app
+from quire.serve.chat_messages import Message
 from quire.serve.config import ServerConfig
 from quire.serve.errors import FieldError
 from quire.serve.logprobs import TokenPieces
@@ -96,11 +97,13 @@ ROOM = [  # path, body, tokens of the prompt, tokens of the output
     (COMPLETIONS, {"prompt": IDS[:44], "max_tokens": 20}, 44, 20),
     (COMPLETIONS, {"prompt": IDS[:45], "max_tokens": 20}, 44, 20),
     (COMPLETIONS, {"prompt": IDS[:10], "max_tokens": 1000}, 10, 54),
+    (COMPLETIONS, {"prompt": IDS, "max_tokens": 1000}, 48, 16),
     (COMPLETIONS, {"prompt": IDS[:64], "max_tokens": 0, "echo": True, "logprobs": 0}, 64, 0),
     (COMPLETIONS, {"prompt": IDS, "max_tokens": 0, "echo": True, "logprobs": 0}, 64, 0),
     (CHATS, {"messages": [{"role": "user", "content": WORDS}], "max_tokens": 20}, 44, 20),
     (CHATS, {"messages": [{"role": "user", "content": WORDS}], "max_completion_tokens": 9}, 55, 9),
     (CHATS, {"messages": [{"role": "user", "content": WORDS}]}, 32, 32),
+    (CHATS, {"messages": [{"role": "user", "content": WORDS}], "max_tokens": 64}, 32, 32),
     ("/v1/responses", {"input": WORDS, "max_output_tokens": 20}, 44, 20),
     ("/v1/embeddings", {"input": IDS[:64]}, 64, 0),
     ("/v1/embeddings", {"input": IDS, "pooling": "mean"}, 64, 0),
@@ -151,14 +154,22 @@ def test_long_texts_do_not_hold_the_threads_of_short_ones(llm):
 
     held = copy.copy(tokenizer)
     held.__class__ = Held
+    held.chat_template = "{% if tools %}{{ tools[0].text }}{% endif %}{{ messages[0].content }}"
+    long_text, message = "a " * 100_001, Message(role="user", content="a b")
 
     async def main():
         texts = Texts(replace(llm.model, tokenizer=held), TokenPieces(tokenizer), threads=1)
         turn = Turn("someone", None)
         try:
-            long = [asyncio.create_task(texts.prompts(["a " * 100_001], turn)) for _ in range(2)]
+            long = [
+                asyncio.create_task(texts.prompts([long_text], turn)),
+                asyncio.create_task(texts.chat([message], turn, tools=[{"text": long_text}])),
+            ]
             await asyncio.sleep(0)
-            [short] = await asyncio.wait_for(texts.prompts(["a b"], turn), PATIENCE_S)
+            short = [
+                await asyncio.wait_for(texts.prompts(["a b"], turn), PATIENCE_S),
+                [await asyncio.wait_for(texts.chat([message], turn), PATIENCE_S)],
+            ]
             assert not any(task.done() for task in long)
             release.set()
             return short, await asyncio.gather(*long)
@@ -168,8 +179,9 @@ def test_long_texts_do_not_hold_the_threads_of_short_ones(llm):
 
     short, long = asyncio.run(main())
 
-    assert short.token_ids == llm.encode("a b")
-    assert [len(prompt.token_ids) for [prompt] in long] == [len(llm.encode("a " * 100_001))] * 2
+    assert [prompt.token_ids for [prompt] in short] == [llm.encode("a b")] * 2
+    assert long[0][0].token_ids == llm.encode(long_text)
+    assert long[1].token_ids == llm.encode(long_text + "a b")
 
 
 # ---- bad_words -----------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ Only the tokenizer adds special tokens. The tokenizer of quire-tiny adds none: t
 a plain prompt with `<|doc|>`, while its chat template writes that token itself.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -11,10 +12,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from quire.errors import ModelError, RequestError
 from quire.models.foreign import foreign_code
 
-_MIN_TAIL_CHARACTERS, _TAIL_CHARACTERS_PER_TOKEN, _TAIL_GROWTH = 16_384, 8, 4
-_TAIL_MARGIN_TOKENS = 64
-_TAIL_SHIFTS = (0, 1, 17)
-"""Of the tail of a truncated text: its first length, and what must not change its tokens."""
+_WINDOWS, _WINDOW_TOKENS = (2048, 16_384), 64
+"""Characters after a cut within which the tokens must not depend on it any more, and how many
+tokens at their end must be equal."""
+
+_TAIL_CHARACTERS_PER_TOKEN, _MAX_SHIFTS = 8, 256
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -117,25 +119,48 @@ def encode_rendered(
 def _token_ids(
     tokenizer: PreTrainedTokenizerBase, text: str, keep: int | None, *, add_special_tokens: bool
 ) -> list[int]:
-    """All token ids of a text, or its last ones without tokenizing what precedes them by far.
-
-    Where a text is cut decides the tokens after the cut, for a short way. A tail is therefore
-    encoded from three places, two of them neighbours, until its last tokens are the same.
-    """
+    """All token ids of a text, or its last ones."""
 
     def encode(part: str) -> list[int]:
         return _encode(tokenizer, part, add_special_tokens=add_special_tokens)
 
     if keep is None:
         return encode(text)
-    size = max(_MIN_TAIL_CHARACTERS, _TAIL_CHARACTERS_PER_TOKEN * (keep + _TAIL_MARGIN_TOKENS))
-    while size * _TAIL_GROWTH <= len(text):
-        first, *others = (encode(text[-size - shift :]) for shift in _TAIL_SHIFTS)
-        wanted = keep + _TAIL_MARGIN_TOKENS
-        if len(first) > wanted and all(other[-wanted:] == first[-wanted:] for other in others):
-            return first[-keep:]
-        size *= _TAIL_GROWTH
+    for window in _WINDOWS:
+        if (found := _last_token_ids(tokenizer, encode, text, keep, window)) is not None:
+            return found
     return encode(text)[-keep:]
+
+
+def _last_token_ids(
+    tokenizer: PreTrainedTokenizerBase,
+    encode: Callable[[str], list[int]],
+    text: str,
+    keep: int,
+    window: int,
+) -> list[int] | None:
+    """The last token ids of a long text, from its end; None if they may depend on the rest.
+
+    The tokens after a token boundary depend only on the text after it. One of the last characters
+    before a cut, as many as the longest token has, begins a token. So if tokenization from each of
+    them gives equal tokens at the end of a window after the cut, the whole text has them too.
+    """
+    size = window + _TAIL_CHARACTERS_PER_TOKEN * keep
+    if 4 * (size + window) > len(text):
+        return None
+    shifts = min(_MAX_SHIFTS, max(map(len, tokenizer.get_vocab()), default=1))
+    while 2 * (size + shifts) < len(text):
+        start = len(text) - size
+        first = encode(text[start : start + window])
+        heads = (encode(text[start - shift : start + window]) for shift in range(1, shifts))
+        end = first[-_WINDOW_TOKENS:]
+        if len(first) <= len(end) or any(head[-_WINDOW_TOKENS:] != end for head in heads):
+            return None
+        found = encode(text[start:])
+        if len(found) >= len(first) + keep:
+            return found[-keep:]
+        size *= 2
+    return None
 
 
 def _encode(

@@ -121,8 +121,8 @@ class Endpoints:
     def _kept_tokens(self, body: PromptBody, turn: Turn) -> int | None:
         """Tokens at the end of a prompt that are used; None: all.
 
-        -1 leaves room for the output in the longest sequence. An output that needs all of it does
-        not truncate the prompt: `max_tokens` is then limited, as without truncation.
+        -1 leaves room for the output in the longest sequence. Without `max_tokens`, or with one
+        that needs all of the sequence, it leaves room for the default.
         """
         keep = body.truncate_prompt_tokens
         if keep != -1:
@@ -131,11 +131,11 @@ class Endpoints:
         room = 0
         if isinstance(body, GenerationBody):
             requested = requested_tokens(body)
-            default = COMPLETION_MAX_TOKENS
-            if isinstance(body, ChatBody):  # its default is the rest of the context
-                default = min(CHARGED_TOKENS, longest // 2)
-            room = default if requested is None else requested
-        return longest - room if room < longest else None
+            # the default of a chat is the rest of the context
+            default = CHARGED_TOKENS if isinstance(body, ChatBody) else COMPLETION_MAX_TOKENS
+            default = min(max(default, body.min_tokens or 0), longest // 2)
+            room = default if requested is None or requested >= longest else requested
+        return longest - room
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
         """Generate chat completions."""

@@ -160,7 +160,7 @@ class Texts:
         tokenizer, chat = self._tokenizer(), self._chat
         assert chat is not None, "there is a tokenizer"
 
-        def read() -> Prompt:
+        def render() -> str | Prompt:
             text = chat.render(
                 [message.as_dict() for message in messages],
                 add_generation_prompt=add_generation_prompt,
@@ -170,10 +170,16 @@ class Texts:
             )
             if keep is None:
                 self._check_length(text, turn, "messages")
-            ids = encode_rendered(tokenizer, text, _one_more(keep))
-            return Prompt(None, ids if keep is None else ids[-keep:])
+            return text if len(text) > LONG_TEXT_CHARACTERS else encoded(text)
 
-        return await self._in_turn(turn, read, sum(map(_characters, messages)))
+        def encoded(text: str) -> Prompt:
+            return Prompt(None, encode_rendered(tokenizer, text, keep))
+
+        found = await self._in_turn(turn, render, sum(map(_characters, messages)))
+        if isinstance(found, Prompt):
+            return found
+        text = found  # may be long by its tools and other variables only
+        return await self._in_turn(turn, lambda: encoded(text), len(text))
 
     def reads(self, variable: str) -> bool:
         """Whether the model's chat template uses a variable."""

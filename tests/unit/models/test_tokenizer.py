@@ -51,6 +51,8 @@ TEXTS = {
     "sentences": SENTENCES * 900,
     "one character": "a" * 67_001,
     "period of seven": "abcabca" * 10_000,
+    "odd number of pairs": "ab" * 33_501,
+    "odd number of pairs before a word": "ab" * 33_501 + "the",
     "spaces": " " * 66_000 + "end" + " \n" * 2000,
     "no spaces": "".join(chr(97 + i * i % 26) for i in range(70_000)),
     "other scripts": "日本語のテキスト、😀 naïve e\u0301 " * 2500,
@@ -60,11 +62,19 @@ TEXTS = {
 
 def sentence_piece() -> PreTrainedTokenizerBase:
     """A tokenizer without pre-tokenization, which begins and ends each text with a token."""
-    words = ["▁the", "▁boat", "aa", "aaaa", "ab", "abc", "▁▁", "▁▁▁▁"]
+    words = ["▁the", "▁boat", "aa", "aaaa", "ab", "abab", "abc", "▁▁", "▁▁▁▁"]
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2}
     for symbol in [*dict.fromkeys("▁" + string.printable), *words]:
         vocab.setdefault(symbol, len(vocab))
-    merges = [("a", "a"), ("aa", "aa"), ("a", "b"), ("ab", "c"), ("▁", "▁"), ("▁▁", "▁▁")]
+    merges = [
+        ("a", "a"),
+        ("aa", "aa"),
+        ("a", "b"),
+        ("ab", "c"),
+        ("ab", "ab"),
+        ("▁", "▁"),
+        ("▁▁", "▁▁"),
+    ]
     backend = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True))
     backend.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
