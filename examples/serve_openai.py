@@ -4,39 +4,29 @@ pip install "quire-llm[serve]" openai
 python examples/serve_openai.py [MODEL]
 """
 
-import socket
 import subprocess
 import sys
-import time
-from urllib.request import urlopen
 
 from openai import OpenAI
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def wait_until_ready(address: str, server: "subprocess.Popen[bytes]") -> None:
-    while server.poll() is None:
-        try:
-            with urlopen(f"{address}/ready", timeout=5):
-                return
-        except OSError:  # no connection while the model is loaded
-            time.sleep(0.2)
+def url_of(server: "subprocess.Popen[str]") -> str:
+    """Return the URL that the server prints when it accepts requests."""
+    assert server.stdout is not None, "the output is a pipe"
+    for line in server.stdout:
+        print(line, end="", flush=True)
+        if line.startswith("Serving "):
+            return line.split()[-1]
     raise SystemExit("the server did not start; its messages are above")
 
 
 def main() -> None:
     model = sys.argv[1] if len(sys.argv) > 1 else "quire-tiny"
-    port = free_port()
-    command = [sys.executable, "-m", "quire", "serve", model, "--port", str(port)]
-    with subprocess.Popen([*command, "--kv-memory", "64MiB"]) as server:
+    command = [sys.executable, "-m", "quire", "serve", model, "--kv-memory", "64MiB"]
+    command += ["--port", "0"]  # a free one
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
-            wait_until_ready(f"http://127.0.0.1:{port}", server)
-            client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="not-needed")
+            client = OpenAI(base_url=url_of(server), api_key="not-needed")
             served = client.models.list().data[0].id
             stream = client.completions.create(
                 model=served,

@@ -1,7 +1,7 @@
 """Hypothesis profiles: `HYPOTHESIS_PROFILE=deep pytest ...` or `--hypothesis-profile=deep`.
 
-`dev` uses the same seeds in every run; `random`, of `make test-all`, uses others each time. The
-examples of `dev` can still differ: Hypothesis draws constants of all modules loaded so far.
+`dev` uses the same examples in every run; `random`, of `make test-all`, uses others each time, and
+constants of the modules loaded so far.
 
 Steps of the four state machines (memory with forks, tiers, prefix index, scheduler), at most:
 
@@ -15,8 +15,8 @@ Steps of the four state machines (memory with forks, tiers, prefix index, schedu
 import atexit
 import gc
 import os
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, wraps
 from pathlib import Path
 
 if not Path("/dev/nvidia0").exists():  # without a GPU, Triton's kernels are interpreted
@@ -26,6 +26,8 @@ import pytest
 import torch
 import typer.main
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
+from hypothesis.stateful import RuleBasedStateMachine
 
 from support.type_checks import check_types, restart_sampling
 
@@ -50,11 +52,29 @@ settings.register_profile(  # a state machine takes max_examples * stateful_step
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
+_constants_of_modules = providers._get_local_constants
+_no_constants = providers.Constants()
+
+
+def _constants() -> providers.Constants:
+    """Examples that are the same in every run: tests before this one have loaded modules."""
+    return _no_constants if settings().derandomize else _constants_of_modules()
+
+
+vars(providers).update(_get_local_constants=_constants)  # Hypothesis has no setting for this
+
+_init = RuleBasedStateMachine.__init__
+
+
+@wraps(_init)
+def _init_machine(self: RuleBasedStateMachine) -> None:
+    restart_sampling()  # a repeated example checks the same calls
+    _init(self)
+
+
+RuleBasedStateMachine.__init__ = _init_machine
+
 torch.set_num_threads(1)  # pytest-xdist runs one worker on each core
-
-
-_LAST: list[object] = [None]
-"""The function of the last test."""
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -64,6 +84,26 @@ def _parameters_read_once() -> Iterator[None]:
         read_once = cache(typer.main.get_params_from_function)
         patch.setattr(typer.main, "get_params_from_function", read_once)
         yield
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Restart the sampling of type checks before each example of Hypothesis.
+
+    An example that failed is repeated: it fails again if the same calls are checked.
+    """
+    handle = getattr(getattr(item, "obj", None), "hypothesis", None)
+    if handle is not None and not hasattr(handle.inner_test, "restarts_sampling"):
+        handle.inner_test = _after_a_restart(handle.inner_test)
+
+
+def _after_a_restart(test: Callable[..., None]) -> Callable[..., None]:
+    @wraps(test)
+    def restarted(*args: object, **kwargs: object) -> None:
+        restart_sampling()
+        test(*args, **kwargs)
+
+    restarted.restarts_sampling = True
+    return restarted
 
 
 @pytest.hookimpl(wrapper=True)
@@ -83,13 +123,7 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Restart the sampling of type checks; skip tests marked `gpu` without a GPU.
-
-    The cases of a test function call the same functions, so the sampling restarts once for all.
-    """
-    function = getattr(item, "function", item)
-    if function is not _LAST[0]:
-        _LAST[0] = function
-        restart_sampling()
+    """Restart the sampling of type checks; skip tests marked `gpu` without a GPU."""
+    restart_sampling()
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("no CUDA device")

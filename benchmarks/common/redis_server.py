@@ -4,6 +4,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,7 +51,10 @@ class RedisServer:
                 "package redis-server or valkey-server of the system"
             )
         self._folder = tempfile.TemporaryDirectory(prefix="redis-")
-        self.port = port or _free_port()
+        self._reserved: socket.socket | None = None
+        self.port = port
+        if not port:
+            self.port, self._reserved = _reserve_port()
         plain = ["--port", "0" if tls else str(self.port)]
         if tls is not None:
             names = ("--tls-cert-file", "--tls-key-file", "--tls-ca-cert-file")
@@ -105,10 +109,21 @@ class RedisServer:
             self.kill()
         if self.process.stdout is not None:
             self.process.stdout.close()
+        if self._reserved is not None:
+            self._reserved.close()
         self._folder.cleanup()
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _reserve_port() -> tuple[int, socket.socket]:
+    """Return a free port, and a socket that is bound to it and does not listen.
+
+    On Linux the server can listen at the port as long as both reuse addresses, and the system gives
+    the port to no one else. On other systems the port is only free at this time.
+    """
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    port = int(reserved.getsockname()[1])
+    if sys.platform != "linux":
+        reserved.close()
+    return port, reserved

@@ -27,6 +27,7 @@ class OffloadBenchConfig:
         engine_tokens: prompt length of the part `engine`.
         engine_steps: decode steps of the part `engine`.
         gain_rounds: rounds of the part `engine_gain`.
+        gain_rows: its sequences, half of them in each batch that shares a layer.
         gain_tokens: prompt length of its sequences.
         gain_steps: decode steps of its sequences.
     """
@@ -48,6 +49,7 @@ class OffloadBenchConfig:
     engine_tokens: int = 2048
     engine_steps: int = 24
     gain_rounds: int = 5
+    gain_rows: int = 16
     gain_tokens: int = 256
     gain_steps: int = 7
 

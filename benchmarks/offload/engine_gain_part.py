@@ -50,9 +50,8 @@ _ARMS = {"prefetch": "off", "lB": "auto"}
 _SPEEDS = "quire.offload.kv.offload_choice.measure_offload_speeds"
 _RESIDENT = 0.1  # fraction of a sequence's KV that has room besides its staging
 _LEAST_RESIDENT = 24  # least such tokens
-_ROWS, _BATCH_ROWS = 16, 8
 _PAGE_TOKENS = 16
-_STEP_TOKENS = MOST_BATCHES * _BATCH_ROWS
+_BATCHES = 2  # batches of rows that share each layer, if weights are offloaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +159,10 @@ def _run(
     with _on_link(model, link, speeds):
         engine = _engine(config, mode, model, recompute)
         params = SamplingParams(max_tokens=config.gain_steps, ignore_eos=True, temperature=0.0)
-        for row in range(_ROWS):
+        for row in range(config.gain_rows):
             prompt = random_prompt(model, config.gain_tokens, row)
             engine.submit(GenerationRequest(prompt, params, request_id=str(row)))
-        times, outputs = _steps(engine, link, speeds, config.gain_steps)
+        times, outputs = _steps(engine, link, speeds, config)
     splits = engine.pool.offload.splits if engine.pool.offload is not None else None
     share = 0.0 if splits is None else splits.recomputed_tokens / max(1, splits.tokens)
     pool = None if engine.pool.offload is None else engine.pool.offload.prefixes.pool
@@ -185,13 +184,13 @@ def _learn_anew(engine: Engine, speeds: Speeds) -> None:
 
 
 def _steps(
-    engine: Engine, link: SlowLink, speeds: Speeds, num_steps: int
+    engine: Engine, link: SlowLink, speeds: Speeds, config: OffloadBenchConfig
 ) -> tuple[list[float], dict[str, tuple[int, ...]]]:
     """Run all steps; times of those in which every row decodes.
 
     The machine slows to `speeds` when the first of them starts.
     """
-    times, outputs = [], {str(row): list[int]() for row in range(_ROWS)}
+    times, outputs = [], {str(row): list[int]() for row in range(config.gain_rows)}
     while engine.has_work:
         before = [len(ids) for ids in outputs.values()]
         is_first = not link.is_slow and min(before) > 0
@@ -200,7 +199,7 @@ def _steps(
         deltas = engine.step()
         if is_first:
             _learn_anew(engine, speeds)  # this step learned from the one before it
-        elif min(before) and max(before) < num_steps:
+        elif min(before) and max(before) < config.gain_steps:
             times.append(time.perf_counter() - started_s)
         for delta in deltas:
             outputs[delta.request_id] += delta.token_ids
@@ -229,7 +228,8 @@ def _on_link(model: LoadedModel, link: SlowLink, speeds: Speeds) -> Iterator[Non
 def _engine(config: OffloadBenchConfig, mode: _Mode, model: LoadedModel, recompute: str) -> Engine:
     tokens = config.gain_tokens + config.gain_steps
     held = 2 / model.spec.num_layers * tokens + max(_RESIDENT * tokens, _LEAST_RESIDENT)
-    memory = int(_ROWS * held * model.spec.kv_bytes_per_token(4))
+    rows = config.gain_rows
+    memory = int(rows * held * model.spec.kv_bytes_per_token(4))
     offload = OffloadConfig(kv_memory="2GiB", recompute=recompute, cpu_attention="off")
     kv = KVConfig(
         memory=memory,
@@ -239,9 +239,9 @@ def _engine(config: OffloadBenchConfig, mode: _Mode, model: LoadedModel, recompu
         prefix_cache=PrefixCacheConfig(enabled=False),
     )
     schedule = ScheduleConfig(
-        chunk_tokens=_STEP_TOKENS // _ROWS,  # all prompts end in the same step
-        max_num_seqs=_ROWS,
-        max_num_batched_tokens=_BATCH_ROWS if mode.weights else _STEP_TOKENS,
+        chunk_tokens=MOST_BATCHES // _BATCHES,  # all prompts end in the same step
+        max_num_seqs=rows,
+        max_num_batched_tokens=rows // _BATCHES * (1 if mode.weights else MOST_BATCHES),
         objective="throughput" if mode.weights else "latency",
     )
     return Engine(model, kv, schedule)
@@ -250,12 +250,13 @@ def _engine(config: OffloadBenchConfig, mode: _Mode, model: LoadedModel, recompu
 def _table(
     config: OffloadBenchConfig, found: Mapping[_Mode, Mapping[str, Sequence[_Run]]]
 ) -> Table:
+    rows = config.gain_rows
     return Table(
         name="offload-engine-gain",
         caption=(
-            f"Decode steps of {_ROWS} sequences of {config.gain_tokens:,} tokens in the engine, on "
+            f"Decode steps of {rows} sequences of {config.gain_tokens:,} tokens in the engine, on "
             f"a link slowed to rho = {config.ratios.recompute}; xi = 0.5. With offloaded weights, "
-            f"{_ROWS // _BATCH_ROWS} batches of {_BATCH_ROWS} sequences share each layer."
+            f"{_BATCHES} batches of {rows // _BATCHES} sequences share each layer."
         ),
         columns=("offloaded", "arm", "ms", "recomputed", "KV MiB", "offloaded MiB"),
         rows=tuple(

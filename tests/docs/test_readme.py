@@ -3,11 +3,8 @@
 import json
 import re
 import shlex
-import socket
 import subprocess
 import sys
-import time
-from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -88,14 +85,13 @@ def test_commands_and_client_of_the_server_run(capsys: pytest.CaptureFixture[str
     [curl] = [b.strip() for b in blocks("sh") if b.startswith("curl")]
     [client] = [block for block in blocks("python") if "openai" in block]
     answer = " three, three, three, three,"
-    port = free_port()
-    command = [sys.executable, "-m", *shlex.split(serve), "--port", str(port)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
+    command = [sys.executable, "-m", *shlex.split(serve), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
-            wait_for(port, server)
+            url = next(line for line in server.stdout if line.startswith("Serving ")).split()[-1]
             body = json.loads(shlex.split(curl)[-1])
-            found = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body).json()
-            exec(client.replace("8000", str(port)), {})
+            found = httpx.post(f"{url}/completions", json=body).json()
+            exec(client.replace("http://127.0.0.1:8000/v1", url), {})
         finally:
             server.terminate()
 
@@ -103,21 +99,6 @@ def test_commands_and_client_of_the_server_run(capsys: pytest.CaptureFixture[str
     assert f'"text": "{answer}"' in README
     assert f'"kv_peak_bytes": {found["usage"]["kv_peak_bytes"]}' in README
     assert capsys.readouterr().out == answer + "\n"
-
-
-def wait_for(port: int, server: "subprocess.Popen[bytes]") -> None:
-    while server.poll() is None:
-        with suppress(httpx.TransportError):
-            if httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200:
-                return
-        time.sleep(0.1)
-    pytest.fail("the server ended")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_readme_names_the_make_targets() -> None:

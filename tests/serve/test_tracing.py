@@ -131,7 +131,8 @@ def test_spans_reach_a_collector_over_http(serve):
     assert any(a.value.string_value == "quire" for a in resource.resource.attributes)
 
 
-def test_dead_collector_costs_no_request(serve):
+def test_dead_collector_costs_no_request(serve, monkeypatch):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.5")  # the exporter's attempts at the end
     complete(serve, otlp_traces_endpoint="http://127.0.0.1:9")
 
 

@@ -28,7 +28,7 @@ from quire.scheduler.schedule_config import ScheduleConfig
 from support import zoo
 
 T = TypeVar("T")
-WAIT_S = 30.0
+WAIT_S = 120.0
 _CLOSED = object()
 _BUILDING = threading.Lock()  # weights are drawn from torch's global generator
 
@@ -214,8 +214,11 @@ def rank_engines(
         workers.threads.append(thread)
         thread.start()
     try:
-        leader = build(0, Leader(workers, WAIT_S))
+        lockstep = Leader(workers, WAIT_S)
+        leader = build(0, lockstep)
         yield engines  # type: ignore[misc]
+        if lockstep.failure is not None:
+            meeting.barrier.abort()  # they wait for a rank that does not come
         leader.close()
         for thread in workers.threads:
             thread.join(WAIT_S)  # they finish their last step

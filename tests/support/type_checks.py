@@ -5,14 +5,14 @@ takes five times the scheduler's own time. Here beartype checks once. A function
 signature is checked in its own scope of axis names. jaxtyping's wrapper remains for generators, for
 functions that name an axis after an argument, and for types that are given as strings.
 
-Calls are sampled: the first `FIRST` calls of each function after the start of a test function,
-and again after every `COLLECTIONS` garbage collections inside a long test. The other calls run the
-function itself: a wrapper around each call would double the time of the scheduler's tests.
+Calls are sampled: the first `FIRST` calls of each function after the start of a test case, or of an
+example of Hypothesis, and again after each call of `CLOCK` in it whose number is a power of two. So
+the same calls of a case are checked alone, after other tests and on a busy machine. The other calls
+run the function itself: a wrapper around each call would double the time of the scheduler's tests.
 `QUIRE_TYPE_CHECKS=all` checks every call; `make test-all` sets it.
 """
 
 import functools
-import gc
 import inspect
 import os
 import types
@@ -24,9 +24,8 @@ import jaxtyping
 from beartype import beartype
 
 BIND = jaxtyping.jaxtyped
-FIRST = 4  # checked calls of a function from one `restart_sampling` to the next
-COLLECTIONS = 16  # garbage collections of generation 1 or 2 between two restarts in one test
-NESTED_FIRST = 16  # checked definitions of a function that is defined in a function
+FIRST = 4  # checked calls, or definitions in a function, from one restart to the next
+CLOCK = "quire.scheduler.scheduler.Scheduler.schedule"  # called in every step, and always checked
 COMPILED = "quire.kernels.triton.device"  # Triton reads the arguments and code of functions
 SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 ALL_CALLS = os.environ.get("QUIRE_TYPE_CHECKS") == "all"
@@ -44,21 +43,25 @@ def check_types() -> None:
 
     jaxtyping.jaxtyped = jaxtyped  # the import hook's decorator
     jaxtyping.install_import_hook("quire", "beartype.beartype")
-    if not ALL_CALLS:
-        gc.callbacks.append(_note_collection)
 
 
 def restart_sampling() -> None:
     """Check the next calls of every function."""
+    _COUNTS["ticks"] = 0
+    _check_next_calls()
+
+
+def _check_next_calls() -> None:
+    _DEFINED.clear()
+    _COUNTS["restarts"] += 1
     while _SPENT:
         _SPENT.pop().start()
 
 
-def _note_collection(phase: str, info: dict[str, int]) -> None:
-    if phase == "stop" and info["generation"]:
-        _COLLECTIONS["seen"] += 1
-        if _COLLECTIONS["seen"] % COLLECTIONS == 0:
-            restart_sampling()
+def _tick() -> None:
+    _COUNTS["ticks"] = ticks = _COUNTS["ticks"] + 1
+    if not ticks & (ticks - 1):
+        _check_next_calls()
 
 
 def _checked(decorated: Any = None, *, typechecker: Callable) -> Any:
@@ -84,7 +87,7 @@ def _sampled(decorated: Any = None, *, typechecker: Callable) -> Any:
         return decorated
     if "<locals>" in decorated.__qualname__:
         _DEFINED[decorated.__code__] += 1
-        is_sampled = _DEFINED[decorated.__code__] <= NESTED_FIRST
+        is_sampled = _DEFINED[decorated.__code__] <= FIRST
         return _checked(decorated, typechecker=typechecker) if is_sampled else decorated
     _Samples(decorated, typechecker).start()
     return decorated
@@ -95,17 +98,22 @@ class _Samples:
 
     def __init__(self, function: types.FunctionType, typechecker: Callable) -> None:
         self._function, self._typechecker = function, typechecker
-        self._code, self._left = function.__code__, 0
+        self._code, self._left, self._restarts = function.__code__, 0, 0
+        self._is_clock = f"{function.__module__}.{function.__qualname__}" == CLOCK
         self._checking_code = _code_that_calls(self._check, self._code)
         function.__wrapped__ = _copy(function)  # also what `inspect.signature` describes
 
     def start(self) -> None:
-        self._left = FIRST
         self._function.__code__ = self._checking_code
 
     def _check(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_clock:
+            _tick()
+            return self._checked_function(*args, **kwargs)
+        if self._restarts != _COUNTS["restarts"]:
+            self._left, self._restarts = FIRST, _COUNTS["restarts"]
         self._left -= 1
-        if self._left == 0:
+        if self._left <= 0:  # below 0 if another thread counts down between the two lines
             self._function.__code__ = self._code
             _SPENT.append(self)
         return self._checked_function(*args, **kwargs)
@@ -117,7 +125,7 @@ class _Samples:
 
 _SPENT: list[_Samples] = []  # of functions whose calls are not checked for now
 _DEFINED: Counter[types.CodeType] = Counter()  # definitions of nested functions
-_COLLECTIONS: Counter[str] = Counter()
+_COUNTS = {"ticks": 0, "restarts": 0}  # calls of `CLOCK` in this test case
 
 
 def _copy(function: types.FunctionType) -> types.FunctionType:
@@ -133,8 +141,8 @@ def _copy(function: types.FunctionType) -> types.FunctionType:
 def _code_that_calls(check: Callable, code: types.CodeType) -> types.CodeType:
     """Code of a function that calls `check`; it can replace `code`, whose free variables it has.
 
-    It has the flags of a generator or a coroutine too. A garbage collection can put it in place
-    while a call of `code` begins, and Python takes from the flags what that call returns.
+    It has the flags of a generator or a coroutine too. Another thread can put it in place while a
+    call of `code` begins, and Python takes from the flags what that call returns.
     """
     template = _template(code.co_freevars)
     constants = tuple(check if value == _PLACE else value for value in template.co_consts)

@@ -15,7 +15,10 @@ from torch import Tensor
 
 from quire.kernels.sampling import apply_temperature
 from quire.scheduler.admission.need import Need, group_needs
-from support.type_checks import ALL_CALLS, COLLECTIONS, FIRST, restart_sampling
+from quire.scheduler.schedule_config import ScheduleConfig
+from support.scheduler_load import make_scheduler
+from support.small_memory import one_group
+from support.type_checks import ALL_CALLS, FIRST, restart_sampling
 
 WRONG = (BeartypeCallHintViolation, TypeCheckError)
 checked = jaxtyping.jaxtyped(typechecker=beartype)
@@ -89,30 +92,32 @@ def test_unresolvable_annotation_is_not_checked():
 
 
 @pytest.mark.skipif(ALL_CALLS, reason="every call is checked")
-def test_calls_are_checked_again_after_each_restart():
-    gc.disable()  # collections restart the sampling too
-    try:
-        for _ in range(FIRST):
-            doubled(torch.ones(3))
-        unchecked = doubled(torch.ones(3), wrong=True)
-    finally:
-        gc.enable()
+@pytest.mark.parametrize("num_calls_before", range(FIRST + 2))
+def test_the_first_calls_after_a_restart_are_checked(num_calls_before):
+    for _ in range(num_calls_before):
+        doubled(torch.ones(3))
     restart_sampling()
 
-    assert len(unchecked) == 6
-    with pytest.raises(WRONG):
-        doubled(torch.ones(3), wrong=True)
+    for _ in range(FIRST):
+        with pytest.raises(WRONG):
+            doubled(torch.ones(3), wrong=True)
+    assert len(doubled(torch.ones(3), wrong=True)) == 6
 
 
 @pytest.mark.skipif(ALL_CALLS, reason="every call is checked")
-def test_calls_are_checked_again_after_garbage_collections():
-    for _ in range(FIRST):
-        doubled(torch.ones(3))
-    for _ in range(COLLECTIONS):
-        gc.collect(1)
+def test_calls_are_checked_again_after_steps_of_powers_of_two():
+    scheduler = make_scheduler(one_group(), ScheduleConfig())
+    checked_steps = []
+    for step in range(1, 20):
+        scheduler.schedule()
+        for _ in range(FIRST - 1):
+            doubled(torch.ones(3))
+        try:
+            doubled(torch.ones(3), wrong=True)
+        except WRONG:
+            checked_steps.append(step)
 
-    with pytest.raises(WRONG):
-        doubled(torch.ones(3), wrong=True)
+    assert checked_steps == [1, 2, 4, 8, 16]
 
 
 @checked
@@ -121,15 +126,21 @@ def numbers_to(*ends: int) -> Iterator[int]:
 
 
 @pytest.mark.skipif(ALL_CALLS, reason="every call is checked")
-def test_a_collection_at_the_start_of_a_generator_restarts_no_wrong_call():
+def test_a_restart_while_a_call_of_a_generator_begins_checks_no_wrong_call():
+    def restart(phase: str, _info: dict[str, int]) -> None:
+        if phase == "stop":
+            restart_sampling()
+
     for _ in range(FIRST):
         list(numbers_to(1))
     thresholds = gc.get_threshold()
+    gc.callbacks.append(restart)
     gc.set_threshold(1, 1)  # the tuple of arguments collects
     try:
-        results = [numbers_to(1) for _ in range(40 * COLLECTIONS)]
+        results = [numbers_to(1) for _ in range(600)]
     finally:
         gc.set_threshold(*thresholds)
+        gc.callbacks.remove(restart)
 
     assert {type(result) for result in results} == {types.GeneratorType}
 

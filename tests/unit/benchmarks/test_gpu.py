@@ -43,7 +43,8 @@ CLAIMS = {
 
 
 def cpu_bench(**changes) -> GpuBench:
-    return GpuBench.of(replace(QUICK_GPU, device="cpu", repeats=1, **changes))
+    small = {"repeats": 1, "kvpr_rows": 2, "kvpr_tokens": 64, "kvpr_chunk": 8}
+    return GpuBench.of(replace(QUICK_GPU, device="cpu", **small | changes))
 
 
 @pytest.mark.parametrize("name", PARTS)

@@ -55,6 +55,8 @@ CONFIG = replace(
     layers=2,
     engine_tokens=128,
     engine_steps=3,
+    gain_rows=4,
+    gain_steps=4,
 )
 
 
