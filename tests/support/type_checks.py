@@ -9,12 +9,15 @@ Calls are sampled: the first `FIRST` calls of each function after the start of a
 example of Hypothesis, and again after each call of `CLOCK` in it whose number is a power of two. So
 the same calls of a case are checked alone, after other tests and on a busy machine. The other calls
 run the function itself: a wrapper around each call would double the time of the scheduler's tests.
+beartype checks one random item of a list; here the items come from a generator of their own, which
+starts anew with the sampling.
 `QUIRE_TYPE_CHECKS=all` checks every call; `make test-all` sets it.
 """
 
 import functools
 import inspect
 import os
+import random
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,6 +25,7 @@ from typing import Any, ForwardRef, get_args
 
 import jaxtyping
 from beartype import beartype
+from beartype._check.code import codemain
 
 BIND = jaxtyping.jaxtyped
 FIRST = 4  # checked calls, or definitions in a function, from one restart to the next
@@ -41,6 +45,7 @@ def check_types() -> None:
         is_compiled = decorated.__module__.startswith(COMPILED)
         return decorated if is_compiled else check(decorated, typechecker=typechecker)
 
+    vars(codemain).update(getrandbits=_ITEMS.getrandbits)  # beartype has no setting for this
     jaxtyping.jaxtyped = jaxtyped  # the import hook's decorator
     jaxtyping.install_import_hook("quire", "beartype.beartype")
 
@@ -53,6 +58,7 @@ def restart_sampling() -> None:
 
 def _check_next_calls() -> None:
     _DEFINED.clear()
+    _ITEMS.seed(0)
     _COUNTS["restarts"] += 1
     while _SPENT:
         _SPENT.pop().start()
@@ -125,6 +131,7 @@ class _Samples:
 
 _SPENT: list[_Samples] = []  # of functions whose calls are not checked for now
 _DEFINED: Counter[types.CodeType] = Counter()  # definitions of nested functions
+_ITEMS = random.Random(0)  # which items of lists are checked
 _COUNTS = {"ticks": 0, "restarts": 0}  # calls of `CLOCK` in this test case
 
 

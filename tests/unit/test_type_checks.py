@@ -2,6 +2,7 @@
 
 import gc
 import inspect
+import random
 import types
 from collections.abc import Iterator
 
@@ -118,6 +119,29 @@ def test_calls_are_checked_again_after_steps_of_powers_of_two():
             checked_steps.append(step)
 
     assert checked_steps == [1, 2, 4, 8, 16]
+
+
+@checked
+def sizes(items: list[int]) -> int:
+    return len(items)
+
+
+def test_the_same_items_of_lists_are_checked_in_every_run():
+    runs = []
+    for _ in range(2):
+        restart_sampling()
+        random.random()  # others use this generator
+        found = []
+        for _ in range(FIRST):
+            try:
+                sizes([1] * 4 + ["2"] * 4)
+                found.append(True)
+            except WRONG:
+                found.append(False)
+        runs.append(found)
+
+    assert runs[0] == runs[1]
+    assert set(runs[0]) == {True, False}
 
 
 @checked

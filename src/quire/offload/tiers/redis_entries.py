@@ -46,7 +46,7 @@ def read_head(name: str, packed: object) -> Head:
         num_bytes, facts, sums = values["bytes"], values["facts"], tuple(values["sums"])
         if type(num_bytes) is not int or len(sums) != -(-num_bytes // CHUNK_BYTES):
             raise ValueError("wrong size")
-        if not isinstance(facts, dict):
+        if not isinstance(facts, dict) or not all(type(one) is int for one in sums):
             raise TypeError("wrong facts")
     except (ValueError, TypeError, LookupError, RecursionError) as error:
         raise CorruptData(f"the head of {name!r} is damaged: {error}") from error
