@@ -202,3 +202,30 @@ def test_null_fields_are_unset(complete):
     )
 
     assert complete(**nulls)["choices"] == complete()["choices"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 2.0, "n": 3},
+        {"temperature": 2.0, "n": 3, "allowed_token_ids": list(range(140, 300))},  # with bytes
+        {"temperature": 2.0, "skip_special_tokens": False, "include_stop_str_in_output": True},
+        {"temperature": 1.0, "stop": [" the", "e"], "min_tokens": 5, "n": 2},
+        {"use_beam_search": True, "n": 2, "beam_width": 4},
+    ],
+)
+def test_text_offsets_are_positions_in_the_streamed_and_whole_text(complete, stream, options):
+    options |= {"max_tokens": 40, "logprobs": 1, "seed": 7}
+    whole = complete(**options)["choices"]
+    chunks = stream("/v1/completions", prompt=PROMPT, **options)
+
+    for choice in whole:
+        text, columns = choice["text"], choice["logprobs"]
+        for piece, offset in zip(columns["tokens"], columns["text_offset"], strict=True):
+            assert offset <= len(text)
+            if "\N{REPLACEMENT CHARACTER}" not in piece and not piece.startswith("<|"):
+                rest = text[offset:]
+                assert rest.startswith(piece) or piece.startswith(rest)  # cut by a stop text
+        own = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
+        for column in ("tokens", "text_offset"):
+            assert [v for c in own for v in c["logprobs"][column]] == columns[column]

@@ -6,8 +6,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from quire.sampling.detokenizer import Detokenizer
-from quire.serve.logprobs import TextOffsets, TokenPieces
+from quire.sampling.detokenizer import REPLACEMENT
+from quire.sampling.outputs import OutputDelta
+from quire.sampling.sampler import SampledToken
+from quire.serve.logprobs import TokenPieces
+from quire.serve.responses import CompletionWriter
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +68,9 @@ def test_without_a_tokenizer_tokens_are_named_by_their_ids():
 # ---- positions of tokens -------------------------------------------------------------------------
 
 
-def positions(pieces, token_ids, text, start=0):
-    """Text and position of each token in a whole text."""
-    return TextOffsets(pieces, start).push(token_ids, text, is_last=True)
+def positions(pieces, token_ids, text):
+    """Text and position of each token of a prompt."""
+    return pieces.placed(token_ids, pieces.prompt_offsets(token_ids, text), text)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +84,7 @@ def positions(pieces, token_ids, text, start=0):
         ([1, 2], "Hello", [("Hello", 0), (" world", 5)]),  # a stop text cut the rest
         ([1, 2, 3], "Hello wo", [("Hello", 0), (" world", 5), ("s", 8)]),
         ([1, 2], "hello   World", [(" Hello", 0), (" world", 5)]),  # normalized
+        ([4, 1, 2], "\N{REPLACEMENT CHARACTER} Hello world", [0, 1, 7]),
         ([], "", []),
     ],
 )
@@ -96,23 +100,38 @@ def test_without_a_tokenizer_tokens_have_no_position_beyond_the_empty_text():
     assert positions(TokenPieces(None), [3, 4], "") == [("token_id:3", 0), ("token_id:4", 0)]
 
 
-@given(text=st.text(max_size=30), cuts=st.sets(st.integers(0, 60), max_size=8))
-def test_streamed_positions_equal_those_of_the_whole_text(llm, text, cuts):
-    pieces, ids = TokenPieces(llm.model.tokenizer), llm.encode("x" + text)[1:]
-    detokenizer = Detokenizer(llm.model.tokenizer, llm.encode("x"), skip_special_tokens=True)
-    deltas = [detokenizer.push(token) for token in ids]
-    last = detokenizer.finish()
-    whole = positions(pieces, ids, "".join(deltas) + last)
+@given(ids=st.lists(st.integers(0, 2047), max_size=30))
+def test_positions_in_decoded_prompts_are_those_of_the_tokens(llm, ids):
+    pieces, text = TokenPieces(llm.model.tokenizer), llm.model.tokenizer.decode(ids)
 
-    offsets, streamed, begin = TextOffsets(pieces), [], 0
-    for end in sorted(cut for cut in cuts if cut < len(ids)):
-        streamed += offsets.push(ids[begin:end], "".join(deltas[begin:end]), is_last=False)
-        begin = end
-    streamed += offsets.push(ids[begin:], "".join(deltas[begin:]) + last, is_last=True)
+    for piece, offset in positions(pieces, ids, text):
+        assert offset <= len(text)
+        if REPLACEMENT not in piece:
+            assert text[offset:].startswith(piece)
 
-    assert streamed == whole
-    shown = "".join(deltas) + last
-    for piece, offset in whole:
-        assert offset <= len(shown)
-        if "\N{REPLACEMENT CHARACTER}" not in piece:
-            assert shown[offset:].startswith(piece)
+
+@pytest.mark.parametrize(
+    ("texts", "chunks"),
+    [
+        # "#" may begin a stop text: its token is sent with its text, or at the end
+        ([("a", 0, "a"), ("#", 1, ""), ("b", 2, "#b")], [[("a", 0)], [("#", 1), ("b", 2)]]),
+        ([("a", 0, "a"), ("#", 1, ""), ("#", 2, "")], [[("a", 0)], [("#", 1), ("#", 1)]]),
+        ([("a", 0, ""), ("#", 1, "a"), ("b", 2, "#b")], [[("a", 0)], [("#", 1), ("b", 2)]]),
+    ],
+)
+def test_streamed_tokens_have_positions_within_the_sent_text(llm, texts, chunks):
+    ids = [llm.encode(token)[0] for token, _, _ in texts]
+    writer = CompletionWriter(index=0, pieces=TokenPieces(llm.model.tokenizer), wants_logprobs=True)
+    deltas = [
+        OutputDelta(
+            request_id="r",
+            text=text,
+            logprobs=(SampledToken(i, -1.0, (), 1, text_offset=offset),),
+            finish_reason="stop" if number == len(ids) - 1 else None,
+        )
+        for number, (i, (_, offset, text)) in enumerate(zip(ids, texts, strict=True))
+    ]
+
+    sent = [choice["logprobs"] for delta in deltas for choice in writer.chunks(delta)]
+
+    assert [list(zip(one["tokens"], one["text_offset"], strict=True)) for one in sent] == chunks

@@ -51,6 +51,11 @@ class Detokenizer:
         tokenizer: decodes token ids; None for a model without a tokenizer: the text is always "".
         prompt_token_ids: the prompt.
         skip_special_tokens: leave special tokens out of the text.
+
+    Attributes:
+        num_characters: length of the returned text.
+        offset: position of the newest token in the text. The tokens that form one character have
+            the position of the character.
     """
 
     def __init__(
@@ -67,7 +72,8 @@ class Detokenizer:
         self._window = tail[start:]
         self._read -= start
         self._context_text = self._decode(self._window[: self._read])
-        self._known_text = self._decode(self._window)
+        self._known_text = self._text = self._decode(self._window)
+        self.num_characters = self.offset = 0
 
     def push(self, token_id: int) -> str:
         """Add one token; return the text that became final, which may be ""."""
@@ -75,6 +81,8 @@ class Detokenizer:
             return ""
         self._window.append(token_id)
         text = self._decode(self._window)
+        self.offset = self._offset_in(text)
+        self._text = text
         if text != self._known_text and not text.endswith(REPLACEMENT):
             return self._advance(text, len(self._window))
         if len(self._window) - self._read < MAX_HELD_TOKENS:
@@ -96,7 +104,18 @@ class Detokenizer:
         del self._window[: self._read]
         self._read = end - self._read
         self._context_text = self._known_text = self._decode(self._window[: self._read])
+        self._text = self._decode(self._window)
+        self.num_characters += len(text) - len(known)
         return text[len(known) :]
+
+    def _offset_in(self, text: str) -> int:
+        """Position of the newest token, which made the window's text this one."""
+        before = self._text
+        if not text.startswith(before) or text.endswith(REPLACEMENT):
+            before = before.rstrip(REPLACEMENT)  # bytes of a character that may be incomplete
+        pairs = enumerate(zip(before, text, strict=False))
+        begin = next((i for i, (a, b) in pairs if a != b), min(len(before), len(text)))
+        return self.num_characters + max(0, begin - len(self._known_text))
 
     def _whole_characters(self, tail: list[int]) -> tuple[int, int]:
         """Return a start and an end in a prompt's last tokens that split no character."""

@@ -66,10 +66,11 @@ class SequenceOutput:
         text = self._text.push(token.token_id)
         if self._must_end():
             text += self._text.complete()
+        scored = replace(token, text_offset=self._text.text_offset)
         fields = {
             "text": text,
             "token_ids": (token.token_id,),
-            "logprobs": None if request.params.logprobs is None else (token,),
+            "logprobs": None if request.params.logprobs is None else (scored,),
             "cached_tokens": request.progress.cached_tokens if is_first else None,
         }
         ending = self._text.ending

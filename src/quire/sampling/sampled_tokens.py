@@ -17,6 +17,8 @@ class SampledToken:
             not contain the sampled token.
         rank: rank of the token; 1 for the most likely one.
         error: why this row has no token; other rows are unaffected.
+        text_offset: position in the output's text at which the token begins; None without
+            requested log-probabilities. If a stop text cut the token, it may be beyond the end.
     """
 
     token_id: int
@@ -24,6 +26,7 @@ class SampledToken:
     top_logprobs: tuple[tuple[int, float], ...] | None = None
     rank: int | None = None
     error: str | None = None
+    text_offset: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,6 +63,7 @@ class OutputText:
 
     Attributes:
         ending: why the output ended; None while it continues.
+        text_offset: position of the newest token in the text, which a stop text may cut before it.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class OutputText:
         prompt_token_ids: Sequence[int],
     ) -> None:
         self.ending: Ending | None = None
+        self.text_offset = 0
         self._params = params
         self._eos_token_ids = frozenset(eos_token_ids)
         self._num_tokens = 0
@@ -107,8 +109,11 @@ class OutputText:
         return self._stops.flush() + self._detokenizer.finish()
 
     def _text_of(self, token_id: int) -> str:
-        if self.ending is None:
-            return self._detokenizer.push(token_id)
-        hidden = self.ending.finish_reason == "stop" and not self._params.include_stop_str_in_output
-        text = "" if hidden else self._detokenizer.push(token_id)
-        return text + self._detokenizer.finish()
+        ending = self.ending
+        hidden = ending is not None and ending.finish_reason == "stop"
+        if not hidden or self._params.include_stop_str_in_output:
+            text, self.text_offset = self._detokenizer.push(token_id), self._detokenizer.offset
+            return text if ending is None else text + self._detokenizer.finish()
+        text = self._detokenizer.finish()
+        self.text_offset = self._detokenizer.num_characters
+        return text

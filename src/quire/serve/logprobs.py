@@ -1,11 +1,12 @@
 """Log-probabilities in the two formats of OpenAI's API, in nats, of the unmodified distribution."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import cached_property
 from itertools import count
 
 from transformers import PreTrainedTokenizerBase
 
-from quire.sampling.detokenizer import REPLACEMENT
+from quire.sampling.detokenizer import REPLACEMENT, Detokenizer
 from quire.sampling.sampler import SampledToken, ScoredToken
 
 MAX_CHARACTER_BYTES = 4
@@ -60,85 +61,72 @@ class TokenPieces:
         text = self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
         return text if isinstance(text, str) else "".join(text)
 
-    def is_special(self, token_id: int) -> bool:
-        """Whether the token is special, so that a text may leave it out."""
-        return self._tokenizer is not None and token_id in self._tokenizer.all_special_ids
+    def prompt_offsets(self, token_ids: Sequence[int], text: str) -> list[int]:
+        """Position of each token of a prompt in its text.
 
+        Tokens are matched with the text in order. The text may lack special tokens and the leading
+        space of its first word. A text that the tokenizer normalized differs from its tokens: a
+        token that does not match is searched within the next characters, and else takes as many
+        characters as it has.
+        """
+        if REPLACEMENT in text:  # decoded, with bytes that are not a character
+            detokenizer, decoded = Detokenizer(self._tokenizer, (), skip_special_tokens=False), ""
+            offsets = []
+            for token_id in token_ids:
+                decoded += detokenizer.push(token_id)
+                offsets.append(detokenizer.offset)
+            if decoded + detokenizer.finish() == text:
+                return offsets
+        offsets, end, raw = [], 0, b""
+        for token_id in token_ids:
+            offsets.append(end)
+            piece = self.text(token_id)
+            if REPLACEMENT in piece or raw:
+                raw += self.raw(token_id)
+                if len(raw) < MAX_CHARACTER_BYTES and _is_cut(raw):
+                    continue
+                piece, raw = raw.decode(errors="replace"), b""
+            if not text.startswith(piece := as_shown(piece, text, end), end):
+                if token_id in self._special_ids:
+                    continue
+                near = text[end : end + len(piece) + SEARCHED_CHARACTERS].casefold()
+                piece = piece.strip() or piece
+                end += max(0, near.find(piece.casefold()))
+            end = min(len(text), end + len(piece))
+        return offsets
 
-class TextOffsets:
-    """Positions of tokens in the text of a choice, which may grow.
-
-    Tokens are matched with the text in order. The text may lack special tokens, the leading space
-    of its first word, and the end of the last token, which a stop text cut. All tokens of a
-    character that several tokens form have the position of the character. A text that the
-    tokenizer normalized differs from its tokens: a token that does not match is searched within
-    the next characters, and else takes as many characters as it has.
-
-    Args:
-        pieces: texts of the model's tokens.
-        start: characters of the text before the first token.
-    """
-
-    def __init__(self, pieces: TokenPieces, start: int = 0) -> None:
-        self._pieces = pieces
-        self._end = start  # of the last token; beyond the known text if its rest has not arrived
-        self._text = ""
-        self._text_start = start
-        self._raw = b""  # of a character whose last token has not arrived
-        self._waiting: list[int] = []
-
-    def push(self, token_ids: Sequence[int], text: str, *, is_last: bool) -> list[tuple[str, int]]:
-        """Add tokens and text; return text and position of each token whose position is known.
+    def placed(
+        self, token_ids: Iterable[int], offsets: Iterable[int], text: str, start: int = 0
+    ) -> list[tuple[str, int]]:
+        """Text and position of tokens in a text.
 
         Args:
-            token_ids: the next tokens.
-            text: text that follows the known text.
-            is_last: whether the text is complete; all tokens are then returned.
+            token_ids: the tokens.
+            offsets: position of each; beyond the end of the text if a stop text cut the token.
+            text: the text.
+            start: position of the text.
         """
-        self._text += text
-        self._waiting += token_ids
-        placed = []
-        for token_id in self._waiting:
-            if not is_last and self._end >= self._text_start + len(self._text):
-                break
-            placed.append(self._place(token_id))
-        del self._waiting[: len(placed)]
-        if is_last:
-            length = self._text_start + len(self._text)
-            placed = [(shown, min(offset, length)) for shown, offset in placed]
-        return placed
+        return [
+            (as_shown(self.text(token), text, offset - start), min(offset, start + len(text)))
+            for token, offset in zip(token_ids, offsets, strict=True)
+        ]
 
-    def _place(self, token_id: int) -> tuple[str, int]:
-        """Text and position of the next token; moves the end."""
-        piece, offset = self._pieces.text(token_id), self._end
-        if REPLACEMENT in piece or self._raw:
-            self._raw += self._pieces.raw(token_id)
-            if len(self._raw) < MAX_CHARACTER_BYTES and _is_cut(self._raw):
-                return piece, offset
-            character, self._raw = self._raw.decode(errors="replace"), b""
-            self._move(character, token_id)
-            return piece, offset
-        rest = self._rest(len(piece))
-        if piece[:1] == " " and rest and not piece.startswith(rest):
-            word = piece[1:]
-            piece = word if word.startswith(rest[: len(word)]) else piece
-        self._move(piece, token_id)
-        return piece, offset
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        """Tokens that a text may leave out."""
+        if self._tokenizer is None:
+            return frozenset()
+        return frozenset(self._tokenizer.all_special_ids) | {
+            token for token, one in self._tokenizer.added_tokens_decoder.items() if one.special
+        }
 
-    def _rest(self, length: int) -> str:
-        """At most so many characters of the known text after the end."""
-        start = self._end - self._text_start
-        return self._text[start : start + length]
 
-    def _move(self, piece: str, token_id: int) -> None:
-        """Move the end behind a piece, if the text has it."""
-        rest = self._rest(len(piece))
-        if rest and piece.startswith(rest):  # the whole piece, or as much as has arrived
-            self._end += len(piece)
-        elif not self._pieces.is_special(token_id):
-            near, word = self._rest(len(piece) + SEARCHED_CHARACTERS), piece.strip() or piece
-            skipped = max(0, near.casefold().find(word.casefold()))
-            self._end += min(len(near), skipped + len(word))
+def as_shown(piece: str, text: str, offset: int) -> str:
+    """A token's text at a position of a text, whose first word may lack its leading space."""
+    rest = text[offset : offset + len(piece)]
+    if piece[:1] == " " and rest and not piece.startswith(rest):
+        return piece[1:] if piece[1:].startswith(rest[: len(piece) - 1]) else piece
+    return piece
 
 
 def _is_cut(raw: bytes) -> bool:

@@ -1,9 +1,11 @@
 """Response bodies of completions and chats: choices, usage and metadata."""
 
+import math
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from quire.config.generation_request import echoed_options
 from quire.sampling import outputs
@@ -11,7 +13,6 @@ from quire.sampling.outputs import OutputDelta, RequestOutput, Usage, summed
 from quire.sampling.sampler import SampledToken
 from quire.serve.logprobs import (
     Scored,
-    TextOffsets,
     TokenPieces,
     chat_logprobs,
     completion_logprobs,
@@ -46,21 +47,19 @@ class CompletionWriter:
     echo: str | None = None
     scores_prompt: bool = False
     _held: list[SampledToken] = field(default_factory=list)
-    _unplaced: list[int] = field(default_factory=list)
-    _offsets: TextOffsets | None = None
+    _shown: int = 0
 
     def whole(self, output: RequestOutput, choice: outputs.Choice) -> Choice:
         """Format the choice of a response that is not streamed."""
         logprobs = None
         if self.wants_logprobs:
             scores: list[Scored] = list(choice.logprobs or ())
-            placed: list[tuple[str, int]] = []
+            placed = self._placed(choice.logprobs or (), choice.text, len(self.echo or ""))
             if self.echo is not None:
                 scores = [*(output.prompt_logprobs or ()), *scores]
-                prompt = TextOffsets(self.pieces)
-                placed = prompt.push(output.prompt_token_ids, self.echo, is_last=True)
-            own = TextOffsets(self.pieces, len(self.echo or ""))
-            placed += own.push(choice.token_ids, choice.text, is_last=True)
+                prompt = output.prompt_token_ids
+                offsets = self.pieces.prompt_offsets(prompt, self.echo)
+                placed = self.pieces.placed(prompt, offsets, self.echo) + placed
             logprobs = completion_logprobs(self.pieces, placed, scores)
         body = self._choice((self.echo or "") + choice.text, logprobs, choice)
         if self.scores_prompt:
@@ -72,18 +71,26 @@ class CompletionWriter:
         text = (self.echo or "") + delta.text
         self.echo = None
         self._held += delta.logprobs or ()
-        self._unplaced += [score.token_id for score in delta.logprobs or ()]
         if not text and delta.finish_reason is None:
             return []
         logprobs = None
         if self.wants_logprobs:
-            self._offsets = self._offsets or TextOffsets(self.pieces)
-            is_last = delta.finish_reason is not None
-            placed = self._offsets.push(self._unplaced, text, is_last=is_last)
-            self._unplaced = []
-            scores, self._held = self._held[: len(placed)], self._held[len(placed) :]
+            # the text of other tokens may still be cut by a stop text
+            end = math.inf if delta.finish_reason is not None else self._shown + len(text)
+            scores = list(takewhile(lambda score: (score.text_offset or 0) < end, self._held))
+            del self._held[: len(scores)]
+            placed = self._placed(scores, text, 0, self._shown)
             logprobs = completion_logprobs(self.pieces, placed, scores)
+        self._shown += len(text)
         return [self._choice(text, logprobs, delta)]
+
+    def _placed(
+        self, scores: Sequence[SampledToken], text: str, before: int, start: int = 0
+    ) -> list[tuple[str, int]]:
+        """Text and position of tokens of the output, of which `text` begins at `start`."""
+        ids = [score.token_id for score in scores]
+        offsets = [before + (score.text_offset or 0) for score in scores]
+        return self.pieces.placed(ids, offsets, text, before + start)
 
     def _choice(
         self, text: str, logprobs: dict[str, object] | None, source: outputs.Choice | OutputDelta

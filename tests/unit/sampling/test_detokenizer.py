@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import quire
-from quire.sampling.detokenizer import MAX_HELD_TOKENS, Detokenizer, StopChecker
+from quire.sampling.detokenizer import MAX_HELD_TOKENS, REPLACEMENT, Detokenizer, StopChecker
 
 TINY = PreTrainedTokenizerFast.from_pretrained(Path(quire.__path__[0]) / "assets" / "quire-tiny")
 
@@ -186,6 +186,41 @@ def test_window_is_bounded_for_long_outputs(text):
         longest = max(longest, len(detokenizer._window))
 
     assert longest <= 2 * MAX_HELD_TOKENS
+
+
+@given(
+    ids=st.lists(st.integers(0, 2047), max_size=40),
+    split=st.booleans(),
+    skip_special_tokens=st.booleans(),
+)
+@settings(max_examples=300, deadline=None)
+def test_offset_of_a_token_is_the_position_of_its_text(ids, split, skip_special_tokens):
+    prompt = encode("€")[:-1] if split else encode("a")
+    detokenizer = Detokenizer(TINY, prompt, skip_special_tokens=skip_special_tokens)
+    text, offsets = "", []
+    for token_id in ids:
+        text += detokenizer.push(token_id)
+        offsets.append(detokenizer.offset)
+    text += detokenizer.finish()
+
+    assert detokenizer.num_characters == len(text)
+    assert offsets == sorted(offsets)
+    for token_id, offset in zip(ids, offsets, strict=True):
+        piece = decode(TINY, [token_id], skip_special_tokens)
+        assert offset <= len(text)
+        if REPLACEMENT not in piece:
+            assert text[offset:].startswith(piece)
+
+
+def test_tokens_of_a_character_have_its_offset():
+    detokenizer = Detokenizer(TINY, (), skip_special_tokens=True)
+
+    found = []
+    for token_id in encode("a€b"):
+        detokenizer.push(token_id)
+        found.append(detokenizer.offset)
+
+    assert found == [0, *[1] * (len(found) - 2), 2]
 
 
 def test_without_a_tokenizer_the_text_is_empty():
