@@ -74,7 +74,7 @@ def test_sigterm_under_load_finishes_streams_and_refuses_new_requests():
 
     assert ends == ["[DONE]"] * CLIENTS
     assert later == ["503"] * 3
-    assert code == -signal.SIGTERM
+    assert code == 0
     assert time.monotonic() - ended_s < PATIENCE_S
 
 
@@ -95,4 +95,4 @@ def test_second_signal_ends_open_streams():
         code = process.wait(PATIENCE_S)
 
     assert end != ""
-    assert code in (-signal.SIGTERM, 0, 1)
+    assert code == 0

@@ -251,7 +251,7 @@ def test_second_signal_ends_open_requests():
         code = server.process.wait(PATIENCE_S)
         log = server.process.stderr.read()
 
-    assert code == -signal.SIGTERM
+    assert code == 0
     assert "the server has shut down before the request ended" in text
     assert "Traceback" not in log
 
@@ -266,7 +266,7 @@ def test_requests_over_the_shutdown_timeout_are_ended():
         server.process.send_signal(signal.SIGTERM)
         code = server.process.wait(PATIENCE_S)
 
-    assert code == -signal.SIGTERM
+    assert code == 0
 
 
 def test_requests_over_the_shutdown_timeout_get_an_error_and_no_traceback():
@@ -294,7 +294,7 @@ def test_requests_over_the_shutdown_timeout_get_an_error_and_no_traceback():
             thread.join()
         log = server.process.stderr.read()
 
-    assert code == -signal.SIGTERM
+    assert code == 0
     assert found["whole"].status_code == 503
     assert found["whole"].json()["error"]["message"].startswith("the server has shut down before")
     *_, error, done, _ = found["stream"].text.split("\n\n")

@@ -7,7 +7,7 @@ import socket
 import ssl
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import partial
 
 import uvicorn
@@ -134,9 +134,6 @@ def run_server(
 ) -> None:
     """Serve until SIGTERM or SIGINT, then finish open requests.
 
-    After SIGINT the function returns. After SIGTERM the process ends by that signal, which process
-    managers expect.
-
     Args:
         llm: an idle LLM.
         bound: a bound socket; see `quire.serve.connection.bind`.
@@ -163,8 +160,7 @@ def run_server(
     sys.stdout.write(f"{banner(service)}\n{page}Serving {service.model_name} at {url}\n")
     sys.stdout.flush()
     running = DrainingServer(server, service)
-    with suppress(KeyboardInterrupt):  # uvicorn raises SIGINT again after its shutdown
-        running.run(sockets=[bound])
+    running.run(sockets=[bound])
     if running.engine_died:
         raise EngineDead("the engine has stopped by an error; see the log, and start it again")
 

@@ -3,6 +3,7 @@
 On SIGTERM or SIGINT the server first refuses new requests and finishes the open ones. It ends those
 that remain after a limit with an error, then closes the port. If the engine's loop ends by an
 error, the server closes and the process ends with an error, so that its supervisor restarts it.
+Otherwise it ends with status 0.
 """
 
 import asyncio
@@ -55,7 +56,8 @@ class DrainingServer(uvicorn.Server):
         self._service.drain()
         self._num_signals += 1
         if self._num_signals == 1:
-            super().handle_exit(sig, frame)
+            # not uvicorn's: it would end the process by the signal after the requests have ended
+            self.should_exit = True
         elif self._num_signals > 2:
             signal.signal(sig, signal.SIG_DFL)
             signal.raise_signal(sig)
