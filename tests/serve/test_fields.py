@@ -1,10 +1,17 @@
 """Fields that the server does not read: ignored, refused or unknown fields."""
 
+import asyncio
+import json
+
 import pytest
 
 from quire.errors import RequestError
+from quire.serve.apis.messages_body import MessagesBody
+from quire.serve.apis.responses_body import ResponsesBody
+from quire.serve.embedding_body import EmbeddingBody
 from quire.serve.fields import IGNORED, MOST_EXTRA_FIELDS, nearest, unknown_fields
-from quire.serve.protocol import ChatBody, CompletionBody
+from quire.serve.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from serve.conftest import client_of
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 BODIES = {
@@ -393,3 +400,165 @@ def test_fields_nested_in_a_client_object_are_refused(post, field):
 
     assert "at the top level of the body" in message
     assert post(CHATS, **BODIES[CHATS], **{field: {}}).status_code == 200
+
+
+# ---- generated values ----------------------------------------------------------------------------
+
+SCHEMA = {"type": "object", "properties": {"a": {"enum": ["b"]}}}
+FUNCTION = {"name": "f", "description": "d", "strict": True, "parameters": SCHEMA}
+FORMAT = {"name": "s", "schema": SCHEMA, "strict": True}
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": "b"}'}}
+TALK = [
+    {"role": "user", "content": [{"type": "text", "text": "Once"}], "name": "n"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "b", "tool_call_id": "c1"},
+]
+RESULT = {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "b"}]}
+BLOCKS = [
+    {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "f", "input": {}}]},
+    {"role": "user", "content": [{"type": "text", "text": "Once"}, RESULT]},
+]
+ITEMS = [
+    {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Once"}]},
+    {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a": "b"}'},
+    {"type": "function_call_output", "call_id": "c1", "output": "b"},
+]
+TOOL = {"type": "function", "function": FUNCTION}
+OF_CHATS = {
+    "messages": TALK,
+    "tools": [TOOL],
+    "tool_choice": {"type": "function", "function": {"name": "f"}},
+    "chat_template_kwargs": {"a": "b"},
+}
+OF_COMPLETIONS = {
+    "metadata": {"a": "b"},
+    "logit_bias": {"7": 1},
+    "stop": ["x"],
+    "bad_words": ["x"],
+    "bad_token_ids": [[5]],
+    "response_format": {"type": "json_schema", "json_schema": FORMAT},
+    "structured_outputs": {"json": SCHEMA},
+    "guided_json": '{"type": "object"}',
+    "guided_choice": ["a"],
+    "stream_options": {"include_usage": True},
+}
+OF_RESPONSES = {
+    "input": ITEMS,
+    "stream_options": {"include_obfuscation": True},
+    "text": {"format": {"type": "json_schema", **FORMAT}},
+    "tools": [{"type": "function", **FUNCTION}],
+    "tool_choice": {"type": "function", "name": "f"},
+    "reasoning": {"effort": "low"},
+    "metadata": {"a": "b"},
+    "include": ["a"],
+}
+OF_MESSAGES = {
+    "messages": BLOCKS,
+    "system": [{"type": "text", "text": "s"}],
+    "stop_sequences": ["x"],
+    "metadata": {"user_id": "u"},
+    "tools": [{"name": "f", "description": "d", "input_schema": SCHEMA}],
+    "tool_choice": {"type": "tool", "name": "f"},
+    "thinking": {"type": "disabled"},
+}
+ENDPOINTS = {
+    COMPLETIONS: (CompletionBody, {"prompt": "Once", "max_tokens": 1}, OF_COMPLETIONS),
+    CHATS: (ChatBody, {"messages": TALK[:1], "max_tokens": 1}, OF_CHATS),
+    "/v1/responses": (ResponsesBody, {"input": "Once", "max_output_tokens": 1}, OF_RESPONSES),
+    "/v1/messages": (MessagesBody, {"messages": BLOCKS[1:], "max_tokens": 1}, OF_MESSAGES),
+    "/v1/embeddings": (EmbeddingBody, {"input": "Once"}, {}),
+    "/tokenize": (TokenizeBody, {"messages": TALK[:1]}, {}),
+    "/detokenize": (DetokenizeBody, {"tokens": [5]}, {}),
+}
+"""The model of each body, a body, and values of its fields that have other values inside."""
+
+UNUSABLE = {
+    "half of a pair": r'"a\ud800"',
+    "half of a pair as a key": r'{"\udfff": 1}',
+    "NaN": "NaN",
+    "infinity": "-Infinity",
+    "large integer": "9" * 400,
+    "many digits": "9" * 5000,
+    "brackets": "[" * 600 + "]" * 600,
+}
+"""Values that no field takes."""
+
+UNUSUAL = {
+    "lines": r'"a\r\nX-A: \u0000"',
+    "lines in a key": r'{"a\r\nX-A: \u0000": "b"}',
+    "empty key": '{"": "b"}',
+    "128 bits": str(2**127),
+    "64 bits": str(-(2**63)),
+    "float": "1e300",
+    "flag": "true",
+    "empty text": '""',
+    "text of JSON": r'"{\"a\": [NaN, \"\\ud800\", 1e999]}"',
+    "nested": "[" * 60 + "]" * 60,
+    "object": "{}",
+    "numbers": "[0, -1, null]",
+}
+MARK = "!value!"
+ENDS = ("[DONE]", "response.completed", "response.incomplete", "message_stop")
+
+
+def variants(value):
+    """Copies of a JSON value with a mark in place of each inner value, or as one more member."""
+    yield MARK, ""
+    inside = value if isinstance(value, dict) else {}
+    if isinstance(value, list):
+        inside = dict(enumerate(value))
+    for key, inner in inside.items():
+        for variant, path in variants(inner):
+            copied = value.copy()
+            copied[key] = variant
+            yield copied, f".{key}{path}"
+    if isinstance(value, dict):
+        yield {**value, "extra": MARK}, ".extra"
+
+
+def bodies(path):
+    """Bodies with a mark, each with the path of the mark; half of them of streams."""
+    model, least, samples = ENDPOINTS[path]
+    common = CompletionBody.model_fields if path == CHATS else {}  # these are in completions
+    for field in {**model.model_fields, **samples, "extra": None, "user": None}.keys() - common:
+        tools = {"tools": samples["tools"]} if field == "tool_choice" else {}
+        for number, (value, place) in enumerate(variants(samples.get(field, least.get(field)))):
+            stream = {"stream": True} if number % 2 and "stream" in model.model_fields else {}
+            yield {**least, **tools, **stream, field: value}, field + place
+
+
+def is_whole(response):
+    """Whether a response is no server error, and a stream has its end."""
+    if response.headers["content-type"].startswith("text/event-stream"):
+        last = response.text.rstrip().rsplit("\n", 1)[-1]
+        return any(end in last for end in ENDS)
+    return response.status_code < 500 and isinstance(response.json(), dict)
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_no_value_of_a_field_is_a_server_error(llm, caplog, path):
+    cases = [
+        (json.dumps(body).replace(f'"{MARK}"', value), place, kind)
+        for body, place in bodies(path)
+        for kind, value in (UNUSABLE | UNUSUAL).items()
+    ]
+
+    async def main():
+        limit, headers = asyncio.Semaphore(16), {"content-type": "application/json"}
+
+        async def send(content):
+            async with limit:
+                return await client.post(path, content=content, headers=headers)
+
+        async with client_of(llm) as client:
+            return await asyncio.gather(*(send(content) for content, _, _ in cases))
+
+    responses = asyncio.run(main())
+
+    for (content, place, kind), response in zip(cases, responses, strict=True):
+        assert is_whole(response), (content[:500], response.text)
+        if kind in UNUSABLE:
+            assert response.status_code == 400, content[:500]
+            if path != "/v1/messages" and kind != "many digits":
+                assert response.json()["error"]["param"].startswith(place)
+    assert not [record for record in caplog.records if record.exc_info]

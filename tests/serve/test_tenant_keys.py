@@ -124,7 +124,7 @@ def test_default_tenant_with_a_key_needs_it():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a = ", "not a TOML file"),
+        ("a = ", "is not TOML"),
         ("a = 5", "an API key or a list"),
         ("a = [1]", "an API key or a list"),
         ("[a]\nkey = 'sk-a-2f0c77d1'", "expected keys, evict, requests_per_minute and"),

@@ -19,6 +19,7 @@ from quire.config.chat_messages import Message, read_messages
 from quire.config.generation_request import OPTION_KINDS, RequestOptions, checked_option
 from quire.config.sampling_params import SamplingParams
 from quire.errors import QuireError, RequestError, UnknownName
+from quire.layout.values import find_fault
 from quire.serve.fields import IGNORED, INSTEAD, UNSUPPORTED, temperature_of
 from quire.serve.structured import STRUCTURE_FIELDS, read_structure
 
@@ -148,7 +149,7 @@ def json_object(raw: bytes, number: int) -> dict[str, Any]:
         number: number of the line, from 1.
 
     Raises:
-        BatchError: the line is not a JSON object.
+        BatchError: the line is not a JSON object, or has an unusable value.
     """
     head = LineHead(number=number)
     try:
@@ -160,7 +161,20 @@ def json_object(raw: bytes, number: int) -> dict[str, Any]:
         raise BatchError(f"the line is not JSON: {error}", head) from error
     if not isinstance(value, dict):
         raise BatchError(f"expected a JSON object, got {_json_kind(value)}", head)
+    fault = find_fault(value)
+    if fault is not None:
+        raise BatchError(str(fault), _head(value, number))
     return value
+
+
+def _head(value: Mapping[str, Any], number: int) -> LineHead:
+    """Identity of a line that is not read further."""
+    if "body" not in value and "url" not in value:
+        name = value.get("id")
+        return LineHead(number=number, name=str(name) if isinstance(name, str | int) else None)
+    url, name = value.get("url"), value.get("custom_id")
+    kind = _URLS.get(url, "completions") if isinstance(url, str) else "completions"
+    return LineHead(number=number, kind=kind, name=name if isinstance(name, str) else None)
 
 
 def _json_kind(value: object) -> str:

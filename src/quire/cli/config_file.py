@@ -12,12 +12,12 @@ kv_memory = "1GiB"         # in a nested table: the same
 A table [model] contains the model as `name`, because TOML refuses duplicate keys.
 """
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from quire.cli.options import SECTIONS, OptionField, options_of
 from quire.errors import ConfigError, UnknownName
+from quire.layout.values import read_toml
 
 MODEL_KEY = "model"
 _NAME_KEY = "name"
@@ -33,7 +33,7 @@ def read_config_file(path: Path) -> tuple[str | None, dict[str, object]]:
         ConfigError: no such file, not TOML, a value of the wrong type, or a duplicate option.
         UnknownName: an unknown option; suggests the most similar names.
     """
-    content = _read_toml(path)
+    content = read_toml(path, "config file")
     model: str | None = None
     values: dict[str, object] = {}
     tables = {section.name: tuple(section.options()) for section in SECTIONS}
@@ -76,15 +76,6 @@ def _model_name(path: Path, key: str, value: object) -> str:
     if not isinstance(value, str):
         raise ConfigError(f"{path}: {key!r} must be a string, got {value!r}")
     return value
-
-
-def _read_toml(path: Path) -> dict[str, object]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"config file {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {path} is not TOML: {error}") from error
 
 
 def _find_flat(name: str, path: Path) -> OptionField:

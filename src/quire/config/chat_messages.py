@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from quire.errors import RequestError
+from quire.layout.values import find_fault
 
 ContentFormat = Literal["auto", "string", "openai"]
 """What a chat template gets as `content`: a text, OpenAI's list of parts, or what it reads."""
@@ -133,7 +134,8 @@ def _call(call: object, where: str) -> Message:
         except (ValueError, RecursionError):
             parsed = None
         # an output that ended early has arguments that are no JSON: the template gets their text
-        arguments = parsed if isinstance(parsed, Mapping) else arguments
+        is_usable = isinstance(parsed, Mapping) and find_fault(parsed) is None
+        arguments = parsed if is_usable else arguments
     if not isinstance(arguments, Mapping | str):
         raise _wrong(f"{where}.function.arguments", "a JSON object, or its text", arguments)
     return dict(call) | {"function": dict(function) | {"arguments": arguments}}

@@ -60,10 +60,13 @@ def _number(
     normal = f"{span}, 0 or at least {LEAST_NORMAL:.3g} in magnitude (float32)"
 
     def check(name: str, value: object) -> float:
-        if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, Real):
             raise _refuse(name, span, value)
-        number = float(value)
-        if not low <= number <= high or (above_low and number == low):
+        try:
+            number = float(value)
+        except OverflowError:  # a large integer
+            number = math.inf
+        if not low <= number <= high or number == math.inf or (above_low and number == low):
             raise _refuse(name, span, value)
         if 0 < abs(number) < LEAST_NORMAL:
             raise _refuse(name, normal, value)

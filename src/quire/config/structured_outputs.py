@@ -169,12 +169,23 @@ def _schema(name: str, value: object) -> str:
         raise _error(
             name, f"expected a JSON schema nested at most {MAX_NESTING} levels deep, got more"
         )
+    _refuse_least_integer(name, schema)
     try:
         text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise _error(name, f"expected {name} to be a JSON schema: {error}") from None
     _check_size(name, text, MAX_GRAMMAR_BYTES)
     return text
+
+
+def _refuse_least_integer(name: str, schema: object) -> None:
+    """Refuse numbers from about -2^63 down: llguidance crashes on such a range of integers."""
+    values = [schema]
+    while values:
+        value = values.pop()
+        if isinstance(value, int | float) and value <= -(2**63 - 512):  # -2^63 in float64
+            raise _error(name, f"expected numbers above -2^63 in {name}, got {value}")
+        values += _inside(value)
 
 
 def nesting_depth(schema: object) -> int:

@@ -136,7 +136,7 @@ class BlockPublisher:
         self._socket.set(self._zmq.SNDHWM, MOST_UNSENT)
         try:
             self._socket.bind(endpoint)
-        except self._zmq.ZMQError as error:
+        except (self._zmq.ZMQError, UnicodeEncodeError) as error:
             self.close()
             raise ConfigError(
                 f"KV events cannot be published at {endpoint!r}: {error}; expected an address to "

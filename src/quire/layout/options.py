@@ -16,6 +16,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 
 from quire.errors import ConfigError, UnknownName, nearest
 from quire.layout.codecs import CodecSpec
+from quire.layout.values import MAX_BITS
 
 Accepted = TypeVar("Accepted")
 Stored = TypeVar("Stored")
@@ -193,9 +194,11 @@ def require_type(name: str, value: object, *kinds: type) -> None:
     """Check the type of a value; an int is accepted as a float, a bool only as a bool.
 
     Raises:
-        ConfigError: the value has another type.
+        ConfigError: the value has another type, or is an integer of more than 64 bits.
     """
     allowed = (*kinds, int) if float in kinds else kinds
     if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in kinds):
         names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
         raise ConfigError(f"expected {name} to be {names}, got {value!r}")
+    if isinstance(value, int) and value.bit_length() > MAX_BITS:
+        raise ConfigError(f"expected {name} of at most {MAX_BITS} bits, got an integer with more")

@@ -16,7 +16,8 @@ _UNITS = {
 }
 _LEAST_WITHOUT_UNIT = 1024
 """Smallest size without a unit: no memory is smaller, so the unit of such a number is missing."""
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.ASCII | re.IGNORECASE)
+_MAX_BITS = 63
+_SIZE = re.compile(r"(\d{1,30}(?:\.\d{1,30})?)\s*([a-z]*)", re.ASCII | re.IGNORECASE)
 
 
 def parse_size(text: object) -> int:
@@ -28,12 +29,13 @@ def parse_size(text: object) -> int:
             Text of digits alone from 1 to 1023 is refused: vLLM's --swap-space 4 means 4 GiB.
 
     Raises:
-        ConfigError: the size is negative, not a size, or a small number without a unit.
+        ConfigError: the size is negative, over 2^63 - 1 bytes, not a size, or a small number
+            without a unit.
     """
     if isinstance(text, bool):
         raise _not_a_size(text)
     if isinstance(text, int):
-        if text < 0:
+        if not 0 <= text < 1 << _MAX_BITS:
             raise _not_a_size(text)
         return text
     match = _SIZE.fullmatch(text.strip()) if isinstance(text, str) else None
@@ -43,6 +45,8 @@ def parse_size(text: object) -> int:
     if (unit or "b") not in _UNITS:
         raise _not_a_size(text)
     size_bytes = int(Decimal(number) * _UNITS[unit or "b"])
+    if size_bytes >= 1 << _MAX_BITS:
+        raise _not_a_size(text)
     if not unit and 0 < size_bytes < _LEAST_WITHOUT_UNIT:
         raise ConfigError(
             f"expected a size with its unit, got {text!r}, which is {size_bytes} bytes: "
@@ -99,7 +103,9 @@ def format_size(size_bytes: int) -> str:
 
 
 def _not_a_size(text: object) -> ConfigError:
+    is_long = isinstance(text, int) and text.bit_length() > _MAX_BITS
+    shown = "an integer of more than 63 bits" if is_long else f"{text!r:.60}"
     return ConfigError(
-        f"{text!r} is not a size: expected a number of bytes of 0 or more,"
-        " such as 64MiB, 1.5GiB, 8MB or 4096"
+        f"{shown} is not a size: expected a number of bytes from 0 to 2^63 - 1, such as 64MiB, "
+        "1.5GiB, 8MB or 4096"
     )

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from quire.config.generation_request import DEFAULT_TENANT
+from quire.layout.values import find_fault
 from quire.scale.http_call import HttpCall
 from quire.scale.routing.base import RoutedRequest
 from quire.scale.routing.blocks import block_hashes
@@ -27,7 +28,8 @@ def routed_request(call: HttpCall, tenant: str, block_words: int) -> RoutedReque
     """What a router may know of a request; of one without a prompt only tenant and session.
 
     Args:
-        call: the request; a body that is not JSON is ignored.
+        call: the request; a body that its replica refuses, such as one that is not JSON, is
+            ignored.
         tenant: its tenant.
         block_words: words of a block.
     """
@@ -49,7 +51,7 @@ def _json_object(call: HttpCall) -> Mapping[str, Any]:
         body = json.loads(call.body)
     except (ValueError, RecursionError):
         return {}
-    return body if isinstance(body, dict) else {}
+    return body if isinstance(body, dict) and find_fault(body) is None else {}
 
 
 def _session(call: HttpCall, body: Mapping[str, Any]) -> str | None:

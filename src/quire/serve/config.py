@@ -10,6 +10,7 @@ from typing import Literal, no_type_check
 from quire.errors import ConfigError
 from quire.layout.options import Size, check_options, option
 from quire.layout.sizes import parse_size
+from quire.layout.values import find_fault
 from quire.serve.logs import LogFormat, LogLevel
 
 UnknownFields = Literal["refuse", "warn"]
@@ -252,9 +253,10 @@ class ServerConfig:
             )
         if not 0 <= self.port <= LARGEST_PORT:
             raise ConfigError(f"expected a port from 0 to {LARGEST_PORT}, got {self.port}")
-        if self.served_model_name == "":
+        if self.served_model_name == "" or find_fault(self.served_model_name):
             raise ConfigError(
-                "expected a served-model-name that is not empty; leave it out for the model's name"
+                "expected a served-model-name that is Unicode and not empty, got "
+                f"{self.served_model_name!r}; leave it out for the model's name"
             )
         if not self.max_body:
             raise ConfigError("expected a max-body of at least 1 byte, got 0")

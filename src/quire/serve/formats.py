@@ -9,8 +9,9 @@ DONE = "data: [DONE]\n\n"
 
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 
-_LINE_ENDS = {ord(end): json.dumps(end)[1:-1] for end in "\x85\u2028\u2029"}
-"""Line boundaries of Unicode that JSON need not escape: many clients split a stream at them."""
+_ESCAPED = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029, *range(0xD800, 0xE000))}
+"""Line boundaries of Unicode, at which many clients split a stream, and halves of surrogate pairs,
+which the arguments of a model's tool call can have and UTF-8 cannot encode."""
 
 
 def event(body: JSON, name: str | None = None) -> str:
@@ -25,9 +26,13 @@ def event(body: JSON, name: str | None = None) -> str:
 
 
 def one_line(value: object) -> str:
-    """JSON without line boundaries, not even those of Unicode."""
+    """JSON that UTF-8 can encode, without line boundaries, not even those of Unicode.
+
+    Raises:
+        ValueError: a number that JSON does not have, such as NaN.
+    """
     text = _encode(value)
-    return text if text.isascii() else text.translate(_LINE_ENDS)
+    return text if text.isascii() else text.translate(_ESCAPED)
 
 
 @runtime_checkable

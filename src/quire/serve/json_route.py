@@ -12,10 +12,11 @@ from fastapi import HTTPException, Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 
+from quire.layout.values import find_fault
 from quire.serve.errors import bounded
 from quire.serve.fields import MOST_EXTRA_FIELDS
 from quire.serve.tenant_keys import tenant_of
-from quire.serve.validation_errors import InvalidBody
+from quire.serve.validation_errors import InvalidBody, InvalidField
 
 IGNORED_HEADER = "X-Ignored-Fields"
 
@@ -39,12 +40,14 @@ class JsonRequest(Request):
 
         Raises:
             HTTPException: 400 for a body that is not JSON, with the position.
-            InvalidBody: a large body that fails validation.
+            InvalidBody: an unusable value, or a large body that fails validation.
         """
         raw = await self.body()
         if len(raw) <= MOST_INLINE_BYTES or self.model is None:
             with _naming_the_position():
-                return json.loads(raw)
+                value = json.loads(raw)
+            _refuse_fault(value)
+            return value
         texts, model = self.app.state.service.texts, self.model
         return await texts.in_turn_of(tenant_of(self), lambda: _read_large(raw, model))
 
@@ -77,6 +80,7 @@ def _read_large(raw: bytes, model: type[BaseModel]) -> object:
     """Parse and validate a large body without blocking other threads for long."""
     with _naming_the_position():
         value = loads_in_slices(raw)
+    _refuse_fault(value)
     if isinstance(value, dict) and len(value) > MOST_EXTRA_FIELDS + len(model.model_fields):
         raise HTTPException(
             HTTPStatus.BAD_REQUEST,
@@ -86,7 +90,18 @@ def _read_large(raw: bytes, model: type[BaseModel]) -> object:
     try:
         return model.model_validate(value, from_attributes=True)  # like FastAPI
     except ValidationError as error:
-        raise InvalidBody(error, value) from None
+        raise InvalidBody.of(error, value) from None
+
+
+def _refuse_fault(value: object) -> None:
+    """Refuse a value that no endpoint can use, so that none of them checks its strings.
+
+    Raises:
+        InvalidBody: names the field.
+    """
+    fault = find_fault(value)
+    if fault is not None:
+        raise InvalidBody([InvalidField(path=fault.path, message=fault.problem)])
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from quire.errors import QuireError, RequestError
@@ -13,7 +13,7 @@ from quire.sampling.output_stream import OutputStream
 from quire.sampling.outputs import OutputDelta, RequestOutput, Usage, joined
 from quire.sampling.sampler import NO_TOKEN_LEFT
 from quire.serve.errors import RequestFailed, error_body
-from quire.serve.formats import Format, PlainFormat
+from quire.serve.formats import Format, PlainFormat, one_line
 from quire.serve.logprobs import prompt_logprobs
 from quire.serve.protocol import StreamOptions
 from quire.serve.responses import Envelope, Writer, token_counts, usage_body
@@ -108,7 +108,7 @@ class GenerationResponse:
     _num_tokens: int = 0
     _cached_tokens: int = 0
 
-    async def whole(self, request: Request) -> JSONResponse:
+    async def whole(self, request: Request) -> Response:
         """Send one body after all outputs have finished.
 
         Raises:
@@ -130,7 +130,7 @@ class GenerationResponse:
         if self.scores_prompt:
             scores = outputs[0].prompt_logprobs or ()
             body["prompt_logprobs"] = prompt_logprobs(self.writers[0].pieces, scores)
-        return JSONResponse(self.form.whole(body))
+        return Response(one_line(self.form.whole(body)), media_type="application/json")
 
     def streamed(self) -> StreamingResponse:
         """Send server-sent events, beginning with the first delta."""

@@ -110,6 +110,11 @@ def _json_schema(value: Mapping[str, Any]) -> Mapping[str, Any]:
             f'expected {RESPONSE_FORMAT}.json_schema to be {{"name": ..., "schema": {{...}}}}',
             param=f"{RESPONSE_FORMAT}.json_schema",
         )
+    if not isinstance(wanted.get("strict"), bool | None):
+        raise RequestError(
+            f"expected strict to be true or false, got {type(wanted['strict']).__name__}",
+            param=f"{RESPONSE_FORMAT}.json_schema.strict",
+        )
     return {"json": wanted["schema"]}
 
 

@@ -12,13 +12,13 @@ evict = "h2o:cap=512"      # default rule of its requests
 """
 
 import os
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from quire.config.generation_request import DEFAULT_TENANT
 from quire.errors import ConfigError
+from quire.layout.values import read_toml
 from quire.serve.config import KEY_VARIABLE, ServerConfig
 from quire.serve.rate_limits import RateLimit
 from quire.tenancy.tenants import TenantSpec
@@ -45,12 +45,7 @@ def read_tenant_keys(path: Path) -> TenantFile:
     Raises:
         ConfigError: the file cannot be read, is not TOML, or has other contents.
     """
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read --tenant-keys {path}: {error.strerror}") from None
-    except ValueError as error:  # invalid TOML or UTF-8
-        raise ConfigError(f"--tenant-keys {path} is not a TOML file: {error}") from None
+    table = read_toml(path, "--tenant-keys")
     entries = {tenant: _entry(tenant, value) for tenant, value in table.items()}
     return TenantFile(
         {tenant: keys for tenant, (keys, _, _) in entries.items()},

@@ -31,17 +31,22 @@ _KEY = "[key]"  # pydantic's marker for an invalid key of an object
 
 
 class InvalidBody(HTTPException):
-    """A JSON body that fails validation.
+    """A JSON body with invalid fields.
 
     Attributes:
         fields: the invalid fields.
     """
 
-    def __init__(self, error: ValidationError, body: object) -> None:
+    def __init__(self, fields: Sequence["InvalidField"]) -> None:
         super().__init__(HTTPStatus.BAD_REQUEST)
+        self.fields = fields
+
+    @classmethod
+    def of(cls, error: ValidationError, body: object) -> "InvalidBody":
+        """The error for a body that fails validation."""
         found = error.errors(include_url=False, include_context=False)
         located = [part | {"loc": ("body", *part["loc"])} for part in found]
-        self.fields = invalid_fields(located, {"body": body})
+        return cls(invalid_fields(located, {"body": body}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

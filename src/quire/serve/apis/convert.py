@@ -39,13 +39,17 @@ def chat_of(values: Mapping[str, Any], names: Mapping[str, str]) -> ChatBody:
     try:
         chat = ChatBody(**given)
     except ValidationError as error:
-        first = InvalidBody(error, given).fields[0]
+        first = InvalidBody.of(error, given).fields[0]
         head, dot, rest = first.path.partition(".")
         path = names.get(head, head) + dot + rest
         raise FieldError(path, f"{path}: {first.message}") from None
     if (chat.n or 1) > 1:
         raise FieldError("n", f"n: expected 1, got {chat.n}: this API returns one completion")
     return chat
+
+
+_WRAPPED = re.compile(r"^(tools\.\d+|response_format)\.(?:function|json_schema)\b")
+"""Objects of chats whose fields are one level higher in other APIs."""
 
 
 @contextmanager
@@ -62,6 +66,7 @@ def naming(names: Mapping[str, str], origins: Callable[[], list[str]] = list) ->
     try:
         yield
     except RequestError as error:
+        error.param = error.param and _WRAPPED.sub(r"\1", error.param)
         head, dot, rest = (error.param or "").partition(".")
         number = rest.partition(".")[0]
         if head == "messages" and number.isdecimal() and (fields := origins()):

@@ -245,6 +245,6 @@ def _choice(choice: JSON) -> str | JSON:
     kind = choice.get("type")
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}
-    if kind not in _CHOICES:
+    if not isinstance(kind, str) or kind not in _CHOICES:
         raise FieldError("tool_choice.type", "tool_choice.type: expected auto, any, tool or none")
-    return _CHOICES[str(kind)]
+    return _CHOICES[kind]

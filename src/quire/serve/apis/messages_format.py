@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire.serve.errors import anthropic_error
-from quire.serve.formats import JSON, event
+from quire.serve.formats import JSON, event, one_line
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -152,9 +152,11 @@ def _tool_use(call: JSON, arguments: object) -> JSON:
 
 def _arguments(text: str) -> object:
     try:
-        return json.loads(text)
-    except ValueError:  # an output that ended early
+        found = json.loads(text)
+        one_line(found)
+    except (ValueError, RecursionError):  # an output that ended early, or a number such as NaN
         return {}
+    return found
 
 
 def _usage(usage: JSON) -> JSON:

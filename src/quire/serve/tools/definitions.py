@@ -132,6 +132,12 @@ def _tool(value: object, number: int) -> Tool:
             f": /, got {_shown(name)}",
             param=f"tools.{number}.function.name",
         )
+    for key, kind, expected in (("description", str, "a text"), ("strict", bool, "true or false")):
+        if not isinstance(function.get(key), kind | None):
+            raise RequestError(
+                f"expected {key} to be {expected}, got {type(function[key]).__name__}",
+                param=f"tools.{number}.function.{key}",
+            )
     parameters = function.get("parameters")
     if not isinstance(parameters, Mapping | None):
         raise RequestError(
