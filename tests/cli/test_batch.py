@@ -13,6 +13,8 @@ OPTIONS = ("--kv-memory", "64KiB", "--max-tokens", "6", "--no-verify")
 BAD = [
     "{",
     '{"prompt": [1, 2], "temperature": NaN}',
+    r'{"prompt": [1, 2], "metadata": {"\ud800": "a"}}',
+    '{"prompt": [1, 2], "seed": ' + "9" * 400 + "}",
     {"prompt": []},
     {"prompt": [1, 999]},
     {"prompt": [1], "max_token": 3},

@@ -562,3 +562,37 @@ def test_no_value_of_a_field_is_a_server_error(llm, caplog, path):
             if path != "/v1/messages" and kind != "many digits":
                 assert response.json()["error"]["param"].startswith(place)
     assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_no_query_parameter_is_a_server_error(llm, caplog):
+    texts = ("%00", "%ED%A0%80", "%0d%0aX:%20b", "nan", "1e999", "9" * 400, "9" * 5000, "-1", "")
+
+    async def main():
+        async with client_of(llm) as client:
+            paths = (await client.get("/openapi.json")).json()["paths"]
+            return {
+                url: await client.get(url)
+                for path, operations in paths.items()
+                if "get" in operations and not path.endswith("/stream")
+                for place in operations["get"].get("parameters", [{"name": "x", "in": "query"}])
+                for text in texts
+                for url in [path.replace("{" + place["name"] + "}", text)]
+                for url in [f"{url}?{place['name']}={text}" if place["in"] == "query" else url]
+            }
+
+    found = asyncio.run(main())
+
+    assert len(found) > 100
+    assert not {url: response for url, response in found.items() if response.status_code >= 500}
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+@pytest.mark.parametrize("value", [b"9" * 5000, b"\xff", b"a\x00b", b"NaN", b""])
+def test_no_header_is_a_server_error(serve, caplog, value):
+    names = ("authorization", "content-length", "last-event-id", "traceparent", "x-request-id")
+
+    async def main(client):
+        return [await client.get("/v1/kv/events", headers={name: value}) for name in names]
+
+    assert all(response.status_code < 500 for response in serve(main))
+    assert not [record for record in caplog.records if record.exc_info]

@@ -87,7 +87,7 @@ def test_overview_counts_requests_and_tokens(serve):
     generated = [one["counters"]["generated_tokens"] for one in (before, busy)]
     assert generated[1] - generated[0] >= 5
     assert busy["latency"]["finished"] >= 1
-    assert busy["latency"]["ttft_s"]["p50"] <= busy["latency"]["e2e_s"]["p50"]
+    assert busy["latency"]["ttft_s"]["p50"] > 0
     assert busy["inspection"]["calls"] >= 1
 
 

@@ -13,7 +13,9 @@ import pytest
 import uvicorn
 from pydantic import BaseModel
 
+from quire.serve.apis.messages_format import MessagesFormat
 from quire.serve.app import create_app
+from quire.serve.formats import one_line
 from quire.serve.tenant_keys import TenantKeys
 from serve.conftest import client_of
 
@@ -181,7 +183,10 @@ def test_format_of_a_response(post):
         ({"truncation": "some"}, "truncation"),
         ({"n": 2}, "n"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools.0.name"),
+        ({"tools": [{"type": "function", **TOOL, "strict": "yes"}]}, "tools.0.strict"),
+        ({"metadata": {"a": [float("nan")]}}, "metadata.a.0"),
+        ({"metadata": {"\ud800": "a"}}, "metadata.\\ud800"),
         ({"text": {"format": 5}}, "text.format"),
         ({"text": {"format": {"type": "xml"}}}, "text.format"),
         ({"model": "other"}, "model"),
@@ -301,6 +306,31 @@ def test_tool_use_of_a_message(post, stream):
 
     assert value["city"] in ("Rome", "Oslo")
     assert reason == "tool_use"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ('{"a": NaN}', {}),
+        ('{"a": 1e999}', {}),
+        ('{"a": ' + "[" * 100_000, {}),
+        (r'{"a": "\ud800"}', {"a": "\ud800"}),
+    ],
+)
+def test_arguments_that_a_model_wrote_can_be_sent(arguments, expected):
+    call = {"id": "c", "function": {"name": "f", "arguments": arguments}}
+    usage = {
+        "prompt_tokens": 1,
+        "completion_tokens": 1,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+    choice = {"message": {"content": None, "tool_calls": [call]}, "finish_reason": "tool_calls"}
+    chat = {"id": "msg_1", "model": "m", "created": 0, "choices": [choice | {"stop_reason": None}]}
+
+    sent = one_line(MessagesFormat(()).whole(chat | {"usage": usage})).encode()
+
+    [block] = json.loads(sent)["content"]
+    assert block["input"] == expected
 
 
 def test_result_of_a_tool_is_part_of_the_prompt(post):

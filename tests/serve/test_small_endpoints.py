@@ -93,7 +93,7 @@ def test_tokenize_applies_the_chat_template(post, llm):
         ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "b"}]}, "prompt"),
         ("/tokenize", {"prompt": ""}, "prompt"),
         ("/tokenize", {"prompt": "\ud800"}, "prompt"),
-        ("/tokenize", {"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "\ud800"}]}, "messages.0.content"),
         ("/detokenize", {"tokens": [2048]}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens"),
         ("/detokenize", {"tokens": [10**30]}, "tokens"),

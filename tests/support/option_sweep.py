@@ -19,7 +19,7 @@ from typer.main import get_command
 
 from quire.cli.main import app, run
 
-VALUES = ("0", "-1", "100000000000", "nan", "inf", "1e400", "")
+VALUES = ("0", "-1", "100000000000", "nan", "inf", "1e400", "", "9" * 400, "9" * 5_000)
 OWN_ERROR, PARSER_ERROR = "error: ", "Usage: "
 LIMIT_S = 30.0
 _MEMORY_BYTES = 14 << 30  # a machine that grants everything would hide what asks for too much

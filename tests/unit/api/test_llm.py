@@ -289,7 +289,7 @@ def construct(cls, *args, **kwargs):
             KVConfig,
             (),
             {"memory": 1.5},
-            "--kv-memory: 1.5 is not a size: expected a number of bytes of 0 or more",
+            "--kv-memory: 1.5 is not a size: expected a number of bytes from 0 to 2^63 - 1",
         ),
         (KVConfig, (), {"page_tokens": "16"}, "expected page_tokens to be int"),
         (ScheduleConfig, (), {"max_num_seqs": True}, "expected max_num_seqs to be int"),

@@ -130,6 +130,41 @@ def test_invalid_toml_is_refused(read):
         read("kv-memory: 1")
 
 
+@pytest.mark.parametrize("value", ["9" * 5_000, "0x" + "f" * 5_000, "-" + "9" * 400, str(2**64)])
+@pytest.mark.parametrize("key", ["port", "kv.offload.kv_memory", "shutdown-timeout", "stop"])
+def test_integer_over_64_bits_is_refused(read, key, value):
+    text = f"{key} = [['x', {{a = {value}}}]]" if key == "stop" else f"{key} = {value}"
+    with pytest.raises(ConfigError, match=rf"{key}\S* as an integer|more than 4,300 digits"):
+        read(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("port = " + "[" * 5_000, "nested too deeply"),
+        ("a = " + "{a=" * 5_000, "nested too deeply"),
+        (".".join("a" * 5_000) + " = 1", "unknown option"),
+        (r"host = 'a'" + "\nmodel = 'b\0'", "not TOML"),
+        ('chat-template = "a\\u0000"', "chat-template without NUL"),
+        ("kv-memory = nan", "'kv-memory' must be a number of bytes"),
+        ("port = 1979-05-27", "'port' must be an integer"),
+        ('model = "\\ud800"', "not TOML"),
+    ],
+)
+def test_other_unusable_values_are_refused(read, text, message):
+    with pytest.raises(ConfigError, match=message):
+        read(text)
+
+
+def test_file_that_is_not_utf_8_is_refused(tmp_path: Path):
+    path = tmp_path / "quire.toml"
+    for content in (b"model = '\xff'", "port = 1".encode("utf-16"), b"model = '\xed\xa0\x80'"):
+        path.write_bytes(content)
+
+        with pytest.raises(ConfigError, match="not TOML"):
+            read_config_file(path)
+
+
 def test_a_missing_file_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="No such file"):
         read_config_file(tmp_path / "nowhere.toml")

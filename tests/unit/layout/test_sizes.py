@@ -30,7 +30,24 @@ def test_parse_size_with_units(text: str | int, size_bytes: int):
 
 @pytest.mark.parametrize(
     "text",
-    ["-1", "-64MiB", -1, "", "MiB", "64M", "64 miles", "1e9", "nan", "inf", "1,000", "٣MiB", True],
+    [
+        *(
+            "-1",
+            "-64MiB",
+            -1,
+            "",
+            "MiB",
+            "64M",
+            "64 miles",
+            "1e9",
+            "nan",
+            "inf",
+            "1,000",
+            "٣MiB",
+            True,
+        ),
+        *("9" * 5_000, "9" * 400 + "MiB", "1." + "9" * 400 + "GiB", 2**63, 10**4_000, "8388608TiB"),
+    ],
 )
 def test_invalid_size_is_rejected_with_an_example(text: str | int):
     with pytest.raises(ConfigError, match="64MiB"):

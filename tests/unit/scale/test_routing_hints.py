@@ -56,6 +56,15 @@ def test_token_ids_are_words(ids, more):
     assert (one.prompt_tokens, other.prompt_tokens) == (len(ids), len(ids) + len(more))
 
 
+def test_a_body_that_no_replica_takes_has_no_hints():
+    deep = b'{"messages": ' + b"[" * 600 + b"]" * 600 + b"}"
+
+    for body in (b"{", deep, {"prompt": "a", "user": "\ud800"}, {"prompt": [1.5, float("nan")]}):
+        found = hints(body)
+
+        assert (found.prompt_tokens, found.session) == (0, None)
+
+
 def test_a_longer_chat_shares_the_blocks_of_its_first_turns():
     turns = [{"role": "system", "content": "s" * 40}, {"role": "user", "content": "u" * 40}]
     tools = [{"type": "function", "function": {"name": "f"}}]
