@@ -368,6 +368,8 @@ def test_count_of_tokens_is_that_of_the_message(post):
         ({"n": 2}, "n: expected 1, got 2"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0.type"),
         ({"tools": [{"name": "a"}], "tool_choice": {"type": "b"}}, "tool_choice.type"),
+        ({"tools": [{"name": "a"}], "tool_choice": {"type": ["any"]}}, "tool_choice.type"),
+        ({"tools": [{"name": "a"}], "tool_choice": {"type": {}}}, "tool_choice.type"),
         ({"thinking": {"type": "enabled", "budget_tokens": 5}}, "`thinking` is not supported"),
     ],
 )

@@ -82,7 +82,7 @@ def measured(
     llm = opener(settings)(settings.kv)
     model = llm.model
     llm.close()
-    prompts = read_prompts(data, model, limit=num_prompts)
+    prompts = read_prompts(data, model, limit=num_prompts, content_format=llm.content_format)
     refuse_long(prompts, max_tokens, model)
     longest = max(len(one.token_ids) for one in prompts) + max_tokens
     full, configured = (

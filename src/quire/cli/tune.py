@@ -170,7 +170,8 @@ def run_search(
     from quire.evals.tune.scores import ANSWER, CandidateScorer, ScoreFile, fingerprint_of
 
     model = _load(settings)
-    prompts = read_prompts(data, model, limit=num_prompts)
+    form = settings.loading.chat_template_content_format
+    prompts = read_prompts(data, model, limit=num_prompts, content_format=form)
     refuse_long(prompts, config, model)
     with_answers = config.metric == ANSWER
     identity = fingerprint_of(

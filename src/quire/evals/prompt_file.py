@@ -33,7 +33,7 @@ class UserPrompt:
 
 
 def read_prompts(
-    path: Path, model: LoadedModel, *, limit: int | None = None
+    path: Path, model: LoadedModel, *, limit: int | None = None, content_format: str = "auto"
 ) -> tuple[UserPrompt, ...]:
     """Read the first prompts of a file, in its order.
 
@@ -41,13 +41,14 @@ def read_prompts(
         path: JSON lines, may be compressed by gzip.
         model: its tokenizer and chat template are used.
         limit: number of prompts; None: all.
+        content_format: form of the content of messages; see `ChatTemplate`.
 
     Raises:
         ConfigError: the file has no prompts.
         TraceError: a line is not a prompt.
     """
     found: list[UserPrompt] = []
-    chat = None if model.tokenizer is None else ChatTemplate(model.tokenizer)
+    chat = None if model.tokenizer is None else ChatTemplate(model.tokenizer, content_format)
     for row in json_rows(path):
         if limit is not None and len(found) == limit:
             break

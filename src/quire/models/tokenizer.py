@@ -149,6 +149,8 @@ def _last_token_ids(
     if 4 * (size + window) > len(text):
         return None
     shifts = min(_MAX_SHIFTS, max(map(len, tokenizer.get_vocab()), default=1))
+    if shifts * window + 2 * size > len(text):  # more than the whole text is read in one piece
+        return None
     while 2 * (size + shifts) < len(text):
         start = len(text) - size
         first = encode(text[start : start + window])

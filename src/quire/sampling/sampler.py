@@ -58,9 +58,10 @@ class Sampler:
     Attributes:
         vocab_size: number of token ids; logits beyond it are padding and are never sampled.
         eos_token_ids: end-of-sequence tokens, which `min_tokens` masks unless `ignore_eos` is set.
-        undecodable_ids: tokens without a text, such as padding of the embedding. A row samples them
-            only if its `logit_bias` (with a bias of at least 0) or `allowed_token_ids` names them.
-            They count in log-probabilities, but are not among the most likely tokens.
+        undecodable_ids: tokens without a text, such as padding of the embedding, except
+            end-of-sequence tokens, which need none. A row samples them only if its `logit_bias`
+            (with a bias of at least 0) or `allowed_token_ids` names them. They count in
+            log-probabilities, but are not among the most likely tokens.
         one_by_one: compute each row separately, so that log-probabilities do not depend on the
             other rows even in the last bit.
 
@@ -83,7 +84,7 @@ class Sampler:
         self._native, self._read = native, read
         self.vocab_size = vocab_size
         self.eos_token_ids = tuple(eos_token_ids)
-        self.undecodable_ids = frozenset(undecodable_ids)
+        self.undecodable_ids = frozenset(undecodable_ids).difference(self.eos_token_ids)
         self._num_first = vocab_size - len(self.undecodable_ids)
         self._is_tail = self.undecodable_ids == frozenset(range(self._num_first, vocab_size))
         self._unlisted: dict[torch.device, Tensor] = {}

@@ -124,6 +124,20 @@ def test_prompts_of_a_file_are_texts_ids_or_chats(tmp_path, model):
     assert len(read_prompts(path, model, limit=1)) == 1
 
 
+def test_chats_of_a_file_have_the_content_format_of_the_option(tmp_path, model, monkeypatch):
+    parts = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
+    monkeypatch.setattr(model.tokenizer, "chat_template", parts)
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"messages": [{"role": "user", "content": "two"}]}\n')
+
+    (prompt,) = read_prompts(path, model)
+
+    assert model.tokenizer.decode(prompt.token_ids) == "two"
+    assert read_prompts(path, model, content_format="openai") == (prompt,)
+    with pytest.raises(TraceError, match="set --chat-template-content-format"):
+        read_prompts(path, model, content_format="string")
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [

@@ -291,6 +291,17 @@ def test_undecodable_tokens_are_not_sampled(undecodable, native):
     assert tokens == Sampler(VOCAB, EOS, native=native).sample(banned, rows)
 
 
+def test_end_token_without_a_text_is_sampled(native):
+    logits = random_logits(1)
+    logits[0, 119] = 30.0
+    sampler = Sampler(VOCAB, (119,), undecodable_ids=(118, 119), native=native)
+
+    (token,) = sampler.sample(logits, [Row(SamplingParams(temperature=0.0))])
+
+    assert token.token_id == 119
+    assert sampler.undecodable_ids == {118}
+
+
 def test_undecodable_tokens_count_in_log_probabilities_and_are_not_listed(undecodable, native):
     sampler = Sampler(VOCAB, EOS, undecodable_ids=undecodable, native=native)
     logits = random_logits(1)
