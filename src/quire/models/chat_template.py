@@ -160,7 +160,10 @@ class ChatTemplate:
             try:
                 text = render(**template_kwargs)
             except TEMPLATE_ERRORS as error:
-                if missing:
+                if continue_final_message and len(choices[-1]) > 1:
+                    missing = [len(chat) - 1]  # the template may write its first part only
+                    continue
+                if missing and not continue_final_message:
                     break
                 raise _refused_by_template(render, template_kwargs, error) from error
             missing = _missing(text, shown, partial(apply, **template_kwargs))

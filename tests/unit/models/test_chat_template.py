@@ -278,8 +278,14 @@ def test_system_message_that_is_written_with_the_last_message_of_the_user_is_acc
 
 
 @pytest.mark.parametrize("text", ["1, 2,", "user", "e", "</assistant>", "two\nlines"])
-@pytest.mark.parametrize("template", [PARTS["loop"], BOTH["is string"], STRINGS["plain"]])
-@pytest.mark.parametrize("split", [0, 1])
+@pytest.mark.parametrize(
+    "template",
+    [
+        *(PARTS["loop"], PARTS["first"], BOTH["is string"], BOTH["first part or string"]),
+        STRINGS["plain"],
+    ],
+)
+@pytest.mark.parametrize("split", [0, 1, 2])
 def test_prompt_ends_in_the_continued_message(render, template, text, split):
     chat = messages_of([("user", "count"), ("assistant", text)], split)
 
