@@ -1,5 +1,6 @@
 """Fields that set the structure of the output: JSON schemas, expressions, choices, grammars."""
 
+import asyncio
 import json
 import re
 
@@ -7,6 +8,7 @@ import jsonschema
 import pytest
 
 from quire.errors import RequestError
+from quire.sampling import grammar
 from quire.serve.structured import read_structure
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -120,7 +122,7 @@ for _ in range(70):
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
-        ({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
+        ({"guided_regex": "(a"}, "guided_regex", "unterminated subpattern"),
         ({"guided_regex": "a" * 20_000}, "guided_regex", "16,384 bytes"),
         ({"guided_json": {"type": "foo"}}, "guided_json", "Invalid type"),
         ({"guided_json": "{"}, "guided_json", "invalid JSON"),
@@ -129,7 +131,7 @@ for _ in range(70):
         (
             {"guided_json": {}, "guided_whitespace_pattern": "[ "},
             "guided_json",
-            "unclosed",
+            "unterminated character set",
         ),
         ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "guided_json"),
         (
@@ -138,7 +140,11 @@ for _ in range(70):
             "needs json",
         ),
         ({"structured_outputs": {}}, "structured_outputs", "got none"),
-        ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "unclosed"),
+        ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "unterminated"),
+        ({"guided_regex": "a{400000}"}, "guided_regex", "400,000 characters"),
+        ({"guided_regex": "[[:alpha:]]"}, "guided_regex", "POSIX"),
+        ({"guided_json": {"$ref": "#"}}, "guided_json", "no JSON that ends"),
+        ({"guided_grammar": "start: /(?=a)/"}, "guided_grammar", "lookahead"),
         ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice", "list of texts"),
         ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs", "structural_tag"),
         ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs.json", "compiled"),
@@ -179,6 +185,71 @@ def test_refused_structure_does_not_stop_other_requests(serve):
         return await client.post(COMPLETIONS, json=BODIES[COMPLETIONS])
 
     assert serve(main).status_code == 200
+
+
+GROWS = {"guided_grammar": 'start: e\ne: e e | "a" | e e e'}
+
+
+@pytest.fixture
+def small_limit(monkeypatch):
+    """A limit that an output reaches in its middle: the probes of a compilation do not."""
+    monkeypatch.setitem(grammar.LIMITS, "step_max_items", 120)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"n": 2}, {"use_beam_search": True, "temperature": 0, "beam_width": 2}]
+)
+@pytest.mark.parametrize("path", BODIES)
+def test_limit_reached_by_an_output_is_the_clients_and_ends_no_other_request(
+    serve, small_limit, path, options
+):
+    async def main(client):
+        body = BODIES[path] | GROWS | options
+        return await asyncio.gather(
+            client.post(path, json=body), client.post(path, json=BODIES[path] | {"max_tokens": 60})
+        )
+
+    failed, other = serve(main)
+
+    assert "too large" in refused(failed, "guided_grammar")
+    assert other.status_code == 200
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_limit_reached_by_a_streamed_output_is_an_event_of_the_client(stream, small_limit, path):
+    *_, last = stream(path, **BODIES[path], **GROWS)
+
+    assert last["error"]["code"] == 400
+    assert "too large" in last["error"]["message"]
+
+
+def test_large_structures_of_all_kinds_are_served_or_refused(post):
+    """Objects with many properties, optional parts in a row, and lists in lists."""
+    properties = {f"p{number}": {"type": "string"} for number in range(400)}
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    nested = {"type": "array", "items": {"type": "integer"}, "maxItems": 1000}
+    for _ in range(3):
+        nested = {"type": "array", "items": nested, "maxItems": 1000}
+    served = [
+        {"guided_json": schema},
+        {"guided_json": nested},
+        {"guided_regex": "a?" * 2000},
+        {"guided_regex": "(a?){5000}"},
+        {"guided_regex": "((a?){30}){30}"},
+        {"guided_regex": "([a-z]{1,10} ?){1,1000}"},
+    ]
+    refused = [
+        {"guided_json": schema | {"properties": {f"p{n}": {} for n in range(3000)}}},
+        {"guided_json": {"anyOf": [schema | {"title": str(n)} for n in range(8)]}},
+        {"guided_regex": "(([a-z]{1,100}){1,100}){1,100}"},
+        {"guided_regex": "a?b?" * 2500},
+        {"guided_grammar": "start: " + '"a"? ' * 3000},
+    ]
+
+    body = BODIES[COMPLETIONS] | {"max_tokens": 20}
+    statuses = [post(COMPLETIONS, **body, **fields).status_code for fields in served + refused]
+
+    assert statuses == [200] * len(served) + [400] * len(refused)
 
 
 def test_null_fields_set_no_structure():

@@ -12,10 +12,10 @@ from quire.sampling.beam import BeamSearch, Candidate
 from quire.sampling.logits import SamplingRow, column, edit
 from quire.sampling.sampler import (
     BAD_LOGITS,
-    NO_TOKEN_LEFT,
     SampledToken,
     Sampler,
     prompt_logprobs,
+    why_none,
 )
 from quire.scheduler.request import RequestGroup
 
@@ -80,7 +80,7 @@ def advance_beams(
         logits, group.members, search.scores, search.num_candidates, sampler
     )
     if not candidates:
-        raise RequestError(NO_TOKEN_LEFT)
+        raise RequestError(why_none(group.members))
     num_top = search.params.logprobs
     if num_top is not None:
         unlisted = sampler.unlisted(logits.device)

@@ -8,19 +8,22 @@ The limits of llguidance bound the time and memory of a compilation and of a mas
 """
 
 import json
+import random
 import re
 import threading
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import numpy as np
+from jaxtyping import UInt8
 
 from quire.config.structured_outputs import FIELD, StructuredOutputs
-from quire.errors import ConfigError, RequestError
+from quire.errors import ConfigError, QueueFull, RequestError
 from quire.layout.extras import require_extra
+from quire.sampling.grammar_dialects import DialectRewriter
 from quire.sampling.grammar_matcher import GrammarMatcher, shown_reason
 
 if TYPE_CHECKING:
@@ -31,17 +34,32 @@ MOST_COMPILED = 32
 """Compiled grammars in the cache; one with the largest lexer takes about 30 MB."""
 
 COMPILE_TIMEOUT_S = 5.0
-"""Longest compilation. llguidance's limits end each of its phases within about a second."""
+"""Longest compilation. llguidance's limits end most of its phases within about a second."""
+
+MAX_COMPILATIONS = 8
+"""Limit of the compilations that run at once, with those that have taken too long."""
+
+COMPILE_STACK_BYTES = 128 << 20
+"""Stack of a compilation; only the part that it uses takes memory."""
+
+_STACK_SIZE_LOCK = threading.Lock()  # the size is one setting of the process
 
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
-    "step_lexer_fuel": 100_000,
-    "step_max_items": 20_000,
-    "max_items_in_row": 1_500,
-    "max_lexer_states": 5_000,
+    "step_lexer_fuel": 1_000_000,
+    "step_max_items": 50_000,
+    "max_items_in_row": 9_000,
+    "max_lexer_states": 50_000,
     "max_grammar_size": 200_000,
 }
-"""Limits of `llguidance.LLParserLimits`; a mask that exceeds them fails its request."""
+"""Limits of `llguidance.LLParserLimits`; a mask that exceeds them fails its request.
+
+An object with `MAX_OPTIONAL_PROPERTIES` takes four items of each. Masks near the limits take about
+0.1 s.
+"""
+
+_PROBES, _PROBE_TOKENS = 2, 12
+"""Random outputs, and their tokens, that a new grammar must be able to begin with."""
 
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 
@@ -79,7 +97,6 @@ class GrammarCompiler:
         tokenizer: the model's tokenizer; None: every grammar is refused.
         vocab_size: number of token ids of the model.
         eos_token_ids: end-of-sequence tokens, which are allowed where a grammar may end.
-        clock: time in seconds, for the timeout.
     """
 
     def __init__(
@@ -87,11 +104,10 @@ class GrammarCompiler:
         tokenizer: "PreTrainedTokenizerBase | None",
         vocab_size: int,
         eos_token_ids: Iterable[int],
-        *,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._eos_token_ids, self._clock = list(eos_token_ids), clock
+        self._eos_token_ids = list(eos_token_ids)
+        self._running = threading.BoundedSemaphore(MAX_COMPILATIONS)
         self._tokens: LLTokenizer | None = None
         self._lock, self._tokens_lock = threading.Lock(), threading.Lock()
         self._cache: OrderedDict[StructuredOutputs, CompiledGrammar] = OrderedDict()
@@ -110,10 +126,11 @@ class GrammarCompiler:
         Raises:
             RequestError: a grammar that is invalid, unsupported, too complex, or that no text or
                 only the empty text matches; a model without a fast tokenizer; a missing package.
+            QueueFull: too many compilations are running.
         """
         with self._lock:
             found = self._in_use.get(wanted)
-        compiled = self._compile(wanted) if found is None else found
+        compiled = self._compile_in_time(wanted) if found is None else found
         with self._lock:
             self._in_use[wanted] = self._cache[wanted] = compiled
             self._cache.move_to_end(wanted)
@@ -121,40 +138,83 @@ class GrammarCompiler:
                 self._cache.popitem(last=False)
         return compiled
 
-    def _compile(self, wanted: StructuredOutputs) -> CompiledGrammar:
+    def _compile_in_time(self, wanted: StructuredOutputs) -> CompiledGrammar:
+        """Compile in a thread of its own, which ends later if it takes too long.
+
+        The library recurses along references, with up to 5 KB of the stack for each: those of a
+        schema of `MAX_GRAMMAR_BYTES` exceed the usual stack, which would end the process.
+        """
         tokens = self._token_trie()
+        if not self._running.acquire(timeout=COMPILE_TIMEOUT_S):
+            raise QueueFull(
+                f"{MAX_COMPILATIONS} structured outputs are being compiled: send the request again",
+                retry_after_s=COMPILE_TIMEOUT_S,
+            )
+        compiled: Future[CompiledGrammar] = Future()
+
+        def run() -> None:
+            try:
+                compiled.set_result(self._compile(wanted, tokens))
+            except BaseException as error:  # noqa: BLE001 - the caller raises it
+                compiled.set_exception(error)
+            finally:
+                self._running.release()
+
+        with _STACK_SIZE_LOCK:
+            before = threading.stack_size(COMPILE_STACK_BYTES)
+            try:
+                threading.Thread(target=run, name="quire-compile", daemon=True).start()
+            finally:
+                threading.stack_size(before)
+        try:
+            return compiled.result(COMPILE_TIMEOUT_S)
+        except TimeoutError:
+            raise _refusal(
+                wanted, f"it takes more than {COMPILE_TIMEOUT_S:g} s to compile: simplify it"
+            ) from None
+
+    def _compile(self, wanted: StructuredOutputs, tokens: "LLTokenizer") -> CompiledGrammar:
         from llguidance import LLMatcher, LLParserLimits
 
-        deadline_s = self._clock() + COMPILE_TIMEOUT_S
         limits = LLParserLimits(verbose_errors=False, **LIMITS)
         try:
             text = _grammar_text(wanted)
         except (ValueError, RecursionError) as error:
             raise _refusal(wanted, str(error)) from None
-        self._check_time(wanted, deadline_s)
         start = LLMatcher(tokens, text, log_level=0, limits=limits)
-        self._check_time(wanted, deadline_s)
         if start.is_error():
-            raise _refusal(wanted, start.get_error())
+            raise _refusal(wanted, shown_reason(start.get_error()))
         mask = start.compute_bitmask()
-        self._check_time(wanted, deadline_s)
         if start.is_error():
-            raise _refusal(wanted, start.get_error())
-        if not self._begins(mask):
+            raise _refusal(wanted, shown_reason(start.get_error()))
+        if not self._text_tokens(mask).any():
             raise _refusal(wanted, "it matches no text, or only the empty text")
+        for seed in range(_PROBES):
+            self._probe(wanted, start.deep_copy(), random.Random(seed))
         return CompiledGrammar(start, mask)
 
-    def _begins(self, mask: bytes) -> bool:
-        """Whether a mask allows any token except the end-of-sequence tokens."""
+    def _probe(
+        self, wanted: StructuredOutputs, matcher: "LLMatcher", choice: random.Random
+    ) -> None:
+        """Begin a random output, since most grammars that are too large fail at once.
+
+        Raises:
+            RequestError: the output exceeds a limit.
+        """
+        for _ in range(_PROBE_TOKENS):
+            allowed = np.flatnonzero(self._text_tokens(matcher.compute_bitmask()))
+            if len(allowed):
+                matcher.consume_token(int(choice.choice(allowed)))
+            if matcher.is_error():
+                raise _refusal(wanted, shown_reason(matcher.get_error()))
+            if not len(allowed) or matcher.is_stopped():
+                return
+
+    def _text_tokens(self, mask: bytes) -> UInt8[np.ndarray, " tokens"]:
+        """The tokens that a mask allows except the end-of-sequence tokens."""
         bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little")
         bits[self._eos_token_ids] = 0
-        return bool(bits.any())
-
-    def _check_time(self, wanted: StructuredOutputs, deadline_s: float) -> None:
-        if self._clock() > deadline_s:
-            raise _refusal(
-                wanted, f"it takes more than {COMPILE_TIMEOUT_S:g} s to compile: simplify it"
-            )
+        return bits
 
     def _token_trie(self) -> "LLTokenizer":
         """The library's view of the tokenizer; built once, which takes up to a second."""
@@ -202,18 +262,19 @@ def _grammar_text(wanted: StructuredOutputs) -> str:
     """
     from llguidance import LLMatcher
 
+    rewriter = DialectRewriter()
     if wanted.regex is not None:
-        return LLMatcher.grammar_from_regex(wanted.regex)
+        return LLMatcher.grammar_from_regex(rewriter.regex(wanted.regex))
     if wanted.choice is not None:
         texts = (json.dumps(text, ensure_ascii=False) for text in wanted.choice)
         # one token of the lexer: alternatives of the parser would count towards `max_items_in_row`
         return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(texts))
     if wanted.grammar is not None:
-        return LLMatcher.grammar_from_lark(_as_lark(wanted.grammar))
+        return LLMatcher.grammar_from_lark(rewriter.lark(_as_lark(wanted.grammar)))
     options: dict[str, Any] = {"whitespace_flexible": not wanted.disable_any_whitespace}
     if not wanted.disable_any_whitespace:
-        options["whitespace_pattern"] = wanted.whitespace_pattern or ANY_WHITESPACE
-    schema = wanted.json or '{"type": "object"}'
+        options["whitespace_pattern"] = rewriter.regex(wanted.whitespace_pattern or ANY_WHITESPACE)
+    schema = rewriter.schema(wanted.json or '{"type": "object"}')
     return LLMatcher.grammar_from_json_schema(schema, overrides=options)  # type: ignore[arg-type]
 
 
@@ -236,5 +297,5 @@ def _as_lark(text: str) -> str:
 
 
 def _refusal(wanted: StructuredOutputs, reason: str) -> RequestError:
-    message = f"{wanted.kind} cannot be compiled: {shown_reason(reason)}"
+    message = f"{wanted.kind} cannot be compiled: {reason}"
     return RequestError(message, param=wanted.param)

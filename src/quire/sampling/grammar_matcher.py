@@ -4,6 +4,7 @@ A matcher is a function of the output tokens: it consumes the tokens that it has
 back if the sequence was exchanged, as beams are. So a preemption does not change it.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,6 +19,21 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 _MOST_REASON, _MOST_LINE = 300, 60  # characters of a reason of the library, and of its lines
+
+TOO_LARGE = "structured_outputs is too large"
+"""Start of the errors of limits that only the generation of an output reaches."""
+
+_IS_LIMIT = re.compile(
+    r"too (many|big|large|complex)|max is|fuel|exceed|[Ll]imit|Unable to determine"
+)
+_ADVICE = {
+    _IS_LIMIT: "use lower counts and less nesting of quantifiers and lists, and fewer optional "
+    "parts, properties and alternatives",
+    re.compile("NoExtension"): "no text matches it",
+    re.compile("oneOf constraints"): "write anyOf, or options that exclude each other by their "
+    "types or by a `required` property with a `const`",
+    re.compile("Unknown format"): "leave out `format`, or give a `pattern`",
+}
 
 
 class GrammarMatcher:
@@ -99,14 +115,19 @@ class GrammarMatcher:
         return mask
 
     def _fail(self, reason: str) -> None:
-        self.error = f"structured_outputs cannot continue: {shown_reason(reason)}"
+        kind = TOO_LARGE if _IS_LIMIT.search(reason) else "structured_outputs cannot continue"
+        self.error = f"{kind}: {shown_reason(reason)}"
 
 
 def shown_reason(reason: str) -> str:
-    """The library's reason of an error on one bounded line; its lines quote the grammar."""
+    """The library's reason of an error on one bounded line, and what to change.
+
+    Its lines quote the grammar.
+    """
     lines = [line.strip() for line in reason.splitlines()]
-    shown = [line[:_MOST_LINE] for line in lines if line and line != "<non-verbose/>"]
-    return " ".join(shown)[:_MOST_REASON]
+    lines = [line[:_MOST_LINE] for line in lines if line and line != "<non-verbose/>"]
+    advice = [text for found, text in _ADVICE.items() if found.search(reason)]
+    return "; ".join([" ".join(lines)[:_MOST_REASON], *advice])
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:

@@ -40,6 +40,7 @@ __all__ = [
     "ScoredToken",
     "prompt_logprobs",
     "waited",
+    "why_none",
 ]
 
 BAD_LOGITS = "the model returned NaN or infinite logits"
@@ -203,7 +204,7 @@ class Sampler:
             for index, token_id in zip(shaped, chosen, strict=True):
                 token_ids[index] = token_id
             for index in failed:
-                errors.setdefault(shaped[index], _why_none(rows[shaped[index]]))
+                errors.setdefault(shaped[index], why_none([rows[shaped[index]]]))
         scored = device_sampling.requested_scores(rows)
         scored = {index: top for index, top in scored.items() if index not in errors}
         scores = _row_scores(logits, token_ids, scored, self.unlisted(logits.device))
@@ -240,7 +241,7 @@ def waited(launched: LaunchedTokens) -> list[SampledToken]:
     found, rows = launched.wait(), launched.wanted.rows
     errors = dict.fromkeys(found.bad, BAD_LOGITS)
     for index in found.without_token:
-        errors.setdefault(index, _why_none(rows[index]))
+        errors.setdefault(index, why_none([rows[index]]))
     return _report(found.token_ids, found.scores, errors)
 
 
@@ -287,10 +288,10 @@ def prompt_logprobs(
     return scored
 
 
-def _why_none(row: SamplingRow) -> str:
-    """Why the masks of a row leave no token."""
-    error = None if row.matcher is None else row.matcher.error
-    return error or NO_TOKEN_LEFT
+def why_none(rows: Iterable[SamplingRow]) -> str:
+    """Why the masks of a row, or of all beams of a search, leave no token."""
+    errors = (None if row.matcher is None else row.matcher.error for row in rows)
+    return next(filter(None, errors), NO_TOKEN_LEFT)
 
 
 def _options(row: SamplingRow) -> RowOptions:

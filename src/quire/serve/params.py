@@ -174,7 +174,7 @@ def _field_of(body: Body, param: str | None) -> str | None:
         return param
     if isinstance(body, GenerationBody):
         param = param_of(body.structure_fields(), param)
-        is_forced = isinstance(body, ChatBody) and (param or "").startswith(f"{FIELD}.")
+        is_forced = isinstance(body, ChatBody) and (param or "").split(".")[0] == FIELD
         if is_forced and body.structured_outputs is None:  # by the schemas of the tools
             return "tools"
     declared = [name for name in _FIELDS_OF.get(param or "", ()) if name in type(body).model_fields]

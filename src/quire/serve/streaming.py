@@ -8,7 +8,9 @@ from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
+from quire.config.structured_outputs import FIELD
 from quire.errors import QuireError, RequestError
+from quire.sampling.grammar_matcher import TOO_LARGE
 from quire.sampling.output_stream import OutputStream
 from quire.sampling.outputs import OutputDelta, RequestOutput, Usage, joined
 from quire.sampling.sampler import NO_TOKEN_LEFT
@@ -223,4 +225,6 @@ def _raise_if_failed(error: str | None) -> None:
     if error is None:
         return
     # an error of the request's own options is the client's, although it appears during generation
+    if error.startswith(TOO_LARGE):
+        raise RequestError(error, param=FIELD)
     raise RequestError(error) if error == NO_TOKEN_LEFT else RequestFailed(error)

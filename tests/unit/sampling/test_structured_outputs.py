@@ -2,10 +2,14 @@
 
 import asyncio
 import json
+import random
 import re
+import threading
+import unicodedata
 import weakref
 
 import jsonschema
+import llguidance
 import pytest
 import tokenizers
 from hypothesis import given, settings
@@ -21,7 +25,7 @@ from quire.config.structured_outputs import (
     MAX_NESTING,
     MAX_REGEX_BYTES,
 )
-from quire.errors import RequestError
+from quire.errors import QueueFull, RequestError
 from quire.sampling import grammar
 from quire.sampling.grammar import MOST_COMPILED, GrammarCompiler
 
@@ -133,17 +137,20 @@ def test_beam_search_that_ignores_end_tokens_is_refused():
         ({"json": {"type": "foo"}}, "Invalid type"),
         ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
         ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "Unsatisfiable"),
-        ({"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}}, "NoExtension"),
-        ({"json": PERSON, "whitespace_pattern": "[ "}, "unclosed"),
-        ({"regex": "(a"}, "unclosed group"),
-        ({"regex": "(?=a)b"}, "look-around"),
+        (
+            {"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}},
+            "no JSON that ends",
+        ),
+        ({"json": PERSON, "whitespace_pattern": "[ "}, "unterminated"),
+        ({"regex": "(a"}, "unterminated subpattern"),
+        ({"regex": "(?=a)b"}, "lookahead"),
         ({"regex": "(" * 5000 + "a" + ")" * 5000}, "nest"),
         ({"grammar": "start: nothing"}, "unknown name"),
         ({"grammar": "root ::= x"}, "GBNF"),
         ({"grammar": "root ::= " + "(" * 9000}, "GBNF"),
         ({"grammar": "root := x"}, "Expected value"),
         ({"grammar": "start: " + "(" * 9000 + '"a"' + ")" * 9000}, "nested"),
-        ({"grammar": "start: " + '("a" | "b")* ' * 3000}, "Too many items"),
+        ({"grammar": "start: " + '("a" | "b")* ' * 3000}, "use lower counts"),
     ],
 )
 def test_grammar_that_cannot_be_compiled_is_refused(compiler, wanted, message):
@@ -160,20 +167,36 @@ def test_empty_text_as_the_only_match_is_refused(compiler):
         compiler.compile(StructuredOutputs(regex="()"))
 
 
-def test_slow_compilation_is_refused(llm):
-    seconds = iter([0.0, 1.0, 9.0])
-    model = llm.model
-    slow = GrammarCompiler(
-        model.tokenizer,
-        model.spec.vocab_size,
-        model.generation.eos_token_ids,
-        clock=lambda: next(seconds),
-    )
+@pytest.fixture
+def held(monkeypatch):
+    """Compilations wait in the library until this event is set."""
+    event = threading.Event()
 
-    with pytest.raises(RequestError, match="more than 5 s") as refused:
-        slow.compile(StructuredOutputs(json=PERSON))
+    class Waiting:
+        grammar_from_regex = staticmethod(llguidance.LLMatcher.grammar_from_regex)
 
-    assert refused.value.param == "structured_outputs.json"
+        def __new__(cls, *arguments, matcher=llguidance.LLMatcher, **options):
+            event.wait()
+            return matcher(*arguments, **options)
+
+    monkeypatch.setattr(llguidance, "LLMatcher", Waiting)
+    yield event
+    event.set()
+
+
+def test_slow_compilation_is_refused_and_too_many_are_refused_for_now(compiler, held, monkeypatch):
+    monkeypatch.setattr(grammar, "COMPILE_TIMEOUT_S", 0.001)
+
+    for number in range(grammar.MAX_COMPILATIONS):
+        with pytest.raises(RequestError, match="takes more than") as refused:
+            compiler.compile(StructuredOutputs(regex=f"a{number}"))
+        assert refused.value.param == "structured_outputs.regex"
+    with pytest.raises(QueueFull, match="being compiled"):
+        compiler.compile(StructuredOutputs(regex="b"))
+
+    held.set()
+    monkeypatch.setattr(grammar, "COMPILE_TIMEOUT_S", 60.0)
+    compiler.compile(StructuredOutputs(regex="c"))
 
 
 def test_model_without_a_tokenizer_is_refused():
@@ -445,7 +468,7 @@ def test_other_requests_of_a_batch_do_not_change(llm):
 
 
 def test_grammar_that_cannot_continue_ends_only_its_request(llm, monkeypatch):
-    monkeypatch.setitem(grammar.LIMITS, "step_max_items", 60)
+    monkeypatch.setitem(grammar.LIMITS, "step_max_items", 120)
     wanted = {"grammar": 'start: e\ne: e e | "a" | e e e'}
     params = [
         SamplingParams(max_tokens=200, structured_outputs=wanted, ignore_eos=True),
@@ -455,7 +478,7 @@ def test_grammar_that_cannot_continue_ends_only_its_request(llm, monkeypatch):
     failed, other = llm.generate([PROMPT, PROMPT], params)
 
     assert failed.finish_reason == "error"
-    assert "structured_outputs cannot continue" in failed.error
+    assert "structured_outputs is too large" in failed.error
     assert len(other.token_ids) == 200
 
 
@@ -499,11 +522,299 @@ def test_async_refuses_a_wrong_grammar(llm):
         async with AsyncLLM(llm.engine) as engine:
             await engine.generate(PROMPT, SamplingParams(structured_outputs={"regex": "(a"}))
 
-    with pytest.raises(RequestError, match="unclosed") as refused:
+    with pytest.raises(RequestError, match="unterminated") as refused:
         asyncio.run(main())
 
     assert refused.value.param == "structured_outputs.regex"
     assert not llm.engine.has_work
+
+
+# ---- dialects ------------------------------------------------------------------------------------
+
+TEXTS = ["", "a", "b", "ab", "ba", "aab", "abc", "K", "k", "\u212a", "é", "ß", "1", "\u0663", "²"]
+TEXTS += ["_", " ", "\n", "a\n", "\na", "a b", "a.b", "\x1c", "\x85", "\ufeff", "\u2028", "[", "]"]
+TEXTS += ["-", "i", "\u0131", "İ", "\u017f", "S", "A", "\u2167", "\U0001d49c", "\u0301", "a1", "xa"]
+TEXTS += ["xab", "abx", "bx", "\\", "/"]
+REGEXES = [
+    *("a|b", "(a|b)*", "a??b", "a+?", "(?:a|)b", "a{2}b", "[ab]{1,2}?", "(?P<x>a)b", "(?<x>a)b"),
+    *("^a$", "^a|b$", "(^a|b)c?", r"\Aa\Z", "(a$|ab)", "^$|a", "(?m:a)", ".", ".b?", "(?s).*a"),
+    *(r"\d", r"\D", r"\w", r"\W", r"\s", r"\S", r"[^\d]", r"[^\W_]", r"[\s\d]", "[^a]", "[^ab1]"),
+    *(
+        r"(?a)\w",
+        r"(?a:\d)",
+        r"(?a)\S",
+        "(?i)k",
+        "(?i)[a-k]",
+        "(?i)[^k]",
+        "(?i)s",
+        "(?i)i",
+        "(?i:A)b",
+    ),
+    *(
+        "[[]",
+        "[^[]",
+        "[]a]",
+        r"[\]\[]",
+        r"[\-a]",
+        "[a-]",
+        r"\x61",
+        r"\141",
+        r"\u00e9",
+        r"\n",
+        r"\\",
+    ),
+    *("(?x) a # letter\n b", "/", r"\/", "a?a?b?", "[a-b]b", "(?:a?){3}", "(a*)*b", "a{0}b"),
+]
+"""Expressions that Python and the library may read differently."""
+
+NOT_KEPT = [
+    *("(?=a)a", "(?!b)a", "(?<=a)b", "(?<!a)b", r"(a)\1", "(?P<x>a)(?P=x)", r"\ba", r"a\B", "a^b"),
+    *(
+        "a$b",
+        "(?m)^a$",
+        "(?>a)b",
+        "a*+",
+        "a++b",
+        "a?+",
+        "(a)?(?(1)b|c)",
+        "[[:alpha:]]",
+        "[^[:digit:]]",
+    ),
+    *(
+        "[a-z&&[^b]]",
+        "[a--b]",
+        "[a~~b]",
+        r"[^\s\S]",
+        r"[a-\p{L}]",
+        "a{99999999999}",
+        r"\Qa\E",
+        "[z-a]",
+    ),
+    *("(?i", "*a", "a{3,2}", r"\p{Nope}", r"\x{110000}"),
+]
+
+
+@pytest.mark.parametrize("regex", REGEXES)
+@pytest.mark.filterwarnings("ignore:Possible nested set")
+def test_regex_matches_what_python_matches(compiler, llm, regex):
+    plain = regex.replace("(?<x>", "(?P<x>")
+
+    matched = [text for text in TEXTS if accepts(compiler, llm, {"regex": regex}, text)]
+
+    assert matched == [text for text in TEXTS if re.fullmatch(plain, text)]
+
+
+@pytest.mark.parametrize("regex", NOT_KEPT)
+@pytest.mark.parametrize("form", ["regex", "pattern", "grammar"])
+def test_regex_that_cannot_be_kept_is_refused(compiler, regex, form):
+    wanted = {
+        "regex": {"regex": regex},
+        "pattern": {"json": {"type": "string", "pattern": regex}},
+        "grammar": {"grammar": f"start: /{regex}/"},
+    }[form]
+
+    with pytest.raises(RequestError, match="cannot be compiled"):
+        compiler.compile(StructuredOutputs(**wanted))
+
+
+def test_properties_of_unicode_are_read_as_in_other_dialects(compiler, llm):
+    wanted = {"regex": r"[\p{Lu}\p{N}_]"}
+
+    matched = [text for text in TEXTS if accepts(compiler, llm, wanted, text)]
+
+    kinds = {text: unicodedata.category(text) for text in TEXTS if len(text) == 1}
+    assert matched == [one for one in kinds if kinds[one] in ("Lu", "Nd", "Nl", "No", "Pc")]
+
+
+def test_expressions_of_a_grammar_are_read_as_in_python(compiler, llm):
+    wanted = {"grammar": '# a " comment /[/\nstart: A "/" /[^[]/i // [[:x:]]\nA: /\\w/s\n'}
+
+    accepted = [
+        text for text in ("²/a", "a/]", "\u0301/a", "a/[") if accepts(compiler, llm, wanted, text)
+    ]
+
+    assert accepted == ["²/a", "a/]"]
+
+
+def sampled(compiler, llm, wanted, seed, max_tokens=100):
+    """A random text of a grammar; None if it does not end."""
+    matcher, output, choice = compiler.compile(wanted).matcher(), [], random.Random(seed)
+    eos = set(llm.model.generation.eos_token_ids)
+    for _ in range(max_tokens):
+        following = sorted(allowed(matcher.mask(output)))
+        if (eos & set(following) and choice.random() < 0.4) or not set(following) - eos:
+            return llm.model.tokenizer.decode(output)
+        output.append(choice.choice([token for token in following if token not in eos]))
+    return None
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *(
+            "a|^b",
+            "^a|b$",
+            "(^|,)a",
+            "a(b|$)",
+            "b",
+            "(?:)",
+            "^[ab]?",
+            "a.b",
+            r"\d",
+            r"^\w{2}$",
+            "[^a]",
+        ),
+        *(r"\S\s", r"^[^\W\d]+$", "(?i)^k", "^a\n?$", r"^\D$", "^(a|b|[0-9]{2})$"),
+    ],
+)
+@pytest.mark.parametrize("name", ["pattern", "patternProperties"])
+def test_pattern_of_a_schema_holds_for_sampled_outputs(compiler, llm, pattern, name):
+    schema = {"type": "string", "pattern": pattern}
+    if name == "patternProperties":
+        schema = {"type": "object", name: {pattern: {}}, "additionalProperties": False}
+    wanted = StructuredOutputs(json=schema)
+
+    outputs = [sampled(compiler, llm, wanted, seed) for seed in range(12)]
+
+    for output in filter(None, outputs):
+        jsonschema.validate(json.loads(output), schema)
+
+
+@pytest.mark.parametrize(
+    ("schema", "valid", "invalid"),
+    [
+        ({"type": "integer", "minimum": 5, "exclusiveMinimum": True}, "6", "5"),
+        ({"type": "number", "maximum": 5, "exclusiveMaximum": True}, "4.5", "5"),
+        ({"type": "integer", "minimum": 5, "exclusiveMinimum": False}, "5", "4"),
+        (
+            {"type": "array", "items": [{"type": "integer"}], "additionalItems": False},
+            "[1]",
+            "[1,2]",
+        ),
+        ({"type": "array", "uniqueItems": False}, "[1,1]", "1"),
+        ({"type": "string", "minLength": 2.0}, '"ab"', '"a"'),
+        ({"type": "integer", "maximum": 2**53 + 1}, str(2**53), str(2**53 + 2)),
+        (
+            {
+                "id": "http://a.b/c",
+                "$ref": "#/definitions/a",
+                "definitions": {"a": {"type": "null"}},
+            },
+            "null",
+            "1",
+        ),
+        ({"$schema": "http://json-schema.org/draft-04/schema#", "const": 5}, "5", "6"),
+        (
+            {
+                "$ref": "#/components/a",
+                "components": {"a": {"pattern": "^[^[]$", "type": "string"}},
+            },
+            '"a"',
+            '"["',
+        ),
+        ({"$ref": "#a", "$defs": {"x": {"$anchor": "a", "type": "integer"}}}, "1", "null"),
+        ({"type": "array", "items": {"$ref": "#"}}, "[[],[[]]]", "[1]"),
+        ({"$defs": {"a": {"not": {}}}, "type": "integer"}, "1", "null"),
+        (
+            {"type": "object", "properties": {"not": {"type": "null"}}, "required": ["not"]},
+            '{"not":null}',
+            "{}",
+        ),
+        ({"enum": [{"not": 1, "pattern": "("}]}, '{"not":1,"pattern":"("}', "{}"),
+    ],
+)
+def test_schema_of_any_draft_is_kept(compiler, llm, schema, valid, invalid):
+    wanted = {"json": schema, "disable_any_whitespace": True}
+
+    assert accepts(compiler, llm, wanted, valid)
+    assert not accepts(compiler, llm, wanted, invalid)
+
+
+LOOPS = {"a": {"$ref": "#/$defs/b"}, "b": {"allOf": [{"$ref": "#/$defs/a"}]}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"exclusiveMinimum": True}, "needs `minimum`"),
+        ({"maximum": "5"}, '/maximum to be a number, got "5"'),
+        ({"multipleOf": 0}, "above 0"),
+        ({"minLength": -1}, "whole number"),
+        ({"properties": {"a": {"required": True}}}, "/properties/a/required to be a list"),
+        ({"properties": [1]}, "object of schemas"),
+        ({"items": {"additionalProperties": 5}}, "/items/additionalProperties to be a schema"),
+        ({"pattern": 5}, "/pattern to be a text"),
+        ({"format": 5}, "/format to be a text"),
+        ({"type": "string", "format": "nope"}, "give a `pattern`"),
+        ({"anyOf": {}}, "list of schemas"),
+        ({"enum": []}, "list of values"),
+        ({"const": [2**53 + 1]}, "numbers from"),
+        ({"type": ["integer", "any"]}, "Invalid type"),
+        ({"$ref": 5}, "/\\$ref to be a text"),
+        ({"$ref": "#/$defs/a"}, "which the schema does not have"),
+        ({"$ref": "https://example.com/schema"}, "Resource"),
+        ({"pattern": "a", "allOf": [{"pattern": f"a{n}"} for n in range(60)]}, "a text must match"),
+        ({"patternProperties": {f"^{n}": {} for n in range(300)}}, "at most 200 patterns"),
+        ({"multipleOf": 999983}, "up to 100,000"),
+        ({"multipleOf": 0.999983}, "up to 5 digits"),
+        ({"x-guidance": {"lenient": True}}, "x-guidance is not supported"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "write anyOf"),
+        ({"minProperties": 2}, "minProperties cannot be kept"),
+        ({"patternProperties": {"a": {}, "(?:a)": {}, "[a]": {}}}, "same names"),
+        ({"properties": {str(n): {} for n in range(2001)}}, "2,001 optional properties"),
+        ({"$ref": "#"}, "no JSON that ends"),
+        ({"anyOf": [{"$ref": "#"}]}, "no JSON that ends"),
+        ({"$ref": "#/$defs/a", "$defs": LOOPS}, "no JSON that ends"),
+        ({"type": "array", "minItems": 1, "items": {"$ref": "#"}}, "no JSON that ends"),
+        (
+            {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+            "no JSON that ends",
+        ),
+        *(
+            ({"properties": {"a": {keyword: {}}}}, f"leave out the keyword '{keyword}'")
+            for keyword in ("not", "if", "contains", "propertyNames", "unevaluatedItems", "extends")
+        ),
+        *(
+            ({keyword: {"a": ["b"]}}, f"leave out the keyword '{keyword}'")
+            for keyword in ("dependentRequired", "dependencies", "divisibleBy", "disallow")
+        ),
+    ],
+)
+@pytest.mark.parametrize("form", ["json", "grammar"])
+def test_schema_that_cannot_be_kept_is_refused(compiler, schema, message, form):
+    text = json.dumps(schema)
+    wanted = {"json": text} if form == "json" else {"grammar": f"start: %json {text}"}
+    if form == "grammar" and "x-guidance" in schema:
+        message = "expected x-guidance to have"
+
+    with pytest.raises(RequestError, match=message):
+        compiler.compile(StructuredOutputs(**wanted))
+
+
+def test_chain_of_references_is_followed_without_recursion(compiler, llm):
+    """Also in a thread with a small stack, which the library would exceed."""
+    chain = {str(n): {"items": {"$ref": f"#/$defs/{n + 1}"}} for n in range(2000)}
+    schema = {"$ref": "#/$defs/0", "$defs": chain | {"2000": {"type": "null"}}}
+
+    assert accepts(compiler, llm, {"json": schema}, "[[[]]]")
+
+
+def test_terminals_that_use_each_other_too_deeply_are_refused(compiler, llm):
+    def chain(depth):
+        return "start: A0\n" + "".join(f'A{n}: (A{n + 1} "x")*\n' for n in range(depth))
+
+    assert accepts(compiler, llm, {"grammar": f'{chain(50)}A50: "a"'}, "xx")
+    with pytest.raises(RequestError, match="64 levels deep"):
+        compiler.compile(StructuredOutputs(grammar=f'{chain(2000)}A2000: "a"'))
+    rules = "".join(f"a{n}: A{n} a{n + 1}\nA{n}: /{n}/\n" for n in range(100))
+    assert accepts(compiler, llm, {"grammar": f'start: a99\n{rules}a100: "b"'}, "99b")
+
+
+def test_too_many_intersections_of_a_grammar_are_refused(compiler):
+    many = " & ".join(f"/(?s:.*){n}(?s:.*)/" for n in range(60))
+
+    with pytest.raises(RequestError, match="operators `&`"):
+        compiler.compile(StructuredOutputs(grammar=f"start: A\nA: {many}"))
 
 
 # ---- random schemas ------------------------------------------------------------------------------

@@ -105,7 +105,8 @@ class ResponsesFormat:
         """Convert an error within a stream: the response has failed."""
         self._failed = True
         error = body["error"]
-        shown = {"code": "server_error", "message": error["message"]}
+        code = "server_error" if error["code"] >= 500 else "invalid_prompt"
+        shown = {"code": code, "message": error["message"]}
         return [self._event("response.failed", response=self._response("failed", shown))]
 
     def end(self) -> list[str]:
