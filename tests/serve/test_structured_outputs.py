@@ -197,7 +197,7 @@ def small_limit(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"n": 2}, {"use_beam_search": True, "temperature": 0, "beam_width": 2}]
+    "options", [{}, {"n": 2}, {"use_beam_search": True, "temperature": 0, "n": 2, "max_tokens": 60}]
 )
 @pytest.mark.parametrize("path", BODIES)
 def test_limit_reached_by_an_output_is_the_clients_and_ends_no_other_request(
