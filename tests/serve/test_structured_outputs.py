@@ -243,7 +243,7 @@ def test_large_structures_of_all_kinds_are_served_or_refused(post):
         {"guided_json": {"anyOf": [schema | {"title": str(n)} for n in range(8)]}},
         {"guided_regex": "(([a-z]{1,100}){1,100}){1,100}"},
         {"guided_regex": "a?b?" * 2500},
-        {"guided_grammar": "start: " + '"a"? ' * 3000},
+        {"guided_grammar": "start: " + '"a"? ' * 4000},
     ]
 
     body = BODIES[COMPLETIONS] | {"max_tokens": 20}
