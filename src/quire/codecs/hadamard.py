@@ -1,9 +1,9 @@
 """Affine codes of the rotated vector; the rotation spreads outlier channels over all channels.
 
-Formula: y = H x with Sylvester's matrix over sqrt(d). If d is not a power of two, H is block
-diagonal with blocks of the largest power of two that divides d. y is encoded in groups, then scales
-and zeros are multiplied by |y| / |decoded y| to preserve the norm of the vector. H is symmetric and
-its own inverse.
+Formula: y = H x with Sylvester's matrix over sqrt(d), computed as a fast Walsh-Hadamard transform.
+If d is not a power of two, H is block diagonal with blocks of the largest power of two that divides
+d. y is encoded in groups, then scales and zeros are multiplied by |y| / |decoded y| to preserve the
+norm of the vector. H is symmetric and its own inverse.
 Bound, in norm: |x - decoded| <= 2 e. e is the error of y before the norm correction, at most
 sqrt(d) / 2 times the largest scale. The multiplied scales and zeros are rounded to float16.
 Source: QuaRot (Ashkboos et al. 2024) for the rotation, TurboQuant (Zandieh et al. 2025) for the
@@ -11,7 +11,6 @@ norm correction, without its second stage.
 """
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from jaxtyping import Float
@@ -46,17 +45,21 @@ class Hadamard(Codec):
 
 
 def rotate(vectors: Float[Tensor, "*batch head_dim"]) -> Float[Tensor, "*batch head_dim"]:
-    """Rotate float32 vectors; the rotation is its own inverse."""
+    """Rotate float32 vectors; the rotation is its own inverse.
+
+    Computed as sums and differences, because a matrix product rounds differently in batches of
+    other sizes: a token has the same codes in every batch.
+    """
     head_dim = vectors.shape[-1]
-    block = head_dim & -head_dim
-    rotated = vectors.reshape(-1, block) @ _sylvester(block, vectors.device)
-    return rotated.view(vectors.shape)
-
-
-@cache
-def _sylvester(size: int, device: torch.device) -> Float[Tensor, "size size"]:
-    with torch.inference_mode(mode=False):  # the cached matrix is also used outside inference mode
-        matrix = torch.ones(1, 1, device=device)
-        while len(matrix) < size:
-            matrix = torch.cat([torch.cat([matrix, matrix]), torch.cat([matrix, -matrix])], dim=1)
-        return matrix.mul_(size**-0.5)
+    block, half = head_dim & -head_dim, 1
+    rotated = vectors.reshape(-1, block)
+    buffers = torch.empty_like(rotated), torch.empty_like(rotated)
+    while half < block:
+        shape = len(rotated), block // (2 * half), 2, half
+        first, second = rotated.view(shape).unbind(2)
+        rotated = buffers[0]
+        sums, differences = rotated.view(shape).unbind(2)
+        torch.add(first, second, out=sums)
+        torch.sub(first, second, out=differences)
+        buffers, half = buffers[::-1], 2 * half
+    return (rotated * block**-0.5).view(vectors.shape)
