@@ -223,6 +223,30 @@ def test_limit_reached_by_a_streamed_output_is_an_event_of_the_client(stream, sm
     assert "too large" in last["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "code"),
+    [
+        ("/v1/responses", {"input": "Once", "max_output_tokens": 200}, '"code": "invalid_prompt"'),
+        (
+            "/v1/messages",
+            {"messages": BODIES[CHATS]["messages"], "max_tokens": 200},
+            '"type": "invalid_request_error"',
+        ),
+    ],
+)
+def test_limit_reached_by_an_output_of_another_api_is_the_clients(
+    post, small_limit, path, body, code
+):
+    body |= {"structured_outputs": {"grammar": GROWS["guided_grammar"]}}
+
+    whole, streamed = (post(path, **body, stream=stream) for stream in (False, True))
+
+    assert whole.status_code == 400
+    *_, last = [event for event in streamed.text.split("\n\n") if event]
+    assert code in last
+    assert "structured_outputs is too large" in last
+
+
 def test_large_structures_of_all_kinds_are_served_or_refused(post):
     """Objects with many properties, optional parts in a row, and lists in lists."""
     properties = {f"p{number}": {"type": "string"} for number in range(400)}

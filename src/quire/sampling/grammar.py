@@ -164,6 +164,9 @@ class GrammarCompiler:
             before = threading.stack_size(COMPILE_STACK_BYTES)
             try:
                 threading.Thread(target=run, name="quire-compile", daemon=True).start()
+            except RuntimeError:  # no thread can be started
+                self._running.release()
+                raise
             finally:
                 threading.stack_size(before)
         try:
