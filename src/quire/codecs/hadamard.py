@@ -10,6 +10,7 @@ Source: QuaRot (Ashkboos et al. 2024) for the rotation, TurboQuant (Zandieh et a
 norm correction, without its second stage.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -62,4 +63,4 @@ def rotate(vectors: Float[Tensor, "*batch head_dim"]) -> Float[Tensor, "*batch h
         torch.add(first, second, out=sums)
         torch.sub(first, second, out=differences)
         buffers, half = buffers[::-1], 2 * half
-    return (rotated * block**-0.5).view(vectors.shape)
+    return rotated.mul(1 / math.sqrt(block)).view(vectors.shape)
