@@ -14,6 +14,7 @@ BAD = [
     "{",
     '{"prompt": [1, 2], "temperature": NaN}',
     r'{"prompt": [1, 2], "metadata": {"\ud800": "a"}}',
+    {"prompt": [1, 2], "logit_bias": {"9" * 5_000: 1}},
     '{"prompt": [1, 2], "seed": ' + "9" * 400 + "}",
     {"prompt": []},
     {"prompt": [1, 999]},

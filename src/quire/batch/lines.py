@@ -19,7 +19,7 @@ from quire.config.chat_messages import Message, read_messages
 from quire.config.generation_request import OPTION_KINDS, RequestOptions, checked_option
 from quire.config.sampling_params import SamplingParams
 from quire.errors import QuireError, RequestError, UnknownName
-from quire.layout.values import find_fault
+from quire.layout.values import find_fault, is_count
 from quire.serve.fields import IGNORED, INSTEAD, UNSUPPORTED, temperature_of
 from quire.serve.structured import STRUCTURE_FIELDS, read_structure
 
@@ -289,7 +289,7 @@ def _token_keys(value: Any) -> Any:
     # JSON keys are strings; keys that are not numbers are refused with the other options
     if not isinstance(value, dict):
         return value
-    return {int(k) if k.isdecimal() and k.isascii() else k: v for k, v in value.items()}
+    return {int(k) if is_count(k) else k: v for k, v in value.items()}
 
 
 # ---- plain lines -------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from quire.cli.report import envelope
 from quire.errors import ConfigError, QuireError
 from quire.layout.options import parse_named
 from quire.layout.sizes import parse_size, parse_size_or
+from quire.layout.values import is_count
 from quire.plan.workload import Workload
 
 __all__ = ["PlanOptions", "PlanReport", "plan", "plan_report"]
@@ -222,7 +223,7 @@ def parse_workload(text: str) -> Workload:
         ConfigError: not three integers of at least 1.
     """
     parts = [part.strip() for part in text.split(",")]
-    if len(parts) != 3 or not all(part.isdecimal() for part in parts):
+    if len(parts) != 3 or not all(map(is_count, parts)):
         raise ConfigError(
             f"workload {text!r}: expected input tokens, output tokens and batch, as in 1024,256,16"
         )

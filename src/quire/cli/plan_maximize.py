@@ -12,6 +12,7 @@ from quire.cli.json_output import print_json
 from quire.cli.plan_report import PlanReport
 from quire.cli.report import envelope
 from quire.errors import ConfigError
+from quire.layout.values import is_count
 from quire.plan.ceilings import default_path, read_ceilings
 from quire.plan.machine import this_machine
 from quire.plan.rates import StepRates, model_key, steps_key
@@ -86,7 +87,7 @@ def parse_lengths(text: str) -> tuple[int, int]:
         ConfigError: not two integers of at least 1.
     """
     parts = [part.strip() for part in text.split(",")]
-    if len(parts) != 2 or not all(part.isdecimal() and int(part) for part in parts):
+    if len(parts) != 2 or not all(is_count(part) and int(part) for part in parts):
         raise ConfigError(
             f"maximize-batch {text!r}: expected input tokens and output tokens, as in 3584,512"
         )

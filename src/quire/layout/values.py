@@ -84,6 +84,11 @@ def _text_problem(text: str) -> list[str] | None:
     return None
 
 
+def is_count(text: str) -> bool:
+    """Whether a text has 1 to 18 decimal digits; Python refuses to read more than 4,300."""
+    return text.isascii() and text.isdecimal() and len(text) <= 18
+
+
 def read_toml(path: Path, name: str) -> dict[str, object]:
     """Read a TOML file of options.
 

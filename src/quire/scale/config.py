@@ -9,7 +9,7 @@ from quire.errors import ConfigError
 from quire.layout.options import Size, check_options, option
 from quire.layout.sizes import parse_size
 
-_RANGE = re.compile(r"(\d+)(?::(\d+))?")
+_RANGE = re.compile(r"(\d{1,9})(?::(\d{1,9}))?")
 _LEAST_STORE_BYTES = 80 * 2**20
 
 

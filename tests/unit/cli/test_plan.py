@@ -231,6 +231,8 @@ def test_default_max_num_batched_tokens_is_that_of_the_engine():
         (("--memory=-5GiB",), "'-5GiB' is not a size"),
         (("--memory", "0"), "memory=0 B"),
         (("--memory", "lots"), "'lots' is not a size"),
+        (("--workload", "9" * 5_000 + ",1,1"), "expected input tokens"),
+        (("--maximize-batch", "9" * 5_000 + ",1"), "expected input tokens"),
         (("--memory", "10kB"), "no memory is left for KV"),
         (("--memory", "1GiB", "--kv-memory", "2GiB"), "does not fit"),
         (("--kv-memory=-1",), "'-1' is not a size"),

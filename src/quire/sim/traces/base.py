@@ -8,6 +8,7 @@ from quire.errors import ConfigError
 from quire.layout.options import check_options, option
 
 DEFAULT_TENANT = "default"
+MAX_COPIES = 10_000
 
 
 class Segment(NamedTuple):
@@ -149,6 +150,8 @@ class TraceOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"expected {name} of 1 or more, got {value}")
+        if self.copies > MAX_COPIES:
+            raise ConfigError(f"expected copies of at most {MAX_COPIES:,}, got {self.copies:,}")
         if not 0 <= self.time_scale < math.inf:
             raise ConfigError(f"expected time_scale of 0 or more, got {self.time_scale}")
         if not 0 < self.length_scale < math.inf:
