@@ -1,83 +1,32 @@
 """`quire batch` under SIGKILL: a restart completes the remaining lines without duplicates."""
 
-import json
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from functools import partial
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from support import zoo
 from support.command_line import read_records, write_lines
+from support.forking import Program
 
 KILLS = 6
 NUM_LINES = 80
 INVALID_EVERY = 40
 DONE = 1  # exit status of a complete run with invalid lines
-PATIENCE_S = 30.0
 
 
-class Forker:
-    """A process that runs `quire` in child processes that can be killed."""
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, Path(__file__).with_name("forker.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-
-    def run(self, *arguments: object, kill_when: Callable[[], bool] | None = None) -> int:
-        """The exit status, negative for the signal that ended it."""
-        self._process.stdin.write(json.dumps([str(a) for a in arguments]) + "\n")
-        self._process.stdin.flush()
-        child = int(self._process.stdout.readline())
-        if kill_when is not None:
-            while not kill_when():
-                time.sleep(0.002)
-            with suppress(ProcessLookupError):  # the child has already ended
-                os.kill(child, signal.SIGKILL)
-        return os.waitstatus_to_exitcode(int(self._process.stdout.readline()))
-
-    def close(self) -> None:
-        self._process.communicate()
-
-
-@pytest.fixture
-def forker():
-    if not hasattr(os, "fork"):
-        pytest.skip("no fork on this system")
-    running = Forker()
-    yield running
-    running.close()
-
-
-def kill_conditions(
-    rng: random.Random, target: Path, patience_s: float
-) -> Iterator[Callable[[], bool]]:
-    """Conditions of kills: at the start, while loading, and shortly after more was written."""
-    for index in range(KILLS):
-        size = target.stat().st_size if target.exists() else 0
-        wanted = size + rng.randrange(1, 4000) if index % 3 else 0
-        end_s = time.monotonic() + (patience_s if index % 3 else rng.uniform(0.0, 0.5))
-        late_s = rng.uniform(0.0, 0.1)
-        yield partial(is_over, target, wanted, late_s, end_s)
-
-
-def is_over(path: Path, size: int, late_s: float, end_s: float) -> bool:
-    if size and path.exists() and path.stat().st_size >= size:
-        time.sleep(late_s)
-        return True
-    return time.monotonic() > end_s
+def run(*arguments: object, call: int | None = None) -> tuple[int, int | None]:
+    """The exit status of `quire batch`, and its number of calls unless it was killed at one."""
+    program = Program("support.forking:run_batch_until", call, *map(str, arguments))
+    with closing(program):
+        printed = program.stdout.read().split()
+        return program.wait(), int(printed[-1]) if printed else None
 
 
 def requests() -> list[object]:
@@ -104,7 +53,7 @@ def without_timings(output: tuple[object, ...]) -> tuple[object, ...]:
     return name, text, reason, tokens, error
 
 
-def test_batch_killed_at_any_time_writes_every_result_once(forker, tmp_path: Path):
+def test_batch_killed_at_any_time_writes_every_result_once(tmp_path: Path):
     rng = random.Random(2026)
     model = zoo.save("llama", tmp_path / "model")
     source = write_lines(tmp_path / "in.jsonl", requests())
@@ -119,20 +68,20 @@ def test_batch_killed_at_any_time_writes_every_result_once(forker, tmp_path: Pat
     )
     uninterrupted, target = tmp_path / "uninterrupted.jsonl", tmp_path / "out.jsonl"
 
-    assert forker.run("batch", model, source, uninterrupted, *options) == DONE
+    status, num_calls = run(model, source, uninterrupted, *options)
+    assert status == DONE
 
-    sizes = set()
-    for kill_when in kill_conditions(rng, target, PATIENCE_S):
-        status = forker.run("batch", model, source, target, *options, kill_when=kill_when)
+    sizes, part = set(), num_calls // 7
+    for number in range(KILLS):  # while it starts, and after more was written
+        call = rng.randrange(part) + (part if number % 3 else 0)
+        status, _ = run(model, source, target, *options, call=1 + call)
         size = target.stat().st_size if target.exists() else 0
         sizes.add(size)
-        if status == DONE:
-            break
         assert status == -signal.SIGKILL
         if size and rng.random() < 0.5:  # simulates a machine failure during a write
             os.truncate(target, rng.randrange(max(0, size - 300), size))
 
-    assert forker.run("batch", model, source, target, *options) == DONE
+    assert run(model, source, target, *options)[0] == DONE
     assert outputs_by_line(target) == outputs_by_line(uninterrupted)
     assert outputs_by_line(target).keys() == set(range(1, NUM_LINES + 1))
     assert len(sizes - {0}) >= 3, "too few kills occurred during the run"

@@ -3,8 +3,7 @@
 import json
 import re
 import shlex
-import subprocess
-import sys
+from contextlib import closing
 from pathlib import Path
 
 import httpx
@@ -14,6 +13,7 @@ from benchmarks.peers.chart import PART, bars
 from quire.layout.refusals import REFUSED
 from quire.layout.sizes import format_size
 from support import zoo
+from support.forking import Program
 from support.snippets import ROOT, snippets
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -85,15 +85,12 @@ def test_commands_and_client_of_the_server_run(capsys: pytest.CaptureFixture[str
     [curl] = [b.strip() for b in blocks("sh") if b.startswith("curl")]
     [client] = [block for block in blocks("python") if "openai" in block]
     answer = " three, three, three, three,"
-    command = [sys.executable, "-m", *shlex.split(serve), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        try:
-            url = next(line for line in server.stdout if line.startswith("Serving ")).split()[-1]
-            body = json.loads(shlex.split(curl)[-1])
-            found = httpx.post(f"{url}/completions", json=body).json()
-            exec(client.replace("http://127.0.0.1:8000/v1", url), {})
-        finally:
-            server.terminate()
+    server = Program("support.forking:run_quire", *shlex.split(serve)[1:], "--port", "0")
+    with closing(server):
+        url = next(line for line in server.stdout if line.startswith("Serving ")).split()[-1]
+        body = json.loads(shlex.split(curl)[-1])
+        found = httpx.post(f"{url}/completions", json=body).json()
+        exec(client.replace("http://127.0.0.1:8000/v1", url), {})
 
     assert found["choices"][0]["text"] == answer
     assert f'"text": "{answer}"' in README

@@ -21,7 +21,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Once upon a time"}]
 KEY = "sk-red-00000000"
 KEYS = TenantKeys({"red": (KEY,)})
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 Client = httpx.AsyncClient
 Talk = Callable[[Client], Awaitable[Any]]

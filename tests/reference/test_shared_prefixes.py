@@ -30,7 +30,8 @@ from support.engines import greedy
 from support.redis_servers import start_redis
 from unit.offload import test_redis_tier as redis_damage
 
-TIMEOUT_S = 1.0
+TIMEOUT_S = 20.0  # of servers that respond
+OUTAGE_TIMEOUT_S = 2.0
 PREFIX_TIER = "quire.offload.prefix_store"
 
 
@@ -223,7 +224,8 @@ def test_an_outage_in_mid_run_costs_recompute_and_one_line(server, outage, at_st
     first = engine_of("qwen3", **shared(server))
     answer(first, PROMPTS | LATER)
     first.close()
-    engine = engine_of("qwen3", prefill=READ_SLOWLY, **shared(server, kv_write="through"))
+    options = shared(server, kv_write="through", remote_timeout_s=OUTAGE_TIMEOUT_S)
+    engine = engine_of("qwen3", prefill=READ_SLOWLY, **options)
     recorder = engine.sampling_step.sampler = Recorder(engine.sampling_step.sampler)
     caplog.set_level(logging.INFO, PREFIX_TIER)
     longest_s, steps = 0.0, 0
@@ -240,10 +242,10 @@ def test_an_outage_in_mid_run_costs_recompute_and_one_line(server, outage, at_st
         steps += 1
 
     assert largest_difference(recorder.logits, computed()) <= 1e-4
-    assert longest_s < TIMEOUT_S
+    assert longest_s < OUTAGE_TIMEOUT_S
     started_s = time.monotonic()
     engine.close()
-    assert time.monotonic() - started_s < 3 * TIMEOUT_S
+    assert time.monotonic() - started_s < 3 * OUTAGE_TIMEOUT_S
     lines = [r for r in caplog.records if r.name.startswith(PREFIX_TIER)]
     assert len(lines) <= (0 if outage == "flushed" else 2 if outage == "damaged" else 1), lines
     if outage in ("killed", "paused"):
@@ -359,13 +361,14 @@ def test_an_engine_that_loads_whole_prefixes_recomputes_them_in_an_outage(server
     first = engine_of("qwen3", **shared(server))
     answer(first)
     first.close()
-    engine = engine_of("qwen3", kv_load="whole", **shared(server))
+    options = shared(server, remote_timeout_s=OUTAGE_TIMEOUT_S)
+    engine = engine_of("qwen3", kv_load="whole", **options)
     OUTAGES[outage](server)
 
     tokens, longest_s = tokens_of(engine, PROMPTS)
 
     assert tokens == tokens_of(engine_of("qwen3"), PROMPTS)[0]
-    assert longest_s < TIMEOUT_S
+    assert longest_s < OUTAGE_TIMEOUT_S
     engine.close()
 
 

@@ -14,7 +14,7 @@ from quire.serve import text
 from quire.serve.app import create_app
 from quire.serve.config import ServerConfig
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 PROMPT = "<|doc|>Once upon a time"
 
 

@@ -10,7 +10,7 @@ from quire.serve.app import create_app
 from support.disconnecting import DisconnectingClient, until
 
 MAX_TOKENS = 400
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 BODIES = {
     "/v1/completions": {"prompt": "<|doc|>A"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "A"}]},

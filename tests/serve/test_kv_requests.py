@@ -17,7 +17,7 @@ from quire.serve.config import ServerConfig
 from support.kv_load import BLUE, RED, read, running, two_tenants
 
 CAP = 32
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 @pytest.fixture(scope="module")

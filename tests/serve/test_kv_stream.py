@@ -13,7 +13,7 @@ from quire.serve.kv_stream import MOST_QUEUED, Subscription
 from support.kv_load import BLUE, RED, two_tenants
 from support.requests import make_request
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 BY_RED = make_request("r", tenant="red")
 
 

@@ -2,8 +2,6 @@
 
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 
@@ -15,10 +13,11 @@ import uvicorn
 from quire.errors import ConfigError
 from quire.serve.app import create_app
 from quire.serve.connection import bind
+from support.forking import Program
 
 PROMPT = "<|doc|>Once upon a time"
 MESSAGES = [{"role": "user", "content": "Once upon a time"}]
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 def wait_until(condition):
@@ -159,21 +158,9 @@ def test_port_in_use_is_refused_by_number():
             bind("127.0.0.1", port)
 
 
-SERVER = """
-import torch
-from quire.api.llm import LLM
-from quire.config.kv_config import KVConfig
-from quire.serve.app import run_server
-from quire.serve.config import ServerConfig
-from quire.serve.connection import bind
-torch.set_num_threads(1)
-llm = LLM("quire-tiny", dtype="float32", kv=KVConfig(memory="4MiB"), verify=False)
-run_server(llm, bind("127.0.0.1", 0), ServerConfig(served_model_name="tiny"))
-"""
-
-
 def test_stopped_server_finishes_running_requests():
-    process = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
+    options = {"served_model_name": "tiny"}
+    process = Program("support.tiny_server:run_tiny_server", options)
     try:
         line = ""
         while not line.startswith("Serving "):
@@ -194,9 +181,7 @@ def test_stopped_server_finishes_running_requests():
         code = process.wait(PATIENCE_S)
         remaining = process.stdout.read()
     finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+        process.close()
 
     assert line.startswith("Serving tiny at http://127.0.0.1:")
     assert '"text"' in first

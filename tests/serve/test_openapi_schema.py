@@ -25,7 +25,7 @@ from support.busy_server import served
 
 pytestmark = pytest.mark.slow
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
 CASES = 200 if DEEP else 5
 """Generated requests of each operation."""

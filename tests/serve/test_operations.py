@@ -7,7 +7,6 @@ import signal
 import socket
 import ssl
 import subprocess
-import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -26,8 +25,9 @@ from quire.serve.app import create_app, uvicorn_config
 from quire.serve.banner import banner, concurrent_requests
 from quire.serve.config import ServerConfig
 from quire.serve.service import Service
+from support.forking import Program
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 LONG = {"prompt": [5] * 8, "max_tokens": 300, "ignore_eos": True, "temperature": 0}
 
 
@@ -162,51 +162,16 @@ def test_tls_files_are_checked_before_the_start(llm, tmp_path):
 
 # ---- a server in its own process -----------------------------------------------------------------
 
-SERVER = """
-import json, sys, threading, time
-import torch
-from quire.api.llm import LLM
-from quire.cli.main import app
-from quire.config.kv_config import KVConfig
-from quire.serve.app import run_server
-from quire.serve.config import ServerConfig
-from quire.serve.connection import bind
-from quire.errors import EngineDead
-options = json.loads(sys.argv[1])
-dies, memory = options.pop("dies", False), options.pop("memory", "4MiB")
-torch.set_num_threads(1)
-llm = LLM("quire-tiny", dtype="float32", kv=KVConfig(memory=memory), verify=False)
-if dies:
-    steps, step = 0, llm.engine.step
-    def failing():
-        global steps
-        steps += 1
-        if steps > 20:
-            raise RuntimeError("a broken kernel")
-        return step()
-    llm.engine.step = failing
-try:
-    run_server(llm, bind("127.0.0.1", 0), ServerConfig(**options))
-except EngineDead as error:
-    print(error, file=sys.stderr)
-    sys.exit(2)
-"""
 
-
-class Server:
+class Server(Program):
     """A server process; `url` is its address without /v1."""
 
     def __init__(self, **options):
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", SERVER, json.dumps(options)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        super().__init__("support.tiny_server:run_tiny_server", options)
         self.lines = []
         while not self.lines or not self.lines[-1].startswith("Serving "):
-            line = self.process.stdout.readline()
-            assert line, self.process.stderr.read()
+            line = self.stdout.readline()
+            assert line, self.stderr.read()
             self.lines.append(line)
         self.url = self.lines[-1].split()[-1].removesuffix("/v1")
 
@@ -214,10 +179,7 @@ class Server:
         return self
 
     def __exit__(self, *_):
-        self.process.kill()
-        self.process.wait()
-        self.process.stdout.close()
-        self.process.stderr.close()
+        self.close()
 
 
 def test_dead_engine_ends_the_process_with_an_error():
@@ -225,8 +187,8 @@ def test_dead_engine_ends_the_process_with_an_error():
     with Server(dies=True) as server:
         answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S)
         health = httpx.get(f"{server.url}/health").status_code
-        code = server.process.wait(PATIENCE_S)
-        log = server.process.stderr.read()
+        code = server.wait(PATIENCE_S)
+        log = server.stderr.read()
 
     assert answer.status_code == 503
     assert "a broken kernel" in answer.json()["error"]["message"]
@@ -244,12 +206,12 @@ def test_second_signal_ends_open_requests():
         assert got.status_code == 200
         lines = got.iter_lines()
         next(lines)
-        server.process.send_signal(signal.SIGTERM)
+        server.send_signal(signal.SIGTERM)
         wait_until(lambda: httpx.get(f"{server.url}/ready").status_code == 503)
-        server.process.send_signal(signal.SIGTERM)
+        server.send_signal(signal.SIGTERM)
         text = "\n".join(lines)
-        code = server.process.wait(PATIENCE_S)
-        log = server.process.stderr.read()
+        code = server.wait(PATIENCE_S)
+        log = server.stderr.read()
 
     assert code == 0
     assert "the server has shut down before the request ended" in text
@@ -263,8 +225,8 @@ def test_requests_over_the_shutdown_timeout_are_ended():
         httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S) as got,
     ):
         next(got.iter_lines())
-        server.process.send_signal(signal.SIGTERM)
-        code = server.process.wait(PATIENCE_S)
+        server.send_signal(signal.SIGTERM)
+        code = server.wait(PATIENCE_S)
 
     assert code == 0
 
@@ -280,19 +242,20 @@ def test_requests_over_the_shutdown_timeout_get_an_error_and_no_traceback():
         host, port = server.url.removeprefix("http://").split(":")
         bodies = {"whole": whole, "stream": whole | {"stream": True}}
         threads = [threading.Thread(target=post, args=pair) for pair in bodies.items()]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: open_requests(server) == 2)
         with (
             slow_reader(host, int(port), whole | {"stream": True, "n": 8, "logprobs": 5}),
             httpx.stream("GET", f"{server.url}/v1/kv/events/stream", timeout=PATIENCE_S) as events,
         ):
-            for thread in threads:
-                thread.start()
             next(events.iter_lines())
-            time.sleep(0.5)
-            server.process.send_signal(signal.SIGTERM)
-            code = server.process.wait(PATIENCE_S)
+            wait_until(lambda: open_requests(server) > 2)
+            server.send_signal(signal.SIGTERM)
+            code = server.wait(PATIENCE_S)
         for thread in threads:
             thread.join()
-        log = server.process.stderr.read()
+        log = server.stderr.read()
 
     assert code == 0
     assert found["whole"].status_code == 503
@@ -304,6 +267,13 @@ def test_requests_over_the_shutdown_timeout_get_an_error_and_no_traceback():
     assert " 500 in " not in log
     assert "open requests may continue for 1 s" in log
     assert "open requests were ended" in log
+
+
+def open_requests(server):
+    """Number of requests that run or wait."""
+    text = httpx.get(f"{server.url}/metrics").text
+    found = re.findall(r"^quire_requests_(?:running|waiting)\{.*\} (.*)$", text, re.MULTILINE)
+    return sum(map(float, found))
 
 
 @contextmanager
@@ -324,9 +294,9 @@ def slow_reader(host, port, body):
 def test_shutdown_without_open_requests_does_not_count_them():
     with Server() as server:
         httpx.get(f"{server.url}/version")  # from now on signals are handled
-        server.process.send_signal(signal.SIGTERM)
-        server.process.wait(PATIENCE_S)
-        log = server.process.stderr.read()
+        server.send_signal(signal.SIGTERM)
+        server.wait(PATIENCE_S)
+        log = server.stderr.read()
 
     assert "shutting down" in log
     assert "open requests" not in log

@@ -17,7 +17,7 @@ from quire.scheduler.schedule_config import ScheduleConfig
 from support import engines
 
 LONG = engines.greedy(max_tokens=200)
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 import json
 import logging
 import random
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -122,10 +121,8 @@ def test_too_many_layers_are_refused_before_a_module_is_built(
     monkeypatch.setattr(stored, "AutoModelForCausalLM", NoModels)
 
     for num_layers in (3, 9_999, 1_000_000):
-        start_s = time.perf_counter()
         with pytest.raises(ModelError, match="'num_hidden_layers' is"):
             _load(_edit(llama, num_hidden_layers=num_layers))
-        assert time.perf_counter() - start_s < 5
 
 
 def test_sizes_much_larger_than_the_weights_are_refused_before_a_module_is_built(
