@@ -16,7 +16,6 @@ _C_EXTENSION = "C extension, "
 _KERNELS = {
     "native": "C extension (native)",
     "triton": "Triton (triton)",
-    "flashinfer": "FlashInfer (flashinfer)",
     "gathered": "PyTorch (gathered)",
 }
 """Kernels of attention by the name of their backend, the value of --attention."""

@@ -20,7 +20,7 @@ from quire.layout.sizes import parse_fraction, parse_size, parse_size_or
 WriteName = Literal["back", "through"]
 LoadName = Literal["fastest", "whole"]
 StoreName = Literal["paged", "contiguous_max", "contiguous_growing", "ring"]
-AttentionName = Literal["auto", "native", "triton", "flashinfer", "gathered", "reference"]
+AttentionName = Literal["auto", "native", "triton", "gathered", "reference"]
 
 EVICTION = "Eviction"
 QUANTIZATION = "Quantization"

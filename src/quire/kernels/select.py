@@ -7,7 +7,6 @@ import torch
 
 from quire.errors import ConfigError, UnknownName
 from quire.kernels.backend import AttentionBackend
-from quire.kernels.flashinfer.package import why_no_flashinfer
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.native.backend import NativeAttention
 from quire.kernels.native.coding import DTYPES, why_not
@@ -19,7 +18,7 @@ from quire.kernels.triton.hardware import cannot_run, failure_of, triton_version
 from quire.layout.codecs import CodecSpec
 from quire.layout.kv_format import read_format
 
-BACKENDS = ("native", "triton", "flashinfer", "gathered", "reference")
+BACKENDS = ("native", "triton", "gathered", "reference")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +69,6 @@ def select_backend(
     gathered = GatheredAttention(device, scratch_bytes=scratch_bytes)
     if name == "gathered":
         return BackendChoice(gathered, "selected by name")
-    if name == "flashinfer":
-        return _required_flashinfer(gathered, device, dtype, head_dim, codec)
     if name == "triton" or (name == "auto" and device.type == "cuda"):
         return _triton(name, gathered, device, dtype, head_dim, codec)
     return _native(name, gathered, device, dtype, head_dim, codec)
@@ -116,7 +113,7 @@ def _triton(
     """
     choice = usable_triton(gathered, device, dtype, head_dim, codec)
     if isinstance(choice, BackendChoice):
-        return choice if name == "triton" else _faster(choice, device, dtype, head_dim, codec)
+        return choice
     if name == "triton":
         raise ConfigError(f"attention=triton cannot run here: {choice}; use auto")
     return BackendChoice(gathered, f"runs on any device; not triton: {choice}")
@@ -155,63 +152,6 @@ def usable_triton(
         TritonAttention(device, gathered, hardware),
         f"Triton {triton_version()}, attention directly from the pages on {hardware.name}",
     )
-
-
-def _required_flashinfer(
-    gathered: GatheredAttention, device: torch.device, dtype: torch.dtype, head_dim: int, codec: str
-) -> BackendChoice:
-    """Return the FlashInfer backend; other steps use Triton, or gathered pages without it.
-
-    Raises:
-        ConfigError: FlashInfer cannot run.
-    """
-    reason = _coded_pages(codec) or why_no_flashinfer(device, dtype, head_dim)
-    if reason is None:
-        other = usable_triton(gathered, device, dtype, head_dim, codec)
-        backend = gathered if isinstance(other, str) else other.backend
-        found = _flashinfer(backend, device, dtype, head_dim)
-        if isinstance(found, BackendChoice):
-            return found
-        reason = found
-    raise ConfigError(f"attention=flashinfer cannot run here: {reason}; use auto")
-
-
-def _faster(
-    triton: BackendChoice, device: torch.device, dtype: torch.dtype, head_dim: int, codec: str
-) -> BackendChoice:
-    """Return the faster one of Triton and FlashInfer, if both can run."""
-    if _coded_pages(codec) or why_no_flashinfer(device, dtype, head_dim) is not None:
-        return triton
-    found = _flashinfer(triton.backend, device, dtype, head_dim)
-    if isinstance(found, str):
-        return BackendChoice(triton.backend, f"{triton.reason}; not FlashInfer: {found}")
-    from quire.kernels.flashinfer.choice import is_faster
-
-    try:
-        faster, times = is_faster(found.backend, triton.backend, device, dtype, head_dim)
-    except cannot_run() as error:  # such as too little memory for the sample
-        return BackendChoice(triton.backend, f"{triton.reason}; FlashInfer not timed: {error}")
-    chosen = found if faster else triton
-    return BackendChoice(chosen.backend, f"{chosen.reason}; {times}")
-
-
-def _flashinfer(
-    other: AttentionBackend, device: torch.device, dtype: torch.dtype, head_dim: int
-) -> BackendChoice | str:
-    """Return the FlashInfer backend, or why its kernels are not used."""
-    try:
-        from quire.kernels.flashinfer.choice import describe, usable_flashinfer
-    except cannot_run() as error:
-        return failure_of(error)
-    found = usable_flashinfer(device, dtype, head_dim, other)
-    return found if isinstance(found, str) else BackendChoice(found, describe(other.name))
-
-
-def _coded_pages(codec: str) -> str | None:
-    """Return why FlashInfer does not read the pages of a codec, or None."""
-    if not codec or read_format(codec).is_plain:
-        return None
-    return f"it reads unquantized pages, and {codec} is quantized"
 
 
 def _unread(

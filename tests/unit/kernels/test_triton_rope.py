@@ -8,12 +8,11 @@ import torch
 from quire.codecs.base import DTYPES
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.reference_backend import ReferenceAttention
-from quire.kernels.rope_write import CosSin, RopeWriter, rotated_and_written
+from quire.kernels.rope_write import CosSin, rotated_and_written
 from quire.kv.store import PageStore
 from quire.layout.codec_names import codec_pair
 from quire.layout.pages import PageClass
 from support.interpreted import CPU, interpreted, triton_backend
-from unit.kernels.test_flashinfer import backend_of as flashinfer_of
 from unit.kernels.test_triton_slots import HEADS, LANES, TOKENS, new_slots, places_of
 
 rope_calls = interpreted("rope_calls")
@@ -142,19 +141,6 @@ def test_pages_without_a_kernel_are_left_unchanged(codec):
 
     assert not arena.store.arena.any()
     assert all(map(torch.equal, heads, before))
-
-
-def test_flashinfer_passes_the_write_on():
-    heads, rope, arena = heads_of(3, 32, torch.float32), turns_of(3, 32), Arena("float32", 32)
-    expected = rope.rotate(heads[1])
-    flashinfer = flashinfer_of(triton_backend())
-    assert isinstance(flashinfer, RopeWriter)
-
-    assert rotated_and_written(flashinfer, arena.slots(places_of(3)), heads, rope)
-    torch.testing.assert_close(arena.decoded(places_of(3))[0], expected)
-
-    gathered = flashinfer_of(GatheredAttention(CPU))
-    assert not rotated_and_written(gathered, arena.slots(places_of(3)), heads, rope)
 
 
 def test_other_backends_have_no_such_kernel():

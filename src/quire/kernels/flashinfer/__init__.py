@@ -1,1 +1,0 @@
-"""Attention over unquantized pages by FlashInfer, an optional package, on a GPU."""
