@@ -1,7 +1,7 @@
 """Inventory of all public names as JSON: flags, fields, specs, rules, endpoints, formats.
 
-`python docs/inventory.py OLD.json NEW.json [RENAMES.json]` compares two inventories. RENAMES maps
-old names to new ones. Names that are lost and not in RENAMES are printed.
+`PYTHONPATH=src:. python release/inventory.py > NEW.json` writes the inventory of a checkout, and
+`python release/inventory.py OLD.json NEW.json` prints the names of one that the other lacks.
 """
 
 import dataclasses
@@ -16,6 +16,8 @@ from typing import Any, get_args
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # for the benchmarks package
+OPTIONAL = ("lm_eval", "ray")
+"""Packages that are not always installed."""
 
 
 def inventory() -> dict[str, object]:
@@ -247,8 +249,8 @@ def _modules() -> Iterator[ModuleType]:
                 continue
             try:
                 yield importlib.import_module(module.name)
-            except ModuleNotFoundError as error:  # lm_eval is not always installed
-                if error.name != "lm_eval":
+            except ModuleNotFoundError as error:
+                if error.name not in OPTIONAL:
                     raise
 
 
@@ -285,45 +287,17 @@ def names(found: object, path: str = "") -> Iterator[str]:
         yield f"{path}: {found}"
 
 
-def lost(old: object, new: object, renames: Mapping[str, str | None]) -> list[str]:
-    """Names of the old inventory that are in neither the new one nor the mapping.
-
-    Args:
-        old: the old inventory.
-        new: the new inventory.
-        renames: new name by old name. A key that begins with "/" is the start of a path, and its
-            value the new start of the path, or None if the path was removed on purpose; the first
-            match counts. Any other key is a whole word, replaced in all paths.
-    """
-    now = set(names(new))
-    words = {before: after for before, after in renames.items() if before[0] != "/"}
-    paths = {before: after for before, after in renames.items() if before[0] == "/"}
-
-    def in_words(name: str) -> str:
-        for before, after in words.items():
-            name = re.sub(rf"(?<![\w-]){re.escape(before)}(?![\w-])", str(after), name)
-        return name
-
-    def is_explained(name: str) -> bool:
-        fits = next((before for before in paths if name.startswith(before)), None)
-        if fits is None:
-            return in_words(name) in now
-        after = paths[fits]
-        moved = set() if after is None else {in_words(after + name.removeprefix(fits))}
-        return after is None or bool(({in_words(name)} | moved) & now)
-
-    return [name for name in names(old) if name not in now and not is_explained(name)]
-
-
 def main(arguments: list[str]) -> int:
-    """Print the inventory, or the names that NEW lacks; return the exit code."""
+    """Print the inventory, or the differences of two; return the exit code."""
     if not arguments:
         sys.stdout.write(json.dumps(inventory(), indent=1) + "\n")
         return 0
-    old, new, *more = (json.loads(Path(path).read_text(encoding="utf-8")) for path in arguments)
-    missing = lost(old, new, more[0] if more else {})
-    sys.stdout.write("".join(f"lost: {name}\n" for name in missing))
-    return int(bool(missing))
+    old, new = (list(names(json.loads(Path(path).read_text("utf-8")))) for path in arguments)
+    before, now = set(old), set(new)
+    lines = [f"removed: {name}\n" for name in old if name not in now]
+    lines += [f"added: {name}\n" for name in new if name not in before]
+    sys.stdout.write("".join(lines))
+    return 0
 
 
 if __name__ == "__main__":
