@@ -35,7 +35,6 @@ FLOORS = (
         "batch",
         "serve",
         "hf",
-        "bench",
         "evals",
         "profile",
         "api",

@@ -44,7 +44,7 @@ def serve(  # noqa: PLR0913 - one parameter per option
     """Run the same requests through `quire serve` and through the offline engine, in turn.
 
     The claim serve_over_offline is the ratio of output tokens per second. The client of the server
-    runs on the same cores, as `quire bench serve` does.
+    runs on the same cores.
     """
     from benchmarks.common.workload import SHAPES
     from benchmarks.serve.model_files import PACKAGED

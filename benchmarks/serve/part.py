@@ -1,6 +1,5 @@
 """Runs the same requests through a server and through the offline engine, in turn."""
 
-import asyncio
 import json
 import statistics
 import time
@@ -12,17 +11,12 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.common.result import Cell, Numbers, PartResult, Table
+from benchmarks.serve.client import stream_all
 from benchmarks.serve.model_files import model_folder
 from benchmarks.serve.server import served
 from quire.api.llm import LLM
-from quire.bench.config import BenchServeConfig
-from quire.bench.load import Run, run_load
-from quire.bench.prompts import BenchRequest, Prompt
-from quire.bench.run import loop_factory
-from quire.bench.target import Target
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
-from quire.errors import RequestError
 
 HEADLINE = "125m"
 """Shape of the claim `serve_over_offline`."""
@@ -140,28 +134,22 @@ def _measure(config: ServeConfig, model: str) -> ModelFound:
         random = np.random.default_rng(0)
         rounds = []
         for number in range(config.rounds + 1):
-            requests = _requests(config, llm.model.spec.vocab_size, random)
+            shape = (config.streams, config.input_tokens)
+            prompts = random.integers(llm.model.spec.vocab_size, size=shape).tolist()
             if number % 2:
-                offline = _offline(llm, config, requests)
-                server = _server(url, config, requests)
+                offline = _offline(llm, config, prompts)
+                server = _server(url, config, prompts)
             else:
-                server = _server(url, config, requests)
-                offline = _offline(llm, config, requests)
+                server = _server(url, config, prompts)
+                offline = _offline(llm, config, prompts)
             rounds.append((server, offline))
     return ModelFound(model=model, rounds=rounds[1:])
 
 
-def _requests(
-    config: ServeConfig, vocab_size: int, random: np.random.Generator
-) -> list[BenchRequest]:
-    ids = random.integers(vocab_size, size=(config.streams, config.input_tokens)).tolist()
-    return [BenchRequest(Prompt(one, len(one)), config.output_tokens) for one in ids]
-
-
-def _offline(llm: LLM, config: ServeConfig, requests: Sequence[BenchRequest]) -> ArmRound:
+def _offline(llm: LLM, config: ServeConfig, prompts: Sequence[list[int]]) -> ArmRound:
     sampling = SamplingParams(max_tokens=config.output_tokens, temperature=0, ignore_eos=True)
     start_s = time.perf_counter()
-    outputs = llm.generate([_token_ids(one) for one in requests], sampling)
+    outputs = llm.generate(prompts, sampling)
     total_s = time.perf_counter() - start_s
     return ArmRound(
         total_s=total_s,
@@ -172,26 +160,8 @@ def _offline(llm: LLM, config: ServeConfig, requests: Sequence[BenchRequest]) ->
     )
 
 
-def _token_ids(request: BenchRequest) -> list[int]:
-    return [token for token in request.prompt.content if isinstance(token, int)]
-
-
-def _server(url: str, config: ServeConfig, requests: Sequence[BenchRequest]) -> ArmRound:
-    bench = BenchServeConfig(base_url=url, num_prompts=config.streams, ignore_eos=True)
-    target = Target(bench)
-
-    async def run() -> Run:
-        try:
-            model = str((await target.models())[0]["id"])
-            return await run_load(target, requests, bench, model)
-        finally:
-            target.close()
-
-    with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        found = runner.run(run())
-    failed = next((one.error for one in found.outcomes if one.error), None)
-    if failed is not None:
-        raise RequestError(f"a request of the server failed: {failed}")
+def _server(url: str, config: ServeConfig, prompts: Sequence[list[int]]) -> ArmRound:
+    found = stream_all(url, prompts, config.output_tokens)
     with urllib.request.urlopen(f"{url}/v1/kv/ledger") as response:
         peak = json.load(response)["peak_bytes"]
     return ArmRound(

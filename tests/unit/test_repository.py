@@ -123,7 +123,7 @@ def test_only_commands_that_exist_are_named_after_quire_bench() -> None:
     text = "\n".join(path.read_text(encoding="utf-8") for path in sources)
 
     found = set(re.findall(r"quire bench ([a-z][a-z-]*)", text))
-    assert found <= {"throughput", "latency", "serve"}
+    assert found <= {"throughput", "latency"}
     named = set(re.findall(r"python -m benchmarks ([a-z][a-z-]*)", text))
     found = {p.name.replace("_", "-") for p in (ROOT / "benchmarks").iterdir() if p.is_dir()}
     assert named <= found, named - found

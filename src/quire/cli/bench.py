@@ -1,4 +1,4 @@
-"""`quire bench`: measures throughput and latency of a model on this machine, or of a server."""
+"""`quire bench`: measures throughput and latency of a model on this machine."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from quire.cli.bench_serve import serve
 from quire.cli.command import register
 from quire.cli.common import AsJson
 from quire.cli.json_output import print_json
@@ -124,5 +123,5 @@ def _finish(
 
 def add_to(app: typer.Typer) -> None:
     """Add the commands to `quire bench`."""
-    for command in (throughput, latency, serve):
+    for command in (throughput, latency):
         register(app, command)

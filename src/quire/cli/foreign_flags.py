@@ -41,8 +41,6 @@ FLAGS = {
     "chunked-prefill-size": "use --max-num-batched-tokens",
     "page-size": "use --block-size",
     "disable-radix-cache": "use --no-enable-prefix-caching",
-    # vllm bench serve
-    "disable-tqdm": "not needed: progress is only shown in a terminal",
     # llama.cpp
     "ctx-size": "use --max-model-len for the longest sequence and --kv-memory for the memory",
     "chat-template-file": "use --chat-template, which takes a file or the template itself",

@@ -21,7 +21,6 @@ from quire.cli.options import SECTIONS, options_of
         ("generate quire-tiny x --quantization awq", "use --weight-codec for weights"),
         ("generate quire-tiny x --max-new-tokens 5", "use --max-tokens"),
         ("generate quire-tiny x --ctx-size 512", "use --max-model-len"),
-        ("bench serve --disable-tqdm", "not needed: progress"),
         ("serve quire-tiny --model-path x", "the model is the first argument"),
         ("serve quire-tiny -ngl 9", "unknown option '-ngl': use --weights-memory"),
         ("serve quire-tiny -np 4", "unknown option '-np': use --max-num-seqs"),

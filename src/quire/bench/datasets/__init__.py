@@ -1,1 +1,0 @@
-"""Data sets of `quire bench serve`, one per module."""
