@@ -18,6 +18,7 @@ from benchmarks.eviction.command import eviction
 from benchmarks.gpu.command import gpu
 from benchmarks.invariant.command import invariant
 from benchmarks.kvcrush.command import kvcrush
+from benchmarks.kvpress.command import kvpress
 from benchmarks.memory.command import memory
 from benchmarks.offload.command import offload
 from benchmarks.overhead.command import overhead
@@ -52,6 +53,7 @@ _COMMANDS: dict[str, Callable[..., Any]] = {
     "attention": attention,
     "prefill": prefill,
     "overhead": overhead,
+    "kvpress": kvpress,
     "serve": serve,
     "soak": soak,
     "server-load": server_load,

@@ -19,9 +19,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.kvpress.page import press_lines
+from benchmarks.kvpress.run import PressRun
+from benchmarks.kvpress.spec import KVPRESS
 from quire.cli.out_folder import write_files
 from quire.evals.board import pages
-from quire.evals.board.grid import KVPRESS
 from quire.evals.board.result import BoardResult
 from quire.evals.suite.registry import task_of
 
@@ -37,13 +39,15 @@ def main(arguments: Sequence[str], docs: Path = DOCS) -> None:
     parser = ArgumentParser(prog="python -m docs.board_page")
     parser.add_argument("run", type=Path, help="folder of quire board, or its JSON file")
     parser.add_argument("note", nargs="*", help="words about the machine")
-    parser.add_argument("--kvpress", type=Path, help="folder of a run with --kvpress-python")
+    parser.add_argument("--kvpress", type=Path, help="folder of the benchmark kvpress, or its file")
     chosen = parser.parse_intermixed_args(arguments)
-    name, run = chosen.run.stem, read(chosen.run)
+    name, run = chosen.run.stem, read(chosen.run, "board.json")
     if chosen.kvpress is not None:
-        run = with_kvpress(run, read(chosen.kvpress))
+        run = with_kvpress(run, read(chosen.kvpress, "kvpress.json"))
     result = BoardResult.stored(run)
-    text = pages.page(result, run["config"]["model"], has_chart=True)
+    presses = run["arms"].get("presses")
+    section = [] if presses is None else press_lines(result.rows, PressRun(**presses))
+    text = pages.page(result, run["config"]["model"], has_chart=True, section=list(section))
     files = {
         f"{name}-measured.md": page(text, run, name, " ".join(chosen.note)).encode(),
         f"images/{name}.svg": pages.chart(result),
@@ -52,9 +56,9 @@ def main(arguments: Sequence[str], docs: Path = DOCS) -> None:
     write_files(docs, files)
 
 
-def read(path: Path) -> dict[str, Any]:
-    """The JSON object of a run."""
-    file = path / "board.json" if path.is_dir() else path
+def read(path: Path, name: str) -> dict[str, Any]:
+    """The JSON object of a run: a file, or the named file of a folder."""
+    file = path / name if path.is_dir() else path
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return found
 
@@ -70,7 +74,7 @@ def with_kvpress(run: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, 
     about = {name: other[name] for name in ("commit", "versions", "hardware", "seconds")}
     return {
         **run,
-        "arms": joined.arms(),
+        "arms": joined.arms() | {"presses": other["arms"]["presses"]},
         "claims": run["claims"] | {"kvpress_entries": count},
         "kvpress_run": about,
     }

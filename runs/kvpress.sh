@@ -6,5 +6,5 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 : "${QUIRE_KVPRESS_PYTHON:?expected the Python of an environment with kvpress; the comment of this script builds one}"
-exec .venv/bin/python -m quire board quire-tiny --kv-memory 8MiB --dtype float32 --num-prompts 5 --rules full --codecs none \
-    --kvpress-python "$QUIRE_KVPRESS_PYTHON" --out "${KVPRESS_OUT:-out/kvpress}" --json "$@"
+exec .venv/bin/python -m benchmarks kvpress quire-tiny --kv-memory 8MiB --dtype float32 --num-prompts 5 \
+    --python "$QUIRE_KVPRESS_PYTHON" --out "${KVPRESS_OUT:-out/kvpress}" --json "$@"

@@ -1,8 +1,6 @@
 """`quire board`: a run that resumes, and options that are refused."""
 
 import json
-import os
-from pathlib import Path
 
 import pytest
 
@@ -76,50 +74,3 @@ def test_the_documents_get_the_rows_of_kvpress_of_another_run(tmp_path):
     page = (tmp_path / "board-measured.md").read_text(encoding="utf-8")
     assert "Rows of [kvpress](#presses-of-kvpress): `bash runs/kvpress.sh`" in page
     assert "interactive page. beside other work\n" in page
-
-
-KVPRESS_PYTHON = os.environ.get("QUIRE_KVPRESS_PYTHON")
-PRESSES = "KnormPress;AdaKVPress:press=(KeyDiffPress);SnapKVPress:window_size=16;NopePress"
-
-
-def test_a_run_of_presses_needs_their_environment(quire, tmp_path):
-    missing = quire(*SMALL, "--kvpress-python", tmp_path / "python", "--out", tmp_path)
-    without = quire(*SMALL, "--presses", "KnormPress", "--out", tmp_path)
-    cap = quire(*SMALL, "--budgets", "64", "--kvpress-python", "python", "--out", tmp_path)
-
-    assert missing.exit_code == without.exit_code == cap.exit_code == 2
-    assert f"got {tmp_path / 'python'}: No such file" in " ".join(missing.stderr.split())
-    assert "--presses has no effect without --kvpress-python" in without.stderr
-    assert "fractions of the prompt" in cap.stderr
-    assert not list(tmp_path.iterdir())  # refused before a cell ran
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    KVPRESS_PYTHON is None, reason="QUIRE_KVPRESS_PYTHON names no environment with kvpress"
-)
-def test_presses_of_kvpress_become_rows(quire, tmp_path):
-    command = (*SMALL, "--kvpress-python", Path(str(KVPRESS_PYTHON)), "--presses", PRESSES)
-
-    run = quire(*command, "--schedules", "prefill_end,prefill_and_decode", "--out", tmp_path)
-
-    assert run.exit_code == 0, run.stderr
-    result = json.loads(run.stdout.splitlines()[-1])
-    rows = {
-        (row["entry"]["rule"], row["entry"]["schedule"]): row
-        for row in result["arms"]["rows"]
-        if row["entry"]["source"] == "kvpress"
-    }
-    knorm = rows["kvpress/KnormPress", "prefill_end"]
-    masks = rows["kvpress/AdaKVPress:press=(KeyDiffPress)", "prefill_end"]
-    assert ("kvpress/KnormPress", "prefill_and_decode") in rows
-    assert result["claims"]["kvpress_entries"] == len(rows) == 5
-    assert knorm["visible"] == pytest.approx(0.5, abs=0.01)
-    assert masks["visible"] == pytest.approx(0.5, abs=0.01)
-    assert knorm["retained_share"] < 0.55 < masks["retained_share"]
-    assert result["arms"]["presses"]["versions"]["kvpress"]
-    refused = result["arms"]["refused"]
-    [nope] = {why for entry, why in refused.items() if "NopePress" in entry}
-    assert nope == "ValueError: this version of kvpress has no press 'NopePress'"
-    snap = refused["kvpress/SnapKVPress:window_size=16 50% prefill_and_decode"]
-    assert snap == "AssertionError: Query length 1 should be greater than the window size 16"

@@ -48,8 +48,6 @@ EXTRA_OF_PACKAGE = {
 OPTIONAL_PACKAGES = {"serve", "lm_eval"}
 TRITON = {"triton"}
 """Installed with builds of PyTorch for CUDA; `quire.kernels.triton` is imported only with it."""
-OTHER_ENVIRONMENT = {"evals/board/presses/worker.py": {"kvpress"}}
-"""Packages of modules that Quire starts with the Python of another environment."""
 
 
 def names(requirements: list[str]) -> set[str]:
@@ -82,7 +80,7 @@ def test_modules_import_declared_packages_and_extras_only_in_their_package() -> 
         package = package if package in EXTRA_OF_PACKAGE else parts[0]
         allowed = core.union(*(names(OPTIONAL[e]) for e in EXTRA_OF_PACKAGE.get(package, ())))
         allowed |= TRITON if parts[:2] == ("kernels", "triton") else set()
-        later = every | TRITON | OTHER_ENVIRONMENT.get("/".join(parts), set())
+        later = every | TRITON
         for name, at_import in third_party_imports(path):
             if name not in (allowed if at_import else later):
                 faults.append(f"{path.relative_to(ROOT)}: {name}")

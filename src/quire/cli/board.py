@@ -1,5 +1,7 @@
 """`quire board`: a leaderboard of eviction rules, budgets, schedules and KV codecs."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,13 +18,12 @@ from quire.cli.report import envelope
 from quire.cli.settings import Settings, with_settings
 from quire.cli.tables import show_table
 from quire.cli.tune import refuse_settings
-from quire.evals.board.grid import KVPRESS, Grid
-from quire.evals.board.presses.spec import PRESSES, ChosenPresses, chosen_presses
+from quire.evals.board.grid import Grid
 from quire.layout.extras import has_extra
 
 if TYPE_CHECKING:
     from quire.evals.board.result import BoardResult
-    from quire.evals.board.run import Board, BoardConfig
+    from quire.evals.board.run import BoardConfig, BoardRunner
 
 RESULT_FILE = "board.json"
 _GRID = Grid()
@@ -59,21 +60,6 @@ def board(  # noqa: PLR0913 - one parameter per option
             hidden=True,
         ),
     ] = True,
-    kvpress_python: Annotated[
-        Path | None,
-        typer.Option(
-            help="Python of an environment with kvpress, whose presses become further entries.",
-            show_default=False,
-            hidden=True,
-        ),
-    ] = None,
-    presses: Annotated[
-        str,
-        typer.Option(
-            help="Presses of kvpress, separated by semicolons. Needs --kvpress-python.",
-            hidden=True,
-        ),
-    ] = ";".join(PRESSES),
     out: Annotated[
         Path, typer.Option(help="Folder for the pages and the cells; a later run continues there.")
     ] = Path("board"),
@@ -103,9 +89,9 @@ def board(  # noqa: PLR0913 - one parameter per option
         sanity=sanity_check,
     )
     refuse_settings(settings, "board")
-    chosen = chosen_presses(kvpress_python, presses, grid.budgets)
     prepare_folder(out)
-    found = BoardResult.of(run_board(settings, config, out, chosen))
+    with board_runner(settings, config, out) as runner:
+        found = BoardResult.of(runner.run())
     result = _result(found, settings)
     write_pages(found, settings.model, out, json_bytes(result))
     _show(found, out)
@@ -113,42 +99,24 @@ def board(  # noqa: PLR0913 - one parameter per option
         print_json(result)
 
 
-def run_board(
-    settings: Settings, config: "BoardConfig", out: Path, presses: ChosenPresses | None = None
-) -> "Board":
-    """Run all cells that are not stored.
+@contextmanager
+def board_runner(settings: Settings, config: "BoardConfig", out: Path) -> "Iterator[BoardRunner]":
+    """What runs all cells that are not stored; its engines are closed at the end.
 
     Raises:
-        ConfigError: an invalid option, full KV does not run, or kvpress's environment does not.
+        ConfigError: an invalid option, or full KV does not run.
     """
-    from quire.evals.board.presses.process import PressProcess, model_message
-    from quire.evals.board.presses.run import PressRunner
     from quire.evals.board.run import BoardRunner
     from quire.evals.suite.cells import CellFolder
     from quire.evals.suite.engines import Engines
 
     engines = Engines(opener(settings))
     identity = (settings.model, settings.loading, settings.schedule)
-    stored = CellFolder(out)
     kv = replace(settings.kv, prefix_cache=replace(settings.kv.prefix_cache, enabled=False))
     try:
-        runner = BoardRunner(engines, kv, config, identity=identity, stored=stored, report=_report)
-        if presses is None:
-            return runner.run()
-        reference = config.grid.reference.applied(kv)
-        message = model_message(engines.of(reference).model, settings.loading.dtype)
-        with PressProcess(presses.python, message) as process:  # before the cells that take long
-            found = runner.run()
-            return PressRunner(
-                process,
-                engines.of(reference),
-                config,
-                presses.texts,
-                samples=runner.samples,
-                identity=identity,
-                stored=stored,
-                report=_report,
-            ).run(found)
+        yield BoardRunner(
+            engines, kv, config, identity=identity, stored=CellFolder(out), report=_report
+        )
     finally:
         engines.close()
 
@@ -205,8 +173,6 @@ def _result(found: "BoardResult", settings: Settings) -> dict[str, object]:
         "refused": len(found.refused),
         "sanity_check_passed": int(found.sanity.passed),
     }
-    if found.presses is not None:
-        claims["kvpress_entries"] = sum(row.entry.source == KVPRESS for row in found.rows)
     for budget, kept in best_rules(found.rows, WANTED).items():
         claims[f"entries_of_quality_0_975_at_{budget.rstrip('%').replace('.', '_')}"] = len(kept)
     return envelope("board", claims, found.arms(), settings.as_dict() | found.options())

@@ -10,8 +10,8 @@ from quire.layout.eviction import SCHEDULES
 FULL = "full"
 NO_CODEC = "none"
 _FRACTION = re.compile(r"\d+(\.\d+)?%")
-QUIRE, KVPRESS = "quire", "kvpress"
-"""Sources of entries: the engine, or a press of kvpress."""
+QUIRE = "quire"
+"""Source of the entries that the engine runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +19,11 @@ class Entry:
     """One configuration of the leaderboard.
 
     Attributes:
-        rule: eviction rule without cap; `full` retains all tokens. Of kvpress: `kvpress/` and the
-            text of the press.
+        rule: eviction rule without cap; `full` retains all tokens.
         budget: cap as a fraction of the prompt, such as 25%; empty with `full`.
         schedule: when to evict; empty with `full`.
         codec: KV codec.
-        source: whose code runs: `quire` or `kvpress`.
+        source: whose code runs: `quire`, or another library in a comparison with it.
     """
 
     rule: str
@@ -35,7 +34,7 @@ class Entry:
 
     @property
     def evict(self) -> str:
-        """The eviction rule in the syntax of `--evict`; empty for kvpress."""
+        """The eviction rule in the syntax of `--evict`; empty for another source."""
         if self.source != QUIRE:
             return ""
         if self.rule == FULL:

@@ -4,8 +4,7 @@ from collections.abc import Iterator, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
-from quire.evals.board.grid import FULL, KVPRESS
-from quire.evals.board.presses.page import press_lines
+from quire.evals.board.grid import FULL, QUIRE
 from quire.evals.board.result import BoardResult
 from quire.evals.board.table import Row, best_rules
 from quire.evals.intervals import Mean
@@ -22,11 +21,16 @@ WANTED = 0.975
 _COLOURS = ("#1f5fa8", "#d1662b", "#3a8a4d", "#8a4da8", "#707070")
 
 
-def page(result: BoardResult, model: str, *, has_chart: bool) -> str:
-    """The leaderboard as Markdown."""
-    lines = [*_intro(result, model, has_chart=has_chart), *_rule_lines(result.rows)]
-    if result.presses is not None:
-        lines += press_lines(result.rows, result.presses)
+def page(result: BoardResult, model: str, *, has_chart: bool, section: Sequence[str] = ()) -> str:
+    """The leaderboard as Markdown.
+
+    Args:
+        result: the leaderboard.
+        model: name of the model.
+        has_chart: whether the page shows the chart.
+        section: lines before the table of all entries.
+    """
+    lines = [*_intro(result, model, has_chart=has_chart), *_rule_lines(result.rows), *section]
     return "\n".join([*lines, *_table(result), *_refused_lines(result)]) + "\n"
 
 
@@ -123,9 +127,9 @@ def chart(result: BoardResult) -> bytes:
 
 def _draw(axes: "Axes", rows: Sequence[Row]) -> None:
     groups: dict[str, list[Row]] = {}
-    for row in sorted(rows, key=lambda row: (row.entry.source == KVPRESS, row.entry.schedule)):
-        of_press = f"{KVPRESS}, " * (row.entry.source == KVPRESS)
-        groups.setdefault(of_press + (row.entry.schedule or "full KV"), []).append(row)
+    for row in sorted(rows, key=lambda row: (row.entry.source != QUIRE, row.entry.schedule)):
+        source = f"{row.entry.source}, " * (row.entry.source != QUIRE)
+        groups.setdefault(source + (row.entry.schedule or "full KV"), []).append(row)
     for (label, own), colour in zip(groups.items(), cycle(_COLOURS), strict=False):
         shares = [row.kv_share for row in own]
         axes.scatter(shares, [r.quality.mean for r in own], label=label, color=colour, s=14)
@@ -153,7 +157,7 @@ def interactive(result: BoardResult, model: str) -> str:
     rows = result.rows
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        source = KVPRESS if row.entry.source == KVPRESS else row.entry.codec
+        source = row.entry.codec if row.entry.source == QUIRE else row.entry.source
         groups.setdefault(f"{source}, {row.entry.schedule or FULL}", []).append(row)
     figure = go.Figure()
     for name, own in sorted(groups.items()):

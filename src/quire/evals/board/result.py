@@ -1,16 +1,14 @@
 """The result of a leaderboard: what its pages show and its JSON stores.
 
-Entries of kvpress may come from another run of the same prompts: `joined` adds them to the rows of
-a run without them, if both runs have the same full KV.
+`joined` adds the rows of another source, such as kvpress, that ran the same prompts.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.errors import ConfigError
-from quire.evals.board.grid import FULL, KVPRESS
-from quire.evals.board.presses.run import PressRun
+from quire.evals.board.grid import FULL, QUIRE
 from quire.evals.board.run import Board
 from quire.evals.board.table import Row, judged_tasks, ranked, rows_of
 from quire.evals.suite.sanity import Sanity
@@ -29,7 +27,6 @@ class BoardResult:
         judged: tasks that quality is over.
         sanity: whether the model may judge a rule.
         refused: why entries do not run, by their text.
-        presses: about the entries of kvpress; None: it did not run.
     """
 
     rows: Sequence[Row]
@@ -40,7 +37,6 @@ class BoardResult:
     judged: Sequence[str]
     sanity: Sanity
     refused: Mapping[str, str]
-    presses: PressRun | None = None
 
     @property
     def reference(self) -> Row:
@@ -54,10 +50,7 @@ class BoardResult:
 
     def arms(self) -> dict[str, object]:
         """Rows and refusals as JSON values."""
-        presses: dict[str, object] = {}
-        if self.presses is not None:
-            presses = {"presses": asdict(self.presses)}
-        return presses | {
+        return {
             "rows": [row.as_dict() for row in self.rows],
             "refused": dict(self.refused),
             "judged_tasks": list(self.judged),
@@ -86,14 +79,12 @@ class BoardResult:
             judged=judged_tasks(board),
             sanity=board.sanity,
             refused={str(entry): why for entry, why in board.refused.items()},
-            presses=board.presses,
         )
 
     @classmethod
     def stored(cls, run: Mapping[str, Any]) -> "BoardResult":
         """The result in a JSON object of `quire board`."""
         arms, config = run["arms"], run["config"]
-        presses = arms.get("presses")
         return cls(
             rows=[Row.stored(row) for row in arms["rows"]],
             tasks=config["tasks"],
@@ -103,34 +94,27 @@ class BoardResult:
             judged=arms["judged_tasks"],
             sanity=Sanity.stored(arms["sanity_check"]),
             refused=arms["refused"],
-            presses=None if presses is None else PressRun(**presses),
         )
 
     def joined(self, other: "BoardResult") -> "BoardResult":
-        """This result with kvpress's rows of another run.
+        """This result with the rows of other sources in another run, instead of its own.
 
         Raises:
             ConfigError: the other run has no such rows, other prompts, or another full KV.
         """
-        if other.presses is None:
-            raise ConfigError(
-                "expected a run of quire board with --kvpress-python, got one without"
-            )
+        added = [row for row in other.rows if row.entry.source != QUIRE]
+        if not added:
+            raise ConfigError("expected a run with rows of another source, got one without")
         own, others = self._comparable(), other._comparable()
         if own != others:
             raise ConfigError(
                 f"expected a run with the same prompts and the same full KV, {own}, got {others}: "
                 "use the same model and options in both runs"
             )
-        added = [row for row in other.rows if row.entry.source == KVPRESS]
-        kept = [row for row in self.rows if row.entry.source != KVPRESS]
-        about = {text: why for text, why in other.refused.items() if text.startswith(KVPRESS)}
-        return replace(
-            self,
-            rows=ranked([*kept, *added]),
-            refused={**self.refused, **about},
-            presses=other.presses,
-        )
+        retained = [row for row in self.rows if row.entry.source == QUIRE]
+        sources = tuple({f"{row.entry.source}/" for row in added})
+        about = {text: why for text, why in other.refused.items() if text.startswith(sources)}
+        return replace(self, rows=ranked([*retained, *added]), refused={**self.refused, **about})
 
     def _comparable(self) -> dict[str, object]:
         full = self.reference

@@ -7,8 +7,8 @@ stored.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
 
+from quire.api.llm import LLM
 from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError, QuireError
 from quire.evals.board.grid import FULL, Entry, Grid
@@ -20,9 +20,6 @@ from quire.evals.suite.sanity import SKIPPED, Sanity, sanity_of
 from quire.evals.tune.scores import fingerprint_of
 from quire.layout.kv_format import fill_plain, read_format
 from quire.policies.registry import make_policy
-
-if TYPE_CHECKING:
-    from quire.evals.board.presses.run import PressRun
 
 Report = Callable[[str], None]
 """Takes a line about the progress."""
@@ -73,14 +70,12 @@ class Board:
         cells: results of each entry, in the order of the tasks.
         refused: why entries do not run, by entry.
         sanity: whether the model may judge a rule.
-        presses: about the entries of kvpress; None: it did not run.
     """
 
     config: BoardConfig
     cells: Mapping[Entry, Sequence[CellResult]]
     refused: Mapping[Entry, str]
     sanity: Sanity
-    presses: "PressRun | None" = None
 
 
 def check_names(grid: Grid) -> None:
@@ -120,8 +115,12 @@ class BoardRunner:
         report: Report,
     ) -> None:
         self._engines, self._kv, self._config = engines, kv, config
-        self._identity, self._stored, self._report = identity, stored, report
+        self._identity, self.stored, self._report = identity, stored, report
         self._samples: dict[str, list[Sample]] = {}
+
+    def reference(self) -> LLM:
+        """The engine with the reference's configuration."""
+        return self._engines.of(self._config.grid.reference.applied(self._kv))
 
     def run(self) -> Board:
         """Run all cells that are not stored.
@@ -153,7 +152,7 @@ class BoardRunner:
             self._config.grid.reference.applied(self._kv),
             seed=self._config.seeds[0],
             identity=self._identity,
-            stored=self._stored,
+            stored=self.stored,
             report=self._report,
         )
 
@@ -162,10 +161,10 @@ class BoardRunner:
         options = (config.tokens, config.count, config.seeds)
         fingerprint = fingerprint_of(*self._identity, kv, task, options)
         name = f"{task.name}-{fingerprint}"
-        found = self._stored.cell(name, fingerprint)
+        found = self.stored.cell(name, fingerprint)
         if found is None:
             found = self._measured(entry, kv, task)
-            self._stored.write(name, fingerprint, asdict(found))
+            self.stored.write(name, fingerprint, asdict(found))
         return found
 
     def _measured(self, entry: Entry, kv: KVConfig, task: EvalTask) -> CellResult:

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.evals.board.grid import FULL, Entry
-from quire.evals.board.presses.run import PressCell
 from quire.evals.board.run import Board
 from quire.evals.intervals import RESAMPLES, Mean
 from quire.evals.suite.base import MIN_FULL
@@ -34,8 +33,10 @@ class Row:
         kv_share: those bytes over full KV's.
         tokens_per_s: prompt and output tokens per second in the KV memory.
         is_unbeaten: whether no entry has both a higher quality and fewer bytes.
-        retained_share: of kvpress: mean bytes of the cache after the prefill, over full KV's peak.
-        visible: of kvpress: fraction of the prompt's keys that the next token can read then.
+        retained_share: of another library: mean bytes of its cache after the prefill, over full
+            KV's peak; else None.
+        visible: of another library: fraction of the prompt's keys that the next token can read
+            then; else None.
     """
 
     entry: Entry
@@ -49,7 +50,7 @@ class Row:
     visible: float | None = None
 
     def as_dict(self) -> dict[str, object]:
-        """JSON values; those of kvpress only in its rows."""
+        """JSON values without those that are None."""
         values = asdict(self) | {"evict": self.entry.evict}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -98,8 +99,6 @@ def _row(
     peak_bytes = _mean_bytes(cells)
     full_bytes = _mean_bytes(reference)
     tokens = sum(p.prompt_tokens + p.output_tokens for cell in cells for p in cell.prompts)
-    retained = [n for cell in cells if isinstance(cell, PressCell) for n in cell.retained_bytes]
-    visible = [x for cell in cells if isinstance(cell, PressCell) for x in cell.visible]
     return Row(
         entry=entry,
         quality=_quality(judged),
@@ -107,8 +106,6 @@ def _row(
         kv_peak_bytes=peak_bytes,
         kv_share=peak_bytes / full_bytes,
         tokens_per_s=tokens / sum(cell.seconds for cell in cells),
-        retained_share=float(np.mean(retained)) / full_bytes if retained else None,
-        visible=float(np.mean(visible)) if visible else None,
     )
 
 

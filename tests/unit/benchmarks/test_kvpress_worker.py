@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from quire.evals.board.presses import worker as worker_module
-from quire.evals.board.presses.worker import Presses, Worker, class_names, serve, stored_bytes
+from benchmarks.kvpress import worker as worker_module
+from benchmarks.kvpress.worker import Presses, Worker, class_names, serve, stored_bytes
 from support import zoo
 
 PROMPT = list(range(3, 15))

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from quire.evals.board.grid import KVPRESS, NO_CODEC
-from quire.evals.board.presses.run import CHECKED_PROMPTS, PressRun
+from benchmarks.kvpress.run import CHECKED_PROMPTS, PressRun
+from benchmarks.kvpress.spec import KVPRESS
+from quire.evals.board.grid import NO_CODEC
 from quire.evals.board.table import Row
 from quire.layout.eviction import PREFILL_END
 

@@ -14,11 +14,11 @@ from quire.errors import ConfigError, RequestError
 from quire.models.loader import LoadedModel
 
 WORKER = Path(__file__).with_name("worker.py")
-_FLAG = "--kvpress-python"
+_FLAG = "--python"
 _INSTALL = (
     f"python3 -m venv FOLDER; FOLDER/bin/pip install torch kvpress; then {_FLAG} FOLDER/bin/python"
 )
-_MOST_CHARACTERS = 300
+_MAX_CHARACTERS = 300
 
 
 def model_message(model: LoadedModel, dtype: str) -> dict[str, object]:
@@ -35,7 +35,7 @@ def model_message(model: LoadedModel, dtype: str) -> dict[str, object]:
         given = model.name if model.folder is None else f"--weight-codec {model.weight_codec}"
         raise ConfigError(
             f"expected a model folder in Hugging Face format and weights without a codec with "
-            f"{_FLAG}, got {given}: leave out {_FLAG}"
+            f"{_FLAG}, got {given}"
         )
     return {
         "folder": str(model.folder),
@@ -86,7 +86,7 @@ class PressProcess:
         """
         found = self._answer(job)
         if "error" in found:
-            raise RequestError(str(found["error"])[:_MOST_CHARACTERS])
+            raise RequestError(str(found["error"])[:_MAX_CHARACTERS])
         return found
 
     def close(self) -> None:
@@ -148,4 +148,4 @@ class PressProcess:
         self._process.wait()
         self._log.seek(0)
         lines = [line.strip() for line in self._log if line.strip()]
-        return (lines or ["it wrote no message"])[-1][:_MOST_CHARACTERS]
+        return (lines or ["it wrote no message"])[-1][:_MAX_CHARACTERS]

@@ -9,12 +9,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
+
+from benchmarks.kvpress.process import PressProcess
+from benchmarks.kvpress.spec import (
+    KVPRESS,
+    SCHEDULES,
+    entry_of,
+    left_out,
+    removed_of,
+    spec_of,
+)
 from quire.api.llm import LLM
 from quire.errors import ConfigError, RequestError
 from quire.evals.board.grid import Entry
-from quire.evals.board.presses.process import PressProcess
-from quire.evals.board.presses.spec import SCHEDULES, entry_of, left_out, removed_of, spec_of
+from quire.evals.board.result import BoardResult
 from quire.evals.board.run import Board, BoardConfig, Report
+from quire.evals.board.table import Row
 from quire.evals.suite.base import EvalTask, Sample
 from quire.evals.suite.cells import CellFolder, CellResult, PromptResult
 from quire.evals.tune.scores import fingerprint_of
@@ -87,7 +98,7 @@ class PressRunner:
         self._identity = (*identity, sorted(process.versions.items()))
 
     def run(self, board: Board) -> Board:
-        """Add the entries of all presses to a leaderboard.
+        """Run all presses; return the leaderboard with their entries.
 
         Raises:
             ConfigError: without a press the scores differ from full KV's, or the process ended.
@@ -106,11 +117,15 @@ class PressRunner:
                     f"{index}/{len(self._presses)} kvpress/{press} {schedule}: {len(found)} "
                     f"entries{why and f', refused {why}'}"
                 )
-        about = PressRun(
+        return replace(board, cells=cells, refused=refused)
+
+    @property
+    def about(self) -> PressRun:
+        """The other environment, and the presses that do not run."""
+        return PressRun(
             versions=self._process.versions,
             left_out=left_out(self._process.names, self._presses),
         )
-        return replace(board, cells=cells, refused=refused, presses=about)
 
     def _check_environment(self, full: Sequence[CellResult]) -> None:
         for task, cell in zip(self._config.tasks, full, strict=True):
@@ -119,8 +134,7 @@ class PressRunner:
                 raise ConfigError(
                     f"expected kvpress's environment to score task {task.name!r} as full KV does "
                     f"({_total(cell):g}), got {_total(found):g} without a press: its rows would "
-                    "not be comparable; use the same --dtype and none as the first of --codecs, "
-                    "or leave out --kvpress-python"
+                    "not be comparable; use another --dtype"
                 )
 
     def _entries(
@@ -159,23 +173,23 @@ class PressRunner:
         return ""
 
     def _cell(
-        self, press: str, budget: str, schedule: str, task: EvalTask, most: int | None = None
+        self, press: str, budget: str, schedule: str, task: EvalTask, limit: int | None = None
     ) -> PressCell:
         config = self._config
-        options = (config.tokens, config.count, config.seeds, most)
+        options = (config.tokens, config.count, config.seeds, limit)
         fingerprint = fingerprint_of(*self._identity, press, budget, schedule, task, options)
         name = f"kvpress-{task.name}-{fingerprint}"
         values = self._stored.read(name, fingerprint)
         found = None if values is None else _stored_cell(values)
         if found is None:
-            found = self._measured(press, budget, schedule, task, most)
+            found = self._measured(press, budget, schedule, task, limit)
             self._stored.write(name, fingerprint, asdict(found))
         return found
 
     def _measured(
-        self, press: str, budget: str, schedule: str, task: EvalTask, most: int | None
+        self, press: str, budget: str, schedule: str, task: EvalTask, limit: int | None
     ) -> PressCell:
-        samples = self._samples(task)[:most]
+        samples = self._samples(task)[:limit]
         prompts = [self._llm.encode(sample.prompt) for sample in samples]
         job = {
             "press": spec_of(press) if press else None,
@@ -229,6 +243,25 @@ class PressRunner:
             if found is not None:
                 return text
         return text + checker.flush()
+
+
+def result_of(board: Board) -> BoardResult:
+    """The leaderboard with the bytes and the visible keys of the presses in their rows."""
+    found = BoardResult.of(board)
+    cells = {str(entry): own for entry, own in board.cells.items()}
+    full_bytes = found.reference.kv_peak_bytes
+    return replace(
+        found, rows=[_with_bytes(row, cells[str(row.entry)], full_bytes) for row in found.rows]
+    )
+
+
+def _with_bytes(row: Row, cells: Sequence[CellResult], full_bytes: float) -> Row:
+    if row.entry.source != KVPRESS:
+        return row
+    own = [cell for cell in cells if isinstance(cell, PressCell)]
+    retained = float(np.mean([count for cell in own for count in cell.retained_bytes]))
+    visible = float(np.mean([part for cell in own for part in cell.visible]))
+    return replace(row, retained_share=retained / full_bytes, visible=visible)
 
 
 def _stored_cell(values: dict[str, Any]) -> PressCell | None:

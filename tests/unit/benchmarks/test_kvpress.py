@@ -1,21 +1,20 @@
 """Presses of kvpress on a leaderboard, with a process that stands in for kvpress's environment."""
 
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from quire.api.llm import LLM
-from quire.config.kv_config import KVConfig
-from quire.errors import ConfigError, RequestError
-from quire.evals.board.grid import KVPRESS, Entry, Grid
-from quire.evals.board.pages import chart, interactive, page
-from quire.evals.board.presses.page import frees_memory
-from quire.evals.board.presses.process import PressProcess, model_message
-from quire.evals.board.presses.run import CHECKED_PROMPTS, PressRunner
-from quire.evals.board.presses.spec import (
+from benchmarks.__main__ import app
+from benchmarks.kvpress.page import frees_memory, press_lines
+from benchmarks.kvpress.process import PressProcess, model_message
+from benchmarks.kvpress.run import CHECKED_PROMPTS, PressRunner, result_of
+from benchmarks.kvpress.spec import (
+    KVPRESS,
     PRESSES,
     chosen_presses,
     entry_of,
@@ -23,6 +22,11 @@ from quire.evals.board.presses.spec import (
     removed_of,
     spec_of,
 )
+from quire.api.llm import LLM
+from quire.config.kv_config import KVConfig
+from quire.errors import ConfigError, RequestError
+from quire.evals.board.grid import Entry, Grid
+from quire.evals.board.pages import chart, interactive, page
 from quire.evals.board.result import BoardResult
 from quire.evals.board.run import BoardConfig, BoardRunner
 from quire.evals.suite.cells import CellFolder
@@ -89,10 +93,15 @@ def outputs_of(llm, board, runner, *, changed: bool = False) -> dict[str, list[i
 
 
 def with_presses(llm, full, folder, presses=TESTED, python=None):
+    return run_presses(llm, full, folder, presses, python)[0]
+
+
+def run_presses(llm, full, folder, presses=TESTED, python=None):
+    """The leaderboard with presses, and what is known about their environment."""
     board, runner = full
     python = python or stub(folder, outputs_of(llm, board, runner))
     with PressProcess(python, ABOUT) as process:
-        return PressRunner(
+        press_runner = PressRunner(
             process,
             llm,
             CONFIG,
@@ -101,7 +110,8 @@ def with_presses(llm, full, folder, presses=TESTED, python=None):
             identity=(),
             stored=CellFolder(folder),
             report=lambda line: None,
-        ).run(board)
+        )
+        return press_runner.run(board), press_runner.about
 
 
 def jobs(folder: Path) -> list[str]:
@@ -121,7 +131,7 @@ def test_text_of_a_press_has_nested_presses_and_typed_values():
 @pytest.mark.parametrize("text", ["Snap KV", "SnapKVPress:window_size", "A:press=(B:(c=1)"])
 def test_invalid_text_of_a_press_is_refused(text):
     with pytest.raises(ConfigError, match=r"expected|parentheses"):
-        chosen_presses(Path("python"), text, ("25%",))
+        chosen_presses(text, ("25%",))
 
 
 def test_cap_becomes_the_fraction_that_is_removed():
@@ -134,15 +144,13 @@ def test_cap_becomes_the_fraction_that_is_removed():
 @pytest.mark.parametrize("budget", ["64", "0%", "2MiB", "101%", "x%"])
 def test_other_caps_than_fractions_are_refused(budget):
     with pytest.raises(ConfigError, match=f"fractions of the prompt.*{budget!r}"):
-        chosen_presses(Path("python"), "KnormPress", (budget,))
+        chosen_presses("KnormPress", (budget,))
 
 
-def test_presses_need_a_python_and_a_name():
-    assert chosen_presses(None, ";".join(PRESSES), ("25%",)) is None
-    with pytest.raises(ConfigError, match="no effect without --kvpress-python"):
-        chosen_presses(None, "KnormPress", ("25%",))
+def test_presses_without_a_name_are_refused():
+    assert chosen_presses(";".join(PRESSES), ("25%",)) == PRESSES
     with pytest.raises(ConfigError, match="--presses has no values"):
-        chosen_presses(Path("python"), " ; ", ("25%",))
+        chosen_presses(" ; ", ("25%",))
 
 
 def test_presses_that_are_not_run_have_a_reason():
@@ -186,7 +194,7 @@ def test_models_that_the_other_environment_cannot_load_are_refused(llm):
 def test_presses_become_rows_and_those_that_differ_at_ratio_0_are_refused(llm, full, tmp_path):
     board = with_presses(llm, full, tmp_path)
 
-    result = BoardResult.of(board)
+    result = result_of(board)
     rows = {(row.entry.rule, row.entry.budget): row for row in result.rows}
     assert {key for key in rows if key[0] != "full"} == {
         (f"{KVPRESS}/{name}", budget)
@@ -263,9 +271,11 @@ def test_schedule_that_kvpress_does_not_have_is_refused(llm, full, tmp_path):
 
 
 def test_pages_show_which_presses_free_memory(llm, full, tmp_path):
-    result = BoardResult.of(with_presses(llm, full, tmp_path))
+    board, about = run_presses(llm, full, tmp_path)
+    result = result_of(board)
 
-    text = page(result, "quire-tiny", has_chart=False)
+    section = list(press_lines(result.rows, about))
+    text = page(result, "quire-tiny", has_chart=False, section=section)
 
     section = text[text.index("## Presses of kvpress") : text.index("## All entries")]
     assert "another environment (kvpress 0)" in section
@@ -281,7 +291,8 @@ def test_pages_show_which_presses_free_memory(llm, full, tmp_path):
 
 
 def test_rules_and_presses_of_the_same_method_are_compared(llm, full, tmp_path):
-    result = BoardResult.of(with_presses(llm, full, tmp_path))
+    board, about = run_presses(llm, full, tmp_path)
+    result = result_of(board)
     [press] = [row for row in result.rows if str(row.entry) == "kvpress/KnormPress 50% prefill_end"]
     entries = (
         entry_of("TOVAPress", "50%", "prefill_end"),
@@ -293,17 +304,17 @@ def test_rules_and_presses_of_the_same_method_are_compared(llm, full, tmp_path):
     rows = [replace(press, entry=entry) for entry in entries]
     rows[-2] = replace(rows[-2], scores={TASK: 0.5})
 
-    text = page(replace(result, rows=[*result.rows, *rows]), "quire-tiny", has_chart=False)
+    text = "\n".join(press_lines([*result.rows, *rows], about))
 
     assert "1 of 2 pairs have equal scores on every task" in text
     assert "| `tova` | `TOVAPress` | 50% | 0.000 | 0.000 |" in text
-    assert "The same method" not in page(result, "quire-tiny", has_chart=False)
+    assert "The same method" not in "\n".join(press_lines(result.rows, about))
 
 
 def test_rows_of_another_run_are_added_if_full_kv_is_the_same(llm, full, tmp_path):
     board, _ = full
     plain = BoardResult.of(board)
-    pressed = BoardResult.of(with_presses(llm, full, tmp_path))
+    pressed = result_of(with_presses(llm, full, tmp_path))
     stored = BoardResult.stored(
         json.loads(json.dumps({"arms": pressed.arms(), "config": pressed.options()}))
     )
@@ -312,7 +323,75 @@ def test_rows_of_another_run_are_added_if_full_kv_is_the_same(llm, full, tmp_pat
 
     assert joined.arms() == pressed.arms() == stored.arms()
     assert joined.joined(stored).arms() == joined.arms()  # not twice
-    with pytest.raises(ConfigError, match="with --kvpress-python, got one without"):
+    with pytest.raises(ConfigError, match="rows of another source, got one without"):
         plain.joined(plain)
     with pytest.raises(ConfigError, match="same prompts and the same full KV"):
         plain.joined(replace(stored, tokens=512))
+
+
+SMALL = (
+    *("kvpress", "quire-tiny", "--kv-memory", "8MiB", "--dtype", "float32", "--tasks", "repeats"),
+    *("--budgets", "50%", "--schedules", "prefill_end", "--num-prompts", "3", "--seeds", "1"),
+    *("--tokens", "200", "--json"),
+)
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, [*SMALL, *map(str, arguments)])
+
+
+def test_the_command_writes_rows_that_a_leaderboard_takes(llm, full, tmp_path):
+    python = stub(tmp_path, outputs_of(llm, *full))
+
+    run = invoke("--python", python, "--presses", "KnormPress", "--out", tmp_path / "out")
+
+    assert run.exit_code == 0, run.stderr
+    result = json.loads(run.stdout.splitlines()[-1])
+    assert result["claims"] == {"kvpress_entries": 1}
+    assert result["arms"]["presses"]["versions"] == {"kvpress": "0"}
+    stored = json.loads((tmp_path / "out" / "kvpress.json").read_text(encoding="utf-8"))
+    assert stored["arms"] == result["arms"]
+
+
+def test_options_of_the_command_are_refused_before_a_cell_runs(tmp_path):
+    missing = invoke("--python", tmp_path / "python", "--out", tmp_path)
+    cap = invoke("--budgets", "64", "--python", "python", "--out", tmp_path)
+
+    assert missing.exit_code == cap.exit_code == 2
+    assert f"got {tmp_path / 'python'}: No such file" in " ".join(missing.stderr.split())
+    assert "fractions of the prompt" in cap.stderr
+    assert not list(tmp_path.iterdir())
+
+
+KVPRESS_PYTHON = os.environ.get("QUIRE_KVPRESS_PYTHON")
+REAL = "KnormPress;AdaKVPress:press=(KeyDiffPress);SnapKVPress:window_size=16;NopePress"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    KVPRESS_PYTHON is None, reason="QUIRE_KVPRESS_PYTHON names no environment with kvpress"
+)
+def test_presses_of_kvpress_become_rows(tmp_path):
+    schedules = ("--schedules", "prefill_end,prefill_and_decode")
+    run = invoke("--python", KVPRESS_PYTHON, "--presses", REAL, *schedules, "--out", tmp_path)
+
+    assert run.exit_code == 0, run.stderr
+    result = json.loads(run.stdout.splitlines()[-1])
+    rows = {
+        (row["entry"]["rule"], row["entry"]["schedule"]): row
+        for row in result["arms"]["rows"]
+        if row["entry"]["source"] == "kvpress"
+    }
+    knorm = rows["kvpress/KnormPress", "prefill_end"]
+    masks = rows["kvpress/AdaKVPress:press=(KeyDiffPress)", "prefill_end"]
+    assert ("kvpress/KnormPress", "prefill_and_decode") in rows
+    assert result["claims"]["kvpress_entries"] == len(rows) == 5
+    assert knorm["visible"] == pytest.approx(0.5, abs=0.01)
+    assert masks["visible"] == pytest.approx(0.5, abs=0.01)
+    assert knorm["retained_share"] < 0.55 < masks["retained_share"]
+    assert result["arms"]["presses"]["versions"]["kvpress"]
+    refused = result["arms"]["refused"]
+    [nope] = {why for entry, why in refused.items() if "NopePress" in entry}
+    assert nope == "ValueError: this version of kvpress has no press 'NopePress'"
+    snap = refused["kvpress/SnapKVPress:window_size=16 50% prefill_and_decode"]
+    assert snap == "AssertionError: Query length 1 should be greater than the window size 16"

@@ -8,13 +8,13 @@ Windows and lags of the default presses are those of the leaderboard's own rules
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 from quire.errors import ConfigError
-from quire.evals.board.grid import KVPRESS, NO_CODEC, Entry
+from quire.evals.board.grid import NO_CODEC, Entry
 from quire.layout.eviction import DECODE, PREFILL_AND_DECODE, PREFILL_END, parse_policy
 
+KVPRESS = "kvpress"
+"""Source of the entries."""
 _SNAP = "SnapKVPress:window_size=16"
 
 PRESSES = (
@@ -58,47 +58,24 @@ NOT_RUN: Mapping[str, str] = {
 _OTHER = "not among --presses"
 
 
-@dataclass(frozen=True, slots=True)
-class ChosenPresses:
-    """Presses of a leaderboard.
-
-    Attributes:
-        python: Python of the environment with kvpress.
-        texts: the presses.
-    """
-
-    python: Path
-    texts: tuple[str, ...]
-
-
-def chosen_presses(
-    python: Path | None, presses: str, budgets: Sequence[str]
-) -> ChosenPresses | None:
-    """The presses that run; None without a Python for them.
+def chosen_presses(presses: str, budgets: Sequence[str]) -> tuple[str, ...]:
+    """The presses that run.
 
     Args:
-        python: Python of an environment with kvpress.
         presses: texts of presses, separated by semicolons.
         budgets: caps of the leaderboard.
 
     Raises:
-        ConfigError: a press or a budget is invalid, or there are presses without a Python.
+        ConfigError: a press or a budget is invalid.
     """
     texts = tuple(dict.fromkeys(part.strip() for part in presses.split(";") if part.strip()))
-    if python is None:
-        if texts != PRESSES:
-            raise ConfigError(
-                "--presses has no effect without --kvpress-python: add the Python of an "
-                "environment with kvpress"
-            )
-        return None
     if not texts:
         raise ConfigError("--presses has no values: name at least one, or leave it out")
     for text in texts:
         spec_of(text)
     for budget in budgets:
         removed_of(budget)
-    return ChosenPresses(python, texts)
+    return texts
 
 
 def spec_of(text: str) -> dict[str, object]:
@@ -137,8 +114,8 @@ def removed_of(budget: str) -> float:
         fraction = 0.0
     if not budget.endswith("%") or not 0 < fraction <= 1:
         raise ConfigError(
-            f"expected --budgets as fractions of the prompt such as 25% (0% to 100%) with "
-            f"--kvpress-python, got {budget!r}: kvpress has no other budgets"
+            f"expected --budgets as fractions of the prompt such as 25% (0% to 100%), got "
+            f"{budget!r}: kvpress has no other budgets"
         )
     return 1.0 - fraction
 

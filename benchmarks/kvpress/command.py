@@ -1,0 +1,95 @@
+"""`python -m benchmarks kvpress`: presses of kvpress on the prompts of a leaderboard."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.kvpress.spec import KVPRESS, PRESSES, chosen_presses
+from quire.cli.board import board_runner
+from quire.cli.common import AsJson
+from quire.cli.evaluate_run import json_bytes
+from quire.cli.json_output import print_json
+from quire.cli.lists import split_numbers, split_texts
+from quire.cli.options import KV, MODEL, SCHEDULE
+from quire.cli.out_folder import prepare_folder, write_files
+from quire.cli.report import envelope
+from quire.cli.settings import Settings, with_settings
+from quire.evals.board.grid import FULL, NO_CODEC, Grid
+
+RESULT_FILE = "kvpress.json"
+_GRID = Grid()
+
+
+@with_settings(MODEL, KV, SCHEDULE)
+def kvpress(  # noqa: PLR0913 - one parameter per option
+    *,
+    settings: Settings,
+    python: Annotated[Path, typer.Option(help="Python of an environment with kvpress.")],
+    presses: Annotated[
+        str, typer.Option(help="Presses with their options, separated by semicolons.")
+    ] = ";".join(PRESSES),
+    budgets: Annotated[
+        str, typer.Option(help="Caps as fractions of the prompt, separated by commas.")
+    ] = ",".join(_GRID.budgets),
+    schedules: Annotated[str, typer.Option(help="When to evict.")] = ",".join(_GRID.schedules),
+    tasks: Annotated[
+        str, typer.Option(help="Tasks with generated prompts.")
+    ] = "repeats,retold,majority,lines",
+    tokens: Annotated[int, typer.Option(help="Length of the prompts.")] = 256,
+    num_prompts: Annotated[int, typer.Option(help="Prompts of each task and seed.")] = 10,
+    seeds: Annotated[str, typer.Option(help="Seeds of the prompts.")] = "1,2",
+    out: Annotated[
+        Path, typer.Option(help="Folder for the result and the cells; a later run continues there.")
+    ] = Path("out/kvpress"),
+    as_json: AsJson = False,
+) -> None:
+    """Run presses of kvpress on the prompts of `quire board`, and full KV for comparison.
+
+    `python -m docs.board_page` adds the rows to those of a leaderboard with the same prompts.
+    """
+    from benchmarks.kvpress.process import PressProcess, model_message
+    from benchmarks.kvpress.run import PressRunner, result_of
+    from quire.evals.board.run import BoardConfig
+    from quire.evals.suite.registry import task_of
+
+    grid = Grid(
+        rules=(FULL,),
+        budgets=split_texts(budgets, ","),
+        schedules=split_texts(schedules, ","),
+        codecs=(NO_CODEC,),
+    )
+    config = BoardConfig(
+        grid=grid,
+        tasks=tuple(map(task_of, split_texts(tasks, ","))),
+        tokens=tokens,
+        count=num_prompts,
+        seeds=split_numbers("--seeds", seeds),
+        sanity=False,
+    )
+    chosen = chosen_presses(presses, grid.budgets)
+    prepare_folder(out)
+    with board_runner(settings, config, out) as runner:
+        llm = runner.reference()
+        message = model_message(llm.model, settings.loading.dtype)
+        with PressProcess(python, message) as process:
+            press_runner = PressRunner(
+                process,
+                llm,
+                config,
+                chosen,
+                samples=runner.samples,
+                identity=(settings.model, settings.loading, settings.schedule),
+                stored=runner.stored,
+                report=lambda line: typer.echo(line, err=True),
+            )
+            found = result_of(press_runner.run(runner.run()))
+            about = press_runner.about
+    count = sum(row.entry.source == KVPRESS for row in found.rows)
+    arms = found.arms() | {"presses": asdict(about)}
+    options = settings.as_dict() | found.options()
+    result = envelope("kvpress", {"kvpress_entries": count}, arms, options)
+    write_files(out, {RESULT_FILE: json_bytes(result)})
+    if as_json:
+        print_json(result)
