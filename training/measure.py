@@ -5,8 +5,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from quire.evals.gate import GateCase, questions
-from quire.evals.questions import Question
+from quire.evals.gate import GateCase, Question, questions
 from quire.evals.tasks import BookFiller
 from training.config import DOCUMENT
 from training.model import Decoder, make_rope

@@ -20,9 +20,14 @@ from quire.kernels.native.backend import NativeAttention
 from quire.kernels.native.library import NativeLibrary, NotLoaded, load_library
 from quire.kv.store import PageStore
 from quire.layout.layout import layout_for
-from quire.profile.attention import PLAIN, AttentionShape, fill_pages
-from quire.profile.ceilings import MemoryProbe, ProductProbe
-from quire.profile.timing import seconds
+from quire.profile.ceilings import (
+    PLAIN,
+    AttentionShape,
+    MemoryProbe,
+    ProductProbe,
+    fill_pages,
+    seconds,
+)
 
 SETS = ("plain", "avx2", "avx512", "avx512_bf16")
 """Instruction sets, in the order of `PATHS` of the C library."""

@@ -14,7 +14,7 @@ from benchmarks.common.workload import SHAPES
 from benchmarks.roofline.rates import RateProbe
 from quire.layout.config import dtype_bytes
 from quire.layout.model import ModelSpec
-from quire.plan.static_run import row_steps, run_seconds
+from quire.plan.batch_verdict import row_steps, run_seconds
 from quire.policies.eviction import make_eviction
 from quire.policies.lane_shape import LaneShape
 

@@ -13,7 +13,7 @@ from quire.engine.core import Engine
 from quire.errors import ConfigError
 from quire.layout.config import dtype_bytes
 from quire.models.loader import LoadedModel
-from quire.profile.prefill_rates import random_prompt
+from quire.profile.ceilings import random_prompt
 from quire.profile.step_rates import static_schedule
 from quire.scheduler.schedule_config import ScheduleConfig
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from quire.models.loader import LoadedModel
-from quire.plan.static_run import RunSeconds
+from quire.plan.batch_verdict import RunSeconds
 from quire.profile.step_rates import RunShape, static_engine, timed_steps
 
 

@@ -14,7 +14,7 @@ from quire.cli.tables import show_table
 if TYPE_CHECKING:
     from quire.cli.plan_batches import BatchReport
     from quire.models.loader import LoadedModel
-    from quire.plan.static_run import RunSeconds
+    from quire.plan.batch_verdict import RunSeconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

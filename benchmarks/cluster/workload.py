@@ -7,7 +7,7 @@ from benchmarks.cluster.config import ClusterBenchConfig
 from quire.sim.machine import Rates
 from quire.sim.run import SimConfig
 from quire.sim.traces.base import Trace, TraceRequest
-from quire.sim.traces.copies import with_copies
+from quire.sim.traces.loading import with_copies
 
 
 def at_load(trace: Trace, factor: float) -> Trace:

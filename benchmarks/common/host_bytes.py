@@ -10,7 +10,7 @@ from benchmarks.common.target import Target
 from quire.errors import ConfigError
 from quire.offload.swap.host_store import pin_memory
 from quire.plan.machine import free_host_bytes
-from quire.profile.timing import seconds, touched_buffer
+from quire.profile.ceilings import seconds, touched_buffer
 
 ALIGNMENT_BYTES = 4096
 CHANGE = "lower --pinned"

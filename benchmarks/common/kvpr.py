@@ -8,8 +8,7 @@ import math
 
 from quire.errors import ConfigError
 from quire.layout.model import ModelSpec
-from quire.plan.offload.rates import OffloadRates
-from quire.plan.offload.split import whole_units
+from quire.plan.offload.split import OffloadRates, whole_units
 
 
 def offload_rates(

@@ -13,7 +13,7 @@ from quire.codecs.registry import make_codec
 from quire.layout.codec_names import codec_spec
 from quire.layout.codecs import Plane
 from quire.offload.profiler import Sizes
-from quire.plan.offload.activations import activation_gate
+from quire.plan.offload.resident import activation_gate
 
 PLAIN = "plain"
 MOST_FLOAT_BYTES = 256 << 20  # most float32 scratch while encoding or decoding

@@ -19,7 +19,7 @@ from quire.errors import ConfigError
 from quire.models.device_memory import free_device_bytes
 from quire.offload.schedule.executor import Executor
 from quire.offload.swap.host_store import device_name
-from quire.profile.timing import seconds
+from quire.profile.ceilings import seconds
 
 _STALL_S = 120.0
 _LEAST_S = 1e-9  # the clock's resolution can measure 0 for a short call

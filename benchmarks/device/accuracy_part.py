@@ -29,7 +29,7 @@ from quire.kernels.dense import attend_dense
 from quire.models.adapter import TransformersDecoder
 from quire.models.base import AttentionCall
 from quire.offload.tiers.file import FileTier
-from quire.profile.timing import seconds, touched_buffer
+from quire.profile.ceilings import seconds, touched_buffer
 
 _CHUNKS = 24  # chunks of a layer's tokens, as many as an X ring has at most
 _LOGITS = 4096  # outputs of a random head

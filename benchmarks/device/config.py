@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from benchmarks.device.shapes import DecodeCase
-from quire.profile.attention import AttentionShape
+from quire.profile.ceilings import AttentionShape
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 

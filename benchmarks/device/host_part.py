@@ -10,7 +10,7 @@ from benchmarks.device.step_harness import StepHarness, median_ms
 from benchmarks.offload.arms import BY_NAME, Layout
 from benchmarks.offload.arms_part import ratio
 from benchmarks.offload.simulated_machine import MeasuredStep
-from quire.profile.attention import AttentionBench
+from quire.profile.ceilings import AttentionBench
 
 ARMS = ("prefetch", "host_share", "all_host")
 _BACKENDS = ("sdpa", "native")

@@ -14,7 +14,7 @@ from benchmarks.device.concurrent_calls import run_calls
 from benchmarks.offload_schedule.timelines import busy_s
 from quire.offload.timeline import IN, OUT, Kind
 from quire.plan.fitting import fit_seconds
-from quire.profile.timing import touched_buffer
+from quire.profile.ceilings import touched_buffer
 
 _DUPLEX_COPIES = 12
 _TIMED_BYTES = 64 << 20  # least bytes of consecutive copies, so that the timing error is small

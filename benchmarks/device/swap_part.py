@@ -34,12 +34,17 @@ from quire.engine.core import Engine
 from quire.errors import ConfigError
 from quire.kv.store import store_of
 from quire.models.loader import LoadedModel
-from quire.plan.offload.restore import Loading, read_seconds
+from quire.plan.offload.split import Loading, read_seconds
 from quire.plan.preemption_costs import assumed_prefill
 from quire.plan.rates import PrefillRates
-from quire.profile.copies import measure_copies
-from quire.profile.prefill_rates import ChunkTime, kv_memory_for, prefill_rates, random_prompt
-from quire.profile.timing import seconds
+from quire.profile.ceilings import (
+    ChunkTime,
+    kv_memory_for,
+    measure_copies,
+    prefill_rates,
+    random_prompt,
+    seconds,
+)
 from quire.scheduler.request import Request
 from quire.scheduler.schedule_config import ScheduleConfig
 

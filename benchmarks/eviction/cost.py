@@ -30,7 +30,7 @@ from quire.engine.core import Engine
 from quire.errors import InvariantError
 from quire.layout.eviction import PREFILL_AND_DECODE, PRESSURE
 from quire.models.loader import LoadedModel
-from quire.profile.prefill_rates import random_prompt
+from quire.profile.ceilings import random_prompt
 from quire.scheduler.schedule_config import ScheduleConfig
 
 AGAIN, RECENT, RULE = "again", "recent", "rule"

@@ -9,7 +9,7 @@ from quire.kernels.backend import AttentionMath, LaneSlots, LayerPages, StepShap
 from quire.kernels.select import select_backend
 from quire.kv.store import PageStore
 from quire.layout.layout import layout_for
-from quire.profile.attention import AttentionShape, fill_pages
+from quire.profile.ceilings import AttentionShape, fill_pages
 
 PAGE_TOKENS = 16
 _SCRATCH_BYTES = 256 << 20

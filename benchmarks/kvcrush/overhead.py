@@ -46,7 +46,7 @@ from quire.policies.crushed import Crushed
 from quire.policies.kmeans import KMeans
 from quire.policies.kvcrush import KVCrush
 from quire.policies.signatures.context import SelectionContext
-from quire.profile.prefill_rates import random_prompt
+from quire.profile.ceilings import random_prompt
 from quire.scheduler.schedule_config import ScheduleConfig
 
 COMPACTION, SCORING, SELECTION = "compaction", "scoring", "selection"

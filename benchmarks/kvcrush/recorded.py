@@ -107,7 +107,7 @@ def longest_that_fits(
 
 def encoded_prompt(model: "LoadedModel", text: str) -> list[int]:
     """Token ids of a prompt, with quire-tiny's document token if the tokenizer has it."""
-    from quire.evals.questions import DOCUMENT_START
+    from quire.evals.gate import DOCUMENT_START
     from quire.models.tokenizer import encode_prompt
 
     if model.tokenizer is None:

@@ -20,7 +20,7 @@ from quire.api.llm import LLM
 from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.config.sampling_params import SamplingParams
 from quire.errors import InvariantError
-from quire.evals.decoders import RecordingDecoder
+from quire.evals.fidelity import RecordingDecoder
 from quire.models.loader import LoadedModel
 
 JudgeText = Callable[[str, str], float]

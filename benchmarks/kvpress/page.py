@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from benchmarks.kvpress.run import CHECKED_PROMPTS, PressRun
 from benchmarks.kvpress.spec import KVPRESS
 from quire.evals.board.grid import NO_CODEC
-from quire.evals.board.table import Row
+from quire.evals.board.result import Row
 from quire.layout.eviction import PREFILL_END
 
 _SLACK = 0.05

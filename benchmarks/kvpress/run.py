@@ -23,9 +23,8 @@ from benchmarks.kvpress.spec import (
 from quire.api.llm import LLM
 from quire.errors import ConfigError, RequestError
 from quire.evals.board.grid import Entry
-from quire.evals.board.result import BoardResult
+from quire.evals.board.result import BoardResult, Row
 from quire.evals.board.run import Board, BoardConfig, Report
-from quire.evals.board.table import Row
 from quire.evals.suite.base import EvalTask, Sample
 from quire.evals.suite.cells import CellFolder, CellResult, PromptResult
 from quire.evals.tune.scores import fingerprint_of

@@ -17,7 +17,7 @@ from benchmarks.overhead.bench import OverheadConfig, measure_overhead
 from quire.kv.memory import KVMemory
 from quire.layout.layout import layout_for
 from quire.layout.model import ModelSpec
-from quire.profile.timing import seconds
+from quire.profile.ceilings import seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,7 @@ import numpy as np
 from benchmarks.common.result import Numbers, PartResult, Table
 from benchmarks.memory.simulated import SimulatedConfig
 from quire.errors import ConfigError
-from quire.sim.engine import SimResult
-from quire.sim.fairness import jain_index
+from quire.sim.engine import SimResult, jain_index
 from quire.sim.metrics import by_tenant, percentiles
 from quire.sim.records import RequestRecord
 from quire.sim.run import SimConfig, make_timer, simulate

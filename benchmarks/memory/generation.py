@@ -21,8 +21,7 @@ from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.models.loader import LoadedModel
-from quire.profile.prefill_rates import kv_memory_for, random_prompt
-from quire.profile.timing import seconds
+from quire.profile.ceilings import kv_memory_for, random_prompt, seconds
 from quire.scheduler.schedule_config import ScheduleConfig
 
 

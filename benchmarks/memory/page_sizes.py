@@ -26,7 +26,7 @@ from quire.kv.waste import measure_waste
 from quire.layout.layout import layout_for
 from quire.layout.model import ModelSpec
 from quire.models.loader import LoadedModel
-from quire.profile.timing import seconds
+from quire.profile.ceilings import seconds
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.sim.run import simulate
 from quire.sim.traces.base import Trace

@@ -20,7 +20,7 @@ from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.models.loader import LoadedModel
-from quire.profile.timing import seconds
+from quire.profile.ceilings import seconds
 from quire.sampling.outputs import Usage
 from quire.scheduler.schedule_config import ScheduleConfig
 

@@ -25,8 +25,7 @@ from quire.kv.stored_sequences import Swapped
 from quire.kv.swap import swap_in, swap_out
 from quire.layout.model import ModelSpec
 from quire.models.loader import LoadedModel
-from quire.profile.prefill_rates import kv_memory_for, random_prompt
-from quire.profile.timing import seconds
+from quire.profile.ceilings import kv_memory_for, random_prompt, seconds
 from quire.scheduler.schedule_config import ScheduleConfig
 
 _SPARE_TOKENS = 256  # new tokens, and unused slots of last pages

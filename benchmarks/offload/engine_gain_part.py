@@ -43,7 +43,7 @@ from quire.offload.weights.placement import WithinBudget
 from quire.offload.weights.stream import WeightStream
 from quire.plan.offload.resident import MOST_BATCHES
 from quire.plan.rates import CopyRate
-from quire.profile.prefill_rates import random_prompt
+from quire.profile.ceilings import random_prompt
 from quire.scheduler.schedule_config import ScheduleConfig
 
 _ARMS = {"prefetch": "off", "lB": "auto"}

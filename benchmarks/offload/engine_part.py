@@ -23,7 +23,7 @@ from quire.config.kv_config import KVConfig, OffloadConfig, PrefixCacheConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.models.loader import LoadedModel
-from quire.profile.prefill_rates import random_prompt
+from quire.profile.ceilings import random_prompt
 from quire.scheduler.schedule_config import ScheduleConfig
 
 ARMS: Mapping[str, Mapping[str, str]] = {

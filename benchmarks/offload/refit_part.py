@@ -12,7 +12,7 @@ from quire.offload.schedule.executor import VirtualClock
 from quire.offload.schedule.planner import plan_step
 from quire.offload.schedule.work import BatchTokens
 from quire.offload.timeline import Timeline
-from quire.plan.offload.rates import OffloadRates
+from quire.plan.offload.split import OffloadRates
 from quire.plan.rates import CopyRate
 
 _FACTOR = 0.5

@@ -31,7 +31,7 @@ from quire.offload.schedule.planner import plan_step
 from quire.offload.schedule.work import BatchTokens, Rules
 from quire.offload.timeline import DEVICE, HOST, IN, OUT, Kind, Operation, Schedule, Timeline
 from quire.plan.rates import CopyRate
-from quire.profile.timing import seconds
+from quire.profile.ceilings import seconds
 
 _CPU = Target(torch.device("cpu"))
 _DISTINCT_LAYERS = 4

@@ -16,11 +16,11 @@ from quire.layout.model import ModelSpec
 from quire.plan.capacity import (
     DEFAULT_HEADROOM_SHARE,
     MemoryLayout,
+    assess,
     auto_kv_memory,
     estimate_activation_peak,
 )
 from quire.plan.roofline import decode_step
-from quire.plan.workload import assess
 
 GB, GIB = 10**9, 2**30
 FP16 = 2

@@ -10,9 +10,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.common.result import Cell, Chart, Numbers, PartResult, Table
 from benchmarks.quant.config import QuantAttentionConfig
-from quire.profile.attention import PLAIN, AttentionBench
-from quire.profile.ceilings import MemoryProbe
-from quire.profile.timing import seconds
+from quire.profile.ceilings import PLAIN, AttentionBench, MemoryProbe, seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

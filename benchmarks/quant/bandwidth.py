@@ -28,9 +28,7 @@ from quire.kv.step import StepAttention
 from quire.models.linear_weights import multiplies
 from quire.models.loader import LoadedModel
 from quire.plan.roofline import weights_read_bytes
-from quire.profile.attention import fill_pages
-from quire.profile.ceilings import DTYPES, MemoryProbe, ProductProbe
-from quire.profile.timing import seconds
+from quire.profile.ceilings import DTYPES, MemoryProbe, ProductProbe, fill_pages, seconds
 from quire.scheduler.schedule_config import ScheduleConfig
 
 _SPARE_BYTES = 64 << 20  # unused bytes of slabs

@@ -13,7 +13,7 @@ from quire.layout.codec_names import codec_pair
 from quire.layout.kv_format import fill_plain
 from quire.layout.layout import layout_for
 from quire.layout.model import LayerSpec, ModelSpec
-from quire.profile.attention import PLAIN
+from quire.profile.ceilings import PLAIN
 
 _TABLE_ENTRY_BYTES = 4
 _PAGE_TOKENS_OF_PAGE_CODECS = 32

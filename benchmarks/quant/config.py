@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from benchmarks.common.workload import SHAPES
 from benchmarks.eviction.config import TASKS, CellsConfig
 from quire.errors import ConfigError
-from quire.profile.attention import AttentionShape
+from quire.profile.ceilings import AttentionShape
 
 PLAIN = "none"
 

@@ -22,7 +22,7 @@ from quire.engine.core import Engine
 from quire.layout.kv_format import fill_plain
 from quire.layout.layout import layout_for
 from quire.models.loader import LoadedModel
-from quire.profile.timing import seconds
+from quire.profile.ceilings import seconds
 from quire.scheduler.schedule_config import ScheduleConfig
 
 

@@ -19,8 +19,7 @@ from quire.kernels.native.library import (
 )
 from quire.kernels.native.linear import CODED, Products, has_products
 from quire.kernels.native.packed_weights import PackedWeight, pack
-from quire.profile.ceilings import MemoryProbe
-from quire.profile.timing import seconds
+from quire.profile.ceilings import MemoryProbe, seconds
 
 FLOAT32, BFLOAT16, INT8 = ARITHMETICS = ("float32", "bfloat16", "int8")
 PRODUCTS = ((2_048, 768, 2_048), (32, 2_048, 2_048))  # rows, inner, columns

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from benchmarks.roofline.measured import PARTS
-from quire.evals.decoders import ForwardingDecoder
+from quire.evals.fidelity import ForwardingDecoder
 from quire.kernels.backend import AttentionMath
 from quire.kernels.chains import HeadBuffers
 from quire.kernels.native.chain import PartTimes

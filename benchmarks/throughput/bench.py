@@ -24,9 +24,13 @@ from quire.config.kv_config import AttentionName
 from quire.errors import UnknownName
 from quire.layout.model import ModelSpec
 from quire.plan.roofline import RowTokens
-from quire.profile.attention import AttentionBench, AttentionShape
-from quire.profile.ceilings import LARGE_BUFFER_BYTES, MemoryProbe
-from quire.profile.timing import seconds
+from quire.profile.ceilings import (
+    LARGE_BUFFER_BYTES,
+    AttentionBench,
+    AttentionShape,
+    MemoryProbe,
+    seconds,
+)
 
 PEERS = ("hf_static", "hf_cb")
 SLOW_PEERS = ("hf_cb_default",)  # run only on request

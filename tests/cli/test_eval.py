@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from quire.cli.main import app
-from quire.evals.suite import samples, sanity
+from quire.evals.suite import runner, sanity
 from quire.evals.suite.registry import TASKS
 from quire.evals.suite.sanity import FAILED, PASSED, Sanity
 from support.texts import lines_prompts
@@ -105,13 +105,13 @@ def test_later_run_continues_with_stored_cells(judge, tmp_path, monkeypatch):
     two = ("--tasks", "lines,kv", *SMALL, "--out", tmp_path)
     first = result(*LINES, "--out", tmp_path)
     ran = []
-    original = samples.SampleRunner.run
+    original = runner.SampleRunner.run
 
     def counted(self, task, listed):
         ran.append(task.name)
         return original(self, task, listed)
 
-    monkeypatch.setattr(samples.SampleRunner, "run", counted)
+    monkeypatch.setattr(runner.SampleRunner, "run", counted)
     second = result(*two)
     third = result(*two)
 

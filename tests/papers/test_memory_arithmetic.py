@@ -10,9 +10,14 @@ from typing import Any
 import pytest
 
 from quire.layout.model import ModelSpec
-from quire.plan.capacity import MemoryLayout, auto_kv_memory, estimate_activation_peak
+from quire.plan.capacity import (
+    MemoryLayout,
+    Verdict,
+    assess,
+    auto_kv_memory,
+    estimate_activation_peak,
+)
 from quire.plan.roofline import crossover_batch, decode_step
-from quire.plan.workload import Verdict, assess
 
 pytestmark = pytest.mark.paper
 

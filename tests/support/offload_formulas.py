@@ -5,10 +5,8 @@ from dataclasses import dataclass
 
 from quire.errors import ConfigError
 from quire.plan.cost import Costs, positive_root
-from quire.plan.offload.rates import OffloadRates
 from quire.plan.offload.resident import LayerWeights
-from quire.plan.offload.restore import Loading
-from quire.plan.offload.split import pipelined_seconds
+from quire.plan.offload.split import Loading, OffloadRates, pipelined_seconds
 from quire.plan.rates import CopyRate, PrefillRates
 
 

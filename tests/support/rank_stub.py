@@ -7,8 +7,7 @@ import sys
 import time
 
 from quire.errors import ConfigError, RankFailed
-from quire.parallel.channel import channel_of
-from quire.parallel.processes import Report
+from quire.parallel.processes import Report, channel_of
 
 
 def main() -> None:

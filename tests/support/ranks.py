@@ -113,7 +113,7 @@ def on_ranks(size: int, work: Callable[[ThreadGroup], T]) -> list[T]:
 
 
 class QueueChannel:
-    """One end of a channel between threads; see `quire.parallel.channel.Channel`."""
+    """One end of a channel between threads; see `quire.parallel.processes.Channel`."""
 
     def __init__(self, inbox: "queue.Queue[object]", outbox: "queue.Queue[object]") -> None:
         self._inbox, self._outbox = inbox, outbox

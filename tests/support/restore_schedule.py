@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from quire.errors import ConfigError
 from quire.offload.timeline import DEVICE, IN, Kind, Operation, Schedule
-from quire.plan.offload.restore import Loading, read_seconds
+from quire.plan.offload.split import Loading, read_seconds
 from quire.plan.rates import PrefillRates
 
 

@@ -34,7 +34,7 @@ def run_on_ray(
     tally = BatchTally()
     if not left:
         return tally, 0.0
-    from quire.scale.batch_dataset import batch_records
+    from quire.scale.batch import batch_records
     from quire.scale.ray_session import ray_session
 
     start_s = time.monotonic()

@@ -166,7 +166,7 @@ def _show(found: "BoardResult", out: Path) -> None:
 def _result(found: "BoardResult", settings: Settings) -> dict[str, object]:
     """The result as one JSON object."""
     from quire.evals.board.pages import WANTED
-    from quire.evals.board.table import best_rules
+    from quire.evals.board.result import best_rules
 
     claims: dict[str, int | float] = {
         "entries": len(found.rows),

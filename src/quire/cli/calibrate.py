@@ -112,7 +112,7 @@ def _one(
 
 
 def _token_ids(loaded: "LoadedModel", text: Path | None, tokens: int) -> list[int]:
-    from quire.evals.tasks.fillers import book_text
+    from quire.evals.tasks.words import book_text
 
     if loaded.tokenizer is None:
         raise ConfigError(f"{loaded.name} has no tokenizer, which --text needs")

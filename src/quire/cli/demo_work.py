@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from importlib.resources import files
 
 from quire.errors import ConfigError
-from quire.evals.questions import DOCUMENT_START
+from quire.evals.gate import DOCUMENT_START
 from quire.evals.tasks import Measure, make
-from quire.evals.tasks.fillers import haystack
+from quire.evals.tasks.words import haystack
 
 NUM_QUESTIONS = 64
 FACT_TASKS = ("kv", "niah")

@@ -98,8 +98,7 @@ def run(  # noqa: PLR0913 - one parameter per option
     Every score has a 95 % interval, KV bytes and tokens/s. With --evict or --kv-codec the same
     prompts also run with full KV. A verdict is given only if the model passes the sanity check.
     """
-    from quire.evals.suite.runner import EvalConfig
-    from quire.evals.suite.samples import PromptOptions
+    from quire.evals.suite.runner import EvalConfig, PromptOptions
 
     chosen, base = selected(suite, tasks)
     config = EvalConfig(

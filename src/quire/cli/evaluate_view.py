@@ -11,8 +11,7 @@ from quire.layout.sizes import format_size
 if TYPE_CHECKING:
     from quire.evals.intervals import Mean
     from quire.evals.suite.cells import CellResult
-    from quire.evals.suite.runner import Evaluation
-    from quire.evals.suite.verdicts import Verdict
+    from quire.evals.suite.runner import Evaluation, Verdict
 
 _SCORES = ("task", "KV", "prompts", "score", "mean", "95 % interval", "KV peak", "output tokens/s")
 

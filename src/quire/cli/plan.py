@@ -17,7 +17,7 @@ from quire.errors import ConfigError, QuireError
 from quire.layout.options import parse_named
 from quire.layout.sizes import parse_size, parse_size_or
 from quire.layout.values import is_count
-from quire.plan.workload import Workload
+from quire.plan.capacity import Workload
 
 __all__ = ["PlanOptions", "PlanReport", "plan", "plan_report"]
 

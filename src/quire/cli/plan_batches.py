@@ -15,12 +15,14 @@ from quire.plan.batch_verdict import (
     FULL,
     ArmBatch,
     BlockVerdict,
+    RunSeconds,
     arm_rules,
     judge_blocks,
+    row_steps,
+    run_seconds,
 )
 from quire.plan.ceilings import Ceilings, NotUsable
 from quire.plan.rates import StepRates, model_key, steps_key
-from quire.plan.static_run import RunSeconds, row_steps, run_seconds
 
 LABELS = {
     FULL: "none (full KV)",

@@ -18,6 +18,9 @@ from quire.plan.capacity import (
     WEIGHT_BITS,
     Capacity,
     MemoryLayout,
+    Verdict,
+    Workload,
+    assess,
     auto_kv_memory,
     bytes_per_value,
     capacity,
@@ -27,7 +30,6 @@ from quire.plan.capacity import (
 )
 from quire.plan.offload.resident import WeightsPlacement, planned_weights
 from quire.plan.roofline import DecodeStep, crossover_batch, decode_step
-from quire.plan.workload import Verdict, Workload, assess
 from quire.scheduler.schedule_config import ScheduleConfig
 
 STEP_TOKENS: int = {f.name: f.default for f in fields(ScheduleConfig)}["max_num_batched_tokens"]  # type: ignore[assignment]

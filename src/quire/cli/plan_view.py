@@ -6,8 +6,7 @@ from rich.text import Text
 
 from quire.cli.plan_report import PlanReport
 from quire.layout.sizes import format_size
-from quire.plan.capacity import MemoryLayout
-from quire.plan.workload import Verdict
+from quire.plan.capacity import MemoryLayout, Verdict
 
 _BAR_CELLS = 64
 _STYLES = {

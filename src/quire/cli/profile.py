@@ -129,7 +129,7 @@ def _of_model(
 ) -> "tuple[dict[str, PrefillRates], dict[str, StepRates]]":
     from quire.cli.plan_maximize import Stopwatch
     from quire.models.loader import load_model
-    from quire.profile.prefill_rates import measure_prefill_rates
+    from quire.profile.ceilings import measure_prefill_rates
 
     rules = ["full", "recent", *(rule.strip() for rule in evict.split(";") if rule.strip())]
     with status(f"loading {name}"):

@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from quire.codecs.affine import finite, half_above
 from quire.codecs.base import Codec, Planes
-from quire.codecs.packing import finite, half_above
 from quire.codecs.registry import register
 
 TOP = 448.0

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from quire.codecs.affine import decode_affine, encode_affine
+from quire.codecs.affine import decode_affine, encode_affine, finite, pack, unpack
 from quire.codecs.base import Codec, Planes
-from quire.codecs.packing import finite, pack, unpack
 from quire.codecs.registry import register
 
 

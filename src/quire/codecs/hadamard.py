@@ -17,10 +17,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from quire.codecs.affine import decode_affine, encode_affine
+from quire.codecs.affine import decode_affine, encode_affine, finite, pack, unpack
 from quire.codecs.base import Codec, Planes
 from quire.codecs.grouped import in_groups
-from quire.codecs.packing import finite, pack, unpack
 from quire.codecs.registry import register
 
 

@@ -16,9 +16,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from quire.codecs.affine import to_codes
+from quire.codecs.affine import finite, to_codes
 from quire.codecs.base import Codec, Planes
-from quire.codecs.packing import finite
 from quire.codecs.registry import register
 
 TOP = 127

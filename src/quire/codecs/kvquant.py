@@ -19,9 +19,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from quire.codecs.affine import finite, pack, unpack
 from quire.codecs.base import Codec, Planes
 from quire.codecs.outliers import largest, outlier_planes, write_outliers
-from quire.codecs.packing import finite, pack, unpack
 from quire.codecs.registry import register
 
 ITERATIONS, MOST_SAMPLES = 30, 1 << 16

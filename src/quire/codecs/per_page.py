@@ -16,9 +16,15 @@ from dataclasses import dataclass
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from quire.codecs.affine import decode_affine, encode_affine, encode_affine_again
+from quire.codecs.affine import (
+    decode_affine,
+    encode_affine,
+    encode_affine_again,
+    finite,
+    pack,
+    unpack,
+)
 from quire.codecs.base import Codec, Planes
-from quire.codecs.packing import finite, pack, unpack
 from quire.codecs.registry import register
 
 

@@ -10,8 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from quire import codecs
+from quire.codecs.affine import finite
 from quire.codecs.base import Codec, Planes
-from quire.codecs.packing import finite
 from quire.errors import ConfigError
 from quire.layout.codec_names import CODECS
 from quire.layout.codecs import CodecSpec

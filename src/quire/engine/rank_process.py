@@ -18,9 +18,8 @@ import torch
 from quire.engine.core import Engine
 from quire.engine.ranks import RankStart, join_group, meet_leader, open_rank
 from quire.errors import QuireError, RankFailed
-from quire.parallel.channel import Channel, channel_of
 from quire.parallel.lockstep import Follower
-from quire.parallel.processes import Report
+from quire.parallel.processes import Channel, Report, channel_of
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,7 @@ import math
 
 from quire.errors import ConfigError
 from quire.offload.timeline import DEVICE, IN, Timeline
-from quire.plan.offload.rates import OffloadRates
-from quire.plan.offload.split import pipelined_seconds, pipelined_split
+from quire.plan.offload.split import OffloadRates, pipelined_seconds, pipelined_split
 
 _DEAD_BAND = 0.02  # fraction of the step's time; smaller stalls are noise
 _MOST_CORRECTION = 0.3  # fraction of all tokens

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from quire.offload.timeline import Kind, Operation, Span, Timeline
 from quire.plan.fitting import ChangeDetector, RateEstimator
-from quire.plan.offload.rates import OffloadRates
 from quire.plan.offload.resident import with_weights
+from quire.plan.offload.split import OffloadRates
 from quire.plan.rates import CopyRate
 
 # An estimate of 0 would stay 0, so coefficients start at no less than these.

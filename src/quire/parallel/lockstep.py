@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from quire.errors import InvariantError, QuireError, RankFailed
-from quire.parallel.channel import Messages
+from quire.parallel.processes import Messages
 
 DEFAULT_TIMEOUT_S = 120.0
 """Default of the maximum time in seconds that a rank waits for the others in a step."""

@@ -118,7 +118,7 @@ def _require_seconds(rates: CopyRate | PrefillRates, *names: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeRates:
-    """Duration of decode steps; see `quire.plan.static_run` for the formula.
+    """Duration of decode steps; see `quire.plan.batch_verdict` for the formula.
 
     Attributes:
         batch_s: pairs (rows, seconds of a step without its slots) in ascending order of rows.

@@ -1,17 +1,546 @@
 """Measures the peak rates of this machine for reads, copies and matrix products."""
 
+import itertools
+import mmap
+import random
 import statistics
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
+import numpy as np
 import torch
+from jaxtyping import UInt8
 from torch import Tensor
+from torch.nn import functional as F
 
+from quire.config.generation_request import GenerationRequest
+from quire.config.kv_config import KVConfig, PrefixCacheConfig
+from quire.config.sampling_params import SamplingParams
+from quire.engine.core import Engine
+from quire.errors import ConfigError
+from quire.kernels.backend import (
+    AttentionBackend,
+    AttentionMath,
+    LaneSlots,
+    LayerPages,
+    StepShape,
+)
+from quire.kernels.coded import CodedPlanes
+from quire.kernels.native.library import NativeLibrary
+from quire.kernels.select import select_backend, usable_library
+from quire.kv.memory import KVMemory
+from quire.kv.store import PageStore, PageViews, store_of
+from quire.kv.stored_sequences import Swapped
+from quire.kv.swap import swap_in, swap_out
+from quire.layout.codec_names import codec_spec
+from quire.layout.layout import layout_for
+from quire.layout.model import LayerSpec, ModelSpec
+from quire.layout.pages import CacheLayout, LaneGroup, PageClass
+from quire.models.loader import LoadedModel
+from quire.offload.swap.host_pool import HostPool
+from quire.offload.swap.host_store import device_name, host_copies
 from quire.plan.ceilings import Ceilings, Machine, ProductRate
-from quire.profile.attention import AttentionBench, AttentionShape
-from quire.profile.copies import SWAP_BYTES, measure_copy_rates
-from quire.profile.prefill_rates import CHUNKS
-from quire.profile.timing import seconds, torch_threads, touched_buffer
+from quire.plan.fitting import fit_seconds
+from quire.plan.rates import CopyRate, CopyRates, PrefillRates, model_key
+from quire.scheduler.schedule_config import ScheduleConfig
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """Duration of a call."""
+    started_s = time.perf_counter()
+    call()
+    return time.perf_counter() - started_s
+
+
+def touched_buffer(num_bytes: int) -> UInt8[Tensor, " num_bytes"]:
+    """Private memory that has been written, on huge pages if the system provides them."""
+    memory = mmap.mmap(-1, num_bytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    buffer = torch.frombuffer(memory, dtype=torch.uint8)
+    return buffer.fill_(1)
+
+
+@contextmanager
+def torch_threads(threads: int) -> Iterator[None]:
+    """Run torch with this number of threads; 0 leaves it unchanged."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+PLAIN = "bfloat16"
+
+_CPU = torch.device("cpu")
+_SCRATCH_BYTES = 64 << 20
+_ENCODED_PAGES = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    """A decoding batch: one query per sequence, bfloat16.
+
+    Attributes:
+        batch: number of sequences.
+        tokens: tokens of each sequence, the new one included.
+        num_heads, num_kv_heads, head_dim: heads, KV heads and head dimension of the layer.
+        page_tokens: slots of a page.
+    """
+
+    batch: int = 32
+    tokens: int = 2_048
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    page_tokens: int = 16
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values that a step reads."""
+        return self.batch * self.spec.kv_bytes(self.tokens, 2)
+
+    @property
+    def spec(self) -> ModelSpec:
+        """A model with one such layer."""
+        return ModelSpec(
+            architecture="llama",
+            num_layers=1,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            hidden_size=self.num_heads * self.head_dim,
+            intermediate_size=1,
+            vocab_size=1,
+            max_positions=self.tokens,
+            tied_embeddings=True,
+            gated_mlp=True,
+            layers=(LayerSpec(),),
+        )
+
+
+class AttentionBench:
+    """The KV of one layer in pages, and contiguous.
+
+    Args:
+        shape: shape of the batch.
+        codec: storage format of pages.
+
+    Attributes:
+        pages: pages of the layer.
+        kv_bytes: bytes that a step reads, including codec metadata.
+    """
+
+    def __init__(self, shape: AttentionShape, codec: str = PLAIN) -> None:
+        self._shape, self._codec = shape, codec
+        layout = layout_for(shape.spec, page_tokens=shape.page_tokens, codec=codec)
+        (group,) = layout.groups
+        self._page_class = group.page_class
+        per_row = -(-shape.tokens // shape.page_tokens)
+        self.kv_bytes = shape.batch * per_row * self._page_class.page_bytes
+        self._store = PageStore(self.kv_bytes, _CPU)
+        views = self._store.views(self._page_class)
+        assert views.value is not None, "attention layers have a value plane"
+        generator = torch.Generator().manual_seed(0)
+        fill_pages(views, shape.head_dim, generator)
+        scattered = torch.randperm(shape.batch * per_row, generator=generator)
+        self.pages = LayerPages(
+            key=views.key,
+            value=views.value,
+            table=scattered.int().view(shape.batch, 1, per_row),
+            rows=torch.arange(shape.batch),
+            first_lane=0,
+            num_lanes=1,
+            coded=views.coded,
+        )
+        query = torch.randn(shape.batch, shape.num_heads, shape.head_dim, generator=generator)
+        self._query = query.bfloat16()
+        self._math = AttentionMath(shape.head_dim**-0.5)
+
+    def variants(self) -> dict[str, Callable[[], Tensor]]:
+        """Calls that attend once, by variant; `native` variants only if the C extension can run."""
+        variants = {"gathered": self.paged("gathered"), "sdpa": self._contiguous()}
+        if isinstance(usable_library(_CPU, torch.bfloat16, self._shape.head_dim), NativeLibrary):
+            variants["native"] = self.paged("native")
+            variants["native sums"] = self.paged("native", statistics=True)
+        return variants
+
+    def paged(self, name: str, *, statistics: bool = False) -> Callable[[], Tensor]:
+        """Create a call that attends once through a backend, with or without column sums.
+
+        Raises:
+            ConfigError: the backend cannot read these pages here.
+        """
+        shape = self._shape
+        backend: AttentionBackend = select_backend(
+            name,
+            _CPU,
+            dtype=torch.bfloat16,
+            head_dim=shape.head_dim,
+            scratch_bytes=_SCRATCH_BYTES,
+            codec=self._codec,
+        ).backend
+        ones = np.ones(shape.batch, dtype=np.int32)
+        lanes = LaneSlots(np.full((shape.batch, 1), shape.tokens, dtype=np.int32), None)
+        slot_bytes = self._page_class.page_bytes // self._page_class.tokens
+        plan = backend.plan(StepShape.of(ones), lanes, shape.page_tokens, slot_bytes)
+        fresh = self._fresh()
+        if not statistics:
+            return lambda: backend.attend(plan, self.pages, self._math, self._query, fresh)
+        sums = torch.zeros(shape.batch, shape.num_heads, shape.tokens)
+        return lambda: backend.attend(
+            plan, self.pages, self._math, self._query, fresh, column_sums=sums.zero_()
+        )
+
+    def _fresh(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of the new tokens, as stored in slots; not read if pages hold codes."""
+        if self.pages.coded is not None:
+            return self._query, self._query
+        last = self._shape.tokens - 1
+        page = self.pages.table[:, 0, last // self._shape.page_tokens].long()
+        offset = last % self._shape.page_tokens
+        return self.pages.key[page, :, offset], self.pages.value[page, :, offset]
+
+    def _contiguous(self) -> Callable[[], Tensor]:
+        """Create a call of torch's attention on a contiguous copy of the same KV.
+
+        Query heads of a group are placed on the query axis: on a CPU that is eight times faster
+        than `enable_gqa`.
+        """
+        shape = self._shape
+        key, value = (
+            plane[self.pages.table[:, 0].long()]
+            .transpose(1, 2)
+            .reshape(shape.batch, shape.num_kv_heads, -1, shape.head_dim)[:, :, : shape.tokens]
+            for plane in (self.pages.key, self.pages.value)
+        )
+        query = self._query.view(shape.batch, shape.num_kv_heads, -1, shape.head_dim)
+        return lambda: F.scaled_dot_product_attention(query, key, value, scale=self._math.scale)
+
+
+def fill_pages(views: PageViews, head_dim: int, generator: torch.Generator) -> None:
+    """Fill all pages of a class with random vectors, or with the codes of random vectors."""
+    assert views.value is not None, "attention layers have a value plane"
+    if views.coded is None:
+        for plane in (views.key, views.value):
+            plane.normal_(generator=generator)
+        return
+    for side in (views.coded.key, views.coded.value):
+        fill_with_codes(side, head_dim, generator)
+
+
+def fill_with_codes(side: CodedPlanes, head_dim: int, generator: torch.Generator) -> None:
+    """Fill all pages of a class with codes of random vectors, drawn for some and repeated."""
+    num_pages, heads, tokens, _ = side.planes[0].shape
+    drawn = min(num_pages, _ENCODED_PAGES)
+    shape, device = (drawn, heads, tokens, head_dim), generator.device
+    encoded = side.codec.encode(torch.randn(shape, generator=generator, device=device))
+    index = torch.arange(num_pages, device=device) % drawn
+    for plane, codes in zip(side.planes, encoded, strict=True):
+        plane.copy_(codes[index])
+
+
+MIB = 1 << 20
+SWAP_BYTES = (MIB // 4, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+_PIECES = 16
+_LEAST_SECONDS_PER_BYTE = 1e-15  # a fit may be 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyTimes:
+    """Median times of one sequence size.
+
+    Attributes:
+        num_bytes: bytes of the sequence's KV.
+        scattered: whether its pages are scattered between another sequence's.
+        out_s, back_s: a swap in each direction, bookkeeping included.
+    """
+
+    num_bytes: int
+    scattered: bool
+    out_s: float
+    back_s: float
+
+
+class SwapProbe:
+    """A sequence that is swapped out and in repeatedly.
+
+    Args:
+        device: device of the arena.
+        num_bytes: bytes of the sequence; rounded down to whole pages.
+        scattered: whether another sequence takes every second page.
+    """
+
+    def __init__(self, device: torch.device, num_bytes: int, *, scattered: bool) -> None:
+        plain = codec_spec("bfloat16")
+        page = PageClass(key=plain, value=plain, head_dim=64, heads=4, tokens=16)
+        # one lane: with several, swapped-in pages would form runs of their number
+        group = LaneGroup(name="kv", page_class=page, layers=(0,))
+        pages = max(1, num_bytes // page.page_bytes)
+        self.num_bytes = pages * page.page_bytes
+        make_store = partial(PageStore, device=device)
+        total_bytes = 3 * self.num_bytes + 4 * MIB
+        self.memory = KVMemory(CacheLayout((group,)), total_bytes, 2, store=make_store)
+        store = store_of(self.memory)
+        store.arena.fill_(1)  # commits the memory before it is timed
+        self.pool = HostPool(self.num_bytes, host_copies(store, self.num_bytes, page.page_bytes))
+        rows = [self.memory.start() for _ in range(1 + scattered)]
+        for _ in range(pages):
+            for row in rows:
+                self.memory.grow(np.array([row]), np.array([page.tokens], dtype=np.int32))
+        self.row = rows[0]
+
+    def swap(self) -> tuple[float, float]:
+        """Seconds of one swap out and one swap in."""
+        swapped: list[Swapped] = []
+        out_s = seconds(lambda: swapped.append(swap_out(self.memory, [self.row], self.pool)))
+        rows: list[int] = []
+        back_s = seconds(lambda: rows.extend(swap_in(self.memory, swapped[0])))
+        [self.row] = rows
+        return out_s, back_s
+
+    def piece_seconds(self, repeats: int) -> tuple[float, float]:
+        """Time of each additional extent, out and in: the same pages in one copy and in many."""
+        [page] = self.memory.pools
+        pages = self.memory.tables["kv"].row_pages(self.row)
+        return (
+            _further_s(self.pool.copies.save, page, pages, self.pool.copies.wait, repeats),
+            _further_s(self.pool.copies.load, page, pages, self.pool.copies.wait, repeats),
+        )
+
+
+def _further_s(
+    copy: Callable[..., None],
+    page: PageClass,
+    pages: np.ndarray,
+    wait: Callable[[], None],
+    repeats: int,
+) -> float:
+    def copied(parts: Sequence[np.ndarray]) -> None:
+        start = 0
+        for part in parts:
+            copy(page, part, start)
+            start += len(part) * page.page_bytes
+        wait()
+
+    count = min(_PIECES, len(pages))
+    whole, split = [pages], np.array_split(pages, count)
+    copied(whole)
+    times = [
+        (seconds(lambda: copied(whole)), seconds(lambda: copied(split))) for _ in range(repeats)
+    ]
+    differences = [split_s - whole_s for whole_s, split_s in times]
+    return max(0.0, statistics.median(differences) / max(1, count - 1))
+
+
+def measure_copies(device: torch.device, sizes: Sequence[int], repeats: int) -> Iterator[CopyTimes]:
+    """Yield the median times of each size, scattered and contiguous.
+
+    Args:
+        device: device of the arena.
+        sizes: bytes of a sequence, one for each measurement.
+        repeats: measured swaps of each size, after a warm-up.
+    """
+    for size in sizes:
+        for scattered in (True, False):
+            probe = SwapProbe(device, size, scattered=scattered)
+            probe.swap()
+            times = [probe.swap() for _ in range(repeats)]
+            yield CopyTimes(
+                num_bytes=probe.num_bytes,
+                scattered=scattered,
+                out_s=statistics.median(out_s for out_s, _ in times),
+                back_s=statistics.median(back_s for _, back_s in times),
+            )
+
+
+def copy_rates(
+    times: Sequence[CopyTimes], out_piece_s: int | float, back_piece_s: int | float
+) -> CopyRates:
+    """Fit rates to the times of scattered pages, which an engine's arena has.
+
+    Args:
+        times: median times of several sizes.
+        out_piece_s: time of each extent on a swap out.
+        back_piece_s: time of each extent on a swap in.
+    """
+    used = [time for time in times if time.scattered]
+    amounts = [(1, time.num_bytes) for time in used]
+    out = fit_seconds(amounts, [time.out_s for time in used])
+    back = fit_seconds(amounts, [time.back_s for time in used])
+    return CopyRates(out=_rate(out, out_piece_s), back=_rate(back, back_piece_s))
+
+
+def measure_copy_rates(
+    sizes: Sequence[int], repeats: int, *, progress: Callable[[str], None]
+) -> dict[str, CopyRates]:
+    """Measure copy rates by device: the CPU, and an accelerator if there is one.
+
+    Args:
+        sizes: bytes of a sequence.
+        repeats: measured swaps of each.
+        progress: called with a line for each size.
+    """
+    names = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    return {
+        device_name(device): _measure_device(device, sizes, repeats, progress)
+        for device in map(torch.device, names)
+    }
+
+
+def _measure_device(
+    device: torch.device, sizes: Sequence[int], repeats: int, progress: Callable[[str], None]
+) -> CopyRates:
+    times = []
+    for measured in measure_copies(device, sizes, repeats):
+        times.append(measured)
+        placement = "scattered" if measured.scattered else "packed"
+        out, back = (measured.num_bytes / s / 1e9 for s in (measured.out_s, measured.back_s))
+        progress(
+            f"swap {device.type}, {measured.num_bytes / MIB:g} MiB, {placement}: "
+            f"out {out:.2f} GB/s, in {back:.2f} GB/s"
+        )
+    probe = SwapProbe(device, max(sizes), scattered=True)
+    return copy_rates(times, *probe.piece_seconds(repeats))
+
+
+def _rate(fitted: tuple[float, ...], piece_s: int | float) -> CopyRate:
+    call_s, byte_s = fitted
+    bytes_per_s = 1 / max(byte_s, _LEAST_SECONDS_PER_BYTE)
+    # the fixed cost of the fit includes one extent
+    return CopyRate(bytes_per_s=bytes_per_s, call_s=max(0.0, call_s - piece_s), piece_s=piece_s)
+
+
+CHUNKS = (64, 128, 256, 512)
+_LEAST_SECONDS_PER_TOKEN = 1e-12  # a fit may be 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkTime:
+    """One prefill step of a chunk.
+
+    Attributes:
+        tokens: length of the chunk.
+        before: tokens of the prompt before the chunk.
+        seconds: duration of the step.
+    """
+
+    tokens: int
+    before: int
+    seconds: float
+
+    @property
+    def amounts(self) -> tuple[int, int, int]:
+        """Numbers of calls, tokens and squares in the formula of `PrefillRates`."""
+        return 1, self.tokens, (self.before + self.tokens) ** 2 - self.before**2
+
+
+def random_prompt(model: LoadedModel, tokens: int, seed: int) -> list[int]:
+    """Random tokens that differ for each seed, so that no prefix of them is cached."""
+    rng = random.Random(seed)
+    return [rng.randrange(model.spec.vocab_size) for _ in range(tokens)]
+
+
+def kv_memory_for(spec: ModelSpec, tokens: int) -> int:
+    """Return the bytes of a KV memory for two sequences of this length, in slabs of any size."""
+    return 2 * spec.kv_bytes(tokens, 4) + (64 << 20)
+
+
+def measure_chunks(
+    model: LoadedModel, *, chunks: Sequence[int], prompt_tokens: int, repeats: int
+) -> Iterator[ChunkTime]:
+    """Prefill prompts in chunks of each length; yield every step except those of a first prompt.
+
+    Args:
+        model: loaded.
+        chunks: lengths.
+        prompt_tokens: length of each prompt; at most the model's context minus one.
+        repeats: measured prompts for each length, after a warm-up.
+
+    Raises:
+        ConfigError: a prompt that fills the context, so that no output fits.
+    """
+    if not 1 <= prompt_tokens < model.spec.max_positions:
+        raise ConfigError(
+            f"expected prompts of 1 to {model.spec.max_positions - 1} tokens, got {prompt_tokens}"
+        )
+    seeds = itertools.count()
+    memory = kv_memory_for(model.spec, prompt_tokens + 1)
+    for chunk in chunks:
+        schedule = ScheduleConfig(max_num_batched_tokens=chunk, async_scheduling=False)
+        engine = Engine(
+            model, KVConfig(memory=memory, prefix_cache=PrefixCacheConfig(enabled=False)), schedule
+        )
+        for repeat in range(repeats + 1):
+            prompt = random_prompt(model, prompt_tokens, next(seeds))
+            steps = list(_steps(engine, prompt, chunk))
+            yield from steps if repeat else ()
+
+
+def _steps(engine: Engine, prompt: list[int], chunk: int) -> Iterator[ChunkTime]:
+    engine.submit(GenerationRequest(prompt, SamplingParams(max_tokens=1, ignore_eos=True)))
+    before = 0
+    while engine.has_work:
+        done = engine.num_processed_tokens
+        taken_s = seconds(engine.step)
+        tokens = engine.num_processed_tokens - done
+        if tokens:
+            yield ChunkTime(tokens=tokens, before=before, seconds=taken_s)
+        before += tokens
+
+
+def prefill_rates(times: Sequence[ChunkTime]) -> PrefillRates:
+    """Fit rates to the steps.
+
+    Raises:
+        ConfigError: `times` is empty.
+    """
+    fitted = fit_seconds([time.amounts for time in times], [time.seconds for time in times])
+    call_s, token_s, square_s = fitted
+    return PrefillRates(
+        call_s=call_s, token_s=max(token_s, _LEAST_SECONDS_PER_TOKEN), square_s=square_s
+    )
+
+
+def measure_prefill_rates(
+    model: LoadedModel,
+    *,
+    chunks: Sequence[int],
+    prompt_tokens: int,
+    repeats: int,
+    progress: Callable[[str], None],
+) -> dict[str, PrefillRates]:
+    """Prefill rates of a model, by its `model_key`.
+
+    Args:
+        model: loaded.
+        chunks: lengths.
+        prompt_tokens: length of each prompt; limited to the model's context minus one.
+        repeats: measured prompts for each length.
+        progress: called with a line for each length and for the fitted rates.
+    """
+    tokens = min(prompt_tokens, model.spec.max_positions - 1)
+    times = list(measure_chunks(model, chunks=chunks, prompt_tokens=tokens, repeats=repeats))
+    for chunk in chunks:
+        whole = [time for time in times if time.tokens == chunk]
+        if whole:
+            median_s = statistics.median(time.seconds for time in whole)
+            progress(f"prefill in chunks of {chunk} tokens: {chunk / median_s:,.0f} tokens/s")
+    rates = prefill_rates(times)
+    progress(
+        f"prefill: {rates.token_s * 1e6:.1f} us per token, {rates.call_s * 1e3:.2f} ms per step"
+    )
+    decoder = model.decoder
+    dtype = str(decoder.dtype).removeprefix("torch.")
+    device = device_name(decoder.device)
+    key = model_key(model.spec, dtype=dtype, device=device, weight_codec=model.weight_codec)
+    return {key: rates}
+
 
 # [inner, columns] of common layers: small models, their heads, and a square one
 MATRICES = ((768, 768), (768, 2_048), (2_048, 768), (2_048, 2_048), (768, 32_000))

@@ -15,15 +15,13 @@ from quire.engine.core import Engine
 from quire.errors import InvariantError
 from quire.layout.eviction import DECODE, PREFILL_AND_DECODE, default_every, parse_policy
 from quire.models.loader import LoadedModel
-from quire.plan.batch_verdict import with_numbers
+from quire.plan.batch_verdict import RowStep, row_steps, with_numbers
 from quire.plan.fitting import fit_seconds
 from quire.plan.rates import DecodeRates, PrefillRates, StepRates
-from quire.plan.static_run import RowStep, row_steps
 from quire.policies.base import EvictionPolicy
 from quire.policies.eviction import make_eviction
 from quire.policies.registry import FULL
-from quire.profile.prefill_rates import random_prompt
-from quire.profile.timing import seconds
+from quire.profile.ceilings import random_prompt, seconds
 from quire.scheduler.schedule_config import ScheduleConfig
 
 # rows and prompt tokens

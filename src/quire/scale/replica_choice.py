@@ -10,8 +10,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from quire.scale.routing.base import ReplicaLoad, RoutedRequest, Router
-from quire.scale.routing.kv_aware import KvAware
 from quire.scale.routing.loads import LoadView
+from quire.scale.routing.policies import KvAware
 
 _MOST_RANKED = 3
 """Replicas that are ranked one by one; the others follow in any order."""

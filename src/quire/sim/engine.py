@@ -7,27 +7,430 @@ A timer replaces the model, and outputs have the lengths of the trace. Between `
 `end_step` the engine's clock shows the end of the step.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import numpy as np
+from numpy.typing import NDArray
 
+from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
-from quire.errors import NeverFits
+from quire.errors import ConfigError, InvariantError, NeverFits
+from quire.kv.arena import choose_slab_bytes
+from quire.kv.compaction import commit_compaction, plan_compaction
+from quire.kv.memory import KVMemory
+from quire.kv.pages import PageNumbers
 from quire.kv.prefix_key import Block, BlockChain
+from quire.kv.stores.registry import features_of, placement_maker, refuse_unsound, run_lengths
+from quire.kv.stores.runs import LaneLimits
 from quire.layout.eviction import KEEP_ALL, EvictionSpec
-from quire.layout.layout import statistics_used
+from quire.layout.layout import layout_for, statistics_used
+from quire.layout.model import ModelSpec
+from quire.layout.pages import CacheLayout, LaneGroup, PageClass
+from quire.plan.roofline import RowTokens, step_parts
 from quire.scheduler.events import KVEvent
+from quire.scheduler.eviction_trace import EvictionEntry
+from quire.scheduler.lane_capacities import Evicted
+from quire.scheduler.lane_slots import Slots, evicting_lanes
 from quire.scheduler.request import Request
 from quire.scheduler.request_parts import RequestEviction, RequestMemory, RequestSpec
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.step import StepPlan
-from quire.sim.fairness import ServedTokens
+from quire.sim.machine import Rates
 from quire.sim.records import NEVER_FITS, Gauges, RequestRecord, open_record, read
-from quire.sim.stand_ins import TimedCopies, VirtualClock, token_ids
-from quire.sim.timing import StepTimer
-from quire.sim.traces.base import Trace, TraceRequest
+from quire.sim.traces.base import Segment, Trace, TraceRequest
 from quire.tenancy.tenants import parse_tenants
+
+LEAST_ENTRIES = 10
+
+
+class ServedTokens:
+    """Tokens processed for each tenant in steps that find requests of every tenant waiting.
+
+    Only such steps measure fairness: a tenant with few requests gets few tokens. The interval of
+    such steps must also be long: in a short interval a tenant can wait for a request of another
+    tenant to finish, and gets no tokens. An interval therefore counts as settled if at least
+    `LEAST_ENTRIES` requests of every tenant were admitted during it.
+
+    Args:
+        tenants: all tenants of the trace.
+        weights: weights of the tenants; default: 1.
+
+    Attributes:
+        tokens: tokens of each tenant in all such steps.
+        settled: tokens of each tenant in settled intervals.
+    """
+
+    def __init__(
+        self, tenants: Iterable[str], weights: Mapping[str, float] = MappingProxyType({})
+    ) -> None:
+        self.tokens: dict[str, int] = dict.fromkeys(tenants, 0)
+        self.settled = dict(self.tokens)
+        self._weights = weights
+        self._waiting: Counter[str] = Counter()
+        self._stretch: Counter[str] = Counter()
+        self._entries: Counter[str] = Counter()
+
+    def arrived(self, tenant: str) -> None:
+        """Count a request that starts to wait."""
+        self._waiting[tenant] += 1
+
+    def admitted(self, tenant: str) -> None:
+        """Count a request that was admitted or stopped waiting."""
+        if self.all_backlogged:
+            self._entries[tenant] += 1
+        self._waiting[tenant] -= 1
+
+    @property
+    def all_backlogged(self) -> bool:
+        """Whether requests of every tenant wait."""
+        return all(self._waiting[tenant] > 0 for tenant in self.tokens)
+
+    @property
+    def by_weight(self) -> dict[str, float]:
+        """Settled tokens of each tenant over its weight: equal values mean fair shares."""
+        return {
+            tenant: tokens / self._weights.get(tenant, 1.0)
+            for tenant, tokens in self.settled.items()
+        }
+
+    def served(self, requests: Iterable[Request], tokens: Iterable[int]) -> None:
+        """Count a step's tokens; the caller checks `all_backlogged` before the step."""
+        for request, number in zip(requests, tokens, strict=True):
+            self.tokens[request.tenant] += number
+            self._stretch[request.tenant] += number
+        if not self.all_backlogged:
+            self._end_stretch()
+
+    def _end_stretch(self) -> None:
+        if all(self._entries[tenant] >= LEAST_ENTRIES for tenant in self.tokens):
+            for tenant, number in self._stretch.items():
+                self.settled[tenant] += number
+        self._stretch.clear()
+        self._entries.clear()
+
+
+def jain_index(served: Mapping[str, float]) -> float | None:
+    """Jain's index: 1 for equal service, 1 / n if one of n tenants got all; None if all got 0.
+
+    Args:
+        served: tenant -> service divided by weight.
+
+    Source: Jain, Chiu and Hawe, 1984: (sum x)^2 / (n sum x^2).
+    """
+    total, squares = sum(served.values()), sum(value * value for value in served.values())
+    return total * total / (len(served) * squares) if squares else None
+
+
+_ATTENTION = "attention"
+Counts = NDArray[np.int64]
+
+
+class StepTimer:
+    """Computes the duration of a model's steps at the rates of a machine.
+
+    A step takes its overhead plus, part after part (projections, attention, MLP, head), the larger
+    of bytes over the read rate and FLOPs over the product rate: `plan.roofline`, for whole batches.
+    Attention over rows of one step is one part; a chunk's products may hide another row's reads.
+
+    Args:
+        model: shape of the model.
+        rates: rates of the machine.
+        bytes_per_value: bytes of an element of weights and KV.
+    """
+
+    def __init__(self, model: ModelSpec, rates: Rates, *, bytes_per_value: int = 2) -> None:
+        self.model, self.rates, self.bytes_per_value = model, rates, bytes_per_value
+        self._layers_by_window = Counter(layer.window for layer in model.layers)
+        self._dense_s: dict[tuple[int, int], float] = {}
+
+    def seconds(self, new: Counts, before: Counts, sampled_rows: int) -> float:
+        """Time of a step.
+
+        Args:
+            new: [rows] tokens processed, each 1 or more.
+            before: [rows] tokens whose KV is already computed.
+            sampled_rows: number of rows that sample a token.
+        """
+        key = int(new.sum()), sampled_rows
+        dense_s = self._dense_s.get(key)
+        if dense_s is None:
+            dense_s = self._dense_s[key] = self._dense_seconds(*key)
+        return self.rates.overhead_s + dense_s + self._attention_seconds(new, before)
+
+    def _dense_seconds(self, tokens: int, sampled_rows: int) -> float:
+        """All parts whose cost depends on the number of tokens alone."""
+        parts = step_parts(
+            self.model,
+            [RowTokens(new=tokens, before=0)],
+            sampled_rows=sampled_rows,
+            bytes_per_value=self.bytes_per_value,
+        )
+        rates = self.rates
+        return sum(
+            part.floor_s(rates.read_bytes_per_s, rates.flops_per_s)
+            for part in parts
+            if part.name != _ATTENTION
+        )
+
+    def _attention_seconds(self, new: Counts, before: Counts) -> float:
+        slots = pairs = 0
+        full = new * before + new * (new + 1) // 2
+        for window, layers in self._layers_by_window.items():
+            seen, visible = before + new, full
+            if window is not None:
+                seen = np.minimum(seen, window + new - 1)
+                visible = full - _hidden(new, before, window)
+            slots += layers * int((seen + new).sum())
+            pairs += layers * int(visible.sum())
+        model = self.model
+        read = slots * model.kv_values_per_layer_token * self.bytes_per_value
+        flops = 4 * pairs * model.num_heads * model.head_dim
+        return max(read / self.rates.read_bytes_per_s, flops / self.rates.flops_per_s)
+
+
+def _hidden(new: Counts, before: Counts, window: int) -> Counts:
+    """Pairs of a new token and a token before it that has left its window, [rows]."""
+    # tokens hidden from the first new token that has hidden tokens, and from the last new token
+    first = np.maximum(before + 1, window + 1) - window
+    last = before + new - window
+    return np.where(last >= first, (last - first + 1) * (first + last) // 2, 0)
+
+
+# The virtual clock of a simulation, advanced by the simulator.
+
+
+class VirtualClock:
+    """Virtual time in seconds since the first arrival.
+
+    Attributes:
+        now_s: the time.
+    """
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        """The current time, in the interface of event logs."""
+        return self.now_s
+
+
+# ---- copies --------------------------------------------------------------------------------------
+
+# Copies between device and host that transfer no bytes, but take simulated time.
+
+
+class TimedCopies:
+    """`HostCopies` in simulated time: a copy takes its bytes divided by the rate.
+
+    Args:
+        bytes_per_s: rate of the link, in each direction.
+
+    Attributes:
+        seconds: total duration of all copies.
+    """
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self.seconds = 0.0
+        self._bytes_per_s = bytes_per_s
+        self._paid_s = 0.0
+
+    def __call__(self) -> float:
+        """The clock for timing copies."""
+        return self.seconds
+
+    def save(self, page_class: PageClass, pages: PageNumbers, start: int) -> None:
+        """Count the time of copies to the host."""
+        self.seconds += len(pages) * page_class.page_bytes / self._bytes_per_s
+
+    def load(self, page_class: PageClass, pages: PageNumbers, start: int) -> None:
+        """Count the time of copies back."""
+        self.save(page_class, pages, start)
+
+    def wait(self) -> None:
+        """Return at once: no copy is pending."""
+
+    def unpaid_s(self) -> float:
+        """Copy time since the last call; the next step waits for it."""
+        unpaid_s, self._paid_s = self.seconds - self._paid_s, self.seconds
+        return unpaid_s
+
+
+# ---- tokens --------------------------------------------------------------------------------------
+
+# Token ids for text segments that are known only by identity and length.
+
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_ID_BITS = 31  # packed ids fit into int32
+
+
+def token_ids(segments: Sequence[Segment]) -> list[int]:
+    """Ids of a sequence of segments, computed from their contents and offsets.
+
+    Equal contents have equal ids at equal offsets. Ids of different contents collide with
+    probability 2^-31 per token. Ids are not entries of a vocabulary.
+
+    Source: the mixing function of SplitMix64 (Steele et al., 2014).
+    """
+    lengths = np.array([segment.tokens for segment in segments], dtype=np.int64)
+    contents = np.array([segment.content for segment in segments], dtype=np.int64)
+    total = int(lengths.sum())
+    starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    offsets = (np.arange(total) - starts).astype(np.uint64)
+    seeds = _mixed(np.repeat(contents, lengths).view(np.uint64))
+    ids: list[int] = (_mixed(seeds + offsets) >> np.uint64(64 - _ID_BITS)).astype(np.int64).tolist()
+    return ids
+
+
+def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    values = values * _STEP + _STEP  # overflow is intended
+    values = (values ^ (values >> np.uint64(30))) * _FIRST
+    values = (values ^ (values >> np.uint64(27))) * _SECOND
+    mixed: NDArray[np.uint64] = values ^ (values >> np.uint64(31))
+    return mixed
+
+
+# ---- eviction ------------------------------------------------------------------------------------
+
+# Eviction without tensors: the choice of slots does not change page counts, so evict the oldest.
+
+
+class OldestFirstEvictor:
+    """Evicts the oldest slots of a request until its lanes fit their capacities.
+
+    Args:
+        memory: KV memory of the simulation.
+    """
+
+    def __init__(self, memory: KVMemory) -> None:
+        self._memory = memory
+
+    def evict(
+        self, request: Request, keep: Slots, *, least_gain: int | None = None
+    ) -> Evicted | None:
+        """Retain the last `keep` [lanes] slots of every lane that can evict tokens."""
+        memory, lanes = self._memory, evicting_lanes(self._memory)
+        assert lanes is not None, "only called for a layout that evicts"
+        row = request.memory.row
+        held = lanes.held(row)
+        slot = np.arange(int(held.max(initial=0)))
+        mask = (slot >= (held - keep)[:, None]) & (slot < held[:, None])
+        plans = [
+            plan_compaction(memory, table.group.name, row, mask[places])
+            for table, places in zip(lanes.tables, lanes.places, strict=True)
+        ]
+        if least_gain is not None and sum(plan.gain_bytes for plan in plans) < least_gain:
+            return None
+        commit_compaction(memory, *plans)
+        return Evicted(int((held - keep).clip(min=0).sum()), len(held))
+
+    def repeat(self, request: Request, entry: EvictionEntry) -> None:
+        """Raise: no evictions are recorded, so none can be repeated."""
+        raise InvariantError(
+            f"request {request.request_id} repeats an eviction that was not recorded"
+        )
+
+    def finalize(self, request: Request) -> None:
+        """Do nothing: a division of the cap after the prompt needs a model."""
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+# A KV memory without bytes, which holds the sequences of a simulation.
+
+MAX_PAGES = 1 << 28
+"""Maximum pages of a simulated memory: each page needs a few bytes of bookkeeping."""
+
+
+def folded_layout(
+    model: ModelSpec, *, codec: str, page_tokens: int, evicting: bool = False
+) -> CacheLayout:
+    """A sequence's lane groups with one lane in place of each group's layers.
+
+    Layers of a group hold the same number of slots of every sequence. One table whose pages are as
+    large as those of all layers together allocates and frees the same bytes, in less time. If
+    layers have different windows, the waste at slab boundaries can differ by a page or two.
+
+    Args:
+        model: the shape.
+        codec: codec of keys and values.
+        page_tokens: slots in a page.
+        evicting: single tokens are evicted from lanes of full attention.
+    """
+    layout = layout_for(model, codec=codec, page_tokens=page_tokens, evicting=evicting)
+    return CacheLayout(tuple(map(_folded, layout.groups)))
+
+
+def _folded(group: LaneGroup) -> LaneGroup:
+    page_class = replace(group.page_class, layers=len(group.layers))
+    return replace(group, page_class=page_class, layers=group.layers[:1])
+
+
+def make_memory(
+    layout: CacheLayout,
+    config: KVConfig,
+    limits: LaneLimits,
+    lengths: Sequence[int],
+    max_num_seqs: int,
+) -> KVMemory:
+    """Create a KV memory with bookkeeping only: its arena is not allocated.
+
+    Args:
+        layout: lane groups.
+        config: size and store; an `auto` memory never runs full.
+        limits: lengths of the longest sequence, for stores that reserve memory.
+        lengths: lengths in tokens of the sequences that fit into an `auto` memory.
+        max_num_seqs: maximum number of concurrent sequences.
+
+    Raises:
+        ConfigError: the memory is too small for a token, exceeds the maximum number of pages, or
+            the store does not support the options.
+    """
+    refuse_unsound(config.store, features_of(layout, enable_prefix_caching=False))
+    maker = placement_maker(config.store, limits)
+    total_bytes = (
+        bytes_for_all(config, layout, limits, lengths) if config.memory is None else config.memory
+    )
+    _refuse_too_many_pages(layout, total_bytes)
+    return KVMemory(layout, total_bytes, max_num_seqs, placement=maker)
+
+
+def _refuse_too_many_pages(layout: CacheLayout, total_bytes: int) -> None:
+    smallest = min(page_class.page_bytes for page_class in layout.page_classes)
+    if total_bytes // smallest > MAX_PAGES:
+        raise ConfigError(
+            f"a simulated KV memory of {total_bytes:,} B has {total_bytes // smallest:,} pages, "
+            f"expected at most {MAX_PAGES:,}; lower --kv-memory, use fewer or shorter requests, "
+            "or raise --block-size"
+        )
+
+
+def bytes_for_all(
+    config: KVConfig, layout: CacheLayout, limits: LaneLimits, lengths: Sequence[int]
+) -> int:
+    """Bytes of an arena that holds every request of a trace at once: it never runs full.
+
+    Args:
+        config: the store; a store that reserves memory needs the longest sequence's bytes for each.
+        layout: lane groups.
+        limits: limits of the longest sequence.
+        lengths: lengths of the requests, in tokens.
+    """
+    reserves = run_lengths(config.store, limits) is not None
+    total_bytes = 0
+    for group in layout.groups:
+        pages = sum(group.page_class.pages_for(tokens) + 1 for tokens in lengths)
+        if reserves:
+            pages = limits.most_pages(group) * len(lengths)
+        total_bytes += pages * group.page_class.page_bytes * group.num_lanes
+    sizes = [page_class.page_bytes for page_class in layout.page_classes]
+    # pages may cross slab boundaries, and each class can leave a slab half empty
+    slack_bytes = (len(sizes) + 1) * choose_slab_bytes(1 << 60, sizes)
+    return (total_bytes * 3 // 2 if len(sizes) > 1 else total_bytes) + slack_bytes
+
 
 # ---- result --------------------------------------------------------------------------------------
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.sim.engine import SimResult
-from quire.sim.fairness import jain_index
+from quire.sim.engine import SimResult, jain_index
 from quire.sim.records import NEVER_FITS, TOO_LONG, RequestRecord
 from quire.sim.traces.base import TraceRequest
 

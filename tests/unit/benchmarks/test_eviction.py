@@ -28,7 +28,7 @@ from benchmarks.eviction.retained import agreement, binned, retained_positions, 
 from benchmarks.eviction.rules import DEFAULT_RULES, Rule, rules_of
 from benchmarks.eviction.texts import RunningText, cut_texts
 from quire.errors import ConfigError, UnknownName
-from quire.evals.tasks.fillers import book_text
+from quire.evals.tasks.words import book_text
 from quire.models.loader import LoadedModel, load_model
 from support.engines import load
 

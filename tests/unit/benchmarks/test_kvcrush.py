@@ -48,7 +48,7 @@ from benchmarks.kvcrush.quality import Results, claims, run_quality
 from benchmarks.kvcrush.recorded import recorded
 from benchmarks.kvcrush.text_scores import divergence
 from quire.errors import ConfigError, InvariantError
-from quire.evals.tasks.fillers import book_text
+from quire.evals.tasks.words import book_text
 from quire.models.loader import LoadedModel, load_model
 from quire.policies.eviction import make_eviction
 from quire.policies.kvcrush import KVCrush

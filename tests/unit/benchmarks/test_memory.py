@@ -10,8 +10,7 @@ from benchmarks.memory.parts import PARTS, parts_of, run_parts
 from benchmarks.memory.swapping import SwapConfig
 from benchmarks.overhead.bench import OverheadConfig
 from quire.errors import ConfigError, UnknownName
-from quire.sim.engine import SimResult
-from quire.sim.fairness import ServedTokens
+from quire.sim.engine import ServedTokens, SimResult
 from quire.sim.records import Gauges, RequestRecord
 from quire.sim.traces.base import Trace
 

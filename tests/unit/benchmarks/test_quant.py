@@ -28,7 +28,7 @@ from benchmarks.quant.throughput import CodecRate, measure_rates
 from benchmarks.quant.throughput import claims as rate_claims
 from quire.errors import ConfigError
 from quire.kernels.native.library import NativeLibrary, load_library
-from quire.profile.attention import AttentionBench, AttentionShape
+from quire.profile.ceilings import AttentionBench, AttentionShape
 
 needs_library = pytest.mark.skipif(
     not isinstance(load_library(), NativeLibrary), reason="the C extension is not built"

@@ -16,17 +16,15 @@ from benchmarks.memory.swapping import (
     summarise,
 )
 from quire.errors import ConfigError
-from quire.profile.copies import (
+from quire.profile.ceilings import (
     MIB,
+    ChunkTime,
     CopyTimes,
     SwapProbe,
     copy_rates,
+    measure_chunks,
     measure_copies,
     measure_copy_rates,
-)
-from quire.profile.prefill_rates import (
-    ChunkTime,
-    measure_chunks,
     measure_prefill_rates,
     prefill_rates,
 )

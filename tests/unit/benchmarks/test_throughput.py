@@ -24,7 +24,7 @@ from benchmarks.throughput.bench import (
 )
 from quire.errors import ConfigError, InvariantError, UnknownName
 from quire.layout.model import ModelSpec
-from quire.profile.attention import AttentionShape
+from quire.profile.ceilings import AttentionShape
 
 STORAGE = Storage(  # bfloat16 weights of the reference shape, as they are
     weight_bytes={

@@ -14,7 +14,7 @@ from quire.cli.plan import PlanOptions, parse_workload, plan, plan_report
 from quire.errors import ConfigError, ModelError, UnknownName
 from quire.models.loader import load_model
 from quire.models.source import find_model
-from quire.plan.workload import Workload
+from quire.plan.capacity import Workload
 from quire.scheduler.schedule_config import ScheduleConfig
 
 TINY: dict[str, Any] = {

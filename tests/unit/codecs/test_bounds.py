@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
+from quire.codecs.affine import LARGEST, half_above, half_below, unpack
 from quire.codecs.base import Codec
 from quire.codecs.hadamard import rotate
 from quire.codecs.outliers import largest
-from quire.codecs.packing import LARGEST, half_above, half_below, unpack
 from quire.codecs.registry import make_codec
 from quire.layout.codec_names import codec_spec
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.codecs.packing import pack, unpack
+from quire.codecs.affine import pack, unpack
 
 
 @given(bits=st.sampled_from((2, 3, 4, 8)), num_groups=st.integers(1, 20), seed=st.integers(0, 99))

@@ -6,6 +6,7 @@ import pytest
 
 from quire.errors import ConfigError, UnknownName
 from quire.evals.gate import (
+    DEPTHS,
     GATE_ARMS,
     GATE_CASES,
     GateCase,
@@ -13,7 +14,6 @@ from quire.evals.gate import (
     questions,
     run_gate,
 )
-from quire.evals.questions import DEPTHS
 from quire.evals.tasks import rough_measure
 
 CASES = (GateCase(task="lines", tokens=200, n=10), GateCase(task="niah", tokens=300, n=5))

@@ -4,7 +4,7 @@ import random
 from importlib.resources import files
 
 from quire.evals.tasks import BookFiller, synthetic_filler
-from quire.evals.tasks.fillers import haystack
+from quire.evals.tasks.words import haystack
 
 
 def test_packaged_books_are_small_ascii_text():

@@ -10,8 +10,7 @@ import pytest
 
 from quire.errors import ConfigError, UnknownName
 from quire.evals.tasks import FAMILIES, BookFiller, Setting, build, make, names, rough_measure
-from quire.evals.tasks.fillers import haystack
-from quire.evals.tasks.words import CLASS_NAMES, class_words, vocabulary
+from quire.evals.tasks.words import CLASS_NAMES, class_words, haystack, vocabulary
 
 FIRST_GENERATORS = Path(__file__).parents[4] / "shared" / "tools" / "tasks.py"
 PLACED = [name for name in FAMILIES if name not in ("labels", "arithmetic", "headline")]

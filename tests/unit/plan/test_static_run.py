@@ -15,8 +15,8 @@ from quire.layout.eviction import (
     EvictionSpec,
 )
 from quire.layout.model import ModelSpec
+from quire.plan.batch_verdict import RowStep, row_steps, run_seconds
 from quire.plan.rates import DecodeRates, PrefillRates, StepRates
-from quire.plan.static_run import RowStep, row_steps, run_seconds
 
 EXTREME = EvictionSpec(cap=2, every=1, when=DECODE)
 READ_BYTES_PER_S = 23.8e9

@@ -5,8 +5,14 @@ import pytest
 from quire.errors import ConfigError
 from quire.layout.layout import layout_for
 from quire.layout.model import LayerSpec, ModelSpec
-from quire.plan.capacity import MemoryLayout, sequence_bytes
-from quire.plan.workload import Verdict, Workload, assess, decode_share
+from quire.plan.capacity import (
+    MemoryLayout,
+    Verdict,
+    Workload,
+    assess,
+    decode_share,
+    sequence_bytes,
+)
 
 MODEL = ModelSpec(
     architecture="llama",

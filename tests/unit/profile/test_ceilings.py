@@ -8,8 +8,14 @@ import torch
 
 from quire.plan.ceilings import Machine
 from quire.profile import ceilings
-from quire.profile.ceilings import QUICK_PROFILE, MemoryProbe, ProductProbe, measure_ceilings
-from quire.profile.timing import torch_threads, touched_buffer
+from quire.profile.ceilings import (
+    QUICK_PROFILE,
+    MemoryProbe,
+    ProductProbe,
+    measure_ceilings,
+    torch_threads,
+    touched_buffer,
+)
 
 MACHINE = Machine(cpu="a processor", threads=1, torch="2.13.0")
 

@@ -8,8 +8,8 @@ from benchmarks.common.models import random_model
 from benchmarks.common.workload import SHAPES
 from quire.errors import ConfigError, InvariantError
 from quire.layout.eviction import DECODE, PREFILL_AND_DECODE, EvictionSpec
+from quire.plan.batch_verdict import decode_step_seconds, prefill_step_seconds, row_steps
 from quire.plan.rates import DecodeRates, PrefillRates, StepRates
-from quire.plan.static_run import decode_step_seconds, prefill_step_seconds, row_steps
 from quire.profile.step_rates import (
     RunShape,
     StepTime,

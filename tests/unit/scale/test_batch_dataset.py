@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.scale.batch_dataset import line_blocks, read_lines
+from quire.scale.batch import line_blocks, read_lines
 
 CONTENT = st.binary(max_size=6).map(lambda line: line.replace(b"\n", b""))
 

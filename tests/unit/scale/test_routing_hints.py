@@ -5,8 +5,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.scale.http_call import HttpCall
-from quire.scale.routing_hints import routed_request
+from quire.scale.http_call import HttpCall, routed_request
 
 BLOCK_WORDS = 2
 BLOCK_BYTES = 4 * BLOCK_WORDS

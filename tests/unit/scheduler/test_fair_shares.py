@@ -9,7 +9,7 @@ import pytest
 from quire.errors import NeverFits
 from quire.scheduler.request import Request, RequestGroup
 from quire.scheduler.request_parts import RequestState
-from quire.sim.fairness import jain_index
+from quire.sim.engine import jain_index
 from support.scheduler_load import SchedulerLoad, Setting
 
 PROMPT_TOKENS, MAX_TOKENS = 24, 16

@@ -8,8 +8,7 @@ import pytest
 
 from quire.config.sampling_params import SamplingParams
 from quire.scheduler.events import KVEvent
-from quire.sim.engine import EventTally
-from quire.sim.fairness import ServedTokens, jain_index
+from quire.sim.engine import EventTally, ServedTokens, jain_index
 from quire.sim.metrics import latencies, percentiles
 from quire.sim.records import Gauges, Reading, RequestRecord
 from support.requests import make_request

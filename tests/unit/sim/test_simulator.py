@@ -16,14 +16,11 @@ from quire.layout.eviction import EvictionSpec
 from quire.layout.layout import layout_for
 from quire.layout.model import LayerSpec
 from quire.scheduler.schedule_config import ScheduleConfig
-from quire.sim.engine import SimulatedEngine
+from quire.sim.engine import SimulatedEngine, StepTimer, TimedCopies, VirtualClock, folded_layout
 from quire.sim.metrics import by_tenant, summarise
 from quire.sim.models import model_shape
 from quire.sim.records import NEVER_FITS, TOO_LONG
-from quire.sim.run import SimConfig, make_scheduler, make_simulator, make_timer, simulate
-from quire.sim.simulator import Simulator
-from quire.sim.stand_ins import TimedCopies, VirtualClock, folded_layout
-from quire.sim.timing import StepTimer
+from quire.sim.run import SimConfig, Simulator, make_scheduler, make_simulator, make_timer, simulate
 from quire.sim.traces.base import Segment, TraceOptions
 from quire.sim.traces.loading import load_trace
 from support.kv_options import kv_config, kv_options

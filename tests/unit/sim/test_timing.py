@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from quire.errors import ConfigError, UnknownName
 from quire.layout.model import LayerSpec
 from quire.plan.roofline import RowTokens, step_parts
+from quire.sim.engine import StepTimer, TimedCopies, folded_layout
 from quire.sim.machine import MachineConfig
 from quire.sim.models import CONFIGS, model_shape
-from quire.sim.stand_ins import TimedCopies, folded_layout
-from quire.sim.timing import StepTimer
 from support.sim_traces import RATES
 
 TINY = model_shape("quire-tiny")

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from quire.errors import ConfigError, TraceError, UnknownName
+from quire.sim.engine import token_ids
 from quire.sim.metrics import reusable
-from quire.sim.stand_ins import token_ids
 from quire.sim.traces.base import Segment, TraceOptions
 from quire.sim.traces.loading import load_trace
 from quire.sim.traces.registry import find_format, formats

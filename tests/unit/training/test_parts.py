@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer
 
 from quire.errors import ConfigError
-from quire.evals.tasks.fillers import haystack
+from quire.evals.tasks.words import haystack
 from training.books import hold_out, load_books, split_documents, to_ascii
 from training.config import ModelConfig, Recipe
 from training.data import KINDS, BatchMaker, encode_spans, rough_tokens

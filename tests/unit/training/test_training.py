@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from quire.errors import ConfigError
-from quire.evals.tasks.fillers import haystack
+from quire.evals.tasks.words import haystack
 from training.config import Recipe
 from training.data import BatchMaker
 from training.export import load_pretrained, save_pretrained, to_llama_state

@@ -2,7 +2,6 @@
 
 grid.py    entries: a rule, a share, a schedule and a codec
 run.py     runs entries on tasks; finished cells are stored
-table.py   rows with quality over full KV, bytes and tokens/s; Pareto-optimal entries
-result.py  rows and how they were measured, as pages show and JSON stores them
+result.py  rows with quality over full KV, bytes and tokens/s, as pages show and JSON stores them
 pages.py   Markdown, chart and interactive page
 """

@@ -5,8 +5,7 @@ from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from quire.evals.board.grid import FULL, QUIRE
-from quire.evals.board.result import BoardResult
-from quire.evals.board.table import Row, best_rules
+from quire.evals.board.result import BoardResult, Row, best_rules
 from quire.evals.intervals import Mean
 from quire.layout.extras import require_extra
 from quire.sim.plots import drawn

@@ -4,14 +4,168 @@
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from quire.errors import ConfigError
-from quire.evals.board.grid import FULL, QUIRE
+from quire.evals.board.grid import FULL, QUIRE, Entry
 from quire.evals.board.run import Board
-from quire.evals.board.table import Row, judged_tasks, ranked, rows_of
+from quire.evals.intervals import RESAMPLES, Mean
+from quire.evals.suite.base import MIN_FULL
+from quire.evals.suite.cells import CellResult
 from quire.evals.suite.sanity import Sanity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One entry of a leaderboard.
+
+    Attributes:
+        entry: the configuration.
+        quality: mean of score over full KV's, with its 95 % interval.
+        scores: score of each task.
+        kv_peak_bytes: mean over the prompts of the peak KV bytes of a request.
+        kv_share: those bytes over full KV's.
+        tokens_per_s: prompt and output tokens per second in the KV memory.
+        is_unbeaten: whether no entry has both a higher quality and fewer bytes.
+        retained_share: of another library: mean bytes of its cache after the prefill, over full
+            KV's peak; else None.
+        visible: of another library: fraction of the prompt's keys that the next token can read
+            then; else None.
+    """
+
+    entry: Entry
+    quality: Mean
+    scores: Mapping[str, float]
+    kv_peak_bytes: float
+    kv_share: float
+    tokens_per_s: float
+    is_unbeaten: bool = False
+    retained_share: float | None = None
+    visible: float | None = None
+
+    def as_dict(self) -> dict[str, object]:
+        """JSON values without those that are None."""
+        values = asdict(self) | {"evict": self.entry.evict}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @classmethod
+    def stored(cls, values: Mapping[str, Any]) -> "Row":
+        """The row of `as_dict`."""
+        fields = {name: values[name] for name in cls.__slots__ if name in values}
+        nested = {"entry": Entry(**values["entry"]), "quality": Mean(**values["quality"])}
+        return cls(**fields | nested)
+
+
+def judged_tasks(board: Board) -> list[str]:
+    """Tasks whose score with full KV is high enough to judge a rule."""
+    reference = board.cells[board.config.grid.reference]
+    return [cell.task for cell in reference if _score(cell) >= MIN_FULL]
+
+
+def rows_of(board: Board) -> list[Row]:
+    """One row for each entry that runs, the best quality first.
+
+    Quality is over the tasks that full KV answers; over all of them if it answers none.
+    """
+    reference = board.cells[board.config.grid.reference]
+    tasks = judged_tasks(board) or [cell.task for cell in reference]
+    found = [_row(entry, cells, reference, tasks) for entry, cells in board.cells.items()]
+    return ranked(found)
+
+
+def ranked(rows: Sequence[Row]) -> list[Row]:
+    """Rows with the Pareto-optimal ones marked, the best quality first."""
+    unbeaten = _unbeaten(rows)
+    marked = [
+        replace(row, is_unbeaten=is_best) for row, is_best in zip(rows, unbeaten, strict=True)
+    ]
+    return sorted(marked, key=lambda row: (-row.quality.mean, row.kv_share))
+
+
+def _row(
+    entry: Entry, cells: Sequence[CellResult], reference: Sequence[CellResult], tasks: Sequence[str]
+) -> Row:
+    judged = [
+        (_values(cell), _values(full))
+        for cell, full in zip(cells, reference, strict=True)
+        if cell.task in tasks
+    ]
+    peak_bytes = _mean_bytes(cells)
+    full_bytes = _mean_bytes(reference)
+    tokens = sum(p.prompt_tokens + p.output_tokens for cell in cells for p in cell.prompts)
+    return Row(
+        entry=entry,
+        quality=_quality(judged),
+        scores={cell.task: _score(cell) for cell in cells},
+        kv_peak_bytes=peak_bytes,
+        kv_share=peak_bytes / full_bytes,
+        tokens_per_s=tokens / sum(cell.seconds for cell in cells),
+    )
+
+
+def _quality(
+    judged: Sequence[tuple[NDArray[np.float64], NDArray[np.float64]]], seed: int = 0
+) -> Mean:
+    """Mean over tasks of score over full KV's, with the bootstrap over prompts."""
+    rng = np.random.default_rng(seed)
+    mean, resampled = 0.0, np.zeros(RESAMPLES)
+    for values, full in judged:
+        drawn = rng.integers(len(values), size=(RESAMPLES, len(values)))
+        mean += _over(values.mean(), full.mean()) / len(judged)
+        below = np.maximum(full[drawn].mean(axis=1), 1 / len(full))
+        resampled += values[drawn].mean(axis=1) / below / len(judged)
+    low, high = np.percentile(resampled, [2.5, 97.5])
+    count = sum(len(values) for values, _ in judged)
+    most = max(_over(float(values.max()), float(full.mean())) for values, full in judged)
+    return Mean(float(mean), float(low), float(high), count, most)
+
+
+def _over(value: float, full: float) -> float:
+    return value / full if full else 1.0
+
+
+def _unbeaten(rows: Sequence[Row]) -> list[bool]:
+    """Whether no other row has at least the quality and fewer bytes, or more at equal bytes."""
+
+    def beats(other: Row, row: Row) -> bool:
+        better = other.quality.mean >= row.quality.mean and other.kv_share <= row.kv_share
+        equal = other.quality.mean == row.quality.mean and other.kv_share == row.kv_share
+        return better and not equal
+
+    return [not any(beats(other, row) for other in rows) for row in rows]
+
+
+def best_rules(rows: Sequence[Row], wanted: float) -> dict[str, list[Row]]:
+    """Rows that keep a quality, by budget, the fewest bytes first.
+
+    Args:
+        rows: rows of a leaderboard.
+        wanted: least quality over full KV.
+    """
+    found: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row.kv_share):
+        if row.entry.rule != FULL:
+            kept = found.setdefault(row.entry.budget, [])
+            kept += [row] * (row.quality.mean >= wanted)
+    return found
+
+
+def _score(cell: CellResult) -> float:
+    return float(_values(cell).mean())
+
+
+def _values(cell: CellResult) -> NDArray[np.float64]:
+    first = next(iter(cell.prompts[0].scores))
+    return np.asarray(cell.values(first), dtype=np.float64)
+
+
+def _mean_bytes(cells: Sequence[CellResult]) -> float:
+    peaks = [prompt.kv_peak_bytes for cell in cells for prompt in cell.prompts]
+    return float(np.mean(peaks))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

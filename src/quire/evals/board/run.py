@@ -15,7 +15,7 @@ from quire.evals.board.grid import FULL, Entry, Grid
 from quire.evals.suite.base import EvalTask, Sample, SampleOptions
 from quire.evals.suite.cells import CellFolder, CellResult
 from quire.evals.suite.engines import Engines
-from quire.evals.suite.samples import PromptOptions, SampleRunner
+from quire.evals.suite.runner import PromptOptions, SampleRunner
 from quire.evals.suite.sanity import SKIPPED, Sanity, sanity_of
 from quire.evals.tune.scores import fingerprint_of
 from quire.layout.kv_format import fill_plain, read_format

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from quire.evals.questions import Question, make_questions
+from quire.evals.gate import Question, make_questions
 from quire.evals.suite.base import MIN_FULL, EvalTask, Sample, SampleOptions
 from quire.evals.suite.metrics import fraction_found, starts_with
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from quire.errors import ConfigError
-from quire.evals.questions import DOCUMENT_START
+from quire.evals.gate import DOCUMENT_START
 from quire.evals.suite.base import EvalTask, Sample, SampleOptions
-from quire.evals.tasks.fillers import book_text
-from quire.evals.tasks.pieces import CHARACTERS_PER_TOKEN
+from quire.evals.tasks.base import CHARACTERS_PER_TOKEN
+from quire.evals.tasks.words import book_text
 
 NLL = "nll"
 PERPLEXITY = "perplexity"

@@ -1,19 +1,217 @@
 """Runs an evaluation: the sanity check, the cells of each configuration, then the verdicts."""
 
 import hashlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from quire.api.llm import LLM
 from quire.config.kv_config import KVConfig
-from quire.errors import ConfigError
-from quire.evals.suite.base import EvalTask, SampleOptions
-from quire.evals.suite.cells import CellFolder, CellResult
+from quire.config.sampling_params import SamplingParams
+from quire.errors import ConfigError, RequestError
+from quire.evals.fidelity import FidelityScorer
+from quire.evals.intervals import Mean, mean_of
+from quire.evals.suite.base import EvalTask, Sample, SampleOptions
+from quire.evals.suite.cells import CellFolder, CellResult, PromptResult
 from quire.evals.suite.engines import CONFIGURED, FULL, Engines, full_kv, is_full
-from quire.evals.suite.samples import PromptOptions, SampleRunner
+from quire.evals.suite.perplexity import NLL
 from quire.evals.suite.sanity import SKIPPED, Sanity, sanity_of
-from quire.evals.suite.verdicts import Verdict, compare
 from quire.evals.tune.scores import fingerprint_of
+from quire.sampling.outputs import RequestOutput, Usage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptOptions:
+    """How texts become prompts.
+
+    Attributes:
+        most_tokens: most tokens of a prompt that is read from a file; None: the model's context.
+        chat: whether prompts that are read from a file are messages of a user.
+    """
+
+    most_tokens: int | None = None
+    chat: bool = False
+
+
+class SampleRunner:
+    """Runs samples in one engine.
+
+    Args:
+        llm: the engine.
+        kv: its KV configuration.
+        options: how texts become prompts.
+    """
+
+    def __init__(self, llm: LLM, kv: KVConfig, options: PromptOptions) -> None:
+        self._llm, self._kv, self._options = llm, kv, options
+
+    def run(
+        self, task: EvalTask, samples: Sequence[Sample]
+    ) -> tuple[tuple[PromptResult, ...], float]:
+        """Run all samples; return results in their order, and the seconds of the engine.
+
+        Raises:
+            ConfigError: a generated prompt exceeds the model's context.
+            RequestError: a request failed.
+        """
+        if samples[0].continuation:
+            return self._score_continuations(samples)
+        prompts = [self._prompt(task, sample) for sample in samples]
+        params = [
+            SamplingParams(max_tokens=sample.max_tokens, temperature=0.0, stop=sample.stop)
+            for sample in samples
+        ]
+        started = time.perf_counter()
+        outputs = self._llm.generate([ids for ids, _ in prompts], params)
+        seconds = time.perf_counter() - started
+        results = tuple(
+            _result(
+                sample,
+                task.score(sample, _text(output)),
+                output.usage,
+                output=output.text,
+                is_truncated=is_truncated,
+            )
+            for sample, output, (_, is_truncated) in zip(samples, outputs, prompts, strict=True)
+        )
+        return results, seconds
+
+    def _prompt(self, task: EvalTask, sample: Sample) -> tuple[list[int], bool]:
+        """Token ids of a prompt, and whether its middle was left out."""
+        ids = self._llm.encode(sample.prompt)
+        most = self._llm.model.spec.max_positions - sample.max_tokens
+        if not task.source:
+            if len(ids) > most:
+                raise ConfigError(
+                    f"a prompt of task {task.name!r} has {len(ids)} tokens; with its "
+                    f"{sample.max_tokens} output tokens the model's context holds {most}: lower "
+                    "--tokens"
+                )
+            return ids, False
+        if self._options.most_tokens is not None:
+            most = min(most, self._options.most_tokens)
+        if self._options.chat:
+            return self._chat_prompt(ids, most)
+        return truncated(ids, most), len(ids) > most
+
+    def _chat_prompt(self, ids: list[int], most: int) -> tuple[list[int], bool]:
+        most -= len(self._llm.encode_chat([{"role": "user", "content": ""}]))
+        tokenizer = self._llm.model.tokenizer
+        assert tokenizer is not None, "the prompt was encoded"
+        text = str(tokenizer.decode(truncated(ids, most), skip_special_tokens=True))
+        return self._llm.encode_chat([{"role": "user", "content": text}]), len(ids) > most
+
+    def _score_continuations(
+        self, samples: Sequence[Sample]
+    ) -> tuple[tuple[PromptResult, ...], float]:
+        split = [self._split(sample) for sample in samples]
+        scorer = FidelityScorer(
+            self._llm.model,
+            self._kv,
+            longest_tokens=max(len(context) + len(rest) for context, rest in split),
+            new_tokens=max(len(rest) for _, rest in split),
+        )
+        started = time.perf_counter()
+        found = [scorer.mean_nll(context, rest) for context, rest in split]
+        seconds = time.perf_counter() - started
+        results = tuple(
+            _result(sample, {NLL: nll}, usage)
+            for sample, (nll, usage) in zip(samples, found, strict=True)
+        )
+        return results, seconds
+
+    def _split(self, sample: Sample) -> tuple[list[int], list[int]]:
+        """Token ids of the context and of the continuation, encoded as one text."""
+        count = len(self._llm.encode(sample.prompt))
+        ids = self._llm.encode(sample.prompt + sample.continuation)
+        return ids[:count], ids[count:]
+
+
+def truncated(ids: list[int], most: int) -> list[int]:
+    """At most `most` ids without the middle, so that instruction and question stay (LongBench)."""
+    if len(ids) <= most:
+        return ids
+    last = most // 2
+    return [*ids[: most - last], *ids[len(ids) - last :]]
+
+
+def _text(output: RequestOutput) -> str:
+    if output.error is not None:
+        raise RequestError(f"a request of the evaluation failed: {output.error}")
+    return output.text
+
+
+def _result(
+    sample: Sample,
+    scores: dict[str, float],
+    usage: Usage,
+    *,
+    output: str = "",
+    is_truncated: bool = False,
+) -> PromptResult:
+    return PromptResult(
+        scores=scores,
+        depth=sample.depth,
+        chance=sample.chance,
+        prompt_tokens=usage.prompt_tokens,
+        output_tokens=usage.completion_tokens,
+        truncated=is_truncated,
+        kv_peak_bytes=usage.kv_peak_bytes,
+        output=output,
+    )
+
+
+WORSE, BETTER, SAME, NONE = "worse", "better", "no difference found", "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Comparison of one cell.
+
+    Attributes:
+        cell: name of the cell.
+        metric: the compared score.
+        verdict: one of `WORSE`, `BETTER`, `SAME`, `NONE`.
+        difference: score with the configuration minus that with full KV, with its interval over
+            the prompts; None without a verdict.
+        reason: why there is no verdict; empty if there is one.
+    """
+
+    cell: str
+    metric: str
+    verdict: str
+    difference: Mean | None = None
+    reason: str = ""
+
+
+def compare(task: EvalTask, full: CellResult, configured: CellResult, sanity: Sanity) -> Verdict:
+    """Compare two cells of the same prompts."""
+    metric = task.metrics[0]
+    reason = _why_none(task, full, sanity)
+    if reason:
+        return Verdict(cell=full.name, metric=metric, verdict=NONE, reason=reason)
+    pairs = zip(configured.values(metric), full.values(metric), strict=True)
+    difference = mean_of([found - reference for found, reference in pairs])
+    verdict = _direction(difference, lower_is_better=task.lower_is_better)
+    return Verdict(cell=full.name, metric=metric, verdict=verdict, difference=difference)
+
+
+def _why_none(task: EvalTask, full: CellResult, sanity: Sanity) -> str:
+    if not sanity.passed:
+        return sanity.reason
+    score = mean_of(full.values(task.metrics[0])).mean
+    if task.needs_full is not None and score < task.needs_full:
+        return f"expected at least {task.needs_full:g} with full KV, got {score:.2f}"
+    return ""
+
+
+def _direction(difference: Mean, *, lower_is_better: bool) -> str:
+    """The interval decides: an interval with 0 inside shows no difference."""
+    if difference.low <= 0 <= difference.high:
+        return SAME
+    return BETTER if (difference.mean < 0) == lower_is_better else WORSE
+
 
 Report = Callable[[str], None]
 """Takes a line about the progress."""

@@ -12,19 +12,12 @@ from types import MappingProxyType
 from typing import Any
 
 from quire.errors import UnknownName
-from quire.evals.tasks.arithmetic import Arithmetic
 from quire.evals.tasks.base import Measure, Query, Setting, Span, Task, TaskFamily, rough_measure
-from quire.evals.tasks.copying import Copy, Headline
-from quire.evals.tasks.facts import Facts
-from quire.evals.tasks.fillers import BookFiller, Filler, synthetic_filler
-from quire.evals.tasks.labels import Labels
-from quire.evals.tasks.needles import Needles
-from quire.evals.tasks.passkey import Passkey
-from quire.evals.tasks.records import KeyValue, Lines, LongEval
+from quire.evals.tasks.labels import Arithmetic, Copy, Headline, Labels
+from quire.evals.tasks.needles import Facts, KeyValue, Lines, LongEval, Needles, Passkey
 from quire.evals.tasks.redundant import Majority, Repeats, Retold, Topics
-from quire.evals.tasks.ruler import CommonWords, MultiQuery, MultiValue, VariableTracking
-from quire.evals.tasks.variables import Variables
-from quire.evals.tasks.words import Split
+from quire.evals.tasks.ruler import CommonWords, MultiQuery, MultiValue, Variables, VariableTracking
+from quire.evals.tasks.words import BookFiller, Filler, Split, synthetic_filler
 
 __all__ = [
     "ALL_FAMILIES",

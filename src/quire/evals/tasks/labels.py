@@ -5,10 +5,22 @@ from one location: many records contain it, and evicting some of them costs litt
 """
 
 import random
+import re
 from dataclasses import dataclass
 
-from quire.evals.tasks.base import Query, Setting, Span, Task, TaskFamily
-from quire.evals.tasks.words import CLASS_NAMES, LABELS, class_words
+from quire.evals.tasks.base import (
+    CHARACTERS_PER_TOKEN,
+    TEXT_WEIGHT,
+    Query,
+    Setting,
+    Span,
+    Task,
+    TaskFamily,
+    running_text,
+    snap,
+    trim,
+)
+from quire.evals.tasks.words import CLASS_NAMES, LABELS, Split, class_words
 
 _Shot = tuple[str, int]
 
@@ -64,3 +76,152 @@ def _dense(shots: list[_Shot], names: list[str]) -> tuple[Span, ...]:
         spans += [(f"{word}:", 0.0), (f" {names[index]}\n", 1.0 if index in seen else 0.0)]
         seen.add(index)
     return tuple(spans)
+
+
+_PASSAGE_WEIGHT = 0.3
+_SENTENCE = re.compile(r'[A-Z][a-z][^.!?\n"]{25,100}[.!?]')
+
+
+def _passage(rng: random.Random, size_tokens: int, setting: Setting) -> str:
+    """Text of about `size_tokens` tokens in one line."""
+    text = setting.filler(rng, int(size_tokens * CHARACTERS_PER_TOKEN)).replace("\n", " ").strip()
+    while len(text) > 12 and setting.measure(text) > size_tokens:
+        cut = min(0.97, size_tokens / setting.measure(text))
+        text = text[: int(len(text) * cut)].strip()
+    if setting.split == "train" and rng.random() < 0.3:
+        # Words in random order cannot be predicted from each other, only copied.
+        words = text.split(" ")
+        rng.shuffle(words)
+        text = " ".join(words)
+    return text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy(TaskFamily):
+    """A marked passage inside running text, which the final question asks to repeat.
+
+    Attributes:
+        passage: length of the passage in tokens; None: 24 in an evaluation, random in training.
+    """
+
+    passage: int | None = None
+
+    def build(self, rng: random.Random, setting: Setting) -> Task:
+        """Generate one task, determined by the random state and the setting."""
+        most = setting.tokens // 2 - 12
+        size = self.passage or 24
+        if self.passage is None and not setting.evaluates:
+            size = rng.randrange(12, max(14, min(160, most)))
+        size = max(6, min(size, most))
+        text = _passage(rng, size, setting)
+        room = max(0, setting.tokens - 2 * size - 16)
+        rest = running_text(rng, room, setting, floor=12)
+        depth = rng.random() if setting.depth is None else setting.depth
+        cut = snap(rest, int(depth * len(rest)))
+        spans = (
+            (rest[:cut], TEXT_WEIGHT),
+            ("\n[passage]", 0.0),
+            (f" {text}", _PASSAGE_WEIGHT),
+            (" [end]\n", 0.0),
+            (rest[cut:].rstrip(), TEXT_WEIGHT),
+        )
+        query = Query(
+            question="\n[repeat]",
+            answer=f" {text}",
+            tail=" [end]\n",
+            depth=cut / max(1, len(rest)),
+        )
+        return Task(name="copy", spans=spans, queries=(query,))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Headline(TaskFamily):
+    """An article, then a question for its headline, which is its first line."""
+
+    def build(self, rng: random.Random, setting: Setting) -> Task:
+        """Generate one task, determined by the random state and the setting."""
+        found = _SENTENCE.search(setting.filler(rng, 900))
+        head = found.group(0) if found else setting.filler(rng, 70).replace("\n", " ").strip()
+        text = setting.filler(rng, int(max(24, setting.tokens) * CHARACTERS_PER_TOKEN))
+        room = max(16, setting.tokens - 2 * setting.measure(head) - 14)
+        text = trim(text, room, setting.measure, floor=12)
+        return Task(
+            name="headline",
+            spans=((f"HEADLINE: {head}\n", 0.0), (text.rstrip(), TEXT_WEIGHT)),
+            queries=(Query(question="\nThe headline was:", answer=f" {head}", depth=0.0),),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sums:
+    """One kind of problem: the operand size, and whether the answer shows its working."""
+
+    digits: int
+    steps: bool
+
+    def problem(self, rng: random.Random, split: Split) -> tuple[str, str]:
+        """Question and answer with operands of one split."""
+        top = 10**self.digits
+        while True:
+            left, right = rng.randrange(top), rng.randrange(top)
+            sign = rng.choice("+-")
+            if sign == "-" and right > left:
+                left, right = right, left
+            if _belongs(left, right, split):
+                break
+        question = f"Q: {left} {sign} {right}\nA: "
+        if self.steps and self.digits == 2 and sign == "+":
+            return question, _worked_addition(left, right)
+        return question, str(left + right if sign == "+" else left - right)
+
+
+def _belongs(left: int, right: int, split: Split) -> bool:
+    """Eight in ten operand pairs belong to training, the others to the evaluation."""
+    return ((left * 31 + right * 17) % 10 < 8) == (split == "train")
+
+
+def _worked_addition(left: int, right: int) -> str:
+    """The written method: units first, then tens with the carry."""
+    units = left % 10 + right % 10
+    carry = units // 10
+    tens = left // 10 + right // 10 + carry
+    return (
+        f"{left % 10} + {right % 10} = {units}, "
+        f"{left // 10} + {right // 10} + {carry} = {tens}, so {left + right}"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arithmetic(TaskFamily):
+    """`Q: 17 + 25`, `A: 42` examples, then a question with held-out operands.
+
+    Attributes:
+        digits: 1 or 2; None: random.
+        steps: answers show their working (two digits, addition); None: in 4 of 10 tasks.
+    """
+
+    digits: int | None = None
+    steps: bool | None = None
+
+    def build(self, rng: random.Random, setting: Setting) -> Task:
+        """Generate one task, determined by the random state and the setting."""
+        digits = self.digits or rng.choice([1, 2])
+        steps = rng.random() < 0.4 if self.steps is None else self.steps
+        sums = _Sums(digits=digits, steps=steps)
+        example_tokens = setting.measure("".join(_sample(rng, sums) for _ in range(4))) / 4
+        only_last_counts = setting.queries == 1 and setting.evaluates
+        weight = 0.0 if only_last_counts else 1.0
+        spans: list[Span] = []
+        for _ in range(max(2, int(setting.tokens / example_tokens) - 1)):
+            question, answer = sums.problem(rng, "train")
+            spans += [(question, 0.0), (f"{answer}\n", weight)]
+        question, answer = sums.problem(rng, setting.split)
+        query = Query(question=question, answer=answer)
+        return Task(name="arithmetic", spans=tuple(spans), queries=(query,))
+
+
+def _sample(rng: random.Random, sums: _Sums) -> str:
+    """A text as long as an example: the question of one problem with the answer of another."""
+    question, _ = sums.problem(rng, "train")
+    _, answer = sums.problem(rng, "train")
+    return f"{question}{answer}\n"

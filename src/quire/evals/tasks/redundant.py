@@ -14,16 +14,20 @@ enough:
 import random
 from dataclasses import dataclass
 
-from quire.evals.tasks.base import Query, Setting, Span, Task, TaskFamily
-from quire.evals.tasks.facts import Fact, make_fact
-from quire.evals.tasks.pieces import (
+from quire.evals.tasks.base import (
     SAMPLE_KEY,
+    Query,
+    Setting,
+    Span,
+    Task,
+    TaskFamily,
     distinct_keys,
     number,
     place_at,
     running_text,
     snap,
 )
+from quire.evals.tasks.needles import Fact, make_fact
 from quire.evals.tasks.words import CLASS_NAMES, LABELS, class_words, vocabulary
 
 _FACT_TOKENS = 14

@@ -7,7 +7,7 @@ from quire.kv.memory import KVMemory
 from quire.layout.eviction import KEEP_ALL, EvictionSpec
 from quire.layout.layout import layout_for
 from quire.layout.model import ModelSpec
-from quire.plan.static_run import row_steps
+from quire.plan.batch_verdict import row_steps
 from quire.scheduler.admission.batches import rows_at_once
 from quire.scheduler.admission.need import Need
 from quire.scheduler.admission.peaks import Peaks

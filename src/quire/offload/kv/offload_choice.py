@@ -33,7 +33,7 @@ from quire.offload.recompute.activation_allocator import ActivationAllocator
 from quire.offload.recompute.activation_store import ActivationCodec, ActivationStore
 from quire.offload.recompute.kv_recompute import KVRecompute
 from quire.offload.swap.transfer import ThreadTransferWorker, TransferWorker
-from quire.plan.offload.activations import activation_gate, activation_range
+from quire.plan.offload.resident import activation_gate, activation_range
 
 logger = logging.getLogger(__name__)
 

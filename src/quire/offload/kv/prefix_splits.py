@@ -14,8 +14,7 @@ from quire.offload.kv.step_planner import StepPlanner
 from quire.offload.profiler import OffloadProfiler, Sizes
 from quire.offload.schedule.work import BatchTokens
 from quire.offload.timeline import LANES, Kind, Operation, Schedule, Span, Timeline
-from quire.plan.offload.rates import OffloadRates
-from quire.plan.offload.split import best_shares, share_rows
+from quire.plan.offload.split import OffloadRates, best_shares, share_rows
 
 # ---- prefix shares -------------------------------------------------------------------------------
 

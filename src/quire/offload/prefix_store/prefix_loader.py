@@ -24,7 +24,7 @@ from quire.offload.prefix_store.load_starts import LoadStarts
 from quire.offload.prefix_store.lookups import PrefixLookups
 from quire.offload.prefix_store.prefix_load import LoadRate
 from quire.offload.prefix_store.prefix_tier import PrefixTier, TierStats
-from quire.plan.offload.restore import Loading, restore_split
+from quire.plan.offload.split import Loading, restore_split
 from quire.plan.preemption_costs import LearnedCosts
 from quire.plan.rates import PrefillRates
 from quire.scheduler.events import EventLog

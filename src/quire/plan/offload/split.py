@@ -18,11 +18,55 @@ Differs from the paper: it always uses l_A; with overlap l_B is up to 1.3 times 
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 
 from quire.errors import ConfigError
-from quire.plan.offload.rates import OffloadRates
+from quire.plan.cost import positive_root
+from quire.plan.rates import PrefillRates
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadRates:
+    """Rates of one layer; tokens are those of all rows together.
+
+    Attributes:
+        kv_s: k, transfer of a token's KV.
+        x_s: x, transfer of its activation.
+        recompute_s: r, recompute of its KV from the activation.
+        host_s: u, CPU attention to it; infinite without CPU attention.
+        other_s: c, the device's other work on the layer in one step.
+        link_s: other transfers for the layer in one step: weights, and stores if both directions
+            share the link.
+
+    Raises:
+        ConfigError: a rate below 0, or a `kv_s` or `host_s` of 0.
+    """
+
+    kv_s: int | float
+    x_s: int | float
+    recompute_s: int | float
+    host_s: int | float = math.inf
+    other_s: int | float = 0.0
+    link_s: int | float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not value >= 0 or (value == math.inf and field.name != "host_s"):
+                raise ConfigError(f"expected {field.name} of 0 seconds or more, got {value}")
+        if not self.kv_s or not self.host_s:
+            raise ConfigError(f"expected kv_s and host_s above 0, got {self}")
+
+    @property
+    def x_ratio(self) -> float:
+        """Xi: transfer time of an activation over that of its KV. Activations pay below 1."""
+        return self.x_s / self.kv_s
+
+    @property
+    def recompute_ratio(self) -> float:
+        """Rho: recompute time of KV over its transfer time."""
+        return self.recompute_s / self.kv_s
 
 
 def pipelined_seconds(rates: OffloadRates, tokens: int | float, x_tokens: int | float) -> float:
@@ -200,3 +244,52 @@ def _at(rates: OffloadRates, seconds: float, requested: float, *, waits: bool) -
         host_tokens=host_tokens,
         seconds=least_s,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loading:
+    """Rate of loading tokens from a tier to the device.
+
+    Attributes:
+        token_s: kappa, seconds of one token in all layers.
+        call_s: fixed cost of a load.
+    """
+
+    token_s: int | float
+    call_s: int | float = 0.0
+
+    def seconds(self, tokens: int | float) -> float:
+        """Time to load tokens; 0 for 0 tokens."""
+        return self.call_s + self.token_s * tokens if tokens else 0.0
+
+
+def read_seconds(prefill: PrefillRates, tokens: int | float) -> float:
+    """Time to prefill tokens from the start; 0 for 0 tokens."""
+    if not tokens:
+        return 0.0
+    return prefill.call_s + prefill.token_s * tokens + prefill.square_s * tokens**2
+
+
+def restore_seconds(
+    prefill: PrefillRates, loading: Loading, tokens: int, read_tokens: int
+) -> float:
+    """Time to recompute the first tokens and load the rest concurrently."""
+    loaded_s = loading.seconds(tokens - read_tokens)
+    return max(read_seconds(prefill, read_tokens), loaded_s)
+
+
+def restore_split(prefill: PrefillRates, loading: Loading, tokens: int, unit: int = 1) -> int:
+    """Number of first tokens to recompute; 0 loads all, `tokens` recomputes all.
+
+    Args:
+        prefill: prefill rates of the model.
+        loading: rate of loads from the tier.
+        tokens: tokens of the prefix.
+        unit: granularity of the split in tokens.
+    """
+    constant_s = loading.token_s * tokens + loading.call_s - prefill.call_s
+    best = 0.0
+    if constant_s > 0:
+        best = positive_root(prefill.square_s, prefill.token_s + loading.token_s, constant_s)
+    found = (0, tokens, *whole_units(best, tokens, unit))
+    return min(found, key=lambda x: (restore_seconds(prefill, loading, tokens, x), x))

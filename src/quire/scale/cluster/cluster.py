@@ -7,7 +7,7 @@
 
 Every replica has its own clock, which a step moves to the end of the step. The cluster processes
 ends of steps and arrivals in the order of time, so the router sees each replica as it is at that
-time. One replica gives exactly the result of `quire.sim.simulator`.
+time. One replica gives exactly the result of `quire.sim.run`.
 """
 
 import heapq
@@ -21,15 +21,78 @@ from time import perf_counter
 
 from quire.errors import InvariantError
 from quire.scale.cluster.config import ClusterConfig
-from quire.scale.cluster.replica import BlockEventList, Replica
 from quire.scale.routing.admission import Dispatch, make_admission
-from quire.scale.routing.base import ReplicaLoad, RoutedRequest, Router
+from quire.scale.routing.base import KvEvent, ReplicaLoad, RoutedRequest, Router
+from quire.scale.routing.block_index import REMOVED, STORED
 from quire.scale.routing.loads import LoadView
 from quire.scale.routing.registry import RouterConfig, make_router
-from quire.sim.engine import Job, SimResult
-from quire.sim.run import SimConfig, make_engine
-from quire.sim.simulator import Progress, check_finished
+from quire.sim.engine import Job, SimResult, SimulatedEngine
+from quire.sim.run import Progress, SimConfig, check_finished, make_engine
 from quire.sim.traces.base import Trace
+
+
+class BlockEventList:
+    """A `PrefixListener` that collects KV events.
+
+    Attributes:
+        events: events since the last call of `take`.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[KvEvent] = []
+
+    def stored(
+        self,
+        block_hashes: Sequence[bytes],
+        parent_hash: bytes | None,
+        token_ids: Sequence[int],
+        page_tokens: int,
+    ) -> None:
+        """See `PrefixListener.stored`."""
+        self.events.append({"type": STORED, "block_hashes": list(block_hashes)})
+
+    def removed(self, block_hashes: Sequence[bytes]) -> None:
+        """See `PrefixListener.removed`."""
+        self.events.append({"type": REMOVED, "block_hashes": list(block_hashes)})
+
+    def take(self) -> list[KvEvent]:
+        """Return and forget the collected events."""
+        taken, self.events = self.events, []
+        return taken
+
+
+@dataclass(slots=True)
+class Replica:
+    """One replica of the cluster.
+
+    Attributes:
+        name: its `replica_id`.
+        engine: the simulated engine.
+        events: its KV events; None if the router does not follow them.
+        num_received: requests that it received.
+        steps: whether a step is running.
+        reported_s: time of its last load report.
+    """
+
+    name: str
+    engine: SimulatedEngine
+    events: BlockEventList | None
+    num_received: int = 0
+    steps: bool = False
+    reported_s: float = -math.inf
+
+    def load(self) -> ReplicaLoad:
+        """Its current load."""
+        engine = self.engine
+        return ReplicaLoad(
+            replica_id=self.name,
+            active_kv_bytes=engine.active_bytes,
+            kv_capacity_bytes=engine.memory.total_bytes,
+            queued_prompt_tokens=engine.pending_tokens,
+            running_requests=engine.num_running,
+            queued_requests=engine.num_waiting,
+        )
+
 
 _PROGRESS_EVENTS = 1000
 CHOICE, END, EVENTS = "choice", "end", "events"

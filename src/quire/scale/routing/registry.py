@@ -8,8 +8,7 @@ from typing import Literal, no_type_check
 from quire.errors import ConfigError
 from quire.layout.options import check_options, option
 from quire.scale.routing.base import Router
-from quire.scale.routing.kv_aware import KvAware
-from quire.scale.routing.simple import LeastLoaded, RoundRobin
+from quire.scale.routing.policies import KvAware, LeastLoaded, RoundRobin
 
 RouterName = Literal["kv_aware", "least_loaded", "round_robin"]
 

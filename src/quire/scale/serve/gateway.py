@@ -22,9 +22,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.scale.http_call import REPLICA_HEADER, Headers, HttpCall, HttpPart
+from quire.scale.http_call import REPLICA_HEADER, Headers, HttpCall, HttpPart, routed_request
 from quire.scale.merged_metrics import merged_metrics
-from quire.scale.routing_hints import routed_request
 from quire.serve.access import HEADER, new_request_id
 from quire.serve.connection import BodyLimit, BodyTooLarge
 from quire.serve.embedded import (
@@ -71,7 +70,7 @@ class Gateway:
         replicas: the replicas.
         keys: API keys of the tenants; the router treats tenants fairly.
         retries: times that a request is sent again.
-        block_words: words of a block of a prompt, see `quire.scale.routing_hints`.
+        block_words: words of a block of a prompt, see `quire.scale.http_call`.
     """
 
     def __init__(

@@ -27,9 +27,8 @@ from quire.offload.schedule.work import (
     staging_bytes,
 )
 from quire.offload.timeline import DEVICE, HOST, IN, OUT, Kind, Operation, Schedule
-from quire.plan.offload.rates import OffloadRates
 from quire.plan.offload.resident import with_weights
-from quire.plan.offload.split import best_shares, pipelined_seconds, pipelined_split
+from quire.plan.offload.split import OffloadRates, best_shares, pipelined_seconds, pipelined_split
 from quire.plan.rates import CopyRate
 from support.offload_formulas import serial_seconds, step_seconds
 

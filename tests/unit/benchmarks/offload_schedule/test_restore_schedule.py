@@ -11,7 +11,7 @@ from quire.offload.schedule.executor import VirtualClock
 from quire.offload.schedule.planner import fastest
 from quire.offload.schedule.work import BatchTokens, Rules, StepWork, even_layers
 from quire.offload.timeline import DEVICE, IN
-from quire.plan.offload.restore import Loading, restore_seconds, restore_split
+from quire.plan.offload.split import Loading, restore_seconds, restore_split
 from quire.plan.rates import CopyRate, PrefillRates
 from support.restore_schedule import plan_restore
 

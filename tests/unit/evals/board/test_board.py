@@ -6,9 +6,8 @@ from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError, UnknownName
 from quire.evals.board.grid import Entry, Grid
 from quire.evals.board.pages import chart, interactive, page
-from quire.evals.board.result import BoardResult
+from quire.evals.board.result import BoardResult, best_rules, judged_tasks, rows_of
 from quire.evals.board.run import Board, BoardConfig, check_names
-from quire.evals.board.table import best_rules, judged_tasks, rows_of
 from quire.evals.suite.cells import CellResult, PromptResult
 from quire.evals.suite.registry import task_of
 from quire.evals.suite.sanity import SKIPPED

@@ -3,7 +3,7 @@
 import pytest
 
 from quire.errors import ConfigError, UnknownName
-from quire.evals.questions import DEPTHS
+from quire.evals.gate import DEPTHS
 from quire.evals.suite.base import SampleOptions
 from quire.evals.suite.registry import SUITES, TASKS, suite_of, suites_with, task_of
 from quire.evals.tasks import ALL_FAMILIES, FAMILIES, make, rough_measure

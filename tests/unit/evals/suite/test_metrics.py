@@ -6,7 +6,7 @@ import pytest
 
 from quire.errors import ConfigError
 from quire.evals.suite import metrics
-from quire.evals.suite.rouge import best_rouge, require_rouge
+from quire.evals.suite.metrics import best_rouge, require_rouge
 
 HAS_ROUGE = importlib.util.find_spec("rouge_score") is not None
 

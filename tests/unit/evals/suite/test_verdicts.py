@@ -11,9 +11,8 @@ from quire.evals.suite import sanity
 from quire.evals.suite.cells import CellFolder, CellResult, PromptResult
 from quire.evals.suite.engines import full_kv, is_full
 from quire.evals.suite.registry import task_of
-from quire.evals.suite.samples import truncated
+from quire.evals.suite.runner import compare, truncated
 from quire.evals.suite.sanity import FAILED, PASSED, SKIPPED, Sanity
-from quire.evals.suite.verdicts import compare
 from quire.evals.tasks import rough_measure
 
 GOOD = Sanity(status=PASSED)

@@ -6,9 +6,14 @@ from hypothesis import strategies as st
 
 from benchmarks.common.kvpr import offload_rates
 from quire.errors import ConfigError
-from quire.plan.offload.activations import ActivationRange, activation_range
-from quire.plan.offload.rates import OffloadRates
-from quire.plan.offload.restore import Loading, read_seconds, restore_seconds, restore_split
+from quire.plan.offload.resident import ActivationRange, activation_range
+from quire.plan.offload.split import (
+    Loading,
+    OffloadRates,
+    read_seconds,
+    restore_seconds,
+    restore_split,
+)
 from quire.plan.preemption_costs import assumed_prefill
 from quire.plan.rates import PrefillRates
 from support.offload_formulas import Stage, chain_seconds, loading_pays_from, x_restore_seconds

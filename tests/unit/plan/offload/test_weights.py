@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError
-from quire.plan.offload.rates import OffloadRates
 from quire.plan.offload.resident import LayerWeights, Pass, faster_pass, run_pass, with_weights
+from quire.plan.offload.split import OffloadRates
 from support.offload_formulas import first_layer_seconds
 
 SECONDS = st.floats(0.01, 10)

@@ -21,9 +21,15 @@ from typing import ClassVar
 
 from quire.errors import ConfigError, UnknownName
 from quire.evals.suite.base import EvalTask, Sample, SampleOptions
-from quire.evals.suite.metrics import class_found, code_similarity, share_of_numbers, word_f1
+from quire.evals.suite.metrics import (
+    best_rouge,
+    class_found,
+    code_similarity,
+    require_rouge,
+    share_of_numbers,
+    word_f1,
+)
 from quire.evals.suite.readers.records import first_text, records, texts
-from quire.evals.suite.rouge import best_rouge, require_rouge
 from quire.sim.traces.reading import Row
 
 SCORE = "score"

@@ -4,9 +4,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from quire.evals.suite.base import EvalTask, Sample, SampleOptions
-from quire.evals.suite.metrics import word_f1
+from quire.evals.suite.metrics import best_rouge, require_rouge, word_f1
 from quire.evals.suite.readers.records import first_text, records, texts
-from quire.evals.suite.rouge import best_rouge, require_rouge
 from quire.sim.traces.reading import Row
 
 ROUGE_L, F1 = "rougeL", "f1"

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from quire.evals.suite.base import EvalTask, Sample, SampleOptions
+from quire.evals.suite.metrics import ROUGE, best_rouge, require_rouge
 from quire.evals.suite.readers.records import first_text, records
-from quire.evals.suite.rouge import ROUGE, best_rouge, require_rouge
 from quire.sim.traces.reading import Row
 
 

@@ -138,7 +138,7 @@ def _of_channels(
 def _unpacked(
     codes, page, vector, inside, dim, page_bytes, HEAD_DIM: tl.constexpr, BITS: tl.constexpr
 ):
-    """Codes [slot, dim] as float32; `quire.codecs.packing` describes their bytes."""
+    """Codes [slot, dim] as float32; `quire.codecs.affine` describes their bytes."""
     width: tl.constexpr = HEAD_DIM * BITS // 8
     row = record_of(codes, page, vector, page_bytes, width)[:, None]
     if BITS == 3:

@@ -1,22 +1,4 @@
-"""Router by expected work: uncached prompt tokens, the queue before the request, and active KV.
-
-    cost of a replica [prompt tokens] =
-          prefix_weight  * prompt tokens that are not cached there
-        +                  prompt tokens that the replica computes before this request
-        + kv_weight      * active KV / size of the KV memory
-
-The replica with the lowest cost is chosen. A session stays on its replica as long as that costs at
-most `max_imbalance_tokens` more. Other ties go to the replica that was chosen longest ago.
-
-Tenants: engines serve the waiting requests of several tenants in turn, so the backlog of one tenant
-does not delay another one by all of its tokens. Before a request of tenant t with x tokens to
-compute, a replica computes the backlog of t, and of every other tenant at most as much as t gets:
-
-    backlog(t) + sum over other tenants u of min(backlog(u), backlog(t) + x)
-
-Without this a tenant that floods all replicas would drive the others away from their cached
-prefixes.
-"""
+"""The routing policies: by load, by session, at random, and by cached prefixes."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
@@ -24,6 +6,59 @@ from dataclasses import dataclass, field
 
 from quire.scale.routing.base import KvEvent, ReplicaLoad, RoutedRequest, require_replicas
 from quire.scale.routing.block_index import BlockIndex
+
+
+class WithoutPrefixes:
+    """Ignores all notes, and expects no cached tokens."""
+
+    def uncached_tokens(self, request: RoutedRequest, replica_id: str) -> int:
+        """See `Router.uncached_tokens`."""
+        return request.prompt_tokens
+
+    def note_sent(self, request: RoutedRequest, replica_id: str) -> None:
+        """See `Router.note_sent`."""
+
+    def note_finished(self, request: RoutedRequest, replica_id: str) -> None:
+        """See `Router.note_finished`."""
+
+    def note_lost(self, replica_id: str) -> None:
+        """See `Router.note_lost`."""
+
+    def note_block_events(self, replica_id: str, events: Sequence[KvEvent]) -> None:
+        """See `Router.note_block_events`."""
+
+
+class RoundRobin(WithoutPrefixes):
+    """Sends requests to the replicas in turn."""
+
+    def __init__(self) -> None:
+        self._num_sent = 0
+
+    def choose(self, request: RoutedRequest, replicas: Sequence[ReplicaLoad]) -> str:
+        """See `Router.choose`."""
+        require_replicas(replicas)
+        return replicas[self._num_sent % len(replicas)].replica_id
+
+    def note_sent(self, request: RoutedRequest, replica_id: str) -> None:
+        """Advance to the next replica."""
+        self._num_sent += 1
+
+
+class LeastLoaded(WithoutPrefixes):
+    """Chooses the replica with the fewest requests.
+
+    Among equals it chooses the one with the fewest prompt tokens to compute, then the one with the
+    least KV, then the first.
+    """
+
+    def choose(self, request: RoutedRequest, replicas: Sequence[ReplicaLoad]) -> str:
+        """See `Router.choose`."""
+        require_replicas(replicas)
+        return min(replicas, key=_load).replica_id
+
+
+def _load(replica: ReplicaLoad) -> tuple[int, int, int]:
+    return replica.num_requests, replica.queued_prompt_tokens, replica.active_kv_bytes
 
 
 @dataclass(slots=True)
