@@ -267,13 +267,14 @@ def test_large_structures_of_all_kinds_are_served_or_refused(post):
         {"guided_json": {"anyOf": [schema | {"title": str(n)} for n in range(8)]}},
         {"guided_regex": "(([a-z]{1,100}){1,100}){1,100}"},
         {"guided_regex": "a?b?" * 2500},
-        {"guided_grammar": "start: " + '"a"? ' * 4000},
     ]
+    either = [{"guided_grammar": "start: " + '"a"? ' * 4000}]  # by the time of its compilation
 
     body = BODIES[COMPLETIONS] | {"max_tokens": 20}
     statuses = [post(COMPLETIONS, **body, **fields).status_code for fields in served + refused]
 
     assert statuses == [200] * len(served) + [400] * len(refused)
+    assert post(COMPLETIONS, **body, **either[0]).status_code in (200, 400)
 
 
 def test_null_fields_set_no_structure():

@@ -57,7 +57,10 @@ def undecodable_ids(tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) 
     """
     if tokenizer is None:
         return []
-    known = set(tokenizer.get_vocab().values()) | tokenizer.added_tokens_decoder.keys()
+    try:
+        known = set(tokenizer.get_vocab().values()) | tokenizer.added_tokens_decoder.keys()
+    except NotImplementedError:  # a tokenizer that only decodes
+        return []
     # a vocabulary by text names one id of several with equal texts
     return [
         token

@@ -93,7 +93,7 @@ def test_results_and_plots_are_written_to_the_output_folder(trace: Path, tmp_pat
             "expected machine to be one of a100, h100, h200, profile, got 'a10'",
         ),
         (("--kv-memory", "1kB"), "expected a KV memory"),
-        (("--kv-memory", "9999999TiB"), "pages, expected at most 268,435,456"),
+        (("--kv-memory", "7999999TiB"), "pages, expected at most 268,435,456"),
         (("--max-length", "1"), "(--max-length): raise it"),
         (("--requests", "0"), "requests of 1 or more"),
         (("--trace-format", "azur"), "did you mean azure"),

@@ -9,7 +9,7 @@ import pytest
 import quire.evals.lm_eval as ours
 from quire.errors import ConfigError, RequestError, UnknownName
 from quire.evals.lm_eval.__main__ import with_model
-from quire.evals.lm_eval.model import log_likelihood, sampling_params
+from quire.evals.lm_eval.requests import log_likelihood, sampling_params
 from quire.models.source import find_model
 from quire.sampling.outputs import OutputBuilder, OutputDelta, Usage
 from quire.sampling.sampler import SampledToken, ScoredToken

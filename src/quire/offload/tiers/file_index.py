@@ -215,7 +215,9 @@ class FileIndex:
     def names(self) -> set[str]:
         """Names of all entries."""
         with self._statement(writes=False) as database:
-            return {name for (name,) in database.execute("SELECT name FROM entries")}
+            # damage while the engine runs can leave a name of another type
+            rows = database.execute("SELECT name FROM entries WHERE typeof(name) = 'text'")
+            return {name for (name,) in rows}
 
     def files(self) -> set[str]:
         """Files of all entries."""
