@@ -16,7 +16,7 @@ from benchmarks.device.command import device
 from benchmarks.disaggregation.command import disaggregation
 from benchmarks.eviction.command import eviction
 from benchmarks.gpu.command import gpu
-from benchmarks.invariant.command import invariant
+from benchmarks.invariant.command import differences, invariant
 from benchmarks.kvcrush.command import kvcrush
 from benchmarks.kvpress.command import kvpress
 from benchmarks.memory.command import memory
@@ -63,6 +63,7 @@ _COMMANDS: dict[str, Callable[..., Any]] = {
     "batch-max": batch_max,
     "eviction": eviction,
     "invariant": invariant,
+    "differences": differences,
     "kvcrush": kvcrush,
     "quant": quant,
     "weights": weights,

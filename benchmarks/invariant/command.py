@@ -1,4 +1,4 @@
-"""`python -m benchmarks invariant`: cost of `--batch-invariant`."""
+"""`python -m benchmarks invariant` and `differences`: the cost of `--batch-invariant`, and why."""
 
 from dataclasses import asdict, replace
 from typing import Annotated
@@ -60,3 +60,54 @@ def invariant(
         used = asdict(config) | {"threads": torch.get_num_threads()}
         arms = {"rounds": [asdict(speeds) for speeds in found]}
         print_json(envelope("bench invariant", claims, arms, used, quick=quick))
+
+
+def differences(
+    *,
+    model: Annotated[str, typer.Option(help="Name or folder of the model.")] = "quire-tiny",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Two codecs, few requests, one seed. No claims.")
+    ] = False,
+    threads: Threads = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Show how far answers move with other batches, preemption and prefix hits, in float32.
+
+    Requests with random prompts (greedy, sampled with n=3, beams, penalties) run in ample memory
+    and then with each cause. Columns: the largest difference of log-probabilities while tokens
+    agree, outputs with other tokens, and preemptions or requests with cached tokens.
+    """
+    import torch
+
+    from benchmarks.invariant.differences import (
+        CAUSES,
+        QUICK_DIFFERENCES,
+        DifferencesConfig,
+        measure_differences,
+    )
+    from quire.models.loader import load_model
+
+    use_threads(threads)
+    config = replace(QUICK_DIFFERENCES if quick else DifferencesConfig(), model=model)
+    loaded = load_model(model, dtype="float32", device="cpu")
+    rows, claims, arms = [], {}, {}
+    for codec, rule, found in measure_differences(config, loaded):
+        cells = [
+            f"{one.logprob:.1e}, {one.outputs}/{one.of}, {one.events}" for one in found.values()
+        ]
+        rows.append((codec, rule, *cells))
+        typer.echo("  ".join(rows[-1]))
+        arms[f"{codec} {rule}"] = {cause: asdict(one) for cause, one in found.items()}
+        for cause, one in found.items():
+            name = f"{codec}_{rule.partition(':')[0]}_{cause.replace(' ', '_')}"
+            claims[f"{name}_logprob"] = one.logprob
+    show_table(
+        "Differences from ample memory: log-probability, outputs with other tokens, events",
+        ("codec", "rule", *CAUSES),
+        rows,
+    )
+    if quick:
+        typer.echo(QUICK_NOTE)
+    if as_json:
+        used = asdict(config) | {"threads": torch.get_num_threads()}
+        print_json(envelope("bench differences", claims, arms, used, quick=quick))

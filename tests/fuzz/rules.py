@@ -37,7 +37,13 @@ TOKEN_CODECS = (
     "int8+sinks=2+residual=8",
     "int4+residual=8",
 )
-PAGE_CODECS = ("int4_page", "int4_page/int4", "int2_page", "int4_page/int4+sinks=2+residual=12")
+PAGE_CODECS = (
+    "int4_page",
+    "int4_page/int4",
+    "int2_page",
+    "int4_page/int4+sinks=2+residual=12",
+    "int2_page/int2",
+)
 LAYER_CODECS = ("int8+plain_layers=1", "int4+plain_layers=1")
 PROMOTED = "int2+residual=16+promoted=4:int8"
 

@@ -8,6 +8,7 @@ import torch
 
 from quire.engine.core import Engine
 from quire.errors import InvariantError, QuireError
+from quire.kv.stored_sequences import Swapped
 from quire.sampling.outputs import OutputBuilder, RequestOutput
 from quire.scheduler.eviction_trace import EvictionEntry
 from support.pressure import POISON, poison
@@ -115,6 +116,9 @@ class Watched:
         self._builders: dict[str, OutputBuilder] = {}
         self.seen = self.engine.runner = SeenLogits(self.engine.runner)
         self.engine.events.subscribe(self._hear)
+        self._swapped: dict[int, list[tuple[int, list[bytes]]]] = {}
+        if self.engine.scheduler.preempter.swapper is not None:
+            self._watch_swaps(self.engine.scheduler.preempter.swapper)
         self._generated, self._since, self._since_s = 0, 0, time.monotonic()
 
     def _hear(self, event) -> None:
@@ -122,6 +126,40 @@ class Watched:
         for name in ("how", "reason"):
             if name in event.data:
                 self.details[f"{event.kind} {event.data[name]}"] += 1
+
+    def _watch_swaps(self, swapper) -> None:
+        """Require that sequences have the same bytes after a swap as before."""
+        swap_out, swap_in = swapper.swap_out, swapper.swap_in
+
+        def out(requests, choice) -> Swapped | None:
+            held = [self._held(request.memory.row) for request in requests]
+            swapped = swap_out(requests, choice)
+            if swapped is not None:
+                self._swapped[id(swapped)] = held
+            return swapped
+
+        def back(swapped: Swapped) -> list[int] | None:
+            rows = swap_in(swapped)
+            expected = self._swapped.pop(id(swapped))
+            if rows is not None:
+                self.details["swaps compared"] += 1
+                if [self._held(row) for row in rows] != expected:
+                    raise InvariantError("swapped KV is not the KV before the swap")
+            return rows
+
+        swapper.swap_out, swapper.swap_in = out, back
+
+    def _held(self, row: int) -> tuple[int, list[bytes]]:
+        """Length and pages of a sequence, by table and lane; offloaded pages are left out."""
+        memory, store = self.engine.pool.kv.memory, self.engine.pool.kv.store
+        found = []
+        for table in memory.tables.values():
+            size = table.group.page_class.page_bytes
+            paged = store.arena[: len(store.arena) // size * size].view(-1, size)
+            for lane, count in enumerate(table.num_pages[row]):
+                pages = table.pages[row, lane, int(table.staged[row]) : count]
+                found.append(paged[torch.from_numpy(pages).long()].cpu().numpy().tobytes())
+        return int(memory.lengths[row]), found
 
     def open(self, name: str, prompt: tuple[int, ...]) -> None:
         """Start to collect the output of a submitted request."""

@@ -46,3 +46,18 @@ def test_command_runs_both_arms():
     assert run["claims"] == {}
     assert set(run["config"]["rows"]) == {1, 4}
     assert {one["arm"] for one in run["arms"]["rounds"]} == {PLAIN, INVARIANT}
+
+
+def test_command_compares_answers_with_those_in_ample_memory():
+    """Swapped sequences are restored byte for byte, and in steps like the others'."""
+    result = CliRunner().invoke(app, ["differences", "--quick", "--threads", "1", "--json"])
+    run = json.loads(result.output.splitlines()[-1])
+
+    assert result.exit_code == 0
+    assert run["claims"] == {}
+    assert run["arms"].keys() == {"none full", "kivi4 full"}
+    for found in run["arms"].values():
+        assert found["recompute"]["events"] > 0
+        assert found["prefix hit"]["events"] > 0
+        assert found["recompute"]["of"] == found["batches"]["of"] > 5
+    assert run["arms"]["none full"]["recompute"]["logprob"] < 1e-4

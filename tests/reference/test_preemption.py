@@ -1,0 +1,49 @@
+"""Preemption, prefix hits and other batches move answers by the rounding of products, and only so.
+
+Products that round alike in batches of every shape (`use_exact_products`) leave nothing that may
+move, for codecs and rules of every kind. `docs/determinism.md` states how far answers move with the
+products that engines use. The fuzz compares the bytes of every swapped sequence.
+"""
+
+import pytest
+
+from benchmarks.invariant.differences import (
+    CAUSES,
+    PREFIX_HIT,
+    RECOMPUTE,
+    SWAP,
+    DifferencesConfig,
+    differences_of,
+)
+from support.engines import load
+from support.exact_products import use_exact_products
+
+KIVI4 = "int4_page/int4"  # its groups of 32 are wider than these heads
+CODECS = ("none", "int8", "fp8/int4", "int4_hadamard", KIVI4, "int2_page/int2+sinks=2+residual=12")
+RULES = (*DifferencesConfig().rules, "expected_attention:cap=96,every=16")
+CONFIG = DifferencesConfig(
+    requests=8, max_prompt_tokens=160, max_new_tokens=14, attention="gathered", seeds=(3,)
+)
+ROUNDING = 1e-5
+"""Of log-probabilities; nothing was found above 2e-6."""
+
+PLAIN_BOUND = {"none": 1e-4, "int8": 0.03, KIVI4: 0.1}
+"""Largest differences that docs/determinism.md states, of log-probabilities by codec."""
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.partition(":")[0])
+@pytest.mark.parametrize("codec", CODECS)
+def test_nothing_moves_with_products_that_round_alike(codec, rule, monkeypatch):
+    use_exact_products(monkeypatch)
+    found = differences_of(CONFIG, load("llama"), codec, rule)
+
+    assert {cause: one.outputs for cause, one in found.items()} == dict.fromkeys(CAUSES, 0)
+    assert max(one.logprob for one in found.values()) <= ROUNDING
+    assert min(found[cause].events for cause in (SWAP, RECOMPUTE, PREFIX_HIT)) > 0
+
+
+@pytest.mark.parametrize("codec", PLAIN_BOUND)
+def test_other_products_move_answers_within_the_stated_bounds(codec):
+    found = differences_of(CONFIG, load("llama"), codec, "full")
+
+    assert max(one.logprob for one in found.values()) <= PLAIN_BOUND[codec]
