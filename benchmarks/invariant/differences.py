@@ -47,7 +47,7 @@ class DifferencesConfig:
         "full",
         "snapkv:cap=96,every=16",
         "h2o:cap=96,every=16",
-        "kvcrush:base=h2o,share=0.5,cap=96,every=16",
+        "kvcrush:base=h2o,cap=192,every=16",
     )
     requests: int = 14
     max_prompt_tokens: int = 300
