@@ -22,7 +22,7 @@ KIVI4 = "int4_page/int4"  # its groups of 32 are wider than these heads
 CODECS = ("none", "int8", "fp8/int4", "int4_hadamard", KIVI4, "int2_page/int2+sinks=2+residual=12")
 RULES = (*DifferencesConfig().rules, "expected_attention:cap=96,every=16")
 CONFIG = DifferencesConfig(
-    requests=8, max_prompt_tokens=160, max_new_tokens=14, attention="gathered", seeds=(3,)
+    requests=8, max_prompt_tokens=260, max_new_tokens=14, attention="gathered", seeds=(3,)
 )
 ROUNDING = 1e-5
 """Of log-probabilities; nothing was found above 2e-6."""
