@@ -62,9 +62,12 @@ _ROLES = frozenset({"user", "system", "developer", "assistant", "tool"})
 
 _MARKS = re.compile(
     r"""(type["']\s*:\s*["']text["'],\s*["']text["']\s*:\s*["'])?"""
-    r"""(zq\d+x\d+qz)(["'],\s*["']type["'])?"""
+    r"""(zq[a-j]+x[a-j]+qz)(["'],\s*["']type["'])?"""
 )
 """Marks in place of texts, with the rest of a part that was written as an object."""
+
+_LETTERS = str.maketrans("0123456789", "abcdefghij")
+_MAX_FILLER = 4096
 
 _MIN_CHARACTERS = 16
 """A shorter text may be in a prompt by chance: as a part of a word or of the template."""
@@ -267,10 +270,10 @@ def _missing(text: str, messages: Sequence[Message], apply: Callable[..., str]) 
         if message.get("tool_calls"):  # templates may leave out the text beside them
             continue
         shown = [
-            _mark(number, index) if one.strip() else one
+            _marked(number, index, one) if one.strip() else one
             for index, one in enumerate(texts_of(message))
         ]
-        marks[number] = {mark for mark in shown if mark.strip()}
+        marks[number] = {mark for one in shown for _, mark, _ in _MARKS.findall(one)}
         parts = [text_part(one) for one in shown]
         content = shown[0] if isinstance(message["content"], str) else parts
         marked[number] = message | {"content": content}
@@ -299,7 +302,20 @@ def _contains(text: str, content: Content) -> bool:
 
 
 def _mark(message: int, part: int) -> str:
-    return f"zq{message}x{part}qz"
+    return f"zq{message}x{part}qz".translate(_LETTERS)  # templates may replace digits
+
+
+def _marked(message: int, part: int, text: str) -> str:
+    """A text of the same shape with a mark at its start, and one at its end if it is longer.
+
+    A template may write the first line or the first characters only.
+    """
+    start, end = _mark(message, 2 * part), _mark(message, 2 * part + 1)
+    if len(text.strip()) <= len(start):
+        return start
+    between = "\n" if "\n" in text.strip() else " "
+    filled = min(len(text.strip()), _MAX_FILLER) - len(start + between + end)
+    return start + between + "word " * (filled // len("word ")) + end
 
 
 def _written(text: str) -> set[str]:

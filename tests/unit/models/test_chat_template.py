@@ -70,7 +70,7 @@ STRINGS = {
     "upper": with_body("{{ m['content'].upper() }}"),
     "escaped": with_body("{{ m.content | tojson }}"),
     "characters": with_body("{% for c in m.content %}{{ c }}{% endfor %}"),
-    "cut": with_body("{{ m.content[:20] }}"),
+    "digits": with_body("{{ m.content | replace('0', 'zero') | replace('1', 'one') }}"),
     "reasoning": with_body("{{ m.content.split('</think>')[-1] }}"),
     "strings only": with_body("{% if m.content is string %}{{ m.content }}{% endif %}"),
     "system as string": "{{ messages[0].content }}{% for m in messages[1:] %}"
@@ -212,6 +212,9 @@ def test_form_can_be_forced(render, content_format, split, expected):
         (with_body("{{ m.text }}"), 0),
         (with_body("{{ m.content | length }}"), 0),
         ("{{ '' }}", 0),
+        (with_body("{{ m.content[:20] }}"), 3),
+        (with_body("{{ m.content.split('\n')[0] }}"), 3),
+        (with_body("{{ m.content | truncate(30) }}"), 3),
     ],
 )
 @pytest.mark.parametrize("split", [0, 1, 2])
@@ -236,6 +239,8 @@ def test_forced_form_that_the_template_does_not_read_is_refused(render, content_
     [
         (STRINGS["plain"], {"role": "user", "content": ""}),
         (STRINGS["trim"], {"role": "user", "content": " \n"}),
+        (with_body("{{ m.content.split('\n')[0] }}"), {"role": "user", "content": "one line\n"}),
+        (with_body("{{ m.content[:80] }}"), {"role": "user", "content": "a text of eighty" * 5}),
         (PARTS["first plus"], {"role": "user", "content": ""}),
         (PARTS["first plus"], {"role": "user", "content": []}),
         (STRINGS["reasoning"], {"role": "assistant", "content": "<think>a long thought</think>"}),
