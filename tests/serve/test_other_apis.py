@@ -203,6 +203,14 @@ def test_wrong_body_of_a_response_is_refused(post, body, param):
 # ---- messages ------------------------------------------------------------------------------------
 
 
+def test_format_of_a_message(post):
+    given = {"format": {"type": "json_schema", "schema": TOOL["parameters"]}}
+
+    body = message(post, output_config=given, max_tokens=400)
+
+    assert json.loads(body["content"][0]["text"])["city"] in ("Rome", "Oslo")
+
+
 def test_message_has_the_text_of_the_chat(post):
     body = message(post, temperature=0)
 
@@ -371,6 +379,11 @@ def test_count_of_tokens_is_that_of_the_message(post):
         ({"tools": [{"name": "a"}], "tool_choice": {"type": ["any"]}}, "tool_choice.type"),
         ({"tools": [{"name": "a"}], "tool_choice": {"type": {}}}, "tool_choice.type"),
         ({"thinking": {"type": "enabled", "budget_tokens": 5}}, "`thinking` is not supported"),
+        ({"output_config": {"effort": "low"}}, "`output_config.effort` is not supported"),
+        ({"output_config": {"format": 5}}, "output_config.format: expected an object"),
+        ({"output_config": {"format": {"type": "xml"}}}, "expected output_config.format to be"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
+        ({"output_format": {"type": "json_schema"}}, "use `response_format`"),
     ],
 )
 def test_wrong_body_of_a_message_is_refused_in_its_format(post, body, text):

@@ -80,6 +80,27 @@ def naming(names: Mapping[str, str], origins: Callable[[], list[str]] = list) ->
         raise
 
 
+def format_of(options: JSON | None, field: str) -> JSON | None:
+    """The `format` of an API's options of the output, as `response_format` of a chat.
+
+    Args:
+        options: the object with the format, whose schema is one level higher than in chats.
+        field: path of the format, for errors.
+
+    Raises:
+        FieldError: not an object.
+    """
+    found = (options or {}).get("format")
+    if found is None:
+        return None
+    if not isinstance(found, dict):
+        raise FieldError(field, f"{field}: expected an object with a type")
+    if found.get("type") != "json_schema":
+        return found
+    schema = {key: value for key, value in found.items() if key != "type"}
+    return {"type": "json_schema", "json_schema": schema}
+
+
 def text_of(content: object, field: str, kinds: tuple[str, ...]) -> str:
     """The text of a string or of a list of text parts.
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, WithJsonSchema
 
-from quire.serve.apis.convert import EXTENSIONS, JSON, chat_of, text_of, text_of_part
+from quire.serve.apis.convert import EXTENSIONS, JSON, chat_of, format_of, text_of, text_of_part
 from quire.serve.chat_messages import MAX_MESSAGES
 from quire.serve.errors import FieldError
 from quire.serve.protocol import MAX_STOPS, Body, ChatBody, Tools
@@ -16,6 +16,7 @@ NAMES: Mapping[str, str] = {
     "prompt": "messages",
     "max_completion_tokens": "max_tokens",
     "stop": "stop_sequences",
+    "response_format": "output_config.format",
 }
 """Names in this API of the fields of a chat."""
 
@@ -50,6 +51,7 @@ class MessagesBody(Body):
     tool_choice: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
 
     def chat(self) -> ChatBody:
         """Convert the body to a chat.
@@ -72,6 +74,11 @@ class MessagesBody(Body):
                 "`thinking` is not supported: use `chat_template_kwargs`, if the model's "
                 "chat template has a variable for it",
             )
+        for name in sorted((self.output_config or {}).keys() - {"format"}):
+            raise FieldError(
+                f"output_config.{name}",
+                f"`output_config.{name[:40]}` is not supported: expected `format` only",
+            )
         extra = dict(self.model_extra or {})
         values = {name: extra.pop(name) for name in EXTENSIONS & extra.keys()}
         choice = self.tool_choice or {}
@@ -90,6 +97,8 @@ class MessagesBody(Body):
             "tool_choice": _choice(choice) if self.tool_choice else None,
             "parallel_tool_calls": parallel,
         }
+        if self.output_config is not None:
+            values["response_format"] = format_of(self.output_config, "output_config.format")
         return chat_of(extra | values, NAMES)
 
     def origins(self) -> list[str]:

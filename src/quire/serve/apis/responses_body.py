@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from quire.serve.apis.convert import EXTENSIONS, JSON, chat_of, text_of
+from quire.serve.apis.convert import EXTENSIONS, JSON, chat_of, format_of, text_of
 from quire.serve.chat_messages import MAX_MESSAGES
 from quire.serve.errors import FieldError
 from quire.serve.fields import MOST_EXTRA_FIELDS
@@ -81,7 +81,7 @@ class ResponsesBody(Body):
             "top_p": self.top_p,
             "top_k": self.top_k,
             "stream": self.stream,
-            "response_format": _format(self.text),
+            "response_format": format_of(self.text, "text.format"),
             "tools": None if self.tools is None else [_tool(t, i) for i, t in _numbered(self)],
             "tool_choice": _choice(self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls,
@@ -152,19 +152,6 @@ def _append(messages: list[_Located], item: JSON, field: str) -> None:
             f"{field}.type: expected message, function_call or function_call_output, got "
             f"{str(kind)[:40]}",
         )
-
-
-def _format(text: JSON | None) -> JSON | None:
-    """The format of the output as `response_format` of a chat."""
-    found = (text or {}).get("format")
-    if found is None:
-        return None
-    if not isinstance(found, dict):
-        raise FieldError("text.format", "text.format: expected an object with a type")
-    if found.get("type") != "json_schema":
-        return found
-    schema = {key: value for key, value in found.items() if key != "type"}
-    return {"type": "json_schema", "json_schema": schema}
 
 
 def _tool(tool: JSON, number: int) -> JSON:
