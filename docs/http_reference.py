@@ -112,6 +112,7 @@ MEANINGS = {
     "system": "text of a system message, as a string or a list of text blocks",
     "stop_sequences": "texts that end the output",
     "thinking": "only `disabled`",
+    "output_config": '`format`: a JSON schema for the output, `{"type": "json_schema", "schema": {...}}`',
     "MessagesBody.max_tokens": "maximum tokens to generate; required, except in "
     "`/v1/messages/count_tokens`",
     "MessagesBody.messages": "messages of `user` and `assistant`, with a string or a list of "
@@ -168,10 +169,9 @@ def _openapi() -> JSON:
     from quire.serve.apis.endpoints import OtherApis
     from quire.serve.embeddings import EmbeddingEndpoint
     from quire.serve.endpoints import Endpoints
-    from quire.serve.kv_endpoints import KVEndpoints
-    from quire.serve.kv_requests import KVRequestEndpoints
+    from quire.serve.kv_endpoints import KVEndpoints, KVRequestEndpoints
     from quire.serve.metrics.endpoint import MetricsEndpoint
-    from quire.serve.metrics.http_requests import HttpRequests
+    from quire.serve.metrics.observer import HttpRequests
     from quire.serve.probes import Probes
     from quire.serve.service import Service
 

@@ -141,7 +141,7 @@ def endpoints() -> dict[str, object]:
     """Routes of the server, and the fields of the request and response bodies."""
     from pydantic import BaseModel
 
-    import quire.serve.chat_messages as chat_messages
+    import quire.serve.protocol as chat_messages
     import quire.serve.protocol as protocol
 
     routes = sorted(

@@ -22,7 +22,7 @@ from quire.offload.prefix_store.prefix_kv import read_file, write_file
 from quire.offload.tiers.file import FileTier
 from quire.plan.ceilings import Ceilings, Machine, ProductRate, read_ceilings, write_ceilings
 from quire.plan.rates import CopyRate, CopyRates, DecodeRates, PrefillRates, StepRates
-from quire.serve.tenant_file import read_tenant_keys
+from quire.serve.tenant_keys import read_tenant_keys
 
 MIB = 1 << 20
 

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from quire.serve.fair_pool import FairPool
+from quire.serve.text import FairPool
 
 
 def run(main, threads):

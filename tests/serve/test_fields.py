@@ -6,11 +6,16 @@ import json
 import pytest
 
 from quire.errors import RequestError
-from quire.serve.apis.messages_body import MessagesBody
-from quire.serve.apis.responses_body import ResponsesBody
-from quire.serve.embedding_body import EmbeddingBody
+from quire.serve.apis.messages import MessagesBody
+from quire.serve.apis.responses import ResponsesBody
 from quire.serve.fields import IGNORED, MOST_EXTRA_FIELDS, nearest, unknown_fields
-from quire.serve.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from quire.serve.protocol import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    EmbeddingBody,
+    TokenizeBody,
+)
 from serve.conftest import client_of
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"

@@ -5,7 +5,7 @@ import base64
 import numpy as np
 import pytest
 
-from quire.serve.kv_scope import without_other_tenants
+from quire.serve.kv_endpoints import without_other_tenants
 from support.kv_load import BLUE, RED, read, running, two_tenants
 
 

@@ -6,10 +6,10 @@ import json
 import pytest
 
 from quire.scheduler.events import KINDS, KVEvent
-from quire.serve import kv_stream
+from quire.serve import kv_endpoints
 from quire.serve.app import create_app
 from quire.serve.config import ServerConfig
-from quire.serve.kv_stream import MOST_QUEUED, Subscription
+from quire.serve.kv_endpoints import MOST_QUEUED, Subscription
 from support.kv_load import BLUE, RED, two_tenants
 from support.requests import make_request
 
@@ -204,7 +204,7 @@ def test_stream_ends_when_the_server_shuts_down(with_app):
 
 
 def test_number_of_streams_is_bounded(with_app, monkeypatch):
-    monkeypatch.setattr(kv_stream, "MOST_STREAMS_PER_TENANT", 2)
+    monkeypatch.setattr(kv_endpoints, "MOST_STREAMS_PER_TENANT", 2)
 
     async def main(app):
         listeners = [await Listener(app).started() for _ in range(2)]
@@ -265,7 +265,7 @@ def test_pause_between_two_clients_loses_no_events(with_app):
 
 
 def test_events_that_the_engine_drops_are_reported_to_those_who_want_them(with_app, monkeypatch):
-    monkeypatch.setattr(kv_stream, "KEPT_EVENTS", 4)
+    monkeypatch.setattr(kv_endpoints, "KEPT_EVENTS", 4)
 
     def work(engine):
         for request in [BY_RED] * 6 + [make_request("b", tenant="blue")] * 3:

@@ -18,10 +18,14 @@ from quire.errors import ConfigError
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.serve.config import ServerConfig
 from quire.serve.metrics.definitions import METRICS, TOKENS
-from quire.serve.metrics.distribution import Distribution
-from quire.serve.metrics.http_requests import HttpRequests
-from quire.serve.metrics.observer import EngineObserver
-from quire.serve.metrics.reading import OTHER_TENANTS, Reading, read_engine
+from quire.serve.metrics.observer import (
+    OTHER_TENANTS,
+    Distribution,
+    EngineObserver,
+    HttpRequests,
+    Reading,
+    read_engine,
+)
 from quire.serve.tenant_keys import TenantKeys
 from support.engines import greedy, load
 from support.kv_options import kv_config
@@ -277,7 +281,7 @@ def test_paths_and_methods_of_clients_make_no_time_series():
 
 
 def test_tenants_beyond_a_limit_are_summed(serve, monkeypatch):
-    monkeypatch.setattr("quire.serve.metrics.reading.MOST_TENANTS", 0)
+    monkeypatch.setattr("quire.serve.metrics.observer.MOST_TENANTS", 0)
 
     found = scraped(serve)
 

@@ -21,8 +21,7 @@ from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.errors import ConfigError, QueueFull
 from quire.serve import streaming
-from quire.serve.app import create_app, uvicorn_config
-from quire.serve.banner import banner, concurrent_requests
+from quire.serve.app import banner, concurrent_requests, create_app, uvicorn_config
 from quire.serve.config import ServerConfig
 from quire.serve.service import Service
 from support.forking import Program

@@ -13,9 +13,9 @@ import pytest
 import uvicorn
 from pydantic import BaseModel
 
-from quire.serve.apis.messages_format import MessagesFormat
+from quire.serve.apis.messages import MessagesFormat
 from quire.serve.app import create_app
-from quire.serve.formats import one_line
+from quire.serve.errors import one_line
 from quire.serve.tenant_keys import TenantKeys
 from serve.conftest import client_of
 

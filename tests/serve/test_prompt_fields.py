@@ -14,13 +14,12 @@ from quire.api.llm import LLM
 from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError
 from quire.serve.app import create_app
-from quire.serve.chat_messages import Message
 from quire.serve.config import ServerConfig
 from quire.serve.errors import FieldError
 from quire.serve.logprobs import TokenPieces
-from quire.serve.prompt_fields import sequences_of_words, with_budget
-from quire.serve.tenant_file import TenantFile, read_tenant_keys
-from quire.serve.text import LONG_TEXT_CHARACTERS, Texts, Turn
+from quire.serve.protocol import Message
+from quire.serve.tenant_keys import TenantFile, read_tenant_keys
+from quire.serve.text import LONG_TEXT_CHARACTERS, Texts, Turn, sequences_of_words, with_budget
 from serve.conftest import PATIENCE_S, PROMPT, client_of
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"

@@ -8,13 +8,13 @@ import pytest
 from quire.errors import ConfigError, UnknownName
 from quire.serve.errors import Unauthorized
 from quire.serve.rate_limits import RateLimit
-from quire.serve.tenant_file import (
+from quire.serve.tenant_keys import (
     TenantFile,
+    TenantKeys,
     read_tenant_keys,
     require_keys,
     with_default_keys,
 )
-from quire.serve.tenant_keys import TenantKeys
 from quire.tenancy.tenants import parse_tenants
 
 KEY_A, KEY_B = "sk-a-2f0c77d1", "sk-b-51d09a3e"

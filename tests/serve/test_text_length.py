@@ -4,7 +4,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from quire.serve.text_length import text_length
+from quire.serve.text import text_length
 
 BYTES = {letter: n for n, letter in enumerate(pre_tokenizers.ByteLevel.alphabet())}
 

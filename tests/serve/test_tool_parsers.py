@@ -5,14 +5,20 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from quire.errors import RequestError
-from quire.serve.tools.chat import ChatTools
+from quire.serve.tools.chat import CallWriter, ChatTools
 from quire.serve.tools.definitions import ToolChoice, read_tools
-from quire.serve.tools.detect import ToolParsers
-from quire.serve.tools.forced import NamedParser, RequiredParser
-from quire.serve.tools.json_text import Arguments, CallStart
-from quire.serve.tools.messages import CallWriter
-from quire.serve.tools.parser import Content, merged
-from quire.serve.tools.parsers import HermesParser, Llama3Parser, MistralParser
+from quire.serve.tools.parsers import (
+    Arguments,
+    CallStart,
+    Content,
+    HermesParser,
+    Llama3Parser,
+    MistralParser,
+    NamedParser,
+    RequiredParser,
+    ToolParsers,
+    merged,
+)
 
 MAKERS = {
     "hermes": HermesParser,

@@ -17,7 +17,7 @@ from quire.config.kv_config import KVConfig
 from quire.sampling.sampler import SampledToken
 from quire.serve.app import create_app
 from quire.serve.config import ServerConfig
-from quire.serve.tools.detect import ToolParsers
+from quire.serve.tools.parsers import ToolParsers
 
 CHATS = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "What is the weather in Rome?"}]

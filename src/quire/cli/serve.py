@@ -28,8 +28,7 @@ def serve(
     refuse_ray_options(settings)
     # imported here: the web framework is not needed for --help
     from quire.serve.connection import bind
-    from quire.serve.tenant_file import open_tenants
-    from quire.serve.tenant_keys import TenantKeys
+    from quire.serve.tenant_keys import TenantKeys, open_tenants
 
     config = settings.server
     specs = parse_tenants(settings.schedule.tenants)

@@ -1,14 +1,18 @@
-"""The server: creates the ASGI application of an engine and runs it."""
+"""The server: its application, what it prints at the start, and its end."""
 
+import asyncio
 import atexit
 import gc
+import logging
 import math
+import signal
 import socket
 import ssl
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
 from functools import partial
+from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
@@ -17,10 +21,10 @@ from fastapi.middleware.cors import CORSMiddleware
 from quire.api.llm import LLM
 from quire.errors import ConfigError, EngineDead
 from quire.layout.open_files import raise_file_limit
-from quire.serve.access import HEADER, AccessLog
-from quire.serve.api_docs import DOCS_PATHS, ApiDocs, key_dependencies
+from quire.layout.sizes import format_size
+from quire.scheduler.admission.need import Need
+from quire.serve.access import HEADER, AccessLog, LocalHosts
 from quire.serve.apis.endpoints import OtherApis
-from quire.serve.banner import banner
 from quire.serve.config import ServerConfig, is_loopback
 from quire.serve.connection import (
     MAX_HEADER_BYTES,
@@ -31,23 +35,203 @@ from quire.serve.connection import (
 from quire.serve.dashboard.routes import PAGE_PATH, Dashboard, dashboard_paths
 from quire.serve.embeddings import EmbeddingEndpoint
 from quire.serve.endpoints import Endpoints
-from quire.serve.errors import install_error_handlers
-from quire.serve.hosts import LocalHosts
+from quire.serve.errors import install_error_handlers, install_validation_handlers
 from quire.serve.json_route import IGNORED_HEADER
-from quire.serve.kv_endpoints import KVEndpoints
-from quire.serve.kv_requests import KVRequestEndpoints
+from quire.serve.kv_endpoints import KVEndpoints, KVRequestEndpoints
 from quire.serve.logs import configure_logs
 from quire.serve.metrics.endpoint import PATH as METRICS_PATH
 from quire.serve.metrics.endpoint import MetricsEndpoint
-from quire.serve.metrics.http_requests import HttpRequests
-from quire.serve.probes import Probes
-from quire.serve.response_docs import ERRORS
+from quire.serve.metrics.observer import HttpRequests
+from quire.serve.probes import DOCS_PATHS, ApiDocs, Probes, key_dependencies
+from quire.serve.responses import ERRORS
 from quire.serve.service import Service
-from quire.serve.shutdown import DrainingServer
-from quire.serve.tenant_file import TenantFile
-from quire.serve.tenant_keys import OPEN_PATHS, KeyGuard, TenantKeys
-from quire.serve.validation_errors import install_validation_handlers
+from quire.serve.tenant_keys import OPEN_PATHS, KeyGuard, TenantFile, TenantKeys
 from quire.version import __version__
+
+LENGTHS = (512, 2048, 8192)
+"""Lengths in tokens, prompt and output together, for which the concurrent requests are shown."""
+
+_MOST = 1 << 20
+
+
+def banner(service: Service) -> str:
+    """Lines for standard output when the server starts."""
+    llm = service.llm
+    pool, model = llm.engine.pool, llm.model
+    decoder, memory = model.decoder, pool.kv.memory
+    implementation = model.implementation
+    layers = "" if implementation is None else f", {implementation.name} layers"
+    dtype = str(decoder.dtype).removeprefix("torch.")
+    return "\n".join(
+        (
+            f"Model: {model.name}, {dtype} on {decoder.device}{layers}, "
+            f"{format_size(model.weight_bytes)} of weights",
+            f"KV memory: {memory.total_bytes:,} B ({format_size(memory.total_bytes)}), "
+            f"{_pages(llm)}, {pool.codec}, attention {pool.kv.backend.name}",
+            f"Maximum concurrent requests: {_concurrency(llm)}",
+            *_longest(llm),
+        )
+    )
+
+
+def _longest(llm: LLM) -> Iterator[str]:
+    """A line if the KV memory does not hold a request of the model's whole context."""
+    peaks, eviction = llm.engine.scheduler.peaks, llm.engine.pool.eviction.spec
+    context = llm.model.spec.max_positions
+    longest = peaks.longest_sequence(context, eviction)
+    if longest < context:
+        [counts] = peaks.counts([Need(context, eviction=eviction, may_offload=True)])
+        needed_mib = -(-peaks.slab_bytes(counts) // 2**20)
+        yield (
+            f"Longest request: {longest:,} of the {context:,} tokens of the model's context; "
+            f"--kv-memory {needed_mib}MiB holds the whole context"
+        )
+
+
+def _pages(llm: LLM) -> str:
+    """Number and sizes of pages; lanes with pages of several sizes share the memory."""
+    memory = llm.engine.pool.kv.memory
+    sizes = [page_class.page_bytes for page_class in memory.layout.page_classes]
+    if len(sizes) == 1:
+        return f"{memory.total_bytes // sizes[0]:,} pages of {sizes[0]:,} B"
+    return f"pages of {', '.join(f'{size:,}' for size in sizes[:-1])} and {sizes[-1]:,} B"
+
+
+def _concurrency(llm: LLM) -> str:
+    """The concurrent requests at each length that the model's context allows."""
+    context = llm.model.spec.max_positions
+    lengths = [tokens for tokens in LENGTHS if tokens <= context] or [context]
+    found = [f"{concurrent_requests(llm, tokens):,} of {tokens:,} tokens" for tokens in lengths]
+    limit = llm.engine.schedule_config.max_num_seqs
+    return f"{', '.join(found)} (at most --max-num-seqs {limit:,} run at once)"
+
+
+def concurrent_requests(llm: LLM, tokens: int) -> int:
+    """Requests of a length that the KV memory holds at once, with the engine's eviction rule.
+
+    Args:
+        llm: an idle LLM.
+        tokens: prompt and output tokens of each request.
+    """
+    peaks, pool = llm.engine.scheduler.peaks, llm.engine.pool
+    need = Need(tokens, eviction=pool.eviction.spec)
+    counts = peaks.counts([need])[0]
+    if not peaks.fit_alone(counts):
+        return 0
+    low, high = 1, _MOST
+    while low < high:  # the largest number that fits
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if peaks.fit_alone(counts * middle) else (low, middle - 1)
+    return low
+
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.1
+_CLOSING_S = 1
+"""Seconds for clients to receive the errors of requests that the shutdown ends."""
+_RED_S = 2.0
+"""Seconds between the end of the engine and the end of the process, in which `/health` returns 503
+and open requests get their errors."""
+
+
+class DrainingServer(uvicorn.Server):
+    """Uvicorn's server, which accepts connections until all open requests have ended.
+
+    Meanwhile `/health` returns 200 and `/ready` 503, so that a load balancer sends requests to
+    other servers. At the limit, or on a second signal, open requests end with an error. A third
+    signal ends the process at once.
+
+    Args:
+        config: its `timeout_graceful_shutdown` is the limit in seconds for open requests.
+        service: the service to drain.
+    """
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+        self._num_signals = 0
+        self._red_until_s: float | None = None
+
+    @property
+    def engine_died(self) -> bool:
+        """Whether the engine's loop ended by an error."""
+        return self._red_until_s is not None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Refuse new requests; the second signal ends open ones, the third one the process."""
+        self._service.drain()
+        self._num_signals += 1
+        if self._num_signals == 1:
+            # not uvicorn's: it would end the process by the signal after the requests have ended
+            self.should_exit = True
+        elif self._num_signals > 2:
+            signal.signal(sig, signal.SIG_DFL)
+            signal.raise_signal(sig)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Check the engine; called ten times a second.
+
+        Returns:
+            Whether the server shuts down.
+        """
+        should_exit = await super().on_tick(counter)
+        return should_exit or self._has_been_red()
+
+    def _has_been_red(self) -> bool:
+        """Whether the engine stopped by an error some time ago."""
+        if not self._service.has_died:
+            return False
+        now_s = asyncio.get_running_loop().time()
+        if self._red_until_s is None:
+            self._red_until_s = now_s + _RED_S
+            logger.critical("the engine has stopped: the server shuts down with an error")
+        return now_s >= self._red_until_s
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Wait for open requests, end those that remain, then close the port and connections."""
+        self._service.drain()
+        timeout_s = self.config.timeout_graceful_shutdown or 0
+        if self._num_open:
+            await self._finish_requests(timeout_s)
+        else:
+            logger.info("shutting down")
+        self.config.timeout_graceful_shutdown = _CLOSING_S
+        await super().shutdown(sockets)
+
+    async def _finish_requests(self, timeout_s: float) -> None:
+        logger.info(
+            "shutting down: %d open requests may continue for %d s", self._num_open, timeout_s
+        )
+        await self._wait_for_requests(timeout_s, until_signal=True)
+        number = self._num_open
+        if number:
+            await self._end_requests()
+            logger.info("shutting down: %d open requests were ended", number)
+        else:
+            logger.info("shutting down: all open requests have finished")
+
+    @property
+    def _num_open(self) -> int:
+        return len(self.server_state.tasks)
+
+    async def _wait_for_requests(self, limit_s: float, *, until_signal: bool = False) -> None:
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + limit_s
+        while self._num_open and loop.time() < end_s:
+            if until_signal and self._num_signals > 1:
+                return
+            await asyncio.sleep(_POLL_S)
+
+    async def _end_requests(self) -> None:
+        """End open requests with an error; close the connections of clients that do not read it."""
+        with suppress(EngineDead, TimeoutError):
+            await asyncio.wait_for(self._service.end_requests(), _CLOSING_S)
+        await self._wait_for_requests(_CLOSING_S)
+        if self._num_open:
+            for connection in list(self.server_state.connections):
+                connection.transport.abort()
+            await self._wait_for_requests(_CLOSING_S)
 
 
 def create_app(

@@ -23,8 +23,7 @@ from quire.serve.errors import (
     refusal_response,
 )
 from quire.serve.service import Service
-from quire.serve.tenant_file import TenantFile
-from quire.serve.tenant_keys import TenantKeys
+from quire.serve.tenant_keys import TenantFile, TenantKeys
 
 __all__ = [
     "EmbeddedServer",

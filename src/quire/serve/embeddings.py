@@ -13,12 +13,11 @@ from fastapi.responses import JSONResponse
 from quire.api.embedding import embedding_params
 from quire.sampling.outputs import RequestOutput
 from quire.sampling.pooling import normalized
-from quire.serve.embedding_body import EmbeddingBody
 from quire.serve.endpoints import Endpoints
 from quire.serve.errors import FieldError, RequestFailed
 from quire.serve.json_route import JsonRoute
 from quire.serve.params import naming_fields_of
-from quire.serve.prompt_lists import as_prompts
+from quire.serve.protocol import EmbeddingBody, as_prompts
 from quire.serve.responses import usage_body
 from quire.serve.service import Service
 from quire.serve.streaming import collected

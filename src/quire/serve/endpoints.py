@@ -7,10 +7,8 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from quire.config.sampling_params import SamplingParams
-from quire.serve.embedding_body import EmbeddingBody
-from quire.serve.errors import FieldError
+from quire.serve.errors import FieldError, Format, PlainFormat
 from quire.serve.fields import listed, refusal
-from quire.serve.formats import Format, PlainFormat
 from quire.serve.json_route import JsonRoute
 from quire.serve.params import (
     COMPLETION_MAX_TOKENS,
@@ -24,13 +22,13 @@ from quire.serve.protocol import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    EmbeddingBody,
     GenerationBody,
     PromptBody,
     StreamOptions,
     TokenizeBody,
 )
-from quire.serve.response_docs import STREAM
-from quire.serve.responses import ChatWriter, CompletionWriter, Envelope, Writer
+from quire.serve.responses import STREAM, ChatWriter, CompletionWriter, Envelope, Writer
 from quire.serve.service import CHARGED_TOKENS, Service
 from quire.serve.streaming import GenerationResponse
 from quire.serve.submission import submit

@@ -13,10 +13,9 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 
 from quire.layout.values import find_fault
-from quire.serve.errors import bounded
+from quire.serve.errors import InvalidBody, InvalidField, bounded
 from quire.serve.fields import MOST_EXTRA_FIELDS
 from quire.serve.tenant_keys import tenant_of
-from quire.serve.validation_errors import InvalidBody, InvalidField
 
 IGNORED_HEADER = "X-Ignored-Fields"
 

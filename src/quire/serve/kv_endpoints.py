@@ -1,28 +1,546 @@
-"""The endpoints of the KV memory: ledger, page map, events, tenants, prefixes and what-if plans."""
+"""The endpoints of the KV memory: ledger, page map, events, tenants, prefixes and what-if plans.
 
+KV events as server-sent events, with a bounded queue for each client.
+
+    engine's thread   event -> deque, and a wake-up of the event loop at most every FLUSH_S
+    event loop        deque -> queue of each client -> its connection
+
+A client that reads too slowly loses the oldest events of its queue and is told how many.
+"""
+
+import asyncio
+import base64
+import json
+import math
+import re
+import threading
 import time
-from collections import Counter
-from collections.abc import Iterable
-from dataclasses import asdict
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Annotated, Any
 
+import numpy as np
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
+from quire.api.llm import LLM
 from quire.engine.core import Engine
 from quire.engine.inspection.pages import MOST_CELLS, read_page_map
+from quire.engine.inspection.prefixes import Blocks, Chain, read_prefixes
+from quire.engine.inspection.requests import find_request, one_request, request_rows
+from quire.engine.inspection.retention import Retention, read_retention
 from quire.engine.inspection.totals import overview, tenant_rows
 from quire.engine.ledger import Snapshot
-from quire.errors import ConfigError
-from quire.scheduler.events import KEPT_EVENTS, KINDS
-from quire.serve.errors import FieldError, bounded
-from quire.serve.kv_plan import MOST_BUDGET_BYTES, plan_for
-from quire.serve.kv_scope import event_of, only_tenant, refuse_unknown_parameters
-from quire.serve.kv_stream import EventStreams
-from quire.serve.response_docs import STREAM
+from quire.errors import ConfigError, EngineDead
+from quire.layout.layout import statistics_used
+from quire.layout.pages import CacheLayout
+from quire.plan.capacity import capacity
+from quire.scheduler.events import KEPT_EVENTS, KINDS, KVEvent, Value
+from quire.serve.errors import Draining, FieldError, TooManyStreams, UnknownRequest, bounded
+from quire.serve.fields import nearest, shown_name
+from quire.serve.responses import STREAM
 from quire.serve.service import Service
 from quire.serve.tenant_keys import tenant_of
 from quire.version import __version__
+
+_OTHER_TENANT = re.compile(r"^tenant (\S+)")
+
+
+def only_tenant(service: Service, request: Request) -> str | None:
+    """The tenant whose rows the client may see; None: all, if no tenant has a key."""
+    return tenant_of(request) if service.keys.tells_tenants_apart else None
+
+
+def event_of(event: KVEvent, tenant: str | None) -> dict[str, Value]:
+    """A KV event as JSON values, without the names of other tenants.
+
+    Args:
+        event: an event that the client may see.
+        tenant: tenant of the client; None: the client may see all tenants.
+    """
+    return without_other_tenants(event.as_dict(), tenant)
+
+
+def without_other_tenants(event: Mapping[str, Any], tenant: str | None) -> dict[str, Any]:
+    """Replace the name of another tenant in the reason of an event."""
+    shown = dict(event)
+    reason = shown.get("reason")
+    if tenant is not None and isinstance(reason, str):
+        named = _OTHER_TENANT.match(reason)
+        if named is not None and named[1] != tenant:
+            shown["reason"] = f"another tenant{reason[named.end() :]}"
+    return shown
+
+
+def refuse_unknown_parameters(request: Request, known: Sequence[str]) -> None:
+    """Refuse query parameters that are similar to a known parameter.
+
+    Raises:
+        FieldError: names the similar parameter.
+    """
+    for name in request.query_params:
+        near = None if name in known else nearest(name, known)
+        if near is not None:
+            shown = shown_name(name)
+            raise FieldError(shown, f"unknown parameter `{shown}`: did you mean `{near}`?")
+
+
+MOST_BUDGET_BYTES = 1 << 50
+DEFAULT_LENGTH = 2048
+
+
+def plan_for(
+    llm: LLM, budget_bytes: int | None, length: int | None, retained: int | None
+) -> dict[str, Any]:
+    """Sequences of a length that fit in a budget, as JSON values.
+
+    Args:
+        llm: the served model; its page layout is used.
+        budget_bytes: size of the KV memory; None: the engine's.
+        length: tokens of a sequence; None: `DEFAULT_LENGTH` or the model's context, if shorter.
+        retained: tokens that an evicting lane without a window retains; None: all.
+
+    Raises:
+        ConfigError: the budget does not hold one sequence of one token.
+    """
+    memory, model = llm.engine.pool.kv.memory, llm.model.spec
+    budget_bytes = memory.total_bytes if budget_bytes is None else budget_bytes
+    length = min(DEFAULT_LENGTH, model.max_positions) if length is None else length
+    layout, most = _used_layout(llm), llm.engine.schedule_config.max_num_seqs
+    held = capacity(model, budget_bytes, layout=layout, sequence_tokens=length, batch=1)
+    each_bytes = _sequence_bytes(layout, length, retained)
+    is_too_long = length > model.max_positions
+    sequences = 0 if is_too_long else budget_bytes // each_bytes
+    return {
+        "object": "kv.plan",
+        "budget_bytes": budget_bytes,
+        "length": length,
+        "retained": retained,
+        "bytes_per_sequence": each_bytes,
+        "sequences": sequences,
+        "max_num_seqs": most,
+        "concurrency": min(sequences, most),
+        "limit": "context" if is_too_long else "memory" if sequences < most else "max_num_seqs",
+        "longest_tokens": held.longest_tokens,
+        "longest_limit": held.longest_limit,
+        "current_bytes": memory.total_bytes,
+        "smallest_bytes": layout.smallest_sequence_bytes,
+        "max_positions": model.max_positions,
+    }
+
+
+def _used_layout(llm: LLM) -> CacheLayout:
+    """Lane groups of a request with the server's eviction policy: no statistics of other rules."""
+    layout = llm.engine.pool.kv.memory.layout
+    names = statistics_used(layout, llm.engine.pool.eviction.spec.statistics)
+    return CacheLayout(tuple(g for g in layout.groups if g.name in names or not g.private))
+
+
+def _sequence_bytes(layout: CacheLayout, length: int, retained: int | None) -> int:
+    """Bytes of one sequence while it decodes, in whole pages of every layer."""
+    least = length if retained is None else min(length, retained)
+    return sum(
+        group.bytes_at_most(length if group.window is not None else least, 1)
+        for group in layout.groups
+    )
+
+
+FLUSH_S = 0.05
+"""Least time between two wake-ups of the event loop by the engine."""
+MOST_QUEUED = 1024
+"""Events that wait for one slow client."""
+MOST_STREAMS, MOST_STREAMS_PER_TENANT = 128, 32
+_RETRY = "retry: 2000\n\n"
+_KEEP_ALIVE = ": keep-alive\n\n"
+_POLL_S = 0.5
+_BATCH = 256
+
+_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # no buffering in proxies
+
+
+class Subscription:
+    """The queue of one client.
+
+    Args:
+        kinds: kinds of events to send.
+        tenant: only events of this tenant; None: all.
+        name: tenant of the client.
+    """
+
+    def __init__(self, kinds: Collection[str], tenant: str | None, name: str) -> None:
+        self._kinds, self._tenant, self.name = frozenset(kinds), tenant, name
+        self._queue: deque[KVEvent] = deque()
+        self._first_number = 0  # of the log at the start; later events are new
+        self._last_number = 0  # of the last queued event
+        self._lost = 0
+        self._filled = asyncio.Event()
+
+    def put(self, event: KVEvent) -> None:
+        """Queue a new event if the client wants it; drop the oldest one if the queue is full."""
+        if event.number <= self._last_number or not self._wants(event):
+            return
+        self._last_number = event.number
+        if len(self._queue) >= MOST_QUEUED:
+            self._queue.popleft()
+            self._lost += 1
+        self._queue.append(event)
+        self._filled.set()
+
+    def _wants(self, event: KVEvent) -> bool:
+        return event.kind in self._kinds and self._tenant in (None, event.tenant)
+
+    def lose(self, dropped: "_Dropped") -> None:
+        """Count new events that were dropped before they could be queued."""
+        if dropped.last_number <= self._first_number:
+            return
+        kinds = [(kind, tenant) for kind, tenant in dropped.counts if kind in self._kinds]
+        own = [key for key in kinds if self._tenant in (None, key[1])]
+        self._lost += sum(dropped.counts[key] for key in own)
+        self._filled.set()
+
+    def start(self, stored: Collection[KVEvent], number: int) -> None:
+        """Queue stored events, then those queued events that are newer.
+
+        Args:
+            stored: events of the log.
+            number: number of the last event of the log, stored or not.
+        """
+        queued, self._queue, self._last_number = self._queue, deque(), 0
+        for event in stored:
+            self.put(event)
+        self._first_number = self._last_number = number
+        for event in queued:
+            self.put(event)
+
+    async def wait(self) -> None:
+        """Wait for an event, at most `_POLL_S`."""
+        try:
+            await asyncio.wait_for(self._filled.wait(), _POLL_S)
+        except TimeoutError:
+            return
+
+    def take(self) -> str:
+        """Remove some queued events; return them in the format of server-sent events."""
+        parts = []
+        if self._lost:
+            parts.append(f"event: lost\ndata: {json.dumps({'events': self._lost})}\n\n")
+            self._lost = 0
+        for _ in range(min(_BATCH, len(self._queue))):
+            event = self._queue.popleft()
+            shown = event_of(event, self._tenant)
+            parts.append(f"id: {event.number}\ndata: {json.dumps(shown, allow_nan=False)}\n\n")
+        if not self._queue:
+            self._filled.clear()
+        return "".join(parts)
+
+
+@dataclass(slots=True)
+class _Dropped:
+    """Events that the engine dropped because the event loop was slower: counts by kind and tenant.
+
+    Attributes:
+        counts: number of events by kind and tenant.
+        last_number: number of the last dropped event.
+    """
+
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    last_number: int = 0
+
+    def add(self, event: KVEvent) -> None:
+        self.counts[event.kind, event.tenant] += 1
+        self.last_number = event.number
+
+
+class _EventResponse(StreamingResponse):
+    """A stream that removes its client when sending ends, for any reason."""
+
+    def __init__(self, events: AsyncIterator[str], leave: Callable[[], None]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers=_HEADERS)
+        self._leave = leave
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._leave()
+
+
+class EventStreams:
+    """Sends KV events to any number of clients; listens to the log only while there are clients.
+
+    Args:
+        service: the service; it is started before the first client.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._clients: set[Subscription] = set()
+        self._lock = threading.Lock()  # guards the next two
+        self._fresh: deque[KVEvent] = deque()
+        self._dropped = _Dropped()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_woken = False
+        self._leaving: set[asyncio.Task[None]] = set()
+
+    async def open(
+        self, kinds: Collection[str], *, since: int | None, tenant: str | None, name: str
+    ) -> StreamingResponse:
+        """Start a stream.
+
+        Args:
+            kinds: kinds of events to send.
+            since: number of the last event that the client knows; None: only new events.
+            tenant: only events of this tenant; None: all.
+            name: tenant of the client.
+
+        Raises:
+            TooManyStreams: too many streams are open.
+            Draining: the server is shutting down.
+            EngineDead: the engine has stopped.
+        """
+        self._check(name)
+        client = Subscription(kinds, tenant, name)
+        self._clients.add(client)
+        try:
+            self._loop = asyncio.get_running_loop()
+            found = await self._service.inspect(lambda engine: self._listen(engine, since))
+            client.start(*found)
+        except BaseException:
+            self._leave(client)
+            raise
+        return _EventResponse(self._events(client), partial(self._leave, client))
+
+    def _check(self, name: str) -> None:
+        if self._service.is_draining:
+            raise Draining
+        own = sum(client.name == name for client in self._clients)
+        if len(self._clients) >= MOST_STREAMS or own >= MOST_STREAMS_PER_TENANT:
+            raise TooManyStreams(len(self._clients), MOST_STREAMS, MOST_STREAMS_PER_TENANT)
+
+    async def _events(self, client: Subscription) -> AsyncIterator[str]:
+        interval_s = self._service.config.sse_keep_alive_interval or math.inf
+        yield _RETRY
+        sent_s = time.monotonic()
+        while self._service.is_ready:
+            await client.wait()
+            text, now_s = client.take(), time.monotonic()
+            if text or now_s - sent_s > interval_s:
+                sent_s = now_s
+                yield text or _KEEP_ALIVE
+
+    def _leave(self, client: Subscription) -> None:
+        """Remove a client; after the last one stop to listen, in a task: this one may be over."""
+        self._clients.discard(client)
+        task = asyncio.get_running_loop().create_task(self._stop_if_unused())
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+
+    async def _stop_if_unused(self) -> None:
+        if self._clients or not self._service.is_alive:
+            return
+        with suppress(EngineDead):
+            await self._service.inspect(lambda engine: engine.events.unsubscribe(self._receive))
+
+    # ---- in the engine's thread ----------------------------------------------------------------
+
+    def _listen(self, engine: Engine, since: int | None) -> tuple[list[KVEvent], int]:
+        """Subscribe to the log; return the events after `since`, and the log's last number."""
+        log = engine.events
+        log.unsubscribe(self._receive)
+        log.subscribe(self._receive)
+        stored = [] if since is None else log.newest(since=since)
+        return stored, log.num_events
+
+    def _receive(self, event: KVEvent) -> None:
+        with self._lock:
+            if len(self._fresh) >= KEPT_EVENTS:
+                self._dropped.add(self._fresh.popleft())
+            self._fresh.append(event)
+        if not self._is_woken and self._loop is not None and not self._loop.is_closed():
+            self._is_woken = True
+            self._loop.call_soon_threadsafe(self._schedule)
+
+    # ---- in the event loop ---------------------------------------------------------------------
+
+    def _schedule(self) -> None:
+        asyncio.get_running_loop().call_later(FLUSH_S, self._deliver)
+
+    def _deliver(self) -> None:
+        self._is_woken = False
+        with self._lock:
+            events, self._fresh = self._fresh, deque()
+            dropped, self._dropped = self._dropped, _Dropped()
+        for client in self._clients:
+            client.lose(dropped)
+            for event in events:
+                client.put(event)
+
+
+MOST_ROWS, DEFAULT_ROWS = 1000, 100
+MOST_TOKENS, DEFAULT_TOKENS = 16_384, 4096
+MOST_CHAINS, DEFAULT_CHAINS = 2000, 200
+
+Body = dict[str, Any]
+
+
+class KVRequestEndpoints:
+    """Handlers of HTTP requests about single requests and prefixes.
+
+    Args:
+        service: the service; it is started before the first request.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def router(self) -> APIRouter:
+        """Create the router with all paths."""
+        router = APIRouter(prefix="/v1/kv")
+        router.add_api_route("/requests", self.requests, methods=["GET"])
+        router.add_api_route("/requests/{request_id}", self.request, methods=["GET"])
+        router.add_api_route("/requests/{request_id}/tokens", self.tokens, methods=["GET"])
+        router.add_api_route("/prefixes", self.prefixes, methods=["GET"])
+        return router
+
+    async def requests(
+        self, request: Request, limit: Annotated[int, Query(ge=1, le=MOST_ROWS)] = DEFAULT_ROWS
+    ) -> JSONResponse:
+        """Return running, waiting and recently finished requests, and why requests wait."""
+        refuse_unknown_parameters(request, ("limit",))
+        tenant = only_tenant(self._service, request)
+
+        def read(engine: Engine) -> Body:
+            return {"time_s": engine.events.now_s(), **request_rows(engine, tenant, limit)}
+
+        found = await self._service.inspect(read)
+        return JSONResponse({"object": "kv.requests", "unix_time_s": time.time(), **found})
+
+    async def request(self, request: Request, request_id: str) -> JSONResponse:
+        """Return one request with its timeline: its events, with times, costs and reasons."""
+        tenant = only_tenant(self._service, request)
+
+        def read(engine: Engine) -> Body | None:
+            found = one_request(engine, request_id, tenant)
+            return None if found is None else {"time_s": engine.events.now_s(), **found}
+
+        found = await self._service.inspect(read)
+        if found is None:
+            raise UnknownRequest(request_id, "open or recently finished")
+        found["timeline"] = [without_other_tenants(e, tenant) for e in found["timeline"]]
+        return JSONResponse({"object": "kv.request", "unix_time_s": time.time(), **found})
+
+    async def tokens(
+        self,
+        request: Request,
+        request_id: str,
+        first: Annotated[int, Query(ge=0, le=1 << 40)] = 0,
+        limit: Annotated[int, Query(ge=1, le=MOST_TOKENS)] = DEFAULT_TOKENS,
+        lanes: bool = False,  # noqa: FBT001, FBT002 - a query parameter
+    ) -> JSONResponse:
+        """Return the tokens of an open request, and how many lanes still retain each of them."""
+        refuse_unknown_parameters(request, ("first", "limit", "lanes"))
+        tenant = only_tenant(self._service, request)
+
+        def read(engine: Engine) -> Retention | None:
+            found = find_request(engine, request_id, tenant)
+            return None if found is None else read_retention(engine.pool, found)
+
+        retention = await self._service.inspect(read)
+        if retention is None:
+            raise UnknownRequest(request_id, "open")
+        body = await self._service.texts.in_turn_of(
+            tenant_of(request), lambda: self._tokens(retention, first, limit, with_lanes=lanes)
+        )
+        return JSONResponse({"object": "kv.tokens", "request_id": request_id, **body})
+
+    def _tokens(self, found: Retention, first: int, limit: int, *, with_lanes: bool) -> Body:
+        shown = found.token_ids[first : first + limit]
+        mask = found.mask()[:, first : first + limit]
+        pieces = self._service.pieces
+        texts = [pieces.text(token) for token in shown] if self._service.shows_texts else None
+        body = {
+            "first": first,
+            "num_tokens": len(found.token_ids),
+            "prompt_tokens": found.prompt_tokens,
+            "computed_tokens": found.num_computed,
+            "num_lanes": len(mask),
+            "token_ids": shown if self._service.shows_texts else None,
+            "texts": texts,
+            "retained": mask.sum(axis=0).tolist(),
+        }
+        if with_lanes:
+            packed = np.packbits(mask, axis=1, bitorder="little")
+            body["lanes"] = found.lanes
+            body["bitmaps"] = [base64.b64encode(lane.tobytes()).decode() for lane in packed]
+        return body
+
+    async def prefixes(
+        self, request: Request, limit: Annotated[int, Query(ge=1, le=MOST_CHAINS)] = DEFAULT_CHAINS
+    ) -> JSONResponse:
+        """Return the prefix cache as a tree of chains, with texts of the client's own tenant."""
+        refuse_unknown_parameters(request, ("limit",))
+        tenant, own = only_tenant(self._service, request), tenant_of(request)
+
+        def read(engine: Engine) -> tuple[float, Blocks]:
+            return engine.events.now_s(), read_prefixes(engine, tenant)
+
+        now_s, blocks = await self._service.inspect(read)
+        body = await self._service.texts.in_turn_of(
+            own, lambda: self._prefixes(blocks, now_s, own, limit)
+        )
+        return JSONResponse({"object": "kv.prefixes", "time_s": now_s, **body})
+
+    def _prefixes(self, blocks: Blocks, now_s: float, own: str, limit: int) -> Body:
+        tree, chains = blocks.tree, blocks.chains()
+        shown = _largest(chains, limit)
+        index = {old: new for new, old in enumerate(shown)}
+        return {
+            "enabled": tree.enabled,
+            "block_tokens": tree.block_tokens,
+            "block_bytes": tree.block_bytes,
+            "num_blocks": tree.num_blocks,
+            "num_left_out": tree.num_left_out,
+            "num_chains": len(chains),
+            "data": [self._chain(chains[i], index, blocks, now_s, own) for i in shown],
+        }
+
+    def _chain(
+        self, chain: Chain, index: dict[int, int], blocks: Blocks, now_s: float, own: str
+    ) -> Body:
+        tree = blocks.tree
+        may_read = chain.owner in ("", own) and self._service.shows_texts
+        text = "".join(map(self._service.pieces.text, chain.token_ids)) if may_read else None
+        idle_s = 0.0 if math.isinf(chain.idle_since_s) else max(0.0, now_s - chain.idle_since_s)
+        return {
+            "parent": index.get(chain.parent),
+            "tenant": chain.owner or None,
+            "start": chain.start,
+            "blocks": chain.blocks,
+            "tokens": chain.blocks * tree.block_tokens,
+            "bytes": chain.blocks * tree.block_bytes,
+            "references": chain.users,
+            "idle_s": None if chain.users else round(idle_s, 3),
+            "text": text,
+        }
+
+
+def _largest(chains: Sequence[Chain], limit: int) -> list[int]:
+    """Indices of the chains with the most blocks, and of all chains before them, in order."""
+    by_size = sorted(range(len(chains)), key=lambda i: -chains[i].blocks)
+    shown: set[int] = set()
+    for number in by_size:
+        path = [number]
+        while chains[path[-1]].parent >= 0:
+            path.append(chains[path[-1]].parent)
+        if len(shown.union(path)) > limit:
+            break
+        shown.update(path)
+    return sorted(shown)
+
 
 DEFAULT_EVENTS = 256
 _EVENT_PARAMETERS = ("kinds", "since", "limit")

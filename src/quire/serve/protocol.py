@@ -7,15 +7,85 @@ from typing import Annotated, Any, Literal, cast, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from quire.config.chat_messages import text_part
 from quire.config.generation_request import OPTION_KINDS, RequestOptions
 from quire.config.option_checks import MAX_CHOICES
+from quire.config.sampling_params import Pooling
 from quire.config.structured_outputs import MAX_CHOICE_VALUES
 from quire.errors import RequestError
-from quire.serve.chat_messages import MAX_MESSAGES, Message
 from quire.serve.fields import MOST_EXTRA_FIELDS, unknown_fields
-from quire.serve.prompt_lists import are_ids, as_prompts, checked_prompts
 from quire.serve.structured import STRUCTURE_FIELDS
 from quire.serve.tools.definitions import MAX_TOOLS
+
+MAX_MESSAGES = 16_384
+"""Limit of the messages of a chat; the template takes time for every message."""
+
+
+class TextPart(BaseModel):
+    """A content part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+    @field_validator("type", mode="before")
+    @classmethod
+    def _only_text(cls, value: object) -> object:
+        """Refuse other kinds of content parts with what is not supported."""
+        if isinstance(value, str) and value != "text":
+            shown = f"{value[:40]}..." if len(value) > 40 else value
+            raise ValueError(
+                f"expected text, got {shown}: images, audio and files are not supported"
+            )
+        return value
+
+
+class Message(BaseModel):
+    """One message of a chat; other fields are passed to the chat template unchanged."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str
+    content: (
+        str | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None
+    ) = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The message for `read_messages`."""
+        fields = dict(self)
+        if isinstance(self.content, list):
+            fields["content"] = [text_part(part.text) for part in self.content]
+        return fields
+
+
+def checked_prompts(value: object) -> object:
+    """Check the four formats in one pass; a union would report every element four times.
+
+    Raises:
+        ValueError: another format.
+    """
+    if isinstance(value, str) or (isinstance(value, list) and value and _is_uniform(value)):
+        return value
+    raise ValueError(
+        "expected a text, a list of texts, a list of token ids or a list of lists of token ids, "
+        "without empty lists"
+    )
+
+
+def as_prompts(prompt: Any) -> list[str | list[int]]:
+    """The prompts of a checked field, which may be a single prompt."""
+    return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+
+
+def _is_uniform(prompt: list[object]) -> bool:
+    if isinstance(prompt[0], list):
+        return all(isinstance(ids, list) and ids and are_ids(ids) for ids in prompt)
+    return all(isinstance(text, str) for text in prompt) or are_ids(prompt)
+
+
+def are_ids(values: list[object]) -> bool:
+    """Whether all values are integers, and no booleans."""
+    return all(type(value) is int for value in values)
+
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -253,3 +323,19 @@ class DetokenizeBody(Body):
         if isinstance(value, list) and are_ids(value):
             return value
         raise ValueError("expected a list of token ids")
+
+
+class EmbeddingBody(PromptBody):
+    """POST /v1/embeddings."""
+
+    input: Prompts
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(default=None, ge=1)
+    pooling: Pooling | None = None
+    normalize: bool | None = None
+    add_special_tokens: bool | None = None
+
+    @field_validator("input", mode="plain")
+    @classmethod
+    def _input(cls, value: object) -> object:
+        return checked_prompts(value)

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -20,17 +21,36 @@ from quire.sampling.output_stream import OutputStream
 from quire.scheduler.events import KVEvent
 from quire.serve.config import MAX_OUTPUTS, ServerConfig
 from quire.serve.errors import Draining, FieldError, ShutDown, UnknownModel
-from quire.serve.inspection_cost import InspectionCost
 from quire.serve.logprobs import TokenPieces
 from quire.serve.metrics.observer import EngineObserver
-from quire.serve.prompt_fields import with_budget
 from quire.serve.protocol import PromptBody
 from quire.serve.rate_limits import Charge, RateLimit, RateLimits
-from quire.serve.tenant_file import TenantFile
-from quire.serve.tenant_keys import TenantKeys
-from quire.serve.text import Texts, Turn
-from quire.serve.tools.detect import ToolParsers
+from quire.serve.tenant_keys import TenantFile, TenantKeys
+from quire.serve.text import Texts, Turn, with_budget
+from quire.serve.tools.parsers import ToolParsers
 from quire.serve.tracing import open_traces
+
+
+@dataclass(slots=True)
+class InspectionCost:
+    """Time that the engine's thread spent on views of the engine.
+
+    Attributes:
+        calls: number of views.
+        seconds: their total time.
+        most_seconds: time of the longest.
+    """
+
+    calls: int = 0
+    seconds: float = 0.0
+    most_seconds: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count one view."""
+        self.calls += 1
+        self.seconds += seconds
+        self.most_seconds = max(self.most_seconds, seconds)
+
 
 T = TypeVar("T")
 

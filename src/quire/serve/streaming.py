@@ -14,8 +14,7 @@ from quire.sampling.grammar_matcher import TOO_LARGE
 from quire.sampling.output_stream import OutputStream
 from quire.sampling.outputs import OutputDelta, RequestOutput, Usage, joined
 from quire.sampling.sampler import NO_TOKEN_LEFT
-from quire.serve.errors import RequestFailed, error_body
-from quire.serve.formats import Format, PlainFormat, one_line
+from quire.serve.errors import Format, PlainFormat, RequestFailed, error_body, one_line
 from quire.serve.logprobs import prompt_logprobs
 from quire.serve.protocol import StreamOptions
 from quire.serve.responses import Envelope, Writer, token_counts, usage_body

@@ -1,26 +1,282 @@
 """The server's tokenizer: encodes prompts and chats, decodes token ids.
 
-The engine detokenizes outputs.
+Texts are limited before they are tokenized, in a pool of threads that clients share fairly. The
+engine detokenizes outputs.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import asyncio
+import json
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
+from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
-from quire.errors import RequestError
+from quire.errors import ConfigError, RequestError
+from quire.layout.eviction import Cap, parse_policy
 from quire.models.chat_template import KWARGS_FIELD, NO_KWARGS, ChatTemplate
 from quire.models.loader import LoadedModel
 from quire.models.tokenizer import encode_prompt, encode_rendered
-from quire.serve.chat_messages import Message
-from quire.serve.fair_pool import FairPool
+from quire.serve.errors import FieldError, bounded
 from quire.serve.logprobs import TokenPieces
-from quire.serve.prompt_fields import sequences_of_words
-from quire.serve.protocol import Body, ChatBody, GenerationBody, TokenizeBody
-from quire.serve.text_length import text_length
+from quire.serve.protocol import Body, ChatBody, GenerationBody, Message, TokenizeBody
+
+_COMPOSED_CHARACTERS = 4
+"""Most characters that Unicode composes into one: U+1F82 is a letter with 3 marks."""
+
+_SHRINKAGE = {"NFC": _COMPOSED_CHARACTERS, "NFKC": _COMPOSED_CHARACTERS}
+_KEEP_LENGTH = frozenset({"NFD", "NFKD", "Prepend", "ByteLevel"})
+_PROBES = (" ", "\n", "\t", "a", "ab ", "0", "\u00e9", "\u4f60", "\U0001f600", "\u200b")
+_PROBE_CHARACTERS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class TextLength:
+    """A lower bound of the number of tokens of texts.
+
+    Attributes:
+        characters_per_token: most characters of one token, without spaces next to `stripping`.
+        stripping: added tokens that include adjacent spaces.
+    """
+
+    characters_per_token: int
+    stripping: tuple[str, ...] = ()
+
+    def least_tokens(self, text: str) -> int:
+        """Lower bound of the number of tokens of a text."""
+        characters = len(text)
+        if any(token in text for token in self.stripping):
+            characters = sum(map(len, text.split()))
+        return -(-characters // self.characters_per_token)
+
+
+def text_length(tokenizer: PreTrainedTokenizerBase) -> TextLength | None:
+    """The bound for a tokenizer; None if there is no bound."""
+    normalizer = _normalizer(tokenizer)
+    shrinkage, stripping = _shrinkage(normalizer), _stripping(tokenizer)
+    # a token that is matched in normalized text may not appear in the original text
+    if shrinkage is None or (normalizer is not None and any(t.normalized for t in stripping)):
+        return None
+    longest = max(map(len, tokenizer.get_vocab()), default=0) * shrinkage
+    if not all(_holds(tokenizer, probe, longest) for probe in _PROBES):
+        return None
+    return TextLength(longest, tuple(token.content for token in stripping))
+
+
+def _stripping(tokenizer: PreTrainedTokenizerBase) -> list[AddedToken]:
+    """Added tokens that include any number of adjacent spaces."""
+    added = tokenizer.added_tokens_decoder.values()
+    return [token for token in added if token.lstrip or token.rstrip]
+
+
+def _holds(tokenizer: PreTrainedTokenizerBase, probe: str, longest: int) -> bool:
+    """Whether the bound is valid for a long text of one repeated string.
+
+    The bound is not valid if the tokenizer merges unknown characters or spaces into one token.
+    """
+    text = probe * (max(_PROBE_CHARACTERS, 2 * longest) // len(probe))
+    token_ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+    return len(token_ids) * longest >= len(text)
+
+
+def _normalizer(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Any] | None:
+    """The normalizer in the format of `tokenizer.json`; type "unknown" for slow tokenizers."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return {"type": "unknown"}
+    if backend.normalizer is None:
+        return None
+    described: Mapping[str, Any] = json.loads(backend.normalizer.__getstate__())
+    return described
+
+
+def _shrinkage(normalizer: Mapping[str, Any] | None) -> int | None:
+    """Most characters that a normalizer merges into one; None if it may drop any number."""
+    if normalizer is None:
+        return 1
+    kind = normalizer["type"]
+    if kind == "Sequence":
+        product = 1
+        for part in map(_shrinkage, normalizer["normalizers"]):
+            if part is None:
+                return None
+            product *= part
+        return product
+    if kind == "Replace":
+        replaced = normalizer["pattern"].get("String")
+        is_shorter = replaced is None or len(normalizer["content"]) < len(replaced)
+        return None if is_shorter else 1
+    return 1 if kind in _KEEP_LENGTH else _SHRINKAGE.get(kind)
+
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A job of a tenant, and the future for its result."""
+
+    tenant: str
+    work: Callable[[], Any]
+    done: "asyncio.Future[Any]"
+
+
+@dataclass(slots=True)
+class _Turns:
+    """The jobs of one tenant: its last turn, its waiting jobs (oldest first), and running jobs."""
+
+    last: int
+    waiting: deque[_Job] = field(default_factory=deque)
+    running: int = 0
+
+
+class FairPool:
+    """Runs jobs in threads. All methods must be called in one event loop.
+
+    The next job belongs to the tenant with the fewest running jobs; ties are broken by the oldest
+    last turn. A tenant that was idle ranks after tenants that have waited for more than one turn.
+    A tenant can use all threads except one, so that it cannot block another tenant's job.
+
+    Args:
+        threads: maximum number of threads; a single thread is shared by all tenants.
+        name: prefix of the thread names.
+    """
+
+    def __init__(self, threads: int, name: str) -> None:
+        self._executor = ThreadPoolExecutor(max_workers=threads, thread_name_prefix=name)
+        self._free = threads
+        self._most_each = max(1, threads - 1)
+        self._tenants: dict[str, _Turns] = {}
+        self._num_turns = 0
+
+    def close(self) -> None:
+        """Stop the threads; waiting jobs are cancelled."""
+        for turns in self._tenants.values():
+            for job in turns.waiting:
+                job.done.cancel()
+            turns.waiting.clear()
+        self._executor.shutdown(cancel_futures=True)
+
+    async def run(self, tenant: str, work: Callable[[], T]) -> T:
+        """Run a job in a thread and return its result.
+
+        Args:
+            tenant: tenant of the job.
+            work: the job.
+        """
+        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        turns = self._tenants.setdefault(tenant, _Turns(last=self._num_turns - 1))
+        turns.waiting.append(_Job(tenant, work, done))
+        self._start()
+        return await done
+
+    def _start(self) -> None:
+        while self._free and (tenant := self._next()) is not None:
+            turns = self._tenants[tenant]
+            job = turns.waiting.popleft()
+            if job.done.cancelled():
+                self._forget_idle(tenant)
+                continue
+            self._num_turns += 1
+            turns.last = self._num_turns
+            turns.running += 1
+            self._free -= 1
+            loop = job.done.get_loop()
+            ran = loop.run_in_executor(self._executor, job.work)
+            ran.add_done_callback(partial(self._finish, job))
+
+    def _next(self) -> str | None:
+        ready = {
+            tenant: (turns.running, turns.last)
+            for tenant, turns in self._tenants.items()
+            if turns.waiting and turns.running < self._most_each
+        }
+        return min(ready, key=ready.__getitem__, default=None)
+
+    def _finish(self, job: _Job, ran: "asyncio.Future[Any]") -> None:
+        self._free += 1
+        self._tenants[job.tenant].running -= 1
+        self._forget_idle(job.tenant)
+        if ran.cancelled():
+            job.done.cancel()
+        elif (error := ran.exception()) is not None and not job.done.done():
+            job.done.set_exception(error)
+        elif not job.done.done():
+            job.done.set_result(ran.result())
+        self._start()
+
+    def _forget_idle(self, tenant: str) -> None:
+        turns = self._tenants[tenant]
+        if not turns.waiting and not turns.running:
+            del self._tenants[tenant]
+
+
+FULL = "full"
+
+
+def sequences_of_words(
+    tokenizer: PreTrainedTokenizerBase, words: Sequence[str]
+) -> list[tuple[int, ...]]:
+    """Token sequences that write one of these words, at the beginning of a text or after a space.
+
+    As in vLLM the sequence after a space is used only if it has as many tokens and another first
+    token; other tokenizations of a word are not banned.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        words: texts that must not be generated.
+
+    Raises:
+        FieldError: a word without tokens.
+    """
+    return list(dict.fromkeys(ids for word in words for ids in _sequences(tokenizer, word)))
+
+
+def _sequences(tokenizer: PreTrainedTokenizerBase, word: str) -> Iterator[tuple[int, ...]]:
+    alone = _ids(tokenizer, word.lstrip())
+    if not alone:
+        raise FieldError("bad_words", f"expected words with tokens, got {bounded(word, 40)!r}")
+    yield alone
+    spaced = _ids(tokenizer, " " + word.lstrip())
+    if len(spaced) == len(alone) and spaced[0] != alone[0]:
+        yield spaced
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
+    return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+
+def with_budget(rule: str, budget: int | float | str) -> str:
+    """An eviction rule with another cap.
+
+    Args:
+        rule: the rule of the request, or the default of its tenant or of the engine.
+        budget: tokens of a lane, a fraction of the prompt such as 0.25 or "25%", or bytes such as
+            "2MiB".
+
+    Raises:
+        FieldError: no cap, or a rule that evicts nothing.
+    """
+    text = str(budget)
+    try:
+        Cap.parse(text)
+        policy = parse_policy(rule)
+    except ConfigError as error:
+        raise FieldError("kv_budget", f"kv_budget: {error}") from None
+    if policy.name == FULL:
+        raise FieldError(
+            "kv_budget",
+            "`kv_budget` needs an eviction rule, and the request has none: set `evict`, such as "
+            f'"recent:cap={bounded(text, 20)}"; the server must allow it with --evict or '
+            "--evict-allow",
+        )
+    options = {**policy.options, "cap": text.strip()}
+    return f"{policy.name}:{','.join(f'{name}={value}' for name, value in options.items())}"
+
 
 LONG_TEXT_CHARACTERS = 200_000
 """Longer texts take more than some tenths of a second."""

@@ -18,8 +18,7 @@ from quire.scale.routing.registry import RouterConfig
 from quire.scale.serve.recipe import ServeRecipe
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.serve.config import ServerConfig
-from quire.serve.tenant_file import open_tenants
-from quire.serve.tenant_keys import TenantKeys
+from quire.serve.tenant_keys import TenantKeys, open_tenants
 from quire.tenancy.tenants import parse_tenants
 
 _NO_SOCKET = ("host", "port", "ssl-certfile", "ssl-keyfile", "ssl-ca-certs")

@@ -6,8 +6,7 @@ from quire.scale.config import RayConfig
 from quire.scale.recipe import EngineRecipe
 from quire.scale.routing.registry import RouterConfig
 from quire.serve.config import ServerConfig
-from quire.serve.tenant_file import TenantFile
-from quire.serve.tenant_keys import TenantKeys
+from quire.serve.tenant_keys import TenantFile, TenantKeys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

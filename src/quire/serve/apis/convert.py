@@ -8,9 +8,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from quire.errors import RequestError
-from quire.serve.errors import FieldError
+from quire.serve.errors import FieldError, InvalidBody
 from quire.serve.protocol import ChatBody, GenerationBody
-from quire.serve.validation_errors import InvalidBody
 
 JSON = dict[str, Any]
 

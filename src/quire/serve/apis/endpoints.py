@@ -3,15 +3,13 @@
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from quire.serve.apis import messages_body, responses_body
+from quire.serve.apis import messages, responses
 from quire.serve.apis.convert import naming
-from quire.serve.apis.messages_body import MessagesBody
-from quire.serve.apis.messages_format import MessagesFormat
-from quire.serve.apis.responses_body import ResponsesBody
-from quire.serve.apis.responses_format import ResponsesFormat
+from quire.serve.apis.messages import MessagesBody, MessagesFormat
+from quire.serve.apis.responses import ResponsesBody, ResponsesFormat
 from quire.serve.endpoints import Endpoints
 from quire.serve.json_route import JsonRoute
-from quire.serve.response_docs import MESSAGES_ERRORS, STREAM
+from quire.serve.responses import MESSAGES_ERRORS, STREAM
 
 
 class OtherApis:
@@ -40,23 +38,23 @@ class OtherApis:
 
     async def responses(self, body: ResponsesBody, request: Request) -> Response:
         """Generate a response (OpenAI's Responses API)."""
-        with naming(responses_body.NAMES):
+        with naming(responses.NAMES):
             chat = body.chat()
-        with naming(responses_body.NAMES, body.origins):
+        with naming(responses.NAMES, body.origins):
             return await self._endpoints.chat_as(ResponsesFormat(body), chat, request)
 
     async def messages(self, body: MessagesBody, request: Request) -> Response:
         """Generate a message (Anthropic's Messages API)."""
         form = MessagesFormat(body.stop_sequences or ())
-        with naming(messages_body.NAMES):
+        with naming(messages.NAMES):
             chat = body.chat()
-        with naming(messages_body.NAMES, body.origins):
+        with naming(messages.NAMES, body.origins):
             return await self._endpoints.chat_as(form, chat, request)
 
     async def count_tokens(self, body: MessagesBody, request: Request) -> Response:
         """Return the number of tokens of a message's prompt."""
-        with naming(messages_body.NAMES):
+        with naming(messages.NAMES):
             chat = body.prompt_chat()
-        with naming(messages_body.NAMES, body.origins):
+        with naming(messages.NAMES, body.origins):
             count = await self._endpoints.count_tokens(chat, request)
         return JSONResponse({"input_tokens": count})

@@ -1,16 +1,411 @@
-"""Parsers of the formats in which models write tool calls, for whole and for streamed texts.
+"""Finds tool calls in the output: by the format of the model's chat template, or by grammar.
 
-hermes        text <tool_call>{"name": "f", "arguments": {...}}</tool_call> ...   Hermes, Qwen
-llama3_json   {"name": "f", "parameters": {...}}; {...}, also after <|python_tag|>
-mistral       [TOOL_CALLS][{"name": "f", "arguments": {...}}, ...]
-              [TOOL_CALLS]f[ARGS]{...}[TOOL_CALLS]g{...}                  newer tokenizers
+A parser reads text as it arrives and returns text and calls. A forced call is read as JSON.
 """
 
+import json
 import re
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
-from quire.serve.tools.json_text import WHITESPACE, Arguments, CallStart, ValueEnd
-from quire.serve.tools.parser import ToolParser
+from transformers import PreTrainedTokenizerBase
+
+from quire.serve.config import ToolParserName
+from quire.serve.tools.definitions import ToolChoice
+
+WHITESPACE = " \t\r\n"
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """The begin of a call: the name of its function is known."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """Text of the arguments of the call that began last."""
+
+    text: str
+
+
+CallEvent = CallStart | Arguments
+
+
+class ValueEnd:
+    """Finds the end of one JSON value, character by character.
+
+    The value is not validated: brackets are counted outside of strings.
+    """
+
+    __slots__ = ("_depth", "_escaped", "_in_string", "_is_bare")
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = self._escaped = self._is_bare = False
+
+    def feed(self, character: str) -> Literal["inside", "last", "after"]:
+        """Process a character: it is inside the value, its last one, or after a bare value.
+
+        The first character must not be whitespace.
+        """
+        if self._in_string:
+            return self._in_text(character)
+        if character in ",]} \t\r\n" and not self._depth:
+            return "after"  # of a number, true, false or null
+        if character == '"':
+            self._in_string = True
+        elif character in "[{":
+            self._depth += 1
+        elif character in "]}":
+            self._depth -= 1
+            return "inside" if self._depth else "last"
+        return "inside"
+
+    def _in_text(self, character: str) -> Literal["inside", "last"]:
+        if self._escaped:
+            self._escaped = False
+        elif character == "\\":
+            self._escaped = True
+        elif character == '"':
+            self._in_string = False
+            return "inside" if self._depth else "last"
+        return "inside"
+
+
+Steps = Generator[None, str, None]
+StepsTo = Generator[None, str, str]
+StepsToValue = Generator[None, str, tuple[str, str]]
+
+_ARGUMENTS = ("arguments", "parameters")
+_OTHERS = ("name", "type", "id")
+
+
+class CallReader:
+    """Reads one call, such as {"name": "f", "arguments": {...}}, character by character.
+
+    The arguments are passed on as written. If they precede the name, they are held until the name
+    is known. A string of arguments is decoded.
+
+    Attributes:
+        raw: the characters before the call has started, to restore an object that is no call.
+        state: "reading", "done" after the closing bracket, or "failed" if it is no call.
+        has_started: whether a `CallStart` was returned; then it cannot fail.
+    """
+
+    def __init__(self) -> None:
+        self.raw = ""
+        self.state: Literal["reading", "done", "failed"] = "reading"
+        self.has_started = False
+        self._steps = self._object()
+        self._events: list[CallEvent] = []
+        self._name = ""
+        self._arguments = ""  # held
+        self._has_arguments = False
+        next(self._steps)
+
+    def feed(self, character: str) -> list[CallEvent]:
+        """Process a character while `state` is "reading"."""
+        if not self.has_started:
+            self.raw += character
+        try:
+            self._steps.send(character)
+        except StopIteration:
+            if self.state == "reading":
+                self.state = "done"
+        events, self._events = self._events, []
+        return events
+
+    # The grammar as a coroutine: every `yield` receives the next character.
+
+    def _object(self) -> Steps:
+        character = yield from self._skip("")
+        if character != "{":
+            return self._fail()
+        character = yield from self._skip("")
+        while character != "}":
+            if character != '"':
+                return self._fail()
+            key_text, _ = yield from self._value(character)
+            key = _decoded(key_text)
+            if key not in _ARGUMENTS + _OTHERS and not self.has_started:
+                return self._fail()
+            character = yield from self._skip("")
+            if character != ":":
+                return self._fail()
+            first = yield from self._skip("")
+            character = yield from self._member(key, first)
+            if character not in (",", "}"):
+                return self._fail()
+            if character == ",":
+                character = yield from self._skip("")
+        return self._finish()
+
+    def _member(self, key: object, first: str) -> StepsTo:
+        """Read the value of a key; return the next character that is not whitespace."""
+        if key in _ARGUMENTS and not self._has_arguments:
+            self._has_arguments = True
+            after = yield from self._read_arguments(first)
+        else:
+            text, after = yield from self._value(first)
+            if key == "name" and not self._name:
+                name = _decoded(text)
+                if not isinstance(name, str) or not name:
+                    self._fail()
+                    return ""
+                self._name = name
+                if self._has_arguments:
+                    self._start()
+        return (yield from self._skip(after))
+
+    def _read_arguments(self, first: str) -> StepsTo:
+        if first != "{":
+            text, after = yield from self._value(first)
+            self._add(_as_arguments(text))
+            return after
+        end, character = ValueEnd(), first
+        while True:
+            place = end.feed(character)
+            self._add(character)
+            if place == "last":
+                return ""
+            character = yield
+
+    def _value(self, first: str) -> StepsToValue:
+        """Read a value; return its text, and the character after it or ""."""
+        end, text, character = ValueEnd(), "", first
+        while True:
+            place = end.feed(character)
+            if place == "after":
+                return text, character
+            text += character
+            if place == "last":
+                return text, ""
+            character = yield
+
+    def _skip(self, character: str) -> StepsTo:
+        """Return the first character that is not whitespace."""
+        while not character or character in WHITESPACE:
+            character = yield
+        return character
+
+    def _add(self, text: str) -> None:
+        self._arguments += text
+        if self._name:
+            self._start()
+
+    def _start(self) -> None:
+        if not self.has_started:
+            self.has_started = True
+            self._events.append(CallStart(self._name))
+        self._events.append(Arguments(self._arguments))
+        self._arguments = ""
+
+    def _finish(self) -> None:
+        if not self._name:
+            self._fail()
+        elif not self._has_arguments:
+            self._add("{}")
+
+    def _fail(self) -> None:
+        if not self.has_started:
+            self.state = "failed"
+
+
+def _decoded(text: str) -> object:
+    """The value of a JSON text; None if it is invalid."""
+    try:
+        value: object = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value
+
+
+def _as_arguments(text: str) -> str:
+    """Arguments that are not written as an object: a text with JSON, or nothing."""
+    value = _decoded(text)
+    if isinstance(value, str) and value:
+        return value
+    return text if value else "{}"
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Text of the message."""
+
+    text: str
+
+
+Event = Content | CallEvent
+
+
+class ToolParser(ABC):
+    """Finds the tool calls in the text of one output.
+
+    A subclass handles the part of the text in `_buffer` that belongs to its current mode.
+
+    Attributes:
+        num_calls: number of calls that began.
+    """
+
+    marker: str = ""
+    """Text that begins calls; "" if calls have no marker."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+        self._buffer = ""
+        self._space = ""  # whitespace that precedes a call or content
+        self._events: list[Event] = []
+        self._reader: CallReader | None = None
+
+    def push(self, text: str) -> list[Event]:
+        """Add text; return what is certain."""
+        self._buffer += text
+        while self._buffer and self._advance():
+            pass
+        return self._taken()
+
+    def finish(self) -> list[Event]:
+        """End the text; return the rest. An incomplete call that has not begun is content."""
+        rest, self._buffer = self._pending() + self._buffer, ""
+        if self._reader is not None and not self._reader.has_started:
+            rest = self._opening() + self._reader.raw + rest
+        self._reader = None
+        if rest:
+            self._add_content(rest)
+        if self._space and not self.num_calls:
+            self._events.append(Content(self._space))
+        return self._taken()
+
+    @abstractmethod
+    def _advance(self) -> bool:
+        """Process a part of the buffer; False if more text is needed."""
+
+    def _pending(self) -> str:
+        """Text outside of the buffer that is content if the output ends now."""
+        return ""
+
+    def _opening(self) -> str:
+        """Text before an object that is content if the object is no call."""
+        return ""
+
+    def _on_call_end(self) -> None:
+        """Choose the mode after a call."""
+        return
+
+    def _on_failure(self) -> None:
+        """Choose the mode after an object that is no call."""
+        return
+
+    # ---- parts of the formats ------------------------------------------------------------------
+
+    def _add_content(self, text: str) -> None:
+        text = self._space + text
+        shown = text.rstrip(WHITESPACE)
+        self._space = text[len(shown) :]
+        if shown:
+            self._events.append(Content(shown))
+
+    def _find_marker(self) -> bool:
+        """Pass on content up to a marker, and drop the marker; whether one was found."""
+        before, found, after = self._buffer.partition(self.marker)
+        if found:
+            self._add_content(before)
+            self._buffer = after
+            return True
+        held = _possible(self._buffer, self.marker)
+        self._add_content(self._buffer[: len(self._buffer) - held])
+        self._buffer = self._buffer[len(self._buffer) - held :]
+        return False
+
+    def _skip_space(self) -> str:
+        """Drop whitespace at the start of the buffer; return the next character or ""."""
+        self._buffer = self._buffer.lstrip(WHITESPACE)
+        return self._buffer[:1]
+
+    def _read_call(self) -> bool:
+        """Read characters of a call; True if it ended or failed."""
+        reader = self._reader
+        if reader is None:
+            reader = self._reader = CallReader()
+        for count, character in enumerate(self._buffer, start=1):
+            had_started = reader.has_started
+            self._events += reader.feed(character)
+            if reader.has_started and not had_started:
+                self._count_call()
+            if reader.state != "reading":
+                self._buffer, self._reader = self._buffer[count:], None
+                if reader.state == "failed":
+                    self._add_content(self._opening() + reader.raw)
+                    self._on_failure()
+                else:
+                    self._on_call_end()
+                return True
+        self._buffer = ""
+        return False
+
+    def _count_call(self) -> None:
+        self.num_calls += 1
+        self._space = ""
+
+    def _taken(self) -> list[Event]:
+        events, self._events = self._events, []
+        return merged(events)
+
+
+def _possible(text: str, marker: str) -> int:
+    """Length of the longest suffix of a text that is a prefix of the marker."""
+    longest = min(len(text), len(marker) - 1)
+    return next((n for n in range(longest, 0, -1) if marker.startswith(text[-n:])), 0)
+
+
+def merged(events: Sequence[Event]) -> list[Event]:
+    """Join adjacent texts of one kind."""
+    joined: list[Event] = []
+    for event in events:
+        last = joined[-1] if joined else None
+        if isinstance(event, Arguments) and isinstance(last, Arguments):
+            joined[-1] = Arguments(last.text + event.text)
+        elif isinstance(event, Content) and isinstance(last, Content):
+            joined[-1] = Content(last.text + event.text)
+        else:
+            joined.append(event)
+    return joined
+
+
+class RequiredParser(ToolParser):
+    """Output of `tool_choice` required: a list of {"name", "parameters"}, without any marker."""
+
+    def _advance(self) -> bool:
+        if self._reader is None:
+            self._buffer = self._buffer.lstrip(WHITESPACE + "[,]")
+            if not self._buffer:
+                return False
+        return self._read_call()
+
+
+class NamedParser(ToolParser):
+    """Output of a named `tool_choice`: the arguments of the function.
+
+    Args:
+        name: name of the function.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def _advance(self) -> bool:
+        if not self.num_calls:
+            self.num_calls = 1
+            self._events.append(CallStart(self._name))
+        self._events.append(Arguments(self._buffer))
+        self._buffer = ""
+        return False
+
 
 _MOST_HEADER = 256  # characters between the marker of Mistral and the arguments
 
@@ -183,3 +578,54 @@ class MistralParser(ToolParser):
 
     def _on_failure(self) -> None:
         self._mode = "content"
+
+
+PARSERS: Mapping[str, type[ToolParser]] = {
+    "hermes": HermesParser,
+    "llama3_json": Llama3Parser,
+    "mistral": MistralParser,
+}
+_OTHER_FORMATS = ("<function=", "<arg_key>")
+"""Texts in templates that use a marker of PARSERS for another format."""
+
+
+class ToolParsers:
+    """The parser of a model.
+
+    Args:
+        name: name of a parser, or auto.
+        tokenizer: the model's tokenizer; None: no parser is detected.
+
+    Attributes:
+        name: name of the parser; None if none was detected.
+    """
+
+    def __init__(self, name: ToolParserName, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        self.name = _detected(tokenizer) if name == "auto" else name
+        kind = None if self.name is None else PARSERS[self.name]
+        special = () if tokenizer is None else tokenizer.all_special_tokens
+        self.marker_is_special = kind is not None and kind.marker in special
+
+    def create(self, choice: ToolChoice) -> ToolParser | None:
+        """Create the parser of one output; None if the output has no calls or no known format."""
+        if choice.mode == "named":
+            return NamedParser(choice.tools[0].name)
+        if choice.mode == "required":
+            return RequiredParser()
+        if choice.mode == "none" or self.name is None:
+            return None
+        return PARSERS[self.name]()
+
+
+def _detected(tokenizer: PreTrainedTokenizerBase | None) -> str | None:
+    if tokenizer is None:
+        return None
+    template = tokenizer.chat_template or ""
+    texts = list(template.values()) if isinstance(template, dict) else [template]
+    if any(other in text for text in texts for other in _OTHER_FORMATS):
+        return None
+    for name, kind in PARSERS.items():
+        if any(kind.marker in text for text in texts):
+            return name
+    known = tokenizer.get_vocab() if any("tools" in text for text in texts) else {}
+    return next((name for name, kind in PARSERS.items() if kind.marker in known), None)
