@@ -112,7 +112,8 @@ MEANINGS = {
     "system": "text of a system message, as a string or a list of text blocks",
     "stop_sequences": "texts that end the output",
     "thinking": "only `disabled`",
-    "output_config": '`format`: a JSON schema for the output, `{"type": "json_schema", "schema": {...}}`',
+    "output_config": "`format`: a JSON schema for the output, as "
+    '`{"type": "json_schema", "schema": {...}}`',
     "MessagesBody.max_tokens": "maximum tokens to generate; required, except in "
     "`/v1/messages/count_tokens`",
     "MessagesBody.messages": "messages of `user` and `assistant`, with a string or a list of "
