@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.kvpress.page import press_lines
 from benchmarks.kvpress.run import PressRun
 from benchmarks.kvpress.spec import KVPRESS
-from quire.cli.out_folder import write_files
+from quire.cli.report import write_files
 from quire.evals.board import pages
 from quire.evals.board.result import BoardResult
 from quire.evals.suite.registry import task_of

@@ -375,7 +375,7 @@ def _named(options: dict[str, object]) -> str:
 
 def codecs() -> str:
     """All KV codecs with their sizes."""
-    from quire.cli.codec_listing import codec_rows
+    from quire.cli.listings import codec_rows
     from quire.layout.codec_names import PAIRS
 
     rows = [

@@ -94,7 +94,7 @@ def eviction() -> dict[str, object]:
 
 def codecs() -> dict[str, object]:
     """Codecs with their options, named pairs, and the fields of a spec."""
-    from quire.cli.codec_listing import codec_rows
+    from quire.cli.listings import codec_rows
 
     return {
         "codecs": {str(row["name"]): str(row["options"]) for row in codec_rows()},

@@ -4,4 +4,4 @@
 # are equal on every machine, times are not. Last line of output: one JSON object.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-exec .venv/bin/python -m quire demo --picture - --json "$@"
+exec .venv/bin/python -m quire demo --json "$@"

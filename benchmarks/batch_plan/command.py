@@ -7,12 +7,11 @@ import typer
 
 from benchmarks.common.command import QUICK_NOTE
 from quire.cli.common import AsJson, Threads, use_threads
-from quire.cli.json_output import print_json
-from quire.cli.report import envelope
+from quire.cli.report import envelope, print_json
 from quire.cli.tables import show_table
 
 if TYPE_CHECKING:
-    from quire.cli.plan_batches import BatchReport
+    from quire.cli.plan_maximize import BatchReport
     from quire.models.loader import LoadedModel
     from quire.plan.batch_verdict import RunSeconds
 
@@ -81,8 +80,7 @@ def batch_plan(
 
 
 def _predict(model: "LoadedModel", config: BatchPlanConfig) -> "BatchReport":
-    from quire.cli.plan_batches import BatchQuestion, batch_report
-    from quire.cli.plan_maximize import Stopwatch
+    from quire.cli.plan_maximize import BatchQuestion, Stopwatch, batch_report
 
     question = BatchQuestion(
         prompt_tokens=config.prompt_tokens,

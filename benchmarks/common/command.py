@@ -13,8 +13,7 @@ from typing import TypeVar
 import typer
 
 from benchmarks.common.result import PartResult
-from quire.cli.out_folder import write_files
-from quire.cli.report import envelope
+from quire.cli.report import envelope, write_files
 from quire.cli.tables import show_table
 from quire.errors import ConfigError, UnknownName
 

@@ -14,7 +14,7 @@ from jinja2 import Environment
 
 from benchmarks.common.rendering import svg
 from benchmarks.common.result import PartResult
-from quire.cli.out_folder import write_files
+from quire.cli.report import write_files
 
 Run = dict[str, Any]
 

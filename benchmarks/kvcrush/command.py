@@ -12,10 +12,8 @@ from benchmarks.common.command import finish, show_parts
 from benchmarks.common.graded_prompts import load, prompt_maker_for
 from benchmarks.kvcrush.recorded import files_of_tasks, recorded
 from quire.cli.common import AsJson
-from quire.cli.json_output import print_json
 from quire.cli.options import MODEL
-from quire.cli.out_folder import prepare_folder
-from quire.cli.report import commit
+from quire.cli.report import commit, prepare_folder, print_json
 from quire.cli.settings import Settings, with_settings
 from quire.errors import ConfigError
 from quire.layout.extras import require_extra

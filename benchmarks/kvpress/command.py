@@ -8,13 +8,10 @@ import typer
 
 from benchmarks.kvpress.spec import KVPRESS, PRESSES, chosen_presses
 from quire.cli.board import board_runner
-from quire.cli.common import AsJson
+from quire.cli.common import AsJson, split_numbers, split_texts
 from quire.cli.evaluate_run import json_bytes
-from quire.cli.json_output import print_json
-from quire.cli.lists import split_numbers, split_texts
 from quire.cli.options import KV, MODEL, SCHEDULE
-from quire.cli.out_folder import prepare_folder, write_files
-from quire.cli.report import envelope
+from quire.cli.report import envelope, prepare_folder, print_json, write_files
 from quire.cli.settings import Settings, with_settings
 from quire.evals.board.grid import FULL, NO_CODEC, Grid
 

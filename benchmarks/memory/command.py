@@ -8,8 +8,7 @@ import typer
 
 from benchmarks.common.command import finish, show_parts
 from quire.cli.common import AsJson, Threads, use_threads
-from quire.cli.json_output import print_json
-from quire.cli.out_folder import prepare_folder
+from quire.cli.report import prepare_folder, print_json
 from quire.layout.extras import require_extra
 
 if TYPE_CHECKING:

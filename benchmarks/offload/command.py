@@ -9,8 +9,7 @@ import typer
 
 from benchmarks.common.command import finish, show_parts
 from quire.cli.common import AsJson, use_threads
-from quire.cli.json_output import print_json
-from quire.cli.out_folder import prepare_folder, write_files
+from quire.cli.report import prepare_folder, print_json, write_files
 from quire.layout.extras import require_extra
 
 if TYPE_CHECKING:

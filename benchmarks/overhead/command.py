@@ -7,8 +7,7 @@ import typer
 
 from benchmarks.common.command import QUICK_NOTE
 from quire.cli.common import AsJson, Threads, use_threads
-from quire.cli.json_output import print_json
-from quire.cli.report import envelope
+from quire.cli.report import envelope, print_json
 
 
 def overhead(

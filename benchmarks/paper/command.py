@@ -7,10 +7,8 @@ import typer
 
 from benchmarks.common.command import finish, names_of, show_parts
 from quire.cli.common import ABOUT_MODEL, PACKAGED_MODEL, AsJson, Threads, refuse_no_name
-from quire.cli.json_output import print_json
 from quire.cli.options import Dtype, ModelConfig
-from quire.cli.out_folder import prepare_folder
-from quire.cli.report import commit, envelope
+from quire.cli.report import commit, envelope, prepare_folder, print_json
 from quire.cli.settings import Settings
 from quire.cli.tables import show_table
 from quire.errors import ConfigError

@@ -14,7 +14,7 @@ from benchmarks.common.result import Cell, PartResult, Table
 from benchmarks.paper.item import Item, ItemResult, Row, compare
 from benchmarks.paper.material import Material
 from benchmarks.paper.papers import Paper
-from quire.cli.out_folder import write_files
+from quire.cli.report import write_files
 
 Options = Mapping[str, object]
 

@@ -11,9 +11,7 @@ import typer
 from benchmarks.common.command import finish, show_parts
 from benchmarks.common.result import PartResult
 from quire.cli.common import AsJson, Threads, use_threads
-from quire.cli.json_output import print_json
-from quire.cli.out_folder import prepare_folder
-from quire.cli.report import commit
+from quire.cli.report import commit, prepare_folder, print_json
 from quire.cli.tables import show_claims
 from quire.errors import ConfigError
 from quire.layout.extras import require_extra

@@ -9,9 +9,8 @@ import typer
 from benchmarks.common.cells import material_of
 from benchmarks.common.command import finish, show_parts
 from quire.cli.common import AsJson
-from quire.cli.json_output import print_json
 from quire.cli.options import MODEL
-from quire.cli.out_folder import prepare_folder
+from quire.cli.report import prepare_folder, print_json
 from quire.cli.settings import Settings, with_settings
 from quire.layout.extras import require_extra
 

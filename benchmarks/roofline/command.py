@@ -13,8 +13,7 @@ import typer
 
 from benchmarks.common.command import QUICK_NOTE
 from quire.cli.common import AsJson, Threads, use_threads
-from quire.cli.json_output import print_json
-from quire.cli.report import envelope
+from quire.cli.report import envelope, print_json
 from quire.cli.tables import show_claims as show_table_of_claims
 from quire.errors import ConfigError, InvariantError, UnknownName
 from quire.layout.extras import require_extra

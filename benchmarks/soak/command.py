@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quire.cli.common import AsJson, Threads, use_threads
-from quire.cli.json_output import print_json
-from quire.cli.report import envelope
+from quire.cli.report import envelope, print_json
 
 if TYPE_CHECKING:
     from benchmarks.soak.bench import SoakResult

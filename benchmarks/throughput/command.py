@@ -9,8 +9,7 @@ import typer
 
 from benchmarks.common.command import QUICK_NOTE
 from quire.cli.common import AsJson, Attention, Threads, use_threads
-from quire.cli.json_output import print_json
-from quire.cli.report import envelope
+from quire.cli.report import envelope, print_json
 from quire.cli.tables import show_claims
 from quire.plan.ceilings import NotUsable, default_path, read_ceilings
 from quire.plan.machine import this_machine

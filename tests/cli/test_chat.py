@@ -12,8 +12,8 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 from quire.api.llm import LLM
+from quire.cli import chat
 from quire.cli import chat as chat_module
-from quire.cli import chat_input
 
 QUICK = ("--kv-memory", "2MiB", "--no-verify", "--max-tokens", "5", "--dtype", "float32")
 ASSETS = Path(chat_module.__file__).parents[1] / "assets"
@@ -27,7 +27,7 @@ def history(tmp_path, monkeypatch) -> Path:
 
 def typed(text: str, messages: int) -> list[str | None]:
     with create_pipe_input() as pipe, create_app_session(input=pipe, output=DummyOutput()):
-        read = chat_input._editor(["/help"])
+        read = chat._editor(["/help"])
         pipe.send_text(text)
         return [read() for _ in range(messages)]
 
@@ -125,7 +125,7 @@ def test_editor_keys(history):
 
 def test_interrupt_at_the_prompt_discards_the_line(history, capsys):
     with create_pipe_input() as pipe, create_app_session(input=pipe, output=DummyOutput()):
-        read = chat_input._editor([])
+        read = chat._editor([])
         pipe.send_text("draft\x03")
         pipe.send_text("next\r")
         assert read() == "next"
@@ -140,7 +140,7 @@ def test_messages_are_kept_in_the_state_folder(history):
         "+second",
     ]
     assert stat.S_IMODE(history.stat().st_mode) == 0o600
-    assert list(chat_input._history().load_history_strings()) == ["second", "first"]
+    assert list(chat._history().load_history_strings()) == ["second", "first"]
 
 
 def test_history_stays_in_memory_without_a_writable_folder(tmp_path, monkeypatch):
@@ -148,15 +148,15 @@ def test_history_stays_in_memory_without_a_writable_folder(tmp_path, monkeypatch
     blocked.write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(blocked))
 
-    assert isinstance(chat_input._history(), InMemoryHistory)
+    assert isinstance(chat._history(), InMemoryHistory)
     assert typed("one\r", 1) == ["one"]
 
 
 def test_history_file_is_in_the_users_state_folder():
     home = Path("/home-of-user")
 
-    assert chat_input.history_file({}, home) == home / ".local/state/quire/chat_history"
-    assert chat_input.history_file({"XDG_STATE_HOME": "relative"}, home) == (
+    assert chat.history_file({}, home) == home / ".local/state/quire/chat_history"
+    assert chat.history_file({"XDG_STATE_HOME": "relative"}, home) == (
         home / ".local/state/quire/chat_history"
     )
-    assert chat_input.history_file({"XDG_STATE_HOME": "/s"}, home) == Path("/s/quire/chat_history")
+    assert chat.history_file({"XDG_STATE_HOME": "/s"}, home) == Path("/s/quire/chat_history")

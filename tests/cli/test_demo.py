@@ -2,17 +2,13 @@
 
 import io
 import json
-from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
 
 from quire.api.llm import LLM
 from quire.cli import doctor as doctor_module
-from quire.cli.demo_live import bar_of, request_rows
-from quire.cli.demo_picture import draw, ticks
-from quire.cli.demo_work import NUM_QUESTIONS, demo_prompts, questions
+from quire.cli.demo_run import NUM_QUESTIONS, bar_of, demo_prompts, questions, request_rows
 from quire.cli.exactness import Exactness, compare_with_generate
 from quire.config.kv_config import KVConfig
 from quire.engine.stats import RequestBytes
@@ -22,18 +18,13 @@ from support.command_line import last_json
 
 
 @pytest.fixture(scope="module")
-def picture(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("demo") / "demo.svg"
-
-
-@pytest.fixture(scope="module")
-def demo_result(picture):
+def demo_result():
     from typer.testing import CliRunner
 
     from quire.cli.main import app
 
     arguments = ["demo", "--requests", "16", "--max-tokens", "8", "--kv-memory", "4MiB", "--json"]
-    return CliRunner().invoke(app, [*arguments, "--picture", str(picture)], catch_exceptions=False)
+    return CliRunner().invoke(app, arguments, catch_exceptions=False)
 
 
 def test_demo_outputs_equal_transformers(demo_result):
@@ -74,24 +65,6 @@ def test_demo_compares_uses_of_the_same_memory(demo_result):
     assert claims["int8_equal_outputs"] > claims["batch_max_equal_outputs"]
     for text in ("int8 pages", "Batch-Max", "tokens/s", "average:cap=64"):
         assert text in demo_result.stderr
-
-
-def test_demo_writes_a_picture_and_names_it(demo_result, picture):
-    root = ElementTree.fromstring(picture.read_text(encoding="utf-8"))
-    labels = "".join(root.itertext())
-
-    assert f"picture: {picture}" in demo_result.stderr
-    assert len(root.findall("{http://www.w3.org/2000/svg}polyline")) == 4
-    assert "4.00 MiB of KV memory" in labels
-    assert "Batch-Max and int8, " in labels
-
-
-def test_picture_that_cannot_be_written_ends_no_demo(quire, tmp_path):
-    sizes = ("--requests", "2", "--max-tokens", "2")
-    missing = quire("demo", *sizes, "--picture", tmp_path / "nowhere" / "demo.svg")
-
-    assert missing.exit_code == 0
-    assert "demo.svg cannot be written" in missing.stderr
 
 
 def test_live_view_shows_a_bar_for_each_request():
@@ -216,22 +189,3 @@ def test_gate_refuses_an_eviction_policy(quire):
 
     assert result.exit_code == 2
     assert "--evict" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("highest", "expected"),
-    [
-        (8.3, [0, 2, 4, 6, 8, 10]),
-        (53, [0, 10, 20, 30, 40, 50, 60]),
-        (3, [0, 1, 2, 3]),
-        (0.4, [0, 0.1, 0.2, 0.3, 0.4]),
-    ],
-)
-def test_axes_of_the_picture_have_round_labels(highest, expected):
-    assert ticks(highest) == pytest.approx(expected)
-
-
-def test_picture_labels_both_axes_with_units():
-    labels = list(ElementTree.fromstring(draw("title", {"a": [(0.5, 2), (1.7, 1)]})).itertext())
-
-    assert {"running requests", "time (s)", "a", "0.5", "1.5", "3"} <= set(labels)

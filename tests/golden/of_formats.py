@@ -12,9 +12,8 @@ from safetensors import safe_open
 from golden.of_commands import batch_input
 from golden.stored import stored
 from golden.workshop import ENGINE_OPTIONS, Workshop, finish, greedy
-from quire.cli.batch_output import BatchOutput, RunState, state_path
-from quire.cli.config_file import read_config_file
-from quire.cli.options import SECTIONS, OptionField, configs_of
+from quire.cli.batch_files import BatchOutput, RunState, state_path
+from quire.cli.options import SECTIONS, OptionField, configs_of, read_config_file
 from quire.config.generation_request import DEFAULT_TENANT, GenerationRequest
 from quire.kv.coded_layers import read_constants
 from quire.layout.kv_format import read_format

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.batch_max.batches import rows_that_fit
-from quire.cli.plan_batches import BatchQuestion, batch_report
+from quire.cli.plan_maximize import BatchQuestion, batch_report
 from quire.plan.ceilings import NotUsable
 from support.engines import load
 from support.kv_options import kv_config

@@ -166,10 +166,10 @@ def run_batch_until(call: int | None, *arguments: str) -> None:
         call: number of the call at which the process kills itself; None: none.
         arguments: of the command.
     """
-    from quire.cli import batch_groups
+    from quire.cli import batch_files
 
     # written often, so that kills occur at many states of the file, and never by the time
-    batch_groups.GROUP_RECORDS, batch_groups.GROUP_S = 4, math.inf
+    batch_files.GROUP_RECORDS, batch_files.GROUP_S = 4, math.inf
     calls = [0]
 
     def count(frame: FrameType, _event: str, _argument: object) -> None:

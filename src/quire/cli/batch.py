@@ -11,23 +11,21 @@ import typer
 
 from quire.batch.lines import BatchTask, LineFormat
 from quire.batch.records import BatchTally
-from quire.cli.batch_failures import report_failures
-from quire.cli.batch_input import (
+from quire.cli.batch_files import (
+    BatchOutput,
+    RunState,
     Survey,
     refuse_one_file_for_two,
+    report_failures,
     survey_of,
     warn_of_other_models,
     warn_of_repeated,
 )
-from quire.cli.batch_output import BatchOutput, RunState
-from quire.cli.batch_ray import run_on_ray
-from quire.cli.batch_remote import run_on_server, server_of
 from quire.cli.common import AsJson
-from quire.cli.json_output import print_json
 from quire.cli.kv_events import KVEventsFile, KVWatch, watching
-from quire.cli.on_ray import refuse_on_ray, refuse_ray_options
+from quire.cli.on_ray import refuse_on_ray, refuse_ray_options, run_on_ray
 from quire.cli.options import KV, MODEL, RAY_BATCH, SAMPLING, SCHEDULE
-from quire.cli.report import envelope
+from quire.cli.report import envelope, print_json
 from quire.cli.settings import Settings, with_settings
 from quire.errors import ConfigError
 from quire.layout.sizes import format_size
@@ -158,6 +156,8 @@ def batch(  # noqa: PLR0913 - one parameter per option
     if base_url is None:
         warn_of_other_models(survey, settings.model)
     else:
+        from quire.cli.batch_server import server_of  # imports httpx
+
         server = server_of(settings, base_url, api_key, max_concurrency, max_retries)
     state = _state(settings, task, survey, base_url)
     with BatchOutput(target, state, overwrite=overwrite, retry_failed=retry_failed) as output:
@@ -173,6 +173,8 @@ def batch(  # noqa: PLR0913 - one parameter per option
             elif server is None:
                 result = _run(settings, task, output, left, watch)
             else:
+                from quire.cli.batch_server import run_on_server
+
                 result = _Result(*run_on_server(settings, server, task, output, left))
             _remark(source, survey.requests, left)
             claims = before | _claims(result)

@@ -9,8 +9,7 @@ from quire.api.llm import LLM
 from quire.batch.lines import BatchError, BatchLine, BatchTask, parse_line
 from quire.batch.records import BatchTally, Record, error_record
 from quire.batch.requests import LineResult, RecordFormat, record_of, requests_of
-from quire.cli.batch_groups import RecordGroups
-from quire.cli.batch_output import BatchOutput
+from quire.cli.batch_files import BatchOutput, RecordGroups
 from quire.cli.drive import Driver, Job
 from quire.errors import RequestError
 from quire.sampling.outputs import RequestOutput

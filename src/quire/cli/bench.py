@@ -8,9 +8,8 @@ import typer
 
 from quire.cli.command import register
 from quire.cli.common import AsJson
-from quire.cli.json_output import print_json
 from quire.cli.options import KV, MODEL, SAMPLING, SCHEDULE
-from quire.cli.report import envelope
+from quire.cli.report import envelope, print_json
 from quire.cli.settings import Settings, with_settings
 from quire.cli.tables import seconds, show_table
 from quire.layout.sizes import format_size

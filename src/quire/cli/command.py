@@ -1,21 +1,28 @@
 """Registration of commands: help texts, `--help-all`, and checks of positional arguments.
 
 Rare options are declared with `hidden=True`: only `--help-all` shows them.
+
+Help cuts no name or value at any width of the terminal: a wide terminal shows names and help side
+by side, a narrow one the help below the names.
 """
 
 import inspect
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, get_args, no_type_check
 
 import typer
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
 from typer.core import TyperCommand
 
 from quire.cli.common import PACKAGED_MODEL
-from quire.cli.foreign_flags import instead_of, short_flag
-from quire.cli.json_output import json_only
+from quire.cli.report import json_only
 from quire.errors import ConfigError, nearest
 
 Command = Callable[..., None]
@@ -49,8 +56,6 @@ class QuireCommand(TyperCommand):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the help; the formatter of click is not used."""
-        from quire.cli.help_view import show_help  # imports rich
-
         show_help(self, ctx)
 
     def _refuse_model_option(self, ctx: Any, args: list[str]) -> None:
@@ -197,3 +202,190 @@ def reflowed(docstring: str) -> str:
     """Join the lines of each paragraph of a docstring, so that `--help` can wrap them."""
     paragraphs = inspect.cleandoc(docstring).split("\n\n")
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+
+
+_SIDE_BY_SIDE = 120  # columns of the terminal
+_INDENT = 4
+_WITHOUT_BRACES = str.maketrans("", "", "{}")  # typer marks required arguments with them
+_FRAME = 4  # columns of the border and its padding
+
+
+def show_help(command: Any, ctx: Any) -> None:
+    """Print the help of a command on standard output.
+
+    Args:
+        command: a command of typer.
+        ctx: its context.
+    """
+    console = Console(highlight=False)
+    usage = " ".join(command.get_usage(ctx).split()[1:]).translate(_WITHOUT_BRACES)
+    console.print(Padding(Text.assemble(("Usage: ", "bold yellow"), (usage, "bold")), (1, 1)))
+    for paragraph in (command.help or "").split("\n\n"):
+        console.print(Padding(Text(paragraph.strip()), (0, 1, 1, 1)))
+    for title, parameters in _groups(command.get_params(ctx)).items():
+        rows = [(_names(p, ctx), _help(p)) for p in parameters]
+        body = _side_by_side(rows) if console.width >= _SIDE_BY_SIDE else _stacked(rows, console)
+        console.print(Panel(body, title=title, title_align="left", border_style="dim"))
+    if command.epilog:
+        console.print(Padding(Text(command.epilog), (1, 1)))
+
+
+def _groups(parameters: list[Any]) -> dict[str, list[Any]]:
+    """Parameters that are shown, by heading; arguments first."""
+    groups: dict[str, list[Any]] = {"Arguments": [], "Options": []}
+    for parameter in parameters:
+        if not getattr(parameter, "hidden", False):
+            argument = parameter.param_type_name == "argument"
+            panel = getattr(parameter, "rich_help_panel", None)
+            title = panel or ("Arguments" if argument else "Options")
+            groups.setdefault(title, []).append(parameter)
+    return {title: shown for title, shown in groups.items() if shown}
+
+
+def _names(parameter: Any, ctx: Any) -> Text:
+    """Names of an option and its value, or the name of an argument."""
+    if parameter.param_type_name == "argument":
+        required = " (required)" if parameter.required else ""
+        return Text.assemble((str(parameter.metavar), "bold cyan"), required)
+    # long names first: click keeps the names of --help in a set
+    names = ", ".join(sorted(parameter.opts, key=lambda name: not name.startswith("--")))
+    if parameter.secondary_opts:
+        names += " / " + ", ".join(parameter.secondary_opts)
+    required = " (required)" if parameter.required else ""
+    value = _value(parameter, ctx)
+    return Text.assemble((names, "bold cyan"), (f" {value}" if value else "", "yellow"), required)
+
+
+def _value(parameter: Any, ctx: Any) -> str:
+    """Placeholder of the value; empty for a flag."""
+    if parameter.is_flag:
+        return ""
+    if parameter.metavar:
+        return str(parameter.metavar)
+    described = getattr(parameter, "display_type_rich", None)
+    return str(described(ctx)) if described else f"<{parameter.type.name}>"
+
+
+def _help(parameter: Any) -> Text:
+    """Help with the default, unless it is unset or a flag that is off."""
+    text = Text(" ".join((parameter.help or "").split()))
+    default = parameter.default
+    if not parameter.show_default or default in (None, False, "", [], ()) or callable(default):
+        return text
+    shown = parameter.opts[0] if default is True else default
+    return text.append(f" [default: {shown}]", "dim")
+
+
+def _side_by_side(rows: list[tuple[Text, Text]]) -> Table:
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True)
+    grid.add_column(ratio=1, overflow="fold")
+    for names, text in rows:
+        grid.add_row(names, text)
+    return grid
+
+
+def _stacked(rows: list[tuple[Text, Text]], console: Console) -> Group:
+    return Group(*_lines(rows, console.width - _FRAME))
+
+
+def _lines(rows: list[tuple[Text, Text]], width: int) -> Iterator[RenderableType]:
+    for names, text in rows:
+        if names.cell_len > width:  # choices wrap between, not in, their names
+            yield Text(names.plain.replace("|", " | "), "bold cyan", overflow="fold")
+        else:
+            yield names
+        yield Padding(text, (0, 0, 0, _INDENT))
+
+
+_NO_LORA = "Quire does not support LoRA adapters: merge the adapter into the weights first"
+_NO_DRAFT = "Quire does not support speculative decoding"
+_ONE_DEVICE = "use --tensor-parallel-size for several devices, or start one server per device"
+_OFFLOAD = "use --kv-offload-memory for KV or --weights-memory for weights"
+
+_MODEL = "the model is the first argument, without a flag"
+
+FLAGS = {
+    # vLLM and SGLang
+    "gpu-memory-utilization": "use --kv-memory with the bytes of the KV memory, such as 8GiB",
+    "mem-fraction-static": "use --kv-memory with the bytes of the KV memory, such as 8GiB",
+    "kv-cache-memory-bytes": "use --kv-memory",
+    "num-gpu-blocks-override": "use --kv-memory with the bytes of the KV memory",
+    "cpu-offload-gb": "use --weights-memory with the bytes of weights that stay on the device",
+    "kv-offloading-size": "use --kv-offload-memory with a size such as 4GiB",
+    "quantization": "use --weight-codec for weights or --kv-codec for the KV cache; GPTQ, AWQ and "
+    "GGUF files are recognized",
+    "pipeline-parallel-size": _ONE_DEVICE,
+    "data-parallel-size": "use --ray with --ray-replicas for several engines behind one address",
+    "tp-size": "use --tensor-parallel-size",
+    "enable-lora": _NO_LORA,
+    "lora-modules": _NO_LORA,
+    "speculative-config": _NO_DRAFT,
+    "speculative-model": _NO_DRAFT,
+    "enable-auto-tool-choice": "not needed: requests with `tools` use the parser of --tool-parser",
+    "enable-chunked-prefill": "not needed: prompts are always prefilled in chunks of at most "
+    "--max-num-batched-tokens",
+    "scheduling-policy": "use the request field `priority`, or --urgent; see --batcher",
+    "enforce-eager": "use --no-cuda-graphs",
+    "guided-decoding-backend": "not needed: structured outputs use llguidance",
+    "revision": "download the revision to a folder and pass the folder as MODEL",
+    "tokenizer": "put the tokenizer's files into the model folder",
+    "download-dir": "set the environment variable HF_HOME",
+    "max-running-requests": "use --max-num-seqs",
+    "context-length": "use --max-model-len",
+    "model-path": _MODEL,
+    "chunked-prefill-size": "use --max-num-batched-tokens",
+    "page-size": "use --block-size",
+    "disable-radix-cache": "use --no-enable-prefix-caching",
+    # llama.cpp
+    "ctx-size": "use --max-model-len for the longest sequence and --kv-memory for the memory",
+    "chat-template-file": "use --chat-template, which takes a file or the template itself",
+    "n-gpu-layers": "use --weights-memory with the bytes of weights that stay on the device",
+    "cache-type-k": "use --kv-codec KEYS/VALUES, such as int8/int4",
+    "cache-type-v": "use --kv-codec KEYS/VALUES, such as int8/int4",
+    "parallel": "use --max-num-seqs",
+    "n-predict": "use --max-tokens",
+    "temp": "use --temperature",
+    "no-mmap": "not needed: weights are read into memory; see --weights-memory",
+    # Transformers
+    "max-new-tokens": "use --max-tokens",
+    "max-length": "use --max-tokens for the output and --max-model-len for prompt and output",
+    "torch-dtype": "use --dtype",
+    "num-beams": "use --use-beam-search with --beam-width",
+    "do-sample": "use --temperature; 0 is greedy",
+    "attn-implementation": "use --attention",
+}
+"""What to use instead of a flag, by its name without the leading dashes."""
+
+SHORT_FLAGS = {
+    "-m": _MODEL,
+    "-c": FLAGS["ctx-size"],
+    "-n": FLAGS["n-predict"],
+    "-np": FLAGS["parallel"],
+    "-ngl": FLAGS["n-gpu-layers"],
+    "-ctk": FLAGS["cache-type-k"],
+    "-ctv": FLAGS["cache-type-v"],
+}
+"""What to use instead of a short flag of llama.cpp."""
+
+
+def short_flag(name: str, arguments: Sequence[str]) -> str:
+    """The short flag of llama.cpp that was written, of which click reports one letter.
+
+    Args:
+        name: the unknown option, such as -n of -ngl.
+        arguments: the command line.
+    """
+    written = (text.partition("=")[0] for text in arguments)
+    return next((text for text in written if text in SHORT_FLAGS and text[:2] == name), name)
+
+
+def instead_of(flag: str) -> str | None:
+    """Return what to use instead of another engine's flag; None if the flag is not known.
+
+    Args:
+        flag: name as written, with leading dashes; underscores count as dashes.
+    """
+    if flag in SHORT_FLAGS:
+        return SHORT_FLAGS[flag]
+    return FLAGS.get(flag.lstrip("-").replace("_", "-").lower())

@@ -5,8 +5,7 @@ from typing import Annotated, Any, no_type_check
 
 import typer
 
-from quire.cli.config_file import MODEL_KEY, read_config_file
-from quire.cli.options import SECTIONS, options_of
+from quire.cli.options import MODEL_KEY, SECTIONS, options_of, read_config_file
 
 
 @no_type_check  # the argument is click's Context; typer.Context is only a marker

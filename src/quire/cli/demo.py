@@ -1,26 +1,19 @@
 """`quire demo`: runs real prompts in a small KV memory, full and compressed, within a minute."""
 
-from collections.abc import Mapping
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from quire.cli.common import AsJson
-from quire.cli.demo_work import demo_prompts
-from quire.cli.json_output import print_json
 from quire.cli.options import ModelConfig
-from quire.cli.report import envelope
+from quire.cli.report import envelope, print_json
 from quire.cli.settings import Settings
 from quire.config.kv_config import KVConfig
-from quire.layout.sizes import format_size
 
 if TYPE_CHECKING:
     from quire.api.llm import LLM
-    from quire.cli.demo_run import DemoResult, Variant
-
-_PICTURE, _NO_PICTURE = Path("quire-demo.svg"), Path("-")
+    from quire.cli.demo_run import Variant
 
 _CHECKED = 8  # outputs compared with Transformers: seven questions and one retrieval prompt
 
@@ -33,15 +26,6 @@ def demo(
     threads: Annotated[
         int, typer.Option(help="CPU threads; 1 is fastest for such a small model.")
     ] = 1,
-    picture: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.svg",
-            help="File for the picture of running requests over time; - writes none. Default: "
-            "quire-demo.svg in the current folder.",
-            show_default=False,
-        ),
-    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run real prompts in a small KV memory and print memory use and speed.
@@ -58,8 +42,14 @@ def demo(
     typer.echo("loading quire-tiny ...", err=True)
     llm = settings.open_llm()
     # imported here: they import torch
-    from quire.cli.demo_run import COMPRESSED, FULL, DemoRun
-    from quire.cli.demo_view import show_comparison, show_demo
+    from quire.cli.demo_run import (
+        COMPRESSED,
+        FULL,
+        DemoRun,
+        demo_prompts,
+        show_comparison,
+        show_demo,
+    )
     from quire.cli.exactness import compare_with_generate
 
     prompts = demo_prompts(requests, max_tokens, lambda text: len(llm.encode(text)))
@@ -80,7 +70,6 @@ def demo(
     for variant, found in results.items():
         claims |= found.comparison(variant.name, result)
     show_comparison([*results], claims)
-    _write_picture(picture, results)
     if as_json:
         arms = {"answers": [asdict(output.usage) for output in result.outputs]}
         config = settings.as_dict() | {"requests": requests, "max_tokens": max_tokens}
@@ -96,25 +85,3 @@ def _with(llm: "LLM", settings: Settings, variant: "Variant") -> "LLM":
 
     kv = replace(settings.kv, codec=variant.codec, evict=variant.evict)
     return LLM(llm.model, kv=kv, schedule=settings.schedule)
-
-
-def _write_picture(path: Path | None, results: "Mapping[Variant, DemoResult]") -> None:
-    """Write the picture; a folder that cannot be written ends no demo."""
-    from quire.cli.demo_picture import draw
-
-    if path == _NO_PICTURE:
-        return
-    path = path or _PICTURE
-    names = {
-        variant: f"{variant.title}, {found.claims()['completion_tokens_per_s']:,.0f} tokens/s"
-        for variant, found in results.items()
-    }
-    size = format_size(next(iter(results.values())).stats.kv_total_bytes)
-    title = f"Running requests over time in {size} of KV memory"
-    text = draw(title, {names[variant]: found.samples for variant, found in results.items()})
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        typer.echo(f"no picture: {path} cannot be written: {error.strerror}", err=True)
-    else:
-        typer.echo(f"picture: {path.resolve()}")

@@ -1,26 +1,29 @@
-"""`quire doctor`: shows versions, hardware and selected backends, and runs self-tests."""
+"""`quire doctor`: shows versions, hardware and selected backends, and runs self-tests.
 
+One test is a `model.generate` of Transformers with a QuireCache: versions of Transformers differ in
+what they pass to a cache, and the engine can work with a version with which `quire.hf` does not.
+"""
+
+import inspect
 import platform
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from quire.cli.common import AsJson
 from quire.cli.completion import complete_model
-from quire.cli.doctor_cache import generate_with_cache
-from quire.cli.doctor_kernels import KernelUse, huge_pages, instruction_set, kernel_uses
-from quire.cli.json_output import print_json
-from quire.cli.report import envelope, hardware, versions
+from quire.cli.report import envelope, hardware, print_json, versions
 from quire.cli.startup import fast_imports, status
 from quire.engine.host_memory import keep_freed_memory
 from quire.errors import InvariantError, QuireError
-from quire.layout.sizes import format_size
+from quire.layout.sizes import HUGE_PAGE_BYTES, format_size
 
 if TYPE_CHECKING:
+    from quire.kernels.native.library import NativeLibrary, NotLoaded
     from quire.models.loader import LoadedModel
 
 _CPU_FEATURES = (
@@ -241,7 +244,7 @@ def _tried(name: str, action: Callable[[], str]) -> Finding:
 def _test_request(model: "LoadedModel") -> str:
     """Run a retrieval prompt; compare with Transformers and check that all pages are freed."""
     from quire.api.llm import LLM
-    from quire.cli.demo_work import fact_prompt
+    from quire.cli.demo_run import fact_prompt
     from quire.cli.exactness import compare_with_generate
     from quire.config.kv_config import KVConfig
     from quire.config.sampling_params import SamplingParams
@@ -262,7 +265,7 @@ def _test_request(model: "LoadedModel") -> str:
     )
 
 
-def _show_kernels(uses: list[KernelUse]) -> None:
+def _show_kernels(uses: "list[KernelUse]") -> None:
     """Print one row for each kernel and reason of an operation."""
     from rich.console import Console
     from rich.markup import escape
@@ -289,3 +292,256 @@ def _show(findings: list[Finding]) -> None:
         mark = f"[green]{finding.mark}[/]" if finding.ok else "[bold red]FAIL[/]"
         table.add_row(mark, finding.name, escape(finding.value))
     Console().print(table)
+
+
+_WEIGHT_TYPES = ("float32", "bfloat16", "float16", "int8", "int4")
+_HEAD_DIM, _LIKELY_SCRATCH_BYTES = 64, 1 << 20
+_C_EXTENSION = "C extension, "
+_KERNELS = {
+    "native": "C extension (native)",
+    "triton": "Triton (triton)",
+    "gathered": "PyTorch (gathered)",
+}
+"""Kernels of attention by the name of their backend, the value of --attention."""
+_NO_CODE = "the C extension has no code for these codecs: PyTorch decodes copies of the pages"
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_CPU_FLAGS = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelUse:
+    """The kernel of one operation.
+
+    Attributes:
+        operation: such as `linear layers`.
+        storage: type or codec of the weights or the KV; "" if it does not matter.
+        kernel: what runs it; "none" if the operation is not possible.
+        reason: why this kernel is selected, or why a faster one is not.
+    """
+
+    operation: str
+    storage: str
+    kernel: str
+    reason: str
+
+    @property
+    def text(self) -> str:
+        """Kernel and reason."""
+        return f"{self.kernel} ({self.reason})"
+
+
+def kernel_uses() -> Iterator[KernelUse]:
+    """Yield the kernel of each operation on a CPU."""
+    from quire.kernels.native.library import load_library
+
+    library = load_library()
+    missing = why_missing(library)
+    for storage in _WEIGHT_TYPES:
+        yield _linear(library, storage, missing)
+    if missing is None:
+        yield _use("RMSNorm and RoPE", "", "C extension", "in the native decoder")
+    else:
+        yield _use("RMSNorm and RoPE", "", "modules of Transformers", missing)
+    yield from _attention_kernels()
+    yield _prefill(library)
+    yield _sampling(missing)
+
+
+def why_missing(library: "NativeLibrary | NotLoaded") -> str | None:
+    """Return why the C extension runs no linear layers; None if it does."""
+    from quire.kernels.native.library import NotLoaded
+    from quire.kernels.native.linear import has_products
+
+    if isinstance(library, NotLoaded):
+        return library.reason
+    if not has_products(library):
+        return "the processor has neither AVX2 nor AVX-512, or QUIRE_MAX_CPU_ISA excludes them"
+    return None
+
+
+def instruction_set() -> tuple[str, bool]:
+    """Highest instruction set that the C extension uses, or why it is missing; and if it runs."""
+    import os
+
+    from quire.kernels.native.library import MAX_CPU_ISA, NotLoaded, load_library
+
+    library = load_library()
+    if isinstance(library, NotLoaded):
+        return f"the C extension is not used: {library.reason}", False
+    limit = os.environ.get(MAX_CPU_ISA)
+    limited = f" (limited by {MAX_CPU_ISA}={limit})" if limit else ""
+    return f"{_reason(library.description)}{limited}", True
+
+
+def huge_pages(path: Path = _HUGE_PAGES) -> str:
+    """Whether weights and KV can be placed in huge pages; `path` is the system's setting."""
+    if not path.is_file():
+        return f"not available: this system has no {path}"
+    choices = path.read_text(encoding="ascii").split()
+    chosen = next((name.strip("[]") for name in choices if name.startswith("[")), "unknown")
+    if chosen not in ("always", "madvise"):
+        return (
+            f"not available: {path} is {chosen}; with madvise, reading weights takes fewer "
+            "address translations"
+        )
+    return f"available ({chosen}), {HUGE_PAGE_BYTES >> 20} MiB; packed weights and KV use them"
+
+
+def _use(operation: str, storage: str, kernel: str, reason: str) -> KernelUse:
+    return KernelUse(operation=operation, storage=storage, kernel=kernel, reason=reason)
+
+
+def _linear(library: "NativeLibrary | NotLoaded", storage: str, missing: str | None) -> KernelUse:
+    from quire.kernels.native.library import NotLoaded
+    from quire.kernels.native.linear import CODED
+    from quire.models.native_linear import fastest_products
+
+    operation = "linear layers"
+    if missing is not None or isinstance(library, NotLoaded):
+        why = f"not the C extension: {missing}"
+        kernel = "none" if storage in CODED else _torch_linear(storage)
+        return _use(operation, storage, kernel, why)
+    if storage not in CODED and fastest_products() is None:
+        why = "not the C extension: oneDNN's products were faster when measured on this processor"
+        return _use(operation, storage, _torch_linear(storage), why)
+    return _use(operation, storage, "C extension", _arithmetic(library, storage))
+
+
+def _arithmetic(library: "NativeLibrary", storage: str) -> str:
+    """How the C extension multiplies a weight."""
+    from quire.kernels.native.linear_args import AVX2, AVX512_BF16
+
+    if storage == "float32":
+        return "float32 products"
+    if storage == "float16":
+        return "stored as float32, float32 products"
+    if storage == "bfloat16":
+        if library.path == AVX512_BF16:
+            return "bfloat16 products"
+        return "no bfloat16 products: widened to float32 in registers"
+    if library.path != AVX2 and has_vnni():
+        return "int8 products (VNNI), activations as int8"
+    return "no VNNI: products of 16-bit sums, activations as int8"
+
+
+def has_vnni() -> bool:
+    """Whether the processor has AVX-512 VNNI."""
+    text = _CPU_FLAGS.read_text(errors="replace") if _CPU_FLAGS.is_file() else ""
+    return "avx512_vnni" in text.split()
+
+
+def _torch_linear(storage: str) -> str:
+    """What runs a linear layer without the C extension; as `prepare_linears` selects."""
+    import torch
+
+    from quire.models.linear_weights import can_reorder, multiplies
+
+    if storage == "bfloat16" and can_reorder():
+        return "oneDNN, weights in its order"
+    if storage != "float32" and not multiplies(getattr(torch, storage)):
+        return "torch, float32 copies of the weights"
+    return "torch"
+
+
+def _attention_kernels() -> Iterator[KernelUse]:
+    """Attention of decode steps by the type or codec of the KV."""
+    import torch
+
+    from quire.errors import QuireError
+    from quire.kernels.select import select_backend
+    from quire.layout.codec_names import CODECS
+
+    operation, cpu = "attention, decode", torch.device("cpu")
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        choice = select_backend(
+            "auto", cpu, dtype=dtype, head_dim=_HEAD_DIM, scratch_bytes=_LIKELY_SCRATCH_BYTES
+        )
+        plain = choice.backend.name
+        storage = str(dtype).removeprefix("torch.")
+        yield _use(operation, storage, _KERNELS[plain], _reason(choice.reason))
+    for codec in CODECS:
+        if codec in ("bfloat16", "float16", "float32"):
+            continue
+        try:
+            choice = select_backend(
+                "auto",
+                cpu,
+                dtype=torch.bfloat16,
+                head_dim=_HEAD_DIM,
+                scratch_bytes=_LIKELY_SCRATCH_BYTES,
+                codec=codec,
+            )
+        except QuireError as error:
+            yield _use(operation, codec, "none", str(error))
+        else:
+            name = choice.backend.name
+            has_no_code = plain == "native" and name == "gathered"
+            reason = _NO_CODE if has_no_code else _reason(choice.reason)
+            yield _use(operation, codec, _KERNELS[name], reason)
+
+
+def _reason(text: str) -> str:
+    """The reason without the name of the kernel, which has its own column."""
+    return text.removeprefix(_C_EXTENSION)
+
+
+def _prefill(library: "NativeLibrary | NotLoaded") -> KernelUse:
+    from quire.kernels.native.library import NotLoaded
+
+    operation = "attention, prefill"
+    if isinstance(library, NotLoaded):
+        return _use(operation, "", _KERNELS["gathered"], f"not native: {library.reason}")
+    blocks = int(library.block_queries(library.path, _HEAD_DIM))
+    if blocks:
+        why = f"blocks of {blocks} queries directly from the pages"
+        return _use(operation, "", _KERNELS["native"], why)
+    why = "the C extension has no blocks for this processor"
+    return _use(operation, "", _KERNELS["gathered"], why)
+
+
+def _sampling(missing: str | None) -> KernelUse:
+    if missing is not None:
+        return _use("sampling", "", "torch", f"not the C extension: {missing}")
+    why = "temperature, top-k, top-p, min-p and the draw, row by row"
+    return _use("sampling", "", "C extension", why)
+
+
+_PROMPT_TOKENS = 40
+_NEW_TOKENS = 4
+
+
+def generate_with_cache() -> str:
+    """Generate with Transformers' own cache and with a QuireCache; compare the outputs.
+
+    Raises:
+        InvariantError: the outputs differ, or the cache was not used.
+    """
+    import torch
+    from transformers import AutoConfig
+
+    from quire.hf import QuireCache
+    from quire.hf.cache_argument import cache_argument
+    from quire.models.source import find_model
+    from quire.models.stored import read_headers
+    from quire.models.weights import read_model
+
+    folder, _ = find_model("quire-tiny")
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    model: Any = read_model(folder, config, read_headers(folder), dtype=torch.float32)
+    prompt = torch.arange(2, 2 + _PROMPT_TOKENS)[None]
+    inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
+    expected = model.generate(**inputs, max_new_tokens=_NEW_TOKENS, do_sample=False)
+    name = str(cache_argument(inspect.signature(model.forward).parameters))
+    with QuireCache(model) as cache:
+        found = model.generate(
+            **inputs, max_new_tokens=_NEW_TOKENS, do_sample=False, **{name: cache}
+        )
+        used_bytes = cache.kv_used_bytes
+    if not used_bytes:
+        raise InvariantError("model.generate of Transformers did not use the QuireCache")
+    if not torch.equal(found, expected):
+        raise InvariantError(
+            f"output {found[0].tolist()} of model.generate with a QuireCache differs from "
+            f"{expected[0].tolist()} without it"
+        )
+    return f"model.generate(..., {name}=QuireCache(model)): output equal to Transformers"

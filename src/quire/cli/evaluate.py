@@ -4,24 +4,51 @@
 """
 
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from quire.cli.command import register
 from quire.cli.common import AsJson
-from quire.cli.evaluate_fidelity import fidelity
-from quire.cli.evaluate_group import EvalGroup
-from quire.cli.evaluate_run import run
-from quire.cli.json_output import print_json
+from quire.cli.evaluate_run import fidelity, run
 from quire.cli.options import KV, MODEL, SCHEDULE
-from quire.cli.report import envelope
+from quire.cli.report import envelope, print_json
 from quire.cli.settings import Settings, with_settings
-from quire.errors import ConfigError
+from quire.errors import ConfigError, nearest
 from quire.evals.gate import GATE_CASES, GateCase, GateReport, run_gate
 
 if TYPE_CHECKING:
     from quire.api.llm import LLM
+
+DEFAULT_COMMAND = "run"
+_HELP = ("--help", "-h")
+
+
+class EvalGroup(TyperGroup):
+    """Inserts `run` where the first argument is an option or a model.
+
+    So `quire eval --suite quick` and `quire eval quire-tiny --suite quick` are evaluations.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the name of the command and leave its arguments."""
+        return super().parse_args(ctx, self._with_command(args))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command of a line, also of one that was not parsed."""
+        return super().resolve_command(ctx, self._with_command(args))
+
+    def _with_command(self, args: list[str]) -> list[str]:
+        return [DEFAULT_COMMAND, *args] if args and self._is_run(args[0]) else args
+
+    def _is_run(self, first: str) -> bool:
+        if first in self.commands or first in _HELP:
+            return False
+        misspelt = nearest(first, list(self.commands)) and not Path(first).exists()
+        return first.startswith("-") or not misspelt
+
 
 QUICK_CASES = (
     GateCase(task="lines", tokens=256, n=5),
@@ -39,7 +66,7 @@ eval_app = typer.Typer(
 
 def tasks(*, as_json: AsJson = False) -> None:
     """List the tasks of quire eval run, one on each line."""
-    from quire.cli.listing_views import show_summaries, show_text
+    from quire.cli.tables import show_summaries, show_text
     from quire.evals.suite.registry import SUITES, TASKS, suites_with
 
     if as_json:

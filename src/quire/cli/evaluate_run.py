@@ -1,27 +1,35 @@
-"""`quire eval run`: scores of tasks with intervals, KV bytes and tokens/s, and verdicts."""
+"""`quire eval run` and `quire eval fidelity`.
 
-from collections.abc import Callable, Sequence
+`run` has scores of tasks with intervals, KV bytes and tokens/s, and verdicts; `fidelity` compares
+with full KV on prompts of a file.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quire.cli.common import AsJson
-from quire.cli.json_output import print_json
-from quire.cli.lists import split_numbers, split_texts
+from quire.cli.common import AsJson, split_numbers, split_texts
 from quire.cli.options import KV, MODEL, SCHEDULE
-from quire.cli.out_folder import prepare_folder, write_files
-from quire.cli.report import envelope
+from quire.cli.report import envelope, prepare_folder, print_json, write_files
 from quire.cli.settings import Settings, with_settings
+from quire.cli.tables import show_table
 from quire.errors import ConfigError
+from quire.layout.sizes import format_size
 
 if TYPE_CHECKING:
     from quire.api.llm import LLM
     from quire.config.kv_config import KVConfig
+    from quire.evals.fidelity import PromptFidelity, Reference
+    from quire.evals.intervals import Mean
+    from quire.evals.prompt_file import UserPrompt
     from quire.evals.suite.base import EvalTask
+    from quire.evals.suite.cells import CellResult
     from quire.evals.suite.registry import Suite
-    from quire.evals.suite.runner import EvalConfig, Evaluation
+    from quire.evals.suite.runner import EvalConfig, Evaluation, Verdict
+    from quire.models.loader import LoadedModel
 
 RESULT_FILE = "result.json"
 _QUICK = "quick"
@@ -230,8 +238,6 @@ def evaluation(settings: Settings, config: "EvalConfig", out: Path | None) -> "E
 
 def show(found: "Evaluation") -> None:
     """Print the table of scores and verdicts."""
-    from quire.cli.evaluate_view import show_evaluation
-
     show_evaluation(found)
 
 
@@ -262,3 +268,183 @@ def json_bytes(result: dict[str, object]) -> bytes:
     import json
 
     return (json.dumps(result, indent=1) + "\n").encode()
+
+
+@with_settings(MODEL, KV, SCHEDULE)
+def fidelity(
+    *,
+    settings: Settings,
+    data: Annotated[
+        Path,
+        typer.Option(help="Prompts: JSON lines with prompt (a text or token ids) or messages."),
+    ],
+    max_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of each prompt.")] = 48,
+    num_prompts: Annotated[
+        int | None, typer.Option(min=1, help="Use the first prompts only. Default: all.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the result.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare outputs and distributions of an eviction rule or KV codec with full KV.
+
+    The greedy output with full KV is the reference; its tokens are forced, so that every
+    distribution follows equal tokens. Works with any model and any prompts.
+    """
+    if settings.loading.tensor_parallel_size > 1:
+        raise ConfigError(
+            "quire eval fidelity needs a model in one process: leave --tensor-parallel-size out"
+        )
+    if out is not None:
+        prepare_folder(out)
+    found = measured(settings, data, max_tokens, num_prompts)
+    result = envelope(
+        "fidelity",
+        claims_of(found),
+        {"prompts": [arm_of(*pair) for pair in found]},
+        settings.as_dict()
+        | {"data": data.name, "max_tokens": max_tokens, "num_prompts": num_prompts},
+    )
+    show_fidelity(found)
+    if out is not None:
+        write_files(out, {RESULT_FILE: json_bytes(result)})
+    if as_json:
+        print_json(result)
+
+
+_Pair = tuple["Reference", "PromptFidelity"]
+
+
+def measured(
+    settings: Settings, data: Path, max_tokens: int, num_prompts: int | None
+) -> Sequence[_Pair]:
+    """Reference and fidelity of each prompt.
+
+    Raises:
+        ConfigError: an invalid file or option.
+    """
+    from quire.evals.fidelity import FidelityScorer
+    from quire.evals.prompt_file import read_prompts
+    from quire.evals.suite.engines import full_kv
+
+    llm = opener(settings)(settings.kv)
+    model = llm.model
+    llm.close()
+    prompts = read_prompts(data, model, limit=num_prompts, content_format=llm.content_format)
+    refuse_long(prompts, max_tokens, model)
+    longest = max(len(one.token_ids) for one in prompts) + max_tokens
+    full, configured = (
+        FidelityScorer(model, kv, longest_tokens=longest, new_tokens=max_tokens)
+        for kv in (full_kv(settings.kv), settings.kv)
+    )
+    references = [full.reference(one.token_ids) for one in prompts]
+    return [(reference, configured.score(reference)) for reference in references]
+
+
+def refuse_long(prompts: Sequence["UserPrompt"], max_tokens: int, model: "LoadedModel") -> None:
+    """Refuse prompts that exceed the model's context.
+
+    Raises:
+        ConfigError: names the first such prompt.
+    """
+    most = model.spec.max_positions - max_tokens
+    for number, one in enumerate(prompts, start=1):
+        if len(one.token_ids) > most:
+            raise ConfigError(
+                f"prompt {number} of --data has {len(one.token_ids)} tokens; with --max-tokens "
+                f"{max_tokens} the model's context holds {most}: shorten or remove it"
+            )
+
+
+def means_of(found: Sequence[_Pair]) -> "Mapping[str, Mean]":
+    """Means over the prompts, with their intervals."""
+    from quire.evals.intervals import mean_of
+
+    scores = [score for _, score in found]
+    return {
+        "top_1": mean_of([score.top_1 for score in scores]),
+        "exact": mean_of([score.exact for score in scores]),
+        "kl_nats": mean_of([score.kl for score in scores]),
+    }
+
+
+def claims_of(found: Sequence[_Pair]) -> dict[str, int | float]:
+    """The result as a flat mapping."""
+    claims: dict[str, int | float] = {"prompts": len(found)}
+    for name, mean in means_of(found).items():
+        claims |= {name: mean.mean, f"{name}_low": mean.low, f"{name}_high": mean.high}
+    claims["kv_peak_bytes"] = max(score.kv_peak_bytes for _, score in found)
+    claims["full_kv_peak_bytes"] = max(reference.kv_peak_bytes for reference, _ in found)
+    return claims
+
+
+def arm_of(reference: "Reference", score: "PromptFidelity") -> dict[str, object]:
+    """One prompt as JSON values."""
+    return {
+        "prompt_tokens": len(reference.prompt),
+        "output_tokens": len(reference.output),
+        "full_kv_peak_bytes": reference.kv_peak_bytes,
+        **asdict(score),
+    }
+
+
+def show_fidelity(found: Sequence[_Pair]) -> None:
+    """Print the means, and the KV bytes."""
+    from quire.layout.sizes import format_size
+
+    claims = claims_of(found)
+    show_means(f"Compared with full KV on {len(found)} prompts", means_of(found))
+    typer.echo(
+        f"KV peak of a request: {format_size(int(claims['kv_peak_bytes']))}, with full KV "
+        f"{format_size(int(claims['full_kv_peak_bytes']))}"
+    )
+
+
+_SCORES = ("task", "KV", "prompts", "score", "mean", "95 % interval", "KV peak", "output tokens/s")
+
+
+def show_evaluation(found: "Evaluation") -> None:
+    """Print scores, the result of the sanity check, and verdicts if there are any."""
+    show_table("Scores", _SCORES, _rows(found))
+    typer.echo(f"Sanity check: {found.sanity.status}.")
+    if not found.verdicts:
+        return
+    if not found.sanity.passed:
+        typer.echo(f"No verdict about the configuration: {found.sanity.reason}.")
+        return
+    rows = [_verdict_row(verdict) for verdict in found.verdicts]
+    show_table("Compared with full KV", ("task", "score", "difference", "verdict"), rows)
+
+
+def show_means(title: str, means: "Mapping[str, Mean]") -> None:
+    """Print means with their intervals."""
+    rows = [(name, *_mean_cells(mean)) for name, mean in means.items()]
+    show_table(title, ("measure", "mean", "95 % interval"), rows)
+
+
+def _rows(found: "Evaluation") -> list[tuple[str, ...]]:
+    count = max(len(cells) for cells in found.cells.values())
+    return [
+        row
+        for index in range(count)
+        for arm, cells in found.cells.items()
+        for row in _cell_rows(arm, cells[index])
+    ]
+
+
+def _cell_rows(arm: str, cell: "CellResult") -> list[tuple[str, ...]]:
+    resources = (format_size(cell.kv_peak_bytes), f"{cell.output_tokens_per_s:,.0f}")
+    count = str(len(cell.prompts))
+    return [
+        (cell.name, arm, count, metric, *_mean_cells(mean), *resources)
+        for metric, mean in cell.means().items()
+    ]
+
+
+def _mean_cells(mean: "Mean") -> tuple[str, str]:
+    return f"{mean.mean:.4g}", f"{mean.low:.4g} to {mean.high:.4g}"
+
+
+def _verdict_row(verdict: "Verdict") -> tuple[str, str, str, str]:
+    if verdict.difference is None:
+        return verdict.cell, verdict.metric, "", f"none: {verdict.reason}"
+    return verdict.cell, verdict.metric, str(verdict.difference), verdict.verdict

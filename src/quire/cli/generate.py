@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quire.cli.common import PACKAGED_MODEL, AsJson
-from quire.cli.json_output import print_json
 from quire.cli.kv_events import KVEventsFile, KVWatch, watching
+from quire.cli.report import print_json
 from quire.cli.settings import Settings, with_settings
 from quire.errors import RequestError
 from quire.layout.sizes import format_size

@@ -15,13 +15,12 @@ from quire.cli.bench import add_to as add_bench_commands
 from quire.cli.board import board
 from quire.cli.calibrate import calibrate
 from quire.cli.chat import chat
-from quire.cli.codec_listing import codecs
 from quire.cli.command import UsageError, register, usage_error_text
 from quire.cli.demo import demo
 from quire.cli.doctor import doctor
 from quire.cli.evaluate import eval_app
 from quire.cli.generate import generate
-from quire.cli.listings import policies
+from quire.cli.listings import codecs, policies
 from quire.cli.plan import plan
 from quire.cli.profile import profile
 from quire.cli.serve import serve

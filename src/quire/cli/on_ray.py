@@ -1,9 +1,17 @@
 """Commands on Ray: from options to a recipe, which processes of Ray can execute."""
 
+import json
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import typer
+
+from quire.batch.lines import BatchTask
+from quire.batch.records import BatchTally
+from quire.cli.batch_files import BatchOutput, RecordGroups
 from quire.cli.options import RAY, ROUTER
+from quire.cli.progress import CountProgress
 from quire.cli.settings import Settings
 from quire.errors import ConfigError
 from quire.layout.extras import require_extra
@@ -66,3 +74,51 @@ def serve_on_ray(settings: Settings) -> None:
     serve_until_signal(
         recipe_with_keys(engine_recipe(settings), config, settings.ray, settings.router)
     )
+
+
+def run_on_ray(
+    settings: Settings, task: BatchTask, output: BatchOutput, left: int
+) -> tuple[BatchTally, float]:
+    """Run the remaining lines on Ray; return the tally and the seconds.
+
+    Args:
+        settings: options of engine and Ray.
+        task: the batch.
+        output: output file, with the numbers of completed lines.
+        left: number of the other lines.
+
+    Raises:
+        ConfigError: a missing package, or the output can no longer be written.
+    """
+    require_extra("ray", "quire batch --ray")
+    tally = BatchTally()
+    if not left:
+        return tally, 0.0
+    from quire.cli.batch_server import finish_reason, tokens  # imports httpx
+    from quire.scale.batch import batch_records
+    from quire.scale.ray_session import ray_session
+
+    start_s = time.monotonic()
+    groups = RecordGroups(output)
+    with ray_session(settings.ray), CountProgress("batch", left) as progress:
+        records = batch_records(
+            engine_recipe(settings),
+            task,
+            settings.ray,
+            completed=output.completed,
+            num_left=left,
+            seed=output.seed,
+        )
+        try:
+            for text in records:
+                record = json.loads(text)
+                tally.count(record, finish_reason(record))
+                tally.count_tokens(*tokens(record))
+                groups.put(record)
+                progress.count(tally.completed)
+        except KeyboardInterrupt:
+            typer.echo("interrupted: run the same command to resume", err=True)
+            raise
+        finally:
+            output.flush()
+    return tally, time.monotonic() - start_s

@@ -9,10 +9,9 @@ import typer
 from quire.cli.common import ABOUT_MODEL, GGUF, PACKAGED_MODEL, AsJson, refuse_no_name
 from quire.cli.completion import complete_model
 from quire.cli.config_defaults import ConfigDefaults, is_from_file
-from quire.cli.json_output import print_json
 from quire.cli.plan_maximize import MaximizeOptions, maximize, show
 from quire.cli.plan_report import STEP_TOKENS, PlanOptions, PlanReport, plan_report
-from quire.cli.report import envelope
+from quire.cli.report import envelope, print_json
 from quire.errors import ConfigError, QuireError
 from quire.layout.options import parse_named
 from quire.layout.sizes import parse_size, parse_size_or
@@ -247,7 +246,7 @@ def _show(report: PlanReport) -> None:
     # imported here: not needed for --help
     from rich.console import Console
 
-    from quire.cli.plan_view import render
+    from quire.cli.plan_report import render
 
     Console().print(render(report))
 

@@ -10,8 +10,7 @@ import typer
 
 from quire.cli.common import AsJson, Threads, refuse_no_name, use_threads
 from quire.cli.completion import complete_model
-from quire.cli.json_output import print_json
-from quire.cli.report import envelope
+from quire.cli.report import envelope, print_json
 from quire.cli.startup import fast_imports, status
 from quire.errors import ConfigError
 from quire.plan.machine import this_machine

@@ -7,16 +7,23 @@ run. A benchmark with `--quick` runs small shapes that are not representative: i
 empty, and its numbers are in `quick_figures`.
 """
 
+import contextlib
+import json
 import os
 import platform
 import shutil
 import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
+from typing import Any, TextIO
 
 import psutil
 
+from quire.errors import ConfigError
 from quire.plan.machine import container_total_bytes, cpu_model, package_version
 
 PACKAGES = ("torch", "transformers", "numpy")
@@ -100,3 +107,78 @@ def _cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+_STDOUT: ContextVar[TextIO | None] = ContextVar("quire_stdout", default=None)
+
+
+@contextlib.contextmanager
+def json_only(*, enabled: bool) -> Iterator[None]:
+    """Send what the block prints to standard error, except `print_json`.
+
+    Args:
+        enabled: whether `--json` is given; otherwise nothing changes.
+    """
+    if not enabled:
+        yield
+        return
+    token = _STDOUT.set(sys.stdout)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _STDOUT.reset(token)
+
+
+def print_json(value: Mapping[str, Any]) -> None:
+    """Print a result as one line of JSON on standard output."""
+    stream = _STDOUT.get() or sys.stdout
+    stream.write(json.dumps(value) + "\n")
+    stream.flush()
+
+
+def prepare_folder(folder: Path) -> None:
+    """Create a folder for results and check that it is writable, before a long computation.
+
+    Raises:
+        ConfigError: the folder cannot be created or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+
+
+def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write files atomically: readers see the old or the new content of each file.
+
+    Args:
+        folder: an existing folder.
+        files: name to content.
+
+    Raises:
+        ConfigError: a file cannot be written.
+    """
+    for name, content in files.items():
+        try:
+            _replace(folder / name, content)
+        except OSError as error:
+            raise _unwritable(folder / name, error) from error
+
+
+def _replace(path: Path, content: bytes) -> None:
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    try:
+        with open(handle, "wb") as file:
+            file.write(content)
+        os.chmod(temporary, 0o644)  # only the owner can read a temporary file
+        os.replace(temporary, path)
+    except OSError:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"cannot write {path}: {error.strerror}; name another folder with --out")

@@ -11,8 +11,6 @@ import typer
 from quire.cli.command import Command
 from quire.cli.common import ABOUT_MODEL, PACKAGED_MODEL, refuse_no_name, use_threads
 from quire.cli.completion import complete_model
-from quire.cli.config_file import read_config_file
-from quire.cli.option_parameters import keyword, option_parameter
 from quire.cli.options import (
     CLUSTER,
     KV,
@@ -28,7 +26,10 @@ from quire.cli.options import (
     ModelConfig,
     OptionField,
     Section,
+    keyword,
+    option_parameter,
     options_of,
+    read_config_file,
 )
 from quire.cli.startup import Loading, fast_imports
 from quire.config.kv_config import KVConfig

@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quire.cli.common import AsJson
-from quire.cli.json_output import print_json
 from quire.cli.options import CLUSTER, MACHINE, ROUTER, SIMULATED_KV, SIMULATED_SCHEDULE, TRACE
-from quire.cli.out_folder import prepare_folder, write_files
-from quire.cli.report import envelope
+from quire.cli.report import envelope, prepare_folder, print_json, write_files
 from quire.cli.settings import Settings, with_settings
 from quire.errors import ConfigError
 from quire.layout.codec_refusals import Storing, refuse_excluded, stored_codec
@@ -71,8 +69,7 @@ def simulate(
     preemptions, prefix cache hits and fairness. `--kv-memory auto` is a memory that is never full.
     With `--replicas`, several engines run behind a router.
     """
-    from quire.cli.simulate_run import run_cluster, run_engine
-    from quire.cli.simulate_view import render_cost
+    from quire.cli.simulate_run import render_cost, run_cluster, run_engine
     from quire.sim.metrics import cost_of_tokens
     from quire.sim.traces.loading import load_trace
 

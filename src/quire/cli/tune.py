@@ -5,12 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quire.cli.common import AsJson
-from quire.cli.json_output import print_json
-from quire.cli.lists import split_texts
+from quire.cli.common import AsJson, split_texts
 from quire.cli.options import KV, MODEL, SCHEDULE
-from quire.cli.out_folder import prepare_folder, write_files
-from quire.cli.report import envelope
+from quire.cli.report import envelope, prepare_folder, print_json, write_files
 from quire.cli.settings import Settings, with_settings
 from quire.errors import ConfigError
 from quire.evals.tune.space import Space

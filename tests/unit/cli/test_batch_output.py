@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.cli.batch_output import BatchOutput, RunState, write_atomically
+from quire.cli.batch_files import BatchOutput, RunState, write_atomically
 from quire.errors import ConfigError
 
 STATE = RunState(input_sha256="abc", input_lines=9, config={"model": "m", "stop": ("a",)}, seed=5)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.cli.config_file import read_config_file
+from quire.cli.options import read_config_file
 from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError, UnknownName
 

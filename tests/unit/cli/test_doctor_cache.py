@@ -5,8 +5,7 @@ import inspect
 import pytest
 from transformers import LlamaForCausalLM
 
-from quire.cli.doctor import examine
-from quire.cli.doctor_cache import generate_with_cache
+from quire.cli.doctor import examine, generate_with_cache
 from quire.errors import InvariantError
 from quire.hf import wrapped
 from quire.hf.cache_argument import cache_argument

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.cli import doctor_kernels
-from quire.cli.doctor_kernels import KernelUse, huge_pages, instruction_set, kernel_uses
+from quire.cli import doctor
+from quire.cli.doctor import KernelUse, huge_pages, instruction_set, kernel_uses
 from quire.kernels.native import library as library_module
 from quire.kernels.native import sampling
 from quire.kernels.native.library import MAX_CPU_ISA, NativeLibrary, NotLoaded, load_library
@@ -49,7 +49,7 @@ def test_bfloat16_weights_name_the_arithmetic(
     assert arithmetic in uses["linear layers", "bfloat16"].reason
     assert uses["linear layers", "float32"].reason == "float32 products"
     assert ("(VNNI)" in uses["linear layers", "int8"].reason) == (
-        path != AVX2 and doctor_kernels.has_vnni()
+        path != AVX2 and doctor.has_vnni()
     )
 
 

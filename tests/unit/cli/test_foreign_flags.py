@@ -7,7 +7,7 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from quire.cli import foreign_flags
+from quire.cli import command
 from quire.cli.main import app
 from quire.cli.options import SECTIONS, options_of
 
@@ -42,8 +42,8 @@ def test_every_named_alternative_is_a_flag_of_quire() -> None:
     }
     named = {
         word.strip(".,:;()").removeprefix("--")
-        for flag in foreign_flags.FLAGS
-        for word in (foreign_flags.instead_of(flag) or "").split()
+        for flag in command.FLAGS
+        for word in (command.instead_of(flag) or "").split()
         if word.startswith("--")
     }
 
@@ -60,7 +60,7 @@ def test_no_listed_flag_exists_in_serve_or_generate() -> None:
         for name in parameter.opts
     }
 
-    assert declared.isdisjoint(foreign_flags.FLAGS)
+    assert declared.isdisjoint(command.FLAGS)
 
 
 def test_every_flag_of_the_page_on_other_engines_exists_or_has_a_hint() -> None:
@@ -76,4 +76,4 @@ def test_every_flag_of_the_page_on_other_engines_exists_or_has_a_hint() -> None:
     }
 
     assert len(flags) > 40
-    assert {flag for flag in flags - declared if foreign_flags.instead_of(flag) is None} == set()
+    assert {flag for flag in flags - declared if command.instead_of(flag) is None} == set()

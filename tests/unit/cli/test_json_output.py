@@ -11,8 +11,8 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from quire.cli.json_output import json_only, print_json
 from quire.cli.main import app
+from quire.cli.report import json_only, print_json
 
 BENCH = (
     *("--num-prompts", "1", "--input-len", "4", "--output-len", "2", "--num-iters", "1"),

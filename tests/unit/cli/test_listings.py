@@ -5,9 +5,8 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from quire.cli.codec_listing import codec_rows
 from quire.cli.doctor import cpu_features
-from quire.cli.listings import budget_rows, policy_rows
+from quire.cli.listings import budget_rows, codec_rows, policy_rows
 from quire.cli.main import app
 from quire.layout.codec_names import CODECS
 from quire.policies.registry import registered, registered_budgets

@@ -322,7 +322,7 @@ def test_workload_has_three_numbers():
 
 def test_neither_torch_nor_transformers_is_loaded():
     code = (
-        "import sys, quire.cli.plan, quire.cli.plan_view;"
+        "import sys, quire.cli.plan, quire.cli.plan_report;"
         "print([name for name in ('torch', 'transformers', 'fastapi') if name in sys.modules])"
     )
     done = subprocess.run(

@@ -1,0 +1,559 @@
+"""The files of `quire batch`: the input, and the output with one record per input line.
+
+    OUT.jsonl         records, appended in groups: one write, then fsync
+    OUT.jsonl.state   input and options of the run, written before the first record
+
+A kill can leave an incomplete last line; the next start truncates it. Completed lines are read from
+the records themselves, so that no second file can contradict them.
+"""
+
+import hashlib
+import json
+import os
+import stat
+import sys
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import typer
+
+from quire.batch.lines import BatchError, LineFormat, parse_line
+from quire.errors import ConfigError
+
+if sys.platform != "win32":
+    import fcntl
+
+STATE_SUFFIX = ".state"
+_START_OVER = "use --overwrite to start over, or another output file"
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """Identity of a run: a run may resume an output with an equal state.
+
+    Attributes:
+        input_sha256: hash of the whole input file.
+        input_lines: number of its lines.
+        config: every option that changes outputs, as JSON values.
+        seed: seed of lines without one; line n samples with seed + n. A resumed run keeps the seed
+            of its first start.
+    """
+
+    input_sha256: str
+    input_lines: int
+    config: Mapping[str, Any]
+    seed: int
+
+    def as_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps(self._content()) + "\n"
+
+    def _content(self) -> dict[str, Any]:
+        # through JSON and back: tuples become lists, as in the file
+        whole: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return whole
+
+    def difference(self, other: Mapping[str, Any]) -> str | None:
+        """Describe how another state differs; None if its records belong to this run."""
+        content = self._content()
+        if content["input_sha256"] != other.get("input_sha256"):
+            return "the records belong to another input, or the input has changed"
+        current, earlier = content["config"], other.get("config")
+        earlier = earlier if isinstance(earlier, dict) else {}
+        changed = [
+            f"{key}: {earlier.get(key)!r} before, {current.get(key)!r} now"
+            for key in sorted(current.keys() | earlier.keys())
+            if current.get(key) != earlier.get(key)
+        ]
+        return f"other options ({'; '.join(changed)})" if changed else None
+
+
+class BatchOutput:
+    """An output file, open for appending and locked against a second writer.
+
+    Use as a context manager; its exit writes the buffered records.
+
+    Args:
+        path: file of the records.
+        state: state of this run.
+        overwrite: discard existing records.
+        retry_failed: discard error records, so that their lines run again.
+
+    Attributes:
+        completed: numbers of the input lines with a record.
+        failed: numbers of the input lines with an error record.
+        seed: seed of this run, from its first start.
+
+    Raises:
+        ConfigError: the file belongs to another run, is damaged, in use, or cannot be written.
+    """
+
+    def __init__(
+        self, path: Path, state: RunState, *, overwrite: bool, retry_failed: bool = False
+    ) -> None:
+        self.path = path
+        self._state = state
+        self._held: list[bytes] = []
+        self.completed: set[int] = set()
+        self.failed: set[int] = set()
+        self.seed = state.seed
+        try:
+            self._file: BinaryIO = path.open("ab+", buffering=0)
+        except OSError as error:
+            raise _unwritable(path, error) from error
+        try:
+            self._open(overwrite=overwrite)
+            if retry_failed and self.failed:
+                self._drop_failed()
+        except OSError as error:
+            self._file.close()
+            raise _unwritable(path, error) from error
+        except BaseException:
+            self._file.close()
+            raise
+
+    def write(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Buffer records until `flush`."""
+        self.failed |= {record["line"] for record in records if record.get("error") is not None}
+        self._held += [json.dumps(record).encode() + b"\n" for record in records]
+
+    @property
+    def num_held(self) -> int:
+        """Number of buffered records, which a kill would lose."""
+        return len(self._held)
+
+    def flush(self) -> None:
+        """Write all buffered records to disk.
+
+        Raises:
+            ConfigError: the disk is full or not available; earlier records stay valid.
+        """
+        if not self._held:
+            return
+        group = memoryview(b"".join(self._held))
+        self._held.clear()
+        try:
+            while group:
+                group = group[self._file.write(group) :]
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
+
+    def __enter__(self) -> "BatchOutput":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.flush()
+        finally:
+            self._file.close()
+
+    # ---- opening -------------------------------------------------------------------------------
+
+    def _open(self, *, overwrite: bool) -> None:
+        if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+            raise ConfigError(f"{self.path} is not a regular file, so a run could not be resumed")
+        self._lock()
+        if overwrite:
+            # truncated before the state changes: records must never appear with another run's state
+            self._file.truncate(0)
+        if not self._file.seek(0, os.SEEK_END):
+            write_atomically(self._state_path, self._state.as_json())
+            return
+        self._check_state()
+        self.completed = self._scan()
+
+    @property
+    def _state_path(self) -> Path:
+        return state_path(self.path)
+
+    def _lock(self) -> None:
+        if sys.platform == "win32":
+            return
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f"{self.path} is being written by another quire batch") from error
+
+    def _check_state(self) -> None:
+        try:
+            found = json.loads(self._state_path.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise ConfigError(
+                f"{self.path} exists and is not an output of quire batch "
+                f"({self._state_path.name} is missing); {_START_OVER}"
+            ) from error
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{self._state_path} cannot be read ({error}); {_START_OVER}"
+            ) from error
+        found = found if isinstance(found, dict) else {}
+        difference = self._state.difference(found)
+        if difference:
+            raise ConfigError(f"{self.path} cannot be resumed: {difference}; {_START_OVER}")
+        seed = found.get("seed")
+        self.seed = seed if isinstance(seed, int) else self.seed
+
+    def _scan(self) -> set[int]:
+        completed: set[int] = set()
+        whole_bytes = 0
+        self._file.seek(0)
+        with self.path.open("rb") as lines:
+            for count, line in enumerate(lines, start=1):
+                if not line.endswith(b"\n"):
+                    break
+                completed.add(self._number(line, count, completed))
+                whole_bytes += len(line)
+        self._file.truncate(whole_bytes)
+        return completed
+
+    def _number(self, line: bytes, count: int, completed: set[int]) -> int:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        number, error = None, None
+        if isinstance(record, dict):
+            number, error = record.get("line"), record.get("error")
+        last = self._state.input_lines
+        if not isinstance(number, int) or not 1 <= number <= last or number in completed:
+            raise ConfigError(
+                f"{self.path} is damaged: line {count} is not a record, or a second record of an "
+                f"input line; remove line {count} to run the input line again, or {_START_OVER}"
+            )
+        if error is not None:
+            self.failed.add(number)
+        return number
+
+    def _drop_failed(self) -> None:
+        """Remove error records by replacing the file atomically: a kill loses no other record."""
+        with self.path.open("rb") as lines:
+            retained = [line for line in lines if json.loads(line)["line"] not in self.failed]
+        replace_atomically(self.path, b"".join(retained))
+        self._file.close()  # file and lock of the replaced file
+        self._file = self.path.open("ab+", buffering=0)
+        self._lock()
+        self.completed -= self.failed
+        self.failed.clear()
+
+
+def state_path(path: Path) -> Path:
+    """Path of the state file of an output file, in the same folder."""
+    return path.with_name(path.name + STATE_SUFFIX)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a text file; see `replace_atomically`."""
+    replace_atomically(path, text.encode())
+
+
+def replace_atomically(path: Path, content: bytes) -> None:
+    """Replace a file atomically: readers see the old or the new content, never a partial one.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    temporary = path.with_name(path.name + ".new")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{path} cannot be written: {error.strerror or error}")
+
+
+_KEYS = ("custom_id", "id")
+
+
+@dataclass(frozen=True, slots=True)
+class RepeatedName:
+    """A duplicate name.
+
+    Attributes:
+        key: custom_id or id.
+        name: value of the key.
+        earlier: number of the first line with the name.
+        line: number of the second line with the name.
+    """
+
+    key: str
+    name: str | int
+    earlier: int
+    line: int
+
+
+class Names:
+    """The names of all added lines.
+
+    Attributes:
+        first: the first duplicate name; None if all names are unique.
+        num_repeated: number of lines with the name of an earlier line.
+        models: names of models in the bodies of lines, to the number of the first such line.
+    """
+
+    def __init__(self) -> None:
+        self.models: dict[str, int] = {}
+        self.first: RepeatedName | None = None
+        self.num_repeated = 0
+        self._lines: dict[tuple[str, str | int], int] = {}
+
+    def add(self, raw: bytes, number: int) -> None:
+        """Record the names in a line; an invalid line has none."""
+        if b'id"' not in raw and b'"model"' not in raw:
+            return
+        try:
+            value = json.loads(raw.decode("utf-8-sig"))
+        except (ValueError, RecursionError):  # the line gets an error record when it is run
+            return
+        for key in _KEYS if isinstance(value, dict) else ():
+            name = value.get(key)
+            if isinstance(name, str | int) and not isinstance(name, bool):
+                self._note(key, name, number)
+        if isinstance(value, dict):
+            self._note_model(value, number)
+
+    def _note_model(self, line: dict[str, Any], number: int) -> None:
+        body = line.get("body", line)
+        model = body.get("model") if isinstance(body, dict) else None
+        if isinstance(model, str):
+            self.models.setdefault(model, number)
+
+    def _note(self, key: str, name: str | int, number: int) -> None:
+        earlier = self._lines.setdefault((key, name), number)
+        if earlier == number:
+            return
+        self.num_repeated += 1
+        if self.first is None:
+            self.first = RepeatedName(key, name, earlier, number)
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """Summary of the input file, from one pass over it.
+
+    Attributes:
+        sha256: hash of the whole file.
+        lines: number of lines.
+        requests: number of lines that are not blank.
+        repeated: the first duplicate name; None if all names are unique.
+        num_repeated: number of lines with the name of an earlier line.
+        models: names of models in lines, to the number of the first such line.
+    """
+
+    sha256: str
+    lines: int
+    requests: int
+    repeated: RepeatedName | None
+    num_repeated: int
+    models: Mapping[str, int]
+
+
+def refuse_one_file_for_two(source: Path, target: Path, kv_events: Path | None) -> None:
+    """Refuse output files that are equal to each other or to the input, before writing."""
+    if target.is_dir():
+        raise ConfigError(
+            f"expected a file for the records, got folder {target}: name a file in it, such as "
+            f"{target / 'records.jsonl'}"
+        )
+    if _is_same(target, source):
+        raise ConfigError(f"{target} is the input; give another file for the records")
+    uses = {source: "the input", target: "for the records", state_path(target): "their state"}
+    for path, use in uses.items():
+        if kv_events is not None and _is_same(kv_events, path):
+            raise ConfigError(f"{kv_events} is {use}; give another file to --kv-events")
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    """Whether two paths name the same file, existing or not; follows links."""
+    try:
+        if one.exists() and other.exists():
+            return one.samefile(other)
+        return one.resolve() == other.resolve()
+    except OSError:  # opening the file reports the error
+        return False
+
+
+def survey_of(source: Path) -> Survey:
+    """Read the input file once.
+
+    Raises:
+        ConfigError: the file is missing or cannot be read.
+    """
+    digest, lines, requests, names = hashlib.sha256(), 0, 0, Names()
+    try:
+        if not source.is_file():
+            wrong = "not a regular file" if source.exists() else "no such file"
+            raise ConfigError(f"expected a file of requests, got {source}: {wrong}")
+        with source.open("rb") as file:
+            for line in file:
+                digest.update(line)
+                lines += 1
+                requests += bool(line.strip())
+                names.add(line, lines)
+    except OSError as error:
+        raise ConfigError(f"{source} cannot be read: {error.strerror}") from error
+    return Survey(
+        digest.hexdigest(), lines, requests, names.first, names.num_repeated, names.models
+    )
+
+
+def warn_of_repeated(survey: Survey) -> None:
+    """Warn on standard error of names that more than one line has."""
+    found = survey.repeated
+    if found is None:
+        return
+    more = survey.num_repeated - 1
+    others = f"; {more:,} more lines have a duplicate" if more else ""
+    typer.echo(
+        f"warning: line {found.line} has the same {found.key} {found.name!r} as line "
+        f"{found.earlier}{others}. All lines run; use `line` to distinguish their records",
+        err=True,
+    )
+
+
+def warn_of_other_models(survey: Survey, model: str) -> None:
+    """Warn on standard error of lines that name another model: the loaded model runs them too.
+
+    Args:
+        survey: summary of the input file.
+        model: the model of the command: a name or a folder.
+    """
+    others = {name: line for name, line in survey.models.items() if not _is_model(name, model)}
+    if others:
+        name, line = next(iter(others.items()))
+        more = f"; {len(others) - 1:,} more names in other lines" if len(others) > 1 else ""
+        typer.echo(
+            f"warning: line {line} names model {name!r}, but {model} runs all lines{more}",
+            err=True,
+        )
+
+
+def _is_model(name: str, model: str) -> bool:
+    return name == model or Path(name).name == Path(model).name
+
+
+MOST_REASON_CHARACTERS = 300
+_RETRY = "--retry-failed runs them again, for example with more memory"
+
+
+@dataclass(frozen=True, slots=True)
+class FirstFailure:
+    """The error record with the lowest line number.
+
+    Attributes:
+        line: number of the input line.
+        reason: its error, shortened.
+    """
+
+    line: int
+    reason: str
+
+
+def report_failures(
+    source: Path, target: Path, failed: Collection[int], requests: int, form: LineFormat | None
+) -> None:
+    """Print the number of error records, and the first with its reason, on standard error.
+
+    Args:
+        source: the input file.
+        target: the output file, with all records.
+        failed: numbers of the lines with an error record.
+        requests: number of lines that are not blank.
+        form: format of plain lines; None: a server parsed the lines, and may accept them later.
+    """
+    first = first_failure(target)
+    typer.echo(f"error records: {len(failed)} of {requests} lines, in {target}", err=True)
+    typer.echo(f"first error: line {first.line}: {first.reason}", err=True)
+    hint = "correct the lines in the input, and use --overwrite or another output file"
+    if form is None or _any_request(source, failed, form):
+        hint = _RETRY
+    typer.echo(hint, err=True)
+
+
+def first_failure(target: Path) -> FirstFailure:
+    """Read the error record with the lowest line number; the file has at least one."""
+    with target.open("rb") as lines:
+        records = (json.loads(line) for line in lines)
+        errors = ((record["line"], record["error"]) for record in records if record["error"])
+        number, error = min(errors, key=lambda found: found[0])
+    text = error.get("message", error) if isinstance(error, dict) else error
+    reason = " ".join(str(text).split())
+    if len(reason) > MOST_REASON_CHARACTERS:
+        reason = reason[:MOST_REASON_CHARACTERS] + "..."
+    return FirstFailure(number, reason)
+
+
+def _any_request(source: Path, failed: Collection[int], form: LineFormat) -> bool:
+    """Whether one of the failed lines is a request, so that other options may help."""
+    with source.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if number in failed and _is_request(line, number, form):
+                return True
+    return False
+
+
+def _is_request(line: bytes, number: int, form: LineFormat) -> bool:
+    try:
+        parse_line(line, number, form)
+    except BatchError:
+        return False
+    return True
+
+
+GROUP_RECORDS = 32
+GROUP_S = 0.5
+"""A group is written when it has `GROUP_RECORDS` records, or after `GROUP_S` seconds."""
+
+
+class RecordGroups:
+    """Writes records in groups, because each write waits for the disk.
+
+    Args:
+        output: the output file.
+    """
+
+    def __init__(self, output: BatchOutput) -> None:
+        self._output = output
+        self._written_s = time.monotonic()
+
+    def put(self, record: Mapping[str, Any]) -> None:
+        """Add a record; write the group if it is complete.
+
+        Raises:
+            ConfigError: the output can no longer be written.
+        """
+        self._output.write([record])
+        if self._output.num_held >= GROUP_RECORDS or self._waited_s >= GROUP_S:
+            self._flush()
+
+    def flush_if_due(self) -> None:
+        """Write a group that has waited for long enough.
+
+        Raises:
+            ConfigError: the output can no longer be written.
+        """
+        if self._output.num_held and self._waited_s >= GROUP_S:
+            self._flush()
+
+    @property
+    def _waited_s(self) -> float:
+        return time.monotonic() - self._written_s
+
+    def _flush(self) -> None:
+        self._output.flush()
+        self._written_s = time.monotonic()
