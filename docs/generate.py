@@ -18,16 +18,6 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "quire"
 REFERENCE = Path("docs/reference")
 HEADER = "<!-- Written by `make docs`. Change the code, not this file. -->\n\n"
-HELP_COLUMNS = "100"
-CLI_INTRODUCTION = """# Commands
-
-`--help` of a command shows its common options, `--help-all` those below. The model is the first
-argument of every command that takes one. `quire --install-completion` installs completion of
-commands, options, policies, codecs, choices and model folders for the current shell (bash, zsh,
-fish, PowerShell). Start a new shell to use it. Output is coloured on terminals only; `NO_COLOR=1`
-turns colours off. With `--json`, standard output is one line of JSON, and other texts are written
-to standard error.
-"""
 FLOORS = (
     *(
         "cli",
@@ -243,27 +233,8 @@ def _waste_row(store: str) -> tuple[str, ...]:
 
 
 def cli() -> str:
-    """`--help` of the program and its groups, `--help-all` of every command."""
-    from click import unstyle
-    from typer.main import get_command
-    from typer.testing import CliRunner
-
-    from quire.cli.main import app
-
-    runner = CliRunner(env={"COLUMNS": HELP_COLUMNS, "TERM": "dumb"})
-    parts = [CLI_INTRODUCTION]
-    for words, flag in _commands(get_command(app), ()):
-        shown = unstyle(runner.invoke(app, [*words, flag], catch_exceptions=False).output)
-        text = "\n".join(line.rstrip() for line in shown.strip("\n").splitlines())
-        parts.append(f"## {' '.join(('quire', *words))}\n\n```text\n{text.strip()}\n```\n")
-    return "\n".join(parts)
-
-
-def _commands(command: object, words: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
-    children = getattr(command, "commands", {})
-    yield words, "--help" if children else "--help-all"
-    for name, child in children.items():
-        yield from _commands(child, (*words, name))
+    """Every command with a table of its options."""
+    return str(runpy.run_path(str(ROOT / "docs" / "cli_reference.py"))["cli"]())
 
 
 def options() -> str:
