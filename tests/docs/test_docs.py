@@ -95,7 +95,7 @@ def test_every_path_of_the_server_is_in_the_reference() -> None:
         ("maximize-batch.md", 11),
         ("tenants.md", 20),
         ("eviction.md", 7),
-        ("offload.md", 27),
+        ("kv-offload.md", 23),
         ("weights.md", 7),
     ],
 )

@@ -1,4 +1,4 @@
-"""docs/make_page.py rebatch and docs/rebatching.md."""
+"""docs/make_page.py rebatch and docs/batchers.md."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from quire.scheduler.batchers.registry import DENSE_BATCHERS
 from support.measured_pages import load_maker, run_object
 from support.snippets import ROOT
 
-PAGE = ROOT / "docs" / "rebatching.md"
+PAGE = ROOT / "docs" / "batchers.md"
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """The tables of KVPR (Jiang et al. 2025), compared with its formulas.
 
-docs/offload.md lists the contradictions with the same arithmetic.
+docs/kv-offload.md lists the contradictions with the same arithmetic.
 """
 
 import pytest
