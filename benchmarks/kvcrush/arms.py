@@ -166,13 +166,12 @@ class OfHeads:
     forms: Mapping[str, Arm]
 
 
-BEST, MIDDLE, FEWER, MERGED = "best", "middle", "best, share 0.1", "best, merged"
+BEST, MIDDLE, FEWER = "best", "middle", "best, share 0.1"
 HEAD_FORMS: Mapping[str, str] = MappingProxyType(
     {
         BEST: "pick=best",
         MIDDLE: "",
         FEWER: "pick=best",
-        MERGED: "pick=best,merge=values",
     }
 )
 """Options of KVCrush with a retained set per KV head, by the label of the form."""

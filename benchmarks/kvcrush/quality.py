@@ -16,7 +16,6 @@ from benchmarks.kvcrush import arms
 from benchmarks.kvcrush.arm_tables import DYNAMIC, KMEANS, keys, tables
 from benchmarks.kvcrush.arms import (
     BEST,
-    MERGED,
     Arm,
     ArmTable,
     Row,
@@ -145,8 +144,6 @@ def _of_heads(config: QualityConfig) -> Groups:
             groups.setdefault(name, []).append((one.alone, arm))
             if form == BEST:
                 groups[f"{name}_{one.name}"] = [(one.alone, arm)]
-        merging = groups.setdefault(f"merge_gain_{one.percent:g}", [])
-        merging.append((one.forms[BEST], one.forms[MERGED]))
     return groups
 
 
@@ -192,7 +189,7 @@ def claims(results: Results) -> Numbers:
 
     heads_quality_gain: KVCrush with a retained set per KV head over the base policies, at a budget
     in percent; the name has the form if it is not `best`. heads_rules_not_below: base rules with a
-    gain of at least 0. merge_gain: merging values over dropping tokens.
+    gain of at least 0.
     """
     made: Numbers = {}
     for name, gain in gains(results).items():

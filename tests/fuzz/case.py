@@ -88,13 +88,11 @@ class Case:
         """Whether options change the mathematics of the KV, or codes amplify its rounding.
 
         Activations in codes lose precision. CPU attention rounds its sums differently, and codes
-        of later tokens amplify that. So do codes of merged values, whose weights are sums over the
-        chunks of a prompt: two runs in ample memory with other chunks differ as much.
+        of later tokens amplify that.
         """
         input_codec = self.kv.get("offload_activation_codec", "none") != "none"
         host = self.kv.get("offload_cpu_attention", "off") != "off"
-        merges = any("merge=values" in text for text in self.evict_texts)
-        return input_codec or (self.lossy and (host or merges))
+        return input_codec or (self.lossy and host)
 
     def to_json(self) -> str:
         """One line of text."""

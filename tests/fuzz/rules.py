@@ -112,7 +112,7 @@ def _own_options(rng: random.Random, name: str) -> list[str]:
     if issubclass(made, Crushed) and rng.random() < 0.4:
         options.append("sets=head")
     if made is KVCrush:
-        options += rng.choice(([], ["pick=best"], ["pick=best", "merge=values"]))
+        options += rng.choice(([], ["pick=best"]))
     return options
 
 

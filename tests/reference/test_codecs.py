@@ -14,7 +14,7 @@ from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.errors import ConfigError, UnknownName, UnsoundCombination
+from quire.errors import ConfigError, UnknownName
 from quire.layout.codec_names import CODECS
 from quire.layout.kv_format import fill_plain, read_format
 from quire.scheduler.schedule_config import ScheduleConfig
@@ -284,15 +284,6 @@ def test_a_codec_with_an_eviction_rule_evicts_and_leaves_no_pages(codec, kv):
     assert stats.evicted_tokens > 0
     assert stats.kv_used_bytes == 0
     engine.check()
-
-
-def test_merged_values_in_pages_that_share_scales_are_rejected_at_start():
-    config = kv_config(
-        memory="4MiB", codec="int4_page/int4", evict="kvcrush:merge=values,cap=24,every=6"
-    )
-
-    with pytest.raises(UnsoundCombination, match="share scales"):
-        Engine(load(MODEL), config, ScheduleConfig())
 
 
 def test_fp8_without_its_type_is_rejected_at_start(monkeypatch):

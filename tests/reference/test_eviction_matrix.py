@@ -150,15 +150,14 @@ def _around() -> list[Case]:
 
 
 def _of_heads() -> list[Case]:
-    """KVCrush with a retained set per KV head, with budgets over heads, and with merged values."""
+    """KVCrush with a retained set per KV head, and with budgets over heads."""
     made = [
-        Case("kvcrush", granularity, when, options=options)
+        Case("kvcrush", granularity, when, options="sets=head,pick=best")
         for granularity in GRANULARITIES
         for when in SCHEDULES
-        for options in ("sets=head,pick=best", "sets=head,merge=values")
     ]
     for when in SCHEDULES:
-        made.append(Case("kvcrush", TOKEN, when, options="merge=values,pick=best"))
+        made.append(Case("kvcrush", TOKEN, when, options="pick=best"))
         made.append(Case("kvcrush_openvino", PAGE, when, options="sets=head"))
         made.append(Case("kmeans", CHUNK, when, options="sets=head"))
         made += [Case("kvcrush", TOKEN, when, b, options="sets=head") for b in ("ada", "fastgen")]

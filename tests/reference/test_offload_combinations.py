@@ -145,39 +145,10 @@ def test_a_prompt_that_evicts_only_in_the_kv_memory_is_refused_when_submitted(co
     assert engine.stats().num_evictions
 
 
-MERGING = "kvcrush:base=(h2o:recent=3),share=0.5,merge=values"
+CRUSHED = "kvcrush:base=(h2o:recent=3),share=0.5"
 
 
-@pytest.mark.parametrize("when", ["decode", "prefill_end"])
-@pytest.mark.parametrize(
-    ("own", "codec", "rows"),
-    [
-        ("sets=layer", "none", 0.6),
-        ("sets=head", "none", 0.75),
-        ("sets=head,granularity=page", "none", 0.75),
-        ("sets=layer,granularity=page", "int8", 0.9),
-    ],
-)
-def test_values_of_offloaded_requests_are_merged_layer_by_layer(
-    own, codec, rows, when, monkeypatch
-):
-    if codec != "none":
-        use_exact_products(monkeypatch)
-    evict = f"{MERGING},{own},cap=32,every=8,when={when}"
-
-    engine, logits, _ = run("llama", rows, ALONE, codec=codec, evict=evict)
-
-    assert peak_offloaded_bytes(engine)
-    assert engine.stats().num_evictions
-    assert engine.stats().num_preemptions == 0
-    assert_all_free(engine)
-    expected = run("llama", 16, ALONE, codec=codec, evict=evict, offload=0)[1]
-    assert largest_difference(logits, expected) <= 1e-4
-    dropped = run("llama", 16, ALONE, codec=codec, evict=evict.replace("=values", "=none"))[1]
-    assert largest_difference(logits, dropped) > 1e-3
-
-
-@pytest.mark.parametrize("rule", ["tova:", f"{MERGING},"])
+@pytest.mark.parametrize("rule", ["tova:", f"{CRUSHED},"])
 def test_evictions_of_offloaded_requests_are_replayed_after_a_preemption(rule):
     schedule = {"preempt": "recompute", "admission": "optimistic"}
     evict = f"{rule}cap=40,every=8,when=decode"
@@ -233,7 +204,7 @@ def test_sequences_of_one_prompt_and_others_are_offloaded_together(params):
 
 
 @pytest.mark.parametrize("when", ["decode", "prefill_end"])
-@pytest.mark.parametrize("rule", ["tova:", "recent:granularity=page,", f"{MERGING},"])
+@pytest.mark.parametrize("rule", ["tova:", "recent:granularity=page,", f"{CRUSHED},"])
 def test_evicting_sequences_of_one_prompt_are_offloaded(rule, when):
     """Each sequence evicts its own tokens; the prompt does not fit without offload."""
     requests, evict = [(LONG, SEVERAL)], f"{rule}cap=24,every=8,when={when}"
@@ -250,7 +221,7 @@ def test_evicting_sequences_of_one_prompt_are_offloaded(rule, when):
 
 @pytest.mark.parametrize(
     ("rule", "when"),
-    [("tova:", "decode"), ("tova:", "prefill_end"), (f"{MERGING},", "decode")],
+    [("tova:", "decode"), ("tova:", "prefill_end"), (f"{CRUSHED},", "decode")],
 )
 def test_evicting_beams_fit_in_less_memory_with_offload(rule, when):
     """Their prompt counts once, and its offloaded part as staging; then the retained tokens."""

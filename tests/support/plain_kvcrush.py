@@ -1,7 +1,6 @@
 """A plain KVCrush: lists, sets and sums, token by token."""
 
 from copy import deepcopy
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 from math import floor
@@ -102,10 +101,10 @@ def in_proportion(count, sizes):
 
 
 def plain_slices(ordered, count, policy, number, score):
-    """By retained one: the members of its slice."""
+    """The retained one of each slice."""
     count, total = min(count, len(ordered)), len(ordered)
     cuts = [(i * total // count, (i + 1) * total // count) for i in range(count)]
-    chosen = {}
+    chosen = set()
     for first, end in cuts:
         members = ordered[first:end]
         offset = (end - first - 1) // 2
@@ -114,17 +113,17 @@ def plain_slices(ordered, count, policy, number, score):
             offset = int(value) % (end - first)
         elif policy.pick == BEST:
             offset = max(range(len(members)), key=lambda i: (score[members[i]], -i))
-        chosen[members[offset]] = members
+        chosen.add(members[offset])
     return chosen
 
 
 def plain_representatives(signature, count, policy, number, score):
-    """By retained one of numbered signatures: those that it represents."""
+    """The retained ones of numbered signatures."""
     plain = plain_anchors(policy, list(signature.values()), number)
     distances = {n: [plain_distance(s, anchor) for anchor in plain] for n, s in signature.items()}
     near = {n: found.index(min(found)) for n, found in distances.items()}
     of_anchors = [[n for n in near if near[n] == i] for i in range(len(plain))]
-    chosen = {}
+    chosen = set()
     for numbers, share in zip(
         of_anchors, in_proportion(count, list(map(len, of_anchors))), strict=True
     ):
@@ -147,15 +146,6 @@ def pieces_of(tokens, piece):
     return [tokens[i : i + piece] for i in range(0, len(tokens), piece)]
 
 
-@dataclass
-class PlainSet:
-    """A retained set, and the pieces that each retained piece represents."""
-
-    retained: list[int]
-    slices: dict[int, list[int]]
-    free: list[list[int]]
-
-
 def plain_set(policy, number, tokens, of_head, protected_tokens, signature_of, keep, piece):
     """Select the tokens of one retained set.
 
@@ -174,12 +164,11 @@ def plain_set(policy, number, tokens, of_head, protected_tokens, signature_of, k
     promoted = best(score, [], num_units - count)
     grouped = [n for n in range(len(free)) if n not in promoted]
     signature = {n: [bit for t in free[n] for bit in signature_of(t)] for n in grouped}
-    slices = {}
+    representatives = set()
     if count and grouped:
-        slices = plain_representatives(signature, count, policy, number, score)
-    selected = {*promoted, *slices}
-    retained = sorted(t for p in [*protected_pieces, *(free[n] for n in selected)] for t in p)
-    return PlainSet(retained, slices, free)
+        representatives = plain_representatives(signature, count, policy, number, score)
+    selected = {*promoted, *representatives}
+    return sorted(t for p in [*protected_pieces, *(free[n] for n in selected)] for t in p)
 
 
 def plain_sets(history, policy, keep, piece=1):
@@ -233,25 +222,4 @@ def plain_kvcrush(history, policy, keep, piece=1):
     """Retained tokens by lane."""
     repeats = 1 if policy.sets == "head" else history.heads
     sets = plain_sets(history, policy, keep, piece)
-    return [found.retained for found in sets for _ in range(repeats)]
-
-
-def plain_merged(history, policy, keep, piece=1):
-    """New values of retained tokens, by lane and token."""
-    view = history.view(policy.statistics)
-    scores = policy.base.score(by_query_head(view, policy.base.statistics))
-    repeats = 1 if policy.sets == "head" else history.heads
-    merged = []
-    for number, found in enumerate(plain_sets(history, policy, keep, piece)):
-        for lane in range(number * repeats, (number + 1) * repeats):
-            tokens, rows = history.cached[lane], scores[lane * view.group : (lane + 1) * view.group]
-            weight = dict(zip(tokens, rows.mean(dim=0).tolist(), strict=False))
-            new = {}
-            for kept, members in found.slices.items():
-                for place, token in enumerate(found.free[kept]):
-                    others = [found.free[n][place] for n in members]
-                    total = sum(weight[t] for t in others)
-                    values = sum(weight[t] * history.values[lane, t] for t in others)
-                    new[token] = values / total if total else history.values[lane, token]
-            merged.append(new)
-    return merged
+    return [retained for retained in sets for _ in range(repeats)]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.errors import PolicyError
 from quire.parallel.group import TensorGroup
-from quire.policies.base import Decision, MergedValues
+from quire.policies.base import Decision
 from quire.policies.view import KVView, SlotReader
 
 
@@ -72,14 +72,8 @@ class AllHeads:
         if self._group.size == 1:
             return replace(decision, retained=mask)
         self._require_equal(mask)
-        merged = decision.merged
-        if merged is not None:
-            is_own = torch.zeros_like(merged.slots)
-            self._by_rank(is_own)[:, self._group.rank] = True
-            values = merged.values[is_own[merged.slots]]
-            merged = MergedValues(self.own(merged.slots), values)
         statistics = {one: self.own(numbers) for one, numbers in decision.statistics.items()}
-        return Decision(self.own(mask), statistics, merged)
+        return Decision(self.own(mask), statistics)
 
     def _require_equal(self, mask: Bool[Tensor, "all_lanes slot"]) -> None:
         by_rank = self._by_rank(mask.sum(dim=1))

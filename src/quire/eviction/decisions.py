@@ -13,7 +13,6 @@ from quire.errors import PolicyError
 from quire.kv.lane_reader import LaneReader
 from quire.layout.pages import LaneGroup
 from quire.layout.statistics import Statistic
-from quire.policies.base import MergedValues
 from quire.policies.eviction import Eviction
 from quire.policies.view import KVView
 from quire.scheduler.eviction_trace import EvictionEntry
@@ -75,7 +74,6 @@ class Selected:
         kept: [lanes, slots] retained slots, in the order of positions.
         promoted: [lanes, slots] slots that get a record, in the order of positions; None without
             promotion.
-        merged: new values of retained slots; None for none.
     """
 
     part: LayerPart
@@ -85,34 +83,10 @@ class Selected:
     statistics: Mapping[Statistic, Tensor]
     kept: NDArray[np.bool_]
     promoted: NDArray[np.bool_] | None
-    merged: MergedValues | None
 
     def is_of(self, group: LaneGroup) -> bool:
         """Whether the layers are in a lane group."""
         return self.part.group is group
-
-    @property
-    def stored_merged(self) -> NDArray[np.bool_]:
-        """[lanes, slots] True for each slot with a new value, in storage order."""
-        if self.merged is None:
-            return np.zeros_like(self.stored_mask)
-        return self.reader.unsort(self.merged.slots)
-
-    def overwrite(self, compacted: LaneReader) -> None:
-        """Write the merged values into slots that are still retained.
-
-        Args:
-            compacted: reader of the same layers, built after the eviction.
-        """
-        assert self.merged is not None, "only called for a rule that merges"
-        heads = len(self.merged.slots) // len(self.kept)
-        kept = torch.from_numpy(self.kept).to(self.merged.slots.device)
-        kept = kept.repeat_interleave(heads, dim=0)
-        lane, slot = (self.merged.slots & kept).nonzero(as_tuple=True)
-        place = (kept.cumsum(dim=1) - 1)[lane, slot]  # its slot after the eviction, by position
-        slots = torch.zeros_like(compacted.positions, dtype=torch.bool)
-        slots[lane, place] = True
-        compacted.overwrite_values(slots, self.merged.values[kept[self.merged.slots]])
 
     def store_statistics(self) -> None:
         """Store the statistics that the policy returned."""

@@ -37,7 +37,6 @@ from quire.kv.step import PagedKV
 from quire.layout.eviction import UNLIMITED
 from quire.layout.pages import LaneGroup
 from quire.parallel.group import ONE_RANK, TensorGroup
-from quire.policies.base import MergedValues
 from quire.policies.eviction import Eviction
 from quire.policies.view import KVView, Rotation
 from quire.scheduler.eviction_trace import EvictionEntry
@@ -100,7 +99,7 @@ class PolicyEvictor:
         parts = [self._select(request, eviction, keep, part) for part in self._parts(request)]
         if layers is not None:
             mask = stacked([part.stored_mask for part in parts])
-            self._require_layers(layers, request, mask, parts)
+            self._require_layers(layers, request, mask)
             self._compact_by_layer(layers, request, mask, parts)
             entry = self._entry(eviction, keep, done, parts)
             return Evicted(entry.num_slots, self._lanes.num_lanes, entry)
@@ -108,7 +107,7 @@ class PolicyEvictor:
             table.group.name: stacked([p.stored_mask for p in parts if p.is_of(table.group)])
             for table in self._lanes.tables
         }
-        plans = self._plans(request, masks, parts)
+        plans = self._plans(request, masks)
         if least_gain is not None and sum(plan.gain_bytes for plan in plans) < least_gain:
             return None
         entry = self._entry(eviction, keep, done, parts)
@@ -123,7 +122,7 @@ class PolicyEvictor:
             mask, retained = self._repeated_mask(request, entry)
             name = self._lanes.tables[0].group.name
             parts = self._select_again(request, entry, {name: retained})
-            self._require_layers(layers, request, mask, parts)
+            self._require_layers(layers, request, mask)
             self._compact_by_layer(layers, request, mask, parts)
             return
         repeated = [
@@ -138,35 +137,22 @@ class PolicyEvictor:
         parts = self._select_again(
             request, entry, {one.group.name: one.retained for one in repeated}
         )
-        self._commit(request, self._plans(request, masks, parts), parts, repeated)
+        self._commit(request, self._plans(request, masks), parts, repeated)
 
     def _plans(
-        self,
-        request: Request,
-        masks: Mapping[str, NDArray[np.bool_]],
-        parts: Sequence[Selected],
+        self, request: Request, masks: Mapping[str, NDArray[np.bool_]]
     ) -> list[CompactionPlan]:
         """Plan the compaction of each lane group.
 
         Args:
             request: a running request.
             masks: retained slots of each group, in storage order.
-            parts: decisions whose merged values will be written.
         """
-        plans = []
-        for table in self._lanes.tables:
-            own = [part for part in parts if part.is_of(table.group)]
-            plans.append(
-                plan_compaction(
-                    self._kv.memory,
-                    table.group.name,
-                    request.memory.row,
-                    masks[table.group.name],
-                    _kind_of(_eviction_of(request)),
-                    written=_written(own),
-                )
-            )
-        return plans
+        kind, row = _kind_of(_eviction_of(request)), request.memory.row
+        return [
+            plan_compaction(self._kv.memory, name, row, masks[name], kind)
+            for name in (table.group.name for table in self._lanes.tables)
+        ]
 
     def _commit(
         self,
@@ -175,7 +161,7 @@ class PolicyEvictor:
         parts: Sequence[Selected],
         records: Sequence[RetainedSlots],
     ) -> None:
-        """Store statistics and records, compact the lanes, then overwrite merged values."""
+        """Store statistics and records, then compact the lanes."""
         require_private_copies(self._kv.memory, *plans)
         for part in parts:
             part.store_statistics()
@@ -184,9 +170,6 @@ class PolicyEvictor:
             if promotion is not None and one.promoted is not None:
                 promotion.put(one.reader, one.retained, one.promoted)
         commit_compaction(self._kv.memory, *plans, mover=self._mover)
-        for part in parts:
-            if part.merged is not None:
-                part.overwrite(self._reader(request, part.part))
 
     def _repeated(self, request: Request, group: LaneGroup, entry: EvictionEntry) -> RetainedSlots:
         """Return the slots of a lane group that a recorded entry retains and promotes."""
@@ -274,11 +257,7 @@ class PolicyEvictor:
         return np.asarray(np.arange(columns) < -(-mask.sum(axis=1) // tokens)[:, None])
 
     def _require_layers(
-        self,
-        layers: LayerLoads,
-        request: Request,
-        mask: NDArray[np.bool_],
-        parts: Sequence[Selected],
+        self, layers: LayerLoads, request: Request, mask: NDArray[np.bool_]
     ) -> None:
         """Refuse an eviction layer by layer that lacks pages, before anything is changed.
 
@@ -290,10 +269,7 @@ class PolicyEvictor:
             self._lanes.tables[0].group,
             _eviction_of(request),
         )
-        written = _written(parts)
-        copies = count_copies(
-            self._kv.memory, group.name, row, mask, _kind_of(eviction), written=written
-        )
+        copies = count_copies(self._kv.memory, group.name, row, mask, _kind_of(eviction))
         layers.require_pages(row, group.name, self._retained_pages(mask, eviction), copies)
 
     def _compact_by_layer(
@@ -303,16 +279,10 @@ class PolicyEvictor:
         mask: NDArray[np.bool_],
         parts: Sequence[Selected],
     ) -> None:
-        """Store statistics, then settle each layer and cut it before the next one is settled.
-
-        Merged values are written after the cut of their layer: its retained pages are then in the
-        arena, and private.
-        """
+        """Store statistics, then settle each layer and cut it before the next one is settled."""
         memory, group, row = self._kv.memory, self._lanes.tables[0].group, request.memory.row
         eviction, per_layer = _eviction_of(request), group.lanes_per_layer
         kept, kind = self._retained_pages(mask, eviction), _kind_of(eviction)
-        written = _written(parts)
-        merging = {part.part.layers.start: part for part in parts if part.merged is not None}
         for part in parts:
             part.store_statistics()
         for index in range(len(group.layers)):
@@ -322,17 +292,8 @@ class PolicyEvictor:
             keep = np.ones((group.num_lanes, slots), dtype=bool)
             keep[lanes] = False
             keep[lanes, : mask.shape[1]] = mask[lanes, :slots]
-            of_layer = None
-            if written is not None:
-                of_layer = np.zeros_like(keep)
-                of_layer[lanes, : written.shape[1]] = written[lanes, :slots]
-            plan = plan_compaction(
-                memory, group.name, row, keep, kind, written=of_layer, in_place=False
-            )
+            plan = plan_compaction(memory, group.name, row, keep, kind, in_place=False)
             commit_compaction(memory, plan)
-            if index in merging:  # each part is one layer
-                one = range(index, index + 1)
-                merging[index].overwrite(LaneReader(self._kv, group.name, row, one))
         layers.forget(row, group.name)
 
     def _repeated_mask(
@@ -442,12 +403,7 @@ class PolicyEvictor:
         if any(self._promotions.values()):  # the entry of a part without records has no tokens
             chosen = np.zeros_like(kept) if promoted is None else promoted
             entry = replace(entry, promoted=promoted_entry(done, positions, chosen))
-        merged = decision.merged
-        if merged is not None:  # a rule may only change what it retains
-            merged = MergedValues(merged.slots & mask, merged.values[mask[merged.slots]])
-        return Selected(
-            part, stored_mask, entry, reader, decision.statistics, kept, promoted, merged
-        )
+        return Selected(part, stored_mask, entry, reader, decision.statistics, kept, promoted)
 
 
 def _promotion_of(kv: PagedKV, group: str) -> Promotion | None:
@@ -461,16 +417,10 @@ def _eviction_of(request: Request) -> Eviction:
     return eviction
 
 
-def _written(parts: Sequence[Selected]) -> NDArray[np.bool_] | None:
-    """[lanes, slots] retained slots that get merged values, in storage order; None for none."""
-    marks = [part.stored_merged for part in parts]
-    return stacked(marks) if any(part.any() for part in marks) else None
-
-
 def _selects_again(eviction: Eviction) -> bool:
     """Whether a repeated eviction runs the rule again: the rule returns data to store."""
     policy = eviction.policy
-    return policy is not None and (policy.writes_statistics or policy.merges_values)
+    return policy is not None and policy.writes_statistics
 
 
 def _kind_of(eviction: Eviction) -> Kind:

@@ -272,7 +272,6 @@ class EvictionRules:
             self._storing,
             rerotates=own or self._storing.rerotates,
             every=0 if rule.when == PREFILL_END else rule.most_every,
-            merges=rule.policy is not None and rule.policy.merges_values,
         )
 
     def _require_storing(self, rule: EvictionRule) -> None:

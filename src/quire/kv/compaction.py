@@ -57,8 +57,6 @@ class CompactionPlan:
         held_slots: [lanes] slots of each lane when the plan was computed.
         keep: [lanes, slots] True for retained slots; False after the last slot of a lane.
         moves: slot moves, one source to one target.
-        written: [lanes, slots] retained slots whose data will be overwritten after the commit; None
-            for none.
         kept_columns: [lanes, columns] retained pages if whole pages are dropped, else None.
         statistics: names of the groups that mirror this one and that the row uses.
         needed_pages: private page copies needed before slots move, by page class.
@@ -70,7 +68,6 @@ class CompactionPlan:
     held_slots: NDArray[np.int32]
     keep: Mask
     moves: SlotMoves
-    written: Mask | None
     kept_columns: Mask | None
     statistics: tuple[str, ...]
     needed_pages: Pages
@@ -99,7 +96,6 @@ def plan_compaction(
     keep: Mask,
     kind: Kind = Kind.FILL_HOLES,
     *,
-    written: Mask | None = None,
     in_place: bool = True,
 ) -> CompactionPlan:
     """Compute the compaction plan for a keep mask.
@@ -113,8 +109,6 @@ def plan_compaction(
         row: the sequence.
         keep: [lanes, slots] True for retained slots; columns past a lane's slots are ignored.
         kind: how pages are freed. Stores whose lanes have no holes always move slots.
-        written: [lanes, slots] slots whose data will be overwritten after the commit: their pages
-            become private. None for none.
         in_place: whether all lanes must be in the arena; False if offloaded lanes retain all slots.
 
     Raises:
@@ -147,10 +141,9 @@ def plan_compaction(
         held_slots=table.num_slots[row].copy(),
         keep=keep,
         moves=moves,
-        written=written,
         kept_columns=kept_columns,
         statistics=statistics,
-        needed_pages={table.group.page_class: _count_needed(memory, table, row, moves, written)},
+        needed_pages={table.group.page_class: _count_needed(memory, table, row, moves)},
         freed_pages=_freed_pages(memory, tables, row, keep, kept_columns),
     )
 
@@ -164,9 +157,7 @@ def _live(table: LaneTable, row: int, keep: Mask) -> Mask:
     return live
 
 
-def count_copies(
-    memory: KVMemory, group: str, row: int, keep: Mask, kind: Kind, *, written: Mask | None = None
-) -> int:
+def count_copies(memory: KVMemory, group: str, row: int, keep: Mask, kind: Kind) -> int:
     """Count the private copies that a compaction of one layer after another makes.
 
     The offloaded pages that are kept get pages of their own before; they are not counted.
@@ -177,13 +168,12 @@ def count_copies(
         row: the sequence; its first pages may be offloaded.
         keep: [lanes, slots] True for retained slots.
         kind: how pages are freed.
-        written: [lanes, slots] slots whose data will be overwritten; None for none.
     """
     table = memory.tables[group]
     keep = _live(table, row, keep)
     drops = kind is Kind.DROP_PAGES and memory.placement.drops_pages
     moves = no_moves() if drops else _moves(keep, kind)
-    return _count_needed(memory, table, row, moves, written, first_column=int(table.staged[row]))
+    return _count_needed(memory, table, row, moves, first_column=int(table.staged[row]))
 
 
 def _moves(keep: Mask, kind: Kind) -> SlotMoves:
@@ -191,27 +181,17 @@ def _moves(keep: Mask, kind: Kind) -> SlotMoves:
 
 
 def _count_needed(
-    memory: KVMemory,
-    table: LaneTable,
-    row: int,
-    moves: SlotMoves,
-    written: Mask | None,
-    first_column: int = 0,
+    memory: KVMemory, table: LaneTable, row: int, moves: SlotMoves, first_column: int = 0
 ) -> int:
-    lane, column = _shared_targets(memory, table, row, moves, written, first_column)
+    lane, column = _shared_targets(memory, table, row, moves, first_column)
     shared = table.pages[row, lane, column]
     if len(shared) and memory.listeners.unpublish(table.group.page_class, shared).any():
-        lane, _ = _shared_targets(memory, table, row, moves, written, first_column)
+        lane, _ = _shared_targets(memory, table, row, moves, first_column)
     return len(lane)
 
 
 def _shared_targets(
-    memory: KVMemory,
-    table: LaneTable,
-    row: int,
-    moves: SlotMoves,
-    written: Mask | None,
-    first_column: int = 0,
+    memory: KVMemory, table: LaneTable, row: int, moves: SlotMoves, first_column: int = 0
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the table entries (lanes, columns) of shared pages that would be written."""
     pool = memory.pools[table.group.page_class]
@@ -219,11 +199,6 @@ def _shared_targets(
         return moves.lane[:0], moves.lane[:0]
     targets = np.zeros(table.pages.shape[1:], dtype=bool)
     targets[moves.lane, moves.target // table.group.page_class.tokens] = True
-    if written is not None:
-        stays = written.copy()
-        stays[moves.lane, moves.source] = False  # the target of a move is written anyway
-        lane, slot = np.nonzero(stays)
-        targets[lane, slot // table.group.page_class.tokens] = True
     targets[:, :first_column] = False
     targets = memory.united(targets)
     lane, column = np.nonzero(targets)
@@ -300,7 +275,7 @@ def commit_compaction(
         if __debug__ and plan.kept_columns is None:
             prove_one_to_one(plan.keep, plan.moves)
         # computed again: the row may have been forked or its pages cached since the plan
-        shared.append(_shared_targets(memory, table, plan.row, plan.moves, plan.written))
+        shared.append(_shared_targets(memory, table, plan.row, plan.moves))
         needed[table.group.page_class] += len(shared[-1][0])
     _require_pages(memory, needed)
     for plan, (lane, column) in zip(plans, shared, strict=True):

@@ -159,45 +159,6 @@ class LaneReader:
         slot = self._tensor(self._order.slot)[:, None, :, None].expand_as(by_lane)
         return torch.empty_like(by_lane).scatter_(2, slot, by_lane)
 
-    def overwrite_values(
-        self, slots: Bool[Tensor, "lane slot"], values: Float[Tensor, "written head_dim"]
-    ) -> None:
-        """Overwrite values; the codec encodes them. Keys and positions stay.
-
-        Args:
-            slots: True for each slot to write, in the order of positions; the same slots for KV
-                heads that share pages. Their pages are private to the row.
-            values: float32, in the order of `slots`.
-        """
-        heads, per_layer = self._group.page_class.heads, self._group.lanes_per_layer
-        lane, slot = slots[::heads].nonzero(as_tuple=True)
-        if not len(lane):
-            return
-        views = self._views
-        assert views.value is not None, "lanes that attend have a value plane"
-        by_head = self._by_shared_slot(slots, values)
-        pages, offsets = self._places(self._group.page_class.tokens)
-        pages, offsets = pages[lane, slot], offsets[lane, slot]
-        if views.coded is None:
-            views.value[pages, :, offsets] = by_head.to(views.value.dtype)
-            return
-        for index, layer in enumerate(self.layers):
-            coded = self._kv.coded.of(self._group.page_class, layer)
-            assert coded is not None, "the pages hold codes"
-            own = lane.div(per_layer, rounding_mode="floor") == index
-            codec = coded.value.codec_of(lane[own] % per_layer)
-            codes = codec.encode(by_head[own][:, :, None])
-            for plane, numbers in zip(coded.value.planes, codes, strict=True):
-                plane[pages[own], :, offsets[own]] = numbers.squeeze(-2)
-
-    def _by_shared_slot(
-        self, slots: Bool[Tensor, "lane slot"], values: Float[Tensor, "written head_dim"]
-    ) -> Float[Tensor, "written_slot head head_dim"]:
-        """Group the values of KV heads that share pages by slot."""
-        heads = self._group.page_class.heads
-        head = slots.nonzero(as_tuple=True)[0] % heads
-        return torch.stack([values[head == number] for number in range(heads)], dim=1)
-
     def unsort(self, keep: Bool[Tensor, "lane slot"]) -> NDArray[np.bool_]:
         """Convert a mask over the view to [lanes of the table, slots] in storage order.
 

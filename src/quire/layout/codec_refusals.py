@@ -17,14 +17,12 @@ class Storing:
         evicts: whether tokens are evicted.
         rerotates: whether keys are stored before RoPE.
         every: maximum number of tokens between two evictions.
-        merges: whether an eviction rule merges values of evicted tokens into retained ones.
     """
 
     form: KVFormat
     evicts: bool = False
     rerotates: bool = False
     every: int = 0
-    merges: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,22 +44,7 @@ class Excluded:
     instead: str
 
 
-_OF_PAGES = "codecs of whole pages (`int4_page`, `int2_page`, `kivi4`, `kivi2`)"
 EXCLUDED: tuple[Excluded, ...] = (
-    Excluded(
-        codecs=_OF_PAGES,
-        other="rules that merge values (`kvcrush:merge=values`)",
-        meets=lambda requested: requested.form.per_page and requested.merges,
-        reason="the tokens of a page share scales, so the value of one token cannot be replaced",
-        instead="merge=none, or a codec that encodes single tokens, such as int8",
-    ),
-    Excluded(
-        codecs="`sinks`, `residual` and `promoted`",
-        other="rules that merge values (`kvcrush:merge=values`)",
-        meets=lambda requested: requested.merges and requested.form.has_copies,
-        reason="a token has a second copy in another precision, which merging does not replace",
-        instead="merge=none, or a codec without these options",
-    ),
     Excluded(
         codecs="calibrated codecs of keys (`int8_channel`, `kvquant4`, `kvquant3`, `equalise=1`)",
         other="`streaming`",

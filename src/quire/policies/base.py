@@ -28,33 +28,17 @@ Division = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class MergedValues:
-    """Values that replace those of retained slots, because evicted tokens are merged into them.
-
-    Attributes:
-        slots: bool [lane, slot], True for each slot with a new value; the same slots for all lanes
-            that have one retained set.
-        values: float32 [slot with a new value, head_dim], in the order of `slots`.
-    """
-
-    slots: Bool[Tensor, "lane slot"]
-    values: Float[Tensor, "merged head_dim"]
-
-
-@dataclass(frozen=True, slots=True)
 class Decision:
-    """Slots to retain, statistics to store, and values to overwrite.
+    """Slots to retain, and statistics to store.
 
     Attributes:
         retained: bool [lane, slot], True for each retained slot; the caller checks it.
         statistics: new values of declared statistics, written before any slot moves: per slot
             [lane, slot], else [lane, record, number].
-        merged: new values of retained slots; None: all values stay.
     """
 
     retained: Any
     statistics: Mapping[Statistic, Float[Tensor, "..."]] = field(default_factory=dict)
-    merged: MergedValues | None = None
 
 
 class EvictionPolicy(ABC):
@@ -139,11 +123,6 @@ class EvictionPolicy(ABC):
     @property
     def writes_statistics(self) -> bool:
         """Whether `decide` may return statistics to store."""
-        return False
-
-    @property
-    def merges_values(self) -> bool:
-        """Whether `decide` may return new values of retained slots."""
         return False
 
     def decide(self, view: KVView, keep: Int[Tensor, " lane"], piece_tokens: int = 1) -> Decision:

@@ -27,7 +27,6 @@ from quire.policies.base import (
     Decision,
     Division,
     EvictionPolicy,
-    MergedValues,
     ScorePolicy,
 )
 from quire.policies.best import Floats
@@ -113,19 +112,6 @@ class Crushed(ScorePolicy):
             count: [row] number of units to select.
         """
 
-    def merged(
-        self, context: SelectionContext, grouped: Marks, chosen: Marks
-    ) -> MergedValues | None:
-        """Return new values of the representatives; None drops the tokens that they represent.
-
-        Args:
-            context: scores, bits and values of the tokens.
-            grouped: [row, unit] units that are not important.
-            chosen: [row, unit] the representatives.
-        """
-        del context, grouped, chosen
-        return None
-
     def least_retained(self, piece_tokens: int = 1) -> int:
         edges = 2 * piece_tokens if piece_tokens > 1 else 0
         free = self.least_free(piece_tokens)
@@ -190,7 +176,7 @@ class Crushed(ScorePolicy):
         if count.any():
             chosen = self.represent(context, grouped, count)
         kept = units.spread(important | chosen, context.heads_per_row).to(context.score.device)
-        return Decision(kept, merged=self.merged(context, grouped, chosen))
+        return Decision(kept)
 
     def _by_row(
         self, numbers: Shaped[Tensor, "query_head slot"], view: KVView

@@ -27,10 +27,8 @@ evicted, are grouped. The paper does not specify signatures at later evictions: 
 or (`signatures=stored`) stored when a token first becomes evictable. A rule that overrides `choose`
 (RoCo) sets bits by its own selection; important tokens are ranked by its scores. `anchors` above 1
 assigns each token to the nearest of several anchors, and divides representatives in proportion.
-`dynamic` scales the share per retained set. The paper leaves both for future work. The paper has
-neither `pick=best`, which takes the token of a bucket with the highest score, nor `merge`: it drops
-the other tokens of a bucket. `merge=values` replaces the value of a representative by the mean over
-its slice, weighted by the scores of each KV head; its key and its position stay.
+`dynamic` scales the share per retained set. The paper leaves both for future work. The paper does
+not have `pick=best`, which takes the token of a bucket with the highest score.
 
 `dynamic`: let p be the set's scores minus the smallest score, normalized to sum 1 over the n
 evictable tokens; m the sum of p over the R best; and R / n that sum if all scores were equal:
@@ -50,7 +48,7 @@ from torch import Tensor
 from quire.errors import UnknownName
 from quire.kernels.native.selection import native_selection
 from quire.layout.statistics import SignatureBits, SignedUntil, Statistic
-from quire.policies.base import Decision, MergedValues
+from quire.policies.base import Decision
 from quire.policies.best import Floats, count_of
 from quire.policies.crushed_share import CrushedShare, whole
 from quire.policies.registry import register
@@ -63,7 +61,6 @@ from quire.policies.signatures.anchors import (
     nearest_anchor,
 )
 from quire.policies.signatures.context import SelectionContext
-from quire.policies.signatures.merging import merged_values
 from quire.policies.signatures.query_heads import apart
 from quire.policies.signatures.representatives import (
     BEST,
@@ -73,15 +70,12 @@ from quire.policies.signatures.representatives import (
     choose_best,
     choose_representatives,
     of_each_anchor,
-    slices_of,
 )
 from quire.policies.signatures.units import Marks, Units, spread
 from quire.policies.view import KVView
 
 RECOMPUTED, STORED = "recomputed", "stored"
 SIGNATURES = (RECOMPUTED, STORED)
-NONE, VALUES = "none", "values"
-MERGES = (NONE, VALUES)
 
 
 @register("kvcrush")
@@ -99,8 +93,6 @@ class KVCrush(CrushedShare):
             farthest.
         anchors: number of anchors.
         pick: token of a slice to retain, middle, random or best (the highest score).
-        merge: none drops the other tokens of a slice; values merges their values into the
-            retained one's, as a mean weighted by scores.
         dynamic: scale the share per retained set, lower if few tokens have most of the score.
         signatures: recomputed at each eviction, or stored when a token first becomes evictable.
     """
@@ -110,7 +102,6 @@ class KVCrush(CrushedShare):
     anchor: str = MEAN
     anchors: int = 1
     pick: str = MIDDLE
-    merge: str = NONE
     dynamic: bool = False
     signatures: str = RECOMPUTED
 
@@ -118,8 +109,6 @@ class KVCrush(CrushedShare):
         CrushedShare.__post_init__(self)
         check_anchor(self.anchor, self.anchors)
         check_pick(self.pick)
-        if self.merge not in MERGES:
-            raise UnknownName("merging (merge)", self.merge, MERGES)
         if self.signatures not in SIGNATURES:
             raise UnknownName("kind of signatures", self.signatures, SIGNATURES)
 
@@ -131,10 +120,6 @@ class KVCrush(CrushedShare):
     @property
     def writes_statistics(self) -> bool:
         return self.signatures == STORED
-
-    @property
-    def merges_values(self) -> bool:
-        return self.merge == VALUES
 
     def selection_context(
         self, view: KVView, keep: Int[Tensor, " lane"], piece_tokens: int
@@ -154,7 +139,7 @@ class KVCrush(CrushedShare):
     def decision_in_c(self, context: SelectionContext) -> Decision | None:
         """Make the same decision in one call of the C library; None if it cannot."""
         native = native_selection()
-        plain = self.anchors == 1 and self.pick != RANDOM and not self.merges_values
+        plain = self.anchors == 1 and self.pick != RANDOM
         if native is None or not plain or context.piece_tokens > 1:
             return None
         if not self.share or context.score.dtype != torch.float32:
@@ -207,18 +192,6 @@ class KVCrush(CrushedShare):
         signatures = context.signatures(grouped)
         anchor = self._anchor_of(signatures)
         return native.representatives(signatures.words, grouped, count, anchor, score)
-
-    def merged(
-        self, context: SelectionContext, grouped: Marks, chosen: Marks
-    ) -> MergedValues | None:
-        if not self.merges_values or not chosen.any():
-            return None
-        slices, first = np.full(grouped.shape, -1, dtype=np.int64), 0
-        for distance, near, counts in self._near_anchors(context, grouped, count_of(chosen)):
-            own = slices_of(distance, near, counts)
-            np.copyto(slices, own + first, where=own >= 0)
-            first += int(counts.max(initial=0))
-        return merged_values(context, slices, chosen)
 
     def _near_anchors(
         self, context: SelectionContext, grouped: Marks, count: NDArray[np.int64]

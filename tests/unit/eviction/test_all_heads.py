@@ -6,7 +6,7 @@ import torch
 from quire.errors import PolicyError
 from quire.eviction.all_heads import AllHeads
 from quire.layout.statistics import AttentionSum
-from quire.policies.base import Decision, MergedValues
+from quire.policies.base import Decision
 from quire.policies.view import KVView
 from support.ranks import ThreadGroup, on_ranks
 
@@ -66,23 +66,14 @@ def test_view_is_that_of_one_rank(size: int) -> None:
 def test_each_rank_gets_its_part_of_a_decision(size: int) -> None:
     generator = torch.Generator().manual_seed(0)
     mask = torch.rand(LANES, SLOTS, generator=generator).argsort(dim=1) < 3
-    slots = mask & (torch.rand(LANES, SLOTS, generator=generator) < 0.5)
-    values = torch.rand(int(slots.sum()), DIM, generator=generator)
     statistics = torch.rand(LANES, SLOTS, generator=generator)
-    whole = torch.zeros(LANES, SLOTS, DIM)
-    whole[slots] = values
 
     def part(group: ThreadGroup) -> None:
-        decision = Decision(mask, {AttentionSum(): statistics}, MergedValues(slots, values))
+        decision = Decision(mask, {AttentionSum(): statistics})
         found = AllHeads(group, LAYERS).own_part(decision, mask)
         lanes = own_lanes(group.rank, size)
         assert torch.equal(found.retained, mask[lanes])
         assert torch.equal(found.statistics[AttentionSum()], statistics[lanes])
-        assert found.merged is not None
-        assert torch.equal(found.merged.slots, slots[lanes])
-        written = torch.zeros(len(lanes), SLOTS, DIM)
-        written[found.merged.slots] = found.merged.values
-        assert torch.equal(written, whole[lanes])
 
     on_ranks(size, part)
 

@@ -14,7 +14,6 @@ from quire.kv.compaction import Kind, count_copies
 from quire.kv.sharing import fork
 from support import engines
 
-MERGING = "kvcrush:cap=16,every=4,base=(h2o:recent=4),share=0.5,merge=values"
 CRUSHED = "kvcrush:cap=16,every=4,base=(h2o:recent=4),signatures=stored,share=0.5"
 
 
@@ -45,7 +44,7 @@ def test_policy_records_are_not_written_if_slots_cannot_be_moved(monkeypatch):
 
 def test_copies_of_shared_pages_are_counted_behind_offloaded_ones():
     """The prefix cache shares the first two pages of each lane."""
-    config = KVConfig(memory="2MiB", page_tokens=4, evict=MERGING)
+    config = KVConfig(memory="2MiB", page_tokens=4, evict=CRUSHED)
     engine = Engine(engines.load("llama"), config)
     memory = engine.pool.kv.memory
     engine.submit(GenerationRequest(list(range(3, 15)), SamplingParams(max_tokens=40)))
@@ -53,16 +52,15 @@ def test_copies_of_shared_pages_are_counted_behind_offloaded_ones():
     [request] = engine.scheduler.running
     row, table = request.memory.row, memory.tables["full"]
     lanes = len(table.num_slots[row])
-    keep = np.ones((lanes, 12), dtype=bool)
-    written = keep & np.isin(np.arange(12), [0, 5])  # in the first page and in the second
+    holes = [0, 5]  # in the first page and in the second; slots of the third are moved there
+    keep = np.repeat(~np.isin(np.arange(12), holes)[None], lanes, axis=0)
 
-    def count(kind=Kind.FILL_HOLES, **options):
-        return count_copies(memory, "full", row, keep, kind, **options)
+    def count(kind=Kind.FILL_HOLES):
+        return count_copies(memory, "full", row, keep, kind)
 
-    assert count() == 0
-    assert count(written=written) == 2 * lanes
-    assert count(Kind.DROP_PAGES, written=written) == 2 * lanes
+    assert count() == 2 * lanes
+    assert count(Kind.DROP_PAGES) == 0
     table.staged[row] = 1
-    assert count(written=written) == lanes
+    assert count() == lanes
     table.staged[row] = 0
     engine.check()

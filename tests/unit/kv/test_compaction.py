@@ -50,26 +50,6 @@ def test_last_retained_slots_fill_the_holes():
     assert used_pages(memory) == 2
 
 
-def test_pages_of_overwritten_slots_become_private():
-    """Slots 1 and 9 are overwritten: 9 moves into the hole at 5, so two shared pages are copied."""
-    memory = unordered()
-    row = started(memory, 10)
-    other = fork(memory, row)
-    before = keys(memory, other)
-    written = ~mask("oxooooooox")
-    overwritten = plan_compaction(memory, "kv", row, mask("oooooxoooo"), written=written)
-    moved = plan_compaction(memory, "kv", row, mask("oooooxoooo"))
-    [page_class] = memory.pools
-
-    assert overwritten.needed_pages[page_class] == moved.needed_pages[page_class] + 1 == 2
-    commit_compaction(memory, overwritten)
-
-    table = memory.tables["kv"]
-    own, shared = table.pages[row, 0], table.pages[other, 0]
-    assert (own[:2] != shared[:2]).all()
-    assert keys(memory, other) == before
-
-
 def test_positions_move_with_their_slots():
     memory = unordered()
     row = started(memory, 10)

@@ -94,24 +94,6 @@ def choose_best(
     return chosen
 
 
-def slices_of(
-    distance: NDArray[np.int64], grouped: NDArray[np.bool_], count: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """[row, unit] number of the slice of each grouped unit; -1 for others, and without slices."""
-    units = grouped.shape[1]
-    which = np.full(grouped.shape, -1, dtype=np.int64)
-    if not units:
-        return which
-    total = count_of(grouped)[:, None]
-    slices = np.minimum(count[:, None], total)
-    place = np.arange(units)
-    # slice i starts at i * total // slices, so rank r is in slice ((r + 1) * slices - 1) // total
-    of_rank = ((place + 1) * slices - 1) // np.maximum(total, 1)
-    row, rank = np.nonzero((place < total) & (slices > 0))
-    which[row, _ranked(distance, grouped)[row, rank] % units] = of_rank[row, rank]
-    return which
-
-
 def _ranked(distance: NDArray[np.int64], grouped: NDArray[np.bool_]) -> NDArray[np.int64]:
     """Sort (distance, index) as one number in each layer; ungrouped units come last."""
     units = distance.shape[1]

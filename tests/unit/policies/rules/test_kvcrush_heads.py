@@ -1,17 +1,16 @@
-"""KVCrush with one retained set per KV head, best picks and merged values."""
+"""KVCrush with one retained set per KV head, and best picks."""
 
 import numpy as np
 import pytest
 import torch
 
-from quire.errors import ConfigError, PolicyError, UnknownName
+from quire.errors import ConfigError, UnknownName
 from quire.policies.average import Average
 from quire.policies.base import LANE, LAYER
 from quire.policies.budgets.ada import Ada
 from quire.policies.eviction import Eviction, make_eviction
 from quire.policies.expected_attention import ExpectedAttention
 from quire.policies.h2o import H2O
-from quire.policies.keydiff import KeyDiff
 from quire.policies.kmeans import KMeans
 from quire.policies.kvcrush import KVCrush
 from quire.policies.kvcrush_openvino import KVCrushOpenVINO
@@ -21,7 +20,7 @@ from quire.policies.signatures.alignment import aligned_words
 from quire.policies.snapkv import SnapKV
 from support.histories import changed, retained_positions
 from support.native_selection import without_native_selection
-from support.plain_kvcrush import history_of, plain_kvcrush, plain_merged, ragged_history
+from support.plain_kvcrush import history_of, plain_kvcrush, ragged_history
 
 BASES = [H2O(recent=4, sinks=2), SnapKV(window=4), RoCo(sinks=1, recent=2)]
 BASE = BASES[0]
@@ -172,56 +171,10 @@ def test_ada_divides_a_layer_over_the_sets_of_heads():
     assert retained_positions(view, retained) == plain_kvcrush(history, policy, counts.tolist())
 
 
-# ---- merged values -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("pick", ["middle", "best"])
-@pytest.mark.parametrize("sets", ["layer", "head"])
-@pytest.mark.parametrize(("piece", "count"), [(1, 1), (3, 1), (1, 3)])
-def test_merged_values_equal_the_plain_means(sets, pick, piece, count):
-    history = history_of(tokens=90)
-    policy = KVCrush(base=BASE, share=0.5, sets=sets, pick=pick, anchors=count, merge="values")
-    view = history.view(policy.statistics)
-    keep = torch.full((4,), 50)
-
-    decision = policy.decide(view, keep, piece)
-
-    expected = plain_merged(history, policy, 50, piece)
-    found = decision.merged
-    assert not bool((found.slots & ~decision.retained).any())
-    rows = iter(found.values)
-    for lane, new in enumerate(expected):
-        tokens = view.positions[lane][found.slots[lane]].tolist()
-        assert tokens == sorted(new)
-        for token in tokens:
-            value = torch.tensor(new[token]).float()
-            torch.testing.assert_close(next(rows), value)
-
-
-def test_merging_changes_no_retained_token():
-    history = history_of()
-    view = history.view(KVCrush(base=BASE).statistics)
-    keep = torch.full((4,), 30)
-    merging = KVCrush(base=BASE, merge="values").decide(view, keep)
-
-    assert torch.equal(merging.retained, KVCrush(base=BASE).select(view, keep))
-    assert KVCrush(base=BASE).decide(view, keep).merged is None
-    assert KVCrush(base=BASE, share=0.0, merge="values").decide(view, keep).merged is None
-
-
-def test_merging_with_negative_scores_is_refused():
-    policy = KVCrush(base=KeyDiff(), merge="values")
-    view = history_of().view(policy.statistics)
-
-    with pytest.raises(PolicyError, match="KeyDiff returned negative ones; use a base"):
-        policy.decide(view, torch.full((4,), 30))
-
-
 @pytest.mark.parametrize(
     ("text", "error", "message"),
     [
         ("kvcrush:cap=99,sets=lane", UnknownName, "layer"),
-        ("kvcrush:cap=99,merge=keys", UnknownName, "values"),
         ("kvcrush:cap=99,budget=ada", ConfigError, "sets=head of kvcrush"),
     ],
 )
