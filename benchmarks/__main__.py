@@ -8,12 +8,9 @@ from typing import Any
 
 import typer
 
-from benchmarks.attention.command import attention
 from benchmarks.batch_max.command import batch_max
 from benchmarks.batch_plan.command import batch_plan
 from benchmarks.cluster.command import cluster
-from benchmarks.device.command import device
-from benchmarks.disaggregation.command import disaggregation
 from benchmarks.eviction.command import eviction
 from benchmarks.gpu.command import gpu
 from benchmarks.invariant.command import differences, invariant
@@ -24,7 +21,6 @@ from benchmarks.offload.command import offload
 from benchmarks.overhead.command import overhead
 from benchmarks.paper.command import paper
 from benchmarks.peers.command import peers
-from benchmarks.prefill.command import prefill
 from benchmarks.quant.command import quant
 from benchmarks.rebatch.command import rebatch
 from benchmarks.roofline.command import roofline
@@ -50,14 +46,11 @@ _COMMANDS: dict[str, Callable[..., Any]] = {
     "throughput": throughput,
     "peers": peers,
     "roofline": roofline,
-    "attention": attention,
-    "prefill": prefill,
     "overhead": overhead,
     "kvpress": kvpress,
     "serve": serve,
     "soak": soak,
     "server-load": server_load,
-    "disaggregation": disaggregation,
     "memory": memory,
     "cluster": cluster,
     "batch-max": batch_max,
@@ -70,7 +63,6 @@ _COMMANDS: dict[str, Callable[..., Any]] = {
     "rebatch": rebatch,
     "stack": stack,
     "offload": offload,
-    "device": device,
     "gpu": gpu,
     "batch-plan": batch_plan,
     "paper": paper,

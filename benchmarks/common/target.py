@@ -1,4 +1,4 @@
-"""The measured device: its clock, its free memory and its executor of schedules.
+"""The measured device: its clock and its free memory.
 
 On a GPU, time is measured between two events of a stream, and only events are synchronized. On a
 CPU, time is wall-clock time. All code runs on both, so that it can be tested without a GPU.
@@ -12,16 +12,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.offload_schedule.cuda import CudaExecutor
-from benchmarks.offload_schedule.threads import ThreadExecutor
 from quire.engine.graph_capture import CudaGraphs
 from quire.errors import ConfigError
 from quire.models.device_memory import free_device_bytes
-from quire.offload.schedule.executor import Executor
 from quire.offload.swap.host_store import device_name
 from quire.profile.ceilings import seconds
 
-_STALL_S = 120.0
 _LEAST_S = 1e-9  # the clock's resolution can measure 0 for a short call
 
 
@@ -64,12 +60,6 @@ class Target:
     def name(self) -> str:
         """Display name of the device."""
         return device_name(self.device)
-
-    def executor(self) -> Executor:
-        """Executor of schedules: CUDA streams, or CPU threads without simulated delays."""
-        if self.on_gpu:
-            return CudaExecutor(self.device, stall_s=_STALL_S)
-        return ThreadExecutor(stall_s=_STALL_S)
 
     def seconds(self, call: Callable[[], object], times: int = 1) -> float:
         """Time of one call, as the mean over the given number of back-to-back calls."""

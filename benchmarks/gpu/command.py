@@ -17,8 +17,8 @@ def gpu(  # noqa: PLR0913 - one parameter per option
     parts: Annotated[
         str,
         typer.Option(
-            help="Comma-separated parts: equality, kernels, step, prefill, batch_max, offload, "
-            "rebatch; default: all."
+            help="Comma-separated parts: equality, kernels, step, prefill, batch_max, link, "
+            "offload, kvpr, rebatch; default: all."
         ),
     ] = "",
     on: Annotated[

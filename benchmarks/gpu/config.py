@@ -1,12 +1,35 @@
 """Configurations of `python -m benchmarks gpu`, at full size and small."""
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from benchmarks.device.config import QUICK_DEVICE, DeviceBenchConfig
-from benchmarks.device.shapes import SPECS, DecodeCase
+from benchmarks.offload.machines import MODELS
 from quire.layout.model import ModelSpec
 
-MIB, GIB = 1 << 20, 1 << 30
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+
+def _toy(kv_heads: int, num_layers: int = 3) -> ModelSpec:
+    config = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": 96,
+        "vocab_size": 128,
+        "max_position_embeddings": 1024,
+    }
+    return ModelSpec.from_config(config)
+
+
+SPECS: Mapping[str, ModelSpec] = {
+    **MODELS,
+    "toy": _toy(4),
+    "toy-grouped": _toy(1),
+    "toy-deep": _toy(4, 8),
+}
+"""Model specs by name; the toys are for quick trials."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +60,8 @@ class GpuConfig:
             recompute does not pay with fewer.
         kvpr_rows, kvpr_tokens, kvpr_chunk: its rows, their prompts, and the chunks of prompts.
         others: other engines to run.
-        offload: configuration of the decode steps with KV in host memory.
+        link_bytes: sizes of copies in the part `link`.
+        piece_bytes, pieces: sizes of its small copies, and the number of copies of each size.
     """
 
     device: str = "auto"
@@ -69,15 +93,12 @@ class GpuConfig:
     kvpr_tokens: int = 512
     kvpr_chunk: int = 32
     others: tuple[str, ...] = ("static", "continuous", "vllm")
-    offload: DeviceBenchConfig = field(
-        default_factory=lambda: DeviceBenchConfig(
-            cases=(
-                DecodeCase(model="OPT-6.7B", rows=64, context=1_024),
-                DecodeCase(model="Llama-3-8B", rows=64, context=4_096),
-            ),
-            repeats=3,
-        )
+    link_bytes: tuple[int, ...] = (
+        *(4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB),
+        *(256 * MIB, GIB),
     )
+    piece_bytes: tuple[int, ...] = (4 * KIB, 16 * KIB, 28 * KIB, 64 * KIB, 256 * KIB)
+    pieces: int = 1024
 
     @property
     def spec(self) -> ModelSpec:
@@ -110,5 +131,7 @@ QUICK_GPU = GpuConfig(
     kvpr_rows=4,
     kvpr_tokens=160,
     kvpr_chunk=4,
-    offload=QUICK_DEVICE,
+    link_bytes=(4 * KIB, MIB),
+    piece_bytes=(4 * KIB,),
+    pieces=16,
 )

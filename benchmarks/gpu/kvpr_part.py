@@ -19,8 +19,8 @@ from transformers import StoppingCriteriaList
 
 from benchmarks.common.models import llama_of, random_weights
 from benchmarks.common.result import Cell, Numbers, PartResult, Table
-from benchmarks.device.shapes import SPECS
 from benchmarks.gpu.bench import GpuBench
+from benchmarks.gpu.config import SPECS
 from benchmarks.gpu.others import FAILURES, StepClock, greedy, last_steps
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig, OffloadConfig, PrefixCacheConfig

@@ -1,8 +1,7 @@
-"""Batches in a fixed KV memory: Batch-Max, KV offload, and re-batching of uneven outputs."""
+"""Batches in a fixed KV memory: Batch-Max, swapping, and re-batching of uneven outputs."""
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -11,8 +10,6 @@ from benchmarks.batch_max.running import generate_all
 from benchmarks.common.models import random_weights
 from benchmarks.common.result import Cell, Numbers, PartResult, Table
 from benchmarks.common.workload import SHAPES
-from benchmarks.device.bench import DeviceBench
-from benchmarks.device.step_part import run_step as run_offloaded_step
 from benchmarks.gpu.bench import GpuBench
 from benchmarks.gpu.others import FAILURES, PAGE_TOKENS, batching_options, greedy
 from quire.config.generation_request import GenerationRequest
@@ -59,29 +56,20 @@ def run_batch_max(bench: GpuBench) -> PartResult:
 
 
 def run_offload(bench: GpuBench) -> PartResult:
-    """Run the part: the decode steps of `device`, and swapping against Transformers' offload.
+    """Run the part: swapping against Transformers' offload.
 
     swap_speedup: tokens/s of Quire with a swap space over those of Transformers' continuous
-    batching with KV offload, in the same device memory. The other claims are those of part `step`
-    of `python -m benchmarks device`.
+    batching with KV offload, in the same device memory.
     """
-    config = bench.config
-    device = DeviceBench.of(replace(config.offload, device=config.device))
-    steps = run_offloaded_step(device)
-    device.drop_pool()
-    bench.free()
     own, their, note = _swapping(bench), None, None
     try:
         their = _continuous_offload(bench)
     except FAILURES as error:
         note = f"failed: {error}"[:80]
-    claims: Numbers = {f"offload_{name}": value for name, value in steps.claims.items()}
-    if their is not None:
-        claims["swap_speedup"] = own / their
+    claims: Numbers = {} if their is None else {"swap_speedup": own / their}
     return PartResult(
         claims=claims,
         tables=(
-            *steps.tables,
             Table(
                 name="gpu-swap",
                 caption=(
@@ -95,7 +83,6 @@ def run_offload(bench: GpuBench) -> PartResult:
                 ),
             ),
         ),
-        raw=steps.raw,
     )
 
 

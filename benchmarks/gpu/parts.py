@@ -7,6 +7,7 @@ from benchmarks.gpu.bench import GpuBench
 from benchmarks.gpu.equality_part import run_equality
 from benchmarks.gpu.kernels_part import run_kernels
 from benchmarks.gpu.kvpr_part import run_kvpr
+from benchmarks.gpu.link_part import run_link
 from benchmarks.gpu.memory_parts import run_batch_max, run_offload, run_rebatch
 from benchmarks.gpu.prefill_part import run_prefill
 from benchmarks.gpu.step_part import run_step
@@ -17,6 +18,7 @@ PARTS: Mapping[str, Callable[[GpuBench], PartResult]] = {
     "step": run_step,
     "prefill": run_prefill,
     "batch_max": run_batch_max,
+    "link": run_link,
     "offload": run_offload,
     "kvpr": run_kvpr,
     "rebatch": run_rebatch,

@@ -7,7 +7,7 @@ from benchmarks.common.kvpr import paper_split
 from quire.offload.profiler import Sizes, Speeds
 from quire.offload.schedule.work import BatchTokens, Rules, StepWork, even_layers, ring_rules
 from quire.plan.offload.resident import with_weights
-from quire.plan.offload.split import OffloadRates, best_shares, pipelined_split
+from quire.plan.offload.split import OffloadRates, pipelined_split
 
 Division = Callable[[OffloadRates, int], tuple[int, int]]
 """Maps (rates, tokens) to the numbers of recomputed tokens and of tokens with CPU attention."""
@@ -22,7 +22,6 @@ class Arm:
         label: display name.
         rules: rules of the layout.
         divide: division of the tokens.
-        coded: whether KV and X cross the link as codes of half the bytes.
         ring: whether X is staged in a ring of the smallest sufficient size.
     """
 
@@ -30,7 +29,6 @@ class Arm:
     label: str
     rules: Rules
     divide: Division
-    coded: bool = False
     ring: bool = False
 
 
@@ -46,41 +44,14 @@ def _pipelined(rates: OffloadRates, tokens: int) -> tuple[int, int]:
     return pipelined_split(rates, tokens), 0
 
 
-def _shared(rates: OffloadRates, tokens: int) -> tuple[int, int]:
-    found = best_shares(rates, tokens)
-    return round(found.x_tokens), min(tokens - round(found.x_tokens), round(found.host_tokens))
-
-
 def _offloaded(_rates: OffloadRates, tokens: int) -> tuple[int, int]:
     return 0, tokens
 
 
 ARMS = (
-    Arm(name="no_overlap", label="no overlap", rules=Rules(prefetch=False), divide=_none),
     Arm(name="prefetch", label="prefetch only", rules=Rules(), divide=_none),
-    Arm(
-        name="serial",
-        label="recompute, then transfer",
-        rules=Rules(serial=True, x_chunks=1),
-        divide=_paper,
-    ),
     Arm(name="lA", label="the paper's split", rules=Rules(x_chunks=1), divide=_paper),
     Arm(name="lB", label="pipelined split", rules=Rules(), ring=True, divide=_pipelined),
-    Arm(
-        name="lB_codec",
-        label="pipelined, quantized",
-        rules=Rules(),
-        ring=True,
-        divide=_pipelined,
-        coded=True,
-    ),
-    Arm(
-        name="host_share",
-        label="link, device and CPU attention",
-        rules=Rules(),
-        ring=True,
-        divide=_shared,
-    ),
     Arm(name="all_host", label="all CPU attention", rules=Rules(), divide=_offloaded),
 )
 BY_NAME = {arm.name: arm for arm in ARMS}

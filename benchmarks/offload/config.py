@@ -1,9 +1,6 @@
 """Configurations of `python -m benchmarks offload`."""
 
-from dataclasses import dataclass, field
-
-from benchmarks.offload.layer_shape import LayerShape
-from benchmarks.offload.simulated_machine import Ratios
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -11,14 +8,7 @@ class OffloadBenchConfig:
     """Configuration of all parts.
 
     Attributes:
-        shape: shape of steps on threads.
-        ratios: ratios of the part `arms`: rho and xi of OPT-13B on an A100 with PCIe 4.
-        others: rho of further machines, by name, compared with prefetching.
-        repeats: rounds of all arms.
-        sweep_shape: shape of the part `sweep`.
-        rhos, xis: ratios of the part `sweep`.
-        hosts: ratios u / k of the part `host`.
-        refit_steps: steps of the part `refit`, both before and after the link changes.
+        repeats: rounds of the part `restore`.
         restore_tokens: length of the prefix that the part `restore` loads.
         batches: batch sizes of the tables on the virtual clock.
         prompts: prompt lengths of these tables.
@@ -32,15 +22,7 @@ class OffloadBenchConfig:
         gain_steps: decode steps of its sequences.
     """
 
-    shape: LayerShape = field(default_factory=lambda: LayerShape(tokens=4096))
-    ratios: Ratios = field(default_factory=Ratios)
-    others: tuple[tuple[str, float], ...] = (("rtx5000", 0.85), ("h200", 0.35))
     repeats: int = 5
-    sweep_shape: LayerShape = field(default_factory=lambda: LayerShape(tokens=2048, num_layers=12))
-    rhos: tuple[float, ...] = (0.1, 0.35, 0.5, 1.0, 2.0)
-    xis: tuple[float, ...] = (0.5, 1.0, 2.0)
-    hosts: tuple[float, ...] = (1.0, 0.5)
-    refit_steps: int = 12
     restore_tokens: int = 2048
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 48)
     prompts: tuple[int, ...] = (128, 256, 512, 1024)
@@ -55,13 +37,7 @@ class OffloadBenchConfig:
 
 
 QUICK_OFFLOAD = OffloadBenchConfig(
-    shape=LayerShape(tokens=2048, num_layers=8),
     repeats=2,
-    sweep_shape=LayerShape(tokens=1024, num_layers=6),
-    rhos=(0.35, 1.0),
-    xis=(0.5, 2.0),
-    hosts=(1.0,),
-    refit_steps=6,
     restore_tokens=1024,
     batches=(1, 8, 32),
     prompts=(128, 1024),

@@ -1,24 +1,19 @@
-"""Models and machines of paper 003 (KVPR), on the virtual clock or on the GPU of this machine.
+"""Models and machines of paper 003 (KVPR) on the virtual clock.
 
 The paper's baselines transfer all KV one layer ahead: the arm `prefetch`. KVPR is the arm `lA`, the
 paper's split. Quire's own split is the arm `lB`.
 
-Without a GPU, the schedules of whole models run on the virtual clock with the rates of
-`benchmarks.offload.machines`. With one, `benchmarks.device` runs them with random weights.
+The schedules of whole models run with the rates of `benchmarks.offload.machines`. On a GPU
+`python -m benchmarks gpu --parts kvpr` measures the engine.
 """
 
-import statistics
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from benchmarks.common.decode_batch import DecodeBatch
-from benchmarks.device.bench import DeviceBench
-from benchmarks.device.config import QUICK_DEVICE, DeviceBenchConfig
 from benchmarks.offload.arms import BY_NAME
 from benchmarks.offload.machines import MACHINES
 from benchmarks.offload.virtual import Case, Load, case_for
 from benchmarks.paper.material import Material
 from benchmarks.paper.shapes import shape
-from quire.layout.model import ModelSpec
 
 BASELINE, KVPR, PIPELINED = BY_NAME["prefetch"], BY_NAME["lA"], BY_NAME["lB"]
 ARMS = (BASELINE, KVPR, PIPELINED)
@@ -34,29 +29,6 @@ MODELS = {
 }
 
 _QUICK_LAYERS = 6
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShapeBatch(DecodeBatch):
-    """A decode batch of any model shape.
-
-    Attributes:
-        model: display name.
-        of: shape.
-    """
-
-    model: str
-    of: ModelSpec
-
-    @property
-    def spec(self) -> ModelSpec:
-        """Model spec of the batch."""
-        return self.of
-
-    @property
-    def name(self) -> str:
-        """Display name."""
-        return self.model
 
 
 def layers_of(material: Material) -> int:
@@ -103,9 +75,6 @@ def virtual_differences(material: Material, machine: str = "a100") -> tuple[str,
     return (rates, f"{_QUICK_LAYERS} layers") if material.quick else (rates,)
 
 
-# ---- on this machine's device --------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latency:
     """Decode steps of one generation with every arm of ARMS.
@@ -126,50 +95,10 @@ class Latency:
 
 
 def latency(material: Material, model: str, load: Load) -> Latency:
-    """Latency with weights on the device: on a GPU measured, else on the virtual clock."""
-    measure = _measured if material.on_gpu else _virtual
-    return material.once(f"{model} {load}", lambda: measure(material, model, load))
-
-
-def _virtual(material: Material, model: str, load: Load) -> Latency:
+    """Latency of a generation with weights on the device."""
     found = case(material, model)
     steps = load.generated - 1
     base, kvpr, own = (load.rows * steps / found.tokens_per_s(arm, load) for arm in ARMS)
     return Latency(
         seconds=(base, kvpr, own), rows=load.rows, differences=virtual_differences(material)
-    )
-
-
-def _measured(material: Material, model: str, load: Load) -> Latency:
-    """One step is measured at the mean length, and its time counts for all steps."""
-    batch = ShapeBatch(
-        model=model,
-        of=shape(MODELS[model]),
-        rows=load.rows,
-        context=load.prompt + load.generated // 2,
-    )
-    rows, step_s = step_seconds(material, batch)
-    base, kvpr, own = ((load.generated - 1) * one for one in step_s)
-    differences = (
-        f"{material.machine} instead of an A100 with PCIe 4; steps of random weights at the mean "
-        "length",
-        f"{rows} rows instead of {load.rows}" if rows != load.rows else "",
-    )
-    return Latency(
-        seconds=(base, kvpr, own), rows=rows, differences=tuple(filter(None, differences))
-    )
-
-
-def step_seconds(material: Material, batch: DecodeBatch) -> tuple[int, tuple[float, ...]]:
-    """Rows that fit, and the median decode step of every arm on this machine's device."""
-    config = QUICK_DEVICE if material.quick else DeviceBenchConfig()
-    bench = material.once(
-        "device",
-        lambda: DeviceBench.of(replace(config, device=material.settings.loading.device)),
-    )
-    harness = bench.harness(batch)
-    layouts = {arm.name: harness.layout(arm) for arm in ARMS}
-    found = harness.rounds(layouts, config.repeats)
-    return harness.case.rows, tuple(
-        statistics.median(step.seconds for step in run) for run in found.values()
     )

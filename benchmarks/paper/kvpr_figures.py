@@ -163,7 +163,7 @@ FIGURE_7 = Item(
     printed=_printed_cuts(),
     measure=_figure_7,
     status=SCALED,
-    reason="on a GPU measured, else the virtual clock; the engine runs on the given model",
+    reason="virtual clock; the engine runs on the given model",
 )
 
 # ---- figures 8 and 10 ----------------------------------------------------------------------------
@@ -362,7 +362,7 @@ FIGURE_13 = Item(
     },
     measure=_figure_13,
     status=SCALED,
-    reason="on a GPU measured, else the virtual clock; the paper prints no values",
+    reason="virtual clock; the paper prints no values",
 )
 
 # ---- figure 14 -----------------------------------------------------------------------------------

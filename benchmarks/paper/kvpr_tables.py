@@ -23,7 +23,7 @@ from benchmarks.paper.shapes import shape
 
 MIB, GIB = 2**20, 2**30
 _LINK_BYTES_PER_S, _PEAK_FLOPS_PER_S = 32 * GIB, 312e12
-_VIRTUAL = "on a GPU measured, else the virtual clock with the rates of a data sheet"
+_VIRTUAL = "virtual clock with the rates of a data sheet"
 
 # ---- table 1 -------------------------------------------------------------------------------------
 

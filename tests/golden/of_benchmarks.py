@@ -16,11 +16,6 @@ def benchmark_invariant(workshop: Workshop) -> object:
     return workshop.run("invariant", "--quick", "--threads=1", of=app)
 
 
-@case(loose=("quick_figures.*",))
-def benchmark_prefill(workshop: Workshop) -> object:
-    return workshop.run("prefill", "--quick", "--threads=1", of=app)
-
-
 _CELL = Cell(
     key=CellKey(
         model="quire-tiny",

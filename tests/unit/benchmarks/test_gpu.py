@@ -11,10 +11,9 @@ from typer.testing import CliRunner
 from benchmarks.__main__ import app
 from benchmarks.common.models import llama_tiny, random_model
 from benchmarks.common.target import Target
-from benchmarks.device.shapes import SPECS
 from benchmarks.gpu import others
 from benchmarks.gpu.bench import GpuBench, decode_times
-from benchmarks.gpu.config import QUICK_GPU
+from benchmarks.gpu.config import QUICK_GPU, SPECS
 from benchmarks.gpu.equality_part import agrees
 from benchmarks.gpu.kernels_part import DecodeAttention
 from benchmarks.gpu.kvpr_part import equal_share
@@ -30,7 +29,8 @@ CLAIMS = {
     "step": {"step_over_floor", "graphs_gain", "async_gain", "static_step_over_quire"},
     "prefill": {"prefill_share"},
     "batch_max": {"batch_max_speedup", "batch_max_rows"},
-    "offload": {"offload_toy_lB_ms", "swap_speedup"},
+    "link": {"h2d_pageable_gb_per_s", "d2h_pageable_gb_per_s", "duplex_gb_per_s", "h2d_call_us"},
+    "offload": {"swap_speedup"},
     "kvpr": {
         "kvpr_latency_gain",
         "kvpr_throughput_gain",

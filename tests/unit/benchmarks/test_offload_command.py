@@ -9,40 +9,33 @@ from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
 from benchmarks.offload import config
-from benchmarks.offload.layer_shape import LayerShape
 
 
 @pytest.fixture
 def tiny(monkeypatch):
-    shape = LayerShape(hidden=16, tokens=48, rows=2, num_layers=3)
-    small = replace(config.QUICK_OFFLOAD, shape=shape, others=(), layers=2)
+    small = replace(config.QUICK_OFFLOAD, layers=2, prompts=(128,), batches=(1,))
     monkeypatch.setattr(config, "QUICK_OFFLOAD", small)
 
 
-def test_run_writes_tables_pictures_and_a_trace(tiny, tmp_path: Path):
+def test_run_writes_tables_and_pictures(tiny, tmp_path: Path):
     pytest.importorskip("matplotlib")
     out = tmp_path / "out"
-    arguments = ["offload", "--quick", "--json", "--parts", "arms,position"]
 
     result = CliRunner().invoke(
-        app, [*arguments, "--repeats", "1", "--rho", "0.4", "--out", str(out)]
+        app, ["offload", "--quick", "--json", "--parts", "codec,position", "--out", str(out)]
     )
 
     assert result.exit_code == 0, result.output
     run = json.loads(result.stdout.splitlines()[-1])
     assert run["name"] == "bench offload"
-    assert list(run["arms"]) == ["arms", "position"]
-    assert run["config"]["ratios"]["recompute"] == 0.4
-    assert "gain_lB_over_prefetch" in run["quick_figures"]
-    assert "trace" not in run["arms"]["arms"]["raw"]
+    assert list(run["arms"]) == ["codec", "position"]
+    assert "paper_split_at_128" in run["quick_figures"]
     names = {path.name for path in out.iterdir()}
-    assert {"offload.json", "offload-arms.csv", "offload-timeline.svg"} <= names
-    trace = json.loads((out / "offload-trace.json").read_text())
-    assert {event["ph"] for event in trace["traceEvents"]} == {"M", "X"}
+    assert {"offload.json", "offload-codec.csv", "offload-position.svg"} <= names
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"), [(("--parts", "speed"), "sweep"), (("--rho", "0"), "0.01")]
+    ("arguments", "message"), [(("--parts", "speed"), "restore"), (("--repeats", "0"), "1")]
 )
 def test_invalid_options_raise_before_a_run(arguments: tuple[str, ...], message: str):
     result = CliRunner().invoke(app, ["offload", *arguments])

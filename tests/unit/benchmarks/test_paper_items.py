@@ -5,9 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
-from benchmarks.common.models import llama_tiny, random_model
 from benchmarks.common.result import Chart, Table
 from benchmarks.paper.item import (
     NOT_COMPARABLE,
@@ -23,7 +21,6 @@ from benchmarks.paper.item import (
     no_values,
 )
 from benchmarks.paper.kv_cache_sizes import BANDWIDTH, MEMORY_LAYOUT, MODEL_SIZES, WHEN_IT_MATTERS
-from benchmarks.paper.kvpr_cases import ShapeBatch, step_seconds
 from benchmarks.paper.kvpr_figures import FIGURE_8, FIGURE_9, FIGURE_12, FIGURE_14
 from benchmarks.paper.kvpr_tables import TABLE_1
 from benchmarks.paper.material import Material
@@ -257,18 +254,6 @@ def test_sixteen_bit_activations_do_not_pay_with_four_bit_kv(material: Material)
     speed_ups = [ours.values[2] for ours in rows.values()]
     assert speed_ups[1] == pytest.approx(1)
     assert min(speed_ups[0], speed_ups[2]) > 1.1
-
-
-def test_steps_run_on_the_device_for_any_shape(material: Material):
-    """On a GPU the latency items run these steps; a CPU runs them too."""
-    spec = replace(random_model(llama_tiny(), dtype=torch.float32).spec, num_kv_heads=4)
-    batch = ShapeBatch(model="tiny", of=spec, rows=4, context=32)
-
-    rows, seconds = step_seconds(material, batch)
-
-    assert rows == 4
-    assert len(seconds) == 3
-    assert min(seconds) > 0
 
 
 # ---- models --------------------------------------------------------------------------------------

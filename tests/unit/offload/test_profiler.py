@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.offload_schedule.timelines import fit_speeds, measure_speeds
 from quire.errors import ConfigError
 from quire.offload.control import SplitController
 from quire.offload.profiler import OffloadProfiler, Sizes, Speeds
@@ -18,6 +17,7 @@ from quire.offload.timeline import LANES, Kind
 from quire.plan.fitting import ChangeDetector
 from quire.plan.offload.split import pipelined_seconds, pipelined_split
 from quire.plan.rates import CopyRate
+from support.offload_timelines import fit_speeds, measure_speeds
 
 LAYERS, TOKENS = 8, 1000
 SIZES = Sizes(kv_bytes=1e6, x_bytes=5e5, new_kv_bytes=1e6)

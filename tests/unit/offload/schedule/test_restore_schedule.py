@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.offload_schedule.timelines import copied_bytes
 from quire.errors import ConfigError
 from quire.offload.profiler import Sizes, Speeds
 from quire.offload.schedule.executor import VirtualClock
@@ -13,6 +12,7 @@ from quire.offload.schedule.work import BatchTokens, Rules, StepWork, even_layer
 from quire.offload.timeline import DEVICE, IN
 from quire.plan.offload.split import Loading, restore_seconds, restore_split
 from quire.plan.rates import CopyRate, PrefillRates
+from support.offload_timelines import copied_bytes
 from support.restore_schedule import plan_restore
 
 

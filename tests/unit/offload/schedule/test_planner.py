@@ -7,14 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.common.kvpr import paper_split
-from benchmarks.offload_schedule.timelines import (
-    busy_fraction,
-    busy_s,
-    chrome_trace,
-    copied_bytes,
-    overlap,
-    seconds_by_kind,
-)
 from quire.errors import ConfigError, InvariantError
 from quire.offload.profiler import Sizes, Speeds
 from quire.offload.schedule.executor import VirtualClock
@@ -31,6 +23,13 @@ from quire.plan.offload.resident import with_weights
 from quire.plan.offload.split import OffloadRates, best_shares, pipelined_seconds, pipelined_split
 from quire.plan.rates import CopyRate
 from support.offload_formulas import serial_seconds, step_seconds
+from support.offload_timelines import (
+    busy_fraction,
+    busy_s,
+    copied_bytes,
+    overlap,
+    seconds_by_kind,
+)
 
 SECONDS = st.floats(0.01, 10)
 ONE_BYTE_A_SECOND = CopyRate(bytes_per_s=1.0)
@@ -380,17 +379,6 @@ def test_busy_times_and_overlap_are_computed():
     assert timeline.stalls() == {Kind.KV_IN: 37}
     assert overlap(timeline) == pytest.approx(3 / 4)
     assert seconds_by_kind(timeline)[Kind.KV_IN] == 40
-
-
-def test_chrome_trace_names_lanes_and_times():
-    rates = OffloadRates(kv_s=1.0, x_s=0.5, recompute_s=0.5)
-    timeline = VirtualClock().run(plan_step(step_of(rates, 2, 4, 2)))
-    events = chrome_trace({"a": timeline})["traceEvents"]
-
-    spans = [event for event in events if event["ph"] == "X"]
-    assert len(spans) == len(timeline.spans)
-    assert max(e["ts"] + e["dur"] for e in spans) == pytest.approx(1e6 * timeline.seconds)
-    assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} == {IN, DEVICE}
 
 
 def test_invalid_values_raise():

@@ -1,6 +1,6 @@
-"""Analysis of schedules and timelines: speeds, totals, Chrome traces."""
+"""Analysis of schedules and timelines: speeds and totals."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from quire.offload.profiler import COST_CLASSES, Speeds, call_and_units, speeds_of
 from quire.offload.schedule.executor import Executor, Work
@@ -34,9 +34,6 @@ def fit_speeds(spans: Iterable[Span]) -> Speeds:
     return speeds_of({name: (call_s, unit_s) for name, (call_s, unit_s) in fitted.items()})
 
 
-# ---- totals --------------------------------------------------------------------------------------
-
-
 def copied_bytes(schedule: Schedule, *kinds: Kind) -> int:
     """Bytes of the given kinds of copies."""
     return sum(op.num_bytes for op in schedule.operations if op.kind in kinds)
@@ -68,39 +65,3 @@ def overlap(timeline: Timeline, one: str = IN, other: str = DEVICE) -> float:
     """
     times = (busy_s(timeline, one), busy_s(timeline, other))
     return (sum(times) - timeline.seconds) / min(times) if min(times) else 0.0
-
-
-# ---- traces --------------------------------------------------------------------------------------
-
-
-def chrome_trace(timelines: Mapping[str, Timeline]) -> dict[str, object]:
-    """Events for chrome://tracing or Perfetto: a process per timeline, a thread per lane.
-
-    Args:
-        timelines: timelines by name.
-    """
-    events: list[dict[str, object]] = []
-    for process, (name, timeline) in enumerate(timelines.items()):
-        events.append(_named("process_name", process, 0, name))
-        for thread, lane in enumerate(timeline.schedule.lanes):
-            events.append(_named("thread_name", process, thread, lane))
-            events += [_event(span, process, thread) for span in timeline.of(lane)]
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def _named(what: str, process: int, thread: int, name: str) -> dict[str, object]:
-    return {"name": what, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
-
-
-def _event(span: Span, process: int, thread: int) -> dict[str, object]:
-    operation = span.operation
-    return {
-        "name": operation.label,
-        "cat": str(operation.kind),
-        "ph": "X",
-        "pid": process,
-        "tid": thread,
-        "ts": span.start_s * 1e6,
-        "dur": span.seconds * 1e6,
-        "args": {"bytes": operation.num_bytes, "tokens": operation.tokens, "slot": operation.slot},
-    }

@@ -1,4 +1,4 @@
-"""M1: link rates by direction, copy size and kind of host memory; many small copies."""
+"""Link rates by direction, copy size and kind of host memory; many small copies."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,14 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.common.host_bytes import HostBytes, require_host
 from benchmarks.common.result import Cell, Chart, Numbers, PartResult, Table
 from benchmarks.common.target import Target, rate_gb
-from benchmarks.device.bench import DeviceBench
-from benchmarks.device.concurrent_calls import run_calls
-from benchmarks.offload_schedule.timelines import busy_s
-from quire.offload.timeline import IN, OUT, Kind
+from benchmarks.gpu.bench import GpuBench
+from quire.errors import ConfigError
+from quire.offload.swap.host_store import pin_memory
 from quire.plan.fitting import fit_seconds
+from quire.plan.machine import free_host_bytes
 from quire.profile.ceilings import touched_buffer
 
 _DUPLEX_COPIES = 12
@@ -37,10 +36,10 @@ class _Pair:
         return self.host[:num_bytes].copy_(self.device[:num_bytes], non_blocking=True)
 
 
-def run_link(bench: DeviceBench) -> PartResult:
+def run_link(bench: GpuBench) -> PartResult:
     """Run the part."""
     kinds = host_kinds(bench)
-    largest = max(bench.config.copy_bytes)
+    largest = max(bench.config.link_bytes)
     bench.target.require(2 * largest, "a copy in each direction", _CHANGE)
     device = torch.ones(largest, dtype=torch.uint8, device=bench.target.device)
     rows: list[tuple[Cell, ...]] = []
@@ -62,21 +61,21 @@ def run_link(bench: DeviceBench) -> PartResult:
     )
 
 
-def host_kinds(bench: DeviceBench) -> dict[str, Callable[[int], Tensor]]:
+def host_kinds(bench: GpuBench) -> dict[str, Callable[[int], Tensor]]:
     """Allocators by kind of host memory; a CPU target has one kind."""
 
     def pageable(num_bytes: int) -> Tensor:
-        require_host(num_bytes, "pageable memory of a copy", _CHANGE)
+        _require_host(num_bytes, "pageable memory of a copy")
         return touched_buffer(num_bytes)
 
     def pinned(num_bytes: int) -> Tensor:
-        require_host(2 * num_bytes, "pinned memory of a copy", _CHANGE)
+        _require_host(2 * num_bytes, "pinned memory of a copy")
         return torch.ones(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def registered(num_bytes: int) -> Tensor:
-        pool = HostBytes(num_bytes, bench.target)
-        found = pool.take((num_bytes,), torch.uint8)
-        found.pool = pool  # type: ignore[attr-defined] # keeps the memory pinned
+        _require_host(num_bytes, "registered memory of a copy")
+        found = touched_buffer(num_bytes)
+        pin_memory(found, found)
         return found
 
     if not bench.target.on_gpu:
@@ -88,9 +87,9 @@ def _best(target: Target) -> str:
     return "registered" if target.on_gpu else "pageable"
 
 
-def _by_size(bench: DeviceBench, kind: str, pair: _Pair) -> list[tuple[Cell, ...]]:
+def _by_size(bench: GpuBench, kind: str, pair: _Pair) -> list[tuple[Cell, ...]]:
     rows: list[tuple[Cell, ...]] = []
-    for size in bench.config.copy_bytes:
+    for size in bench.config.link_bytes:
         times = min(_MOST_COPIES, max(1, _TIMED_BYTES // size))
         rates: list[float] = []
         for call in (lambda: pair.inward(size), lambda: pair.outward(size)):  # noqa: B023
@@ -116,34 +115,63 @@ def _call(rows: list[tuple[Cell, ...]], kind: str) -> Numbers:
     return {"h2d_call_us": 1e6 * call_s}
 
 
-def _duplex(bench: DeviceBench, pair: _Pair) -> Numbers:
+def _require_host(num_bytes: int, what: str) -> None:
+    free_bytes = free_host_bytes()
+    if num_bytes > free_bytes:
+        raise ConfigError(
+            f"{what} needs {num_bytes:,} B of host memory, but {free_bytes:,} B are free on this "
+            f"machine or in its container; {_CHANGE}"
+        )
+
+
+def _duplex(bench: GpuBench, pair: _Pair) -> Numbers:
     """Both directions at once: bytes of both directions over the total time."""
     half = pair.host.numel() // 2
     size = min(64 << 20, half)
 
-    def out() -> Tensor:
-        return pair.host[half : half + size].copy_(
-            pair.device[half : half + size], non_blocking=True
-        )
+    def out() -> None:
+        pair.host[half : half + size].copy_(pair.device[half : half + size], non_blocking=True)
 
-    calls = {
-        Kind.KV_IN: (lambda: pair.inward(size), _DUPLEX_COPIES),
-        Kind.KV_OUT: (out, _DUPLEX_COPIES),
-    }
-    executor = bench.target.executor()
-    run_calls(executor, calls)
-    timeline = run_calls(executor, calls)
-    busy = {lane: float(busy_s(timeline, lane)) for lane in (IN, OUT)}
+    for _ in range(2):  # the first round is a warm-up
+        in_s, out_s, total_s = _concurrent_s(bench.target, lambda: pair.inward(size), out)
     moved = _DUPLEX_COPIES * size / 1e9
     return {
-        "duplex_h2d_gb_per_s": moved / busy[IN],
-        "duplex_d2h_gb_per_s": moved / busy[OUT],
-        "duplex_gb_per_s": 2 * moved / float(timeline.seconds),
+        "duplex_h2d_gb_per_s": moved / in_s,
+        "duplex_d2h_gb_per_s": moved / out_s,
+        "duplex_gb_per_s": 2 * moved / total_s,
         "duplex_copied_bytes": 2 * _DUPLEX_COPIES * size,
     }
 
 
-def _pieces(bench: DeviceBench, pair: _Pair, size: int) -> tuple[Cell, ...]:
+def _concurrent_s(target: Target, *calls: Callable[[], object]) -> tuple[float, float, float]:
+    """Seconds of the repeats of two calls, each on its own stream, and of both.
+
+    A CPU has no streams: the calls run one after the other.
+    """
+    if not target.on_gpu:
+        first_s, second_s = (_DUPLEX_COPIES * target.seconds(c, _DUPLEX_COPIES) for c in calls)
+        return first_s, second_s, first_s + second_s
+    with torch.cuda.device(target.device):
+        streams = [torch.cuda.Stream() for _ in calls]  # type: ignore[no-untyped-call]
+        begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        target.wait()
+        begin.record()
+        marks = []
+        for stream, call in zip(streams, calls, strict=True):
+            stream.wait_event(begin)
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(stream):
+                first.record()
+                for _ in range(_DUPLEX_COPIES):
+                    call()
+                last.record()
+            marks.append((first, last))
+        target.wait()
+        (in_s, out_s) = (float(first.elapsed_time(last)) / 1e3 for first, last in marks)
+        return in_s, out_s, max(float(begin.elapsed_time(last)) for _, last in marks) / 1e3
+
+
+def _pieces(bench: GpuBench, pair: _Pair, size: int) -> tuple[Cell, ...]:
     """Rates of many small copies, and of one copy of the same bytes."""
     count = min(bench.config.pieces, pair.host.numel() // size)
 
@@ -158,9 +186,9 @@ def _pieces(bench: DeviceBench, pair: _Pair, size: int) -> tuple[Cell, ...]:
     return size, count, 1e6 * apart_s / count, moved / apart_s, moved / packed_s
 
 
-def _size_table(bench: DeviceBench, rows: list[tuple[Cell, ...]]) -> Table:
+def _size_table(bench: GpuBench, rows: list[tuple[Cell, ...]]) -> Table:
     return Table(
-        name="device-link",
+        name="gpu-link",
         caption=(
             f"{bench.where} Consecutive copies of one size, medians of {bench.config.repeats}. "
             "Expected on PCIe 5 x16: pinned 50 to 56 GB/s in each direction, pageable 5 to 12."
@@ -170,9 +198,9 @@ def _size_table(bench: DeviceBench, rows: list[tuple[Cell, ...]]) -> Table:
     )
 
 
-def _duplex_table(bench: DeviceBench, found: Numbers) -> Table:
+def _duplex_table(bench: GpuBench, found: Numbers) -> Table:
     return Table(
-        name="device-duplex",
+        name="gpu-duplex",
         caption=f"{bench.where} Both directions at once, GB/s.",
         columns=("to the device", "to the host", "together"),
         rows=(tuple(found[f"duplex_{name}gb_per_s"] for name in ("h2d_", "d2h_", "")),),
@@ -181,7 +209,7 @@ def _duplex_table(bench: DeviceBench, found: Numbers) -> Table:
 
 def _piece_table(rows: list[tuple[Cell, ...]]) -> Table:
     return Table(
-        name="device-pieces",
+        name="gpu-pieces",
         caption=(
             "Small copies to the device, compared with one copy of the same bytes. "
             "Expected: below about 28 KiB the fixed time per copy exceeds the transfer time."
@@ -200,7 +228,7 @@ def _lines(kind: str, rows: list[tuple[Cell, ...]]) -> dict[str, tuple[tuple[flo
 
 def _chart(lines: dict[str, tuple[tuple[float, float], ...]]) -> Chart:
     return Chart(
-        name="device-link",
+        name="gpu-link",
         title="Copies by size",
         x_label="bytes",
         y_label="GB/s",

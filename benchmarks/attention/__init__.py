@@ -1,1 +1,0 @@
-"""Rates of attention over pages."""

@@ -1,1 +1,0 @@
-"""`python -m benchmarks device`: measured and expected cost of KV in host memory."""

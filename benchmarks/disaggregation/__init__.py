@@ -1,1 +1,0 @@
-"""Prefill and decode in two processes that share a store of prefixes."""

@@ -1,1 +1,0 @@
-"""Prefill times by token budget of a step."""
