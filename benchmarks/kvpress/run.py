@@ -226,7 +226,6 @@ class PressRunner:
             chance=sample.chance,
             prompt_tokens=len(prompt),
             output_tokens=len(output["token_ids"]),
-            truncated=False,
             kv_peak_bytes=output["peak_bytes"],
             output=text,
         )

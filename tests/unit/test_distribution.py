@@ -30,7 +30,6 @@ DISTRIBUTIONS = {
     "huggingface_hub": "huggingface-hub",
     "starlette": "fastapi",
     "pyarrow": "ray",
-    "rouge_score": "rouge-score",
     "prometheus_client": "prometheus-client",
     "fastapi_swagger": "fastapi-swagger",
     "opentelemetry": "opentelemetry-sdk",

@@ -44,7 +44,7 @@ def board(  # noqa: PLR0913 - one parameter per option
         str, typer.Option(help="KV codecs; full KV with the first one is the reference.")
     ] = ",".join(_GRID.codecs),
     tasks: Annotated[
-        str, typer.Option(help="Tasks with generated prompts; quire eval tasks lists them.")
+        str, typer.Option(help="Tasks; quire eval tasks lists them.")
     ] = "repeats,retold,majority,lines",
     tokens: Annotated[int, typer.Option(help="Length of the prompts.")] = 256,
     num_prompts: Annotated[int, typer.Option(help="Prompts of each task and seed.")] = 10,

@@ -66,7 +66,7 @@ eval_app = typer.Typer(
 
 def tasks(*, as_json: AsJson = False) -> None:
     """List the tasks of quire eval run, one on each line."""
-    from quire.cli.tables import show_summaries, show_text
+    from quire.cli.tables import show_summaries
     from quire.evals.suite.registry import SUITES, TASKS, suites_with
 
     if as_json:
@@ -75,7 +75,6 @@ def tasks(*, as_json: AsJson = False) -> None:
                 "name": task.name,
                 "summary": task.summary,
                 "metrics": list(task.metrics),
-                "file": task.source,
                 "suites": list(suites_with(task.name)),
             }
             for task in TASKS.values()
@@ -90,7 +89,6 @@ def tasks(*, as_json: AsJson = False) -> None:
         "\nSuites, as in quire eval run MODEL --suite NAME",
         ((name, ", ".join(suite.tasks)) for name, suite in SUITES.items()),
     )
-    show_text("\nA task with a file needs --data FILE.")
 
 
 @with_settings(MODEL, KV, SCHEDULE)

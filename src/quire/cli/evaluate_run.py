@@ -51,10 +51,10 @@ def run(  # noqa: PLR0913 - one parameter per option
         str, typer.Option(help="Tasks, separated by commas; quire eval tasks lists them.")
     ] = "",
     data: Annotated[
-        list[str] | None,
+        Path | None,
         typer.Option(
-            metavar="FILE",
-            help="Local file of a task; TASK=FILE if several tasks read files. Can be repeated.",
+            help="Text file in UTF-8 that the task perplexity reads. Default: packaged books.",
+            show_default=False,
         ),
     ] = None,
     tokens: Annotated[
@@ -66,27 +66,6 @@ def run(  # noqa: PLR0913 - one parameter per option
         typer.Option(help="Prompts of each task. Default: the suite.", show_default=False),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of generated prompts.", hidden=True)] = 1,
-    shots: Annotated[
-        int | None,
-        typer.Option(help="Worked examples in prompts of gsm8k, xsum and cnn_dm.", hidden=True),
-    ] = None,
-    max_prompt_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=2,
-            help="Leave out the middle of longer prompts that are read from a file. Default: the "
-            "model's context.",
-            hidden=True,
-        ),
-    ] = None,
-    apply_chat_template: Annotated[
-        bool,
-        typer.Option(
-            "--apply-chat-template",
-            help="Send prompts that are read from a file as messages of a user.",
-            hidden=True,
-        ),
-    ] = False,
     sanity_check: Annotated[
         bool,
         typer.Option(
@@ -106,7 +85,7 @@ def run(  # noqa: PLR0913 - one parameter per option
     Every score has a 95 % interval, KV bytes and tokens/s. With --evict or --kv-codec the same
     prompts also run with full KV. A verdict is given only if the model passes the sanity check.
     """
-    from quire.evals.suite.runner import EvalConfig, PromptOptions
+    from quire.evals.suite.runner import EvalConfig
 
     chosen, base = selected(suite, tasks)
     config = EvalConfig(
@@ -114,12 +93,9 @@ def run(  # noqa: PLR0913 - one parameter per option
         tokens=split_numbers("--tokens", tokens) or base.tokens,
         count=base.count if num_prompts is None else num_prompts,
         seed=seed,
-        shots=shots,
-        data={},
-        prompts=PromptOptions(most_tokens=max_prompt_tokens, chat=apply_chat_template),
+        data=data,
         sanity=sanity_check,
     )
-    config = replace(config, data=data_by_task(data or [], config))
     refuse_ranks(settings, config)
     if out is not None:
         prepare_folder(out)
@@ -144,37 +120,6 @@ def selected(suite: str | None, tasks: str) -> "tuple[tuple[EvalTask, ...], Suit
     base = suite_of(suite if suite is not None else _QUICK)
     names = listed if suite is None and listed else [*base.tasks, *listed]
     return tuple(map(task_of, dict.fromkeys(names))), base
-
-
-def data_by_task(given: Sequence[str], config: "EvalConfig") -> dict[str, Path]:
-    """Files by task: `TASK=FILE`, or `FILE` for the only task that reads one.
-
-    Raises:
-        ConfigError: it is not clear which task reads a file, or a file does not exist.
-    """
-    names = [task.name for task in config.tasks]
-    reading = [task.name for task in config.tasks if task.source]
-    if not reading and "perplexity" in names:
-        reading = ["perplexity"]
-    found: dict[str, Path] = {}
-    for text in given:
-        name, _, file = text.partition("=")
-        if name not in names:
-            name, file = _only(reading, text), text
-        found[name] = Path(file).expanduser()
-        if not found[name].is_file():
-            raise ConfigError(f"expected --data with a file, got {file!r}: there is no such file")
-    return found
-
-
-def _only(reading: Sequence[str], text: str) -> str:
-    if len(reading) != 1:
-        listed = ", ".join(reading) or "none"
-        raise ConfigError(
-            f"--data {text}: expected one task that reads a file, got {listed}; add --tasks, or "
-            "write --data TASK=FILE"
-        )
-    return reading[0]
 
 
 def refuse_ranks(settings: Settings, config: "EvalConfig") -> None:
@@ -255,10 +200,7 @@ def as_envelope(found: "Evaluation", settings: Settings, config: "EvalConfig") -
         "tokens": list(config.tokens),
         "num_prompts": config.count,
         "seed": config.seed,
-        "shots": config.shots,
-        "data": {name: path.name for name, path in config.data.items()},
-        "max_prompt_tokens": config.prompts.most_tokens,
-        "apply_chat_template": config.prompts.chat,
+        "data": None if config.data is None else config.data.name,
     }
     return envelope("eval", found.claims(), arms | more, settings.as_dict() | options)
 

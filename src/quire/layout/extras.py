@@ -13,7 +13,7 @@ EXTRAS = MappingProxyType(
         "serve": (
             *("fastapi", "fastapi_swagger", "h11", "prometheus_client", "pydantic", "uvicorn"),
         ),
-        "eval": ("plotly", "rouge_score"),
+        "eval": ("plotly",),
         "events": ("zmq", "msgpack"),
         "gguf": ("gguf", "accelerate"),
         "kmeans": ("scipy",),

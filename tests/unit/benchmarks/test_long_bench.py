@@ -2,6 +2,7 @@
 
 import pytest
 
+from benchmarks.common import long_bench
 from benchmarks.common.long_bench import TASKS, LongBenchExample, example_of, grade
 from quire.errors import ConfigError
 
@@ -49,3 +50,31 @@ def test_data_sets_have_their_own_scores(name: str, reference: str, text: str):
     example = LongBenchExample(prompt="", references=(reference,), classes=("city", "date"))
 
     assert grade(name, example, text) == {"repobench-p": 1.0}.get(name, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("output", "reference", "f1"),
+    [
+        ("The cat, sat!", "a cat sat", 1.0),
+        ("cat dog", "cat bird fish", 2 * (1 / 2) * (1 / 3) / (1 / 2 + 1 / 3)),
+        ("", "cat", 0.0),
+        ("dog", "cat", 0.0),
+    ],
+)
+def test_word_f1_ignores_case_punctuation_and_articles(output, reference, f1):
+    assert long_bench.word_f1(output, reference) == pytest.approx(f1)
+
+
+def test_named_classes_share_the_score():
+    classes = ["date", "city", "city in Europe"]
+
+    assert long_bench.class_found("a city in Europe", "city in Europe", classes) == 1.0
+    assert long_bench.class_found("a date or a city", "city", classes) == 0.5
+    assert long_bench.class_found("nothing", "city", classes) == 0.0
+
+
+def test_numbers_and_code_are_compared_as_in_longbench():
+    assert long_bench.share_of_numbers("Paragraph 3 or 5", "Paragraph 3") == 0.5
+    assert long_bench.share_of_numbers("none", "Paragraph 3") == 0.0
+    assert long_bench.code_similarity("\n# comment\nx = 1\ny = 2", "x = 1") == 1.0
+    assert long_bench.code_similarity("```", "x = 1") == 0.0

@@ -15,7 +15,7 @@ from quire.evals.board.grid import FULL, Entry, Grid
 from quire.evals.suite.base import EvalTask, Sample, SampleOptions
 from quire.evals.suite.cells import CellFolder, CellResult
 from quire.evals.suite.engines import Engines
-from quire.evals.suite.runner import PromptOptions, SampleRunner
+from quire.evals.suite.runner import SampleRunner
 from quire.evals.suite.sanity import SKIPPED, Sanity, sanity_of
 from quire.evals.tune.scores import fingerprint_of
 from quire.layout.kv_format import fill_plain, read_format
@@ -31,7 +31,7 @@ class BoardConfig:
 
     Attributes:
         grid: the entries.
-        tasks: tasks with generated prompts.
+        tasks: the tasks.
         tokens: length of the prompts.
         count: prompts of each task and seed.
         seeds: seeds of the prompts.
@@ -48,12 +48,6 @@ class BoardConfig:
     def __post_init__(self) -> None:
         if not self.tasks:
             raise ConfigError("expected at least one task, got none: add --tasks")
-        for task in self.tasks:
-            if not task.by_length:
-                raise ConfigError(
-                    f"task {task.name!r} has no generated prompts: choose tasks with a length, as "
-                    "quire eval tasks lists them"
-                )
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise ConfigError(f"expected --seeds with different numbers, got {list(self.seeds)}")
         for name, value in (("tokens", self.tokens), ("num-prompts", self.count)):
@@ -170,7 +164,7 @@ class BoardRunner:
     def _measured(self, entry: Entry, kv: KVConfig, task: EvalTask) -> CellResult:
         llm = self._engines.of(kv)
         samples = self.samples(task)
-        prompts, seconds = SampleRunner(llm, kv, PromptOptions()).run(task, samples)
+        prompts, seconds = SampleRunner(llm, kv).run(task, samples)
         return CellResult(
             task=task.name,
             tokens=self._config.tokens,

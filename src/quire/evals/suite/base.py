@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from quire.errors import ConfigError
 from quire.evals.tasks import Measure
 
 MIN_FULL = 0.9
@@ -23,8 +22,6 @@ class Sample:
         stop: texts that end the output.
         depth: requested location of the answer, 0 (first) to 1 (last); None: it has none.
         chance: score of random guessing.
-        classes: names that a classification chooses from.
-        data_set: name of the data set, where a task reads several.
         continuation: text whose log-probability is measured; no output is generated then.
     """
 
@@ -34,8 +31,6 @@ class Sample:
     stop: tuple[str, ...] = ()
     depth: float | None = None
     chance: float = 0.0
-    classes: tuple[str, ...] = ()
-    data_set: str = ""
     continuation: str = ""
 
 
@@ -48,29 +43,14 @@ class SampleOptions:
         measure: counts the tokens of a text with the evaluated model's tokenizer.
         tokens: maximum length of a generated prompt and its answer.
         seed: seed of generated prompts.
-        shots: worked examples before the question; None: the task's default.
-        data: file that the task reads; None: no file.
+        data: text file that a perplexity reads; None: packaged books.
     """
 
     count: int
     measure: Measure
     tokens: int = 512
     seed: int = 1
-    shots: int | None = None
     data: Path | None = None
-
-    def file(self, task: str, expected: str) -> Path:
-        """The file that a task reads.
-
-        Raises:
-            ConfigError: no file is given.
-        """
-        if self.data is None:
-            raise ConfigError(
-                f"task {task!r} reads a local file: add --data FILE, or --data {task}=FILE with "
-                f"several tasks; expected {expected}"
-            )
-        return self.data
 
 
 class EvalTask(ABC):
@@ -80,8 +60,6 @@ class EvalTask(ABC):
         name: registered name.
         summary: one line for `quire eval tasks`.
         metrics: names of the scores; the first one is compared.
-        source: the file that it reads; empty: its prompts are generated.
-        by_length: whether its prompts have a length that can be chosen.
         needs_full: least score with full KV at which it may judge a rule; None: no bound.
         lower_is_better: whether a lower score is better.
     """
@@ -91,8 +69,6 @@ class EvalTask(ABC):
     name: str
     summary: str
     metrics: ClassVar[tuple[str, ...]]
-    source: str = ""
-    by_length: ClassVar[bool] = False
     needs_full: ClassVar[float | None] = None
     lower_is_better: ClassVar[bool] = False
 
@@ -104,18 +80,6 @@ class EvalTask(ABC):
             ConfigError: a file is missing or invalid, or no prompt fits.
         """
 
-    def files(self, path: Path) -> list[Path]:
-        """Files that decide the prompts: the data file `path`, and others beside it that exist."""
-        return [path]
-
     @abstractmethod
     def score(self, sample: Sample, output: str) -> dict[str, float]:
         """The value of each metric for one output."""
-
-    def check(self) -> None:
-        """Check that the packages of the task are installed, before a model is loaded.
-
-        Raises:
-            ConfigError: names the missing package and the pip command.
-        """
-        return

@@ -25,7 +25,6 @@ class PromptResult:
         depth: requested location of the answer, 0 to 1; None: it has none.
         chance: score of random guessing.
         prompt_tokens, output_tokens: tokens computed.
-        truncated: whether the middle of the prompt was left out to fit the context.
         kv_peak_bytes: most KV bytes of the request.
         output: the generated text.
     """
@@ -35,7 +34,6 @@ class PromptResult:
     chance: float
     prompt_tokens: int
     output_tokens: int
-    truncated: bool
     kv_peak_bytes: int
     output: str
 
@@ -46,7 +44,7 @@ class CellResult:
 
     Attributes:
         task: name of the task.
-        tokens: length of the prompts; 0 for tasks without lengths.
+        tokens: length of the prompts.
         arm: name of the configuration.
         prompts: results in the order of the samples.
         seconds: time of all prompts in one batch.
@@ -61,7 +59,7 @@ class CellResult:
     @property
     def name(self) -> str:
         """Name of the cell: task and length."""
-        return f"{self.task}_{self.tokens}" if self.tokens else self.task
+        return f"{self.task}_{self.tokens}"
 
     @property
     def kv_peak_bytes(self) -> int:
@@ -110,7 +108,6 @@ class CellResult:
             "scores": {name: asdict(mean) for name, mean in self.means().items()},
             "by_depth": self.by_depth(first),
             "chance": mean_of([prompt.chance for prompt in self.prompts]).mean,
-            "truncated_prompts": sum(prompt.truncated for prompt in self.prompts),
             "prompt_tokens": sum(prompt.prompt_tokens for prompt in self.prompts),
             "output_tokens": sum(prompt.output_tokens for prompt in self.prompts),
             "kv_peak_bytes": self.kv_peak_bytes,

@@ -29,7 +29,6 @@ class GeneratedTask(EvalTask):
     family: str
     options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     metrics: ClassVar[tuple[str, ...]] = (ACCURACY,)
-    by_length: ClassVar[bool] = True
     needs_full: ClassVar[float | None] = MIN_FULL
 
     def samples(self, options: SampleOptions) -> list[Sample]:

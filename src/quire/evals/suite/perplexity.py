@@ -6,6 +6,7 @@ token in nats; the perplexity is its exponential.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 from quire.errors import ConfigError
@@ -26,12 +27,11 @@ class Perplexity(EvalTask):
     name: str = "perplexity"
     summary: str = "log-probability of held-out text after a context (packaged books, or a file)"
     metrics: ClassVar[tuple[str, ...]] = (NLL,)
-    by_length: ClassVar[bool] = True
     lower_is_better: ClassVar[bool] = True
 
     def samples(self, options: SampleOptions) -> list[Sample]:
         """See `EvalTask`."""
-        text = book_text() if options.data is None else _read(options)
+        text = book_text() if options.data is None else _read(options.data)
         characters = int(CHARACTERS_PER_TOKEN * options.tokens)
         step = (len(text) - characters) // options.count
         if step < 1:
@@ -59,8 +59,7 @@ def _window(text: str, options: SampleOptions) -> Sample:
     return Sample(prompt=start + text[:cut], continuation=text[cut:])
 
 
-def _read(options: SampleOptions) -> str:
-    path = options.file("perplexity", "a text file in UTF-8")
+def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -8,10 +8,6 @@ from quire.errors import UnknownName
 from quire.evals.suite.base import EvalTask
 from quire.evals.suite.generated import FoundTask, GeneratedTask
 from quire.evals.suite.perplexity import Perplexity
-from quire.evals.suite.readers.gsm8k import GSM8K
-from quire.evals.suite.readers.longbench import LongBench
-from quire.evals.suite.readers.stories import NarrativeQA
-from quire.evals.suite.readers.summaries import CNN_DM, XSUM
 
 _MANY_KEYS = MappingProxyType({"needles": 8})
 
@@ -49,11 +45,6 @@ _ALL: tuple[EvalTask, ...] = (
     ),
     *(FoundTask(name=name, summary=text, family=name) for name, text in _SEVERAL_ANSWERS),
     Perplexity(),
-    GSM8K(),
-    LongBench(),
-    XSUM,
-    CNN_DM,
-    NarrativeQA(),
 )
 TASKS: Mapping[str, EvalTask] = MappingProxyType({task.name: task for task in _ALL})
 
@@ -92,12 +83,9 @@ SUITES: Mapping[str, Suite] = MappingProxyType(
             tasks=("repeats", "retold", "majority", "topics", "labels"), tokens=(512,), count=50
         ),
         "few-shot": Suite(tasks=("labels", "arithmetic"), tokens=(512,), count=50),
-        "all": Suite(
-            tasks=tuple(task.name for task in _ALL if not task.source), tokens=(512,), count=25
-        ),
+        "all": Suite(tasks=tuple(task.name for task in _ALL), tokens=(512,), count=25),
     }
 )
-"""Suites of tasks without files."""
 
 
 def task_of(name: str) -> EvalTask:

@@ -3,7 +3,7 @@
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from quire.api.llm import LLM
@@ -15,23 +15,10 @@ from quire.evals.intervals import Mean, mean_of
 from quire.evals.suite.base import EvalTask, Sample, SampleOptions
 from quire.evals.suite.cells import CellFolder, CellResult, PromptResult
 from quire.evals.suite.engines import CONFIGURED, FULL, Engines, full_kv, is_full
-from quire.evals.suite.perplexity import NLL
+from quire.evals.suite.perplexity import NLL, PERPLEXITY
 from quire.evals.suite.sanity import SKIPPED, Sanity, sanity_of
 from quire.evals.tune.scores import fingerprint_of
 from quire.sampling.outputs import RequestOutput, Usage
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptOptions:
-    """How texts become prompts.
-
-    Attributes:
-        most_tokens: most tokens of a prompt that is read from a file; None: the model's context.
-        chat: whether prompts that are read from a file are messages of a user.
-    """
-
-    most_tokens: int | None = None
-    chat: bool = False
 
 
 class SampleRunner:
@@ -40,11 +27,10 @@ class SampleRunner:
     Args:
         llm: the engine.
         kv: its KV configuration.
-        options: how texts become prompts.
     """
 
-    def __init__(self, llm: LLM, kv: KVConfig, options: PromptOptions) -> None:
-        self._llm, self._kv, self._options = llm, kv, options
+    def __init__(self, llm: LLM, kv: KVConfig) -> None:
+        self._llm, self._kv = llm, kv
 
     def run(
         self, task: EvalTask, samples: Sequence[Sample]
@@ -63,7 +49,7 @@ class SampleRunner:
             for sample in samples
         ]
         started = time.perf_counter()
-        outputs = self._llm.generate([ids for ids, _ in prompts], params)
+        outputs = self._llm.generate(prompts, params)
         seconds = time.perf_counter() - started
         results = tuple(
             _result(
@@ -71,36 +57,21 @@ class SampleRunner:
                 task.score(sample, _text(output)),
                 output.usage,
                 output=output.text,
-                is_truncated=is_truncated,
             )
-            for sample, output, (_, is_truncated) in zip(samples, outputs, prompts, strict=True)
+            for sample, output in zip(samples, outputs, strict=True)
         )
         return results, seconds
 
-    def _prompt(self, task: EvalTask, sample: Sample) -> tuple[list[int], bool]:
-        """Token ids of a prompt, and whether its middle was left out."""
+    def _prompt(self, task: EvalTask, sample: Sample) -> list[int]:
         ids = self._llm.encode(sample.prompt)
         most = self._llm.model.spec.max_positions - sample.max_tokens
-        if not task.source:
-            if len(ids) > most:
-                raise ConfigError(
-                    f"a prompt of task {task.name!r} has {len(ids)} tokens; with its "
-                    f"{sample.max_tokens} output tokens the model's context holds {most}: lower "
-                    "--tokens"
-                )
-            return ids, False
-        if self._options.most_tokens is not None:
-            most = min(most, self._options.most_tokens)
-        if self._options.chat:
-            return self._chat_prompt(ids, most)
-        return truncated(ids, most), len(ids) > most
-
-    def _chat_prompt(self, ids: list[int], most: int) -> tuple[list[int], bool]:
-        most -= len(self._llm.encode_chat([{"role": "user", "content": ""}]))
-        tokenizer = self._llm.model.tokenizer
-        assert tokenizer is not None, "the prompt was encoded"
-        text = str(tokenizer.decode(truncated(ids, most), skip_special_tokens=True))
-        return self._llm.encode_chat([{"role": "user", "content": text}]), len(ids) > most
+        if len(ids) > most:
+            raise ConfigError(
+                f"a prompt of task {task.name!r} has {len(ids)} tokens; with its "
+                f"{sample.max_tokens} output tokens the model's context holds {most}: lower "
+                "--tokens"
+            )
+        return ids
 
     def _score_continuations(
         self, samples: Sequence[Sample]
@@ -128,14 +99,6 @@ class SampleRunner:
         return ids[:count], ids[count:]
 
 
-def truncated(ids: list[int], most: int) -> list[int]:
-    """At most `most` ids without the middle, so that instruction and question stay (LongBench)."""
-    if len(ids) <= most:
-        return ids
-    last = most // 2
-    return [*ids[: most - last], *ids[len(ids) - last :]]
-
-
 def _text(output: RequestOutput) -> str:
     if output.error is not None:
         raise RequestError(f"a request of the evaluation failed: {output.error}")
@@ -148,7 +111,6 @@ def _result(
     usage: Usage,
     *,
     output: str = "",
-    is_truncated: bool = False,
 ) -> PromptResult:
     return PromptResult(
         scores=scores,
@@ -156,7 +118,6 @@ def _result(
         chance=sample.chance,
         prompt_tokens=usage.prompt_tokens,
         output_tokens=usage.completion_tokens,
-        truncated=is_truncated,
         kv_peak_bytes=usage.kv_peak_bytes,
         output=output,
     )
@@ -223,12 +184,10 @@ class EvalConfig:
 
     Attributes:
         tasks: the tasks, in their order.
-        tokens: lengths of the prompts that have a length.
+        tokens: lengths of the prompts.
         count: prompts of each task and length.
         seed: seed of generated prompts.
-        shots: worked examples; None: the task's default.
-        data: files by task.
-        prompts: how texts become prompts.
+        data: text file that a perplexity reads; None: packaged books.
         sanity: whether the sanity check runs.
     """
 
@@ -236,9 +195,7 @@ class EvalConfig:
     tokens: tuple[int, ...]
     count: int
     seed: int = 1
-    shots: int | None = None
-    data: Mapping[str, Path] = field(default_factory=dict)
-    prompts: PromptOptions = field(default_factory=PromptOptions)
+    data: Path | None = None
     sanity: bool = True
 
     def __post_init__(self) -> None:
@@ -246,20 +203,19 @@ class EvalConfig:
             raise ConfigError("expected a suite or a task, got none: add --suite quick")
         if not self.tokens or min(self.tokens) < 1:
             raise ConfigError(f"expected --tokens of 1 or more, got {list(self.tokens)}")
-        for name, value, least in (("num-prompts", self.count, 1), ("shots", self.shots, 0)):
-            if value is not None and value < least:
-                raise ConfigError(f"expected --{name} of {least} or more, got {value}")
-        known = {task.name for task in self.tasks}
-        for name in self.data.keys() - known:
-            raise ConfigError(f"--data names the task {name!r}, which does not run: add --tasks")
+        if self.count < 1:
+            raise ConfigError(f"expected --num-prompts of 1 or more, got {self.count}")
+        if self.data is not None and PERPLEXITY not in (task.name for task in self.tasks):
+            raise ConfigError(
+                f"--data {self.data}: expected the task perplexity, which reads it; add --tasks "
+                "perplexity"
+            )
+        if self.data is not None and not self.data.is_file():
+            raise ConfigError(f"expected --data with a text file, got {self.data}: no such file")
 
     def cells(self) -> list[tuple[EvalTask, int]]:
-        """Tasks with lengths, in their order; 0 for tasks without lengths."""
-        return [
-            (task, tokens)
-            for task in self.tasks
-            for tokens in (self.tokens if task.by_length else (0,))
-        ]
+        """Tasks with lengths, in their order."""
+        return [(task, tokens) for task in self.tasks for tokens in self.tokens]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,8 +283,6 @@ class Evaluator:
         Raises:
             ConfigError: an invalid option or file, before any prompt is run where possible.
         """
-        for task in self._config.tasks:
-            task.check()
         arms = {FULL: full_kv(self._kv)}
         if not is_full(self._kv):
             arms[CONFIGURED] = self._kv
@@ -359,7 +313,7 @@ class Evaluator:
         return [self._cell(task, tokens, arm, kv) for task, tokens in self._config.cells()]
 
     def _cell(self, task: EvalTask, tokens: int, arm: str, kv: KVConfig) -> CellResult:
-        name = "-".join(str(part) for part in (task.name, tokens or "", arm) if part)
+        name = f"{task.name}-{tokens}-{arm}"
         fingerprint = self._fingerprint(task, tokens, kv)
         found = self._stored.cell(name, fingerprint)
         if found is None:
@@ -375,25 +329,19 @@ class Evaluator:
         options = SampleOptions(
             count=self._config.count,
             measure=self._engines.measure,
-            tokens=tokens or max(self._config.tokens),
+            tokens=tokens,
             seed=self._config.seed,
-            shots=self._config.shots,
-            data=self._config.data.get(task.name),
+            data=self._config.data if task.name == PERPLEXITY else None,
         )
         samples = task.samples(options)
-        if not samples:
-            raise ConfigError(
-                f"task {task.name!r} has no prompts left: the first records of {options.data} are "
-                "its worked examples; lower --shots, or add records"
-            )
-        prompts, seconds = SampleRunner(llm, kv, self._config.prompts).run(task, samples)
+        prompts, seconds = SampleRunner(llm, kv).run(task, samples)
         return CellResult(task=task.name, tokens=tokens, arm=arm, prompts=prompts, seconds=seconds)
 
     def _fingerprint(self, task: EvalTask, tokens: int, kv: KVConfig) -> str:
         config = self._config
-        data = config.data.get(task.name)
-        content = "" if data is None else [_digest(path) for path in task.files(data)]
-        options = (tokens, config.count, config.seed, config.shots, config.prompts)
+        data = config.data if task.name == PERPLEXITY else None
+        content = "" if data is None else _digest(data)
+        options = (tokens, config.count, config.seed)
         return fingerprint_of(*self._identity, kv, task, options, content)
 
 

@@ -1,14 +1,16 @@
 """Generated tasks and perplexity windows: they fit, are deterministic, and score as RULER does."""
 
 import pytest
+from typer.testing import CliRunner
 
+from quire.cli.main import app
 from quire.errors import ConfigError, UnknownName
 from quire.evals.gate import DEPTHS
 from quire.evals.suite.base import SampleOptions
 from quire.evals.suite.registry import SUITES, TASKS, suite_of, suites_with, task_of
 from quire.evals.tasks import ALL_FAMILIES, FAMILIES, make, rough_measure
 
-GENERATED = [task.name for task in TASKS.values() if not task.source and task.name != "perplexity"]
+GENERATED = [task.name for task in TASKS.values() if task.name != "perplexity"]
 NEW = sorted(ALL_FAMILIES.keys() - FAMILIES.keys())
 
 
@@ -120,9 +122,8 @@ def test_perplexity_of_a_file_reads_it(tmp_path):
         task_of("perplexity").samples(options(data=tmp_path / "none.txt"))
 
 
-def test_suites_name_tasks_without_files():
+def test_suites_name_known_tasks():
     for name, suite in SUITES.items():
-        assert all(not task_of(task).source for task in suite.tasks)
         assert all(name in suites_with(task) for task in suite.tasks)
     assert suite_of("quick").count == 10
 
@@ -132,3 +133,15 @@ def test_unknown_names_are_refused():
         task_of("line")
     with pytest.raises(UnknownName, match="did you mean quick"):
         suite_of("quik")
+
+
+@pytest.mark.parametrize(
+    "command", [("eval", "run", "quire-tiny"), ("board", "quire-tiny", "--seeds", "1")]
+)
+def test_prompts_beyond_the_context_are_refused_before_they_are_generated(command, tmp_path):
+    line = [*command, "--tasks", "lines", "--tokens", "99999", "--no-sanity-check"]
+
+    result = CliRunner().invoke(app, [*line, "--kv-memory", "16MiB", "--out", str(tmp_path)])
+
+    assert result.exit_code == 2
+    assert "--tokens of at most 4096" in " ".join(result.stderr.split())

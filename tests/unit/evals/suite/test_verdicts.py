@@ -11,7 +11,7 @@ from quire.evals.suite import sanity
 from quire.evals.suite.cells import CellFolder, CellResult, PromptResult
 from quire.evals.suite.engines import full_kv, is_full
 from quire.evals.suite.registry import task_of
-from quire.evals.suite.runner import compare, truncated
+from quire.evals.suite.runner import compare
 from quire.evals.suite.sanity import FAILED, PASSED, SKIPPED, Sanity
 from quire.evals.tasks import rough_measure
 
@@ -26,7 +26,6 @@ def cell(values, metric="accuracy", arm="full", task="lines"):
             chance=0.0,
             prompt_tokens=100,
             output_tokens=5,
-            truncated=False,
             kv_peak_bytes=1000 + index,
             output="x",
         )
@@ -70,8 +69,8 @@ def test_task_that_full_kv_does_not_solve_gets_no_verdict():
     found = compare(task_of("lines"), cell(half), cell(half), GOOD)
     assert (found.verdict, found.difference) == ("none", None)
     assert found.reason == "expected at least 0.9 with full KV, got 0.50"
-    rouge = compare(task_of("xsum"), cell(half, "rougeL"), cell(half, "rougeL"), GOOD)
-    assert rouge.verdict == "no difference found"  # no model reaches 0.9 there
+    nll = compare(task_of("perplexity"), cell(half, "nll"), cell(half, "nll"), GOOD)
+    assert nll.verdict == "no difference found"  # a perplexity has no bound
 
 
 def test_cell_has_scores_by_depth_bytes_and_rates():
@@ -108,12 +107,6 @@ def test_stored_cell_is_read_again_for_equal_options_only(tmp_path):
     assert stored.cell("a", "x") is None
     CellFolder(None).write("a", "x", {})
     assert CellFolder(None).read("a", "x") is None
-
-
-def test_long_prompt_loses_its_middle():
-    assert truncated([1, 2, 3, 4, 5, 6], 4) == [1, 2, 5, 6]
-    assert truncated([1, 2, 3, 4, 5, 6], 3) == [1, 2, 6]
-    assert truncated([1, 2], 3) == [1, 2]
 
 
 def test_full_kv_has_no_rule_and_no_codec():

@@ -1,1 +1,0 @@
-"""Tasks that read local files of data sets. Nothing is downloaded."""
