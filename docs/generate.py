@@ -67,7 +67,6 @@ def documents() -> Iterator[tuple[Path, str]]:
         "papers.md",
         "quantization.md",
         "serving.md",
-        "stores.md",
     ):
         yield Path("docs") / name, fill(_read(Path("docs") / name))
 
@@ -76,7 +75,6 @@ def fill(text: str) -> str:
     """Replace the text between the marks of a document."""
     parts: dict[str, Callable[[], str]] = {
         "fields": server_fields,
-        "stores": stores,
         "unsound": unsound,
         "excluded": excluded,
         "papers": papers,
@@ -174,59 +172,6 @@ def server_fields() -> str:
 
     ignored = ", ".join(f"`{name}`" for name in sorted(IGNORED))
     return f"Ignored: {ignored}."
-
-
-def stores() -> str:
-    """Description of each store, and its waste for the same workload."""
-    from quire.kv.stores.registry import STORES
-
-    does = [f"| `{name}` | {info.summary} |" for name, info in STORES.items()]
-    head = ("store", "sequences", "live", "hidden", "empty", "reserved", "free", "fragmented")
-    head += ("copied",)
-    waste = ["".join(f"| {cell} " for cell in row) + "|" for row in map(_waste_row, STORES)]
-    header = "".join(f"| {cell} " for cell in head) + "|"
-    tables = ["| store | description |", "|---|---|", *does, "", header, "|---" * len(head) + "|"]
-    return "\n".join([*tables, *waste])
-
-
-def _waste_row(store: str) -> tuple[str, ...]:
-    """The workload of docs/stores.md: fill, release every other sequence, fill again."""
-    import numpy as np
-
-    from quire.kv.memory import KVMemory
-    from quire.kv.stores.registry import placement_maker
-    from quire.kv.stores.runs import LaneLimits
-    from quire.kv.waste import measure_waste
-    from quire.layout.codec_names import codec_spec
-    from quire.layout.pages import CacheLayout, LaneGroup, PageClass
-
-    numbers = codec_spec("float16")
-    page = PageClass(key=numbers, value=numbers, head_dim=64, heads=2, tokens=16)
-    full = LaneGroup(name="full", page_class=page, layers=(0, 2))
-    window = LaneGroup(name="window", page_class=page, layers=(1, 3), window=256)
-    limits = LaneLimits(max_tokens=4096, evicting_slots=4096)
-    maker = placement_maker(store, limits)
-    memory = KVMemory(CacheLayout((full, window)), 64 << 20, 256, placement=maker)
-    lengths = iter(np.random.default_rng(0).integers(64, 2048, size=(256, 2)))
-
-    def fill() -> None:
-        for prompt, output in lengths:
-            row = np.array([memory.start()])
-            for tokens in (prompt, *[16] * (int(output) // 16)):
-                if not memory.can_grow(row, np.array([tokens], dtype=np.int32)):
-                    memory.release(row)
-                    return
-                memory.grow(row, np.array([tokens], dtype=np.int32))
-
-    fill()
-    memory.release(memory.live_rows[::2])
-    fill()
-    waste = measure_waste(memory)
-    kinds = (waste.live_bytes, waste.hidden_bytes, waste.empty_bytes, waste.reserved_bytes)
-    shares = [f"{kind / waste.total_bytes:.1%}" for kind in (*kinds, waste.free_bytes)]
-    copied = f"{waste.copied_bytes / (1 << 20):,.0f} MiB"
-    pieces = f"{waste.external_fragmentation:.0%}"
-    return f"`{store}`", str(len(memory.live_rows)), *shares, pieces, copied
 
 
 # ---- whole documents ---------------------------------------------------------------------------

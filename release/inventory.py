@@ -107,13 +107,11 @@ def registries() -> dict[str, list[str]]:
     """Choices of options that select from a registry."""
     from quire.evals.tasks import FAMILIES
     from quire.kernels.select import BACKENDS
-    from quire.kv.stores.registry import STORES
 
     return {
         "admission": sorted(_constant("admission.rules", "RULES")),
         "batchers": sorted(_constant("batchers.registry", "BATCHERS")),
         "dense batchers": _dense_batchers(),
-        "stores": sorted(STORES),
         "backends": sorted(BACKENDS),
         "tasks": sorted(FAMILIES),
         "trace formats": _trace_formats(),

@@ -22,7 +22,6 @@ from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.kv.memory import KVMemory
-from quire.kv.waste import measure_waste
 from quire.layout.layout import layout_for
 from quire.layout.model import ModelSpec
 from quire.models.loader import LoadedModel
@@ -108,7 +107,10 @@ def table_fraction(model: ModelSpec, trace: Trace, page_tokens: int, sequences: 
     memory = KVMemory(layout, pages * layout.smallest_sequence_bytes + (256 << 20), len(lengths))
     rows = np.array([memory.start() for _ in lengths])
     memory.grow(rows, np.array(lengths, dtype=np.int32))
-    return measure_waste(memory).table_fraction
+    entries = 0  # of 4 B: number and first position of each page, two counts of each lane
+    for table in memory.tables.values():
+        entries += 2 * int(table.num_pages.sum()) + 2 * len(rows) * table.group.num_lanes
+    return 4 * entries / memory.used_bytes
 
 
 def time_steps(config: PageSizesConfig) -> Mapping[int, list[float]]:

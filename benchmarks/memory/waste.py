@@ -3,9 +3,10 @@
 Every store serves the same requests in the same bytes, with the engine's scheduler. Waste is
 averaged over time: slots without a token, over slots allocated to running sequences.
 
-In the baseline `contiguous_max`, every sequence reserves a contiguous lane of one maximum length.
-Sequences, bytes, arrival order and scheduler are those of the paged run, and waste has the same
-definition. Nothing is shared: a contiguous lane belongs to one sequence.
+In the baseline `contiguous_max`, a static slab, every sequence has a row of one maximum length for
+as long as it runs. It is computed with the paged engine, which admits as many sequences as rows fit
+into the bytes: each slot of a row that holds no token is waste. Bytes, arrival order and scheduler
+are those of the paged run. Nothing is shared: a row belongs to one sequence.
 """
 
 from collections.abc import Iterator
@@ -14,10 +15,12 @@ from typing import Final
 
 from benchmarks.common.result import Chart, Numbers, PartResult, Table
 from benchmarks.memory.simulated import SimulatedConfig
-from quire.config.kv_config import PrefixCacheConfig, StoreName
+from quire.config.kv_config import PrefixCacheConfig
+from quire.errors import ConfigError
+from quire.layout.codec_refusals import stored_codec
 from quire.layout.model import ModelSpec
-from quire.sim.engine import SimResult
-from quire.sim.run import SimConfig, make_simulator, simulate
+from quire.sim.engine import SimResult, folded_layout
+from quire.sim.run import SimConfig, simulate
 from quire.sim.traces.base import Trace, TraceOptions
 
 STORE: Final = "contiguous_max"
@@ -42,7 +45,7 @@ class WasteConfig:
     """Configuration of the comparison.
 
     Attributes:
-        max_tokens: lengths of contiguous lanes, in addition to the trace's longest request.
+        max_tokens: lengths of the slab's rows, in addition to the trace's longest request.
         short_scale: factor on all lengths for the workload of short requests.
         other_requests: most requests of the trace in the workloads `short` and `window`.
     """
@@ -58,14 +61,13 @@ class StoreRun:
 
     Attributes:
         workload, store: names of workload and store.
-        reserved: maximum length of a reserved lane, in tokens or OWN; None: no maximum.
+        reserved: length of a row of the slab, in tokens or OWN; None: no slab.
         reserved_tokens: the same length as a number.
         dropped: number of requests that exceed this length.
         waste_fraction: waste over time.
-        end_waste_fraction: waste over requests at their end; None if lanes have no fixed size.
+        end_waste_fraction: waste over requests at their end; None with windows.
         running_mean: mean number of running sequences over time.
         tokens_per_s: generated tokens per second.
-        copied_bytes: bytes copied for lanes that outgrew their allocation.
     """
 
     workload: str
@@ -77,7 +79,6 @@ class StoreRun:
     end_waste_fraction: float | None
     running_mean: float
     tokens_per_s: float
-    copied_bytes: int
 
 
 def measure_waste_of_stores(config: WasteConfig, simulated: SimulatedConfig) -> Iterator[StoreRun]:
@@ -93,21 +94,17 @@ def measure_waste_of_stores(config: WasteConfig, simulated: SimulatedConfig) -> 
     short = replace(short, requests=short.requests[: config.other_requests])
     fewer = replace(real, requests=real.requests[: config.other_requests])
     for workload, trace in (("real", real), ("short", short)):
-        yield _run(workload, trace, on, "paged")
+        yield _run(workload, trace, on)
         lanes = {str(tokens): tokens for tokens in config.max_tokens} | {OWN: longest_tokens(trace)}
         for reserved, tokens in lanes.items():
-            yield _run(workload, trace, on, STORE, reserved=reserved, reserved_tokens=tokens)
-        yield _run(workload, trace, on, "contiguous_growing")
-    windowed = replace(on, model=ModelSpec.from_config(WINDOWED))
-    for store in ("paged", "ring"):
-        yield _run("window", fewer, windowed, store)
+            yield _run(workload, trace, on, reserved=reserved, reserved_tokens=tokens)
+    yield _run("window", fewer, replace(on, model=ModelSpec.from_config(WINDOWED)))
 
 
 def _run(
     workload: str,
     trace: Trace,
     on: SimConfig,
-    store: StoreName,
     *,
     reserved: str | None = None,
     reserved_tokens: int | None = None,
@@ -115,29 +112,61 @@ def _run(
     served = tuple(
         r for r in trace.requests if reserved_tokens is None or r.tokens <= reserved_tokens
     )
-    kv = replace(
-        on.kv,
-        store=store,
-        store_tokens=reserved_tokens,
-        prefix_cache=PrefixCacheConfig(enabled=False),
-    )
-    simulator = make_simulator(replace(trace, requests=served), replace(on, kv=kv))
-    result = simulator.run()
-    fixed = {"paged": kv.page_tokens, STORE: reserved_tokens}.get(store)
+    kv = replace(on.kv, prefix_cache=PrefixCacheConfig(enabled=False))
+    config, row_bytes = replace(on, kv=kv), 0
+    if reserved_tokens is not None:
+        config, row_bytes = _of_slab_rows(config, reserved_tokens)
+    result = simulate(replace(trace, requests=served), config)
     generated = sum(r.answer_tokens for r in result.records if r.finished)
     return StoreRun(
         workload=workload,
-        store=store,
+        store="paged" if reserved is None else STORE,
         reserved=reserved,
         reserved_tokens=reserved_tokens,
         dropped=len(trace.requests) - len(served),
-        waste_fraction=result.gauges.waste_fraction,
+        waste_fraction=_waste_of_rows(result, row_bytes),
         # pages outside a window are freed before the end
-        end_waste_fraction=request_waste(result, fixed) if fixed and workload != "window" else None,
+        end_waste_fraction=None
+        if workload == "window"
+        else request_waste(result, reserved_tokens or kv.page_tokens),
         running_mean=result.gauges.mean("running"),
         tokens_per_s=generated / result.gauges.time_s,
-        copied_bytes=simulator.engine.memory.placement.copied_bytes,
     )
+
+
+def _of_slab_rows(config: SimConfig, row_tokens: int) -> tuple[SimConfig, int]:
+    """Limit the sequences to the rows of `row_tokens` that the KV memory has; return their bytes.
+
+    Raises:
+        ConfigError: the KV memory cannot hold one row.
+    """
+    layout = folded_layout(
+        config.model,
+        codec=stored_codec(config.kv.codec, config.dtype),
+        page_tokens=config.kv.page_tokens,
+    )
+    row_bytes = sum(
+        group.page_class.pages_for(row_tokens) * group.page_class.page_bytes * group.num_lanes
+        for group in layout.groups
+    )
+    assert config.kv.memory is not None, "the slab has the size of the KV memory"
+    # sequences are admitted up to the watermark in every store
+    num_rows = int(config.kv.memory * config.schedule.low_watermark) // row_bytes
+    if num_rows < 1:
+        raise ConfigError(
+            f"a KV memory of {config.kv.memory:,} B cannot hold a row of {row_tokens} tokens"
+        )
+    num_rows = min(num_rows, config.schedule.max_num_seqs)
+    return replace(config, schedule=replace(config.schedule, max_num_seqs=num_rows)), row_bytes
+
+
+def _waste_of_rows(result: SimResult, row_bytes: int) -> float:
+    """Waste over time, in rows of `row_bytes` for each running sequence; 0: in its pages."""
+    gauges = result.gauges
+    if not row_bytes:
+        return gauges.waste_fraction
+    reserved_byte_s = gauges.running_s * row_bytes
+    return 1 - (gauges.allocated_byte_s - gauges.wasted_byte_s) / reserved_byte_s
 
 
 def run_waste(config: WasteConfig, simulated: SimulatedConfig) -> PartResult:
@@ -152,7 +181,7 @@ def run_waste(config: WasteConfig, simulated: SimulatedConfig) -> PartResult:
 
 
 def claims(runs: list[StoreRun]) -> Numbers:
-    """Fractions of the workload `real`, and of the window model in both of its stores."""
+    """Fractions of the workload `real`, and of the window model."""
     found: Numbers = {}
     for run in runs:
         if run.workload == "window":
@@ -179,7 +208,6 @@ def _table(runs: list[StoreRun], simulated: SimulatedConfig) -> Table:
             None if run.end_waste_fraction is None else 100 * run.end_waste_fraction,
             run.running_mean,
             run.tokens_per_s,
-            run.copied_bytes / 2**30,
         )
         for run in runs
     )
@@ -199,7 +227,6 @@ def _table(runs: list[StoreRun], simulated: SimulatedConfig) -> Table:
             "wasted %, at the end of requests",
             "mean running requests",
             "generated tokens/s",
-            "copied GiB",
         ),
         rows=rows,
     )
@@ -207,9 +234,11 @@ def _table(runs: list[StoreRun], simulated: SimulatedConfig) -> Table:
 
 def _chart(runs: list[StoreRun]) -> Chart:
     real = [run for run in runs if run.workload == "real"]
-    words = {"paged": "paged", "contiguous_growing": "growing"}
     points = tuple(
-        (words.get(r.store, f"contiguous {r.reserved_tokens}"), 100 * r.waste_fraction)
+        (
+            "paged" if r.reserved is None else f"contiguous {r.reserved_tokens}",
+            100 * r.waste_fraction,
+        )
         for r in real
     )
     return Chart(
@@ -221,61 +250,9 @@ def _chart(runs: list[StoreRun]) -> Chart:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContiguousRun:
-    """A trace served from contiguous lanes.
-
-    Attributes:
-        max_tokens: length of every lane.
-        num_dropped: number of longer requests, which such an allocator cannot serve.
-        waste_fraction: waste over time.
-        request_waste_fraction: over requests: slots without a token when each request ends.
-        result: simulation of the requests that fit; None if no request fits.
-    """
-
-    max_tokens: int
-    num_dropped: int
-    waste_fraction: float
-    request_waste_fraction: float
-    result: SimResult | None
-
-
 def longest_tokens(trace: Trace) -> int:
     """Length of a trace's longest request."""
     return max(request.tokens for request in trace.requests)
-
-
-def run_contiguous(trace: Trace, config: SimConfig, max_tokens: int) -> ContiguousRun:
-    """Serve a trace from contiguous lanes of `max_tokens` slots in the same bytes.
-
-    Raises:
-        ConfigError: the memory cannot hold one lane.
-    """
-    fitting = tuple(r for r in trace.requests if r.tokens <= max_tokens)
-    num_dropped = len(trace.requests) - len(fitting)
-    if not fitting:
-        return ContiguousRun(
-            max_tokens=max_tokens,
-            num_dropped=num_dropped,
-            waste_fraction=0.0,
-            request_waste_fraction=0.0,
-            result=None,
-        )
-    served = replace(trace, requests=fitting, num_dropped=trace.num_dropped + num_dropped)
-    kv = replace(
-        config.kv,
-        store=STORE,
-        store_tokens=max_tokens,
-        prefix_cache=PrefixCacheConfig(enabled=False),
-    )
-    result = simulate(served, replace(config, kv=kv))
-    return ContiguousRun(
-        max_tokens=max_tokens,
-        num_dropped=num_dropped,
-        waste_fraction=result.gauges.waste_fraction,
-        request_waste_fraction=request_waste(result, max_tokens),
-        result=result,
-    )
 
 
 def request_waste(result: SimResult, unit_tokens: int) -> float:

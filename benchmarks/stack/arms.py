@@ -1,14 +1,19 @@
-"""Arms of the stack benchmark: each adds one optimization to the arm before and serves one load."""
+"""Arms of the stack benchmark: each adds one optimization to the arm before and serves one load.
+
+The first arm is a static slab: every sequence has a row of the longest length for as long as it
+runs, and nothing is shared. It is computed with the paged engine, which admits as many sequences as
+rows fit into the KV memory; the memory in use is that of the rows.
+"""
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from benchmarks.stack.load import StackLoad
 from quire.config.generation_request import GenerationRequest
-from quire.config.kv_config import KVConfig, PrefixCacheConfig, StoreName
+from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import InvariantError
@@ -22,23 +27,21 @@ class StackArm:
 
     Attributes:
         name: name of the added optimization.
-        store: layout of lanes in memory.
+        slab: whether every sequence has a row of the longest length, instead of pages.
         codec: codec of keys and values.
         enable_prefix_caching: whether prompts share cached prefixes.
     """
 
     name: str
-    store: StoreName = "paged"
+    slab: bool = False
     codec: str = "none"
     enable_prefix_caching: bool = False
 
-    def kv_config(self, load: StackLoad, memory_bytes: int) -> KVConfig:
+    def kv_config(self, memory_bytes: int) -> KVConfig:
         """KV config of the arm, with swap space for preempted sequences."""
         return KVConfig(
             memory=memory_bytes,
             swap_space=memory_bytes,
-            store=self.store,
-            store_tokens=None if self.store == "paged" else load.longest_tokens,
             codec=self.codec,
             prefix_cache=PrefixCacheConfig(enabled=self.enable_prefix_caching),
         )
@@ -46,7 +49,7 @@ class StackArm:
 
 CONTIGUOUS, PAGED, INT8, INT8_PREFIX, INT4_PREFIX = "contiguous", "paged", "int8", "cache", "int4"
 ARMS = (
-    StackArm(name=CONTIGUOUS, store="contiguous_max"),
+    StackArm(name=CONTIGUOUS, slab=True),
     StackArm(name=PAGED),
     StackArm(name=INT8, codec="int8"),
     StackArm(name=INT8_PREFIX, codec="int8", enable_prefix_caching=True),
@@ -132,9 +135,11 @@ def run_arm(model: LoadedModel, load: StackLoad, arm: StackArm) -> StackRun:
         arm: options of the KV memory.
     """
     memory_bytes = load.kv_bytes(model.spec)
-    # the memory is exactly `contiguous_rows` lanes: a watermark would leave a lane unused
+    row_bytes = memory_bytes // load.contiguous_rows
     schedule = ScheduleConfig(low_watermark=1.0)
-    engine = Engine(model, arm.kv_config(load, memory_bytes), schedule)
+    if arm.slab:
+        schedule = replace(schedule, max_num_seqs=load.contiguous_rows)
+    engine = Engine(model, arm.kv_config(memory_bytes), schedule)
     started_s = time.perf_counter()
     clock = _Clock({_submit(engine, prompt, new): [] for prompt, new in load.drawn()})
     batches, used = [], []
@@ -142,7 +147,8 @@ def run_arm(model: LoadedModel, load: StackLoad, arm: StackArm) -> StackRun:
         for delta in engine.step():
             clock.record(delta.request_id, tuple(delta.token_ids), time.perf_counter() - started_s)
         batches.append(len(engine.scheduler.running))
-        used.append(engine.pool.kv.memory.used_bytes)
+        in_rows = batches[-1] * row_bytes
+        used.append(in_rows if arm.slab else engine.pool.kv.memory.used_bytes)
     total_s = time.perf_counter() - started_s
     engine.check()
     stats = engine.stats()
@@ -154,7 +160,7 @@ def run_arm(model: LoadedModel, load: StackLoad, arm: StackArm) -> StackRun:
         mean_batch=sum(batches) / len(batches),
         token_s=tuple(clock.token_s),
         first_s=tuple(clock.first_s),
-        kv_peak_bytes=stats.kv_peak_bytes,
+        kv_peak_bytes=max(used) if arm.slab else stats.kv_peak_bytes,
         used_share=sum(used) / len(used) / memory_bytes,
         preemptions=stats.num_preemptions,
         answers=tuple(map(tuple, clock.answers.values())),

@@ -22,8 +22,8 @@ class StackLoad:
         system_tokens: tokens of the system prompt, the common prefix of all prompts.
         question_tokens: mean tokens of a prompt after the system prompt.
         answer_tokens: mean tokens of an output.
-        longest_tokens: tokens that a contiguous store reserves for each sequence.
-        contiguous_rows: number of contiguous lanes that fit in the memory.
+        longest_tokens: tokens of a row of the static slab.
+        contiguous_rows: number of these rows that fit in the memory.
     """
 
     model: str = "125m"

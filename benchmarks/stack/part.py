@@ -199,7 +199,8 @@ def _row(arms: Sequence[StackArm], found: StackFound, arm: int) -> tuple[Cell, .
 
 def _label(arm: StackArm) -> str:
     codec = "bfloat16" if arm.codec == "none" else arm.codec
-    return f"{arm.store}, {codec}" + (", prefix cache" if arm.enable_prefix_caching else "")
+    store = "contiguous_max" if arm.slab else "paged"
+    return f"{store}, {codec}" + (", prefix cache" if arm.enable_prefix_caching else "")
 
 
 def _chart(found: StackFound) -> Chart:

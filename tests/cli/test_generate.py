@@ -342,19 +342,6 @@ def test_full_disk_for_events_keeps_the_output(quire, expected):
     assert result.stderr.splitlines()[-1].startswith("error: KV events cannot be written to /dev/")
 
 
-def test_prefix_caching_with_a_contiguous_store_is_refused(quire):
-    contiguous = ("--kv-store", "contiguous_growing", *QUICK)
-
-    assert quire("generate", "-p", PROMPT, *contiguous).exit_code == 0
-    result = quire("generate", "-p", PROMPT, "--enable-prefix-caching", *contiguous)
-
-    assert result.exit_code == 2
-    assert (
-        "--enable-prefix-caching has no effect: pages of a contiguous run cannot be shared: "
-        in result.stderr
-    )
-
-
 def test_prompt_can_be_the_second_argument(quire, expected):
     assert quire("generate", "quire-tiny", PROMPT, *QUICK).stdout == expected.text + "\n"
     assert quire("generate", "quire-tiny", *QUICK, input=PROMPT).stdout == expected.text + "\n"

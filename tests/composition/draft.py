@@ -35,7 +35,6 @@ class Draft:
         default_when: schedule if none is set.
         vary: values of fields that are tried one after the other, until every feature has acted.
         codec, window, promoted, plain_layers: parts of the codec's text.
-        contiguous: a store reserves lanes for the longest request.
         kv, schedule: options of `KVConfig` and `ScheduleConfig`.
         params, first_params: arguments of `SamplingParams` of every request, and of the first half.
         allowed: rules that single requests name, and whether they may name all others.
@@ -64,7 +63,6 @@ class Draft:
     window: str = ""
     promoted: str = ""
     plain_layers: str = ""
-    contiguous: bool = False
     kv: dict[str, object] = field(default_factory=dict)
     schedule: dict[str, object] = field(default_factory=dict)
     params: dict[str, object] = field(default_factory=dict)
@@ -226,16 +224,10 @@ class Draft:
             preempt_steps=self.preempt_steps,
             preempt_whole=self.preempt_whole,
             tokenizer=self.tokenizer,
-            kv=kv | self.kv | ({"store_tokens": self._longest_tokens} if self.contiguous else {}),
+            kv=kv | self.kv,
             schedule=schedule | self.schedule | self._watermarks | self._rows,
             requests=self._requests(seed),
         )
-
-    @property
-    def _longest_tokens(self) -> int:
-        """Tokens of the longest request."""
-        longest = max(map(len, (request.prompt for request in self._requests(0))))
-        return longest + max(int(str(r.params["max_tokens"])) for r in self._requests(0))
 
     def _requests(self, seed: int) -> tuple[RequestCase, ...]:
         rng = random.Random(f"composition {seed}")

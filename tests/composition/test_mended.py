@@ -13,10 +13,6 @@ MENDED = (
     "hybrid + prompt_logprobs",  # scores of a swapped tail were lost
     "hybrid + n=2",
     "hybrid + beam search",
-    "squeeze budget + contiguous_max",
-    "ada budget + contiguous_growing",
-    "fastgen budget + ring",
-    "rules of requests + contiguous_growing",
     "rules of requests + batch-invariant",
     "snapkv + CPU attention",
 )

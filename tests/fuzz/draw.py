@@ -73,8 +73,6 @@ def _draw_kv(
         plain = not any(part in codec for part in ("page", "+"))
         recomputes = plain and (evict.partition(":")[0] in ONE_SET or model.startswith("llama_mqa"))
         kv |= _draw_stream(rng, recomputes=recomputes or rng.random() < 0.02)
-    elif rng.random() < 0.15 and "budget" not in evict:
-        kv |= _draw_store(rng, model)
     return kv
 
 
@@ -89,17 +87,6 @@ def _draw_stream(rng: random.Random, *, recomputes: bool) -> dict[str, object]:
     if options["offload_recompute"] != "off" and rng.random() < 0.1:
         options["offload_activation_codec"] = "int8"
     return options
-
-
-def _draw_store(rng: random.Random, model: str) -> dict[str, object]:
-    choices = ["contiguous_max", "contiguous_growing"]
-    if model in WINDOWED:
-        choices += ["ring"] * 2
-    store = rng.choice(choices)
-    longest = LONGEST_PROMPT + MOST_NEW_TOKENS
-    if store == "ring":
-        return {"store": store}
-    return {"store": store, "store_tokens": longest, "enable_prefix_caching": False}
 
 
 def _draw_schedule(rng: random.Random, *, swaps: bool) -> dict[str, object]:
@@ -145,10 +132,9 @@ def _draw_requests(
 ) -> tuple[RequestCase, ...]:
     vocab = VOCAB_SIZE if model != "quire-tiny" else TINY_VOCAB_SIZE
     beginnings = [[], *([rng.randrange(2, vocab) for _ in range(n)] for n in (9, 17, 32))]
-    reserved = "store_tokens" in kv  # lanes of one length, whose pages are not shared
-    rules = [None] if "store" in kv or evict == "full" else [None, None, _other_numbers(rng, evict)]
+    rules = [None] if evict == "full" else [None, None, _other_numbers(rng, evict)]
     alone = "offload_recompute" in kv and rng.random() < 0.6  # only these have offloaded pages
-    kinds = ALONE if alone else (*ALONE, GROUP) if reserved else (*ALONE, GROUP, GROUP, BEAMS)
+    kinds = ALONE if alone else (*ALONE, GROUP, GROUP, BEAMS)
     made = []
     for number in range(rng.randint(2, 6)):
         prompt = list(rng.choice(beginnings))

@@ -71,7 +71,7 @@ def _structured(rng: random.Random, request: RequestCase) -> RequestCase:
 
 
 def _rules(rng: random.Random, case: Case) -> Case:
-    plain = case.kv.get("store", "paged") == "paged" and "plain_layers" not in _codec(case)
+    plain = "plain_layers" not in _codec(case)
     rerotates = str(case.kv["evict"]).startswith("streaming")
     if rng.random() >= 0.15 or not plain or rerotates or "promoted" in _codec(case):
         return case

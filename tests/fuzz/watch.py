@@ -223,7 +223,7 @@ class Watched:
         memory, store = self.engine.pool.kv.memory, self.engine.pool.kv.store
         layout = memory.layout
         plain = not any(group.private or group.fixed_slots for group in layout.groups)
-        if plain and self.engine.pool.codec == "float32" and self.engine.pool.store == "paged":
+        if plain and self.engine.pool.codec == "float32":
             poison(memory, store)  # also the slots of a page that are not written yet
             return
         in_use = torch.zeros(len(store.arena), dtype=torch.bool)

@@ -1,8 +1,8 @@
-"""Every codec x rule x granularity x store of the registries: allowed or rejected, and equal.
+"""Every codec x rule x granularity of the registries: allowed or rejected, and equal.
 
-New codecs, rules and stores are included automatically. `undisturbed` runs each request alone in
-paged memory. It is compared with chunked prefill in a batch in some store, with requests that are
-swapped or recomputed after evictions: retained tokens are equal, logits within 1e-4.
+New codecs and rules are included automatically. `undisturbed` runs each request alone in
+ample memory. It is compared with chunked prefill in a batch, with requests that are swapped or
+recomputed after evictions: retained tokens are equal, logits within 1e-4.
 
 Products are exact (tests/support/exact_products.py), so equal codes give equal logits.
 """
@@ -22,7 +22,6 @@ from quire.errors import UnsoundCombination
 from quire.eviction.calibration import measure, read_vectors
 from quire.kv.coded_layers import write_constants
 from quire.kv.step import StepAttention
-from quire.kv.stores.registry import STORES
 from quire.kv.swap import append_tail, can_split, swap_out
 from quire.layout.codec_names import CODECS
 from quire.layout.eviction import PREFILL_AND_DECODE
@@ -33,14 +32,13 @@ from quire.scheduler.schedule_config import ScheduleConfig
 from reference.test_eviction import largest_difference
 from reference.test_eviction_engine import Run, run
 from reference.test_eviction_matrix import Case
-from support.engines import greedy, load, stored_in
+from support.engines import greedy, load
 from support.exact_products import use_exact_products
 from support.kv_options import kv_config
 
 LOSSY = [name for name, codec in CODECS.items() if not codec.is_plain]
-MODELS = ("qwen3", "gemma2")
+MODELS = ("qwen3", "gemma2")  # the second has layers with windows
 PROMPTS = {"a": [5, 9, 2, 7] * 11, "b": [3 + i * i % 60 for i in range(55)]}
-STORE_TOKENS = 96
 CAP = 44  # leaves room for all that any rule protects, pages of 4 tokens included
 
 
@@ -54,15 +52,10 @@ SOUND = [(p, g) for p, g in product(registered(), GRANULARITIES) if rule_of(p, g
 REROTATES = {p for p, g in SOUND if make_eviction(rule_of(p, g)).policy.rerotates_keys}
 
 
-def goes(codec: str, policy: str, granularity: str, store: str) -> bool:
+def goes(codec: str, policy: str) -> bool:
     """Whether the combination is allowed, written independently of the engine."""
     # measured constants are those of keys after RoPE
     return policy not in REROTATES or not CODECS[codec].constants
-
-
-def model_for(store: str) -> str:
-    """A model with windows for the ring store."""
-    return MODELS[store == "ring"]
 
 
 @cache
@@ -84,10 +77,10 @@ def _measured(tmp_path_factory):
         _folders[model] = str(folder)
 
 
-def constants_of(codec: str, store: str = "paged") -> str:
+def constants_of(codec: str, model: str) -> str:
     """The option that names their folder; no option for codecs without constants."""
     known = CODECS.get(codec.partition("+")[0])
-    return _folders[model_for(store)] if known is not None and known.constants else ""
+    return _folders[model] if known is not None and known.constants else ""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -97,27 +90,22 @@ def _exact_products():
         yield
 
 
-def answer(codec: str, rule: str, store: str = "paged", **options) -> Run:
+def answer(codec: str, rule: str, model: str = MODELS[0], **options) -> Run:
     kv = {
         "codec": codec,
-        "constants": constants_of(codec, store),
+        "constants": constants_of(codec, model),
         "evict": rule,
         "evict_allow": "",
         "enable_prefix_caching": False,
-        **stored_in(store, STORE_TOKENS),
     }
     jobs = {name: (prompt, rule) for name, prompt in PROMPTS.items()}
-    return run(jobs, model=model_for(store), kv=kv, **options)
+    return run(jobs, model=model, kv=kv, **options)
 
 
 @cache
-def undisturbed(codec: str, rule: str, *, ring: bool) -> Run:
-    """Each request alone in paged memory, with the model of the store."""
-    store = "ring" if ring else "paged"
-    kv = {"codec": codec, "evict": rule, "evict_allow": "", "enable_prefix_caching": False}
-    jobs = {name: (prompt, rule) for name, prompt in PROMPTS.items()}
-    kv |= {"constants": constants_of(codec, store)}
-    return run(jobs, model=model_for(store), kv=kv, max_num_seqs=1)
+def undisturbed(codec: str, rule: str, model: str) -> Run:
+    """Each request alone in ample memory."""
+    return answer(codec, rule, model, max_num_seqs=1)
 
 
 # ---- allowed or refused --------------------------------------------------------------------------
@@ -125,36 +113,35 @@ def undisturbed(codec: str, rule: str, *, ring: bool) -> Run:
 
 @pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("codec", LOSSY)
-def test_a_codec_is_allowed_with_all_rules_and_stores_except_those_it_excludes(codec, every):
+def test_a_codec_is_allowed_with_all_rules_except_those_it_excludes(codec, every):
     """Rejected at start, with the reason and an alternative."""
     found = Counter()
-    pairs = sorted(product(SOUND, STORES), key=lambda pair: goes(codec, *pair[0], pair[1]))
-    for (policy, granularity), store in pairs[LOSSY.index(codec) % every :: every]:
+    pairs = sorted(SOUND, key=lambda pair: goes(codec, pair[0]))
+    for policy, granularity in pairs[LOSSY.index(codec) % every :: every]:
         config = kv_config(
             memory="8MiB",
             page_tokens=4,
             codec=codec,
-            constants=constants_of(codec, store),
-            **stored_in(store, STORE_TOKENS),
+            constants=constants_of(codec, MODELS[0]),
             evict=rule_of(policy, granularity),
             evict_allow="",
         )
-        wanted = goes(codec, policy, granularity, store)
+        wanted = goes(codec, policy)
         found[wanted] += 1
         if wanted:
-            Engine(loaded(model_for(store)), config, ScheduleConfig(max_num_seqs=4))
+            Engine(loaded(MODELS[0]), config, ScheduleConfig(max_num_seqs=4))
             continue
         with pytest.raises(UnsoundCombination, match="; use "):
-            Engine(loaded(model_for(store)), config, ScheduleConfig(max_num_seqs=4))
+            Engine(loaded(MODELS[0]), config, ScheduleConfig(max_num_seqs=4))
     assert found[True]
-    assert bool(found[False]) == any(not goes(codec, *rule, store) for rule, store in pairs)
+    assert bool(found[False]) == any(not goes(codec, policy) for policy, _ in pairs)
 
 
 def cells() -> list:
     """Each codec with each allowed rule; a few of them are fast."""
     found = []
     for number, (codec, (policy, granularity)) in enumerate(product(LOSSY, SOUND)):
-        if goes(codec, policy, granularity, "paged"):
+        if goes(codec, policy):
             marks = [] if number % 127 == 0 else [pytest.mark.slow]
             name = f"{codec}-{policy}-{granularity}"
             found.append(pytest.param(codec, policy, granularity, id=name, marks=marks))
@@ -162,13 +149,11 @@ def cells() -> list:
 
 
 @pytest.mark.parametrize(("codec", "policy", "granularity"), cells())
-def test_batching_and_preemption_change_no_logits_in_any_store(codec, policy, granularity):
-    """In paged memory and in another store: over all cells each codec and rule is in each store."""
-    rule, others = rule_of(policy, granularity), [store for store in STORES if store != "paged"]
+def test_batching_and_preemption_change_no_logits(codec, policy, granularity):
+    """With and without layers that have windows."""
+    rule = rule_of(policy, granularity)
     turn = LOSSY.index(codec) + SOUND.index((policy, granularity))
-    for number, store in enumerate(("paged", others[turn % len(others)]), start=turn):
-        if not goes(codec, policy, granularity, store):
-            continue
+    for number, model in enumerate(MODELS, start=turn):
         preempt = ("swap", "recompute")[number % 2]
         host = "4MiB" if preempt == "swap" else 0
         options = {
@@ -178,12 +163,12 @@ def test_batching_and_preemption_change_no_logits_in_any_store(codec, policy, gr
             "preempts": 1,
         }
 
-        other = answer(codec, rule, store, host=host, **options)
+        other = answer(codec, rule, model, host=host, **options)
 
-        expected = undisturbed(codec, rule, ring=store == "ring")
+        expected = undisturbed(codec, rule, model)
         assert other.traces() == expected.traces()
         # a chunk rotates the keys of its window to other places: last bits, which decide codes
-        shifts = policy in REROTATES and store == "ring"
+        shifts = policy in REROTATES and model == MODELS[1]
         assert largest_difference(other.logits, expected.logits) <= (2e-3 if shifts else 1e-4)
         evicted = any(usage.evicted_tokens for usage in expected.usages.values())
         assert evicted == any(usage.preemptions for usage in other.usages.values())

@@ -1,6 +1,6 @@
 """Codecs in the engine: batching and preemption change no logits; bytes are as counted.
 
-Every codec x store x rules of eviction, pairwise. Products are exact
+Every codec x rules of eviction, pairwise. Products are exact
 (tests/support/exact_products.py), so that what should be equal is.
 """
 
@@ -20,7 +20,7 @@ from quire.layout.kv_format import fill_plain, read_format
 from quire.scheduler.schedule_config import ScheduleConfig
 from reference.test_eviction import largest_difference
 from reference.test_eviction_engine import Run, run
-from support.engines import greedy, load, make_prompts, stored_in
+from support.engines import greedy, load, make_prompts
 from support.exact_products import use_exact_products
 from support.kv_options import kv_config
 
@@ -107,21 +107,6 @@ def test_preemption_changes_no_logits(codec, rule, preempt):
     assert_undisturbed(codec, rule, often)
     if rule != "full":  # preempted after evictions
         assert sum(usage.preemptions for usage in often.usages.values()) >= 2
-
-
-@pytest.mark.parametrize(
-    ("codec", "store"),
-    [*zip(CODECS_HERE, cycle(["contiguous_max", "contiguous_growing", "ring"]), strict=False)],
-)
-def test_every_store_holds_every_codec(codec, store):
-    model = "mistral" if store == "ring" else MODEL
-    evicts = store != "ring" and "_page" not in codec
-    rule = "recent" if evicts else "full"
-
-    other = answer(codec, rule, model, kv=stored_in(store, 96))
-
-    expected = undisturbed(codec, rule, model)
-    assert largest_difference(other.logits, expected.logits) <= 1e-4
 
 
 @pytest.mark.parametrize(
@@ -267,7 +252,7 @@ def test_an_invalid_codec_is_rejected_at_start(codec, error, message):
     [
         ("int4_page/int4", {"evict": "recent:cap=24,every=6"}),
         ("int8/int4_page", {"evict": "h2o:cap=64,every=16,granularity=chunk"}),
-        ("int4_page", {"evict": "h2o:cap=64,every=16", "store": "contiguous_max"}),
+        ("int4_page", {"evict": "h2o:cap=64,every=16"}),
         ("int8+plain_layers=1", {"evict": "h2o:cap=24,every=6"}),
         ("int8", {"evict": "streaming:cap=24,every=6"}),
     ],

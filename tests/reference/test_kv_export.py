@@ -136,7 +136,6 @@ def test_an_import_evicts_unused_prefixes_and_is_refused_without_free_pages(tmp_
         ({"codec": "int8"}, "expected KV with the fingerprint"),
         ({"page_tokens": 8}, "expected KV with the fingerprint"),
         ({"enable_prefix_caching": False}, "the prefix cache is off"),
-        ({"store": "contiguous_growing"}, "exported from and to the prefix cache"),
     ],
 )
 def test_kv_of_other_engines_is_refused(other, says, tmp_path):

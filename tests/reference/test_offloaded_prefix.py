@@ -17,7 +17,7 @@ from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.errors import ConfigError, NeverFits, UnsoundCombination
+from quire.errors import ConfigError, NeverFits
 from quire.models.loader import load_model
 from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
 from quire.offload.kv.prefix_splits import PrefixSplits
@@ -498,7 +498,6 @@ def test_evicting_requests_are_offloaded_between_evictions(
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
-        ({"store": "contiguous_growing"}, UnsoundCombination, "use --kv-store paged"),
         ({"offload_memory": "900TiB"}, ConfigError, "lower --kv-offload-memory"),
         ({"offload_memory": "much"}, ConfigError, "much"),
         (

@@ -18,7 +18,7 @@ import pytest
 
 from quire.config.generation_request import GenerationRequest
 from quire.engine.core import Engine
-from quire.errors import ConfigError, UnsoundCombination
+from quire.errors import ConfigError
 from quire.layout import codec_names
 from quire.offload.kv.in_flight_pages import InFlightPages
 from quire.offload.prefix_store.prefix_loader import PrefixLoader
@@ -551,11 +551,6 @@ def test_random_delays_and_damage_change_no_logits(name, seed, tmp_path, monkeyp
             {"remote": "redis://a", "enable_prefix_caching": False},
             ConfigError,
             "--no-enable-prefix-caching",
-        ),
-        (
-            {"remote": "redis://a", "store": "contiguous_growing"},
-            UnsoundCombination,
-            "no pre",
         ),
         ({"disk_memory": "9B", "disk_path": "x"}, ConfigError, "65,536 B or more"),
         ({"disk_memory": "900TiB", "disk_path": "x"}, ConfigError, "lower --disk-kv-memory"),

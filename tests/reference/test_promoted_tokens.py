@@ -20,7 +20,7 @@ from quire.scheduler.schedule_config import ScheduleConfig
 from reference.test_codec_conformance import Encoders, rule_of
 from reference.test_eviction import largest_difference
 from reference.test_eviction_engine import Run, run
-from support.engines import greedy, load, stored_in
+from support.engines import greedy, load
 from support.exact_products import use_exact_products
 from support.kv_options import kv_config
 
@@ -28,7 +28,6 @@ PROMPTS = {"a": [5, 9, 2, 7] * 11, "b": [3 + i * i % 60 for i in range(55)]}
 RECORDS, EVERY = 5, 8
 CODEC = f"int2+residual={EVERY}+promoted={RECORDS}:int8"
 RULE = f"h2o:cap=30,every={EVERY}"
-STORES = ("paged", "contiguous_max", "contiguous_growing")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -58,7 +57,7 @@ def promoted(done: Run) -> dict[str, list]:
 def preempted() -> list:
     """Each rule, by token and by page, preempted in both ways; half with a body of whole pages.
 
-    The stores alternate. One rule of nine is fast, in one of the ways.
+    One rule of nine is fast, in one of the ways.
     """
     found = []
     for granularity in ("token", "page"):
@@ -67,18 +66,17 @@ def preempted() -> list:
             if rule is None:
                 continue
             number = len(found) // 2
-            store = STORES[number % len(STORES)]
             for turn, preempt in enumerate(("swap", "recompute")):
                 is_fast = number % 9 == 0 and number % 2 == turn
                 name, marks = f"{policy}-{granularity}-{preempt}", [pytest.mark.slow]
                 marks = [] if is_fast else marks
                 body = ("int2", "int2_page")[(number + turn) % 2]
-                found.append(pytest.param(rule, body, store, preempt, id=name, marks=marks))
+                found.append(pytest.param(rule, body, preempt, id=name, marks=marks))
     return found
 
 
-@pytest.mark.parametrize(("rule", "body", "store", "preempt"), preempted())
-def test_a_preempted_request_promotes_the_same_tokens(rule, body, store, preempt):
+@pytest.mark.parametrize(("rule", "body", "preempt"), preempted())
+def test_a_preempted_request_promotes_the_same_tokens(rule, body, preempt):
     residual = make_eviction(rule).every
     codec = CODEC.replace(f"residual={EVERY}", f"residual={residual}").replace("int2", body)
     expected = answer(rule, codec, max_num_seqs=1)
@@ -86,7 +84,6 @@ def test_a_preempted_request_promotes_the_same_tokens(rule, body, store, preempt
     other = answer(
         rule,
         codec,
-        kv=stored_in(store, 96),
         chunk_tokens=7,
         max_num_batched_tokens=20,
         host="4MiB" if preempt == "swap" else 0,

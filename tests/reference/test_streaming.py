@@ -180,26 +180,13 @@ def test_log_probabilities_of_a_prompt_equal_those_without_eviction(llama):
         {"max_num_seqs": 1},
         {"chunk_tokens": 7, "max_num_batched_tokens": 40},
         {"kv": {"scratch": 2048}},
-        {"kv": {"store": "contiguous_growing"}},
-        {"kv": {"store": "contiguous_max"}},
     ],
     ids=str,
 )
-def test_pages_batches_chunks_scratch_and_stores_change_no_logits(
-    llama, prompts, expected, options
-):
+def test_pages_batches_chunks_and_scratch_change_no_logits(llama, prompts, expected, options):
     got = run(engine_of(llama, **options), prompts)
 
     assert largest_difference(expected, got) <= TOLERANCE
-
-
-@pytest.mark.parametrize("name", ["gemma3", pytest.param("gpt_oss", marks=pytest.mark.slow)])
-def test_ring_windows_give_the_logits_of_paged_windows(name, prompts):
-    model = short_context(name, 48)
-    paged = run(engine_of(model), prompts, new_tokens=60)
-    ring = run(engine_of(model, kv={"store": "ring"}), prompts, new_tokens=60)
-
-    assert largest_difference(paged, ring) == 0
 
 
 def test_a_stream_and_an_engine_of_other_rules_share_a_pool(llama, prompts, expected):

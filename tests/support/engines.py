@@ -117,9 +117,3 @@ def engine_for(
 def greedy(max_tokens: int = NEW_TOKENS) -> SamplingParams:
     """Greedy, never stopping early."""
     return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-
-
-def stored_in(store: str, tokens: int) -> dict[str, object]:
-    """Options of a KV memory: a store, and the longest sequence if the store reserves for it."""
-    reserves = store.startswith("contiguous")
-    return {"store": store} | ({"store_tokens": tokens} if reserves else {})

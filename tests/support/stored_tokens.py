@@ -1,12 +1,10 @@
-"""A KV memory next to a dictionary of its tokens, which every store must hold byte for byte."""
+"""A KV memory next to a dictionary of its tokens, which it must hold byte for byte."""
 
 import numpy as np
 
 from quire.kv.memory import KVMemory
-from quire.kv.stores.registry import placement_maker
-from quire.kv.stores.runs import LaneLimits
 from quire.layout.pages import CacheLayout, LaneGroup
-from support.host_bytes import POISON, HostBytes
+from support.host_bytes import HostBytes
 from support.small_memory import plain_class
 
 WINDOW = 10
@@ -41,16 +39,14 @@ LAYOUT = CacheLayout((FULL, WINDOWED, EVICTING, SUMS, SLOT_SUMS, RING))
 STATISTICS = frozenset(group.name for group in LAYOUT.groups if group.private)
 
 
-def memory_of(store, *, groups=LAYOUT.groups, total_bytes=256 * 1024, max_rows=5, **limits):
-    """A KV memory of one store kind over poisoned bytes."""
-    limits = {"max_tokens": MAX_TOKENS, "evicting_slots": MAX_TOKENS} | limits
+def memory_of(*, groups=LAYOUT.groups, total_bytes=256 * 1024, max_rows=5):
+    """A KV memory over poisoned bytes."""
     return KVMemory(
         CacheLayout(tuple(groups)),
         total_bytes,
         max_rows,
         store=HostBytes(total_bytes),
         track_changes=True,
-        placement=placement_maker(store, LaneLimits(**limits)),
     )
 
 
@@ -109,12 +105,8 @@ class StoredTokens:
         return codes.reshape(len(contents), page_class.heads, 16).astype(np.uint8)
 
     def poison(self):
-        """Overwrite free and reserved pages: no token may be stored in them."""
-        store = self.memory.store
-        store.poison_free(self.memory)
-        for table in self.memory.tables.values():
-            reserved = self.memory.placement.reserved_pages(table, self.memory.live_rows)
-            store.pages_of(table.group.page_class)[reserved] = POISON
+        """Overwrite free pages: no token may be stored in them."""
+        self.memory.store.poison_free(self.memory)
 
     def release(self, row):
         self.memory.release([row])

@@ -317,8 +317,8 @@ SIMULATED_KV = Section(
     "KV memory",
     KVConfig,
     (
-        *("kv-memory", "swap-space", "kv-store", "kv-store-tokens", "block-size", "kv-codec"),
-        *("evict", "enable-prefix-caching"),
+        *("kv-memory", "swap-space", "block-size", "kv-codec", "evict"),
+        "enable-prefix-caching",
     ),
 )
 """Options of the KV memory for a simulation, which has no data, transfers or kernels."""

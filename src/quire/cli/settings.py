@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 VERBOSE_KEY = "quire.cli.verbose"
 """Key of the `--verbose` flag in the context of the command line."""
 
-PREFIX_CACHE = "kv_prefix_cache_enabled"
 """The parameter of --enable-prefix-caching."""
 
 
@@ -137,14 +136,7 @@ class Settings:
         }
 
     def _explain(self, llm: "LLM") -> None:
-        """Refuse a prefix cache without effect; print placement and KV memory with --verbose."""
-        why_no_prefix = llm.engine.pool.why_no_prefix
-        if why_no_prefix and self.kv.prefix_cache.enabled and PREFIX_CACHE in self.given:
-            raise ConfigError(
-                f"--enable-prefix-caching has no effect: {why_no_prefix}; leave out "
-                "--enable-prefix-caching, or use "
-                "another store or policy"
-            )
+        """Print the placement of the weights; with --verbose the KV memory too."""
         place = llm.model.place
         if place is not None and (self.verbose or not place.offloaded_layers):
             typer.echo(place.text, err=True)

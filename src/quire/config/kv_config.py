@@ -19,7 +19,6 @@ from quire.layout.sizes import parse_fraction, parse_size, parse_size_or
 
 WriteName = Literal["back", "through"]
 LoadName = Literal["fastest", "whole"]
-StoreName = Literal["paged", "contiguous_max", "contiguous_growing", "ring"]
 AttentionName = Literal["auto", "native", "triton", "gathered", "reference"]
 
 EVICTION = "Eviction"
@@ -245,18 +244,6 @@ class KVConfig:
         common=True,
         parse=parse_size_or("auto"),
     )
-    store: StoreName = option(
-        "paged",
-        help="allocation of pages to sequences; all except paged are baselines for comparison",
-        flag="kv-store",
-    )
-    store_tokens: int | None = option(
-        None,
-        help="maximum sequence length for which a contiguous store reserves memory; unset: the "
-        "model's context",
-        unit="tokens",
-        flag="kv-store-tokens",
-    )
     page_tokens: int = option(
         16, help="tokens in a page (block)", unit="tokens", flag="block-size", common=True
     )
@@ -317,5 +304,3 @@ class KVConfig:
             raise ConfigError(
                 f"expected page_tokens (--block-size) from 1 to 1024, got {self.page_tokens}"
             )
-        if self.store_tokens is not None and self.store_tokens < 1:
-            raise ConfigError(f"expected store_tokens >= 1, got {self.store_tokens}")

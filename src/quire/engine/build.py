@@ -176,10 +176,8 @@ def _make_sharing(
     events: EventLog,
     listener: PrefixBroadcast,
 ) -> PrefixSharing:
-    shares = kv.prefix_cache.enabled and pool.why_no_prefix is None
-    if kv.prefix_cache.enabled and not shares:
-        logger.info("the prefix cache is off: %s", pool.why_no_prefix)
-    prefix = PrefixIndex(pool.kv.memory, listener, events.now_s) if shares else None
+    enabled = kv.prefix_cache.enabled
+    prefix = PrefixIndex(pool.kv.memory, listener, events.now_s) if enabled else None
     identities = PrefixIdentities((model.name, pool.stored_as.fingerprint, str(kv.page_tokens)))
     if opened is not None and prefix is not None:  # engines may know the model by other names
         identities = PrefixIdentities((opened.nature,), secret=opened.secret)

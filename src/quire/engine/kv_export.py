@@ -60,7 +60,6 @@ class KVExport:
         input_processor: InputProcessor,
     ) -> None:
         self._sharing, self._inputs = sharing, input_processor
-        self._why_not = pool.why_no_prefix
         self._fingerprint: Callable[[], str] = cache(lambda: kv_fingerprint(pool, model))
 
     @property
@@ -169,8 +168,10 @@ class KVExport:
     def _index(self) -> PrefixIndex:
         index = self._sharing.prefix
         if index is None:
-            why = self._why_not or "the prefix cache is off: leave out --no-enable-prefix-caching"
-            raise UnsoundCombination(f"KV is exported from and to the prefix cache: {why}")
+            raise UnsoundCombination(
+                "KV is exported from and to the prefix cache, and the prefix cache is off: leave "
+                "out --no-enable-prefix-caching"
+            )
         return index
 
     def _request(self, requested: GenerationRequest) -> Request:

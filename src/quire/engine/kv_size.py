@@ -1,17 +1,11 @@
 """Sizes of an engine's KV memory and swap space: configured, or from free memory."""
 
-import numpy as np
-
 from quire.config.kv_config import KVConfig
 from quire.engine.activation import measure_activation_peak
 from quire.errors import ConfigError
 from quire.kv.arena import choose_slab_bytes
 from quire.kv.memory import KVMemory
 from quire.kv.store import store_of
-from quire.kv.stores.registry import (
-    run_lengths,
-)
-from quire.kv.stores.runs import LaneLimits
 from quire.layout.eviction import EvictionSpec
 from quire.layout.pages import CacheLayout, PageClass
 from quire.models.device_memory import free_device_bytes
@@ -61,39 +55,29 @@ def kv_memory_bytes(
         ),
         headroom_bytes=int(DEFAULT_HEADROOM_SHARE * total_bytes),
     )
-    longest = config.store_tokens or model.spec.max_positions
-    most_bytes = most_kv_bytes(layout, longest, schedule, eviction, config.store)
+    most_bytes = most_kv_bytes(layout, model.spec.max_positions, schedule, eviction)
     return model.group.least(min(left_bytes, most_bytes))  # page tables are equal on all ranks
 
 
 def most_kv_bytes(
-    layout: CacheLayout,
-    max_tokens: int,
-    schedule: ScheduleConfig,
-    eviction: EvictionSpec,
-    store: str = "paged",
+    layout: CacheLayout, max_tokens: int, schedule: ScheduleConfig, eviction: EvictionSpec
 ) -> int:
     """Size of an arena that `max_num_seqs` requests of `max_tokens` tokens can never fill.
 
     Counts whole slabs per page class, with the pages lost at slab boundaries.
     """
     chunk_tokens = max(schedule.longest_chunk, 0 if eviction.cap is None else eviction.every)
-    lengths = run_lengths(store, LaneLimits.of(max_tokens, eviction))
     pages: dict[PageClass, int] = {}
     for group in layout.groups:
         tokens = max_tokens if group.ordered else eviction.peak_tokens(max_tokens)
-        slots = group.slots_at_most(tokens, chunk_tokens) if lengths is None else tokens
-        lane_pages = np.array([group.page_class.pages_for(slots)])
-        if lengths is not None:
-            lane_pages = lengths.peak_pages(group, lane_pages)
-        needed = int(lane_pages[0]) * group.num_lanes * schedule.num_rows
+        lane_pages = group.page_class.pages_for(group.slots_at_most(tokens, chunk_tokens))
+        needed = lane_pages * group.num_lanes * schedule.num_rows
         pages[group.page_class] = pages.get(group.page_class, 0) + needed
     sizes = [page_class.page_bytes for page_class in pages]
     # an upper bound for the slab size of an arena of any size
-    slab_bytes = choose_slab_bytes(1 << 60, sizes, whole_pages=lengths is not None)
-    borders = 0 if lengths is None else lengths.border_slabs(len(pages))
+    slab_bytes = choose_slab_bytes(1 << 60, sizes)
     return slab_bytes * sum(
-        -(-count // (slab_bytes // page.page_bytes - bool(slab_bytes % page.page_bytes))) + borders
+        -(-count // (slab_bytes // page.page_bytes - bool(slab_bytes % page.page_bytes)))
         for page, count in pages.items()
     )
 

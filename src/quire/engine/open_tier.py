@@ -19,7 +19,6 @@ from quire.errors import (
     StorageError,
     TierFull,
     TierUnreachable,
-    UnsoundCombination,
 )
 from quire.kv.block_records import BlockRecords
 from quire.kv.prefix import PrefixIndex
@@ -111,10 +110,9 @@ def open_tiers(config: KVConfig, pool: KVPool, model: LoadedModel) -> OpenedTier
     Raises:
         ConfigError: conflicting options, a size that exceeds the disk, or a required tier that
             cannot be used.
-        UnsoundCombination: prompts share no KV, so there are no prefixes to store.
     """
     options = config.prefix_cache
-    _check(options, pool)
+    _check(options)
     if not _has_tier(options):
         return None
     nature = kv_fingerprint(pool, model)
@@ -174,7 +172,7 @@ def _open_remote(options: PrefixCacheConfig, nature: str) -> Tier | None:
     return RedisTier(url, nature, limits)
 
 
-def _check(config: PrefixCacheConfig, pool: KVPool) -> None:
+def _check(config: PrefixCacheConfig) -> None:
     if bool(config.disk_memory) != bool(config.disk_path):
         given, missing = "--disk-kv-memory", "--disk-kv-path FOLDER"
         if config.disk_path:
@@ -205,8 +203,6 @@ def _check(config: PrefixCacheConfig, pool: KVPool) -> None:
             "--cpu-kv-memory, --disk-kv-memory and --remote-kv store cached prefixes, and the "
             "prefix cache is off: leave out --no-enable-prefix-caching"
         )
-    if pool.why_no_prefix is not None:
-        raise UnsoundCombination(f"no prefixes to store: {pool.why_no_prefix}")
 
 
 def _usable_secret(options: PrefixCacheConfig, slowest: Tier) -> bytes | None:

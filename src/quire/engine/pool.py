@@ -22,7 +22,6 @@ from quire.eviction.eviction_rules import (
     check_chunk_size,
     check_pre_rope,
 )
-from quire.eviction.rule_requirements import ALL, NONE
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.pre_rope import PreRopeAttention
 from quire.kernels.select import select_backend
@@ -30,16 +29,7 @@ from quire.kv.coded_layers import CodedLayers
 from quire.kv.memory import KVMemory, MakeStore
 from quire.kv.step import PagedKV
 from quire.kv.store import PageStore, store_of
-from quire.kv.stores.registry import (
-    PREFIX_CACHE,
-    features_of,
-    placement_maker,
-    refuse_unsound,
-    unsound,
-)
-from quire.kv.stores.runs import LaneLimits
 from quire.kv.tables import refuse_too_many_rows
-from quire.layout.eviction import KEEP_ALL, PRESSURE
 from quire.layout.layout import added_statistics, layout_for
 from quire.layout.pages import CacheLayout
 from quire.layout.statistics import Statistic
@@ -67,7 +57,6 @@ class KVPool:
         eviction: the default rule, resolved for the longest prompt.
         stored_as: storage format of keys and values.
         reason: reason for the selected attention backend.
-        store: name of the store that places pages of lanes.
         batch_invariant: whether KV depends only on the tokens before it.
         host: swap space; None if preempted requests are recomputed.
         offload: offloaded KV of running requests; None without KV offload.
@@ -78,7 +67,6 @@ class KVPool:
     eviction: Eviction
     stored_as: StoredAs
     reason: str
-    store: str
     batch_invariant: bool = False
     host: HostPool | None = None
     offload: KVOffloadComponents | None = None
@@ -99,10 +87,9 @@ class KVPool:
         )
         offload = "" if self.offload is None else f"; KV offload: {self.offload.why}"
         swap = "no swap space" if self.host is None else f"swap space: {self.host.total_bytes:,} B"
-        no_cache = "" if self.why_no_prefix is None else f"; prefix cache off: {self.why_no_prefix}"
         return (
-            f"{memory.total_bytes:,} B of KV in {self.codec}, {self.store} ({pages}); "
-            f"attention: {self.kv.backend.name} ({self.reason}); {swap}{no_cache}{offload}"
+            f"{memory.total_bytes:,} B of KV in {self.codec} ({pages}); "
+            f"attention: {self.kv.backend.name} ({self.reason}); {swap}{offload}"
         )
 
     def add_statistics(self, statistics: Sequence[Statistic]) -> None:
@@ -127,12 +114,6 @@ class KVPool:
             self.kv.add_groups(added)
         except ConfigError as error:
             raise RequestError(f"evict: {error}", param="evict") from error
-
-    @property
-    def why_no_prefix(self) -> str | None:
-        """Reason why prompts cannot share the KV of a common prefix; None if they can."""
-        why = unsound(self.store, PREFIX_CACHE)
-        return None if why is None else str(why)
 
 
 def build_pool(
@@ -184,7 +165,6 @@ def build_pool(
         eviction=plan.eviction,
         stored_as=plan.stored_as,
         reason=plan.reason,
-        store=config.store,
         batch_invariant=schedule.batch_invariant,
         host=host,
         offload=offload,
@@ -228,9 +208,7 @@ def _plan_pool(model: LoadedModel, config: KVConfig, schedule: ScheduleConfig) -
         statistics=rules.statistics,
     )
     layout = rules.fitted(layout)
-    _check_store(config, rules)
     check_pre_rope(rules, model.decoder.prepare_pre_rope)
-    refuse_unsound(config.store, features_of(layout, enable_prefix_caching=False))
     choice = select_backend(
         config.attention,
         model.decoder.device,
@@ -257,7 +235,6 @@ def _make_rules(
         model=model.spec,
         page_tokens=config.page_tokens,
         codec=codec,
-        reserved=config.store != "paged" and config.evict_allow.strip() in ("", NONE),
         provided=Provided(
             exact_statistics(prepare) if schedule.batch_invariant else prepare,
             _why_no_pre_rope(model, config, schedule),
@@ -279,22 +256,6 @@ def _why_no_pre_rope(model: LoadedModel, config: KVConfig, schedule: ScheduleCon
     return model.decoder.prepare_pre_rope()
 
 
-def _check_store(config: KVConfig, rules: EvictionRules) -> None:
-    """Refuse rules whose lane lengths are unknown to a store that reserves lanes in advance."""
-    if config.store == "contiguous_max" and rules.default.when == PRESSURE and rules.default.evicts:
-        raise UnsoundCombination(
-            f"store {config.store!r} reserves the longest lane of a request until its end, so "
-            "when=pressure could free no memory; use --kv-store paged or contiguous_growing, or "
-            "another when="
-        )
-    if config.store != "paged" and config.evict_allow.strip() == ALL:
-        raise UnsoundCombination(
-            f"store {config.store!r} reserves lanes for the statistics of all rules in advance, "
-            "and with --evict-allow all requests could name rules with others; list the rules in "
-            "--evict-allow, or use --kv-store paged"
-        )
-
-
 def _own_memory(
     model: LoadedModel,
     config: KVConfig,
@@ -304,15 +265,12 @@ def _own_memory(
     make_store: MakeStore,
 ) -> KVMemory:
     device, eviction = model.decoder.device, plan.eviction.spec
-    longest = config.store_tokens or model.spec.max_positions
-    limits = LaneLimits.of(longest, eviction if plan.rules.reserves_lanes else KEEP_ALL)
     return KVMemory(
         layout,
         kv_memory_bytes(model, config, schedule, layout, eviction),
         schedule.num_rows,
         store=make_store,
         track_changes=device.type != "cpu",
-        placement=placement_maker(config.store, limits),
         unite=model.group.union if model.group.size > 1 else None,
     )
 
@@ -327,9 +285,4 @@ def _check_member(config: KVConfig, member: PoolMember, ranks: int) -> None:
         raise ConfigError(
             f"a KV memory of {config.memory} conflicts with a shared pool, which guarantees "
             f"{member.guaranteed_bytes:,} B to {member.name!r}; leave memory at auto"
-        )
-    if config.store != "paged":
-        raise UnsoundCombination(
-            f"store {config.store!r} needs contiguous pages and cannot use single slabs of a "
-            "shared pool: use the store 'paged'"
         )

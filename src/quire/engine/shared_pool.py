@@ -21,7 +21,6 @@ from quire.kernels.backend import MovedSlots
 from quire.kv.memory import KVMemory
 from quire.kv.shared_arena import SharedArena
 from quire.kv.store import PageStore
-from quire.kv.stores.paged import Paged
 from quire.layout.pages import CacheLayout
 from quire.layout.sizes import parse_size
 from quire.models.device_memory import free_device_bytes
@@ -220,7 +219,7 @@ class PoolMember:
             max_rows,
             store=self.pool.store(mover),
             track_changes=device.type != "cpu",
-            placement=partial(Paged, arena=arena),
+            arena=arena,
         )
 
 

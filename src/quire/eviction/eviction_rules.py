@@ -60,8 +60,6 @@ class EvictionRules:
         model: the model.
         page_tokens: slots of a page.
         codec: how keys and values are stored.
-        reserved: lanes are allocated with the maximum length under the default rule, so requests
-            may not name another rule.
         provided: what the model provides to rules.
         ranks: number of ranks that share the model; `model` is the part of one of them.
 
@@ -76,7 +74,7 @@ class EvictionRules:
             pages, or that the codec excludes.
     """
 
-    def __init__(  # noqa: PLR0913 - one parameter per option
+    def __init__(
         self,
         default: str,
         allow: str,
@@ -84,7 +82,6 @@ class EvictionRules:
         model: ModelSpec,
         page_tokens: int,
         codec: str,
-        reserved: bool = False,
         provided: Provided = Provided(),
         ranks: int = 1,
     ) -> None:
@@ -93,7 +90,7 @@ class EvictionRules:
         self._ranks = ranks
         self._why_not, self.why_no_pre_rope = provided.why_not, provided.why_no_pre_rope
         self._lanes: dict[tuple[Statistic, ...], LaneShape] = {}
-        self._allow, self._reserved = allow.strip(), reserved
+        self._allow = allow.strip()
         own = [served_by_rule(default, self.default)] if self.default.evicts else []
         required = possible(own, provided.why_not, NONE)
         self.served = (*required, *possible(announced(allow), provided.why_not, self._allow))
@@ -136,12 +133,7 @@ class EvictionRules:
     def moves_slots(self) -> bool:
         """Whether an eviction may move single slots instead of dropping whole pages."""
         by_page = self.default.evicts and self.default.granularity == PAGE
-        return self._reserved or not by_page or self._allow not in ("", NONE)
-
-    @property
-    def reserves_lanes(self) -> bool:
-        """Whether lanes are allocated with the maximum length under the default rule."""
-        return self._reserved
+        return not by_page or self._allow not in ("", NONE)
 
     def fitted(self, layout: CacheLayout) -> CacheLayout:
         """Return a layout without records that no rule of this engine uses."""
@@ -169,7 +161,6 @@ class EvictionRules:
         except ConfigError as error:
             raise RequestError(f"evict: {error}", param="evict") from error
         if text != self.default.text:
-            self._require_lanes(text)
             try:
                 self._require_several_heads(text, rule)
                 self._require_equal_lanes(text, rule)
@@ -329,14 +320,6 @@ class EvictionRules:
                 f"evict: {text!r} moves single tokens of pages that {self._codec!r} encodes as a "
                 "whole, and this engine has no records for that; use granularity=page, or start "
                 f"the engine with --evict-allow {without_numbers(text)!r}",
-                param="evict",
-            )
-
-    def _require_lanes(self, text: str) -> None:
-        if self._reserved:
-            raise RequestError(
-                f"evict: lanes of this store have the maximum length of {self.default.text!r}, "
-                f"and {text!r} may need longer ones; start the engine with --kv-store paged",
                 param="evict",
             )
 

@@ -238,7 +238,7 @@ class Sequences:
             pages = memory.pages_to_grow(rows, sizes[growing])
             raise OutOfPages(
                 f"no free pages for the next {int(sizes.sum())} tokens: "
-                f"{memory.placement.shortage(pages)}; raise memory=, lower budget=, or evict "
+                f"{memory.shortage(pages)}; raise memory=, lower budget=, or evict "
                 "during prefill (when='prefill_and_decode')"
             ) from error
         return sizes

@@ -108,7 +108,7 @@ def plan_compaction(
         group: name of a KV lane group. Its slots may be unordered, or whole pages are dropped.
         row: the sequence.
         keep: [lanes, slots] True for retained slots; columns past a lane's slots are ignored.
-        kind: how pages are freed. Stores whose lanes have no holes always move slots.
+        kind: how pages are freed.
         in_place: whether all lanes must be in the arena; False if offloaded lanes retain all slots.
 
     Raises:
@@ -124,12 +124,10 @@ def plan_compaction(
     kept_columns = None
     if kind is Kind.DROP_PAGES:
         kept_columns = retained_pages(keep, table.num_slots[row], table.group.page_class.tokens)
-    if not memory.placement.drops_pages:
-        kept_columns = None
     if table.group.ordered and kept_columns is None:
         raise ConfigError(
             f"the slots of group {group!r} are ordered and cannot be moved: drop whole pages "
-            "instead, in the store 'paged'"
+            "instead"
         )
     moves = no_moves() if kept_columns is not None else _moves(keep, kind)
     mirrors = (mirror.name for mirror in memory.layout.mirrors_of(group))
@@ -171,8 +169,7 @@ def count_copies(memory: KVMemory, group: str, row: int, keep: Mask, kind: Kind)
     """
     table = memory.tables[group]
     keep = _live(table, row, keep)
-    drops = kind is Kind.DROP_PAGES and memory.placement.drops_pages
-    moves = no_moves() if drops else _moves(keep, kind)
+    moves = no_moves() if kind is Kind.DROP_PAGES else _moves(keep, kind)
     return _count_needed(memory, table, row, moves, first_column=int(table.staged[row]))
 
 
@@ -210,8 +207,6 @@ def _freed_pages(
     memory: KVMemory, tables: list[LaneTable], row: int, keep: Mask, kept_columns: Mask | None
 ) -> Pages:
     freed: dict[PageClass, int] = {}
-    if not memory.placement.drops_pages:
-        return freed  # the pages remain reserved for the lane
     for table in tables:
         page_class, num_pages = table.group.page_class, table.num_pages[row][:, None]
         column = np.arange(int(num_pages.max(initial=0)))
@@ -318,4 +313,4 @@ def _cut(memory: KVMemory, table: LaneTable, plan: CompactionPlan) -> None:
     else:
         freed = table.keep_columns(plan.row, plan.kept_columns)
         table.num_slots[plan.row] = plan.keep_slots
-    memory.placement.free(table, freed)
+    memory.pools[table.group.page_class].release(freed)

@@ -4,8 +4,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.kv.memory import KVMemory
+from quire.kv.pages import NO_PAGES
 from quire.kv.stored_sequences import PagesByClass
-from quire.kv.stores.base import NO_PAGES
 from quire.layout.pages import PageClass
 
 

@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from quire.errors import InvariantError
 from quire.kv.memory import KVMemory
 from quire.kv.pages import CountedPages
-from quire.kv.stores.base import Placement
 from quire.kv.tables import NO_PAGE, LaneTable
 from quire.layout.pages import PageClass
 
@@ -63,7 +62,7 @@ def extents_of(memory: KVMemory) -> list[Extent]:
     found: list[Extent] = []
     for page_class, pool in memory.pools.items():
         tables = [t for t in memory.tables.values() if t.group.page_class == page_class]
-        counted = _Counted(pool, tables, memory.live_rows, memory.placement)
+        counted = _Counted(pool, tables, memory.live_rows)
         found.extend(_split(page_class, counted, exact))
         found.extend(_cached(page_class, counted.idle))
     return sorted(found)
@@ -104,14 +103,9 @@ class _Counted:
     """
 
     def __init__(
-        self,
-        pool: CountedPages,
-        tables: list[LaneTable],
-        rows: NDArray[np.int64],
-        placement: Placement,
+        self, pool: CountedPages, tables: list[LaneTable], rows: NDArray[np.int64]
     ) -> None:
         self.groups = [table.group.name for table in tables]
-        self._placement = placement
         if pool.num_shared:
             self._count_shared(pool, tables, rows)
         else:
@@ -120,8 +114,7 @@ class _Counted:
     def _count_private(
         self, pool: CountedPages, tables: list[LaneTable], rows: NDArray[np.int64]
     ) -> None:
-        reserved = self._placement.num_reserved_pages
-        held = np.stack([(t.num_pages[rows] + reserved(t, rows)).sum(axis=1) for t in tables])
+        held = np.stack([table.num_pages[rows].sum(axis=1) for table in tables])
         group, place = np.nonzero(held)
         once = np.ones_like(group)
         self.index = np.stack([group, rows[place], once, once], axis=1)
@@ -131,7 +124,7 @@ class _Counted:
     def _count_shared(
         self, pool: CountedPages, tables: list[LaneTable], rows: NDArray[np.int64]
     ) -> None:
-        named = [_entries(table, rows, self._placement) for table in tables]
+        named = [_entries(table, rows) for table in tables]
         pages = np.concatenate([numbers for _, numbers in named])
         owner = np.concatenate([i * len(rows) + place for i, (place, _) in enumerate(named)])
         sequences = np.bincount(pages, minlength=len(pool.ref_counts))
@@ -147,16 +140,12 @@ class _Counted:
         np.subtract.at(self.idle, kinds[:, 0], entries // kinds[:, 1])
 
 
-def _entries(
-    table: LaneTable, rows: NDArray[np.int64], placement: Placement
-) -> tuple[_Counts, NDArray[np.int32]]:
-    """Return every page of these rows, reserved pages included: index into `rows`, and page."""
+def _entries(table: LaneTable, rows: NDArray[np.int64]) -> tuple[_Counts, NDArray[np.int32]]:
+    """Return every page of these rows: index into `rows`, and page."""
     widest = int(table.num_pages[rows].max(initial=0))
     block = table.pages[rows, :, :widest]
     place = np.repeat(np.arange(len(rows)), table.num_pages[rows].sum(axis=1))
-    reserved = placement.num_reserved_pages(table, rows).sum(axis=1)
-    place = np.concatenate([place, np.repeat(np.arange(len(rows)), reserved)])
-    return place, np.concatenate([block[block != NO_PAGE], placement.reserved_pages(table, rows)])
+    return place, block[block != NO_PAGE]
 
 
 def _numbered(references: NDArray[np.int32], sequences: _Counts) -> tuple[_Counts, _Counts]:
@@ -259,8 +248,7 @@ def _holders(memory: KVMemory, page_class: PageClass) -> dict[int, list[tuple[in
     for name, table in memory.tables.items():
         if table.group.page_class == page_class:
             for row in memory.live_rows.tolist():
-                reserved = memory.placement.reserved_pages(table, np.array([row]))
-                for page in [*table.row_pages(row).tolist(), *reserved.tolist()]:
+                for page in table.row_pages(row).tolist():
                     holders[page].append((row, name))
     return dict(holders)
 

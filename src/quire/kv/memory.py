@@ -15,20 +15,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import ConfigError, InvariantError, OutOfPages
+from quire.kv.arena import Arena, pages_per_slab
 from quire.kv.listeners import MemoryListeners
 from quire.kv.page_bytes import NoBytes, PageBytes
-from quire.kv.pages import PageNumbers
+from quire.kv.pages import PageNumbers, PagePool
 from quire.kv.proof import prove_lanes, prove_references, prove_slabs
 from quire.kv.resizing import (
+    Demand,
     cut_slots,
     drop_behind_window,
     grow_demand,
     grown_slots,
+    pages_by_class,
     require_room_for_one_token,
     slots_below,
 )
-from quire.kv.stores.base import Demand, PlacementMaker, pages_by_class
-from quire.kv.stores.paged import Paged
 from quire.kv.tables import LaneTable, Rows
 from quire.layout.pages import CacheLayout, LaneGroup, PageClass
 
@@ -46,7 +47,7 @@ class KVMemory:
         max_rows: maximum number of concurrent sequences.
         store: the page bytes, or a function that creates them for the arena's size in bytes.
         track_changes: record changed table entries, for the device's copy of the tables.
-        placement: class that allocates the pages of lanes; called with the first three arguments.
+        arena: arena that provides the slabs; None to create one of `total_bytes`.
         unite: returns where the mask of any rank of the model is True; None: the model has one.
 
     Raises:
@@ -61,16 +62,16 @@ class KVMemory:
         *,
         store: PageBytes | MakeStore | None = None,
         track_changes: bool = False,
-        placement: PlacementMaker = Paged,
+        arena: Arena | None = None,
         unite: Unite | None = None,
     ) -> None:
         if max_rows < 1:
             raise ConfigError(f"expected max_rows of at least 1, got {max_rows}")
         self.layout, self._track_changes = layout, track_changes
         self._unite = unite
-        self.placement = placement(layout, total_bytes, max_rows)
-        self.arena, self.pools = self.placement.arena, self.placement.pools
-        require_room_for_one_token(layout, self.placement, total_bytes)
+        self.arena = arena or Arena(total_bytes, [c.page_bytes for c in layout.page_classes])
+        self.pools = {c: PagePool(self.arena, c) for c in layout.page_classes}
+        require_room_for_one_token(layout, self.arena, self.pools, total_bytes)
         self.tables = {
             group.name: LaneTable(group, max_rows, track_changes=track_changes)
             for group in layout.groups
@@ -91,11 +92,19 @@ class KVMemory:
         """Add private lane groups, which only sequences that start later can use.
 
         Raises:
-            ConfigError: see `Placement.add_page_class`.
+            ConfigError: a page is larger than a slab.
         """
         layout = CacheLayout((*self.layout.groups, *groups))
         for group in groups:
-            self.placement.add_page_class(group.page_class)
+            if pages_per_slab(self.arena.slab_bytes, group.page_class.page_bytes) < 1:
+                raise ConfigError(
+                    f"a page of {group.page_class.page_bytes:,} B is larger than a slab of "
+                    f"{self.arena.slab_bytes:,} B; raise --kv-memory, or name the rule in --evict "
+                    "or --evict-allow when the engine starts"
+                )
+        for group in groups:
+            if group.page_class not in self.pools:
+                self.pools[group.page_class] = PagePool(self.arena, group.page_class)
         for group in groups:
             table = LaneTable(group, len(self.lengths), track_changes=self._track_changes)
             table.active[:] = False
@@ -131,21 +140,29 @@ class KVMemory:
         return len(self._free_rows)
 
     def row_bytes(self, row: int) -> int:
-        """Return the bytes of all pages that a sequence references, reserved pages included."""
+        """Return the bytes of all pages that a sequence references."""
         return int(self._rows_bytes(np.array([row]))[0])
 
     def _rows_bytes(self, rows: Rows) -> NDArray[np.int64]:
         held = np.zeros(len(rows), dtype=np.int64)
         for table in self.tables.values():
-            pages = table.pages_held(rows)
-            if self.placement.reserves:
-                pages += self.placement.num_reserved_pages(table, rows).sum(axis=1)
-            held += pages * table.group.page_class.page_bytes
+            held += table.pages_held(rows) * table.group.page_class.page_bytes
         return held
 
     def fits(self, pages: Mapping[PageClass, int]) -> bool:
         """Return whether this many pages of each class can be allocated, at any location."""
-        return self.placement.fits(pages)
+        return self._slabs_needed(pages) <= self.arena.num_free_slabs
+
+    def _slabs_needed(self, pages: Mapping[PageClass, int]) -> int:
+        return sum(self.pools[c].slabs_needed(n) for c, n in pages.items())
+
+    def shortage(self, pages: Mapping[PageClass, int]) -> str:
+        """Return an error text for pages that do not fit: needed and free bytes in whole slabs."""
+        slab_bytes, free = self.arena.slab_bytes, self.arena.num_free_slabs
+        return (
+            f"{self._slabs_needed(pages) * slab_bytes:,} B more in slabs of {slab_bytes:,} B are "
+            f"needed, {free * slab_bytes:,} of {self.arena.total_bytes:,} B are free"
+        )
 
     # ---- start and release ---------------------------------------------------------------------
 
@@ -190,7 +207,7 @@ class KVMemory:
             raise InvariantError(f"expected distinct rows in use, got {rows.tolist()}")
         self.listeners.released(rows)
         for table in self.tables.values():
-            self.placement.free_rows(table, rows, table.clear(rows))
+            self.pools[table.group.page_class].release(table.clear(rows))
         self._live[rows] = False
         self._free_rows.extend(int(row) for row in rows)
 
@@ -209,7 +226,7 @@ class KVMemory:
     def can_grow(self, rows: Rows, tokens: Counts) -> bool:
         """Return whether `grow` would succeed; free pages outside windows first, as `grow` does."""
         self.drop_behind_windows(rows)
-        return self.placement.can_allocate(self._demands(rows, tokens))
+        return self.fits(self.pages_to_grow(rows, tokens))
 
     def grow(self, rows: Rows, tokens: Counts) -> None:
         """Allocate slots for `tokens[i]` more tokens of row `rows[i]` in every lane, all or none.
@@ -224,7 +241,9 @@ class KVMemory:
         demands = self._demands(rows, tokens)
         needed = any(demand.num_pages for demand in demands)
         if needed:  # most decode steps write to pages that their rows have
-            self.placement.reserve(demands, self.store)
+            pages = pages_by_class(demands)
+            if not self.fits(pages):
+                raise OutOfPages(self.shortage(pages))
         for demand in demands:
             self._grow_table(demand, tokens)
         self.lengths[rows] += tokens
@@ -248,7 +267,7 @@ class KVMemory:
             column = table.num_slots[row, lane].astype(np.int64) // page_class.tokens
             self.privatise(table, row, lane, column)
         if demand.new.any():
-            added = self.placement.allocate(table, rows, demand.new)
+            added = self.pools[page_class].allocate(int(demand.new.sum()))
             row, lane, column = table.append(rows, demand.new, added)
             if table.group.ordered:  # new pages continue the row's logical positions
                 first = self.lengths[row] - table.num_slots[row, lane]
@@ -271,8 +290,7 @@ class KVMemory:
         self.peak_bytes[rows] = np.maximum(self.peak_bytes[rows], held)
         used = sum(pool.used_bytes for pool in self.pools.values())
         in_use = used - self.listeners.idle_bytes()
-        copying = self.placement.copying_peak_bytes
-        self.arena_peak_bytes = max(self.arena_peak_bytes, in_use, copying)
+        self.arena_peak_bytes = max(self.arena_peak_bytes, in_use)
 
     def privatise(self, table: LaneTable, row: Rows, lane: Rows, column: NDArray[np.int64]) -> None:
         """Copy shared pages and point these table entries at the copies (copy on write)."""
@@ -287,16 +305,13 @@ class KVMemory:
     # ---- shrinking -----------------------------------------------------------------------------
 
     def drop_behind_windows(self, rows: Rows) -> None:
-        """Free pages of window lanes whose tokens are outside the window of the next query.
-
-        A store that does not free pages in the middle of a lane retains them.
-        """
-        for table in self.tables.values() if self.placement.drops_pages else ():
+        """Free pages of window lanes whose tokens are outside the window of the next query."""
+        for table in self.tables.values():
             if table.group.window is not None:
-                for row, lane, pages in drop_behind_window(
+                for pages in drop_behind_window(
                     table, rows, self.lengths[rows], table.group.window
                 ):
-                    self.placement.free_outside_window(table, row, lane, pages)
+                    self.pools[table.group.page_class].release(pages)
 
     def truncate(self, row: int, length: int) -> None:
         """Drop the tokens from logical position `length` on; lanes must be in position order.
@@ -313,7 +328,7 @@ class KVMemory:
         for name, table in self.tables.items():
             if table.group.mirrors is not None and table.active[row]:
                 kept[name] = kept[table.group.mirrors]
-            self.placement.free(table, cut_slots(table, row, kept[name]))
+            self.pools[table.group.page_class].release(cut_slots(table, row, kept[name]))
         self.lengths[row] = length
 
     # ---- checks --------------------------------------------------------------------------------
@@ -329,11 +344,10 @@ class KVMemory:
             raise InvariantError("a row is both free and in use, or is twice in the free list")
         for pool in self.pools.values():
             pool.check()
-            prove_references(pool, self.tables, self.cached_references.values(), self.placement)
+            prove_references(pool, self.tables, self.cached_references.values())
         prove_slabs(self.arena, self.pools.values())
         for table in self.tables.values():
             table.check()
-            self.placement.check(table)
         prove_lanes(self.tables, self.lengths, self._live)
         if self.used_bytes + self.free_bytes != self.total_bytes:
             raise InvariantError(

@@ -25,12 +25,12 @@ FIRST_ROW = 2
 """Owner of the pages of the first listed row."""
 MOST_ROWS = (1 << 16) - FIRST_ROW
 
-EVICTED, SHARED, CACHED, STAGING, RESERVED, AUXILIARY = (1 << bit for bit in range(6))
+EVICTED, SHARED, CACHED, STAGING, AUXILIARY = 1, 2, 4, 8, 32
 """Bits of a page's state.
 
 EVICTED: tokens of its sequence were evicted. SHARED: several sequences reference it. CACHED: a
 sequence and the prefix cache reference it. STAGING: it holds offloaded KV only while a layer runs.
-RESERVED: allocated before it is needed. AUXILIARY: statistics, or tokens in a finer format.
+AUXILIARY: statistics, or tokens in a finer format.
 """
 
 _DENSE = 16
@@ -158,13 +158,6 @@ class _ClassReader:
         staged = table.staged[rows]
         if staged.any():
             self._state[pages[entry % width < staged[row]]] |= STAGING
-        if self._memory.placement.reserves:
-            self._claim_reserved(table)
-
-    def _claim_reserved(self, table: LaneTable) -> None:
-        for index, row in enumerate(self._rows):
-            pages = self._memory.placement.reserved_pages(table, np.array([row]))
-            self._own(pages, np.full(len(pages), index), RESERVED)
 
     def _own(self, pages: PageNumbers, row: NDArray[np.int64], bits: int) -> None:
         self._owner[pages[::-1]] = (row + FIRST_ROW)[

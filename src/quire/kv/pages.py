@@ -16,6 +16,7 @@ from quire.kv.arena import Arena, pages_per_slab
 from quire.layout.pages import PageClass
 
 PageNumbers = NDArray[np.int32]
+NO_PAGES = np.empty(0, dtype=np.int32)
 
 
 class CountedPages(ABC):

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from quire.errors import InvariantError
 from quire.kv.arena import Arena
-from quire.kv.pages import CountedPages, PageNumbers
-from quire.kv.stores.base import NO_PAGES, Placement
+from quire.kv.pages import NO_PAGES, CountedPages, PageNumbers
 from quire.kv.tables import LaneTable
 
 
@@ -20,9 +19,8 @@ def prove_references(
     pool: CountedPages,
     tables: Mapping[str, LaneTable],
     cached_references: Iterable[Mapping[str, PageNumbers]],
-    placement: Placement,
 ) -> None:
-    """Check reference counts against page tables, cached references and reserved pages.
+    """Check reference counts against page tables and cached references.
 
     Raises:
         InvariantError: a reference count is wrong.
@@ -31,7 +29,6 @@ def prove_references(
     own = {n: table for n, table in tables.items() if table.group.page_class == pool.page_class}
     for table in own.values():
         np.add.at(expected, table.pages[table.pages >= 0], 1)
-        np.add.at(expected, placement.reserved_pages(table, np.arange(len(table.pages))), 1)
     for cached_reference in cached_references:
         for name in own:
             np.add.at(expected, cached_reference.get(name, NO_PAGES).reshape(-1), 1)

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
 from quire.kv.tables import LaneTable, Rows
-from quire.kv.whole_rows import repack_runs
 from quire.layout.pages import PageClass
 
 
@@ -43,21 +42,7 @@ def repack(memory: KVMemory, *rows: int) -> None:
     Pages that other sequences or the prefix cache reference are not moved. No page is moved if the
     packed pages might not fit: slabs that begin between two pages hold one page less than others.
     """
-    if not memory.placement.shares:
-        for row in rows:
-            repack_runs(memory, row)
-        return
-    index = np.array(rows)
-    reserved = [
-        (table, memory.placement.release_reserved(table, index)) for table in memory.tables.values()
-    ]
-    _pack(memory, index)
-    for table, lanes in reserved:
-        memory.placement.reserve_again(table, index, lanes)
-
-
-def _pack(memory: KVMemory, rows: Rows) -> None:
-    named = [_entries(table, rows) for table in memory.tables.values()]
+    named = [_entries(table, np.array(rows)) for table in memory.tables.values()]
     moving = {page_class: _exclusive(memory, page_class, named) for page_class in memory.pools}
     if not _fit_packed(memory, moving):
         return

@@ -3,18 +3,50 @@
 The growth functions only compute demands; `KVMemory.grow` allocates.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import ConfigError
+from quire.kv.arena import Arena
 from quire.kv.pages import CountedPages, PageNumbers
-from quire.kv.stores.base import Demand, Placement
 from quire.kv.tables import LaneTable, Rows
-from quire.layout.pages import CacheLayout
+from quire.layout.pages import CacheLayout, PageClass
 
 # Demands of a row's tables before more tokens can be written: new pages and copies of shared pages.
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Pages that one lane group needs before some rows can grow.
+
+    Attributes:
+        table: page table of the group.
+        rows: [rows] row numbers.
+        new: [rows, lanes] number of pages to append.
+        shared: [rows, lanes] whether the lane's last page must be copied before it is written.
+    """
+
+    table: LaneTable
+    rows: Rows
+    new: NDArray[np.int32]
+    shared: NDArray[np.bool_]
+
+    @property
+    def num_pages(self) -> int:
+        """Pages to allocate, copies included."""
+        return int(self.new.sum()) + int(self.shared.sum())
+
+
+def pages_by_class(demands: Sequence[Demand]) -> dict[PageClass, int]:
+    """Sum the demanded pages of each class, copies included."""
+    pages: dict[PageClass, int] = {}
+    for demand in demands:
+        page_class = demand.table.group.page_class
+        pages[page_class] = pages.get(page_class, 0) + demand.num_pages
+    return pages
 
 
 def grow_demand(
@@ -70,7 +102,12 @@ def shared_ends(
     return shared
 
 
-def require_room_for_one_token(layout: CacheLayout, placement: Placement, total_bytes: int) -> None:
+def require_room_for_one_token(
+    layout: CacheLayout,
+    arena: Arena,
+    pools: Mapping[PageClass, CountedPages],
+    total_bytes: int,
+) -> None:
     """Refuse an arena that cannot hold one sequence of one token with all its statistics.
 
     Raises:
@@ -80,11 +117,11 @@ def require_room_for_one_token(layout: CacheLayout, placement: Placement, total_
     for group in layout.groups:
         lane_pages = group.page_class.pages_for(group.slots_of(1))
         pages[group.page_class] += lane_pages * group.num_lanes
-    slabs = sum(placement.pools[c].slabs_needed(n) for c, n in pages.items())
-    if slabs > placement.arena.num_slabs:
+    slabs = sum(pools[c].slabs_needed(n) for c, n in pages.items())
+    if slabs > arena.num_slabs:
         raise ConfigError(
             f"a KV memory of {total_bytes:,} B cannot hold one token of one sequence: "
-            f"{slabs * placement.arena.slab_bytes:,} B are needed (pages of "
+            f"{slabs * arena.slab_bytes:,} B are needed (pages of "
             f"{layout.smallest_sequence_bytes:,} B in {slabs} slabs); "
             "raise --kv-memory or lower --block-size"
         )
@@ -99,7 +136,7 @@ def require_room_for_one_token(layout: CacheLayout, placement: Placement, total_
 
 def drop_behind_window(
     table: LaneTable, rows: Rows, lengths: NDArray[np.int64], window: int
-) -> Iterator[tuple[int, int, PageNumbers]]:
+) -> Iterator[PageNumbers]:
     """Drop the pages that no query from the next position on can attend to.
 
     Args:
@@ -109,7 +146,7 @@ def drop_behind_window(
         window: window size in positions, the query's own included.
 
     Yields:
-        Row, lane and dropped pages.
+        Dropped pages, lane by lane.
     """
     per_page = table.group.page_class.tokens
     full_pages = table.num_slots[rows] // per_page
@@ -118,8 +155,7 @@ def drop_behind_window(
     for i, lane in zip(*np.nonzero(outside), strict=True):
         first_slots = table.page_positions[rows[i], lane, : full_pages[i, lane]]
         num_outside = np.searchsorted(first_slots, last_hidden[i], side="right")
-        row = int(rows[i])
-        yield row, int(lane), table.drop(row, int(lane), np.arange(num_outside))
+        yield table.drop(int(rows[i]), int(lane), np.arange(num_outside))
 
 
 def cut_slots(table: LaneTable, row: int, keep_slots: NDArray[np.int32]) -> PageNumbers:

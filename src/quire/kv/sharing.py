@@ -10,11 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.errors import ConfigError, InvariantError, OutOfPages, UnsoundCombination
+from quire.errors import ConfigError, InvariantError, OutOfPages
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
 from quire.kv.tables import LaneTable
-from quire.kv.whole_rows import copy_row
 from quire.layout.pages import PageClass
 
 
@@ -38,13 +37,11 @@ class CachedReference:
 def fork(memory: KVMemory, row: int) -> int:
     """Start a sequence equal to `row` that shares all its pages except private ones.
 
-    Offloaded pages are shared too. A store without shared pages copies the whole row.
+    Offloaded pages are shared too.
 
     Raises:
         OutOfPages: no row, or no pages for the private copies; nothing changed.
     """
-    if not memory.placement.shares:
-        return copy_row(memory, row)
     if not memory.fits(statistics_pages(memory, row)):
         raise OutOfPages("too few free pages for the statistics of a fork")
     child = memory.start(memory.statistics_of(row))
@@ -81,7 +78,6 @@ def reference_pages(memory: KVMemory, row: int, start: int, end: int) -> CachedR
     Raises:
         ConfigError: the range is not whole pages or exceeds the row, or a lane no longer holds
             exactly these tokens in order (tokens were evicted, or pages outside a window freed).
-        UnsoundCombination: the store does not support shared pages.
     """
     return reference_blocks(memory, row, start, end, end - start)[0]
 
@@ -90,11 +86,6 @@ def reference_blocks(
     memory: KVMemory, row: int, start: int, end: int, block_tokens: int
 ) -> list[CachedReference]:
     """Reference tokens in blocks of `block_tokens`, all or none; see `reference_pages`."""
-    if not memory.placement.shares:
-        raise UnsoundCombination(
-            "a contiguous store does not share pages, so prefixes cannot be shared: use the store "
-            "'paged'"
-        )
     shared = {name: t for name, t in memory.tables.items() if not t.group.private}
     pages = {name: _span_pages(memory, table, row, start, end) for name, table in shared.items()}
     for name, numbers in pages.items():

@@ -35,8 +35,6 @@ from quire.kv.statistics.pages import StatisticPages, positions_of
 from quire.kv.statistics.watching import SumsScratch, Unrotates, watch_group
 from quire.kv.step_part import WHOLE_STEP, StepPart
 from quire.kv.store import PageStore, store_of
-from quire.kv.stores.base import PlacementMaker
-from quire.kv.stores.paged import Paged
 from quire.layout.pages import CacheLayout, LaneGroup, PageClass
 
 
@@ -173,7 +171,6 @@ def allocate_kv(
     device: torch.device,
     backend: AttentionBackend,
     measured: MeasuredConstants | None = None,
-    placement: PlacementMaker = Paged,
 ) -> PagedKV:
     """Allocate a KV memory on a device.
 
@@ -184,7 +181,6 @@ def allocate_kv(
         device: device of the arena.
         backend: computes attention and copies slots.
         measured: measured constants of codecs that need them.
-        placement: class that allocates the pages of lanes.
 
     Raises:
         ConfigError: the arena cannot hold one sequence of one token.
@@ -195,7 +191,6 @@ def allocate_kv(
         max_rows,
         store=partial(PageStore, device=device, mover=backend.move),
         track_changes=device.type != "cpu",
-        placement=placement,
     )
     return PagedKV(memory, store_of(memory), backend, measured)
 

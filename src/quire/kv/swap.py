@@ -34,7 +34,6 @@ from quire.kv.stored_sequences import (
     SwapSpace,
 )
 from quire.kv.tables import LaneTable, Rows
-from quire.kv.whole_rows import add_stored, can_append, can_place, restore_rows
 from quire.layout.pages import PageClass
 
 
@@ -83,11 +82,9 @@ def swap_out(
 
 
 def can_swap_in(memory: KVMemory, swapped: Swapped) -> bool:
-    """Return whether enough rows and pages (contiguous in stores with runs) are free."""
+    """Return whether enough rows and pages are free."""
     if memory.num_free_rows < len(swapped.sequences):
         return False
-    if not memory.placement.shares:
-        return can_place(memory, swapped)
     return memory.fits(swapped.needed_pages)
 
 
@@ -102,8 +99,6 @@ def swap_in(memory: KVMemory, swapped: Swapped) -> list[int]:
         raise ConfigError(f"the first {swapped.keep_from} tokens were not stored: use append_tail")
     if memory.num_free_rows < len(swapped.sequences):
         raise OutOfPages(f"{memory.num_free_rows} rows are free, {len(swapped.sequences)} needed")
-    if not memory.placement.shares:
-        return restore_rows(memory, swapped)
     pages = _copy_in(memory, swapped)
     rows = [memory.start(sequence.statistics) for sequence in swapped.sequences]
     if swapped.offloaded is not None:
@@ -120,11 +115,9 @@ def can_split(memory: KVMemory, row: int, keep_from: int) -> bool:
     """Return whether the tail from token `keep_from` on can be stored without the head.
 
     Every lane must hold all tokens, so that their slots are in order, and `keep_from` must be a
-    page boundary in every group. Stores with runs cannot replace the private pages of a row.
+    page boundary in every group.
     """
     if not 0 < keep_from < memory.lengths[row]:
-        return False
-    if memory.statistics_of(row) and not memory.placement.shares:
         return False
     return all(
         not table.staged[row]
@@ -144,13 +137,6 @@ def split_border(memory: KVMemory, row: int) -> int:
     return tokens if can_split(memory, row, tokens) else 0
 
 
-def can_append_tail(memory: KVMemory, row: int, swapped: Swapped) -> bool:
-    """Return whether enough pages are free for `append_tail`, or reserved for the row's lanes."""
-    if memory.placement.shares:
-        return memory.fits(swapped.needed_pages)
-    return can_append(memory, np.array([row]), swapped)
-
-
 def append_tail(memory: KVMemory, row: int, swapped: Swapped) -> None:
     """Append a stored tail to the recomputed head of a row.
 
@@ -166,12 +152,9 @@ def append_tail(memory: KVMemory, row: int, swapped: Swapped) -> None:
             f"expected {swapped.keep_from} tokens in every lane of row {row} before the stored "
             f"tail, got a row of {held[0]} tokens or lanes with other counts"
         )
-    if memory.placement.shares:
-        pages = _copy_in(memory, swapped)
-        _free_private(memory, row)
-        _attach(memory, row, swapped.sequences[0], pages)
-    else:
-        add_stored(memory, np.array([row]), swapped)
+    pages = _copy_in(memory, swapped)
+    _free_private(memory, row)
+    _attach(memory, row, swapped.sequences[0], pages)
     memory.note_peaks(np.array([row]))
     swapped.stored.free()
 
@@ -181,7 +164,7 @@ def _free_private(memory: KVMemory, row: int) -> None:
     for name in memory.statistics_of(row):
         table = memory.tables[name]
         none = np.zeros(table.group.num_lanes, dtype=np.int32)
-        memory.placement.free(table, cut_slots(table, row, none))
+        memory.pools[table.group.page_class].release(cut_slots(table, row, none))
 
 
 # ---- out ---------------------------------------------------------------------------------------

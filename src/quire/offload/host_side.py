@@ -5,7 +5,7 @@ import logging
 import torch
 
 from quire.config.kv_config import KVConfig
-from quire.errors import ConfigError, UnsoundCombination
+from quire.errors import ConfigError
 from quire.kv.memory import KVMemory
 from quire.kv.store import PageStore, store_of
 from quire.layout.layout import can_be_offloaded
@@ -45,17 +45,11 @@ def stream_bytes_of(config: KVConfig, layout: CacheLayout) -> int:
     Raises:
         ConfigError: the size exceeds free memory, no layer can be offloaded, or a fraction is set
             while no KV is offloaded.
-        UnsoundCombination: the store keeps a lane in one contiguous run.
     """
     requested_bytes = config.offload.kv_memory
     if not requested_bytes:
         _refuse_parts_of_nothing(config)
         return 0
-    if config.store != "paged":
-        raise UnsoundCombination(
-            f"store {config.store!r} keeps the pages of a lane contiguous, so its first pages "
-            "cannot be offloaded; use --kv-store paged or leave out --kv-offload-memory"
-        )
     if not any(map(can_be_offloaded, layout.groups)):
         raise ConfigError(
             "--kv-offload-memory stages two layers in the KV memory, and this model has no more "

@@ -22,7 +22,7 @@ from quire.scheduler.request import PlannedFork, Request, RequestGroup
 from quire.scheduler.schedule_config import ScheduleConfig
 
 
-def refuse_beams(request: Request, config: ScheduleConfig, memory: KVMemory) -> None:
+def refuse_beams(request: Request, config: ScheduleConfig) -> None:
     """Refuse a beam search whose beams can never decode in one step.
 
     Raises:
@@ -30,12 +30,6 @@ def refuse_beams(request: Request, config: ScheduleConfig, memory: KVMemory) -> 
     """
     if request.group is None or not request.group.atomic:
         return
-    if not memory.placement.shares:
-        raise RequestError(
-            "beam search shares pages, and this store has no shared pages: use --kv-store paged "
-            "or leave out use_beam_search",
-            param="use_beam_search",
-        )
     for name in ("max_num_seqs", "max_num_batched_tokens"):
         if num_rows(request) > getattr(config, name):
             raise RequestError(
@@ -238,10 +232,7 @@ def note_peak(memory: KVMemory, group: RequestGroup) -> None:
 
 def bytes_of(requests: Sequence[Request], memory: KVMemory) -> int:
     """Bytes of all pages of running requests; a shared page counts once."""
-    rows = [request.memory.row for request in requests]
-    if memory.placement.shares:
-        return distinct_bytes(memory, rows)
-    return sum(map(memory.row_bytes, rows))
+    return distinct_bytes(memory, [request.memory.row for request in requests])
 
 
 def distinct_bytes(memory: KVMemory, rows: Sequence[int], *, staging: bool = True) -> int:

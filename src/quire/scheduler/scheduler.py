@@ -180,7 +180,7 @@ class Scheduler:
             NeverFits: the request does not fit even alone, or exceeds the limit of its tenant.
             RequestError: a beam search with too many beams, or an unknown tenant.
         """
-        refuse_beams(request, self.config, self.memory)
+        refuse_beams(request, self.config)
         sequences = [request] if self._can_run_whole(request) else dissolve(request)
         refuse_if_never(self.peaks, request)
         self.fairness.admit(request, self._peak_bytes(request))
@@ -194,8 +194,7 @@ class Scheduler:
         """
         if request.group is None:
             return True
-        shares = self.memory.placement.shares and num_rows(request) <= self.config.max_num_seqs
-        if not (shares and self.peaks.fit_whole(request)):
+        if num_rows(request) > self.config.max_num_seqs or not self.peaks.fit_whole(request):
             return False
         return self.fairness.may_hold(request, self._peak_bytes(request))
 

@@ -641,7 +641,6 @@ class KVEndpoints:
             "model": service.model_name,
             "version": __version__,
             "codec": engine.pool.codec,
-            "store": engine.pool.store,
             "evict": engine.pool.rules.default.text,
             "max_model_len": service.max_tokens,
             "max_num_seqs": engine.schedule_config.max_num_seqs,

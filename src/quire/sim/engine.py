@@ -23,8 +23,6 @@ from quire.kv.compaction import commit_compaction, plan_compaction
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
 from quire.kv.prefix_key import Block, BlockChain
-from quire.kv.stores.registry import features_of, placement_maker, refuse_unsound, run_lengths
-from quire.kv.stores.runs import LaneLimits
 from quire.layout.eviction import KEEP_ALL, EvictionSpec
 from quire.layout.layout import layout_for, statistics_used
 from quire.layout.model import ModelSpec
@@ -372,7 +370,6 @@ def _folded(group: LaneGroup) -> LaneGroup:
 def make_memory(
     layout: CacheLayout,
     config: KVConfig,
-    limits: LaneLimits,
     lengths: Sequence[int],
     max_num_seqs: int,
 ) -> KVMemory:
@@ -380,22 +377,16 @@ def make_memory(
 
     Args:
         layout: lane groups.
-        config: size and store; an `auto` memory never runs full.
-        limits: lengths of the longest sequence, for stores that reserve memory.
+        config: size; an `auto` memory never runs full.
         lengths: lengths in tokens of the sequences that fit into an `auto` memory.
         max_num_seqs: maximum number of concurrent sequences.
 
     Raises:
-        ConfigError: the memory is too small for a token, exceeds the maximum number of pages, or
-            the store does not support the options.
+        ConfigError: the memory is too small for a token, or exceeds the maximum number of pages.
     """
-    refuse_unsound(config.store, features_of(layout, enable_prefix_caching=False))
-    maker = placement_maker(config.store, limits)
-    total_bytes = (
-        bytes_for_all(config, layout, limits, lengths) if config.memory is None else config.memory
-    )
+    total_bytes = bytes_for_all(layout, lengths) if config.memory is None else config.memory
     _refuse_too_many_pages(layout, total_bytes)
-    return KVMemory(layout, total_bytes, max_num_seqs, placement=maker)
+    return KVMemory(layout, total_bytes, max_num_seqs)
 
 
 def _refuse_too_many_pages(layout: CacheLayout, total_bytes: int) -> None:
@@ -408,23 +399,16 @@ def _refuse_too_many_pages(layout: CacheLayout, total_bytes: int) -> None:
         )
 
 
-def bytes_for_all(
-    config: KVConfig, layout: CacheLayout, limits: LaneLimits, lengths: Sequence[int]
-) -> int:
+def bytes_for_all(layout: CacheLayout, lengths: Sequence[int]) -> int:
     """Bytes of an arena that holds every request of a trace at once: it never runs full.
 
     Args:
-        config: the store; a store that reserves memory needs the longest sequence's bytes for each.
         layout: lane groups.
-        limits: limits of the longest sequence.
         lengths: lengths of the requests, in tokens.
     """
-    reserves = run_lengths(config.store, limits) is not None
     total_bytes = 0
     for group in layout.groups:
         pages = sum(group.page_class.pages_for(tokens) + 1 for tokens in lengths)
-        if reserves:
-            pages = limits.most_pages(group) * len(lengths)
         total_bytes += pages * group.page_class.page_bytes * group.num_lanes
     sizes = [page_class.page_bytes for page_class in layout.page_classes]
     # pages may cross slab boundaries, and each class can leave a slab half empty

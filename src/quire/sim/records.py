@@ -118,8 +118,7 @@ class Reading:
     Attributes:
         time_s: start of the step.
         used_bytes: used bytes of the arena, including pages in the prefix cache.
-        allocated_bytes: pages of running sequences, including reserved pages; a shared page counts
-            once for each sequence.
+        allocated_bytes: pages of running sequences; a shared page counts once for each sequence.
         wasted_bytes: slots without a token in these pages.
         running, waiting: number of requests.
     """
@@ -138,8 +137,6 @@ def read(memory: KVMemory, *, time_s: float, running: int, waiting: int) -> Read
     for table in memory.tables.values():
         page = table.group.page_class
         pages, slots = int(table.num_pages.sum()), int(table.num_slots.sum())
-        if memory.placement.reserves:
-            pages += int(memory.placement.num_reserved_pages(table, memory.live_rows).sum())
         allocated += pages * page.page_bytes
         wasted += (pages * page.tokens - slots) * page.page_bytes // page.tokens
     return Reading(

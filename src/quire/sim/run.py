@@ -12,7 +12,6 @@ from quire.errors import ConfigError, InvariantError
 from quire.kv.memory import KVMemory
 from quire.kv.prefix import PrefixIndex
 from quire.kv.prefix_blocks import PrefixListener
-from quire.kv.stores.runs import LaneLimits
 from quire.kv.tables import refuse_too_many_rows
 from quire.layout.codec_refusals import stored_codec
 from quire.layout.config import dtype_bytes
@@ -181,12 +180,9 @@ def make_engine(
         evicting=config.eviction.cap is not None,
     )
     refuse_too_many_rows(layout.groups, config.schedule.num_rows)
-    longest = config.kv.store_tokens or config.model.max_positions
-    limits = LaneLimits.of(longest, config.eviction)
     memory = make_memory(
         layout,
         config.kv,
-        limits,
         [min(r.tokens, config.model.max_positions) for r in trace.requests],
         config.schedule.num_rows,
     )
@@ -217,9 +213,7 @@ def make_scheduler(
         copies: copies of the host pool.
         listener: notified of the blocks of the prefix cache.
     """
-    # a store without shared pages has no prefix cache
-    shares = config.kv.prefix_cache.enabled and memory.placement.shares
-    prefix = PrefixIndex(memory, listener) if shares else None
+    prefix = PrefixIndex(memory, listener) if config.kv.prefix_cache.enabled else None
     sharing = PrefixSharing(memory, prefix, PrefixIdentities(secret=_SECRET))
     sequence_memory = SequenceMemory(sharing, events=EventLog(clock, kept=1))
     swapper = _make_swapper(memory, config, copies)

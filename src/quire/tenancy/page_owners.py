@@ -56,8 +56,6 @@ def bytes_by_tenant(
 
 
 def _unshared_bytes(memory: KVMemory, rows: Sequence[int]) -> int:
-    if memory.placement.reserves:
-        return sum(map(memory.row_bytes, rows))
     index = np.asarray(rows, dtype=np.int64)
     return sum(
         int(table.num_pages[index].sum()) * table.group.page_class.page_bytes

@@ -74,7 +74,6 @@ FEATURES = (
         option="`--enable-prefix-caching` (default)",
         draw=setting(kv={"enable_prefix_caching": True}, late=True, vary=LATE),
         acted=_shared_prefix,
-        told=lambda ran: ran.scarce.engine.pool.why_no_prefix,
     ),
     Feature(
         name="prefixes on disk",

@@ -16,10 +16,8 @@ BEGUN = "[a-d]{0,2}|[a-d]{2}-[0-9]{0,36}"
 
 def _several(ran: Ran) -> bool:
     answers = ran.scarce.answers.values()
-    alone = ran.scarce.engine.pool.store != "paged"  # lanes of their own: no pages are shared
-    return all(len(answer.choices) > 1 for answer in answers) and (
-        alone or ran.happened("shared", "copied")
-    )
+    several = all(len(answer.choices) > 1 for answer in answers)
+    return several and ran.happened("shared", "copied")
 
 
 def _ranked(ran: Ran) -> bool:

@@ -54,7 +54,6 @@ def _kept_below(ran: Ran, limit: str) -> bool:
     `scale_down_at` reserves 16 tokens of each request, all that a sliding window retains.
     """
     reserves = ran.case.schedule.get("admission") == "reserved"
-    reserves = reserves or ran.case.kv.get("store") == "contiguous_max"
     tables = ran.scarce.engine.pool.kv.memory.tables.values()
     reserves = reserves or all(table.group.window is not None for table in tables)
     most = float(str(ran.case.schedule[limit]))

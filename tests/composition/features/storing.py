@@ -1,4 +1,4 @@
-"""How pages store numbers, and where: codecs, full-precision tokens, mixed precision, stores."""
+"""How pages store numbers: codecs, full-precision tokens, mixed precision."""
 
 from composition.feature import Feature, setting
 from composition.ran import Ran
@@ -43,10 +43,6 @@ def _promoted(ran: Ran) -> bool:
     return any(len(lane) for e in entries for lane in e.promoted or ())
 
 
-def _stored_in(name: str):
-    return lambda ran: ran.scarce.engine.pool.store == name and ran.stats.kv_peak_bytes > 0
-
-
 FEATURES = (
     *(
         Feature(
@@ -79,24 +75,5 @@ FEATURES = (
         option="`--kv-codec int8+plain_layers=1`",
         draw=setting(plain_layers="+plain_layers=1", times=2),
         acted=_coded,
-    ),
-    *(
-        Feature(
-            name=name,
-            group="store",
-            option=f"`--kv-store {name}`",
-            draw=setting(kv={"store": name}, contiguous=True),
-            acted=_stored_in(name),
-            alone_in="store",
-        )
-        for name in ("contiguous_max", "contiguous_growing")
-    ),
-    Feature(
-        name="ring",
-        group="store",
-        option="`--kv-store ring`",
-        draw=setting(kv={"store": "ring"}, architecture="gemma3"),
-        acted=_stored_in("ring"),
-        alone_in="store",
     ),
 )

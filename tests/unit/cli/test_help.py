@@ -13,7 +13,6 @@ import quire.scheduler.schedule_config as schedule_config
 from quire.cli.main import app
 from quire.cli.options import MODEL, SECTIONS, SERVER, Dtype, options_of
 from quire.kernels.select import BACKENDS
-from quire.kv.stores.registry import STORES
 from quire.layout.config import DTYPE_BYTES
 from quire.scheduler.admission.rules import AUTO as AUTO_ADMISSION
 from quire.scheduler.admission.rules import RULES
@@ -83,7 +82,6 @@ def test_choices_are_shown_and_an_invalid_value_suggests_the_nearest(found):
     ("choices", "registered"),
     [
         (Dtype, {"auto", *DTYPE_BYTES}),
-        (kv_config.StoreName, STORES),
         (kv_config.AttentionName, {"auto", *BACKENDS}),
         (schedule_config.Admission, {AUTO_ADMISSION, *RULES}),
         (MachineName, {*PEAKS, PROFILE}),

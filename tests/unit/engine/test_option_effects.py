@@ -1,7 +1,5 @@
 """Options that have no effect are rejected with advice."""
 
-import logging
-
 import numpy as np
 import pytest
 
@@ -24,8 +22,6 @@ def model():
     ("kv", "schedule", "message"),
     [
         ({"scratch": "0"}, {}, "--scratch above 0, got 0: .* give a size such as 1MiB"),
-        ({"store_tokens": 64}, {}, "--kv-store-tokens 64 has no effect: store 'paged' .* contig"),
-        ({"store_tokens": 64, "store": "ring"}, {}, "--kv-store-tokens 64 has no effect"),
         ({"constants": "/nonexistent"}, {}, "--kv-constants /nonexistent has no effect: .*'none'"),
         ({"constants": "/tmp", "codec": "int8"}, {}, "--kv-constants /tmp has no effect: .*'int8'"),
         ({"constants": "/nonexistent", "codec": "int8_channel"}, {}, "there is no /nonexistent/"),
@@ -37,15 +33,8 @@ def test_option_without_effect_is_rejected(model, kv, schedule, message):
         LLM(model, kv=kv_config(memory="256KiB", **kv), schedule=ScheduleConfig(**schedule))
 
 
-@pytest.mark.parametrize(
-    ("kv", "schedule"),
-    [
-        ({"scratch": 1}, {}),
-        ({"store_tokens": 64, "store": "contiguous_max"}, {}),
-    ],
-)
-def test_option_with_an_effect_is_accepted(model, kv, schedule):
-    llm = LLM(model, kv=kv_config(memory="256KiB", **kv), schedule=ScheduleConfig(**schedule))
+def test_option_with_an_effect_is_accepted(model):
+    llm = LLM(model, kv=KVConfig(memory="256KiB", scratch=1))
 
     assert llm.generate([[3, 4]], engines.greedy(2))[0].token_ids
 
@@ -53,15 +42,6 @@ def test_option_with_an_effect_is_accepted(model, kv, schedule):
 def test_option_without_effect_is_rejected_before_the_model_is_loaded():
     with pytest.raises(ConfigError, match="--scratch above 0"):
         LLM("no such model", kv=KVConfig(scratch=0))
-
-
-def test_prefix_cache_that_is_off_by_default_is_logged_once(model, caplog):
-    with caplog.at_level(logging.INFO, "quire"):
-        LLM(model, kv=KVConfig(memory="256KiB", store="contiguous_max", store_tokens=32))
-
-    [record] = [r for r in caplog.records if "prefix cache is off" in r.getMessage()]
-    assert record.levelno == logging.INFO
-    assert "pages of a contiguous run cannot be shared" in record.getMessage()
 
 
 def test_page_table_bytes_are_checked_before_allocation(model, monkeypatch):

@@ -11,7 +11,7 @@ from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
 from quire.engine.shared_pool import SharedPool
-from quire.errors import ConfigError, NeverFits, UnsoundCombination
+from quire.errors import ConfigError, NeverFits
 from quire.kernels.paging import move_slots
 from quire.scheduler.schedule_config import ScheduleConfig
 from support import engines
@@ -212,13 +212,6 @@ def test_pool_above_free_memory_is_rejected():
     ("kv", "slab_bytes", "guaranteed", "error", "message"),
     [
         (KVConfig(memory="1MiB"), 8 * KIB, "32KiB", ConfigError, "conflicts with a shared pool"),
-        (
-            KVConfig(store="contiguous_growing"),
-            8 * KIB,
-            "32KiB",
-            UnsoundCombination,
-            "single slabs",
-        ),
         (KVConfig(page_tokens=64), 8 * KIB, "32KiB", ConfigError, "do not fit into slabs"),
         (KVConfig(page_tokens=16), 4 * KIB, "4KiB", ConfigError, "cannot hold one token"),
     ],

@@ -11,8 +11,6 @@ from quire.errors import ConfigError, InvariantError, OutOfPages
 from quire.kv.compaction import Kind, commit_compaction, plan_compaction
 from quire.kv.listeners import MemoryListener
 from quire.kv.sharing import fork, reference_pages, release_reference
-from quire.kv.stores.registry import STORES, placement_maker
-from quire.kv.stores.runs import LaneLimits
 from quire.layout.pages import LaneGroup
 from support.small_memory import (
     grow,
@@ -30,13 +28,8 @@ from support.statistics_rows import started as row_of
 MORE = LaneGroup(name="more", page_class=plain_class(positions=True), layers=(2,), ordered=False)
 
 
-def memory_of(*groups, store="paged", **options):
-    memory = with_groups(*(groups or (KV, SUMS, RING)), **options)
-    if store != "paged":
-        limits = LaneLimits(max_tokens=40, evicting_slots=40)
-        placement = placement_maker(store, limits)(memory.layout, memory.total_bytes, 4)
-        memory.placement, memory.arena, memory.pools = placement, placement.arena, placement.pools
-    return memory
+def memory_of(*groups, **options):
+    return with_groups(*(groups or (KV, SUMS, RING)), **options)
 
 
 def compact(memory, row, text, kind):
@@ -78,9 +71,8 @@ def places_of(memory, row, lane):
 
 
 @pytest.mark.parametrize("kind", Kind)
-@pytest.mark.parametrize("store", STORES)
-def test_row_grows_after_every_kind_of_compaction_in_every_store(kind, store):
-    memory = memory_of(store=store)
+def test_row_grows_after_every_kind_of_compaction(kind):
+    memory = memory_of()
     row = row_of(memory, 14)
 
     compact(memory, row, "ooooxxxxxxxxoo", kind)

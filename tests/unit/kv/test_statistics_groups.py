@@ -14,10 +14,7 @@ from quire.kv.sharing import (
     release_reference,
     start_from_references,
 )
-from quire.kv.stores.registry import STORES, placement_maker
-from quire.kv.stores.runs import LaneLimits
 from quire.kv.swap import append_tail, can_split, split_border, swap_in, swap_out
-from quire.kv.waste import measure_waste, sequences_that_fit
 from quire.layout.pages import CacheLayout, LaneGroup
 from support.host_bytes import HostBytes
 from support.small_memory import grow, keys, plain_class, used_pages, with_groups
@@ -35,16 +32,9 @@ from support.statistics_rows import (
 )
 
 
-@pytest.fixture(params=STORES)
-def memory(request):
-    limits = LaneLimits(max_tokens=40, evicting_slots=40)
-    return KVMemory(
-        CacheLayout(GROUPS),
-        64 * 1024,
-        4,
-        store=HostBytes(64 * 1024),
-        placement=placement_maker(request.param, limits),
-    )
+@pytest.fixture
+def memory():
+    return KVMemory(CacheLayout(GROUPS), 64 * 1024, 4, store=HostBytes(64 * 1024))
 
 
 def test_row_has_pages_of_its_own_statistics_only(memory):
@@ -184,17 +174,6 @@ def test_growth_fails_if_its_statistics_do_not_fit():
 
 def can_grow(memory, row, tokens):
     return memory.can_grow(np.array([row]), np.array([tokens], dtype=np.int32))
-
-
-def test_sequences_that_fit_are_counted_with_all_statistics(memory):
-    fits = sequences_that_fit(memory, 5)
-    assert fits == 4
-
-    started(memory, 5)
-
-    waste = measure_waste(memory)
-    held = [(t.group.page_class.slot_bytes, int(t.num_slots.sum())) for t in memory.tables.values()]
-    assert waste.live_bytes + waste.hidden_bytes == sum(size * count for size, count in held)
 
 
 # ---- cached references ---------------------------------------------------------------------------

@@ -306,10 +306,3 @@ def test_more_beams_than_fit_memory_are_refused(model):
     with pytest.raises(NeverFits, match=f"in {most + 1} beams need .* use fewer beams"):
         engine.submit(GenerationRequest(PROMPT, beams(beam_width=most + 1)))
     assert len(search(engine, beams(beam_width=most)).choices) == 2
-
-
-def test_beam_search_requires_a_store_with_sharing(model):
-    engine = engine_of(model, store="contiguous_growing", enable_prefix_caching=False)
-
-    with pytest.raises(RequestError, match="beam search shares pages"):
-        engine.submit(GenerationRequest(PROMPT, beams()))

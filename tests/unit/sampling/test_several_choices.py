@@ -434,14 +434,6 @@ def test_kv_peak_of_sequential_choices_counts_concurrent_ones_only(llama, limits
         assert single_bytes + 2 * 2 * page_bytes <= usage.kv_peak_bytes <= 3 * single_bytes
 
 
-def test_kv_peak_without_sharing_is_the_sum_over_choices(llama):
-    engine = engine_of(llama, store="contiguous_growing", enable_prefix_caching=False)
-
-    peak_bytes = [run_one(engine, drawn(n=n)).usage.kv_peak_bytes for n in (1, 3)]
-
-    assert peak_bytes[1] == 3 * peak_bytes[0]
-
-
 def test_request_that_never_fits_is_refused_completely(llama):
     engine = engine_of(llama, num_sequences=1.0, longest=30)
 

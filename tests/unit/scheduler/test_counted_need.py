@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 
 from quire.errors import ConfigError, NeverFits
 from quire.kv.memory import KVMemory
-from quire.kv.stores.registry import placement_maker
-from quire.kv.stores.runs import LaneLimits
 from quire.layout.eviction import DECODE, KEEP_ALL, PREFILL_AND_DECODE, PREFILL_END, PRESSURE
 from quire.layout.layout import layout_for, statistics_used
 from quire.layout.model import LayerSpec
@@ -22,10 +20,9 @@ from quire.scheduler.group import num_rows
 from support.model_specs import small_spec
 from support.scheduler_load import RING, SUMS, EvictionSpec, SchedulerLoad, Setting
 
-MAX_TOKENS, AMPLE_BYTES = 80, 1 << 24
+AMPLE_BYTES = 1 << 24
 PLAIN = ("float32", "int8", "int8+sinks=2+residual=8")
 PAGE_CODECS = ("int4_page/int4", "int4_page/int4+sinks=2+residual=12")
-STORES = ("paged", "contiguous_max", "contiguous_growing", "ring")
 
 
 class AnyLayout(SchedulerLoad):
@@ -49,7 +46,6 @@ class Case:
     codec: str = "float32"
     windows: tuple[int | None, ...] = (None,)
     page_tokens: int = 4
-    store: str = "paged"
     eviction: EvictionSpec = KEEP_ALL
     width: int = 1
     beams: bool = False
@@ -69,10 +65,7 @@ class Case:
             heads_apart=self.eviction.cap is not None,
             statistics=self.eviction.statistics,
         )
-        limits = LaneLimits.of(MAX_TOKENS, self.eviction)
-        return KVMemory(
-            layout, total_bytes, self.width, placement=placement_maker(self.store, limits)
-        )
+        return KVMemory(layout, total_bytes, self.width)
 
     def load(self, total_bytes: int) -> SchedulerLoad:
         """Make a scheduler over a memory of this size, with the request in its queue.
@@ -123,14 +116,12 @@ def drawn_options(draw, schedules=SCHEDULES) -> dict:
     width = draw(st.sampled_from([1, 1, 2, 3]))
     beams = width > 1 and draw(st.booleans())
     evicts = codec not in PAGE_CODECS and draw(st.booleans())  # slots of page codecs do not move
-    store = draw(st.sampled_from(_stores(windows, beams=beams)))
     # more layers than staging slots; the pages of a request that evicts are reloaded
-    may_offload = len(windows) > 5 and not evicts and not store.startswith("contiguous")
+    may_offload = len(windows) > 5 and not evicts
     return {
         "codec": codec,
         "windows": windows,
         "page_tokens": draw(st.sampled_from([2, 4, 16])),
-        "store": store,
         "eviction": draw(drawn_evictions(schedules)) if evicts else None,
         "width": width,
         "beams": beams,
@@ -139,12 +130,6 @@ def drawn_options(draw, schedules=SCHEDULES) -> dict:
         "prompt": draw(st.integers(1, 50)),
         "max_tokens": draw(st.integers(1, 20)),
     }
-
-
-def _stores(windows, *, beams) -> list[str]:
-    """Stores that support beams and these windows."""
-    shared = [store for store in STORES if not (beams and store.startswith("contiguous"))]
-    return [store for store in shared if store != "ring" or any(windows)]
 
 
 @st.composite
@@ -184,11 +169,10 @@ def test_beams_fit_while_window_lanes_still_hold_the_prompt(width):
     load_in_least_memory(beams).drain()
 
 
-RING_IN_SCATTERED_SLABS = {  # its reserved pages are packed too
+PAGES_IN_SCATTERED_SLABS = {
     "codec": "int8+sinks=2+residual=8",
     "windows": (None, 8) * 5,
     "page_tokens": 2,
-    "store": "ring",
     "eviction": {"cap": 2, "every": 1, "when": PREFILL_END, "statistics": ()},
     "chunk_tokens": 16,
     "prompt": 17,
@@ -197,7 +181,7 @@ RING_IN_SCATTERED_SLABS = {  # its reserved pages are packed too
 
 
 @given(options=drawn_options())
-@example(options=RING_IN_SCATTERED_SLABS)
+@example(options=PAGES_IN_SCATTERED_SLABS)
 def test_request_completes_in_the_least_memory_that_admits_it(options):
     load = load_in_least_memory(case_of(options))
 
@@ -221,12 +205,11 @@ def test_used_pages_never_exceed_counted_pages(options):
             assert pool.num_used <= counted[page_class] * num_groups
 
 
-@pytest.mark.parametrize("store", STORES[:3])
 @pytest.mark.parametrize("statistics", [(), (SUMS,)])
-def test_request_is_admitted_in_twice_its_peak_bytes(store, statistics):
+def test_request_is_admitted_in_twice_its_peak_bytes(statistics):
     """Sixteen lanes, and slabs of 1/64 of the memory."""
     eviction = EvictionSpec(cap=43, every=5, statistics=statistics)
-    request = Case(store=store, windows=(None,) * 8, eviction=eviction, prompt=45, max_tokens=3)
+    request = Case(windows=(None,) * 8, eviction=eviction, prompt=45, max_tokens=3)
     ample = request.load(AMPLE_BYTES)
     ample.drain()
 

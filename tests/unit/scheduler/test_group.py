@@ -200,14 +200,12 @@ def test_more_beams_than_fit_in_one_step_are_rejected(option):
     group = make_group([[]], atomic=True, spare=2)
 
     with pytest.raises(RequestError, match=f"expected at most {option}=2 beams, got 3"):
-        refuse_beams(group.members[0], ScheduleConfig(**{option: 2}), make_memory())
+        refuse_beams(group.members[0], ScheduleConfig(**{option: 2}))
 
 
 def test_dissolved_parallel_samples_run_separately():
     group = make_group([[], []])
-    refuse_beams(
-        group.members[0], ScheduleConfig(max_num_batched_tokens=1, max_num_seqs=1), make_memory()
-    )
+    refuse_beams(group.members[0], ScheduleConfig(max_num_batched_tokens=1, max_num_seqs=1))
 
     alone = dissolve(group.members[0])
 

@@ -6,8 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.kv.memory import KVMemory
-from quire.kv.stores.registry import placement_maker
-from quire.kv.stores.runs import LaneLimits
 from quire.layout.eviction import DECODE, PREFILL_AND_DECODE, PREFILL_END, SCHEDULES, EvictionSpec
 from quire.layout.layout import layout_for
 from quire.layout.statistics import AttentionSum, QueryRing
@@ -23,7 +21,7 @@ def model_of(*windows):
     return small_spec(*windows)
 
 
-def peaks_of(*windows, heads_apart=True, statistics=(), store="paged", chunk_tokens=CHUNK):
+def peaks_of(*windows, heads_apart=True, statistics=(), chunk_tokens=CHUNK):
     layout = layout_for(
         model_of(*windows),
         codec="float32",
@@ -32,10 +30,7 @@ def peaks_of(*windows, heads_apart=True, statistics=(), store="paged", chunk_tok
         heads_apart=heads_apart,
         statistics=statistics,
     )
-    limits = LaneLimits(max_tokens=1000, evicting_slots=1000)
-    return Peaks(
-        KVMemory(layout, 1 << 26, 4, placement=placement_maker(store, limits)), chunk_tokens
-    )
+    return Peaks(KVMemory(layout, 1 << 26, 4), chunk_tokens)
 
 
 def pages(peaks, need):
@@ -145,9 +140,8 @@ def test_each_request_is_counted_with_its_own_statistics():
     assert peaks.counts([Need(0)]).tolist() == [[0, 0, 0, 0]]
 
 
-@pytest.mark.parametrize("store", ["paged", "contiguous_max", "contiguous_growing"])
-def test_row_uses_at_most_its_counted_pages(store):
-    peaks = peaks_of(None, statistics=(SUMS, RING), store=store)
+def test_row_uses_at_most_its_counted_pages():
+    peaks = peaks_of(None, statistics=(SUMS, RING))
     need = Need(70, 70, EvictionSpec(statistics=(RING,)))
     counted = peaks.counts([need])[0]
     memory = peaks.memory

@@ -3,8 +3,6 @@
 import pytest
 
 from quire.kv.memory import KVMemory
-from quire.kv.stores.registry import placement_maker
-from quire.kv.stores.runs import LaneLimits
 from quire.layout.eviction import DECODE, KEEP_ALL, PRESSURE, EvictionSpec
 from quire.layout.layout import layout_for
 from quire.scheduler.admission.need import Need
@@ -17,13 +15,11 @@ PAGE_TOKENS, CHUNK = 4, 64
 COLUMN_BYTES = 2 * 8 * 2 * 4 * PAGE_TOKENS  # per layer: keys and values of two heads of 8 elements
 
 
-def peaks_of(*windows, columns=32, store="paged", offload_tokens=0, evicting=False):
+def peaks_of(*windows, columns=32, offload_tokens=0, evicting=False):
     """Peaks over a memory that holds `columns` pages of one layer."""
     model = small_spec(*windows)
     layout = layout_for(model, codec="float32", page_tokens=PAGE_TOKENS, evicting=evicting)
-    limits = LaneLimits(max_tokens=1000, evicting_slots=1000)
-    placement = placement_maker(store, limits)
-    peaks = Peaks(KVMemory(layout, columns * COLUMN_BYTES, 4, placement=placement), CHUNK)
+    peaks = Peaks(KVMemory(layout, columns * COLUMN_BYTES, 4), CHUNK)
     peaks.offloaded_tokens = offload_tokens
     peaks.offload_bytes = offload_tokens * len(windows) * COLUMN_BYTES // PAGE_TOKENS
     return peaks
@@ -63,13 +59,6 @@ def need(prompt, generated, eviction=KEEP_ALL, *, may_offload=True):
             "lower max_tokens, raise --kv-memory to 44KiB or evict tokens with "
             "--evict RULE:cap=TOKENS",
             id="staging alone is too large",
-        ),
-        pytest.param(
-            peaks_of(*4 * [FULL], store="ring"),
-            need(100, 1),
-            "shorten the prompt, raise --kv-memory to 52KiB or evict tokens with "
-            "--evict RULE:cap=TOKENS",
-            id="a ring store has no offload",
         ),
         pytest.param(
             peaks_of(*4 * [FULL], evicting=True),

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.memory.waste import longest_tokens, request_waste, run_contiguous
+from benchmarks.memory.waste import request_waste
 from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError
 from quire.kv.memory import KVMemory
@@ -271,34 +271,6 @@ def test_waste_is_weighted_by_time():
 
     expected = sum(t * n for t, n in zip(times, (6, 5, 4), strict=True)) / (16 * sum(times))
     assert result.gauges.waste_fraction == pytest.approx(expected)
-
-
-def test_contiguous_segments_waste_unfilled_slots():
-    """Segments of 400 slots for sequences that end with 99: 301 of 400 are empty at the end."""
-    load = trace(*(request(i, 0, 90, 10) for i in range(1, 6)), request(6, 0, 500, 10))
-
-    run = run_contiguous(load, CONFIG, 400)
-
-    assert (run.max_tokens, run.num_dropped) == (400, 1)
-    assert run.request_waste_fraction == pytest.approx(301 / 400)
-    assert 301 / 400 < run.waste_fraction < 310 / 400  # more is empty while sequences grow
-    assert run.result.memory_bytes == simulate(load, CONFIG).memory_bytes
-    assert longest_tokens(load) == 510
-
-
-@pytest.mark.parametrize("store", ["paged", "contiguous_max", "contiguous_growing"])
-def test_every_store_can_be_simulated(store):
-    kv = kv_config(memory="auto", store=store, store_tokens=600, enable_prefix_caching=False)
-    summary = summarise(simulate(OVERLOAD, replace(CONFIG, kv=kv)))
-
-    assert summary["finished"] == len(OVERLOAD.requests)
-    assert summary["preemptions"] == 0
-
-
-def test_contiguous_run_of_too_long_requests_serves_none():
-    run = run_contiguous(trace(request(1, 0, 90, 10)), CONFIG, 50)
-
-    assert (run.num_dropped, run.result, run.waste_fraction) == (1, None, 0.0)
 
 
 def test_waste_of_requests_counts_whole_pages():

@@ -4,12 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.kv.memory import KVMemory
 from quire.kv.sharing import fork, reference_pages, start_from_references
-from quire.kv.stores.registry import placement_maker
-from quire.kv.stores.runs import LaneLimits
-from quire.layout.eviction import EvictionSpec
-from quire.layout.pages import CacheLayout, LaneGroup
+from quire.layout.pages import LaneGroup
 from quire.tenancy.page_owners import bytes_by_tenant
 from support.small_memory import grow, one_group, plain_class, started, with_groups
 
@@ -23,16 +19,6 @@ def test_tenant_is_charged_for_the_pages_of_its_rows():
     held = bytes_by_tenant(memory, {"a": [a], "b": [b]})
 
     assert held == {"public": 0, "a": 2 * 2 * PAGE_BYTES, "b": 2 * 3 * PAGE_BYTES}
-
-
-def test_reserved_pages_of_a_row_are_charged_too():
-    maker = placement_maker("contiguous_max", LaneLimits.of(64, EvictionSpec()))
-    group = LaneGroup(name="kv", page_class=plain_class(), layers=(0,))
-    memory = KVMemory(CacheLayout((group,)), 64 * 1024, 4, placement=maker)
-    row = memory.start()
-    grow(memory, row, 4)
-
-    assert bytes_by_tenant(memory, {"a": [row]})["a"] == 16 * PAGE_BYTES
 
 
 def test_pages_shared_by_forks_of_one_tenant_count_once():

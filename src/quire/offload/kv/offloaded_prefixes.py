@@ -26,7 +26,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.errors import ConfigError, OutOfPages
+from quire.errors import OutOfPages
 from quire.kv.listeners import MemoryListener
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
@@ -59,19 +59,11 @@ class OffloadedPrefixes(MemoryListener):
     Attributes:
         pool: see above.
         use: the step that reads the staging pages.
-
-    Raises:
-        ConfigError: the store keeps lanes contiguous.
     """
 
     def __init__(
         self, memory: KVMemory, pool: HostPool, read_positions: ReadPositions | None = None
     ) -> None:
-        if not memory.placement.shares:
-            raise ConfigError(
-                "expected a store with pages at any location, such as paged: the first pages of a "
-                "contiguous lane cannot be offloaded"
-            )
         self._memory, self.pool = memory, pool
         self._page_groups: dict[int, list[OffloadedPageGroup]] = {}
         self._detached: list[list[OffloadedPageGroup]] = []  # of sequences outside of the arena

@@ -14,7 +14,6 @@ from functools import lru_cache
 
 import numpy as np
 
-from quire.kv.stores.base import Placement
 from quire.layout.eviction import DECODE, PREFILL_END, EvictionSpec
 from quire.layout.pages import LaneGroup
 from quire.scheduler.admission.need import NeedGroup, Tokens
@@ -56,7 +55,6 @@ class LaneOffload:
 
 
 def evicting_pages(
-    placement: Placement,
     group: LaneGroup,
     sequences: NeedGroup,
     layers: tuple[int, ...],
@@ -67,7 +65,6 @@ def evicting_pages(
     If a budget moves slots between lanes, each lane may need one more, partly filled page.
 
     Args:
-        placement: allocates the pages.
         group: the lane group.
         sequences: the sequences.
         layers: layers of all evicting lanes.
@@ -79,7 +76,7 @@ def evicting_pages(
     caps = lanes_by_cap(group, sequences.eviction, layers)
     for cap, num_lanes in caps:
         slots = np.stack(list(_peak_slots(sequences, cap)))
-        of_lane = placement.peak_pages(group, slots, UNBOUNDED)
+        of_lane = -(-slots // group.page_class.tokens)
         least = of_lane if least is None else np.minimum(least, of_lane)
         pages = pages + (of_lane + (ragged & (slots < sequences.tokens))) * num_lanes
     if offload is not None and least is not None:

@@ -25,13 +25,6 @@ def refuse_if_never(peaks: Peaks, request: Request) -> None:
     Raises:
         NeverFits: states the bytes needed and the bytes of the KV memory.
     """
-    longest = peaks.memory.placement.longest_tokens
-    if longest is not None and request.final_tokens > longest:
-        raise NeverFits(
-            f"the request needs {request.final_tokens} tokens, the store reserves {longest} per "
-            "sequence; lower max_tokens, raise --kv-store-tokens or use --kv-store paged",
-            param="prompt" if len(request.prompt_token_ids) > longest else "max_tokens",
-        )
     if not peaks.fit_whole(request):
         raise NeverFits(_why_never(peaks, request), param=_field_at_fault(peaks, request))
 
@@ -124,13 +117,13 @@ def _offload(peaks: Peaks, need: Need, width: int) -> Iterator[str]:
 
     Some pages of every sequence always remain in the KV memory.
     """
-    placement, larger = peaks.memory.placement, copy(peaks)
+    larger = copy(peaks)
 
     def fits(tokens: int) -> bool:
         larger.offloaded_tokens = tokens
         return _fits(larger, need, width)
 
-    if not placement.shares or placement.reserves or not fits(UNBOUNDED):
+    if not fits(UNBOUNDED):
         return
     tokens = bisect_left(range(need.tokens), True, key=fits)
     if peaks.offloaded_tokens:

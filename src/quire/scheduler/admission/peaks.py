@@ -165,18 +165,18 @@ class Peaks:
         return used[eviction.statistics]
 
     def _group_pages(self, group: LaneGroup, sequences: NeedGroup, shape: StepShape) -> Counts:
-        placement, eviction = self.memory.placement, sequences.eviction
+        eviction = sequences.eviction
         if group.fixed_slots is None and not group.ordered:
             offload = self._offload(sequences, group, shape)
             layers = self._now.evicting_layers
-            return evicting_pages(placement, group, sequences, layers, offload)
+            return evicting_pages(group, sequences, layers, offload)
         slots, chunk = sequences.tokens, shape.chunk_tokens
         if group.fixed_slots is not None:
             slots = np.minimum(slots, 1) * group.fixed_slots
         if eviction.cap is not None:  # above the cap a prompt is computed `every` tokens at once
             chunk = max(chunk, eviction.every)
         most = group.slots_at_most(UNBOUNDED, chunk)
-        pages: Counts = placement.peak_pages(group, slots, most)
+        pages: Counts = -(-np.minimum(slots, most) // group.page_class.tokens)
         if self._offload(sequences, group, shape) is not None:
             return self._resident_pages(group, pages, shape)
         return pages * group.num_lanes
@@ -326,13 +326,12 @@ class Peaks:
         return len(request.prompt_token_ids) // page_tokens * page_tokens
 
     def held(self, requests: Sequence[Request]) -> Counts:
-        """Pages [requests, page classes] that running requests refer to or have reserved now."""
+        """Pages [requests, page classes] that running requests refer to now."""
         rows = np.array([request.memory.row for request in requests], dtype=np.int64)
         counts = np.zeros((len(rows), len(self.page_classes)), dtype=np.int64)
         for table in self.memory.tables.values():
             column = self._index[table.group.page_class]
-            num_reserved_pages = self.memory.placement.num_reserved_pages(table, rows)
-            counts[:, column] += table.pages_held(rows) + num_reserved_pages.sum(axis=1)
+            counts[:, column] += table.pages_held(rows)
         for row, request in enumerate(requests):
             for page_class, pages in self._pages_in_flight(request).items():
                 counts[row, self._index[page_class]] += pages
@@ -375,8 +374,7 @@ class Peaks:
     def _num_slabs(self, counts: Counts) -> Counts:
         """Maximum number of slabs that these pages occupy."""
         per_slab = np.array([self.memory.pools[c].pages_per_slab for c in self.page_classes])
-        borders = self.memory.placement.border_slabs * (counts > 0)
-        return np.asarray((-(-counts // per_slab) + borders).sum(axis=-1))
+        return np.asarray((-(-counts // per_slab)).sum(axis=-1))
 
     def slab_bytes(self, counts: Counts) -> int:
         """Bytes of the slabs that these pages occupy: the KV memory they need."""

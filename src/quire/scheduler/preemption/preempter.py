@@ -4,7 +4,6 @@ from collections.abc import Iterable, Sequence
 
 from quire.kv.repacking import repack
 from quire.kv.stored_sequences import Swapped
-from quire.kv.swap import can_append_tail
 from quire.kv.swap import can_swap_in as swap_fits
 from quire.plan.cost import Choice
 from quire.scheduler.fairness import Fairness
@@ -213,9 +212,8 @@ class Preempter:
         swapped = request.memory.swapped
         assert swapped is not None
         assert self.swapper is not None
-        if self._memory.placement.shares:
-            self._sequence_memory.sharing.free_pages(swapped.needed_pages)
-        if not can_append_tail(self._memory, request.memory.row, swapped):
+        self._sequence_memory.sharing.free_pages(swapped.needed_pages)
+        if not self._memory.fits(swapped.needed_pages):
             return False
         self._swapped.pop(id(swapped))
         request.memory.swapped = None

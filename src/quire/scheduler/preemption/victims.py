@@ -57,9 +57,7 @@ def reclaimable_bytes(memory: KVMemory, requests: Sequence[Request]) -> int:
 def _pages_of_only(memory: KVMemory, name: str, requests: Sequence[Request]) -> int:
     table = memory.tables[name]
     page_class = table.group.page_class
-    rows = np.array([request.memory.row for request in requests], dtype=np.int64)
     held = np.concatenate([table.row_pages(request.memory.row) for request in requests])
     pages, references = np.unique(held, return_counts=True)
     only = memory.pools[page_class].ref_counts[pages] <= references
-    num_reserved_pages = memory.placement.num_reserved_pages(table, rows).sum()
-    return (int(np.count_nonzero(only)) + int(num_reserved_pages)) * page_class.page_bytes
+    return int(np.count_nonzero(only)) * page_class.page_bytes

@@ -246,7 +246,7 @@ METRICS: tuple[Metric, ...] = (
         kind="info",
         help="Options of the KV memory; the value is 1",
         labels=(
-            *("block_size", "cache_dtype", "codec", "store", "evict"),
+            *("block_size", "cache_dtype", "codec", "evict"),
             *("enable_prefix_caching", "kv_memory_bytes", "max_num_seqs"),
         ),
         vllm="cache_config_info",

@@ -111,7 +111,7 @@ export class Overview {
   }
 
   factsOf(overview) {
-    const parts = [`codec ${overview.codec}`, `eviction ${overview.evict}`, `store ${overview.store}`,
+    const parts = [`codec ${overview.codec}`, `eviction ${overview.evict}`,
       `longest sequence ${count(overview.max_model_len)} tokens`];
     if (overview.tenant) parts.unshift(`tenant ${overview.tenant}`);
     text(this.facts, parts.join(" · "));

@@ -10,7 +10,7 @@ const MOST_HEIGHT = 460, LARGEST_CELL = 16, SMALLEST_CELL = 3;
 const PATTERN_FROM = 5; // pixels of a cell
 const MOST_ROWS = 40;
 const BITS = [[1, "tokens evicted"], [2, "shared"], [4, "in the prefix cache"],
-  [8, "offload staging"], [16, "reserved"], [32, "statistics"]];
+  [8, "offload staging"], [32, "statistics"]];
 
 export class Pages {
   id = "pages";
