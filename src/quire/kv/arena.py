@@ -16,23 +16,20 @@ SLABS_OF_A_SMALL_ARENA = 64
 PAGES_OF_A_SLAB = 32  # if the arena is large enough: allocating a slab costs more than a page
 
 
-def choose_slab_bytes(
-    total_bytes: int, page_bytes: Sequence[int], *, whole_pages: bool = False
-) -> int:
+def choose_slab_bytes(total_bytes: int, page_bytes: Sequence[int]) -> int:
     """Return the bytes of a slab: about 2 MiB, at most 1/64 of a small arena.
 
     Pages of more than 64 KiB get larger slabs, of 32 pages.
 
     A common multiple of the page sizes wastes no bytes at slab boundaries. If the least common
-    multiple is too large for the arena, a slab holds at least four of the largest pages. With
-    `whole_pages`, a slab is always a common multiple.
+    multiple is too large for the arena, a slab holds at least four of the largest pages.
     """
     wanted = max(HUGE_PAGE_BYTES, PAGES_OF_A_SLAB * max(page_bytes))
     target = min(wanted, total_bytes // SLABS_OF_A_SMALL_ARENA)
     common = math.lcm(*page_bytes)
     if common <= target:
         return target // common * common
-    if whole_pages or len(set(page_bytes)) == 1:
+    if len(set(page_bytes)) == 1:
         return common
     return min(
         common, max(target // PAGE_ALIGNMENT_BYTES * PAGE_ALIGNMENT_BYTES, 4 * max(page_bytes))
@@ -50,7 +47,6 @@ class Arena:
     Args:
         total_bytes: the configured KV memory. The attribute is this rounded down to whole slabs.
         page_bytes: bytes of one page of each page class.
-        whole_pages: no page crosses a slab boundary, so pages of adjacent slabs are contiguous.
 
     Attributes:
         size_option: the command-line option that sets `total_bytes`.
@@ -62,12 +58,10 @@ class Arena:
 
     size_option = "--kv-memory"
 
-    def __init__(
-        self, total_bytes: int, page_bytes: Sequence[int], *, whole_pages: bool = False
-    ) -> None:
-        self._page_bytes, self._whole_pages = tuple(page_bytes), whole_pages
+    def __init__(self, total_bytes: int, page_bytes: Sequence[int]) -> None:
+        self._page_bytes = tuple(page_bytes)
         self.fences = CopyFences()
-        self.slab_bytes = choose_slab_bytes(total_bytes, page_bytes, whole_pages=whole_pages)
+        self.slab_bytes = choose_slab_bytes(total_bytes, page_bytes)
         self.num_slabs = total_bytes // self.slab_bytes
         if self.num_slabs < 1:
             raise ConfigError(
@@ -78,7 +72,7 @@ class Arena:
 
     def slab_bytes_of(self, total_bytes: int) -> int:
         """Return the bytes of a slab in an arena of another size with the same page classes."""
-        return choose_slab_bytes(total_bytes, self._page_bytes, whole_pages=self._whole_pages)
+        return choose_slab_bytes(total_bytes, self._page_bytes)
 
     def bytes_for(self, total_bytes: int, pages: Sequence[tuple[int, int]]) -> int:
         """Return the bytes of the slabs that some pages need in an arena of another size.
@@ -115,10 +109,6 @@ class Arena:
     def allocate_slab(self) -> int:
         """Allocate a slab; the caller must have checked `num_free_slabs`."""
         return self._free.pop()
-
-    def allocate_this_slab(self, slab: int) -> None:
-        """Allocate this slab, which must be in `free_slabs`."""
-        self._free.remove(slab)
 
     def free_slab(self, slab: int) -> None:
         """Free a slab."""

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from quire.errors import InvariantError
 from quire.kv.memory import KVMemory
-from quire.kv.pages import CountedPages
+from quire.kv.pages import PagePool
 from quire.kv.tables import NO_PAGE, LaneTable
 from quire.layout.pages import PageClass
 
@@ -102,9 +102,7 @@ class _Counted:
         idle: [references] number of pages that no sequence references, by reference count.
     """
 
-    def __init__(
-        self, pool: CountedPages, tables: list[LaneTable], rows: NDArray[np.int64]
-    ) -> None:
+    def __init__(self, pool: PagePool, tables: list[LaneTable], rows: NDArray[np.int64]) -> None:
         self.groups = [table.group.name for table in tables]
         if pool.num_shared:
             self._count_shared(pool, tables, rows)
@@ -112,7 +110,7 @@ class _Counted:
             self._count_private(pool, tables, rows)
 
     def _count_private(
-        self, pool: CountedPages, tables: list[LaneTable], rows: NDArray[np.int64]
+        self, pool: PagePool, tables: list[LaneTable], rows: NDArray[np.int64]
     ) -> None:
         held = np.stack([table.num_pages[rows].sum(axis=1) for table in tables])
         group, place = np.nonzero(held)
@@ -122,7 +120,7 @@ class _Counted:
         self.idle = np.array([0, pool.num_used - int(held.sum())])
 
     def _count_shared(
-        self, pool: CountedPages, tables: list[LaneTable], rows: NDArray[np.int64]
+        self, pool: PagePool, tables: list[LaneTable], rows: NDArray[np.int64]
     ) -> None:
         named = [_entries(table, rows) for table in tables]
         pages = np.concatenate([numbers for _, numbers in named])

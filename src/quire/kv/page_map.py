@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from quire.kv.ledger import codec_name, exact_rows
 from quire.kv.memory import KVMemory
-from quire.kv.pages import CountedPages, PageNumbers
+from quire.kv.pages import PageNumbers, PagePool
 from quire.kv.tables import NO_PAGE, LaneTable, Rows
 from quire.layout.pages import PageClass
 
@@ -123,7 +123,7 @@ class _ClassReader:
     """
 
     def __init__(
-        self, memory: KVMemory, pool: CountedPages, rows: Rows, evicted: NDArray[np.bool_]
+        self, memory: KVMemory, pool: PagePool, rows: Rows, evicted: NDArray[np.bool_]
     ) -> None:
         self._memory, self._pool, self._rows, self._evicted = memory, pool, rows, evicted
         size = len(pool.ref_counts)

@@ -5,7 +5,6 @@ n * b. Kernels index the arena as an array of pages, without per-slab arithmetic
 page numbers that are wholly inside it.
 """
 
-from abc import ABC, abstractmethod
 from itertools import pairwise
 
 import numpy as np
@@ -19,8 +18,11 @@ PageNumbers = NDArray[np.int32]
 NO_PAGES = np.empty(0, dtype=np.int32)
 
 
-class CountedPages(ABC):
-    """Base class of page pools: reference-counted pages of one class in an arena.
+class PagePool:
+    """Reference-counted pages of one class; pages of a lane can be anywhere in the arena.
+
+    Allocation costs O(1) per page, with one NumPy slice per slab. A slab whose last page is freed
+    is returned to the arena at once.
 
     Args:
         arena: provides the slabs.
@@ -38,6 +40,11 @@ class CountedPages(ABC):
         self.num_shared = 0
         self.num_used = 0
         self._arena = arena
+        # slab -> stack of its free pages, and number of valid entries of the stack
+        self._stacks: dict[int, PageNumbers] = {}
+        self._num_free: dict[int, int] = {}
+        self._partial: dict[int, None] = {}  # slabs with a free page, newest last
+        self._free_in_slabs = 0
 
     @property
     def pages_per_slab(self) -> int:
@@ -45,9 +52,9 @@ class CountedPages(ABC):
         return pages_per_slab(self._arena.slab_bytes, self.page_class.page_bytes)
 
     @property
-    @abstractmethod
     def held_slabs(self) -> frozenset[int]:
         """Numbers of the slabs that are allocated to this pool."""
+        return frozenset(self._stacks)
 
     @property
     def used_bytes(self) -> int:
@@ -55,44 +62,46 @@ class CountedPages(ABC):
         return self.num_used * self.page_class.page_bytes
 
     @property
-    @abstractmethod
     def tail_bytes(self) -> int:
         """Bytes of held slabs that no whole page covers."""
+        covered = sum(map(len, self._stacks.values())) * self.page_class.page_bytes
+        return len(self._stacks) * self._arena.slab_bytes - covered
 
     @property
-    @abstractmethod
     def num_free(self) -> int:
         """Free pages in held slabs."""
+        return self._free_in_slabs
 
     @property
     def free_bytes(self) -> int:
         """Bytes of free pages in held slabs."""
         return self.num_free * self.page_class.page_bytes
 
-    @property
-    @abstractmethod
-    def most_together(self) -> int:
-        """Largest number of pages that one lane can allocate at once, free slabs included."""
-
     def slabs_needed(self, num_pages: int) -> int:
         """Return the number of slabs that the pool must allocate for `num_pages` more pages."""
         return max(0, -(-(num_pages - self.num_free) // self.pages_per_slab))
 
-    @abstractmethod
     def allocate(self, num_pages: int) -> PageNumbers:
         """Allocate `num_pages` pages, each with one reference.
 
         Raises:
             OutOfPages: the arena has too few free slabs; nothing changed.
         """
-
-    def _require_slabs(self, num_pages: int) -> None:
         if self.slabs_needed(num_pages) > self._arena.num_free_slabs:
             raise OutOfPages(
                 f"expected {num_pages} free pages of {self.page_class.page_bytes:,} B, got "
                 f"{self.num_free} in held slabs and {self._arena.num_free_slabs} free slabs of "
                 f"{self.pages_per_slab} pages"
             )
+        pages = np.empty(num_pages, dtype=np.int32)
+        filled = 0
+        while filled < num_pages:
+            slab = next(reversed(self._partial)) if self._partial else self._allocate_slab()
+            filled += self._pop(slab, pages[filled:])
+        self.ref_counts[pages] = 1
+        self.num_used += num_pages
+        self._before_use(pages)
+        return pages
 
     def retain(self, pages: PageNumbers) -> None:
         """Add one reference to each page (all distinct, all in use)."""
@@ -129,72 +138,6 @@ class CountedPages(ABC):
             self._push(np.array([page], dtype=np.int32))
         elif left == 1:
             self.num_shared -= 1
-
-    @abstractmethod
-    def _push(self, pages: PageNumbers) -> None:
-        """Put pages without references back into the free lists."""
-
-    @abstractmethod
-    def check(self) -> None:
-        """Check that every page of every held slab is either free once or referenced.
-
-        Raises:
-            InvariantError: a page is both, neither, or in the free list twice.
-        """
-
-
-class PagePool(CountedPages):
-    """A page pool without contiguity: pages of a lane can be anywhere in the arena.
-
-    Allocation costs O(1) per page, with one NumPy slice per slab. A slab whose last page is freed
-    is returned to the arena at once.
-    """
-
-    def __init__(self, arena: Arena, page_class: PageClass) -> None:
-        super().__init__(arena, page_class)
-        # slab -> stack of its free pages, and number of valid entries of the stack
-        self._stacks: dict[int, PageNumbers] = {}
-        self._num_free: dict[int, int] = {}
-        self._partial: dict[int, None] = {}  # slabs with a free page, newest last
-        self._free_in_slabs = 0
-
-    @property
-    def held_slabs(self) -> frozenset[int]:
-        """Numbers of the slabs that are allocated to this pool."""
-        return frozenset(self._stacks)
-
-    @property
-    def tail_bytes(self) -> int:
-        """Bytes of held slabs that no whole page covers."""
-        covered = sum(map(len, self._stacks.values())) * self.page_class.page_bytes
-        return len(self._stacks) * self._arena.slab_bytes - covered
-
-    @property
-    def num_free(self) -> int:
-        """Free pages in held slabs."""
-        return self._free_in_slabs
-
-    @property
-    def most_together(self) -> int:
-        """All free pages: a lane's pages need not be contiguous."""
-        return self._free_in_slabs + self._arena.num_free_slabs * self.pages_per_slab
-
-    def allocate(self, num_pages: int) -> PageNumbers:
-        """Allocate `num_pages` pages, each with one reference.
-
-        Raises:
-            OutOfPages: the arena has too few free slabs; nothing changed.
-        """
-        self._require_slabs(num_pages)
-        pages = np.empty(num_pages, dtype=np.int32)
-        filled = 0
-        while filled < num_pages:
-            slab = next(reversed(self._partial)) if self._partial else self._allocate_slab()
-            filled += self._pop(slab, pages[filled:])
-        self.ref_counts[pages] = 1
-        self.num_used += num_pages
-        self._before_use(pages)
-        return pages
 
     def _allocate_slab(self) -> int:
         slab = self._arena.allocate_slab()

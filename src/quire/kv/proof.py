@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from quire.errors import InvariantError
 from quire.kv.arena import Arena
-from quire.kv.pages import NO_PAGES, CountedPages, PageNumbers
+from quire.kv.pages import NO_PAGES, PageNumbers, PagePool
 from quire.kv.tables import LaneTable
 
 
 def prove_references(
-    pool: CountedPages,
+    pool: PagePool,
     tables: Mapping[str, LaneTable],
     cached_references: Iterable[Mapping[str, PageNumbers]],
 ) -> None:
@@ -76,7 +76,7 @@ def prove_lanes(
             raise InvariantError(f"group {group.name!r}: more slots than tokens")
 
 
-def prove_slabs(arena: Arena, pools: Iterable[CountedPages]) -> None:
+def prove_slabs(arena: Arena, pools: Iterable[PagePool]) -> None:
     """Check that every slab is either free or held by one page pool.
 
     Raises:

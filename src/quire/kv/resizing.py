@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from quire.errors import ConfigError
 from quire.kv.arena import Arena
-from quire.kv.pages import CountedPages, PageNumbers
+from quire.kv.pages import PageNumbers, PagePool
 from quire.kv.tables import LaneTable, Rows
 from quire.layout.pages import CacheLayout, PageClass
 
@@ -49,9 +49,7 @@ def pages_by_class(demands: Sequence[Demand]) -> dict[PageClass, int]:
     return pages
 
 
-def grow_demand(
-    table: LaneTable, pool: CountedPages, rows: Rows, tokens: NDArray[np.int32]
-) -> Demand:
+def grow_demand(table: LaneTable, pool: PagePool, rows: Rows, tokens: NDArray[np.int32]) -> Demand:
     """Compute the new pages and the copies that rows need to grow."""
     return Demand(
         table, rows, new_pages(table, rows, tokens), shared_ends(table, pool, rows, tokens)
@@ -78,7 +76,7 @@ def new_pages(table: LaneTable, rows: Rows, tokens: NDArray[np.int32]) -> NDArra
 
 
 def shared_ends(
-    table: LaneTable, pool: CountedPages, rows: Rows, tokens: NDArray[np.int32]
+    table: LaneTable, pool: PagePool, rows: Rows, tokens: NDArray[np.int32]
 ) -> NDArray[np.bool_]:
     """Return a mask [rows, lanes] of lanes whose next token would be written to a shared page.
 
@@ -105,7 +103,7 @@ def shared_ends(
 def require_room_for_one_token(
     layout: CacheLayout,
     arena: Arena,
-    pools: Mapping[PageClass, CountedPages],
+    pools: Mapping[PageClass, PagePool],
     total_bytes: int,
 ) -> None:
     """Refuse an arena that cannot hold one sequence of one token with all its statistics.

@@ -234,11 +234,6 @@ class MemberArena(Arena):
         self.held.add(slab)
         return slab
 
-    def allocate_this_slab(self, slab: int) -> None:
-        """Allocate a given slab of `free_slabs`."""
-        self._arena.free.remove(slab)
-        self.held.add(slab)
-
     def free_slab(self, slab: int) -> None:
         """Free a slab."""
         self.held.remove(slab)

@@ -18,7 +18,7 @@ PAGE = plain_class(tokens=4, head_dim=8)  # 128 B
 def pool_of(num_slabs, pages_per_slab):
     """A pool over slabs of `pages_per_slab` pages: a second page size sets the slab size."""
     slab_bytes = pages_per_slab * PAGE.page_bytes
-    arena = Arena(num_slabs * slab_bytes, [PAGE.page_bytes, slab_bytes], whole_pages=True)
+    arena = Arena(num_slabs * slab_bytes, [PAGE.page_bytes, slab_bytes])
     assert (arena.slab_bytes, arena.num_slabs) == (slab_bytes, num_slabs)
     return arena, PagePool(arena, PAGE)
 
