@@ -3,7 +3,7 @@
 import pytest
 
 from quire.errors import ConfigError, UnknownName
-from quire.evals.engine_options import llm_options
+from quire.evals.lm_eval.requests import llm_options
 
 
 def test_options_reach_their_configs():

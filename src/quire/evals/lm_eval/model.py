@@ -1,7 +1,7 @@
 """The model class `quire` of lm-evaluation-harness, which this module imports and registers it in.
 
 Requests of a task run in one batch of the engine, whose size follows from the KV memory. Options of
-the engine are model arguments, see `engine_options`.
+the engine are model arguments, see `llm_options`.
 
 The log-probability of a continuation is that of prompt tokens and of one generated token: the last
 token of the continuation is the only one that the request may generate. So an eviction rule acts
@@ -21,9 +21,8 @@ from quire.api.llm import LLM
 from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.errors import ConfigError, RequestError, UnknownName
-from quire.evals.engine_options import llm_options
 from quire.evals.lm_eval import NAME
-from quire.evals.lm_eval.requests import log_likelihood, sampling_params
+from quire.evals.lm_eval.requests import llm_options, log_likelihood, sampling_params
 from quire.sampling.outputs import RequestOutput
 
 HARNESS_DEVICE = "cuda:0"

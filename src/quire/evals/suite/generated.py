@@ -1,13 +1,13 @@
 """Generated tasks: prompts of the families of `quire.evals.tasks`, exact and partial answers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 from quire.evals.gate import Question, make_questions
 from quire.evals.suite.base import MIN_FULL, EvalTask, Sample, SampleOptions
-from quire.evals.suite.metrics import fraction_found, starts_with
+
 
 ACCURACY, FOUND = "accuracy", "found"
 _SPARE_TOKENS = 8
@@ -45,7 +45,7 @@ class GeneratedTask(EvalTask):
 
     def score(self, sample: Sample, output: str) -> dict[str, float]:
         """1 if the output begins with the answer."""
-        return {ACCURACY: starts_with(output, sample.references[0])}
+        return {ACCURACY: float(output.startswith(sample.references[0]))}
 
     def _sample(self, question: Question, options: SampleOptions) -> Sample:
         return Sample(
@@ -66,3 +66,9 @@ class FoundTask(GeneratedTask):
     def score(self, sample: Sample, output: str) -> dict[str, float]:
         """Fraction of the answers in the output."""
         return {FOUND: fraction_found(output, sample.references)}
+
+
+def fraction_found(output: str, references: Sequence[str]) -> float:
+    """Fraction of the references that the output contains, ignoring case (RULER)."""
+    lowered = output.lower()
+    return sum(one.lower() in lowered for one in references) / len(references)

@@ -7,6 +7,7 @@ from quire.cli.main import app
 from quire.errors import ConfigError, UnknownName
 from quire.evals.gate import DEPTHS
 from quire.evals.suite.base import SampleOptions
+from quire.evals.suite.generated import fraction_found
 from quire.evals.suite.registry import SUITES, TASKS, suite_of, suites_with, task_of
 from quire.evals.tasks import ALL_FAMILIES, FAMILIES, make, rough_measure
 
@@ -145,3 +146,7 @@ def test_prompts_beyond_the_context_are_refused_before_they_are_generated(comman
 
     assert result.exit_code == 2
     assert "--tokens of at most 4096" in " ".join(result.stderr.split())
+
+
+def test_fraction_of_answers_is_counted():
+    assert fraction_found("123, 456 and ABC", ["123", "789", "abc", "0"]) == 0.5
