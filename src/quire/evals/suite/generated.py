@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 from quire.evals.gate import Question, make_questions
 from quire.evals.suite.base import MIN_FULL, EvalTask, Sample, SampleOptions
 
-
 ACCURACY, FOUND = "accuracy", "found"
 _SPARE_TOKENS = 8
 """Output tokens for separators between several answers, for each answer."""
