@@ -186,7 +186,8 @@ def options() -> str:
     """The fields of the config dataclasses."""
     from dataclasses import fields
 
-    from quire.cli.options import SECTIONS, configs_of, documented_attributes
+    import quire.cli.main  # noqa: F401 - registers the options of commands
+    from quire.cli.options import SECTIONS, command_sections, configs_of, documented_attributes
     from quire.layout.options import OptionInfo, choices_of, config_of
 
     parts = [
@@ -196,10 +197,15 @@ def options() -> str:
         "model's default applies, if it has one. In a TOML file the model is\n"
         '`model = "..."`, or `name` in the table `[model]`.\n'
     ]
-    for section, names, config in [(s, *found) for s in SECTIONS for found in configs_of(s)]:
+    for section, names, config in [
+        (s, *found)
+        for s in (*SECTIONS, *(own for own in command_sections() if own.in_file))
+        for found in configs_of(s)
+    ]:
         flags = {option.path: f"`--{option.flag}`" for option in section.options()}
         documented = documented_attributes(config.__doc__ or "")
         title = section.title if config is section.config else _heading(section.config, names[1])
+        title = title or f"quire {section.name.replace('_', ' ')}"
         parts.append(f"\n## {title}: `{config.__name__}`, `[{'.'.join(names)}]`\n\n")
         parts.append("| field | flag | default | unit | meaning |\n|---|---|---|---|---|\n")
         for field in fields(config):
@@ -211,12 +217,20 @@ def options() -> str:
             cells = (
                 f"`{field.name}`",
                 flags.get((*names[1:], field.name), ""),
-                f"`{held.__name__}()`" if held else f"`{field.default!r}`",
+                f"`{held.__name__}()`" if held else _default(field.default),
                 info.unit,
                 meaning.replace("|", "\\|"),
             )
             parts.append("| " + " | ".join(cells) + " |\n")
     return "".join(parts)
+
+
+def _default(default: object) -> str:
+    from dataclasses import MISSING
+
+    if default is MISSING:
+        return "required"
+    return f"`{str(default)!r}`" if isinstance(default, Path) else f"`{default!r}`"
 
 
 def _heading(config: type, name: str) -> str:

@@ -8,8 +8,8 @@ import typer
 
 from benchmarks.batch_max.paper_command import paper_config, run_paper
 from benchmarks.common.command import finish, show_parts
+from benchmarks.common.flags import AsJson
 from benchmarks.common.graded_prompts import load, prompt_maker_for
-from quire.cli.common import AsJson
 from quire.cli.options import KV, MODEL
 from quire.cli.report import prepare_folder, print_json
 from quire.cli.settings import Settings, with_settings

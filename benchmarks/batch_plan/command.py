@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from benchmarks.common.command import QUICK_NOTE
-from quire.cli.common import AsJson, Threads, use_threads
+from benchmarks.common.flags import AsJson, Threads
+from quire.cli.common import use_threads
 from quire.cli.report import envelope, print_json
 from quire.cli.tables import show_table
 

@@ -8,7 +8,7 @@ import typer
 
 from benchmarks.common.cells import material_of, parts_of_budgets
 from benchmarks.common.command import finish, show_parts
-from quire.cli.common import AsJson
+from benchmarks.common.flags import AsJson
 from quire.cli.options import MODEL
 from quire.cli.report import prepare_folder, print_json
 from quire.cli.settings import Settings, with_settings

@@ -9,9 +9,9 @@ import typer
 
 from benchmarks.common.cells import parts_of_budgets, running_text, show_cell
 from benchmarks.common.command import finish, show_parts
+from benchmarks.common.flags import AsJson
 from benchmarks.common.graded_prompts import load, prompt_maker_for
 from benchmarks.kvcrush.recorded import files_of_tasks, recorded
-from quire.cli.common import AsJson
 from quire.cli.options import MODEL
 from quire.cli.report import commit, prepare_folder, print_json
 from quire.cli.settings import Settings, with_settings

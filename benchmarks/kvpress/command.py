@@ -6,9 +6,10 @@ from typing import Annotated
 
 import typer
 
+from benchmarks.common.flags import AsJson
 from benchmarks.kvpress.spec import KVPRESS, PRESSES, chosen_presses
 from quire.cli.board import board_runner
-from quire.cli.common import AsJson, split_numbers, split_texts
+from quire.cli.common import split_numbers, split_texts
 from quire.cli.evaluate_run import json_bytes
 from quire.cli.options import KV, MODEL, SCHEDULE
 from quire.cli.report import envelope, prepare_folder, print_json, write_files

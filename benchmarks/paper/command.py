@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from benchmarks.common.command import finish, names_of, show_parts
-from quire.cli.common import ABOUT_MODEL, PACKAGED_MODEL, AsJson, Threads, refuse_no_name
+from benchmarks.common.flags import AsJson, Threads
+from quire.cli.common import ABOUT_MODEL, PACKAGED_MODEL, refuse_no_name
 from quire.cli.options import Dtype, ModelConfig
 from quire.cli.report import commit, envelope, prepare_folder, print_json
 from quire.cli.settings import Settings

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from benchmarks.common.command import finish, show_parts
+from benchmarks.common.flags import AsJson, Threads
 from benchmarks.common.result import PartResult
-from quire.cli.common import AsJson, Threads, use_threads
+from quire.cli.common import use_threads
 from quire.cli.report import commit, prepare_folder, print_json
 from quire.cli.tables import show_claims
 from quire.errors import ConfigError

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quire.cli.common import AsJson, Threads, use_threads
+from benchmarks.common.flags import AsJson, Threads
+from quire.cli.common import use_threads
 from quire.cli.report import envelope, print_json
 
 if TYPE_CHECKING:

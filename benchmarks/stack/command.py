@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from benchmarks.common.command import finish, show_parts
-from quire.cli.common import AsJson, Threads, use_threads
+from benchmarks.common.flags import AsJson, Threads
+from quire.cli.common import use_threads
 from quire.cli.report import prepare_folder, print_json
 from quire.layout.extras import require_extra
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from benchmarks.common.command import QUICK_NOTE
-from quire.cli.common import AsJson, Attention, Threads, use_threads
+from benchmarks.common.flags import AsJson, Attention, Threads
+from quire.cli.common import use_threads
 from quire.cli.report import envelope, print_json
 from quire.cli.tables import show_claims
 from quire.plan.ceilings import NotUsable, default_path, read_ceilings

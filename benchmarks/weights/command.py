@@ -8,8 +8,8 @@ import typer
 
 from benchmarks.common.cells import material_of
 from benchmarks.common.command import finish, show_parts
+from benchmarks.common.flags import AsJson
 from benchmarks.common.graded_prompts import load
-from quire.cli.common import AsJson
 from quire.cli.options import MODEL
 from quire.cli.report import prepare_folder, print_json
 from quire.cli.settings import Settings, with_settings

@@ -21,13 +21,14 @@ from quire.cli.batch_files import (
     warn_of_other_models,
     warn_of_repeated,
 )
-from quire.cli.common import AsJson
-from quire.cli.kv_events import KVEventsFile, KVWatch, watching
+from quire.cli.common import json_option
+from quire.cli.kv_events import KVWatch, kv_events_option, watching
 from quire.cli.on_ray import refuse_on_ray, refuse_ray_options, run_on_ray
 from quire.cli.options import KV, MODEL, RAY_BATCH, SAMPLING, SCHEDULE
 from quire.cli.report import envelope, print_json
 from quire.cli.settings import Settings, with_settings
 from quire.errors import ConfigError
+from quire.layout.options import option
 from quire.layout.sizes import format_size
 
 if TYPE_CHECKING:
@@ -50,10 +51,43 @@ _LABELS = {
 """Label and unit of each row of the printed table."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchFlags:
+    """Options of `quire batch`.
+
+    Attributes are options; see their help.
+    """
+
+    prompt_key: str = option(
+        "prompt", help="Key of the prompt in a plain line; other keys are ignored."
+    )
+    prefix: str = option("", help="Text prepended to every text prompt, such as '<|doc|>'.")
+    with_prompt: bool = option(False, help="Include the prompt in records of plain lines.")
+    overwrite: bool = option(False, help="Discard existing records in OUTPUT.", common=True)
+    retry_failed: bool = option(
+        False, help="Run lines with error records again, for example with more memory."
+    )
+    base_url: str | None = option(
+        None,
+        help="URL of an OpenAI-compatible server that runs the requests, such as "
+        "http://gpu1:8000. MODEL is then its name of the model.",
+        common=True,
+    )
+    api_key: str | None = option(
+        None, help="Key of the server; unset: environment variable OPENAI_API_KEY."
+    )
+    max_concurrency: int = option(64, help="Most requests in flight at the server.", min_value=1)
+    max_retries: int = option(
+        8, help="Most repetitions of a request that the server refused for the moment.", min_value=0
+    )
+    kv_events: Path | None = kv_events_option()
+    as_json: bool = json_option()
+
+
 @with_settings(
     MODEL, KV, SCHEDULE, SAMPLING, RAY_BATCH, defaults={"max-tokens": 128}, model_required=True
 )
-def batch(  # noqa: PLR0913 - one parameter per option
+def batch(
     settings: Settings,
     *,
     source: Annotated[
@@ -66,59 +100,7 @@ def batch(  # noqa: PLR0913 - one parameter per option
             help="File for the records, one JSON object per line, in the order of completion.",
         ),
     ],
-    prompt_key: Annotated[
-        str,
-        typer.Option(
-            help="Key of the prompt in a plain line; other keys are ignored.", hidden=True
-        ),
-    ] = "prompt",
-    prefix: Annotated[
-        str,
-        typer.Option(help="Text prepended to every text prompt, such as '<|doc|>'.", hidden=True),
-    ] = "",
-    with_prompt: Annotated[
-        bool,
-        typer.Option(
-            "--with-prompt", help="Include the prompt in records of plain lines.", hidden=True
-        ),
-    ] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Discard existing records in OUTPUT.")
-    ] = False,
-    retry_failed: Annotated[
-        bool,
-        typer.Option(
-            "--retry-failed",
-            help="Run lines with error records again, for example with more memory.",
-            hidden=True,
-        ),
-    ] = False,
-    base_url: Annotated[
-        str | None,
-        typer.Option(
-            help="URL of an OpenAI-compatible server that runs the requests, such as "
-            "http://gpu1:8000. MODEL is then its name of the model."
-        ),
-    ] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            help="Key of the server; unset: environment variable OPENAI_API_KEY.", hidden=True
-        ),
-    ] = None,
-    max_concurrency: Annotated[
-        int, typer.Option(min=1, help="Most requests in flight at the server.", hidden=True)
-    ] = 64,
-    max_retries: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            hidden=True,
-            help="Most repetitions of a request that the server refused for the moment.",
-        ),
-    ] = 8,
-    kv_events: KVEventsFile = None,
-    as_json: AsJson = False,
+    flags: BatchFlags,
 ) -> None:
     """Run a file of requests and write one record for each.
 
@@ -135,39 +117,43 @@ def batch(  # noqa: PLR0913 - one parameter per option
     that it refuses for the moment (status 429 or 503) are repeated after the time it names.
     """
     settings.refuse_other_tenants()
-    if overwrite and retry_failed:
+    if flags.overwrite and flags.retry_failed:
         raise ConfigError(
             "--overwrite runs every line again, so --retry-failed has no effect: leave one out"
         )
     task = BatchTask(
         source=source,
-        form=LineFormat(prompt_key=prompt_key, prefix=prefix),
+        form=LineFormat(prompt_key=flags.prompt_key, prefix=flags.prefix),
         sampling=settings.sampling,
-        with_prompt=with_prompt,
+        with_prompt=flags.with_prompt,
     )
-    refuse_one_file_for_two(source, target, kv_events)
+    refuse_one_file_for_two(source, target, flags.kv_events)
     survey = survey_of(source)
     warn_of_repeated(survey)
     server = None
     refuse_ray_options(settings)
     if settings.ray.enabled:
-        refuse_on_ray("--base-url", base_url)
-        refuse_on_ray("--kv-events", kv_events)
-    if base_url is None:
+        refuse_on_ray("--base-url", flags.base_url)
+        refuse_on_ray("--kv-events", flags.kv_events)
+    if flags.base_url is None:
         warn_of_other_models(survey, settings.model)
     else:
         from quire.cli.batch_server import server_of  # imports httpx
 
-        server = server_of(settings, base_url, api_key, max_concurrency, max_retries)
-    state = _state(settings, task, survey, base_url)
-    with BatchOutput(target, state, overwrite=overwrite, retry_failed=retry_failed) as output:
+        server = server_of(
+            settings, flags.base_url, flags.api_key, flags.max_concurrency, flags.max_retries
+        )
+    state = _state(settings, task, survey, flags.base_url)
+    with BatchOutput(
+        target, state, overwrite=flags.overwrite, retry_failed=flags.retry_failed
+    ) as output:
         left = survey.requests - len(output.completed)
         failed = len(output.failed)  # in earlier runs; the run adds its own
         before = {
             "requests_completed_before": len(output.completed) - failed,
             "requests_with_errors_before": failed,
         }
-        with watching(kv_events if left else None) as watch:
+        with watching(flags.kv_events if left else None) as watch:
             if settings.ray.enabled:
                 result = _Result(*run_on_ray(settings, task, output, left))
             elif server is None:
@@ -179,7 +165,7 @@ def batch(  # noqa: PLR0913 - one parameter per option
             _remark(source, survey.requests, left)
             claims = before | _claims(result)
             _show(target, claims)
-            if as_json:
+            if flags.as_json:
                 arms = {"finish_reasons": result.tally.finish_reasons}
                 config = settings.as_dict() | asdict(task.form) | {"source": str(source)}
                 print_json(envelope("batch", claims, arms, config))

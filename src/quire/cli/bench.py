@@ -1,27 +1,22 @@
 """`quire bench`: measures throughput and latency of a model on this machine."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import typer
 
 from quire.cli.command import register
-from quire.cli.common import AsJson
+from quire.cli.common import json_option
 from quire.cli.options import KV, MODEL, SAMPLING, SCHEDULE
 from quire.cli.report import envelope, print_json
 from quire.cli.settings import Settings, with_settings
 from quire.cli.tables import seconds, show_table
+from quire.layout.options import option
 from quire.layout.sizes import format_size
 
 if TYPE_CHECKING:
     from quire.profile.bench import BenchRun
-
-InputLen = Annotated[int, typer.Option(min=1, help="Length of each random prompt, in tokens.")]
-OutputLen = Annotated[int, typer.Option(min=1, help="Output tokens per prompt.")]
-Repeats = Annotated[int, typer.Option(min=1, help="Measured iterations.")]
-Warmup = Annotated[int, typer.Option(min=0, help="Warmup iterations.", hidden=True)]
-Seed = Annotated[int, typer.Option(min=0, help="Seed of the random prompts.", hidden=True)]
 
 
 class _Shape(NamedTuple):
@@ -35,20 +30,35 @@ class _Shape(NamedTuple):
     seed: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchThroughputFlags:
+    """Options of `quire bench throughput`.
+
+    Attributes are options; see their help.
+    """
+
+    num_prompts: int = option(32, help="Number of requests.", min_value=1, common=True)
+    input_len: int = option(
+        512, help="Length of each random prompt, in tokens.", min_value=1, common=True
+    )
+    output_len: int = option(64, help="Output tokens per prompt.", min_value=1, common=True)
+    num_iters: int = option(5, help="Measured iterations.", min_value=1, common=True)
+    num_iters_warmup: int = option(1, help="Warmup iterations.", min_value=0)
+    prompt_seed: int = option(0, help="Seed of the random prompts.", min_value=0)
+    as_json: bool = json_option()
+
+
 @with_settings(MODEL, KV, SCHEDULE, replace(SAMPLING, shown=False))
-def throughput(  # noqa: PLR0913 - one parameter per option
-    settings: Settings,
-    *,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Number of requests.")] = 32,
-    input_len: InputLen = 512,
-    output_len: OutputLen = 64,
-    num_iters: Repeats = 5,
-    num_iters_warmup: Warmup = 1,
-    prompt_seed: Seed = 0,
-    as_json: AsJson = False,
-) -> None:
+def throughput(settings: Settings, *, flags: BenchThroughputFlags) -> None:
     """Measure requests/s and tokens/s of requests that are submitted at once."""
-    shape = _Shape(num_prompts, input_len, output_len, num_iters, num_iters_warmup, prompt_seed)
+    shape = _Shape(
+        flags.num_prompts,
+        flags.input_len,
+        flags.output_len,
+        flags.num_iters,
+        flags.num_iters_warmup,
+        flags.prompt_seed,
+    )
     run = _run(settings, shape)
     claims = run.throughput()
     rows = [
@@ -56,24 +66,39 @@ def throughput(  # noqa: PLR0913 - one parameter per option
         ("prompt and output", f"{claims['total_tokens_per_s']:,.1f} tokens/s"),
         ("output", f"{claims['output_tokens_per_s']:,.1f} tokens/s"),
     ]
-    _show(f"Throughput, median of {num_iters} iterations", rows, claims)
-    _finish("throughput", settings, run, claims, as_json=as_json)
+    _show(f"Throughput, median of {flags.num_iters} iterations", rows, claims)
+    _finish("throughput", settings, run, claims, as_json=flags.as_json)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchLatencyFlags:
+    """Options of `quire bench latency`.
+
+    Attributes are options; see their help.
+    """
+
+    batch_size: int = option(8, help="Requests per batch.", min_value=1, common=True)
+    input_len: int = option(
+        32, help="Length of each random prompt, in tokens.", min_value=1, common=True
+    )
+    output_len: int = option(128, help="Output tokens per prompt.", min_value=1, common=True)
+    num_iters: int = option(10, help="Measured iterations.", min_value=1, common=True)
+    num_iters_warmup: int = option(2, help="Warmup iterations.", min_value=0)
+    prompt_seed: int = option(0, help="Seed of the random prompts.", min_value=0)
+    as_json: bool = json_option()
 
 
 @with_settings(MODEL, KV, SCHEDULE, replace(SAMPLING, shown=False))
-def latency(  # noqa: PLR0913 - one parameter per option
-    settings: Settings,
-    *,
-    batch_size: Annotated[int, typer.Option(min=1, help="Requests per batch.")] = 8,
-    input_len: InputLen = 32,
-    output_len: OutputLen = 128,
-    num_iters: Repeats = 10,
-    num_iters_warmup: Warmup = 2,
-    prompt_seed: Seed = 0,
-    as_json: AsJson = False,
-) -> None:
+def latency(settings: Settings, *, flags: BenchLatencyFlags) -> None:
     """Measure the latency of one batch of requests, from submission to its last token."""
-    shape = _Shape(batch_size, input_len, output_len, num_iters, num_iters_warmup, prompt_seed)
+    shape = _Shape(
+        flags.batch_size,
+        flags.input_len,
+        flags.output_len,
+        flags.num_iters,
+        flags.num_iters_warmup,
+        flags.prompt_seed,
+    )
     run = _run(settings, shape)
     claims = run.latency()
     rows = [
@@ -83,8 +108,8 @@ def latency(  # noqa: PLR0913 - one parameter per option
         ("time to first token (TTFT), p50", seconds(claims["first_token_p50_s"])),
         ("time per output token (TPOT), p50", seconds(claims["token_p50_s"])),
     ]
-    _show(f"Latency of {batch_size} requests, {num_iters} iterations", rows, claims)
-    _finish("latency", settings, run, claims, as_json=as_json)
+    _show(f"Latency of {flags.batch_size} requests, {flags.num_iters} iterations", rows, claims)
+    _finish("latency", settings, run, claims, as_json=flags.as_json)
 
 
 def _run(settings: Settings, shape: _Shape) -> "BenchRun":

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from quire.cli.common import AsJson, split_numbers, split_texts
+from quire.cli.common import json_option, split_numbers, split_texts
 from quire.cli.evaluate_run import json_bytes, opener
 from quire.cli.options import KV, MODEL, SCHEDULE
 from quire.cli.report import envelope, prepare_folder, print_json, write_files
@@ -17,6 +17,7 @@ from quire.cli.tables import show_table
 from quire.cli.tune import refuse_settings
 from quire.evals.board.grid import Grid
 from quire.layout.extras import has_extra
+from quire.layout.options import option
 
 if TYPE_CHECKING:
     from quire.evals.board.result import BoardResult
@@ -27,41 +28,50 @@ _GRID = Grid()
 _SHOWN = 20
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoardFlags:
+    """Options of `quire board`.
+
+    Attributes are options; see their help.
+    """
+
+    rules: str = option(
+        ";".join(_GRID.rules),
+        help="Eviction rules without cap, separated by semicolons.",
+        common=True,
+    )
+    budgets: str = option(
+        ",".join(_GRID.budgets),
+        help="Caps as fractions of the prompt, separated by commas.",
+        common=True,
+    )
+    schedules: str = option(
+        ",".join(_GRID.schedules),
+        help="When to evict: values of when= of an eviction rule.",
+        common=True,
+    )
+    codecs: str = option(
+        ",".join(_GRID.codecs),
+        help="KV codecs; full KV with the first one is the reference.",
+        common=True,
+    )
+    tasks: str = option(
+        "repeats,retold,majority,lines", help="Tasks; quire eval tasks lists them.", common=True
+    )
+    tokens: int = option(256, help="Length of the prompts.", common=True)
+    num_prompts: int = option(10, help="Prompts of each task and seed.", common=True)
+    seeds: str = option("1,2", help="Seeds of the prompts.")
+    sanity_check: bool = option(True, help="Check that the model may judge a rule.")
+    out: Path = option(
+        Path("board"),
+        help="Folder for the pages and the cells; a later run continues there.",
+        common=True,
+    )
+    as_json: bool = json_option()
+
+
 @with_settings(MODEL, KV, SCHEDULE)
-def board(  # noqa: PLR0913 - one parameter per option
-    *,
-    settings: Settings,
-    rules: Annotated[
-        str, typer.Option(help="Eviction rules without cap, separated by semicolons.")
-    ] = ";".join(_GRID.rules),
-    budgets: Annotated[
-        str, typer.Option(help="Caps as fractions of the prompt, separated by commas.")
-    ] = ",".join(_GRID.budgets),
-    schedules: Annotated[
-        str, typer.Option(help="When to evict: values of when= of an eviction rule.")
-    ] = ",".join(_GRID.schedules),
-    codecs: Annotated[
-        str, typer.Option(help="KV codecs; full KV with the first one is the reference.")
-    ] = ",".join(_GRID.codecs),
-    tasks: Annotated[
-        str, typer.Option(help="Tasks; quire eval tasks lists them.")
-    ] = "repeats,retold,majority,lines",
-    tokens: Annotated[int, typer.Option(help="Length of the prompts.")] = 256,
-    num_prompts: Annotated[int, typer.Option(help="Prompts of each task and seed.")] = 10,
-    seeds: Annotated[str, typer.Option(help="Seeds of the prompts.", hidden=True)] = "1,2",
-    sanity_check: Annotated[
-        bool,
-        typer.Option(
-            "--sanity-check/--no-sanity-check",
-            help="Check that the model may judge a rule.",
-            hidden=True,
-        ),
-    ] = True,
-    out: Annotated[
-        Path, typer.Option(help="Folder for the pages and the cells; a later run continues there.")
-    ] = Path("board"),
-    as_json: AsJson = False,
-) -> None:
+def board(settings: Settings, *, flags: BoardFlags) -> None:
     """Compare eviction rules, budgets, schedules and KV codecs on equal prompts.
 
     Writes a table, a chart and an interactive page of quality against KV bytes. Finished cells are
@@ -72,27 +82,27 @@ def board(  # noqa: PLR0913 - one parameter per option
     from quire.evals.suite.registry import task_of
 
     grid = Grid(
-        rules=split_texts(rules, ";"),
-        budgets=split_texts(budgets, ","),
-        schedules=split_texts(schedules, ","),
-        codecs=split_texts(codecs, ","),
+        rules=split_texts(flags.rules, ";"),
+        budgets=split_texts(flags.budgets, ","),
+        schedules=split_texts(flags.schedules, ","),
+        codecs=split_texts(flags.codecs, ","),
     )
     config = BoardConfig(
         grid=grid,
-        tasks=tuple(map(task_of, split_texts(tasks, ","))),
-        tokens=tokens,
-        count=num_prompts,
-        seeds=split_numbers("--seeds", seeds),
-        sanity=sanity_check,
+        tasks=tuple(map(task_of, split_texts(flags.tasks, ","))),
+        tokens=flags.tokens,
+        count=flags.num_prompts,
+        seeds=split_numbers("--seeds", flags.seeds),
+        sanity=flags.sanity_check,
     )
     refuse_settings(settings, "board")
-    prepare_folder(out)
-    with board_runner(settings, config, out) as runner:
+    prepare_folder(flags.out)
+    with board_runner(settings, config, flags.out) as runner:
         found = BoardResult.of(runner.run())
     result = _result(found, settings)
-    write_pages(found, settings.model, out, json_bytes(result))
-    _show(found, out)
-    if as_json:
+    write_pages(found, settings.model, flags.out, json_bytes(result))
+    _show(found, flags.out)
+    if flags.as_json:
         print_json(result)
 
 

@@ -1,15 +1,18 @@
 """`quire calibrate`: measures the constants that some KV codecs need and stores them."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quire.cli.common import ABOUT_MODEL, AsJson, Threads, refuse_no_name, use_threads
+from quire.cli.common import ABOUT_MODEL, json_option, refuse_no_name, threads_option, use_threads
 from quire.cli.completion import complete_model
 from quire.cli.report import envelope, print_json
+from quire.cli.settings import config_option, with_flags
 from quire.cli.startup import fast_imports, status
 from quire.errors import ConfigError
+from quire.layout.options import option
 
 if TYPE_CHECKING:
     from quire.eviction.calibration import LayerVectors
@@ -19,6 +22,36 @@ MOST_TOKENS = 1 << 20  # queries, keys and values of all tokens are in memory at
 LONGEST_TOKEN_CHARACTERS = 16  # bounds the text that is tokenized
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrateFlags:
+    """Options of `quire calibrate`.
+
+    Attributes are options; see their help.
+    """
+
+    text: Path | None = option(
+        None,
+        help="Text file with calibration data. Default: excerpts of books in the package.",
+        common=True,
+    )
+    kv_codec: str = option(
+        "int4; int4:equalise=1; int8_channel; kvquant4",
+        help="Codecs as for quire serve, separated by semicolons; codecs without constants "
+        "are measured for comparison.",
+        common=True,
+    )
+    tokens: int = option(
+        4096, help="Tokens of the text to use.", min_value=64, max_value=MOST_TOKENS, common=True
+    )
+    output: Path | None = option(
+        None, help="Output folder. Default: the model's folder.", common=True
+    )
+    threads: int = threads_option()
+    config: Path | None = config_option()
+    as_json: bool = json_option()
+
+
+@with_flags
 def calibrate(
     model: Annotated[
         str,
@@ -27,27 +60,7 @@ def calibrate(
         ),
     ],
     *,
-    text: Annotated[
-        Path | None,
-        typer.Option(
-            help="Text file with calibration data. Default: excerpts of books in the package."
-        ),
-    ] = None,
-    kv_codec: Annotated[
-        str,
-        typer.Option(
-            help="Codecs as for quire serve, separated by semicolons; codecs without constants "
-            "are measured for comparison."
-        ),
-    ] = "int4; int4:equalise=1; int8_channel; kvquant4",
-    tokens: Annotated[
-        int, typer.Option(min=64, max=MOST_TOKENS, help="Tokens of the text to use.")
-    ] = 4096,
-    output: Annotated[
-        Path | None, typer.Option(help="Output folder. Default: the model's folder.")
-    ] = None,
-    threads: Threads = 0,
-    as_json: AsJson = False,
+    flags: CalibrateFlags,
 ) -> None:
     """Measure the constants that some KV codecs need and store them in the model's folder.
 
@@ -60,8 +73,8 @@ def calibrate(
         from quire.layout.kv_format import fill_plain, read_format
         from quire.models.loader import load_model
 
-    use_threads(threads)
-    texts = [part.strip() for part in kv_codec.split(";") if part.strip()]
+    use_threads(flags.threads)
+    texts = [part.strip() for part in flags.kv_codec.split(";") if part.strip()]
     if not texts:
         raise ConfigError(
             "expected --kv-codec with one or more codecs, got none; leave it out for the default"
@@ -70,11 +83,11 @@ def calibrate(
         read_format(fill_plain(part, "float32"))
     with status(f"loading {model}"):
         loaded = load_model(model)
-    folder = output or loaded.folder
-    with status(f"running {tokens:,} tokens"):
-        vectors = read_vectors(loaded.decoder, _token_ids(loaded, text, tokens))
+    folder = flags.output or loaded.folder
+    with status(f"running {flags.tokens:,} tokens"):
+        vectors = read_vectors(loaded.decoder, _token_ids(loaded, flags.text, flags.tokens))
     arms = {part: _one(part, loaded, vectors, folder) for part in texts}
-    if as_json:
+    if flags.as_json:
         claims = {
             f"{name}_{what}": found[what]
             for name, found in arms.items()
@@ -82,8 +95,8 @@ def calibrate(
         }
         config = {
             "model": model,
-            "text": str(text or "packaged"),
-            "tokens": tokens,
+            "text": str(flags.text or "packaged"),
+            "tokens": flags.tokens,
             "output": str(folder),
         }
         print_json(envelope("calibrate", claims, arms, config))

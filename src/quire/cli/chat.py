@@ -11,8 +11,9 @@ import signal
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
@@ -20,6 +21,7 @@ from quire.cli.generate import usage_line
 from quire.cli.settings import Settings, with_settings
 from quire.cli.startup import is_terminal
 from quire.errors import ConfigError, RequestError
+from quire.layout.options import option
 from quire.layout.sizes import format_size
 
 if TYPE_CHECKING:
@@ -44,27 +46,29 @@ _KEYS = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatFlags:
+    """Options of `quire chat`.
+
+    Attributes are options; see their help.
+    """
+
+    system: str | None = option(None, help="System message of the conversation.", common=True)
+    chat_template: str | None = option(
+        None,
+        help="File with a Jinja chat template, or the template itself, instead of the model's.",
+        common=True,
+    )
+
+
 @with_settings(defaults={"max-tokens": 512})
-def chat(
-    settings: Settings,
-    *,
-    system: Annotated[
-        str | None, typer.Option("--system", help="System message of the conversation.")
-    ] = None,
-    chat_template: Annotated[
-        str | None,
-        typer.Option(
-            "--chat-template",
-            help="File with a Jinja chat template, or the template itself, instead of the model's.",
-        ),
-    ] = None,
-) -> None:
+def chat(settings: Settings, *, flags: ChatFlags) -> None:
     """Chat with a model; the model needs a chat template."""
     if settings.sampling.n > 1:
         raise RequestError(f"a chat needs one response per message, got n={settings.sampling.n}")
     if not settings.sampling.max_tokens:
         raise RequestError("expected --max-tokens of 1 or more, got 0: a chat needs responses")
-    conversation = Conversation(settings, system, chat_template)
+    conversation = Conversation(settings, flags.system, flags.chat_template)
     typer.echo(f"{conversation.llm.model.name}: {_GREETING}", err=True)
     read = message_reader([*_COMMANDS])
     while True:

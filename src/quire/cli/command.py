@@ -1,6 +1,6 @@
 """Registration of commands: help texts, `--help-all`, and checks of positional arguments.
 
-Rare options are declared with `hidden=True`: only `--help-all` shows them.
+Rare options are declared without `common=True`: only `--help-all` shows them.
 
 Help cuts no name or value at any width of the terminal: a wide terminal shows names and help side
 by side, a narrow one the help below the names.
@@ -9,9 +9,10 @@ by side, a narrow one the help below the names.
 import inspect
 import shlex
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, get_args, no_type_check
+from typing import Any, get_args, no_type_check
 
 import typer
 from rich.console import Console, Group, RenderableType
@@ -22,8 +23,10 @@ from rich.text import Text
 from typer.core import TyperCommand
 
 from quire.cli.common import PACKAGED_MODEL
+from quire.cli.options import Section, option_parameter
 from quire.cli.report import json_only
 from quire.errors import ConfigError, nearest
+from quire.layout.options import option
 
 Command = Callable[..., None]
 UsageError: Any = typer.BadParameter.__base__
@@ -155,7 +158,7 @@ def register(app: typer.Typer, command: Command, name: str | None = None) -> Non
     @wraps(command)
     def run(**given: Any) -> None:
         given.pop(_HELP_ALL.name)
-        with json_only(enabled=bool(given.get("as_json"))):
+        with json_only(enabled=any(v for name, v in given.items() if name.endswith("as_json"))):
             command(**given)
 
     parameters = [*signature.parameters.values(), _HELP_ALL]
@@ -185,17 +188,14 @@ def _show_all(ctx: typer.Context, value: bool) -> None:  # noqa: FBT001 - click 
     raise typer.Exit
 
 
-_HELP_ALL = inspect.Parameter(
-    "help_all",
-    inspect.Parameter.KEYWORD_ONLY,
-    annotation=Annotated[
-        bool,
-        typer.Option(
-            "--help-all", help="Show all options and exit.", is_eager=True, callback=_show_all
-        ),
-    ],
-    default=False,
-)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HelpFlags:
+    """Options that show help."""
+
+    help_all: bool = option(False, help="Show all options and exit.", common=True)
+
+
+[_HELP_ALL] = (option_parameter(found, _show_all) for found in Section("", "", HelpFlags).options())
 
 
 def reflowed(docstring: str) -> str:

@@ -2,13 +2,11 @@
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
-import typer
-
-from quire.config.kv_config import AttentionName
 from quire.errors import ConfigError
 from quire.layout.config import read_config
+from quire.layout.options import option
 
 PACKAGED_MODEL = "quire-tiny"
 ABOUT_MODEL = (
@@ -20,14 +18,20 @@ GGUF = ".gguf"
 _MOST_THREADS_PER_CPU = 8
 _LEAST_LIMIT = 64
 
-AsJson = Annotated[
-    bool,
-    typer.Option(
-        "--json", help="Print the result as one line of JSON; texts go to standard error."
-    ),
-]
-Threads = Annotated[int, typer.Option(min=0, help="CPU threads; 0: PyTorch's default.")]
-Attention = Annotated[AttentionName, typer.Option(help="Attention backend.")]
+
+def json_option() -> Any:
+    """The option --json of a command."""
+    return option(
+        False,
+        help="Print the result as one line of JSON; texts go to standard error.",
+        flag="json",
+        common=True,
+    )
+
+
+def threads_option() -> Any:
+    """The option --threads of a command without `Settings`."""
+    return option(0, help="CPU threads; 0: PyTorch's default.", min_value=0, common=True)
 
 
 def use_threads(threads: int) -> None:

@@ -1,15 +1,17 @@
 """`quire demo`: runs real prompts in a small KV memory, full and compressed, within a minute."""
 
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
-from quire.cli.common import AsJson
+from quire.cli.common import json_option
 from quire.cli.options import ModelConfig
 from quire.cli.report import envelope, print_json
-from quire.cli.settings import Settings
+from quire.cli.settings import Settings, config_option, with_flags
 from quire.config.kv_config import KVConfig
+from quire.layout.options import option
 
 if TYPE_CHECKING:
     from quire.api.llm import LLM
@@ -18,16 +20,23 @@ if TYPE_CHECKING:
 _CHECKED = 8  # outputs compared with Transformers: seven questions and one retrieval prompt
 
 
-def demo(
-    *,
-    kv_memory: Annotated[str, typer.Option(metavar="SIZE", help="Size of KV memory.")] = "8MiB",
-    requests: Annotated[int, typer.Option(help="Number of requests, 1 to 64.")] = 56,
-    max_tokens: Annotated[int, typer.Option(help="Maximum output tokens per request.")] = 48,
-    threads: Annotated[
-        int, typer.Option(help="CPU threads; 1 is fastest for such a small model.")
-    ] = 1,
-    as_json: AsJson = False,
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoFlags:
+    """Options of `quire demo`.
+
+    Attributes are options; see their help.
+    """
+
+    kv_memory: str = option("8MiB", help="Size of KV memory.", metavar="SIZE", common=True)
+    requests: int = option(56, help="Number of requests, 1 to 64.", common=True)
+    max_tokens: int = option(48, help="Maximum output tokens per request.", common=True)
+    threads: int = option(1, help="CPU threads; 1 is fastest for such a small model.", common=True)
+    config: Path | None = config_option()
+    as_json: bool = json_option()
+
+
+@with_flags
+def demo(*, flags: DemoFlags) -> None:
     """Run real prompts in a small KV memory and print memory use and speed.
 
     The same prompts run with full KV, int8 pages, Batch-Max eviction, and both. On a terminal, a
@@ -36,8 +45,8 @@ def demo(
     Exit code 1 if an output with full KV differs from Transformers.
     """
     settings = Settings(
-        loading=ModelConfig(dtype="float32", device="cpu", threads=threads),
-        kv=KVConfig(memory=kv_memory),
+        loading=ModelConfig(dtype="float32", device="cpu", threads=flags.threads),
+        kv=KVConfig(memory=flags.kv_memory),
     )
     typer.echo("loading quire-tiny ...", err=True)
     llm = settings.open_llm()
@@ -52,8 +61,8 @@ def demo(
     )
     from quire.cli.exactness import compare_with_generate
 
-    prompts = demo_prompts(requests, max_tokens, lambda text: len(llm.encode(text)))
-    typer.echo(f"running {requests} requests in {kv_memory} of KV memory ...", err=True)
+    prompts = demo_prompts(flags.requests, flags.max_tokens, lambda text: len(llm.encode(text)))
+    typer.echo(f"running {flags.requests} requests in {flags.kv_memory} of KV memory ...", err=True)
     results = {FULL: DemoRun(llm, prompts).run()}
     result = results[FULL]
     for variant in COMPRESSED:
@@ -70,9 +79,9 @@ def demo(
     for variant, found in results.items():
         claims |= found.comparison(variant.name, result)
     show_comparison([*results], claims)
-    if as_json:
+    if flags.as_json:
         arms = {"answers": [asdict(output.usage) for output in result.outputs]}
-        config = settings.as_dict() | {"requests": requests, "max_tokens": max_tokens}
+        config = settings.as_dict() | {"requests": flags.requests, "max_tokens": flags.max_tokens}
         config["variants"] = [asdict(variant) for variant in results]
         print_json(envelope("demo", claims, arms, config))
     if not exactness.passed:

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quire.cli.common import AsJson
+from quire.cli.common import json_option
 from quire.cli.completion import complete_model
 from quire.cli.report import envelope, hardware, print_json, versions
+from quire.cli.settings import with_flags
 from quire.cli.startup import fast_imports, status
 from quire.engine.host_memory import keep_freed_memory
 from quire.errors import InvariantError, QuireError
@@ -52,6 +53,17 @@ class Finding:
     mark: str = "ok"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoctorFlags:
+    """Options of `quire doctor`.
+
+    Attributes are options; see their help.
+    """
+
+    as_json: bool = json_option()
+
+
+@with_flags
 def doctor(
     model: Annotated[
         str | None,
@@ -64,7 +76,7 @@ def doctor(
         ),
     ] = None,
     *,
-    as_json: AsJson = False,
+    flags: DoctorFlags,
 ) -> None:
     """Show versions, hardware and kernels, and test the packaged model.
 
@@ -79,7 +91,7 @@ def doctor(
     _show(findings)
     _show_kernels(uses)
     healthy = all(finding.ok for finding in findings)
-    if as_json:
+    if flags.as_json:
         claims = {"healthy": int(healthy)}
         arms = {
             "findings": [asdict(finding) for finding in findings],

@@ -3,21 +3,22 @@
 `gate` checks that a model is fit to evaluate eviction rules.
 """
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from typer.core import TyperGroup
 
 from quire.cli.command import register
-from quire.cli.common import AsJson
+from quire.cli.common import json_option
 from quire.cli.evaluate_run import fidelity, run
 from quire.cli.options import KV, MODEL, SCHEDULE
 from quire.cli.report import envelope, print_json
-from quire.cli.settings import Settings, with_settings
+from quire.cli.settings import Settings, with_flags, with_settings
 from quire.errors import ConfigError, nearest
 from quire.evals.gate import GATE_CASES, GateCase, GateReport, run_gate
+from quire.layout.options import option
 
 if TYPE_CHECKING:
     from quire.api.llm import LLM
@@ -64,12 +65,23 @@ eval_app = typer.Typer(
 )
 
 
-def tasks(*, as_json: AsJson = False) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalTasksFlags:
+    """Options of `quire eval tasks`.
+
+    Attributes are options; see their help.
+    """
+
+    as_json: bool = json_option()
+
+
+@with_flags
+def tasks(*, flags: EvalTasksFlags) -> None:
     """List the tasks of quire eval run, one on each line."""
     from quire.cli.tables import show_summaries
     from quire.evals.suite.registry import SUITES, TASKS, suites_with
 
-    if as_json:
+    if flags.as_json:
         listed = [
             {
                 "name": task.name,
@@ -91,14 +103,20 @@ def tasks(*, as_json: AsJson = False) -> None:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalGateFlags:
+    """Options of `quire eval gate`.
+
+    Attributes are options; see their help.
+    """
+
+    quick: bool = option(False, help="Fewer and shorter prompts.", common=True)
+    seed: int = option(1, help="Seed of the prompts.", common=True)
+    as_json: bool = json_option()
+
+
 @with_settings(MODEL, KV, SCHEDULE)
-def gate(
-    settings: Settings,
-    *,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer and shorter prompts.")] = False,
-    seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 1,
-    as_json: AsJson = False,
-) -> None:
+def gate(settings: Settings, *, flags: EvalGateFlags) -> None:
     """Check that a model retrieves records from its context, and only from its context.
 
     Accuracy must be high with full KV and low after the records are evicted. Exit code 1 if not.
@@ -106,11 +124,14 @@ def gate(
     if settings.kv.evict != "full":
         raise ConfigError("the gate sets its own eviction rules: leave --evict out")
     judge = Judge(settings)
-    cases = QUICK_CASES if quick else GATE_CASES
-    report = run_gate(judge.generate, measure=judge.measure, cases=cases, seed=seed)
+    cases = QUICK_CASES if flags.quick else GATE_CASES
+    report = run_gate(judge.generate, measure=judge.measure, cases=cases, seed=flags.seed)
     _show(report)
-    if as_json:
-        config = settings.as_dict() | {"seed": seed, "cases": [asdict(case) for case in cases]}
+    if flags.as_json:
+        config = settings.as_dict() | {
+            "seed": flags.seed,
+            "cases": [asdict(case) for case in cases],
+        }
         arms = {"rows": [asdict(row) for row in report.rows]}
         print_json(envelope("gate", report.claims(), arms, config))
     if not report.passed:

@@ -5,18 +5,19 @@ with full KV on prompts of a file.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import MISSING, asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from quire.cli.common import AsJson, split_numbers, split_texts
+from quire.cli.common import json_option, split_numbers, split_texts
 from quire.cli.options import KV, MODEL, SCHEDULE
 from quire.cli.report import envelope, prepare_folder, print_json, write_files
 from quire.cli.settings import Settings, with_settings
 from quire.cli.tables import show_table
 from quire.errors import ConfigError
+from quire.layout.options import option
 from quire.layout.sizes import format_size
 
 if TYPE_CHECKING:
@@ -35,51 +36,47 @@ RESULT_FILE = "result.json"
 _QUICK = "quick"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalRunFlags:
+    """Options of `quire eval run`.
+
+    Attributes are options; see their help.
+    """
+
+    suite: str | None = option(
+        None,
+        help="Tasks that run together: quick, recall, redundant, ruler, few-shot or all. "
+        "Default: quick, unless --tasks is given.",
+        common=True,
+    )
+    tasks: str = option(
+        "", help="Tasks, separated by commas; quire eval tasks lists them.", common=True
+    )
+    data: Path | None = option(
+        None,
+        help="Text file in UTF-8 that the task perplexity reads. Default: packaged books.",
+        common=True,
+    )
+    tokens: str = option(
+        "",
+        help="Lengths of generated prompts, separated by commas. Default: the suite.",
+        common=True,
+    )
+    num_prompts: int | None = option(
+        None, help="Prompts of each task. Default: the suite.", common=True
+    )
+    seed: int = option(1, help="Seed of generated prompts.")
+    sanity_check: bool = option(
+        True, help="Check that the model may judge a rule; without it there are no verdicts."
+    )
+    out: Path | None = option(
+        None, help="Folder for the result and its cells; a later run continues there.", common=True
+    )
+    as_json: bool = json_option()
+
+
 @with_settings(MODEL, KV, SCHEDULE)
-def run(  # noqa: PLR0913 - one parameter per option
-    *,
-    settings: Settings,
-    suite: Annotated[
-        str | None,
-        typer.Option(
-            help="Tasks that run together: quick, recall, redundant, ruler, few-shot or all. "
-            "Default: quick, unless --tasks is given.",
-            show_default=False,
-        ),
-    ] = None,
-    tasks: Annotated[
-        str, typer.Option(help="Tasks, separated by commas; quire eval tasks lists them.")
-    ] = "",
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            help="Text file in UTF-8 that the task perplexity reads. Default: packaged books.",
-            show_default=False,
-        ),
-    ] = None,
-    tokens: Annotated[
-        str,
-        typer.Option(help="Lengths of generated prompts, separated by commas. Default: the suite."),
-    ] = "",
-    num_prompts: Annotated[
-        int | None,
-        typer.Option(help="Prompts of each task. Default: the suite.", show_default=False),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of generated prompts.", hidden=True)] = 1,
-    sanity_check: Annotated[
-        bool,
-        typer.Option(
-            "--sanity-check/--no-sanity-check",
-            help="Check that the model may judge a rule; without it there are no verdicts.",
-            hidden=True,
-        ),
-    ] = True,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Folder for the result and its cells; a later run continues there."),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
+def run(settings: Settings, *, flags: EvalRunFlags) -> None:
     """Measure a model on tasks, and compare an eviction rule or KV codec with full KV.
 
     Every score has a 95 % interval, KV bytes and tokens/s. With --evict or --kv-codec the same
@@ -87,24 +84,24 @@ def run(  # noqa: PLR0913 - one parameter per option
     """
     from quire.evals.suite.runner import EvalConfig
 
-    chosen, base = selected(suite, tasks)
+    chosen, base = selected(flags.suite, flags.tasks)
     config = EvalConfig(
         tasks=chosen,
-        tokens=split_numbers("--tokens", tokens) or base.tokens,
-        count=base.count if num_prompts is None else num_prompts,
-        seed=seed,
-        data=data,
-        sanity=sanity_check,
+        tokens=split_numbers("--tokens", flags.tokens) or base.tokens,
+        count=base.count if flags.num_prompts is None else flags.num_prompts,
+        seed=flags.seed,
+        data=flags.data,
+        sanity=flags.sanity_check,
     )
     refuse_ranks(settings, config)
-    if out is not None:
-        prepare_folder(out)
-    found = evaluation(settings, config, out)
+    if flags.out is not None:
+        prepare_folder(flags.out)
+    found = evaluation(settings, config, flags.out)
     show(found)
     result = as_envelope(found, settings, config)
-    if out is not None:
-        write_files(out, {RESULT_FILE: json_bytes(result)})
-    if as_json:
+    if flags.out is not None:
+        write_files(flags.out, {RESULT_FILE: json_bytes(result)})
+    if flags.as_json:
         print_json(result)
 
 
@@ -212,21 +209,28 @@ def json_bytes(result: dict[str, object]) -> bytes:
     return (json.dumps(result, indent=1) + "\n").encode()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalFidelityFlags:
+    """Options of `quire eval fidelity`.
+
+    Attributes are options; see their help.
+    """
+
+    data: Path = option(
+        MISSING,
+        help="Prompts: JSON lines with prompt (a text or token ids) or messages.",
+        common=True,
+    )
+    max_tokens: int = option(48, help="Output tokens of each prompt.", min_value=1, common=True)
+    num_prompts: int | None = option(
+        None, help="Use the first prompts only. Default: all.", min_value=1, common=True
+    )
+    out: Path | None = option(None, help="Folder for the result.", common=True)
+    as_json: bool = json_option()
+
+
 @with_settings(MODEL, KV, SCHEDULE)
-def fidelity(
-    *,
-    settings: Settings,
-    data: Annotated[
-        Path,
-        typer.Option(help="Prompts: JSON lines with prompt (a text or token ids) or messages."),
-    ],
-    max_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of each prompt.")] = 48,
-    num_prompts: Annotated[
-        int | None, typer.Option(min=1, help="Use the first prompts only. Default: all.")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for the result.")] = None,
-    as_json: AsJson = False,
-) -> None:
+def fidelity(settings: Settings, *, flags: EvalFidelityFlags) -> None:
     """Compare outputs and distributions of an eviction rule or KV codec with full KV.
 
     The greedy output with full KV is the reference; its tokens are forced, so that every
@@ -236,20 +240,24 @@ def fidelity(
         raise ConfigError(
             "quire eval fidelity needs a model in one process: leave --tensor-parallel-size out"
         )
-    if out is not None:
-        prepare_folder(out)
-    found = measured(settings, data, max_tokens, num_prompts)
+    if flags.out is not None:
+        prepare_folder(flags.out)
+    found = measured(settings, flags.data, flags.max_tokens, flags.num_prompts)
     result = envelope(
         "fidelity",
         claims_of(found),
         {"prompts": [arm_of(*pair) for pair in found]},
         settings.as_dict()
-        | {"data": data.name, "max_tokens": max_tokens, "num_prompts": num_prompts},
+        | {
+            "data": flags.data.name,
+            "max_tokens": flags.max_tokens,
+            "num_prompts": flags.num_prompts,
+        },
     )
     show_fidelity(found)
-    if out is not None:
-        write_files(out, {RESULT_FILE: json_bytes(result)})
-    if as_json:
+    if flags.out is not None:
+        write_files(flags.out, {RESULT_FILE: json_bytes(result)})
+    if flags.as_json:
         print_json(result)
 
 

@@ -2,17 +2,18 @@
 
 import shlex
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quire.cli.common import PACKAGED_MODEL, AsJson
-from quire.cli.kv_events import KVEventsFile, KVWatch, watching
+from quire.cli.common import PACKAGED_MODEL, json_option
+from quire.cli.kv_events import KVWatch, kv_events_option, watching
 from quire.cli.report import print_json
 from quire.cli.settings import Settings, with_settings
 from quire.errors import RequestError
+from quire.layout.options import option
 from quire.layout.sizes import format_size
 
 if TYPE_CHECKING:
@@ -21,6 +22,24 @@ if TYPE_CHECKING:
 _HOW_TO_PROMPT = (
     "give a text as in quire generate MODEL PROMPT, with --prompt, or on standard input"
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateFlags:
+    """Options of `quire generate`.
+
+    Attributes are options; see their help.
+    """
+
+    prompt_option: str | None = option(
+        None,
+        help="The prompt, instead of the argument.",
+        flag="prompt",
+        synonyms=("p",),
+        common=True,
+    )
+    kv_events: Path | None = kv_events_option()
+    as_json: bool = json_option()
 
 
 @with_settings(defaults={"max-tokens": 128})
@@ -35,12 +54,7 @@ def generate(
             show_default=False,
         ),
     ] = None,
-    prompt_option: Annotated[
-        str | None,
-        typer.Option("--prompt", "-p", help="The prompt, instead of the argument."),
-    ] = None,
-    kv_events: KVEventsFile = None,
-    as_json: AsJson = False,
+    flags: GenerateFlags,
 ) -> None:
     """Generate from one prompt.
 
@@ -51,11 +65,11 @@ def generate(
             "expected --max-tokens of 1 or more, got 0: to score a prompt, use prompt_logprobs in "
             "Python or in a request to quire serve"
         )
-    text = _prompt(settings, prompt, prompt_option)
-    with watching(kv_events) as watch:
+    text = _prompt(settings, prompt, flags.prompt_option)
+    with watching(flags.kv_events) as watch:
         output = _stream(settings, text, watch)
         typer.echo(usage_line(output.usage, settings.kv.evict), err=True)
-        if as_json:
+        if flags.as_json:
             print_json(_object(settings, output))
         if output.error is not None:
             raise RequestError(output.error)

@@ -4,35 +4,32 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
-import typer
+from quire.layout.options import option
 
 if TYPE_CHECKING:
     from quire.api.llm import LLM
     from quire.engine.block_events import BlockPublisher
     from quire.engine.event_file import EventFile
 
-KVEventsFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--kv-events",
-        metavar="FILE.jsonl",
+
+def kv_events_option() -> Any:
+    """The option --kv-events of a command."""
+    return option(
+        None,
         help="Append KV events to a file as they occur, one JSON object per line.",
-        show_default=False,
-        hidden=True,
-    ),
-]
-KVEventsEndpoint = Annotated[
-    str | None,
-    typer.Option(
-        "--kv-events-endpoint",
-        metavar="ADDRESS",
+        metavar="FILE.jsonl",
+    )
+
+
+def kv_events_endpoint_option() -> Any:
+    """The option --kv-events-endpoint of a command."""
+    return option(
+        None,
         help="Publish vLLM's KV cache events over ZeroMQ at an address such as tcp://*:5557.",
-        show_default=False,
-        hidden=True,
-    ),
-]
+        metavar="ADDRESS",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quire.cli.common import PACKAGED_MODEL, AsJson
+from quire.cli.common import PACKAGED_MODEL, json_option
 from quire.cli.completion import complete_codec, complete_policy
 from quire.cli.options import documented_attributes
 from quire.cli.report import print_json
+from quire.cli.settings import with_flags
 from quire.cli.startup import fast_imports, status
 from quire.errors import UnknownName
 from quire.layout.codec_names import CODECS, PAIRS
@@ -82,7 +83,18 @@ PolicyName = Annotated[
 ]
 
 
-def policies(name: PolicyName = None, *, as_json: AsJson = False) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoliciesFlags:
+    """Options of `quire policies`.
+
+    Attributes are options; see their help.
+    """
+
+    as_json: bool = json_option()
+
+
+@with_flags
+def policies(name: PolicyName = None, *, flags: PoliciesFlags) -> None:
     """List the eviction policies and budgets; with NAME show options, defaults and source."""
     with status("starting"), fast_imports():
         rules, budgets = policy_rows(), budget_rows()
@@ -91,7 +103,7 @@ def policies(name: PolicyName = None, *, as_json: AsJson = False) -> None:
         budgets = [row for row in budgets if row.name == name]
         if not rules and not budgets:
             raise UnknownName("policy or budget", name, [*_names(policy_rows(), budget_rows())])
-    if as_json:
+    if flags.as_json:
         found = {"policies": [asdict(row) for row in rules], "budgets": [*map(asdict, budgets)]}
         print_json({"name": "policies", **found})
     elif name is None:
@@ -263,10 +275,21 @@ CodecName = Annotated[
 ]
 
 
-def codecs(name: CodecName = None, *, as_json: AsJson = False) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodecsFlags:
+    """Options of `quire codecs`.
+
+    Attributes are options; see their help.
+    """
+
+    as_json: bool = json_option()
+
+
+@with_flags
+def codecs(name: CodecName = None, *, flags: CodecsFlags) -> None:
     """List the KV codecs; with NAME show size, options, defaults and an example."""
     rows = codec_rows()
-    if name is not None and name in PAIRS and not as_json:
+    if name is not None and name in PAIRS and not flags.as_json:
         from quire.cli.tables import show_entry
 
         show_entry(name, "A codec for keys and another one for values.", _pair_facts(name))
@@ -276,7 +299,7 @@ def codecs(name: CodecName = None, *, as_json: AsJson = False) -> None:
         rows = [row for row in rows if row["name"] in keys_and_values]
         if not rows:
             raise UnknownName("codec", name, [*CODECS, *PAIRS])
-    if as_json:
+    if flags.as_json:
         print_json({"name": "codecs", "codecs": rows})
         return
     from quire.cli.tables import show_entry, show_summaries, show_text

@@ -1,11 +1,13 @@
 """`quire`: the command line. Commands import heavy modules when they run, not for `--help`."""
 
 import atexit
+import inspect
 import os
 import sys
 import threading
 import traceback
-from typing import Annotated, Any, no_type_check
+from dataclasses import dataclass
+from typing import Any
 
 import typer
 from typer.core import TyperGroup
@@ -21,13 +23,15 @@ from quire.cli.doctor import doctor
 from quire.cli.evaluate import eval_app
 from quire.cli.generate import generate
 from quire.cli.listings import codecs, policies
+from quire.cli.options import Section, keyword, option_parameter
 from quire.cli.plan import plan
 from quire.cli.profile import profile
 from quire.cli.serve import serve
-from quire.cli.settings import VERBOSE_KEY
+from quire.cli.settings import VERBOSE_KEY, with_parameters
 from quire.cli.simulate import simulate
 from quire.cli.tune import tune
 from quire.errors import ConfigError, QuireError
+from quire.layout.options import option
 from quire.version import __version__
 
 ERROR_EXIT = 2
@@ -133,19 +137,26 @@ def _show_version(value: bool) -> None:  # noqa: FBT001 - click calls it
         raise typer.Exit
 
 
-@app.callback()
-@no_type_check  # the argument is click's Context; typer.Context is only a marker
-def options(
-    ctx: typer.Context,
-    *,
-    version: Annotated[
-        bool,
-        typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True),
-    ] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show tracebacks.")] = False,
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramFlags:
+    """Options before the command."""
+
+    version: bool = option(False, help="Show the version.", common=True)
+    verbose: bool = option(False, help="Show tracebacks.", synonyms=("v",), common=True)
+
+
+def _options(ctx: Any, **given: Any) -> None:
     """Run large language models in a KV memory of fixed size."""
-    ctx.meta[VERBOSE_KEY] = verbose
+    ctx.meta[VERBOSE_KEY] = given[_verbose.parameter]
+
+
+_version, _verbose = Section("", "", ProgramFlags).options()
+_PARAMETERS = [
+    keyword("ctx", typer.Context, inspect.Parameter.empty),
+    option_parameter(_version, _show_version),
+    option_parameter(_verbose),
+]
+app.callback()(with_parameters(_options, _options, _PARAMETERS))
 
 
 def run() -> None:

@@ -21,7 +21,7 @@ A table [model] contains the model as `name`, because TOML refuses duplicate key
 import inspect
 import re
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, no_type_check
@@ -151,6 +151,8 @@ class OptionField:
         group: heading in `--help`.
         common: whether `--help` shows the option; otherwise `--help-all` does.
         synonyms: further names on the command line, without the leading dashes.
+        placeholder: placeholder of the value in `--help`; empty: the choices, or the type.
+        min_value, max_value: range of a number; None: not bounded.
     """
 
     section: str
@@ -164,6 +166,9 @@ class OptionField:
     group: str
     common: bool
     synonyms: tuple[str, ...] = ()
+    placeholder: str = ""
+    min_value: int | float | None = None
+    max_value: int | float | None = None
 
     @property
     def name(self) -> str:
@@ -173,14 +178,14 @@ class OptionField:
     @property
     def parameter(self) -> str:
         """A Python name that is unique among all sections."""
-        return "_".join((self.section, *self.path))
+        return "_".join((*filter(None, (self.section,)), *self.path))
 
     @property
     def metavar(self) -> str | None:
         """Placeholder of the value in `--help`; None: the name of the type."""
         if self.choices:
             return f"[{'|'.join(self.choices)}]"
-        return "SIZE" if self.sized else None
+        return "SIZE" if self.sized else self.placeholder or None
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +198,7 @@ class Section:
         config: the dataclass.
         only: flags of the fields that become options; None: all fields.
         shown: whether `--help` shows the common options; otherwise only `--help-all`.
+        in_file: whether a TOML file may contain the options.
     """
 
     name: str
@@ -200,6 +206,7 @@ class Section:
     config: type
     only: tuple[str, ...] | None = None
     shown: bool = True
+    in_file: bool = True
 
     def options(self) -> Iterator[OptionField]:
         """Yield the options in the order of the fields."""
@@ -267,7 +274,6 @@ def _option_fields(
         flag = info.flag or field.name.replace("_", "-")
         if section.only is not None and flag not in section.only:
             continue
-        assert field.default is not MISSING, f"{section.name}.{field.name} has no default"
         kind, sized = _kind(field.type)
         yield OptionField(
             section=section.name,
@@ -281,6 +287,9 @@ def _option_fields(
             group=heading,
             common=info.common and section.shown,
             synonyms=info.synonyms,
+            placeholder=info.metavar,
+            min_value=info.min_value,
+            max_value=info.max_value,
         )
 
 
@@ -305,8 +314,25 @@ def _kind(annotation: Any) -> tuple[type | types.GenericAlias, bool]:
         return str, False
     if get_origin(annotation) is tuple:
         return types.GenericAlias(list, (str,)), False
-    assert annotation in (str, int, float, bool), f"cannot create an option from {annotation}"
+    assert annotation in (str, int, float, bool, Path), f"cannot create an option from {annotation}"
     return annotation, False
+
+
+_FLAGS: dict[str, Section] = {}
+
+
+def section_of(flags: type, *, in_file: bool) -> Section:
+    """The options that belong to one command, declared as a dataclass `NameOfCommandFlags`.
+
+    In a TOML file, the command is the table: [batch] of `BatchFlags`, [eval_run] of `EvalRunFlags`.
+    """
+    name = re.sub(r"(?<!^)([A-Z])", r"_\1", flags.__name__.removesuffix("Flags")).lower()
+    return _FLAGS.setdefault(name, Section(name, "", flags, in_file=in_file))
+
+
+def command_sections() -> tuple[Section, ...]:
+    """Options of the commands that are imported, beside `SECTIONS`, in the order of their names."""
+    return tuple(section for _, section in sorted(_FLAGS.items()))
 
 
 MODEL = Section("model", "Model", ModelConfig)
@@ -361,24 +387,38 @@ def keyword(name: str, annotation: Any, default: object) -> inspect.Parameter:
     )
 
 
-def option_parameter(found: OptionField) -> inspect.Parameter:
-    """The parameter of an option."""
+def option_parameter(
+    found: OptionField, callback: Callable[..., Any] | None = None
+) -> inspect.Parameter:
+    """The parameter of an option.
+
+    Args:
+        found: the option.
+        callback: gets the value before other options are read; None: none.
+    """
     declaration = f"--{found.flag}"
     if found.kind is bool and found.default is not False:
         declaration += f"/--no-{found.flag}"
+    required = found.default is MISSING
     default = list(found.default) if isinstance(found.default, tuple) else found.default
     shown = typer.Option(
         declaration,
-        *(f"-{synonym}" if len(synonym) == 2 else f"--{synonym}" for synonym in found.synonyms),
+        *(f"-{name}" if len(name) <= 2 else f"--{name}" for name in found.synonyms),
         help=_sentence(found),
         metavar=found.metavar,
-        show_default=default not in (None, [], ""),
-        rich_help_panel=found.group,
+        min=found.min_value,
+        max=found.max_value,
+        show_default=not required and default not in (None, [], ""),
+        rich_help_panel=found.group or None,
         hidden=not found.common,
         autocompletion=completer_of(found.flag, found.choices),
+        callback=callback,
+        is_eager=callback is not None,
     )
-    kind: Any = found.kind if default is not None else found.kind | None
-    return keyword(found.parameter, Annotated[kind, shown], default)
+    kind: Any = found.kind | None if default is None else found.kind
+    return keyword(
+        found.parameter, Annotated[kind, shown], inspect.Parameter.empty if required else default
+    )
 
 
 def _sentence(found: OptionField) -> str:
@@ -403,7 +443,11 @@ def read_config_file(path: Path) -> tuple[str | None, dict[str, object]]:
     content = read_toml(path, "config file")
     model: str | None = None
     values: dict[str, object] = {}
-    tables = {section.name: tuple(section.options()) for section in SECTIONS}
+    sections = (*SECTIONS, *(section for section in command_sections() if section.in_file))
+    tables = {
+        section.name: tuple(found for found in section.options() if found.path != ("config",))
+        for section in sections
+    }
     for key, value in content.items():
         if key == MODEL_KEY and not isinstance(value, Mapping):
             model = _model_name(path, MODEL_KEY, value)
@@ -465,6 +509,7 @@ def _put(values: dict[str, object], path: Path, found: OptionField, value: objec
 
 _EXPECTED: Mapping[object, str] = {
     str: "a string",
+    Path: "a string",
     int: "an integer",
     float: "a number",
     bool: "true or false",
@@ -477,6 +522,8 @@ def _checked(path: Path, found: OptionField, value: object) -> object:
         expected = "a number of bytes or a size such as '64MiB'"
     if not _fits(found, value):
         raise ConfigError(f"{path}: {found.flag!r} must be {expected}, got {value!r}")
+    if found.kind is Path:
+        return Path(str(value))
     # convert to text, as a flag is, so that a small number without a unit is refused
     return str(value) if found.sized and value in range(1, 1024) else value
 
@@ -490,7 +537,7 @@ def _fits(found: OptionField, value: object) -> bool:
         return isinstance(value, int | float)
     if found.kind is int:
         return isinstance(value, int)
-    if found.kind is str:
+    if found.kind in (str, Path):
         return isinstance(value, str)
     texts = value if isinstance(value, list) else [value]
     return all(isinstance(text, str) for text in texts)

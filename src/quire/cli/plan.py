@@ -1,19 +1,19 @@
 """`quire plan`: estimates memory use and batch sizes of a model without loading it."""
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from quire.cli.common import ABOUT_MODEL, GGUF, PACKAGED_MODEL, AsJson, refuse_no_name
+from quire.cli.common import ABOUT_MODEL, GGUF, PACKAGED_MODEL, json_option, refuse_no_name
 from quire.cli.completion import complete_model
-from quire.cli.config_defaults import ConfigDefaults, is_from_file
 from quire.cli.plan_maximize import MaximizeOptions, maximize, show
 from quire.cli.plan_report import STEP_TOKENS, PlanOptions, PlanReport, plan_report
 from quire.cli.report import envelope, print_json
+from quire.cli.settings import config_option, is_from_file, with_flags
 from quire.errors import ConfigError, QuireError
-from quire.layout.options import parse_named
+from quire.layout.options import option, parse_named
 from quire.layout.sizes import parse_size, parse_size_or
 from quire.layout.values import is_count
 from quire.plan.capacity import Workload
@@ -30,7 +30,127 @@ REQUESTS = "Requests"
 LARGEST_BATCH = "Largest batch"
 
 
-def plan(  # noqa: PLR0913 - one parameter per option
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanFlags:
+    """Options of `quire plan`.
+
+    Attributes are options; see their help.
+    """
+
+    memory: str | None = option(
+        None,
+        help="Device memory, e.g. 16GiB. Default: memory of this machine.",
+        group=MEMORY,
+        common=True,
+    )
+    kv_memory: str = option(
+        "auto", help="KV memory, e.g. 64MiB; auto: all remaining memory.", group=MEMORY, common=True
+    )
+    weights_memory: str = option(
+        ALL_WEIGHTS,
+        help="Device memory for weights, e.g. 4GiB; further layers are offloaded. all: no "
+        "weight offload.",
+        group=MEMORY,
+        common=True,
+    )
+    disk_kv_memory: str = option(
+        "0", help="Disk space for cached prefixes, e.g. 200GiB.", group=MEMORY, common=True
+    )
+    headroom: str | None = option(
+        None,
+        help="Memory to leave free, e.g. 1GiB. Default: 10% of the memory.",
+        group=MEMORY,
+        common=True,
+    )
+    dtype: str = option(
+        "auto",
+        help="Dtype of the weights: float32, float16, bfloat16; auto: of config.json.",
+        group=MODEL,
+        common=True,
+    )
+    weight_codec: str = option(
+        "auto",
+        help="Codec of the linear layers' weights: int8 or int4; auto: as stored.",
+        group=MODEL,
+        common=True,
+    )
+    kv_codec: str | None = option(
+        None,
+        help="KV codec, e.g. int8, or int8/int4 for keys/values. Default: dtype of the weights.",
+        group=MODEL,
+        common=True,
+    )
+    page_tokens: int = option(
+        16, help="Tokens per page.", flag="block-size", group=MODEL, common=True
+    )
+    sequence_tokens: int | None = option(
+        None,
+        help="Sequence length in tokens. Default: 2048 or the model's context.",
+        group=REQUESTS,
+        common=True,
+    )
+    batch: int | None = option(
+        None,
+        help="Batch size in sequences. Default: 8; with --maximize-batch the largest possible.",
+        group=REQUESTS,
+        common=True,
+    )
+    max_num_batched_tokens: int = option(
+        STEP_TOKENS, help="Maximum tokens per step.", group=REQUESTS, common=True
+    )
+    activation_peak: str | None = option(
+        None,
+        help="Measured peak of activation memory, e.g. 300MiB. Default: estimated.",
+        group=MEMORY,
+        common=True,
+    )
+    workload: str | None = option(
+        None,
+        help="Assess the benefit of KV management for a workload: input tokens, output "
+        "tokens, batch size.",
+        metavar="IN,OUT,BATCH",
+        group=REQUESTS,
+        common=True,
+    )
+    maximize_batch: str | None = option(
+        None,
+        help="Compute the largest batch and its tokens/s for rows of INPUT and OUTPUT tokens: "
+        "with full KV, with eviction in decode, and with eviction in prefill and decode.",
+        metavar="INPUT,OUTPUT",
+        group=LARGEST_BATCH,
+        common=True,
+    )
+    evict: str | None = option(
+        None,
+        help="Eviction rule for --maximize-batch, as in h2o:cap=512,every=64. Default: average.",
+        group=LARGEST_BATCH,
+        common=True,
+    )
+    cap: str | None = option(
+        None,
+        help="Cap of the rule: tokens per lane, 25% of the prompt, or 2MiB.",
+        group=LARGEST_BATCH,
+        common=True,
+    )
+    every: int | None = option(
+        None,
+        help="Tokens per eviction. Default: cap / 8, at most 64.",
+        min_value=1,
+        group=LARGEST_BATCH,
+        common=True,
+    )
+    measure: bool = option(
+        False,
+        help="Measure step times now. Default: use those of quire profile.",
+        group=LARGEST_BATCH,
+        common=True,
+    )
+    config: Path | None = config_option()
+    as_json: bool = json_option()
+
+
+@with_flags
+def plan(
     model: Annotated[
         str,
         typer.Argument(
@@ -40,178 +160,53 @@ def plan(  # noqa: PLR0913 - one parameter per option
         ),
     ] = PACKAGED_MODEL,
     *,
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            help="Device memory, e.g. 16GiB. Default: memory of this machine.",
-            rich_help_panel=MEMORY,
-        ),
-    ] = None,
-    kv_memory: Annotated[
-        str,
-        typer.Option(
-            help="KV memory, e.g. 64MiB; auto: all remaining memory.", rich_help_panel=MEMORY
-        ),
-    ] = "auto",
-    weights_memory: Annotated[
-        str,
-        typer.Option(
-            help="Device memory for weights, e.g. 4GiB; further layers are offloaded. all: no "
-            "weight offload.",
-            rich_help_panel=MEMORY,
-        ),
-    ] = ALL_WEIGHTS,
-    disk_kv_memory: Annotated[
-        str,
-        typer.Option(help="Disk space for cached prefixes, e.g. 200GiB.", rich_help_panel=MEMORY),
-    ] = "0",
-    headroom: Annotated[
-        str | None,
-        typer.Option(
-            help="Memory to leave free, e.g. 1GiB. Default: 10% of the memory.",
-            rich_help_panel=MEMORY,
-        ),
-    ] = None,
-    dtype: Annotated[
-        str,
-        typer.Option(
-            help="Dtype of the weights: float32, float16, bfloat16; auto: of config.json.",
-            rich_help_panel=MODEL,
-        ),
-    ] = "auto",
-    weight_codec: Annotated[
-        str,
-        typer.Option(
-            help="Codec of the linear layers' weights: int8 or int4; auto: as stored.",
-            rich_help_panel=MODEL,
-        ),
-    ] = "auto",
-    kv_codec: Annotated[
-        str | None,
-        typer.Option(
-            help="KV codec, e.g. int8, or int8/int4 for keys/values. Default: dtype of the "
-            "weights.",
-            rich_help_panel=MODEL,
-        ),
-    ] = None,
-    page_tokens: Annotated[
-        int, typer.Option("--block-size", help="Tokens per page.", rich_help_panel=MODEL)
-    ] = 16,
-    sequence_tokens: Annotated[
-        int | None,
-        typer.Option(
-            help="Sequence length in tokens. Default: 2048 or the model's context.",
-            rich_help_panel=REQUESTS,
-        ),
-    ] = None,
-    batch: Annotated[
-        int | None,
-        typer.Option(
-            help="Batch size in sequences. Default: 8; with --maximize-batch the largest possible.",
-            rich_help_panel=REQUESTS,
-        ),
-    ] = None,
-    max_num_batched_tokens: Annotated[
-        int, typer.Option(help="Maximum tokens per step.", rich_help_panel=REQUESTS)
-    ] = STEP_TOKENS,
-    activation_peak: Annotated[
-        str | None,
-        typer.Option(
-            help="Measured peak of activation memory, e.g. 300MiB. Default: estimated.",
-            rich_help_panel=MEMORY,
-        ),
-    ] = None,
-    workload: Annotated[
-        str | None,
-        typer.Option(
-            metavar="IN,OUT,BATCH",
-            help="Assess the benefit of KV management for a workload: input tokens, output "
-            "tokens, batch size.",
-            rich_help_panel=REQUESTS,
-        ),
-    ] = None,
-    maximize_batch: Annotated[
-        str | None,
-        typer.Option(
-            metavar="INPUT,OUTPUT",
-            help="Compute the largest batch and its tokens/s for rows of INPUT and OUTPUT tokens: "
-            "with full KV, with eviction in decode, and with eviction in prefill and decode.",
-            rich_help_panel=LARGEST_BATCH,
-        ),
-    ] = None,
-    evict: Annotated[
-        str | None,
-        typer.Option(
-            help="Eviction rule for --maximize-batch, as in h2o:cap=512,every=64. Default: "
-            "average.",
-            rich_help_panel=LARGEST_BATCH,
-        ),
-    ] = None,
-    cap: Annotated[
-        str | None,
-        typer.Option(
-            help="Cap of the rule: tokens per lane, 25% of the prompt, or 2MiB.",
-            rich_help_panel=LARGEST_BATCH,
-        ),
-    ] = None,
-    every: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Tokens per eviction. Default: cap / 8, at most 64.",
-            rich_help_panel=LARGEST_BATCH,
-        ),
-    ] = None,
-    measure: Annotated[
-        bool,
-        typer.Option(
-            "--measure",
-            help="Measure step times now. Default: use those of quire profile.",
-            rich_help_panel=LARGEST_BATCH,
-        ),
-    ] = False,
-    config: ConfigDefaults = None,
-    as_json: AsJson = False,
+    flags: PlanFlags,
 ) -> None:
     """Estimate memory use, batch size and longest sequence of a model without loading it."""
+    evict = flags.evict
     try:
         refuse_no_name(model)
-        if batch is not None and batch < 1:
-            raise ConfigError(f"--batch: expected 1 or more, got {batch}")
+        if flags.batch is not None and flags.batch < 1:
+            raise ConfigError(f"--batch: expected 1 or more, got {flags.batch}")
         options = PlanOptions(
-            memory_bytes=_size("memory", memory),
-            kv_memory_bytes=parse_named(parse_size_or("auto"), "kv-memory", kv_memory),
-            disk_kv_bytes=parse_named(parse_size, "disk-kv-memory", disk_kv_memory),
-            headroom_bytes=_size("headroom", headroom),
-            dtype=dtype,
-            weight_codec=weight_codec,
-            kv_codec=kv_codec,
-            page_tokens=page_tokens,
-            sequence_tokens=sequence_tokens,
-            batch=DEFAULT_BATCH if batch is None else batch,
-            max_num_batched_tokens=max_num_batched_tokens,
-            activation_peak_bytes=_size("activation-peak", activation_peak),
-            workload=None if workload is None else parse_workload(workload),
+            memory_bytes=_size("memory", flags.memory),
+            kv_memory_bytes=parse_named(parse_size_or("auto"), "kv-memory", flags.kv_memory),
+            disk_kv_bytes=parse_named(parse_size, "disk-kv-memory", flags.disk_kv_memory),
+            headroom_bytes=_size("headroom", flags.headroom),
+            dtype=flags.dtype,
+            weight_codec=flags.weight_codec,
+            kv_codec=flags.kv_codec,
+            page_tokens=flags.page_tokens,
+            sequence_tokens=flags.sequence_tokens,
+            batch=DEFAULT_BATCH if flags.batch is None else flags.batch,
+            max_num_batched_tokens=flags.max_num_batched_tokens,
+            activation_peak_bytes=_size("activation-peak", flags.activation_peak),
+            workload=None if flags.workload is None else parse_workload(flags.workload),
             weights_memory_bytes=parse_named(
-                parse_size_or(ALL_WEIGHTS), "weights-memory", weights_memory
+                parse_size_or(ALL_WEIGHTS), "weights-memory", flags.weights_memory
             ),
         )
-        folder, name = _find(model, with_weights=measure)
+        folder, name = _find(model, with_weights=flags.measure)
         report = plan_report(folder, options, name=name)
-        if maximize_batch is None and is_from_file(config, "evict", evict):
+        if flags.maximize_batch is None and is_from_file(flags.config, "evict", evict):
             evict = None  # the rule of an engine; only --maximize-batch uses it here
         requested = MaximizeOptions.of(
-            maximize_batch, evict=evict, cap=cap, every=every, batch=batch, measure=measure
+            flags.maximize_batch,
+            evict=evict,
+            cap=flags.cap,
+            every=flags.every,
+            batch=flags.batch,
+            measure=flags.measure,
         )
         if requested is not None:
-            batches = maximize(folder, report, requested, page_tokens=page_tokens)
-            show(report, batches, as_json=as_json)
+            batches = maximize(folder, report, requested, page_tokens=flags.page_tokens)
+            show(report, batches, as_json=flags.as_json)
             return
     except QuireError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
     _show(report)
-    if as_json:
+    if flags.as_json:
         print_json(_object(report, options))
 
 

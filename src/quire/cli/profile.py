@@ -2,17 +2,19 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quire.cli.common import AsJson, Threads, refuse_no_name, use_threads
+from quire.cli.common import json_option, refuse_no_name, threads_option, use_threads
 from quire.cli.completion import complete_model
 from quire.cli.report import envelope, print_json
+from quire.cli.settings import config_option, with_flags
 from quire.cli.startup import fast_imports, status
 from quire.errors import ConfigError
+from quire.layout.options import option
 from quire.plan.machine import this_machine
 
 if TYPE_CHECKING:
@@ -24,6 +26,39 @@ STEP_REPEATS = 3
 DEFAULT_EVICT = "average"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileFlags:
+    """Options of `quire profile`.
+
+    Attributes are options; see their help.
+    """
+
+    output: Path | None = option(
+        None,
+        help="Output file. Default: quire/ceilings.json in the user's cache folder.",
+        common=True,
+    )
+    evict: str | None = option(
+        None,
+        help="Eviction rules for which the model's steps are measured, separated by "
+        "semicolons; caps have no effect. Default: average. full and recent are always "
+        "measured.",
+        common=True,
+    )
+    weight_codec: str = option(
+        "auto", help="Codec of the model's weights: int8 or int4; auto: as stored.", common=True
+    )
+    quick: bool = option(
+        False,
+        help="Smoke test with small buffers and shapes; the results are not stored.",
+        common=True,
+    )
+    threads: int = threads_option()
+    config: Path | None = config_option()
+    as_json: bool = json_option()
+
+
+@with_flags
 def profile(
     model: Annotated[
         str | None,
@@ -35,30 +70,7 @@ def profile(
         ),
     ] = None,
     *,
-    output: Annotated[
-        Path | None,
-        typer.Option(help="Output file. Default: quire/ceilings.json in the user's cache folder."),
-    ] = None,
-    evict: Annotated[
-        str | None,
-        typer.Option(
-            help="Eviction rules for which the model's steps are measured, separated by "
-            "semicolons; caps have no effect. Default: average. full and recent are always "
-            "measured."
-        ),
-    ] = None,
-    weight_codec: Annotated[
-        str,
-        typer.Option(help="Codec of the model's weights: int8 or int4; auto: as stored."),
-    ] = "auto",
-    quick: Annotated[
-        bool,
-        typer.Option(
-            "--quick", help="Smoke test with small buffers and shapes; the results are not stored."
-        ),
-    ] = False,
-    threads: Threads = 0,
-    as_json: AsJson = False,
+    flags: ProfileFlags,
 ) -> None:
     """Measure the performance ceilings of this machine once and store them.
 
@@ -66,6 +78,7 @@ def profile(
     memory and CPU memory; with a model also prefill, decode and eviction. The stored file is valid
     for one processor, number of threads and PyTorch version.
     """
+    evict = flags.evict
     refuse_no_name(model)
     with status("starting"), fast_imports():
         import torch
@@ -80,24 +93,26 @@ def profile(
         )
     evict = DEFAULT_EVICT if evict is None else evict
     # the results of a quick run are not ceilings and never replace stored ones
-    path = default_path(os.environ) if output is None and not quick else output
-    use_threads(threads)
-    config = QUICK_PROFILE if quick else ProfileConfig()
+    path = default_path(os.environ) if flags.output is None and not flags.quick else flags.output
+    use_threads(flags.threads)
+    config = QUICK_PROFILE if flags.quick else ProfileConfig()
     machine = this_machine(torch.get_num_threads())
     # the model first: a wrong name fails at once
     prefill, steps = (
-        _of_model(model, evict, config, weight_codec, quick=quick) if model else ({}, {})
+        _of_model(model, evict, config, flags.weight_codec, quick=flags.quick)
+        if model
+        else ({}, {})
     )
     ceilings = measure_ceilings(config, machine, progress=typer.echo)
     ceilings = _with_known(ceilings, path, prefill, steps)
     if path is not None:
         write_ceilings(ceilings, path)
         typer.echo(f"written: {path}")
-    if as_json:
+    if flags.as_json:
         used = {
             "threads": machine.threads,
             "model": model,
-            "weight_codec": weight_codec,
+            "weight_codec": flags.weight_codec,
             "evict": evict if model else None,
             "output": None if path is None else str(path),
         }

@@ -117,9 +117,10 @@ def json_only(*, enabled: bool) -> Iterator[None]:
     """Send what the block prints to standard error, except `print_json`.
 
     Args:
-        enabled: whether `--json` is given; otherwise nothing changes.
+        enabled: whether `--json` is given; otherwise, and inside of another such block, nothing
+            changes.
     """
-    if not enabled:
+    if not enabled or _STDOUT.get() is not None:
         yield
         return
     token = _STDOUT.set(sys.stdout)

@@ -1,6 +1,13 @@
 """`quire serve`: the OpenAI-compatible server."""
 
-from quire.cli.kv_events import KVEventsEndpoint, KVEventsFile, watching
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.cli.kv_events import (
+    kv_events_endpoint_option,
+    kv_events_option,
+    watching,
+)
 from quire.cli.on_ray import refuse_on_ray, refuse_ray_options, serve_on_ray
 from quire.cli.options import KV, MODEL, RAY, ROUTER, SCHEDULE, SERVER
 from quire.cli.settings import Settings, with_settings
@@ -8,21 +15,27 @@ from quire.layout.extras import require_extra
 from quire.tenancy.tenants import parse_tenants
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeFlags:
+    """Options of `quire serve`.
+
+    Attributes are options; see their help.
+    """
+
+    kv_events: Path | None = kv_events_option()
+    kv_events_endpoint: str | None = kv_events_endpoint_option()
+
+
 @with_settings(MODEL, KV, SCHEDULE, SERVER, RAY, ROUTER)
-def serve(
-    settings: Settings,
-    *,
-    kv_events: KVEventsFile = None,
-    kv_events_endpoint: KVEventsEndpoint = None,
-) -> None:
+def serve(settings: Settings, *, flags: ServeFlags) -> None:
     """Serve a model over HTTP with an OpenAI-compatible API.
 
     With --ray, several engines serve it, each in a process of Ray, behind one address.
     """
     require_extra("serve", "quire serve")
     if settings.ray.enabled:
-        refuse_on_ray("--kv-events", kv_events)
-        refuse_on_ray("--kv-events-endpoint", kv_events_endpoint)
+        refuse_on_ray("--kv-events", flags.kv_events)
+        refuse_on_ray("--kv-events-endpoint", flags.kv_events_endpoint)
         serve_on_ray(settings)
         return
     refuse_ray_options(settings)
@@ -39,7 +52,7 @@ def serve(
     # the port first: loading a model takes long
     with (
         bind(config.host, config.port) as bound,
-        watching(kv_events, kv_events_endpoint) as watch,
+        watching(flags.kv_events, flags.kv_events_endpoint) as watch,
     ):
         llm = settings.open_llm()
         watch.follow(llm)

@@ -1,10 +1,11 @@
 """Resolved options of a command: command line, then TOML file, then defaults."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, no_type_check
 
 import typer
 
@@ -16,6 +17,7 @@ from quire.cli.options import (
     KV,
     MACHINE,
     MODEL,
+    MODEL_KEY,
     RAY,
     ROUTER,
     SAMPLING,
@@ -30,12 +32,14 @@ from quire.cli.options import (
     option_parameter,
     options_of,
     read_config_file,
+    section_of,
 )
+from quire.cli.report import json_only
 from quire.cli.startup import Loading, fast_imports
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.errors import ConfigError, RequestError
-from quire.layout.options import option_values
+from quire.layout.options import check_options, option, option_values
 from quire.scale.cluster.config import ClusterConfig
 from quire.scale.config import RayConfig
 from quire.scale.routing.registry import RouterConfig
@@ -170,6 +174,27 @@ class Settings:
         use_threads(self.loading.threads)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedFlags:
+    """Options of every command with `Settings`.
+
+    Attributes are options; see their help.
+    """
+
+    config: Path | None = option(
+        None,
+        help="Read options from a file; flags take precedence.",
+        metavar="FILE.toml",
+        common=True,
+    )
+    verbose: bool = option(
+        False, help="Print details and tracebacks.", synonyms=("v",), common=True
+    )
+
+
+_SHARED = Section("", "", SharedFlags)
+
+
 def with_settings(
     *sections: Section,
     defaults: Mapping[str, object] | None = None,
@@ -179,7 +204,8 @@ def with_settings(
 ) -> Callable[[Command], Command]:
     """Add MODEL as the first argument and the options of several sections to a command.
 
-    The command declares a parameter `settings: Settings`, followed by its own options.
+    The command declares a parameter `settings: Settings`, its own arguments, and its own options as
+    a parameter `flags` of a dataclass.
 
     Args:
         sections: sections of options; default: model, KV memory, scheduling and sampling.
@@ -191,30 +217,137 @@ def with_settings(
     options = options_of(sections or (MODEL, KV, SCHEDULE, SAMPLING), defaults)
 
     def decorate(command: Command) -> Command:
-        own = [
-            parameter
-            for name, parameter in inspect.signature(command).parameters.items()
-            if name != "settings"
-        ]
+        arguments, own = _parameters_of(command, in_file=True)
 
         def run(ctx: Any, **given: Any) -> None:
-            ctx.meta[VERBOSE_KEY] = given["verbose"] or ctx.meta.get(VERBOSE_KEY, False)
-            settings = _resolve(ctx, given, options, model_default)
-            command(settings=settings, **{p.name: given[p.name] for p in own})
+            shared: SharedFlags = _SHARED.build(_given(_SHARED, given))
+            ctx.meta[VERBOSE_KEY] = shared.verbose or ctx.meta.get(VERBOSE_KEY, False)
+            file = (None, {}) if shared.config is None else read_config_file(shared.config)
+            settings = _resolve(ctx, given, options, file, model_default)
+            passed = {argument.name: given[argument.name] for argument in arguments}
+            typed = {name for name in given if _is_typed(ctx, name)}
+            values = given | {name: value for name, value in file[1].items() if name not in typed}
+            flags = _flags(own, values)
+            with _json_only(flags):
+                command(settings=settings, **passed, **flags)
 
         parameters = [
             keyword("ctx", typer.Context, inspect.Parameter.empty),
             _model_parameter(about_model, None if model_required else model_default),
-            *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own),
+            *arguments,
+            *_own_parameters(own),
             *map(option_parameter, options),
-            *_shared_parameters(),
+            *map(option_parameter, _SHARED.options()),
         ]
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {p.name: p.annotation for p in parameters}
-        run.__name__, run.__doc__ = command.__name__, command.__doc__
-        return run
+        return with_parameters(run, command, parameters)
 
     return decorate
+
+
+def with_flags(command: Command) -> Command:
+    """Add the options of a command that has no `settings`.
+
+    They are the fields of the dataclass of its parameter `flags`; a field `config` is a TOML file,
+    of which the values become defaults.
+    """
+    arguments, own = _parameters_of(command, in_file=False)
+
+    def run(**given: Any) -> None:
+        passed = {argument.name: given[argument.name] for argument in arguments}
+        flags = _flags(own, given)
+        with _json_only(flags):
+            command(**passed, **flags)
+
+    return with_parameters(run, command, [*arguments, *_own_parameters(own)])
+
+
+def _parameters_of(
+    command: Command, *, in_file: bool
+) -> tuple[list[inspect.Parameter], Section | None]:
+    """Arguments of a command, and the section of its own options; None without options."""
+    parameters = dict(inspect.signature(command).parameters)
+    parameters.pop("settings", None)
+    flags = parameters.pop("flags", None)
+    arguments = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters.values()]
+    if flags is None:
+        return arguments, None
+    in_file = in_file or any(field.name == "config" for field in fields(flags.annotation))
+    return arguments, section_of(flags.annotation, in_file=in_file)
+
+
+def _own_parameters(own: Section | None) -> Iterator[inspect.Parameter]:
+    for found in () if own is None else own.options():
+        yield option_parameter(found, _use_file if found.path == ("config",) else None)
+
+
+def _flags(own: Section | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The argument `flags` of a command."""
+    if own is None:
+        return {}
+    flags = own.build(_given(own, given))
+    check_options(flags)
+    return {"flags": flags}
+
+
+def _json_only(flags: Mapping[str, Any]) -> AbstractContextManager[None]:
+    return json_only(enabled=bool(getattr(flags.get("flags"), "as_json", False)))
+
+
+def _given(section: Section, given: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
+    values = {found.path: given[found.parameter] for found in section.options()}
+    return {path: tuple(v) if isinstance(v, list) else v for path, v in values.items()}
+
+
+def with_parameters(
+    run: Command, command: Command, parameters: Sequence[inspect.Parameter]
+) -> Command:
+    """Give a function the name and help of a command, and parameters that typer reads."""
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    return run
+
+
+@no_type_check  # the argument is click's Context; typer.Context is only a marker
+def _use_file(ctx: typer.Context, path: Path | None) -> Path | None:
+    """Make the values of the file the defaults of the parameters with the same flags."""
+    if path is None:
+        return None
+    model, values = read_config_file(path)
+    flags = {f"--{found.flag}": found.parameter for found in options_of(SECTIONS)}
+    defaults: dict[str, Any] = {} if model is None else {MODEL_KEY: model}
+    for parameter in ctx.command.params:
+        for flag in parameter.opts:
+            value = values.get(parameter.name, values.get(flags.get(flag, "")))
+            if value is not None:
+                defaults[parameter.name] = str(value)
+    ctx.default_map = defaults
+    return path
+
+
+def config_option() -> Any:
+    """The option --config of a command that takes some options of an engine."""
+    return option(
+        None,
+        help="Read options from a file; flags take precedence. Options of other commands are "
+        "ignored.",
+        metavar="FILE.toml",
+        common=True,
+    )
+
+
+def is_from_file(path: Path | None, flag: str, value: object) -> bool:
+    """Whether a file contains this value of an option of an engine.
+
+    Args:
+        path: the file; None for none.
+        flag: flag of the option, without dashes.
+        value: value that the command got.
+    """
+    if path is None:
+        return False
+    parameters = {found.flag: found.parameter for found in options_of(SECTIONS)}
+    return str(read_config_file(path)[1].get(parameters[flag])) == value
 
 
 def _model_parameter(about: str, default: str | None) -> inspect.Parameter:
@@ -228,22 +361,14 @@ def _model_parameter(about: str, default: str | None) -> inspect.Parameter:
     return keyword("model", Annotated[str | None, shown], None)
 
 
-def _shared_parameters() -> Iterator[inspect.Parameter]:
-    config = typer.Option(
-        "--config", metavar="FILE.toml", help="Read options from a file; flags take precedence."
-    )
-    verbose = typer.Option("--verbose", "-v", help="Print details and tracebacks.")
-    yield keyword("config", Annotated[Path | None, config], None)
-    yield keyword("verbose", Annotated[bool, verbose], False)
-
-
 def _resolve(
-    ctx: Any, given: Mapping[str, Any], options: tuple[OptionField, ...], model_default: str
+    ctx: Any,
+    given: Mapping[str, Any],
+    options: tuple[OptionField, ...],
+    file: tuple[str | None, dict[str, object]],
+    model_default: str,
 ) -> Settings:
-    file_model: str | None = None
-    values: dict[str, object] = {}
-    if given["config"] is not None:
-        file_model, values = read_config_file(given["config"])
+    file_model, values = file
     named = given["model"] if given["model"] is not None else file_model
     refuse_no_name(named)
     parts: dict[str, dict[tuple[str, ...], Any]] = {section.name: {} for section in SECTIONS}

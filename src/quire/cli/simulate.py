@@ -3,13 +3,13 @@
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from quire.cli.common import AsJson
+from quire.cli.common import json_option
 from quire.cli.options import CLUSTER, MACHINE, ROUTER, SIMULATED_KV, SIMULATED_SCHEDULE, TRACE
 from quire.cli.report import envelope, prepare_folder, print_json, write_files
 from quire.cli.settings import Settings, with_settings
@@ -18,7 +18,7 @@ from quire.layout.codec_refusals import Storing, refuse_excluded, stored_codec
 from quire.layout.eviction import KEEP_ALL, EvictionSpec, parse_policy
 from quire.layout.extras import require_extra
 from quire.layout.kv_format import read_format
-from quire.layout.options import option_values
+from quire.layout.options import option, option_values
 from quire.plan.ceilings import NotUsable, default_path, read_ceilings
 from quire.plan.machine import this_machine
 from quire.sim.machine import PROFILE, MachineConfig, Rates, measured_rates
@@ -35,6 +35,26 @@ _ABOUT_MODEL = (
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulateFlags:
+    """Options of `quire simulate`.
+
+    Attributes are options; see their help.
+    """
+
+    trace: Path = option(MISSING, help="Trace file of requests.", common=True)
+    out: Path | None = option(
+        None, help="Output folder for the result as JSON and for plots.", common=True
+    )
+    price_per_hour: float | None = option(
+        None,
+        help="Price of one replica's machine for an hour, for the cost of tokens; unset: no cost.",
+        min_value=0,
+        common=True,
+    )
+    as_json: bool = json_option()
+
+
 @with_settings(
     SIMULATED_KV,
     SIMULATED_SCHEDULE,
@@ -45,23 +65,7 @@ _ABOUT_MODEL = (
     model_default=DEFAULT_MODEL,
     about_model=_ABOUT_MODEL,
 )
-def simulate(
-    *,
-    settings: Settings,
-    trace: Annotated[Path, typer.Option(help="Trace file of requests.")],
-    out: Annotated[
-        Path | None, typer.Option(help="Output folder for the result as JSON and for plots.")
-    ] = None,
-    price_per_hour: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            help="Price of one replica's machine for an hour, for the cost of "
-            "tokens; unset: no cost.",
-        ),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
+def simulate(settings: Settings, *, flags: SimulateFlags) -> None:
     """Run a request trace through the scheduler and the KV memory, without a model.
 
     The time of a step is computed from its bytes and FLOPs at the rates of a machine; weights and
@@ -73,26 +77,26 @@ def simulate(
     from quire.sim.metrics import cost_of_tokens
     from quire.sim.traces.loading import load_trace
 
-    if out is not None:
+    if flags.out is not None:
         require_extra("report", "--out")
-        prepare_folder(out)
+        prepare_folder(flags.out)
     _refuse_router_alone(settings)
-    config, requests = sim_config(settings), load_trace(trace, settings.trace)
+    config, requests = sim_config(settings), load_trace(flags.trace, settings.trace)
     if settings.cluster.replicas > 1:
         found = run_cluster(requests, config, settings.cluster, settings.router)
     else:
         found = run_engine(requests, config)
     typer.echo(found.text)
     claims = found.claims
-    if price_per_hour is not None:
-        cost = cost_of_tokens(claims, price_per_hour, settings.cluster.replicas)
-        typer.echo(render_cost(cost, price_per_hour))
+    if flags.price_per_hour is not None:
+        cost = cost_of_tokens(claims, flags.price_per_hour, settings.cluster.replicas)
+        typer.echo(render_cost(cost, flags.price_per_hour))
         claims = claims | cost
-    used = _used(settings, config, trace) | {"price_per_hour": price_per_hour}
+    used = _used(settings, config, flags.trace) | {"price_per_hour": flags.price_per_hour}
     made = envelope("simulate", claims, found.arms, used, seconds=found.took_s)
-    if out is not None:
-        _write(out, found.draw(), made)
-    if as_json:
+    if flags.out is not None:
+        _write(flags.out, found.draw(), made)
+    if flags.as_json:
         print_json(made)
 
 

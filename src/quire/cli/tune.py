@@ -1,17 +1,19 @@
 """`quire tune`: finds the codec and eviction rule that run most requests at a wanted quality."""
 
+from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from quire.cli.common import AsJson, split_texts
+from quire.cli.common import json_option, split_texts
 from quire.cli.options import KV, MODEL, SCHEDULE
 from quire.cli.report import envelope, prepare_folder, print_json, write_files
 from quire.cli.settings import Settings, with_settings
 from quire.errors import ConfigError
 from quire.evals.tune.space import Space
 from quire.layout.extras import has_extra
+from quire.layout.options import option
 
 if TYPE_CHECKING:
     from quire.evals.tune.run import TuneConfig, Tuned
@@ -21,69 +23,64 @@ SCORES_FILE = "scores.jsonl"
 _SPACE = Space()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneFlags:
+    """Options of `quire tune`.
+
+    Attributes are options; see their help.
+    """
+
+    data: Path = option(
+        MISSING,
+        help="Prompts: JSON lines with prompt (a text or token ids) or messages, and "
+        "optionally answer.",
+        common=True,
+    )
+    min_quality: float = option(
+        0.99, help="Least mean quality on held-out prompts, 0 to 1.", common=True
+    )
+    metric: str = option(
+        "top_1",
+        help="Quality: top_1 (agreement with full KV by token), exact (equal outputs), or "
+        "answer (outputs that contain the answer).",
+        common=True,
+    )
+    objective: str = option(
+        "requests", help="requests (most at once), or throughput (output tokens/s)."
+    )
+    codecs: str = option(
+        ",".join(_SPACE.codecs),
+        help="KV codecs, separated by commas; the first is the baseline's.",
+        common=True,
+    )
+    rules: str = option(
+        ";".join(_SPACE.rules),
+        help="Eviction rules without cap, separated by semicolons.",
+        common=True,
+    )
+    caps: str = option(",".join(_SPACE.caps), help="Caps of the rules.", common=True)
+    schedules: str = option(
+        ",".join(_SPACE.schedules), help="When to evict: values of when= of an eviction rule."
+    )
+    budgets: str = option(
+        ";".join(_SPACE.budgets),
+        help="Budgets over layers and heads, separated by semicolons, or uniform.",
+    )
+    max_tokens: int = option(48, help="Output tokens of each prompt.", common=True)
+    num_prompts: int | None = option(
+        None, help="Use the first prompts only. Default: all.", min_value=1
+    )
+    held_out: float = option(0.5, help="Share of the prompts that only check the result.")
+    seed: int = option(0, help="Divides the prompts.")
+    measure: bool = option(True, help="Run baseline and result in the KV memory at the end.")
+    out: Path = option(
+        Path("tuned"), help="Folder for the configuration, the page and all scores.", common=True
+    )
+    as_json: bool = json_option()
+
+
 @with_settings(MODEL, KV, SCHEDULE)
-def tune(  # noqa: PLR0913 - one parameter per option
-    *,
-    settings: Settings,
-    data: Annotated[
-        Path,
-        typer.Option(
-            help="Prompts: JSON lines with prompt (a text or token ids) or messages, and "
-            "optionally answer."
-        ),
-    ],
-    min_quality: Annotated[
-        float, typer.Option(help="Least mean quality on held-out prompts, 0 to 1.")
-    ] = 0.99,
-    metric: Annotated[
-        str,
-        typer.Option(
-            help="Quality: top_1 (agreement with full KV by token), exact (equal outputs), or "
-            "answer (outputs that contain the answer)."
-        ),
-    ] = "top_1",
-    objective: Annotated[
-        str,
-        typer.Option(help="requests (most at once), or throughput (output tokens/s).", hidden=True),
-    ] = "requests",
-    codecs: Annotated[
-        str, typer.Option(help="KV codecs, separated by commas; the first is the baseline's.")
-    ] = ",".join(_SPACE.codecs),
-    rules: Annotated[
-        str, typer.Option(help="Eviction rules without cap, separated by semicolons.")
-    ] = ";".join(_SPACE.rules),
-    caps: Annotated[str, typer.Option(help="Caps of the rules.")] = ",".join(_SPACE.caps),
-    schedules: Annotated[
-        str, typer.Option(help="When to evict: values of when= of an eviction rule.", hidden=True)
-    ] = ",".join(_SPACE.schedules),
-    budgets: Annotated[
-        str,
-        typer.Option(
-            help="Budgets over layers and heads, separated by semicolons, or uniform.", hidden=True
-        ),
-    ] = ";".join(_SPACE.budgets),
-    max_tokens: Annotated[int, typer.Option(help="Output tokens of each prompt.")] = 48,
-    num_prompts: Annotated[
-        int | None,
-        typer.Option(min=1, help="Use the first prompts only. Default: all.", hidden=True),
-    ] = None,
-    held_out: Annotated[
-        float, typer.Option(help="Share of the prompts that only check the result.", hidden=True)
-    ] = 0.5,
-    seed: Annotated[int, typer.Option(help="Divides the prompts.", hidden=True)] = 0,
-    measure: Annotated[
-        bool,
-        typer.Option(
-            "--measure/--no-measure",
-            help="Run baseline and result in the KV memory at the end.",
-            hidden=True,
-        ),
-    ] = True,
-    out: Annotated[
-        Path, typer.Option(help="Folder for the configuration, the page and all scores.")
-    ] = Path("tuned"),
-    as_json: AsJson = False,
-) -> None:
+def tune(settings: Settings, *, flags: TuneFlags) -> None:
     """Find the KV codec and eviction rule that hold most requests at a wanted quality.
 
     Each candidate follows the outputs of the full KV cache on your prompts. Scores are stored in
@@ -93,28 +90,28 @@ def tune(  # noqa: PLR0913 - one parameter per option
     from quire.evals.tune.run import TuneConfig
 
     space = Space(
-        codecs=split_texts(codecs, ","),
-        rules=split_texts(rules, ";"),
-        caps=split_texts(caps, ","),
-        schedules=split_texts(schedules, ","),
-        budgets=split_texts(budgets, ";"),
+        codecs=split_texts(flags.codecs, ","),
+        rules=split_texts(flags.rules, ";"),
+        caps=split_texts(flags.caps, ","),
+        schedules=split_texts(flags.schedules, ","),
+        budgets=split_texts(flags.budgets, ";"),
     )
     config = TuneConfig(
         space=space,
-        metric=metric,
-        min_quality=min_quality,
-        objective=objective,
-        max_tokens=max_tokens,
-        held_out=held_out,
-        seed=seed,
-        measure=measure,
+        metric=flags.metric,
+        min_quality=flags.min_quality,
+        objective=flags.objective,
+        max_tokens=flags.max_tokens,
+        held_out=flags.held_out,
+        seed=flags.seed,
+        measure=flags.measure,
     )
-    refuse_missing(data)
+    refuse_missing(flags.data)
     refuse_settings(settings)
-    prepare_folder(out)
-    tuned = run_search(settings, config, data, out, num_prompts)
-    write_result(tuned, settings, out)
-    if as_json:
+    prepare_folder(flags.out)
+    tuned = run_search(settings, config, flags.data, flags.out, flags.num_prompts)
+    write_result(tuned, settings, flags.out)
+    if flags.as_json:
         print_json(envelope("tune", tuned.claims(), arms_of(tuned), settings.as_dict()))
 
 

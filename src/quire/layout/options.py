@@ -55,7 +55,9 @@ class OptionInfo:
         group: heading in `--help`; empty for the heading of the whole config.
         common: whether `--help` shows the option; `--help-all` shows every option.
         parse: converts an input value to the field's value; also accepts converted values.
-        synonyms: further names on the command line; one of two letters has one dash.
+        synonyms: further names on the command line; those of one or two letters have one dash.
+        metavar: placeholder of the value in `--help`; empty: the type.
+        min_value, max_value: range of a number; None: not bounded.
     """
 
     help: str = ""
@@ -65,6 +67,9 @@ class OptionInfo:
     common: bool = False
     parse: Callable[[Any], Any] | None = None
     synonyms: tuple[str, ...] = ()
+    metavar: str = ""
+    min_value: int | float | None = None
+    max_value: int | float | None = None
 
 
 def option(  # noqa: PLR0913 - one parameter per attribute of the metadata
@@ -77,8 +82,14 @@ def option(  # noqa: PLR0913 - one parameter per attribute of the metadata
     common: bool = False,
     parse: Callable[[Any], Any] | None = None,
     synonyms: tuple[str, ...] = (),
+    metavar: str = "",
+    min_value: int | float | None = None,
+    max_value: int | float | None = None,
 ) -> Any:
-    """Create a dataclass field with a default and the metadata of `OptionInfo`."""
+    """Create a dataclass field with a default and the metadata of `OptionInfo`.
+
+    The default `dataclasses.MISSING` makes an option that must be given.
+    """
     info = OptionInfo(
         help=help,
         unit=unit,
@@ -87,6 +98,9 @@ def option(  # noqa: PLR0913 - one parameter per attribute of the metadata
         common=common,
         parse=parse,
         synonyms=synonyms,
+        metavar=metavar,
+        min_value=min_value,
+        max_value=max_value,
     )
     return field(default=default, metadata={"option": info})
 
@@ -120,6 +134,15 @@ def check_options(config: Any) -> None:
             object.__setattr__(config, f.name, texts_of(name, value))
         else:
             require_type(f.name, value, *(get_args(f.type) or [f.type]))
+            _require_range(name, value, info)
+
+
+def _require_range(name: str, value: Any, info: OptionInfo) -> None:
+    low, high = info.min_value, info.max_value
+    if value is None or ((low is None or value >= low) and (high is None or value <= high)):
+        return
+    span = f"{low} or more" if high is None else f"from {low} to {high}"
+    raise ConfigError(f"expected {name} of {span}, got {value!r}")
 
 
 def texts_of(name: str, value: object) -> tuple[str, ...]:

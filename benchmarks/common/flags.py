@@ -1,0 +1,16 @@
+"""Options shared by several benchmarks."""
+
+from typing import Annotated
+
+import typer
+
+from quire.config.kv_config import AttentionName
+
+AsJson = Annotated[
+    bool,
+    typer.Option(
+        "--json", help="Print the result as one line of JSON; texts go to standard error."
+    ),
+]
+Threads = Annotated[int, typer.Option(min=0, help="CPU threads; 0: PyTorch's default.")]
+Attention = Annotated[AttentionName, typer.Option(help="Attention backend.")]
