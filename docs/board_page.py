@@ -85,7 +85,8 @@ def page(text: str, run: Mapping[str, Any], name: str, note: str = "") -> str:
     _, _, rest = text.partition("\n")
     config, hardware = run["config"], run["hardware"]
     made = (
-        f"`bash runs/{name}.sh` ([guide](guides/board.md)), commit {run['commit'][:7]}, "
+        f"`bash runs/{name}.sh` ([guide](guides/evaluate.md#leaderboard)), "
+        f"commit {run['commit'][:7]}, "
         f"torch {run['versions']['torch']}, {hardware['cpu']}, {hardware['cores']} cores, "
         f"{config['loading']['dtype']}, {config['kv']['memory']:,} B of KV memory. "
         f"{_kvpress_text(run)}The folder of the command also has an interactive page. {note}"

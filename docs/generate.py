@@ -6,11 +6,9 @@ generated:
     <!-- generated: NAME -->  ...  <!-- end -->
 """
 
-import ast
 import re
 import runpy
 import sys
-import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,24 +16,6 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "quire"
 REFERENCE = Path("docs/reference")
 HEADER = "<!-- Written by `make docs`. Change the code, not this file. -->\n\n"
-FLOORS = (
-    *(
-        "cli",
-        "scale",
-        "batch",
-        "serve",
-        "hf",
-        "evals",
-        "profile",
-        "api",
-        "sim",
-        "engine",
-        "offload",
-        "eviction",
-    ),
-    *("sampling", "scheduler", "tenancy", "kv", "models", "kernels", "policies", "codecs", "plan"),
-    *("config", "layout"),
-)
 
 
 def main(arguments: list[str]) -> int:
@@ -55,15 +35,13 @@ def documents() -> Iterator[tuple[Path, str]]:
     yield REFERENCE / "cli.md", HEADER + cli()
     yield REFERENCE / "options.md", HEADER + options()
     yield REFERENCE / "policies.md", HEADER + policies()
-    yield REFERENCE / "codecs.md", HEADER + codecs()
-    yield REFERENCE / "models.md", HEADER + models()
     yield REFERENCE / "http.md", HEADER + http()
-    yield REFERENCE / "metrics.md", HEADER + metrics()
-    yield REFERENCE / "modules.md", HEADER + modules()
     yield Path("docs/composition.md"), HEADER + composition()
     for name in (
         "add-a-policy.md",
+        "dashboard.md",
         "eviction.md",
+        "guides/own-model.md",
         "papers.md",
         "quantization.md",
         "serving.md",
@@ -78,51 +56,19 @@ def fill(text: str) -> str:
         "unsound": unsound,
         "excluded": excluded,
         "papers": papers,
+        "codecs": codecs,
+        "metrics": metrics,
+        "models": models,
         "recent": lambda: code_block(SOURCE / "policies" / "recent.py"),
     }
 
     def made(match: "re.Match[str]") -> str:
-        return f"{match[1]}\n{parts[match[2]]()}\n<!-- end -->"
+        return f"{match[1]}\n{parts[match[2]]().rstrip()}\n<!-- end -->"
 
     return re.sub(r"(<!-- generated: (\S+) -->)\n.*?<!-- end -->", made, text, flags=re.DOTALL)
 
 
 # ---- parts of documents ------------------------------------------------------------------------
-
-
-def modules() -> str:
-    """Each package's modules with their first sentences, and which of them import no torch."""
-    tables = "\n".join(
-        f"\n`{folder}`: {first_sentence(SOURCE / folder / '__init__.py')}\n\n"
-        "| module | description |\n|---|---|\n"
-        + "\n".join(
-            f"| `{path.relative_to(SOURCE / folder).with_suffix('')}` | {first_sentence(path)} |"
-            for path in sorted((SOURCE / folder).rglob("*.py"))
-            if path != SOURCE / folder / "__init__.py"
-        )
-        for folder in FLOORS
-    ).strip("\n")
-    return (
-        f"# Modules\n\nThe packages of `src/quire`, from the top down.\n\n{tables}\n\n"
-        f"## Modules without torch\n\nimport-linter keeps torch and Transformers out of these: "
-        f"{torch_free()}.\n"
-    )
-
-
-def first_sentence(path: Path) -> str:
-    """The first sentence of a module's docstring, fit for a table."""
-    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    paragraph = " ".join(docstring.split("\n\n", maxsplit=1)[0].split())
-    sentence = re.split(r"(?<=\w\.) (?=[A-Z])", paragraph, maxsplit=1)[0]
-    return sentence.replace("|", "\\|")
-
-
-def torch_free() -> str:
-    """The modules that import-linter keeps free of torch."""
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    contracts = settings["tool"]["importlinter"]["contracts"]
-    (names,) = [c["source_modules"] for c in contracts if c["id"] == "no-torch"]
-    return ", ".join(f"`{name.removeprefix('quire.')}`" for name in sorted(names))
 
 
 def code_block(path: Path) -> str:
@@ -315,11 +261,9 @@ def codecs() -> str:
     ]
     pairs = [f"| `{name}` | `{key}` | `{value}` |" for name, (key, value) in PAIRS.items()]
     return (
-        "# KV codecs\n\n"
-        "A codec is the storage format of keys and values in a page. `--kv-codec none` (default)\n"
-        "stores KV in the model's dtype. [Quantization](../quantization.md) explains the codecs.\n"
-        "Bytes are those of 128 elements in pages of 32 tokens, including scales and other data\n"
-        "for decoding. Effective bits are these bytes per element.\n\n"
+        "`--kv-codec none` (default) stores KV in the model's dtype. Bytes are those\n"
+        "of 128 elements in pages of 32 tokens, including scales and other data for decoding.\n"
+        "Effective bits are these bytes per element.\n\n"
         "| codec | bits | effective bits | bytes per 128 elements | options | format |\n"
         "|---|---|---|---|---|---|\n" + "\n".join(rows) + "\n\n"
         "Names of pairs:\n\n"
@@ -338,10 +282,6 @@ def models() -> str:
         for refusal in dict.fromkeys(REFUSED.values())
     ]
     return (
-        "# Models\n\n"
-        "Quire runs every decoder-only Transformers model whose layers use Transformers'\n"
-        "attention interface. When a model is loaded, a short prompt runs with Quire's and with\n"
-        "Transformers' attention. A model whose logits differ is refused.\n\n"
         "Refused by `model_type`, before weights are read:\n\n"
         "| model_type | because | use instead |\n|---|---|---|\n" + "\n".join(rows) + "\n\n"
         "Refused by config or class: an encoder or a second modality, ALiBi, latent\n"
@@ -372,12 +312,11 @@ def metrics() -> str:
         for metric in METRICS
     ]
     return (
-        "# Metrics\n\n`GET /metrics` returns these metrics in Prometheus' text format, or in\n"
+        "`GET /metrics` returns these metrics in Prometheus' text format, or in\n"
         "OpenMetrics if the client accepts it. Every metric has the label `model_name`.\n"
         "`--metrics-names vllm` or `both` selects the names of vLLM, with the label `engine`;\n"
         "counters of vLLM get `_total` too. Histograms have the buckets of vLLM. Metrics of the\n"
-        "process (`process_...`, `python_...`) are included. [Metrics and\n"
-        "alerts](../guides/metrics.md) has the setup of Prometheus and Grafana.\n\n"
+        "process (`process_...`, `python_...`) are included.\n\n"
         + _table(("metric", "type", "labels", "meaning", "in vLLM"), rows)
     )
 

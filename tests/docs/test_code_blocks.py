@@ -23,10 +23,12 @@ NOT_RUN = {
     ),
     "quantization.md": (('@register("int8")', "the main lines of a codec of the package"),),
     "examples.md": (('--8<-- "examples/', "files that tests/docs/test_examples.py runs"),),
-    "guides/langchain.md": (("not tested: langchain-openai", "a client that is not a dependency"),),
+    "guides/clients.md": (
+        ("not tested: langchain-openai", "a client that is not a dependency"),
+        ("not tested: litellm", "a client that is not a dependency"),
+    ),
     "serving.md": (("anthropic.Anthropic", "tests/serve/test_other_apis.py runs this client"),),
-    "guides/ray.md": (("BatchActor", "tests/scale/test_ray_batch.py runs this program"),),
-    "guides/litellm.md": (("not tested: litellm", "a client that is not a dependency"),),
+    "scale.md": (("BatchActor", "tests/scale/test_ray_batch.py runs this program"),),
 }
 """Blocks without a test: a text of the block or of the line above it, and the reason."""
 

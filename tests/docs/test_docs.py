@@ -35,12 +35,12 @@ def test_generated_documents_are_current(
 def test_changed_document_is_stale(
     generate: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = Path("docs/reference/codecs.md")
+    path = Path("docs/reference/policies.md")
     (tmp_path / path).parent.mkdir(parents=True)
-    (tmp_path / path).write_text(generate.HEADER + generate.codecs() + "more\n")
+    (tmp_path / path).write_text(generate.HEADER + generate.policies() + "more\n")
     monkeypatch.setattr(generate, "ROOT", tmp_path)
     monkeypatch.setattr(
-        generate, "documents", lambda: [(path, generate.HEADER + generate.codecs())]
+        generate, "documents", lambda: [(path, generate.HEADER + generate.policies())]
     )
 
     assert generate.main(["--check"]) == 1

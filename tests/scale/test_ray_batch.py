@@ -13,7 +13,7 @@ from support.ray_processes import QUICK, START_S, python, require_ray
 pytestmark = pytest.mark.slow
 require_ray()
 
-GUIDE = Path(__file__).parents[2] / "docs/guides/ray.md"
+GUIDE = Path(__file__).parents[2] / "docs/scale.md"
 ON_RAY = ("--ray", "--ray-replicas=2", "--ray-cpus=0.5")
 NUM_LINES, BLANK = 60, 20
 

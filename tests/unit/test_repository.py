@@ -66,7 +66,7 @@ def test_every_policy_has_a_row_with_its_source() -> None:
 
 
 def test_every_codec_has_a_row() -> None:
-    table = (ROOT / "docs/reference/codecs.md").read_text(encoding="utf-8")
+    table = (ROOT / "docs/quantization.md").read_text(encoding="utf-8")
 
     for name in CODECS:
         assert f"\n| `{name}` | " in table
