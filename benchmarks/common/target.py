@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from quire.engine.graph_capture import CudaGraphs
+from quire.engine.decode_graphs import CudaGraphs
 from quire.errors import ConfigError
 from quire.models.device_memory import free_device_bytes
 from quire.offload.swap.host_store import device_name

@@ -121,8 +121,7 @@ def step_bytes(config: LayerBatchesConfig, batches: int) -> StepBytes:
     from benchmarks.common.models import random_weights
     from quire.engine.activation import measure_activation_peak
     from quire.models.native.select import make_decoder
-    from quire.offload.weights.placement import WithinBudget
-    from quire.offload.weights.stream import WeightStream
+    from quire.offload.weights.placement import WeightStream, WithinBudget
     from quire.scheduler.schedule_config import ScheduleConfig
 
     torch.set_num_threads(1)
@@ -154,7 +153,7 @@ def step_bytes(config: LayerBatchesConfig, batches: int) -> StepBytes:
 def _budget_bytes(config: LayerBatchesConfig, model: "PreTrainedModel") -> int:
     """Device memory in which this number of layers is offloaded, and no more."""
     from quire.models.weights import weight_bytes
-    from quire.offload.weights.layers import layer_weights
+    from quire.offload.weights.links import layer_weights
     from quire.plan.offload.resident import SLOTS
 
     layers = layer_weights(model, config.layers)

@@ -22,8 +22,7 @@ from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.engine.inspection.pages import PageOwners, read_page_map
-from quire.engine.inspection.totals import overview
+from quire.engine.inspection.totals import PageOwners, overview, read_page_map
 from quire.kv.memory import KVMemory
 from quire.kv.page_map import read_pages
 from quire.kv.sharing import fork

@@ -39,8 +39,7 @@ from quire.offload.kv.measured_speeds import measure_offload_speeds
 from quire.offload.kv.offload_choice import OffloadChoice
 from quire.offload.profiler import OffloadProfiler, Speeds
 from quire.offload.weights.links import FileLink
-from quire.offload.weights.placement import WithinBudget
-from quire.offload.weights.stream import WeightStream
+from quire.offload.weights.placement import WeightStream, WithinBudget
 from quire.plan.offload.resident import MOST_BATCHES
 from quire.plan.rates import CopyRate
 from quire.profile.ceilings import random_prompt

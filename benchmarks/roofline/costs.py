@@ -10,9 +10,9 @@ from benchmarks.roofline.measured import PARTS
 from benchmarks.roofline.rates import BFLOAT16, FLOAT32, INT8
 from benchmarks.roofline.timed import NORMS, TimedDecoder
 from quire.engine.core import Engine
+from quire.kernels.native.arguments import AVX512_BF16
 from quire.kernels.native.library import NativeLibrary, load_library
 from quire.kernels.native.linear import CODED, Products
-from quire.kernels.native.linear_args import AVX512_BF16
 from quire.kernels.native.packed_weights import PackedWeight
 from quire.layout.model import ModelSpec
 from quire.models.adapter import TransformersDecoder

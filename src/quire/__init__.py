@@ -10,8 +10,7 @@ from quire.version import __version__
 
 if TYPE_CHECKING:
     from quire.api.async_llm import AsyncLLM
-    from quire.api.embedding import EmbeddingOutput
-    from quire.api.llm import LLM
+    from quire.api.llm import LLM, EmbeddingOutput
     from quire.config.generation_request import GenerationRequest
     from quire.config.kv_config import KVConfig, OffloadConfig, PrefixCacheConfig
     from quire.config.sampling_params import SamplingParams
@@ -38,7 +37,7 @@ __all__ = [
 
 _HOMES = {
     "AsyncLLM": "quire.api.async_llm",
-    "EmbeddingOutput": "quire.api.embedding",
+    "EmbeddingOutput": "quire.api.llm",
     "GenerationRequest": "quire.config.generation_request",
     "KVConfig": "quire.config.kv_config",
     "LLM": "quire.api.llm",

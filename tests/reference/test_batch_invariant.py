@@ -14,7 +14,7 @@ from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.engine.kv_fingerprint import kv_fingerprint
+from quire.engine.open_tier import kv_fingerprint
 from quire.errors import RequestError, UnsoundCombination
 from quire.kernels import select
 from quire.kernels.native.library import PATHS, NativeLibrary, load_library

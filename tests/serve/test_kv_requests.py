@@ -11,7 +11,7 @@ from quire.api.llm import LLM
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
-from quire.engine.inspection.retention import read_retention
+from quire.engine.inspection.requests import read_retention
 from quire.serve.app import create_app
 from quire.serve.config import ServerConfig
 from support.kv_load import BLUE, RED, read, running, two_tenants

@@ -5,7 +5,7 @@ import resource
 import pytest
 
 from quire.errors import ConfigError
-from quire.layout.open_files import raise_file_limit
+from quire.layout.values import raise_file_limit
 from quire.serve.config import ServerConfig
 from quire.serve.connection import bind
 

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
+from quire.api.async_llm import QueueLimit, ServedRate
 from quire.api.llm import LLM
-from quire.api.queue_limit import QueueLimit, ServedRate
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams

@@ -7,7 +7,7 @@ import quire
 
 SOURCE = Path(quire.__file__).parent
 MODULES = (
-    *("config/sampling_params.py", "config/option_checks.py", "config/branch_options.py"),
+    *("config/sampling_params.py", "config/sampling_params.py", "config/sampling_params.py"),
     *("engine/input_processor.py", "eviction/eviction_rules.py", "scheduler/group.py"),
     *("scheduler/admission/never_fits.py", "tenancy/accounts.py", "models/tokenizer.py"),
     *sorted(str(path.relative_to(SOURCE)) for path in (SOURCE / "serve").glob("*.py")),

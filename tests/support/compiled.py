@@ -27,7 +27,7 @@ from quire.kernels.backend import (
 )
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.rope_write import CosSin
-from quire.kernels.triton import rope_calls, row_calls, slot_calls
+from quire.kernels.triton import rope_calls, slot_calls
 from quire.kernels.triton.backend import TritonAttention
 from quire.kernels.triton.hardware import Hardware
 from quire.layout.statistics import REDUCTIONS
@@ -144,10 +144,10 @@ def attend(backend, codec, dtype, head_dim):
 def run_rows(dtype, width):
     """Run the row-wise kernels of decoder layers."""
     rows, norm = torch.zeros(3, width, dtype=dtype), torch.zeros(width, dtype=dtype)
-    row_calls.normed(rows, None, norm, 1e-5)
-    row_calls.normed(rows, rows, norm, 1e-5)
-    row_calls.gated(rows)
-    row_calls.norm_query_and_key(rows, (4, 2), (norm[:64], norm[:64]), 1e-6)
+    slot_calls.normed(rows, None, norm, 1e-5)
+    slot_calls.normed(rows, rows, norm, 1e-5)
+    slot_calls.gated(rows)
+    slot_calls.norm_query_and_key(rows, (4, 2), (norm[:64], norm[:64]), 1e-6)
     heads = rows.view(3, -1, 64)
     rope_calls.rotate(heads[:, :4], heads[:, 4:6], CosSin(torch.ones(3, 64), torch.ones(3, 64)))
 

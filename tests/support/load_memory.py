@@ -55,7 +55,7 @@ def resident_bytes(name: str) -> int:
 
 def _measure(folder: str, impl: str, codec: str, dtype: str) -> LoadMemory:
     from quire.models.loader import load_model
-    from quire.models.resident_memory import trim_free_memory
+    from quire.models.packing import trim_free_memory
 
     gc.collect()
     trim_free_memory()

@@ -12,7 +12,7 @@ from quire.models.generation import GenerationDefaults
 from quire.models.loader import LoadedModel
 from quire.models.weights import weight_bytes
 from quire.offload.swap.transfer import ThreadTransferWorker
-from quire.offload.weights.layers import layer_weights
+from quire.offload.weights.links import layer_weights
 from quire.offload.weights.placement import WithinBudget
 from support import zoo
 

@@ -1,44 +1,323 @@
-"""Synchronous Python entry point."""
+"""Synchronous Python entry point.
 
+Type checks of arguments of the Python API, with errors that name the argument.
+
+The functions take `object`, because the types of the arguments are what they check.
+"""
+
+import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from numbers import Integral
 from pathlib import Path
-from typing import Any, Unpack, get_args
+from typing import Any, Generic, TypeVar, Unpack, get_args
 
 from transformers import PreTrainedTokenizerBase
 
-from quire.api.embedding import EmbeddingOutput, embedding_output, embedding_params
-from quire.api.inputs import as_requests, as_token_ids
-from quire.api.threads import CallLock
 from quire.config.chat_messages import ContentFormat
 from quire.config.generation_request import (
     DEFAULT_TENANT,
+    OPTION_KINDS,
     GenerationRequest,
     OptionsOfMany,
     Prompt,
     RequestOptions,
+    checked_option,
 )
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import Pooling, SamplingParams
+from quire.config.structured_outputs import StructuredOutputs
 from quire.engine.core import Engine
 from quire.engine.kv_export import ExportedKV
 from quire.engine.ledger import Snapshot
 from quire.engine.option_effects import refuse_without_effect
 from quire.engine.ranks import RankOptions, open_ranks
 from quire.engine.stats import EngineStats
-from quire.errors import ConfigError, EngineDead, RequestError, UnsoundCombination
+from quire.errors import ConfigError, EngineDead, QuireError, RequestError, UnsoundCombination
 from quire.eviction.rule_requirements import check_rules
 from quire.layout.options import require_choice, require_type
 from quire.models.chat_template import ChatTemplate
 from quire.models.loader import LoadedModel, load_model
+from quire.models.pooling import model_pooling
 from quire.models.tokenizer import encode_prompt
 from quire.offload.prefix_store.prefix_kv import PrefixKV, read_file, write_file
 from quire.offload.weights.placement import ALL_WEIGHTS, place_beyond
 from quire.parallel.lockstep import DEFAULT_TIMEOUT_S
-from quire.sampling.outputs import OutputBuilder, OutputDelta, RequestOutput
+from quire.sampling.outputs import OutputBuilder, OutputDelta, RequestOutput, Usage
+from quire.sampling.pooling import normalized
 from quire.scheduler.schedule_config import ScheduleConfig
+
+
+class CallLock:
+    """Serializes the calls of several threads, and refuses calls from inside a step.
+
+    The lock is reentrant. Withdrawing requests does not wait for the lock, because Python may close
+    an abandoned generator in any thread at any time, also inside a step. The thread that holds the
+    lock then cancels these requests when its step or call ends.
+
+    Args:
+        cancel: cancels requests by their ids; called with the lock held and outside of steps.
+    """
+
+    def __init__(self, cancel: Callable[[list[str]], None]) -> None:
+        self._cancel = cancel
+        self._lock = threading.RLock()
+        self._in_use = False
+        self._withdrawn: deque[str] = deque()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the lock, after the calls of other threads have ended."""
+        try:
+            with self._lock:
+                yield
+        finally:
+            self._cancel_withdrawn()
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Hold the lock for reading the engine's state; allowed in a listener inside a step."""
+        with self.held():
+            before, self._in_use = self._in_use, True
+            try:
+                yield
+            finally:
+                self._in_use = before
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Mark a change of the engine, such as a step; the caller holds the lock.
+
+        Raises:
+            RequestError: the call comes from inside another change.
+        """
+        if self._in_use:
+            raise RequestError(
+                "expected a call between two steps, got one from inside a step, such as by a "
+                "listener of KV events: save the event and call generate, stream or close later"
+            )
+        self._in_use = True
+        try:
+            yield
+        finally:
+            self._in_use = False
+
+    def withdraw(self, request_ids: Iterable[str]) -> None:
+        """Cancel requests now, or when the thread that holds the lock ends its step or call."""
+        self._withdrawn.extend(request_ids)
+        self._cancel_withdrawn()
+
+    def _cancel_withdrawn(self) -> None:
+        while self._withdrawn and self._lock.acquire(blocking=False):
+            try:
+                if self._in_use:  # by this thread, which retries when its call ends
+                    return
+                self._cancel(list(self._taken()))
+            finally:
+                self._lock.release()
+
+    def _taken(self) -> Iterator[str]:
+        """Remove and yield the withdrawn ids; safe if this thread withdraws more meanwhile."""
+        with suppress(IndexError):
+            while True:
+                yield self._withdrawn.popleft()
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Command(Generic[T]):
+    """A function to run in the engine's thread, and the future for its result."""
+
+    work: Callable[[], T]
+    future: "Future[T]"
+
+    def run(self) -> None:
+        """Run the function and set the future; errors other than `QuireError` are also raised."""
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            result = self.work()
+        except QuireError as error:  # only the caller handles it
+            self.future.set_exception(error)
+        except BaseException as error:
+            self.future.set_exception(error)
+            raise
+        else:
+            self.future.set_result(result)
+
+    def refuse(self, error: EngineDead) -> None:
+        """Set the future to an error without running the function."""
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_exception(error)
+
+
+def as_prompts(prompts: object) -> list[object]:
+    """Return one or several prompts as a list; `as_token_ids` refuses invalid ones later."""
+    if isinstance(prompts, str | bytes | Mapping | GenerationRequest) or not isinstance(
+        prompts, Iterable
+    ):
+        return [prompts]
+    many = list(prompts)
+    return [many] if many and isinstance(many[0], Integral) else many
+
+
+def as_token_ids(prompt: object) -> list[int]:
+    """Return a prompt of token ids as a list.
+
+    Raises:
+        RequestError: the prompt is not a sequence. Its elements are checked at submission.
+    """
+    if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Sequence):
+        raise RequestError(
+            f"expected a prompt (a text or a list of token ids), got {type(prompt).__name__}"
+            + _hint(prompt)
+        )
+    if any(isinstance(part, str) for part in prompt[:1]):
+        raise RequestError(
+            "expected one prompt (a text or a list of token ids), got a list of texts; only "
+            "LLM.generate takes several prompts"
+        )
+    return list(prompt)
+
+
+def as_options(sampling: object, count: int) -> list[SamplingParams | None]:
+    """Return sampling options for each of `count` prompts; None if unset.
+
+    Raises:
+        RequestError: neither one SamplingParams nor a list of `count` of them.
+    """
+    if sampling is None or isinstance(sampling, SamplingParams):
+        return [sampling] * count
+    given = sampling if isinstance(sampling, Sequence) else [sampling]
+    options: list[SamplingParams | None] = []
+    for params in given:
+        if not isinstance(params, SamplingParams):
+            raise RequestError(
+                f"expected SamplingParams, got {type(params).__name__}; "
+                "write SamplingParams(max_tokens=16)"
+            )
+        options.append(params)
+    if len(options) != count:
+        raise RequestError(f"expected one SamplingParams or {count} of them, got {len(options)}")
+    return options
+
+
+def as_requests(
+    prompts: object, sampling: object, options: Mapping[str, object]
+) -> list[GenerationRequest]:
+    """Create one request per prompt.
+
+    Args:
+        prompts: one or several texts, token id lists, or requests (with their own options).
+        sampling: one for all prompts, or a list with one per prompt.
+        options: options by name, each one value or a list with one per prompt; see
+            `GenerationRequest`.
+
+    Raises:
+        RequestError: an unknown option, a value of the wrong type, a list of the wrong length, or
+            options in addition to a `GenerationRequest`.
+    """
+    many = as_prompts(prompts)
+    params = as_options(sampling, len(many))
+    spread = {name: _one_for_each(name, value, len(many)) for name, value in options.items()}
+    return [
+        _as_request(prompt, own, {name: values[i] for name, values in spread.items()})
+        for i, (prompt, own) in enumerate(zip(many, params, strict=True))
+    ]
+
+
+def structures_of(requests: Iterable[GenerationRequest]) -> set[StructuredOutputs]:
+    """The structured outputs of requests, each once."""
+    options = (request.sampling for request in requests if request.sampling is not None)
+    found = (sampling.structured_outputs for sampling in options)
+    return {structure for structure in found if structure is not None}
+
+
+def _as_request(
+    prompt: Any, sampling: SamplingParams | None, options: dict[str, Any]
+) -> GenerationRequest:
+    if not isinstance(prompt, GenerationRequest):
+        # an invalid prompt is refused when it is encoded
+        return GenerationRequest(prompt, sampling, **options)
+    if sampling is not None or options:
+        given = ", ".join(["sampling"] * (sampling is not None) + list(options))
+        raise RequestError(
+            f"a GenerationRequest has its own options, got {given} in addition: set them in the "
+            "request"
+        )
+    return prompt
+
+
+def _one_for_each(name: str, given: object, count: int) -> list[object]:
+    if name not in OPTION_KINDS:
+        raise RequestError(
+            f"unknown request option {name!r}: expected one of {', '.join(OPTION_KINDS)}"
+        )
+    many = [given] * count
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        many = list(given)
+    if len(many) != count:
+        raise RequestError(f"expected one {name} or {count} of them, got {len(many)}", param=name)
+    return [checked_option(name, value) for value in many]
+
+
+def _hint(prompt: object) -> str:
+    if isinstance(prompt, bytes | bytearray):
+        return "; decode it"
+    return "; pass prompt.tolist()" if hasattr(prompt, "tolist") else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingOutput:
+    """The embedding of a prompt.
+
+    Attributes:
+        request_id: id of the request.
+        prompt_token_ids: the prompt.
+        embedding: float32 values; None after an error.
+        error: error message; None if the embedding was computed.
+        usage: resources of the request.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    embedding: tuple[float, ...] | None
+    error: str | None
+    usage: Usage
+
+
+def embedding_params(model: LoadedModel, pooling: Pooling | None = None) -> SamplingParams:
+    """Sampling parameters of a request for an embedding.
+
+    Args:
+        model: the model.
+        pooling: see `SamplingParams`; None: that of the model, else "last".
+
+    Raises:
+        RequestError: the pooling config of the model cannot be used.
+    """
+    chosen = model_pooling(model.folder) if pooling is None else pooling
+    return SamplingParams(max_tokens=0, pooling=chosen)
+
+
+def embedding_output(output: RequestOutput, *, normalize: bool) -> EmbeddingOutput:
+    """The embedding of a complete output, with a Euclidean norm of 1 if `normalize` is set."""
+    vector = output.embedding
+    if vector is not None and normalize:
+        vector = tuple(normalized(vector).tolist())
+    return EmbeddingOutput(
+        request_id=output.request_id,
+        prompt_token_ids=output.prompt_token_ids,
+        embedding=vector,
+        error=output.error,
+        usage=output.usage,
+    )
+
 
 Progress = Callable[[EngineStats, list[OutputDelta]], None]
 _Taker = Callable[[OutputDelta], None]

@@ -421,7 +421,7 @@ def _linear(library: "NativeLibrary | NotLoaded", storage: str, missing: str | N
 
 def _arithmetic(library: "NativeLibrary", storage: str) -> str:
     """How the C extension multiplies a weight."""
-    from quire.kernels.native.linear_args import AVX2, AVX512_BF16
+    from quire.kernels.native.arguments import AVX2, AVX512_BF16
 
     if storage == "float32":
         return "float32 products"

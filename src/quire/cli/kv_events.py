@@ -10,8 +10,7 @@ from quire.layout.options import option
 
 if TYPE_CHECKING:
     from quire.api.llm import LLM
-    from quire.engine.block_events import BlockPublisher
-    from quire.engine.event_file import EventFile
+    from quire.engine.block_events import BlockPublisher, EventFile
 
 
 def kv_events_option() -> Any:
@@ -63,8 +62,7 @@ def watching(file: Path | None, endpoint: str | None = None) -> Iterator[KVWatch
         ConfigError: the file cannot be written, or the endpoint cannot be bound.
     """
     # imported here: --help does not need the engine
-    from quire.engine.block_events import BlockPublisher
-    from quire.engine.event_file import EventFile
+    from quire.engine.block_events import BlockPublisher, EventFile
 
     with ExitStack() as stack:
         events = None if file is None else stack.enter_context(EventFile(file))

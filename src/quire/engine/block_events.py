@@ -10,13 +10,24 @@ In Python a batch is a dict with these names. It is sent as MessagePack: arrays 
 hashes as bytes. Names and order are those of vLLM's `distributed/kv_events.py`.
 """
 
+import errno
 import importlib
+import json
+import logging
+import os
+import select
+import stat
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from quire.errors import ConfigError
 from quire.layout.extras import require_extra
+from quire.scheduler.events import KVEvent
 
 Event = Mapping[str, object]
 Batch = Mapping[str, object]
@@ -153,3 +164,163 @@ class BlockPublisher:
     def close(self) -> None:
         """Close the socket; unsent messages are lost."""
         self._socket.close(linger=0)
+
+
+MOST_HELD_BYTES = 16 << 20
+"""Limit of the events buffered in memory while the disk is full."""
+
+CLOSE_WAIT_S = 5.0
+"""Seconds that `close` waits for the reader of a pipe to take the buffered events."""
+
+logger = logging.getLogger(__name__)
+
+
+_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NONBLOCK", 0)
+_REASONS = {
+    errno.ENXIO: "no process has opened it for reading",
+    errno.EPIPE: "its reader has closed it",
+    errno.EAGAIN: "its reader does not keep up",
+}
+
+
+class EventFile:
+    """A listener that appends every event to a file, one write per event.
+
+    Lines are complete even if the process is killed, and a reader of the file sees each line at
+    once. While the disk is full, events are buffered in memory; the next event that can be written
+    writes them too. The log says so once. Use as a context manager, or call `close`.
+
+    A pipe (FIFO) or terminal is a stream and cannot be truncated. A partly written line is finished
+    before the next line begins. The engine never waits for the reader: lines are buffered as for a
+    full disk. `close` waits `CLOSE_WAIT_S` for the reader.
+
+    Args:
+        path: the file to append to; created if missing. A pipe needs a reader that has opened it.
+
+    Attributes:
+        num_lost: events that were neither written nor buffered.
+
+    Raises:
+        ConfigError: the path cannot be written, or is not a regular file, pipe or terminal.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.num_lost = 0
+        self._path = path
+        self._held: deque[bytes] = deque()
+        self._held_bytes = 0
+        self._has_warned = False
+        self._descriptor = -1
+        try:
+            self._descriptor = os.open(path, _FLAGS, 0o644)
+        except OSError as error:
+            raise self._refusal(error) from error
+        mode = os.fstat(self._descriptor).st_mode
+        self._is_stream = stat.S_ISFIFO(mode) or stat.S_ISCHR(mode)
+        if not (self._is_stream or stat.S_ISREG(mode)):
+            os.close(self._descriptor)
+            raise ConfigError(self._lacking("not a regular file, pipe or terminal"))
+
+    def __call__(self, event: KVEvent) -> None:
+        """Append one event after the buffered events.
+
+        Raises:
+            ValueError: the file is closed; the event log then drops this listener.
+        """
+        if self._descriptor < 0:
+            raise ValueError(f"{self._path} is closed")
+        line = json.dumps(event.as_dict(), allow_nan=False).encode() + b"\n"
+        if self._held_bytes + len(line) > MOST_HELD_BYTES:
+            self.num_lost += 1
+        else:
+            self._held.append(line)
+            self._held_bytes += len(line)
+        try:
+            self._write_held()
+        except OSError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning("%s; events are buffered in memory", self._refusal(error))
+
+    def close(self) -> None:
+        """Write the buffered events and close the file. Later events raise `ValueError`.
+
+        Raises:
+            ConfigError: the file still cannot be written; states the number of missing events.
+        """
+        if self._descriptor < 0:
+            return
+        try:
+            self._write_all_held()
+        except OSError as error:
+            self.num_lost += len(self._held)
+            raise self._refusal(error) from error
+        finally:
+            with suppress(OSError):
+                os.close(self._descriptor)
+            self._descriptor = -1
+        if self.num_lost:
+            raise ConfigError(self._lacking("the disk was full"))
+
+    def _write_all_held(self) -> None:
+        """Write the buffered events; wait at most `CLOSE_WAIT_S` for the reader of a pipe."""
+        deadline_s = time.monotonic() + CLOSE_WAIT_S
+        while True:
+            try:
+                return self._write_held()
+            except BlockingIOError:
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    raise
+                select.select([], [self._descriptor], [], left_s)
+
+    def _write_held(self) -> None:
+        while self._held:
+            self._write(self._held[0])
+            self._held_bytes -= len(self._held.popleft())
+
+    def _write(self, line: bytes) -> None:
+        left = line
+        try:
+            while left:  # a full disk, a pipe or a signal can cut a write short
+                left = left[os.write(self._descriptor, left) :]
+        except OSError:
+            self._begun(line, left)
+            raise
+
+    def _begun(self, line: bytes, left: bytes) -> None:
+        """Truncate a partly written line; for a stream, keep its rest for the next write."""
+        if self._is_stream:
+            self._held[0] = left
+            self._held_bytes -= len(line) - len(left)
+        elif len(left) < len(line):
+            size = os.fstat(self._descriptor).st_size
+            with suppress(OSError):
+                os.ftruncate(self._descriptor, size - len(line) + len(left))
+
+    def _refusal(self, error: OSError) -> ConfigError:
+        reason = _REASONS.get(error.errno or 0, error.strerror or str(error))
+        return ConfigError(self._lacking(reason))
+
+    def _lacking(self, reason: str) -> str:
+        lacking = f"; the file lacks {self.num_lost:,} events" if self.num_lost else ""
+        return (
+            f"KV events cannot be written to {self._path}: {reason}{lacking}; choose another file "
+            "for --kv-events, or free disk space"
+        )
+
+    def __enter__(self) -> "EventFile":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except ConfigError as refusal:
+            if error is None:
+                raise
+            logger.warning("%s", refusal)  # the error that ends the command is reported separately

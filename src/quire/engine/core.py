@@ -27,6 +27,7 @@ from quire.models.loader import LoadedModel
 from quire.models.tokenizer import undecodable_ids
 from quire.offload.prefix_store.prefix_loader import closing, in_flight_bytes
 from quire.parallel.lockstep import Alone, Lockstep
+from quire.sampling.detokenizer import OutputText
 from quire.sampling.grammar_matcher import MaskWorker
 from quire.sampling.logits import StepLogits
 from quire.sampling.output_processor import OutputProcessor
@@ -34,7 +35,6 @@ from quire.sampling.outputs import OutputDelta
 from quire.sampling.pooling import StepHidden
 from quire.sampling.sampler import Sampler
 from quire.sampling.sampling_step import SamplingStep
-from quire.sampling.stop_rules import OutputText
 from quire.scheduler.events import EventLog
 from quire.scheduler.eviction_trace import RetainedSets
 from quire.scheduler.group import make_sequences

@@ -12,12 +12,12 @@ from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.batch_invariance import refuse_pressure
 from quire.engine.pool import KVPool
-from quire.engine.pooling import check_pooling
 from quire.errors import ConfigError, RequestError
 from quire.eviction.eviction_rules import check_chunk_size
 from quire.layout.eviction import EvictionSpec
 from quire.layout.layout import statistics_used
 from quire.layout.model import ModelSpec
+from quire.models.base import HiddenStates
 from quire.models.loader import LoadedModel
 from quire.policies.base import LAYER
 from quire.policies.eviction import Eviction, EvictionRule
@@ -25,6 +25,26 @@ from quire.sampling.grammar import GrammarCompiler
 from quire.scheduler.request import Request
 from quire.scheduler.request_parts import RequestEviction, RequestMemory, RequestSpec
 from quire.scheduler.schedule_config import ScheduleConfig
+
+
+def check_pooling(model: LoadedModel, params: SamplingParams) -> None:
+    """Prepare the model for embeddings, at the first request with `pooling`.
+
+    Args:
+        model: the model.
+        params: sampling parameters of a request.
+
+    Raises:
+        RequestError: the model has no hidden states.
+    """
+    if params.pooling is None:
+        return
+    why_not: str | None = "its decoder returns logits only"
+    if isinstance(model.decoder, HiddenStates):
+        why_not = model.decoder.prepare_hidden_states()
+    if why_not is not None:
+        raise RequestError(f"{model.name} has no embeddings: {why_not}", param="pooling")
+
 
 MOST_SPECS = 4096  # maximum number of cached specs
 

@@ -15,7 +15,7 @@ from functools import cache
 from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.engine.input_processor import InputProcessor
-from quire.engine.kv_fingerprint import kv_fingerprint
+from quire.engine.open_tier import kv_fingerprint
 from quire.engine.pool import KVPool
 from quire.errors import RequestError, UnsoundCombination
 from quire.kv.prefix import PrefixIndex

@@ -1,27 +1,79 @@
 """A Transformers cache in Quire's pages, with any eviction rule, for `model.generate`."""
 
 import weakref
+from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from quire.engine.codec import stored_as
-from quire.errors import ConfigError, RequestError
+from quire.errors import ConfigError, RequestError, UnsoundCombination
 from quire.eviction.eviction_rules import EvictionRules, Provided, check_pre_rope
 from quire.eviction.rule_requirements import NONE
-from quire.hf.arguments import refuse_unread
 from quire.hf.cache_argument import output_with_cache
 from quire.hf.cache_memory import MemoryOptions, folder_of, make_layout
-from quire.hf.cache_rows import CachePlan, CacheRows, rope_variant
+from quire.hf.cache_rows import CachePlan, CacheRows, refuse_unread, rope_variant
 from quire.hf.evicting import make_rule
-from quire.hf.layerless import CacheWithoutLayers
 from quire.hf.wrapped import ForwardingCache, wrap_model
 from quire.kv.lane_reader import LaneReader
 from quire.kv.step import PagedKV
+
+
+class CacheWithoutLayers(Cache):
+    """A `Cache` without layers of tensors: keys and values are not returned."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+
+    @abstractmethod
+    def require_open(self) -> None:
+        """Raise ConfigError if the cache is closed."""
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """No linear attention: all tokens are cached, and `generate` passes only the new ones.
+
+        Transformers 5.24 reads it; an empty list would mean that all layers are linear.
+        """
+        return [False]
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """-1: no maximum length."""
+        del layer_idx
+        return -1
+
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+        """The older name of `get_max_length`."""
+        del layer_idx
+        return -1
+
+    def get_mask_sizes(self, query_length: object, layer_idx: int = 0) -> NoReturn:
+        """Refused: paged attention needs no mask."""
+        del query_length, layer_idx
+        raise self._wrong_call()
+
+    def update(self, *arguments: object, **options: object) -> NoReturn:
+        """Refused: keys and values are stored by Quire's attention."""
+        del arguments, options
+        raise self._wrong_call()
+
+    def _wrong_call(self) -> ConfigError:
+        self.require_open()
+        return ConfigError(
+            "a QuireCache works only in model(...) and model.generate(...) of the model it was "
+            "created for; it was passed to another model or to a submodule"
+        )
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        """Refused: two caches cannot own one memory."""
+        raise UnsoundCombination(
+            "a QuireCache cannot be copied; use batch_repeat_interleave to share a prompt"
+        )
 
 
 class QuireCache(CacheWithoutLayers, ForwardingCache):

@@ -53,6 +53,6 @@ def why_no_rows(device: torch.device, dtype: torch.dtype, shape: RowShape) -> st
 
 @functools.cache
 def _wrong_kernels(device: torch.device, dtype: torch.dtype, shape: RowShape) -> tuple[str, ...]:
-    from quire.kernels.triton.row_self_test import wrong_kernels
+    from quire.kernels.triton.self_test import wrong_kernels
 
     return wrong_kernels(device, dtype, shape)

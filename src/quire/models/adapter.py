@@ -3,37 +3,276 @@
 The flat batch is passed to the model as one row, [1, num_tokens], with explicit positions and no
 Transformers cache. Architecture-specific settings (window, softcap, sinks, scale) are passed with
 each attention call; see `bridge`. Unsupported architectures are declared in `support`.
+
+Forwards of a fixed number of rows, in which a row's result depends on no other row or index.
+
+Forwards of equal shape run the same kernels with the same splits, independent of their contents.
+In a matrix product every row is then summed in the same order. Elementwise functions are the
+exception: torch splits a tensor into equal parts for its threads. It computes most of a part with
+vector instructions and the last few elements without, and the two can round exp, tanh and erf
+differently. Activations are therefore computed in groups of whole rows that one thread computes.
+
+Run several forwards of one model layer by layer: each layer for all forwards, then the next.
+
+    row by row           a: 0 1 2 3   b: 0 1 2 3        every layer is prefetched twice
+    column by column     a0 b0  a1 b1  a2 b2  a3 b3     every layer is prefetched once
+
+Each forward is the model's own and runs on its own thread. Only one thread runs at a time: at the
+start of a layer, a forward yields to the next forward. A waiting forward holds its hidden
+states only; all other activations in memory are those of one forward.
 """
 
+import contextvars
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from functools import cached_property, partial
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.activations import ACT2CLS
 
 from quire.errors import UnsupportedModel
 from quire.layout.model import ModelSpec
 from quire.layout.statistics import Statistic
-from quire.models.base import Batch, PagedAttention
+from quire.models.base import AttentionCall, Batch, Decoder, PagedAttention
 from quire.models.bridge import ATTENTION_NAME, install, register
-from quire.models.forward_lock import ForwardLock
 from quire.models.hidden_states import LastStates, note_hidden_states
-from quire.models.layer_kv import KeysAndValues
-from quire.models.layer_major import LayerMajor
 from quire.models.layer_source import LayerSource
 from quire.models.linear_weights import reorder_linears, widen_linears
 from quire.models.native_linear import available_products, fastest_products
-from quire.models.observing import Observing
-from quire.models.packing import pack_linears
-from quire.models.resident_memory import MappedFiles, trim_free_memory
+from quire.models.observing import KeysAndValues, Observing
+from quire.models.packing import MappedFiles, pack_linears, trim_free_memory
 from quire.models.rope import RopeVariants, Rotations
-from quire.models.rowwise import make_activations_rowwise, rows_depend
 from quire.models.sharding import rank_spec
 from quire.models.support import refuse_class, refuse_config
+from quire.plan.offload.resident import MOST_BATCHES
+
+
+class ForwardLock:
+    """Held by one context: a thread, and the threads that run its forwards layer by layer.
+
+    A thread lock alone would not do: forwards that run layer by layer have threads of their own,
+    in copies of the context of the thread that holds the lock, and recompute inside attention.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_held: ContextVar[bool] = ContextVar("quire-forward-lock", default=False)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the lock within the block; a context that holds it already goes on at once."""
+        if self._is_held.get():
+            yield
+            return
+        with self._lock:
+            token = self._is_held.set(True)
+            try:
+                yield
+            finally:
+                self._is_held.reset(token)
+
+
+ONE_THREAD_NUMBERS = 16_384  # up to this size torch runs elementwise functions on one thread
+VECTOR_NUMBERS = 64  # a multiple of torch's vector width on any CPU
+_SEED = 20
+
+
+def _class_of(entry: object) -> type:
+    found = entry[0] if isinstance(entry, tuple) else entry  # with or without arguments
+    assert isinstance(found, type), "ACT2CLS contains classes"
+    return found
+
+
+_CLASSES = tuple({_class_of(entry) for entry in ACT2CLS.values()})
+
+
+class RowwiseActivation(nn.Module):
+    """An activation whose result for a row does not depend on the row's index.
+
+    Args:
+        activation: elementwise.
+    """
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, numbers: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows width"]:
+        """Apply the activation."""
+        width = numbers.shape[-1]
+        together = 1 if width % VECTOR_NUMBERS else max(1, ONE_THREAD_NUMBERS // width)
+        rows = numbers.reshape(-1, width)
+        parts = [self.activation(part) for part in torch.split(rows, together)]
+        return torch.cat(parts).view(numbers.shape)
+
+
+def make_activations_rowwise(model: nn.Module) -> None:
+    """Wrap every activation of a model; idempotent."""
+    for parent in list(model.modules()):
+        if isinstance(parent, (RowwiseActivation, *_CLASSES)):
+            continue
+        for name, child in list(parent._modules.items()):
+            if child is not None and isinstance(child, _CLASSES):
+                setattr(parent, name, RowwiseActivation(child))
+
+
+class _OwnRow:
+    """Attention in which every row attends only to itself."""
+
+    def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return query + value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+
+
+def rows_depend(decoder: Decoder, rows: int) -> str | None:
+    """Compare forwards of the same rows in different orders, bit for bit.
+
+    Args:
+        decoder: runs the forwards.
+        rows: number of rows of a forward.
+
+    Returns:
+        The reason why a row depends on its index, or None if all logits are equal.
+    """
+    generator = torch.Generator().manual_seed(_SEED)
+    ids = torch.randint(decoder.spec.vocab_size, (rows,), generator=generator)
+    in_order = torch.arange(rows)
+    positions = in_order % decoder.spec.max_positions
+    expected = decoder.forward(ids, positions, in_order, _OwnRow())
+    orders = (in_order.roll(1), in_order.flip(0), torch.randperm(rows, generator=generator))
+    for order in orders:
+        found = decoder.forward(ids[order], positions[order], in_order, _OwnRow())
+        if not torch.equal(found, expected[order]):
+            return (
+                f"with {torch.get_num_threads()} threads the logits of a token depend on its index "
+                f"among the {rows} rows of a forward; set --threads to a power of two"
+            )
+    return None
+
+
+T = TypeVar("T")
+
+
+class _Stopped(Exception):
+    """Raised in a waiting forward because another forward has failed."""
+
+
+@dataclass(slots=True)
+class _RoundRobin:
+    """Runs forwards one at a time, in round-robin order.
+
+    Attributes:
+        may_run: one semaphore for each forward; released when the forward may continue.
+        enter: called with the number of the forward that continues.
+        done: numbers of the finished forwards.
+        failed: whether a forward has raised.
+    """
+
+    may_run: list[threading.Semaphore]
+    enter: Callable[[int], None]
+    done: set[int] = field(default_factory=set)
+    failed: bool = False
+
+    def wait(self, number: int) -> None:
+        self.may_run[number].acquire()
+        if self.failed:
+            raise _Stopped
+        self.enter(number)
+
+    def yield_to_next(self, number: int) -> None:
+        count = len(self.may_run)
+        order = ((number + ahead) % count for ahead in range(1, count + 1))
+        following = next((other for other in order if other not in self.done), None)
+        if following is not None:
+            self.may_run[following].release()
+
+    def fail(self) -> None:
+        self.failed = True
+        for semaphore in self.may_run:
+            semaphore.release()
+
+
+class LayerMajor:
+    """The layers of one model; forwards switch at the start of each layer.
+
+    Args:
+        layers: layers of the model; a hook is registered on each.
+        device: device of the model.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], device: torch.device) -> None:
+        self._device = device
+        self._threads = ThreadPoolExecutor(MOST_BATCHES, thread_name_prefix="quire-batch")
+        self._thread = threading.local()
+        self._round_robin: _RoundRobin | None = None
+        for layer in layers:  # runs before all other hooks of the layer
+            layer.register_forward_pre_hook(self._at_layer, prepend=True)
+
+    def run(self, forwards: Sequence[Callable[[], T]], enter: Callable[[int], None]) -> list[T]:
+        """Run at most `MOST_BATCHES` forwards and return the result of each.
+
+        Args:
+            forwards: each runs all layers, in order.
+            enter: called with a forward's number each time the forward continues.
+
+        Raises:
+            BaseException: the exception of the first failed forward; the others were stopped.
+        """
+        semaphores = [threading.Semaphore(0) for _ in forwards]
+        round_robin = self._round_robin = _RoundRobin(semaphores, enter)
+        stream = None
+        if self._device.type == "cuda":
+            stream = torch.cuda.current_stream(self._device)
+        try:
+            running = [
+                self._threads.submit(
+                    contextvars.copy_context().run, self._run, round_robin, number, forward, stream
+                )
+                for number, forward in enumerate(forwards)
+            ]
+            round_robin.may_run[0].release()
+            wait(running)
+        finally:
+            self._round_robin = None
+        errors = [e for e in (done.exception() for done in running) if e is not None]
+        for error in errors:
+            if not isinstance(error, _Stopped):
+                raise error
+        return [done.result() for done in running]
+
+    def _run(
+        self,
+        round_robin: _RoundRobin,
+        number: int,
+        forward: Callable[[], T],
+        stream: torch.cuda.Stream | None,
+    ) -> T:
+        self._thread.forward_number = number
+        try:
+            round_robin.wait(number)
+            with nullcontext() if stream is None else torch.cuda.stream(stream):
+                result = forward()
+        except BaseException:
+            round_robin.fail()
+            raise
+        round_robin.done.add(number)
+        round_robin.yield_to_next(number)
+        return result
+
+    def _at_layer(self, module: nn.Module, args: tuple[object, ...]) -> None:
+        round_robin = self._round_robin
+        if round_robin is not None:
+            number = self._thread.forward_number
+            round_robin.yield_to_next(number)
+            round_robin.wait(number)
 
 
 class TransformersDecoder:

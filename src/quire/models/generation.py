@@ -11,7 +11,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from quire.config.option_checks import LEAST_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+from quire.config.sampling_params import LEAST_REPETITION_PENALTY, MAX_REPETITION_PENALTY
 from quire.errors import ModelError
 from quire.layout.config import LARGEST_INTEGER, read_json_object, shown
 

@@ -11,8 +11,7 @@ from quire.scheduler.prefix_sharing import PrefixSharing
 from quire.scheduler.request import Request
 from quire.tenancy.accounts import Right, TenantAccounts, checked_tenant
 from quire.tenancy.fair_queue import FairQueue
-from quire.tenancy.meter import TenantMeter, TenantStats
-from quire.tenancy.page_owners import bytes_by_tenant
+from quire.tenancy.meter import TenantMeter, TenantStats, bytes_by_tenant
 from quire.tenancy.tenants import PUBLIC
 
 FORGET_FROM = 64  # least number of tracked tenants before idle ones are searched: a full pass

@@ -20,8 +20,8 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from quire.api.llm import LLM
 from quire.errors import ConfigError, EngineDead
-from quire.layout.open_files import raise_file_limit
 from quire.layout.sizes import format_size
+from quire.layout.values import raise_file_limit
 from quire.scheduler.admission.need import Need
 from quire.serve.access import HEADER, AccessLog, LocalHosts
 from quire.serve.apis.endpoints import OtherApis

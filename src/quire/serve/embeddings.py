@@ -10,7 +10,7 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from quire.api.embedding import embedding_params
+from quire.api.llm import embedding_params
 from quire.sampling.outputs import RequestOutput
 from quire.sampling.pooling import normalized
 from quire.serve.endpoints import Endpoints

@@ -29,11 +29,15 @@ from starlette.types import Receive, Scope, Send
 
 from quire.api.llm import LLM
 from quire.engine.core import Engine
-from quire.engine.inspection.pages import MOST_CELLS, read_page_map
 from quire.engine.inspection.prefixes import Blocks, Chain, read_prefixes
-from quire.engine.inspection.requests import find_request, one_request, request_rows
-from quire.engine.inspection.retention import Retention, read_retention
-from quire.engine.inspection.totals import overview, tenant_rows
+from quire.engine.inspection.requests import (
+    Retention,
+    find_request,
+    one_request,
+    read_retention,
+    request_rows,
+)
+from quire.engine.inspection.totals import MOST_CELLS, overview, read_page_map, tenant_rows
 from quire.engine.ledger import Snapshot
 from quire.errors import ConfigError, EngineDead
 from quire.layout.layout import statistics_used

@@ -9,8 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from quire.config.chat_messages import text_part
 from quire.config.generation_request import OPTION_KINDS, RequestOptions
-from quire.config.option_checks import MAX_CHOICES
-from quire.config.sampling_params import Pooling
+from quire.config.sampling_params import MAX_CHOICES, Pooling
 from quire.config.structured_outputs import MAX_CHOICE_VALUES
 from quire.errors import RequestError
 from quire.serve.fields import MOST_EXTRA_FIELDS, unknown_fields

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from quire.api.async_llm import AsyncLLM
+from quire.api.async_llm import AsyncLLM, QueueLimit
 from quire.api.llm import LLM
-from quire.api.queue_limit import QueueLimit
 from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.api.inputs import as_options, as_prompts, as_requests, as_token_ids
-from quire.api.llm import LLM
+from quire.api.llm import LLM, as_options, as_prompts, as_requests, as_token_ids
 from quire.config.generation_request import (
     OPTION_KINDS,
     GenerationRequest,

@@ -9,8 +9,8 @@ from quire.cli import doctor
 from quire.cli.doctor import KernelUse, huge_pages, instruction_set, kernel_uses
 from quire.kernels.native import library as library_module
 from quire.kernels.native import sampling
+from quire.kernels.native.arguments import AVX2, AVX512, AVX512_BF16, PLAIN
 from quire.kernels.native.library import MAX_CPU_ISA, NativeLibrary, NotLoaded, load_library
-from quire.kernels.native.linear_args import AVX2, AVX512, AVX512_BF16, PLAIN
 from quire.layout.codec_names import CODECS
 
 LIBRARY = load_library()

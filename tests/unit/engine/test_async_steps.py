@@ -13,8 +13,7 @@ from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.engine import async_steps
 from quire.engine.core import Engine
-from quire.engine.decode_graphs import DecodeGraphs
-from quire.engine.graph_capture import RepeatedCalls
+from quire.engine.decode_graphs import DecodeGraphs, RepeatedCalls
 from quire.engine.runner import Runner
 from quire.engine.shared_pool import SharedPool
 from quire.errors import ConfigError, EngineDead

@@ -10,8 +10,13 @@ import torch
 from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.engine.decode_graphs import DecodeGraphs, graph_sizes, why_no_graphs
-from quire.engine.graph_capture import CudaGraphs, RepeatedCalls
+from quire.engine.decode_graphs import (
+    CudaGraphs,
+    DecodeGraphs,
+    RepeatedCalls,
+    graph_sizes,
+    why_no_graphs,
+)
 from quire.engine.runner import Runner
 from quire.errors import ConfigError
 from quire.models.loader import load_model

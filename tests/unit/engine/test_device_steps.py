@@ -7,8 +7,7 @@ import torch
 from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.engine.decode_graphs import DecodeGraphs
-from quire.engine.graph_capture import RepeatedCalls
+from quire.engine.decode_graphs import DecodeGraphs, RepeatedCalls
 from quire.engine.runner import Runner
 from quire.kernels.device_copies import copy_to, to_device
 from quire.sampling.sampler import Sampler

@@ -3,7 +3,7 @@
 import torch
 
 from quire.config.sampling_params import SamplingParams
-from quire.engine.fixed_rows import PaddedBridge, in_parts, padded
+from quire.engine.runner import PaddedBridge, in_parts, padded
 from quire.models.base import AttentionCall
 from quire.scheduler.request import Request
 from support.requests import make_request

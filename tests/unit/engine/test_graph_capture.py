@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.cuda import CUDAGraph
 
-from quire.engine.graph_capture import WARM_UP_CALLS, CudaGraphs
+from quire.engine.decode_graphs import WARM_UP_CALLS, CudaGraphs
 
 
 class Cuda:

@@ -2,8 +2,7 @@
 
 import pytest
 
-from quire.engine.decode_graphs import why_no_graphs
-from quire.engine.graph_capture import RepeatedCalls
+from quire.engine.decode_graphs import RepeatedCalls, why_no_graphs
 from support import engines
 from support.engines import make_prompts
 from support.interpreted import interpreted, triton_backend

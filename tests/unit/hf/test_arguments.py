@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quire.errors import RequestError
-from quire.hf.arguments import check_positions, count_new_tokens, wanted_columns
+from quire.hf.cache_rows import check_positions, count_new_tokens, wanted_columns
 
 
 def test_left_padding_is_not_counted() -> None:

@@ -5,15 +5,15 @@ import torch
 from torch import Tensor
 
 from quire.errors import InvariantError
-from quire.kernels.native.library import NativeLibrary, load_library
-from quire.kernels.native.linear import CODED, CodedRows, Products
-from quire.kernels.native.linear_args import (
+from quire.kernels.native.arguments import (
     ADD,
     AVX2,
     GATE_SILU,
     GROUP_CODES,
     PANEL_COLUMNS,
 )
+from quire.kernels.native.library import NativeLibrary, load_library
+from quire.kernels.native.linear import CODED, CodedRows, Products
 from quire.kernels.native.packed_weights import (
     KINDS,
     PackedWeight,

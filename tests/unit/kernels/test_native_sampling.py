@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from quire.kernels import sampling
+from quire.kernels.native.arguments import AVX2
 from quire.kernels.native.library import NativeLibrary, load_library
-from quire.kernels.native.linear_args import AVX2
 from quire.kernels.native.sampling import RowOptions, RowSampling
 
 LIBRARY = load_library()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from quire.kernels.backend import LaneSlots, StepShape
 from quire.kernels.triton import hardware
 from quire.kernels.triton.hardware import Hardware, is_interpreted, why_no_triton
-from quire.kernels.triton.plan import (
+from quire.kernels.triton.launch import (
     MAX_SPLITS,
     NO_WINDOW,
     WAVES,

@@ -9,8 +9,8 @@ from quire.kernels import row_kernels
 from quire.kernels.row_kernels import RowShape
 from support.interpreted import CPU, FAILURES, interpreted
 
-row_calls = interpreted("row_calls")
-row_self_test = interpreted("row_self_test")
+row_calls = interpreted("slot_calls")
+row_self_test = interpreted("self_test")
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = 1e-5

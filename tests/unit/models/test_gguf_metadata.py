@@ -6,7 +6,7 @@ import pytest
 from transformers import LlamaConfig
 
 from quire.errors import UnsupportedModel
-from quire.models.gguf_metadata import GgufMetadata
+from quire.models.gguf import GgufMetadata
 
 SHAPE = {"max_position_embeddings": 128, "rope_parameters": {"rope_theta": 10_000.0}}
 

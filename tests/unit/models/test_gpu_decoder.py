@@ -6,7 +6,7 @@ from torch import nn
 
 from quire.config.generation_request import GenerationRequest
 from quire.engine.core import Engine
-from quire.engine.graph_capture import RepeatedCalls
+from quire.engine.decode_graphs import RepeatedCalls
 from quire.errors import ConfigError, UnsupportedModel
 from quire.kernels.gathered import GatheredAttention
 from quire.layout.statistics import ResidualSimilarity

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from quire.models.native import rope_table
-from quire.models.native.rope_table import RopeTable
+from quire.models.native import decoder
+from quire.models.native.decoder import RopeTable
 from support import zoo
 
 
@@ -21,8 +21,8 @@ def assert_at(table, rotary, positions):
 
 
 def test_rows_are_those_of_the_module_while_the_table_grows(rotary, monkeypatch):
-    monkeypatch.setattr(rope_table, "FIRST_POSITIONS", 4)
-    monkeypatch.setattr(rope_table, "MOST_POSITIONS", 64)
+    monkeypatch.setattr(decoder, "FIRST_POSITIONS", 4)
+    monkeypatch.setattr(decoder, "MOST_POSITIONS", 64)
     table = RopeTable(rotary)
 
     for positions in ([0], [3, 0, 3], [40, 2], [1], [63], [64, 5], [1000]):

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from quire.models.adapter import TransformersDecoder
-from quire.models.rowwise import (
+from quire.models.adapter import (
     ONE_THREAD_NUMBERS,
     RowwiseActivation,
+    TransformersDecoder,
     make_activations_rowwise,
     rows_depend,
 )

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from quire.models.adapter import TransformersDecoder
 from quire.models.loader import LoadedModel, load_model
 from quire.models.native_linear import PackedLinear, available_products
-from quire.models.resident_memory import MappedFiles
+from quire.models.packing import MappedFiles
 from quire.models.weights import weight_bytes
 from support import zoo
 from support.load_memory import RESET, LoadMemory, measure_loads

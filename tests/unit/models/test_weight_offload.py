@@ -7,13 +7,17 @@ import torch
 from torch import nn
 
 from quire.errors import ConfigError, StorageError, UnsupportedModel
-from quire.models.layer_major import LayerMajor
+from quire.models.adapter import LayerMajor
 from quire.models.weights import weight_bytes
 from quire.offload.swap.transfer import ThreadTransferWorker
-from quire.offload.weights.layers import ALIGNMENT_BYTES, decoder_layers, layer_weights
-from quire.offload.weights.links import CudaLink, FileLink
-from quire.offload.weights.placement import WithinBudget
-from quire.offload.weights.stream import WeightStream
+from quire.offload.weights.links import (
+    ALIGNMENT_BYTES,
+    CudaLink,
+    FileLink,
+    decoder_layers,
+    layer_weights,
+)
+from quire.offload.weights.placement import WeightStream, WithinBudget
 from quire.plan.offload.resident import SLOTS, place_weights
 from support import zoo
 from support.engines import load

@@ -1,6 +1,6 @@
 """Circuit breaker: back-off and log lines."""
 
-from quire.offload.prefix_store.breaker import CircuitBreaker
+from quire.offload.prefix_store.store import CircuitBreaker
 
 
 class Clock:

@@ -18,9 +18,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from quire.errors import ConfigError, CorruptData, StorageError, TierFull, TierUnreachable
 from quire.offload.tiers.base import LateTier, Stored
-from quire.offload.tiers.entry_files import CHUNK_BYTES, SECTOR_BYTES
 from quire.offload.tiers.file import FileTier
-from quire.offload.tiers.file_index import FileIndex
+from quire.offload.tiers.file_index import CHUNK_BYTES, SECTOR_BYTES, FileIndex
 from unit.offload.test_tiers import data_of, read
 
 MIB = 1 << 20

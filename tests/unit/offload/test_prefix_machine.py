@@ -25,8 +25,7 @@ from quire.offload.kv.in_flight_pages import InFlightPages
 from quire.offload.prefix_store.levels import PrefixLevels
 from quire.offload.prefix_store.prefix_load import PrefixLoad
 from quire.offload.prefix_store.prefix_tier import PrefixTier
-from quire.offload.prefix_store.store import PrefixStore
-from quire.offload.prefix_store.tier_kinds import CPU
+from quire.offload.prefix_store.store import CPU, PrefixStore
 from quire.offload.tiers.file import FileTier
 from quire.offload.tiers.host import HostTier
 from quire.offload.tiers.lru import LRUTier

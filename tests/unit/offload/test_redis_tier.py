@@ -15,9 +15,7 @@ import redis
 from quire.config.store_url import parse_store_url
 from quire.errors import ConfigError, CorruptData, StorageError, TierFull, TierUnreachable
 from quire.offload.tiers.base import Stored
-from quire.offload.tiers.redis_entries import CHUNK_BYTES
-from quire.offload.tiers.redis_scripts import PREFIX
-from quire.offload.tiers.redis_tier import RedisOptions, RedisTier
+from quire.offload.tiers.redis_tier import CHUNK_BYTES, PREFIX, RedisOptions, RedisTier
 from support.redis_servers import require_openssl, start_redis
 from unit.offload.test_tiers import data_of, read
 

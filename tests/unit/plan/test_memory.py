@@ -3,8 +3,7 @@
 import pytest
 
 from quire.errors import ConfigError
-from quire.layout.layers import MixtureSpec
-from quire.layout.model import LayerSpec, ModelSpec
+from quire.layout.model import LayerSpec, MixtureSpec, ModelSpec
 from quire.plan.capacity import MemoryLayout, auto_kv_memory, estimate_activation_peak
 
 MODEL = ModelSpec(

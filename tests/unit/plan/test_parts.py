@@ -6,8 +6,7 @@ import pytest
 
 from benchmarks.roofline.measured import total_cost
 from quire.errors import ConfigError
-from quire.layout.layers import MixtureSpec
-from quire.layout.model import LayerSpec, ModelSpec
+from quire.layout.model import LayerSpec, MixtureSpec, ModelSpec
 from quire.plan.roofline import PartCost, RowTokens, decode_step, step_parts, weights_read_bytes
 
 PARTS = ("qkv", "attention", "output projection", "mlp", "head", "rest")

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from quire.errors import ConfigError
-from quire.layout.layers import MixtureSpec
-from quire.layout.model import LayerSpec, ModelSpec
+from quire.layout.model import LayerSpec, MixtureSpec, ModelSpec
 from quire.plan.roofline import crossover_batch, decode_step, weights_read_bytes
 
 

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 import quire
 from quire.config.sampling_params import SamplingParams
-from quire.sampling.stop_rules import Ending, OutputText, ending_token
+from quire.sampling.detokenizer import Ending, OutputText, ending_token
 
 TINY = PreTrainedTokenizerFast.from_pretrained(Path(quire.__path__[0]) / "assets" / "quire-tiny")
 EOS = (1, 2)

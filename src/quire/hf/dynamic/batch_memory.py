@@ -1,15 +1,264 @@
 """Memory of a dynamic batch: KV on the device and in CPU memory, and preemption."""
 
+from collections.abc import Sequence
+
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from quire.errors import HostMemoryFull, NeverFits
 from quire.hf.dynamic.batch_options import HOST, BatchOptions
-from quire.hf.dynamic.batch_slots import BatchSlots, final_columns
-from quire.hf.dynamic.prefill import prefill_bytes
-from quire.hf.dynamic.query import Query, QueryQueues
+from quire.hf.dynamic.query import Query, QueryQueues, QueryState
 from quire.hf.dynamic.slab_model import SlabModel
+from quire.kv.dense.in_place import SlabRows
 from quire.kv.dense.meter import ByteMeter
-from quire.kv.dense.window import spare_columns
+from quire.kv.dense.row import KVShape, RowKV
+from quire.kv.dense.slab import DenseSlab
+from quire.kv.dense.window import Window, spare_columns
+
+
+class BatchSlots:
+    """The rows of the slab and their queries.
+
+    Args:
+        shape: shape of a token's KV.
+        meter: counts the slab's bytes.
+        limit: maximum number of columns; None: no limit.
+        holds: whether free rows keep their memory until the last row is freed, so that the slab is
+            not copied when a row is freed.
+
+    Attributes:
+        slab: None before the first row.
+        rows: the query in each row of the slab; None if the row is free.
+        planned: columns that queries are certain to need; a new slab has at least this many.
+    """
+
+    def __init__(
+        self, shape: KVShape, meter: ByteMeter, limit: int | None, *, holds: bool = True
+    ) -> None:
+        self.slab: DenseSlab | None = None
+        self.rows: list[Query | None] = []
+        self.planned, self._holds = 0, holds
+        self._shape, self._meter, self._limit = shape, meter, limit
+
+    def plan_for(self, columns: int) -> None:
+        """Set the number of columns that queries are certain to need."""
+        self.planned = columns
+
+    @property
+    def live(self) -> list[Query]:
+        """Queries in rows."""
+        return [query for query in self.rows if query is not None]
+
+    @property
+    def columns(self) -> int:
+        """Columns of the longest row."""
+        return self.slab.window.width if self.slab else 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the slab."""
+        return self.slab.num_bytes if self.slab else 0
+
+    # ---- number of rows ------------------------------------------------------------------------
+
+    def start_over(self, rows: int, columns: int) -> None:
+        """Allocate an empty slab of exactly this size; it grows only if needed."""
+        self.close()
+        self.slab = DenseSlab(self._shape, rows, columns, meter=self._meter, limit=self._limit)
+        self.slab.window.planned = self.planned
+        self.rows = [None] * rows
+
+    def resize(self, rows: int, longest: int) -> None:
+        """Change the number of rows, never below the occupied ones; free rows are last.
+
+        Args:
+            rows: requested number.
+            longest: tokens of the longest query to be placed.
+        """
+        if self.slab is None or not self.live:
+            window = Window(0, limit=self._limit, planned=self.planned)
+            self.start_over(rows, window.new_capacity(max(1, longest)))
+            return
+        kept: list[int | None] = [i for i, query in enumerate(self.rows) if query is not None]
+        kept += [None] * (rows - len(kept))
+        self.slab.release_prefix()
+        self.slab.window.planned = self.planned
+        if self._holds and len(kept) <= self.slab.held_rows:
+            self.slab.take_rows(kept)
+        else:
+            self.slab.select(kept, longest)
+        self.rows = [None if row is None else self.rows[row] for row in kept]
+        for row, query in enumerate(self.rows):
+            if query is not None:
+                query.row = row
+
+    def peak_bytes(self, rows: int, columns: int) -> int:
+        """Peak bytes of the slab while it grows to this many rows and columns."""
+        spare = spare_columns(columns)
+        if self.slab is not None and rows == self.slab.rows:
+            window, capacity = self.slab.window, self.slab.window.capacity
+            if window.has_room(columns - window.width):
+                return self.num_bytes
+            if columns + spare // 2 <= capacity:
+                return self._shape.growing_bytes(rows, capacity)
+        return self._shape.growing_bytes(rows, columns + spare)
+
+    def close(self) -> None:
+        """Free the slab."""
+        if self.slab is not None:
+            self.slab.free()
+        self.slab, self.rows = None, []
+
+    # ---- queries in rows -----------------------------------------------------------------------
+
+    def embed(self, query: Query) -> None:
+        """Place a query with KV in a free row and copy its KV there."""
+        assert self.slab is not None
+        assert isinstance(query.kv, RowKV), "only prefilled queries can be embedded"
+        row = self.place(query)
+        self.slab.release_prefix()
+        self.slab.embed(row, query.kv)
+        query.drop_kv()
+
+    def place(self, query: Query) -> int:
+        """Place a query in a free row; the next forward processes its tokens."""
+        row = query.row = self.rows.index(None)
+        self.rows[row] = query
+        query.state = QueryState.RUNNING
+        return row
+
+    def reserve_rows(self, group: Sequence[Query]) -> tuple[SlabRows, Sequence[Query]]:
+        """Place queries in adjacent free rows, in which their prompts will be prefilled.
+
+        Returns:
+            The rows, and the queries from the start of the group that were placed in them.
+        """
+        assert self.slab is not None
+        first = self.rows.index(None)
+        taken = (i for i in range(first, len(self.rows)) if self.rows[i] is not None)
+        group = group[: next(taken, len(self.rows)) - first]
+        self.slab.release_prefix()
+        self.slab.window.planned = self.planned
+        columns = max(query.num_to_read for query in group)
+        found = SlabRows(self.slab, first, len(group), columns)
+        for row, query in enumerate(group, first):
+            self.rows[row], query.row = query, row
+        return found, group
+
+    def leave(self, query: Query, *, clear: bool = True) -> None:
+        """Free a query's row."""
+        assert self.slab is not None
+        assert query.row is not None
+        if clear:
+            self.slab.clear(query.row)
+            self.slab.release_prefix()
+        self.rows[query.row] = None
+        query.row = None
+
+    def swap_out(self, query: Query, device: torch.device, meter: ByteMeter) -> None:
+        """Swap a query's KV out, and free its row.
+
+        Raises:
+            HostMemoryFull: not enough free memory in the pool; no state was changed.
+        """
+        assert self.slab is not None
+        assert query.row is not None
+        query.kv = self.slab.extract(query.row, device, meter)
+        self.leave(query)
+
+
+def final_columns(queries: Sequence[Query]) -> int:
+    """Columns of a batch whose queries start together and run to their end."""
+    longest = max(query.num_to_read for query in queries)
+    return longest + max(query.columns_left for query in queries)
+
+
+class Prefill:
+    """A prefill in progress; prompts start at column 0, shorter prompts have pads at their end.
+
+    Args:
+        model: runs the prefill.
+        queries: the group.
+        slab: destination of their KV.
+
+    Attributes:
+        queries: the group.
+        columns: columns of the longest prompt.
+        logits: logits of each query's last token; set when the token was processed.
+    """
+
+    def __init__(
+        self, model: SlabModel, queries: Sequence[Query], slab: DenseSlab | SlabRows
+    ) -> None:
+        self.queries = list(queries)
+        self._token_ids = [query.to_read for query in queries]
+        self.columns = max(map(len, self._token_ids))
+        self.logits: dict[Query, Float[Tensor, " vocab"]] = {}
+        self._model = model
+        self._slab, self._first = slab, slab.window.hi
+
+    @property
+    def done(self) -> bool:
+        """Whether the prefill is complete."""
+        return self.columns_done == self.columns
+
+    @property
+    def columns_done(self) -> int:
+        """Columns processed so far."""
+        return self._slab.window.hi - self._first
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all prompts, pads counted."""
+        return self.columns * len(self.queries)
+
+    def advance(self, tokens: int) -> int:
+        """Process at most `tokens` tokens, pads counted, but at least one column.
+
+        Returns:
+            Number of processed columns.
+        """
+        first = self.columns_done
+        columns = min(max(1, tokens // len(self.queries)), self.columns - first)
+        chunk = [ids[first : first + columns] for ids in self._token_ids]
+        ends = {
+            query: len(ids) - 1 - first
+            for query, ids in zip(self.queries, self._token_ids, strict=True)
+            if first < len(ids) <= first + columns
+        }
+        wanted = sorted(set(ends.values()))
+        logits = self._model.prefill(self._slab, chunk, columns, wanted)
+        for row, query in enumerate(self.queries):
+            if query in ends:
+                self.logits[query] = logits[row, wanted.index(ends[query])].clone()
+        return columns
+
+    def finish(self) -> None:
+        """Assign each query its KV, unless the prefill was in the batch's rows."""
+        if isinstance(self._slab, SlabRows):
+            self._slab.register([len(ids) for ids in self._token_ids])
+            return
+        for query, kv in zip(self.queries, self._slab.split(), strict=True):
+            query.kv = kv
+
+    def drop(self) -> None:
+        """Free the separate slab."""
+        if isinstance(self._slab, DenseSlab):
+            self._slab.free()
+
+
+def start_in_separate_slab(model: SlabModel, queries: Sequence[Query], meter: ByteMeter) -> Prefill:
+    """Start a prefill in a separate slab."""
+    columns = max(query.num_to_read for query in queries)
+    return Prefill(model, queries, DenseSlab(model.shape, len(queries), columns, meter=meter))
+
+
+def prefill_bytes(model: SlabModel, queries: Sequence[Query]) -> int:
+    """Peak bytes of a group's prefill and split: its slab, and one layer of it twice."""
+    columns = max(query.num_to_read for query in queries)
+    return model.shape.growing_bytes(len(queries), columns)
+
 
 _HOST = torch.device("cpu")
 _ADD_ROWS_BELOW = (

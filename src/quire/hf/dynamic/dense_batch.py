@@ -8,9 +8,8 @@ from transformers import PreTrainedModel
 
 from quire.config.sampling_params import SamplingParams
 from quire.errors import RequestError, SlabFull
-from quire.hf.dynamic.batch_memory import BatchMemory
+from quire.hf.dynamic.batch_memory import BatchMemory, BatchSlots
 from quire.hf.dynamic.batch_options import BatchOptions, check_query, dense_params
-from quire.hf.dynamic.batch_slots import BatchSlots
 from quire.hf.dynamic.filling import Filling
 from quire.hf.dynamic.forking import Forking
 from quire.hf.dynamic.query import (
@@ -25,7 +24,7 @@ from quire.hf.dynamic.sampling_step import SamplingStep
 from quire.hf.dynamic.slab_model import SlabModel
 from quire.kv.dense.meter import ByteMeter
 from quire.models.tokenizer import undecodable_ids
-from quire.sampling.stop_rules import OutputText
+from quire.sampling.detokenizer import OutputText
 
 _PREFETCH_TOKENS = 2  # tokens before a row is expected to be free: prefetch the next query's KV
 

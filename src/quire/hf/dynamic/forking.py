@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from quire.hf.dynamic.batch_slots import BatchSlots
+from quire.hf.dynamic.batch_memory import BatchSlots
 from quire.hf.dynamic.query import Query, QueryQueues
 from quire.hf.dynamic.sampling_step import SamplingStep
 from quire.hf.dynamic.slab_model import SlabModel

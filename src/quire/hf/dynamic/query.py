@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from quire.config.sampling_params import SamplingParams
 from quire.kv.dense.meter import ByteMeter
-from quire.sampling.stop_rules import OutputText
+from quire.sampling.detokenizer import OutputText
 
 CANCELLED = "cancelled"
 

@@ -27,21 +27,23 @@ from quire.kernels.backend import (
 from quire.kernels.chains import HeadBuffers
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.native.arguments import can_move, can_tally, can_write, unfit_tensors
-from quire.kernels.native.call import AttentionCall, Scratch
-from quire.kernels.native.chain import LayerAttention
-from quire.kernels.native.library import NativeLibrary
-from quire.kernels.native.parts import are_cut_alike, cut
-from quire.kernels.native.plan import (
+from quire.kernels.native.call import (
+    AttentionCall,
     LastLayer,
     NativePlan,
     Ready,
+    Scratch,
+    WriteCall,
+    are_cut_alike,
     check_column_sums,
+    cut,
     gathered_chunks,
     token_plan,
 )
-from quire.kernels.native.slot_calls import WriteCall
-from quire.kernels.native.slot_calls import move as move_in_c
-from quire.kernels.native.slot_calls import tally as tally_in_c
+from quire.kernels.native.call import move as move_in_c
+from quire.kernels.native.call import tally as tally_in_c
+from quire.kernels.native.chain import LayerAttention
+from quire.kernels.native.library import NativeLibrary
 
 _log = logging.getLogger(__name__)
 

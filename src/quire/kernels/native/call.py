@@ -1,17 +1,197 @@
-"""Attention calls of the C library: arguments built once per step and updated per layer."""
+"""Attention calls of the C library: arguments built once per step and updated per layer.
+
+Division of a step's attention into parts that threads process one after the other.
+
+rows with few query vectors     one walk; a row of many slots, several walks and a merge
+rows with many query vectors    blocks of query vectors, and for column sums blocks of slots; a
+                                block that has the whole row computes its column sums too
+
+How a row is cut depends on the row only, not on other rows or the number of threads. The same holds
+for its output.
+"""
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.errors import InvariantError
-from quire.kernels.backend import AttentionMath, LaneSlots, LayerPages, StepShape
-from quire.kernels.native.arguments import MAX_TOGETHER, AttentionArgs, copied
+from quire.kernels.backend import (
+    AttentionMath,
+    AttentionStatistic,
+    LaneSlots,
+    LayerPages,
+    MovedSlots,
+    NewSlots,
+    StatisticRows,
+    StepShape,
+)
+from quire.kernels.gathered import GatheredPlan, group_chunks
+from quire.kernels.native.arguments import (
+    COUNT,
+    FIRST,
+    KEPT_LOGITS,
+    MAX_TOGETHER,
+    PART_FIELDS,
+    PARTIAL,
+    ROW,
+    SUM_SLOTS,
+    AttentionArgs,
+    MoveArgs,
+    TallyArgs,
+    WriteArgs,
+    copied,
+)
 from quire.kernels.native.coding import DTYPES, CodingArgs, coding_of, plain_coding
 from quire.kernels.native.library import NativeLibrary
-from quire.kernels.native.parts import Parts
+from quire.layout.statistics import REDUCTIONS
+
+WALK_QUERIES = 16  # query vectors of a (row, KV head) up to which they walk over the pages
+WALK_TOKENS = 16  # new tokens up to which rows walk, if the library has no blocks
+WALK_SLOTS = 512  # least slots of a walk if a row is split
+WALK_ALIGNMENT = 64  # slots that are processed together
+MOST_WALKS = 16  # of a row; more would cost partial results, and heads divide the work further
+
+PartList = NDArray[np.int32]  # [parts, PART_FIELDS]
+NO_PARTS: PartList = np.zeros((0, PART_FIELDS), dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The parts of one layer; see `part` in args.h.
+
+    Attributes:
+        walks, blocks, merges, sums: int32 [parts, row first count partial].
+        walk_slots: slots of each walk.
+        num_partials: number of partial results that merges read.
+        others: rows left to another backend.
+        work: slots times tokens, summed over the rows of walks and blocks.
+    """
+
+    walks: PartList
+    blocks: PartList
+    merges: PartList
+    sums: PartList
+    walk_slots: NDArray[np.int64]
+    num_partials: int
+    others: NDArray[np.int64]
+    work: int
+
+
+def cut(step: StepShape, lanes: LaneSlots, *, group: int, block_queries: int) -> Parts:
+    """Cut the rows of a step.
+
+    Args:
+        step: new tokens of the rows.
+        lanes: live slots of the rows.
+        group: query heads that share a KV head.
+        block_queries: query vectors of a block; 0 if the library has no blocks.
+    """
+    slots = lanes.slots.max(axis=1).astype(np.int64)
+    tokens = step.tokens.astype(np.int64)
+    small = tokens <= WALK_TOKENS if block_queries == 0 else tokens * group <= WALK_QUERIES
+    small |= tokens == 1
+    walked, large = np.flatnonzero(small), np.flatnonzero(~small)
+    one_token = (tokens == 1) & (lanes.window is None)
+    counts = np.where(one_token, _num_walks(slots), 1)[walked]
+    walks, merges, walk_slots = _walks(walked, counts, slots)
+    blocked, others = (large, large[:0]) if block_queries else (large[:0], large)
+    blocks = sums = NO_PARTS
+    if len(blocked):
+        blocks, sums = _blocks(blocked, tokens[blocked] * group, slots[blocked], block_queries)
+    kept = walked if len(others) else slice(None)
+    return Parts(
+        walks=walks,
+        blocks=blocks,
+        merges=merges,
+        sums=sums,
+        walk_slots=walk_slots,
+        num_partials=int(counts[counts > 1].sum()),
+        others=others,
+        work=int((slots * tokens)[kept].sum()),
+    )
+
+
+def are_cut_alike(before: NDArray[np.int32], after: NDArray[np.int32]) -> bool:
+    """Return whether decode rows with these slots [rows, lanes] have equal walks.
+
+    The number and the size of a row's walks change at multiples of `WALK_ALIGNMENT` only. Threads
+    and heads that are walked together depend on the work, which may be that of earlier slots.
+    """
+    same_sizes = (before - 1) // WALK_ALIGNMENT == (after - 1) // WALK_ALIGNMENT
+    same_numbers = before // WALK_ALIGNMENT == after // WALK_ALIGNMENT
+    return bool((same_sizes & same_numbers).all())
+
+
+def _num_walks(slots: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the number of walks of each row: powers of two divide evenly over most threads."""
+    halvings = np.frexp(slots / WALK_SLOTS)[1].astype(np.int64) - 1  # floor of the logarithm
+    walks: NDArray[np.int64] = np.minimum(1 << np.maximum(halvings, 0), MOST_WALKS)
+    return walks
+
+
+def _walks(
+    rows: NDArray[np.int64], counts: NDArray[np.int64], slots: NDArray[np.int64]
+) -> tuple[PartList, PartList, NDArray[np.int64]]:
+    """Return `counts[i]` consecutive walks over the slots of row `rows[i]`, merges, and slots.
+
+    Args:
+        rows: rows that are walked.
+        counts: walks of each of them.
+        slots: slots of all rows.
+    """
+    own, longest = slots[rows], int(slots.max(initial=0))
+    longest = -(-longest // WALK_ALIGNMENT) * WALK_ALIGNMENT  # room for slots of later steps
+    if not (counts > 1).any():
+        return _repeat(rows, counts, longest), NO_PARTS, own
+    sizes = -(-own // (counts * WALK_ALIGNMENT)) * WALK_ALIGNMENT
+    walks = _repeat(rows, counts, np.repeat(sizes, counts))
+    split = np.repeat(counts > 1, counts)
+    walks[:, COUNT][~split] = longest
+    walks[:, PARTIAL] = np.where(split, np.cumsum(split) - 1, -1)
+    left = np.repeat(own, counts) - walks[:, FIRST]
+    return walks, _merges(rows, counts), np.clip(left, 0, walks[:, COUNT])
+
+
+def _merges(rows: NDArray[np.int64], counts: NDArray[np.int64]) -> PartList:
+    """Return a merge for each row with several walks."""
+    first = np.cumsum(np.where(counts > 1, counts, 0)) - counts
+    merges = np.zeros((int((counts > 1).sum()), PART_FIELDS), dtype=np.int32)
+    for index, column in ((ROW, rows), (COUNT, counts), (PARTIAL, first)):
+        merges[:, index] = column[counts > 1]
+    return merges
+
+
+def _blocks(
+    rows: NDArray[np.int64], pairs: NDArray[np.int64], slots: NDArray[np.int64], size: int
+) -> tuple[PartList, PartList]:
+    """Return blocks of rows with this many query vectors and slots, and parts of column sums."""
+    counts = -(-pairs // size)
+    blocks = _repeat(rows, counts, size)
+    blocks[:, COUNT] = np.minimum(size, np.repeat(pairs, counts) - blocks[:, FIRST])
+    # logits are kept in whole tiles, of 6 query vectors and 16 slots
+    alone = (pairs <= size) & ((pairs + 5) * (slots + 15) <= KEPT_LOGITS)
+    blocks[:, PARTIAL] = np.repeat(alone, counts)
+    sums = _repeat(rows[~alone], -(-slots[~alone] // SUM_SLOTS), SUM_SLOTS)
+    return blocks[::-1].copy(), sums  # the last blocks of a chunk see most slots and start first
+
+
+def _repeat(
+    rows: NDArray[np.int64], counts: NDArray[np.int64], size: int | NDArray[np.int64]
+) -> PartList:
+    """Return `counts[i]` consecutive parts of `size` for row `rows[i]`."""
+    parts = np.zeros((int(counts.sum()), PART_FIELDS), dtype=np.int32)
+    parts[:, ROW] = np.repeat(rows, counts)
+    ends = np.cumsum(counts)
+    parts[:, FIRST] = (np.arange(len(parts)) - np.repeat(ends - counts, counts)) * size
+    parts[:, COUNT] = size
+    parts[:, PARTIAL] = -1
+    return parts
+
 
 ITEMS_A_THREAD = 4  # items of equal size in the work of a thread that balance the threads
 SERIAL_BYTES = 128 << 10  # KV bytes in bfloat16 below which threads cost more than they save
@@ -191,3 +371,226 @@ def heads_together(heads_per_page: int, parts: Parts, num_threads: int) -> int:
         if small or (items % num_threads == 0 and 10 * most * walks <= 11 * total):
             return heads
     return 1
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Prepared attention of the layers of a plan, built by the first layer.
+
+    Attributes:
+        call: arguments of the C library; None if it cannot read the tensors.
+        gathered: plan of the rows that the gathered backend computes, or None.
+    """
+
+    call: AttentionCall | None
+    gathered: object | None
+
+
+@dataclass(frozen=True, slots=True)
+class NativePlan:
+    """A step for layers with the same page class, the same table and equal lane lengths.
+
+    Attributes:
+        step, lanes: shapes in contiguous arrays, as the C library requires.
+        page_tokens: slots of a page.
+        slot_bytes: bytes of a slot.
+        token_row: [tokens] row of each token, if every token is computed as a separate row; None if
+            the tokens of a row are computed together.
+        ready: prepared attention by properties of a layer's tensors.
+        last: the properties and prepared attention of the last layer, or nothing.
+    """
+
+    step: StepShape
+    lanes: LaneSlots
+    page_tokens: int
+    slot_bytes: int
+    token_row: Tensor | None = None
+    ready: dict[tuple[object, ...], Ready] = field(default_factory=dict)
+    last: "list[LastLayer]" = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LastLayer:
+    """A layer without column sums and its prepared attention; the next layer is mostly alike.
+
+    Attributes:
+        pages: its pages.
+        query: its query.
+        ready: its prepared attention.
+    """
+
+    pages: LayerPages
+    query: Tensor
+    ready: Ready
+
+    def is_like(self, pages: LayerPages, query: Tensor) -> bool:
+        """Return whether the same arguments, apart from addresses, fit this layer."""
+        own = self.pages
+        return (
+            pages.key is own.key
+            and pages.value is own.value
+            and pages.table is own.table
+            and pages.rows is own.rows
+            and pages.coded is own.coded
+            and pages.full_precision is own.full_precision
+            and pages.promoted is own.promoted
+            and query.shape == self.query.shape
+            and query.dtype == self.query.dtype
+            and query.data_ptr() % query.itemsize == 0
+        )
+
+
+def token_plan(step: StepShape, lanes: LaneSlots, page_tokens: int, slot_bytes: int) -> NativePlan:
+    """Plan every token as a row with one new token, which sees the slots up to its own."""
+    token_row = np.repeat(np.arange(len(step.tokens)), step.tokens)
+    behind = (step.starts + step.tokens)[token_row] - np.arange(len(token_row)) - 1
+    slots = (lanes.slots[token_row] - behind[:, None]).astype(np.int32)
+    return NativePlan(
+        StepShape.of(np.ones(len(token_row), dtype=np.int32)),
+        LaneSlots(slots, lanes.window),
+        page_tokens,
+        slot_bytes,
+        torch.from_numpy(token_row),
+    )
+
+
+def gathered_chunks(plan: NativePlan, rows: NDArray[np.int64]) -> GatheredPlan:
+    """Build a plan of the gathered backend for the chunks of these rows."""
+    wanted = set(rows.tolist())
+    chunks = [c for c in group_chunks(plan.step, plan.lanes) if wanted >= set(c.rows.tolist())]
+    return GatheredPlan(plan.step, plan.lanes.window, (), tuple(chunks))
+
+
+def check_column_sums(plan: NativePlan, query: Tensor, column_sums: Tensor | None) -> None:
+    """Refuse column sums that are too small for the step."""
+    if column_sums is None:
+        return
+    wanted = (len(plan.step.tokens), query.shape[1], int(plan.lanes.slots.max(initial=0)))
+    rows, heads, slots = column_sums.shape
+    if (rows, heads) != wanted[:2] or slots < wanted[2]:
+        raise InvariantError(
+            f"expected column sums of shape {wanted} or wider, got {tuple(column_sums.shape)}"
+        )
+
+
+class WriteCall:
+    """Arguments of writes to the same planes, built once.
+
+    Args:
+        library: the loaded C library.
+        slots: slots of the first write.
+        key: its keys.
+    """
+
+    def __init__(self, library: NativeLibrary, slots: NewSlots, key: Tensor) -> None:
+        self._library, self._planes = library, (slots.key, slots.value)
+        self._vectors, self._dtype, self._lanes = key.shape[1:], key.dtype, slots.pages.shape[1]
+        self._itemsize, self._is_coded = key.itemsize, slots.coded is not None
+        _, heads_per_page, page_tokens, width = slots.key.shape
+        self._args = WriteArgs(
+            plane=(slots.key.data_ptr(), slots.value.data_ptr()),
+            page_bytes=slots.key.stride(0) * slots.key.itemsize,
+            vector_bytes=width * slots.key.itemsize,
+            num_lanes=self._lanes,
+            heads_per_page=heads_per_page,
+            page_tokens=page_tokens,
+            head_dim=key.shape[2],
+            path=library.path,
+            coded=self._is_coded,
+        )
+        if slots.coded is not None:
+            self._args.dtype = DTYPES[key.dtype]
+            self._args.codings[:] = (coding_of(slots.coded.key), coding_of(slots.coded.value))
+
+    def fits(self, slots: NewSlots, key: Tensor, value: Tensor) -> bool:
+        """Return whether these tensors differ from the first ones in memory and tokens only."""
+        places = (len(key), self._lanes)
+        return (
+            (slots.coded is not None) == self._is_coded
+            and slots.key is self._planes[0]
+            and slots.value is self._planes[1]
+            and slots.pages.shape == slots.offsets.shape == places
+            and key.shape[1:] == self._vectors
+            and key.shape == value.shape
+            and key.dtype == value.dtype == self._dtype
+            and slots.pages.dtype == slots.offsets.dtype == torch.int64
+            and slots.pages.is_contiguous()
+            and slots.offsets.is_contiguous()
+            and key.stride(2) == value.stride(2) == 1
+        )
+
+    def write(self, slots: NewSlots, key: Tensor, value: Tensor) -> None:
+        """Write keys and values [tokens, num_kv_heads, head_dim] with a contiguous last axis."""
+        self._set(slots, key, value)
+        if self._library.write(ctypes.byref(self._args), self._library.parallel_for):
+            raise InvariantError("torch_parallel_for failed inside the C extension")
+
+    def layer_args(
+        self, layers: Sequence[NewSlots], key: Tensor, value: Tensor
+    ) -> "ctypes.Array[WriteArgs]":
+        """Return the arguments of writes that differ in their slots only, for a chain."""
+        self._set(layers[0], key, value)
+        copies = copied(self._args, len(layers))
+        for args, slots in zip(copies, layers, strict=True):
+            args.pages, args.offsets = slots.pages.data_ptr(), slots.offsets.data_ptr()
+        return copies
+
+    def _set(self, slots: NewSlots, key: Tensor, value: Tensor) -> None:
+        args, itemsize = self._args, self._itemsize
+        args.fresh[:] = (key.data_ptr(), value.data_ptr())
+        args.token_stride[:] = (key.stride(0) * itemsize, value.stride(0) * itemsize)
+        args.head_stride[:] = (key.stride(1) * itemsize, value.stride(1) * itemsize)
+        args.pages, args.offsets = slots.pages.data_ptr(), slots.offsets.data_ptr()
+        args.num_tokens = len(key)
+
+
+def move(library: NativeLibrary, moves: MovedSlots, scratch: Scratch) -> None:
+    """Copy slots to other slots in every plane; see `AttentionBackend.move`."""
+    (from_page, from_offset), (to_page, to_offset) = moves.source, moves.target
+    for plane in moves.planes:
+        _, heads_per_page, page_tokens, width = plane.shape
+        args = MoveArgs(
+            plane=plane.data_ptr(),
+            page_bytes=plane.stride(0) * plane.itemsize,
+            vector_bytes=width * plane.itemsize,
+            pages=(from_page.data_ptr(), to_page.data_ptr()),
+            offsets=(from_offset.data_ptr(), to_offset.data_ptr()),
+            scratch=scratch.address(len(from_page) * heads_per_page * width * plane.itemsize),
+            num_moves=len(from_page),
+            heads_per_page=heads_per_page,
+            page_tokens=page_tokens,
+        )
+        if library.move(ctypes.byref(args), library.parallel_for):
+            raise InvariantError("torch_parallel_for failed inside the C extension")
+
+
+def tally(
+    library: NativeLibrary, target: AttentionStatistic, rows: StatisticRows, column_sums: Tensor
+) -> None:
+    """Add attention to the statistics of slots; see `AttentionBackend.tally`."""
+    _, heads_per_page, page_tokens, _ = target.numbers.shape
+    num_rows, num_lanes = rows.slots.shape
+    args = TallyArgs(
+        numbers=target.numbers.data_ptr(),
+        page_bytes=target.numbers.stride(0) * target.numbers.itemsize,
+        table=target.table.data_ptr(),
+        table_row_stride=target.table.stride(0),
+        table_lane_stride=target.table.stride(1),
+        step_rows=rows.step_rows.data_ptr(),
+        table_rows=rows.table_rows.data_ptr(),
+        slots=rows.slots.data_ptr(),
+        fresh=rows.fresh.data_ptr(),
+        sums=column_sums.data_ptr(),
+        sums_stride=column_sums.shape[2],
+        num_rows=num_rows,
+        num_lanes=num_lanes,
+        heads_per_page=heads_per_page,
+        group=column_sums.shape[1] // (num_lanes * heads_per_page),
+        first_lane=target.first_lane,
+        page_tokens=page_tokens,
+        heads=REDUCTIONS.index(target.heads),
+        count=int(target.count),
+        path=library.path,
+    )
+    if library.tally(ctypes.byref(args), library.parallel_for):
+        raise InvariantError("torch_parallel_for failed inside the C extension")

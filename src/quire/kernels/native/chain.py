@@ -7,16 +7,17 @@ from typing import NamedTuple
 import torch
 
 from quire.errors import InvariantError
-from quire.kernels.native.arguments import AttentionArgs, WriteArgs
-from quire.kernels.native.library import NativeLibrary
-from quire.kernels.native.linear_args import (
+from quire.kernels.native.arguments import (
+    AttentionArgs,
     ChainCall,
     CodeArgs,
     ConvertArgs,
     LinearArgs,
     NormArgs,
     RopeArgs,
+    WriteArgs,
 )
+from quire.kernels.native.library import NativeLibrary
 
 CHAIN_PARTS = ("qkv", "attention", "output projection", "mlp", "head", "norms and RoPE")
 RowArgs = LinearArgs | NormArgs | RopeArgs | CodeArgs | ConvertArgs

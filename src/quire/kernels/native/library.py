@@ -23,30 +23,26 @@ from quire.kernels.native.arguments import (
     KEPT_LOGITS,
     MAX_TOGETHER,
     SUM_SLOTS,
+    AlignArgs,
     AttentionArgs,
+    BestArgs,
+    ChainCall,
+    CodeArgs,
+    ConvertArgs,
+    FreeArgs,
+    LinearArgs,
     MoveArgs,
+    NormArgs,
+    RepresentArgs,
+    RetainArgs,
+    RopeArgs,
+    SampleArgs,
+    SampleRow,
+    SignArgs,
     TallyArgs,
     WriteArgs,
 )
 from quire.kernels.native.coding import MAX_OUTLIERS, MAX_RUNS
-from quire.kernels.native.linear_args import (
-    ChainCall,
-    CodeArgs,
-    ConvertArgs,
-    LinearArgs,
-    NormArgs,
-    RopeArgs,
-    SampleArgs,
-    SampleRow,
-)
-from quire.kernels.native.select_args import (
-    AlignArgs,
-    BestArgs,
-    FreeArgs,
-    RepresentArgs,
-    RetainArgs,
-    SignArgs,
-)
 
 LIBRARY = "_attention.so"  # without a Python version: ctypes does not depend on it
 PATHS = ("plain C", "AVX2", "AVX-512", "AVX-512 with bfloat16 products")

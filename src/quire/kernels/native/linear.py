@@ -9,9 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from quire.errors import InvariantError
-from quire.kernels.native.coding import DTYPES
-from quire.kernels.native.library import NativeLibrary
-from quire.kernels.native.linear_args import (
+from quire.kernels.native.arguments import (
     AVX512_BF16,
     GROUP_CODES,
     PANEL_COLUMNS,
@@ -20,6 +18,8 @@ from quire.kernels.native.linear_args import (
     CodeArgs,
     LinearArgs,
 )
+from quire.kernels.native.coding import DTYPES
+from quire.kernels.native.library import NativeLibrary
 from quire.kernels.native.packed_weights import KINDS, PackedWeight
 
 CODED = ("int8", "int4")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.errors import InvariantError
 from quire.kernels.huge_pages import zero_memory
-from quire.kernels.native.linear_args import GATE_COLUMNS, GROUP_CODES, PANEL_COLUMNS
+from quire.kernels.native.arguments import GATE_COLUMNS, GROUP_CODES, PANEL_COLUMNS
 
 KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
 UNIT_NUMBERS = {"float32": 1, "bfloat16": 2, "int8": 4, "int4": 8}

@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from quire.kernels.native.arguments import AVX2, ConvertArgs, NormArgs, RopeArgs
 from quire.kernels.native.coding import DTYPES
-from quire.kernels.native.linear_args import AVX2, ConvertArgs, NormArgs, RopeArgs
 
 WIDE_LANES = 16  # float32 numbers of an AVX-512 vector
 NARROW_LANES = 8

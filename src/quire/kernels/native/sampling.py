@@ -15,9 +15,9 @@ from torch import Tensor
 
 from quire.errors import InvariantError
 from quire.kernels import sampling
+from quire.kernels.native.arguments import PLAIN, SampleArgs, SampleRow
 from quire.kernels.native.call import Scratch
 from quire.kernels.native.library import NativeLibrary, NotLoaded, load_library
-from quire.kernels.native.linear_args import PLAIN, SampleArgs, SampleRow
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,7 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kernels.native.library import NativeLibrary, NotLoaded
-from quire.kernels.native.select_args import (
+from quire.kernels.native.arguments import (
     AlignArgs,
     BestArgs,
     FreeArgs,
@@ -30,6 +29,7 @@ from quire.kernels.native.select_args import (
     RetainArgs,
     SignArgs,
 )
+from quire.kernels.native.library import NativeLibrary, NotLoaded
 from quire.kernels.native.self_test import tested_library
 
 WORD_BITS, WORD_BYTES = 64, 8

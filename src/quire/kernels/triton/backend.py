@@ -29,10 +29,17 @@ from quire.kernels.static_plan import StaticLanes
 from quire.kernels.triton import rope_calls, slot_calls
 from quire.kernels.triton.coding import FLOATS, sides_of, unfit_pages
 from quire.kernels.triton.hardware import Hardware, device_of
-from quire.kernels.triton.launch import LayerCall, attend_decode, attend_prefill, sum_columns
-from quire.kernels.triton.plan import TritonPlan, check_column_sums, make_plan, make_static_plan
-from quire.kernels.triton.slot_calls import can_move, can_write
-from quire.kernels.triton.statistic_calls import can_tally, tally_attention
+from quire.kernels.triton.launch import (
+    LayerCall,
+    TritonPlan,
+    attend_decode,
+    attend_prefill,
+    check_column_sums,
+    make_plan,
+    make_static_plan,
+    sum_columns,
+)
+from quire.kernels.triton.slot_calls import can_move, can_tally, can_write, tally_attention
 
 _log = logging.getLogger(__name__)
 

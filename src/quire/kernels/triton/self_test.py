@@ -8,39 +8,152 @@ whose results are stored on disk for the next start.
 import functools
 import itertools
 import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from quire.codecs.registry import make_codec
 from quire.kernels.backend import (
     AttentionBackend,
     AttentionMath,
+    AttentionMeasure,
+    AttentionStatistic,
     LaneSlots,
     LayerPages,
+    MovedSlots,
     NewSlots,
+    StatisticRows,
     StepShape,
 )
 from quire.kernels.coded import CodedPages, CodedPlanes
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.reference_backend import ReferenceAttention
 from quire.kernels.rope_write import CosSin, rotated_and_written
+from quire.kernels.row_kernels import RowShape
+from quire.kernels.triton import rope_calls, slot_calls
 from quire.kernels.triton.backend import TritonAttention
 from quire.kernels.triton.hardware import Hardware, cannot_run, failure_of
-from quire.kernels.triton.slot_self_test import (
-    COLUMNS,
-    GROUP,
-    HEADS,
-    NEW_TOKENS,
-    NUM_PAGES,
-    PAGE_TOKENS,
-    SLOTS,
-    moves_right,
-    tallies_right,
-)
 from quire.layout.codec_names import codec_spec
+from quire.layout.statistics import MEAN
+
+SLOTS, NEW_TOKENS = (3, 300, 20), (1, 1, 5)
+HEADS, GROUP, PAGE_TOKENS = 2, 2, 16
+COLUMNS = -(-max(SLOTS) // PAGE_TOKENS)
+NUM_PAGES = len(SLOTS) * COLUMNS
+
+
+def moves_right(backend: AttentionBackend, device: torch.device) -> bool:
+    """Return whether slots that exchange places are copied correctly."""
+    pages = torch.arange(2 * HEADS * PAGE_TOKENS * 3).view(2, HEADS, PAGE_TOKENS, 3).int()
+    ends = (torch.tensor([0, 1, 0]), torch.tensor([2, 5, 7]))
+    onto = (torch.tensor([1, 0, 0]), torch.tensor([5, 7, 2]))
+    expected, got = pages.clone(), pages.to(device)
+    ReferenceAttention().move(MovedSlots((expected,), ends, onto))
+    source, target = ([x.to(device) for x in places] for places in (ends, onto))
+    backend.move(MovedSlots((got,), (source[0], source[1]), (target[0], target[1])))
+    return torch.equal(got.cpu(), expected)
+
+
+def tallies_right(backend: AttentionBackend, device: torch.device) -> bool:
+    """Return whether attention is added to the statistics of old slots, and replaces new ones."""
+    numbers = torch.linspace(0, 1, NUM_PAGES * HEADS * PAGE_TOKENS)
+    shape = (NUM_PAGES, HEADS, PAGE_TOKENS, 1)
+    table = torch.arange(NUM_PAGES).flip(0).int().view(len(SLOTS), 1, COLUMNS)
+    rows = torch.arange(len(SLOTS))
+    held, fresh = torch.tensor(SLOTS).int()[:, None], torch.tensor(NEW_TOKENS).int()
+    sums = torch.linspace(1, 0, len(SLOTS) * HEADS * GROUP * max(SLOTS))
+    found = []
+    for own, place in ((ReferenceAttention(), torch.device("cpu")), (backend, device)):
+        planes = numbers.to(place, copy=True).view(shape)
+        own.tally(
+            AttentionStatistic(planes, table.to(place), 0, AttentionMeasure.SUM, MEAN),
+            StatisticRows(*(x.to(place) for x in (rows, rows, held, fresh))),
+            sums.view(len(SLOTS), HEADS * GROUP, max(SLOTS)).to(place),
+        )
+        found.append(planes.cpu())
+    return torch.allclose(found[0], found[1], atol=1e-5)
+
+
+_ROWS, _EPS = 3, 1e-5
+_HEADS = (6, 2, 2)  # of queries, keys and values
+_MOST_ERROR = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def wrong_kernels(device: torch.device, dtype: torch.dtype, shape: RowShape) -> tuple[str, ...]:
+    """Return the names of kernels with wrong results.
+
+    Args:
+        device: runs the kernels.
+        dtype: of the numbers.
+        shape: sizes of the model.
+    """
+    rows = _Rows(dtype, shape)
+    tests: Mapping[str, Callable[[torch.device], tuple[Tensor, Tensor]]] = {
+        "RMSNorm": rows.norm,
+        "the norms of heads": rows.head_norms,
+        "the gated activation": rows.gate,
+        "RoPE": rows.rope,
+    }
+    return tuple(name for name, test in tests.items() if not _is_near(*test(device), dtype))
+
+
+def _is_near(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    difference = (found.cpu().float() - expected.float()).norm()
+    return bool(difference <= _MOST_ERROR[dtype] * expected.float().norm())
+
+
+class _Rows:
+    """Random inputs, and the result of each kernel with that of PyTorch."""
+
+    def __init__(self, dtype: torch.dtype, shape: RowShape) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self._shape = shape
+        width, heads = shape.width, (_ROWS, sum(_HEADS), shape.head_dim)
+        self._stream, self._delta, self._weight = (
+            torch.randn(rows, width, generator=generator).to(dtype) for rows in (_ROWS, _ROWS, 1)
+        )
+        self._heads = torch.randn(heads, generator=generator).to(dtype)
+        self._norms = torch.randn(2, shape.head_dim, generator=generator).to(dtype)
+        self._angles = torch.randn(_ROWS, shape.rotary_dim // 2, generator=generator)
+
+    def norm(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        weight = self._weight[0]
+        stream, delta, own = (x.to(device, copy=True) for x in (self._stream, self._delta, weight))
+        found = slot_calls.normed(stream, delta, own, _EPS)
+        summed = self._stream + self._delta
+        expected = F.rms_norm(summed.float(), (len(weight),), weight.float(), _EPS)
+        return torch.cat([stream, found]), torch.cat([summed.float(), expected])
+
+    def head_norms(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        found, norms = (x.to(device, copy=True) for x in (self._heads, self._norms))
+        slot_calls.norm_query_and_key(found.flatten(1), _HEADS[:2], (norms[0], norms[1]), _EPS)
+        *both, value = torch.split(self._heads.float(), list(_HEADS), dim=1)
+        parts = [
+            F.rms_norm(part, (self._shape.head_dim,), weight.float(), _EPS)
+            for part, weight in zip(both, self._norms, strict=True)
+        ]
+        return found, torch.cat([*parts, value], dim=1)
+
+    def gate(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        both = torch.cat([self._stream, self._delta], dim=1)
+        expected = F.silu(self._stream.float()) * self._delta.float()
+        return slot_calls.gated(both.to(device)), expected
+
+    def rope(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        angles = self._angles.repeat(1, 2)
+        rope = CosSin(angles.cos(), angles.sin())
+        found = self._heads.to(device, copy=True)
+        query, key, value = torch.split(self._heads, list(_HEADS), dim=1)
+        expected = torch.cat([rope.rotate(query), rope.rotate(key), value], dim=1)
+        queries, keys, _ = torch.split(found, list(_HEADS), dim=1)
+        on_device = CosSin(rope.cosine.to(device), rope.sine.to(device))
+        rope_calls.rotate(queries, keys, on_device)
+        return found, expected
+
 
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 _CODECS = ("int8", "fp8", "int4")

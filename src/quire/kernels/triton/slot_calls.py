@@ -2,15 +2,18 @@
 
 import torch
 import triton
-from jaxtyping import Int, UInt8
+from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
-from quire.kernels.backend import MovedSlots, NewSlots
+from quire.kernels.backend import AttentionStatistic, MovedSlots, NewSlots, StatisticRows
 from quire.kernels.coded import CodedPlanes
 from quire.kernels.triton.coding import FLOATS, SideCoding, coding_of, has_whole_vectors
 from quire.kernels.triton.device.encode import encode_vectors
+from quire.kernels.triton.device.rows import add_and_norm, gated_silu, norm_heads
 from quire.kernels.triton.device.slots import copy_pages, copy_slots, write_vectors
+from quire.kernels.triton.device.tally import add_attention
 from quire.kernels.triton.hardware import device_of
+from quire.layout.statistics import MAX, MEAN
 
 ENCODED = ("int8", "fp8", "int4", "int2")
 """Rules that the kernels encode; torch encodes the others."""
@@ -180,3 +183,132 @@ def _widest(*bytes_of: Tensor) -> torch.dtype:
     return next(
         t for n, t in sorted(_INTEGERS.items(), reverse=True) if not any(s % n for s in sizes)
     )
+
+
+_BLOCK = 256
+_MOST_GROUP = 32  # query heads of a number: the loop over them is unrolled
+
+
+def group_of(tally: AttentionStatistic, rows: StatisticRows, column_sums: Tensor) -> int:
+    """Query heads that share a number; 0 if heads do not divide them."""
+    heads = rows.slots.shape[1] * tally.numbers.shape[1]
+    return 0 if column_sums.shape[1] % heads else column_sums.shape[1] // heads
+
+
+def can_tally(tally: AttentionStatistic, rows: StatisticRows, column_sums: Tensor) -> bool:
+    """Whether the kernel can accumulate these statistics."""
+    float32, whole = torch.float32, (rows.step_rows, rows.table_rows, rows.slots, rows.fresh)
+    return (
+        tally.numbers.dtype == column_sums.dtype == float32
+        and tally.table.dtype == torch.int32
+        and tally.table.stride(2) == column_sums.stride(2) == 1
+        and has_whole_vectors(tally.numbers)
+        and all(tensor.is_contiguous() for tensor in whole)
+        and 0 < group_of(tally, rows, column_sums) <= _MOST_GROUP
+    )
+
+
+def tally_attention(tally: AttentionStatistic, rows: StatisticRows, column_sums: Tensor) -> None:
+    """Add a step's attention to the statistics of slots; see `AttentionBackend.tally`.
+
+    No data is read by the CPU: programs of blocks beyond the live slots of a lane do nothing.
+    """
+    num_rows, num_lanes = rows.slots.shape
+    _, heads, tokens, _ = tally.numbers.shape
+    if not num_rows:
+        return
+    add_attention[(num_rows, num_lanes * heads, triton.cdiv(column_sums.shape[2], _BLOCK))](
+        tally.numbers,
+        tally.table,
+        column_sums,
+        rows.step_rows,
+        rows.table_rows,
+        rows.slots,
+        rows.fresh,
+        *column_sums.stride()[:2],
+        *tally.table.stride()[:2],
+        tally.numbers.stride(0),
+        tally.first_lane,
+        num_lanes,
+        heads,
+        tokens,
+        group_of(tally, rows, column_sums),
+        tally.heads == MAX,
+        tally.heads == MEAN,
+        int(tally.count),
+        _BLOCK,
+        num_warps=4,
+    )
+
+
+_GATE_BLOCK = 1024
+_WARP_NUMBERS = 512  # numbers of a row for each warp
+
+
+def normed(
+    stream: Float[Tensor, "row width"],
+    delta: Float[Tensor, "row width"] | None,
+    weight: Float[Tensor, " width"],
+    eps: float,
+) -> Float[Tensor, "row width"]:
+    """Add to the residual stream in place, and return its RMSNorm.
+
+    Args:
+        stream: the residual stream, contiguous.
+        delta: added to it, contiguous; None: nothing.
+        weight: of the norm.
+        eps: added to the mean square.
+    """
+    out, (rows, width) = torch.empty_like(stream), stream.shape
+    block = triton.next_power_of_2(width)
+    with device_of(stream):
+        add_and_norm[(rows,)](
+            stream,
+            stream if delta is None else delta,
+            weight,
+            out,
+            eps,
+            width,
+            block,
+            delta is not None,
+            num_warps=min(16, max(1, block // _WARP_NUMBERS)),
+        )
+    return out
+
+
+def norm_query_and_key(
+    heads: Float[Tensor, "token columns"],
+    num_heads: tuple[int, int],
+    weights: tuple[Float[Tensor, " head_dim"], Float[Tensor, " head_dim"]],
+    eps: float,
+) -> None:
+    """Apply RMSNorm to each query and key head in place.
+
+    Args:
+        heads: query heads, then key heads, then others; rows may have any stride.
+        num_heads: numbers of query and key heads.
+        weights: of the norms of query and key heads.
+        eps: added to the mean square.
+    """
+    head_dim = len(weights[0])
+    with device_of(heads):
+        norm_heads[(len(heads), sum(num_heads))](
+            heads,
+            *weights,
+            eps,
+            heads.stride(0),
+            num_heads[0],
+            head_dim,
+            triton.next_power_of_2(head_dim),
+            num_warps=1,
+        )
+
+
+def gated(both: Float[Tensor, "row two_widths"]) -> Float[Tensor, "row width"]:
+    """Return silu(gate) * up of contiguous rows [gate, up]."""
+    rows, width = len(both), both.shape[1] // 2
+    out = torch.empty(rows, width, dtype=both.dtype, device=both.device)
+    block = min(_GATE_BLOCK, triton.next_power_of_2(width))
+    with device_of(both):
+        gated_silu[(rows, triton.cdiv(width, block))](both, out, width, block, num_warps=4)
+    return out

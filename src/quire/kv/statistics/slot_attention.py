@@ -26,7 +26,7 @@ from quire.kernels.backend import (
 from quire.kernels.coded import decode_head
 from quire.kernels.dense import weights_dense
 from quire.kernels.device_copies import to_device
-from quire.kernels.gathered_plan import chunk_lane
+from quire.kernels.gathered import chunk_lane
 from quire.kernels.token_precision import (
     ChunkLane,
     decode_records,

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from quire.errors import UnsupportedModel
 from quire.kernels.rope_write import CosSin
-from quire.kernels.triton import rope_calls, row_calls
+from quire.kernels.triton import rope_calls, slot_calls
 from quire.layout.statistics import ResidualSimilarity, Statistic
 from quire.models.adapter import TransformersDecoder
 from quire.models.base import AttentionCall, Batch
@@ -61,18 +61,18 @@ class GpuDecoder(TransformersDecoder):
         rope = self._rope_of(batch.positions)
         stream: Tensor = fused.embedding(batch.token_ids)
         first = fused.layers[0].attention_norm
-        normed = row_calls.normed(stream, None, first.weight, first.eps)
+        normed = slot_calls.normed(stream, None, first.weight, first.eps)
         following = [layer.attention_norm for layer in fused.layers[1:]] + [fused.norm]
         for number, layer in enumerate(fused.layers):
             added = self._attention(number, layer, normed, rope, attention)
             before = stream.clone() if _wants(attention, "wants_residual_similarity") else None
-            normed = row_calls.normed(stream, added, layer.mlp_norm.weight, layer.mlp_norm.eps)
+            normed = slot_calls.normed(stream, added, layer.mlp_norm.weight, layer.mlp_norm.eps)
             if before is not None:
                 similarity = F.cosine_similarity(before.float(), stream.float(), dim=-1)
                 attention.note_residual_similarity(number, similarity)
-            added = layer.down(row_calls.gated(layer.gate_up(normed)))
+            added = layer.down(slot_calls.gated(layer.gate_up(normed)))
             norm = following[number]
-            normed = row_calls.normed(stream, added, norm.weight, norm.eps)
+            normed = slot_calls.normed(stream, added, norm.weight, norm.eps)
         note_hidden_states(attention, normed.__getitem__)
         return fused.head(normed[batch.sample_rows])
 
@@ -92,7 +92,7 @@ class GpuDecoder(TransformersDecoder):
         if layer.head_norms is not None:
             ours, theirs = layer.head_norms
             weights = ours.weight, theirs.weight
-            row_calls.norm_query_and_key(joint, layer.heads, weights, ours.eps)
+            slot_calls.norm_query_and_key(joint, layer.heads, weights, ours.eps)
         heads = joint.view(rows, num_heads + 2 * kv_heads, layer.head_dim)
         query, key, value = torch.split(heads, [num_heads, kv_heads, kv_heads], dim=1)
         takes_rope = _wants(attention, "takes_rope")

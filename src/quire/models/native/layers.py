@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from quire.kernels.native.arguments import ADD, GATE_COLUMNS, GATE_SILU, PANEL_COLUMNS, STORE
 from quire.kernels.native.linear import Products, pack_bias
-from quire.kernels.native.linear_args import ADD, GATE_COLUMNS, GATE_SILU, PANEL_COLUMNS, STORE
 from quire.kernels.native.packed_weights import PackedWeight, can_pack, pack, pack_gated, pack_parts
 from quire.kernels.native.row_functions import NARROW_LANES, HeadShape
 from quire.layout.model import ModelSpec
 from quire.models.native_linear import PackedEmbedding, PackedLinear
-from quire.models.packing import head_codec
-from quire.models.resident_memory import MappedFiles
+from quire.models.packing import MappedFiles, head_codec
 
 FAMILIES = frozenset(
     {

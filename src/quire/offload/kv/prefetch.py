@@ -48,7 +48,7 @@ class GroupRecompute(Protocol):
 
 @runtime_checkable
 class WeightWaits(Protocol):
-    """Offloaded weights of the model, as `quire.offload.weights.stream` prefetches them."""
+    """Offloaded weights of the model, as `quire.offload.weights.placement` prefetches them."""
 
     @property
     def stalled_s(self) -> float:

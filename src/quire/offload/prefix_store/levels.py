@@ -14,8 +14,7 @@ from quire.errors import ConfigError, OffloadError, StorageError
 from quire.kv.block_records import Records
 from quire.kv.prefix_key import Block
 from quire.offload.prefix_store.entries import Place
-from quire.offload.prefix_store.store import PrefixStore
-from quire.offload.prefix_store.tier_kinds import LevelStats
+from quire.offload.prefix_store.store import LevelStats, PrefixStore
 from quire.plan.fitting import RateEstimator
 
 

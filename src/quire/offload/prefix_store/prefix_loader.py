@@ -7,29 +7,341 @@ The meeting point is the root of a quadratic (`plan.offload.restore`). It is rec
 chunk from observed copy and prefill times: less is loaded over a slow or stalled link, more over a
 fast one. A request that waits for its pages does not delay other requests. A second request for a
 prefix that is being loaded waits for the first one and shares its pages.
+
+Lookups of prefixes that other engines have stored since the last one.
+
+    request A   waits .... | loads        one round trip to the store, for a limited time
+    request B     waits .. | loads        shares A's lookup if that has not been sent yet
+
+The index of a tier is a copy in this process, so a step never waits for a store. A request whose
+prefix is not in the copy waits for one lookup. If the store does not respond, it is computed.
+
+One load for several requests: later requests of a prefix wait for the first one's load.
+
+    request A   | recomputed -> | <- loaded |          publishes its blocks
+    request B   waits ............ shares the blocks of A, then continues after them
+
+A request that waits shares the blocks of the first one as soon as these are published.
 """
 
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from quire.errors import OutOfPages
-from quire.kv.prefix_key import BlockChain
+from quire.kv.prefix_blocks import PrefixLease
+from quire.kv.prefix_key import Block, BlockChain
 from quire.layout.pages import PageClass
-from quire.offload.kv.in_flight_pages import pages_needed
-from quire.offload.prefix_store.joined_loads import JoinedLoads, RequestPrefixLoad
-from quire.offload.prefix_store.load_starts import LoadStarts
-from quire.offload.prefix_store.lookups import PrefixLookups
-from quire.offload.prefix_store.prefix_load import LoadRate
-from quire.offload.prefix_store.prefix_tier import PrefixTier, TierStats
+from quire.offload.kv.in_flight_pages import InFlightPages, pages_needed
+from quire.offload.kv.in_flight_snapshot import InFlightSnapshot, snapshot_pages_needed
+from quire.offload.prefix_store.entries import Place
+from quire.offload.prefix_store.levels import PrefixLevels
+from quire.offload.prefix_store.prefix_load import LoadRate, PrefixLoad, SnapshotLoad
+from quire.offload.prefix_store.prefix_tier import PrefixTier, TierStats, TierTransferWorker
 from quire.plan.offload.split import Loading, restore_split
 from quire.plan.preemption_costs import LearnedCosts
 from quire.plan.rates import PrefillRates
 from quire.scheduler.events import EventLog
+from quire.scheduler.group import prefillable_tokens
 from quire.scheduler.prefix_sharing import PrefixSharing
 from quire.scheduler.request import Request
+
+
+@dataclass(slots=True, eq=False)
+class _Lookup:
+    is_sent: bool = False
+    is_done: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    chain: BlockChain
+    lookup: _Lookup
+    until_s: float
+
+
+class PrefixLookups:
+    """Requests that wait for a lookup.
+
+    Args:
+        levels: the tiers.
+        worker: sends the lookups.
+        notify: called on the worker's thread after each lookup.
+        wait_s: longest wait of a request for a lookup.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        levels: PrefixLevels,
+        worker: TierTransferWorker,
+        notify: Callable[[], None],
+        *,
+        wait_s: float,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._levels, self._worker, self._notify = levels, worker, notify
+        self._wait_s, self._clock = wait_s, clock
+        self._newest = _Lookup(is_sent=True)
+        self._waiting: dict[Request, _Waiting] = {}
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._waiting
+
+    def begin(self, request: Request, chain: BlockChain) -> bool:
+        """Let a request wait for a lookup; return False if no store responds."""
+        if not self._levels.can_look_up:
+            return False
+        if self._newest.is_sent:
+            self._newest = lookup = _Lookup()
+            self._worker.urgent(lambda: self._look_up(lookup))
+        until_s = self._clock() + self._wait_s
+        self._waiting[request] = _Waiting(chain, self._newest, until_s)
+        return True
+
+    def take(self, request: Request) -> BlockChain | None:
+        """The blocks of a request whose wait is over; None while it waits."""
+        waiting = self._waiting[request]
+        if not waiting.lookup.is_done and self._clock() < waiting.until_s:
+            return None
+        del self._waiting[request]
+        return waiting.chain
+
+    def forget(self, request: Request) -> None:
+        """A request no longer waits."""
+        self._waiting.pop(request, None)
+
+    def _look_up(self, lookup: _Lookup) -> None:
+        lookup.is_sent = True
+        try:
+            self._levels.look_up()
+        finally:
+            lookup.is_done = True
+            self._notify()
+
+
+class LoadStarts:
+    """Finds stored prefixes and allocates the pages of their loads.
+
+    Args:
+        tier: holds the prefixes.
+        sharing: the prefix cache, which frees pages.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, tier: PrefixTier, sharing: PrefixSharing, clock: Callable[[], float]
+    ) -> None:
+        assert sharing.prefix is not None, "a prefix load needs the prefix cache"
+        self._tier, self._memory, self._sharing = tier, tier.memory, sharing
+        self._block_tokens, self._clock = sharing.prefix.block_tokens, clock
+
+    def find(self, request: Request, chain: BlockChain | None) -> list[tuple[Block, Place]]:
+        """The stored blocks after a request's cached prefix, up to one with its statistics."""
+        used = request.memory.statistics
+        if chain is None or not self.can_load(request):
+            return []
+        at, most = request.progress.num_computed, self._most_tokens(request)
+        found = self._tier.levels.find(block for block in chain.blocks(most) if block.end > at)
+        while used and found and not self._has_snapshot(found[-1][0], used):
+            found.pop()
+        return found
+
+    def can_load(self, request: Request) -> bool:
+        """Whether the prefix of a request may be loaded."""
+        shares = isinstance(request.memory.lease, PrefixLease)
+        if not shares or request.computes_whole_prompt or self._tier.is_closed:
+            return False
+        return request.memory.swapped is None  # a swapped tail follows the recomputed head
+
+    def lacks_blocks(self, request: Request, found: Sequence[tuple[Block, Place]]) -> bool:
+        """Whether a request that may load has whole blocks beside those that were found."""
+        end = found[-1][0].end if found else request.progress.num_computed
+        return self.can_load(request) and self._most_tokens(request) - end >= self._block_tokens
+
+    def _most_tokens(self, request: Request) -> int:
+        """Tokens up to which a prefix is loaded; at least one is computed."""
+        at = request.progress.num_computed
+        return min(at + prefillable_tokens(request), request.exact_tokens + 1) - 1
+
+    def _has_snapshot(self, block: Block, used: frozenset[str]) -> bool:
+        return self._tier.levels.place_of(self._tier.snapshots.key(block, used)) is not None
+
+    def allocate(
+        self, request: Request, first: int, found: Sequence[tuple[Block, Place]]
+    ) -> PrefixLoad | None:
+        """Allocate the pages of a load; None if there are too few.
+
+        Args:
+            request: a request that has just been admitted.
+            first: first token to load.
+            found: the blocks that `find` returned.
+        """
+        end = found[-1][0].end
+        used = request.memory.statistics
+        needed = pages_needed(self._memory, end - request.progress.num_computed)
+        for page_class, count in snapshot_pages_needed(self._memory, used, end).items():
+            needed[page_class] = needed.get(page_class, 0) + count
+        if not self._sharing.free_pages(needed):
+            return None
+        try:
+            pages = InFlightPages(self._memory, first, end, self._block_tokens)
+        except OutOfPages:
+            return None
+        try:
+            snapshot = self._snapshot_load(found[-1][0], used)
+        except OutOfPages:
+            pages.release()
+            return None
+        return PrefixLoad(self._tier, pages, found, snapshot, self._clock)
+
+    def _snapshot_load(self, block: Block, used: frozenset[str]) -> SnapshotLoad | None:
+        """Load of the statistics at the end of a block; None without statistics."""
+        if not used:
+            return None
+        key = self._tier.snapshots.key(block, used)
+        place = self._tier.levels.place_of(key)
+        if place is None:
+            raise OutOfPages("the statistics were evicted meanwhile")
+        pages = InFlightSnapshot(self._memory, used, block.end)
+        return SnapshotLoad(pages, key, place, self._tier.snapshots.num_bytes(block.end, used))
+
+
+@dataclass(slots=True, eq=False)
+class RequestPrefixLoad:
+    """The prefix load of one request.
+
+    Attributes:
+        load: load of the end of the prefix.
+        found: the blocks to load, and the location of each.
+        began_at: computed tokens of the request when the load began.
+        started_s: clock reading when the load began.
+        busy: whether the load is in the queue of the transfer worker.
+        waits: whether the request could only wait for its pages when it was last planned.
+        is_attached: whether the loaded pages were attached to the request.
+        has_ended: whether the request no longer loads.
+    """
+
+    load: PrefixLoad
+    found: Sequence[tuple[Block, Place]]
+    began_at: int
+    started_s: float
+    busy: bool = False
+    waits: bool = False
+    is_attached: bool = False
+    has_ended: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class JoinedLoad:
+    """A request's use of another request's load.
+
+    Attributes:
+        leader: the request that loads.
+        load: its load.
+        chain: the blocks of the request that waits.
+    """
+
+    leader: Request
+    load: RequestPrefixLoad
+    chain: BlockChain
+
+
+class JoinedLoads:
+    """Requests that wait for the load of another request.
+
+    Args:
+        sharing: the prefix cache that the loading requests publish their blocks to.
+
+    Attributes:
+        num_joined: number of requests that have joined a load.
+    """
+
+    def __init__(self, sharing: PrefixSharing) -> None:
+        self.num_joined = 0
+        self._sharing = sharing
+        self._leaders: dict[bytes, tuple[Request, RequestPrefixLoad]] = {}
+        self._loads: dict[Request, RequestPrefixLoad] = {}
+        self._joined: dict[Request, JoinedLoad] = {}
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._joined
+
+    def of(self, request: Request) -> JoinedLoad | None:
+        """The load that a request waits for; None if it waits for none."""
+        return self._joined.get(request)
+
+    def offer(self, request: Request, load: RequestPrefixLoad) -> None:
+        """Let later requests join a load."""
+        self._loads[request] = load
+        for block, _ in load.found:
+            self._leaders.setdefault(block.key, (request, load))
+
+    def join(
+        self, request: Request, chain: BlockChain, found: Sequence[tuple[Block, Place]]
+    ) -> bool:
+        """Wait for the load of a request's next block; return False if there is none.
+
+        A request with statistics needs those at the end of the load. It joins only a request with
+        the same statistics whose load ends within its own prompt.
+
+        Args:
+            request: a request that has just been admitted.
+            chain: its blocks.
+            found: its stored blocks.
+        """
+        leader, load = self._leaders.get(found[0][0].key, (None, None))
+        if leader is None or load is None or leader is request:
+            return False
+        used = request.memory.statistics
+        if used:
+            last = load.found[-1][0].key
+            within = any(block.key == last for block, _ in found)
+            if used != leader.memory.statistics or not within:
+                return False
+        self._joined[request] = JoinedLoad(leader, load, chain)
+        self.num_joined += 1
+        return True
+
+    def follow(self, request: Request) -> bool:
+        """Share the blocks published so far; return whether the load that it waits for has ended.
+
+        A load has ended when its pages were attached, and when it was cancelled or has failed.
+        """
+        joined, lease = self._joined[request], request.memory.lease
+        if isinstance(lease, PrefixLease):
+            self._extend(request, lease, joined.chain)
+        if joined.load.has_ended:
+            del self._joined[request]
+        return joined.load.has_ended
+
+    def _extend(self, request: Request, lease: PrefixLease, chain: BlockChain) -> None:
+        assert self._sharing.prefix is not None, "a lease belongs to a prefix cache"
+        at = request.progress.num_computed
+        most = min(at + prefillable_tokens(request), request.exact_tokens + 1) - 1
+        end = self._sharing.prefix.extend(
+            lease,
+            request.memory.row,
+            (block for block in chain.blocks(most) if block.end > at),
+            statistics=request.memory.statistics,
+        )
+        request.progress.num_computed = end
+        request.count_cached(at, end)
+
+    def forget(self, request: Request) -> None:
+        """A request no longer loads or waits: its load has ended, or its row was freed."""
+        self._joined.pop(request, None)
+        load = self._loads.pop(request, None)
+        if load is None:
+            return
+        load.has_ended = True
+        for block, _ in load.found:
+            if self._leaders.get(block.key, (None, None))[0] is request:
+                del self._leaders[block.key]
+
 
 WAIT_S = 0.02
 """Longest wait for pages in a step without other work, after which the caller gets control."""

@@ -10,21 +10,128 @@ never read. The tokens of a block are part of its record and are compared before
 
 A store may have a store below it. Entries that a full tier evicts are written to the tier below,
 and so are all entries of a tier that is not persistent when it is closed.
+
+Stops the calls to a tier that fails, for a time that doubles with every failed trial.
+
+    closed --failure--> open for 1 s --trial fails--> open for 2 s ... 60 s
+       ^------------------trial succeeds------------------'
+
+An outage is logged once when it begins and once when it ends.
 """
 
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from quire.errors import CorruptData, OffloadError, TierFull, TierUnreachable
 from quire.kv.block_records import Records
 from quire.kv.prefix_key import Block
-from quire.offload.prefix_store.breaker import CircuitBreaker
 from quire.offload.prefix_store.entries import SNAPSHOT, Entry, EntryIndex, Place
-from quire.offload.prefix_store.tier_kinds import DISK, LevelStats, TierKind
 from quire.offload.tiers.base import Bytes, Stored, Tier
+
+FIRST_S, MOST_S = 1.0, 60.0
+
+logger = logging.getLogger(__name__)
+
+
+class CircuitBreaker:
+    """Whether a tier may be called now.
+
+    Args:
+        name: name of the tier, for the log.
+        clock: seconds.
+
+    Attributes:
+        num_outages: how often the tier began to fail.
+        reason: why the last call failed.
+    """
+
+    def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.num_outages, self.reason = 0, ""
+        self._name, self._clock = name, clock
+        self._wait_s, self._until_s = 0.0, 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the tier is not to be called yet."""
+        return self._wait_s > 0 and self._clock() < self._until_s
+
+    def failed(self, reason: object) -> None:
+        """Open, or stay open for longer after a failed trial; no effect while it is open."""
+        if self.is_open:
+            return
+        self.reason = str(reason)
+        if not self._wait_s:
+            self.num_outages += 1
+            logger.warning(
+                "the %s tier of cached prefixes is not used for now: %s; its prefixes are "
+                "recomputed, and it is tried again after %g s, later after up to %g s",
+                self._name,
+                reason,
+                FIRST_S,
+                MOST_S,
+            )
+        self._wait_s = min(2 * self._wait_s, MOST_S) if self._wait_s else FIRST_S
+        self._until_s = self._clock() + self._wait_s
+
+    def succeeded(self) -> None:
+        """Close after a successful call."""
+        if self._wait_s:
+            self._wait_s = 0.0
+            logger.warning("the %s tier of cached prefixes is used again", self._name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LevelStats:
+    """Contents and counters of one tier for prefixes.
+
+    Attributes:
+        name: cpu, disk or remote.
+        stored_bytes: bytes of the blocks and statistics that can be found in it.
+        found_blocks: blocks that it held when the engine started.
+        stored_blocks: blocks written since then.
+        spilled_bytes: bytes of evicted entries that were written to the tier below.
+        num_discarded: entries that were damaged or missing when they were listed or read.
+        num_damaged: damaged entries, and other damaged parts of the tier that were rebuilt.
+        num_failed: entries that could not be written.
+        num_outages: how often it stopped responding.
+    """
+
+    name: str
+    stored_bytes: int
+    found_blocks: int
+    stored_blocks: int
+    spilled_bytes: int
+    num_discarded: int
+    num_damaged: int
+    num_failed: int
+    num_outages: int
+
+
+@dataclass(frozen=True, slots=True)
+class TierKind:
+    """Kind of a tier for prefixes.
+
+    Attributes:
+        name: for reports.
+        persistent: whether entries outlive the tier; if not, they are written to the tier below
+            when it is closed.
+        is_shared: whether other processes may write to the tier too.
+        looks_up: whether new requests look up what others have just written.
+    """
+
+    name: str
+    persistent: bool = True
+    is_shared: bool = True
+    looks_up: bool = False
+
+
+CPU = TierKind("cpu", persistent=False, is_shared=False)
+DISK = TierKind("disk")
+REMOTE = TierKind("remote", looks_up=True)
 
 RECONCILE_S = 300.0
 """Time after which entries that other processes have evicted are forgotten."""
@@ -32,8 +139,6 @@ MOST_DAMAGED = 3
 """Damaged entries in a row after which a tier counts as failed."""
 _ENTRY_BYTES = 4 << 20  # most bytes of an entry
 _LEAST_ENTRIES = 8
-
-logger = logging.getLogger(__name__)
 
 
 def _entry_bytes(tier: Tier) -> int:

@@ -34,7 +34,7 @@ _MOST_CHUNKS = 8  # most chunks of a layer above that size
 
 @runtime_checkable  # for the shape checks in tests
 class RecomputesKV(Protocol):
-    """Computes keys and values of a layer; see `quire.models.layer_kv`."""
+    """Computes keys and values of a layer; see `quire.models.observing`."""
 
     def keys_and_values(
         self,

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from quire.engine.inspection.pages import PageOwners
+from quire.engine.inspection.totals import PageOwners
 from quire.kv.page_map import EVICTED, FIRST_ROW, ClassFacts, PageFacts
 from quire.layout.codec_names import codec_spec
 from quire.layout.pages import PageClass

@@ -13,7 +13,7 @@ from quire.errors import (
     UnsupportedModel,
 )
 from quire.hf import DynamicBatch
-from quire.hf.dynamic.prefiller import SideStream
+from quire.hf.dynamic.filling import SideStream
 from quire.hf.dynamic.query import QueryState
 from quire.scheduler.batchers.registry import DENSE_BATCHERS
 from support import zoo

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from quire.errors import UnsupportedModel
-from quire.hf.dynamic.slab_cache import MaskRule, check_implementation, visible
+from quire.hf.dynamic.slab_model import MaskRule, check_implementation, visible
 from support import zoo
 
 _ = -1
