@@ -190,7 +190,7 @@ def _heading(config: type, name: str) -> str:
 def policies() -> str:
     """`full`, all registered policies and all budgets."""
     from quire.cli.listings import budget_rows, policy_rows
-    from quire.layout.eviction import MOST_DEFAULT_EVERY
+    from quire.layout.eviction import MAX_DEFAULT_EVERY
 
     rules = [
         (
@@ -221,7 +221,7 @@ def policies() -> str:
         "Written `name:option=value,option=value`, as in `--evict recent:cap=512,sinks=4`. Every\n"
         "policy except `full` also takes `cap` (maximum tokens per lane, a fraction of the prompt\n"
         "such as `25%`, or bytes such as `2MiB`; required), `every` (tokens per eviction;\n"
-        f"default: an eighth of the cap, at most {MOST_DEFAULT_EVERY}), `when`, `budget`,\n"
+        f"default: an eighth of the cap, at most {MAX_DEFAULT_EVERY}), `when`, `budget`,\n"
         "`granularity` and `chunk_tokens`:\n"
         "see [eviction](../eviction.md).\n\n" + _table(_RULE_COLUMNS, rules) + "\n## Budgets\n\n"
         "A budget divides a cap over layers and heads, as in `budget=(pyramid:beta=20)`. If the\n"

@@ -9,7 +9,7 @@ from quire.models.loader import LoadedModel
 from quire.profile.step_rates import static_schedule
 
 PAPER_SAMPLES = 960
-MOST_ROWS = 256
+MAX_ROWS = 256
 
 
 def batch_sizes(samples: int = PAPER_SAMPLES) -> tuple[int, ...]:
@@ -23,7 +23,7 @@ def largest_of(sizes: tuple[int, ...], rows: int) -> int:
 
 
 def rows_that_fit(
-    model: LoadedModel, kv: KVConfig, prompt_tokens: int, new_tokens: int, most: int = MOST_ROWS
+    model: LoadedModel, kv: KVConfig, prompt_tokens: int, new_tokens: int, most: int = MAX_ROWS
 ) -> int:
     """Count the rows of a given length that run to their end together.
 

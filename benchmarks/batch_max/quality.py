@@ -102,7 +102,7 @@ def tokens_per_s(found: Sequence[Judged], arm: str) -> float:
     return sum(cell.new_tokens for cell in cells) / sum(cell.total_s for cell in cells)
 
 
-def least_good_share(config: QualityConfig, found: Sequence[Judged]) -> float | None:
+def min_good_share(config: QualityConfig, found: Sequence[Judged]) -> float | None:
     """Smallest cap (fraction of the prompt) that, like all larger ones, has the wanted quality."""
     best = None
     for share, cap in sorted(zip(config.shares, config.caps, strict=True), reverse=True):
@@ -138,7 +138,7 @@ def claims(config: QualityConfig, found: Sequence[Judged]) -> Numbers:
     for arm in config.arms():
         made[f"{_key(config, arm)}_quality_over_fkv"] = quality_over_full(found, arm.name)
         made[f"tiny_{_key(config, arm)}_tokens_per_s"] = tokens_per_s(found, arm.name)
-    share = least_good_share(config, found)
+    share = min_good_share(config, found)
     if share is not None:
         made["bm_good_cap_share"] = share
     equal = equal_decode_share(config, found)

@@ -18,7 +18,7 @@ from quire.models.device_memory import free_device_bytes
 from quire.offload.swap.host_store import device_name
 from quire.profile.ceilings import seconds
 
-_LEAST_S = 1e-9  # the clock's resolution can measure 0 for a short call
+_MIN_S = 1e-9  # the clock's resolution can measure 0 for a short call
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +64,14 @@ class Target:
     def seconds(self, call: Callable[[], object], times: int = 1) -> float:
         """Time of one call, as the mean over the given number of back-to-back calls."""
         if not self.on_gpu:
-            return max(seconds(lambda: _repeat(call, times)) / times, _LEAST_S)
+            return max(seconds(lambda: _repeat(call, times)) / times, _MIN_S)
         with torch.cuda.device(self.device):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             begin.record()
             _repeat(call, times)
             end.record()
             end.synchronize()
-        return max(float(begin.elapsed_time(end)) / 1e3 / times, _LEAST_S)
+        return max(float(begin.elapsed_time(end)) / 1e3 / times, _MIN_S)
 
     def repeated(self, call: Callable[[], object], times: int) -> Callable[[], object]:
         """Return a function that repeats a call; on a GPU as one CUDA graph, if that is possible.

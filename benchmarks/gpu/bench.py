@@ -21,7 +21,7 @@ from quire.models.device_memory import free_device_bytes
 from quire.models.loader import LoadedModel
 from quire.scheduler.schedule_config import ScheduleConfig
 
-MOST_BATCHED_TOKENS = 8_192
+MAX_BATCHED_TOKENS = 8_192
 _TIMED_COPIES = 10
 
 
@@ -86,8 +86,8 @@ class GpuBench:
         """An engine over a model, without prefix caching."""
         schedule = ScheduleConfig(
             max_num_seqs=rows,
-            max_num_batched_tokens=MOST_BATCHED_TOKENS,
-            chunk_tokens=MOST_BATCHED_TOKENS,
+            max_num_batched_tokens=MAX_BATCHED_TOKENS,
+            chunk_tokens=MAX_BATCHED_TOKENS,
             cuda_graphs=cuda_graphs,
             async_scheduling=async_scheduling,
             batcher=batcher,
@@ -200,5 +200,5 @@ def all_decode(engine: Engine, rows: int) -> bool:
 
 def new_tokens_of(rows: int, prompt_tokens: int, steps: int) -> int:
     """Output tokens that no row reaches: rows decode while later prompts are prefilled."""
-    prefill_steps = -(-rows * prompt_tokens // MOST_BATCHED_TOKENS) + rows
+    prefill_steps = -(-rows * prompt_tokens // MAX_BATCHED_TOKENS) + rows
     return prefill_steps + steps + 8

@@ -31,11 +31,11 @@ from quire.models.generation import GenerationDefaults
 from quire.models.loader import LoadedModel
 from quire.models.weights import weight_bytes
 from quire.offload.weights.placement import WithinBudget
-from quire.plan.offload.resident import MOST_BATCHES
+from quire.plan.offload.resident import MAX_BATCHES
 from quire.scheduler.schedule_config import ScheduleConfig
 
 _ALONE, _PARTIAL = "transfer alone", "partial recompute"
-_RESIDENT, _LEAST_RESIDENT = 0.1, 24  # tokens of a row whose KV has room besides its staging
+_RESIDENT, _MIN_RESIDENT = 0.1, 24  # tokens of a row whose KV has room besides its staging
 _SLACK_BYTES = 1 << 16
 _THEIRS = "Transformers, offloaded cache"
 _SHARING_BATCHES = 2  # batches of rows that share each layer in a decode step
@@ -190,7 +190,7 @@ def _context(bench: GpuBench) -> int:
 def _engine(bench: GpuBench, mode: _Mode, model: LoadedModel, recompute: str) -> Engine:
     tokens = _context(bench)
     row_bytes = model.spec.kv_bytes(tokens, bench.dtype.itemsize)
-    held = 2 / model.spec.num_layers + max(_RESIDENT, _LEAST_RESIDENT / tokens)
+    held = 2 / model.spec.num_layers + max(_RESIDENT, _MIN_RESIDENT / tokens)
     offload = OffloadConfig(
         kv_memory=int(1.5 * mode.rows * row_bytes) + (16 << 20),
         recompute=recompute,
@@ -208,7 +208,7 @@ def _engine(bench: GpuBench, mode: _Mode, model: LoadedModel, recompute: str) ->
     batch_tokens = mode.rows * chunk_tokens
     if mode.shares:
         batch_tokens = max(1, mode.rows // _SHARING_BATCHES)
-        chunk_tokens = max(1, MOST_BATCHES * batch_tokens // mode.rows)
+        chunk_tokens = max(1, MAX_BATCHES * batch_tokens // mode.rows)
     schedule = ScheduleConfig(
         max_num_seqs=mode.rows,
         max_num_batched_tokens=batch_tokens,

@@ -17,7 +17,7 @@ from quire.profile.ceilings import touched_buffer
 
 _DUPLEX_COPIES = 12
 _TIMED_BYTES = 64 << 20  # least bytes of consecutive copies, so that the timing error is small
-_MOST_COPIES = 200
+_MAX_COPIES = 200
 _CHANGE = "omit the part link"
 
 
@@ -90,7 +90,7 @@ def _best(target: Target) -> str:
 def _by_size(bench: GpuBench, kind: str, pair: _Pair) -> list[tuple[Cell, ...]]:
     rows: list[tuple[Cell, ...]] = []
     for size in bench.config.link_bytes:
-        times = min(_MOST_COPIES, max(1, _TIMED_BYTES // size))
+        times = min(_MAX_COPIES, max(1, _TIMED_BYTES // size))
         rates: list[float] = []
         for call in (lambda: pair.inward(size), lambda: pair.outward(size)):  # noqa: B023
             copy_s = bench.target.samples(call, bench.config.repeats, times)

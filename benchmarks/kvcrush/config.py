@@ -202,7 +202,7 @@ class PromptsConfig:
     anchors: tuple[str, ...] = (RANDOM, MEAN, ALTERNATING)
 
     @property
-    def least_tokens(self) -> int:
+    def min_tokens(self) -> int:
         """Prompts must be longer than this, so that a large part of each exceeds the cap."""
         return (self.paper.cap + self.tokens) // 2
 

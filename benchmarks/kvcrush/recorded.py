@@ -71,7 +71,7 @@ def _of_task(
     if len(found) < n:
         raise ConfigError(
             f"expected {n} examples of {task.name} with prompts of more than "
-            f"{config.least_tokens} tokens, got {len(found)} in {path}; name a file with longer "
+            f"{config.min_tokens} tokens, got {len(found)} in {path}; name a file with longer "
             "or more examples"
         )
     prompts, graded = zip(*found, strict=True)
@@ -89,7 +89,7 @@ def _fitting(
 
     for by_shots in samples:
         sample, tokens = longest_that_fits(by_shots, model, config.tokens)
-        if len(tokens) > config.least_tokens:
+        if len(tokens) > config.min_tokens:
             grade = partial(_judge, task, sample.references)
             yield tokens, GradedPrompt(prompt=sample.prompt, grade=grade)
 

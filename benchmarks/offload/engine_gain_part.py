@@ -40,7 +40,7 @@ from quire.offload.kv.offload_choice import OffloadChoice
 from quire.offload.profiler import OffloadProfiler, Speeds
 from quire.offload.weights.links import FileLink
 from quire.offload.weights.placement import WeightStream, WithinBudget
-from quire.plan.offload.resident import MOST_BATCHES
+from quire.plan.offload.resident import MAX_BATCHES
 from quire.plan.rates import CopyRate
 from quire.profile.ceilings import random_prompt
 from quire.scheduler.schedule_config import ScheduleConfig
@@ -50,7 +50,7 @@ _SPEEDS = "quire.offload.kv.offload_choice.measure_offload_speeds"
 _RHO = 0.58  # time of recompute over time of transfer: OPT-13B on an A100 with PCIe 4
 _SLOWED = 3.0  # time of a recompute over its measured time
 _RESIDENT = 0.1  # fraction of a sequence's KV that has room besides its staging
-_LEAST_RESIDENT = 24  # least such tokens
+_MIN_RESIDENT = 24  # least such tokens
 _PAGE_TOKENS = 16
 _BATCHES = 2  # batches of rows that share each layer, if weights are offloaded
 
@@ -228,7 +228,7 @@ def _on_link(model: LoadedModel, link: SlowLink, speeds: Speeds) -> Iterator[Non
 
 def _engine(config: OffloadBenchConfig, mode: _Mode, model: LoadedModel, recompute: str) -> Engine:
     tokens = config.gain_tokens + config.gain_steps
-    held = 2 / model.spec.num_layers * tokens + max(_RESIDENT * tokens, _LEAST_RESIDENT)
+    held = 2 / model.spec.num_layers * tokens + max(_RESIDENT * tokens, _MIN_RESIDENT)
     rows = config.gain_rows
     memory = int(rows * held * model.spec.kv_bytes_per_token(4))
     offload = OffloadConfig(kv_memory="2GiB", recompute=recompute, cpu_attention="off")
@@ -240,9 +240,9 @@ def _engine(config: OffloadBenchConfig, mode: _Mode, model: LoadedModel, recompu
         prefix_cache=PrefixCacheConfig(enabled=False),
     )
     schedule = ScheduleConfig(
-        chunk_tokens=MOST_BATCHES // _BATCHES,  # all prompts end in the same step
+        chunk_tokens=MAX_BATCHES // _BATCHES,  # all prompts end in the same step
         max_num_seqs=rows,
-        max_num_batched_tokens=rows // _BATCHES * (1 if mode.weights else MOST_BATCHES),
+        max_num_batched_tokens=rows // _BATCHES * (1 if mode.weights else MAX_BATCHES),
         objective="throughput" if mode.weights else "latency",
     )
     return Engine(model, kv, schedule)

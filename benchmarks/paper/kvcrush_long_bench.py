@@ -29,7 +29,7 @@ _PYRAMID = "budget=pyramid"
 _CONTEXT, _QUICK_CONTEXT = 31_500, 256
 _PROMPTS, _QUICK_PROMPTS = 200, 2
 _QUICK_NEW_TOKENS = 16
-_LEAST_CAP = 64
+_MIN_CAP = 64
 _CUT_SHARE = 0.25  # cap over the longest prompt, if prompts are shorter than the paper's
 
 
@@ -60,7 +60,7 @@ def _stand_ins(material: Material, instead_of: str) -> list[TaskPrompts]:
 def _budget(tasks: Iterable[TaskPrompts]) -> Budget:
     """The paper's cap, or a quarter of the longest prompt if that is shorter than the cap."""
     longest = max(len(ids) for task in tasks for ids in task.tokens)
-    return Budget(cap=CAP if longest > CAP else max(_LEAST_CAP, int(_CUT_SHARE * longest)))
+    return Budget(cap=CAP if longest > CAP else max(_MIN_CAP, int(_CUT_SHARE * longest)))
 
 
 def _bases(material: Material) -> dict[str, tuple[Rule, str]]:

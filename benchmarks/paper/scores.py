@@ -30,7 +30,7 @@ FULL, PLAIN = "full", "none"
 
 _ROWS = 8
 _CACHED_OVER_KV = 1.5  # bytes of a cached prompt with recorded statistics, over its KV
-_MOST_CACHED_BYTES = 4 << 30
+_MAX_CACHED_BYTES = 4 << 30
 
 Grader = Callable[[str], float]
 
@@ -262,5 +262,5 @@ def _score(llm: LLM, task: TaskPrompts, rule: str | None) -> Scored:
 def _memory(model: LoadedModel, task: TaskPrompts) -> int:
     longest = max(map(len, task.tokens)) + task.new_tokens
     row_bytes = model.spec.kv_bytes(longest, model.decoder.dtype.itemsize)
-    cached = min(int(_CACHED_OVER_KV * row_bytes) * len(task.tokens), _MOST_CACHED_BYTES)
+    cached = min(int(_CACHED_OVER_KV * row_bytes) * len(task.tokens), _MAX_CACHED_BYTES)
     return 2 * _ROWS * row_bytes + cached + (8 << 20)

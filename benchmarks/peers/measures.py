@@ -29,7 +29,7 @@ class Measures:
         decode_tokens_per_s: tokens after `prefill_s` over the time after it; None without such
             tokens.
         first_token_s: time to the first token, median over the prompts.
-        most_at_once: most requests that had their first token and not yet their last one.
+        max_at_once: most requests that had their first token and not yet their last one.
         peak_rss_bytes: peak resident memory.
         new_tokens: generated tokens.
         judged: output tokens of the first prompts.
@@ -46,7 +46,7 @@ class Measures:
     prefill_s: float
     decode_tokens_per_s: float | None
     first_token_s: float
-    most_at_once: int
+    max_at_once: int
     peak_rss_bytes: int
     new_tokens: int
     judged: list[list[int]]
@@ -79,14 +79,14 @@ def measures_of(result: Mapping[str, Any], shape: Shape, judged_prompts: int) ->
         prefill_s=prefill_s,
         decode_tokens_per_s=later / (total_s - prefill_s) if later else None,
         first_token_s=statistics.median(firsts),
-        most_at_once=most_at_once(result["times_s"]),
+        max_at_once=max_at_once(result["times_s"]),
         new_tokens=sum(expected),
         judged=[list(tokens) for tokens in result["tokens"][:judged_prompts]],
         figures=dict(result.get("figures", {})),
     )
 
 
-def most_at_once(times_s: Sequence[Sequence[float]]) -> int:
+def max_at_once(times_s: Sequence[Sequence[float]]) -> int:
     """Largest number of requests between their first and last token, from their token times."""
     changes = sorted(
         change for times in times_s for change in ((times[0], 1), (times[-1], -1)) if times

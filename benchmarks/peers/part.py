@@ -171,7 +171,7 @@ class PeersPart:
             median(runs, decode_rate) if is_equal else None,
             median(runs, tokens_per_s),
             median(runs, lambda run: run.first_token_s),
-            median(runs, lambda run: run.most_at_once),
+            median(runs, lambda run: run.max_at_once),
             median(runs, lambda run: run.peak_rss_bytes / MB),
             regret,
         )

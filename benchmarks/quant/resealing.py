@@ -127,8 +127,8 @@ def main() -> None:
     for codec, of in lanes.items():
         found[codec] = {
             "evict_ms": round(statistics.median(times[codec][1:]) * 1e3, 2),
-            "least_ms": round(min(times[codec][1:]) * 1e3, 2),
-            "most_ms": round(max(times[codec][1:]) * 1e3, 2),
+            "min_ms": round(min(times[codec][1:]) * 1e3, 2),
+            "max_ms": round(max(times[codec][1:]) * 1e3, 2),
             "error_once": round(once[codec], 4),
             "error_after_rounds": round(of.error(), 4),
         }

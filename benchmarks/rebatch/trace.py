@@ -40,7 +40,7 @@ def measure(config: RebatchConfig) -> tuple[Load, int, list[Round]]:
     free = run_arm(models, together, EMBEDDING, trace.batch, config)
     span_s = ideal_s(together, trace.batch, fit([free.forwards])) / trace.load
     load = recorded(trace.requests, trace.scale, span_s, trace.urgent_every)
-    memory_bytes = max(int(free.kv_peak_bytes * trace.memory_share), _least_bytes(models, load))
+    memory_bytes = max(int(free.kv_peak_bytes * trace.memory_share), _min_bytes(models, load))
     rounds: list[Round] = [
         {
             arm: run_arm(models, load, arm, trace.batch, config, memory_bytes=memory_bytes)
@@ -51,7 +51,7 @@ def measure(config: RebatchConfig) -> tuple[Load, int, list[Round]]:
     return load, memory_bytes, rounds
 
 
-def _least_bytes(models: Models, load: Load) -> int:
+def _min_bytes(models: Models, load: Load) -> int:
     """KV bytes that the longest query needs alone during prefill and the copy into a slab."""
     longest = max(query.final_tokens for query in load)
     return 3 * models.paged.spec.kv_bytes(longest, 4)

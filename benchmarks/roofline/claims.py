@@ -12,7 +12,7 @@ from benchmarks.roofline.measured import (
     products_s,
 )
 
-LEAST_RATIO = 0.97  # of time and floor; below, more than noise separates them
+MIN_RATIO = 0.97  # of time and floor; below, more than noise separates them
 SMALL_ROWS = 16
 LARGE_ROWS = 32
 
@@ -57,7 +57,7 @@ def claims_of(cells: Iterable[Cell]) -> Claims:
             f"_{own}" for own, first in zip(cell.key, found[0].key, strict=True) if own != first
         )
         for name, ratio, measures in _ratios(cell):
-            wrong = [step for step in measures if step.over_floor < LEAST_RATIO]
+            wrong = [step for step in measures if step.over_floor < MIN_RATIO]
             if wrong:
                 reason = "; ".join(wrong_floor(step, cell) for step in wrong)
                 refused.append(Refused(claim=name + suffix, reason=reason))

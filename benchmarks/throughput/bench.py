@@ -14,7 +14,7 @@ import torch
 from benchmarks.common.models import random_model, random_weights
 from benchmarks.common.regret import RegretJudge
 from benchmarks.common.workload import QUICK_WORKLOAD, Workload
-from benchmarks.roofline.claims import LEAST_RATIO
+from benchmarks.roofline.claims import MIN_RATIO
 from benchmarks.roofline.costs import Storage, arithmetics_of, step_costs, storage_of
 from benchmarks.roofline.measured import floor_s
 from benchmarks.roofline.rates import PRODUCTS, QUICK_PRODUCTS, RateProbe, Rates, median_rates
@@ -204,7 +204,7 @@ def summarise(
         claims[f"{result.arm}_kv_bytes"] = max(found.arms[i].kv_bytes for found in rounds)
         claims[f"{result.arm}_mean_regret"] = regrets[result.arm]
     ratio = decode_over_floor(config, spec, storage, rounds)
-    if ratio is not None and ratio >= LEAST_RATIO:
+    if ratio is not None and ratio >= MIN_RATIO:
         claims["decode_step_over_floor"] = ratio
     claims["read_bytes_per_s"] = statistics.median(found.read_bytes_per_s for found in rounds)
     for name, rate in median_rates(found.rates for found in rounds).flops_per_s.items():

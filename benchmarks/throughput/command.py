@@ -63,7 +63,7 @@ def _measured(config: "ThroughputConfig", *, quick: bool) -> dict[str, object]:
     """Run the benchmark, print each round and the claims, and return the JSON object."""
     import torch
 
-    from benchmarks.roofline.claims import LEAST_RATIO
+    from benchmarks.roofline.claims import MIN_RATIO
     from benchmarks.throughput.bench import ThroughputBench, decode_over_floor, summarise
 
     bench, rounds = ThroughputBench(config), []
@@ -73,7 +73,7 @@ def _measured(config: "ThroughputConfig", *, quick: bool) -> dict[str, object]:
     regrets = bench.regrets(rounds[-1])
     claims = summarise(config, bench.spec, bench.storage, rounds, regrets)
     ratio = decode_over_floor(config, bench.spec, bench.storage, rounds)
-    if ratio is not None and ratio < LEAST_RATIO:
+    if ratio is not None and ratio < MIN_RATIO:
         typer.echo(_wrong_floor(ratio), err=True)
     _show_claims(claims, config)
     typer.echo(QUICK_NOTE if quick else peer_note(config.workload))

@@ -39,7 +39,7 @@ def nearest(name: str, choices: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(near))[:3]
 
 
-MOST_LISTED_CHOICES = 40
+MAX_LISTED_CHOICES = 40
 """Choices that a message lists if none is similar to the unknown name."""
 
 
@@ -58,7 +58,7 @@ class UnknownName(ConfigError):
         choices = sorted(known)
         near = nearest(name, choices)
         hint = f"choose from {', '.join(choices)}" if choices else "there is none; leave it out"
-        if len(choices) > MOST_LISTED_CHOICES:
+        if len(choices) > MAX_LISTED_CHOICES:
             hint = f"none of {len(choices)} known names is similar; see --help-all of the command"
         if near:
             hint = f"did you mean {' or '.join(near)}?"

@@ -23,7 +23,7 @@ class Server:
 
     def __init__(self, *responses):
         self.responses, self.bodies, self.headers = list(responses), [], []
-        self.open = self.most_open = 0
+        self.open = self.max_open = 0
         self._lock = threading.Lock()
 
     def __call__(self, path, body, headers):
@@ -31,7 +31,7 @@ class Server:
             self.bodies.append((path, body))
             self.headers.append(dict(headers))
             self.open += 1
-            self.most_open = max(self.open, self.most_open)
+            self.max_open = max(self.open, self.max_open)
             found = self.responses.pop(0) if self.responses else None
         threading.Event().wait(0.02)
         with self._lock:
@@ -113,7 +113,7 @@ def test_no_more_requests_are_open_than_the_limit(files):
     with answering(server) as url:
         batch(files(*[LINES[3] | {"id": str(i)} for i in range(12)]), url, "--max-concurrency", "3")
 
-    assert server.most_open == 3
+    assert server.max_open == 3
 
 
 def test_a_batch_resumes_after_the_server_was_unreachable(files):

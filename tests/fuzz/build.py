@@ -23,7 +23,7 @@ from support.redis_servers import start_redis
 AMPLE_BYTES = 8 << 20
 AMPLE_TINY_BYTES = 64 << 20  # for quire-tiny
 ROOM_FOR_ALL = 6.0  # units in which every request fits
-GROWTH, MOST_GROWTHS = 1.12, 64  # a slab can be many times the KV of a request
+GROWTH, MAX_GROWTHS = 1.12, 64  # a slab can be many times the KV of a request
 TIER_BYTES = 16 << 20
 
 
@@ -111,7 +111,7 @@ def scarce_engine(case: Case, unit_bytes: int) -> Engine:
         with suppress(ConfigError):  # the refusal follows, or more memory is needed
             return _start(case, *(int(n * unit_bytes) for n in _rooms(case)))
         try_options(case)
-    for growth in range(MOST_GROWTHS):
+    for growth in range(MAX_GROWTHS):
         scale = unit_bytes * GROWTH**growth
         sizes = [int(room * scale) for room in _rooms(case)]
         try:
@@ -125,7 +125,7 @@ def scarce_engine(case: Case, unit_bytes: int) -> Engine:
         except UnsoundCombination:
             raise  # in any memory
         except (ConfigError, NeverFits):
-            if growth == MOST_GROWTHS - 1:
+            if growth == MAX_GROWTHS - 1:
                 raise
     raise AssertionError("never reached")
 

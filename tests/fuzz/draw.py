@@ -13,7 +13,7 @@ MODELS = (*ROTARY, *ROTARY, "opt", "gpt2", "gpt_neox", "mistral", "qwen2_window"
 WINDOWED = ("gemma2", "gemma3", "mistral", "qwen2_window", "gpt_oss")
 ALL_WINDOWED = ("mistral",)
 VOCAB_SIZE, TINY_VOCAB_SIZE = 128, 2048
-LONGEST_PROMPT, MOST_NEW_TOKENS = 56, 14
+LONGEST_PROMPT, MAX_NEW_TOKENS = 56, 14
 ALONE, GROUP, BEAMS = ("alone", "alone", "alone"), "group", "beams"
 ONE_SET = ("full", "recent", "sinks", "random", "tova", "kmeans", "kvcrush")
 """Rules that keep the same tokens for all heads of a layer."""
@@ -175,7 +175,7 @@ def _draw_request(
 
 def _draw_params(rng: random.Random, number: int, kind: str) -> dict[str, object]:
     params: dict[str, object] = {
-        "max_tokens": rng.randint(1, MOST_NEW_TOKENS),
+        "max_tokens": rng.randint(1, MAX_NEW_TOKENS),
         "ignore_eos": True,
         "logprobs": rng.choice((0, 1, 2)),
     }

@@ -9,7 +9,7 @@ from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.errors import InvariantError
 
-MOST_LEAVES = 24
+MAX_LEAVES = 24
 
 
 def worst_against_replay(case: Case, seen: SeenLogits, ample: SeenLogits) -> tuple[float, int]:
@@ -24,7 +24,7 @@ def worst_against_replay(case: Case, seen: SeenLogits, ample: SeenLogits) -> tup
         The difference, and how many contexts were compared with a replay.
     """
     missing = [context for context in seen.logits if context not in ample.logits]
-    chosen = leaves(seen, missing)[:MOST_LEAVES]
+    chosen = leaves(seen, missing)[:MAX_LEAVES]
     if not chosen:
         return 0.0, 0
     replayed = replay(case, seen, chosen)

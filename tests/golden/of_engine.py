@@ -22,7 +22,7 @@ from quire.sim.traces.loading import load_trace
 PROMPT = [5, 9, 2, 7] * 10
 CROWD = [[3 + i, 11, 4, 8] * 3 for i in range(3)]
 STEPS = 8  # of a crowd until one of it has left
-MOST_TRIES = 200
+MAX_TRIES = 200
 SMALL_PAGES = {"page_tokens": 4}
 TENANTS = {"tenants": "red:guaranteed=256KiB; default"}
 
@@ -110,7 +110,7 @@ def restored(workshop: Workshop) -> Watched:
     engine.events.subscribe(events.append)
     finish(engine)
     found = Watched(engine.stats().as_dict(), engine.ledger(), events)
-    for number in range(MOST_TRIES):  # a thread stores evicted blocks: a later step emits the event
+    for number in range(MAX_TRIES):  # a thread stores evicted blocks: a later step emits the event
         if any(event.kind == "prefix_stored" for event in events):
             break
         engine.submit(GenerationRequest([number % 100 + 5] * 40, greedy(2)))

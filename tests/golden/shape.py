@@ -33,7 +33,7 @@ LOOSE = (
 )
 """Numbers that differ from run to run or between machines."""
 
-MOST_EQUAL = 4
+MAX_EQUAL = 4
 """Largest number of equal list values that are written one by one."""
 
 EITHER = {"commit": "str or null", "cpu": "str"}
@@ -108,7 +108,7 @@ def _of_list(value: Sequence[Any], path: str, rule: Rule) -> Iterator[tuple[str,
 
 def _row(values: Sequence[object]) -> str:
     """All of them: their order counts too."""
-    if len(values) > MOST_EQUAL and len(set(values)) == 1:
+    if len(values) > MAX_EQUAL and len(set(values)) == 1:
         return f"{len(values)} x {values[0]!r}"
     return repr(list(values))
 

@@ -17,7 +17,7 @@ from golden.shape import Rule, Shape, shape_of
 from golden.workshop import Workshop
 
 FILES = Path(__file__).parent / "stored"
-MOST_BYTES = 20_000
+MAX_BYTES = 20_000
 
 Write = Callable[[Workshop, Path], None]
 Describe = Callable[[Path], object]

@@ -6,7 +6,7 @@ import pytest
 
 from golden.catalogue import STORED
 from golden.shape import differences
-from golden.stored import FILES, MOST_BYTES
+from golden.stored import FILES, MAX_BYTES
 from golden.workshop import Workshop
 from quire.errors import StorageError
 from quire.offload.prefix_store.prefix_kv import read_file
@@ -33,7 +33,7 @@ def test_stored_files_are_small():
     sizes = {path: path.stat().st_size for path in FILES.rglob("*") if path.is_file()}
 
     assert sizes
-    assert max(sizes.values()) < MOST_BYTES
+    assert max(sizes.values()) < MAX_BYTES
 
 
 # ---- another version is refused by name --------------------------------------------------------

@@ -54,7 +54,7 @@ class PlainStream:
         nothing = torch.empty(0, self.kv_heads, self.head_dim)
         self.keys = [nothing for _ in model.model.layers]
         self.values = [nothing for _ in model.model.layers]
-        self.most_held = 0
+        self.max_held = 0
 
     @torch.inference_mode()
     def answer(self, prompt: list[int], new_tokens: int) -> tuple[list[int], Tensor]:
@@ -78,7 +78,7 @@ class PlainStream:
             self.values[number] = self.values[number][stays]
             hidden = hidden + self._attend(number, layer, layer.input_layernorm(hidden))
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-        self.most_held = max(self.most_held, len(self.keys[0]))
+        self.max_held = max(self.max_held, len(self.keys[0]))
         return self.model.lm_head(self.model.model.norm(hidden[-1]))
 
     def _attend(self, number: int, layer, hidden: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ def held_slots(engine: Engine, request) -> list[int]:
 @budgets
 @rules
 @pytest.mark.parametrize("piece", ["", ",granularity=chunk,chunk_tokens=2"])
-def test_lanes_hold_at_most_the_cap_on_average_at_every_step(rule, budget, piece):
+def test_lanes_hold_at_max_the_cap_on_average_at_every_step(rule, budget, piece):
     """Also in the steps of prefill, before the budget has read the whole prompt."""
     divisions: dict[str, set] = {name: set() for name in PROMPTS}
     during_prefill = set()

@@ -13,7 +13,7 @@ from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.engine.pool import MOST_GROUPS
+from quire.engine.pool import MAX_GROUPS
 from quire.errors import ConfigError, NeverFits, RequestError
 from quire.eviction.rule_requirements import without_numbers
 from quire.models.loader import LoadedModel
@@ -261,10 +261,10 @@ def test_requests_may_not_add_statistics_without_limit():
             evict = f"snapkv:window={window},cap=170,every=6"
             engine.submit(GenerationRequest(prompt, greedy(), evict=evict))
 
-    submit(range(1, MOST_GROUPS - len(engine.pool.kv.memory.layout.groups) + 1))
+    submit(range(1, MAX_GROUPS - len(engine.pool.kv.memory.layout.groups) + 1))
     with pytest.raises(RequestError, match="kinds of statistics and windows"):
-        submit(range(1, MOST_GROUPS))
-    assert len(engine.pool.kv.memory.layout.groups) == MOST_GROUPS
+        submit(range(1, MAX_GROUPS))
+    assert len(engine.pool.kv.memory.layout.groups) == MAX_GROUPS
 
 
 @pytest.mark.parametrize("page_tokens", [1, 16])

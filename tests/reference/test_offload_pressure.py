@@ -89,7 +89,7 @@ EVICTING = {
 }
 
 
-def in_least_memory(case: Evicting, prompt: list[int]) -> Engine:
+def in_min_memory(case: Evicting, prompt: list[int]) -> Engine:
     """An engine with the request in the least memory, in steps of 1,000 B, that takes it."""
     model = load(case.architecture, times=3)
     params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
@@ -111,14 +111,14 @@ def in_least_memory(case: Evicting, prompt: list[int]) -> Engine:
 
 
 @pytest.mark.parametrize("name", EVICTING)
-def test_an_offloaded_prompt_evicts_in_the_least_memory_that_admits_it(name):
+def test_an_offloaded_prompt_evicts_in_the_min_memory_that_admits_it(name):
     """The cut of the first layer holds copies of what it retains beside the whole layer.
 
     A chunk of the prompt holds more pages of window lanes than the eviction leaves.
     """
     rng = random.Random(1)
     prompt = [rng.randrange(2, zoo.VOCAB_SIZE) for _ in range(46)]
-    engine = in_least_memory(EVICTING[name], prompt)
+    engine = in_min_memory(EVICTING[name], prompt)
     kinds: Counter[str] = Counter()
     engine.events.subscribe(lambda event: kinds.update([event.kind]))
 

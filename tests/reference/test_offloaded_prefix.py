@@ -354,7 +354,7 @@ def test_too_little_offload_memory_rejects_the_request():
 @pytest.mark.parametrize(
     ("rows", "page_tokens", "stream_bytes"), [(0.5, 4, 61440), (0.6, 4, 43008), (0.7, 8, 24576)]
 )
-def test_a_request_runs_in_the_least_offload_memory_that_fits(rows, page_tokens, stream_bytes):
+def test_a_request_runs_in_the_min_offload_memory_that_fits(rows, page_tokens, stream_bytes):
     """Its last pages are offloaded too, in page groups that fit in offload memory."""
     memory = {"memory": int(rows * row_bytes("qwen3")), "page_tokens": page_tokens}
     kv = kv_config(offload_memory=stream_bytes, offload_recompute="off", **memory)
@@ -594,14 +594,14 @@ def test_options_without_effect_are_rejected(name, options, says):
 
 @pytest.mark.parametrize("name", ["llama", "llama_mha"])
 @pytest.mark.parametrize("fraction", ["off", "0.01", "0.5", "1"])
-def test_the_least_offload_memory_of_an_error_is_accepted(name, fraction):
+def test_the_min_offload_memory_of_an_error_is_accepted(name, fraction):
     options = {"memory": "8MiB", "offload_recompute": fraction}
     with pytest.raises(ConfigError, match=r"of [\d,]+ B or more") as refused:
         Engine(model_of(name), kv_config(offload_memory=1024, **options), ScheduleConfig())
-    least_bytes = _expected_bytes(refused)
+    min_bytes = _expected_bytes(refused)
 
     pool = Engine(
-        model_of(name), kv_config(offload_memory=least_bytes, **options), ScheduleConfig()
+        model_of(name), kv_config(offload_memory=min_bytes, **options), ScheduleConfig()
     ).pool
     offload, groups = pool.offload, [table.group for table in pool.kv.memory.tables.values()]
     page_bytes = sum(group.num_lanes * group.page_class.page_bytes for group in groups)
@@ -610,11 +610,11 @@ def test_the_least_offload_memory_of_an_error_is_accepted(name, fraction):
         assert offload.kv_offload.kv_recompute.store.allocator.num_blocks
     with pytest.raises(ConfigError, match=r"of [\d,]+ B or more"):
         Engine(
-            model_of(name), kv_config(offload_memory=least_bytes - 64, **options), ScheduleConfig()
+            model_of(name), kv_config(offload_memory=min_bytes - 64, **options), ScheduleConfig()
         )
 
 
-def test_the_least_scratch_memory_of_an_error_is_accepted():
+def test_the_min_scratch_memory_of_an_error_is_accepted():
     options = {"memory": "8MiB", "offload_memory": "1MiB", "offload_recompute": "0.5"}
     with pytest.raises(ConfigError, match="--scratch of") as refused:
         Engine(model_of("llama_mha"), kv_config(scratch=100, **options), ScheduleConfig())

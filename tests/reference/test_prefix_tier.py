@@ -360,7 +360,7 @@ def test_a_full_disk_stores_nothing_and_fails_no_request(tmp_path, monkeypatch, 
     assert caplog.text.count("No space left") == 1
 
 
-def test_the_least_recently_used_block_is_evicted(tmp_path):
+def test_the_min_recently_used_block_is_evicted(tmp_path):
     small = on_disk(tmp_path, disk_memory=96 << 10)
     engine = engine_of("qwen3", **small)
     answer(engine)

@@ -98,7 +98,7 @@ def resident(name: str, **options):
     return run(load(name, times=3, impl="transformers"), **options)[1]
 
 
-def most_batches_of(model):
+def max_batches_of(model):
     """Numbers of batches of the model's passes, filled while it runs."""
     sizes, shared_by = [1], model.weights.shared_by
 
@@ -347,7 +347,7 @@ def test_batches_with_offloaded_kv_share_each_layer(name, recompute):
     moved = {}
     for objective in ("latency", "throughput"):
         model = load_streamed(name)
-        sizes = most_batches_of(model)
+        sizes = max_batches_of(model)
         engine, logits = run(model, prompts=LONG, objective=objective, steps=steps, **options)
         moved[objective] = model.weights.num_bytes
         assert (max(sizes) > 1) == (objective == "throughput")

@@ -148,7 +148,7 @@ def test_logits_equal_the_reference_implementation(name, prompts):
         tokens, logits = plain.answer(prompt, NEW_TOKENS)
         ours = got[f"r{i}"]
 
-        assert plain.most_held == min(STREAM.cap, len(prompt) + NEW_TOKENS - 1)
+        assert plain.max_held == min(STREAM.cap, len(prompt) + NEW_TOKENS - 1)
         assert ours.argmax(dim=-1).tolist() == tokens
         assert float((ours - logits).abs().max()) <= TOLERANCE
 

@@ -8,7 +8,7 @@ import pytest
 from quire.errors import RequestError
 from quire.serve.apis.messages import MessagesBody
 from quire.serve.apis.responses import ResponsesBody
-from quire.serve.fields import IGNORED, MOST_EXTRA_FIELDS, nearest, unknown_fields
+from quire.serve.fields import IGNORED, MAX_EXTRA_FIELDS, nearest, unknown_fields
 from quire.serve.protocol import (
     ChatBody,
     CompletionBody,
@@ -173,7 +173,7 @@ def test_fields_of_stream_options_and_messages_are_checked(post):
 
 
 def test_too_many_unknown_fields_are_refused(post):
-    many = {f"field-{number}": 1 for number in range(MOST_EXTRA_FIELDS + 1)}
+    many = {f"field-{number}": 1 for number in range(MAX_EXTRA_FIELDS + 1)}
 
     assert "expected at most 64 unknown fields, got 65" in refused(
         post(COMPLETIONS, prompt="a", **many), None

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.serve import json_route
-from quire.serve.json_route import MOST_SCALARS, TooManyNodes, loads_in_slices
+from quire.serve.json_route import MAX_SCALARS, TooManyNodes, loads_in_slices
 
 PIECES = (
     *("[", "]", "{", "}", ",", ":", '"', "\\", "1", "-", ".5", "e3", "true", "nul", "null"),
@@ -33,8 +33,8 @@ def outcome(read, raw):
 
 def check(raw):
     expected = outcome(json.loads, raw)
-    for most_scalars in (1, 2, MOST_SCALARS):
-        sliced = partial(loads_in_slices, most_scalars=most_scalars)
+    for max_scalars in (1, 2, MAX_SCALARS):
+        sliced = partial(loads_in_slices, max_scalars=max_scalars)
         assert outcome(sliced, raw) == expected, raw
 
 
@@ -68,7 +68,7 @@ def test_deeply_nested_brackets_are_refused():
 
 @pytest.mark.parametrize("node", ["[]", "{}", '{"a": 1}'])
 def test_number_of_nodes_is_bounded(node, monkeypatch):
-    monkeypatch.setattr(json_route, "MOST_NODES", 9)
+    monkeypatch.setattr(json_route, "MAX_NODES", 9)
     nodes = 2 if "a" in node else 1
     most = 8 // nodes  # one of 9 is the enclosing array
 

@@ -9,7 +9,7 @@ from quire.scheduler.events import KINDS, KVEvent
 from quire.serve import kv_endpoints
 from quire.serve.app import create_app
 from quire.serve.config import ServerConfig
-from quire.serve.kv_endpoints import MOST_QUEUED, Subscription
+from quire.serve.kv_endpoints import MAX_QUEUED, Subscription
 from support.kv_load import BLUE, RED, two_tenants
 from support.requests import make_request
 
@@ -204,7 +204,7 @@ def test_stream_ends_when_the_server_shuts_down(with_app):
 
 
 def test_number_of_streams_is_bounded(with_app, monkeypatch):
-    monkeypatch.setattr(kv_endpoints, "MOST_STREAMS_PER_TENANT", 2)
+    monkeypatch.setattr(kv_endpoints, "MAX_STREAMS_PER_TENANT", 2)
 
     async def main(app):
         listeners = [await Listener(app).started() for _ in range(2)]
@@ -299,7 +299,7 @@ def numbers_of(text):
 def test_slow_client_loses_the_oldest_events_and_is_told():
     async def main():
         client = Subscription(KINDS, None, "red")
-        for number in range(1, MOST_QUEUED + 6):
+        for number in range(1, MAX_QUEUED + 6):
             client.put(event(number))
         texts = [client.take()]
         while numbers_of(texts[-1]):
@@ -310,7 +310,7 @@ def test_slow_client_loses_the_oldest_events_and_is_told():
 
     assert texts[0].startswith('event: lost\ndata: {"events": 5}\n\n')
     found = [number for text in texts for number in numbers_of(text)]
-    assert found == list(range(6, MOST_QUEUED + 6))
+    assert found == list(range(6, MAX_QUEUED + 6))
 
 
 def test_stored_events_come_before_queued_ones_without_repetition():

@@ -8,12 +8,12 @@ import pytest
 from pydantic import ValidationError
 
 from quire.serve import json_route
-from quire.serve.json_route import MOST_INLINE_BYTES
+from quire.serve.json_route import MAX_INLINE_BYTES
 from quire.serve.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 JSON = {"Content-Type": "application/json"}
-PAD = "x" * MOST_INLINE_BYTES
+PAD = "x" * MAX_INLINE_BYTES
 MESSAGES = [{"role": "user", "content": "Once"}]
 
 
@@ -43,7 +43,7 @@ def post_all(serve, path, *bodies):
 
 
 def test_large_body_is_parsed_and_validated_outside_the_event_loop_thread(serve, readers):
-    prompt = [5] * MOST_INLINE_BYTES
+    prompt = [5] * MAX_INLINE_BYTES
 
     [response] = post_all(serve, COMPLETIONS, json.dumps({"prompt": prompt}).encode())
 

@@ -281,7 +281,7 @@ def test_paths_and_methods_of_clients_make_no_time_series():
 
 
 def test_tenants_beyond_a_limit_are_summed(serve, monkeypatch):
-    monkeypatch.setattr("quire.serve.metrics.observer.MOST_TENANTS", 0)
+    monkeypatch.setattr("quire.serve.metrics.observer.MAX_TENANTS", 0)
 
     found = scraped(serve)
 

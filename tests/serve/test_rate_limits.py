@@ -122,7 +122,7 @@ def test_a_tenant_never_gets_more_than_the_limit_and_one_burst(steps):
 
 
 def test_buckets_are_bounded(monkeypatch):
-    monkeypatch.setattr(rate_limits, "MOST_TENANTS", 4)
+    monkeypatch.setattr(rate_limits, "MAX_TENANTS", 4)
     limits = limits_of(requests_per_minute=1)
     for number in range(100):
         limits.charge(f"t{number}", requests=1, tokens=0)
@@ -183,14 +183,14 @@ def test_refused_request_returns_its_charge(serve):
 def test_estimate_is_lowered_to_the_limit_and_charged_exactly_at_the_end():
     clock = Clock()
     limits = limits_of(clock, tokens_per_minute=60)
-    charge = limits.charge("a", requests=1, tokens=300, least_tokens=11)
+    charge = limits.charge("a", requests=1, tokens=300, min_tokens=11)
     charge.settle(90)
 
     with pytest.raises(RateLimited) as refused:
         limits.charge("a", requests=1, tokens=30)
     assert refused.value.retry_after_s == pytest.approx(60)
     with pytest.raises(RequestError, match="needs 61 tokens"):
-        limits.charge("a", requests=1, tokens=300, least_tokens=61)
+        limits.charge("a", requests=1, tokens=300, min_tokens=61)
 
 
 def test_chat_without_max_tokens_is_accepted_with_a_limit_below_the_context(serve):

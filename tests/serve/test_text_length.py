@@ -60,9 +60,9 @@ def test_spaces_stripped_by_an_added_token_are_not_counted(sides, special, norma
 
     for text in (spaces, f"<mask>{spaces}", f"{spaces}<mask>", f"a{spaces}<mask>{spaces}b" * 3):
         num_tokens = len(tokenizer(text, add_special_tokens=False).input_ids)
-        assert length.least_tokens(text) <= num_tokens
-    assert length.least_tokens("x" * 6000) >= 6000 // (4 * len("<mask>"))
-    assert length.least_tokens(spaces) >= len(spaces) // (4 * len("<mask>"))
+        assert length.min_tokens(text) <= num_tokens
+    assert length.min_tokens("x" * 6000) >= 6000 // (4 * len("<mask>"))
+    assert length.min_tokens(spaces) >= len(spaces) // (4 * len("<mask>"))
     assert length.stripping == (("<mask>",) if sides else ())
 
 

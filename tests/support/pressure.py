@@ -27,7 +27,7 @@ from support import zoo
 
 POISON = 0xFF  # four of them are a float32 NaN
 PAGE_TOKENS, CHUNK_TOKENS, STEP_TOKENS, MAX_RUNNING = 4, 8, 24, 8
-LONGEST_PROMPT, MOST_NEW_TOKENS = 40, 10
+LONGEST_PROMPT, MAX_NEW_TOKENS = 40, 10
 TENANTS = ("a", "b")
 
 
@@ -55,7 +55,7 @@ def _make_job(rng: random.Random, beginnings: list[list[int]], number: int) -> J
     kind = rng.choice([{}, {}, {}, {"n": 2}, {"n": 3}, {"use_beam_search": True, "beam_width": 2}])
     temperature = None if "use_beam_search" in kind else rng.choice([0.0, 1.0])
     params = SamplingParams(
-        max_tokens=rng.randint(1, MOST_NEW_TOKENS),
+        max_tokens=rng.randint(1, MAX_NEW_TOKENS),
         temperature=temperature,
         seed=None if temperature is None else number,
         ignore_eos=True,
@@ -66,7 +66,7 @@ def _make_job(rng: random.Random, beginnings: list[list[int]], number: int) -> J
 
 def largest_job() -> Job:
     """A job that needs at least as much memory as any of `make_jobs`."""
-    params = SamplingParams(max_tokens=MOST_NEW_TOKENS, use_beam_search=True, beam_width=2)
+    params = SamplingParams(max_tokens=MAX_NEW_TOKENS, use_beam_search=True, beam_width=2)
     return Job([2] * LONGEST_PROMPT, params, 0, TENANTS[0])
 
 

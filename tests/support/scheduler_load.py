@@ -64,7 +64,7 @@ REASONS_WITHOUT_PROGRESS = (
 
 
 SUMS, RING = AttentionSum(), QueryRing(window=4)
-LEAST_PAGES_WITH_STATISTICS = 8  # some are lost to rounding to slabs
+MIN_PAGES_WITH_STATISTICS = 8  # some are lost to rounding to slabs
 
 
 def make_layout(
@@ -114,14 +114,14 @@ class RetainsNewest:
         self.memory, self.broken = memory, broken
 
     def evict(
-        self, request: Request, keep: Slots, *, least_gain: int | None = None
+        self, request: Request, keep: Slots, *, min_gain: int | None = None
     ) -> Evicted | None:
         if request.request_id in self.broken:
             raise PolicyError("broken on purpose")
         held = self.memory.tables["full"].num_slots[request.memory.row]
         assert ((keep > 0) & (keep <= held)).all()
         counts = (held - keep).astype(np.int32)
-        if not self._evict_oldest(request, counts, least_gain):
+        if not self._evict_oldest(request, counts, min_gain):
             return None
         left = np.zeros(counts.sum(), dtype=np.int32)
         return Evicted(
@@ -135,11 +135,11 @@ class RetainsNewest:
     def finalize(self, request: Request) -> None:
         raise AssertionError("caps are final already")
 
-    def _evict_oldest(self, request: Request, counts: Slots, least_gain: int | None) -> bool:
+    def _evict_oldest(self, request: Request, counts: Slots, min_gain: int | None) -> bool:
         slots = np.arange(self.memory.tables["full"].num_slots[request.memory.row].max())
         mask = slots >= counts[:, None]
         plan = plan_compaction(self.memory, "full", request.memory.row, mask)
-        if least_gain is not None and plan.gain_bytes < least_gain:
+        if min_gain is not None and plan.gain_bytes < min_gain:
             return False
         commit_compaction(self.memory, plan)
         return True
@@ -229,9 +229,7 @@ class SchedulerLoad:
             with_statistics=with_statistics,
         )
         rows = parse_batcher(setting.batcher).num_rows(setting.max_num_seqs)
-        pages = (
-            max(setting.pages, LEAST_PAGES_WITH_STATISTICS) if with_statistics else setting.pages
-        )
+        pages = max(setting.pages, MIN_PAGES_WITH_STATISTICS) if with_statistics else setting.pages
         return KVMemory(layout, layout.smallest_sequence_bytes * pages, rows)
 
     def _config(self, setting: Setting, every: int) -> ScheduleConfig:

@@ -52,7 +52,7 @@ class StaticGathered(GatheredAttention):
         """See `StaticPlans`."""
         assert isinstance(plan, WholeTables)
         assert plan.lanes.slots.shape == slots.shape
-        assert 1 <= slots.min() <= slots.max() <= plan.lanes.most_slots
+        assert 1 <= slots.min() <= slots.max() <= plan.lanes.max_slots
         return not self.refuses
 
     def attend(

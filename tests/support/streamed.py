@@ -20,14 +20,14 @@ from support import zoo
 class DelayedTransfers(ThreadTransferWorker):
     """A transfer worker that delays each copy by a random time and fails chosen copies."""
 
-    def __init__(self, seed: int = 0, most_s: float = 0.0005) -> None:
+    def __init__(self, seed: int = 0, max_s: float = 0.0005) -> None:
         super().__init__()
-        self._rng, self._most_s = random.Random(seed), most_s
+        self._rng, self._max_s = random.Random(seed), max_s
         self.num_bytes = self.num_copies = 0
         self.fails: dict[int, Exception] = {}  # by the number of the copy, from 0
 
     def submit(self, copy, num_bytes):
-        delay_s, number = self._rng.random() * self._most_s, self.num_copies
+        delay_s, number = self._rng.random() * self._max_s, self.num_copies
         self.num_copies += 1
         self.num_bytes += num_bytes
 
@@ -41,7 +41,7 @@ class DelayedTransfers(ThreadTransferWorker):
 
 
 @cache
-def least_bytes(architecture: str, times: int = 3) -> tuple[int, int]:
+def min_bytes(architecture: str, times: int = 3) -> tuple[int, int]:
     """Bytes of two slots and all weights outside layers, and of the largest layer."""
     model = zoo.build(architecture, times=times)
     layers = layer_weights(model, ModelSpec.from_config(model.config.to_dict()).num_layers)
@@ -62,7 +62,7 @@ def load_streamed(
 
     On a CPU every slot is filled with NaN before a layer is loaded into it.
     """
-    least, largest = least_bytes(architecture, times)
+    least, largest = min_bytes(architecture, times)
     model = zoo.build(architecture, times=times)
     budget = least + stay * largest
     place, weights = WithinBudget(budget).place(model, torch.device(device))

@@ -36,7 +36,7 @@ class StepObserver(Protocol):
         """Observe the outputs of a step."""
 
 
-_MOST_RETRY_S = 60.0
+_MAX_RETRY_S = 60.0
 _UNKNOWN_RETRY_S = 2.0
 """Time to wait before the first request has ended."""
 _RATE_OVER = 64
@@ -113,7 +113,7 @@ class QueueLimit:
 def _wait_s(waiting: int, served_per_s: float) -> float:
     """Time in which the waiting requests are served at the present rate, from 1 to 60 s."""
     expected_s = waiting / served_per_s if served_per_s > 0 else _UNKNOWN_RETRY_S
-    return min(max(1.0, expected_s), _MOST_RETRY_S)
+    return min(max(1.0, expected_s), _MAX_RETRY_S)
 
 
 T = TypeVar("T")

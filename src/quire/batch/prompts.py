@@ -9,7 +9,7 @@ from quire.config.sampling_params import SamplingParams
 from quire.errors import RequestError
 from quire.serve.fields import nearest, shown_name
 
-_MOST_CHARACTERS = 80
+_MAX_CHARACTERS = 80
 _FIELDS = {
     *("id", "prompt", "messages"),
     *(field.name for field in fields(SamplingParams)),
@@ -77,4 +77,4 @@ def no_prompt(line: Mapping[str, Any]) -> str:
 def shown(value: Any) -> str:
     """Format a value for an error message, truncated to 80 characters."""
     text = repr(value)
-    return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 3] + "..."
+    return text if len(text) <= _MAX_CHARACTERS else text[: _MAX_CHARACTERS - 3] + "..."

@@ -447,7 +447,7 @@ def _is_model(name: str, model: str) -> bool:
     return name == model or Path(name).name == Path(model).name
 
 
-MOST_REASON_CHARACTERS = 300
+MAX_REASON_CHARACTERS = 300
 _RETRY = "--retry-failed runs them again, for example with more memory"
 
 
@@ -493,8 +493,8 @@ def first_failure(target: Path) -> FirstFailure:
         number, error = min(errors, key=lambda found: found[0])
     text = error.get("message", error) if isinstance(error, dict) else error
     reason = " ".join(str(text).split())
-    if len(reason) > MOST_REASON_CHARACTERS:
-        reason = reason[:MOST_REASON_CHARACTERS] + "..."
+    if len(reason) > MAX_REASON_CHARACTERS:
+        reason = reason[:MAX_REASON_CHARACTERS] + "..."
     return FirstFailure(number, reason)
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from quire.eviction.calibration import LayerVectors
     from quire.models.loader import LoadedModel
 
-MOST_TOKENS = 1 << 20  # queries, keys and values of all tokens are in memory at once
+MAX_TOKENS = 1 << 20  # queries, keys and values of all tokens are in memory at once
 LONGEST_TOKEN_CHARACTERS = 16  # bounds the text that is tokenized
 
 
@@ -41,7 +41,7 @@ class CalibrateFlags:
         common=True,
     )
     tokens: int = option(
-        4096, help="Tokens of the text to use.", min_value=64, max_value=MOST_TOKENS, common=True
+        4096, help="Tokens of the text to use.", min_value=64, max_value=MAX_TOKENS, common=True
     )
     output: Path | None = option(
         None, help="Output folder. Default: the model's folder.", common=True

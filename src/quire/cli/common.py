@@ -15,8 +15,8 @@ ABOUT_MODEL = (
 )
 
 GGUF = ".gguf"
-_MOST_THREADS_PER_CPU = 8
-_LEAST_LIMIT = 64
+_MAX_THREADS_PER_CPU = 8
+_MIN_LIMIT = 64
 
 
 def json_option() -> Any:
@@ -43,7 +43,7 @@ def use_threads(threads: int) -> None:
     import torch
 
     num_cpus = os.cpu_count() or 1
-    most = max(_LEAST_LIMIT, _MOST_THREADS_PER_CPU * num_cpus)
+    most = max(_MIN_LIMIT, _MAX_THREADS_PER_CPU * num_cpus)
     if not 0 <= threads <= most:
         raise ConfigError(
             f"expected --threads from 0 (PyTorch's default) to {most}, got {threads}: this "

@@ -16,7 +16,7 @@ from quire.cli.settings import with_flags
 from quire.cli.startup import fast_imports, status
 from quire.errors import UnknownName
 from quire.layout.codec_names import CODECS, PAIRS
-from quire.layout.eviction import MOST_DEFAULT_EVERY
+from quire.layout.eviction import MAX_DEFAULT_EVERY
 
 if TYPE_CHECKING:
     from quire.policies.base import EvictionPolicy
@@ -166,7 +166,7 @@ def _option_facts(row: PolicyRow | BudgetRow) -> dict[str, str]:
             "required: tokens that a lane retains, a fraction of the prompt such as 25%, or a "
             "size such as 2MiB"
         )
-        facts["every="] = f"tokens evicted at once; default: cap / 8, at most {MOST_DEFAULT_EVERY}"
+        facts["every="] = f"tokens evicted at once; default: cap / 8, at most {MAX_DEFAULT_EVERY}"
         facts["when=, budget=, granularity="] = (
             "when to evict (prefill_and_decode, prefill_end, decode, pressure), a budget of "
             "quire policies, and what is evicted together (token, chunk, page)"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from quire.engine.stats import EngineStats
 
 REFRESH_S = 0.2
-_LEAST_BAR_COLUMNS = 120
+_MIN_BAR_COLUMNS = 120
 
 
 class CountProgress:
@@ -38,7 +38,7 @@ class CountProgress:
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
-            *([BarColumn(bar_width=24)] if console.width >= _LEAST_BAR_COLUMNS else []),
+            *([BarColumn(bar_width=24)] if console.width >= _MIN_BAR_COLUMNS else []),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
             TextColumn("{task.fields[numbers]}"),

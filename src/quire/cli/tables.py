@@ -11,7 +11,7 @@ from rich.text import Text
 from quire.layout.sizes import format_size
 
 _WIDE_COLUMNS = 160  # of a file or a pipe, which do not wrap
-_LEAST_WHOLE_S = 1.0
+_MIN_WHOLE_S = 1.0
 _RATES = {"flops": (1e9, "GFLOP/s"), "bytes": (1e9, "GB/s")}
 _SECONDS = re.compile(r"_s(_\d+)?$")
 
@@ -53,7 +53,7 @@ def with_unit(name: str, value: int | float) -> str:
 
 def seconds(value: int | float) -> str:
     """Format a time: milliseconds below one second."""
-    return f"{value:,.2f} s" if value >= _LEAST_WHOLE_S else f"{1e3 * value:,.1f} ms"
+    return f"{value:,.2f} s" if value >= _MIN_WHOLE_S else f"{1e3 * value:,.1f} ms"
 
 
 def _rate(counted: str, value: int | float) -> str:

@@ -24,7 +24,7 @@ from quire.codecs.base import Codec, Planes
 from quire.codecs.outliers import largest, outlier_planes, write_outliers
 from quire.codecs.registry import register
 
-ITERATIONS, MOST_SAMPLES = 30, 1 << 16
+ITERATIONS, MAX_SAMPLES = 30, 1 << 16
 
 
 @register("kvquant4", "kvquant3")
@@ -52,7 +52,7 @@ class KVQuant(Codec):
         low, high = numbers.quantile(ends, dim=-2, keepdim=True).unbind()
         middle, half = (low + high) / 2, (high - low) / 2
         places = ((numbers - middle) / half.masked_fill(half == 0, 1.0)).clamp(-1, 1).flatten()
-        step = max(1, len(places) // MOST_SAMPLES)
+        step = max(1, len(places) // MAX_SAMPLES)
         book = _k_means(places[::step].contiguous(), 1 << self.spec.code_bits)
         return {"low": low, "high": high, "codebook": book}
 

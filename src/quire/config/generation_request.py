@@ -109,7 +109,7 @@ _NAMES = {
     Mapping: "a dictionary",
 }
 _EXAMPLES = {"evict": " such as 'h2o:cap=512'"}
-_MOST_PAIRS, _MOST_NAME, _MOST_VALUE = 16, 64, 512  # metadata: pairs, characters, characters
+_MAX_PAIRS, _MAX_NAME, _MAX_VALUE = 16, 64, 512  # metadata: pairs, characters, characters
 
 
 def checked_option(name: str, value: object) -> object:
@@ -133,9 +133,9 @@ def checked_option(name: str, value: object) -> object:
 
 def _checked_metadata(metadata: Mapping[object, object]) -> dict[str, str]:
     """Check and copy metadata; see `GenerationRequest`."""
-    if len(metadata) > _MOST_PAIRS:
+    if len(metadata) > _MAX_PAIRS:
         raise RequestError(
-            f"expected metadata of {_MOST_PAIRS} pairs at most, got {len(metadata)}",
+            f"expected metadata of {_MAX_PAIRS} pairs at most, got {len(metadata)}",
             param="metadata",
         )
     found: dict[str, str] = {}
@@ -144,9 +144,9 @@ def _checked_metadata(metadata: Mapping[object, object]) -> dict[str, str]:
             raise RequestError(
                 f"expected metadata with string values, got {name!r}: {value!r}", param="metadata"
             )
-        if len(name) > _MOST_NAME or len(value) > _MOST_VALUE:
+        if len(name) > _MAX_NAME or len(value) > _MAX_VALUE:
             raise RequestError(
-                f"expected metadata with names of {_MOST_NAME} and values of {_MOST_VALUE} "
+                f"expected metadata with names of {_MAX_NAME} and values of {_MAX_VALUE} "
                 f"characters at most, got {len(name)} and {len(value)}",
                 param="metadata",
             )

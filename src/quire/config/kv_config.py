@@ -24,7 +24,7 @@ AttentionName = Literal["auto", "native", "triton", "gathered", "reference"]
 EVICTION = "Eviction"
 QUANTIZATION = "Quantization"
 
-MOST_TIMEOUT_S = 60.0
+MAX_TIMEOUT_S = 60.0
 RemoteOption = Parsed[str | StoreURL | None, StoreURL | None]
 """Type of the option of a shared store: set by its URL, read as an address or None."""
 ActivationCodecOption = Parsed[str | CodecSpec | None, CodecSpec | None]
@@ -211,9 +211,9 @@ class PrefixCacheConfig:
             raise ConfigError(
                 f"expected --remote-kv-ttl of 0 or more seconds, got {self.remote_ttl_s:g}"
             )
-        if not 0 < self.remote_timeout_s <= MOST_TIMEOUT_S:
+        if not 0 < self.remote_timeout_s <= MAX_TIMEOUT_S:
             raise ConfigError(
-                f"expected --remote-kv-timeout above 0 and up to {MOST_TIMEOUT_S:g} seconds, got "
+                f"expected --remote-kv-timeout above 0 and up to {MAX_TIMEOUT_S:g} seconds, got "
                 f"{self.remote_timeout_s:g}"
             )
 

@@ -14,7 +14,7 @@ from quire.config.structured_outputs import StructuredOutputs, as_structured_out
 from quire.errors import RequestError
 from quire.layout.options import Parsed, option
 
-LEAST_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
 """Range of repetition penalties: logits divided or multiplied by them are finite in float32."""
 
 MAX_PENALTY = 2.0
@@ -29,7 +29,7 @@ MAX_CHOICES = 128
 LARGEST_COUNT = 2**31 - 1
 """Maximum count and token id: sums and products of them fit in int64."""
 
-LEAST_NORMAL = 2.0**-126
+MIN_NORMAL = 2.0**-126
 """The smallest normal float32. A sampler in float32 may treat smaller numbers as 0."""
 
 LARGEST_NUMBER = (2 - 2.0**-23) * 2.0**127
@@ -63,7 +63,7 @@ def _number(
     bracket = "(" if above_low else "["
     end = "inf)" if high == LARGEST_NUMBER else f"{high:g}]"
     span = f"a finite number in {bracket}{low:g}, {end}"
-    normal = f"{span}, 0 or at least {LEAST_NORMAL:.3g} in magnitude (float32)"
+    normal = f"{span}, 0 or at least {MIN_NORMAL:.3g} in magnitude (float32)"
 
     def check(name: str, value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, Real):
@@ -74,7 +74,7 @@ def _number(
             number = math.inf
         if not low <= number <= high or number == math.inf or (above_low and number == low):
             raise _refuse(name, span, value)
-        if 0 < abs(number) < LEAST_NORMAL:
+        if 0 < abs(number) < MIN_NORMAL:
             raise _refuse(name, normal, value)
         return number
 
@@ -150,7 +150,7 @@ def _biases(name: str, value: object) -> dict[int, float]:
 def _is_plain_bias(value: object) -> bool:
     if type(value) is not float and type(value) is not int:
         return False
-    return LEAST_NORMAL <= abs(value) <= MAX_LOGIT_BIAS or value == 0
+    return MIN_NORMAL <= abs(value) <= MAX_LOGIT_BIAS or value == 0
 
 
 _token_id = _integer(0)
@@ -171,7 +171,7 @@ FIELD_CHECKS: dict[str, Callable[[str, object], object]] = {
     "top_k": _integer(-1),
     "top_p": _number(0.0, 1.0, above_low=True),
     "min_p": _number(0.0, 1.0),
-    "repetition_penalty": _number(LEAST_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
+    "repetition_penalty": _number(MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
     "presence_penalty": _penalty,
     "frequency_penalty": _penalty,
     "logit_bias": _biases,

@@ -125,13 +125,13 @@ def _flag(name: str, value: object) -> bool:
     return value
 
 
-def _text(most_bytes: int) -> Callable[[str, object], str]:
+def _text(max_bytes: int) -> Callable[[str, object], str]:
     def check(name: str, value: object) -> str:
         if not isinstance(value, str) or not value:
             raise _error(
                 name, f"expected {name} to be a text that is not empty, got {_kind(value)}"
             )
-        _check_size(name, value, most_bytes)
+        _check_size(name, value, max_bytes)
         return value
 
     return check
@@ -141,13 +141,13 @@ def _kind(value: object) -> str:
     return "an empty text" if value == "" else type(value).__name__
 
 
-def _check_size(name: str, text: str, most_bytes: int) -> None:
+def _check_size(name: str, text: str, max_bytes: int) -> None:
     try:
         size = len(text.encode())
     except UnicodeEncodeError as error:
         raise _error(name, f"{name} is not valid Unicode: {error.reason}") from None
-    if size > most_bytes:
-        raise _error(name, f"expected {name} of at most {most_bytes:,} bytes, got {size:,}")
+    if size > max_bytes:
+        raise _error(name, f"expected {name} of at most {max_bytes:,} bytes, got {size:,}")
 
 
 def _schema(name: str, value: object) -> str:
@@ -169,7 +169,7 @@ def _schema(name: str, value: object) -> str:
         raise _error(
             name, f"expected a JSON schema nested at most {MAX_NESTING} levels deep, got more"
         )
-    _refuse_least_integer(name, schema)
+    _refuse_min_integer(name, schema)
     try:
         text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -178,7 +178,7 @@ def _schema(name: str, value: object) -> str:
     return text
 
 
-def _refuse_least_integer(name: str, schema: object) -> None:
+def _refuse_min_integer(name: str, schema: object) -> None:
     """Refuse numbers from about -2^63 down: llguidance crashes on such a range of integers."""
     values = [schema]
     while values:

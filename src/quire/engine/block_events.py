@@ -118,7 +118,7 @@ def _as_array(event: Event) -> list[object]:
 
 DEFAULT_TOPIC = "kv-events"
 NUMBER_BYTES = 8
-MOST_UNSENT = 100_000
+MAX_UNSENT = 100_000
 """Messages queued for a slow subscriber (ZeroMQ high-water mark); further messages are dropped."""
 
 
@@ -144,7 +144,7 @@ class BlockPublisher:
         self._topic = topic.encode()
         self._sent = 0
         self._socket = self._zmq.Context.instance().socket(self._zmq.PUB)
-        self._socket.set(self._zmq.SNDHWM, MOST_UNSENT)
+        self._socket.set(self._zmq.SNDHWM, MAX_UNSENT)
         try:
             self._socket.bind(endpoint)
         except (self._zmq.ZMQError, UnicodeEncodeError) as error:
@@ -166,7 +166,7 @@ class BlockPublisher:
         self._socket.close(linger=0)
 
 
-MOST_HELD_BYTES = 16 << 20
+MAX_HELD_BYTES = 16 << 20
 """Limit of the events buffered in memory while the disk is full."""
 
 CLOSE_WAIT_S = 5.0
@@ -230,7 +230,7 @@ class EventFile:
         if self._descriptor < 0:
             raise ValueError(f"{self._path} is closed")
         line = json.dumps(event.as_dict(), allow_nan=False).encode() + b"\n"
-        if self._held_bytes + len(line) > MOST_HELD_BYTES:
+        if self._held_bytes + len(line) > MAX_HELD_BYTES:
             self.num_lost += 1
         else:
             self._held.append(line)

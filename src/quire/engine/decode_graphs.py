@@ -176,9 +176,9 @@ class GraphStats:
     off: str | None = None
 
 
-def graph_sizes(most_rows: int) -> tuple[int, ...]:
+def graph_sizes(max_rows: int) -> tuple[int, ...]:
     """Return the batch sizes that are captured: powers of 2, and the largest batch."""
-    return (*(1 << n for n in range((most_rows - 1).bit_length())), most_rows)
+    return (*(1 << n for n in range((max_rows - 1).bit_length())), max_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +212,7 @@ class DecodeGraphs:
         decoder: the model.
         kv: the KV memory.
         capture: captures the steps.
-        most_rows: maximum number of rows of a step.
+        max_rows: maximum number of rows of a step.
         required: refuse steps that cannot be captured, instead of running them without graphs.
 
     Raises:
@@ -224,7 +224,7 @@ class DecodeGraphs:
         decoder: Decoder,
         kv: PagedKV,
         capture: GraphCapture,
-        most_rows: int,
+        max_rows: int,
         *,
         required: bool = False,
     ) -> None:
@@ -232,7 +232,7 @@ class DecodeGraphs:
         self._decoder, self._kv, self._capture = decoder, kv, capture
         self._backend: StaticPlans = kv.backend
         self._required = required
-        self.sizes = graph_sizes(most_rows)
+        self.sizes = graph_sizes(max_rows)
         self._groups = [group for group in kv.memory.layout.groups if not group.private]
         self._tables: tuple[Tensor, ...] = ()
         self._graphs: dict[_Key, _Graph] = {}
@@ -382,9 +382,9 @@ def make_graphs(model: LoadedModel, kv: PagedKV, schedule: ScheduleConfig) -> De
         raise _refusal(reason)
     if schedule.cuda_graphs is False or reason is not None:
         return None
-    capture, most_rows = CudaGraphs(kv.store.device), schedule.max_num_seqs
+    capture, max_rows = CudaGraphs(kv.store.device), schedule.max_num_seqs
     required = schedule.cuda_graphs is True
-    return DecodeGraphs(model.decoder, kv, capture, most_rows, required=required)
+    return DecodeGraphs(model.decoder, kv, capture, max_rows, required=required)
 
 
 def _why_not_here(model: LoadedModel, schedule: ScheduleConfig) -> str | None:

@@ -46,7 +46,7 @@ def check_pooling(model: LoadedModel, params: SamplingParams) -> None:
         raise RequestError(f"{model.name} has no embeddings: {why_not}", param="pooling")
 
 
-MOST_SPECS = 4096  # maximum number of cached specs
+MAX_SPECS = 4096  # maximum number of cached specs
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +177,7 @@ class InputProcessor:
 
     def _one_of(self, spec: EvictionSpec) -> EvictionSpec:
         """Return the cached object of equal specs: admission groups requests by spec identity."""
-        if len(self._specs) >= MOST_SPECS:
+        if len(self._specs) >= MAX_SPECS:
             self._specs.clear()
         return self._specs.setdefault(spec, spec)
 
@@ -212,7 +212,7 @@ def _equal_caps_per_layer(eviction: Eviction, heads: int) -> Eviction:
 
 # Validation of a request before it is queued.
 
-MOST_SALT_CHARACTERS = 128
+MAX_SALT_CHARACTERS = 128
 
 
 def checked_prompt(prompt_token_ids: Sequence[int], spec: ModelSpec) -> list[int]:
@@ -258,9 +258,9 @@ def checked_salt(salt: str) -> str:
     Raises:
         RequestError: the salt is too long, or has unprintable characters.
     """
-    if len(salt) > MOST_SALT_CHARACTERS:
+    if len(salt) > MAX_SALT_CHARACTERS:
         raise RequestError(
-            f"expected a cache_salt of at most {MOST_SALT_CHARACTERS} characters, got {len(salt)}",
+            f"expected a cache_salt of at most {MAX_SALT_CHARACTERS} characters, got {len(salt)}",
             param="cache_salt",
         )
     if not salt.isprintable():

@@ -55,11 +55,11 @@ def kv_memory_bytes(
         ),
         headroom_bytes=int(DEFAULT_HEADROOM_SHARE * total_bytes),
     )
-    most_bytes = most_kv_bytes(layout, model.spec.max_positions, schedule, eviction)
-    return model.group.least(min(left_bytes, most_bytes))  # page tables are equal on all ranks
+    max_bytes = max_kv_bytes(layout, model.spec.max_positions, schedule, eviction)
+    return model.group.least(min(left_bytes, max_bytes))  # page tables are equal on all ranks
 
 
-def most_kv_bytes(
+def max_kv_bytes(
     layout: CacheLayout, max_tokens: int, schedule: ScheduleConfig, eviction: EvictionSpec
 ) -> int:
     """Size of an arena that `max_num_seqs` requests of `max_tokens` tokens can never fill.

@@ -226,7 +226,7 @@ def _open_remote(options: PrefixCacheConfig, nature: str) -> Tier | None:
         folder, memory = Path(url.path), options.remote_memory
         return LateTier(lambda: FileTier(folder, memory, flag="--remote-kv-memory"), memory)
     limits = RedisOptions(
-        most_bytes=options.remote_memory,
+        max_bytes=options.remote_memory,
         ttl_s=options.remote_ttl_s,
         timeout_s=options.remote_timeout_s,
         username=os.environ.get(USERNAME),

@@ -44,7 +44,7 @@ from quire.scheduler.request import Request
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.step_size import refuse_nothing_shared
 
-MOST_GROUPS = 128  # lane groups with those that requests add: bounds page tables
+MAX_GROUPS = 128  # lane groups with those that requests add: bounds page tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +102,10 @@ class KVPool:
         added = added_statistics(self.rules.model, layout, statistics)
         if not added:
             return
-        if len(layout.groups) + len(added) > MOST_GROUPS:
+        if len(layout.groups) + len(added) > MAX_GROUPS:
             raise RequestError(
                 f"evict: requests have named rules with {len(layout.groups)} kinds of statistics "
-                f"and windows, and an engine has at most {MOST_GROUPS}; name a rule with other "
+                f"and windows, and an engine has at most {MAX_GROUPS}; name a rule with other "
                 "options, or start another engine",
                 param="evict",
             )

@@ -23,7 +23,7 @@ from quire.parallel.torch_group import open_group
 from quire.scheduler.schedule_config import ScheduleConfig
 
 MODULE = "quire.engine.rank_process"
-MOST_RANKS = 64
+MAX_RANKS = 64
 _RENDEZVOUS = "rendezvous"
 _LOADED = "loaded"
 
@@ -61,9 +61,9 @@ class RankOptions:
 
     def __post_init__(self) -> None:
         require_type("tensor_parallel_size", self.size, int)
-        if not 2 <= self.size <= MOST_RANKS:
+        if not 2 <= self.size <= MAX_RANKS:
             raise ConfigError(
-                f"expected tensor_parallel_size (--tensor-parallel-size) from 1 to {MOST_RANKS}, "
+                f"expected tensor_parallel_size (--tensor-parallel-size) from 1 to {MAX_RANKS}, "
                 f"got {self.size}"
             )
         if not self.timeout_s > 0:

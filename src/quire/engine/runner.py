@@ -33,7 +33,7 @@ from quire.models.base import (
     LayerByLayer,
     PagedAttention,
 )
-from quire.plan.offload.resident import MOST_BATCHES
+from quire.plan.offload.resident import MAX_BATCHES
 from quire.sampling.logits import StepLogits
 from quire.sampling.pending_tokens import PendingTokens
 from quire.sampling.pooling import StepHidden, pooled_rows
@@ -228,13 +228,13 @@ class Runner:
             found = self._replay(self._graphs, parts, variant, pending)
             if found is not None:
                 return found
-        count = min(len(parts), MOST_BATCHES)
+        count = min(len(parts), MAX_BATCHES)
         prepared = [
             self._prepare(part, StepPart(n, count), InputTokens(pending))
             for n, part in enumerate(parts)
         ]
         self._times.prepare_s += time.perf_counter() - started_s
-        most = MOST_BATCHES if self._fixed_rows is None or self._step.shares_layers else 1
+        most = MAX_BATCHES if self._fixed_rows is None or self._step.shares_layers else 1
         results: list[StepLogits | StepHidden] = []
         for start in range(0, len(prepared), most):
             together = prepared[start : start + most]

@@ -24,7 +24,7 @@ from quire.evals.tasks.words import haystack
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 DOCUMENT_START = "<|doc|>"
 """The beginning of every training sequence of quire-tiny; plain text for other models."""
-_LEAST_TOKENS = 16
+_MIN_TOKENS = 16
 _SHRINK = 0.9
 
 
@@ -101,7 +101,7 @@ def _question(task: Task, depth: float) -> Question:
 def _fitting(task: str, seed: int, tokens: int, options: dict[str, Any]) -> Task:
     measure: Measure = options["measure"]
     target_tokens = tokens - 2  # the start of the document, and a token that is split at a boundary
-    while target_tokens >= _LEAST_TOKENS:
+    while target_tokens >= _MIN_TOKENS:
         found = make(task, seed, target_tokens, **options)
         if measure(DOCUMENT_START + found.prompt() + found.queries[0].answer) <= tokens:
             return found

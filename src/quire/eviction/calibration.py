@@ -22,7 +22,7 @@ from quire.layout.kv_format import KVFormat
 from quire.models.base import AttentionCall, Decoder
 
 MEASURED_SHARE = 0.75  # fraction of tokens for constants; errors are measured on the rest
-LEAST_TOKENS = 64
+MIN_TOKENS = 64
 LONGEST_SEQUENCE_TOKENS = 2048
 ERROR_QUERIES = 256  # per layer
 
@@ -89,10 +89,8 @@ def read_vectors(decoder: Decoder, token_ids: Sequence[int]) -> list[LayerVector
     Raises:
         ConfigError: the text has too few tokens.
     """
-    if len(token_ids) < LEAST_TOKENS:
-        raise ConfigError(
-            f"expected a text of at least {LEAST_TOKENS} tokens, got {len(token_ids)}"
-        )
+    if len(token_ids) < MIN_TOKENS:
+        raise ConfigError(f"expected a text of at least {MIN_TOKENS} tokens, got {len(token_ids)}")
     longest = min(LONGEST_SEQUENCE_TOKENS, decoder.spec.max_positions)
     parts: list[list[tuple[Tensor, ...]]] = []
     for start in range(0, len(token_ids), longest):

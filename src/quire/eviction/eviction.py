@@ -86,7 +86,7 @@ class PolicyEvictor:
         self._offloaded = offloaded
 
     def evict(
-        self, request: Request, keep: Slots, *, least_gain: int | None = None
+        self, request: Request, keep: Slots, *, min_gain: int | None = None
     ) -> Evicted | None:
         """Evict tokens from a request's lanes; see `quire.scheduler.lane_capacities.Evictor`.
 
@@ -108,7 +108,7 @@ class PolicyEvictor:
             for table in self._lanes.tables
         }
         plans = self._plans(request, masks)
-        if least_gain is not None and sum(plan.gain_bytes for plan in plans) < least_gain:
+        if min_gain is not None and sum(plan.gain_bytes for plan in plans) < min_gain:
             return None
         entry = self._entry(eviction, keep, done, parts)
         records = [RetainedSlots(p.part.group, p.reader, p.kept, p.promoted) for p in parts]

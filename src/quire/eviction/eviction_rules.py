@@ -262,7 +262,7 @@ class EvictionRules:
         return replace(
             self._storing,
             rerotates=own or self._storing.rerotates,
-            every=0 if rule.when == PREFILL_END else rule.most_every,
+            every=0 if rule.when == PREFILL_END else rule.max_every,
         )
 
     def _require_storing(self, rule: EvictionRule) -> None:
@@ -370,11 +370,11 @@ def check_chunk_size(rule: EvictionRule, schedule: ScheduleConfig) -> None:
     if (
         rule.evicts
         and rule.when == PREFILL_AND_DECODE
-        and rule.most_every > schedule.max_num_batched_tokens
+        and rule.max_every > schedule.max_num_batched_tokens
     ):
         raise ConfigError(
             f"a step of {schedule.max_num_batched_tokens} tokens is smaller than a prefill chunk "
-            f"of every={rule.most_every} tokens, which eviction needs in one step; raise "
+            f"of every={rule.max_every} tokens, which eviction needs in one step; raise "
             "--max-num-batched-tokens or lower every"
         )
 

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from quire.engine.codec import StoredAs
-from quire.engine.kv_size import most_kv_bytes
+from quire.engine.kv_size import max_kv_bytes
 from quire.errors import ConfigError
 from quire.eviction.eviction_rules import EvictionRules
 from quire.kernels.select import select_backend
@@ -23,7 +23,7 @@ from quire.scheduler.schedule_config import ScheduleConfig
 
 SCRATCH_BYTES = 64 << 20  # for gathered pages, outside the KV memory
 _FREE_SHARE = 0.9  # fraction of free memory, if no size is set
-_LEAST_ROWS = 64  # rows can be repeated later; an unused row costs table entries, no pages
+_MIN_ROWS = 64  # rows can be repeated later; an unused row costs table entries, no pages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +105,7 @@ def make_memory(
         return allocate_kv(
             layout,
             _memory_bytes(device, layout, rows, eviction, options),
-            max(_LEAST_ROWS, 2 * rows),  # beams are forked before the old ones are closed
+            max(_MIN_ROWS, 2 * rows),  # beams are forked before the old ones are closed
             device=device,
             backend=backend,
             measured=stored.measured,
@@ -122,7 +122,7 @@ def _memory_bytes(
     free_bytes = free_device_bytes(device)
     if options.memory is None:
         schedule = ScheduleConfig(max_num_seqs=rows)
-        needed = most_kv_bytes(layout, options.max_tokens, schedule, eviction)
+        needed = max_kv_bytes(layout, options.max_tokens, schedule, eviction)
         return min(needed, int(_FREE_SHARE * free_bytes))
     requested_bytes = parse_size(options.memory)
     if requested_bytes > free_bytes:

@@ -97,14 +97,14 @@ class Bucket:
 
 
 def plan_buckets(
-    step: StepShape, lanes: LaneSlots, *, most_slots: int, device: torch.device
+    step: StepShape, lanes: LaneSlots, *, max_slots: int, device: torch.device
 ) -> Iterator[Bucket]:
-    """Divide a step into buckets of at most `most_slots` places, or of one entry.
+    """Divide a step into buckets of at most `max_slots` places, or of one entry.
 
     Args:
         step: new tokens of each row.
         lanes: slots of each row's lanes, and the window.
-        most_slots: bound on places over all entries of a bucket.
+        max_slots: bound on places over all entries of a bucket.
         device: device of the tensors.
     """
     held = lanes.slots.astype(np.int64)
@@ -113,13 +113,13 @@ def plan_buckets(
     if lanes.window is not None:  # skip slots older than the window of the oldest query
         first = np.maximum(held - tokens + 1 - lanes.window, 0)
     places = held - first
-    for entries in _cut(tokens.reshape(-1), places.reshape(-1), most_slots):
+    for entries in _cut(tokens.reshape(-1), places.reshape(-1), max_slots):
         rows, lane = np.divmod(entries, held.shape[1])
         yield _bucket(step, (rows, lane), held[rows, lane], first[rows, lane], lanes.window, device)
 
 
 def _cut(
-    tokens: NDArray[np.int32], places: NDArray[np.int64], most_slots: int
+    tokens: NDArray[np.int32], places: NDArray[np.int64], max_slots: int
 ) -> Iterator[NDArray[np.int64]]:
     """Yield groups of entries with equal numbers of tokens and similar lengths."""
     order = np.lexsort((places, tokens))
@@ -128,7 +128,7 @@ def _cut(
         begun, entry = order[start], order[i]
         other = tokens[entry] != tokens[begun]
         longer = places[entry] > BUCKET_SLACK * places[begun] + FEW_SLOTS
-        if other or longer or (i + 1 - start) * places[entry] > most_slots:
+        if other or longer or (i + 1 - start) * places[entry] > max_slots:
             yield order[start:i]
             start = i
     if len(order):
@@ -215,7 +215,7 @@ class PreRopeAttention(TorchSlots):
     def plan(self, step: StepShape, lanes: LaneSlots, page_tokens: int, slot_bytes: int) -> object:
         """Divide the step into buckets of rows with the same number of new tokens."""
         most = max(1, self._scratch_bytes // (COPIES_OF_A_SLOT * slot_bytes))
-        return _Plan(tuple(plan_buckets(step, lanes, most_slots=most, device=self._device)))
+        return _Plan(tuple(plan_buckets(step, lanes, max_slots=most, device=self._device)))
 
     def attend(
         self,

@@ -24,12 +24,12 @@ class StaticLanes:
     Attributes:
         slots: int32 [rows, lanes] on the device of the pages: live slots of each lane, including
             the step's token. The engine overwrites them between calls. All are at least 1.
-        most_slots: no lane will have more slots: the page tables have columns for this number.
+        max_slots: no lane will have more slots: the page tables have columns for this number.
         window: number of slots a query attends to, including its own; None for all.
     """
 
     slots: Int[Tensor, "row lane"]
-    most_slots: int
+    max_slots: int
     window: int | None
 
 
@@ -42,7 +42,7 @@ class StaticPlans(Protocol):
 
     * They read live slots from `StaticLanes.slots`, pages from `LayerPages.table` and
       `LayerPages.rows`, and places of new tokens from `NewSlots`, all on the device. Grids, numbers
-      of splits and scratch sizes depend on shapes and `most_slots` only.
+      of splits and scratch sizes depend on shapes and `max_slots` only.
     * They neither wait for the device nor read its data, and make no copies from the CPU.
     * Scratch is allocated by torch in the call, or before the capture: calls are captured after
       warm-up calls on the same stream, and torch then allocates from the memory pool of the graphs.

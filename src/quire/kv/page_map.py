@@ -23,7 +23,7 @@ FREE, CACHE = 0, 1
 """Owners of free pages, and of pages that no listed row references: cached or loading prefixes."""
 FIRST_ROW = 2
 """Owner of the pages of the first listed row."""
-MOST_ROWS = (1 << 16) - FIRST_ROW
+MAX_ROWS = (1 << 16) - FIRST_ROW
 
 EVICTED, SHARED, CACHED, STAGING, AUXILIARY = 1, 2, 4, 8, 32
 """Bits of a page's state.
@@ -87,11 +87,11 @@ def read_pages(memory: KVMemory, rows: Sequence[int], *, only_these: bool = Fals
 
     Args:
         memory: the KV memory.
-        rows: at most MOST_ROWS rows in use. A page of several rows belongs to the first of them.
+        rows: at most MAX_ROWS rows in use. A page of several rows belongs to the first of them.
         only_these: leave out all pages of no listed row, free ones too, and count only references
             of listed rows.
     """
-    held = np.array(rows[:MOST_ROWS], dtype=np.int64)
+    held = np.array(rows[:MAX_ROWS], dtype=np.int64)
     evicted = ~exact_rows(memory)[held]
     classes = []
     for number, pool in enumerate(memory.pools.values()):

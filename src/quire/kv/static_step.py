@@ -267,11 +267,11 @@ class StaticAttention:
         group, inputs = of.group, self._inputs
         layers = self._kv.pages_of_layers(group, table, inputs.row_index)
         pages, offsets = (places.unbind() for places in inputs.new_slots(of))
-        most_slots = table.shape[2] * group.page_class.tokens
+        max_slots = table.shape[2] * group.page_class.tokens
         plans = [
             self._backend.static_plan(
                 self._shape,
-                StaticLanes(live, most_slots, group.window),
+                StaticLanes(live, max_slots, group.window),
                 layers if of.is_uniform else layers[number : number + 1],
                 slot_bytes_of(group.page_class),
             )

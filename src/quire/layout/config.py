@@ -31,7 +31,7 @@ SIZES = (
 ROTARY_FRACTIONS = ("partial_rotary_factor", "rotary_pct")
 """Keys of the fraction of a head that RoPE rotates; it determines the size of the cosine table."""
 
-MOST_LAYERS = 10_000
+MAX_LAYERS = 10_000
 """Largest number of layers of a model; far above that of existing models."""
 
 
@@ -160,14 +160,13 @@ class ConfigReader:
         """Return the number of layers, or None if the key is missing or null.
 
         Raises:
-            ModelError: not a positive integer, or more than `MOST_LAYERS`.
+            ModelError: not a positive integer, or more than `MAX_LAYERS`.
         """
         names = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
         value = self.positive_integer(*names)
-        if value is not None and value > MOST_LAYERS:
+        if value is not None and value > MAX_LAYERS:
             raise ModelError(
-                f"config.json: {self._named(*names)[0]!r} is {value}, expected {MOST_LAYERS} at "
-                "most"
+                f"config.json: {self._named(*names)[0]!r} is {value}, expected {MAX_LAYERS} at most"
             )
         return value
 

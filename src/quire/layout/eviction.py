@@ -29,11 +29,11 @@ from dataclasses import dataclass
 from quire.errors import ConfigError, UnknownName
 from quire.layout.statistics import Statistic
 
-MOST_DEFAULT_EVERY = 64
+MAX_DEFAULT_EVERY = 64
 OF_CAP = -1
 """Value of `EvictionSpec.every` that selects `default_every(cap)`."""
 
-MOST_CHARACTERS = 1000  # bounds untrusted texts in requests
+MAX_CHARACTERS = 1000  # bounds untrusted texts in requests
 _SUCH_AS = {
     "policy": "recent:cap=512,sinks=4",
     "budget": "pyramid:beta=20",
@@ -44,7 +44,7 @@ _SUCH_AS = {
 
 def default_every(cap: int) -> int:
     """Return the default of `every` (tokens evicted at a time) for a cap."""
-    return max(1, min(MOST_DEFAULT_EVERY, cap // 8))
+    return max(1, min(MAX_DEFAULT_EVERY, cap // 8))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +64,11 @@ def parse_policy(text: str, what: str = "policy") -> PolicyText:
 
     Raises:
         ConfigError: the name is missing, an option has no value or is repeated, parentheses do
-            not match, or the text is longer than `MOST_CHARACTERS` (it could nest too deeply).
+            not match, or the text is longer than `MAX_CHARACTERS` (it could nest too deeply).
     """
-    if len(text) > MOST_CHARACTERS:
+    if len(text) > MAX_CHARACTERS:
         raise ConfigError(
-            f"expected a {what} of at most {MOST_CHARACTERS} characters, got {len(text)}"
+            f"expected a {what} of at most {MAX_CHARACTERS} characters, got {len(text)}"
         )
     name, _, rest = text.strip().partition(":")
     if not name.isidentifier():
@@ -137,7 +137,7 @@ class EvictionSpec:
         if self.when not in SCHEDULES:
             raise UnknownName("eviction schedule", self.when, SCHEDULES)
         if self.every == OF_CAP:
-            every = MOST_DEFAULT_EVERY if self.cap is None else default_every(self.cap)
+            every = MAX_DEFAULT_EVERY if self.cap is None else default_every(self.cap)
             object.__setattr__(self, "every", every)
         if self.cap is None:
             return

@@ -19,7 +19,7 @@ from quire.layout.token_precision import PROMOTED, Records, read_records
 
 COUNTS = ("sinks", "residual", "plain_layers")
 PLAIN = "plain"
-MOST_TOKENS = 1 << 16
+MAX_TOKENS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,9 +163,9 @@ def _plain(text: str, value: str) -> CodecSpec:
 
 
 def _count(text: str, name: str, value: str) -> int:
-    if not value.isdecimal() or int(value) > MOST_TOKENS:
+    if not value.isdecimal() or int(value) > MAX_TOKENS:
         raise ConfigError(
-            f"KV codec {text!r}: expected {name} to be an integer from 0 to {MOST_TOKENS}, got "
+            f"KV codec {text!r}: expected {name} to be an integer from 0 to {MAX_TOKENS}, got "
             f"{value!r}"
         )
     return int(value)

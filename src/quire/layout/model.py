@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from quire.errors import ConfigError, ModelError, UnsupportedModel
-from quire.layout.config import MOST_LAYERS, ConfigReader, shown
+from quire.layout.config import MAX_LAYERS, ConfigReader, shown
 from quire.layout.families import (
     LEARNED_POSITIONS,
     REFUSED,
@@ -93,7 +93,7 @@ def _kinds(reader: ConfigReader) -> list[object] | None:
 
 def _repeated(pair: object) -> Iterator[object]:
     match pair:
-        case [cycle, int(times)] if 0 <= times <= MOST_LAYERS:
+        case [cycle, int(times)] if 0 <= times <= MAX_LAYERS:
             for _ in range(times):
                 yield from _listed(cycle)
         case _:

@@ -14,7 +14,7 @@ _UNITS = {
     **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)},
     **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)},
 }
-_LEAST_WITHOUT_UNIT = 1024
+_MIN_WITHOUT_UNIT = 1024
 """Smallest size without a unit: no memory is smaller, so the unit of such a number is missing."""
 _MAX_BITS = 63
 _SIZE = re.compile(r"(\d{1,30}(?:\.\d{1,30})?)\s*([a-z]*)", re.ASCII | re.IGNORECASE)
@@ -47,7 +47,7 @@ def parse_size(text: object) -> int:
     size_bytes = int(Decimal(number) * _UNITS[unit or "b"])
     if size_bytes >= 1 << _MAX_BITS:
         raise _not_a_size(text)
-    if not unit and 0 < size_bytes < _LEAST_WITHOUT_UNIT:
+    if not unit and 0 < size_bytes < _MIN_WITHOUT_UNIT:
         raise ConfigError(
             f"expected a size with its unit, got {text!r}, which is {size_bytes} bytes: "
             f"write {size_bytes}GiB or {size_bytes}MiB, or {size_bytes}B if bytes are meant"

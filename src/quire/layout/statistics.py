@@ -112,7 +112,7 @@ class LowAttentionCount(OfWeights):
         return f"low_attention_count.{self.reduction}"
 
 
-MOST_SIGNATURE_BITS = 24  # whole numbers that float32 holds exactly
+MAX_SIGNATURE_BITS = 24  # whole numbers that float32 holds exactly
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +129,9 @@ class SignatureBits(Statistic):
 
     def width(self, model: ModelSpec) -> int:
         group = model.num_heads // model.num_kv_heads
-        if group > MOST_SIGNATURE_BITS:
+        if group > MAX_SIGNATURE_BITS:
             raise ConfigError(
-                f"expected at most {MOST_SIGNATURE_BITS} query heads per KV head for stored "
+                f"expected at most {MAX_SIGNATURE_BITS} query heads per KV head for stored "
                 f"signatures, got {group}; use signatures=recomputed"
             )
         return 1

@@ -67,7 +67,7 @@ class FullPrecisionTokens:
 # Tokens without a record stay in the main codec.
 
 PROMOTED = "promoted"
-MOST_RECORDS = 1 << 16
+MAX_RECORDS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,10 +118,10 @@ def read_records(text: str, option: str) -> Records:
         ConfigError: the value has another form, or the codec cannot encode single tokens.
     """
     count, _, codecs = option.partition(":")
-    if not count.isdecimal() or not 1 <= int(count) <= MOST_RECORDS or not codecs:
+    if not count.isdecimal() or not 1 <= int(count) <= MAX_RECORDS or not codecs:
         raise ConfigError(
             f"KV codec {text!r}: expected {PROMOTED} to be a number of records, from 1 to "
-            f"{MOST_RECORDS}, and their codec, such as {PROMOTED}=32:int8, got {option!r}"
+            f"{MAX_RECORDS}, and their codec, such as {PROMOTED}=32:int8, got {option!r}"
         )
     key, value = codec_pair(codecs)
     for codec in (key, value):

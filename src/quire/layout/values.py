@@ -13,7 +13,7 @@ from quire.errors import ConfigError
 if sys.platform != "win32":
     import resource
 
-MOST_FILES = 1 << 16
+MAX_FILES = 1 << 16
 """Open files that a process asks for, if the system allows more."""
 
 
@@ -25,7 +25,7 @@ def raise_file_limit() -> None:
     if sys.platform == "win32":
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 

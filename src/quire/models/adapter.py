@@ -53,7 +53,7 @@ from quire.models.packing import MappedFiles, pack_linears, trim_free_memory
 from quire.models.rope import RopeVariants, Rotations
 from quire.models.sharding import rank_spec
 from quire.models.support import refuse_class, refuse_config
-from quire.plan.offload.resident import MOST_BATCHES
+from quire.plan.offload.resident import MAX_BATCHES
 
 
 class ForwardLock:
@@ -210,14 +210,14 @@ class LayerMajor:
 
     def __init__(self, layers: Sequence[nn.Module], device: torch.device) -> None:
         self._device = device
-        self._threads = ThreadPoolExecutor(MOST_BATCHES, thread_name_prefix="quire-batch")
+        self._threads = ThreadPoolExecutor(MAX_BATCHES, thread_name_prefix="quire-batch")
         self._thread = threading.local()
         self._round_robin: _RoundRobin | None = None
         for layer in layers:  # runs before all other hooks of the layer
             layer.register_forward_pre_hook(self._at_layer, prepend=True)
 
     def run(self, forwards: Sequence[Callable[[], T]], enter: Callable[[int], None]) -> list[T]:
-        """Run at most `MOST_BATCHES` forwards and return the result of each.
+        """Run at most `MAX_BATCHES` forwards and return the result of each.
 
         Args:
             forwards: each runs all layers, in order.

@@ -232,7 +232,7 @@ class LayerByLayer(Decoder, Protocol):
         """Run batches layer by layer; the logits of each equal those of `Decoder.forward`.
 
         Args:
-            batches: batches of different sequences, at most `MOST_BATCHES`.
+            batches: batches of different sequences, at most `MAX_BATCHES`.
             rope_variant: RoPE scaling variant of all batches.
 
         Returns:

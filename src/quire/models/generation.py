@@ -11,7 +11,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from quire.config.sampling_params import LEAST_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+from quire.config.sampling_params import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY
 from quire.errors import ModelError
 from quire.layout.config import LARGEST_INTEGER, read_json_object, shown
 
@@ -133,7 +133,7 @@ _RANGES: Mapping[str, _Range | _Flag] = {
     "top_k": _Range(-1, LARGEST_INTEGER, whole=True),
     "top_p": _Range(0.0, 1.0, above_low=True),
     "min_p": _Range(0.0, 1.0),
-    "repetition_penalty": _Range(LEAST_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
+    "repetition_penalty": _Range(MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
     "max_new_tokens": _Range(1, LARGEST_INTEGER, whole=True),
 }
 

@@ -217,11 +217,11 @@ def _one_dnn_is_faster(products: Products) -> bool:
     x = torch.ones(_MEASURED_ROWS, _MEASURED_WIDTH, dtype=torch.bfloat16)
     out = torch.empty_like(x)
     product = products.prepare(pack(weight, "bfloat16"))
-    ours = _least_seconds(lambda: product.run(x, out))
-    return _least_seconds(lambda: nn.functional.linear(x, weight)) < ours
+    ours = _min_seconds(lambda: product.run(x, out))
+    return _min_seconds(lambda: nn.functional.linear(x, weight)) < ours
 
 
-def _least_seconds(call: Callable[[], object]) -> float:
+def _min_seconds(call: Callable[[], object]) -> float:
     call()
     seconds = []
     for _ in range(_ROUNDS):

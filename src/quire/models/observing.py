@@ -421,7 +421,7 @@ class Observing:
 # the first one after attention whose input differs from `before` by the output of attention. Layers
 # that add attention and MLP in one step have no such submodule.
 
-MOST_ERROR = 0.02  # maximum relative distance of the added tensor from a multiple of the output
+MAX_ERROR = 0.02  # maximum relative distance of the added tensor from a multiple of the output
 
 
 @dataclass(frozen=True, slots=True)
@@ -536,9 +536,9 @@ def _next_part(layer: _Layer, ran: _LayerRun) -> str | None:
         # both errors are small if attention is much larger than the stream: the smaller one decides
         alone = _error(added[0], part_input)
         onto_stream = min(_error(x, part_input - before) for x in added)
-        if onto_stream <= min(MOST_ERROR, alone):
+        if onto_stream <= min(MAX_ERROR, alone):
             return name
-        if alone <= MOST_ERROR:
+        if alone <= MAX_ERROR:
             added.append(part_output)
     return None
 

@@ -163,7 +163,7 @@ def _longrope(module: Any, prefix: str, layer_type: str | None, tokens: int) -> 
 # reproduces this difference.
 
 PROBED_POSITIONS = (0, 1, 5, 17)
-MOST_ERROR = 0.05  # maximum relative error of a matching rotation; about 0.005 in bfloat16
+MAX_ERROR = 0.05  # maximum relative error of a matching rotation; about 0.005 in bfloat16
 
 Probe = Callable[[Sequence[int], PagedAttention], None]
 """Runs the model on one token at each of these positions, each in a separate sequence."""
@@ -183,7 +183,7 @@ def find_rotaries(model: nn.Module, probe: Probe) -> dict[int, Rotary]:
     for layer, queries in seen.by_layer.items():
         errors = [_error(candidate, queries) for candidate in candidates]
         best = min(range(len(candidates)), key=errors.__getitem__)
-        if errors[best] < MOST_ERROR:
+        if errors[best] < MAX_ERROR:
             found[layer] = candidates[best]
     return found
 

@@ -114,7 +114,7 @@ def _indexed_files(index: Path) -> list[Path]:
 # The first number of a tensor's name is its layer index, after one of these words.
 _LAYER = re.compile(r"^((?:[A-Za-z_]\w*\.)*?(?:layers|layer|blocks|block|h))\.(\d+)\.")
 _CONFIG_FITS = "check that config.json belongs to these weights"
-_MOST_TIMES_STORED = 2  # a spec may count a tied matrix twice and omit a few vectors
+_MAX_TIMES_STORED = 2  # a spec may count a tied matrix twice and omit a few vectors
 
 
 def check_shapes(
@@ -195,7 +195,7 @@ def _too_many_layers(num_layers: int, found: str) -> ModelError:
 
 def _check_parameters(spec: ModelSpec, stored: Mapping[str, StoredTensor]) -> None:
     num_stored = sum(tensor.num_values for tensor in stored.values())
-    if spec.num_parameters > _MOST_TIMES_STORED * num_stored:
+    if spec.num_parameters > _MAX_TIMES_STORED * num_stored:
         raise ModelError(
             f"config.json describes {spec.num_parameters:,} parameters, but the weight files have "
             f"{num_stored:,} (embedding {spec.vocab_size} x {spec.hidden_size}, MLP "

@@ -13,8 +13,8 @@ from quire.offload.timeline import DEVICE, IN, Timeline
 from quire.plan.offload.split import OffloadRates, pipelined_seconds, pipelined_split
 
 _DEAD_BAND = 0.02  # fraction of the step's time; smaller stalls are noise
-_MOST_CORRECTION = 0.3  # fraction of all tokens
-_MOST_MOVE = 0.25  # fraction of all tokens per step: limits the effect of one slow step
+_MAX_CORRECTION = 0.3  # fraction of all tokens
+_MAX_MOVE = 0.25  # fraction of all tokens per step: limits the effect of one slow step
 _LEAK = 0.95  # decay of the correction in a step whose stalls the model explains
 
 
@@ -23,7 +23,7 @@ class SplitController:
 
     Args:
         unit: granularity of splits in tokens; a split is a multiple of it, or all tokens.
-        least_gain: smallest predicted gain, as a fraction of the step's time, that moves the split.
+        min_gain: smallest predicted gain, as a fraction of the step's time, that moves the split.
         pace: gain of the correction by stalls; 0 disables it.
 
     Attributes:
@@ -34,12 +34,12 @@ class SplitController:
     """
 
     def __init__(
-        self, *, unit: int = 1, least_gain: int | float = 0.02, pace: int | float = 0.25
+        self, *, unit: int = 1, min_gain: int | float = 0.02, pace: int | float = 0.25
     ) -> None:
-        if unit < 1 or min(least_gain, pace) < 0:
-            raise ConfigError(f"expected unit >= 1, gains >= 0, got {unit}, {least_gain}, {pace}")
+        if unit < 1 or min(min_gain, pace) < 0:
+            raise ConfigError(f"expected unit >= 1, gains >= 0, got {unit}, {min_gain}, {pace}")
         self.num_moves = 0
-        self._unit, self._least_gain, self._pace = unit, least_gain, pace
+        self._unit, self._min_gain, self._pace = unit, min_gain, pace
         self._share: float | None = None
         self._correction = 0.0
 
@@ -67,7 +67,7 @@ class SplitController:
         if abs(wanted - held) < self._unit or not self._pays(rates, tokens, wanted, held):
             return held
         self.num_moves += 1
-        reach = max(_MOST_MOVE * tokens, self._unit)
+        reach = max(_MAX_MOVE * tokens, self._unit)
         moved = self._whole(min(max(wanted, held - reach), held + reach), tokens)
         self._share = moved / tokens
         return moved
@@ -92,13 +92,13 @@ class SplitController:
             return
         step = self._pace * math.copysign(min(abs(error), abs(unexplained)), error)
         moved = self._correction + step
-        self._correction = min(max(moved, -_MOST_CORRECTION), _MOST_CORRECTION)
+        self._correction = min(max(moved, -_MAX_CORRECTION), _MAX_CORRECTION)
 
     def _pays(self, rates: OffloadRates, tokens: int, wanted: int, held: int) -> bool:
         """Whether the model predicts a gain, or the correction alone asks for a large move."""
         held_s, wanted_s = (pipelined_seconds(rates, tokens, x) for x in (held, wanted))
         off = abs(wanted - held) / tokens
-        return held_s > wanted_s * (1 + self._least_gain) or off > 2 * self._least_gain
+        return held_s > wanted_s * (1 + self._min_gain) or off > 2 * self._min_gain
 
     def _whole(self, best: int | float, tokens: int) -> int:
         """Round down to whole units: too few tokens cost less than too many."""

@@ -18,7 +18,7 @@ from quire.plan.offload.split import OffloadRates
 from quire.plan.rates import CopyRate
 
 # An estimate of 0 would stay 0, so coefficients start at no less than these.
-_LEAST_CALL_S, _LEAST_UNIT_S = 1e-6, 1e-12
+_MIN_CALL_S, _MIN_UNIT_S = 1e-6, 1e-12
 COST_CLASSES = {
     Kind.WEIGHTS_IN: "in",
     Kind.KV_IN: "in",
@@ -156,7 +156,7 @@ class OffloadProfiler:
         self._prior = prior
         self._followed = {
             name: _Followed(
-                RateEstimator((max(call_s, _LEAST_CALL_S), max(unit_s, _LEAST_UNIT_S)), forgetting),
+                RateEstimator((max(call_s, _MIN_CALL_S), max(unit_s, _MIN_UNIT_S)), forgetting),
                 ChangeDetector(),
             )
             for name, (call_s, unit_s) in _coefficients(prior).items()

@@ -14,11 +14,11 @@ from quire.errors import ConfigError
 
 # Online estimates: recursive least squares with forgetting and robust weights.
 
-_MOST_VARIANCE = 30.0  # relative, of a coefficient: a few samples outweigh the prior
-_LEAST_CHANGE = 0.1  # least factor of a coefficient per sample, which keeps times positive
+_MAX_VARIANCE = 30.0  # relative, of a coefficient: a few samples outweigh the prior
+_MIN_CHANGE = 0.1  # least factor of a coefficient per sample, which keeps times positive
 _CLIP = 3.0  # in spreads; larger errors get less weight
 _SPREAD_PACE = 0.2
-_LEAST_SPREAD = 0.02
+_MIN_SPREAD = 0.02
 
 
 class RateEstimator:
@@ -37,7 +37,7 @@ class RateEstimator:
     def __init__(self, prior: Sequence[int | float], forgetting: float = 0.97) -> None:
         self._coefficients = np.array(prior, dtype=np.float64)
         self._forgetting = forgetting
-        self._variance = np.eye(len(prior)) * _MOST_VARIANCE
+        self._variance = np.eye(len(prior)) * _MAX_VARIANCE
         self._spread = 1.0  # usual relative error
         self.num_samples = 0
 
@@ -65,7 +65,7 @@ class RateEstimator:
         gain = self._variance @ shares
         gain /= self._forgetting / self._weight(abs(error)) + shares @ gain
         self._variance -= np.outer(gain, shares @ self._variance)
-        change = np.maximum(1 + gain * error, _LEAST_CHANGE)
+        change = np.maximum(1 + gain * error, _MIN_CHANGE)
         self._coefficients *= change
         self._variance /= self._forgetting * np.outer(change, change)
         self._bound_variance()
@@ -73,7 +73,7 @@ class RateEstimator:
 
     def reset_variance(self) -> None:
         """Reset the variance, not the coefficients: the next samples get full weight."""
-        self._variance = np.eye(len(self._coefficients)) * _MOST_VARIANCE
+        self._variance = np.eye(len(self._coefficients)) * _MAX_VARIANCE
         self._spread = 1.0
 
     def _weight(self, error: int | float) -> float:
@@ -81,11 +81,11 @@ class RateEstimator:
         limit = _CLIP * self._spread
         clipped = min(error, limit)
         self._spread += _SPREAD_PACE * (clipped - self._spread)
-        self._spread = max(self._spread, _LEAST_SPREAD)
+        self._spread = max(self._spread, _MIN_SPREAD)
         return limit / error if error > limit else 1.0
 
     def _bound_variance(self) -> None:
-        shrink = np.sqrt(np.minimum(1.0, _MOST_VARIANCE / np.diagonal(self._variance)))
+        shrink = np.sqrt(np.minimum(1.0, _MAX_VARIANCE / np.diagonal(self._variance)))
         self._variance *= np.outer(shrink, shrink)
 
 
@@ -142,7 +142,7 @@ def _fit(rows: NDArray[np.float64], columns: list[int]) -> NDArray[np.float64]:
 # sample counts as at most three usual errors, so no single sample is a change.
 
 _ALLOWED, _CHANGE_CLIP, _LIMIT = 0.5, 3.0, 8.0  # in usual errors
-_PACE, _LEAST_USUAL = 0.05, 0.01
+_PACE, _MIN_USUAL = 0.05, 0.01
 
 
 class ChangeDetector:
@@ -159,7 +159,7 @@ class ChangeDetector:
         error = math.log(seconds / predicted_s)
         scaled = min(max(error / self._usual, -_CHANGE_CLIP), _CHANGE_CLIP)
         self._usual += _PACE * (abs(scaled) * self._usual - self._usual)
-        self._usual = max(self._usual, _LEAST_USUAL)
+        self._usual = max(self._usual, _MIN_USUAL)
         self._up = max(0.0, self._up + scaled - _ALLOWED)
         self._down = max(0.0, self._down - scaled - _ALLOWED)
         if max(self._up, self._down) < _LIMIT:

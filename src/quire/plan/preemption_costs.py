@@ -101,9 +101,9 @@ def _product_rate(
 # Costs that start from the output of `quire profile` and follow the engine's measurements.
 
 # An estimate of 0 would stay 0, so coefficients start at no less than these.
-_LEAST_CALL_S = 1e-4
-_LEAST_PIECE_S = 1e-5
-_LEAST_SQUARES_OF_A_TOKEN = 1e-5
+_MIN_CALL_S = 1e-4
+_MIN_PIECE_S = 1e-5
+_MIN_SQUARES_OF_A_TOKEN = 1e-5
 
 
 class LearnedCosts:
@@ -119,8 +119,8 @@ class LearnedCosts:
         self._out = _of_copies(prior.copies.out, forgetting)
         self._back = _of_copies(prior.copies.back, forgetting)
         prefill = prior.prefill
-        call_s = max(prefill.call_s, _LEAST_CALL_S)
-        square_s = max(prefill.square_s, prefill.token_s * _LEAST_SQUARES_OF_A_TOKEN)
+        call_s = max(prefill.call_s, _MIN_CALL_S)
+        square_s = max(prefill.square_s, prefill.token_s * _MIN_SQUARES_OF_A_TOKEN)
         self._prefill = RateEstimator((call_s, prefill.token_s, square_s), forgetting)
 
     @property
@@ -158,7 +158,7 @@ class LearnedCosts:
 
 
 def _of_copies(rate: CopyRate, forgetting: float) -> RateEstimator:
-    call_s, piece_s = max(rate.call_s, _LEAST_CALL_S), max(rate.piece_s, _LEAST_PIECE_S)
+    call_s, piece_s = max(rate.call_s, _MIN_CALL_S), max(rate.piece_s, _MIN_PIECE_S)
     return RateEstimator((call_s, piece_s, 1 / rate.bytes_per_s), forgetting)
 
 

@@ -90,7 +90,7 @@ class EvictionPolicy(ABC):
         """Whether the policy evicts whole pages or chunks only, never single tokens."""
         return False
 
-    def least_retained(self, piece_tokens: int = 1) -> int:
+    def min_retained(self, piece_tokens: int = 1) -> int:
         """Return `least_cap` for pieces of `piece_tokens` neighbouring tokens."""
         # a piece that holds a protected slot is retained whole, at both ends
         return max(1, self.least_cap) + (2 * piece_tokens if piece_tokens > 1 else 0)

@@ -85,10 +85,10 @@ class Crushed(ScorePolicy):
 
     @property
     def least_cap(self) -> int:
-        return self.least_retained()
+        return self.min_retained()
 
     @abstractmethod
-    def least_free(self, piece_tokens: int) -> int:
+    def min_free(self, piece_tokens: int) -> int:
         """Return the fewest unprotected tokens for which at least one is a representative."""
 
     @abstractmethod
@@ -112,9 +112,9 @@ class Crushed(ScorePolicy):
             count: [row] number of units to select.
         """
 
-    def least_retained(self, piece_tokens: int = 1) -> int:
+    def min_retained(self, piece_tokens: int = 1) -> int:
         edges = 2 * piece_tokens if piece_tokens > 1 else 0
-        free = self.least_free(piece_tokens)
+        free = self.min_free(piece_tokens)
         keep = self.base.least_cap - 1 + free
         while keep < _SEARCH_LIMIT:  # the number of protected slots may grow with `keep`
             slots = torch.arange(2 * keep)[None]

@@ -62,7 +62,7 @@ class CrushedShare(Crushed, ABC):
             return self.base.cap_hint
         return "raise cap or share (0: no representatives), or lower every"
 
-    def least_free(self, piece_tokens: int) -> int:
+    def min_free(self, piece_tokens: int) -> int:
         return piece_tokens * (ceil(round(1 / self.share_of_all, 9)) if self.share else 1)
 
     def added_tokens(self, kept: int, piece_tokens: int = 1) -> int:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from quire.errors import ConfigError, PolicyError, UnknownName, UnsoundCombination
 from quire.layout.eviction import (
+    MAX_DEFAULT_EVERY,
     MOST,
-    MOST_DEFAULT_EVERY,
     PREFILL_AND_DECODE,
     PREFILL_END,
     PRESSURE,
@@ -225,7 +225,7 @@ class EvictionRule:
             num_layers=lanes.num_layers,
             heads=lanes.heads,
             prompt_tokens=prompt_tokens,
-            least=self.policy.least_retained(pieces) + leaving,
+            least=self.policy.min_retained(pieces) + leaving,
             piece_tokens=pieces,
             bounded=self.divides_again,
         )
@@ -244,11 +244,11 @@ class EvictionRule:
         return self.budget.needs_prompt and self.when in (PREFILL_AND_DECODE, PRESSURE)
 
     @property
-    def most_every(self) -> int:
+    def max_every(self) -> int:
         """The most tokens evicted at a time in any request."""
         if self.every is None and self.cap is not None and self.cap.tokens is not None:
             return default_every(self.cap.tokens)
-        return MOST_DEFAULT_EVERY if self.every is None else self.every
+        return MAX_DEFAULT_EVERY if self.every is None else self.every
 
     def finalize(self, eviction: Eviction, view: KVView, lanes: LaneShape) -> Eviction:
         """Divide the cap of a request by its cache, which holds its prompt as far as computed.

@@ -26,7 +26,7 @@ from quire.policies.registry import register
 from quire.policies.view import KVView
 from quire.policies.windows import reduce_group, softmax_over
 
-MOST_FUTURE = 1 << 16  # each position costs one rotation, and a request may set the number
+MAX_FUTURE = 1 << 16  # each position costs one rotation, and a request may set the number
 
 
 @register("expected_attention")
@@ -53,9 +53,9 @@ class ExpectedAttention(SinksAndRecent):
 
     def __post_init__(self) -> None:
         SinksAndRecent.__post_init__(self)
-        if not 1 <= self.future <= MOST_FUTURE:
+        if not 1 <= self.future <= MAX_FUTURE:
             raise ConfigError(
-                f"expected future from 1 to {MOST_FUTURE:,} positions, got {self.future}"
+                f"expected future from 1 to {MAX_FUTURE:,} positions, got {self.future}"
             )
         check_at_least(0, epsilon=self.epsilon)
         check_reduction(self.heads)

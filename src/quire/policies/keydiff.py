@@ -16,7 +16,7 @@ from quire.policies.base import SinksAndRecent
 from quire.policies.registry import register
 from quire.policies.view import KVView
 
-LEAST_NORM = 1e-12  # as in `normalize`
+MIN_NORM = 1e-12  # as in `normalize`
 
 
 @register("keydiff")
@@ -37,9 +37,7 @@ class KeyDiff(SinksAndRecent):
 
     def score(self, view: KVView) -> Float[Tensor, "lane slot"]:
         keys = view.keys
-        inverse_norms = (
-            keys.norm(dim=2).clamp_min(LEAST_NORM).reciprocal()
-        )  # keys of empty slots: 0
+        inverse_norms = keys.norm(dim=2).clamp_min(MIN_NORM).reciprocal()  # keys of empty slots: 0
         # the sum has the direction of the mean; the anchor is 0 if the keys cancel out
         anchor = normalize(inverse_norms[:, None] @ keys, dim=2)
         cosine: Tensor = (keys @ anchor.transpose(1, 2)).squeeze(2) * inverse_norms

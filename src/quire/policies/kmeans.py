@@ -26,7 +26,7 @@ from quire.policies.signatures.units import Marks
 
 SIGNATURES, KEYS = "signatures", "keys"
 FEATURES = (SIGNATURES, KEYS)
-MOST_ROUNDS = 1000  # a request may set the number
+MAX_ROUNDS = 1000  # a request may set the number
 _AS_NEAR = 1 + 1e-9  # tolerates rounding: both points of a pair are equally near to its mean
 
 
@@ -53,8 +53,8 @@ class KMeans(CrushedShare):
 
     def __post_init__(self) -> None:
         CrushedShare.__post_init__(self)
-        if not 1 <= self.rounds <= MOST_ROUNDS:
-            raise ConfigError(f"expected rounds from 1 to {MOST_ROUNDS}, got {self.rounds}")
+        if not 1 <= self.rounds <= MAX_ROUNDS:
+            raise ConfigError(f"expected rounds from 1 to {MAX_ROUNDS}, got {self.rounds}")
         if self.on not in FEATURES:
             raise UnknownName("kind of features (on)", self.on, FEATURES)
 

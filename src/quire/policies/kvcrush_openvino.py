@@ -69,7 +69,7 @@ class KVCrushOpenVINO(Crushed):
     def cap_hint(self) -> str:
         return "raise cap, or lower blocks or every"
 
-    def least_free(self, piece_tokens: int) -> int:
+    def min_free(self, piece_tokens: int) -> int:
         return self.blocks * piece_tokens
 
     def added_tokens(self, kept: int, piece_tokens: int = 1) -> int:

@@ -24,7 +24,7 @@ from quire.policies.options import check_at_least
 from quire.policies.registry import register
 from quire.policies.view import KVView
 
-_LEAST_RANGE = 1e-6  # channels with a smaller range are not scaled
+_MIN_RANGE = 1e-6  # channels with a smaller range are not scaled
 
 
 @register("lagkv")
@@ -88,7 +88,7 @@ def _weight(
     following = parts[:, 1:]
     least = following.amin(dim=2, keepdim=True)
     width = following.amax(dim=2, keepdim=True) - least
-    scaled = (parts[:, :-1] - least) / torch.where(width < _LEAST_RANGE, 1.0, width)
+    scaled = (parts[:, :-1] - least) / torch.where(width < _MIN_RANGE, 1.0, width)
     return scaled.std(dim=3).softmax(dim=2)
 
 

@@ -248,7 +248,7 @@ def fill_with_codes(side: CodedPlanes, head_dim: int, generator: torch.Generator
 MIB = 1 << 20
 SWAP_BYTES = (MIB // 4, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 _PIECES = 16
-_LEAST_SECONDS_PER_BYTE = 1e-15  # a fit may be 0
+_MIN_SECONDS_PER_BYTE = 1e-15  # a fit may be 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -411,13 +411,13 @@ def _measure_device(
 
 def _rate(fitted: tuple[float, ...], piece_s: int | float) -> CopyRate:
     call_s, byte_s = fitted
-    bytes_per_s = 1 / max(byte_s, _LEAST_SECONDS_PER_BYTE)
+    bytes_per_s = 1 / max(byte_s, _MIN_SECONDS_PER_BYTE)
     # the fixed cost of the fit includes one extent
     return CopyRate(bytes_per_s=bytes_per_s, call_s=max(0.0, call_s - piece_s), piece_s=piece_s)
 
 
 CHUNKS = (64, 128, 256, 512)
-_LEAST_SECONDS_PER_TOKEN = 1e-12  # a fit may be 0
+_MIN_SECONDS_PER_TOKEN = 1e-12  # a fit may be 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -503,7 +503,7 @@ def prefill_rates(times: Sequence[ChunkTime]) -> PrefillRates:
     fitted = fit_seconds([time.amounts for time in times], [time.seconds for time in times])
     call_s, token_s, square_s = fitted
     return PrefillRates(
-        call_s=call_s, token_s=max(token_s, _LEAST_SECONDS_PER_TOKEN), square_s=square_s
+        call_s=call_s, token_s=max(token_s, _MIN_SECONDS_PER_TOKEN), square_s=square_s
     )
 
 

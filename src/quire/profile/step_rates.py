@@ -27,7 +27,7 @@ from quire.scheduler.schedule_config import ScheduleConfig
 # rows and prompt tokens
 SIZES = ((1, 64), (2, 64), (2, 1_024), (4, 64), (8, 64), (8, 512), (16, 64), (32, 64))
 QUICK_SIZES = ((1, 64), (2, 128))
-_LEAST_SECONDS = 1e-12  # a fit may be 0
+_MIN_SECONDS = 1e-12  # a fit may be 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +136,7 @@ def fit_steps(times: Sequence[StepTime]) -> StepRates:
         blocks=_prefill(blocks) if blocks else whole,
         decode=DecodeRates(
             batch_s=tuple(
-                (rows, max(seconds, _LEAST_SECONDS))
+                (rows, max(seconds, _MIN_SECONDS))
                 for rows, seconds in zip(batches, found, strict=False)
             ),
             slot_s=slot_s,
@@ -148,7 +148,7 @@ def fit_steps(times: Sequence[StepTime]) -> StepRates:
 
 def _prefill(times: Sequence[StepTime]) -> PrefillRates:
     call_s, token_s, square_s = _fit(times, _prefill_amounts)
-    return PrefillRates(call_s=call_s, token_s=max(token_s, _LEAST_SECONDS), square_s=square_s)
+    return PrefillRates(call_s=call_s, token_s=max(token_s, _MIN_SECONDS), square_s=square_s)
 
 
 def _fit(

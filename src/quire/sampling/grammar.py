@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
     from transformers import PreTrainedTokenizerBase
 
-MOST_COMPILED = 32
+MAX_COMPILED = 32
 """Compiled grammars in the cache; one with the largest lexer takes about 30 MB."""
 
 COMPILE_TIMEOUT_S = 5.0
@@ -134,7 +134,7 @@ class GrammarCompiler:
         with self._lock:
             self._in_use[wanted] = self._cache[wanted] = compiled
             self._cache.move_to_end(wanted)
-            while len(self._cache) > MOST_COMPILED:
+            while len(self._cache) > MAX_COMPILED:
                 self._cache.popitem(last=False)
         return compiled
 

@@ -18,7 +18,7 @@ from quire.scheduler.request import Request
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-_MOST_REASON, _MOST_LINE = 300, 60  # characters of a reason of the library, and of its lines
+_MAX_REASON, _MAX_LINE = 300, 60  # characters of a reason of the library, and of its lines
 
 TOO_LARGE = "structured_outputs is too large"
 """Start of the errors of limits that only the generation of an output reaches."""
@@ -125,9 +125,9 @@ def shown_reason(reason: str) -> str:
     Its lines quote the grammar.
     """
     lines = [line.strip() for line in reason.splitlines()]
-    lines = [line[:_MOST_LINE] for line in lines if line and line != "<non-verbose/>"]
+    lines = [line[:_MAX_LINE] for line in lines if line and line != "<non-verbose/>"]
     advice = [text for found, text in _ADVICE.items() if found.search(reason)]
-    return "; ".join([" ".join(lines)[:_MOST_REASON], *advice])
+    return "; ".join([" ".join(lines)[:_MAX_REASON], *advice])
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:

@@ -171,9 +171,9 @@ def _evictions(engine: "Engine", request_id: str) -> list[dict[str, Any]]:
 _CALLS_PER_ACTOR = 4
 """Blocks that an actor runs at the same time, so that its engine always has requests."""
 _QUEUED_CALLS_PER_ACTOR = 6
-_MOST_LINES = 32
+_MAX_LINES = 32
 _BLOCKS_PER_ACTOR = 8
-"""Blocks of a small file for each actor; a block has at most `_MOST_LINES` lines."""
+"""Blocks of a small file for each actor; a block has at most `_MAX_LINES` lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,13 +196,13 @@ class LineBlock:
 _FIELDS = tuple(field.name for field in fields(LineBlock))
 
 
-def line_blocks(source: Path, completed: Collection[int], most_lines: int) -> Iterator[LineBlock]:
+def line_blocks(source: Path, completed: Collection[int], max_lines: int) -> Iterator[LineBlock]:
     """Divide the lines of a file that have no record and are not blank into blocks.
 
     Args:
         source: the file.
         completed: numbers of lines with a record.
-        most_lines: most lines of a block that run.
+        max_lines: most lines of a block that run.
     """
     start, first, size, offset, num_lines = 0, 1, 0, 0, 0
     skipped: list[str] = []
@@ -216,7 +216,7 @@ def line_blocks(source: Path, completed: Collection[int], most_lines: int) -> It
                     skipped.clear()
                 num_lines += 1
                 size = offset + len(raw) - start
-                if num_lines == most_lines:
+                if num_lines == max_lines:
                     yield LineBlock(start, size, first, ",".join(skipped))
                     num_lines = 0
             offset += len(raw)
@@ -266,7 +266,7 @@ def batch_records(
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     even = math.ceil(num_left / (config.max_replicas * _BLOCKS_PER_ACTOR))
-    found = line_blocks(task.source, completed, min(_MOST_LINES, max(1, even)))
+    found = line_blocks(task.source, completed, min(_MAX_LINES, max(1, even)))
     blocks = [asdict(block) for block in found]
     if not blocks:
         return

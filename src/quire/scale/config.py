@@ -10,7 +10,7 @@ from quire.layout.options import Size, check_options, option
 from quire.layout.sizes import parse_size
 
 _RANGE = re.compile(r"(\d{1,9})(?::(\d{1,9}))?")
-_LEAST_STORE_BYTES = 80 * 2**20
+_MIN_STORE_BYTES = 80 * 2**20
 
 
 @no_type_check  # run-time type checks in tests must not precede ConfigError
@@ -96,7 +96,7 @@ class RayConfig:
             raise ConfigError(
                 f"expected ray-replicas as N or MIN:MAX with 1 <= MIN <= MAX, got {self.replicas!r}"
             )
-        if self.object_store_memory < _LEAST_STORE_BYTES:
+        if self.object_store_memory < _MIN_STORE_BYTES:
             raise ConfigError(
                 f"expected ray-object-store-memory of at least 80MiB, got "
                 f"{self.object_store_memory} bytes"

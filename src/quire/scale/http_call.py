@@ -173,8 +173,8 @@ class _Exchange:
 SESSION_HEADER = b"x-session-id"
 _SESSION_FIELDS = ("prompt_cache_key", "user", "safety_identifier")
 _WORD_BYTES = 4
-_MOST_ID = 2**63
-_MOST_SESSION_CHARACTERS = 256
+_MAX_ID = 2**63
+_MAX_SESSION_CHARACTERS = 256
 _TEXT_FIELDS = ("tools", "instructions", "system", "messages", "input", "prompt")
 """Fields of the prompt, in the order in which chat templates write them."""
 
@@ -211,7 +211,7 @@ def _json_object(call: HttpCall) -> Mapping[str, Any]:
 
 def _session(call: HttpCall, body: Mapping[str, Any]) -> str | None:
     named = [call.header(SESSION_HEADER), *(body.get(name) for name in _SESSION_FIELDS)]
-    texts = (name[:_MOST_SESSION_CHARACTERS] for name in named if isinstance(name, str) and name)
+    texts = (name[:_MAX_SESSION_CHARACTERS] for name in named if isinstance(name, str) and name)
     return next(texts, None)
 
 
@@ -221,7 +221,7 @@ def _words(body: Mapping[str, Any]) -> Iterator[int]:
         if value is None:
             continue
         if _are_token_ids(value):
-            yield from (abs(token_id) % _MOST_ID for token_id in value)
+            yield from (abs(token_id) % _MAX_ID for token_id in value)
         else:
             yield from _words_of_text(_text(value))
 

@@ -13,7 +13,7 @@ from quire.scale.routing.base import ReplicaLoad, RoutedRequest, Router
 from quire.scale.routing.loads import LoadView
 from quire.scale.routing.policies import KvAware
 
-_MOST_RANKED = 3
+_MAX_RANKED = 3
 """Replicas that are ranked one by one; the others follow in any order."""
 
 RECEIVED, REPORT = "received", "report"
@@ -85,7 +85,7 @@ class ReplicaChoice:
         loads = self._loads.loads()
         left = {name: loads[name] for name in reports}
         ranked: list[str] = []
-        while left and len(ranked) < _MOST_RANKED:
+        while left and len(ranked) < _MAX_RANKED:
             best = self._router.choose(request, list(left.values()))
             ranked.append(best)
             del left[best]

@@ -49,14 +49,14 @@ class Evictor(Protocol):
     """Selects and evicts slots, and compacts the retained ones; the selection needs tensors."""
 
     def evict(
-        self, request: Request, keep: Slots, *, least_gain: int | None = None
+        self, request: Request, keep: Slots, *, min_gain: int | None = None
     ) -> Evicted | None:
         """Evict slots until each lane of a request has `keep` slots.
 
         Args:
             request: a running request.
             keep: [lanes] number of slots to retain.
-            least_gain: evict only if at least this many bytes are freed; None: no minimum.
+            min_gain: evict only if at least this many bytes are freed; None: no minimum.
 
         Returns:
             None if no slot was evicted.
@@ -91,7 +91,7 @@ class _NoEvictor:
     """Evictor of an engine without eviction rules: every call is an error."""
 
     def evict(
-        self, request: Request, keep: Slots, *, least_gain: int | None = None
+        self, request: Request, keep: Slots, *, min_gain: int | None = None
     ) -> Evicted | None:
         raise InvariantError(f"request {request.request_id} evicts, but its engine has no rules")
 
@@ -213,21 +213,21 @@ class LaneCapacities:
         return int(held_slots(self._lanes, request).sum())
 
     def _evict_pages(self, request: Request) -> bool:
-        return self._evict_private(request, tokens=0, least_gain=1)
+        return self._evict_private(request, tokens=0, min_gain=1)
 
     def _reuse_slots(self, request: Request) -> bool:
         assert self._lanes is not None
         if not needs_page(request, self._lanes):
             return False
-        return self._evict_private(request, tokens=1, least_gain=None)
+        return self._evict_private(request, tokens=1, min_gain=None)
 
-    def _evict_private(self, request: Request, *, tokens: int, least_gain: int | None) -> bool:
+    def _evict_private(self, request: Request, *, tokens: int, min_gain: int | None) -> bool:
         """Evict lanes above their cap if no group member shares the pages.
 
         Args:
             request: a running request.
             tokens: number of next tokens; with 1, lanes at their cap count as above it.
-            least_gain: see `Evictor.evict`.
+            min_gain: see `Evictor.evict`.
 
         Returns:
             Whether slots were evicted, or the request failed and was freed.
@@ -248,9 +248,7 @@ class LaneCapacities:
                 if request.eviction.pending:
                     self._divide(request)
                 keep = over_cap(request, self._lanes, tokens)
-                return keep is not None and self._evict(
-                    request, keep, PRESSURE, least_gain=least_gain
-                )
+                return keep is not None and self._evict(request, keep, PRESSURE, min_gain=min_gain)
         except OutOfPages:
             return False
         except PolicyError as error:
@@ -324,12 +322,12 @@ class LaneCapacities:
         )
 
     def _evict(
-        self, request: Request, keep: Slots, reason: str, *, least_gain: int | None = None
+        self, request: Request, keep: Slots, reason: str, *, min_gain: int | None = None
     ) -> bool:
         memory = self._sequence_memory.memory
         free_bytes = memory.free_bytes
         evicted = self._changing(
-            request, lambda: self._evictor.evict(request, keep, least_gain=least_gain)
+            request, lambda: self._evictor.evict(request, keep, min_gain=min_gain)
         )
         if evicted is None:
             return False

@@ -13,7 +13,7 @@ one batch. With KV offload, each batch waits for its own offloaded pages only.
 from typing import Protocol, runtime_checkable
 
 from quire.errors import UnsoundCombination
-from quire.plan.offload.resident import MOST_BATCHES, WeightsPlacement, best_pass
+from quire.plan.offload.resident import MAX_BATCHES, WeightsPlacement, best_pass
 
 _NEW_SHARE = 0.2  # weight of the newest sample in the moving average of batch times
 _FULL = 0.5  # least fraction of a full batch that is sampled
@@ -101,13 +101,13 @@ class StepSize:
                 copy_s=copy_s,
                 batch_s=self._batch_s,
                 batch_tokens=self.batch_tokens,
-                most_batches=MOST_BATCHES,
+                most_batches=MAX_BATCHES,
             ).batches
 
 
 def most_batches(objective: str, offloaded_weights: WeightTransfers | None) -> int:
     """Maximum number of batches in one step."""
-    return 1 if offloaded_weights is None or objective == "latency" else MOST_BATCHES
+    return 1 if offloaded_weights is None or objective == "latency" else MAX_BATCHES
 
 
 def refuse_nothing_shared(objective: str, *, offloaded_weights: bool) -> None:

@@ -77,7 +77,7 @@ CLIENT_CLOSED = 499
 
 _ID = re.compile(r"[A-Za-z0-9_.:/+=-]{1,128}", re.ASCII)
 _CLIENT_ERROR, _SERVER_ERROR = 400, 500
-_MOST_PATH = 200
+_MAX_PATH = 200
 
 logger = logging.getLogger("quire.access")
 
@@ -198,5 +198,5 @@ def _log(scope: Scope, sent: _Sent, seconds: float) -> None:
 
 def _shown(path: str) -> str:
     """A path on one line: clients choose it."""
-    shown = path[:_MOST_PATH].encode("ascii", "backslashreplace").decode()
+    shown = path[:_MAX_PATH].encode("ascii", "backslashreplace").decode()
     return "".join(letter if letter.isprintable() else "?" for letter in shown)

@@ -285,7 +285,7 @@ def create_app(
         open_paths |= dashboard_paths()
     install_error_handlers(app)
     install_validation_handlers(app)
-    app.add_middleware(BodyLimit, most_bytes=config.max_body)
+    app.add_middleware(BodyLimit, max_bytes=config.max_body)
     app.add_middleware(
         KeyGuard, keys=service.keys, open_paths=open_paths
     )  # the middleware added last runs first

@@ -26,7 +26,7 @@ KEY_VARIABLE = "QUIRE_API_KEY"
 METRICS_KEY_VARIABLE = "QUIRE_METRICS_KEY"
 """Environment variable with the API key of /metrics."""
 
-LEAST_KEY_CHARACTERS = 8
+MIN_KEY_CHARACTERS = 8
 
 LIMITS, TLS, CORS = "Limits of the server", "TLS", "Web pages (CORS)"
 OBSERVATION = "Metrics and traces"
@@ -332,9 +332,9 @@ def check_key(key: str, owner: str) -> None:
     Raises:
         ConfigError: a key that is too short or not printable ASCII.
     """
-    if len(key) < LEAST_KEY_CHARACTERS or not key.isascii() or not key.isprintable():
+    if len(key) < MIN_KEY_CHARACTERS or not key.isascii() or not key.isprintable():
         raise ConfigError(
-            f"{owner}: expected at least {LEAST_KEY_CHARACTERS} printable ASCII characters, got "
+            f"{owner}: expected at least {MIN_KEY_CHARACTERS} printable ASCII characters, got "
             f"{len(key)} characters; choose another key"
         )
 

@@ -166,10 +166,10 @@ LARGE_BODY_BYTES = 1 << 20
 class BodyTooLarge(HTTPException):
     """Status 413: a body has more bytes than `--max-body`."""
 
-    def __init__(self, most_bytes: int) -> None:
+    def __init__(self, max_bytes: int) -> None:
         super().__init__(
             HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-            f"the body is larger than {most_bytes:,} B ({format_size(most_bytes)}): send a smaller "
+            f"the body is larger than {max_bytes:,} B ({format_size(max_bytes)}): send a smaller "
             "body, or start the server with a larger --max-body",
         )
 
@@ -179,11 +179,11 @@ class BodyLimit:
 
     Args:
         app: the application.
-        most_bytes: maximum size of a body, with and without a Content-Length.
+        max_bytes: maximum size of a body, with and without a Content-Length.
     """
 
-    def __init__(self, app: ASGIApp, most_bytes: int) -> None:
-        self._app, self._most_bytes = app, most_bytes
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app, self._max_bytes = app, max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward the request; a body whose Content-Length is too large is not read."""
@@ -195,13 +195,13 @@ class BodyLimit:
             response = error_response(status, _TOO_LARGE_HEADERS, path=scope["path"])
             await response(scope, receive, send)
             return
-        if _announced_bytes(scope) > self._most_bytes:
-            refusal = BodyTooLarge(self._most_bytes)
+        if _announced_bytes(scope) > self._max_bytes:
+            refusal = BodyTooLarge(self._max_bytes)
             status = HTTPStatus(refusal.status_code)
             response = error_response(status, refusal.detail, path=scope["path"])
             await response(scope, receive, send)
             return
-        counted = _Counted(receive, self._most_bytes)
+        counted = _Counted(receive, self._max_bytes)
         await self._app(scope, counted, send)
         if counted.num_bytes > LARGE_BODY_BYTES:
             return_freed_memory()
@@ -210,16 +210,16 @@ class BodyLimit:
 class _Counted:
     """Counts the received bytes of a body, for bodies without a Content-Length."""
 
-    def __init__(self, receive: Receive, most_bytes: int) -> None:
-        self._receive, self._most_bytes = receive, most_bytes
+    def __init__(self, receive: Receive, max_bytes: int) -> None:
+        self._receive, self._max_bytes = receive, max_bytes
         self.num_bytes = 0
 
     async def __call__(self) -> Message:
         message = await self._receive()
         if message["type"] == "http.request":
             self.num_bytes += len(message.get("body", b""))
-            if self.num_bytes > self._most_bytes:
-                raise BodyTooLarge(self._most_bytes)
+            if self.num_bytes > self._max_bytes:
+                raise BodyTooLarge(self._max_bytes)
         return message
 
 

@@ -179,9 +179,9 @@ class ReplicaLost(QuireError):
 class TooManyStreams(QuireError):
     """Too many clients receive KV events."""
 
-    def __init__(self, num_open: int, most: int, most_of_one: int) -> None:
+    def __init__(self, num_open: int, most: int, max_of_one: int) -> None:
         super().__init__(
-            f"{num_open} streams of KV events are open, and at most {most}, {most_of_one} of one "
+            f"{num_open} streams of KV events are open, and at most {most}, {max_of_one} of one "
             "tenant, may be: close one, or poll /v1/kv/events"
         )
 
@@ -200,10 +200,10 @@ class RequestFailed(QuireError):
     """An accepted request ended with an error."""
 
 
-def bounded(text: str, most_characters: int = MAX_MESSAGE_CHARACTERS) -> str:
+def bounded(text: str, max_characters: int = MAX_MESSAGE_CHARACTERS) -> str:
     """Truncate a text and escape characters that UTF-8 cannot encode."""
-    if len(text) > most_characters:
-        text = f"{text[:most_characters]}... ({len(text):,} characters)"
+    if len(text) > max_characters:
+        text = f"{text[:max_characters]}... ({len(text):,} characters)"
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
@@ -361,8 +361,8 @@ async def _handle_bug(request: Request, error: Exception) -> JSONResponse:
 
 
 MAX_VALIDATION_ERRORS = 4
-MOST_SHOWN = 60  # characters of a value that is wrong
-_MOST_PATH = 100  # characters of a path: clients choose the keys
+MAX_SHOWN = 60  # characters of a value that is wrong
+_MAX_PATH = 100  # characters of a path: clients choose the keys
 _COUNTED = re.compile(r"should have (at (?:least|most) \d+ items?)")
 _EXPECTED = "Input should be "
 _OBJECTS = frozenset({"model_attributes_type", "model_type", "dict_type"})
@@ -483,7 +483,7 @@ def _field(branches: Sequence[_Located]) -> InvalidField:
     first = (kinds_fit or best)[0]
     errors = [branch.error for branch in best if branch.path == first.path]
     message = _what_is_wrong(first.error) if kinds_fit else _not_expected(errors)
-    return InvalidField(path=bounded(".".join(first.path[1:]), _MOST_PATH), message=message)
+    return InvalidField(path=bounded(".".join(first.path[1:]), _MAX_PATH), message=message)
 
 
 def _what_is_wrong(error: Mapping[str, Any]) -> str:
@@ -515,5 +515,5 @@ def _shown(given: object) -> str:
     if isinstance(given, list | dict):
         return "a list" if isinstance(given, list) else "an object"
     if isinstance(given, str):  # truncated first: the value may have megabytes
-        return bounded(json.dumps(given[: MOST_SHOWN + 1], ensure_ascii=False), MOST_SHOWN)
-    return bounded(json.dumps(given, default=repr), MOST_SHOWN)
+        return bounded(json.dumps(given[: MAX_SHOWN + 1], ensure_ascii=False), MAX_SHOWN)
+    return bounded(json.dumps(given, default=repr), MAX_SHOWN)

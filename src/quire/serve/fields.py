@@ -141,9 +141,9 @@ INSTEAD: Mapping[str, str] = {
 NESTED = frozenset({"extra_body", "options"})
 """Objects in which some clients send fields that belong at the top level of the body."""
 
-MOST_NAMES = 20
-MOST_NAME_CHARACTERS = 64
-MOST_EXTRA_FIELDS = 64
+MAX_NAMES = 20
+MAX_NAME_CHARACTERS = 64
+MAX_EXTRA_FIELDS = 64
 """Limit of undeclared fields in one object: each is compared with all known names."""
 
 _NEAR = 0.8
@@ -180,9 +180,9 @@ def require_few(extra: Mapping[str, object]) -> None:
     Raises:
         RequestError: too many fields.
     """
-    if len(extra) > MOST_EXTRA_FIELDS:
+    if len(extra) > MAX_EXTRA_FIELDS:
         raise RequestError(
-            f"expected at most {MOST_EXTRA_FIELDS} unknown fields, got {len(extra)}: leave them out"
+            f"expected at most {MAX_EXTRA_FIELDS} unknown fields, got {len(extra)}: leave them out"
         )
 
 
@@ -221,17 +221,17 @@ def shown_name(name: str) -> str:
 
     HTTP does not allow spaces at the ends of a header.
     """
-    shown = name[:MOST_NAME_CHARACTERS].encode("ascii", "backslashreplace").decode()
+    shown = name[:MAX_NAME_CHARACTERS].encode("ascii", "backslashreplace").decode()
     shown = "".join(letter if letter.isprintable() else "?" for letter in shown)
-    shown = shown[:MOST_NAME_CHARACTERS]
+    shown = shown[:MAX_NAME_CHARACTERS]
     return shown if shown and shown == shown.strip() else f"'{shown}'"
 
 
 def listed(names: Sequence[str]) -> str:
     """Comma-separated names for a log line or a header: truncated, in printable ASCII."""
-    shown = [shown_name(name) for name in names[:MOST_NAMES]]
-    if len(names) > MOST_NAMES:
-        shown.append(f"and {len(names) - MOST_NAMES} more")
+    shown = [shown_name(name) for name in names[:MAX_NAMES]]
+    if len(names) > MAX_NAMES:
+        shown.append(f"and {len(names) - MAX_NAMES} more")
     return ", ".join(shown)
 
 
@@ -253,7 +253,7 @@ def _refuse_near_misses(
     """
     found = []
     for name in names:
-        near = nearest(name[: MOST_NAME_CHARACTERS + 1], choices)
+        near = nearest(name[: MAX_NAME_CHARACTERS + 1], choices)
         if near is not None and near not in IGNORED:
             shown = inside + shown_name(name)
             raise RequestError(f"unknown field `{shown}`: did you mean `{near}`?", param=shown)
@@ -267,7 +267,7 @@ def nearest(name: str, choices: tuple[str, ...]) -> str | None:
 
     Case, dashes and underscores are ignored: `maxTokens` equals `max_tokens`.
     """
-    if len(name) > MOST_NAME_CHARACTERS:
+    if len(name) > MAX_NAME_CHARACTERS:
         return None
     squashed = {_squashed(choice): choice for choice in reversed(choices)}
     found = difflib.get_close_matches(_squashed(name), squashed, n=1, cutoff=_NEAR)

@@ -14,12 +14,12 @@ from pydantic import BaseModel, ValidationError
 
 from quire.layout.values import find_fault
 from quire.serve.errors import InvalidBody, InvalidField, bounded
-from quire.serve.fields import MOST_EXTRA_FIELDS
+from quire.serve.fields import MAX_EXTRA_FIELDS
 from quire.serve.tenant_keys import tenant_of
 
 IGNORED_HEADER = "X-Ignored-Fields"
 
-MOST_INLINE_BYTES = 1 << 16
+MAX_INLINE_BYTES = 1 << 16
 """Larger bodies are parsed and validated in the tokenizer threads, with fair scheduling."""
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
@@ -42,7 +42,7 @@ class JsonRequest(Request):
             InvalidBody: an unusable value, or a large body that fails validation.
         """
         raw = await self.body()
-        if len(raw) <= MOST_INLINE_BYTES or self.model is None:
+        if len(raw) <= MAX_INLINE_BYTES or self.model is None:
             with _naming_the_position():
                 value = json.loads(raw)
             _refuse_fault(value)
@@ -80,10 +80,10 @@ def _read_large(raw: bytes, model: type[BaseModel]) -> object:
     with _naming_the_position():
         value = loads_in_slices(raw)
     _refuse_fault(value)
-    if isinstance(value, dict) and len(value) > MOST_EXTRA_FIELDS + len(model.model_fields):
+    if isinstance(value, dict) and len(value) > MAX_EXTRA_FIELDS + len(model.model_fields):
         raise HTTPException(
             HTTPStatus.BAD_REQUEST,
-            f"the body has {len(value)} fields, of which at most {MOST_EXTRA_FIELDS} may be "
+            f"the body has {len(value)} fields, of which at most {MAX_EXTRA_FIELDS} may be "
             "unknown: leave them out",
         )
     try:
@@ -117,7 +117,7 @@ def _naming_the_position() -> Iterator[None]:
     except TooManyNodes:
         raise HTTPException(
             HTTPStatus.BAD_REQUEST,
-            f"the body has more than {MOST_NODES:,} arrays, objects and members of objects: split "
+            f"the body has more than {MAX_NODES:,} arrays, objects and members of objects: split "
             "it into several requests",
         ) from None
     except ValueError:  # Python's limit on digits
@@ -146,13 +146,13 @@ def _check_content_type(content_type: str | None) -> None:
 # Parses large JSON in slices, so that other threads can run in between.
 #
 # `json.loads` is one call into C that holds the GIL: 0.4 s for 8 MiB of token ids. Here Python code
-# walks through arrays and objects, and passes at most `MOST_SCALARS` numbers and strings of an
+# walks through arrays and objects, and passes at most `MAX_SCALARS` numbers and strings of an
 # array to `json.loads` per call.
 
-MOST_NODES = 1 << 17
+MAX_NODES = 1 << 17
 """Limit of arrays, objects and members of objects in one body: each is parsed in Python."""
 
-MOST_SCALARS = 4096
+MAX_SCALARS = 4096
 """Numbers and strings of an array that are parsed by one call of `json.loads`."""
 
 _SCALAR = r'(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"|[^\s"\[\]{},:]++)'
@@ -162,23 +162,23 @@ _decode = json.JSONDecoder().raw_decode
 
 
 class TooManyNodes(ValueError):
-    """JSON with more arrays, objects and members than `MOST_NODES`."""
+    """JSON with more arrays, objects and members than `MAX_NODES`."""
 
 
-def loads_in_slices(raw: bytes, *, most_scalars: int = MOST_SCALARS) -> object:
+def loads_in_slices(raw: bytes, *, max_scalars: int = MAX_SCALARS) -> object:
     """Parse JSON with the same result as `json.loads`.
 
     Args:
         raw: JSON in UTF-8, UTF-16 or UTF-32.
-        most_scalars: most numbers and strings of an array that are parsed by one call.
+        max_scalars: most numbers and strings of an array that are parsed by one call.
 
     Raises:
         ValueError: the same errors as `json.loads`.
         RecursionError: brackets are nested too deeply.
-        TooManyNodes: more than `MOST_NODES`.
+        TooManyNodes: more than `MAX_NODES`.
     """
     text = raw.decode(json.detect_encoding(raw), "surrogatepass")
-    reader = _Reader(text, _scalars(most_scalars))
+    reader = _Reader(text, _scalars(max_scalars))
     value, end = reader.value(_skip(text, 0))
     end = _skip(text, end)
     if end != len(text):
@@ -265,7 +265,7 @@ class _Reader:
 
     def _count(self) -> None:
         self._nodes += 1
-        if self._nodes > MOST_NODES:
+        if self._nodes > MAX_NODES:
             raise TooManyNodes
 
 

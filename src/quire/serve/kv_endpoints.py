@@ -37,7 +37,7 @@ from quire.engine.inspection.requests import (
     read_retention,
     request_rows,
 )
-from quire.engine.inspection.totals import MOST_CELLS, overview, read_page_map, tenant_rows
+from quire.engine.inspection.totals import MAX_CELLS, overview, read_page_map, tenant_rows
 from quire.engine.ledger import Snapshot
 from quire.errors import ConfigError, EngineDead
 from quire.layout.layout import statistics_used
@@ -93,7 +93,7 @@ def refuse_unknown_parameters(request: Request, known: Sequence[str]) -> None:
             raise FieldError(shown, f"unknown parameter `{shown}`: did you mean `{near}`?")
 
 
-MOST_BUDGET_BYTES = 1 << 50
+MAX_BUDGET_BYTES = 1 << 50
 DEFAULT_LENGTH = 2048
 
 
@@ -155,9 +155,9 @@ def _sequence_bytes(layout: CacheLayout, length: int, retained: int | None) -> i
 
 FLUSH_S = 0.05
 """Least time between two wake-ups of the event loop by the engine."""
-MOST_QUEUED = 1024
+MAX_QUEUED = 1024
 """Events that wait for one slow client."""
-MOST_STREAMS, MOST_STREAMS_PER_TENANT = 128, 32
+MAX_STREAMS, MAX_STREAMS_PER_TENANT = 128, 32
 _RETRY = "retry: 2000\n\n"
 _KEEP_ALIVE = ": keep-alive\n\n"
 _POLL_S = 0.5
@@ -188,7 +188,7 @@ class Subscription:
         if event.number <= self._last_number or not self._wants(event):
             return
         self._last_number = event.number
-        if len(self._queue) >= MOST_QUEUED:
+        if len(self._queue) >= MAX_QUEUED:
             self._queue.popleft()
             self._lost += 1
         self._queue.append(event)
@@ -322,8 +322,8 @@ class EventStreams:
         if self._service.is_draining:
             raise Draining
         own = sum(client.name == name for client in self._clients)
-        if len(self._clients) >= MOST_STREAMS or own >= MOST_STREAMS_PER_TENANT:
-            raise TooManyStreams(len(self._clients), MOST_STREAMS, MOST_STREAMS_PER_TENANT)
+        if len(self._clients) >= MAX_STREAMS or own >= MAX_STREAMS_PER_TENANT:
+            raise TooManyStreams(len(self._clients), MAX_STREAMS, MAX_STREAMS_PER_TENANT)
 
     async def _events(self, client: Subscription) -> AsyncIterator[str]:
         interval_s = self._service.config.sse_keep_alive_interval or math.inf
@@ -384,9 +384,9 @@ class EventStreams:
                 client.put(event)
 
 
-MOST_ROWS, DEFAULT_ROWS = 1000, 100
-MOST_TOKENS, DEFAULT_TOKENS = 16_384, 4096
-MOST_CHAINS, DEFAULT_CHAINS = 2000, 200
+MAX_ROWS, DEFAULT_ROWS = 1000, 100
+MAX_TOKENS, DEFAULT_TOKENS = 16_384, 4096
+MAX_CHAINS, DEFAULT_CHAINS = 2000, 200
 
 Body = dict[str, Any]
 
@@ -411,7 +411,7 @@ class KVRequestEndpoints:
         return router
 
     async def requests(
-        self, request: Request, limit: Annotated[int, Query(ge=1, le=MOST_ROWS)] = DEFAULT_ROWS
+        self, request: Request, limit: Annotated[int, Query(ge=1, le=MAX_ROWS)] = DEFAULT_ROWS
     ) -> JSONResponse:
         """Return running, waiting and recently finished requests, and why requests wait."""
         refuse_unknown_parameters(request, ("limit",))
@@ -442,7 +442,7 @@ class KVRequestEndpoints:
         request: Request,
         request_id: str,
         first: Annotated[int, Query(ge=0, le=1 << 40)] = 0,
-        limit: Annotated[int, Query(ge=1, le=MOST_TOKENS)] = DEFAULT_TOKENS,
+        limit: Annotated[int, Query(ge=1, le=MAX_TOKENS)] = DEFAULT_TOKENS,
         lanes: bool = False,  # noqa: FBT001, FBT002 - a query parameter
     ) -> JSONResponse:
         """Return the tokens of an open request, and how many lanes still retain each of them."""
@@ -483,7 +483,7 @@ class KVRequestEndpoints:
         return body
 
     async def prefixes(
-        self, request: Request, limit: Annotated[int, Query(ge=1, le=MOST_CHAINS)] = DEFAULT_CHAINS
+        self, request: Request, limit: Annotated[int, Query(ge=1, le=MAX_CHAINS)] = DEFAULT_CHAINS
     ) -> JSONResponse:
         """Return the prefix cache as a tree of chains, with texts of the client's own tenant."""
         refuse_unknown_parameters(request, ("limit",))
@@ -597,7 +597,7 @@ class KVEndpoints:
     async def pages(
         self,
         request: Request,
-        cells: Annotated[int, Query(ge=1, le=MOST_CELLS)] = MOST_CELLS,
+        cells: Annotated[int, Query(ge=1, le=MAX_CELLS)] = MAX_CELLS,
         map: bool = True,  # noqa: FBT001, FBT002 - a query parameter
     ) -> JSONResponse:
         """Return the owner and state of every page; a tenant with a key gets its own pages."""
@@ -619,7 +619,7 @@ class KVEndpoints:
     async def plan(
         self,
         request: Request,
-        budget_bytes: Annotated[int | None, Query(ge=1, le=MOST_BUDGET_BYTES)] = None,
+        budget_bytes: Annotated[int | None, Query(ge=1, le=MAX_BUDGET_BYTES)] = None,
         length: Annotated[int | None, Query(ge=1, le=1 << 31)] = None,
         retained: Annotated[int | None, Query(ge=1, le=1 << 31)] = None,
     ) -> JSONResponse:

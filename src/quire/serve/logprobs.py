@@ -153,7 +153,7 @@ _BYTE_OF = _byte_level_alphabet()
 
 # ---- logprobs ------------------------------------------------------------------------------------
 
-LEAST_LOGPROB = -9999.0
+MIN_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON cannot represent."""
 
 Scored = SampledToken | ScoredToken | None  # None: the first token of a prompt has no score
@@ -247,4 +247,4 @@ def _logprob(score: SampledToken | ScoredToken) -> float:
 
 
 def _clamped(logprob: float) -> float:
-    return max(logprob, LEAST_LOGPROB)
+    return max(logprob, MIN_LOGPROB)

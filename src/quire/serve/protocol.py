@@ -12,7 +12,7 @@ from quire.config.generation_request import OPTION_KINDS, RequestOptions
 from quire.config.sampling_params import MAX_CHOICES, Pooling
 from quire.config.structured_outputs import MAX_CHOICE_VALUES
 from quire.errors import RequestError
-from quire.serve.fields import MOST_EXTRA_FIELDS, unknown_fields
+from quire.serve.fields import MAX_EXTRA_FIELDS, unknown_fields
 from quire.serve.structured import STRUCTURE_FIELDS
 from quire.serve.tools.definitions import MAX_TOOLS
 
@@ -96,7 +96,7 @@ MAX_TOP_LOGPROBS = 20
 MAX_STOPS = MAX_BAD_SEQUENCES = 1024
 """Limits of stop strings, stop tokens and bad sequences: every new token is compared with all."""
 
-MOST_WORD_CHARACTERS = MAX_BAD_TOKENS = 256
+MAX_WORD_CHARACTERS = MAX_BAD_TOKENS = 256
 """Limits of the characters of a bad word, and of the tokens of a bad sequence."""
 
 MAX_INTERVAL = 2**31 - 1
@@ -114,7 +114,7 @@ def _most(length: int, least: int = 0) -> Any:
     return Field(min_length=least, max_length=length, fail_fast=True)
 
 
-BadWord = Annotated[str, Field(min_length=1, max_length=MOST_WORD_CHARACTERS)]
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_WORD_CHARACTERS)]
 
 BadSequence = Annotated[list[int], _most(MAX_BAD_TOKENS)]
 
@@ -280,7 +280,7 @@ class CompletionBody(GenerationBody):
 
 Tools = Annotated[list[dict[str, Any]], _most(MAX_TOOLS)]
 
-TemplateKwargs = Annotated[dict[str, Any], Field(max_length=MOST_EXTRA_FIELDS)]
+TemplateKwargs = Annotated[dict[str, Any], Field(max_length=MAX_EXTRA_FIELDS)]
 
 
 class ChatBody(GenerationBody):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from quire.errors import ConfigError, QuireError, RequestError
 
 MAX_PER_MINUTE = 10**12
-MOST_TENANTS = 4096
+MAX_TENANTS = 4096
 """Tenants whose buckets are stored. The least recently used bucket is removed, so that clients
 that send many tenant names cannot fill the memory."""
 
@@ -123,7 +123,7 @@ class RateLimits:
         self._buckets: OrderedDict[tuple[str, str], _Bucket] = OrderedDict()
 
     def charge(
-        self, tenant: str, *, requests: int, tokens: int, least_tokens: int | None = None
+        self, tenant: str, *, requests: int, tokens: int, min_tokens: int | None = None
     ) -> Charge:
         """Charge a tenant, or refuse without a charge.
 
@@ -131,7 +131,7 @@ class RateLimits:
             tenant: tenant of the HTTP request.
             requests: prompts of the HTTP request.
             tokens: prompt tokens, and the most tokens that may be generated.
-            least_tokens: least tokens that the request uses, if `tokens` is an estimate: a lower
+            min_tokens: least tokens that the request uses, if `tokens` is an estimate: a lower
                 limit lowers the estimate. None: `tokens` is exact.
 
         Raises:
@@ -139,8 +139,8 @@ class RateLimits:
             RateLimited: the limit of this minute is used up; states when to try again.
         """
         limit = self._own.get(tenant, self._default)
-        if least_tokens is not None and limit.tokens_per_minute is not None:
-            tokens = max(least_tokens, min(tokens, limit.tokens_per_minute))
+        if min_tokens is not None and limit.tokens_per_minute is not None:
+            tokens = max(min_tokens, min(tokens, limit.tokens_per_minute))
         wanted = {
             "requests": (requests, limit.requests_per_minute),
             "tokens": (tokens, limit.tokens_per_minute),
@@ -174,7 +174,7 @@ class RateLimits:
         now_s = self._clock()
         bucket = self._buckets.setdefault((tenant, kind), _Bucket(limit, float(limit), now_s))
         self._buckets.move_to_end((tenant, kind))
-        if len(self._buckets) > 2 * MOST_TENANTS:
+        if len(self._buckets) > 2 * MAX_TENANTS:
             self._buckets.popitem(last=False)
         bucket.refill(now_s)
         return bucket

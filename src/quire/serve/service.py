@@ -37,18 +37,18 @@ class InspectionCost:
     Attributes:
         calls: number of views.
         seconds: their total time.
-        most_seconds: time of the longest.
+        max_seconds: time of the longest.
     """
 
     calls: int = 0
     seconds: float = 0.0
-    most_seconds: float = 0.0
+    max_seconds: float = 0.0
 
     def add(self, seconds: float) -> None:
         """Count one view."""
         self.calls += 1
         self.seconds += seconds
-        self.most_seconds = max(self.most_seconds, seconds)
+        self.max_seconds = max(self.max_seconds, seconds)
 
 
 T = TypeVar("T")
@@ -314,7 +314,7 @@ class Service:
             tenant,
             requests=len(prompts),
             tokens=tokens,
-            least_tokens=prompt_tokens + 1 if is_estimate else None,
+            min_tokens=prompt_tokens + 1 if is_estimate else None,
         )
 
     async def compile(self, params: SamplingParams, tenant: str) -> CompiledGrammar | None:

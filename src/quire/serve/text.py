@@ -46,7 +46,7 @@ class TextLength:
     characters_per_token: int
     stripping: tuple[str, ...] = ()
 
-    def least_tokens(self, text: str) -> int:
+    def min_tokens(self, text: str) -> int:
         """Lower bound of the number of tokens of a text."""
         characters = len(text)
         if any(token in text for token in self.stripping):
@@ -149,7 +149,7 @@ class FairPool:
     def __init__(self, threads: int, name: str) -> None:
         self._executor = ThreadPoolExecutor(max_workers=threads, thread_name_prefix=name)
         self._free = threads
-        self._most_each = max(1, threads - 1)
+        self._max_each = max(1, threads - 1)
         self._tenants: dict[str, _Turns] = {}
         self._num_turns = 0
 
@@ -193,7 +193,7 @@ class FairPool:
         ready = {
             tenant: (turns.running, turns.last)
             for tenant, turns in self._tenants.items()
-            if turns.waiting and turns.running < self._most_each
+            if turns.waiting and turns.running < self._max_each
         }
         return min(ready, key=ready.__getitem__, default=None)
 
@@ -489,7 +489,7 @@ class Texts:
         """Refuse a text that exceeds the limit, before it is tokenized."""
         if self._length is None:
             return
-        least = self._length.least_tokens(text)
+        least = self._length.min_tokens(text)
         if turn.is_exceeded_by(least):
             raise RequestError(
                 f"the text has {len(text):,} characters, which are at least {least:,} tokens; the "

@@ -41,7 +41,7 @@ from quire.sim.records import NEVER_FITS, Gauges, RequestRecord, open_record, re
 from quire.sim.traces.base import Segment, Trace, TraceRequest
 from quire.tenancy.tenants import parse_tenants
 
-LEAST_ENTRIES = 10
+MIN_ENTRIES = 10
 
 
 class ServedTokens:
@@ -50,7 +50,7 @@ class ServedTokens:
     Only such steps measure fairness: a tenant with few requests gets few tokens. The interval of
     such steps must also be long: in a short interval a tenant can wait for a request of another
     tenant to finish, and gets no tokens. An interval therefore counts as settled if at least
-    `LEAST_ENTRIES` requests of every tenant were admitted during it.
+    `MIN_ENTRIES` requests of every tenant were admitted during it.
 
     Args:
         tenants: all tenants of the trace.
@@ -103,7 +103,7 @@ class ServedTokens:
             self._end_stretch()
 
     def _end_stretch(self) -> None:
-        if all(self._entries[tenant] >= LEAST_ENTRIES for tenant in self.tokens):
+        if all(self._entries[tenant] >= MIN_ENTRIES for tenant in self.tokens):
             for tenant, number in self._stretch.items():
                 self.settled[tenant] += number
         self._stretch.clear()
@@ -307,7 +307,7 @@ class OldestFirstEvictor:
         self._memory = memory
 
     def evict(
-        self, request: Request, keep: Slots, *, least_gain: int | None = None
+        self, request: Request, keep: Slots, *, min_gain: int | None = None
     ) -> Evicted | None:
         """Retain the last `keep` [lanes] slots of every lane that can evict tokens."""
         memory, lanes = self._memory, evicting_lanes(self._memory)
@@ -320,7 +320,7 @@ class OldestFirstEvictor:
             plan_compaction(memory, table.group.name, row, mask[places])
             for table, places in zip(lanes.tables, lanes.places, strict=True)
         ]
-        if least_gain is not None and sum(plan.gain_bytes for plan in plans) < least_gain:
+        if min_gain is not None and sum(plan.gain_bytes for plan in plans) < min_gain:
             return None
         commit_compaction(memory, *plans)
         return Evicted(int((held - keep).clip(min=0).sum()), len(held))

@@ -36,8 +36,8 @@ class Rates:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            least_is_fine = field.name == "overhead_s" and value == 0
-            if not (0 < value < math.inf or least_is_fine):
+            min_is_fine = field.name == "overhead_s" and value == 0
+            if not (0 < value < math.inf or min_is_fine):
                 raise ConfigError(f"expected {field.name} above 0, got {value}")
 
     def scaled(self, efficiency: int | float) -> "Rates":

@@ -282,8 +282,8 @@ class FairQueue(Generic[R]):
         floor, kept = self._floor, {*running, *self._queues, self._last_emptied}
         idle = [tenant for tenant in self._virtual_time if tenant not in kept]
         above = [tenant for tenant in idle if self.virtual_time(tenant) > floor]
-        most_served = heapq.nlargest(IDLE_KEPT, above, key=self.virtual_time)
-        kept.update(most_served)
+        max_served = heapq.nlargest(IDLE_KEPT, above, key=self.virtual_time)
+        kept.update(max_served)
         for tenant in idle:
             if tenant not in kept:
                 del self._virtual_time[tenant]

@@ -22,7 +22,7 @@ from benchmarks.batch_max.quality import (
 )
 from benchmarks.batch_max.quality import (
     equal_decode_share,
-    least_good_share,
+    min_good_share,
     over_full,
     quality_over_full,
 )
@@ -343,13 +343,13 @@ def test_quality_is_mean_over_tasks_of_ratios():
     assert quality_over_full(found, "bm_25") == pytest.approx(2.5 / 3)
 
 
-def test_least_good_share_is_smallest_cap_with_all_larger_caps_good():
-    assert least_good_share(SMALL, judged_arms((1.0, 0.5, 0.0))) == 0.5
-    assert least_good_share(SMALL, judged_arms((0.9, 0.5, 0.0))) == 0.75
+def test_min_good_share_is_smallest_cap_with_all_larger_caps_good():
+    assert min_good_share(SMALL, judged_arms((1.0, 0.5, 0.0))) == 0.5
+    assert min_good_share(SMALL, judged_arms((0.9, 0.5, 0.0))) == 0.75
     with_one_bad_cap = [
         replace(c, score=0.0) if c.arm == "bm_75" else c for c in judged_arms((1.0, 0.5, 0.0))
     ]
-    assert least_good_share(SMALL, with_one_bad_cap) is None
+    assert min_good_share(SMALL, with_one_bad_cap) is None
 
 
 def test_equal_share_is_interpolated_between_measured_caps():

@@ -424,7 +424,7 @@ def test_recorded_prompts_have_as_many_shots_as_fit(tiny: LoadedModel, tmp_path:
 
     assert len(found.prompts) == len(found.graded) == 3
     shots = [one.prompt.count("####") for one in found.graded]
-    assert all(config.least_tokens < len(prompt) <= 160 for prompt in found.prompts)
+    assert all(config.min_tokens < len(prompt) <= 160 for prompt in found.prompts)
     assert 2 < min(shots) <= max(shots) < 16
     assert found.graded[0].grade("nothing") == 0.0
 

@@ -119,7 +119,7 @@ def mark(per_cent: int, tokens_per_s: float, p99_s: float) -> watermarks.Waterma
     )
 
 
-def test_best_watermark_has_most_throughput_then_shorter_tail():
+def test_best_watermark_has_max_throughput_then_shorter_tail():
     runs = [mark(70, 500.0, 1.0), mark(90, 999.9, 2.0), mark(95, 1000.0, 3.0), mark(98, 800.0, 9.0)]
 
     claims = watermarks.claims([*runs, replace(runs[0], preempts=True, tokens_per_s=5000.0)])

@@ -137,7 +137,7 @@ def test_claims_are_medians_and_the_largest_memory():
     }
 
 
-def test_the_other_tenant_is_measured_at_least_once_and_until_the_last_response():
+def test_the_other_tenant_is_measured_at_min_once_and_until_the_last_response():
     sent: Future[float] = Future()
     times = iter((1.0, 2.0, 3.0))
 

@@ -1,7 +1,7 @@
 """The README's chart of engines in equal KV bytes."""
 
 from benchmarks.peers.chart import PART, bars, chart_svg
-from benchmarks.peers.measures import most_at_once
+from benchmarks.peers.measures import max_at_once
 
 COLUMNS = ["engine", "KV MB", "tokens/s", "at once", "error"]
 
@@ -33,7 +33,7 @@ def test_chart_shows_names_and_numbers():
     assert ">9<" in picture
 
 
-def test_most_at_once_counts_requests_between_first_and_last_token():
-    assert most_at_once([[1.0, 2.0, 3.0], [2.5, 4.0], [3.5, 5.0]]) == 2
-    assert most_at_once([[1.0, 2.0], [2.0, 3.0]]) == 1  # the second starts when the first ends
-    assert most_at_once([]) == 0
+def test_max_at_once_counts_requests_between_first_and_last_token():
+    assert max_at_once([[1.0, 2.0, 3.0], [2.5, 4.0], [3.5, 5.0]]) == 2
+    assert max_at_once([[1.0, 2.0], [2.0, 3.0]]) == 1  # the second starts when the first ends
+    assert max_at_once([]) == 0

@@ -46,7 +46,7 @@ def test_workloads_match_the_paper():
     assert all(40 <= n <= 520 or 4_680 <= n <= 5_720 for n in lengths)
 
 
-def test_lengths_are_scaled_to_at_least_two():
+def test_lengths_are_scaled_to_at_min_two():
     full, scaled = workload("w1", 1.0), workload("w1", 0.01)
 
     assert [requested.prompt_tokens for requested in scaled] == [

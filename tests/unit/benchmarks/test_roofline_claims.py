@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.roofline.claims import LEAST_RATIO, claims_of
+from benchmarks.roofline.claims import MIN_RATIO, claims_of
 from benchmarks.roofline.command import show_claims
 from support.roofline_cells import CELL, MEASURE
 
@@ -60,6 +60,6 @@ def test_a_step_below_its_floor_is_refused_with_the_figures(kind, capsys):
 
 
 def test_noise_below_the_floor_is_no_fault():
-    near = replace(CELL, steps=(step("decode", 1, LEAST_RATIO), step("decode", 32, 0.98)))
+    near = replace(CELL, steps=(step("decode", 1, MIN_RATIO), step("decode", 32, 0.98)))
 
     assert claims_of([near]).refused == ()

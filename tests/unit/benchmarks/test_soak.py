@@ -45,7 +45,7 @@ for memory, evict in (("48KiB", "full"), ("32KiB", "recent:cap=16,every=4,sinks=
     found.append({"bytes_per_token": grown, "preemptions": preemptions})
 print(json.dumps(found))
 """
-LEAST_OBJECT_BYTES = 24  # size of one float per token
+MIN_OBJECT_BYTES = 24  # size of one float per token
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def test_generated_tokens_leave_no_python_objects():
     for arm in found:
         settled = arm["bytes_per_token"][4:]  # in the first rounds Python fills its free lists
         assert arm["preemptions"] > 0
-        assert statistics.median(settled) < LEAST_OBJECT_BYTES / 2, arm
+        assert statistics.median(settled) < MIN_OBJECT_BYTES / 2, arm
 
 
 def test_run_samples_memory_and_frees_every_page(model, monkeypatch):

@@ -36,7 +36,7 @@ def test_each_arm_holds_more_sequences_in_equal_bytes(found):
     assert contiguous < paged < int8 < shared <= int4
 
 
-def test_full_precision_has_least_regret(found):
+def test_full_precision_has_min_regret(found):
     contiguous, paged, int8, shared, int4 = found.regrets
 
     assert contiguous < 1e-3

@@ -20,7 +20,7 @@ from quire.sim.machine import PEAKS, PROFILE, MachineName
 from quire.sim.traces.base import AUTO, TraceName
 from quire.sim.traces.registry import formats
 
-MOST_OPTIONS = 25
+MAX_OPTIONS = 25
 COMMON = ("generate", "chat", "batch", "serve", "eval gate", "bench throughput")
 """Commands that take every option of the engine."""
 
@@ -49,7 +49,7 @@ def flags(text: str) -> list[str]:
 def test_help_is_short_and_reports_the_number_of_hidden_options(command):
     some, every = flags(shown(command, "--help")), flags(shown(command, "--help-all"))
 
-    assert len(some) <= MOST_OPTIONS
+    assert len(some) <= MAX_OPTIONS
     assert set(some) <= set(every)
     more = len(every) - len(some)
     assert (f"--help-all shows {more} more options." in shown(command, "--help")) == bool(more)

@@ -48,7 +48,7 @@ def test_without_a_terminal_no_line_is_shown_and_no_stats_are_read(monkeypatch):
     assert (not_a_terminal.getvalue(), reads) == ("", [])
 
 
-def test_stats_are_read_at_most_a_few_times_per_second(monkeypatch, stats):
+def test_stats_are_read_at_max_a_few_times_per_second(monkeypatch, stats):
     monkeypatch.setattr(sys, "stderr", Terminal())
     reads = []
 

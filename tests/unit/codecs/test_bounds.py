@@ -47,7 +47,7 @@ AFFINE = ("int4", "int4:group=4", "int3", "int3:group=8", "int2", "int2:group=16
 
 @pytest.mark.parametrize("name", AFFINE)
 @given(numbers=vectors())
-def test_group_codec_error_is_at_most_half_a_scale(name, numbers):
+def test_group_codec_error_is_at_max_half_a_scale(name, numbers):
     codec = make_codec(codec_spec(name), HEAD_DIM)
 
     planes = codec.encode(numbers)
@@ -57,7 +57,7 @@ def test_group_codec_error_is_at_most_half_a_scale(name, numbers):
 
 
 @given(numbers=vectors())
-def test_int8_error_is_at_most_half_a_scale(numbers):
+def test_int8_error_is_at_max_half_a_scale(numbers):
     codec = make_codec(codec_spec("int8"), HEAD_DIM)
 
     codes, scales = codec.encode(numbers)
@@ -83,7 +83,7 @@ def test_fp8_has_four_significant_bits(numbers):
 
 @pytest.mark.parametrize("name", ["int4_page", "int2_page"])
 @given(numbers=vectors())
-def test_page_codec_error_is_at_most_half_a_channel_scale(name, numbers):
+def test_page_codec_error_is_at_max_half_a_channel_scale(name, numbers):
     codec = make_codec(codec_spec(name), HEAD_DIM)
 
     planes = codec.encode(numbers)
@@ -160,7 +160,7 @@ def test_rotation_block_is_the_largest_power_of_two_divisor():
 
 
 @given(numbers=vectors())
-def test_calibrated_channel_error_is_at_most_half_a_scale(numbers):
+def test_calibrated_channel_error_is_at_max_half_a_scale(numbers):
     codec = make_codec(codec_spec("int8_channel"), HEAD_DIM).calibrated(numbers)
 
     decoded = codec.decode(codec.encode(numbers))

@@ -83,7 +83,7 @@ def test_nested_config_of_wrong_type_is_refused(options):
         KVConfig(**options)
 
 
-def test_recompute_and_cpu_attention_fractions_sum_to_at_most_one():
+def test_recompute_and_cpu_attention_fractions_sum_to_at_max_one():
     with pytest.raises(ConfigError, match="of at most 1, got"):
         OffloadConfig(recompute=0.5, cpu_attention=0.6)
 

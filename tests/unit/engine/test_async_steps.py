@@ -68,7 +68,7 @@ WORK = {
         {"preempt": "recompute"},
     ),
 }
-LEAST_AHEAD = {"sinks": 0.3, "h2o": 0.3, "h2o_in_little_memory": 0, "drained": 0.2}
+MIN_AHEAD = {"sinks": 0.3, "h2o": 0.3, "h2o_in_little_memory": 0, "drained": 0.2}
 """Least fraction of the steps that are planned ahead; 0.5 of all others."""
 
 
@@ -94,7 +94,7 @@ def test_asynchronous_scheduling_gives_equal_outputs(model, name):
 
     assert found == expected
     stats = engine.stats()
-    assert stats.async_scheduling.ahead > stats.num_steps * LEAST_AHEAD.get(name, 0.5) - 1
+    assert stats.async_scheduling.ahead > stats.num_steps * MIN_AHEAD.get(name, 0.5) - 1
 
 
 @pytest.mark.parametrize(

@@ -212,11 +212,11 @@ def test_policy_error_for_one_beam_ends_all_beams_before_the_step_runs(monkeypat
     )
     evict, run, failed = PolicyEvictor.evict, Runner.run, []
 
-    def fail_for_one_beam(evictor, request, keep, *, least_gain=None):
+    def fail_for_one_beam(evictor, request, keep, *, min_gain=None):
         if request.request_id.startswith("beams") and not failed:
             failed.append(request)
             raise PolicyError("broken on purpose")
-        return evict(evictor, request, keep, least_gain=least_gain)
+        return evict(evictor, request, keep, min_gain=min_gain)
 
     def run_rows(runner, plan):
         assert all(request.memory.row >= 0 for request in plan.requests)

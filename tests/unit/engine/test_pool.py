@@ -165,7 +165,7 @@ def test_arena_is_aligned():
 
 
 @pytest.mark.parametrize("total_bytes", [64, 2 * MIB - 64, 3 * MIB, 10 * MIB + 64])
-def test_full_arena_uses_at_most_its_size(total_bytes):
+def test_full_arena_uses_at_max_its_size(total_bytes):
     """Huge pages end before the arena does; a machine without them uses small pages."""
     store = PageStore(total_bytes, torch.device("cpu"))
     before = resident_bytes()

@@ -77,7 +77,7 @@ logits = st.integers(2, 40).flatmap(
 
 
 @given(full=logits, seed=st.integers(0, 99), count=st.integers(1, 40))
-def test_bounded_kl_is_at_most_the_whole_kl(full, seed, count):
+def test_bounded_kl_is_at_max_the_whole_kl(full, seed, count):
     full = torch.tensor([full]).log_softmax(1)
     other = torch.randn(full.shape, generator=torch.Generator().manual_seed(seed)).log_softmax(1)
     logprobs, likeliest = full.topk(min(count, full.shape[1]))

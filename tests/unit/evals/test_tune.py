@@ -61,7 +61,7 @@ def test_rounds_grow_to_all_prompts(count):
 
 
 @given(st.lists(st.tuples(st.integers(1, 50), st.floats(0, 1)), min_size=1, max_size=30))
-def test_search_finds_the_most_requests_that_reach_the_quality(found):
+def test_search_finds_the_max_requests_that_reach_the_quality(found):
     candidates = CANDIDATES[: len(found)]
     rows = {one: r for one, (r, _) in zip(candidates, found, strict=True)}
     quality = {one: exact(q) for one, (_, q) in zip(candidates, found, strict=True)}

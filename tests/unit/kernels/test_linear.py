@@ -141,12 +141,12 @@ def test_parts_of_a_joint_weight(products: Products, kind: str) -> None:
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize(("kind", "most_error"), [("int8", 0.01), ("int4", 0.16)])
-def test_codes_are_near_the_weight(kind: str, most_error: float) -> None:
+@pytest.mark.parametrize(("kind", "max_error"), [("int8", 0.01), ("int4", 0.16)])
+def test_codes_are_near_the_weight(kind: str, max_error: float) -> None:
     weight = seeded(70, 272)
     found = pack(weight, kind).unpacked()
     assert found.shape == weight.shape
-    assert float((found - weight).norm() / weight.norm()) < most_error
+    assert float((found - weight).norm() / weight.norm()) < max_error
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

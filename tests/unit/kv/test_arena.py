@@ -25,7 +25,7 @@ def test_slab_of_a_large_arena_is_a_common_multiple_below_a_huge_page():
     assert HUGE_PAGE_BYTES - slab_bytes < math.lcm(65_536, 3 * 1024)
 
 
-def test_slab_of_a_small_arena_is_at_most_a_64th():
+def test_slab_of_a_small_arena_is_at_max_a_64th():
     assert choose_slab_bytes(1 * MIB, [64, 192]) == 16_320  # 85 * 192, below 16,384
 
 

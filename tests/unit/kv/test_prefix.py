@@ -37,7 +37,7 @@ def test_repeated_prompt_matches_up_to_its_last_whole_page():
     index.memory.check()
 
 
-def test_match_leaves_at_least_one_token_to_compute():
+def test_match_leaves_at_min_one_token_to_compute():
     index = PrefixIndex(one_group())
     close(index, *prefill(index, TOKENS[:8]))
 
@@ -188,7 +188,7 @@ def test_blocks_with_colliding_keys_are_distinguished_by_tokens(monkeypatch):
 # ---- eviction ----------------------------------------------------------------------------------
 
 
-def test_idle_blocks_are_evicted_least_recently_used_first_and_tails_before_heads():
+def test_idle_blocks_are_evicted_min_recently_used_first_and_tails_before_heads():
     memory = one_group(total_bytes=8 * 128, max_rows=8)  # eight pages
     index = PrefixIndex(memory, listener := Listener())
     old, new = [9] * 9, TOKENS[:13]
@@ -216,7 +216,7 @@ def test_blocks_in_use_are_never_evicted():
     assert keys(memory, row) == list(range(13))
 
 
-def test_match_makes_a_prefix_most_recently_used():
+def test_match_makes_a_prefix_max_recently_used():
     memory = one_group(total_bytes=8 * 128, max_rows=8)
     index = PrefixIndex(memory)
     first, second = [9] * 5, TOKENS[:5]

@@ -53,7 +53,7 @@ def test_moves_retain_exactly_the_mask_in_the_first_slots(keep):
 
 
 @given(keep=MASKS)
-def test_fill_holes_needs_at_most_the_moves_of_close_gaps(keep):
+def test_fill_holes_needs_at_max_the_moves_of_close_gaps(keep):
     assert len(fill_holes(keep)) <= len(close_gaps(keep))
 
 

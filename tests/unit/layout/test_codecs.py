@@ -42,7 +42,7 @@ def test_effective_bits_count_scales():
 @pytest.mark.parametrize(
     ("codec", "least"), [("int8", 1.88), ("int4", 3.4), ("int4_outliers", 3.0)]
 )
-def test_codec_stores_at_least_this_multiple_of_half_precision_tokens(codec, least):
+def test_codec_stores_at_min_this_multiple_of_half_precision_tokens(codec, least):
     """A page of 8 heads of 128 and 16 tokens, padding included."""
     page_bytes = {
         name: PageClass(

@@ -314,7 +314,7 @@ def test_experts_are_counted_in_sparse_layers_only():
     assert model.num_parameters - model.num_active_parameters == 2 * 2 * (3 * 8 * 10)
 
 
-def test_window_layers_hold_at_most_their_window():
+def test_window_layers_hold_at_max_their_window():
     """2 KV heads of 4, K and V, 2 bytes: 32 B per token and layer; 100 tokens: 100 + 10 + 100."""
     model = ModelSpec(
         architecture="x",

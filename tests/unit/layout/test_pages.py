@@ -144,7 +144,7 @@ def test_unordered_slots_must_store_positions():
 
 
 @pytest.mark.parametrize(("window", "ordered"), [(0, True), (-1, True), (8, False)])
-def test_window_needs_ordered_lanes_and_at_least_one_token(window, ordered):
+def test_window_needs_ordered_lanes_and_at_min_one_token(window, ordered):
     with pytest.raises(ConfigError, match="a window needs ordered lanes and at least 1 token"):
         LaneGroup(
             name="kv",
@@ -253,7 +253,7 @@ def test_bound_of_a_short_sequence_is_its_tokens():
     assert window_group(512, 4).slots_at_most(10, 64) == 10
 
 
-def test_bytes_at_most_counts_every_lane():
+def test_bytes_at_max_counts_every_lane():
     page = page_class(heads=1)
     group = LaneGroup(name="kv", page_class=page, layers=(0, 1), lanes_per_layer=8, window=64)
 

@@ -71,12 +71,12 @@ def test_bfloat16_is_near_float32(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", zoo.NATIVE)
-@pytest.mark.parametrize(("codec", "most_distance"), [("int8", 0.08), ("int4", 0.8)])
-def test_quantized_weights_give_near_logits(name: str, codec: str, most_distance: float) -> None:
+@pytest.mark.parametrize(("codec", "max_distance"), [("int8", 0.08), ("int4", 0.8)])
+def test_quantized_weights_give_near_logits(name: str, codec: str, max_distance: float) -> None:
     prompts = sequences(20, vocab_size=zoo.VOCAB_SIZE)
     (ours,) = flat_logits(native(name, codec), prompts, chunk_tokens=[7])
     (expected,) = reference_logits(name, prompts)
-    assert 0 < distance(ours, expected) < most_distance
+    assert 0 < distance(ours, expected) < max_distance
 
 
 @pytest.mark.parametrize("name", zoo.NATIVE)

@@ -22,7 +22,7 @@ def assert_at(table, rotary, positions):
 
 def test_rows_are_those_of_the_module_while_the_table_grows(rotary, monkeypatch):
     monkeypatch.setattr(decoder, "FIRST_POSITIONS", 4)
-    monkeypatch.setattr(decoder, "MOST_POSITIONS", 64)
+    monkeypatch.setattr(decoder, "MAX_POSITIONS", 64)
     table = RopeTable(rotary)
 
     for positions in ([0], [3, 0, 3], [40, 2], [1], [63], [64, 5], [1000]):

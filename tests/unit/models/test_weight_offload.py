@@ -21,7 +21,7 @@ from quire.offload.weights.placement import WeightStream, WithinBudget
 from quire.plan.offload.resident import SLOTS, place_weights
 from support import zoo
 from support.engines import load
-from support.streamed import DelayedTransfers, least_bytes, load_streamed, poison
+from support.streamed import DelayedTransfers, load_streamed, min_bytes, poison
 
 CPU = torch.device("cpu")
 
@@ -101,7 +101,7 @@ def test_a_model_without_a_list_of_layers_is_refused():
 
 @pytest.mark.parametrize("name", ["gpt2", "llama_mqa", "mixtral"])
 def test_smallest_budget_is_accepted_and_one_byte_less_is_refused(name):
-    least, _ = least_bytes(name)
+    least, _ = min_bytes(name)
     model = zoo.build(name, times=3)
     before = weight_bytes(model)
     with pytest.raises(ConfigError, match=f"at least {least:,} B"):
@@ -209,7 +209,7 @@ class LayerMajorForwards:
     def __init__(self, count: int) -> None:
         self.model, self.seen, self.entered = Layers(4), [], -1
         self.major = LayerMajor(list(self.model.layers), CPU)
-        self.alive = self.most_alive = 0
+        self.alive = self.max_alive = 0
         for layer in self.model.layers:
             layer.register_forward_pre_hook(self._note)
         self.functions = [self._forward(number) for number in range(count)]

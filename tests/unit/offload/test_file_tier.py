@@ -56,7 +56,7 @@ def test_entries_are_found_after_a_restart(tmp_path):
     second.close()
 
 
-def test_smaller_tier_drops_the_least_recently_used_entries(tmp_path):
+def test_smaller_tier_drops_the_min_recently_used_entries(tmp_path):
     first = FileTier(tmp_path, 8 * MIB)
     for name in "abcd":
         first.write(name, data_of(2 * MIB, ord(name)))
@@ -216,7 +216,7 @@ def use_tier(tier, data):
         lambda: tier.write("c", data_of(500, 3)),
         lambda: read(tier, "c", 500),
         lambda: tier.used_bytes,
-        lambda: tier.least_recent(8 * MIB),
+        lambda: tier.min_recent(8 * MIB),
         lambda: tier.drop("a"),
     ):
         try:
@@ -374,7 +374,7 @@ for i in range(count):
                 tier.write(key, data, {"size": size})
                 break
             except StorageError:
-                for old in tier.least_recent(size):
+                for old in tier.min_recent(size):
                     tier.drop(old)
         assert tier.used_bytes <= tier.total_bytes
         other = f"k{rng.randrange(8)}"
@@ -464,7 +464,7 @@ class FileMachine(RuleBasedStateMachine):
 
     @rule(who=st.booleans(), size=st.integers(1, 6 * MIB))
     def make_room(self, who, size):
-        for key in self.tiers[who].least_recent(size):
+        for key in self.tiers[who].min_recent(size):
             self.tiers[who].drop(key)
             del self.expected[key]
         assert self.tiers[who].used_bytes + size <= self.tiers[who].total_bytes + SECTOR_BYTES

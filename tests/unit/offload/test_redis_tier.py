@@ -112,7 +112,7 @@ def test_tls_needs_a_known_certificate(new_server, tmp_path):
 
 
 def test_namespaces_do_not_see_each_other_and_share_the_limit(server):
-    first, second = (tier_of(server.url, name, most_bytes=MIB) for name in "ab")
+    first, second = (tier_of(server.url, name, max_bytes=MIB) for name in "ab")
     first.write("x", bytes(600_000))
     assert second.names() == set()
     second.write("x", bytes(600_000))
@@ -175,7 +175,7 @@ def test_a_server_without_memory_is_full_and_one_that_evicts_corrects_the_accoun
 
 
 def test_a_server_that_was_emptied_or_has_lost_its_sum_is_used_on(server, client):
-    first, second = (tier_of(server.url, most_bytes=3000) for _ in range(2))
+    first, second = (tier_of(server.url, max_bytes=3000) for _ in range(2))
     for key in "abc":
         first.write(key, bytes(1000))
     assert set(second.added()) == set("abc")
@@ -372,7 +372,7 @@ def use_again(tier, data):
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_store_recovers_and_returns_only_what_was_written(shared_client, damage, at):
     shared_client.flushall()
-    tier = tier_of(shared_client.url, most_bytes=MIB)
+    tier = tier_of(shared_client.url, max_bytes=MIB)
     data = data_of(1000)
     for name, content in (("a", data), ("b", data_of(1000, 1))):
         tier.write(name, content, {"nature": "n", "keys": ["a"]})
@@ -382,7 +382,7 @@ def test_a_damaged_store_recovers_and_returns_only_what_was_written(shared_clien
         tier.close()
     damage_store(shared_client, damage)
     if at == "start":
-        tier = tier_of(shared_client.url, most_bytes=MIB)
+        tier = tier_of(shared_client.url, max_bytes=MIB)
         assert len(tier.secret()) == len(secret)
         added = tier.added()
         assert isinstance(added["b"], Stored)
@@ -460,7 +460,7 @@ def test_a_server_of_another_protocol_is_unreachable(garbage):
 
 
 def test_many_threads_read_what_they_wrote(server):
-    tier = tier_of(server.url, most_bytes=2 * MIB)
+    tier = tier_of(server.url, max_bytes=2 * MIB)
 
     def fill(name):
         for i in range(10):

@@ -39,7 +39,7 @@ def redis_url():
 def make_tier(kind, folder, request):
     if kind == "redis":
         url = parse_store_url(request.getfixturevalue("redis_url"))
-        opened = RedisTier(url, "n", RedisOptions(most_bytes=8 * MIB, ttl_s=60))
+        opened = RedisTier(url, "n", RedisOptions(max_bytes=8 * MIB, ttl_s=60))
         for key in opened.names():  # of an earlier test
             opened.drop(key)
         return opened
@@ -119,7 +119,7 @@ def test_full_tier_names_what_to_drop_or_evicts_by_itself(tier):
     assert read(tier, "b", 3 * MIB) == data_of(3 * MIB, 1)
     read(tier, "a", 10)
     assert tier.names() == {"a", "b"}
-    assert tier.least_recent(3 * MIB) == ([] if isinstance(tier, HostTier) else ["b"])
+    assert tier.min_recent(3 * MIB) == ([] if isinstance(tier, HostTier) else ["b"])
 
 
 def test_an_entry_larger_than_the_tier_is_refused(tier):

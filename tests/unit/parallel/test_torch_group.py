@@ -71,7 +71,7 @@ def test_gather_returns_the_tensors_of_all_ranks(tmp_path: Path, dtype: torch.dt
         assert all(torch.equal(one, part) for one, part in zip(found, parts, strict=True))
 
 
-def test_union_least_and_meet(tmp_path: Path) -> None:
+def test_union_min_and_meet(tmp_path: Path) -> None:
     def work(group: TorchGroup) -> tuple[list[bool], int]:
         group.meet()
         mask = np.array([group.rank == 0, group.rank == 1, False])

@@ -61,7 +61,7 @@ def test_window_layers_are_bounded_by_the_pages_of_their_window():
     st.integers(1, 64),
     st.lists(st.none() | st.integers(1, 200), min_size=1, max_size=4),
 )
-def test_pages_hold_at_least_the_kv_bytes_of_the_model(
+def test_pages_hold_at_min_the_kv_bytes_of_the_model(
     tokens: int, page_tokens: int, windows: list[int | None]
 ):
     model = model_of(*windows)

@@ -126,7 +126,7 @@ def test_run_time_follows_the_formula():
     assert run.tokens_per_s == pytest.approx(9 / (3.88 + 4.40 + 21.465 + 0.468))
 
 
-def test_decode_time_is_at_least_the_prefill_time():
+def test_decode_time_is_at_min_the_prefill_time():
     """10 rows: 0.45 + 7 * 0.05 = 0.8 s extrapolated, but prefill of 10 tokens takes 0.1 s each."""
     run = run_seconds(RATES, [RowStep(new=1, before=9, decodes=True)], 10)
 

@@ -16,9 +16,9 @@ MANY_SCORES = st.floats(-1e6, 1e6, width=32)
 
 
 @st.composite
-def lanes(draw, most_slots: int = 12):
+def lanes(draw, max_slots: int = 12):
     """Scores, live and protected slots of some lanes."""
-    width = draw(st.integers(1, most_slots))
+    width = draw(st.integers(1, max_slots))
     scores = draw(st.sampled_from([FEW_SCORES, MANY_SCORES]))
     drawn = []
     for _ in range(draw(st.integers(1, 4))):
@@ -135,7 +135,7 @@ def plain_pieces(score, live, protected, keep, piece_tokens) -> list[bool]:
     return [slot in retained for slot in range(len(score))]
 
 
-@given(st.data(), lanes(most_slots=24), st.integers(1, 7))
+@given(st.data(), lanes(max_slots=24), st.integers(1, 7))
 def test_whole_pieces_equal_a_plain_loop(data, lanes, piece_tokens: int) -> None:
     score, live, protected = lanes
     score = tuple([float(round(number)) for number in lane] for lane in score)  # exact means
@@ -154,7 +154,7 @@ def test_whole_pieces_equal_a_plain_loop(data, lanes, piece_tokens: int) -> None
     assert (retained.sum(dim=1) <= torch.tensor(keep)).all()
 
 
-@given(lanes(most_slots=24), st.integers(1, 7))
+@given(lanes(max_slots=24), st.integers(1, 7))
 def test_protected_slots_are_extended_to_whole_pieces(lanes, piece_tokens) -> None:
     score, live, protected = tensors(lanes)
     zeros = torch.zeros_like(score)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError, PolicyError, UnknownName, UnsoundCombination
-from quire.layout.eviction import MOST, MOST_CHARACTERS, PRESSURE, SCHEDULES, Cap, EvictionSpec
+from quire.layout.eviction import MAX_CHARACTERS, MOST, PRESSURE, SCHEDULES, Cap, EvictionSpec
 from quire.layout.statistics import AttentionSum, ResidualSimilarity
 from quire.policies import registry
 from quire.policies.base import EvictionPolicy, ScorePolicy
@@ -152,7 +152,7 @@ def test_full_evicts_nothing() -> None:
             ConfigError,
             "cap of 'h2o:cap=9' cannot be set inside",
         ),
-        ("recent:cap=99,sinks=" + "1" * MOST_CHARACTERS, ConfigError, "at most 1000 characters"),
+        ("recent:cap=99,sinks=" + "1" * MAX_CHARACTERS, ConfigError, "at most 1000 characters"),
     ],
 )
 def test_invalid_policy_text_is_refused(text, error, message) -> None:
@@ -266,7 +266,7 @@ def text_of(name: str, when: str, granularity: str = "token") -> str:
 @pytest.mark.parametrize("granularity", ["token", "page"])
 @pytest.mark.parametrize("when", SCHEDULES)
 @pytest.mark.parametrize("name", registered())
-def test_percent_cap_is_a_cap_in_tokens_of_at_least_the_minimum_of_the_rule(
+def test_percent_cap_is_a_cap_in_tokens_of_at_min_the_minimum_of_the_rule(
     name, when, granularity
 ) -> None:
     text = text_of(name, when, granularity)
@@ -373,7 +373,7 @@ def test_every_defaults_to_an_eighth_of_the_cap_up_to_64(cap: str, prompt: int, 
 
     assert (spec.every, spec.leaving) == (every, every)
     assert EvictionSpec(cap=spec.cap) == EvictionSpec(cap=spec.cap, every=every)
-    assert rule.most_every == (every if cap.isdecimal() else 64)
+    assert rule.max_every == (every if cap.isdecimal() else 64)
 
 
 def test_tokens_added_by_a_rule_do_not_change_the_default_of_every() -> None:
@@ -400,7 +400,7 @@ def test_spec_has_the_lane_capacities_of_the_budget() -> None:
     assert not spec.ragged
 
 
-def test_by_layer_cap_below_the_least_cap_is_refused() -> None:
+def test_by_layer_cap_below_the_min_cap_is_refused() -> None:
     text = "recent:cap=100,every=10,sinks=4,budget=(by_layer:caps=14/186/100/100)"
 
     assert "(cap 14, 10 evicted), but the rule needs 5" in str(refusal(text, 1000))

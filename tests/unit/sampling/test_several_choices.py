@@ -147,7 +147,7 @@ def test_deltas_have_a_choice_index_and_the_last_is_marked(llama):
     assert [delta.finish_reason for delta in deltas[-2:]] == ["length"] * 2
 
 
-def test_best_of_returns_the_most_likely_choices_in_order(llama):
+def test_best_of_returns_the_max_likely_choices_in_order(llama):
     best = run_one(engine_of(llama), drawn(n=2, best_of=5))
     candidates = [run_single(llama, seed, logprobs=0) for seed in range(5, 10)]
     ranked = sorted(candidates, key=lambda o: -sum(token.logprob for token in o.logprobs))

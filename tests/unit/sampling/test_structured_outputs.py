@@ -27,7 +27,7 @@ from quire.config.structured_outputs import (
 )
 from quire.errors import QueueFull, RequestError
 from quire.sampling import grammar
-from quire.sampling.grammar import MOST_COMPILED, GrammarCompiler
+from quire.sampling.grammar import MAX_COMPILED, GrammarCompiler
 
 PROMPT = "<|doc|>Once upon a time"
 PERSON = {
@@ -232,10 +232,10 @@ def test_missing_package_is_refused_with_its_extra(llm, monkeypatch):
         compiler.compile(StructuredOutputs(regex="a"))
 
 
-def test_least_recently_used_grammars_leave_the_cache(compiler):
+def test_min_recently_used_grammars_leave_the_cache(compiler):
     first = StructuredOutputs(regex="first")
     compiled = weakref.ref(compiler.compile(first))
-    others = [StructuredOutputs(regex=f"other{i}") for i in range(MOST_COMPILED)]
+    others = [StructuredOutputs(regex=f"other{i}") for i in range(MAX_COMPILED)]
 
     for other in others[1:]:
         compiler.compile(other)
@@ -253,7 +253,7 @@ def test_grammar_in_use_is_found_without_the_cache(compiler):
     first = StructuredOutputs(regex="first")
     compiled = compiler.compile(first)
 
-    for number in range(MOST_COMPILED):
+    for number in range(MAX_COMPILED):
         compiler.compile(StructuredOutputs(regex=f"other{number}"))
 
     assert compiler.compile(first) is compiled

@@ -32,7 +32,7 @@ def prefix_of(held, chain):
 
 
 @given(sends=sends, asked=chains, max_blocks=st.integers(1, 8))
-def test_without_events_the_most_recently_sent_blocks_are_expected(sends, asked, max_blocks):
+def test_without_events_the_max_recently_sent_blocks_are_expected(sends, asked, max_blocks):
     index = BlockIndex(max_blocks)
     held = {name: OrderedDict() for name in REPLICAS}
     for name, chain in sends:

@@ -102,7 +102,7 @@ def test_round_robin_takes_turns():
     assert [send(router, request(), [idle("a"), idle("b")]) for _ in range(4)] == [*"abab"]
 
 
-def test_least_loaded_counts_requests_then_tokens_then_kv():
+def test_min_loaded_counts_requests_then_tokens_then_kv():
     router = make_router(RouterConfig(name="least_loaded"), block_tokens=BLOCK)
 
     assert router.choose(request(), [idle("a", running_requests=2), idle("b")]) == "b"

@@ -144,7 +144,7 @@ def test_prefill_tokens_of_a_step_with_a_full_batch_stay_within_budget():
             assert sum(tokens.values()) <= ROWS + 3
 
 
-def test_prefilled_queue_holds_at_most_its_configured_rows():
+def test_prefilled_queue_holds_at_max_its_configured_rows():
     load = load_of("baton_pd:queue=2")
     submit(load, *JOBS * 3)
     most = 0

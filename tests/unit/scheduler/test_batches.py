@@ -21,7 +21,7 @@ from support.engines import load
 from support.kv_options import kv_config
 from support.model_specs import small_spec
 
-MOST_ROWS = 64
+MAX_ROWS = 64
 
 
 def model_of(*windows, kv_heads=2, head_dim=8):
@@ -51,28 +51,28 @@ def found_rows(layout, kv_bytes, spec, prompt, new):
 
 def rows_that_grow(layout, kv_bytes, spec, tokens):
     """The number of rows of `tokens` tokens each that a memory holds before pages run out."""
-    memory = KVMemory(layout, kv_bytes, MOST_ROWS)
+    memory = KVMemory(layout, kv_bytes, MAX_ROWS)
     names = statistics_used(layout, spec.statistics)
-    for rows in range(MOST_ROWS):
+    for rows in range(MAX_ROWS):
         row = memory.start(names)
         try:
             memory.grow(np.array([row]), np.array([tokens], dtype=np.int32))
         except OutOfPages:
             memory.check()
             return rows
-    return MOST_ROWS
+    return MAX_ROWS
 
 
 def admitted_rows(layout, kv_bytes, spec, prompt, new):
     """The number of rows that reserved admission admits if each grows on admission."""
     first = min(prompt, spec.least_cap) if spec.evicts_during_prefill else prompt
-    memory = KVMemory(layout, kv_bytes, MOST_ROWS)
+    memory = KVMemory(layout, kv_bytes, MAX_ROWS)
     peaks = Peaks(memory, first)
     peak = peaks.counts([Need(prompt + new - 1, prompt, spec)])[0]
     if not peaks.fit_alone(peak):
         return 0
     owed = np.zeros_like(peak)
-    for rows in range(MOST_ROWS):
+    for rows in range(MAX_ROWS):
         if rows and not memory.fits(peaks.by_class(peak + owed)):
             return rows
         before = {c: pool.num_used for c, pool in memory.pools.items()}
@@ -80,7 +80,7 @@ def admitted_rows(layout, kv_bytes, spec, prompt, new):
         memory.grow(np.array([row]), np.array([first], dtype=np.int32))
         held = [memory.pools[c].num_used - before[c] for c in peaks.page_classes]
         owed += np.maximum(peak - np.array(held), 0)
-    return MOST_ROWS
+    return MAX_ROWS
 
 
 SPECS = st.sampled_from(
@@ -116,7 +116,7 @@ def test_rows_at_once_equals_reserved_admission(spec, kv_bytes, lengths, page_to
     layout = layout_of(spec, page_tokens=page_tokens, head_dim=head_dim)
     expected = admitted_rows(layout, kv_bytes, spec, *lengths)
 
-    assert min(found_rows(layout, kv_bytes, spec, *lengths), MOST_ROWS) == expected
+    assert min(found_rows(layout, kv_bytes, spec, *lengths), MAX_ROWS) == expected
 
 
 @given(
@@ -129,7 +129,7 @@ def test_rows_at_once_equals_rows_grown_to_their_peak(spec, kv_bytes, lengths, p
     """If slab borders cut pages, one page of each slab may remain unused."""
     prompt, new = lengths
     layout = layout_of(spec, page_tokens=page_tokens)
-    rows = min(found_rows(layout, kv_bytes, spec, prompt, new), MOST_ROWS)
+    rows = min(found_rows(layout, kv_bytes, spec, prompt, new), MAX_ROWS)
     grown = rows_that_grow(layout, kv_bytes, spec, spec.peak_tokens(prompt + new - 1, prompt))
 
     assert rows <= grown

@@ -150,7 +150,7 @@ def case_of(options) -> Case:
     return Case(**{**options, "eviction": rule})
 
 
-def load_in_least_memory(request: Case) -> SchedulerLoad:
+def load_in_min_memory(request: Case) -> SchedulerLoad:
     """A scheduler over the least memory (within 5 %) that accepts the request."""
     total_bytes = request.memory(AMPLE_BYTES).layout.smallest_sequence_bytes
     while total_bytes < AMPLE_BYTES:
@@ -166,7 +166,7 @@ def test_beams_fit_while_window_lanes_still_hold_the_prompt(width):
     """The prompt is prefilled in one chunk: window lanes hold all of it until the next token."""
     beams = Case(codec="int4_page/int4", windows=(None, 8), width=width, beams=True)
 
-    load_in_least_memory(beams).drain()
+    load_in_min_memory(beams).drain()
 
 
 PAGES_IN_SCATTERED_SLABS = {
@@ -182,8 +182,8 @@ PAGES_IN_SCATTERED_SLABS = {
 
 @given(options=drawn_options())
 @example(options=PAGES_IN_SCATTERED_SLABS)
-def test_request_completes_in_the_least_memory_that_admits_it(options):
-    load = load_in_least_memory(case_of(options))
+def test_request_completes_in_the_min_memory_that_admits_it(options):
+    load = load_in_min_memory(case_of(options))
 
     load.drain()  # fails if the request ends with an error or makes no progress
 

@@ -220,7 +220,7 @@ def test_close_on_a_full_disk_raises_with_the_number_of_lost_events(tmp_path, mo
 
 
 def test_buffer_for_a_full_disk_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(block_events, "MOST_HELD_BYTES", 200)
+    monkeypatch.setattr(block_events, "MAX_HELD_BYTES", 200)
     disk, file = FullDisk(monkeypatch), EventFile(tmp_path / "events.jsonl")
     for number in range(5):
         file(chunk(number))
@@ -291,10 +291,10 @@ def test_partly_written_line_of_a_pipe_continues_where_it_ended(pipe, caplog, mo
         pipe.take()
     # the buffer is empty: it accepts one line of exactly its limit, and no longer line
     line_bytes = len(json.dumps(chunk(100).as_dict())) + 1
-    monkeypatch.setattr(block_events, "MOST_HELD_BYTES", line_bytes)
+    monkeypatch.setattr(block_events, "MAX_HELD_BYTES", line_bytes)
     file(chunk(100))
     assert file.num_lost == 0
-    monkeypatch.setattr(block_events, "MOST_HELD_BYTES", line_bytes - 1)
+    monkeypatch.setattr(block_events, "MAX_HELD_BYTES", line_bytes - 1)
     file(chunk(100))
     assert file.num_lost == 1
     with pytest.raises(ConfigError, match="the file lacks 1 events"):

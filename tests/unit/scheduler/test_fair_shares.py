@@ -134,7 +134,7 @@ def test_no_request_is_preempted_if_that_would_not_admit_the_other(num_preemptib
 
 @pytest.mark.parametrize("host_pages", [0, 40])
 @pytest.mark.parametrize("pages", [8, 12, 20])
-def test_preemption_at_high_load_recomputes_at_most_once_on_average(pages, host_pages):
+def test_preemption_at_high_load_recomputes_at_max_once_on_average(pages, host_pages):
     setting = Setting(pages=pages, page_tokens=8, host_pages=host_pages, preempt="swap")
     load, rng, final_tokens = SchedulerLoad(setting), random.Random(pages), 0
     for _ in range(60):

@@ -95,7 +95,7 @@ def test_every_distinct_prefix_is_prefilled_once(outputs):
 @given(
     st.lists(st.lists(st.integers(0, 1), max_size=9), min_size=2, max_size=4), st.integers(2, 12)
 )
-def test_members_with_different_outputs_share_at_most_the_cap(outputs, cap):
+def test_members_with_different_outputs_share_at_max_the_cap(outputs, cap):
     group = make_group(outputs)
     for member in group.members:
         member.eviction.spec = EvictionSpec(cap=cap, every=1)

@@ -96,7 +96,7 @@ def test_short_sequence_needs_only_its_tokens_below_any_cap():
         assert pages(peaks_of(None), need) == [2 * 3]
 
 
-def test_peak_of_layer_pages_is_that_of_the_least_head_capacity():
+def test_peak_of_layer_pages_is_that_of_the_min_head_capacity():
     eviction = EvictionSpec(cap=10, every=2, lane_capacities=(4, 16, 8, 12))
     need = Need(100, 90, eviction)
 
@@ -140,7 +140,7 @@ def test_each_request_is_counted_with_its_own_statistics():
     assert peaks.counts([Need(0)]).tolist() == [[0, 0, 0, 0]]
 
 
-def test_row_uses_at_most_its_counted_pages():
+def test_row_uses_at_max_its_counted_pages():
     peaks = peaks_of(None, statistics=(SUMS, RING))
     need = Need(70, 70, EvictionSpec(statistics=(RING,)))
     counted = peaks.counts([need])[0]

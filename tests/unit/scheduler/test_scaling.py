@@ -73,7 +73,7 @@ def peak_pages():
 
 @pytest.mark.parametrize("host_pages", [300, 10, 0])
 @pytest.mark.parametrize("batcher", BATCHERS)
-def test_memory_use_exceeds_scale_down_at_by_at_most_one_step_of_growth(
+def test_memory_use_exceeds_scale_down_at_by_at_max_one_step_of_growth(
     batcher, host_pages, peak_pages
 ):
     """With ample, little and no swap space: all requests complete."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from quire.errors import ConfigError
-from quire.plan.offload.resident import MOST_BATCHES, WeightsPlacement
+from quire.plan.offload.resident import MAX_BATCHES, WeightsPlacement
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.step_size import StepSize, most_batches
 
@@ -43,7 +43,7 @@ def test_step_is_one_batch_without_offloaded_layers_or_for_latency():
 
 
 def test_throughput_objective_uses_the_maximum_number_of_batches():
-    assert StepSize(64, "throughput", OffloadedLayers()).tokens == 64 * MOST_BATCHES
+    assert StepSize(64, "throughput", OffloadedLayers()).tokens == 64 * MAX_BATCHES
 
 
 def test_auto_objective_uses_as_many_batches_as_hide_the_copies():

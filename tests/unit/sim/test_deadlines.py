@@ -133,7 +133,7 @@ def longest_wait(batcher, memory, urgent):
 
 @pytest.mark.parametrize("memory", ["2MiB", "700KiB"])
 @pytest.mark.parametrize("batcher", BETWEEN_STEPS)
-def test_urgent_request_waits_for_at_most_one_step(batcher, memory):
+def test_urgent_request_waits_for_at_max_one_step(batcher, memory):
     wait_s, step_s = longest_wait(batcher, memory, urgent=-1)
     plain_s, _ = longest_wait(batcher, memory, urgent=None)
 

@@ -184,7 +184,7 @@ def test_length_scale_keeps_shared_segments(write):
     assert second.prompt[2].tokens == round(6 / 4)
 
 
-def test_length_scale_keeps_at_least_one_token(write):
+def test_length_scale_keeps_at_min_one_token(write):
     loaded = load_trace(write(AZURE), TraceOptions(length_scale=0.0001))
 
     assert lengths(loaded) == [(1, 1)] * 3

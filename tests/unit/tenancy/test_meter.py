@@ -44,7 +44,7 @@ def test_report_includes_bytes_of_the_accounts():
     )
 
 
-def test_least_recent_idle_tenants_are_folded_into_others():
+def test_min_recent_idle_tenants_are_folded_into_others():
     meter = TenantMeter()
     for number in range(IDLE_KEPT + 3):
         meter.submitted(f"t{number}")

@@ -15,7 +15,7 @@ from quire.kv.prefix_blocks import PrefixNode
 if TYPE_CHECKING:
     from quire.engine.core import Engine
 
-MOST_BLOCKS = 20_000
+MAX_BLOCKS = 20_000
 """Blocks that are read for a tree; of a larger cache, the ones that were published first."""
 FIRST_TOKENS = 48
 """Tokens of a chain whose text is shown."""
@@ -138,7 +138,7 @@ def read_prefixes(engine: "Engine", tenant: str | None) -> Blocks:
     if index is None:
         return Blocks(PrefixTree(enabled=False))
     wanted = (n for n in index.nodes() if tenant is None or n.owner in ("", tenant))
-    blocks = [_Block(n, n.num_users, n.idle_since_s) for n in islice(wanted, MOST_BLOCKS)]
+    blocks = [_Block(n, n.num_users, n.idle_since_s) for n in islice(wanted, MAX_BLOCKS)]
     if tenant is not None:
         blocks = [
             _Block(b.node, 0 if b.node.is_public else b.users, b.idle_since_s) for b in blocks

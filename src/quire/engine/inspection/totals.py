@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Snapshot = dict[str, Any]
 
-MOST_CELLS = 100_000
+MAX_CELLS = 100_000
 """Largest number of cells of a map; of more pages, every n-th is shown."""
 _LONGEST_RUN = (1 << 16) - 1
 
@@ -47,11 +47,11 @@ class PageOwners:
     groups: list[list[str]]
     totals: Snapshot
 
-    def encode(self, most_cells: int = MOST_CELLS, *, with_map: bool = True) -> Snapshot:
+    def encode(self, max_cells: int = MAX_CELLS, *, with_map: bool = True) -> Snapshot:
         """The page map as JSON values; runs of equal cells are base64 of little-endian arrays.
 
         Args:
-            most_cells: maximum number of cells.
+            max_cells: maximum number of cells.
             with_map: include the runs; without them only the totals are returned.
         """
         owner, state, kind = self.facts.in_order()
@@ -64,7 +64,7 @@ class PageOwners:
             **self.totals,
         }
         if with_map:
-            every = max(1, -(-len(owner) // most_cells))
+            every = max(1, -(-len(owner) // max_cells))
             body["pages_per_cell"] = every
             body["runs"] = _runs(owner[::every], state[::every], kind[::every])
         return body

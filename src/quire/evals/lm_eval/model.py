@@ -171,25 +171,25 @@ class QuireLM(TemplateLM):  # type: ignore[misc]  # the base class has no types
             get_rolling_token_windows(
                 token_list=self.tok_encode(text),
                 prefix_token=self.prefix_token_id,
-                max_seq_len=self._most_scored,
+                max_seq_len=self._max_scored,
                 context_len=1,
             ),
         )
         return windows
 
     @property
-    def _most_scored(self) -> int:
+    def _max_scored(self) -> int:
         """Most tokens before the last one of a continuation: one token must fit after them."""
         return min(self.max_length, self._context - 1)
 
     def _scoring(self, context: _Tokens, continuation: _Tokens) -> GenerationRequest:
         """Score all tokens but the last as a prompt, and the last as the only possible output."""
-        if len(continuation) > self._most_scored:
+        if len(continuation) > self._max_scored:
             raise RequestError(
-                f"expected a continuation of at most {self._most_scored} tokens, got "
+                f"expected a continuation of at most {self._max_scored} tokens, got "
                 f"{len(continuation)}: raise max_length, or shorten it"
             )
-        *prompt, last = (context + continuation)[-self._most_scored - 1 :]
+        *prompt, last = (context + continuation)[-self._max_scored - 1 :]
         params = SamplingParams(
             max_tokens=1,
             temperature=0.0,

@@ -31,11 +31,11 @@ from quire.evals.tasks.needles import Fact, make_fact
 from quire.evals.tasks.words import CLASS_NAMES, LABELS, class_words, vocabulary
 
 _FACT_TOKENS = 14
-_MOST_TRAINING_COPIES = 6
+_MAX_TRAINING_COPIES = 6
 
 
 def _copies(rng: random.Random, setting: Setting, copies: int) -> int:
-    return copies if setting.evaluates else rng.randrange(2, _MOST_TRAINING_COPIES + 1)
+    return copies if setting.evaluates else rng.randrange(2, _MAX_TRAINING_COPIES + 1)
 
 
 def _shuffled_rounds(rng: random.Random, count: int, rounds: int) -> list[int]:

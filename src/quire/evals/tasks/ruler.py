@@ -106,7 +106,7 @@ _NEEDLES_INTRO = (
     "Some special magic numbers are hidden within the following text. Make sure to memorize it. "
     "I will quiz you about the numbers afterwards.\n"
 )
-_MOST_SHARE = 0.7
+_MAX_SHARE = 0.7
 """Largest fraction of the length for needles or assignments; the rest is running text."""
 
 
@@ -116,9 +116,9 @@ def _needle(key: str, value: str) -> str:
 
 def _refuse_many(name: str, count: int, tokens: int, setting: Setting) -> None:
     """Refuse a length that the records exceed."""
-    if tokens > _MOST_SHARE * setting.tokens:
+    if tokens > _MAX_SHARE * setting.tokens:
         raise ConfigError(
-            f"expected more than {int(tokens / _MOST_SHARE)} tokens for {count} records of task "
+            f"expected more than {int(tokens / _MAX_SHARE)} tokens for {count} records of task "
             f"{name!r}, got {setting.tokens}; raise tokens"
         )
 

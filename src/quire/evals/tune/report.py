@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 CONFIG_FILE, PAGE_FILE, CHART_FILE = "tuned.toml", "tuned.md", "tuned.svg"
 AUTO = "auto"
-_MOST_REFUSED = 20
+_MAX_REFUSED = 20
 
 
 def config_toml(tuned: Tuned, model: str, kv: KVConfig, dtype: str) -> str:
@@ -114,7 +114,7 @@ def _refused_lines(tuned: Tuned) -> Iterator[str]:
     yield ""
     yield f"## Refused ({len(tuned.refused)})"
     yield ""
-    for one, why in list(tuned.refused.items())[:_MOST_REFUSED]:
+    for one, why in list(tuned.refused.items())[:_MAX_REFUSED]:
         yield f"* `{one}`: {why}"
 
 

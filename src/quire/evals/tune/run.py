@@ -94,7 +94,7 @@ OBJECTIVES = (REQUESTS, THROUGHPUT)
 FINALISTS = 4
 """Candidates whose throughput is measured, if that is the objective."""
 
-LEAST_PROMPTS = 4
+MIN_PROMPTS = 4
 
 Report = Callable[[str], None]
 """Takes a line about the progress."""
@@ -198,8 +198,8 @@ def divided(count: int, config: TuneConfig) -> tuple[list[int], list[int]]:
     """
     order = np.random.default_rng(config.seed).permutation(count).tolist()
     held = max(1, round(count * config.held_out))
-    if count < LEAST_PROMPTS or held == count:
-        raise ConfigError(f"expected at least {LEAST_PROMPTS} prompts in --data, got {count}")
+    if count < MIN_PROMPTS or held == count:
+        raise ConfigError(f"expected at least {MIN_PROMPTS} prompts in --data, got {count}")
     return sorted(order[held:], key=order.index), sorted(order[:held])
 
 

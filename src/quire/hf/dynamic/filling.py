@@ -311,7 +311,7 @@ class Filling:
         return self.rule.choose(self.view())
 
     def _wants_more(self) -> bool:
-        few = len(self._queues.ready) < self.rule.least_ready
+        few = len(self._queues.ready) < self.rule.min_ready
         return few or self.rule.choose(self.view()) is None
 
     def _has_room(self, query: Query) -> bool:
@@ -340,7 +340,7 @@ class Filling:
         """Whether the next queries are prefilled in their own rows, without the ready queue."""
         options, rule = self._options, self.rule
         ahead = rule.reads_ahead and (options.prefill, options.queue) != (SYNC, DEVICE)
-        queued = ahead or rule.least_ready > 1
+        queued = ahead or rule.min_ready > 1
         if queued or rule.shapes or not self._queues.waiting:
             return False
         return rule.choose(self.view()) is None

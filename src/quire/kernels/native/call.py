@@ -54,7 +54,7 @@ WALK_QUERIES = 16  # query vectors of a (row, KV head) up to which they walk ove
 WALK_TOKENS = 16  # new tokens up to which rows walk, if the library has no blocks
 WALK_SLOTS = 512  # least slots of a walk if a row is split
 WALK_ALIGNMENT = 64  # slots that are processed together
-MOST_WALKS = 16  # of a row; more would cost partial results, and heads divide the work further
+MAX_WALKS = 16  # of a row; more would cost partial results, and heads divide the work further
 
 PartList = NDArray[np.int32]  # [parts, PART_FIELDS]
 NO_PARTS: PartList = np.zeros((0, PART_FIELDS), dtype=np.int32)
@@ -130,7 +130,7 @@ def are_cut_alike(before: NDArray[np.int32], after: NDArray[np.int32]) -> bool:
 def _num_walks(slots: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the number of walks of each row: powers of two divide evenly over most threads."""
     halvings = np.frexp(slots / WALK_SLOTS)[1].astype(np.int64) - 1  # floor of the logarithm
-    walks: NDArray[np.int64] = np.minimum(1 << np.maximum(halvings, 0), MOST_WALKS)
+    walks: NDArray[np.int64] = np.minimum(1 << np.maximum(halvings, 0), MAX_WALKS)
     return walks
 
 

@@ -2,7 +2,7 @@
  *
  * A thread takes one panel and up to CHUNK_ROWS rows at a time. It passes over the panel in blocks that
  * stay in its first-level cache: each block is read from memory once, for all rows. Meanwhile it
- * prefetches the next block. From LEAST_PACKED_ROWS rows on, rows are packed; see linear_packed.h. A row's sums do not depend on the other rows or on the number of threads:
+ * prefetches the next block. From MIN_PACKED_ROWS rows on, rows are packed; see linear_packed.h. A row's sums do not depend on the other rows or on the number of threads:
  * every kind of tile adds the inner axis in the same order.
  */
 
@@ -195,7 +195,7 @@ int quire_linear(const linear_args *args, parallel_for run, int num_threads) {
     int threads = run == NULL || num_threads < 2 ? 1 : num_threads;
     if (args->path == PATH_PLAIN) return 2;
     if (args->rows == 0) return 0;
-    if (args->rows >= LEAST_PACKED_ROWS && most_chunk_rows(args)) {
+    if (args->rows >= MIN_PACKED_ROWS && max_chunk_rows(args)) {
         chunk_work work = divide_chunks(args, threads);
         return share_work(run, threads, take_chunks, &work);
     }

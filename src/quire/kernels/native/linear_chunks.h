@@ -87,8 +87,8 @@ static void take_chunks(int64_t begin, int64_t end, void *context) {
 
 /* Divide the rows into equal chunks for the threads; if chunks would be too small, divide the panels as well. */
 static chunk_work divide_chunks(const linear_args *a, int threads) {
-    int most = most_chunk_rows(a), chunks = (a->rows + most - 1) / most;
+    int most = max_chunk_rows(a), chunks = (a->rows + most - 1) / most;
     int equal = (chunks + threads - 1) / threads * threads;
-    if (a->rows >= LEAST_CHUNK_ROWS * equal) return (chunk_work){a, equal, 1, 0};
+    if (a->rows >= MIN_CHUNK_ROWS * equal) return (chunk_work){a, equal, 1, 0};
     return (chunk_work){a, chunks, threads, 0};
 }

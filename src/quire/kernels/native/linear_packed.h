@@ -15,24 +15,24 @@
 
 #include "linear.h"
 
-#ifndef LEAST_PACKED_ROWS
-#define LEAST_PACKED_ROWS 33 /* for fewer, packing costs more than it saves */
+#ifndef MIN_PACKED_ROWS
+#define MIN_PACKED_ROWS 33 /* for fewer, packing costs more than it saves */
 #endif
 #define TILE_ROWS 6
 #define TILE_WORD_BYTES (TILE_ROWS * 4)
 #define BLOCK_WORDS 64 /* 16 KiB of a panel: half of a first-level cache */
 #define GROUP_WORDS (GROUP_CODES / 4)
 #define PACKED_WORDS (1 << 17)      /* of a chunk: half of a second-level cache */
-#define MOST_PACKED_WORDS (1 << 18) /* of a chunk with up to LEAST_CHUNK_ROWS rows */
-#define LEAST_CHUNK_ROWS 48
-#define MOST_GROUPS (MOST_PACKED_WORDS / GROUP_WORDS + CHUNK_ROWS) /* of all rows of a chunk */
+#define MAX_PACKED_WORDS (1 << 18) /* of a chunk with up to MIN_CHUNK_ROWS rows */
+#define MIN_CHUNK_ROWS 48
+#define MAX_GROUPS (MAX_PACKED_WORDS / GROUP_WORDS + CHUNK_ROWS) /* of all rows of a chunk */
 
 typedef struct {
-    uint32_t words[MOST_PACKED_WORDS] __attribute__((aligned(64)));
+    uint32_t words[MAX_PACKED_WORDS] __attribute__((aligned(64)));
     uint32_t block[BLOCK_WORDS * PANEL_COLUMNS] __attribute__((aligned(64))); /* a widened block */
     float sums[CHUNK_ROWS * PANEL_COLUMNS] __attribute__((aligned(64)));
-    float x_scales[MOST_GROUPS];
-    int32_t x_sums[MOST_GROUPS];
+    float x_scales[MAX_GROUPS];
+    int32_t x_sums[MAX_GROUPS];
 } packed_chunk;
 
 /* A block of a panel and all tiles of a chunk. */
@@ -54,9 +54,9 @@ static inline int row_words(const linear_args *a) {
 }
 
 /* Most rows of a chunk; a multiple of TILE_ROWS, or 0 if rows are too long. */
-static inline int most_chunk_rows(const linear_args *a) {
-    int words = row_words(a), few = PACKED_WORDS / words < LEAST_CHUNK_ROWS;
-    int rows = (few ? MOST_PACKED_WORDS : PACKED_WORDS) / words, most = few ? LEAST_CHUNK_ROWS : CHUNK_ROWS;
+static inline int max_chunk_rows(const linear_args *a) {
+    int words = row_words(a), few = PACKED_WORDS / words < MIN_CHUNK_ROWS;
+    int rows = (few ? MAX_PACKED_WORDS : PACKED_WORDS) / words, most = few ? MIN_CHUNK_ROWS : CHUNK_ROWS;
     return (rows < most ? rows : most) / TILE_ROWS * TILE_ROWS;
 }
 

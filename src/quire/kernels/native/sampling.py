@@ -40,7 +40,7 @@ class RowOptions:
     min_p: float = 0.0
 
 
-MOST_TOP_K = 2**31 - 1  # of an int32; above any vocabulary
+MAX_TOP_K = 2**31 - 1  # of an int32; above any vocabulary
 SampledRows = tuple[list[int], list[int]]  # token of each row, indices of failed rows
 
 
@@ -120,7 +120,7 @@ def _row(options: RowOptions) -> SampleRow:
         0.0,
         math.log(options.min_p) if options.min_p else -math.inf,
         options.temperature,
-        min(options.top_k, MOST_TOP_K),
+        min(options.top_k, MAX_TOP_K),
     )
 
 
@@ -135,7 +135,7 @@ def _log_totals(logits: Tensor, rows: list[int], options: Sequence[RowOptions]) 
     scaled = sampling.apply_temperature(logits, temperatures)
     limited = [row for row, option in enumerate(options) if option.top_k]
     if limited:
-        counts = torch.tensor([min(options[row].top_k, MOST_TOP_K) for row in limited])
+        counts = torch.tensor([min(options[row].top_k, MAX_TOP_K) for row in limited])
         scaled[limited] = sampling.keep_top_k(scaled[limited], counts)
     return scaled.logsumexp(dim=-1).tolist()
 

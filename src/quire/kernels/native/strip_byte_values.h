@@ -6,7 +6,7 @@
 
 #include "strip_bytes.h"
 
-#define MOST_UINT16 65535
+#define MAX_UINT16 65535
 
 /* Number of runs that a block of 64 channels has; its first run has the weights. */
 INLINE int runs_of_block(const coding *c) { return c->run < BLOCK_CHANNELS ? BLOCK_CHANNELS / c->run : 1; }
@@ -22,8 +22,8 @@ INLINE AVX512_VNNI void split_weights(strip_walk *t, int m, int r, const __m512 
         odd |= _mm512_cmp_ps_mask(weights[g], weights[g], _CMP_UNORD_Q);
     }
     float most = top16(top);
-    __m512 over = set16(most > 1e-30f ? MOST_UINT16 / most : 0);
-    t->weights[m].quantum[r] = odd ? NAN : most / MOST_UINT16;
+    __m512 over = set16(most > 1e-30f ? MAX_UINT16 / most : 0);
+    t->weights[m].quantum[r] = odd ? NAN : most / MAX_UINT16;
 #pragma GCC unroll 4
     for (int g = 0; g < STRIP / 16; g++) {
         __m512i x = _mm512_cvtps_epi32(mul16(weights[g], over));

@@ -10,7 +10,7 @@
 #define QUIRE_STRIP_BYTES_H
 
 #define BLOCK_CHANNELS 64 /* channels of a vector of bytes */
-#define MOST_IN_BYTES 32639 /* 127 * 256 + 127 */
+#define MAX_IN_BYTES 32639 /* 127 * 256 + 127 */
 
 /* Whether 64 channels share a scale, and their codes are adjacent or in whole segments of the vector. */
 static int in_bytes(const attention_args *a, const coding *c) {
@@ -51,7 +51,7 @@ static AVX512_VNNI void pack_bytes(walk *w, float scale) {
         float most = top16(top);
         frexpf(most, &exponent); /* most < 2^exponent */
         exponent = exponent < -100 ? -100 : exponent;
-        exponent += most > ldexpf(MOST_IN_BYTES, exponent - 15);
+        exponent += most > ldexpf(MAX_IN_BYTES, exponent - 15);
         int finite = total16(odd) == 0;
         w->quantum[m] = finite ? ldexpf(scale, exponent - 15) : NAN;
         __m512 over = set16(ldexpf(1, 15 - (finite ? exponent : 0)));

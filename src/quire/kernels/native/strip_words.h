@@ -9,7 +9,7 @@
 #ifndef QUIRE_STRIP_WORDS_H
 #define QUIRE_STRIP_WORDS_H
 
-#define MOST_INT16 32767
+#define MAX_INT16 32767
 /* Prevents the compiler from loading a vector from memory at each use. */
 #define IN_REGISTER(x) __asm__("" : "+x"(x))
 
@@ -48,8 +48,8 @@ static AVX2 void round_weights(strip_walk *t, int m) {
             top = max8(top, _mm256_andnot_ps(set8(-0.0f), x)), total = add8(total, x);
         }
         float most = top8(top);
-        __m256 over = set8(most > 1e-30f ? MOST_INT16 / most : 0);
-        t->weights[m].quantum[r] = most / MOST_INT16 + 0 * total8(total);
+        __m256 over = set8(most > 1e-30f ? MAX_INT16 / most : 0);
+        t->weights[m].quantum[r] = most / MAX_INT16 + 0 * total8(total);
         for (int i = 0; i < count; i += 16) {
             __m256i low = _mm256_cvtps_epi32(mul8(read8(weights + i), over));
             __m256i high = _mm256_cvtps_epi32(mul8(read8(weights + i + 8), over));

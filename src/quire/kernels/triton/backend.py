@@ -86,8 +86,8 @@ class TritonAttention:
     def refresh(self, plan: object, slots: NDArray[np.int32]) -> bool:
         """Return whether the plan has enough splits for these slots; see `StaticPlans`."""
         assert isinstance(plan, TritonPlan), "a plan comes from this backend"
-        assert plan.most_slots is not None, "from static_plan"
-        return int(slots.max(initial=0)) <= plan.most_slots
+        assert plan.max_slots is not None, "from static_plan"
+        return int(slots.max(initial=0)) <= plan.max_slots
 
     def write(self, slots: NewSlots, key: Tensor, value: Tensor) -> None:
         """Write keys and values to their slots; see `AttentionBackend.write`."""
@@ -144,7 +144,7 @@ class TritonAttention:
         check_column_sums(plan, query.shape[1], column_sums)
         reason = unfit(pages, math, query, column_sums)
         if reason is not None:
-            if plan.most_slots is not None:
+            if plan.max_slots is not None:
                 raise RuntimeError(f"the Triton kernels cannot compute this step: {reason}")
             self._notice(reason)
             if not plan.gathered:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 INTERPRET = "TRITON_INTERPRET"
-LEAST_CAPABILITY = (8, 0)  # tensor cores for bfloat16
-LEAST_TRITON = (3, 6)  # of PyTorch 2.10; earlier versions were not tried
+MIN_CAPABILITY = (8, 0)  # tensor cores for bfloat16
+MIN_TRITON = (3, 6)  # of PyTorch 2.10; earlier versions were not tried
 _INTERPRETED_PROCESSORS = 4
 _LARGE_TILES_MAJOR = 9  # compute capability
 _LARGE_TILES_BYTES = 200 << 10  # shared memory for one block of 177 KB
@@ -87,8 +87,8 @@ def why_no_triton(device: torch.device) -> str | None:
     if reason is not None:
         return reason
     capability = torch.cuda.get_device_capability(device)
-    if capability < LEAST_CAPABILITY:
-        least, own = (".".join(map(str, x)) for x in (LEAST_CAPABILITY, capability))
+    if capability < MIN_CAPABILITY:
+        least, own = (".".join(map(str, x)) for x in (MIN_CAPABILITY, capability))
         return f"expected compute capability {least} or higher, {device} has {own}"
     return None
 
@@ -99,8 +99,8 @@ def _why_not_this_triton() -> str | None:
     if version is None:
         return "Triton is not installed; builds of PyTorch for CUDA depend on it"
     found = re.match(r"(\d+)\.(\d+)", version)
-    if found is not None and tuple(map(int, found.groups())) < LEAST_TRITON:
-        least = ".".join(map(str, LEAST_TRITON))
+    if found is not None and tuple(map(int, found.groups())) < MIN_TRITON:
+        least = ".".join(map(str, MIN_TRITON))
         return f"expected Triton {least} or higher, got {version} (auto selects gathered pages)"
     return None
 

@@ -52,7 +52,7 @@ class TritonPlan:
         tokens: [rows] new tokens of each row.
         blocks: query blocks by their number of queries.
         gathered: plan of the gathered backend, once a layer needed it.
-        most_slots: for a plan whose live slots change on the device, the most that a lane can have;
+        max_slots: for a plan whose live slots change on the device, the most that a lane can have;
             `lanes` is then empty. None for a plan of one step.
     """
 
@@ -65,7 +65,7 @@ class TritonPlan:
     tokens: Int[Tensor, " row"]
     blocks: dict[int, QueryBlocks] = field(default_factory=dict)
     gathered: list[object] = field(default_factory=list)
-    most_slots: int | None = None
+    max_slots: int | None = None
 
     @property
     def window(self) -> int:
@@ -83,8 +83,8 @@ class TritonPlan:
         return min(self._longest_of(self.step.num_decode), self.window)
 
     def _longest_of(self, rows: int) -> int:
-        if self.most_slots is not None:
-            return self.most_slots
+        if self.max_slots is not None:
+            return self.max_slots
         return int(self.lanes.slots[:rows].max(initial=0))
 
     def query_blocks(self, queries: int) -> QueryBlocks:
@@ -119,7 +119,7 @@ def make_static_plan(
         lanes.slots,
         starts,
         tokens,
-        most_slots=lanes.most_slots,
+        max_slots=lanes.max_slots,
     )
 
 
@@ -180,9 +180,9 @@ def check_column_sums(plan: TritonPlan, heads: int, column_sums: Tensor | None) 
 
 
 LOG2_E = numbers.log2(numbers.e)
-LEAST_BLOCK = 16  # smallest operand of a product on tensor cores
+MIN_BLOCK = 16  # smallest operand of a product on tensor cores
 TILE_BYTES = 16 << 10  # of keys or values in flight, for each stage of the loop
-LEAST_ENTRIES = 128  # (query, head) pairs of a tile of a long chunk
+MIN_ENTRIES = 128  # (query, head) pairs of a tile of a long chunk
 SUM_BYTES = 64 << 10  # of attended values that a program accumulates
 _OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -204,7 +204,7 @@ class Tiles:
     entries: int
 
     @classmethod
-    def of(cls, head_dim: int, group: int, item_bytes: int, most: int = LEAST_ENTRIES) -> "Tiles":
+    def of(cls, head_dim: int, group: int, item_bytes: int, most: int = MIN_ENTRIES) -> "Tiles":
         """Choose tiles that fit the shared memory and the registers of a multiprocessor.
 
         Args:
@@ -213,11 +213,11 @@ class Tiles:
             item_bytes: bytes of an operand of products.
             most: most entries.
         """
-        dims = max(LEAST_BLOCK, triton.next_power_of_2(head_dim))
-        heads = max(LEAST_BLOCK, triton.next_power_of_2(group))
-        slots = min(128, max(LEAST_BLOCK, TILE_BYTES // (dims * item_bytes)))
-        sum_bytes = SUM_BYTES * most // LEAST_ENTRIES
-        entries = min(most, max(LEAST_BLOCK, sum_bytes // (4 * dims)))
+        dims = max(MIN_BLOCK, triton.next_power_of_2(head_dim))
+        heads = max(MIN_BLOCK, triton.next_power_of_2(group))
+        slots = min(128, max(MIN_BLOCK, TILE_BYTES // (dims * item_bytes)))
+        sum_bytes = SUM_BYTES * most // MIN_ENTRIES
+        entries = min(most, max(MIN_BLOCK, sum_bytes // (4 * dims)))
         if item_bytes == torch.float32.itemsize:  # no tensor cores: operands are in registers
             entries = min(32, entries)
         return cls(dims, slots, heads, max(entries, heads))
@@ -289,8 +289,8 @@ class LayerCall:
         """Tile sizes."""
         longest = int(self.plan.step.tokens.max(initial=1)) * self.group
         is_plain = self.kinds == {PLAIN}  # codes are decoded in registers
-        is_large = self.hardware.large_tiles and is_plain and longest > LEAST_ENTRIES
-        most = 2 * LEAST_ENTRIES if is_large else LEAST_ENTRIES
+        is_large = self.hardware.large_tiles and is_plain and longest > MIN_ENTRIES
+        most = 2 * MIN_ENTRIES if is_large else MIN_ENTRIES
         return Tiles.of(self.query.shape[2], self.group, self.dtype.itemsize, most)
 
     @cached_property

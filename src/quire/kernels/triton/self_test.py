@@ -80,7 +80,7 @@ def tallies_right(backend: AttentionBackend, device: torch.device) -> bool:
 
 _ROWS, _EPS = 3, 1e-5
 _HEADS = (6, 2, 2)  # of queries, keys and values
-_MOST_ERROR = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+_MAX_ERROR = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 def wrong_kernels(device: torch.device, dtype: torch.dtype, shape: RowShape) -> tuple[str, ...]:
@@ -103,7 +103,7 @@ def wrong_kernels(device: torch.device, dtype: torch.dtype, shape: RowShape) -> 
 
 def _is_near(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
     difference = (found.cpu().float() - expected.float()).norm()
-    return bool(difference <= _MOST_ERROR[dtype] * expected.float().norm())
+    return bool(difference <= _MAX_ERROR[dtype] * expected.float().norm())
 
 
 class _Rows:

@@ -129,7 +129,7 @@ def move(moves: MovedSlots) -> int:
 
     All sources are copied to the scratch memory before any target is written.
     """
-    num_moves, most_bytes = len(moves.source[0]), 0
+    num_moves, max_bytes = len(moves.source[0]), 0
     if not num_moves:
         return 0
     for plane in moves.planes:
@@ -142,8 +142,8 @@ def move(moves: MovedSlots) -> int:
             copy_slots[grid](
                 raw, scratch, *ends, raw.stride(0), heads, tokens, width, block, to_scratch
             )
-        most_bytes = max(most_bytes, scratch.nbytes)
-    return most_bytes
+        max_bytes = max(max_bytes, scratch.nbytes)
+    return max_bytes
 
 
 def pack_pages(
@@ -186,7 +186,7 @@ def _widest(*bytes_of: Tensor) -> torch.dtype:
 
 
 _BLOCK = 256
-_MOST_GROUP = 32  # query heads of a number: the loop over them is unrolled
+_MAX_GROUP = 32  # query heads of a number: the loop over them is unrolled
 
 
 def group_of(tally: AttentionStatistic, rows: StatisticRows, column_sums: Tensor) -> int:
@@ -204,7 +204,7 @@ def can_tally(tally: AttentionStatistic, rows: StatisticRows, column_sums: Tenso
         and tally.table.stride(2) == column_sums.stride(2) == 1
         and has_whole_vectors(tally.numbers)
         and all(tensor.is_contiguous() for tensor in whole)
-        and 0 < group_of(tally, rows, column_sums) <= _MOST_GROUP
+        and 0 < group_of(tally, rows, column_sums) <= _MAX_GROUP
     )
 
 

@@ -10,7 +10,7 @@ from quire.kv.dense.meter import ByteMeter
 from quire.kv.dense.row import KVShape, Layer
 
 _ALL = slice(None)
-_LEAST_BLOCK = 32  # columns: smaller ones would be many small copies
+_MIN_BLOCK = 32  # columns: smaller ones would be many small copies
 
 
 class SlabTensors:
@@ -87,7 +87,7 @@ class SlabTensors:
         """
         if not shift:
             return
-        size = max(abs(shift), _LEAST_BLOCK)
+        size = max(abs(shift), _MIN_BLOCK)
         blocks = [slice(begin, min(begin + size, hi)) for begin in range(lo, hi, size)]
         for part in (*self.keys, *self.values):
             for block in blocks if shift < 0 else reversed(blocks):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from quire.errors import InvariantError, SlabFull
 
-_LEAST_SPARE_COLUMNS, _SPARE_SHARE = 4, 8
+_MIN_SPARE_COLUMNS, _SPARE_SHARE = 4, 8
 
 
 def spare_columns(width: int) -> int:
@@ -21,7 +21,7 @@ def spare_columns(width: int) -> int:
     Moving the window copies `width` columns, and the next move follows after one step per free
     column. A step reads the whole window, so with an eighth of the width a move costs little.
     """
-    return max(_LEAST_SPARE_COLUMNS, width // _SPARE_SHARE)
+    return max(_MIN_SPARE_COLUMNS, width // _SPARE_SHARE)
 
 
 @dataclass(slots=True)

@@ -84,7 +84,7 @@ class GroupWatch:
         slots: NDArray[np.int32],
         lengths: NDArray[np.int64],
     ) -> None:
-        self._batch, self._most_slots = batch, int(slots.max(initial=0))
+        self._batch, self._max_slots = batch, int(slots.max(initial=0))
         per_slot = [place for place in places if isinstance(place.statistic, OfWeights)]
         self._slot_attention = AttentionStatisticsStep(per_slot, batch, slots) if per_slot else None
         positions = positions_of(batch, lengths)
@@ -110,7 +110,7 @@ class GroupWatch:
         """Return memory for the column sums of attention; None if no statistic needs them."""
         if self._slot_attention is None or not self._slot_attention.needs_sums:
             return None
-        return scratch.sums(self._batch, num_heads, self._most_slots)
+        return scratch.sums(self._batch, num_heads, self._max_slots)
 
     def note(
         self,

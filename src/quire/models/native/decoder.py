@@ -34,7 +34,7 @@ from quire.models.hidden_states import note_hidden_states
 from quire.models.native.layers import FusedLayer, FusedModel, FusedProduct, Norm, fuse, refusal
 
 FIRST_POSITIONS = 1024  # positions of the first table
-MOST_POSITIONS = 32768  # positions of the largest table; those beyond are computed in every step
+MAX_POSITIONS = 32768  # positions of the largest table; those beyond are computed in every step
 
 
 class RopeTable:
@@ -57,7 +57,7 @@ class RopeTable:
     ) -> tuple[Float[Tensor, "row rotary_dim"], Float[Tensor, "row rotary_dim"]]:
         """Return cosines and sines of positions, float32."""
         needed = int(positions.max()) + 1
-        if needed > MOST_POSITIONS:
+        if needed > MAX_POSITIONS:
             return self._computed(positions)
         frequencies = self._rotary.inv_freq
         _, cosine, sine = self._tables.get(id(frequencies), (None, None, None))

@@ -37,7 +37,7 @@ from quire.plan.offload.resident import activation_gate, activation_range
 
 logger = logging.getLogger(__name__)
 
-_LEAST_FRACTION = 0.02  # smallest fraction of recomputed tokens that gains time
+_MIN_FRACTION = 0.02  # smallest fraction of recomputed tokens that gains time
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,14 +118,14 @@ class OffloadChoice:
 
     def _refuse_too_small(self, stream_bytes: int) -> None:
         fraction = self._config.offload.recompute or 0.0
-        least_bytes = self.memory.least_bytes(fraction)
-        if stream_bytes >= least_bytes:
+        min_bytes = self.memory.min_bytes(fraction)
+        if stream_bytes >= min_bytes:
             return
         holds = "a page of every lane"
         if fraction:
             holds += f" and, for --kv-offload-recompute {fraction:g}, a page of activations"
         raise ConfigError(
-            f"expected --kv-offload-memory of {least_bytes:,} B or more ({holds}), got "
+            f"expected --kv-offload-memory of {min_bytes:,} B or more ({holds}), got "
             f"{stream_bytes:,} B: raise it or leave it out"
         )
 
@@ -139,11 +139,11 @@ class OffloadChoice:
                 f"--kv-offload-recompute {fraction:g} cannot recompute any KV: {obstacle.reason}; "
                 f"{obstacle.instead}, or use --kv-offload-recompute auto or off"
             )
-        least_bytes = self._config.page_tokens * self._scratch_token_bytes
-        if self._config.scratch < least_bytes:
+        min_bytes = self._config.page_tokens * self._scratch_token_bytes
+        if self._config.scratch < min_bytes:
             raise ConfigError(
                 f"--kv-offload-recompute {fraction:g} cannot recompute any KV: expected --scratch "
-                f"of {least_bytes:,} B or more (a page of activations), got "
+                f"of {min_bytes:,} B or more (a page of activations), got "
                 f"{self._config.scratch:,} B; raise --scratch"
             )
 
@@ -224,7 +224,7 @@ class OffloadChoice:
         tokens = self._model.spec.max_positions
         fraction = activation_range(rates, tokens, tokens).x_until / tokens
         speed = f"recomputing KV takes {rates.recompute_ratio:.2g}x the time of its transfer"
-        if fraction < _LEAST_FRACTION:
+        if fraction < _MIN_FRACTION:
             return 0.0, f"{speed}: KV alone is transferred"
         return fraction, f"{gate.reason}; {speed}: at most {fraction:.2g} of it is recomputed"
 
@@ -275,7 +275,7 @@ class OffloadChoice:
         """Create the splits of offloaded prefixes."""
         requested = SplitLimits(
             recomputed=self._config.offload.recompute if recomputes else 0.0,
-            most_recomputed=self._scratch_tokens if recomputes else 0,
+            max_recomputed=self._scratch_tokens if recomputes else 0,
             host=self._config.offload.cpu_attention if attends else 0.0,
         )
         return PrefixSplits(

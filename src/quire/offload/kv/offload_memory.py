@@ -8,7 +8,7 @@ from quire.layout.pages import PAGE_ALIGNMENT_BYTES, LaneGroup
 from quire.offload.recompute.activation_allocator import ActivationAllocator
 
 _BLOCK_BYTES = 256 << 10  # contiguous activations of a layer
-_LEAST_BLOCKS = 64
+_MIN_BLOCKS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class OffloadMemory:
         """
         return int(total_bytes * self._share(fraction))
 
-    def least_bytes(self, fraction: float) -> int:
+    def min_bytes(self, fraction: float) -> int:
         """Smallest offload memory that holds a page of every lane, and of activations if any.
 
         Args:
@@ -55,16 +55,16 @@ class OffloadMemory:
         if not fraction:
             return self.page_bytes
         share, activation_bytes = self._share(fraction), self.page_tokens * self.token_bytes
-        least_bytes = max(ceil(self.page_bytes / (1 - share)), ceil(activation_bytes / share))
-        least_bytes = -(-least_bytes // PAGE_ALIGNMENT_BYTES) * PAGE_ALIGNMENT_BYTES
-        while self.activation_bytes(fraction, least_bytes) < activation_bytes:  # rounding
-            least_bytes += PAGE_ALIGNMENT_BYTES
-        return least_bytes
+        min_bytes = max(ceil(self.page_bytes / (1 - share)), ceil(activation_bytes / share))
+        min_bytes = -(-min_bytes // PAGE_ALIGNMENT_BYTES) * PAGE_ALIGNMENT_BYTES
+        while self.activation_bytes(fraction, min_bytes) < activation_bytes:  # rounding
+            min_bytes += PAGE_ALIGNMENT_BYTES
+        return min_bytes
 
     def allocator(self, activation_bytes: int) -> ActivationAllocator | None:
         """Create the allocator of activation blocks; None if not one block fits."""
         page, tokens = self.page_tokens, activation_bytes // max(1, self.token_bytes)
-        wanted = min(_BLOCK_BYTES // self.row_bytes, tokens // _LEAST_BLOCKS)
+        wanted = min(_BLOCK_BYTES // self.row_bytes, tokens // _MIN_BLOCKS)
         block = max(page, wanted // page * page)
         return ActivationAllocator(tokens // block, block, page) if tokens >= block else None
 

@@ -29,7 +29,7 @@ from quire.scheduler.request import Request
 T = TypeVar("T")
 
 _PART = 4  # each call offloads 1 / _PART of a request's remaining pages
-_LEAST_PAGES = 4  # minimum pages of a lane per call, if the lane has them
+_MIN_PAGES = 4  # minimum pages of a lane per call, if the lane has them
 
 
 class PrefixOffloader:
@@ -164,7 +164,7 @@ class PrefixOffloader:
         tokens, slots = self._page_tokens, self._slots(request)
         held = max(int(t.staged[request.memory.row]) for t in self._memory.tables.values())
         left = slots // tokens - held
-        pages = min(left, max(_LEAST_PAGES, -(-left // _PART)))
+        pages = min(left, max(_MIN_PAGES, -(-left // _PART)))
         self._withdraw_from_cache(request, slots)
         before = self._prefixes.pool.used_bytes
         while pages > 0 and self._prefixes.pool.used_bytes == before:
@@ -206,13 +206,13 @@ class OffloadEvictor:
         self._evictor, self._prefix_offloader = evictor, prefix_offloader
 
     def evict(
-        self, request: Request, keep: Slots, *, least_gain: int | None = None
+        self, request: Request, keep: Slots, *, min_gain: int | None = None
     ) -> Evicted | None:
         """See `Evictor.evict`."""
         with suppress(OutOfPages):
             self._prefix_offloader.load_back(request)
         return self._with_pages(
-            request, lambda: self._evictor.evict(request, keep, least_gain=least_gain)
+            request, lambda: self._evictor.evict(request, keep, min_gain=min_gain)
         )
 
     def repeat(self, request: Request, entry: EvictionEntry) -> None:

@@ -104,7 +104,7 @@ def _recomputed(prefix: OffloadedPrefix, columns: int) -> range:
 
 # ---- prefix splits -------------------------------------------------------------------------------
 
-_LEAST_MOVE = 0.1  # smallest change of the CPU attention share, as a fraction of all tokens
+_MIN_MOVE = 0.1  # smallest change of the CPU attention share, as a fraction of all tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,12 +113,12 @@ class SplitLimits:
 
     Attributes:
         recomputed: fraction (0 to 1) of all tokens to recompute; None: chosen by rates.
-        most_recomputed: most recomputed tokens of one layer, which scratch memory limits.
+        max_recomputed: most recomputed tokens of one layer, which scratch memory limits.
         host: fraction (0 to 1) of tokens to attend to on the CPU; None: chosen by rates.
     """
 
     recomputed: float | None = None
-    most_recomputed: int = 0
+    max_recomputed: int = 0
     host: float | None = 0.0
 
 
@@ -162,7 +162,7 @@ class PrefixSplits:
         self._rows, self._batches = rows, batches
         rates = self._rates()
         host = self._host_tokens(rates, tokens)
-        most = self._requested.most_recomputed // batches  # each batch has its own staging of X
+        most = self._requested.max_recomputed // batches  # each batch has its own staging of X
         recomputed = min(self._recompute_tokens(rates, tokens - host), most)
         shares = divide_prefixes(prefixes, recomputed, host, self._page_tokens)
         self.recomputed_tokens = sum(len(s.recomputed) for s in shares.values()) * self._page_tokens
@@ -201,10 +201,10 @@ class PrefixSplits:
         """Tokens to attend to on the CPU; unchanged while the best share is near the last one."""
         if self._requested.host is not None:
             return round(self._requested.host * tokens)
-        if not self._requested.most_recomputed:
+        if not self._requested.max_recomputed:
             rates = replace(rates, x_s=rates.kv_s)  # nothing can be recomputed
         best = best_shares(rates, tokens).host_tokens / tokens if tokens else 0.0
-        if self._host_fraction is None or abs(best - self._host_fraction) > _LEAST_MOVE:
+        if self._host_fraction is None or abs(best - self._host_fraction) > _MIN_MOVE:
             self._host_fraction = best
         return round(self._host_fraction * tokens)
 

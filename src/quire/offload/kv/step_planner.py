@@ -17,8 +17,8 @@ from quire.offload.schedule.work import BatchTokens, Rules, StepWork, even_layer
 from quire.offload.timeline import Kind
 from quire.plan.rates import CopyRate
 
-_MOST_LAYERS = 12  # predicted; further layers repeat the last ones
-_MOST_KEPT = 64  # schedules and choices that are kept
+_MAX_LAYERS = 12  # predicted; further layers repeat the last ones
+_MAX_KEPT = 64  # schedules and choices that are kept
 _STEPS = 32  # after which a choice is renewed by newer rates
 _NOMINAL = Speeds(
     inward=CopyRate(bytes_per_s=1e9), outward=CopyRate(bytes_per_s=1e9), project_token_s=1e-6
@@ -90,12 +90,12 @@ class StepPlanner:
         return chosen
 
     def _work(self, batches: Sequence[BatchTokens], speeds: Speeds) -> StepWork:
-        layers = min(self._num_layers, _MOST_LAYERS)
+        layers = min(self._num_layers, _MAX_LAYERS)
         return StepWork(layers=even_layers(batches, layers), sizes=self._sizes, speeds=speeds)
 
 
 def _make_space(kept: dict[K, V]) -> None:
-    if len(kept) >= _MOST_KEPT:
+    if len(kept) >= _MAX_KEPT:
         kept.pop(next(iter(kept)))
 
 

@@ -28,7 +28,7 @@ from quire.plan.offload.split import Loading
 
 Segments = deque[tuple[int, int, float]]
 _SHARE = 4  # a segment is 1 / _SHARE of the remaining blocks: small segments near the meeting point
-_LEAST_BYTES = 256 << 10  # of a segment, which limits the number of calls
+_MIN_BYTES = 256 << 10  # of a segment, which limits the number of calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ class PrefixLoad:
             last = (self.loaded_from - self._first) // size
             first, wanted_from = last - 1, (self.wanted_from - self._first) // size
             most = max(
-                (last - wanted_from) // _SHARE, _LEAST_BYTES // self._tier.records.record_bytes
+                (last - wanted_from) // _SHARE, _MIN_BYTES // self._tier.records.record_bytes
             )
             lowest = max(wanted_from, last - max(1, most))
             while first > lowest and self._follows(first):

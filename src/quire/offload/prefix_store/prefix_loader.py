@@ -144,7 +144,7 @@ class LoadStarts:
         used = request.memory.statistics
         if chain is None or not self.can_load(request):
             return []
-        at, most = request.progress.num_computed, self._most_tokens(request)
+        at, most = request.progress.num_computed, self._max_tokens(request)
         found = self._tier.levels.find(block for block in chain.blocks(most) if block.end > at)
         while used and found and not self._has_snapshot(found[-1][0], used):
             found.pop()
@@ -160,9 +160,9 @@ class LoadStarts:
     def lacks_blocks(self, request: Request, found: Sequence[tuple[Block, Place]]) -> bool:
         """Whether a request that may load has whole blocks beside those that were found."""
         end = found[-1][0].end if found else request.progress.num_computed
-        return self.can_load(request) and self._most_tokens(request) - end >= self._block_tokens
+        return self.can_load(request) and self._max_tokens(request) - end >= self._block_tokens
 
-    def _most_tokens(self, request: Request) -> int:
+    def _max_tokens(self, request: Request) -> int:
         """Tokens up to which a prefix is loaded; at least one is computed."""
         at = request.progress.num_computed
         return min(at + prefillable_tokens(request), request.exact_tokens + 1) - 1

@@ -32,7 +32,7 @@ from quire.kv.prefix_key import Block
 from quire.offload.prefix_store.entries import SNAPSHOT, Entry, EntryIndex, Place
 from quire.offload.tiers.base import Bytes, Stored, Tier
 
-FIRST_S, MOST_S = 1.0, 60.0
+FIRST_S, MAX_S = 1.0, 60.0
 
 logger = logging.getLogger(__name__)
 
@@ -72,9 +72,9 @@ class CircuitBreaker:
                 self._name,
                 reason,
                 FIRST_S,
-                MOST_S,
+                MAX_S,
             )
-        self._wait_s = min(2 * self._wait_s, MOST_S) if self._wait_s else FIRST_S
+        self._wait_s = min(2 * self._wait_s, MAX_S) if self._wait_s else FIRST_S
         self._until_s = self._clock() + self._wait_s
 
     def succeeded(self) -> None:
@@ -135,16 +135,16 @@ REMOTE = TierKind("remote", looks_up=True)
 
 RECONCILE_S = 300.0
 """Time after which entries that other processes have evicted are forgotten."""
-MOST_DAMAGED = 3
+MAX_DAMAGED = 3
 """Damaged entries in a row after which a tier counts as failed."""
 _ENTRY_BYTES = 4 << 20  # most bytes of an entry
-_LEAST_ENTRIES = 8
+_MIN_ENTRIES = 8
 
 
 def _entry_bytes(tier: Tier) -> int:
     """Most bytes of an entry; a small tier has smaller entries, so that it holds several."""
     total_bytes = tier.total_bytes  # 0: no limit
-    return min(_ENTRY_BYTES, total_bytes // _LEAST_ENTRIES) if total_bytes else _ENTRY_BYTES
+    return min(_ENTRY_BYTES, total_bytes // _MIN_ENTRIES) if total_bytes else _ENTRY_BYTES
 
 
 def _run_name(keys: Sequence[bytes]) -> str:
@@ -244,7 +244,7 @@ class PrefixStore:
 
     def _responded(self) -> None:
         """The tier has responded; it is used again unless its data are damaged."""
-        if self._damaged_in_row < MOST_DAMAGED:
+        if self._damaged_in_row < MAX_DAMAGED:
             self.breaker.succeeded()
 
     def _add_found(self) -> None:
@@ -356,7 +356,7 @@ class PrefixStore:
             try:
                 self._tier.write(name, data, facts)
             except TierFull:
-                evicted = self._tier.least_recent(memoryview(data).nbytes)
+                evicted = self._tier.min_recent(memoryview(data).nbytes)
                 if not evicted:
                     raise
                 for old in evicted:
@@ -437,7 +437,7 @@ class PrefixStore:
             logger.debug("a stored prefix is missing and will be recomputed: %s", error)
             return
         self._damaged_in_row += is_outage
-        if self._damaged_in_row >= MOST_DAMAGED:
+        if self._damaged_in_row >= MAX_DAMAGED:
             self.breaker.failed(error)
         elif self.num_damaged == 0:
             logger.warning(

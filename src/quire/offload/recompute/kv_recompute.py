@@ -29,7 +29,7 @@ from quire.offload.recompute.activation_store import ActivationStore
 from quire.offload.swap.transfer import Transfer
 
 CHUNK_TOKENS = 256  # least tokens of a chunk of X
-_MOST_CHUNKS = 8  # most chunks of a layer above that size
+_MAX_CHUNKS = 8  # most chunks of a layer above that size
 
 
 @runtime_checkable  # for the shape checks in tests
@@ -269,7 +269,7 @@ class StepKVRecompute:
 
     def _divide(self, table: LaneTable) -> list[_Chunk]:
         """Divide X into chunks, with the staging pages for their keys and values."""
-        most = max(self._engine.chunk_tokens, -(-self.tokens // _MOST_CHUNKS))
+        most = max(self._engine.chunk_tokens, -(-self.tokens // _MAX_CHUNKS))
         pages, offsets = slot_places(table, self.rows)
         chunks: list[_Chunk] = []
         parts = list(self._segments(most))

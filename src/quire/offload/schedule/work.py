@@ -110,7 +110,7 @@ def even_layers(
 # Layout of a step: what is prefetched, in which chunks, and the size of staging.
 
 _CALLS_OF_A_CHUNK = 10  # least duration of a chunk in fixed copy times, so overhead is at most 10 %
-_MOST_CHUNKS = 24
+_MAX_CHUNKS = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,10 +176,10 @@ def ring_rules(
         x_tokens: recomputed tokens.
         call_s: fixed time of a copy of any size.
     """
-    chunks = _MOST_CHUNKS
+    chunks = _MAX_CHUNKS
     if call_s:
         transfer_s = rates.x_s * x_tokens
-        chunks = min(max(int(transfer_s / (_CALLS_OF_A_CHUNK * call_s)), 1), _MOST_CHUNKS)
+        chunks = min(max(int(transfer_s / (_CALLS_OF_A_CHUNK * call_s)), 1), _MAX_CHUNKS)
     layer_s = pipelined_seconds(rates, tokens, x_tokens)
     ring = 2 + (math.ceil(chunks * rates.other_s / layer_s) if layer_s else 0)
     return Rules(x_chunks=chunks, x_ring=ring if ring < chunks else 0)

@@ -76,7 +76,7 @@ class HostSpace:
         return sum(map(len, self.extents.values()))
 
 
-MOST_AUTO_BYTES = 4 << 30  # pinning more delays the start on a device
+MAX_AUTO_BYTES = 4 << 30  # pinning more delays the start on a device
 AUTO_SHARE = 0.125  # of the free memory; the rest is for activations and other processes
 
 
@@ -88,7 +88,7 @@ def auto_swap_bytes(kv_bytes: int, free_bytes: int, layout: CacheLayout) -> int:
         free_bytes: CPU memory that is left when all other memory of the engine is in use.
         layout: pages of a sequence.
     """
-    size_bytes = min(kv_bytes, MOST_AUTO_BYTES, int(AUTO_SHARE * max(0, free_bytes)))
+    size_bytes = min(kv_bytes, MAX_AUTO_BYTES, int(AUTO_SHARE * max(0, free_bytes)))
     return size_bytes if size_bytes >= layout.smallest_sequence_bytes else 0
 
 
@@ -98,10 +98,10 @@ def refuse_too_small(host_bytes: int, layout: CacheLayout) -> None:
     Raises:
         ConfigError: the pool is smaller than the shortest sequence.
     """
-    least_bytes = layout.smallest_sequence_bytes
-    if 0 < host_bytes < least_bytes:
+    min_bytes = layout.smallest_sequence_bytes
+    if 0 < host_bytes < min_bytes:
         raise ConfigError(
-            f"expected a host pool of {least_bytes:,} B or more (a page of every lane), got "
+            f"expected a host pool of {min_bytes:,} B or more (a page of every lane), got "
             f"{host_bytes:,} B, in which no request fits; raise --swap-space, or set it to 0 "
             "to recompute preempted requests"
         )

@@ -25,7 +25,7 @@ from quire.kv.store import PageStore, zero_bytes
 from quire.layout.pages import PageClass
 
 STAGING_BYTES = 16 << 20
-_MOST_LISTS = 4096  # page lists cached on a device
+_MAX_LISTS = 4096  # page lists cached on a device
 
 
 def batches_of(num_pages: int, page_bytes: int, staging_bytes: int) -> Iterator[tuple[int, int]]:
@@ -152,7 +152,7 @@ class StagedCopies:
         """Page numbers on the device, cached for each stream: steps repeat the same lists."""
         key = self._stream_of(self._store.device), pages.tobytes()
         if key not in self._numbers:
-            if len(self._numbers) >= _MOST_LISTS:
+            if len(self._numbers) >= _MAX_LISTS:
                 self._numbers.clear()
             self._numbers[key] = self._index(pages)
         return self._numbers[key]

@@ -70,7 +70,7 @@ class Tier(Protocol):
             CorruptData: the bytes differ from those written; the entry is dropped.
         """
 
-    def least_recent(self, num_bytes: int) -> list[str]:
+    def min_recent(self, num_bytes: int) -> list[str]:
         """Least recently used entries to drop so that a new one of this size may fit.
 
         Empty if the tier cannot tell, or evicts entries by itself.
@@ -142,9 +142,9 @@ class LateTier:
         """See `Tier`."""
         self._tier().read(key, into, first)
 
-    def least_recent(self, num_bytes: int) -> list[str]:
+    def min_recent(self, num_bytes: int) -> list[str]:
         """See `Tier`."""
-        return self._tier().least_recent(num_bytes)
+        return self._tier().min_recent(num_bytes)
 
     def drop(self, key: str) -> None:
         """See `Tier`."""

@@ -91,11 +91,11 @@ def _file_system(folder: Path) -> str:
     return found
 
 
-LEAST_BYTES = 64 << 10
+MIN_BYTES = 64 << 10
 INDEX = "index.sqlite3"
 _INDEX_FILES = (INDEX, f"{INDEX}-wal", f"{INDEX}-shm", f"{INDEX}-journal")
 _OLD_FILES = ("blocks", "index")
-_MOST_TOUCHED = 64  # reads whose time is not in the index yet
+_MAX_TOUCHED = 64  # reads whose time is not in the index yet
 
 
 class FileTier:
@@ -121,9 +121,9 @@ class FileTier:
         direct: bool = True,
         flag: str = "--disk-kv-memory",
     ) -> None:
-        if total_bytes < LEAST_BYTES:
+        if total_bytes < MIN_BYTES:
             raise ConfigError(
-                f"expected a disk tier of {LEAST_BYTES:,} B or more, got {total_bytes:,} B; raise "
+                f"expected a disk tier of {MIN_BYTES:,} B or more, got {total_bytes:,} B; raise "
                 f"{flag}"
             )
         self.total_bytes, self._folder, self._flag = total_bytes, folder, flag
@@ -175,7 +175,7 @@ class FileTier:
 
     def _trim(self) -> None:
         """Drop the oldest entries of a folder that was larger."""
-        for key in self._index.least_recent(self.used_bytes - self.total_bytes):
+        for key in self._index.min_recent(self.used_bytes - self.total_bytes):
             self.drop(key)
 
     def _require_space(self, folder: Path) -> None:
@@ -271,7 +271,7 @@ class FileTier:
         """Note the use of an entry; the index is updated once for many reads."""
         with self._turn:
             self._touched[key] = time.time()
-            if len(self._touched) >= _MOST_TOUCHED:
+            if len(self._touched) >= _MAX_TOUCHED:
                 self._write_touched()
 
     def _write_touched(self) -> None:
@@ -280,10 +280,10 @@ class FileTier:
             if touched:
                 self._index.touch(touched)
 
-    def least_recent(self, num_bytes: int) -> list[str]:
+    def min_recent(self, num_bytes: int) -> list[str]:
         """See `Tier`."""
         self._write_touched()
-        return self._index.least_recent(self.used_bytes + padded(num_bytes) - self.total_bytes)
+        return self._index.min_recent(self.used_bytes + padded(num_bytes) - self.total_bytes)
 
     def drop(self, key: str) -> None:
         """See `Tier`. If the disk fails, the entry may still be there after a restart."""

@@ -369,7 +369,7 @@ class FileIndex:
         with self._statement(writes=False) as database:
             return {file for (file,) in database.execute("SELECT file FROM entries")}
 
-    def least_recent(self, num_bytes: int) -> list[str]:
+    def min_recent(self, num_bytes: int) -> list[str]:
         """The least recently used entries that together have this many bytes on disk."""
         found: list[str] = []
         with self._statement(writes=False) as database:

@@ -117,7 +117,7 @@ class HostTier:
             start = extent.start + first
             flat(into)[:] = self._view[start : start + into.nbytes]
 
-    def least_recent(self, num_bytes: int) -> list[str]:
+    def min_recent(self, num_bytes: int) -> list[str]:
         """See `Tier`. Reads are not recorded: see `LRUTier`."""
         return []
 

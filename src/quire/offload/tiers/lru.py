@@ -43,7 +43,7 @@ class LRUTier:
         """See `Tier`."""
         return self.tier.added()
 
-    def least_recent(self, num_bytes: int) -> list[str]:
+    def min_recent(self, num_bytes: int) -> list[str]:
         """See `Tier`. Returns one entry, because free bytes may not be contiguous."""
         with self._turn:
             fits = num_bytes <= self.total_bytes

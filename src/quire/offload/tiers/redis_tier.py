@@ -293,8 +293,8 @@ DROP = _COMMON + "drop(member)\nreturn 1\n"
 """Delete an entry. ARGV: namespace, name."""
 
 _BATCH = 256  # entries whose heads are read in one round trip
-_MOST_NUMBER = "+inf"
-_MOST_TEXT = 200
+_MAX_NUMBER = "+inf"
+_MAX_TEXT = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,13 +302,13 @@ class RedisOptions:
     """How a Redis tier uses its server.
 
     Attributes:
-        most_bytes: most bytes of the entries of all engines; 0: no limit of its own.
+        max_bytes: most bytes of the entries of all engines; 0: no limit of its own.
         ttl_s: seconds after its last use when an entry expires; 0: never.
         timeout_s: seconds without a byte after which the server counts as unreachable.
         username, password: login; they replace those of the URL.
     """
 
-    most_bytes: int = 0
+    max_bytes: int = 0
     ttl_s: int | float = 0
     timeout_s: int | float = 0.5
     username: str | None = None
@@ -371,8 +371,8 @@ class RedisTier:
     @property
     def total_bytes(self) -> int:
         """See `Tier`; without a limit of its own, that of the server, and 0 if it has none."""
-        if self._options.most_bytes:
-            return self._options.most_bytes
+        if self._options.max_bytes:
+            return self._options.max_bytes
         with contextlib.suppress(StorageError), self._calls():
             return int(self._client.info("memory").get("maxmemory", 0))
         return 0
@@ -400,7 +400,7 @@ class RedisTier:
             if int(self._client.get(f"{PREFIX}:number") or 0) < self._newest:
                 self._newest = 0  # the server was emptied, and counts from 1 again
             found = self._client.zrangebyscore(
-                self._list_key, f"({self._newest}", _MOST_NUMBER, withscores=True
+                self._list_key, f"({self._newest}", _MAX_NUMBER, withscores=True
             )
             names = [_text(name) for name, _ in found]
             newest = max((int(number) for _, number in found), default=self._newest)
@@ -424,10 +424,10 @@ class RedisTier:
             TierFull: the entry exceeds the limit, or the server refuses more memory.
             TierUnreachable: the server did not respond in time.
         """
-        source, most_bytes = flat(data), self._options.most_bytes
-        if most_bytes and source.nbytes > most_bytes:
+        source, max_bytes = flat(data), self._options.max_bytes
+        if max_bytes and source.nbytes > max_bytes:
             raise TierFull(
-                f"{key!r} needs {source.nbytes:,} B, and the store has {most_bytes:,} B; raise "
+                f"{key!r} needs {source.nbytes:,} B, and the store has {max_bytes:,} B; raise "
                 "--remote-kv-memory"
             )
         chunks = [source[at : at + CHUNK_BYTES] for at in range(0, source.nbytes, CHUNK_BYTES)]
@@ -437,7 +437,7 @@ class RedisTier:
         try:
             with self._calls(), self._client.pipeline(transaction=True) as batch:
                 self._repair()
-                self._run(batch, ADD, key, source.nbytes, most_bytes, self._ttl_ms)
+                self._run(batch, ADD, key, source.nbytes, max_bytes, self._ttl_ms)
                 batch.hset(name, mapping={"head": head} | fields)
                 if self._ttl_ms:
                     batch.pexpire(name, self._ttl_ms)
@@ -473,7 +473,7 @@ class RedisTier:
             self.drop(key)
             raise
 
-    def least_recent(self, num_bytes: int) -> list[str]:
+    def min_recent(self, num_bytes: int) -> list[str]:
         """See `Tier`. The store evicts entries by itself."""
         return []
 
@@ -562,7 +562,7 @@ class RedisTier:
                     f"the store at {self._url} is full: its maxmemory is reached; raise it above "
                     "--remote-kv-memory"
                 ) from error
-            text = f"{error}"[:_MOST_TEXT] or type(error).__name__
+            text = f"{error}"[:_MAX_TEXT] or type(error).__name__
             raise TierUnreachable(f"the store at {self._url} failed: {text}") from error
 
 

@@ -226,7 +226,7 @@ def faster_pass(*passes: Pass) -> Pass:
 SLOTS = 2
 """One slot for the layer that computes, one for the layer in transfer."""
 
-MOST_BATCHES = 8
+MAX_BATCHES = 8
 """Most batches of one step that share offloaded layers: the hidden states of all are held."""
 
 

@@ -237,12 +237,12 @@ def _at(rates: OffloadRates, seconds: float, requested: float, *, waits: bool) -
     x_most, _, host_most = _most(rates, seconds, waits=waits)
     host_tokens = min(host_most, requested)
     x_tokens = min(x_most, requested - host_tokens)
-    least_s = max(seconds, float(rates.other_s), float(rates.link_s))
+    min_s = max(seconds, float(rates.other_s), float(rates.link_s))
     return Shares(
         x_tokens=x_tokens,
         kv_tokens=max(0.0, requested - host_tokens - x_tokens),
         host_tokens=host_tokens,
-        seconds=least_s,
+        seconds=min_s,
     )
 
 

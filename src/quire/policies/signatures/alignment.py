@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from quire.policies.signatures.anchors import WORD_BITS, Words, num_words, pack
 from quire.policies.signatures.units import Marks
 
-MOST_SPREAD = 16  # positions per slot up to which a table of all positions is small
+MAX_SPREAD = 16  # positions per slot up to which a table of all positions is small
 
 
 def aligned_words(
@@ -73,7 +73,7 @@ def _packed(bits: Marks, per_layer: int) -> Words:
 def _places(positions: NDArray[np.integer]) -> tuple[NDArray[np.int64], int]:
     """Number the tokens of all layers: [layer, lane, slot] numbers from 0, and the highest one."""
     most = int(positions.max(initial=0)) + 1
-    if most <= MOST_SPREAD * positions.shape[2]:
+    if most <= MAX_SPREAD * positions.shape[2]:
         return positions.astype(np.int64) + 1, most
     tokens, place = np.unique(positions, return_inverse=True)
     return place.reshape(positions.shape), len(tokens)

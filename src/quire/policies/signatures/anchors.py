@@ -84,7 +84,7 @@ RANDOM, ALTERNATING, MEAN, ZEROS, ONES = "random", "alternating", "mean", "zeros
 FARTHEST = "farthest"
 ANCHORS = (RANDOM, ALTERNATING, MEAN, ZEROS, ONES, FARTHEST)
 SEVERAL = (RANDOM, MEAN, FARTHEST)
-MOST_ANCHORS = 64  # each costs a pass over all tokens, and a request may set the number
+MAX_ANCHORS = 64  # each costs a pass over all tokens, and a request may set the number
 
 
 def check_anchor(kind: str, count: int) -> None:
@@ -97,8 +97,8 @@ def check_anchor(kind: str, count: int) -> None:
     """
     if kind not in ANCHORS:
         raise UnknownName("anchor", kind, ANCHORS)
-    if not 1 <= count <= MOST_ANCHORS:
-        raise ConfigError(f"expected from 1 to {MOST_ANCHORS} anchors, got {count}")
+    if not 1 <= count <= MAX_ANCHORS:
+        raise ConfigError(f"expected from 1 to {MAX_ANCHORS} anchors, got {count}")
     if kind == FARTHEST and count == 1:
         raise ConfigError(
             "anchor=farthest needs several anchors; use mean, or kvcrush with anchors=2 or more"

@@ -112,11 +112,11 @@ class _RayGateway:
             retries=recipe.ray.retries,
             block_words=BLOCK_WORDS,
         )
-        self._most_body_bytes = recipe.server.max_body
+        self._max_body_bytes = recipe.server.max_body
 
     def __serve_build_asgi_app__(self) -> Any:
         """The application of this process."""
-        return guarded(self._gateway, self._most_body_bytes)
+        return guarded(self._gateway, self._max_body_bytes)
 
 
 class _HandleReplicas:

@@ -214,9 +214,9 @@ class _Reply:
         await self._send(message)
 
 
-def guarded(gateway: Gateway, most_body_bytes: int) -> ASGIApp:
+def guarded(gateway: Gateway, max_body_bytes: int) -> ASGIApp:
     """A gateway that refuses large headers and bodies before it reads them."""
-    return BodyLimit(gateway, most_body_bytes)
+    return BodyLimit(gateway, max_body_bytes)
 
 
 def _call_of(scope: Scope) -> HttpCall:

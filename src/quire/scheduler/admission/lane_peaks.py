@@ -26,12 +26,12 @@ class LaneOffload:
     """Offload of the oldest pages of evicting lanes.
 
     Attributes:
-        most_pages: most offloaded pages of a lane.
+        max_pages: most offloaded pages of a lane.
         rest_pages: newest pages of a lane that stay in the arena.
         staging_slots: layers whose offloaded pages are staged at a time.
     """
 
-    most_pages: int
+    max_pages: int
     rest_pages: int
     staging_slots: int
 
@@ -46,7 +46,7 @@ class LaneOffload:
                 the offloaded ones of a layer before it frees other pages of that layer.
         """
         rest = max(self.rest_pages, retained_pages)
-        offloaded = np.clip(lane_pages - (0 if retained_pages else rest), 0, self.most_pages)
+        offloaded = np.clip(lane_pages - (0 if retained_pages else rest), 0, self.max_pages)
         resident = np.minimum(lane_pages, np.maximum(rest, lane_pages - offloaded))
         copied = np.minimum(offloaded, retained_pages)
         added = (offloaded * self.staging_slots + copied) * group.lanes_per_layer

@@ -291,9 +291,9 @@ class Peaks:
             return 0
         of_lane, lane_shared = alone // group.num_lanes, shared // group.num_lanes
         movable = of_lane - offload.rest_pages
-        together = min(max(0, int(movable.min())), lane_shared, offload.most_pages)
+        together = min(max(0, int(movable.min())), lane_shared, offload.max_pages)
         own = int(np.maximum(movable - lane_shared, 0).sum())
-        offloaded = together + min(own, offload.most_pages - together)
+        offloaded = together + min(own, offload.max_pages - together)
         layers = max(0, len(group.layers) - shape.staging_slots)
         return offloaded * layers * group.lanes_per_layer
 

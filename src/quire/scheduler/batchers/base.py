@@ -190,14 +190,14 @@ class DenseRule(BatcherRule):
         shapes: prompts are prefilled in the batch's own forward, all rows padded to the longest.
         runs_to_end: finished rows are not refilled until all rows have finished.
         reads_ahead: prompts may be prefilled in the background, before a row is free.
-        least_ready: number of prefilled queries to choose from when a row is free.
+        min_ready: number of prefilled queries to choose from when a row is free.
         dense_options: options that have an effect on dense rows.
     """
 
     shapes: ClassVar[bool] = False
     runs_to_end: ClassVar[bool] = False
     reads_ahead: ClassVar[bool] = False
-    least_ready: ClassVar[int] = 1
+    min_ready: ClassVar[int] = 1
     dense_options: ClassVar[tuple[str, ...]] = ()
 
     def open_rows(self, view: BatchView[Q]) -> int:

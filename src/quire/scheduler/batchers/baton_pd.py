@@ -16,7 +16,7 @@ from quire.scheduler.batchers.prefilled import PrefilledQueue, QueueOptions
 
 PREFILLS = ("async", "sync")
 LOCATIONS = ("device", "host")
-_LEAST_GROUP_DIVISOR = 4  # of the batch's rows
+_MIN_GROUP_DIVISOR = 4  # of the batch's rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,5 +89,5 @@ class BatonPD(PagedRule, DenseRule):
         At least a quarter of a batch is prefilled together. Larger groups would need fewer
         forwards, but their KV would be held for longer.
         """
-        most = max(1, view.free, view.size // _LEAST_GROUP_DIVISOR)
+        most = max(1, view.free, view.size // _MIN_GROUP_DIVISOR)
         return similar_group(view.waiting, most, view.group_tokens)

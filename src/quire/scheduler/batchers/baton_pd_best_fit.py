@@ -24,7 +24,7 @@ class BatonPDBestFit(BatonPD):
 
     name = "baton_pd_best_fit"
 
-    least_ready = 3
+    min_ready = 3
     dense_options = ("patience",)
 
     patience: int = 8

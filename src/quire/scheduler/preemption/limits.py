@@ -38,21 +38,21 @@ class Limits:
     def _used_bytes(self) -> int:
         return self._memory.total_bytes - self._sharing.available_bytes
 
-    def _enforce_watermark(self, most_bytes: float) -> None:
+    def _enforce_watermark(self, max_bytes: float) -> None:
         """Preempt requests while memory use is above the high watermark."""
-        while len(self._running) > 1 and self._used_bytes > most_bytes:
+        while len(self._running) > 1 and self._used_bytes > max_bytes:
             first = min(self._running, key=self._preempter.order)
             victim = self._preempter.victim(self._running, first)
             if victim is None:
                 return
             self._lifecycle.preempt(victim, "memory use above the high watermark")
 
-    def _scale_down(self, most_bytes: float) -> None:
+    def _scale_down(self, max_bytes: float) -> None:
         """Swap out requests, just resumed ones too, while memory use is above `scale_down_at`.
 
         The first request in scheduling order keeps running. A single request may use all memory.
         """
-        while self._used_bytes > most_bytes:
+        while self._used_bytes > max_bytes:
             first = min(self._running, key=self._preempter.order, default=None)
             if first is None:
                 return

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from quire.serve.apis.convert import EXTENSIONS, JSON, chat_of, format_of, text_of
 from quire.serve.errors import FieldError, event
-from quire.serve.fields import MOST_EXTRA_FIELDS
+from quire.serve.fields import MAX_EXTRA_FIELDS
 from quire.serve.protocol import MAX_MESSAGES, MAX_TOP_LOGPROBS, Body, ChatBody, Tools
 
 NAMES: Mapping[str, str] = {
@@ -53,7 +53,7 @@ class ResponsesBody(Body):
     parallel_tool_calls: bool | None = None
     reasoning: dict[str, Any] | None = None
     truncation: str | None = None
-    metadata: Annotated[dict[str, Any], Field(max_length=MOST_EXTRA_FIELDS)] | None = None
+    metadata: Annotated[dict[str, Any], Field(max_length=MAX_EXTRA_FIELDS)] | None = None
     store: bool | None = None
     background: bool | None = None
     include: list[str] | None = None

@@ -194,7 +194,7 @@ Labelled = dict[tuple[str, ...], float | int]
 Buckets = tuple[list[tuple[str, float]], float]
 """Bounds with cumulative counts, and the sum of the values."""
 
-MOST_TENANTS = 100
+MAX_TENANTS = 100
 OTHER_TENANTS = "(more tenants)"
 
 
@@ -295,11 +295,9 @@ def _read_tenants(engine: Engine, found: Reading) -> None:
     """Values of the first tenants; the others are summed, to bound the number of time series."""
     rows = tenant_rows(engine, None)
     for metric, column in _OF_TENANT.items():
-        values: Labelled = {
-            (row["tenant"],): float(row[column] or 0) for row in rows[:MOST_TENANTS]
-        }
-        if len(rows) > MOST_TENANTS:
-            rest: Sequence[Mapping[str, float]] = rows[MOST_TENANTS:]
+        values: Labelled = {(row["tenant"],): float(row[column] or 0) for row in rows[:MAX_TENANTS]}
+        if len(rows) > MAX_TENANTS:
+            rest: Sequence[Mapping[str, float]] = rows[MAX_TENANTS:]
             values[(OTHER_TENANTS,)] = float(sum(row[column] or 0 for row in rest))
         found.labelled[metric] = values
 

@@ -16,7 +16,7 @@ from quire.errors import RequestError
 MAX_TOOLS = 128
 """Limit of the tools of a request, as in OpenAI's API."""
 
-MOST_CALLS = 32
+MAX_CALLS = 32
 """Limit of the calls of one output with `tool_choice` required."""
 
 _NAME = re.compile(r"[a-zA-Z0-9_][a-zA-Z0-9_.:/-]{0,127}")
@@ -79,7 +79,7 @@ class ToolChoice:
         return {
             "type": "array",
             "minItems": 1,
-            "maxItems": MOST_CALLS if self.parallel else 1,
+            "maxItems": MAX_CALLS if self.parallel else 1,
             "items": calls[0] if len(calls) == 1 else {"anyOf": calls},
             "$defs": definitions,
         }

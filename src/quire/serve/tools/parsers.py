@@ -407,7 +407,7 @@ class NamedParser(ToolParser):
         return False
 
 
-_MOST_HEADER = 256  # characters between the marker of Mistral and the arguments
+_MAX_HEADER = 256  # characters between the marker of Mistral and the arguments
 
 
 class HermesParser(ToolParser):
@@ -543,7 +543,7 @@ class MistralParser(ToolParser):
 
     def _read_name(self) -> bool:
         header, brace, _ = self._buffer.partition("{")
-        if not brace and len(header) <= _MOST_HEADER:
+        if not brace and len(header) <= _MAX_HEADER:
             return False
         match = self._HEADER.fullmatch(header) if brace else None
         if match is None:

@@ -84,7 +84,7 @@ def test_tracked_variables_have_the_first_value():
     assert len(values) == 8
 
 
-def test_common_words_are_the_most_frequent():
+def test_common_words_are_the_max_frequent():
     task = make("cwe", 1, 900)
     common = task.queries[0].answers
 

@@ -49,7 +49,7 @@ def make_splits(**limits):
         host_token_s=5e-6,
     )
     sizes = Sizes(kv_bytes=KV_BYTES, x_bytes=X_BYTES)
-    limits = {"most_recomputed": TOKENS} | limits
+    limits = {"max_recomputed": TOKENS} | limits
     return PrefixSplits(
         OffloadProfiler(speeds), sizes, page_tokens=PAGE, requested=SplitLimits(**limits)
     )
@@ -90,7 +90,7 @@ def test_requested_fraction_is_recomputed(recomputed):
 
 
 def test_recomputed_tokens_are_limited():
-    splits = make_splits(recomputed=1.0, most_recomputed=100)
+    splits = make_splits(recomputed=1.0, max_recomputed=100)
     splits.divide(PREFIXES, rows=1)
 
     assert splits.recomputed_tokens == 100
@@ -98,7 +98,7 @@ def test_recomputed_tokens_are_limited():
 
 def test_cpu_attention_fraction_follows_rates_and_is_kept():
     """x = k: T = S / (1 / k + 1 / u), so a = S k / (k + u) with k = u = 5 us."""
-    splits = make_splits(recomputed=0.0, most_recomputed=0, host=None)
+    splits = make_splits(recomputed=0.0, max_recomputed=0, host=None)
     shares = splits.divide(PREFIXES, rows=1)
 
     assert splits.host_tokens == TOKENS / 2

@@ -36,7 +36,7 @@ HOST = torch.zeros(1 << 20, dtype=torch.uint8)
 
 
 @given(st.integers(0, 5_000), st.integers(1, 5_000), st.integers(5_000, 100_000))
-def test_batches_cover_all_pages_and_are_at_least_half_full(num_pages, page_bytes, staging_bytes):
+def test_batches_cover_all_pages_and_are_at_min_half_full(num_pages, page_bytes, staging_bytes):
     batches = list(batches_of(num_pages, page_bytes, staging_bytes))
 
     assert [first for first, _ in batches] == [0, *(end for _, end in batches)][: len(batches)]

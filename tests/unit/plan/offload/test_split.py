@@ -47,8 +47,8 @@ def test_paper_split_is_the_best_of_all_splits(rates, tokens, unit):
     found = paper_split(rates, tokens, unit)
 
     assert found in allowed
-    least_s = min(paper_seconds(rates, tokens, x) for x in allowed)
-    assert paper_seconds(rates, tokens, found) == pytest.approx(least_s, rel=1e-12)
+    min_s = min(paper_seconds(rates, tokens, x) for x in allowed)
+    assert paper_seconds(rates, tokens, found) == pytest.approx(min_s, rel=1e-12)
 
 
 @given(RATES, TOKENS)
@@ -68,8 +68,8 @@ def test_pipelined_split_is_the_best_of_all_splits(rates, tokens, unit):
     found = pipelined_split(rates, tokens, unit)
 
     assert found in allowed
-    least_s = min(pipelined_seconds(rates, tokens, x) for x in allowed)
-    assert pipelined_seconds(rates, tokens, found) == pytest.approx(least_s, rel=1e-12)
+    min_s = min(pipelined_seconds(rates, tokens, x) for x in allowed)
+    assert pipelined_seconds(rates, tokens, found) == pytest.approx(min_s, rel=1e-12)
 
 
 @given(RATES, TOKENS)

@@ -37,7 +37,7 @@ def test_knorm_retains_keys_with_the_smallest_norm():
         assert tokens == best(scores, {0, *cached[-2:]}, int(keep[lane]))
 
 
-def test_keydiff_retains_keys_least_similar_to_the_mean_direction():
+def test_keydiff_retains_keys_min_similar_to_the_mean_direction():
     history = make_history(seed=1)
     view = history.view()
     keep = keep_of(view, 0.5)

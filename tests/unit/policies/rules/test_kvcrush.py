@@ -494,12 +494,12 @@ def test_invalid_kvcrush_options_are_refused_with_a_suggestion(text, error, mess
         make_eviction(text)
 
 
-def test_least_cap_has_one_representative():
+def test_min_cap_has_one_representative():
     """h2o retains half as newest: of 7 retained 4 are selected, a quarter of them is 1."""
     policy = KVCrush()
 
     assert policy.least_cap == 7
-    assert policy.least_retained(4) == 31 + 8  # four pieces of four to select, 15 newest, two edges
+    assert policy.min_retained(4) == 31 + 8  # four pieces of four to select, 15 newest, two edges
     assert KVCrush(base=Recent2(), share=0.25).least_cap == 4
 
 

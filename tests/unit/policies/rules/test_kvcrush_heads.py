@@ -125,10 +125,10 @@ def test_stored_signatures_of_heads_are_read_back():
 # ---- alignment ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("most_spread", [0, 99])
+@pytest.mark.parametrize("max_spread", [0, 99])
 @pytest.mark.parametrize("group", [1, 3, 40])
-def test_aligned_words_are_the_bits_of_all_heads_by_token(monkeypatch, group, most_spread):
-    monkeypatch.setattr(alignment, "MOST_SPREAD", most_spread)
+def test_aligned_words_are_the_bits_of_all_heads_by_token(monkeypatch, group, max_spread):
+    monkeypatch.setattr(alignment, "MAX_SPREAD", max_spread)
     history = ragged_history(group=1)
     positions = history.view().positions.numpy()
     rng = np.random.default_rng(0)

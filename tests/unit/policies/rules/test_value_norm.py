@@ -43,7 +43,7 @@ def test_scores_are_multiplied_by_value_norms(options, scores) -> None:
     assert rule.score(two_tokens_view())[0].tolist() == pytest.approx(scores)
 
 
-def test_statistics_protection_and_least_cap_are_those_of_the_base() -> None:
+def test_statistics_protection_and_min_cap_are_those_of_the_base() -> None:
     rule = make_policy("value_norm:base=(h2o:recent=7,sinks=2,heads=max),power=2")
 
     assert rule.base == H2O(recent=7, sinks=2, heads="max")
