@@ -24,7 +24,7 @@ from quire.policies.view import KVView
 class ValueTimesKeyPress:
     """A press in the form of kvpress: the product of the lengths of a token's value and key."""
 
-    def score(  # noqa: D102 - the signature of kvpress
+    def score(
         self,
         module: Any,
         hidden_states: Any,

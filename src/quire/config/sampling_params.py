@@ -204,13 +204,13 @@ class DrawOptions(Protocol):
     """Options of random sampling; None if unset."""
 
     @property
-    def temperature(self) -> float | None: ...  # noqa: D102
+    def temperature(self) -> float | None: ...
     @property
-    def top_k(self) -> int | None: ...  # noqa: D102
+    def top_k(self) -> int | None: ...
     @property
-    def top_p(self) -> float | None: ...  # noqa: D102
+    def top_p(self) -> float | None: ...
     @property
-    def min_p(self) -> float | None: ...  # noqa: D102
+    def min_p(self) -> float | None: ...
 
 
 @runtime_checkable
@@ -218,25 +218,25 @@ class BranchOptions(DrawOptions, Protocol):
     """The options checked here; `quire.config.sampling_params.SamplingParams` implements it."""
 
     @property
-    def n(self) -> int: ...  # noqa: D102
+    def n(self) -> int: ...
     @property
-    def best_of(self) -> int | None: ...  # noqa: D102
+    def best_of(self) -> int | None: ...
     @property
-    def use_beam_search(self) -> bool: ...  # noqa: D102
+    def use_beam_search(self) -> bool: ...
     @property
-    def beam_width(self) -> int | None: ...  # noqa: D102
+    def beam_width(self) -> int | None: ...
     @property
-    def length_penalty(self) -> float: ...  # noqa: D102
+    def length_penalty(self) -> float: ...
     @property
-    def early_stopping(self) -> bool | Literal["never"]: ...  # noqa: D102
+    def early_stopping(self) -> bool | Literal["never"]: ...
     @property
-    def max_tokens(self) -> int: ...  # noqa: D102
+    def max_tokens(self) -> int: ...
     @property
-    def stop(self) -> tuple[str, ...]: ...  # noqa: D102
+    def stop(self) -> tuple[str, ...]: ...
     @property
-    def ignore_eos(self) -> bool: ...  # noqa: D102
+    def ignore_eos(self) -> bool: ...
     @property
-    def structured_outputs(self) -> StructuredOutputs | None: ...  # noqa: D102
+    def structured_outputs(self) -> StructuredOutputs | None: ...
 
 
 def check_branches(options: BranchOptions) -> None:
@@ -325,7 +325,7 @@ class SamplingDefaults(DrawOptions, Protocol):
     """Generation defaults of a model; `None` if it has none."""
 
     @property
-    def repetition_penalty(self) -> float | None: ...  # noqa: D102
+    def repetition_penalty(self) -> float | None: ...
 
 
 @no_type_check  # type checks in tests must not replace the errors of `__post_init__`

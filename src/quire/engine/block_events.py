@@ -67,7 +67,6 @@ class BlockEvents:
         token_ids: Sequence[int],
         page_tokens: int,
     ) -> None:
-        """See `PrefixListener.stored`."""
         self._send(
             {
                 "type": "BlockStored",
@@ -82,7 +81,6 @@ class BlockEvents:
         )
 
     def removed(self, block_hashes: Sequence[bytes]) -> None:
-        """See `PrefixListener.removed`."""
         self._send(
             {
                 "type": "BlockRemoved",

@@ -94,7 +94,6 @@ class CudaGraphs:
         self._alive: WeakSet[CudaGraph] = WeakSet()
 
     def capture(self, call: Callable[[], Tensor]) -> Captured:
-        """See `GraphCapture`."""
         if not self._alive:  # torch frees a pool with its last graph and then refuses its handle
             self._pool = torch.cuda.graph_pool_handle()
         current = torch.cuda.current_stream(self._device)
@@ -144,7 +143,6 @@ class RepeatedCall:
         self._call = call
 
     def replay(self) -> Tensor:
-        """See `Captured`."""
         return self._call()
 
 
@@ -152,7 +150,6 @@ class RepeatedCalls:
     """Repeats calls on any device: the inputs are those of a graph, the launches are not."""
 
     def capture(self, call: Callable[[], Tensor]) -> Captured:
-        """See `GraphCapture`."""
         return RepeatedCall(call)
 
 

@@ -47,12 +47,10 @@ class RankSampler(Sampler):
     def sample(
         self, logits: Float[Tensor, "rows vocab"], rows: Sequence[SamplingRow]
     ) -> list[SampledToken]:
-        """See `Sampler.sample`."""
         sample = super().sample
         return self._lockstep.same(lambda: sample(logits, rows))
 
     def search_logits(self, logits: Float[Tensor, "beams vocab"]) -> Float[Tensor, "beams vocab"]:
-        """See `Sampler.search_logits`."""
         found = self._lockstep.same(lambda: logits.float().cpu().numpy())
         return torch.from_numpy(np.array(found)).to(logits.device)
 
@@ -70,15 +68,12 @@ class RankCosts(LearnedCosts):
         self._lockstep = lockstep
 
     def copied_out(self, num_bytes: int, seconds: int | float) -> None:
-        """See `LearnedCosts.copied_out`."""
         super().copied_out(num_bytes, self._lockstep.same(lambda: seconds))
 
     def copied_back(self, num_bytes: int, seconds: int | float) -> None:
-        """See `LearnedCosts.copied_back`."""
         super().copied_back(num_bytes, self._lockstep.same(lambda: seconds))
 
     def read(self, tokens: int, before: int, seconds: int | float) -> None:
-        """See `LearnedCosts.read`."""
         super().read(tokens, before, self._lockstep.same(lambda: seconds))
 
 

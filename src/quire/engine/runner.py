@@ -97,7 +97,6 @@ class PaddedBridge:
         self._bridge, self._num_tokens = bridge, num_tokens
 
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `PagedAttention.attend`."""
         own = slice(self._num_tokens)
         if self._num_tokens == len(query):
             return self._bridge.attend(call, query, key, value)
@@ -115,7 +114,6 @@ class PaddedBridge:
         self._bridge.note_hidden_states(states)  # type: ignore[attr-defined]
 
     def chain(self, layers: Sequence[AttentionMath], heads: HeadBuffers) -> Sequence[object] | None:
-        """See `ChainedAttention.chain`."""
         if not isinstance(self._bridge, ChainedAttention):
             return None
         return self._bridge.chain(layers, heads.first(self._num_tokens))

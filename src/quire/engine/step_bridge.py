@@ -41,7 +41,6 @@ class StepBridge:
         return self._step.attend(call.layer, math, query, key, value, call.rotary, call.rope)
 
     def chain(self, layers: Sequence[AttentionMath], heads: HeadBuffers) -> list[object] | None:
-        """See `StepAttention.chain`."""
         return self._step.chain(layers, heads)
 
     @property

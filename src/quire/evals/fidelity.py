@@ -41,38 +41,30 @@ class ForwardingDecoder:
 
     @property
     def spec(self) -> ModelSpec:
-        """See `Decoder`."""
         return self._decoder.spec
 
     @property
     def dtype(self) -> torch.dtype:
-        """See `Decoder`."""
         return self._decoder.dtype
 
     @property
     def device(self) -> torch.device:
-        """See `Decoder`."""
         return self._decoder.device
 
     @property
     def num_rope_variants(self) -> int:
-        """See `Decoder`."""
         return self._decoder.num_rope_variants
 
     def rope_variant(self, final_tokens: int) -> int:
-        """See `Decoder`."""
         return self._decoder.rope_variant(final_tokens)
 
     def prepare(self, statistic: Statistic) -> str | None:
-        """See `Decoder`."""
         return self._decoder.prepare(statistic)
 
     def prepare_pre_rope(self) -> str | None:
-        """See `Decoder`."""
         return self._decoder.prepare_pre_rope()
 
     def rotations(self, rope_variant: int = 0) -> MeanRotations | None:
-        """See `Decoder`."""
         return self._decoder.rotations(rope_variant)
 
     def forward(
@@ -84,7 +76,6 @@ class ForwardingDecoder:
         *,
         rope_variant: int = 0,
     ) -> Float[Tensor, "num_samples vocab"]:
-        """See `Decoder`."""
         return self._decoder.forward(
             token_ids, positions, sample_rows, attention, rope_variant=rope_variant
         )
@@ -111,7 +102,6 @@ class RecordingDecoder(ForwardingDecoder):
         *,
         rope_variant: int = 0,
     ) -> Float[Tensor, "num_samples vocab"]:
-        """See `Decoder.forward`."""
         logits = super().forward(
             token_ids, positions, sample_rows, attention, rope_variant=rope_variant
         )
@@ -145,7 +135,6 @@ class ForcingDecoder(RecordingDecoder):
         *,
         rope_variant: int = 0,
     ) -> Float[Tensor, "num_samples vocab"]:
-        """See `Decoder.forward`."""
         logits = super().forward(
             token_ids, positions, sample_rows, attention, rope_variant=rope_variant
         )

@@ -96,9 +96,7 @@ class _GatheredSlots:
         self._own, self._heads = own, heads
 
     def keys(self) -> Float[Tensor, "lane slot head_dim"]:
-        """See `SlotReader`."""
         return self._heads.joined(self._own.keys())
 
     def values(self) -> Float[Tensor, "lane slot head_dim"]:
-        """See `SlotReader`."""
         return self._heads.joined(self._own.values())

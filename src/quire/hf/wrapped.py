@@ -100,19 +100,15 @@ class WrappedModel:
         return self._rope.count
 
     def rope_variant(self, final_tokens: int) -> int:
-        """See `Decoder.rope_variant`."""
         return self._rope.variant(final_tokens)
 
     def prepare(self, statistic: Statistic) -> str | None:
-        """See `Decoder.prepare`."""
         return self._observing.prepare(statistic)
 
     def prepare_pre_rope(self) -> str | None:
-        """See `Decoder.prepare_pre_rope`."""
         return self._observing.prepare_pre_rope()
 
     def rotations(self, rope_variant: int = 0) -> Rotations | None:
-        """See `Decoder.rotations`."""
         return self._observing.rotations(lambda: self._frequencies(rope_variant))
 
     @contextmanager
@@ -139,7 +135,6 @@ class WrappedModel:
         *,
         rope_variant: int = 0,
     ) -> Float[Tensor, "num_samples vocab"]:
-        """See `Decoder.forward`."""
         head = {"logits_to_keep": sample_rows} if self._head_takes_rows else {}
         with self._using(ATTENTION_NAME, attention, rope_variant):
             logits = self._run(token_ids, position_ids=positions.unsqueeze(0), **head)

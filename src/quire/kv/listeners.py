@@ -169,22 +169,18 @@ class MemoryListeners:
         return sum(listener.idle_bytes for listener in self._listeners)
 
     def released(self, rows: Rows) -> None:
-        """See `MemoryListener.released`."""
         for listener in self._listeners:
             listener.released(rows)
 
     def forked(self, parent: int, child: int) -> None:
-        """See `MemoryListener.forked`."""
         for listener in self._listeners:
             listener.forked(parent, child)
 
     def compacted(self, row: int, group: str, moves: SlotMoves | None, slots: int) -> None:
-        """See `MemoryListener.compacted`."""
         for listener in self._listeners:
             listener.compacted(row, group, moves, slots)
 
     def unpublish(self, page_class: PageClass, pages: PageNumbers) -> NDArray[np.bool_]:
-        """See `MemoryListener.unpublish`."""
         done = np.zeros(len(pages), dtype=bool)
         for listener in self._listeners:
             done |= listener.unpublish(page_class, pages)

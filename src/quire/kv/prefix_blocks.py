@@ -69,13 +69,11 @@ class PrefixBroadcast:
         token_ids: Sequence[int],
         page_tokens: int,
     ) -> None:
-        """See `PrefixListener.stored`."""
         self._notify(
             lambda listener: listener.stored(block_hashes, parent_hash, token_ids, page_tokens)
         )
 
     def removed(self, block_hashes: Sequence[bytes]) -> None:
-        """See `PrefixListener.removed`."""
         self._notify(lambda listener: listener.removed(block_hashes))
 
     def _notify(self, call: Callable[[PrefixListener], None]) -> None:

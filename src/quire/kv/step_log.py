@@ -61,7 +61,6 @@ class ClockMarks:
         self._zero_s = self._last_end_s = time.perf_counter()
 
     def now(self) -> object:
-        """See `Marks`."""
         return time.perf_counter()
 
     def begin(self, requested: object) -> object:
@@ -75,7 +74,6 @@ class ClockMarks:
         return self._last_end_s
 
     def seconds(self, mark: object) -> float:
-        """See `Marks`."""
         assert isinstance(mark, float), "a mark of this clock"
         return mark - self._zero_s
 

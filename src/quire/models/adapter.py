@@ -352,26 +352,21 @@ class TransformersDecoder:
         return self._rope.count
 
     def rope_variant(self, final_tokens: int) -> int:
-        """See `Decoder.rope_variant`."""
         return self._rope.variant(final_tokens)
 
     def prepare(self, statistic: Statistic) -> str | None:
-        """See `Decoder.prepare`."""
         return self._observing.prepare(statistic)
 
     def prepare_pre_rope(self) -> str | None:
-        """See `Decoder.prepare_pre_rope`."""
         return self._observing.prepare_pre_rope()
 
     def prepare_hidden_states(self) -> str | None:
-        """See `HiddenStates`."""
         if self._last_states is None:
             self._last_states, why_not = LastStates.of(self._model, self._probe)
             return why_not
         return None
 
     def prepare_fixed_shapes(self, rows: int) -> str | None:
-        """See `FixedShapes.prepare_fixed_shapes`."""
         with self._forward_lock.held():
             make_activations_rowwise(self._model)
             return rows_depend(self, rows)
@@ -424,7 +419,6 @@ class TransformersDecoder:
             begin(number)
 
     def rotations(self, rope_variant: int = 0) -> Rotations | None:
-        """See `Decoder.rotations`."""
         return self._observing.rotations(lambda: self._frequencies(rope_variant))
 
     @contextmanager
@@ -452,7 +446,6 @@ class TransformersDecoder:
         *,
         rope_variant: int = 0,
     ) -> Float[Tensor, "num_samples vocab"]:
-        """See `Decoder.forward`."""
         batch = Batch(token_ids, positions, sample_rows, attention)
         with self._forward_lock.held():
             self._rope.select(rope_variant)
@@ -462,7 +455,6 @@ class TransformersDecoder:
     def forward_together(
         self, batches: Sequence[Batch], *, rope_variant: int = 0
     ) -> list[Float[Tensor, "num_samples vocab"]]:
-        """See `LayerByLayer`."""
         assert self._weights is not None, "only called if weights are offloaded"
 
         def enter(number: int) -> None:

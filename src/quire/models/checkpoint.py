@@ -117,11 +117,9 @@ class GgufCheckpoint(Checkpoint):
         """See `Checkpoint`; the file was checked when it was opened."""
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """See `Checkpoint`."""
         return gguf.load_tokenizer(self.folder, self.file) if self.has_tokenizer else None
 
     def read_model(self, dtype: torch.dtype | None) -> PreTrainedModel:
-        """See `Checkpoint`."""
         return gguf.read_model(self.folder, self.file, self.config, dtype)
 
 

@@ -80,5 +80,4 @@ class _ProbeAttention:
     """Attention that returns its queries."""
 
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `PagedAttention.attend`."""
         return query

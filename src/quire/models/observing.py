@@ -55,7 +55,6 @@ class _Catching:
     """Attention that ends the forward and returns the keys and values of its call."""
 
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `PagedAttention.attend`."""
         raise _Caught(key, value)
 
 
@@ -278,7 +277,6 @@ class _Zeros:
     """Attention that returns zeros."""
 
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `PagedAttention.attend`."""
         return torch.zeros_like(query)
 
 
@@ -319,7 +317,6 @@ class Observing:
         self._recomputation: LayerKV | None = None
 
     def prepare(self, statistic: Statistic) -> str | None:
-        """See `Decoder.prepare`."""
         if isinstance(statistic, QueryMoments) and not self._all_rotaries_known:
             return f"{self._name} rotates its queries, and Quire cannot invert this rotation"
         if isinstance(statistic, ResidualSimilarity) and self._similarity_hooks is None:
@@ -330,7 +327,6 @@ class Observing:
         return None
 
     def prepare_pre_rope(self) -> str | None:
-        """See `Decoder.prepare_pre_rope`."""
         if self._spec.learned_positions:
             return f"{self._name} adds learned positions to its embeddings and has no RoPE"
         unknown = [layer for layer in range(self._spec.num_layers) if layer not in self._rotaries]
@@ -341,7 +337,6 @@ class Observing:
         return None
 
     def prepare_recomputation(self, weights: LayerSource | None) -> str | None:
-        """See `TransformersDecoder.prepare_recomputation`."""
         unknown = [layer for layer in range(self._spec.num_layers) if layer not in self._rotaries]
         if unknown:
             return (
@@ -493,7 +488,6 @@ class _ProbeAttention:
     """Attention with a different output for each token, so that its addition can be detected."""
 
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `PagedAttention.attend`."""
         return query + 1
 
 

@@ -195,7 +195,6 @@ class _Queries:
         self.by_layer: dict[int, Tensor] = {}
 
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `PagedAttention.attend`."""
         self.by_layer[call.layer] = query.float()
         return torch.zeros_like(query)
 

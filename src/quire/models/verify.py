@@ -203,7 +203,6 @@ class DenseBatch:
         key: Float[Tensor, "num_tokens num_kv_heads head_dim"],
         value: Float[Tensor, "num_tokens num_kv_heads head_dim"],
     ) -> Float[Tensor, "num_tokens num_heads head_dim"]:
-        """See `PagedAttention.attend`."""
         out = torch.empty_like(query)
         for sequence in dict.fromkeys(self.sequences):
             rows = [row for row, owner in enumerate(self.sequences) if owner == sequence]

@@ -74,19 +74,15 @@ class OneRank:
     rank, size = 0, 1
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """See `TensorGroup.sum`."""
         return tensor
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """See `TensorGroup.gather`."""
         return [tensor]
 
     def union(self, mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """See `TensorGroup.union`."""
         return mask
 
     def least(self, number: int) -> int:
-        """See `TensorGroup.least`."""
         return number
 
     def meet(self) -> None:

@@ -88,7 +88,6 @@ class Alone:
         self._clock = clock
 
     def now_s(self) -> float:
-        """See `Lockstep.now_s`."""
         return self._clock()
 
     def call(self, name: str, *arguments: object) -> None:
@@ -98,7 +97,6 @@ class Alone:
         """See `Lockstep.agree`."""
 
     def same(self, compute: Callable[[], T]) -> T:
-        """See `Lockstep.same`."""
         return compute()
 
     def fail(self, error: BaseException) -> BaseException:
@@ -152,18 +150,15 @@ class Leader:
         self.failure: QuireError | None = None
 
     def now_s(self) -> float:
-        """See `Lockstep.now_s`."""
         return self._now_s
 
     def call(self, name: str, *arguments: object) -> None:
-        """See `Lockstep.call`."""
         if self.failure is not None:
             raise self.failure
         self._now_s = self._clock()
         self._send((name, self._now_s, arguments))
 
     def agree(self, digest: int) -> None:
-        """See `Lockstep.agree`."""
         for rank, channel in enumerate(self._others.channels, start=1):
             try:
                 found = channel.receive(self._timeout_s)
@@ -176,7 +171,6 @@ class Leader:
                 )
 
     def same(self, compute: Callable[[], T]) -> T:
-        """See `Lockstep.same`."""
         found = compute()
         self._send(found)
         return found
@@ -202,7 +196,6 @@ class Leader:
         return self.failure if isinstance(error, RankFailed) else error
 
     def close(self) -> None:
-        """See `Lockstep.close`."""
         if self.failure is None:
             self.failure = RankFailed("the ranks of this engine have ended: it was closed")
         self._others.close()
@@ -223,7 +216,6 @@ class Follower:
         self._now_s = 0.0
 
     def now_s(self) -> float:
-        """See `Lockstep.now_s`."""
         return self._now_s
 
     def next_call(self) -> tuple[str, tuple[Any, ...]]:
@@ -244,7 +236,6 @@ class Follower:
         self._channel.send(digest)
 
     def same(self, compute: Callable[[], T]) -> T:
-        """See `Lockstep.same`."""
         del compute
         found: T = self._channel.receive()  # type: ignore[assignment]
         return found

@@ -57,14 +57,12 @@ class Channel:
         self._connection, self._peer = connection, peer
 
     def send(self, message: object) -> None:
-        """See `Messages.send`."""
         try:
             self._connection.send(message)
         except OSError as error:
             raise RankFailed(f"{self._peer} has closed its connection") from error
 
     def receive(self, timeout_s: float | None = None) -> object:
-        """See `Messages.receive`."""
         try:
             if not self._connection.poll(timeout_s):
                 raise RankFailed(f"{self._peer} did not respond within {timeout_s:g} s")
@@ -74,7 +72,6 @@ class Channel:
         return message
 
     def close(self) -> None:
-        """See `Messages.close`."""
         self._connection.close()
 
 
@@ -151,7 +148,6 @@ class RankProcesses:
         return [process.pid for process in self._processes]
 
     def failure(self, seen: BaseException) -> QuireError:
-        """See `OtherRanks.failure`."""
         reports = [self._last_report(channel) for channel in self.channels]
         for report in reports:
             if report is not None and report.is_first and isinstance(report.error, QuireError):

@@ -61,7 +61,6 @@ class TorchGroup:
         return wide.to(tensor.device, tensor.dtype)
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """See `TensorGroup.gather`."""
         own = tensor.to(self._device).contiguous()
         sent = own.view(torch.uint8) if own.dtype == torch.bool else own
         found = [torch.empty_like(sent) for _ in range(self.size)]
@@ -69,17 +68,14 @@ class TorchGroup:
         return [one.view(own.dtype).to(tensor.device) for one in found]
 
     def union(self, mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """See `TensorGroup.union`."""
         found = self.gather(torch.from_numpy(np.ascontiguousarray(mask)))
         united: NDArray[np.bool_] = torch.stack(found).any(dim=0).numpy()
         return united
 
     def least(self, number: int) -> int:
-        """See `TensorGroup.least`."""
         return int(torch.stack(self.gather(torch.tensor([number]))).min())
 
     def meet(self) -> None:
-        """See `TensorGroup.meet`."""
         self._meet()
 
     def _run(self, start: Callable[[], dist.Work]) -> None:

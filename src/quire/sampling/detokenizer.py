@@ -27,7 +27,7 @@ MAX_CHARACTER_TOKENS = 4
 class TokenDecoder(Protocol):
     """The interface of a Transformers tokenizer that `Detokenizer` uses."""
 
-    def decode(  # noqa: D102
+    def decode(
         self,
         token_ids: list[int],
         skip_special_tokens: bool = ...,  # noqa: FBT001

@@ -65,17 +65,17 @@ class SamplingRow(Protocol):
     """
 
     @property
-    def params(self) -> SamplingParams: ...  # noqa: D102
+    def params(self) -> SamplingParams: ...
     @property
-    def prompt_token_ids(self) -> Sequence[int]: ...  # noqa: D102
+    def prompt_token_ids(self) -> Sequence[int]: ...
     @property
-    def output_token_ids(self) -> Sequence[int]: ...  # noqa: D102
+    def output_token_ids(self) -> Sequence[int]: ...
     @property
-    def num_output_tokens(self) -> int: ...  # noqa: D102
+    def num_output_tokens(self) -> int: ...
     @property
-    def sampling_seed(self) -> int: ...  # noqa: D102
+    def sampling_seed(self) -> int: ...
     @property
-    def matcher(self) -> TokenMatcher | None: ...  # noqa: D102
+    def matcher(self) -> TokenMatcher | None: ...
 
 
 def edit(

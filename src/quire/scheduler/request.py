@@ -83,37 +83,30 @@ class Request:
 
     @property
     def request_id(self) -> str:
-        """See `RequestSpec`."""
         return self.spec.request_id
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """See `RequestSpec`."""
         return self.spec.prompt_token_ids
 
     @property
     def params(self) -> SamplingParams:
-        """See `RequestSpec`."""
         return self.spec.params
 
     @property
     def priority(self) -> int:
-        """See `RequestSpec`."""
         return self.spec.priority
 
     @property
     def deadline_s(self) -> float:
-        """See `RequestSpec`."""
         return self.spec.deadline_s
 
     @property
     def tenant(self) -> str:
-        """See `RequestSpec`."""
         return self.spec.tenant
 
     @property
     def sampling_seed(self) -> int:
-        """See `RequestSpec`."""
         return self.spec.sampling_seed
 
     @property
@@ -130,7 +123,6 @@ class Request:
 
     @property
     def output_token_ids(self) -> list[int]:
-        """See `RequestProgress`."""
         return self.progress.output_token_ids
 
     def count_cached(self, first: int, end: int) -> None:

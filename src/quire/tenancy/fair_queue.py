@@ -42,9 +42,9 @@ class Queued(Protocol):
     """
 
     @property
-    def request_id(self) -> str: ...  # noqa: D102
+    def request_id(self) -> str: ...
     @property
-    def tenant(self) -> str: ...  # noqa: D102
+    def tenant(self) -> str: ...
     @property
     def order(self) -> Order:
         """Sort key among the requests of its tenant, lowest first."""

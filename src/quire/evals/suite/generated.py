@@ -31,7 +31,6 @@ class GeneratedTask(EvalTask):
     needs_full: ClassVar[float | None] = MIN_FULL
 
     def samples(self, options: SampleOptions) -> list[Sample]:
-        """See `EvalTask`."""
         questions = make_questions(
             self.family,
             options.tokens,

@@ -30,7 +30,6 @@ class Perplexity(EvalTask):
     lower_is_better: ClassVar[bool] = True
 
     def samples(self, options: SampleOptions) -> list[Sample]:
-        """See `EvalTask`."""
         text = book_text() if options.data is None else _read(options.data)
         characters = int(CHARACTERS_PER_TOKEN * options.tokens)
         step = (len(text) - characters) // options.count

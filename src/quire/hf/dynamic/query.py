@@ -24,10 +24,10 @@ class OutsideKV(Protocol):
     """KV of a query that is in no row; implemented in `quire.kv.dense.row`."""
 
     @property
-    def num_bytes(self) -> int: ...  # noqa: D102
-    def lies_in(self, meter: ByteMeter) -> bool: ...  # noqa: D102
-    def moved(self, device: Any, meter: ByteMeter) -> "OutsideKV": ...  # noqa: D102
-    def free(self) -> None: ...  # noqa: D102
+    def num_bytes(self) -> int: ...
+    def lies_in(self, meter: ByteMeter) -> bool: ...
+    def moved(self, device: Any, meter: ByteMeter) -> "OutsideKV": ...
+    def free(self) -> None: ...
 
 
 @runtime_checkable
@@ -35,9 +35,9 @@ class KVBytes(Protocol):
     """Current and peak bytes of KV in one memory."""
 
     @property
-    def used_bytes(self) -> int: ...  # noqa: D102
+    def used_bytes(self) -> int: ...
     @property
-    def peak_bytes(self) -> int: ...  # noqa: D102
+    def peak_bytes(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)

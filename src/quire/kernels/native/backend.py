@@ -173,7 +173,6 @@ class NativeAttention:
         layers: Sequence[tuple[LayerPages, NewSlots, AttentionMath]],
         heads: HeadBuffers,
     ) -> list[LayerAttention] | None:
-        """See `ChainBackend.chain`."""
         assert isinstance(plan, NativePlan), "a plan comes from this backend"
         pages, slots, math = layers[0]
         if unfit_tensors(pages, math, heads.query, None) or math.sinks is not None:
@@ -195,7 +194,6 @@ class NativeAttention:
         ]
 
     def advance(self, plan: object, slots: NDArray[np.int32]) -> bool:
-        """See `ChainBackend.advance`."""
         assert isinstance(plan, NativePlan), "a plan comes from this backend"
         decodes = plan.step.num_decode == len(plan.step.tokens) and plan.token_row is None
         if not decodes or not are_cut_alike(plan.lanes.slots, slots):

@@ -61,7 +61,6 @@ class EventMarks:
         return self.now()
 
     def ended(self) -> object:
-        """See `Marks`."""
         return self.now()
 
     def seconds(self, mark: object) -> float:
@@ -86,14 +85,12 @@ class StreamTransferWorker:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def submit(self, copy: Callable[[], None], num_bytes: int) -> Transfer:
-        """See `TransferWorker`."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             copy()
             return StreamTransfer(self._stream.record_event(), self._device)
 
     def marks(self) -> Marks:
-        """See `TransferWorker`."""
         return EventMarks(self._device)
 
     def close(self) -> None:

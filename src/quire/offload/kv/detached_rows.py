@@ -36,7 +36,6 @@ class DetachedRows:
         self.staging: Mapping[PageClass, int] = prefixes.staging_pages(page_groups)
 
     def attach(self, rows: Sequence[int]) -> None:
-        """See `OffloadedPages`."""
         self._prefixes.attach(rows, self._page_groups)
         for row, found in zip(rows, self._activations, strict=True):
             if found is not None:
@@ -44,7 +43,6 @@ class DetachedRows:
                 allocator.attach(row, stored)
 
     def discard(self) -> None:
-        """See `OffloadedPages`."""
         self._prefixes.discard(self._page_groups)
         for found in self._activations:
             if found is not None:
@@ -64,7 +62,6 @@ class OffloadedRowsOf:
         self._prefixes, self._allocator = prefixes, allocator
 
     def detach(self, rows: Sequence[int]) -> OffloadedPages | None:
-        """See `OffloadedRows`."""
         if not self._prefixes.rows.intersection(rows):
             return None
         activations = [self._activations_of(row) for row in rows]

@@ -33,11 +33,9 @@ class OffloadedLayers:
         self._memory, self._prefixes = memory, prefixes
 
     def is_offloaded(self, row: int, group: str) -> bool:
-        """See `LayerLoads`."""
         return bool(self._page_groups(row, group))
 
     def read(self, row: int, group: str, layers: range) -> None:
-        """See `LayerLoads`."""
         page_groups = self._page_groups(row, group)
         if not page_groups:
             return
@@ -50,7 +48,6 @@ class OffloadedLayers:
         self._prefixes.pool.copies.wait()
 
     def require_pages(self, row: int, group: str, kept: NDArray[np.bool_], copies: int = 0) -> None:
-        """See `LayerLoads`."""
         table = self._memory.tables[group]
         staged, per_layer = int(table.staged[row]), table.group.lanes_per_layer
         resident = (table.num_pages[row] - staged).reshape(-1, per_layer).sum(axis=1)
@@ -66,7 +63,6 @@ class OffloadedLayers:
             raise OutOfPages(f"{needed} pages needed to evict from an offloaded prefix")
 
     def settle(self, row: int, group: str, layer: int, kept: NDArray[np.bool_]) -> None:
-        """See `LayerLoads`."""
         self.read(row, group, range(layer, layer + 1))
         table = self._memory.tables[group]
         per_layer = table.group.lanes_per_layer
@@ -76,7 +72,6 @@ class OffloadedLayers:
         self._memory.privatise(table, rows, lane + lanes.start, column)
 
     def forget(self, row: int, group: str) -> None:
-        """See `LayerLoads`."""
         self._prefixes.forget(row, group)
 
     def _load(self, page_group: OffloadedPageGroup, layer: int, pages: NDArray[np.int32]) -> None:

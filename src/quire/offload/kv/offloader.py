@@ -208,7 +208,6 @@ class OffloadEvictor:
     def evict(
         self, request: Request, keep: Slots, *, min_gain: int | None = None
     ) -> Evicted | None:
-        """See `Evictor.evict`."""
         with suppress(OutOfPages):
             self._prefix_offloader.load_back(request)
         return self._with_pages(
@@ -216,7 +215,6 @@ class OffloadEvictor:
         )
 
     def repeat(self, request: Request, entry: EvictionEntry) -> None:
-        """See `Evictor.repeat`."""
         with suppress(OutOfPages):
             self._prefix_offloader.load_back(request)
         self._with_pages(request, lambda: self._evictor.repeat(request, entry))

@@ -157,7 +157,6 @@ class PrefixSplits:
     def divide(
         self, prefixes: Mapping[int, OffloadedPrefix], rows: int, batches: int = 1
     ) -> dict[int, Share]:
-        """See `quire.offload.kv.step_offload.Splits`."""
         tokens = self.tokens = sum(f.columns for f in prefixes.values()) * self._page_tokens
         self._rows, self._batches = rows, batches
         rates = self._rates()
@@ -170,11 +169,9 @@ class PrefixSplits:
         return shares
 
     def order(self, batches: Sequence[BatchTokens]) -> Mapping[tuple[int, int], int]:
-        """See `quire.offload.kv.step_offload.Splits`."""
         return {} if self.planner is None else self.planner.order(batches)
 
     def learn(self, timed: Sequence[Timed]) -> None:
-        """See `quire.offload.kv.step_offload.Splits`."""
         timeline = timeline_of(timed)
         self.profiler.observe(timeline)
         if self._requested.recomputed is None:

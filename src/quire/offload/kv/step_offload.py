@@ -191,7 +191,6 @@ class KVOffload(MemoryListener):
             self.splits.learn(log.read())
 
     def batch_key(self, row: int) -> int | None:
-        """See `quire.kv.offload_port.EngineOffload`."""
         return self.prefixes.batch_key(row)
 
     def _prefixes_of(self, batch: FlatBatch, rows: Sequence[int]) -> dict[int, OffloadedPrefix]:

@@ -60,7 +60,6 @@ class VirtualClock:
         self._seconds = seconds or _expected
 
     def run(self, schedule: Schedule, work: Work | None = None) -> Timeline:
-        """See `Executor.run`."""
         spans: dict[int, Span] = {}
         free_s: dict[str, int | float] = {}
         heads = {lane: iter(operations) for lane, operations in schedule.lanes.items()}

@@ -143,7 +143,6 @@ class HostPool:
         return Pooled(self, self.reserve(pages))
 
     def timed_copies(self) -> Sequence[TimedCopy] | None:
-        """See `SwapSpace`."""
         return self.copies.timed() if isinstance(self.copies, CopiesInFlight) else None
 
     def reserve(self, pages: Mapping[PageClass, int]) -> HostSpace:

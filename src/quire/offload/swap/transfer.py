@@ -49,11 +49,9 @@ class ThreadTransferWorker:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="quire-transfer")
 
     def submit(self, copy: Callable[[], None], num_bytes: int) -> Transfer:
-        """See `TransferWorker`."""
         return self._threads.submit(copy)
 
     def marks(self) -> Marks:
-        """See `TransferWorker`."""
         return ClockMarks()
 
     def close(self) -> None:

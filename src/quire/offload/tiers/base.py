@@ -119,44 +119,34 @@ class LateTier:
 
     @property
     def used_bytes(self) -> int:
-        """See `Tier`."""
         return 0 if self._opened is None else self._opened.used_bytes
 
     def stored(self) -> dict[str, Stored]:
-        """See `Tier`."""
         return self._tier().stored()
 
     def names(self) -> set[str]:
-        """See `Tier`."""
         return self._tier().names()
 
     def added(self) -> dict[str, Stored | CorruptData]:
-        """See `Tier`."""
         return self._tier().added()
 
     def write(self, key: str, data: Bytes, facts: Mapping[str, Any] | None = None) -> None:
-        """See `Tier`."""
         self._tier().write(key, data, facts)
 
     def read(self, key: str, into: memoryview, first: int = 0) -> None:
-        """See `Tier`."""
         self._tier().read(key, into, first)
 
     def min_recent(self, num_bytes: int) -> list[str]:
-        """See `Tier`."""
         return self._tier().min_recent(num_bytes)
 
     def drop(self, key: str) -> None:
-        """See `Tier`."""
         if self._opened is not None:
             self._opened.drop(key)
 
     def secret(self) -> bytes | None:
-        """See `Tier`."""
         return self._tier().secret()
 
     def close(self) -> None:
-        """See `Tier`."""
         if self._opened is not None:
             self._opened.close()
 

@@ -188,7 +188,6 @@ class FileTier:
 
     @property
     def used_bytes(self) -> int:
-        """See `Tier`."""
         return self._index.disk_bytes
 
     @property
@@ -197,15 +196,12 @@ class FileTier:
         return self._files.direct
 
     def stored(self) -> dict[str, Stored]:
-        """See `Tier`."""
         return {entry.name: entry.stored for entry in self._index.after(0)}
 
     def names(self) -> set[str]:
-        """See `Tier`."""
         return self._index.names()
 
     def added(self) -> dict[str, Stored | CorruptData]:
-        """See `Tier`."""
         with self._turn:
             found = self._index.after(self._newest)
             self._newest = max((entry.number for entry in found), default=self._newest)
@@ -237,7 +233,6 @@ class FileTier:
         )
 
     def read(self, key: str, into: memoryview, first: int = 0) -> None:
-        """See `Tier`."""
         entry = self._index.get(key)
         stored = check_range(key, entry.stored if entry else None, into, first)
         assert entry is not None, "a stored entry has a row"
@@ -281,7 +276,6 @@ class FileTier:
                 self._index.touch(touched)
 
     def min_recent(self, num_bytes: int) -> list[str]:
-        """See `Tier`."""
         self._write_touched()
         return self._index.min_recent(self.used_bytes + padded(num_bytes) - self.total_bytes)
 
@@ -323,7 +317,6 @@ class FileTier:
         return None
 
     def close(self) -> None:
-        """See `Tier`."""
         self._write_touched()
         self._index.close()
         self._lock.close()

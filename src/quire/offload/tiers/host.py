@@ -51,16 +51,13 @@ class HostTier:
 
     @property
     def used_bytes(self) -> int:
-        """See `Tier`."""
         return self.total_bytes - self._map.free_bytes
 
     def stored(self) -> dict[str, Stored]:
-        """See `Tier`."""
         with self._turn:
             return {key: stored for key, (_, stored) in self._entries.items()}
 
     def names(self) -> set[str]:
-        """See `Tier`."""
         with self._turn:
             return set(self._entries)
 
@@ -101,7 +98,6 @@ class HostTier:
         return self._bytes[extent.start : extent.start + stored.num_bytes]
 
     def write(self, key: str, data: Bytes, facts: Mapping[str, Any] | None = None) -> None:
-        """See `Tier`."""
         source = flat(data)
         with self._turn:
             self.reserve(key, source.nbytes, facts)
@@ -109,7 +105,6 @@ class HostTier:
             self._view[start : start + source.nbytes] = source
 
     def read(self, key: str, into: memoryview, first: int = 0) -> None:
-        """See `Tier`."""
         with self._turn:
             extent, stored = self._entries.get(key, (None, None))
             check_range(key, stored, into, first)
@@ -122,7 +117,6 @@ class HostTier:
         return []
 
     def drop(self, key: str) -> None:
-        """See `Tier`."""
         with self._turn:
             extent, _ = self._entries.pop(key, (None, None))
             if extent is not None and extent.num_bytes:

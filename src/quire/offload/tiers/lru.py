@@ -23,24 +23,19 @@ class LRUTier:
 
     @property
     def total_bytes(self) -> int:
-        """See `Tier`."""
         return self.tier.total_bytes
 
     @property
     def used_bytes(self) -> int:
-        """See `Tier`."""
         return self.tier.used_bytes
 
     def stored(self) -> dict[str, Stored]:
-        """See `Tier`."""
         return self.tier.stored()
 
     def names(self) -> set[str]:
-        """See `Tier`."""
         return self.tier.names()
 
     def added(self) -> dict[str, Stored | CorruptData]:
-        """See `Tier`."""
         return self.tier.added()
 
     def min_recent(self, num_bytes: int) -> list[str]:
@@ -50,14 +45,12 @@ class LRUTier:
             return [next(iter(self._used))] if fits and self._used else []
 
     def write(self, key: str, data: Bytes, facts: Mapping[str, Any] | None = None) -> None:
-        """See `Tier`."""
         with self._turn:
             self.tier.write(key, data, facts)
             self._used[key] = None
             self._used.move_to_end(key)
 
     def read(self, key: str, into: memoryview, first: int = 0) -> None:
-        """See `Tier`."""
         with self._turn:
             try:
                 self.tier.read(key, into, first)
@@ -68,15 +61,12 @@ class LRUTier:
                 self._used.move_to_end(key)
 
     def drop(self, key: str) -> None:
-        """See `Tier`."""
         with self._turn:
             self._used.pop(key, None)
             self.tier.drop(key)
 
     def secret(self) -> bytes | None:
-        """See `Tier`."""
         return self.tier.secret()
 
     def close(self) -> None:
-        """See `Tier`."""
         self.tier.close()

@@ -385,16 +385,13 @@ class RedisTier:
         return 0
 
     def stored(self) -> dict[str, Stored]:
-        """See `Tier`."""
         return {name: head.stored for name, head in self._heads(sorted(self.names()))}
 
     def names(self) -> set[str]:
-        """See `Tier`."""
         with self._calls():
             return {_text(name) for name in self._client.zrange(self._list_key, 0, -1)}
 
     def added(self) -> dict[str, Stored | CorruptData]:
-        """See `Tier`."""
         with self._turn, self._calls():
             self._repair()
             if int(self._client.get(f"{PREFIX}:number") or 0) < self._newest:

@@ -241,20 +241,17 @@ class FileLink(WeightLink):
         self._in_flight: dict[tuple[int, int], Transfer] = {}
 
     def store(self, layer: int, weights: LayerWeights) -> None:
-        """See `WeightLink`."""
         whole = _packed(weights)
         start = self._file.tell()
         self._file.write(whole.numpy().data)
         self._places[layer] = start, weights
 
     def open(self, num_slots: int, slot_bytes: int) -> None:
-        """See `WeightLink`."""
         self._file.flush()
         cpu = torch.device("cpu")
         self.slots = tuple(zero_bytes(slot_bytes, cpu) for _ in range(num_slots))
 
     def prefetch(self, layer: int, slot: int) -> None:
-        """See `WeightLink`."""
         start, weights = self._places[layer]
         whole = self.slots[slot].numpy().data
         for part, (first, end) in enumerate(weights.parts):
@@ -272,7 +269,6 @@ class FileLink(WeightLink):
         return copy
 
     def arrive(self, slot: int, parts: Sequence[int] = PARTS) -> None:
-        """See `WeightLink`."""
         for part in parts:
             transfer = self._in_flight.pop((slot, part), None)
             if transfer is not None:
@@ -284,13 +280,11 @@ class FileLink(WeightLink):
         """Do nothing: reads of a slot are complete on return."""
 
     def finalize(self) -> None:
-        """See `WeightLink`."""
         for transfer in self._in_flight.values():
             transfer.exception()
         self._in_flight.clear()
 
     def clock_s(self) -> Callable[[], float | None]:
-        """See `WeightLink`."""
         now_s = time.perf_counter()
         return lambda: now_s
 
@@ -331,13 +325,11 @@ class CudaLink(WeightLink):
         self._stored[layer] = whole, weights
 
     def open(self, num_slots: int, slot_bytes: int) -> None:
-        """See `WeightLink`."""
         self.slots = tuple(zero_bytes(slot_bytes, self._device) for _ in range(num_slots))
         for slot in range(num_slots):
             self.release(slot)  # after the zeros are written
 
     def prefetch(self, layer: int, slot: int) -> None:
-        """See `WeightLink`."""
         stored, weights = self._stored[layer]
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(self._released[slot])
@@ -350,7 +342,6 @@ class CudaLink(WeightLink):
         self.num_bytes += stored.numel()
 
     def arrive(self, slot: int, parts: Sequence[int] = PARTS) -> None:
-        """See `WeightLink`."""
         for part in parts:
             arrived = self._arrived.pop((slot, part), None)
             if arrived is not None:
@@ -361,16 +352,13 @@ class CudaLink(WeightLink):
         self._note()
 
     def release(self, slot: int) -> None:
-        """See `WeightLink`."""
         self._released[slot] = self._event(torch.cuda.current_stream(self._device))
 
     def finalize(self) -> None:
-        """See `WeightLink`."""
         self._stream.synchronize()
         self._arrived.clear()
 
     def clock_s(self) -> Callable[[], float | None]:
-        """See `WeightLink`."""
         now = self._event(torch.cuda.current_stream(self._device))
 
         def at_s() -> float | None:

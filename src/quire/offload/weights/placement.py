@@ -282,7 +282,6 @@ class WithinBudget(LayerPlacer):
     def check(
         self, config: PreTrainedConfig, *, dtype: torch.dtype | None, trust_remote_code: bool
     ) -> None:
-        """See `LayerPlacer`."""
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 config,
@@ -294,7 +293,6 @@ class WithinBudget(LayerPlacer):
     def place(
         self, model: PreTrainedModel, device: torch.device
     ) -> tuple[WeightsPlacement, LayerSource | None]:
-        """See `LayerPlacer`."""
         if device.type == "cpu":
             widen_linears(model)  # first: the offloaded bytes are those that are multiplied
         layers = layer_weights(model, _num_layers(model))

@@ -48,11 +48,9 @@ class BlockEventList:
         token_ids: Sequence[int],
         page_tokens: int,
     ) -> None:
-        """See `PrefixListener.stored`."""
         self.events.append({"type": STORED, "block_hashes": list(block_hashes)})
 
     def removed(self, block_hashes: Sequence[bytes]) -> None:
-        """See `PrefixListener.removed`."""
         self.events.append({"type": REMOVED, "block_hashes": list(block_hashes)})
 
     def take(self) -> list[KvEvent]:

@@ -132,23 +132,19 @@ class ImmediateAdmission:
         return len(self._waiting)
 
     def submit(self, request_id: str, request: RoutedRequest, priority: int = 0) -> None:
-        """See `Admission.submit`."""
         _refuse_known(request_id, self._waiting)
         self._waiting[request_id] = request
 
     def cancel(self, request_id: str) -> bool:
-        """See `Admission.cancel`."""
         return self._waiting.pop(request_id, None) is not None
 
     def next(self, replicas: Sequence[ReplicaLoad]) -> Dispatch | None:
-        """See `Admission.next`."""
         if not self._waiting or not replicas:
             return None
         request_id = next(iter(self._waiting))
         return _dispatch(self._router, request_id, self._waiting.pop(request_id), replicas)
 
     def finished(self, dispatch: Dispatch, output_tokens: int = 0) -> None:
-        """See `Admission.finished`."""
         self._router.note_finished(dispatch.request, dispatch.replica_id)
 
 
@@ -187,21 +183,18 @@ class FairAdmission:
         return len(self._queue)
 
     def submit(self, request_id: str, request: RoutedRequest, priority: int = 0) -> None:
-        """See `Admission.submit`."""
         _refuse_known(request_id, self._waiting)
         order = priority, 0.0, next(self._numbers)
         waiting = self._waiting[request_id] = WaitingRequest(request_id, request, order)
         self._queue.push(waiting)
 
     def cancel(self, request_id: str) -> bool:
-        """See `Admission.cancel`."""
         waiting = self._waiting.pop(request_id, None)
         if waiting is not None:
             self._queue.pop(waiting)
         return waiting is not None
 
     def next(self, replicas: Sequence[ReplicaLoad]) -> Dispatch | None:
-        """See `Admission.next`."""
         free = [load for load in replicas if load.queued_requests < self._max_queued]
         head = next(self._queue.heads(), None)
         if not free or head is None:
@@ -214,7 +207,6 @@ class FairAdmission:
         return dispatch
 
     def finished(self, dispatch: Dispatch, output_tokens: int = 0) -> None:
-        """See `Admission.finished`."""
         tenant = dispatch.request.tenant
         self._router.note_finished(dispatch.request, dispatch.replica_id)
         self._queue.charge(tenant, output_tokens=output_tokens)

@@ -12,7 +12,6 @@ class WithoutPrefixes:
     """Ignores all notes, and expects no cached tokens."""
 
     def uncached_tokens(self, request: RoutedRequest, replica_id: str) -> int:
-        """See `Router.uncached_tokens`."""
         return request.prompt_tokens
 
     def note_sent(self, request: RoutedRequest, replica_id: str) -> None:
@@ -35,7 +34,6 @@ class RoundRobin(WithoutPrefixes):
         self._num_sent = 0
 
     def choose(self, request: RoutedRequest, replicas: Sequence[ReplicaLoad]) -> str:
-        """See `Router.choose`."""
         require_replicas(replicas)
         return replicas[self._num_sent % len(replicas)].replica_id
 
@@ -52,7 +50,6 @@ class LeastLoaded(WithoutPrefixes):
     """
 
     def choose(self, request: RoutedRequest, replicas: Sequence[ReplicaLoad]) -> str:
-        """See `Router.choose`."""
         require_replicas(replicas)
         return min(replicas, key=_load).replica_id
 
@@ -114,7 +111,6 @@ class KvAware:
     # ---- choice --------------------------------------------------------------------------------
 
     def choose(self, request: RoutedRequest, replicas: Sequence[ReplicaLoad]) -> str:
-        """See `Router.choose`."""
         require_replicas(replicas)
         cached = self.index.cached_blocks(request.prompt_blocks)
         ranked = [
@@ -131,7 +127,6 @@ class KvAware:
         return replicas[best].replica_id
 
     def uncached_tokens(self, request: RoutedRequest, replica_id: str) -> int:
-        """See `Router.uncached_tokens`."""
         cached = self.index.cached_blocks(request.prompt_blocks).get(replica_id, 0)
         return self._uncached(request, cached)
 
@@ -165,7 +160,6 @@ class KvAware:
     # ---- notes ---------------------------------------------------------------------------------
 
     def note_sent(self, request: RoutedRequest, replica_id: str) -> None:
-        """See `Router.note_sent`."""
         self.index.expect(replica_id, request.prompt_blocks)
         sent = self._sent.setdefault(replica_id, _Sent())
         self._num_sent += 1
@@ -178,7 +172,6 @@ class KvAware:
                 self._sessions.popitem(last=False)
 
     def note_finished(self, request: RoutedRequest, replica_id: str) -> None:
-        """See `Router.note_finished`."""
         self.index.finish(replica_id, request.prompt_blocks)
         sent = self._sent.get(replica_id)
         if sent is not None:
@@ -187,10 +180,8 @@ class KvAware:
                 del sent.tokens[request.tenant]
 
     def note_lost(self, replica_id: str) -> None:
-        """See `Router.note_lost`."""
         self.index.forget(replica_id)
         self._sent.pop(replica_id, None)
 
     def note_block_events(self, replica_id: str, events: Sequence[KvEvent]) -> None:
-        """See `Router.note_block_events`."""
         self.index.apply_events(replica_id, events)

@@ -131,7 +131,6 @@ class _HandleReplicas:
         self._streaming = engine.options(method_name="forward", stream=True)
 
     async def forward(self, call: HttpCall) -> AsyncGenerator[HttpPart, None]:
-        """See `Replicas.forward`."""
         response, has_ended = self._streaming.remote(call), False
         try:
             with _losses():
@@ -143,7 +142,6 @@ class _HandleReplicas:
                 response.cancel()
 
     async def ask_all(self, call: HttpCall) -> Sequence[tuple[str, HttpPart]]:
-        """See `Replicas.ask_all`."""
         with _losses():
             found = await self._engine.broadcast("answer", call).results_async(
                 return_exceptions=True

@@ -81,7 +81,6 @@ class Optimistic(AdmissionRule):
     promises_growth = False
 
     def promised(self, request: Request, running: Sequence[Request], cached_tokens: int) -> Counts:
-        """See `AdmissionRule`."""
         prefills = [other for other in running if other.num_uncomputed > 1]
         further = self.peaks.further_pages(prefills, [other.num_tokens for other in prefills])
         promised: Counts = self.new_request(
@@ -99,7 +98,6 @@ class Reserved(AdmissionRule):
     name = "reserved"
 
     def promised(self, request: Request, running: Sequence[Request], cached_tokens: int) -> Counts:
-        """See `AdmissionRule`."""
         further = self.peaks.further_pages(running, [other.final_tokens for other in running])
         promised: Counts = self.new_request(
             request, request.final_tokens, cached_tokens

@@ -147,11 +147,11 @@ class DenseQuery(Protocol):
     """Properties of a query for a row, for batching rules."""
 
     @property
-    def number(self) -> int: ...  # noqa: D102
+    def number(self) -> int: ...
     @property
-    def priority(self) -> int: ...  # noqa: D102
+    def priority(self) -> int: ...
     @property
-    def num_to_read(self) -> int: ...  # noqa: D102
+    def num_to_read(self) -> int: ...
 
 
 Q = TypeVar("Q", bound=DenseQuery)

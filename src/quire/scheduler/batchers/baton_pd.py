@@ -72,15 +72,12 @@ class BatonPD(PagedRule, DenseRule):
 
     @property
     def swaps_out_prefilled(self) -> bool:
-        """See `PagedRule`."""
         return self.hold == "host"
 
     def num_rows(self, max_num_seqs: int) -> int:
-        """See `PagedRule`."""
         return max_num_seqs + self.queue_options(max_num_seqs).rows
 
     def make(self, state: BatchState) -> Batcher:
-        """See `PagedRule`."""
         return PrefilledQueue(state, self.queue_options(state.max_num_seqs), FirstPrefilled())
 
     def next_group(self, view: BatchView[Q]) -> list[Q]:

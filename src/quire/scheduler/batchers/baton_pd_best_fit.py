@@ -34,7 +34,6 @@ class BatonPDBestFit(BatonPD):
         check_at_least(0, patience=self.patience)
 
     def make(self, state: BatchState) -> Batcher:
-        """See `PagedRule`."""
         options = self.queue_options(state.max_num_seqs)
         return PrefilledQueue(state, options, BestFit(self.patience))
 

@@ -16,7 +16,6 @@ class Continuous(PagedRule):
     name = "continuous"
 
     def make(self, state: BatchState) -> Batcher:
-        """See `PagedRule`."""
         return EveryStep()
 
 
@@ -24,28 +23,22 @@ class EveryStep(Batcher):
     """Batcher without restrictions."""
 
     def begin(self) -> BatchSwaps | None:
-        """See `Batcher`."""
         return None
 
     def decoding(self, ready: list[Request]) -> list[Request]:
-        """See `Batcher`."""
         return ready
 
     def candidate(self, head: Request, budget: int) -> Request | None:
-        """See `Batcher`."""
         return head
 
     def admitted(self, request: Request) -> None:
         """See `Batcher`."""
 
     def may_compute(self, request: Request) -> bool:
-        """See `Batcher`."""
         return True
 
     def prefill_tokens(self, budget: int) -> int:
-        """See `Batcher`."""
         return budget
 
     def stalled(self) -> bool:
-        """See `Batcher`."""
         return False

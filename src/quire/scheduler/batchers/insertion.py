@@ -42,7 +42,6 @@ class FirstPrefilled(Insertion):
     """The order of the queue."""
 
     def choose(self, queue: Sequence[Unit], longest: int) -> Unit:
-        """See `Insertion`."""
         return queue[0]
 
     def inserted(self, unit: Unit, first: Unit) -> None:
@@ -62,13 +61,11 @@ class BestFit(Insertion):
         self._passed = 0
 
     def choose(self, queue: Sequence[Unit], longest: int) -> Unit:
-        """See `Insertion`."""
         if queue[0] is self._first and self._passed >= self._patience:
             return queue[0]
         return best_fit(queue, lambda unit: first_member(unit).num_tokens, longest) or queue[0]
 
     def inserted(self, unit: Unit, first: Unit) -> None:
-        """See `Insertion`."""
         if first is not self._first:
             self._first, self._passed = first, 0
         self._passed += unit is not first

@@ -27,7 +27,6 @@ class Orca(PagedRule, DenseRule):
     name = "orca"
 
     def make(self, state: BatchState) -> Batcher:
-        """See `PagedRule`."""
         free_tokens = state.max_num_batched_tokens - state.max_num_seqs
         return WholePrompts(min(state.chunk_tokens, free_tokens))
 
@@ -47,5 +46,4 @@ class WholePrompts(EveryStep):
         self._longest = longest
 
     def candidate(self, head: Request, budget: int) -> Request | None:
-        """See `Batcher`."""
         return None if budget < head.num_tokens <= self._longest else head

@@ -32,11 +32,9 @@ class PrefillDecode(PagedRule, RunToEnd):
         check_at_least(1, window=self.window)
 
     def num_rows(self, max_num_seqs: int) -> int:
-        """See `PagedRule`."""
         return max(self.ahead, max_num_seqs)
 
     def make(self, state: BatchState) -> Batcher:
-        """See `PagedRule`."""
         order = SimilarLengths(state.waiting, state.max_num_seqs, self.window)
         return Phases(state, self.num_rows(state.max_num_seqs), order)
 

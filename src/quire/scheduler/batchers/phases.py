@@ -42,7 +42,6 @@ class Phases(Batcher):
         self._prefills = True
 
     def begin(self) -> BatchSwaps | None:
-        """See `Batcher`."""
         self._admitted = {unit: None for unit in self._admitted if not has_ended(unit)}
         self._batch = {unit: None for unit in self._batch if unit in self._admitted}
         if self._is_over or self._is_too_large:
@@ -71,11 +70,9 @@ class Phases(Batcher):
         self._prefills = not self._batch
 
     def decoding(self, ready: list[Request]) -> list[Request]:
-        """See `Batcher`."""
         return [] if self._prefills else [r for r in ready if unit_of(r) in self._batch]
 
     def candidate(self, head: Request, budget: int) -> Request | None:
-        """See `Batcher`."""
         for unit in self._admitted if self._prefills else self._batch:
             if waits(unit, self._state.waiting):
                 return first_member(unit)
@@ -85,17 +82,14 @@ class Phases(Batcher):
         return chosen
 
     def admitted(self, request: Request) -> None:
-        """See `Batcher`."""
         self._admitted[unit_of(request)] = None
 
     def may_compute(self, request: Request) -> bool:
-        """See `Batcher`."""
         if not waits_to_decode(request):
             return True
         return not self._prefills and unit_of(request) in self._batch
 
     def prefill_tokens(self, budget: int) -> int:
-        """See `Batcher`."""
         return budget
 
     def stalled(self) -> bool:

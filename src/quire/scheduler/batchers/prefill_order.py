@@ -37,7 +37,6 @@ class FirstCome(PrefillOrder):
     """The order of the queue."""
 
     def choose(self, head: Request) -> Request:
-        """See `PrefillOrder`."""
         return head
 
 
@@ -58,7 +57,6 @@ class SimilarLengths(PrefillOrder):
         self._groups: dict[str, list[Request]] = {}
 
     def choose(self, head: Request) -> Request:
-        """See `PrefillOrder`."""
         if head.progress.num_admissions or not isinf(head.deadline_s):
             return head
         group = [r for r in self._groups.get(head.tenant, ()) if self._belongs(r, head)]

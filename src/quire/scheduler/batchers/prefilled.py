@@ -71,7 +71,6 @@ class PrefilledQueue(Batcher):
     # ---- the batch -----------------------------------------------------------------------------
 
     def begin(self) -> BatchSwaps | None:
-        """See `Batcher`."""
         self._remove_ended()
         self._batch = {unit: None for unit in self._batch if holds_kv(unit)}
         if self._options.prefills_apart and not self._queue(self._admitted):
@@ -164,11 +163,9 @@ class PrefilledQueue(Batcher):
     # ---- a step --------------------------------------------------------------------------------
 
     def decoding(self, ready: list[Request]) -> list[Request]:
-        """See `Batcher`."""
         return [] if self._fills else [r for r in ready if unit_of(r) in self._batch]
 
     def candidate(self, head: Request, budget: int) -> Request | None:
-        """See `Batcher`."""
         if self._state.is_urgent(head):
             return head
         for unit in self._admitted:
@@ -194,7 +191,6 @@ class PrefilledQueue(Batcher):
         )
 
     def admitted(self, request: Request) -> None:
-        """See `Batcher`."""
         self._remove_ended()  # an urgent request is admitted before `begin`
         unit = unit_of(request)
         self._admitted[unit] = None
@@ -205,13 +201,11 @@ class PrefilledQueue(Batcher):
         self._fill()
 
     def may_compute(self, request: Request) -> bool:
-        """See `Batcher`."""
         if not waits_to_decode(request):
             return True
         return not self._fills and unit_of(request) in self._batch
 
     def prefill_tokens(self, budget: int) -> int:
-        """See `Batcher`."""
         if not self._options.tokens or self._free_rows > 0 or self._fills:
             return budget
         prefills = (r for r in self._state.running if not waits_to_decode(r))

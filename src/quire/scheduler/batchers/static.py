@@ -22,7 +22,6 @@ class Static(PagedRule, RunToEnd):
     shapes = True
 
     def make(self, state: BatchState) -> Batcher:
-        """See `PagedRule`."""
         return Phases(state, self.num_rows(state.max_num_seqs), FirstCome())
 
     def next_group(self, view: BatchView[Q]) -> list[Q]:
