@@ -1,8 +1,6 @@
 """Synchronous Python entry point.
 
-Type checks of arguments of the Python API, with errors that name the argument.
-
-The functions take `object`, because the types of the arguments are what they check.
+Checks of its arguments take `object`, because the types of the arguments are what they check.
 """
 
 import threading

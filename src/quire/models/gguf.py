@@ -1,7 +1,6 @@
 """GGUF files: Transformers reads the config and the tokenizer, and decodes the weights.
 
-Metadata of GGUF files that Transformers ignores: RoPE scaling, parts, and types of tensors.
-
+Metadata that Transformers ignores is read here: RoPE scaling, parts, and types of tensors.
 llama.cpp stores the scaling of a model as a type with numbers (linear, yarn), as one divisor for
 each frequency (`rope_freqs`, for llama3 scaling), or as two sets of divisors (longrope). A model
 without its scaling computes other positions, and no error shows it.

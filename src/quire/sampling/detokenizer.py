@@ -1,7 +1,4 @@
-"""Incremental detokenization: returned text is final.
-
-`quire.sampling.detokenizer` decides when an output ends.
-"""
+"""Incremental detokenization, and the rules that end an output: returned text is final."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
