@@ -1,8 +1,9 @@
 """Replaces the layers of a model on a CPU by layers on packed weights.
 
-The replaced weights leave the resident memory. Safetensors maps a weight file and returns views of it. The mapping lasts as long as one view, and
-every page that was read stays in the resident memory of the process. A model whose weights were
-packed would take the bytes of both copies, because a norm or an embedding keeps the mapping.
+The replaced weights leave the resident memory. Safetensors maps a weight file and returns views of
+it. The mapping lasts as long as one view, and every page that was read stays in the resident memory
+of the process. A model whose weights were packed would take the bytes of both copies, because a
+norm or an embedding keeps the mapping.
 """
 
 import ctypes
