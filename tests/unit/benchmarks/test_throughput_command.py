@@ -94,15 +94,6 @@ def test_throughput_runs_without_peers():
     assert run["quick_figures"]["quire_tokens_per_s"] > 0
 
 
-def test_prefill_prints_every_budget():
-    run = last_line(benchmark("prefill", "--quick", "--json"))
-
-    figures = run["quick_figures"]
-    assert run["claims"] == {}
-    assert figures["best_step_tokens"] in run["config"]["budgets"]
-    assert figures[f"over_best_{figures['best_step_tokens']}"] == 1
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
