@@ -41,7 +41,7 @@ def cells() -> Iterator[object]:
         yield pytest.param(codec, rule, marks=marks, id=f"{codec}-{rule.partition(':')[0]}")
 
 
-@pytest.mark.parametrize(("codec", "rule"), cells())
+@pytest.mark.parametrize(("codec", "rule"), list(cells()))
 def test_nothing_moves_with_products_that_round_alike(codec, rule, monkeypatch):
     use_exact_products(monkeypatch)
     found = differences_of(CONFIG, load("llama"), codec, rule)
