@@ -183,9 +183,6 @@ def _json_kind(value: object) -> str:
     return "a list" if isinstance(value, list) else f"the bare value {json.dumps(value)[:40]}"
 
 
-# ---- OpenAI's format ---------------------------------------------------------------------------
-
-
 def _openai_line(value: Mapping[str, Any], number: int, form: LineFormat) -> BatchLine:
     url, name, body = value.get("url"), value.get("custom_id"), value.get("body")
     kind = _URLS.get(url) if isinstance(url, str) else None
@@ -290,9 +287,6 @@ def _token_keys(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     return {int(k) if is_count(k) else k: v for k, v in value.items()}
-
-
-# ---- plain lines -------------------------------------------------------------------------------
 
 
 def _plain_line(value: Mapping[str, Any], number: int, form: LineFormat) -> BatchLine:

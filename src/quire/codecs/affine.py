@@ -38,8 +38,6 @@ def _unpack_even(packed: Tensor, bits: int) -> Tensor:
     return torch.cat(segments, dim=-1)
 
 
-# ---- half ----------------------------------------------------------------------------------------
-
 # Float16 scales and zeros: rounded down or up, so that a range always includes its ends.
 
 LARGEST = 65504.0

@@ -60,8 +60,6 @@ def make_codec(spec: CodecSpec, head_dim: int) -> Codec:
     return equalised(registered()[spec.rule](spec, head_dim))
 
 
-# ---- equalised -----------------------------------------------------------------------------------
-
 # Channel equalisation: each channel is divided by a measured number before it is encoded.
 #
 # Keys have channels that are large in all tokens, and such a channel widens the range of its whole

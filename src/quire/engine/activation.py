@@ -85,8 +85,6 @@ def _estimate(decoder: Decoder, tokens: int, sampled_rows: int, batches: int) ->
     )
 
 
-# ---- out of memory -------------------------------------------------------------------------------
-
 # Out-of-memory errors outside the KV pool.
 
 _CPU_ALLOCATOR = "DefaultCPUAllocator"  # torch has no exception type for exhausted CPU memory

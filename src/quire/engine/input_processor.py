@@ -208,8 +208,6 @@ def _equal_caps_per_layer(eviction: Eviction, heads: int) -> Eviction:
     return replace(eviction, spec=replace(eviction.spec, lane_capacities=equal))
 
 
-# ---- validation ----------------------------------------------------------------------------------
-
 # Validation of a request before it is queued.
 
 MAX_SALT_CHARACTERS = 128

@@ -118,8 +118,6 @@ class Evicting:
             self._evictor.evict(row, keep)
 
 
-# ---- policy --------------------------------------------------------------------------------------
-
 # The arguments of a cache, converted to the policy text that the engine parses.
 
 

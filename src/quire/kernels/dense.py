@@ -127,8 +127,6 @@ def column_sums_dense(
     return sums
 
 
-# ---- partial -------------------------------------------------------------------------------------
-
 # Attention over some of a query's tokens, and the merge of such partial results.
 #
 # If the tokens of a query are on several devices, each device attends to its own tokens, and only

@@ -198,8 +198,6 @@ def _num_tokens(full: FullPrecisionPages, row: int) -> int:
     return int(ends[row + 1] - ends[row])
 
 
-# ---- reference -----------------------------------------------------------------------------------
-
 # Reference implementation of attention, against which every fast path is tested.
 
 

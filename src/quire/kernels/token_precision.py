@@ -233,8 +233,6 @@ def full_precision_columns(
     return FullPrecisionColumns(index, seen & ~exact, exact[:, index], *vectors)
 
 
-# ---- promoted ------------------------------------------------------------------------------------
-
 # Promoted tokens: records of quantization residuals, which are added to the decoded tokens.
 #
 # The tokens with a record change only between steps, so all queries of a step see the same ones.

@@ -19,7 +19,6 @@ from quire.layout.kv_format import KVFormat
 from quire.layout.model import ModelSpec
 from quire.layout.pages import PageClass
 
-# ---- measured ------------------------------------------------------------------------------------
 
 # Codec constants that were measured for a model, and their files.
 #
@@ -151,9 +150,6 @@ def _checked(path: Path, numbers: Tensor, model: ModelSpec) -> Tensor:
             f"{list(numbers.shape)}; run quire calibrate again"
         )
     return numbers
-
-
-# ---- coded layers --------------------------------------------------------------------------------
 
 
 class CodedLayers:

@@ -86,9 +86,6 @@ class CompactionPlan:
         return freed - sum(page_class.page_bytes * n for page_class, n in self.needed_pages.items())
 
 
-# ---- plan --------------------------------------------------------------------------------------
-
-
 def plan_compaction(
     memory: KVMemory,
     group: str,
@@ -216,9 +213,6 @@ def _freed_pages(
         alone = memory.pools[page_class].ref_counts[pages] == 1
         freed[page_class] = freed.get(page_class, 0) + int(np.count_nonzero(alone))
     return freed
-
-
-# ---- commit ------------------------------------------------------------------------------------
 
 
 def require_private_copies(memory: KVMemory, *plans: CompactionPlan) -> None:

@@ -56,8 +56,6 @@ class FlatBatch:
         return np.array_equal(self.rows, rows) and np.array_equal(self.shape.tokens, tokens)
 
 
-# ---- device tables -------------------------------------------------------------------------------
-
 # Page tables as tensors: shared memory on a CPU; on a device, a copy updated by deltas.
 
 

@@ -195,8 +195,6 @@ def _cached(page_class: PageClass, idle: _Counts) -> Iterator[Extent]:
             )
 
 
-# ---- ledger proof --------------------------------------------------------------------------------
-
 # The check of the ledger: the same extents, counted page by page in plain Python.
 
 _Key = tuple[int, str, int, int]  # row, group, references, sequences

@@ -11,7 +11,6 @@ from quire.kv.pages import PageNumbers
 from quire.kv.tables import Rows
 from quire.layout.pages import PageClass
 
-# ---- slot moves ----------------------------------------------------------------------------------
 
 # Slot moves after eviction: a keep mask in, slot numbers out.
 #
@@ -116,9 +115,6 @@ def prove_one_to_one(keep: Mask, moves: SlotMoves) -> None:
     dense = np.arange(keep.shape[1]) < keep.sum(axis=1)[:, None]
     if (filled != dense).any():
         raise InvariantError("a compaction moves two slots into one, or leaves a hole")
-
-
-# ---- listeners -----------------------------------------------------------------------------------
 
 
 class MemoryListener:

@@ -15,7 +15,6 @@ from quire.kv.prefix_key import Block, PrefixIdentity
 from quire.kv.sharing import CachedReference, reference_statistics
 from quire.layout.pages import PageClass
 
-# ---- prefix events -------------------------------------------------------------------------------
 
 # Events of a prefix index: blocks stored and blocks removed.
 #
@@ -85,9 +84,6 @@ class PrefixBroadcast:
                 logger.exception(
                     "prefix listener %s raised and was removed", type(listener).__name__
                 )
-
-
-# ---- prefix node ---------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, eq=False)
@@ -182,8 +178,6 @@ def notify_stored(listener: PrefixListener, nodes: Sequence[PrefixNode], block_t
         listener.stored(keys, parent, tokens, block_tokens)
 
 
-# ---- prefix idle ---------------------------------------------------------------------------------
-
 # Published blocks that no running request uses: the prefix cache, least recently used first.
 
 
@@ -239,8 +233,6 @@ class IdleNodes:
     def _bytes_of(self, node: PrefixNode) -> int:
         return self.block_bytes + node.statistics_bytes(self._memory)
 
-
-# ---- prefix pages --------------------------------------------------------------------------------
 
 # The published blocks that reference some pages, with all blocks that follow them.
 

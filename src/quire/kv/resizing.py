@@ -125,8 +125,6 @@ def require_room_for_one_token(
         )
 
 
-# ---- shrinking -----------------------------------------------------------------------------------
-
 # Removing pages from a row's tables: pages outside a window, and the tail.
 #
 # Each function changes one table and returns the removed pages; `KVMemory` frees them.

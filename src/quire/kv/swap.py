@@ -167,9 +167,6 @@ def _free_private(memory: KVMemory, row: int) -> None:
         memory.pools[table.group.page_class].release(cut_slots(table, row, none))
 
 
-# ---- out ---------------------------------------------------------------------------------------
-
-
 def _gather(
     memory: KVMemory, rows: Rows | Sequence[int], keep_from: int
 ) -> tuple[tuple[SwappedSequence, ...], dict[PageClass, PageNumbers]]:
@@ -224,9 +221,6 @@ def _take_lanes(table: LaneTable, row: int, keep_from: int, seen: _FirstSeen) ->
         page_positions=table.page_positions[row][kept],
         stored=seen.index(table.pages[row][kept]),
     )
-
-
-# ---- in ----------------------------------------------------------------------------------------
 
 
 def _copy_in(memory: KVMemory, swapped: Swapped) -> dict[PageClass, PageNumbers]:

@@ -276,8 +276,6 @@ def _step(source: Mapping[str, object], name: str) -> object:
     return _step(value, rest) if isinstance(value, Mapping) else None
 
 
-# ---- dtypes --------------------------------------------------------------------------------------
-
 # The types of model weights, and their sizes.
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}

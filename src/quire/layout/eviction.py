@@ -215,8 +215,6 @@ KEEP_ALL = EvictionSpec()
 """No eviction."""
 
 
-# ---- cap -----------------------------------------------------------------------------------------
-
 # A cap in tokens, as a fraction of the prompt, or in bytes; resolved to tokens at admission.
 
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "B": 1}

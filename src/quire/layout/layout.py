@@ -229,9 +229,6 @@ def statistics_used(layout: CacheLayout, statistics: Collection[Statistic]) -> f
     return frozenset(wanted & private | always)
 
 
-# ---- fingerprint ---------------------------------------------------------------------------------
-
-
 def layout_fingerprint(layout: CacheLayout) -> str:
     """Return the identity of the bytes of shareable pages, for storage outside of the process.
 
@@ -261,8 +258,6 @@ def _page_fingerprint(page: PageClass) -> str:
         f"page_bytes={page.page_bytes}"
     )
 
-
-# ---- offloadable ---------------------------------------------------------------------------------
 
 # Lane groups that KV offload supports, and their bytes per token.
 

@@ -55,8 +55,6 @@ class FullPrecisionTokens:
         return self.first_relocated + self.relocated
 
 
-# ---- promoted tokens -----------------------------------------------------------------------------
-
 # Promoted tokens: tokens with high eviction scores, stored in more bits (mixed precision).
 #
 # A sequence has private records in each lane, in addition to the pages that hold all its tokens in

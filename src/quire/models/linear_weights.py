@@ -98,8 +98,6 @@ def _is_slow(module: nn.Module) -> TypeGuard[nn.Linear]:
     )
 
 
-# ---- reordering ----------------------------------------------------------------------------------
-
 # Weights of linear layers in the order in which the CPU's matrix product reads them.
 #
 # oneDNN reorders a plain weight in every product. With a reordered weight, a product of 1 to 32

@@ -153,8 +153,6 @@ def _longrope(module: Any, prefix: str, layer_type: str | None, tokens: int) -> 
     return _Frequencies(inverse, float(scaling))
 
 
-# ---- rotations -----------------------------------------------------------------------------------
-
 # Finds the RoPE that a model applies to queries.
 #
 # Module names are not used. The model runs on one token at several positions with attention that

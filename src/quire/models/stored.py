@@ -103,8 +103,6 @@ def _indexed_files(index: Path) -> list[Path]:
     return [index.parent / name for name in sorted({str(name) for name in weight_map.values()})]
 
 
-# ---- shapes --------------------------------------------------------------------------------------
-
 # Checks that a config describes the stored weights, from the headers of the weight files.
 #
 # The layers and the number of parameters are compared first, without building a module: for a

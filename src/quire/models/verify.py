@@ -145,8 +145,6 @@ def _compare(
         )
 
 
-# ---- dense ---------------------------------------------------------------------------------------
-
 # Paged attention without pages: all keys and values are retained, a full float32 softmax, one mask.
 #
 # The reference for fast attention, and the attention of the check at load. It is simple rather

@@ -127,8 +127,6 @@ def silence() -> Iterator[None]:
             transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-# ---- matching ------------------------------------------------------------------------------------
-
 # Checks after loading: every parameter has its weights, and all weights of a layer were loaded.
 
 # Tables that old versions of Transformers stored and newer ones compute.

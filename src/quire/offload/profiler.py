@@ -131,9 +131,6 @@ class Speeds:
         )
 
 
-# ---- online estimates ----------------------------------------------------------------------------
-
-
 @dataclass(slots=True)
 class _Followed:
     estimator: RateEstimator

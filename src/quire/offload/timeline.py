@@ -129,8 +129,6 @@ class Schedule:
                 raise InvariantError(f"{operation.label} at {index} needs {operation.needs}")
 
 
-# ---- timelines -----------------------------------------------------------------------------------
-
 FIRST = "the first"
 """Cause of a stall before the first operation of a lane."""
 

@@ -165,8 +165,6 @@ def _reason(choices: list[Choice], holding: Holding, host_bytes: int) -> str:
     return ", ".join(parts)
 
 
-# ---- roots ---------------------------------------------------------------------------------------
-
 # Intersection of a quadratic cost and a linear one.
 
 

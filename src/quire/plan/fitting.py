@@ -89,8 +89,6 @@ class RateEstimator:
         self._variance *= np.outer(shrink, shrink)
 
 
-# ---- fit -----------------------------------------------------------------------------------------
-
 # Fits of seconds = amounts . coefficients with non-negative coefficients.
 
 
@@ -132,8 +130,6 @@ def _fit(rows: NDArray[np.float64], columns: list[int]) -> NDArray[np.float64]:
     found[columns] = solved / scale
     return found
 
-
-# ---- changes -------------------------------------------------------------------------------------
 
 # Detects lasting changes of times.
 #

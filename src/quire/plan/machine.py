@@ -42,8 +42,6 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-# ---- container -----------------------------------------------------------------------------------
-
 # Memory limits of a container's control groups.
 #
 # The machine's free memory does not include them; the system kills a process that exceeds one.

@@ -96,8 +96,6 @@ def _product_rate(
         return ASSUMED_FLOPS_PER_S
 
 
-# ---- learned costs -------------------------------------------------------------------------------
-
 # Costs that start from the output of `quire profile` and follow the engine's measurements.
 
 # An estimate of 0 would stay 0, so coefficients start at no less than these.

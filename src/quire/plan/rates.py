@@ -109,8 +109,6 @@ def _require_seconds(rates: CopyRate | PrefillRates, *names: str) -> None:
             raise ConfigError(f"expected {field.name} of 0 seconds or more, got {value}")
 
 
-# ---- step rates ----------------------------------------------------------------------------------
-
 # Rates of whole engine steps under one eviction rule: prefill, decode, eviction.
 #
 # They are valid for one model on one machine. `quire profile MODEL` measures and stores them.
@@ -176,8 +174,6 @@ class StepRates:
     blocks: PrefillRates
     decode: DecodeRates
 
-
-# ---- stored rates --------------------------------------------------------------------------------
 
 # Rates of copies, prefill and steps as stored in the file that `quire profile` writes.
 

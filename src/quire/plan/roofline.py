@@ -130,8 +130,6 @@ def crossover_batch(
     return above
 
 
-# ---- parts ---------------------------------------------------------------------------------------
-
 # Bytes and FLOPs of each component of a step, and their least time.
 #
 # Components: the projections of queries, keys and values; attention; the output projection; the

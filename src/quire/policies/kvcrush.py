@@ -221,8 +221,6 @@ def _spread(units: Units, sums: Floats) -> NDArray[np.float64]:
     return np.clip(missed / np.maximum(outside, 1e-12), 0, 1)
 
 
-# ---- stored --------------------------------------------------------------------------------------
-
 # Stored signatures: written at one eviction, read at the next.
 #
 # Signatures are not stored for tokens that are still protected, such as the newest, nor in layers

@@ -106,8 +106,6 @@ class RKV(ScorePolicy):
         return pool(mean[:, None], self.kernel, MAXIMUM)[:, 0]
 
 
-# ---- redundancy ----------------------------------------------------------------------------------
-
 # Similarity of cached keys, computed for a bounded number of pairs at a time.
 
 _ROWS = 128  # fixed, so that sums over rows do not depend on the batch

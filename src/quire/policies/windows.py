@@ -70,8 +70,6 @@ def column_sums(view: KVView, ring: QueryRing) -> Float[Tensor, "lane group slot
     return sums
 
 
-# ---- groups --------------------------------------------------------------------------------------
-
 # Reduction over the query heads that share a KV head.
 
 
@@ -88,8 +86,6 @@ def reduce_group(
         return numbers.amax(dim=1)
     return numbers.mean(dim=1) if heads == MEAN else numbers.sum(dim=1)
 
-
-# ---- pooling -------------------------------------------------------------------------------------
 
 # Scores smoothed over neighbouring tokens, so that retained tokens form groups.
 
@@ -127,8 +123,6 @@ def pool(
         return max_pool1d(numbers, kernel, stride=1, padding=half)
     return avg_pool1d(numbers, kernel, stride=1, padding=half, count_include_pad=True)
 
-
-# ---- scratch -------------------------------------------------------------------------------------
 
 # Bounds the scratch memory of a rule: lanes are processed a few at a time.
 

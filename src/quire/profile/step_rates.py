@@ -216,8 +216,6 @@ def policy_of_rule(evict: str) -> EvictionPolicy | None:
     return make_eviction(with_numbers(evict, cap=1 << 30, every=1, when=DECODE)).policy
 
 
-# ---- static schedule -----------------------------------------------------------------------------
-
 # The schedule of a static batch: its rows are prefilled together and decode together.
 
 

@@ -88,9 +88,6 @@ def same_group(one: Request, other: Request) -> bool:
     return one.group is not None and one.group is other.group
 
 
-# ---- prefill -----------------------------------------------------------------------------------
-
-
 def plan_prefill(request: Request) -> Request:
     """Plan which member of a group is prefilled first, and where the others are forked; return it.
 
@@ -160,9 +157,6 @@ def whole_groups(decoding: list[Request]) -> list[Request]:
         for r in decoding
         if r.group is None or not r.group.atomic or present[id(r.group)] == len(r.group.members)
     ]
-
-
-# ---- forks -------------------------------------------------------------------------------------
 
 
 def due_forks(request: Request) -> list[PlannedFork]:

@@ -105,9 +105,6 @@ def _caps(cap: int, by_head: tuple[int, ...] | None, lanes: int) -> Slots:
     return caps
 
 
-# ---- evictions that are due ----------------------------------------------------------------------
-
-
 def slots_to_keep(request: Request, lanes: EvictingLanes, tokens: int) -> Slots | None:
     """Slots [lanes] to retain before `tokens` more are computed; None if no eviction is due.
 
@@ -192,9 +189,6 @@ def _fitted(keep: Slots, held: Slots) -> Slots:
         fitted += share
         missing -= int(share.sum())
     return fitted
-
-
-# ---- tokens until the next eviction --------------------------------------------------------------
 
 
 def repeats_later(request: Request) -> bool:

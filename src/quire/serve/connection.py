@@ -155,8 +155,6 @@ class TimedConnection(H11Protocol):
         self.transport.abort()
 
 
-# ---- body limit ----------------------------------------------------------------------------------
-
 # Refuses bodies that are too large, and returns the memory of large bodies to the system.
 
 LARGE_BODY_BYTES = 1 << 20
@@ -233,8 +231,6 @@ def _announced_bytes(scope: Scope) -> int:
     # 20 digits are over any limit, and Python refuses to read 4,301
     return int(lengths[0][:20]) if lengths and lengths[0].isdigit() else 0
 
-
-# ---- listen --------------------------------------------------------------------------------------
 
 # The server's socket: bound before the model is loaded, so that a port in use is reported at once.
 

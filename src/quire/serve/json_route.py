@@ -141,8 +141,6 @@ def _check_content_type(content_type: str | None) -> None:
     )
 
 
-# ---- json slices ---------------------------------------------------------------------------------
-
 # Parses large JSON in slices, so that other threads can run in between.
 #
 # `json.loads` is one call into C that holds the GIL: 0.4 s for 8 MiB of token ids. Here Python code

@@ -15,7 +15,6 @@ MAX_CHARACTER_BYTES = 4
 SEARCHED_CHARACTERS = 16
 """Characters in which a token is searched that does not match the text, such as removed spaces."""
 
-# ---- pieces --------------------------------------------------------------------------------------
 
 # Text and bytes of single tokens, for log-probabilities.
 
@@ -150,8 +149,6 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 _BYTE_OF = _byte_level_alphabet()
 
-
-# ---- logprobs ------------------------------------------------------------------------------------
 
 MIN_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON cannot represent."""

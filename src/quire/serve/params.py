@@ -136,8 +136,6 @@ def _params(
     return SamplingParams(**requested | options)
 
 
-# ---- field names ---------------------------------------------------------------------------------
-
 # Maps an invalid option of the engine to the field of the body that sets it.
 
 _PROMPT = ("prompt", "messages", "tokens", "input")

@@ -9,7 +9,6 @@ from quire.errors import ConfigError
 from quire.layout.options import check_options, option
 from quire.plan.ceilings import Ceilings
 
-# ---- rates ---------------------------------------------------------------------------------------
 
 # Rates of a simulated machine: memory reads, matrix products and copies per second.
 
@@ -55,8 +54,6 @@ class Rates:
             copy_bytes_per_s=self.copy_bytes_per_s * efficiency,
         )
 
-
-# ---- machine -------------------------------------------------------------------------------------
 
 PROFILE = "profile"
 MachineName = Literal["a100", "h100", "h200", "profile"]

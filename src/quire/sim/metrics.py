@@ -189,8 +189,6 @@ def _fairness(result: SimResult) -> Numbers:
     return found if index is None else found | {"jain_index": index}
 
 
-# ---- reuse ---------------------------------------------------------------------------------------
-
 # The part of a trace's prompts that an unlimited prefix cache could serve.
 
 

@@ -68,8 +68,6 @@ def _draw_ttft(axes: "Axes", ttft_s: Sequence[float]) -> None:
     axes.set_ylim(0, 1)
 
 
-# ---- svg -----------------------------------------------------------------------------------------
-
 # Draw one plot as an SVG file; equal plots give equal bytes.
 
 _SIZE_INCHES = (8, 4)

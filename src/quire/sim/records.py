@@ -104,8 +104,6 @@ def open_record(request: TraceRequest, max_positions: int) -> RequestRecord:
     )
 
 
-# ---- gauges --------------------------------------------------------------------------------------
-
 # Statistics recorded at every step, weighted by the duration of the step.
 
 _SAMPLES_AT_MOST = 4096

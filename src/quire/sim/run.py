@@ -240,8 +240,6 @@ def _make_swapper(memory: KVMemory, config: SimConfig, copies: TimedCopies) -> S
     return Swapper(memory, pool, LearnedCosts(costs), config.schedule.preempt, clock=copies)
 
 
-# ---- unsimulated ---------------------------------------------------------------------------------
-
 # KV options that a simulation does not support.
 
 

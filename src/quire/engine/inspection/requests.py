@@ -206,9 +206,6 @@ def _with_waits(events: Iterable[KVEvent], arrival_s: float) -> Iterator[Row]:
         yield shown
 
 
-# ---- rows ----------------------------------------------------------------------------------------
-
-
 def open_row(engine: "Engine", request: Request, why: Waiting | None = None) -> Row:
     """Numbers of an open request as JSON values.
 

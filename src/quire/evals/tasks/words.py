@@ -185,8 +185,6 @@ class BookFiller:
         return self.text[start : end if end > start else start + characters]
 
 
-# ---- haystack ------------------------------------------------------------------------------------
-
 # The book text that records are hidden in, shipped with the package (see assets/haystack.md).
 
 

@@ -105,8 +105,6 @@ class BatchOptions:
         return self.rows == PAGED or (self.rows == AUTO and (self._needs_pages or continuous))
 
 
-# ---- checks --------------------------------------------------------------------------------------
-
 # Checks of a dynamic batch before it allocates memory.
 
 

@@ -183,8 +183,6 @@ class Query:
         return (self.priority, deadline_s, self.number)
 
 
-# ---- queues --------------------------------------------------------------------------------------
-
 # The queues: queries that wait for their prefill, and queries with KV but no row.
 
 _QUEUED = (QueryState.WAITING, QueryState.READY)
@@ -235,8 +233,6 @@ class QueryQueues:
         heads = [queue[0] for queue in (self.waiting, self.ready) if queue]
         return min(heads, key=lambda found: found.rank, default=None)
 
-
-# ---- record --------------------------------------------------------------------------------------
 
 # Records of a step of a dynamic batch: tokens for the user, measurements for benchmarks.
 

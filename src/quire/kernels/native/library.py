@@ -261,8 +261,6 @@ def _torch_parallel_for() -> int | None:
     return ctypes.cast(function, ctypes.c_void_p).value
 
 
-# ---- fitness -------------------------------------------------------------------------------------
-
 # Checks of a built library before it is loaded: complete, and built for this machine.
 #
 # Loading a truncated or altered file can crash the process, so its digest is first compared with

@@ -69,8 +69,6 @@ class KVShape:
         return self.slab_bytes(rows, capacity) + (largest + POSITION_BYTES) * rows * capacity
 
 
-# ---- row -----------------------------------------------------------------------------------------
-
 # The KV of one row outside a batch: packed, without padding, in device or CPU memory.
 
 Layer = tuple[Float[Tensor, "head token key_dim"], Float[Tensor, "head token value_dim"]]
@@ -149,8 +147,6 @@ class SharedKV(RowKV):
             super().free()
         self.layers = ()
 
-
-# ---- positions -----------------------------------------------------------------------------------
 
 # Logical positions of a slab's new columns.
 

@@ -39,8 +39,6 @@ class ResidualSimilarityStep:
         self._records.add(layer, record[:, None].expand(-1, self._num_kv_heads, -1))
 
 
-# ---- query moments -------------------------------------------------------------------------------
-
 # Count, sum and sum of outer products of all queries before RoPE, those of evicted tokens included.
 
 
@@ -100,8 +98,6 @@ class MomentsStep:
     def _moments(self, query: Tensor, counted: Tensor) -> Tensor:
         return moments(query, counted, self._num_kv_heads)
 
-
-# ---- query ring ----------------------------------------------------------------------------------
 
 # The newest queries after RoPE: the query at position p is in record p % window.
 

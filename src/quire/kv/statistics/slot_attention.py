@@ -199,8 +199,6 @@ def _statistic_rows(
     )
 
 
-# ---- chunk weights -------------------------------------------------------------------------------
-
 # Recomputed attention weights of a prefill chunk, per query instead of summed over queries.
 #
 # Measures that are not linear in the weights (maximum over heads, squares, threshold) need the row

@@ -186,8 +186,6 @@ class PrefixOffloader:
                 self._sharing.withdraw_from_cache(other)
 
 
-# ---- evictor -------------------------------------------------------------------------------------
-
 # Evicts from requests with offloaded pages, which are loaded back first.
 #
 # Eviction rules read and move slots, so the pages must be in the KV memory. If they do not fit, the

@@ -16,7 +16,6 @@ from quire.offload.schedule.work import BatchTokens
 from quire.offload.timeline import LANES, Kind, Operation, Schedule, Span, Timeline
 from quire.plan.offload.split import OffloadRates, best_shares, share_rows
 
-# ---- prefix shares -------------------------------------------------------------------------------
 
 # Pages of an offloaded prefix that are recomputed, transferred, or attended to on the CPU:
 #
@@ -101,8 +100,6 @@ def divide_prefixes(
 def _recomputed(prefix: OffloadedPrefix, columns: int) -> range:
     return range(prefix.known.start, prefix.known.start + columns) if columns else range(0)
 
-
-# ---- prefix splits -------------------------------------------------------------------------------
 
 _MIN_MOVE = 0.1  # smallest change of the CPU attention share, as a fraction of all tokens
 

@@ -93,8 +93,6 @@ def slot_places(
     return np.concatenate(pages, axis=1), np.concatenate(offsets)
 
 
-# ---- staging use ---------------------------------------------------------------------------------
-
 # The batches of the step that copies into the staging pages; their copies must end before pages
 # are moved.
 

@@ -65,9 +65,6 @@ class PrefixKV:
         return self.blocks.nbytes + self.snapshot.nbytes
 
 
-# ---- engine --------------------------------------------------------------------------------------
-
-
 def gather(
     index: PrefixIndex,
     lease: PrefixLease,
@@ -200,9 +197,6 @@ def _check_sizes(memory: KVMemory, block_tokens: int, kv: PrefixKV) -> None:
             f"expected {shape[0]} blocks of {shape[1]:,} B and {snapshot_bytes:,} B of statistics, "
             f"got {kv.blocks.shape} and {kv.snapshot.nbytes:,} B"
         )
-
-
-# ---- file ----------------------------------------------------------------------------------------
 
 
 def write_file(kv: PrefixKV, path: Path) -> None:

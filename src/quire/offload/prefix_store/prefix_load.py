@@ -205,8 +205,6 @@ class PrefixLoad:
             self.claimed_from = self.loaded_from
 
 
-# ---- load rate -----------------------------------------------------------------------------------
-
 # Load time of each tier: measured when the tier is opened, updated from every segment.
 
 PROBE_INTERVAL_S = 10.0

@@ -24,7 +24,6 @@ from quire.layout.codecs import WIDEST_GROUP, CodecSpec
 from quire.offload.recompute.activation_allocator import ActivationAllocator, Segment
 from quire.offload.swap.host_store import pin_memory
 
-# ---- activation codec ----------------------------------------------------------------------------
 
 # Storage and transfer format of attention inputs (X): as computed, or as codes of a codec.
 #
@@ -78,8 +77,6 @@ class ActivationCodec:
         ]
         return self._codec.decode(planes).to(self.dtype).view(len(rows), self.hidden)
 
-
-# ---- activation store ----------------------------------------------------------------------------
 
 _SHORT = 8  # longest run of a row's tokens that is copied token by token
 

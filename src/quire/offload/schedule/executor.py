@@ -5,7 +5,6 @@ from typing import Protocol, runtime_checkable
 
 from quire.offload.timeline import Operation, Schedule, Span, Timeline
 
-# ---- interface -----------------------------------------------------------------------------------
 
 Work = Callable[[Operation], object]
 """Executes an operation, such as a copy or a product. On a device it may return after it has
@@ -40,8 +39,6 @@ def dispatch(kinds: Mapping[str, Work]) -> Work:
 
     return do
 
-
-# ---- virtual -------------------------------------------------------------------------------------
 
 # An executor with a virtual clock: operations have exactly the given durations, no thread waits.
 #

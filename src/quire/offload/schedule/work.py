@@ -105,8 +105,6 @@ def even_layers(
     return (first, *[tuple(batches)] * (num_layers - 1))
 
 
-# ---- rules ---------------------------------------------------------------------------------------
-
 # Layout of a step: what is prefetched, in which chunks, and the size of staging.
 
 _CALLS_OF_A_CHUNK = 10  # least duration of a chunk in fixed copy times, so overhead is at most 10 %

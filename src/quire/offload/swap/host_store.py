@@ -200,8 +200,6 @@ def _packed(
     return buffer[start : start + num_bytes].view(num_pages, page_class.page_bytes)
 
 
-# ---- pinned memory -------------------------------------------------------------------------------
-
 # Host memory for direct access by a device: pinned in place, at exact size.
 
 

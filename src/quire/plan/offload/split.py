@@ -133,8 +133,6 @@ def share_rows(tokens: tuple[int, ...], x_tokens: int, page_tokens: int = 1) -> 
     return tuple(found)
 
 
-# ---- shares --------------------------------------------------------------------------------------
-
 # Three resources in parallel: the link transfers KV and X, the device recomputes, the CPU attends.
 #
 # Least T with  x l + k t <= T,  r l + c <= T,  u a (+ c) <= T,  l + t + a = S - g,  all 0 or more.

@@ -163,8 +163,6 @@ class Budget:
         return keep
 
 
-# ---- shares --------------------------------------------------------------------------------------
-
 # Rounding to whole tokens with an exact total: the largest fractions are rounded up.
 
 

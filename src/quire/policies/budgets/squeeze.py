@@ -93,8 +93,6 @@ class Squeeze(Budget):
         return [share if layer in giving else others for layer in range(layers)]
 
 
-# ---- clusters ------------------------------------------------------------------------------------
-
 # Optimal clusters in one dimension, computed exactly, so that the result is deterministic.
 
 

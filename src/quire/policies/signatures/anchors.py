@@ -19,7 +19,6 @@ from quire.errors import ConfigError, UnknownName
 from quire.policies.best import count_of
 from quire.policies.lots import lots_of
 
-# ---- bits ----------------------------------------------------------------------------------------
 
 # Bits packed in words of 64, and Hamming distances.
 
@@ -77,8 +76,6 @@ def hamming(words: Words, anchor: Words) -> NDArray[np.int64]:
         distance = differ.sum(axis=-1, dtype=np.int64)
     return distance
 
-
-# ---- anchors -------------------------------------------------------------------------------------
 
 RANDOM, ALTERNATING, MEAN, ZEROS, ONES = "random", "alternating", "mean", "zeros", "ones"
 FARTHEST = "farthest"

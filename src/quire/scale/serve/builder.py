@@ -87,8 +87,6 @@ def recipe_with_keys(
     )
 
 
-# ---- configs by flags ----------------------------------------------------------------------------
-
 _CONFIGS = (KVConfig, ScheduleConfig, ServerConfig, RayConfig, RouterConfig)
 
 

@@ -119,9 +119,6 @@ class BatcherRule(ABC):
     name: ClassVar[str]
 
 
-# ---- pages -------------------------------------------------------------------------------------
-
-
 class PagedRule(BatcherRule):
     """Batching rule of a scheduler, whose KV is in pages."""
 
@@ -137,9 +134,6 @@ class PagedRule(BatcherRule):
     @abstractmethod
     def make(self, state: BatchState) -> Batcher:
         """Create the batcher of one scheduler."""
-
-
-# ---- dense rows --------------------------------------------------------------------------------
 
 
 @runtime_checkable

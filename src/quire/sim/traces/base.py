@@ -89,8 +89,6 @@ def own_answer(line: int, tokens: int) -> Segment:
     return Segment(-2 * line - 2, tokens)
 
 
-# ---- options -------------------------------------------------------------------------------------
-
 # User options that change a trace before it is simulated.
 
 AUTO = "auto"

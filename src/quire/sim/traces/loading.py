@@ -118,8 +118,6 @@ def _poisson(rate: int | float, seed: int) -> Iterator[float]:
     return itertools.accumulate((draws.expovariate(rate) for _ in itertools.count()), initial=0.0)
 
 
-# ---- tenants -------------------------------------------------------------------------------------
-
 # Assignment of requests to tenants.
 #
 # column:NAME                 read from the file's column or key of this name
