@@ -19,7 +19,6 @@ from quire.layout.kv_format import KVFormat
 from quire.layout.model import ModelSpec
 from quire.layout.pages import PageClass
 
-
 # Codec constants that were measured for a model, and their files.
 #
 #     <model>/quire-kv/key.int8_channel.safetensors     layers.0.scale, layers.1.scale, ...

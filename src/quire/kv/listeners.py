@@ -11,7 +11,6 @@ from quire.kv.pages import PageNumbers
 from quire.kv.tables import Rows
 from quire.layout.pages import PageClass
 
-
 # Slot moves after eviction: a keep mask in, slot numbers out.
 #
 # slots         0 1 2 3 | 4 5 6 7 | 8 9 . .      retain 6 of 10: x marks evicted slots

@@ -15,7 +15,6 @@ from quire.kv.prefix_key import Block, PrefixIdentity
 from quire.kv.sharing import CachedReference, reference_statistics
 from quire.layout.pages import PageClass
 
-
 # Events of a prefix index: blocks stored and blocks removed.
 #
 # A block is a number of whole pages. Its name is the hash of its chain: of all tokens up to its

@@ -9,7 +9,6 @@ from quire.errors import ConfigError
 from quire.layout.options import check_options, option
 from quire.plan.ceilings import Ceilings
 
-
 # Rates of a simulated machine: memory reads, matrix products and copies per second.
 
 

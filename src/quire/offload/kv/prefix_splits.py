@@ -16,7 +16,6 @@ from quire.offload.schedule.work import BatchTokens
 from quire.offload.timeline import LANES, Kind, Operation, Schedule, Span, Timeline
 from quire.plan.offload.split import OffloadRates, best_shares, share_rows
 
-
 # Pages of an offloaded prefix that are recomputed, transferred, or attended to on the CPU:
 #
 #     columns   | transferred (no X) | recomputed from X | transferred    | CPU attention |

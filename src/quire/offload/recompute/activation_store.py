@@ -24,7 +24,6 @@ from quire.layout.codecs import WIDEST_GROUP, CodecSpec
 from quire.offload.recompute.activation_allocator import ActivationAllocator, Segment
 from quire.offload.swap.host_store import pin_memory
 
-
 # Storage and transfer format of attention inputs (X): as computed, or as codes of a codec.
 #
 # A row holds one token: its elements in vectors of up to 64, and for each the bytes of all planes.

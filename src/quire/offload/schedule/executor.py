@@ -5,7 +5,6 @@ from typing import Protocol, runtime_checkable
 
 from quire.offload.timeline import Operation, Schedule, Span, Timeline
 
-
 Work = Callable[[Operation], object]
 """Executes an operation, such as a copy or a product. On a device it may return after it has
 submitted the operation."""

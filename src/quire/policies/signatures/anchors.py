@@ -19,7 +19,6 @@ from quire.errors import ConfigError, UnknownName
 from quire.policies.best import count_of
 from quire.policies.lots import lots_of
 
-
 # Bits packed in words of 64, and Hamming distances.
 
 WORD_BITS = 64
