@@ -53,6 +53,7 @@ def test_every_line_has_one_record(batch):
     assert {record["id"] for record in records} == {f"p{i}" for i in range(20)}
     assert all(record["error"] is None for record in records)
     assert all(record["usage"]["completion_tokens"] <= 6 for record in records)
+    assert "warning" not in result.stderr  # as no id is there twice
 
 
 def test_prompts_shorter_than_a_rule_in_percent_needs_are_answered(batch):
@@ -64,13 +65,12 @@ def test_prompts_shorter_than_a_rule_in_percent_needs_are_answered(batch):
     assert [record["error"] for record in read_records(target)] == [None] * 4
 
 
+def openai_line(name: str, **body: object) -> object:
+    return {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": body}
+
+
 def completion(name: str, prompt: object, **body: object) -> object:
-    return {
-        "custom_id": name,
-        "method": "POST",
-        "url": "/v1/completions",
-        "body": {"prompt": prompt, "seed": 3, "temperature": 1.0, "n": 2, **body},
-    }
+    return openai_line(name, prompt=prompt, seed=3, temperature=1.0, n=2, **body)
 
 
 def test_line_with_several_prompts_has_one_record_with_all_choices(batch):
@@ -166,9 +166,7 @@ def test_retry_failed_runs_only_the_failed_lines(batch):
 
 
 def test_retry_failed_runs_failed_lines_of_the_openai_format(batch):
-    body = {"prompt": [5] * 300, "max_tokens": 2}
-    line = {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": body}
-    batch([line])
+    batch([openai_line("c", prompt=[5] * 300, max_tokens=2)])
 
     result, target = batch(None, "--retry-failed", "--kv-memory", "512KiB")
 
@@ -185,8 +183,7 @@ def test_blank_lines_are_skipped(batch):
 
 
 def test_both_formats_can_be_mixed_in_one_file(batch):
-    body = {"prompt": [3, 4], "max_tokens": 2}
-    line = {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": body}
+    line = openai_line("c", prompt=[3, 4], max_tokens=2)
 
     _, target = batch([line, *prompts(1)])
 
@@ -318,22 +315,25 @@ def test_lines_share_kv_only_with_equal_cache_salt(batch, tmp_path: Path):
     assert cached[2] > 0
 
 
-@pytest.mark.parametrize("name", ["nowhere.jsonl", "."])
-def test_input_that_is_not_a_file_is_refused(quire, tmp_path: Path, name: str):
-    result = quire("batch", "quire-tiny", tmp_path / name, tmp_path / "out.jsonl")
+@pytest.mark.parametrize(
+    ("source", "target", "message"),
+    [
+        ("nowhere.jsonl", "out.jsonl", "error: "),
+        (".", "out.jsonl", "error: "),
+        ("in.jsonl", "nowhere/out.jsonl", "cannot be written"),
+    ],
+)
+def test_files_that_cannot_be_used_are_refused(
+    quire, tmp_path: Path, source: str, target: str, message: str
+):
+    write_lines(tmp_path / "in.jsonl", prompts(1))
+
+    result = quire("batch", "quire-tiny", tmp_path / source, tmp_path / target)
 
     assert result.exit_code == 2
     assert result.stderr.startswith("error: ")
-    assert not (tmp_path / "out.jsonl").exists()
-
-
-def test_unwritable_output_is_refused(quire, tmp_path: Path):
-    source = write_lines(tmp_path / "in.jsonl", prompts(1))
-
-    result = quire("batch", "quire-tiny", source, tmp_path / "nowhere" / "out.jsonl")
-
-    assert result.exit_code == 2
-    assert "cannot be written" in result.stderr
+    assert message in result.stderr
+    assert not (tmp_path / target).exists()
 
 
 def test_empty_input_gives_an_empty_output(batch):
@@ -436,8 +436,7 @@ def test_state_file_is_json_with_the_config(batch):
 
 
 def test_duplicate_ids_are_warned_about_and_all_lines_run(batch):
-    body = {"prompt": [3, 4], "max_tokens": 2}
-    line = {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": body}
+    line = openai_line("c", prompt=[3, 4], max_tokens=2)
 
     result, target = batch([*prompts(2), line, {"id": "c", "prompt": [3]}, "{", line, line])
 
@@ -450,22 +449,19 @@ def test_duplicate_ids_are_warned_about_and_all_lines_run(batch):
 
 
 def test_lines_that_name_another_model_are_warned_about_and_run(batch):
-    def line(name: str, model: str) -> dict:
-        body = {"model": model, "prompt": [3, 4], "max_tokens": 2}
-        return {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": body}
+    models = {"a": "gpt-x", "b": "gpt-y", "c": "gpt-x"}
 
-    result, target = batch([line("a", "gpt-x"), line("b", "gpt-y"), line("c", "gpt-x")])
+    result, target = batch(
+        [
+            openai_line(name, model=model, prompt=[3, 4], max_tokens=2)
+            for name, model in models.items()
+        ]
+    )
 
     (warning,) = [line for line in result.stderr.splitlines() if line.startswith("warning")]
     assert warning.startswith("warning: line 1 names model 'gpt-x', but ")
     assert warning.endswith(" runs all lines; 1 more names in other lines")
     assert [record["error"] for record in read_records(target)] == [None] * 3
-
-
-def test_unique_ids_give_no_warning(batch):
-    result, _ = batch(prompts(4))
-
-    assert "warning" not in result.stderr
 
 
 def test_overwrite_and_retry_failed_exclude_each_other(batch):
