@@ -133,6 +133,7 @@ def test_perplexity_of_a_codec_is_higher(judge):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("gat",), "no such command 'gat'"),
         (("--suite", "quik"), "unknown suite 'quik': did you mean quick"),
         (("--tasks", "line"), "unknown task 'line': did you mean lines"),
         (("--tasks", "lines", "--tokens", "many"), "--tokens as whole numbers"),
@@ -147,10 +148,6 @@ def test_perplexity_of_a_codec_is_higher(judge):
 )
 def test_invalid_options_are_refused(arguments, message, judge):
     assert message in refused(*arguments, "--kv-memory", "8MiB")
-
-
-def test_misspelt_command_is_no_model():
-    assert "no such command 'gat'" in refused("gat")
 
 
 def test_help_lists_the_commands():

@@ -2,11 +2,15 @@
 
 import asyncio
 import json
-from contextlib import asynccontextmanager
+import socket
+import threading
+import time
+from contextlib import asynccontextmanager, contextmanager
 from functools import cache
 
 import httpx
 import pytest
+import uvicorn
 
 from quire.api.llm import LLM
 from quire.config.kv_config import KVConfig
@@ -100,10 +104,41 @@ def stream(post):
     return send
 
 
+def refused(response, param):
+    """The message of a bad request that names a field; errors of /v1/messages have no field."""
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error.get("param", "none") == param, error
+    return error["message"]
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.01)
+
+
+@contextmanager
+def running_server(llm):
+    """A server in a thread; yields its address."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = uvicorn.Server(uvicorn.Config(create_app(llm), log_level="warning"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            wait_until(lambda: server.started)
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+
+
 @asynccontextmanager
-async def client_of(llm, *, tenant_keys=None, **options):
+async def client_of(llm, *, tenant_keys=None, tenants=None, **options):
     """A client of an application whose lifespan has started."""
-    app = create_app(llm, ServerConfig(**options), tenant_keys=tenant_keys)
+    app = create_app(llm, ServerConfig(**options), tenant_keys=tenant_keys, tenants=tenants)
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:

@@ -77,14 +77,11 @@ def test_access_log_has_the_response_id_of_the_client(serve, lines, path, body):
     assert f'"{response_id}-0"' in json.dumps(requests)
 
 
-def test_access_log_can_be_turned_off(serve, lines):
-    serve(lambda client: client.get("/version"), access_log=False)
-
-    assert lines() == []
-
-
-def test_probes_are_not_logged(serve, lines):
-    serve(lambda client: client.get("/health"))
+@pytest.mark.parametrize(
+    ("path", "options"), [("/health", {}), ("/version", {"access_log": False})]
+)
+def test_probes_and_a_log_that_is_off_have_no_lines(serve, lines, path, options):
+    serve(lambda client: client.get(path), **options)
 
     assert lines() == []
 

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from quire.batch.lines import BatchError, LineFormat, parse_line
+from serve.conftest import refused
 
 CHATS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 PARTS = (
@@ -58,13 +59,6 @@ def prompt_tokens(response):
     return usage["prompt_tokens"] if "prompt_tokens" in usage else usage["input_tokens"] + cached
 
 
-def refused(response, param=None):
-    assert response.status_code == 400, response.text
-    error = response.json()["error"]
-    assert error.get("param") == param
-    return error["message"]
-
-
 # ---- contents ------------------------------------------------------------------------------------
 
 
@@ -102,15 +96,15 @@ def test_message_whose_text_vanishes_is_refused_in_every_api(template, post, llm
     message = refused(post(RESPONSES, input=[USER, item]), "input.1")
     assert message.startswith("the text of input.1 (role 'system') does not appear in the prompt")
     body = {"messages": [USER], "system": "Be brief.", "max_tokens": 1}
-    assert "the text of system (" in refused(post(MESSAGES, **body))
-    assert "the text of system (" in refused(post(f"{MESSAGES}/count_tokens", **body))
+    assert "the text of system (" in refused(post(MESSAGES, **body), "none")
+    assert "the text of system (" in refused(post(f"{MESSAGES}/count_tokens", **body), "none")
 
 
 def test_later_message_that_vanishes_is_named_by_its_field(template, post):
     template("{{ messages[0].content }}{{ messages[1].content }}")
     turns = [USER, USER, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "w"}]
 
-    message = refused(post(MESSAGES, messages=turns, max_tokens=1))
+    message = refused(post(MESSAGES, messages=turns, max_tokens=1), "none")
 
     assert "the text of messages.3 (role 'user')" in message
 
@@ -196,7 +190,8 @@ def test_last_message_that_cannot_be_continued_is_refused(post, path, content, f
     turns = [USER, {"role": "assistant", "content": content}]
     tools = [{"name": "f", "input_schema": {"type": "object"}}]
 
-    assert text in refused(post(path, messages=turns, max_tokens=4, tools=tools, **fields))
+    response = post(path, messages=turns, max_tokens=4, tools=tools, **fields)
+    assert text in refused(response, "none")
 
 
 # ---- turns ---------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import asyncio
 import base64
 
-import httpx
 import numpy as np
 import pytest
 
@@ -12,12 +11,10 @@ from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.inspection.requests import read_retention
-from quire.serve.app import create_app
-from quire.serve.config import ServerConfig
+from serve.conftest import PATIENCE_S, client_of
 from support.kv_load import BLUE, RED, read, running, two_tenants
 
 CAP = 32
-PATIENCE_S = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -131,13 +128,8 @@ def serve_evicting(evicting):
 
     def run(main, **options):
         async def with_client():
-            app = create_app(evicting, ServerConfig(**options))
-            async with app.router.lifespan_context(app):
-                transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-                async with httpx.AsyncClient(
-                    transport=transport, base_url="http://localhost"
-                ) as client:
-                    return await main(client)
+            async with client_of(evicting, **options) as client:
+                return await main(client)
 
         return asyncio.run(asyncio.wait_for(with_client(), PATIENCE_S))
 

@@ -2,44 +2,27 @@
 
 import signal
 import socket
-import threading
-import time
 
 import httpx
 import openai
 import pytest
-import uvicorn
 
 from quire.errors import ConfigError
-from quire.serve.app import create_app
 from quire.serve.connection import bind
+from serve.conftest import PATIENCE_S, PROMPT, running_server, wait_until
 from support.forking import Program
 
-PROMPT = "<|doc|>Once upon a time"
 MESSAGES = [{"role": "user", "content": "Once upon a time"}]
-PATIENCE_S = 120.0
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")
 def client(llm):
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(create_app(llm), log_level="warning"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    wait_until(lambda: server.started)
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+    options = {"api_key": "none", "max_retries": 0, "timeout": PATIENCE_S}
+    with (
+        running_server(llm) as address,
+        openai.OpenAI(base_url=f"{address}/v1", **options) as client,
+    ):
         yield client
-    server.should_exit = True
-    thread.join(PATIENCE_S)
-    assert not thread.is_alive()
 
 
 def test_client_lists_the_model(client):

@@ -8,7 +8,6 @@ import socket
 import ssl
 import subprocess
 import threading
-import time
 from contextlib import contextmanager
 
 import httpx
@@ -24,9 +23,9 @@ from quire.serve import streaming
 from quire.serve.app import banner, concurrent_requests, create_app, uvicorn_config
 from quire.serve.config import ServerConfig
 from quire.serve.service import Service
+from serve.conftest import PATIENCE_S, wait_until
 from support.forking import Program
 
-PATIENCE_S = 120.0
 LONG = {"prompt": [5] * 8, "max_tokens": 300, "ignore_eos": True, "temperature": 0}
 
 
@@ -345,13 +344,6 @@ def received(client):
     while parts == [] or parts[-1]:
         parts.append(client.recv(65_536))
     return b"".join(parts).decode()
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 # ---- in process ----------------------------------------------------------------------------------

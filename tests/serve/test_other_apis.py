@@ -2,22 +2,16 @@
 
 import asyncio
 import json
-import socket
-import threading
-import time
-from contextlib import contextmanager
 
 import anthropic
 import openai
 import pytest
-import uvicorn
 from pydantic import BaseModel
 
 from quire.serve.apis.messages import MessagesFormat
-from quire.serve.app import create_app
 from quire.serve.errors import one_line
 from quire.serve.tenant_keys import TenantKeys
-from serve.conftest import client_of
+from serve.conftest import client_of, running_server
 
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 USER = {"role": "user", "content": "Once upon a time"}
@@ -413,24 +407,6 @@ def test_key_of_anthropics_clients(llm):
 # ---- clients -------------------------------------------------------------------------------------
 
 
-@contextmanager
-def running(llm):
-    """A server in a thread; yields its address."""
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        config = uvicorn.Config(create_app(llm), log_level="critical", ws="none")
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
-        thread.start()
-        try:
-            while not server.started:
-                time.sleep(0.01)
-            yield f"http://127.0.0.1:{bound.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join()
-
-
 class City(BaseModel):
     """A structured output."""
 
@@ -440,7 +416,7 @@ class City(BaseModel):
 def test_unmodified_clients(llm):
     keys = {"api_key": "none", "max_retries": 0}
     with (
-        running(llm) as url,
+        running_server(llm) as url,
         openai.OpenAI(base_url=f"{url}/v1", **keys) as client,
         anthropic.Anthropic(base_url=url, **keys) as other,
     ):

@@ -20,18 +20,11 @@ from quire.serve.logprobs import TokenPieces
 from quire.serve.protocol import Message
 from quire.serve.tenant_keys import TenantFile, read_tenant_keys
 from quire.serve.text import LONG_TEXT_CHARACTERS, Texts, Turn, sequences_of_words, with_budget
-from serve.conftest import PATIENCE_S, PROMPT, client_of
+from serve.conftest import PATIENCE_S, PROMPT, client_of, refused
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 BODIES = {COMPLETIONS: {"prompt": PROMPT}, CHATS: {"messages": [{"role": "user", "content": "Hi"}]}}
 LONG = "<|doc|>Once upon a time there was a king who had three sons and a daughter. " * 8
-
-
-def refused(response, param):
-    assert response.status_code == 400, response.text
-    error = response.json()["error"]
-    assert error["param"] == param, error
-    return error["message"]
 
 
 # ---- truncate_prompt_tokens ----------------------------------------------------------------------
@@ -284,19 +277,10 @@ def evicting():
     return LLM("quire-tiny", dtype="float32", kv=kv, verify=False)
 
 
-def call(llm, body, *, headers=None, **options):
-    import asyncio
-
-    import httpx
-
+def call(llm, body, **options):
     async def main():
-        app = create_app(llm, ServerConfig(), **options)
-        async with app.router.lifespan_context(app):
-            transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(
-                transport=transport, base_url="http://localhost"
-            ) as client:
-                return await client.post(COMPLETIONS, json=body, headers=headers)
+        async with client_of(llm, **options) as client:
+            return await client.post(COMPLETIONS, json=body)
 
     return asyncio.run(main())
 
@@ -347,14 +331,6 @@ def test_rule_of_a_tenant_is_the_default_of_its_requests(evicting, tmp_path):
 def test_rule_of_a_tenant_that_the_engine_does_not_allow_is_refused_at_start(llm):
     with pytest.raises(ConfigError, match=r"tenant 'a', evict: .*h2o"):
         create_app(llm, tenants=TenantFile(evict={"a": "h2o:cap=64"}))
-
-
-def test_rule_of_a_tenant_is_a_string(tmp_path):
-    path = tmp_path / "tenants.toml"
-    path.write_text("[a]\nevict = 5\n")
-
-    with pytest.raises(ConfigError, match="tenant 'a': expected evict as a string, got 5"):
-        read_tenant_keys(path)
 
 
 # ---- chat templates ------------------------------------------------------------------------------

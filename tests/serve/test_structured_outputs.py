@@ -10,6 +10,7 @@ import pytest
 from quire.errors import RequestError
 from quire.sampling import grammar
 from quire.serve.structured import read_structure
+from serve.conftest import refused
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 BODIES = {
@@ -43,13 +44,6 @@ def text_of(response):
     [choice] = response.json()["choices"]
     assert choice["finish_reason"] == "stop"
     return choice["text"] if "text" in choice else choice["message"]["content"]
-
-
-def refused(response, param):
-    assert response.status_code == 400, response.text
-    error = response.json()["error"]
-    assert error["param"] == param
-    return error["message"]
 
 
 @pytest.mark.parametrize("field", FIELDS)
@@ -262,7 +256,7 @@ def test_large_structures_of_all_kinds_are_served_or_refused(post):
         {"guided_regex": "((a?){30}){30}"},
         {"guided_regex": "([a-z]{1,10} ?){1,1000}"},
     ]
-    refused = [
+    too_large = [
         {"guided_json": schema | {"properties": {f"p{n}": {} for n in range(3000)}}},
         {"guided_json": {"anyOf": [schema | {"title": str(n)} for n in range(8)]}},
         {"guided_regex": "(([a-z]{1,100}){1,100}){1,100}"},
@@ -271,9 +265,9 @@ def test_large_structures_of_all_kinds_are_served_or_refused(post):
     either = [{"guided_grammar": "start: " + '"a"? ' * 4000}]  # by the time of its compilation
 
     body = BODIES[COMPLETIONS] | {"max_tokens": 20}
-    statuses = [post(COMPLETIONS, **body, **fields).status_code for fields in served + refused]
+    statuses = [post(COMPLETIONS, **body, **fields).status_code for fields in served + too_large]
 
-    assert statuses == [200] * len(served) + [400] * len(refused)
+    assert statuses == [200] * len(served) + [400] * len(too_large)
     assert post(COMPLETIONS, **body, **either[0]).status_code in (200, 400)
 
 

@@ -57,16 +57,14 @@ def test_missing_key_is_refused_without_a_default_tenant(specs):
         ({"a": ("sha256:00ff",)}, ConfigError, "64 hexadecimal digits, got 4 characters"),
         ({"a": (KEY_A,), "b": (KEY_A,)}, ConfigError, "'a' and 'b' have the same"),
         ({"a b": (KEY_A,)}, ConfigError, "tenant name"),
+        *(
+            (keys, ConfigError, "give --tenant-keys FILE, or add tenant 'default'")
+            for keys in (None, {}, {"a": ()})
+        ),
     ],
 )
 def test_invalid_keys_are_refused(keys, error, message):
     with pytest.raises(error, match=message):
-        TenantKeys(keys, parse_tenants("a;b"))
-
-
-@pytest.mark.parametrize("keys", [None, {}, {"a": ()}])
-def test_tenants_without_keys_are_refused(keys):
-    with pytest.raises(ConfigError, match="give --tenant-keys FILE, or add tenant 'default'"):
         TenantKeys(keys, parse_tenants("a;b"))
 
 
@@ -129,6 +127,7 @@ def test_default_tenant_with_a_key_needs_it():
         ("a = [1]", "an API key or a list"),
         ("[a]\nkey = 'sk-a-2f0c77d1'", "expected keys, evict, requests_per_minute and"),
         ("[a]\ntokens_per_minute = 0", "tenant 'a': expected tokens_per_minute"),
+        ("[a]\nevict = 5\n", "tenant 'a': expected evict as a string, got 5"),
     ],
 )
 def test_invalid_key_file_is_refused(tmp_path, text, message):

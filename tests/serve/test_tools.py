@@ -1,23 +1,18 @@
 """Tools of chats: forced calls, calls that the model chooses, streams, and unmodified clients."""
 
 import json
-import socket
-import threading
-import time
 from typing import Literal
 
 import jsonschema
 import openai
 import pydantic
 import pytest
-import uvicorn
 
 from quire.api.llm import LLM
 from quire.config.kv_config import KVConfig
 from quire.sampling.sampler import SampledToken
-from quire.serve.app import create_app
-from quire.serve.config import ServerConfig
 from quire.serve.tools.parsers import ToolParsers
+from serve.conftest import refused, running_server
 
 CHATS = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "What is the weather in Rome?"}]
@@ -76,13 +71,6 @@ def says(llm, monkeypatch, hermes):
         monkeypatch.setattr(llm.engine.sampling_step, "sampler", Script(llm, text))
 
     return script
-
-
-def error_of(response, param):
-    assert response.status_code == 400, response.text
-    error = response.json()["error"]
-    assert error["param"] == param
-    return error["message"]
 
 
 def choice_of(response):
@@ -257,7 +245,7 @@ def test_template_gets_tools_and_messages_with_calls(hermes, post, llm):
 
 def test_tools_are_refused_if_the_template_does_not_use_them(post):
     for choice in (None, "auto"):
-        message = error_of(post(CHATS, **OPTIONS, tools=[TOOL], tool_choice=choice), "tools")
+        message = refused(post(CHATS, **OPTIONS, tools=[TOOL], tool_choice=choice), "tools")
         assert "chat template does not use tools" in message
     options = OPTIONS | {"max_tokens": 2}
     assert post(CHATS, **options, tools=[TOOL], tool_choice="none").status_code == 200
@@ -267,7 +255,7 @@ def test_tools_are_refused_if_the_format_of_calls_is_unknown(post, serve, llm, m
     monkeypatch.setattr(llm.model.tokenizer, "chat_template", "<|doc|>{{ tools }}{{ messages }}")
     body = OPTIONS | {"tools": [TOOL], "max_tokens": 2}
 
-    assert "--tool-parser" in error_of(post(CHATS, **body), "tools")
+    assert "--tool-parser" in refused(post(CHATS, **body), "tools")
 
     with_parser = serve(lambda client: client.post(CHATS, json=body), tool_parser="hermes")
     assert with_parser.status_code == 200
@@ -305,7 +293,7 @@ def test_tools_are_refused_if_the_format_of_calls_is_unknown(post, serve, llm, m
     ],
 )
 def test_wrong_tools_are_refused_with_their_field(post, fields, param, message):
-    assert message in error_of(post(CHATS, **OPTIONS, **fields), param)
+    assert message in refused(post(CHATS, **OPTIONS, **fields), param)
 
 
 # ---- detection -----------------------------------------------------------------------------------
@@ -358,19 +346,8 @@ def large(llm):
 def url(large):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(large.model.tokenizer, "chat_template", HERMES)
-        listener = socket.create_server(("127.0.0.1", 0))
-        app = create_app(large, ServerConfig())
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        deadline = time.monotonic() + 30
-        while not server.started:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-        server.should_exit = True
-        thread.join(30)
-        assert not thread.is_alive()
+        with running_server(large) as address:
+            yield f"{address}/v1"
 
 
 @pytest.fixture
