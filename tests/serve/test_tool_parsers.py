@@ -40,9 +40,8 @@ def call(name, arguments):
     return [CallStart(name), Arguments(arguments)]
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
+TEXTS = {
+    "hermes": [
         ("Hello", [Content("Hello")]),
         (
             f'Text\n<tool_call>\n{{"name": "f", "arguments": {ARGUMENTS}}}\n</tool_call>',
@@ -65,14 +64,7 @@ def call(name, arguments):
         ("a <tool_", [Content("a <tool_")]),
         (" \n", [Content(" \n")]),
     ],
-)
-def test_hermes(text, expected):
-    assert parse("hermes", [text]) == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
+    "llama3_json": [
         ("Hello {}", [Content("Hello {}")]),
         (f'{{"name": "f", "parameters": {ARGUMENTS}}}', call("f", ARGUMENTS)),
         (
@@ -87,14 +79,7 @@ def test_hermes(text, expected):
         (' {"name": "f", "parameters": {}} done', [*call("f", "{}"), Content(" done")]),
         ("<|python", [Content("<|python")]),
     ],
-)
-def test_llama3(text, expected):
-    assert parse("llama3_json", [text]) == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
+    "mistral": [
         ("Hello [1]", [Content("Hello [1]")]),
         (
             f'Text [TOOL_CALLS] [{{"name": "f", "arguments": {ARGUMENTS}}}, '
@@ -111,9 +96,16 @@ def test_llama3(text, expected):
         ("[TOOL_CALLS]f", [Content("[TOOL_CALLS]f")]),
         ("[TOOL_CALLS]" + "f" * 300, [Content("[TOOL_CALLS]" + "f" * 300)]),
     ],
+}
+"""Whole texts of each format, with their events."""
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [(name, text, expected) for name, rows in TEXTS.items() for text, expected in rows],
 )
-def test_mistral(text, expected):
-    assert parse("mistral", [text]) == expected
+def test_whole_text_is_parsed(name, text, expected):
+    assert parse(name, [text]) == expected
 
 
 OBJECTS = [

@@ -245,20 +245,26 @@ def test_prompt_of_whole_pages_is_not_copied(llama):
 # ---- cancelling --------------------------------------------------------------------------------
 
 
+def cancelled(engine, params, after_steps, *index, before=tuple):
+    """The output of a request that is cancelled, or one of its choices, after some steps."""
+    builder = OutputBuilder(
+        engine.submit(GenerationRequest(PROMPT, params, request_id="r")), tuple(PROMPT)
+    )
+    deltas = [delta for _ in range(after_steps) for delta in engine.step()]
+    deltas += before()
+    engine.cancel("r", *index)
+    while engine.has_work:
+        deltas += engine.step()
+    engine.check()
+    [output] = [output for delta in deltas if (output := builder.add(delta)) is not None]
+    return output
+
+
 @pytest.mark.parametrize("index", [0, 2])
 @pytest.mark.parametrize("after_steps", [0, 1, 4])
 def test_one_choice_can_be_cancelled(llama, index, after_steps):
-    engine = engine_of(llama, chunk_tokens=8)
-    builder = OutputBuilder(
-        engine.submit(GenerationRequest(PROMPT, drawn(n=3), request_id="r")), tuple(PROMPT)
-    )
-    deltas = [delta for _ in range(after_steps) for delta in engine.step()]
-    engine.cancel("r", index)
-    while engine.has_work:
-        deltas += engine.step()
-    [output] = [output for delta in deltas if (output := builder.add(delta)) is not None]
+    output = cancelled(engine_of(llama, chunk_tokens=8), drawn(n=3), after_steps, index)
 
-    engine.check()
     for choice in output.choices:
         expected = run_single(llama, 5 + choice.index).token_ids
         if choice.index == index:
@@ -271,19 +277,11 @@ def test_one_choice_can_be_cancelled(llama, index, after_steps):
 @pytest.mark.parametrize("after_steps", [0, 1, 4])
 @pytest.mark.parametrize("best_of", [None, 3])
 def test_all_choices_can_be_cancelled(llama, after_steps, best_of):
-    engine = engine_of(llama, chunk_tokens=8)
-    builder = OutputBuilder(
-        engine.submit(GenerationRequest(PROMPT, drawn(n=3, best_of=best_of), request_id="r")),
-        tuple(PROMPT),
-    )
-    deltas = [delta for _ in range(after_steps) for delta in engine.step()]
-    engine.cancel("r")
-    while engine.has_work:
-        deltas += engine.step()
+    params = drawn(n=3, best_of=best_of)
 
-    [output] = [output for delta in deltas if (output := builder.add(delta)) is not None]
+    output = cancelled(engine_of(llama, chunk_tokens=8), params, after_steps)
+
     assert [choice.finish_reason for choice in output.choices] == ["abort"] * 3
-    engine.check()
 
 
 def test_request_id_is_reusable_after_all_choices_have_ended(llama):
@@ -300,21 +298,16 @@ def test_request_id_is_reusable_after_all_choices_have_ended(llama):
 
 def test_choice_can_be_cancelled_while_its_group_waits_for_recompute(llama):
     engine = engine_of(llama, chunk_tokens=4, enable_prefix_caching=False)
-    builder = OutputBuilder(
-        engine.submit(GenerationRequest(PROMPT, drawn(n=3), request_id="r")), tuple(PROMPT)
-    )
-    deltas = [delta for _ in range(9) for delta in engine.step()]
-    engine.scheduler.lifecycle.preempt(engine.scheduler.running[0], "forced")
-    deltas += engine.step()  # one is recomputed, the others wait for it
-    engine.scheduler.lifecycle.preempt(engine.scheduler.running[0], "forced")
-    engine.cancel("r", 1)
-    while engine.has_work:
-        deltas += engine.step()
 
-    [output] = [output for delta in deltas if (output := builder.add(delta)) is not None]
+    def preempt_twice():
+        engine.scheduler.lifecycle.preempt(engine.scheduler.running[0], "forced")
+        yield from engine.step()  # one is recomputed, the others wait for it
+        engine.scheduler.lifecycle.preempt(engine.scheduler.running[0], "forced")
+
+    output = cancelled(engine, drawn(n=3), 9, 1, before=preempt_twice)
+
     assert [choice.finish_reason for choice in output.choices] == ["length", "abort", "length"]
     assert output.choices[2].token_ids == run_single(llama, 7).token_ids
-    engine.check()
 
 
 # ---- under pressure ----------------------------------------------------------------------------

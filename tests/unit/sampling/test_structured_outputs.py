@@ -143,6 +143,7 @@ def test_beam_search_that_ignores_end_tokens_is_refused():
         ),
         ({"json": PERSON, "whitespace_pattern": "[ "}, "unterminated"),
         ({"regex": "(a"}, "unterminated subpattern"),
+        ({"regex": "()"}, "only the empty text"),
         ({"regex": "(?=a)b"}, "lookahead"),
         ({"regex": "(" * 5000 + "a" + ")" * 5000}, "nest"),
         ({"grammar": "start: nothing"}, "unknown name"),
@@ -160,11 +161,6 @@ def test_grammar_that_cannot_be_compiled_is_refused(compiler, wanted, message):
         compiler.compile(structure)
 
     assert refused.value.param == structure.param
-
-
-def test_empty_text_as_the_only_match_is_refused(compiler):
-    with pytest.raises(RequestError, match="only the empty text"):
-        compiler.compile(StructuredOutputs(regex="()"))
 
 
 @pytest.fixture
@@ -199,26 +195,18 @@ def test_slow_compilation_is_refused_and_too_many_are_refused_for_now(compiler, 
     compiler.compile(StructuredOutputs(regex="c"))
 
 
-def test_model_without_a_tokenizer_is_refused():
-    with pytest.raises(RequestError, match="no tokenizer") as refused:
-        GrammarCompiler(None, 100, [1]).compile(StructuredOutputs(regex="a"))
-
-    assert refused.value.param == "structured_outputs"
-
-
-def test_model_without_an_end_token_is_refused(llm):
-    with pytest.raises(RequestError, match="end-of-sequence"):
-        GrammarCompiler(llm.model.tokenizer, 2048, []).compile(StructuredOutputs(regex="a"))
-
-
-def test_tokenizer_whose_decoder_is_unknown_is_refused():
+def test_model_whose_outputs_cannot_have_a_structure_is_refused(llm):
     words = tokenizers.Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, unk_token="a"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>")
+    no_decoder = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>")
 
-    with pytest.raises(RequestError, match="decoder of this model's tokenizer") as refused:
-        GrammarCompiler(tokenizer, 2, [1]).compile(StructuredOutputs(regex="a"))
-
-    assert refused.value.param == "structured_outputs"
+    for tokenizer, vocab_size, end_ids, message in (
+        (None, 100, [1], "no tokenizer"),
+        (llm.model.tokenizer, 2048, [], "end-of-sequence"),
+        (no_decoder, 2, [1], "decoder of this model's tokenizer"),
+    ):
+        with pytest.raises(RequestError, match=message) as refused:
+            GrammarCompiler(tokenizer, vocab_size, end_ids).compile(StructuredOutputs(regex="a"))
+        assert refused.value.param == "structured_outputs"
 
 
 def test_missing_package_is_refused_with_its_extra(llm, monkeypatch):
