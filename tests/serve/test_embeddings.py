@@ -11,6 +11,7 @@ import torch
 from quire.api.llm import LLM
 from quire.config.kv_config import KVConfig
 from quire.serve.app import create_app
+from serve.conftest import refused
 from support.disconnecting import DisconnectingClient, until
 
 PATH = "/v1/embeddings"
@@ -109,10 +110,7 @@ def test_a_truncated_input_equals_the_embedding_of_its_last_tokens(llm, embed):
     ],
 )
 def test_an_invalid_body_is_refused_with_the_name_of_the_field(post, body, param):
-    response = post(PATH, **body)
-
-    assert response.status_code == 400, response.text
-    assert response.json()["error"]["param"] == param
+    refused(post(PATH, **body), param)
 
 
 def test_the_size_of_the_hidden_states_is_accepted_as_dimensions(llm, embed):
@@ -124,10 +122,9 @@ def test_the_size_of_the_hidden_states_is_accepted_as_dimensions(llm, embed):
 def test_wrong_dimensions_are_refused_before_the_model_runs(llm, post):
     computed = llm.engine.stats().num_processed_tokens
 
-    response = post(PATH, input=[[5] * 300], dimensions=7)
+    message = refused(post(PATH, input=[[5] * 300], dimensions=7), "dimensions")
 
-    assert response.status_code == 400
-    assert "expected `dimensions` of" in response.json()["error"]["message"]
+    assert "expected `dimensions` of" in message
     assert llm.engine.stats().num_processed_tokens == computed
 
 

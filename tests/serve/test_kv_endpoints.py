@@ -122,22 +122,3 @@ def test_ledger_of_a_tenant_excludes_other_tenants(serve, llm):
     assert sum(own["axes"]["references"].values()) == row["kv_bytes"]
     assert other["requests"] == other["tenants"] == []
     assert not any(sum(axis.values()) for axis in other["axes"].values())
-
-
-@pytest.mark.parametrize(
-    ("query", "message"),
-    [
-        ("kinds=admitted,nonsense", "choose from admitted, chunk"),
-        ("kinds=", "choose from"),
-        ("since=-1", "since"),
-        ("since=soon", "since"),
-        ("limit=0", "limit"),
-        ("kind=freed", "did you mean `kinds`?"),
-    ],
-)
-def test_invalid_query_is_refused_in_the_openai_format(serve, query, message):
-    response = get(serve, f"/v1/kv/events?{query}")
-
-    assert response.status_code == 400
-    assert message in response.json()["error"]["message"]
-    assert response.json()["error"]["type"] == "BadRequestError"

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from quire.serve.kv_endpoints import without_other_tenants
+from serve.conftest import refused
 from support.kv_load import BLUE, RED, read, running, two_tenants
 
 
@@ -189,5 +190,22 @@ def test_plan_counts_the_sequences_that_fit(serve, llm):
 def test_bad_parameter_is_named(serve, path, param):
     response = serve(lambda client: client.get(f"/v1/kv/{path}"))
 
-    assert response.status_code == 400, response.text
-    assert response.json()["error"]["param"] == param
+    refused(response, param)
+    assert response.json()["error"]["type"] == "BadRequestError"
+
+
+@pytest.mark.parametrize(
+    ("query", "param", "message"),
+    [
+        ("kinds=admitted,nonsense", "kinds", "choose from admitted, chunk"),
+        ("kinds=", "kinds", "choose from"),
+        ("since=-1", "since", "since"),
+        ("since=soon", "since", "since"),
+        ("limit=0", "limit", "limit"),
+        ("kind=freed", "kind", "did you mean `kinds`?"),
+    ],
+)
+def test_bad_parameter_of_events_is_refused_with_its_values(serve, query, param, message):
+    response = serve(lambda client: client.get(f"/v1/kv/events?{query}"))
+
+    assert message in refused(response, param)

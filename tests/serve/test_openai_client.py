@@ -1,16 +1,13 @@
 """The unmodified `openai` client over a real socket."""
 
-import signal
 import socket
 
-import httpx
 import openai
 import pytest
 
 from quire.errors import ConfigError
 from quire.serve.connection import bind
 from serve.conftest import PATIENCE_S, PROMPT, running_server, wait_until
-from support.forking import Program
 
 MESSAGES = [{"role": "user", "content": "Once upon a time"}]
 
@@ -139,42 +136,6 @@ def test_port_in_use_is_refused_by_number():
 
         with pytest.raises(ConfigError, match=f"127.0.0.1 port {port}.*--port"):
             bind("127.0.0.1", port)
-
-
-def test_stopped_server_finishes_running_requests():
-    options = {"served_model_name": "tiny"}
-    process = Program("support.tiny_server:run_tiny_server", options)
-    try:
-        line = ""
-        while not line.startswith("Serving "):
-            line = process.stdout.readline()
-            assert line
-        url = line.split()[-1]
-        root = url.removesuffix("/v1")
-        body = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{url}/completions", json=body, timeout=PATIENCE_S) as response:
-            lines = response.iter_lines()
-            first = next(lines)
-            ready = httpx.get(f"{root}/ready").status_code
-            process.send_signal(signal.SIGTERM)
-            wait_until(lambda: httpx.get(f"{root}/ready").status_code == 503)
-            health = httpx.get(f"{root}/health").status_code
-            refused = httpx.post(f"{url}/completions", json=body)
-            rest = [line for line in lines if line]
-        code = process.wait(PATIENCE_S)
-        remaining = process.stdout.read()
-    finally:
-        process.close()
-
-    assert line.startswith("Serving tiny at http://127.0.0.1:")
-    assert '"text"' in first
-    assert (ready, health) == (200, 200)
-    assert (refused.status_code, refused.json()["error"]["type"]) == (503, "ServiceUnavailable")
-    assert "shutting down" in refused.json()["error"]["message"]
-    assert '"finish_reason": "length"' in rest[-2]
-    assert rest[-1] == "data: [DONE]"
-    assert code == 0
-    assert remaining == ""
 
 
 def test_client_embeddings_with_its_default_encoding(client):

@@ -23,7 +23,7 @@ from quire.serve import streaming
 from quire.serve.app import banner, concurrent_requests, create_app, uvicorn_config
 from quire.serve.config import ServerConfig
 from quire.serve.service import Service
-from serve.conftest import PATIENCE_S, wait_until
+from serve.conftest import PATIENCE_S, PROMPT, wait_until
 from support.forking import Program
 
 LONG = {"prompt": [5] * 8, "max_tokens": 300, "ignore_eos": True, "temperature": 0}
@@ -193,6 +193,33 @@ def test_dead_engine_ends_the_process_with_an_error():
     assert health == 503
     assert code == 2
     assert "the server shuts down with an error" in log
+
+
+def test_stopped_server_finishes_running_requests():
+    body = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with Server(served_model_name="tiny") as server:
+        url = f"{server.url}/v1/completions"
+        with httpx.stream("POST", url, json=body, timeout=PATIENCE_S) as response:
+            lines = response.iter_lines()
+            first = next(lines)
+            ready = httpx.get(f"{server.url}/ready").status_code
+            server.send_signal(signal.SIGTERM)
+            wait_until(lambda: httpx.get(f"{server.url}/ready").status_code == 503)
+            health = httpx.get(f"{server.url}/health").status_code
+            refused = httpx.post(url, json=body)
+            rest = [line for line in lines if line]
+        code = server.wait(PATIENCE_S)
+        remaining = server.stdout.read()
+
+    assert server.lines[-1].startswith("Serving tiny at http://127.0.0.1:")
+    assert '"text"' in first
+    assert (ready, health) == (200, 200)
+    assert (refused.status_code, refused.json()["error"]["type"]) == (503, "ServiceUnavailable")
+    assert "shutting down" in refused.json()["error"]["message"]
+    assert '"finish_reason": "length"' in rest[-2]
+    assert rest[-1] == "data: [DONE]"
+    assert code == 0
+    assert remaining == ""
 
 
 def test_second_signal_ends_open_requests():
