@@ -100,20 +100,16 @@ def test_model_without_a_chat_template_is_refused_with_the_reason(quire, tmp_pat
 
 def test_chat_template_of_a_file_replaces_that_of_the_model(quire, tmp_path):
     template = tmp_path / "template.jinja"
+    missing = quire("chat", *QUICK, "--chat-template", template, input="hello\n")
     template.write_text("One, two, {{ messages[-1].content }},")
 
     found = quire("chat", *QUICK, "--chat-template", template, input="three\n")
 
+    assert missing.exit_code == 2
+    assert "cannot read --chat-template" in missing.stderr
     assert found.exit_code == 0
     assert found.stdout == quire("generate", "quire-tiny", "One, two, three,", *QUICK).stdout
     assert found.stdout != quire("chat", *QUICK, input="three\n").stdout
-
-
-def test_missing_chat_template_file_is_refused(quire, tmp_path):
-    result = quire("chat", *QUICK, "--chat-template", tmp_path / "none", input="hello\n")
-
-    assert result.exit_code == 2
-    assert "cannot read --chat-template" in result.stderr
 
 
 def test_editor_keys(history):

@@ -76,16 +76,17 @@ def test_invalid_value_is_refused_with_its_option_name(options, error, message):
         kv_config(**options)
 
 
-@pytest.mark.parametrize("options", [{"offload": {"kv_memory": 1}}, {"prefix_cache": False}])
-def test_nested_config_of_wrong_type_is_refused(options):
-    [name] = options
-    with pytest.raises(ConfigError, match=f"expected {name} to be .*Config, got"):
-        KVConfig(**options)
-
-
-def test_recompute_and_cpu_attention_fractions_sum_to_at_max_one():
-    with pytest.raises(ConfigError, match="of at most 1, got"):
-        OffloadConfig(recompute=0.5, cpu_attention=0.6)
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        (KVConfig, {"offload": {"kv_memory": 1}}, "expected offload to be .*Config, got"),
+        (KVConfig, {"prefix_cache": False}, "expected prefix_cache to be .*Config, got"),
+        (OffloadConfig, {"recompute": 0.5, "cpu_attention": 0.6}, "of at most 1, got"),
+    ],
+)
+def test_nested_config_and_sum_of_fractions_are_checked(config, options, message):
+    with pytest.raises(ConfigError, match=message):
+        config(**options)
 
 
 def test_prefix_cache_is_enabled_without_a_disk_tier_by_default():
