@@ -67,10 +67,16 @@ def test_choices_are_ordered_by_prompt_and_index(complete, llm):
     assert body["usage"]["kv_peak_bytes"] == sum(o.usage.kv_peak_bytes for o in expected)
 
 
-def test_default_max_tokens_is_16(complete):
-    usage = complete(max_tokens=None, ignore_eos=True)["usage"]
-
-    assert usage["completion_tokens"] == 16
+@pytest.mark.parametrize(
+    ("limits", "count"),
+    [
+        ({"max_tokens": None, "ignore_eos": True}, 16),
+        ({"max_tokens": None, "max_completion_tokens": 2}, 2),
+        ({"max_tokens": 9, "max_completion_tokens": 2}, 2),
+    ],
+)
+def test_number_of_tokens_follows_the_limits(complete, limits, count):
+    assert complete(**limits)["usage"]["completion_tokens"] == count
 
 
 def test_stop_string_ends_the_output_and_is_reported(complete, llm):
