@@ -1,6 +1,7 @@
 """A sample of the fuzz; all of it is `python -m tests.fuzz` (see CONTRIBUTING.md)."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -8,7 +9,7 @@ from fuzz import records
 from fuzz.case import from_json
 from fuzz.command import main
 from fuzz.draw import draw
-from fuzz.run import FAILED, run_case
+from fuzz.run import FAILED, OK, run_case
 
 SAMPLE = (1850, 1, 5, 8, 9, 10, 12, 14, 15, 18, 20, 21, 23, 33, 39, 42, 43, 44, 46, 47, 50, 51, 59)
 """Small ones: each takes less than a second alone."""
@@ -19,6 +20,14 @@ def test_a_case_in_little_memory_answers_as_in_ample_memory(seed):
     outcome = run_case(draw(seed))
 
     assert outcome.outcome != FAILED, outcome.why
+
+
+@pytest.mark.parametrize("line", (Path(__file__).parent / "mended.jsonl").read_text().splitlines())
+def test_a_mended_case_stays_mended(line):
+    """Offload memory that a swapped request occupied stopped the only running request."""
+    outcome = run_case(from_json(line))
+
+    assert outcome.outcome == OK, outcome.why
 
 
 def test_a_seed_draws_one_case_and_its_text_reads_back():

@@ -1,12 +1,13 @@
 """Plans a step if no running request can allocate pages: frees pages for the first request.
 
 1  the requests after it are preempted, one by one
-2  its pages are compacted, its staging slots are halved
-3  other members of its group are split off
-4  it is recomputed, with KV offload only until its recorded evictions are replayed, if its eviction
+2  swapped requests free the offload memory that they occupy; they are recomputed later
+3  its pages are compacted, its staging slots are halved
+4  other members of its group are split off
+5  it is recomputed, with KV offload only until its recorded evictions are replayed, if its eviction
    rule then frees pages
-5  it is recomputed without KV offload
-6  it fails; other requests are unaffected
+6  it is recomputed without KV offload
+7  it fails; other requests are unaffected
 """
 
 from quire.errors import NeverFits
@@ -52,6 +53,8 @@ class Unblocking:
             if victim is None:
                 break
             self._lifecycle.preempt(victim, "no running request could be scheduled")
+            self._plan_first(plan, first)
+        if not plan.requests and self._preempter.free_offloaded():
             self._plan_first(plan, first)
         for free_pages in (self._preempter.compact, self._preempter.halve_staging):
             if not plan.requests:

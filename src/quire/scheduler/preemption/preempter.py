@@ -178,6 +178,22 @@ class Preempter:
         for member in list(self._swapped.get(id(request.memory.swapped), [])):
             self.free_swapped(member)
 
+    def free_offloaded(self) -> bool:
+        """Free swapped KV whose first pages occupy offload memory; its requests are recomputed.
+
+        Returns:
+            Whether there was any.
+        """
+        found = [
+            member
+            for members in self._swapped.values()
+            for member in members
+            if member.memory.swapped is not None and member.memory.swapped.offloaded is not None
+        ]
+        for member in found:
+            self.free_swapped(member)
+        return bool(found)
+
     def head_tokens(self, request: Request) -> int | None:
         """Tokens to recompute before the swapped tail is appended; None without a tail."""
         swapped = request.memory.swapped
