@@ -22,7 +22,7 @@ from benchmarks.kvpress.spec import (
 )
 from quire.api.llm import LLM
 from quire.errors import ConfigError, RequestError
-from quire.evals.board.grid import Entry
+from quire.evals.board.grid import BoardEntry
 from quire.evals.board.result import BoardResult, Row
 from quire.evals.board.run import Board, BoardConfig, Report
 from quire.evals.suite.base import EvalTask, Sample
@@ -104,7 +104,7 @@ class PressRunner:
         """
         full = board.cells[self._config.grid.reference]
         self._check_environment(full)
-        cells: dict[Entry, Sequence[CellResult]] = dict(board.cells)
+        cells: dict[BoardEntry, Sequence[CellResult]] = dict(board.cells)
         refused = dict(board.refused)
         for index, press in enumerate(self._presses, 1):
             for schedule in self._config.grid.schedules:
@@ -138,13 +138,13 @@ class PressRunner:
 
     def _entries(
         self, press: str, schedule: str, full: Sequence[CellResult]
-    ) -> tuple[dict[Entry, Sequence[CellResult]], dict[Entry, str]]:
+    ) -> tuple[dict[BoardEntry, Sequence[CellResult]], dict[BoardEntry, str]]:
         """Cells of a press that ran, and why other budgets are refused."""
         budgets = self._config.grid.budgets
         why = self._refusal(press, schedule, full)
         if why:
             return {}, {entry_of(press, ",".join(budgets), schedule): why}
-        cells: dict[Entry, Sequence[CellResult]] = {}
+        cells: dict[BoardEntry, Sequence[CellResult]] = {}
         reasons: dict[str, list[str]] = {}
         for budget in budgets:
             try:

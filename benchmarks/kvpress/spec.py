@@ -10,7 +10,7 @@ Windows and lags of the default presses are those of the leaderboard's own rules
 from collections.abc import Iterable, Mapping, Sequence
 
 from quire.errors import ConfigError
-from quire.evals.board.grid import NO_CODEC, Entry
+from quire.evals.board.grid import NO_CODEC, BoardEntry
 from quire.layout.eviction import DECODE, PREFILL_AND_DECODE, PREFILL_END, parse_policy
 
 KVPRESS = "kvpress"
@@ -120,9 +120,9 @@ def removed_of(budget: str) -> float:
     return 1.0 - fraction
 
 
-def entry_of(press: str, budget: str, schedule: str) -> Entry:
+def entry_of(press: str, budget: str, schedule: str) -> BoardEntry:
     """The entry of a press; kvpress's cache has no codec."""
-    return Entry(f"{KVPRESS}/{press}", budget, schedule, NO_CODEC, KVPRESS)
+    return BoardEntry(f"{KVPRESS}/{press}", budget, schedule, NO_CODEC, KVPRESS)
 
 
 def left_out(known: Iterable[str], presses: Sequence[str]) -> dict[str, str]:

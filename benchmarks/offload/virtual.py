@@ -6,7 +6,7 @@ from benchmarks.offload.arms import BY_NAME, Arm, Layout, lay_out, step_work
 from benchmarks.offload.machines import MACHINES, MODELS, MachineSpeeds, sizes_of, speeds_of
 from quire.layout.model import ModelSpec
 from quire.offload.profiler import Sizes, Speeds
-from quire.offload.schedule.executor import VirtualClock
+from quire.offload.schedule.executor import ScheduleClock
 from quire.offload.schedule.planner import fastest
 from quire.offload.timeline import Schedule
 
@@ -48,7 +48,7 @@ class Case:
 
     def step_seconds(self, arm: Arm, rows: int, tokens: int, batches: int = 1) -> int | float:
         """Duration of a step of equal batches; see `schedule`."""
-        return VirtualClock().run(self.schedule(arm, rows, tokens, batches)).seconds
+        return ScheduleClock().run(self.schedule(arm, rows, tokens, batches)).seconds
 
     def schedule(self, arm: Arm, rows: int, tokens: int, batches: int = 1) -> Schedule:
         """Schedule of a step of equal batches; with a ring, the fastest of three layouts."""

@@ -24,9 +24,9 @@ from benchmarks.paper.kvpr_cases import (
 )
 from benchmarks.paper.kvpr_tables import LATENCIES, RUNS, SEQUENCES
 from benchmarks.paper.material import Material
-from quire.offload.schedule.executor import VirtualClock
+from quire.offload.schedule.executor import ScheduleClock
 from quire.offload.schedule.planner import combine_devices
-from quire.offload.timeline import DEVICE, Kind, Timeline
+from quire.offload.timeline import DEVICE, TaskKind, Timeline
 
 _VIRTUAL = "virtual clock with the rates of a data sheet"
 _INT4 = 0.5625  # bytes of an element, in groups of 64 with a scale and a zero of 16 bits
@@ -171,7 +171,7 @@ FIGURE_7 = Item(
 
 def _timeline(found: Case, arm: Arm, batches: int) -> Timeline:
     tokens = THROUGHPUT_ROWS * 1_040  # in the middle of 1,024 + 32
-    return VirtualClock().run(found.schedule(arm, THROUGHPUT_ROWS, tokens, batches))
+    return ScheduleClock().run(found.schedule(arm, THROUGHPUT_ROWS, tokens, batches))
 
 
 def _figure_8(material: Material) -> Measured:
@@ -216,8 +216,8 @@ def _figure_10(material: Material) -> Measured:
     for label, arm in (("FlexGen", BASELINE), ("KVPR", KVPR)):
         seconds = _attention_seconds(_timeline(found, arm, 1))
         total_s = sum(seconds.values())
-        compute_s = seconds.get(Kind.PROJECT, 0.0) + seconds.get(Kind.ATTEND, 0.0)
-        parts = (seconds.get(Kind.KV_IN, 0.0), seconds.get(Kind.X_IN, 0.0), compute_s)
+        compute_s = seconds.get(TaskKind.PROJECT, 0.0) + seconds.get(TaskKind.ATTEND, 0.0)
+        parts = (seconds.get(TaskKind.KV_IN, 0.0), seconds.get(TaskKind.X_IN, 0.0), compute_s)
         rows[label] = Ours(
             values=tuple(100 * part / total_s for part in parts),
             differences=(
@@ -229,12 +229,12 @@ def _figure_10(material: Material) -> Measured:
     return Measured(rows=rows)
 
 
-def _attention_seconds(timeline: Timeline) -> dict[Kind, float]:
+def _attention_seconds(timeline: Timeline) -> dict[TaskKind, float]:
     """Seconds by kind of operation, without the MLP and its weights."""
-    found: dict[Kind, float] = {}
+    found: dict[TaskKind, float] = {}
     for span in timeline.spans:
         kind, part = span.operation.kind, span.operation.part
-        if kind != Kind.LAYER and not (kind == Kind.WEIGHTS_IN and part == _MLP):
+        if kind != TaskKind.LAYER and not (kind == TaskKind.WEIGHTS_IN and part == _MLP):
             found[kind] = found.get(kind, 0.0) + float(span.seconds)
     return found
 
@@ -378,7 +378,7 @@ def _figure_14(material: Material) -> Measured:
         rates = []
         for arm in (BY_NAME["all_host"], KVPR):
             schedule = found.schedule(arm, LATENCY_ROWS, tokens)
-            seconds = VirtualClock().run(combine_devices([schedule] * processes)).seconds
+            seconds = ScheduleClock().run(combine_devices([schedule] * processes)).seconds
             rates.append(LATENCY_ROWS / seconds)
         rows[f"{processes} processes"] = Ours(
             values=tuple(rates),

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from quire import LLM, KVConfig
-from quire.cli.startup import Loading, describe, fast_imports, status
+from quire.cli.startup import LoadProgress, describe, fast_imports, status
 
 HEAVY = ("torch", "transformers", "fastapi", "matplotlib", "scipy")
 
@@ -55,7 +55,7 @@ def test_dumb_terminal_gets_one_plain_line(monkeypatch):
 
 
 def test_nothing_is_shown_without_a_terminal(llm, capsys):
-    loading = Loading("quire-tiny")
+    loading = LoadProgress("quire-tiny")
     with loading.shown():
         pass
     loading.report(llm)
@@ -65,7 +65,7 @@ def test_nothing_is_shown_without_a_terminal(llm, capsys):
 
 def test_description_names_weights_implementation_and_kv_memory(llm):
     with terminal() as shown:
-        Loading("quire-tiny").report(llm)
+        LoadProgress("quire-tiny").report(llm)
 
     assert describe(llm) in shown.getvalue()
     assert shown.getvalue().startswith("quire-tiny: ")

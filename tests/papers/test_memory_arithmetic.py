@@ -11,8 +11,8 @@ import pytest
 
 from quire.layout.model import ModelSpec
 from quire.plan.capacity import (
+    CapacityVerdict,
     MemoryLayout,
-    Verdict,
     assess,
     auto_kv_memory,
     estimate_activation_peak,
@@ -245,7 +245,7 @@ def test_six_scenarios_have_the_printed_impact(name: str, model: ModelSpec, tota
 def test_sixth_scenario_is_a_small_model():
     """Fewer than 4,096 tokens, fewer than 64 requests, any output: low-medium, never more."""
     memory = memory_of(A100, LLAMA_1B)
-    verdicts: list[Verdict] = [
+    verdicts: list[CapacityVerdict] = [
         assess(LLAMA_1B, memory, 3839, 256, 63),
         assess(LLAMA_1B, memory, 2048, 2047, 63),
         assess(LLAMA_1B, memory, 1024, 3071, 40),

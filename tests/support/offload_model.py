@@ -8,7 +8,7 @@ import torch
 from quire.offload.profiler import Sizes, Speeds
 from quire.offload.schedule.executor import Work, dispatch
 from quire.offload.schedule.work import BatchTokens, StepWork, even_layers
-from quire.offload.timeline import Kind, Operation
+from quire.offload.timeline import Operation, TaskKind
 from quire.plan.rates import CopyRate
 
 
@@ -48,12 +48,12 @@ class HostedModel:
     def work(self) -> Work:
         return dispatch(
             {
-                Kind.X_IN: self._x_in,
-                Kind.KV_IN: self._kv_in,
-                Kind.PROJECT: self._project,
-                Kind.ATTEND: self._attend,
-                Kind.HOST_ATTEND: self._host_attend,
-                Kind.LAYER: self._layer,
+                TaskKind.X_IN: self._x_in,
+                TaskKind.KV_IN: self._kv_in,
+                TaskKind.PROJECT: self._project,
+                TaskKind.ATTEND: self._attend,
+                TaskKind.HOST_ATTEND: self._host_attend,
+                TaskKind.LAYER: self._layer,
             }
         )
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from quire.offload.profiler import COST_CLASSES, Speeds, call_and_units, speeds_of
 from quire.offload.schedule.executor import Executor, Work
-from quire.offload.timeline import DEVICE, IN, Kind, Schedule, Span, Timeline
+from quire.offload.timeline import DEVICE, IN, Schedule, Span, TaskKind, Timeline
 from quire.plan.fitting import fit_seconds
 
 
@@ -34,7 +34,7 @@ def fit_speeds(spans: Iterable[Span]) -> Speeds:
     return speeds_of({name: (call_s, unit_s) for name, (call_s, unit_s) in fitted.items()})
 
 
-def copied_bytes(schedule: Schedule, *kinds: Kind) -> int:
+def copied_bytes(schedule: Schedule, *kinds: TaskKind) -> int:
     """Bytes of the given kinds of copies."""
     return sum(op.num_bytes for op in schedule.operations if op.kind in kinds)
 
@@ -49,9 +49,9 @@ def busy_fraction(timeline: Timeline, lane: str = DEVICE) -> float:
     return busy_s(timeline, lane) / timeline.seconds if timeline.seconds else 0.0
 
 
-def seconds_by_kind(timeline: Timeline) -> dict[Kind, float]:
+def seconds_by_kind(timeline: Timeline) -> dict[TaskKind, float]:
     """Time of all operations of each kind."""
-    found: dict[Kind, float] = {}
+    found: dict[TaskKind, float] = {}
     for span in timeline.spans:
         kind = span.operation.kind
         found[kind] = found.get(kind, 0.0) + span.seconds

@@ -10,7 +10,7 @@ the tokens in the middle are last in both orders.
 from itertools import pairwise
 
 from quire.errors import ConfigError
-from quire.offload.timeline import DEVICE, IN, Kind, Operation, Schedule
+from quire.offload.timeline import DEVICE, IN, Operation, Schedule, TaskKind
 from quire.plan.offload.split import Loading, read_seconds
 from quire.plan.rates import PrefillRates
 
@@ -45,11 +45,11 @@ def plan_restore(
     starts = [*range(0, read_tokens, chunk_tokens), read_tokens]
     ends = [*range(tokens, read_tokens, -chunk_tokens), read_tokens]
     reads = [
-        (Kind.PROJECT, DEVICE, a, b - a, read_seconds(prefill, b) - read_seconds(prefill, a))
+        (TaskKind.PROJECT, DEVICE, a, b - a, read_seconds(prefill, b) - read_seconds(prefill, a))
         for a, b in pairwise(starts)
     ]
     loads = [
-        (Kind.KV_IN, IN, a, b - a, loading.seconds(tokens - a) - loading.seconds(tokens - b))
+        (TaskKind.KV_IN, IN, a, b - a, loading.seconds(tokens - a) - loading.seconds(tokens - b))
         for b, a in pairwise(ends)
     ]
     return Schedule(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from quire.sim.machine import Rates
-from quire.sim.traces.base import Segment, Trace, TraceRequest, own_answer, own_prompt
+from quire.sim.traces.base import Trace, TraceRequest, TraceSegment, own_answer, own_prompt
 
 RECORDED = Path(__file__).parents[3] / "shared" / "data" / "traces"
 
@@ -26,7 +26,7 @@ def request(line, arrival_s, prompt, output, *, tenant="default", shared=()):
     return TraceRequest(
         line=line,
         arrival_s=float(arrival_s),
-        prompt=(*(Segment(*piece) for piece in shared), *unique),
+        prompt=(*(TraceSegment(*piece) for piece in shared), *unique),
         answer=own_answer(line, output),
         tenant=tenant,
     )

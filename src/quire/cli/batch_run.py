@@ -10,7 +10,7 @@ from quire.batch.lines import BatchError, BatchLine, BatchTask, parse_line
 from quire.batch.records import BatchTally, Record, error_record
 from quire.batch.requests import LineResult, RecordFormat, record_of, requests_of
 from quire.cli.batch_files import BatchOutput, RecordGroups
-from quire.cli.drive import Driver, Job
+from quire.cli.drive import ClientJob, Driver
 from quire.errors import RequestError
 from quire.sampling.outputs import RequestOutput
 
@@ -66,7 +66,7 @@ class BatchRun:
             record["evictions"] = [retained.as_dict() for retained in trace]
         self._put(record, output)
 
-    def _jobs(self) -> Iterator[Job]:
+    def _jobs(self) -> Iterator[ClientJob]:
         with self._task.source.open("rb") as lines:
             for number, raw in enumerate(lines, start=1):
                 if not raw.strip() or number in self._output.completed:
@@ -82,10 +82,10 @@ class BatchRun:
                     self._lines[number] = line
                     yield from jobs
 
-    def _jobs_of(self, line: BatchLine) -> list[Job]:
+    def _jobs_of(self, line: BatchLine) -> list[ClientJob]:
         requests = requests_of(line, self._task.sampling, self._output.seed)
         return [
-            Job(key=line.head.number, part=part, request=request, messages=line.messages)
+            ClientJob(key=line.head.number, part=part, request=request, messages=line.messages)
             for part, request in enumerate(requests)
         ]
 

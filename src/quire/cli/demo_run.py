@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from quire.api.llm import LLM
-from quire.cli.drive import Driver, Job
+from quire.cli.drive import ClientJob, Driver
 from quire.cli.exactness import TIE_LOGITS, Exactness
 from quire.cli.startup import is_terminal
 from quire.config.generation_request import GenerationRequest
@@ -249,9 +249,9 @@ class DemoRun:
         model = self._llm.model
         return model.spec.kv_bytes(KVConfig().page_tokens, model.decoder.dtype.itemsize)
 
-    def _jobs(self) -> list[Job]:
+    def _jobs(self) -> list[ClientJob]:
         return [
-            Job(
+            ClientJob(
                 key=key,
                 request=GenerationRequest(
                     prompt.text, SamplingParams(max_tokens=prompt.max_tokens, temperature=0.0)

@@ -16,7 +16,7 @@ OnStep = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class ClientJob:
     """One request to run.
 
     Attributes:
@@ -43,9 +43,11 @@ class Driver:
 
     def __init__(self, llm: LLM, *, window: int, on_step: OnStep) -> None:
         self._llm, self._window, self._on_step = llm, window, on_step
-        self._open: dict[str, tuple[Job, OutputBuilder]] = {}
+        self._open: dict[str, tuple[ClientJob, OutputBuilder]] = {}
 
-    def run(self, jobs: Iterator[Job]) -> Iterator[tuple[Job, RequestOutput | RequestError]]:
+    def run(
+        self, jobs: Iterator[ClientJob]
+    ) -> Iterator[tuple[ClientJob, RequestOutput | RequestError]]:
         """Yield each job with its output in order of completion; a refused job with its error."""
         exhausted = False
         while self._open or not exhausted:
@@ -59,7 +61,7 @@ class Driver:
                     yield job, refusal
             yield from self._step()
 
-    def _submit(self, job: Job) -> RequestError | None:
+    def _submit(self, job: ClientJob) -> RequestError | None:
         try:
             token_ids = self._encode(job)
             request_id = self._llm.engine.submit(replace(job.request, prompt=token_ids))
@@ -69,12 +71,12 @@ class Driver:
         self._open[request_id] = (job, builder)
         return None
 
-    def _encode(self, job: Job) -> list[int]:
+    def _encode(self, job: ClientJob) -> list[int]:
         if job.messages is not None:
             return self._llm.encode_chat(job.messages)
         return self._llm.encode(job.request.prompt)
 
-    def _step(self) -> Iterator[tuple[Job, RequestOutput | RequestError]]:
+    def _step(self) -> Iterator[tuple[ClientJob, RequestOutput | RequestError]]:
         if not self._open:
             return
         for delta in self._llm.engine.step():

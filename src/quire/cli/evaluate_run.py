@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from quire.evals.suite.base import EvalTask
     from quire.evals.suite.cells import CellResult
     from quire.evals.suite.registry import Suite
-    from quire.evals.suite.runner import EvalConfig, Evaluation, Verdict
+    from quire.evals.suite.runner import EvalConfig, Evaluation, TaskVerdict
     from quire.models.loader import LoadedModel
 
 RESULT_FILE = "result.json"
@@ -394,7 +394,7 @@ def _mean_cells(mean: "Mean") -> tuple[str, str]:
     return f"{mean.mean:.4g}", f"{mean.low:.4g} to {mean.high:.4g}"
 
 
-def _verdict_row(verdict: "Verdict") -> tuple[str, str, str, str]:
+def _verdict_row(verdict: "TaskVerdict") -> tuple[str, str, str, str]:
     if verdict.difference is None:
         return verdict.cell, verdict.metric, "", f"none: {verdict.reason}"
     return verdict.cell, verdict.metric, str(verdict.difference), verdict.verdict

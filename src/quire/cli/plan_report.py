@@ -22,8 +22,8 @@ from quire.plan.capacity import (
     DEFAULT_HEADROOM_SHARE,
     WEIGHT_BITS,
     Capacity,
+    CapacityVerdict,
     MemoryLayout,
-    Verdict,
     Workload,
     assess,
     auto_kv_memory,
@@ -112,7 +112,7 @@ class PlanReport:
     disk_kv_bytes: int
     step: DecodeStep
     crossover_batch: int
-    verdict: Verdict | None
+    verdict: CapacityVerdict | None
     weights: WeightsPlacement
 
     @property
@@ -289,7 +289,7 @@ def _verdict(
     layout: CacheLayout,
     workload: Workload | None,
     weights: WeightsPlacement,
-) -> Verdict | None:
+) -> CapacityVerdict | None:
     if workload is None:
         return None
     offloaded_bytes = weights.total_bytes - weights.device_bytes  # every step reads all weights
@@ -404,7 +404,7 @@ def capacity_table(report: PlanReport) -> Table:
     return table
 
 
-def verdict_text(verdict: Verdict) -> Text:
+def verdict_text(verdict: CapacityVerdict) -> Text:
     """The assessment of a workload with its reasons."""
     text = Text("benefit of KV management: ")
     text.append(verdict.impact, style="bold")

@@ -35,7 +35,7 @@ from quire.cli.options import (
     section_of,
 )
 from quire.cli.report import json_only
-from quire.cli.startup import Loading, fast_imports
+from quire.cli.startup import LoadProgress, fast_imports
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.errors import ConfigError, RequestError
@@ -106,7 +106,7 @@ class Settings:
             ConfigError: invalid or conflicting options.
             ModelError: the model cannot be read.
         """
-        loading = Loading(self.model)
+        loading = LoadProgress(self.model)
         with loading.shown():
             llm = self._load()
         loading.report(llm)

@@ -67,7 +67,7 @@ def fast_imports() -> Iterator[None]:
             gc.enable()
 
 
-class Loading:
+class LoadProgress:
     """The start of one model: a status line, and the time until it is loaded.
 
     Args:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from quire.errors import InvariantError
-from quire.kv.ledger import NO_ROW, Extent, codec_name, extents_of, is_plain, prove_extents
+from quire.kv.ledger import NO_ROW, LedgerExtent, codec_name, extents_of, is_plain, prove_extents
 from quire.kv.memory import KVMemory
 from quire.kv.stored_sequences import Swapped
 from quire.offload.swap.host_pool import HostPool
@@ -95,7 +95,7 @@ class Ledger:
             "prefix_cache": [_shown(e) for e in extents if e.row == NO_ROW],
         }
 
-    def _axes(self, extents: list[Extent], host: list[HostExtent]) -> Mapping[str, object]:
+    def _axes(self, extents: list[LedgerExtent], host: list[HostExtent]) -> Mapping[str, object]:
         pools = self._memory.pools.values()
         device_bytes = sum(e.num_bytes for e in extents)
         cached = _sum((str(e.row == NO_ROW), e.num_bytes) for e in extents)
@@ -160,9 +160,11 @@ def _host_extents(requests: list[Request]) -> Iterator[HostExtent]:
                 yield HostExtent(request, codec_name(page_class), share_bytes, exact)
 
 
-def _rows(requests: list[Request], extents: list[Extent], host: list[HostExtent]) -> list[Snapshot]:
+def _rows(
+    requests: list[Request], extents: list[LedgerExtent], host: list[HostExtent]
+) -> list[Snapshot]:
     """One row per request, including waiting requests without KV."""
-    owned: dict[int, list[Extent]] = {}
+    owned: dict[int, list[LedgerExtent]] = {}
     for extent in extents:
         if extent.row != NO_ROW:
             owned.setdefault(extent.row, []).append(extent)
@@ -184,7 +186,7 @@ def _owner(request: Request) -> Snapshot:
     }
 
 
-def _row(owner: Snapshot, extents: list[Extent], host_bytes: int) -> Snapshot:
+def _row(owner: Snapshot, extents: list[LedgerExtent], host_bytes: int) -> Snapshot:
     return {
         **owner,
         "kv_bytes": sum(e.num_bytes for e in extents),
@@ -205,7 +207,7 @@ def _tenants(rows: list[Snapshot]) -> list[Snapshot]:
     return [{"tenant": name, **numbers} for name, numbers in found.items()]
 
 
-def _shown(extent: Extent) -> Snapshot:
+def _shown(extent: LedgerExtent) -> Snapshot:
     return {
         "group": extent.group,
         "codec": extent.codec,
@@ -222,7 +224,7 @@ def _exactness(*, exact: bool) -> str:
     return "exact" if exact else "approximate"
 
 
-def _sharing(extent: Extent) -> str:
+def _sharing(extent: LedgerExtent) -> str:
     return "private" if extent.references == 1 else "shared"
 
 

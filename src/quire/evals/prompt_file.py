@@ -12,7 +12,7 @@ from quire.errors import ConfigError, RequestError
 from quire.models.chat_template import ChatTemplate
 from quire.models.loader import LoadedModel
 from quire.models.tokenizer import encode_prompt
-from quire.sim.traces.reading import Row, json_rows
+from quire.sim.traces.reading import TraceRow, json_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ def read_prompts(
     return tuple(found)
 
 
-def _prompt(row: Row, model: LoadedModel, chat: ChatTemplate | None) -> UserPrompt:
+def _prompt(row: TraceRow, model: LoadedModel, chat: ChatTemplate | None) -> UserPrompt:
     answer = row.values.get("answer", "")
     if not isinstance(answer, str):
         raise row.error("an answer that is a text", answer)
@@ -71,7 +71,7 @@ def _prompt(row: Row, model: LoadedModel, chat: ChatTemplate | None) -> UserProm
     return UserPrompt(token_ids=tuple(ids), answer=answer)
 
 
-def _token_ids(row: Row, model: LoadedModel, chat: ChatTemplate | None) -> list[int]:
+def _token_ids(row: TraceRow, model: LoadedModel, chat: ChatTemplate | None) -> list[int]:
     prompt, messages = row.values.get("prompt"), row.values.get("messages")
     if isinstance(prompt, list) and all(type(one) is int for one in prompt):
         return _known_ids(row, prompt, model)
@@ -88,7 +88,7 @@ def _token_ids(row: Row, model: LoadedModel, chat: ChatTemplate | None) -> list[
     )
 
 
-def _known_ids(row: Row, ids: list[int], model: LoadedModel) -> list[int]:
+def _known_ids(row: TraceRow, ids: list[int], model: LoadedModel) -> list[int]:
     most = model.spec.vocab_size
     wrong = next((one for one in ids if not 0 <= one < most), None)
     if wrong is not None:

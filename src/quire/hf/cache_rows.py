@@ -188,7 +188,7 @@ def refuse_unread(arguments: Mapping[str, object]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class ForkPoint:
     """The rows of a batch before its newest tokens.
 
     Attributes:
@@ -217,7 +217,7 @@ class Rollback:
         self._truncates = all(g.ordered and not g.private and g.window is None for g in groups)
         self.active = False
         self.pending: Tensor | None = None
-        self._checkpoint: Checkpoint | None = None
+        self._checkpoint: ForkPoint | None = None
 
     @property
     def forks_rows(self) -> bool:
@@ -242,7 +242,7 @@ class Rollback:
         """
         self.forget(sequences)
         if self.forks_rows and token_ids.shape[1]:
-            self._checkpoint = Checkpoint(sequences.fork_rows(), token_ids)
+            self._checkpoint = ForkPoint(sequences.fork_rows(), token_ids)
 
     def forget(self, sequences: Sequences) -> None:
         """Free the forks: no tokens before this point will be removed."""
@@ -277,7 +277,7 @@ class Rollback:
             return
         self._restore(sequences, self._checkpoint, tokens)
 
-    def _restore(self, sequences: Sequences, checkpoint: Checkpoint, tokens: int) -> None:
+    def _restore(self, sequences: Sequences, checkpoint: ForkPoint, tokens: int) -> None:
         if not tokens:
             self.forget(sequences)
             return

@@ -32,7 +32,7 @@ _Counts = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Extent:
+class LedgerExtent:
     """Pages of one owner in one lane group with equal reference counts.
 
     Attributes:
@@ -56,10 +56,10 @@ class Extent:
     exact: bool
 
 
-def extents_of(memory: KVMemory) -> list[Extent]:
+def extents_of(memory: KVMemory) -> list[LedgerExtent]:
     """Return all extents of the arena, sorted; their bytes add up to the bytes of pages in use."""
     exact = exact_rows(memory)
-    found: list[Extent] = []
+    found: list[LedgerExtent] = []
     for page_class, pool in memory.pools.items():
         tables = [t for t in memory.tables.values() if t.group.page_class == page_class]
         counted = _Counted(pool, tables, memory.live_rows)
@@ -156,7 +156,9 @@ def _numbered(references: NDArray[np.int32], sequences: _Counts) -> tuple[_Count
     return number[pair], np.stack(np.divmod(found, width), axis=1)
 
 
-def _split(page_class: PageClass, counted: _Counted, exact: NDArray[np.bool_]) -> Iterator[Extent]:
+def _split(
+    page_class: PageClass, counted: _Counted, exact: NDArray[np.bool_]
+) -> Iterator[LedgerExtent]:
     """Yield the extents of sequences; the shares of shared pages add up to all their bytes."""
     plain, codec = is_plain(page_class), codec_name(page_class)
     found = zip(counted.index.tolist(), counted.pages.tolist(), strict=True)
@@ -167,7 +169,7 @@ def _split(page_class: PageClass, counted: _Counted, exact: NDArray[np.bool_]) -
             # the remainder of each division is carried over to the next: the shares add up exactly
             before = taken_pages * page_class.page_bytes // sequences
             taken_pages += pages
-            yield Extent(
+            yield LedgerExtent(
                 row=row,
                 group=counted.groups[group],
                 codec=codec,
@@ -179,11 +181,11 @@ def _split(page_class: PageClass, counted: _Counted, exact: NDArray[np.bool_]) -
             )
 
 
-def _cached(page_class: PageClass, idle: _Counts) -> Iterator[Extent]:
+def _cached(page_class: PageClass, idle: _Counts) -> Iterator[LedgerExtent]:
     """Yield the extents that only the prefix cache holds; it publishes only exact KV."""
     for references, pages in enumerate(idle.tolist()):
         if references and pages:
-            yield Extent(
+            yield LedgerExtent(
                 row=NO_ROW,
                 group="",
                 codec=codec_name(page_class),
@@ -200,7 +202,7 @@ def _cached(page_class: PageClass, idle: _Counts) -> Iterator[Extent]:
 _Key = tuple[int, str, int, int]  # row, group, references, sequences
 
 
-def prove_extents(memory: KVMemory, extents: Iterable[Extent]) -> None:
+def prove_extents(memory: KVMemory, extents: Iterable[LedgerExtent]) -> None:
     """Check extents against page tables and cached references, and that their bytes add up.
 
     Slow: visits every page in Python.
@@ -259,7 +261,7 @@ def _referenced(memory: KVMemory, page_class: PageClass) -> Counter[int]:
     return referenced
 
 
-def _prove_shares(extents: Iterable[Extent], expected: dict[_Key, list[int]]) -> None:
+def _prove_shares(extents: Iterable[LedgerExtent], expected: dict[_Key, list[int]]) -> None:
     """Check that each owner's share of shared pages is right to less than one byte."""
     shares = {key: Fraction(sum(sizes), max(1, key[3])) for key, sizes in expected.items()}
     given: Counter[_Key] = Counter()

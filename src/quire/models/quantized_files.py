@@ -35,7 +35,7 @@ _INSTEAD = (
 
 
 @dataclass(frozen=True, slots=True)
-class CodedLayers:
+class QuantizedLayers:
     """The format of a checkpoint's coded linear layers.
 
     Attributes:
@@ -103,14 +103,14 @@ class _Reader:
             return tensor
 
 
-def coded_layers(config: PreTrainedConfig) -> CodedLayers | None:
+def coded_layers(config: PreTrainedConfig) -> QuantizedLayers | None:
     """The format of a checkpoint that Quire decodes; None for any other checkpoint.
 
     Raises:
         UnsupportedModel: a variant of GPTQ or AWQ that Quire does not decode.
     """
     options = _options(config)
-    read: dict[Any, Callable[[Mapping[str, Any]], CodedLayers]] = {GPTQ: _gptq, AWQ: _awq}
+    read: dict[Any, Callable[[Mapping[str, Any]], QuantizedLayers]] = {GPTQ: _gptq, AWQ: _awq}
     method = options.get("quant_method")
     return read[method](options) if method in read else None
 
@@ -156,24 +156,24 @@ def _options(config: PreTrainedConfig) -> Mapping[str, Any]:
     return options
 
 
-def _gptq(options: Mapping[str, Any]) -> CodedLayers:
+def _gptq(options: Mapping[str, Any]) -> QuantizedLayers:
     bits, form = options.get("bits"), options.get("checkpoint_format") or "gptq"
     if bits not in (2, 4, 8) or form not in ("gptq", "gptq_v2"):
         raise UnsupportedModel(
             f"GPTQ weights with bits={bits} and checkpoint_format={form} cannot be decoded "
             f"(2, 4 or 8 bits, gptq or gptq_v2); {_INSTEAD}"
         )
-    return CodedLayers(GPTQ, bits, zero_offset=1 if form == "gptq" else 0)
+    return QuantizedLayers(GPTQ, bits, zero_offset=1 if form == "gptq" else 0)
 
 
-def _awq(options: Mapping[str, Any]) -> CodedLayers:
+def _awq(options: Mapping[str, Any]) -> QuantizedLayers:
     bits, form = options.get("bits"), str(options.get("version") or "gemm").lower()
     if bits != 4 or form != "gemm":
         raise UnsupportedModel(
             f"AWQ weights with bits={bits} and version={form} cannot be decoded (4 bits, gemm); "
             f"{_INSTEAD}"
         )
-    return CodedLayers(AWQ, bits, zero_offset=0)
+    return QuantizedLayers(AWQ, bits, zero_offset=0)
 
 
 def _layers(stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, list[str] | None]]:

@@ -172,14 +172,14 @@ class DenseAttention:
     def __init__(self) -> None:
         self._lanes: dict[tuple[Hashable, int], DenseLane] = {}
 
-    def batch(self, sequences: Sequence[Hashable], positions: Sequence[int]) -> "DenseBatch":
+    def batch(self, sequences: Sequence[Hashable], positions: Sequence[int]) -> "ReferenceBatch":
         """The `PagedAttention` of one flat batch.
 
         Args:
             sequences: sequence of each row.
             positions: logical position of each row in its sequence.
         """
-        return DenseBatch(self, tuple(sequences), tuple(positions))
+        return ReferenceBatch(self, tuple(sequences), tuple(positions))
 
     def lane(self, sequence: Hashable, layer: int) -> DenseLane:
         """Cached keys and values of a sequence in a layer; empty at first."""
@@ -187,7 +187,7 @@ class DenseAttention:
 
 
 @dataclass(frozen=True, slots=True)
-class DenseBatch:
+class ReferenceBatch:
     """`DenseAttention` for the rows of one forward. See `DenseAttention.batch`."""
 
     store: DenseAttention

@@ -11,7 +11,7 @@ after a change get full weight.
 
 from dataclasses import dataclass
 
-from quire.offload.timeline import Kind, Operation, Span, Timeline
+from quire.offload.timeline import Operation, Span, TaskKind, Timeline
 from quire.plan.fitting import ChangeDetector, RateEstimator
 from quire.plan.offload.resident import with_weights
 from quire.plan.offload.split import OffloadRates
@@ -20,16 +20,16 @@ from quire.plan.rates import CopyRate
 # An estimate of 0 would stay 0, so coefficients start at no less than these.
 _MIN_CALL_S, _MIN_UNIT_S = 1e-6, 1e-12
 COST_CLASSES = {
-    Kind.WEIGHTS_IN: "in",
-    Kind.KV_IN: "in",
-    Kind.HIDDEN_IN: "in",
-    Kind.X_IN: "in",
-    Kind.KV_OUT: "out",
-    Kind.HIDDEN_OUT: "out",
-    Kind.PROJECT: "project",
-    Kind.ATTEND: "attend",
-    Kind.HOST_ATTEND: "host",
-    Kind.LAYER: "layer",
+    TaskKind.WEIGHTS_IN: "in",
+    TaskKind.KV_IN: "in",
+    TaskKind.HIDDEN_IN: "in",
+    TaskKind.X_IN: "in",
+    TaskKind.KV_OUT: "out",
+    TaskKind.HIDDEN_OUT: "out",
+    TaskKind.PROJECT: "project",
+    TaskKind.ATTEND: "attend",
+    TaskKind.HOST_ATTEND: "host",
+    TaskKind.LAYER: "layer",
 }
 """Cost class of an operation; operations of one class share a cost law."""
 

@@ -21,7 +21,7 @@ from enum import StrEnum
 from quire.errors import InvariantError
 
 
-class Kind(StrEnum):
+class TaskKind(StrEnum):
     """Type of an operation."""
 
     WEIGHTS_IN = "weights in"
@@ -37,17 +37,17 @@ class Kind(StrEnum):
 
 
 IN, OUT, DEVICE, HOST = "in", "out", "device", "host"
-LANES: Mapping[Kind, str] = {
-    Kind.WEIGHTS_IN: IN,
-    Kind.KV_IN: IN,
-    Kind.HIDDEN_IN: IN,
-    Kind.X_IN: IN,
-    Kind.KV_OUT: OUT,
-    Kind.HIDDEN_OUT: OUT,
-    Kind.PROJECT: DEVICE,
-    Kind.ATTEND: DEVICE,
-    Kind.LAYER: DEVICE,
-    Kind.HOST_ATTEND: HOST,
+LANES: Mapping[TaskKind, str] = {
+    TaskKind.WEIGHTS_IN: IN,
+    TaskKind.KV_IN: IN,
+    TaskKind.HIDDEN_IN: IN,
+    TaskKind.X_IN: IN,
+    TaskKind.KV_OUT: OUT,
+    TaskKind.HIDDEN_OUT: OUT,
+    TaskKind.PROJECT: DEVICE,
+    TaskKind.ATTEND: DEVICE,
+    TaskKind.LAYER: DEVICE,
+    TaskKind.HOST_ATTEND: HOST,
 }
 
 
@@ -73,7 +73,7 @@ class Operation:
     """
 
     index: int
-    kind: Kind
+    kind: TaskKind
     lane: str
     layer: int
     batch: int = 0

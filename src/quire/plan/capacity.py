@@ -318,7 +318,7 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class CapacityVerdict:
     """How much KV management matters for a workload, and why.
 
     Attributes:
@@ -352,7 +352,7 @@ def assess(
     *,
     layout: CacheLayout | None = None,
     flops_per_byte: int | float = DEFAULT_FLOPS_PER_BYTE,
-) -> Verdict:
+) -> CapacityVerdict:
     """Assess how much KV management matters.
 
     Args:
@@ -387,7 +387,7 @@ def assess(
     # two operations per weight and token: from this batch on the step is compute-bound
     full_batch = flops_per_byte * weight_bytes_per_value / 2
     impact, reason = _judge(kv_share, sequences, share, full_batch)
-    verdict = Verdict(
+    verdict = CapacityVerdict(
         impact=impact,
         kv_bytes=batch * each_bytes,
         kv_share=kv_share,
@@ -398,7 +398,7 @@ def assess(
     return replace(verdict, reasons=(reason, *_figures(verdict, workload, model.max_positions)))
 
 
-def _figures(verdict: Verdict, workload: Workload, max_positions: int) -> Iterator[str]:
+def _figures(verdict: CapacityVerdict, workload: Workload, max_positions: int) -> Iterator[str]:
     """Sentences with the figures of a verdict."""
     yield (
         f"KV of {workload.batch} requests of {workload.tokens:,} tokens:"

@@ -52,7 +52,7 @@ class Holding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class PreemptionChoice:
     """Method of a preemption, with its predicted time.
 
     Attributes:
@@ -130,7 +130,7 @@ def best_split(costs: Costs, holding: Holding, host_bytes: int) -> int | None:
     return min(splits, key=lambda split: hybrid_seconds(costs, holding, split))
 
 
-def choose(costs: Costs, holding: Holding, host_bytes: int) -> Choice:
+def choose(costs: Costs, holding: Holding, host_bytes: int) -> PreemptionChoice:
     """Choose the cheapest method to preempt a sequence.
 
     Swap wins ties: only swap restores identical bytes.
@@ -141,16 +141,16 @@ def choose(costs: Costs, holding: Holding, host_bytes: int) -> Choice:
         host_bytes: free bytes of the host pool; 0 without one.
     """
     recompute_s = recompute_seconds(costs, holding.tokens, holding.cached_tokens)
-    choices = [Choice(how="recompute", seconds=recompute_s)]
+    choices = [PreemptionChoice(how="recompute", seconds=recompute_s)]
     if holding.kv_bytes <= host_bytes:
         swap_s = swap_seconds(costs, holding.kv_bytes)
-        choices.insert(0, Choice(how="swap", seconds=swap_s))
+        choices.insert(0, PreemptionChoice(how="swap", seconds=swap_s))
     split = best_split(costs, holding, host_bytes)
     if split is not None:
         split_s = hybrid_seconds(costs, holding, split)
-        choices.append(Choice(how="hybrid", seconds=split_s, keep_from=split))
+        choices.append(PreemptionChoice(how="hybrid", seconds=split_s, keep_from=split))
     best = min(choices, key=lambda choice: choice.seconds)
-    return Choice(
+    return PreemptionChoice(
         how=best.how,
         seconds=best.seconds,
         keep_from=best.keep_from,
@@ -158,7 +158,7 @@ def choose(costs: Costs, holding: Holding, host_bytes: int) -> Choice:
     )
 
 
-def _reason(choices: list[Choice], holding: Holding, host_bytes: int) -> str:
+def _reason(choices: list[PreemptionChoice], holding: Holding, host_bytes: int) -> str:
     parts = [f"{choice.how} {choice.seconds * 1e3:.2f} ms" for choice in choices]
     if choices[0].how != "swap":
         parts.append(f"{holding.kv_bytes:,} B exceed the {host_bytes:,} B free in the host pool")

@@ -31,7 +31,7 @@ from quire.policies.budgets.uniform import Uniform
 from quire.policies.lane_shape import LaneShape
 from quire.policies.options import without_parentheses
 from quire.policies.registry import FULL, SCHEDULE_OPTIONS, make_budget, policy_of
-from quire.policies.unsound import Parts, refuse_unsound
+from quire.policies.unsound import RuleParts, refuse_unsound
 from quire.policies.view import KVView
 
 TOKEN, CHUNK, PAGE = "token", "chunk", "page"
@@ -302,7 +302,7 @@ def make_eviction(text: str) -> EvictionRule:
         granularity=granularity,
         chunk_tokens=_integer("chunk_tokens", options, DEFAULT_CHUNK_TOKENS),
     )
-    refuse_unsound(text, Parts(policy, rule.budget, rule.when))
+    refuse_unsound(text, RuleParts(policy, rule.budget, rule.when))
     if rule.budget.in_tokens and Cap.parse(options["cap"]).share is not None:
         raise UnsoundCombination(
             f"{text!r}: the budget sets caps in tokens, and cap={options['cap']} depends on the "

@@ -13,7 +13,7 @@ from quire.policies.budgets.base import Budget
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class RuleParts:
     """Components of an eviction."""
 
     policy: EvictionPolicy
@@ -45,7 +45,7 @@ class Unsound:
 
     one: str
     other: str
-    meets: Callable[[Parts], bool]
+    meets: Callable[[RuleParts], bool]
     reason: str
     instead: str
 
@@ -81,7 +81,7 @@ UNSOUND: tuple[Unsound, ...] = (
 )
 
 
-def refuse_unsound(text: str, parts: Parts) -> None:
+def refuse_unsound(text: str, parts: RuleParts) -> None:
     """Refuse components that exclude each other.
 
     Args:

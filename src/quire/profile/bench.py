@@ -36,7 +36,7 @@ class BenchShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Round:
+class BenchRound:
     """One measured round.
 
     Attributes:
@@ -66,7 +66,7 @@ class BenchRun:
 
     shape: BenchShape
     kv_total_bytes: int
-    rounds: tuple[Round, ...]
+    rounds: tuple[BenchRound, ...]
 
     def throughput(self) -> dict[str, int | float]:
         """Medians over the rounds: requests and tokens per second."""
@@ -131,14 +131,14 @@ def run_bench(llm: LLM, shape: BenchShape, sampling: SamplingParams) -> BenchRun
 
 def _round(
     llm: LLM, shape: BenchShape, sampling: SamplingParams, random: np.random.Generator
-) -> Round:
+) -> BenchRound:
     size = (shape.requests, shape.input_tokens)
     prompts = random.integers(llm.model.spec.vocab_size, size=size).tolist()
     start_s = time.perf_counter()
     outputs = llm.generate(prompts, sampling)
     total_s = time.perf_counter() - start_s
     _refuse_failed(outputs)
-    return Round(
+    return BenchRound(
         total_s=total_s,
         first_token_s=tuple(output.usage.first_token_s for output in outputs),
         kv_peak_bytes=llm.stats().kv_peak_bytes,

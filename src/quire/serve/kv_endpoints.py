@@ -29,7 +29,7 @@ from starlette.types import Receive, Scope, Send
 
 from quire.api.llm import LLM
 from quire.engine.core import Engine
-from quire.engine.inspection.prefixes import Blocks, Chain, read_prefixes
+from quire.engine.inspection.prefixes import Blocks, PrefixChain, read_prefixes
 from quire.engine.inspection.requests import (
     Retention,
     find_request,
@@ -513,7 +513,7 @@ class KVRequestEndpoints:
         }
 
     def _chain(
-        self, chain: Chain, index: dict[int, int], blocks: Blocks, now_s: float, own: str
+        self, chain: PrefixChain, index: dict[int, int], blocks: Blocks, now_s: float, own: str
     ) -> Body:
         tree = blocks.tree
         may_read = chain.owner in ("", own) and self._service.shows_texts
@@ -532,7 +532,7 @@ class KVRequestEndpoints:
         }
 
 
-def _largest(chains: Sequence[Chain], limit: int) -> list[int]:
+def _largest(chains: Sequence[PrefixChain], limit: int) -> list[int]:
     """Indices of the chains with the most blocks, and of all chains before them, in order."""
     by_size = sorted(range(len(chains)), key=lambda i: -chains[i].blocks)
     shown: set[int] = set()

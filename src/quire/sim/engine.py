@@ -38,7 +38,7 @@ from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.step import StepPlan
 from quire.sim.machine import Rates
 from quire.sim.records import NEVER_FITS, Gauges, RequestRecord, open_record, read
-from quire.sim.traces.base import Segment, Trace, TraceRequest
+from quire.sim.traces.base import Trace, TraceRequest, TraceSegment
 from quire.tenancy.tenants import parse_tenants
 
 MIN_ENTRIES = 10
@@ -265,7 +265,7 @@ _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _ID_BITS = 31  # packed ids fit into int32
 
 
-def token_ids(segments: Sequence[Segment]) -> list[int]:
+def token_ids(segments: Sequence[TraceSegment]) -> list[int]:
     """Ids of a sequence of segments, computed from their contents and offsets.
 
     Equal contents have equal ids at equal offsets. Ids of different contents collide with

@@ -8,7 +8,7 @@ import numpy as np
 
 from quire.layout.extras import require_extra
 from quire.sim.engine import SimResult
-from quire.sim.records import Reading, RequestRecord
+from quire.sim.records import RequestRecord, SimulatedReading
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,7 +40,7 @@ def ttft_picture(records: Iterable[RequestRecord]) -> dict[str, bytes]:
     return {"ttft.svg": drawn(lambda axes: _draw_ttft(axes, ttft_s))}
 
 
-def _draw_use(axes: "Axes", samples: Sequence[Reading], total_bytes: int) -> None:
+def _draw_use(axes: "Axes", samples: Sequence[SimulatedReading], total_bytes: int) -> None:
     minutes = [reading.time_s / 60 for reading in samples]
     used = [reading.used_bytes / _GIB for reading in samples]
     named = [reading.allocated_bytes / _GIB for reading in samples]
@@ -52,7 +52,7 @@ def _draw_use(axes: "Axes", samples: Sequence[Reading], total_bytes: int) -> Non
     axes.legend(frameon=False)
 
 
-def _draw_queue(axes: "Axes", samples: Sequence[Reading]) -> None:
+def _draw_queue(axes: "Axes", samples: Sequence[SimulatedReading]) -> None:
     minutes = [reading.time_s / 60 for reading in samples]
     for name, colour in (("running", "#1f5fa8"), ("waiting", "#d1662b")):
         values = [getattr(reading, name) for reading in samples]

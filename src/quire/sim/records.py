@@ -110,7 +110,7 @@ _SAMPLES_AT_MOST = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class SimulatedReading:
     """State of the memory and the queue at one step.
 
     Attributes:
@@ -129,7 +129,7 @@ class Reading:
     waiting: int
 
 
-def read(memory: KVMemory, *, time_s: float, running: int, waiting: int) -> Reading:
+def read(memory: KVMemory, *, time_s: float, running: int, waiting: int) -> SimulatedReading:
     """Read the state of a memory. Slots that the step will write count as filled."""
     allocated = wasted = 0
     for table in memory.tables.values():
@@ -137,7 +137,7 @@ def read(memory: KVMemory, *, time_s: float, running: int, waiting: int) -> Read
         pages, slots = int(table.num_pages.sum()), int(table.num_slots.sum())
         allocated += pages * page.page_bytes
         wasted += (pages * page.tokens - slots) * page.page_bytes // page.tokens
-    return Reading(
+    return SimulatedReading(
         time_s=time_s,
         used_bytes=memory.total_bytes - memory.free_bytes,
         allocated_bytes=allocated,
@@ -167,11 +167,11 @@ class Gauges:
     peak_used_bytes: int = 0
     peak_running: int = 0
     peak_waiting: int = 0
-    samples: list[Reading] = field(default_factory=list)
+    samples: list[SimulatedReading] = field(default_factory=list)
     _stride: int = 1
     _held: int = 0
 
-    def add(self, reading: Reading, seconds: float) -> None:
+    def add(self, reading: SimulatedReading, seconds: float) -> None:
         """Add a reading that is valid for `seconds`."""
         self.time_s += seconds
         self.used_byte_s += reading.used_bytes * seconds
@@ -184,7 +184,7 @@ class Gauges:
         self.peak_waiting = max(self.peak_waiting, reading.waiting)
         self._sample(reading)
 
-    def _sample(self, reading: Reading) -> None:
+    def _sample(self, reading: SimulatedReading) -> None:
         if self._held % self._stride == 0:
             self.samples.append(reading)
             if len(self.samples) > _SAMPLES_AT_MOST:

@@ -25,7 +25,7 @@ from benchmarks.kvpress.spec import (
 from quire.api.llm import LLM
 from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError, RequestError
-from quire.evals.board.grid import Entry, Grid
+from quire.evals.board.grid import BoardEntry, Grid
 from quire.evals.board.pages import chart, interactive, page
 from quire.evals.board.result import BoardResult
 from quire.evals.board.run import BoardConfig, BoardRunner
@@ -296,10 +296,10 @@ def test_rules_and_presses_of_the_same_method_are_compared(llm, full, tmp_path):
     [press] = [row for row in result.rows if str(row.entry) == "kvpress/KnormPress 50% prefill_end"]
     entries = (
         entry_of("TOVAPress", "50%", "prefill_end"),
-        Entry("tova", "50%", "prefill_end", "none"),
+        BoardEntry("tova", "50%", "prefill_end", "none"),
         entry_of("KeyDiffPress", "50%", "prefill_end"),
-        Entry("keydiff", "50%", "prefill_end", "none"),
-        Entry("sinks", "50%", "prefill_end", "none"),
+        BoardEntry("keydiff", "50%", "prefill_end", "none"),
+        BoardEntry("sinks", "50%", "prefill_end", "none"),
     )
     rows = [replace(press, entry=entry) for entry in entries]
     rows[-2] = replace(rows[-2], scores={TASK: 0.5})

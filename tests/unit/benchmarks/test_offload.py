@@ -15,7 +15,7 @@ from benchmarks.offload.restore_part import run_restore
 from benchmarks.offload.virtual import Load, case_of
 from benchmarks.offload.virtual_parts import run_codec, run_latency, run_position, run_weights
 from quire.offload.profiler import Sizes, Speeds
-from quire.offload.schedule.executor import VirtualClock
+from quire.offload.schedule.executor import ScheduleClock
 from quire.offload.schedule.planner import plan_step
 from quire.offload.schedule.work import BatchTokens, Rules, staging_bytes
 from quire.plan.offload.split import pipelined_seconds
@@ -57,7 +57,7 @@ def test_arms_at_a100_ratios_match_the_formulas():
     for arm in ARMS[:3]:
         found = lay_out(arm, plain, sizes, rows=2, tokens=tokens)
         work = step_work(found.batch, 120, sizes, plain)
-        times[arm.name] = VirtualClock().run(plan_step(work, found.rules)).seconds
+        times[arm.name] = ScheduleClock().run(plan_step(work, found.rules)).seconds
 
     assert times["prefetch"] / times["lA"] == pytest.approx(1.463, rel=0.01)
     assert times["prefetch"] / times["lB"] == pytest.approx(1.862, rel=0.01)
@@ -71,7 +71,7 @@ def test_ring_is_small_and_costs_no_time(other):
     found = lay_out(BY_NAME["lB"], machine, sizes, rows=2, tokens=tokens)
     works = [step_work(found.batch, layers, sizes, machine) for layers in (10, 30)]
 
-    short_s, long_s = (VirtualClock().run(plan_step(w, found.rules)).seconds for w in works)
+    short_s, long_s = (ScheduleClock().run(plan_step(w, found.rules)).seconds for w in works)
 
     steady_s = pipelined_seconds(found.rates, tokens, found.batch.x)
     assert (long_s - short_s) / 20 == pytest.approx(steady_s, rel=0.01)

@@ -14,10 +14,10 @@ from quire.errors import ConfigError
 from quire.evals.intervals import Mean
 from quire.evals.tune.run import TuneConfig, divided
 from quire.evals.tune.search import FIRST_PROMPTS, first_round, halve, pareto, round_sizes
-from quire.evals.tune.space import Candidate, Space
+from quire.evals.tune.space import SearchCandidate, Space
 from support.texts import lines_prompts
 
-CANDIDATES = [Candidate("int8", f"sinks:cap={n}") for n in range(30)]
+CANDIDATES = [SearchCandidate("int8", f"sinks:cap={n}") for n in range(30)]
 
 
 def exact(mean):
@@ -35,10 +35,10 @@ def test_space_has_the_baseline_first_and_every_combination_once():
 
     found = space.candidates()
 
-    assert found[0] == space.baseline == Candidate("none", "full")
+    assert found[0] == space.baseline == SearchCandidate("none", "full")
     assert len(found) == len(set(found)) == 2 * (1 + 2 * 2 * 2)
-    assert Candidate("int8", "snapkv:window=8,cap=50%,when=prefill_end") in found
-    assert Candidate("none", "h2o:cap=128,when=prefill_end,budget=(pyramid)") in found
+    assert SearchCandidate("int8", "snapkv:window=8,cap=50%,when=prefill_end") in found
+    assert SearchCandidate("none", "h2o:cap=128,when=prefill_end,budget=(pyramid)") in found
 
 
 def test_empty_list_is_refused():
@@ -78,7 +78,10 @@ def test_search_finds_the_max_requests_that_reach_the_quality(found):
 
 def test_a_poor_codec_removes_its_combinations_unmeasured():
     space = Space(codecs=("none", "int4"), rules=("h2o",), caps=("50%",), schedules=("decode",))
-    codec, both = Candidate("int4", "full"), Candidate("int4", "h2o:cap=50%,when=decode")
+    codec, both = (
+        SearchCandidate("int4", "full"),
+        SearchCandidate("int4", "h2o:cap=50%,when=decode"),
+    )
     measured = []
 
     def measure(one, count):

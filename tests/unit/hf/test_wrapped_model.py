@@ -10,7 +10,7 @@ from quire.errors import ConfigError, UnsupportedModel
 from quire.hf import QuireCache
 from quire.hf.wrapped import _refuse
 from quire.models.adapter import TransformersDecoder
-from quire.models.verify import DenseBatch
+from quire.models.verify import ReferenceBatch
 from support import zoo
 
 ARCHITECTURES = ("llama", "gemma3", "gpt2", "phi3_longrope")
@@ -158,9 +158,9 @@ def test_refused_cache_leaves_the_model_unchanged() -> None:
 def test_model_with_different_paged_logits_is_refused(monkeypatch) -> None:
     model = zoo.build("llama")
     found = state(model)
-    attend = DenseBatch.attend
+    attend = ReferenceBatch.attend
     monkeypatch.setattr(
-        DenseBatch,
+        ReferenceBatch,
         "attend",
         lambda batch, call, *states: attend(batch, replace(call, scale=1.0), *states),
     )

@@ -12,7 +12,7 @@ from quire.errors import ModelError, UnsupportedModel
 from quire.layout.model import LayerSpec, ModelSpec
 from quire.models import bridge
 from quire.models.adapter import TransformersDecoder
-from quire.models.verify import DenseBatch, compare_with_transformers
+from quire.models.verify import ReferenceBatch, compare_with_transformers
 from support import zoo
 
 
@@ -50,12 +50,12 @@ def test_wrong_attention_arguments_are_detected(
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    attend = DenseBatch.attend
+    attend = ReferenceBatch.attend
 
-    def changed(self: DenseBatch, call: bridge.AttentionCall, *states: Tensor) -> Tensor:
+    def changed(self: ReferenceBatch, call: bridge.AttentionCall, *states: Tensor) -> Tensor:
         return attend(self, replace(call, **changes), *states)
 
-    monkeypatch.setattr(DenseBatch, "attend", changed)
+    monkeypatch.setattr(ReferenceBatch, "attend", changed)
     decoder = TransformersDecoder(zoo.build(name).to(dtype))
 
     with pytest.raises(UnsupportedModel, match="logits differ from Transformers' own on"):

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from quire.errors import ConfigError, CorruptData, StorageError, TierFull, TierUnreachable
-from quire.offload.tiers.base import LateTier, Stored
+from quire.offload.tiers.base import LateTier, StoredEntry
 from quire.offload.tiers.file import FileTier
 from quire.offload.tiers.file_index import CHUNK_BYTES, SECTOR_BYTES, FileIndex
 from unit.offload.test_tiers import data_of, read
@@ -243,7 +243,7 @@ def test_a_damaged_folder_returns_only_what_was_written(tmp_path, damage, at):
     if at == "start":
         tier = LateTier(lambda: FileTier(folder, 8 * MIB), 8 * MIB)
         if damage not in LOSSES:
-            assert isinstance(tier.added()["b"], Stored)
+            assert isinstance(tier.added()["b"], StoredEntry)
             assert tier.used_bytes <= MIB + 3 * SECTOR_BYTES
             assert read(tier, "b", 1000) == data_of(1000, 1)
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from quire.errors import ConfigError
 from quire.offload.control import SplitController
 from quire.offload.profiler import OffloadProfiler, Sizes, Speeds
-from quire.offload.schedule.executor import VirtualClock, no_work
+from quire.offload.schedule.executor import ScheduleClock, no_work
 from quire.offload.schedule.planner import plan_step
 from quire.offload.schedule.work import BatchTokens, StepWork, even_layers
-from quire.offload.timeline import LANES, Kind
+from quire.offload.timeline import LANES, TaskKind
 from quire.plan.fitting import ChangeDetector
 from quire.plan.offload.split import pipelined_seconds, pipelined_split
 from quire.plan.rates import CopyRate
@@ -39,20 +39,20 @@ def step(x: int, speeds: Speeds, tokens: int = TOKENS, host: int = 0):
     return plan_step(StepWork(layers=layers, sizes=SIZES, speeds=speeds))
 
 
-def machine(speeds: Speeds, noise: float = 0.0, seed: int = 0) -> VirtualClock:
+def machine(speeds: Speeds, noise: float = 0.0, seed: int = 0) -> ScheduleClock:
     """A simulated machine with these speeds, independent of the schedule's estimates."""
     draw = random.Random(seed)
 
     def seconds(op):
         rate = speeds.inward if LANES[op.kind] == "in" else speeds.outward
         exact = {
-            Kind.PROJECT: speeds.project_call_s + op.tokens * speeds.project_token_s,
-            Kind.ATTEND: speeds.attend_call_s + op.tokens * speeds.attend_token_s,
-            Kind.LAYER: speeds.layer_s + op.tokens * speeds.row_s,
+            TaskKind.PROJECT: speeds.project_call_s + op.tokens * speeds.project_token_s,
+            TaskKind.ATTEND: speeds.attend_call_s + op.tokens * speeds.attend_token_s,
+            TaskKind.LAYER: speeds.layer_s + op.tokens * speeds.row_s,
         }.get(op.kind) or rate.seconds(op.num_bytes)
         return exact * draw.lognormvariate(0, noise)
 
-    return VirtualClock(seconds)
+    return ScheduleClock(seconds)
 
 
 def of(speeds: Speeds, rows: int = 4):

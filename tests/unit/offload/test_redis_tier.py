@@ -14,7 +14,7 @@ import redis
 
 from quire.config.store_url import parse_store_url
 from quire.errors import ConfigError, CorruptData, StorageError, TierFull, TierUnreachable
-from quire.offload.tiers.base import Stored
+from quire.offload.tiers.base import StoredEntry
 from quire.offload.tiers.redis_tier import CHUNK_BYTES, PREFIX, RedisOptions, RedisTier
 from support.redis_servers import require_openssl, start_redis
 from unit.offload.test_tiers import data_of, read
@@ -385,7 +385,7 @@ def test_a_damaged_store_recovers_and_returns_only_what_was_written(shared_clien
         tier = tier_of(shared_client.url, max_bytes=MIB)
         assert len(tier.secret()) == len(secret)
         added = tier.added()
-        assert isinstance(added["b"], Stored)
+        assert isinstance(added["b"], StoredEntry)
         assert read(tier, "b", 1000) == data_of(1000, 1)
 
     use_again(tier, data)

@@ -6,8 +6,8 @@ from quire.errors import ConfigError
 from quire.layout.layout import layout_for
 from quire.layout.model import LayerSpec, ModelSpec
 from quire.plan.capacity import (
+    CapacityVerdict,
     MemoryLayout,
-    Verdict,
     Workload,
     assess,
     decode_share,
@@ -31,7 +31,9 @@ MODEL = ModelSpec(
 LAYOUT = layout_for(MODEL, page_tokens=16, codec="float16")
 
 
-def assess_workload(kv_bytes: int, input_tokens: int, output_tokens: int, batch: int) -> Verdict:
+def assess_workload(
+    kv_bytes: int, input_tokens: int, output_tokens: int, batch: int
+) -> CapacityVerdict:
     memory = MemoryLayout(
         total_bytes=kv_bytes + MODEL.weight_bytes(2),
         weights_bytes=MODEL.weight_bytes(2),

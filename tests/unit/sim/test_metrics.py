@@ -10,7 +10,7 @@ from quire.config.sampling_params import SamplingParams
 from quire.scheduler.events import KVEvent
 from quire.sim.engine import EventTally, ServedTokens, jain_index
 from quire.sim.metrics import latencies, percentiles
-from quire.sim.records import Gauges, Reading, RequestRecord
+from quire.sim.records import Gauges, RequestRecord, SimulatedReading
 from support.requests import make_request
 
 
@@ -31,7 +31,7 @@ RUNS = [record(i, i + 0.1 * i, i + 0.3 * i, i + 2.0 * i, answer=1 + i % 4) for i
 
 
 def reading(time_s=0.0, used=0, allocated=0, wasted=0, running=0, waiting=0):
-    return Reading(
+    return SimulatedReading(
         time_s=time_s,
         used_bytes=used,
         allocated_bytes=allocated,

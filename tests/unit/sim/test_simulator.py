@@ -21,7 +21,7 @@ from quire.sim.metrics import by_tenant, summarise
 from quire.sim.models import model_shape
 from quire.sim.records import NEVER_FITS, TOO_LONG
 from quire.sim.run import SimConfig, Simulator, make_scheduler, make_simulator, make_timer, simulate
-from quire.sim.traces.base import Segment, TraceOptions
+from quire.sim.traces.base import TraceOptions, TraceSegment
 from quire.sim.traces.loading import load_trace
 from support.kv_options import kv_config, kv_options
 from support.sim_traces import RATES, recorded, request, trace
@@ -316,7 +316,7 @@ def test_conversation_reuses_its_earlier_outputs():
     """The second prompt is the first one, its output, and 16 tokens: 64 + 32 are cached, but the
     last output token was never processed, so its page is incomplete."""
     first = request(1, 0, 0, 32, shared=[(1, 64)])
-    first = replace(first, answer=Segment(2, 32))
+    first = replace(first, answer=TraceSegment(2, 32))
     second = request(2, 10, 16, 1, shared=[(1, 64), (2, 32)])
 
     [_, record] = simulate(trace(first, second), CONFIG).records

@@ -9,7 +9,7 @@ import pytest
 from quire.errors import ConfigError, TraceError, UnknownName
 from quire.sim.engine import token_ids
 from quire.sim.metrics import reusable
-from quire.sim.traces.base import Segment, TraceOptions
+from quire.sim.traces.base import TraceOptions, TraceSegment
 from quire.sim.traces.loading import load_trace
 from quire.sim.traces.registry import find_format, formats
 from quire.sim.traces.sharegpt import estimated_tokens
@@ -144,16 +144,16 @@ def test_text_lengths_are_estimated_from_bytes(text, tokens):
 
 
 def test_tokens_depend_only_on_content_and_offset():
-    whole = token_ids([Segment(3, 8), Segment(4, 5)])
+    whole = token_ids([TraceSegment(3, 8), TraceSegment(4, 5)])
 
-    assert whole == token_ids([Segment(3, 8)]) + token_ids([Segment(4, 5)])
-    assert token_ids([Segment(3, 5)]) == whole[:5]
+    assert whole == token_ids([TraceSegment(3, 8)]) + token_ids([TraceSegment(4, 5)])
+    assert token_ids([TraceSegment(3, 5)]) == whole[:5]
     assert all(0 <= token < 2**31 for token in whole)
-    assert token_ids([Segment(-1, 4)]) != token_ids([Segment(1, 4)])
+    assert token_ids([TraceSegment(-1, 4)]) != token_ids([TraceSegment(1, 4)])
 
 
 def test_tokens_of_different_contents_are_almost_always_different():
-    ids = np.array([token_ids([Segment(content, 100)]) for content in range(-50, 50)])
+    ids = np.array([token_ids([TraceSegment(content, 100)]) for content in range(-50, 50)])
 
     assert len(np.unique(ids)) > 0.999 * ids.size
 

@@ -22,7 +22,7 @@ FIRST_TOKENS = 48
 
 
 @dataclass(slots=True)
-class Chain:
+class PrefixChain:
     """Consecutive blocks of one prefix.
 
     Attributes:
@@ -61,7 +61,7 @@ class PrefixTree:
     block_bytes: int = 0
     num_blocks: int = 0
     num_left_out: int = 0
-    chains: Sequence[Chain] = ()
+    chains: Sequence[PrefixChain] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +85,13 @@ class Blocks:
     tree: PrefixTree
     blocks: Sequence[_Block] = ()
 
-    def chains(self) -> list[Chain]:
+    def chains(self) -> list[PrefixChain]:
         """Join blocks to chains; can run in another thread, because blocks never change."""
         children: dict[PrefixNode, int] = {}
         for block in self.blocks:
             if block.node.parent is not None:
                 children[block.node.parent] = children.get(block.node.parent, 0) + 1
-        chains: list[Chain] = []
+        chains: list[PrefixChain] = []
         of_node: dict[PrefixNode, int] = {}
         for block in self.blocks:
             number = self._chain_of(block, children, chains, of_node)
@@ -103,7 +103,7 @@ class Blocks:
         self,
         block: _Block,
         children: dict[PrefixNode, int],
-        chains: list[Chain],
+        chains: list[PrefixChain],
         of_node: dict[PrefixNode, int],
     ) -> int:
         node = block.node
@@ -114,11 +114,11 @@ class Blocks:
             if alone and chain.owner == node.owner and chain.users == block.users:
                 return before
         start = node.block.end - self.tree.block_tokens
-        chains.append(Chain(node.owner, before, start, users=block.users))
+        chains.append(PrefixChain(node.owner, before, start, users=block.users))
         return len(chains) - 1
 
     @staticmethod
-    def _extend(chain: Chain, block: _Block) -> None:
+    def _extend(chain: PrefixChain, block: _Block) -> None:
         chain.blocks += 1
         used_s = math.inf if block.users else block.idle_since_s
         chain.idle_since_s = max(chain.idle_since_s, used_s)

@@ -15,7 +15,7 @@ LAST_EVENTS = 192
 """Events of a sequence that are stored: the first ones and the last ones."""
 
 
-class Timeline:
+class RequestTimeline:
     """The first and the last events of one sequence.
 
     Attributes:
@@ -80,7 +80,7 @@ class FinishedRequest:
     arrival_s: float
     first_token_s: float
     finish_s: float
-    timeline: Timeline
+    timeline: RequestTimeline
 
 
 @dataclass(slots=True)
@@ -105,7 +105,7 @@ class RequestLog:
     def __init__(self, events: EventLog, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._open: dict[str, _Open] = {}
-        self._timelines: dict[str, Timeline] = {}
+        self._timelines: dict[str, RequestTimeline] = {}
         self._finished: deque[FinishedRequest] = deque(maxlen=KEPT_FINISHED)
         self.newly_finished: list[FinishedRequest] = []
         events.subscribe(self._record)
@@ -114,7 +114,7 @@ class RequestLog:
         """Start the timelines of a submitted request."""
         self._open[request_id] = _Open(sequences)
         for sequence in sequences:
-            self._timelines[sequence.request_id] = Timeline()
+            self._timelines[sequence.request_id] = RequestTimeline()
 
     def note(self, deltas: Iterable[OutputDelta]) -> None:
         """Store the numbers of the requests whose last deltas these are."""
@@ -128,7 +128,7 @@ class RequestLog:
                     self._finish(delta.request_id, opened, delta.finish_reason)
         self._finished.extend(self.newly_finished)
 
-    def timeline(self, request_id: str) -> Timeline | None:
+    def timeline(self, request_id: str) -> RequestTimeline | None:
         """The timeline of an open sequence; None for another id."""
         return self._timelines.get(request_id)
 
@@ -152,7 +152,7 @@ class RequestLog:
 
 
 def _numbers(
-    request: Request, group: str, reason: str, now_s: float, timeline: Timeline
+    request: Request, group: str, reason: str, now_s: float, timeline: RequestTimeline
 ) -> FinishedRequest:
     progress, eviction = request.progress, request.eviction
     return FinishedRequest(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.engine.inspection.request_log import FinishedRequest, Timeline
+from quire.engine.inspection.request_log import FinishedRequest, RequestTimeline
 from quire.engine.pool import KVPool
 from quire.kv.memory import KVMemory
 from quire.kv.stored_positions import stored_positions
@@ -184,7 +184,7 @@ def _why(engine: "Engine", request: Request) -> Waiting | None:
     )
 
 
-def _timeline(engine: "Engine", timeline: Timeline | None, arrival_s: float) -> Row:
+def _timeline(engine: "Engine", timeline: RequestTimeline | None, arrival_s: float) -> Row:
     events = [] if timeline is None else timeline.events
     return {
         "codec": engine.pool.codec,

@@ -15,7 +15,7 @@ QUIRE = "quire"
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class BoardEntry:
     """One configuration of the leaderboard.
 
     Attributes:
@@ -95,15 +95,15 @@ class Grid:
                 raise UnknownName("value of --schedules", when, SCHEDULES)
 
     @property
-    def reference(self) -> Entry:
+    def reference(self) -> BoardEntry:
         """Full KV with the first codec."""
-        return Entry(FULL, "", "", self.codecs[0])
+        return BoardEntry(FULL, "", "", self.codecs[0])
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[BoardEntry]:
         """Full KV with each codec, then all combinations."""
-        full = [Entry(FULL, "", "", codec) for codec in self.codecs]
+        full = [BoardEntry(FULL, "", "", codec) for codec in self.codecs]
         return full + [
-            Entry(rule, budget, schedule, codec)
+            BoardEntry(rule, budget, schedule, codec)
             for codec in self.codecs
             for schedule in self.schedules
             for budget in self.budgets

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import ConfigError
-from quire.evals.board.grid import FULL, QUIRE, Entry
+from quire.evals.board.grid import FULL, QUIRE, BoardEntry
 from quire.evals.board.run import Board
 from quire.evals.intervals import RESAMPLES, Mean
 from quire.evals.suite.base import MIN_FULL
@@ -37,7 +37,7 @@ class Row:
             then; else None.
     """
 
-    entry: Entry
+    entry: BoardEntry
     quality: Mean
     scores: Mapping[str, float]
     kv_peak_bytes: float
@@ -56,7 +56,7 @@ class Row:
     def stored(cls, values: Mapping[str, Any]) -> "Row":
         """The row of `as_dict`."""
         fields = {name: values[name] for name in cls.__slots__ if name in values}
-        nested = {"entry": Entry(**values["entry"]), "quality": Mean(**values["quality"])}
+        nested = {"entry": BoardEntry(**values["entry"]), "quality": Mean(**values["quality"])}
         return cls(**fields | nested)
 
 
@@ -87,7 +87,10 @@ def ranked(rows: Sequence[Row]) -> list[Row]:
 
 
 def _row(
-    entry: Entry, cells: Sequence[CellResult], reference: Sequence[CellResult], tasks: Sequence[str]
+    entry: BoardEntry,
+    cells: Sequence[CellResult],
+    reference: Sequence[CellResult],
+    tasks: Sequence[str],
 ) -> Row:
     judged = [
         (_values(cell), _values(full))

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from quire.api.llm import LLM
 from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError, QuireError
-from quire.evals.board.grid import FULL, Entry, Grid
+from quire.evals.board.grid import FULL, BoardEntry, Grid
 from quire.evals.suite.base import EvalTask, Sample, SampleOptions
 from quire.evals.suite.cells import CellFolder, CellResult
 from quire.evals.suite.engines import Engines
@@ -67,8 +67,8 @@ class Board:
     """
 
     config: BoardConfig
-    cells: Mapping[Entry, Sequence[CellResult]]
-    refused: Mapping[Entry, str]
+    cells: Mapping[BoardEntry, Sequence[CellResult]]
+    refused: Mapping[BoardEntry, str]
     sanity: Sanity
 
 
@@ -124,8 +124,8 @@ class BoardRunner:
         """
         check_names(self._config.grid)
         sanity = self._sanity()
-        cells: dict[Entry, Sequence[CellResult]] = {}
-        refused: dict[Entry, str] = {}
+        cells: dict[BoardEntry, Sequence[CellResult]] = {}
+        refused: dict[BoardEntry, str] = {}
         entries = self._config.grid.entries()
         for index, entry in enumerate(entries, 1):
             try:
@@ -150,7 +150,7 @@ class BoardRunner:
             report=self._report,
         )
 
-    def _cell(self, entry: Entry, task: EvalTask) -> CellResult:
+    def _cell(self, entry: BoardEntry, task: EvalTask) -> CellResult:
         kv, config = entry.applied(self._kv), self._config
         options = (config.tokens, config.count, config.seeds)
         fingerprint = fingerprint_of(*self._identity, kv, task, options)
@@ -161,7 +161,7 @@ class BoardRunner:
             self.stored.write(name, fingerprint, asdict(found))
         return found
 
-    def _measured(self, entry: Entry, kv: KVConfig, task: EvalTask) -> CellResult:
+    def _measured(self, entry: BoardEntry, kv: KVConfig, task: EvalTask) -> CellResult:
         llm = self._engines.of(kv)
         samples = self.samples(task)
         prompts, seconds = SampleRunner(llm, kv).run(task, samples)

@@ -127,7 +127,7 @@ WORSE, BETTER, SAME, NONE = "worse", "better", "no difference found", "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class TaskVerdict:
     """Comparison of one cell.
 
     Attributes:
@@ -146,16 +146,18 @@ class Verdict:
     reason: str = ""
 
 
-def compare(task: EvalTask, full: CellResult, configured: CellResult, sanity: Sanity) -> Verdict:
+def compare(
+    task: EvalTask, full: CellResult, configured: CellResult, sanity: Sanity
+) -> TaskVerdict:
     """Compare two cells of the same prompts."""
     metric = task.metrics[0]
     reason = _why_none(task, full, sanity)
     if reason:
-        return Verdict(cell=full.name, metric=metric, verdict=NONE, reason=reason)
+        return TaskVerdict(cell=full.name, metric=metric, verdict=NONE, reason=reason)
     pairs = zip(configured.values(metric), full.values(metric), strict=True)
     difference = mean_of([found - reference for found, reference in pairs])
     verdict = _direction(difference, lower_is_better=task.lower_is_better)
-    return Verdict(cell=full.name, metric=metric, verdict=verdict, difference=difference)
+    return TaskVerdict(cell=full.name, metric=metric, verdict=verdict, difference=difference)
 
 
 def _why_none(task: EvalTask, full: CellResult, sanity: Sanity) -> str:
@@ -230,7 +232,7 @@ class Evaluation:
 
     sanity: Sanity
     cells: Mapping[str, Sequence[CellResult]]
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[TaskVerdict, ...]
 
     def claims(self) -> dict[str, int | float]:
         """Scores with their intervals, KV bytes and tokens/s, as a flat mapping."""

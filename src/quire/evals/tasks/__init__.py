@@ -12,7 +12,15 @@ from types import MappingProxyType
 from typing import Any
 
 from quire.errors import UnknownName
-from quire.evals.tasks.base import Measure, Query, Setting, Span, Task, TaskFamily, rough_measure
+from quire.evals.tasks.base import (
+    Measure,
+    Setting,
+    Span,
+    Task,
+    TaskFamily,
+    TaskQuery,
+    rough_measure,
+)
 from quire.evals.tasks.labels import Arithmetic, Copy, Headline, Labels
 from quire.evals.tasks.needles import Facts, KeyValue, Lines, LongEval, Needles, Passkey
 from quire.evals.tasks.redundant import Majority, Repeats, Retold, Topics
@@ -25,12 +33,12 @@ __all__ = [
     "BookFiller",
     "Filler",
     "Measure",
-    "Query",
     "Setting",
     "Span",
     "Split",
     "Task",
     "TaskFamily",
+    "TaskQuery",
     "build",
     "make",
     "names",

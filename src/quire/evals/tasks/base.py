@@ -30,7 +30,7 @@ def rough_measure(text: str) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Query:
+class TaskQuery:
     """One question and its expected answer.
 
     Attributes:
@@ -64,7 +64,7 @@ class Task:
 
     name: str
     spans: tuple[Span, ...]
-    queries: tuple[Query, ...]
+    queries: tuple[TaskQuery, ...]
     chance: float = 0.0
 
     @property

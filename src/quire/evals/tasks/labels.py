@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from quire.evals.tasks.base import (
     CHARACTERS_PER_TOKEN,
     TEXT_WEIGHT,
-    Query,
     Setting,
     Span,
     Task,
     TaskFamily,
+    TaskQuery,
     running_text,
     snap,
     trim,
@@ -52,7 +52,7 @@ class Labels(TaskFamily):
         if hidden is None:
             return Task(name="labels", spans=_dense(shown, names), queries=(), chance=1 / count)
         context = "".join(f"{example}: {names[index]}\n" for example, index in shown)
-        query = Query(question=f"{word}:", answer=f" {names[requested]}")
+        query = TaskQuery(question=f"{word}:", answer=f" {names[requested]}")
         return Task(name="labels", spans=((context, 0.0),), queries=(query,), chance=1 / count)
 
 
@@ -125,7 +125,7 @@ class Copy(TaskFamily):
             (" [end]\n", 0.0),
             (rest[cut:].rstrip(), TEXT_WEIGHT),
         )
-        query = Query(
+        query = TaskQuery(
             question="\n[repeat]",
             answer=f" {text}",
             tail=" [end]\n",
@@ -148,7 +148,7 @@ class Headline(TaskFamily):
         return Task(
             name="headline",
             spans=((f"HEADLINE: {head}\n", 0.0), (text.rstrip(), TEXT_WEIGHT)),
-            queries=(Query(question="\nThe headline was:", answer=f" {head}", depth=0.0),),
+            queries=(TaskQuery(question="\nThe headline was:", answer=f" {head}", depth=0.0),),
         )
 
 
@@ -216,7 +216,7 @@ class Arithmetic(TaskFamily):
             question, answer = sums.problem(rng, "train")
             spans += [(question, 0.0), (f"{answer}\n", weight)]
         question, answer = sums.problem(rng, setting.split)
-        query = Query(question=question, answer=answer)
+        query = TaskQuery(question=question, answer=answer)
         return Task(name="arithmetic", spans=tuple(spans), queries=(query,))
 
 

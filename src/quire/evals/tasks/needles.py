@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 from quire.evals.tasks.base import (
     SAMPLE_KEY,
-    Query,
     Setting,
     Task,
     TaskFamily,
+    TaskQuery,
     bury,
     distinct_keys,
     number,
@@ -56,7 +56,7 @@ class Needles(TaskFamily):
         values = [number(rng, digits) for _ in keys]
         burial = bury(rng, text, count, setting.depth, in_order=True)
         requested = tuple(
-            Query(
+            TaskQuery(
                 question=_question(keys[index]),
                 answer=values[index],
                 tail=".",
@@ -110,7 +110,7 @@ class Passkey(TaskFamily):
             (line, 0.0),
             (_NOISE * (count - before), 0.0),
         )
-        query = Query(question=_QUESTION, answer=key, tail=".", depth=before / count)
+        query = TaskQuery(question=_QUESTION, answer=key, tail=".", depth=before / count)
         return Task(name="passkey", spans=spans, queries=(query,))
 
 
@@ -165,7 +165,7 @@ class Facts(TaskFamily):
         room = max(16, setting.tokens - (count + queries) * _FACT_TOKENS)
         burial = bury(rng, running_text(rng, room, setting), count, setting.depth)
         requested = tuple(
-            Query(
+            TaskQuery(
                 question=facts[index].question,
                 answer=facts[index].answer,
                 tail=".\n",
@@ -244,7 +244,7 @@ def _records(
         order = [place_at(setting.depth, shape.records)] * shape.queries
     body = "".join(map(wording.record_text, keys, values))
     queries = tuple(
-        Query(
+        TaskQuery(
             question=wording.question_text(keys[index]),
             answer=values[index],
             tail=wording.tail,

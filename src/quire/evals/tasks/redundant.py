@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 from quire.evals.tasks.base import (
     SAMPLE_KEY,
-    Query,
     Setting,
     Span,
     Task,
     TaskFamily,
+    TaskQuery,
     distinct_keys,
     number,
     place_at,
@@ -72,7 +72,7 @@ class Repeats(TaskFamily):
         if setting.depth is not None:
             chosen = [place_at(setting.depth, count)] * queries
         requested = tuple(
-            Query(question=f"line {keys[i]}: <", answer=values[i], tail=">\n", key=keys[i])
+            TaskQuery(question=f"line {keys[i]}: <", answer=values[i], tail=">\n", key=keys[i])
             for i in chosen
         )
         return Task(name="repeats", spans=((intro, 0.0), (body, 0.0)), queries=requested)
@@ -102,7 +102,7 @@ class Retold(TaskFamily):
         room_tokens = max(16, setting.tokens - (count * copies + queries) * _FACT_TOKENS)
         spans = _told(rng, running_text(rng, room_tokens, setting), facts, copies)
         requested = tuple(
-            Query(question=fact.question, answer=fact.answer, tail=".\n")
+            TaskQuery(question=fact.question, answer=fact.answer, tail=".\n")
             for fact in (facts * queries)[:queries]
         )
         return Task(name="retold", spans=spans, queries=requested)
@@ -149,7 +149,7 @@ class Majority(TaskFamily):
             for at, index in enumerate(order)
         ]
         requested = tuple(
-            Query(question=f"{words[i]}:", answer=f" {labels[i]}", key=words[i])
+            TaskQuery(question=f"{words[i]}:", answer=f" {labels[i]}", key=words[i])
             for i in (rng.randrange(count) for _ in range(queries))
         )
         spans = (("".join(lines), 0.0),)
@@ -194,7 +194,7 @@ class Topics(TaskFamily):
         context = "".join(f"{self._line(rng, classes[i])}: {labels[i]}\n" for i in shown)
         chosen = [rng.randrange(count) for _ in range(setting.queries)]
         requested = tuple(
-            Query(question=f"{self._line(rng, classes[i])}:", answer=f" {labels[i]}")
+            TaskQuery(question=f"{self._line(rng, classes[i])}:", answer=f" {labels[i]}")
             for i in chosen
         )
         return Task(name="topics", spans=((context, 0.0),), queries=requested, chance=1 / count)

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from quire.errors import ConfigError
 from quire.evals.tasks.base import (
     Burial,
-    Query,
     Setting,
     Task,
     TaskFamily,
+    TaskQuery,
     bury,
     distinct_keys,
     letters,
@@ -86,9 +86,9 @@ class Variables(TaskFamily):
         context = "".join(variable.line for variable in program)
         return Task(name="variables", spans=((context, 0.0),), queries=requested)
 
-    def _query(self, program: list[_Variable], index: int) -> Query:
+    def _query(self, program: list[_Variable], index: int) -> TaskQuery:
         variable = program[index]
-        return Query(
+        return TaskQuery(
             question=f"value of {variable.name} is ",
             answer=variable.value,
             depth=index / max(1, len(program) - 1),
@@ -195,7 +195,7 @@ def _needles_task(
     setting: Setting,
 ) -> Task:
     burial = _buried(rng, name, statements, _NEEDLES_INTRO + question, setting)
-    query = Query(question=question, answer=", ".join(answers), answers=tuple(answers))
+    query = TaskQuery(question=question, answer=", ".join(answers), answers=tuple(answers))
     spans = ((_NEEDLES_INTRO, 0.0), *burial.spans(statements))
     return Task(name=name, spans=spans, queries=(query,))
 
@@ -231,7 +231,7 @@ class VariableTracking(TaskFamily):
             f"{self.hops + 1} variables are assigned the value {values[0]}, they are: "
         )
         burial = _buried(rng, "tracking", statements, intro + question, setting)
-        query = Query(question=question, answer=" ".join(chains[0]), answers=tuple(chains[0]))
+        query = TaskQuery(question=question, answer=" ".join(chains[0]), answers=tuple(chains[0]))
         spans = ((intro, 0.0), *burial.spans(statements))
         return Task(name="tracking", spans=spans, queries=(query,))
 
@@ -266,7 +266,7 @@ class CommonWords(TaskFamily):
         common, listed = self._listed(rng, int(room))
         text = " ".join(f"{index}. {word}" for index, word in enumerate(listed, start=1))
         numbered = [f"{index}. {word}" for index, word in enumerate(common, start=1)]
-        query = Query(question=question, answer=" ".join(numbered), answers=tuple(common))
+        query = TaskQuery(question=question, answer=" ".join(numbered), answers=tuple(common))
         return Task(name="cwe", spans=((intro, 0.0), (text, 0.0)), queries=(query,))
 
     def _listed(self, rng: random.Random, room: int) -> tuple[list[str], list[str]]:

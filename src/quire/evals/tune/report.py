@@ -8,7 +8,7 @@ from quire.config.kv_config import KVConfig
 from quire.evals.intervals import Mean
 from quire.evals.tune.run import Tuned
 from quire.evals.tune.search import pareto
-from quire.evals.tune.space import Candidate
+from quire.evals.tune.space import SearchCandidate
 from quire.sim.plots import drawn
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def _refused_lines(tuned: Tuned) -> Iterator[str]:
         yield f"* `{one}`: {why}"
 
 
-def measured_of(tuned: Tuned) -> dict[Candidate, tuple[int, Mean]]:
+def measured_of(tuned: Tuned) -> dict[SearchCandidate, tuple[int, Mean]]:
     """Number of prompts and quality of each candidate in its last round, by descending requests."""
     last = {
         one: (each.prompts, found)
@@ -130,7 +130,7 @@ def measured_of(tuned: Tuned) -> dict[Candidate, tuple[int, Mean]]:
     return {one: last[one] for one in order}
 
 
-def pareto_of(tuned: Tuned) -> list[Candidate]:
+def pareto_of(tuned: Tuned) -> list[SearchCandidate]:
     """Candidates of the last round that no other beats in quality and requests."""
     quality = tuned.rounds[-1].quality
     rows = {one: found.rows for one, found in tuned.predicted.items()}

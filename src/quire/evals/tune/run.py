@@ -19,7 +19,7 @@ from quire.evals.prompt_file import UserPrompt
 from quire.evals.tune.predict import PredictedRows, predicted_rows
 from quire.evals.tune.scores import ANSWER, METRICS, CandidateScorer
 from quire.evals.tune.search import Round, halve
-from quire.evals.tune.space import Candidate, Space
+from quire.evals.tune.space import SearchCandidate, Space
 from quire.models.loader import LoadedModel
 from quire.sampling.outputs import OutputDelta
 from quire.scheduler.schedule_config import ScheduleConfig
@@ -155,13 +155,13 @@ class Tuned:
     """
 
     config: TuneConfig
-    baseline: Candidate
-    chosen: Candidate
-    predicted: Mapping[Candidate, PredictedRows]
+    baseline: SearchCandidate
+    chosen: SearchCandidate
+    predicted: Mapping[SearchCandidate, PredictedRows]
     rounds: Sequence[Round]
-    held_out: Mapping[Candidate, Mean]
-    refused: Mapping[Candidate, str]
-    runs: Mapping[Candidate, MeasuredRun]
+    held_out: Mapping[SearchCandidate, Mean]
+    refused: Mapping[SearchCandidate, str]
+    runs: Mapping[SearchCandidate, MeasuredRun]
     prompt_tokens: int
 
     @property
@@ -252,7 +252,7 @@ class Tuner:
         self._prompts, self._config, self._scorer, self._report = prompts, config, scorer, report
         self._kv_bytes = kv.memory
         self._prompt_tokens = math.ceil(np.mean([len(one.token_ids) for one in prompts]))
-        self._refused: dict[Candidate, str] = {}
+        self._refused: dict[SearchCandidate, str] = {}
         self._searched, self._held_out = divided(len(prompts), config)
 
     def run(self) -> Tuned:
@@ -297,8 +297,8 @@ class Tuner:
             prompt_tokens=self._prompt_tokens,
         )
 
-    def _predict(self) -> dict[Candidate, PredictedRows]:
-        found, baseline = dict[Candidate, PredictedRows](), self._config.space.baseline
+    def _predict(self) -> dict[SearchCandidate, PredictedRows]:
+        found, baseline = dict[SearchCandidate, PredictedRows](), self._config.space.baseline
         for one in self._config.space.candidates():
             try:
                 found[one] = self._rows_of(one)
@@ -314,7 +314,7 @@ class Tuner:
             )
         return found
 
-    def _rows_of(self, one: Candidate) -> PredictedRows:
+    def _rows_of(self, one: SearchCandidate) -> PredictedRows:
         kv = one.applied(self._kv)
         return predicted_rows(
             self._model.spec,
@@ -326,10 +326,10 @@ class Tuner:
             new_tokens=self._config.max_tokens,
         )
 
-    def _quality(self, one: Candidate, count: int) -> Mean:
+    def _quality(self, one: SearchCandidate, count: int) -> Mean:
         return self._quality_on(one, self._searched[:count], "prompts")
 
-    def _quality_on(self, one: Candidate, numbers: Sequence[int], kind: str) -> Mean:
+    def _quality_on(self, one: SearchCandidate, numbers: Sequence[int], kind: str) -> Mean:
         try:
             scores = self._scorer.scores(one, numbers)
         except ConfigError as error:  # what only an engine finds out
@@ -339,8 +339,10 @@ class Tuner:
         self._report(f"{one}: {self._config.metric} {found} on {found.count} {kind}")
         return found
 
-    def _checked(self, in_order: Sequence[Candidate]) -> tuple[Candidate, dict[Candidate, Mean]]:
-        checked: dict[Candidate, Mean] = {}
+    def _checked(
+        self, in_order: Sequence[SearchCandidate]
+    ) -> tuple[SearchCandidate, dict[SearchCandidate, Mean]]:
+        checked: dict[SearchCandidate, Mean] = {}
         for one in in_order:
             checked[one] = self._quality_on(one, self._held_out, "held-out prompts")
             if checked[one].mean >= self._config.min_quality:
@@ -348,14 +350,14 @@ class Tuner:
         return in_order[-1], checked
 
     def _runs(
-        self, finalists: Sequence[Candidate], baseline: Candidate
-    ) -> dict[Candidate, MeasuredRun]:
+        self, finalists: Sequence[SearchCandidate], baseline: SearchCandidate
+    ) -> dict[SearchCandidate, MeasuredRun]:
         if self._config.objective != THROUGHPUT:
             return {}
         chosen = dict.fromkeys((*finalists[:FINALISTS], baseline))
         return {one: self._measured(one) for one in chosen}
 
-    def _measured(self, one: Candidate) -> MeasuredRun:
+    def _measured(self, one: SearchCandidate) -> MeasuredRun:
         prompts = [self._prompts[number].token_ids for number in self._held_out]
         found = measured_run(
             self._model,

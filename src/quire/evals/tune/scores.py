@@ -10,7 +10,7 @@ from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError
 from quire.evals.fidelity import FidelityScorer, PromptFidelity, Reference
 from quire.evals.prompt_file import UserPrompt
-from quire.evals.tune.space import Candidate
+from quire.evals.tune.space import SearchCandidate
 from quire.models.loader import LoadedModel
 
 
@@ -51,11 +51,11 @@ class ScoreFile:
         self._path, self._fingerprint = path, fingerprint
         self._known = self._read()
 
-    def get(self, candidate: Candidate, prompt: int) -> PromptScore | None:
+    def get(self, candidate: SearchCandidate, prompt: int) -> PromptScore | None:
         """The stored score of a prompt; None if it was not measured."""
         return self._known.get((candidate, prompt))
 
-    def add(self, candidate: Candidate, prompt: int, score: PromptScore) -> None:
+    def add(self, candidate: SearchCandidate, prompt: int, score: PromptScore) -> None:
         """Store a score.
 
         Raises:
@@ -69,8 +69,8 @@ class ScoreFile:
         except OSError as error:
             raise ConfigError(f"cannot write {self._path}: {error.strerror}") from error
 
-    def _read(self) -> dict[tuple[Candidate, int], PromptScore]:
-        found: dict[tuple[Candidate, int], PromptScore] = {}
+    def _read(self) -> dict[tuple[SearchCandidate, int], PromptScore]:
+        found: dict[tuple[SearchCandidate, int], PromptScore] = {}
         lines = self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else ()
         for line in lines:
             try:
@@ -79,7 +79,7 @@ class ScoreFile:
                     continue
                 fidelity = PromptFidelity(**values["fidelity"])
                 score = PromptScore(fidelity=fidelity, answered=values["answered"])
-                found[Candidate(values["codec"], values["evict"]), values["prompt"]] = score
+                found[SearchCandidate(values["codec"], values["evict"]), values["prompt"]] = score
             except (ValueError, KeyError, TypeError):
                 continue  # a line that was cut off when the process ended
         return found
@@ -111,7 +111,7 @@ class CandidateScorer:
         *,
         new_tokens: int,
         stored: ScoreFile,
-        baseline: Candidate,
+        baseline: SearchCandidate,
         with_answers: bool,
     ) -> None:
         self._model, self._kv, self._prompts = model, kv, prompts
@@ -121,7 +121,7 @@ class CandidateScorer:
         self._reference_scorer = self.open(baseline)
         self._references: dict[int, Reference] = {}
 
-    def open(self, candidate: Candidate) -> FidelityScorer:
+    def open(self, candidate: SearchCandidate) -> FidelityScorer:
         """An engine with a candidate.
 
         Raises:
@@ -141,7 +141,7 @@ class CandidateScorer:
             self._references[number] = self._reference_scorer.reference(prompt)
         return self._references[number]
 
-    def scores(self, candidate: Candidate, numbers: Sequence[int]) -> list[PromptScore]:
+    def scores(self, candidate: SearchCandidate, numbers: Sequence[int]) -> list[PromptScore]:
         """Scores of prompts, in their order; only those that are not stored are measured.
 
         Raises:

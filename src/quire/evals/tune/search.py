@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from quire.evals.intervals import Mean
-from quire.evals.tune.space import Candidate
+from quire.evals.tune.space import SearchCandidate
 
-Measure = Callable[[Candidate, int], Mean]
+Measure = Callable[[SearchCandidate, int], Mean]
 """Maps a candidate and a number of prompts to its quality on the first prompts."""
 
-Parts = Callable[[Candidate], Sequence[Candidate]]
+Parts = Callable[[SearchCandidate], Sequence[SearchCandidate]]
 """Returns the candidates that have only the codec, or only the rule, of a candidate."""
 
 DIVISOR = 3
@@ -40,8 +40,8 @@ class Round:
     """
 
     prompts: int
-    quality: Mapping[Candidate, Mean]
-    kept: tuple[Candidate, ...]
+    quality: Mapping[SearchCandidate, Mean]
+    kept: tuple[SearchCandidate, ...]
 
 
 def round_sizes(prompts: int, *, least: int = 6) -> list[int]:
@@ -58,8 +58,8 @@ def round_sizes(prompts: int, *, least: int = 6) -> list[int]:
 
 
 def halve(
-    candidates: Sequence[Candidate],
-    rows: Mapping[Candidate, int],
+    candidates: Sequence[SearchCandidate],
+    rows: Mapping[SearchCandidate, int],
     measure: Measure,
     *,
     parts: Parts,
@@ -90,12 +90,12 @@ def halve(
 
 
 def first_round(
-    candidates: Sequence[Candidate], measure: Measure, parts: Parts, wanted: float
+    candidates: Sequence[SearchCandidate], measure: Measure, parts: Parts, wanted: float
 ) -> Round:
     """Remove what is below the wanted quality on all of the first prompts; parts run first."""
-    quality: dict[Candidate, Mean] = {}
+    quality: dict[SearchCandidate, Mean] = {}
 
-    def is_possible(one: Candidate) -> bool:
+    def is_possible(one: SearchCandidate) -> bool:
         if one not in quality:
             quality[one] = measure(one, FIRST_PROMPTS)
         return quality[one].most >= wanted
@@ -105,12 +105,12 @@ def first_round(
 
 
 def _kept(
-    quality: Mapping[Candidate, Mean],
-    rows: Mapping[Candidate, int],
+    quality: Mapping[SearchCandidate, Mean],
+    rows: Mapping[SearchCandidate, int],
     wanted: float,
     *,
     is_last: bool,
-) -> list[Candidate]:
+) -> list[SearchCandidate]:
     if is_last:
         good = [one for one, found in quality.items() if found.mean >= wanted]
         return sorted(good, key=lambda one: (-rows[one], -quality[one].mean))
@@ -121,12 +121,12 @@ def _kept(
 
 
 def pareto(
-    candidates: Sequence[Candidate],
-    quality: Mapping[Candidate, Mean],
-    rows: Mapping[Candidate, int],
-) -> list[Candidate]:
+    candidates: Sequence[SearchCandidate],
+    quality: Mapping[SearchCandidate, Mean],
+    rows: Mapping[SearchCandidate, int],
+) -> list[SearchCandidate]:
     """Candidates that no other one beats in quality and requests, by descending requests."""
-    found, best = list[Candidate](), float("-inf")
+    found, best = list[SearchCandidate](), float("-inf")
     for one in sorted(candidates, key=lambda c: (-rows[c], -quality[c].mean)):
         if quality[one].mean > best:
             found.append(one)

@@ -11,7 +11,7 @@ UNIFORM = "uniform"
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Candidate:
+class SearchCandidate:
     """One configuration.
 
     Attributes:
@@ -58,19 +58,19 @@ class Space:
                 raise ConfigError(f"--{name} has no values: name at least one, or leave it out")
 
     @property
-    def baseline(self) -> Candidate:
+    def baseline(self) -> SearchCandidate:
         """The first codec with all tokens."""
-        return Candidate(self.codecs[0], FULL)
+        return SearchCandidate(self.codecs[0], FULL)
 
-    def candidates(self) -> list[Candidate]:
+    def candidates(self) -> list[SearchCandidate]:
         """All combinations, the baseline first."""
         rules = [text for rule in self.rules for text in self._rules(rule)]
-        found = [Candidate(codec, rule) for codec in self.codecs for rule in rules]
+        found = [SearchCandidate(codec, rule) for codec in self.codecs for rule in rules]
         return list(dict.fromkeys((self.baseline, *found)))
 
-    def parts(self, one: Candidate) -> tuple[Candidate, Candidate]:
+    def parts(self, one: SearchCandidate) -> tuple[SearchCandidate, SearchCandidate]:
         """The codec of a candidate with all tokens, and its rule with the first codec."""
-        return Candidate(one.codec, FULL), Candidate(self.codecs[0], one.evict)
+        return SearchCandidate(one.codec, FULL), SearchCandidate(self.codecs[0], one.evict)
 
     def _rules(self, rule: str) -> Iterator[str]:
         if rule == FULL:

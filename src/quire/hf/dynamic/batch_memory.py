@@ -174,7 +174,7 @@ def final_columns(queries: Sequence[Query]) -> int:
     return longest + max(query.columns_left for query in queries)
 
 
-class Prefill:
+class DensePrefill:
     """A prefill in progress; prompts start at column 0, shorter prompts have pads at their end.
 
     Args:
@@ -248,10 +248,12 @@ class Prefill:
             self._slab.free()
 
 
-def start_in_separate_slab(model: SlabModel, queries: Sequence[Query], meter: ByteMeter) -> Prefill:
+def start_in_separate_slab(
+    model: SlabModel, queries: Sequence[Query], meter: ByteMeter
+) -> DensePrefill:
     """Start a prefill in a separate slab."""
     columns = max(query.num_to_read for query in queries)
-    return Prefill(model, queries, DenseSlab(model.shape, len(queries), columns, meter=meter))
+    return DensePrefill(model, queries, DenseSlab(model.shape, len(queries), columns, meter=meter))
 
 
 def prefill_bytes(model: SlabModel, queries: Sequence[Query]) -> int:

@@ -20,7 +20,7 @@ from quire.hf.dynamic.query import (
     QueryState,
     StepRecord,
 )
-from quire.hf.dynamic.sampling_step import SamplingStep
+from quire.hf.dynamic.sampling_step import DenseSampling
 from quire.hf.dynamic.slab_model import SlabModel
 from quire.kv.dense.meter import ByteMeter
 from quire.models.tokenizer import undecodable_ids
@@ -50,7 +50,7 @@ class DenseBatch:
     def __init__(self, model: PreTrainedModel, options: BatchOptions) -> None:
         self.options = options
         self._model = SlabModel(model)
-        self._sampling_step = SamplingStep(
+        self._sampling_step = DenseSampling(
             self._model.vocab_size,
             self._model.eos_token_ids,
             undecodable_ids(options.tokenizer, self._model.vocab_size),

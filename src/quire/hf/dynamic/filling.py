@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.hf.dynamic.batch_memory import (
     BatchMemory,
     BatchSlots,
-    Prefill,
+    DensePrefill,
     final_columns,
     start_in_separate_slab,
 )
@@ -51,8 +51,8 @@ class Prefiller:
         memory: BatchMemory,
         forking: Forking,
     ) -> None:
-        self.background: Prefill | None = None
-        self._unfinished: list[Prefill] = []
+        self.background: DensePrefill | None = None
+        self._unfinished: list[DensePrefill] = []
         self._model, self._options, self._rule = model, options, rule
         self._batch_slots, self._queues, self._memory = batch_slots, queues, memory
         self._forking, self._side = forking, SideStream(model.shape.device)
@@ -124,9 +124,9 @@ class Prefiller:
         others = (*self._batch_slots.live, *self._queues.ready, *prefilling)
         return any(self._queues.waiting[0].priority < other.priority for other in others)
 
-    def _begin(self, group: Sequence[Query], rows: SlabRows | None = None) -> Prefill:
+    def _begin(self, group: Sequence[Query], rows: SlabRows | None = None) -> DensePrefill:
         if rows is not None:
-            prefill = Prefill(self._model, group, rows)
+            prefill = DensePrefill(self._model, group, rows)
         else:
             prefill = start_in_separate_slab(self._model, group, self._memory.device)
         self._unfinished.append(prefill)
@@ -137,20 +137,20 @@ class Prefiller:
                 query.started_s = self._options.clock()
         return prefill
 
-    def _advance(self, prefill: Prefill, tokens: int, record: StepRecord) -> None:
+    def _advance(self, prefill: DensePrefill, tokens: int, record: StepRecord) -> None:
         if not prefill.done:
             self._run_chunk(prefill, tokens, record)
         if prefill.done:
             self._finish(prefill)
 
-    def _run_chunk(self, prefill: Prefill, tokens: int, record: StepRecord) -> None:
+    def _run_chunk(self, prefill: DensePrefill, tokens: int, record: StepRecord) -> None:
         started_s = self._options.clock()
         seen = prefill.columns_done
         columns = prefill.advance(tokens)
         taken_s = self._options.clock() - started_s
         record.reads.append(ReadRecord(len(prefill.queries), columns, seen, taken_s))
 
-    def _finish(self, prefill: Prefill) -> None:
+    def _finish(self, prefill: DensePrefill) -> None:
         self._side.join(prefill.logits.values())
         prefill.finish()
         if prefill is self.background:

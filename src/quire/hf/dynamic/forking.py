@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.hf.dynamic.batch_memory import BatchSlots
 from quire.hf.dynamic.query import Query, QueryQueues
-from quire.hf.dynamic.sampling_step import SamplingStep
+from quire.hf.dynamic.sampling_step import DenseSampling
 from quire.hf.dynamic.slab_model import SlabModel
 from quire.kv.dense.meter import ByteMeter
 from quire.kv.dense.row import RowKV, SharedKV
@@ -35,7 +35,7 @@ class Forking:
         batch_slots: BatchSlots,
         queues: QueryQueues,
         meter: ByteMeter,
-        sampling_step: SamplingStep,
+        sampling_step: DenseSampling,
     ) -> None:
         self._device: torch.device = model.shape.device
         self._batch_slots, self._queues = batch_slots, queues

@@ -11,7 +11,7 @@ from quire.kernels.native.sampling import row_sampling
 from quire.sampling.sampler import Sampler
 
 
-class SamplingStep:
+class DenseSampling:
     """Samples the next tokens after every forward.
 
     Args:

@@ -28,8 +28,8 @@ from quire.kernels.chains import HeadBuffers
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.native.arguments import can_move, can_tally, can_write, unfit_tensors
 from quire.kernels.native.call import (
-    AttentionCall,
     LastLayer,
+    NativeCall,
     NativePlan,
     Ready,
     Scratch,
@@ -223,7 +223,7 @@ class NativeAttention:
         group = query.shape[1] // (pages.num_lanes * pages.key.shape[1])
         blocks = int(self._library.block_queries(self._library.path, query.shape[2]))
         parts = cut(plan.step, plan.lanes, group=group, block_queries=blocks)
-        call = AttentionCall(self._library, plan.step, plan.lanes, parts, pages, query, column_sums)
+        call = NativeCall(self._library, plan.step, plan.lanes, parts, pages, query, column_sums)
         return Ready(call, gathered_chunks(plan, parts.others) if len(parts.others) else None)
 
     def _notice(self, reason: str) -> None:

@@ -219,7 +219,7 @@ class Scratch:
         return self.memory.data_ptr()
 
 
-class AttentionCall:
+class NativeCall:
     """Arguments that the layers of a step share, and references that keep their memory alive.
 
     Args:
@@ -382,7 +382,7 @@ class Ready:
         gathered: plan of the rows that the gathered backend computes, or None.
     """
 
-    call: AttentionCall | None
+    call: NativeCall | None
     gathered: object | None
 
 

@@ -39,7 +39,7 @@ class StatisticPages:
 
 
 @dataclass(frozen=True, slots=True)
-class Records:
+class StatisticRecords:
     """Distinct records in the lanes of all layers of a group.
 
     Attributes:
@@ -55,7 +55,7 @@ class Records:
     @classmethod
     def of(
         cls, place: StatisticPages, rows: NDArray[np.int64], records: NDArray[np.int64]
-    ) -> "Records":
+    ) -> "StatisticRecords":
         """Locate record `records[i]` of table row `rows[i]` in every lane."""
         group, device = place.group, place.numbers.device
         column, offset = np.divmod(records, group.page_class.tokens)

@@ -8,7 +8,7 @@ from torch import Tensor
 from quire.errors import InvariantError
 from quire.kernels.device_copies import to_device
 from quire.kv.flat_batch import FlatBatch
-from quire.kv.statistics.pages import Queries, Records, StatisticPages
+from quire.kv.statistics.pages import Queries, StatisticPages, StatisticRecords
 from quire.layout.statistics import QueryMoments, QueryRing
 
 # How much attention changes the residual stream: sum of cosines and number of tokens.
@@ -24,7 +24,9 @@ class ResidualSimilarityStep:
 
     def __init__(self, place: StatisticPages, batch: FlatBatch) -> None:
         rows = np.flatnonzero(place.active_rows(batch))
-        self._records = Records.of(place, batch.rows[rows], np.zeros(len(rows), dtype=np.int64))
+        self._records = StatisticRecords.of(
+            place, batch.rows[rows], np.zeros(len(rows), dtype=np.int64)
+        )
         self._num_kv_heads = place.group.lanes_per_layer * place.group.page_class.heads
         device = place.numbers.device
         self._num_rows = len(batch.rows)
@@ -71,7 +73,9 @@ class MomentsStep:
         assert isinstance(place.statistic, QueryMoments), "expected pages of QueryMoments"
         rows = np.flatnonzero(place.active_rows(batch))
         device = place.numbers.device
-        self._records = Records.of(place, batch.rows[rows], np.zeros(len(rows), dtype=np.int64))
+        self._records = StatisticRecords.of(
+            place, batch.rows[rows], np.zeros(len(rows), dtype=np.int64)
+        )
         self._counted = to_device(positions >= place.statistic.skip, device)
         self._num_kv_heads = place.group.lanes_per_layer * place.group.page_class.heads
         # one-token rows come first in the batch: one product for all of them
@@ -130,7 +134,7 @@ class RingStep:
         newest = batch.token_offset >= tokens[batch.token_row] - window  # others are overwritten
         chosen = np.flatnonzero(newest & place.active_rows(batch)[batch.token_row])
         device = place.numbers.device
-        self._records = Records.of(
+        self._records = StatisticRecords.of(
             place, batch.rows[batch.token_row[chosen]], positions[chosen] % window
         )
         self._tokens = to_device(chosen, device)

@@ -13,7 +13,7 @@ from quire.offload.control import SplitController
 from quire.offload.kv.step_planner import StepPlanner
 from quire.offload.profiler import OffloadProfiler, Sizes
 from quire.offload.schedule.work import BatchTokens
-from quire.offload.timeline import LANES, Kind, Operation, Schedule, Span, Timeline
+from quire.offload.timeline import LANES, Operation, Schedule, Span, TaskKind, Timeline
 from quire.plan.offload.split import OffloadRates, best_shares, share_rows
 
 # Pages of an offloaded prefix that are recomputed, transferred, or attended to on the CPU:
@@ -208,7 +208,7 @@ def timeline_of(timed: Sequence[Timed]) -> Timeline:
     operations = tuple(
         Operation(
             index=index,
-            kind=(kind := Kind(item.kind)),
+            kind=(kind := TaskKind(item.kind)),
             lane=LANES[kind],
             layer=item.layer,
             tokens=item.tokens,

@@ -14,7 +14,7 @@ from quire.layout.layout import SLOTS
 from quire.offload.profiler import Sizes, Speeds
 from quire.offload.schedule.planner import fastest, plan_step
 from quire.offload.schedule.work import BatchTokens, Rules, StepWork, even_layers
-from quire.offload.timeline import Kind
+from quire.offload.timeline import TaskKind
 from quire.plan.rates import CopyRate
 
 _MAX_LAYERS = 12  # predicted; further layers repeat the last ones
@@ -60,7 +60,7 @@ class StepPlanner:
             copied = (
                 (operation.layer, operation.batch)
                 for operation in schedule.operations
-                if operation.kind in (Kind.X_IN, Kind.KV_IN)
+                if operation.kind in (TaskKind.X_IN, TaskKind.KV_IN)
             )
             self._orders[key] = {item: place for place, item in enumerate(dict.fromkeys(copied))}
         return self._orders[key]

@@ -30,7 +30,7 @@ from quire.errors import CorruptData, OffloadError, TierFull, TierUnreachable
 from quire.kv.block_records import Records
 from quire.kv.prefix_key import Block
 from quire.offload.prefix_store.entries import SNAPSHOT, Entry, EntryIndex, Place
-from quire.offload.tiers.base import Bytes, Stored, Tier
+from quire.offload.tiers.base import Bytes, StoredEntry, Tier
 
 FIRST_S, MAX_S = 1.0, 60.0
 
@@ -264,7 +264,7 @@ class PrefixStore:
         for name in before - self._tier.names():
             self._index.forget(name)
 
-    def _entry_of(self, name: str, stored: Stored | CorruptData) -> Entry | None:
+    def _entry_of(self, name: str, stored: StoredEntry | CorruptData) -> Entry | None:
         """An entry of the tier; None if it is that of another model or layout.
 
         Raises:

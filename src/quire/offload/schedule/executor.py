@@ -45,7 +45,7 @@ def dispatch(kinds: Mapping[str, Work]) -> Work:
 # order in which operations start.
 
 
-class VirtualClock:
+class ScheduleClock:
     """`Executor` with a virtual clock.
 
     Args:

@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from quire.offload.schedule.executor import VirtualClock
+from quire.offload.schedule.executor import ScheduleClock
 from quire.offload.schedule.work import BatchTokens, Rules, StepWork
-from quire.offload.timeline import HOST, IN, LANES, OUT, Kind, Operation, Schedule
+from quire.offload.timeline import HOST, IN, LANES, OUT, Operation, Schedule, TaskKind
 
 KV_WEIGHTS, QO_WEIGHTS, MLP_WEIGHTS = range(3)
 
@@ -107,7 +107,7 @@ class _Planner:
                 "x_slot": self._x_slot(),
             }
             x_bytes = self._work.sizes.x_bytes
-            landed = self._copy(Kind.X_IN, count, x_bytes, self._x_released(), **fields)
+            landed = self._copy(TaskKind.X_IN, count, x_bytes, self._x_released(), **fields)
             self._project(count, [*landed, *weights], **fields)
             self._ring.append(item.projected[-1])
             if i < len(borders):
@@ -118,7 +118,7 @@ class _Planner:
         speeds = self._work.speeds
         seconds = speeds.project_call_s + count * speeds.project_token_s
         fields |= {"tokens": count}
-        self._item.projected.append(self._add(Kind.PROJECT, needs, seconds, **fields))
+        self._item.projected.append(self._add(TaskKind.PROJECT, needs, seconds, **fields))
 
     def _x_slot(self) -> int:
         """Slot of the next X chunk: in the ring, or of its item."""
@@ -136,7 +136,7 @@ class _Planner:
 
     def _load_kv(self, first: int, count: int, waits: Iterable[int] = ()) -> list[int]:
         needs = [*waits, *self._released(lambda used: [used.attended])]
-        return self._copy(Kind.KV_IN, count, self._work.sizes.kv_bytes, needs, first=first)
+        return self._copy(TaskKind.KV_IN, count, self._work.sizes.kv_bytes, needs, first=first)
 
     def _hidden_in(self) -> list[int]:
         """Copy a batch's hidden states to the device, if other batches ran since its last layer."""
@@ -144,7 +144,7 @@ class _Planner:
         if before is None or before.stored < 0:
             return []
         rows, hidden_bytes = self._item.tokens.rows, self._work.sizes.hidden_bytes
-        return self._copy(Kind.HIDDEN_IN, rows, hidden_bytes, [before.stored])
+        return self._copy(TaskKind.HIDDEN_IN, rows, hidden_bytes, [before.stored])
 
     # ---- weights -------------------------------------------------------------------------------
 
@@ -165,7 +165,7 @@ class _Planner:
         seconds = self._work.speeds.inward.seconds(num_bytes)
         fields = {"part": part, "first": first, "slot": layer % slots}
         index = self._add(
-            Kind.WEIGHTS_IN, needs, seconds, layer=layer, num_bytes=round(num_bytes), **fields
+            TaskKind.WEIGHTS_IN, needs, seconds, layer=layer, num_bytes=round(num_bytes), **fields
         )
         self._weights.setdefault((layer, part), []).append(index)
 
@@ -195,22 +195,22 @@ class _Planner:
         needs = [*item.projected, *item.arrived, *ready]
         if tokens.host:
             seconds = speeds.host_call_s + tokens.host * speeds.host_token_s
-            needs.append(self._add(Kind.HOST_ATTEND, ready, seconds, tokens=tokens.host))
+            needs.append(self._add(TaskKind.HOST_ATTEND, ready, seconds, tokens=tokens.host))
         on_device = tokens.x + tokens.kv + tokens.resident
         attend_s = speeds.attend_call_s + on_device * speeds.attend_token_s
-        item.attended = self._add(Kind.ATTEND, needs, attend_s, tokens=on_device)
+        item.attended = self._add(TaskKind.ATTEND, needs, attend_s, tokens=on_device)
         rest_s = speeds.layer_s + tokens.rows * speeds.row_s
         needs = [item.attended, *self._needed_weights(MLP_WEIGHTS)]
-        item.done = self._add(Kind.LAYER, needs, rest_s, tokens=tokens.rows)
+        item.done = self._add(TaskKind.LAYER, needs, rest_s, tokens=tokens.rows)
 
     def _store(self) -> None:
         """Add the copies of new KV, then of new X and, with several batches, of hidden states."""
         item, sizes = self._item, self._work.sizes
         rows = item.tokens.rows
-        self._copy(Kind.KV_OUT, rows, sizes.new_kv_bytes, [item.attended])
+        self._copy(TaskKind.KV_OUT, rows, sizes.new_kv_bytes, [item.attended])
         returns = self._work.num_batches > 1 and item.layer + 1 < len(self._work.layers)
         row_bytes = sizes.new_x_bytes + (sizes.hidden_bytes if returns else 0)
-        stored = self._copy(Kind.HIDDEN_OUT, rows, row_bytes, [item.done])
+        stored = self._copy(TaskKind.HIDDEN_OUT, rows, row_bytes, [item.done])
         item.stored = stored[0] if returns and stored else -1
 
     # ---- operations ----------------------------------------------------------------------------
@@ -235,7 +235,7 @@ class _Planner:
 
     def _copy(
         self,
-        kind: Kind,
+        kind: TaskKind,
         count: int,
         unit_bytes: int | float,
         needs: Iterable[int],
@@ -250,7 +250,9 @@ class _Planner:
         seconds = rate.seconds(num_bytes)
         return [self._add(kind, needs, seconds, tokens=count, num_bytes=round(num_bytes), **fields)]
 
-    def _add(self, kind: Kind, needs: Iterable[int], seconds: int | float, **fields: int) -> int:
+    def _add(
+        self, kind: TaskKind, needs: Iterable[int], seconds: int | float, **fields: int
+    ) -> int:
         """Append an operation of the item; `fields` overrides the item's values."""
         item, index = self._item, len(self._operations)
         slot = (len(self._items) - 1) % self._rules.slots
@@ -290,7 +292,7 @@ def fastest(variants: Sequence[tuple[StepWork, Rules]]) -> tuple[int, Schedule]:
         variants: work and layout of each variant.
     """
     schedules = [plan_step(work, rules) for work, rules in variants]
-    times = [VirtualClock().run(schedule).seconds for schedule in schedules]
+    times = [ScheduleClock().run(schedule).seconds for schedule in schedules]
     best = min(range(len(variants)), key=lambda index: (times[index], index))
     return best, schedules[best]
 

@@ -14,7 +14,7 @@ SECRET_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredEntry:
     """An entry of a tier.
 
     Attributes:
@@ -41,13 +41,13 @@ class Tier(Protocol):
     def used_bytes(self) -> int:
         """Bytes in use, rounding included; 0 if they are unknown."""
 
-    def stored(self) -> dict[str, Stored]:
+    def stored(self) -> dict[str, StoredEntry]:
         """All readable entries, by key."""
 
     def names(self) -> set[str]:
         """Keys of all readable entries."""
 
-    def added(self) -> dict[str, Stored | CorruptData]:
+    def added(self) -> dict[str, StoredEntry | CorruptData]:
         """Entries written since the last call, by any process; all entries at the first call.
 
         An entry that was dropped since then may be missing. Entries of this object may be left out.
@@ -121,13 +121,13 @@ class LateTier:
     def used_bytes(self) -> int:
         return 0 if self._opened is None else self._opened.used_bytes
 
-    def stored(self) -> dict[str, Stored]:
+    def stored(self) -> dict[str, StoredEntry]:
         return self._tier().stored()
 
     def names(self) -> set[str]:
         return self._tier().names()
 
-    def added(self) -> dict[str, Stored | CorruptData]:
+    def added(self) -> dict[str, StoredEntry | CorruptData]:
         return self._tier().added()
 
     def write(self, key: str, data: Bytes, facts: Mapping[str, Any] | None = None) -> None:
@@ -151,7 +151,7 @@ class LateTier:
             self._opened.close()
 
 
-def check_range(key: str, stored: Stored | None, into: memoryview, first: int) -> Stored:
+def check_range(key: str, stored: StoredEntry | None, into: memoryview, first: int) -> StoredEntry:
     """Check that an entry exists and has the requested range; return it.
 
     Raises:

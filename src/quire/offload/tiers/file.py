@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import ConfigError, CorruptData, StorageError, TierFull
-from quire.offload.tiers.base import SECRET_BYTES, Bytes, Stored, check_range, flat
+from quire.offload.tiers.base import SECRET_BYTES, Bytes, StoredEntry, check_range, flat
 from quire.offload.tiers.file_index import CHUNK_BYTES, EntryFiles, FileIndex, IndexedEntry, padded
 
 _LOCAL_FILE_SYSTEMS = frozenset(
@@ -195,13 +195,13 @@ class FileTier:
         """Whether reads and writes bypass the page cache."""
         return self._files.direct
 
-    def stored(self) -> dict[str, Stored]:
+    def stored(self) -> dict[str, StoredEntry]:
         return {entry.name: entry.stored for entry in self._index.after(0)}
 
     def names(self) -> set[str]:
         return self._index.names()
 
-    def added(self) -> dict[str, Stored | CorruptData]:
+    def added(self) -> dict[str, StoredEntry | CorruptData]:
         with self._turn:
             found = self._index.after(self._newest)
             self._newest = max((entry.number for entry in found), default=self._newest)
@@ -215,7 +215,7 @@ class FileTier:
         if self.used_bytes + disk_bytes > self.total_bytes:
             self._refuse(key, disk_bytes)
         file, sums = self._files.write(source)
-        entry = IndexedEntry(0, key, file, Stored(source.nbytes, dict(facts or {})), sums)
+        entry = IndexedEntry(0, key, file, StoredEntry(source.nbytes, dict(facts or {})), sums)
         try:
             replaced = self._index.add(entry, disk_bytes, self.total_bytes)
         except BaseException as error:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import CorruptData, StorageError, TierFull
-from quire.offload.tiers.base import Stored
+from quire.offload.tiers.base import StoredEntry
 
 CHUNK_BYTES = 1 << 20
 """Bytes that share a checksum."""
@@ -214,7 +214,7 @@ class IndexedEntry:
     number: int
     name: str
     file: str
-    stored: Stored
+    stored: StoredEntry
     sums: tuple[int, ...]
 
 
@@ -462,7 +462,7 @@ def _entry(row: tuple[Any, ...]) -> IndexedEntry | None:
         return None
     if not isinstance(read, dict) or file != Path(file).name:
         return None
-    stored = Stored(num_bytes, read)
+    stored = StoredEntry(num_bytes, read)
     return IndexedEntry(number, name, file, stored, struct.unpack(f"<{len(sums) // 4}I", sums))
 
 

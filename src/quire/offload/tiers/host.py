@@ -14,7 +14,7 @@ from quire.kv.extents import Extent, ExtentMap
 from quire.kv.store import zero_bytes
 from quire.layout.pages import PAGE_ALIGNMENT_BYTES
 from quire.offload.swap.host_store import pin_memory
-from quire.offload.tiers.base import Bytes, Stored, check_range, flat
+from quire.offload.tiers.base import Bytes, StoredEntry, check_range, flat
 from quire.plan.machine import free_host_bytes
 
 
@@ -47,13 +47,13 @@ class HostTier:
             pin_memory(self._bytes, self)
         self._map = ExtentMap(self.total_bytes)
         self._turn = threading.RLock()
-        self._entries: dict[str, tuple[Extent, Stored]] = {}
+        self._entries: dict[str, tuple[Extent, StoredEntry]] = {}
 
     @property
     def used_bytes(self) -> int:
         return self.total_bytes - self._map.free_bytes
 
-    def stored(self) -> dict[str, Stored]:
+    def stored(self) -> dict[str, StoredEntry]:
         with self._turn:
             return {key: stored for key, (_, stored) in self._entries.items()}
 
@@ -61,7 +61,7 @@ class HostTier:
         with self._turn:
             return set(self._entries)
 
-    def added(self) -> dict[str, Stored | CorruptData]:
+    def added(self) -> dict[str, StoredEntry | CorruptData]:
         """See `Tier`. Only this object writes to CPU memory."""
         return {}
 
@@ -83,7 +83,7 @@ class HostTier:
                 )
             self.drop(key)
             extent = taken[0] if taken else Extent(0, 0)
-            self._entries[key] = (extent, Stored(num_bytes, dict(facts or {})))
+            self._entries[key] = (extent, StoredEntry(num_bytes, dict(facts or {})))
             return self.tensor(key)
 
     def tensor(self, key: str) -> UInt8[Tensor, " num_bytes"]:

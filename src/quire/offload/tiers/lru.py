@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.errors import CorruptData
-from quire.offload.tiers.base import Bytes, Stored, Tier
+from quire.offload.tiers.base import Bytes, StoredEntry, Tier
 
 
 class LRUTier:
@@ -29,13 +29,13 @@ class LRUTier:
     def used_bytes(self) -> int:
         return self.tier.used_bytes
 
-    def stored(self) -> dict[str, Stored]:
+    def stored(self) -> dict[str, StoredEntry]:
         return self.tier.stored()
 
     def names(self) -> set[str]:
         return self.tier.names()
 
-    def added(self) -> dict[str, Stored | CorruptData]:
+    def added(self) -> dict[str, StoredEntry | CorruptData]:
         return self.tier.added()
 
     def min_recent(self, num_bytes: int) -> list[str]:

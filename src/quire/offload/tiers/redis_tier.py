@@ -36,7 +36,7 @@ from typing import Any
 from quire.config.store_url import StoreURL
 from quire.errors import CorruptData, StorageError, TierFull, TierUnreachable
 from quire.layout.extras import require_extra
-from quire.offload.tiers.base import SECRET_BYTES, Bytes, Stored, check_range, flat
+from quire.offload.tiers.base import SECRET_BYTES, Bytes, StoredEntry, check_range, flat
 
 CHUNK_BYTES = 256 << 10
 """Bytes that share a checksum."""
@@ -51,7 +51,7 @@ class Head:
         sums: checksum of each chunk.
     """
 
-    stored: Stored
+    stored: StoredEntry
     sums: tuple[int, ...]
 
 
@@ -78,7 +78,7 @@ def read_head(name: str, packed: object) -> Head:
             raise TypeError("wrong facts")
     except (ValueError, TypeError, LookupError, RecursionError) as error:
         raise CorruptData(f"the head of {name!r} is damaged: {error}") from error
-    return Head(Stored(num_bytes, facts), sums)
+    return Head(StoredEntry(num_bytes, facts), sums)
 
 
 def _head_sum(name: str, rest: bytes) -> bytes:
@@ -384,14 +384,14 @@ class RedisTier:
             return int(self._client.get(f"{PREFIX}:used") or 0)
         return 0
 
-    def stored(self) -> dict[str, Stored]:
+    def stored(self) -> dict[str, StoredEntry]:
         return {name: head.stored for name, head in self._heads(sorted(self.names()))}
 
     def names(self) -> set[str]:
         with self._calls():
             return {_text(name) for name in self._client.zrange(self._list_key, 0, -1)}
 
-    def added(self) -> dict[str, Stored | CorruptData]:
+    def added(self) -> dict[str, StoredEntry | CorruptData]:
         with self._turn, self._calls():
             self._repair()
             if int(self._client.get(f"{PREFIX}:number") or 0) < self._newest:

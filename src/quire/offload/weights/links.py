@@ -65,7 +65,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LayerWeights:
+class TransferredWeights:
     """A decoder layer and its own parameters.
 
     Attributes:
@@ -86,7 +86,7 @@ class LayerWeights:
         return (0, self.kv_bytes), (self.kv_bytes, self.num_bytes)
 
 
-def layer_weights(model: nn.Module, num_layers: int) -> tuple[LayerWeights, ...]:
+def layer_weights(model: nn.Module, num_layers: int) -> tuple[TransferredWeights, ...]:
     """Find the decoder layers and their own parameters.
 
     Buffers, parameters shared with other modules (a head tied to embeddings, shared layers) and
@@ -138,7 +138,7 @@ def _shared(model: nn.Module, modules: Sequence[nn.Module]) -> set[int]:
     return {number for number, found in owners.items() if len(found) > 1}
 
 
-def _own(module: nn.Module, shared: set[int]) -> LayerWeights:
+def _own(module: nn.Module, shared: set[int]) -> TransferredWeights:
     held: list[Held] = []
     start = kv_bytes = 0
     first = _kv_parameters(module)
@@ -150,7 +150,7 @@ def _own(module: nn.Module, shared: set[int]) -> LayerWeights:
         held.append(found)
         start += -(-found.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         kv_bytes = start if part == KV_PART else kv_bytes
-    return LayerWeights(module, tuple(held), start, kv_bytes)
+    return TransferredWeights(module, tuple(held), start, kv_bytes)
 
 
 def _kv_parameters(module: nn.Module) -> set[int]:
@@ -182,7 +182,7 @@ class WeightLink(ABC):
     stalled_s: float = 0.0
 
     @abstractmethod
-    def store(self, layer: int, weights: LayerWeights) -> None:
+    def store(self, layer: int, weights: TransferredWeights) -> None:
         """Store the bytes of a layer outside of the device."""
 
     @abstractmethod
@@ -236,11 +236,11 @@ class FileLink(WeightLink):
             )
         self._file = tempfile.TemporaryFile(prefix="quire-weights-")  # noqa: SIM115 - for life
         weakref.finalize(self, self._file.close)
-        self._places: dict[int, tuple[int, LayerWeights]] = {}
+        self._places: dict[int, tuple[int, TransferredWeights]] = {}
         self.transfer_worker: TransferWorker = transfer_worker or ThreadTransferWorker()
         self._in_flight: dict[tuple[int, int], Transfer] = {}
 
-    def store(self, layer: int, weights: LayerWeights) -> None:
+    def store(self, layer: int, weights: TransferredWeights) -> None:
         whole = _packed(weights)
         start = self._file.tell()
         self._file.write(whole.numpy().data)
@@ -301,14 +301,14 @@ class CudaLink(WeightLink):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._stored: dict[int, tuple[Tensor, LayerWeights]] = {}
+        self._stored: dict[int, tuple[Tensor, TransferredWeights]] = {}
         self._arrived: dict[tuple[int, int], torch.cuda.Event] = {}
         self._released: dict[int, torch.cuda.Event] = {}
         self._origin = self._event(torch.cuda.current_stream(device))
         self._copies: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self._stalls: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
-    def store(self, layer: int, weights: LayerWeights) -> None:
+    def store(self, layer: int, weights: TransferredWeights) -> None:
         """See `WeightLink`.
 
         Raises:
@@ -388,7 +388,7 @@ def make_link(device: torch.device, num_bytes: int) -> WeightLink:
     return CudaLink(device) if device.type == "cuda" else FileLink(num_bytes)
 
 
-def _packed(weights: LayerWeights) -> UInt8[Tensor, " num_bytes"]:
+def _packed(weights: TransferredWeights) -> UInt8[Tensor, " num_bytes"]:
     """A layer's parameters in one contiguous tensor."""
     whole = zero_bytes(weights.num_bytes, torch.device("cpu"))
     for held in weights.held:

@@ -32,7 +32,7 @@ from quire.offload.weights.links import (
     KV_PART,
     PARTS,
     Held,
-    LayerWeights,
+    TransferredWeights,
     WeightLink,
     layer_weights,
     make_link,
@@ -82,7 +82,7 @@ class WeightStream:
     """
 
     def __init__(
-        self, layers: Sequence[LayerWeights], place: WeightsPlacement, link: WeightLink
+        self, layers: Sequence[TransferredWeights], place: WeightsPlacement, link: WeightLink
     ) -> None:
         self.place, self.link, self.passes = place, link, PassTimes()
         self._layers = layers
@@ -317,7 +317,7 @@ def _num_layers(model: PreTrainedModel) -> int:
 
 
 def _place(
-    model: PreTrainedModel, layers: tuple[LayerWeights, ...], budget_bytes: int
+    model: PreTrainedModel, layers: tuple[TransferredWeights, ...], budget_bytes: int
 ) -> WeightsPlacement:
     own_bytes = sum(held.num_bytes for layer in layers for held in layer.held)
     other_bytes = weight_bytes(model) - own_bytes

@@ -68,7 +68,7 @@ def _dispatch(
 
 
 @runtime_checkable
-class Admission(Protocol):
+class GatewayAdmission(Protocol):
     """Decides when requests are sent, and in which order."""
 
     def __len__(self) -> int: ...
@@ -110,7 +110,7 @@ def make_admission(
     router: Router,
     max_queued_requests: int | None,
     weights: Mapping[str, float] | None = None,
-) -> Admission:
+) -> GatewayAdmission:
     """Requests are sent at once without a limit, otherwise fairly; see `FairAdmission`."""
     if max_queued_requests is None:
         return ImmediateAdmission(router)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from quire.kv.repacking import repack
 from quire.kv.stored_sequences import Swapped
 from quire.kv.swap import can_swap_in as swap_fits
-from quire.plan.cost import Choice
+from quire.plan.cost import PreemptionChoice
 from quire.scheduler.fairness import Fairness
 from quire.scheduler.group import distinct_bytes, same_group, together
 from quire.scheduler.preemption.swapper import Swapper
@@ -145,7 +145,7 @@ class Preempter:
         choice = self.swapper.choose_all(self._stored_bytes(requests))
         return choice is not None and self._copy_out(requests, choice)
 
-    def _copy_out(self, requests: Sequence[Request], choice: Choice) -> bool:
+    def _copy_out(self, requests: Sequence[Request], choice: PreemptionChoice) -> bool:
         """Swap requests out and free their rows; False if a copy failed (they keep running)."""
         assert self.swapper is not None
         held = [self._sequence_memory.note_peak(request) for request in requests]

@@ -14,7 +14,7 @@ from quire.errors import ConfigError, HostMemoryFull, UnsoundCombination
 from quire.kv.memory import KVMemory
 from quire.kv.stored_sequences import OffloadedRows, Swapped, SwapSpace
 from quire.kv.swap import append_tail, split_border, swap_in, swap_out
-from quire.plan.cost import Choice, Holding, best_split, choose
+from quire.plan.cost import Holding, PreemptionChoice, best_split, choose
 from quire.plan.preemption_costs import LearnedCosts
 from quire.scheduler.request import Request
 from quire.scheduler.schedule_config import ScheduleConfig
@@ -68,7 +68,7 @@ class Swapper:
         """Whether preempted requests can be swapped out."""
         return self._pool is not None and self._mode != "recompute"
 
-    def choose(self, requests: Sequence[Request], kv_bytes: int) -> Choice:
+    def choose(self, requests: Sequence[Request], kv_bytes: int) -> PreemptionChoice:
         """Choose swap, recompute or hybrid for requests that are preempted together.
 
         Args:
@@ -81,24 +81,26 @@ class Swapper:
         unit_tokens = split_border(self._memory, requests[0].memory.row) if alone else 0
         holding = Holding(tokens=tokens, kv_bytes=kv_bytes, page_tokens=unit_tokens)
         if self._mode == "recompute" or self._pool is None:
-            return Choice(how="recompute", seconds=0.0, reason="as configured")
+            return PreemptionChoice(how="recompute", seconds=0.0, reason="as configured")
         if self._mode == "auto":
             self._learn_ended()
             return choose(self.costs.costs, holding, host_bytes)
         if kv_bytes <= host_bytes:
-            return Choice(how="swap", seconds=0.0, reason="as configured")
+            return PreemptionChoice(how="swap", seconds=0.0, reason="as configured")
         split = best_split(self.costs.costs, holding, host_bytes)
         if self._mode == "hybrid" and split is not None:
-            return Choice(how="hybrid", seconds=0.0, keep_from=split, reason="as configured")
-        return Choice(how="recompute", seconds=0.0, reason="the swap space is full")
+            return PreemptionChoice(
+                how="hybrid", seconds=0.0, keep_from=split, reason="as configured"
+            )
+        return PreemptionChoice(how="recompute", seconds=0.0, reason="the swap space is full")
 
-    def choose_all(self, kv_bytes: int) -> Choice | None:
+    def choose_all(self, kv_bytes: int) -> PreemptionChoice | None:
         """Choose to swap all KV, regardless of the mode; None if it exceeds the free swap space."""
         if self._pool is None or kv_bytes > self._pool.free_bytes:
             return None
-        return Choice(how="swap", seconds=0.0, reason="all KV is swapped")
+        return PreemptionChoice(how="swap", seconds=0.0, reason="all KV is swapped")
 
-    def swap_out(self, requests: Sequence[Request], choice: Choice) -> Swapped | None:
+    def swap_out(self, requests: Sequence[Request], choice: PreemptionChoice) -> Swapped | None:
         """Copy requests out and release their rows; None if a copy failed (they keep running)."""
         rows = [request.memory.row for request in requests]
         started_s = self._clock()

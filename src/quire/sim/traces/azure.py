@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from quire.sim.traces.base import DEFAULT_TENANT, TraceRequest, own_answer, own_prompt
-from quire.sim.traces.reading import Row, csv_rows
+from quire.sim.traces.reading import TraceRow, csv_rows
 from quire.sim.traces.registry import trace_format
 
 TIME, PROMPT, ANSWER = "TIMESTAMP", "ContextTokens", "GeneratedTokens"
@@ -37,7 +37,7 @@ def read_azure(path: Path, tenant_column: str | None) -> Iterator[TraceRequest]:
         )
 
 
-def _seconds(row: Row) -> float:
+def _seconds(row: TraceRow) -> float:
     text = row.text(TIME)
     try:
         when = datetime.fromisoformat(text)

@@ -11,7 +11,7 @@ DEFAULT_TENANT = "default"
 MAX_COPIES = 10_000
 
 
-class Segment(NamedTuple):
+class TraceSegment(NamedTuple):
     """A segment of tokens in a prompt or an output.
 
     Attributes:
@@ -40,8 +40,8 @@ class TraceRequest:
 
     line: int
     arrival_s: float
-    prompt: tuple[Segment, ...]
-    answer: Segment
+    prompt: tuple[TraceSegment, ...]
+    answer: TraceSegment
     tenant: str = DEFAULT_TENANT
     priority: int = 0
     deadline_s: float | None = None
@@ -79,14 +79,14 @@ class Trace:
         return tuple(sorted({request.tenant for request in self.requests}))
 
 
-def own_prompt(line: int, tokens: int) -> tuple[Segment, ...]:
+def own_prompt(line: int, tokens: int) -> tuple[TraceSegment, ...]:
     """A prompt that shares no content with other requests."""
-    return (Segment(-2 * line - 1, tokens),)
+    return (TraceSegment(-2 * line - 1, tokens),)
 
 
-def own_answer(line: int, tokens: int) -> Segment:
+def own_answer(line: int, tokens: int) -> TraceSegment:
     """An output that no prompt repeats."""
-    return Segment(-2 * line - 2, tokens)
+    return TraceSegment(-2 * line - 2, tokens)
 
 
 # User options that change a trace before it is simulated.

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from quire.errors import ConfigError, TraceError
-from quire.sim.traces.base import Segment, Trace, TraceOptions, TraceRequest
+from quire.sim.traces.base import Trace, TraceOptions, TraceRequest, TraceSegment
 from quire.sim.traces.registry import find_format
 
 
@@ -42,7 +42,7 @@ def _copy(requests: list[TraceRequest], copy: int, copies: int) -> Iterator[Trac
         )
 
 
-def _moved(segment: Segment, copy: int, copies: int) -> Segment:
+def _moved(segment: TraceSegment, copy: int, copies: int) -> TraceSegment:
     """The segment with a content of its own; contents of one request stay negative."""
     content = segment.content
     moved = content * copies + copy if content >= 0 else (content + 1) * copies - copy - 1
@@ -94,7 +94,7 @@ def _stretched(request: TraceRequest, factor: int | float) -> TraceRequest:
     )
 
 
-def _scaled(segment: Segment, factor: int | float) -> Segment:
+def _scaled(segment: TraceSegment, factor: int | float) -> TraceSegment:
     """A segment with a scaled length; a non-empty segment keeps at least one token."""
     return segment._replace(tokens=max(min(1, segment.tokens), round(segment.tokens * factor)))
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from quire.sim.traces.base import (
     DEFAULT_TENANT,
-    Segment,
     TraceRequest,
+    TraceSegment,
     own_answer,
     own_prompt,
 )
-from quire.sim.traces.reading import Row, json_rows
+from quire.sim.traces.reading import TraceRow, json_rows
 from quire.sim.traces.registry import trace_format
 
 BLOCK_TOKENS = 512
@@ -45,7 +45,7 @@ def read_mooncake(path: Path, tenant_column: str | None) -> Iterator[TraceReques
         )
 
 
-def _blocks(row: Row, tokens: int) -> tuple[Segment, ...]:
+def _blocks(row: TraceRow, tokens: int) -> tuple[TraceSegment, ...]:
     if "hash_ids" not in row.values:
         return own_prompt(row.line, tokens)
     ids = row.values["hash_ids"]
@@ -58,4 +58,4 @@ def _blocks(row: Row, tokens: int) -> tuple[Segment, ...]:
         )
     last = tokens - (len(ids) - 1) * BLOCK_TOKENS
     lengths = [BLOCK_TOKENS] * (len(ids) - 1) + [last]
-    return tuple(map(Segment, ids, lengths))
+    return tuple(map(TraceSegment, ids, lengths))

@@ -14,7 +14,7 @@ from quire.errors import TraceError
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TraceRow:
     """One record of a file.
 
     Attributes:
@@ -92,7 +92,7 @@ def opened(path: Path) -> Iterator[TextIO]:
         raise TraceError(f"cannot read the trace {path}: {why}") from error
 
 
-def csv_rows(path: Path, *needed: str) -> Iterator[Row]:
+def csv_rows(path: Path, *needed: str) -> Iterator[TraceRow]:
     """Rows of a CSV file with a header.
 
     Args:
@@ -110,7 +110,7 @@ def csv_rows(path: Path, *needed: str) -> Iterator[Row]:
             for fields in reader:
                 if not fields:
                     continue  # an empty line
-                row = Row(path, reader.line_num, dict(zip(header, fields, strict=False)))
+                row = TraceRow(path, reader.line_num, dict(zip(header, fields, strict=False)))
                 if len(fields) != len(header):
                     raise row.error(f"{len(header)} fields", ",".join(fields))
                 yield row
@@ -127,7 +127,7 @@ def _require_columns(path: Path, header: list[str], needed: tuple[str, ...]) -> 
         )
 
 
-def json_rows(path: Path) -> Iterator[Row]:
+def json_rows(path: Path) -> Iterator[TraceRow]:
     """Rows of a file with one JSON object on each line.
 
     Raises:
@@ -145,4 +145,4 @@ def json_rows(path: Path) -> Iterator[Row]:
                 raise TraceError(
                     f"{path.name}, line {line}: expected a JSON object, got {text.strip()[:40]!r}"
                 )
-            yield Row(path, line, values)
+            yield TraceRow(path, line, values)

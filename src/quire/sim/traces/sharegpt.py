@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import TraceError
-from quire.sim.traces.base import DEFAULT_TENANT, Segment, TraceRequest
+from quire.sim.traces.base import DEFAULT_TENANT, TraceRequest, TraceSegment
 from quire.sim.traces.reading import opened
 from quire.sim.traces.registry import trace_format
 
@@ -79,11 +79,11 @@ def _tenant(where: str, conversation: object, column: str | None) -> str:
 
 def _answers(
     number: int, turns: list[Mapping[str, Any]]
-) -> Iterator[tuple[tuple[Segment, ...], Segment]]:
+) -> Iterator[tuple[tuple[TraceSegment, ...], TraceSegment]]:
     """Yield prompt and output of every response that has a prompt."""
-    before: list[Segment] = []
+    before: list[TraceSegment] = []
     for i, turn in enumerate(turns):
-        segment = Segment(number * _TURNS_AT_MOST + i, estimated_tokens(turn["value"]))
+        segment = TraceSegment(number * _TURNS_AT_MOST + i, estimated_tokens(turn["value"]))
         if turn["from"] in _ANSWERS and any(said.tokens for said in before):
             yield tuple(before), segment
         before.append(segment)

@@ -5,7 +5,7 @@ from quire.engine.inspection.request_log import (
     KEPT_FINISHED,
     LAST_EVENTS,
     RequestLog,
-    Timeline,
+    RequestTimeline,
 )
 from quire.sampling.outputs import OutputDelta, Usage
 from quire.scheduler.events import EventLog, KVEvent
@@ -25,7 +25,7 @@ def last_delta(request_id, reason="stop", index=0):
 
 
 def test_timeline_keeps_the_first_and_the_last_events():
-    timeline = Timeline()
+    timeline = RequestTimeline()
     total = FIRST_EVENTS + LAST_EVENTS + 10
     for number in range(total):
         timeline.add(KVEvent("chunk", 0.0, "r", "t", {}, number))

@@ -4,7 +4,7 @@ import pytest
 
 from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError, UnknownName
-from quire.evals.board.grid import Entry, Grid
+from quire.evals.board.grid import BoardEntry, Grid
 from quire.evals.board.pages import chart, interactive, page
 from quire.evals.board.result import BoardResult, best_rules, judged_tasks, rows_of
 from quire.evals.board.run import Board, BoardConfig, check_names
@@ -52,7 +52,7 @@ def test_grid_has_full_kv_first_and_all_combinations():
     assert len(entries) == len(set(entries)) == 3 + 12 * 3 * 2 * 3
     assert SINKS.evict == "sinks:cap=25%,when=decode"
     assert KVCRUSH.evict == "kvcrush:base=(h2o),cap=25%,when=decode"
-    applied = Entry("sinks", "25%", "decode", "int8").applied(KVConfig(memory="8MiB"))
+    applied = BoardEntry("sinks", "25%", "decode", "int8").applied(KVConfig(memory="8MiB"))
     assert (applied.codec, applied.memory) == ("int8", 8 << 20)
 
 

@@ -4,10 +4,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.offload.schedule.executor import VirtualClock
+from quire.offload.schedule.executor import ScheduleClock
 from quire.offload.schedule.planner import plan_step
 from quire.offload.schedule.work import BatchTokens, Rules
-from quire.offload.timeline import Kind
+from quire.offload.timeline import TaskKind
 from support.offload_model import HostedModel, step_of
 
 TOKENS = st.builds(
@@ -39,7 +39,7 @@ def test_any_durations_compute_equal_results(tokens, rules, layers, embedded, dr
     model = HostedModel(tokens, layers, rules.slots, ring=rules.x_ring)
     schedule = plan_step(step_of(tokens, layers, embedded=embedded), rules)
 
-    timeline = VirtualClock(lambda _: draw.random()).run(schedule, model.work())
+    timeline = ScheduleClock(lambda _: draw.random()).run(schedule, model.work())
 
     timeline.check()
     assert_right(model)
@@ -53,12 +53,12 @@ def test_slot_read_before_its_copy_is_detected():
     premature = type(schedule)(
         tuple(
             type(op)(**{**{f: getattr(op, f) for f in op.__slots__}, "needs": ()})
-            if op.kind == Kind.ATTEND
+            if op.kind == TaskKind.ATTEND
             else op
             for op in schedule.operations
         )
     )
 
-    VirtualClock().run(premature, model.work())
+    ScheduleClock().run(premature, model.work())
 
     assert model.hidden.isnan().any()

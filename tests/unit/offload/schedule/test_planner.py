@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from benchmarks.common.kvpr import paper_split
 from quire.errors import ConfigError, InvariantError
 from quire.offload.profiler import Sizes, Speeds
-from quire.offload.schedule.executor import VirtualClock
+from quire.offload.schedule.executor import ScheduleClock
 from quire.offload.schedule.planner import combine_devices, plan_step
 from quire.offload.schedule.work import (
     BatchTokens,
@@ -18,7 +18,7 @@ from quire.offload.schedule.work import (
     even_layers,
     staging_bytes,
 )
-from quire.offload.timeline import DEVICE, HOST, IN, OUT, Kind, Operation, Schedule
+from quire.offload.timeline import DEVICE, HOST, IN, OUT, Operation, Schedule, TaskKind
 from quire.plan.offload.resident import with_weights
 from quire.plan.offload.split import OffloadRates, best_shares, pipelined_seconds, pipelined_split
 from quire.plan.rates import CopyRate
@@ -56,7 +56,7 @@ def step_of(rates: OffloadRates, x: int, kv: int, layers: int, **more) -> StepWo
 
 
 def seconds_of(work: StepWork, **rules) -> float:
-    timeline = VirtualClock().run(plan_step(work, Rules(**rules)))
+    timeline = ScheduleClock().run(plan_step(work, Rules(**rules)))
     timeline.check()
     return timeline.seconds
 
@@ -199,9 +199,9 @@ def test_several_devices_share_one_host():
     transferred = plan_step(step_of(rates, 6, 4, 5))
 
     alone_s, together_s = (
-        VirtualClock().run(combine_devices([plan_step(offloaded)] * n)).seconds for n in (1, 8)
+        ScheduleClock().run(combine_devices([plan_step(offloaded)] * n)).seconds for n in (1, 8)
     )
-    one, eight = (VirtualClock().run(combine_devices([transferred] * n)) for n in (1, 8))
+    one, eight = (ScheduleClock().run(combine_devices([transferred] * n)) for n in (1, 8))
 
     assert together_s == pytest.approx(8 * alone_s)
     assert eight.seconds == one.seconds
@@ -216,7 +216,7 @@ def test_half_duplex_directions_run_in_turn():
     work = step_of(rates, 0, 10, 50, new_kv_bytes=2.0, new_x_bytes=1.0)
 
     full, half = (
-        VirtualClock().run(plan_step(work, Rules(half_duplex=half))) for half in (False, True)
+        ScheduleClock().run(plan_step(work, Rules(half_duplex=half))) for half in (False, True)
     )
 
     assert full.seconds == pytest.approx(50 * 10 + 3)
@@ -235,17 +235,17 @@ def test_copies_have_the_link_order():
         return [(op.kind, op.part) for op in operations if op.layer == 0]
 
     assert link_order() == [
-        (Kind.WEIGHTS_IN, 0),
-        (Kind.X_IN, 0),
-        (Kind.X_IN, 1),
-        (Kind.KV_IN, 0),
-        (Kind.WEIGHTS_IN, 1),
-        (Kind.WEIGHTS_IN, 2),
+        (TaskKind.WEIGHTS_IN, 0),
+        (TaskKind.X_IN, 0),
+        (TaskKind.X_IN, 1),
+        (TaskKind.KV_IN, 0),
+        (TaskKind.WEIGHTS_IN, 1),
+        (TaskKind.WEIGHTS_IN, 2),
     ]
     assert link_order(fine_weights=False)[:3] == [
-        (Kind.WEIGHTS_IN, 0),
-        (Kind.WEIGHTS_IN, 1),
-        (Kind.X_IN, 0),
+        (TaskKind.WEIGHTS_IN, 0),
+        (TaskKind.WEIGHTS_IN, 1),
+        (TaskKind.X_IN, 0),
     ]
 
 
@@ -258,10 +258,10 @@ def test_first_layer_loads_no_activations():
     )
     schedule = plan_step(work)
 
-    transferred = [op.layer for op in schedule.operations if op.kind == Kind.X_IN]
+    transferred = [op.layer for op in schedule.operations if op.kind == TaskKind.X_IN]
     assert set(transferred) == {1, 2}
-    assert next(op.tokens for op in schedule.operations if op.kind == Kind.PROJECT) == 8
-    chunks = [(op.first, op.tokens) for op in schedule.operations if op.kind == Kind.X_IN]
+    assert next(op.tokens for op in schedule.operations if op.kind == TaskKind.PROJECT) == 8
+    chunks = [(op.first, op.tokens) for op in schedule.operations if op.kind == TaskKind.X_IN]
     assert chunks[:4] == [(0, 2), (2, 2), (4, 2), (6, 2)]
 
 
@@ -273,10 +273,10 @@ def test_hidden_states_are_copied_out_and_in_between_batches():
     )
     schedule = plan_step(work)
 
-    assert copied_bytes(schedule, Kind.HIDDEN_IN) == 3 * 3 * 6  # not for the first layer
-    assert copied_bytes(schedule, Kind.HIDDEN_OUT) == 3 * 3 * 6  # not for the last layer
-    assert copied_bytes(schedule, Kind.KV_OUT) == 4 * 9
-    VirtualClock().run(schedule).check()
+    assert copied_bytes(schedule, TaskKind.HIDDEN_IN) == 3 * 3 * 6  # not for the first layer
+    assert copied_bytes(schedule, TaskKind.HIDDEN_OUT) == 3 * 3 * 6  # not for the last layer
+    assert copied_bytes(schedule, TaskKind.KV_OUT) == 4 * 9
+    ScheduleClock().run(schedule).check()
 
 
 @given(
@@ -325,12 +325,12 @@ def test_every_layout_is_valid_and_complete(layers, rules):
     schedule = plan_step(work, rules)
 
     schedule.check()
-    timeline = VirtualClock().run(schedule)
+    timeline = ScheduleClock().run(schedule)
     timeline.check()
     all_batches = [batch for batches in layers for batch in batches]
-    assert copied_bytes(schedule, Kind.KV_IN) == 3 * sum(b.kv for b in all_batches)
-    assert copied_bytes(schedule, Kind.X_IN) == 2 * sum(b.x for b in all_batches)
-    assert copied_bytes(schedule, Kind.WEIGHTS_IN) == pytest.approx(
+    assert copied_bytes(schedule, TaskKind.KV_IN) == 3 * sum(b.kv for b in all_batches)
+    assert copied_bytes(schedule, TaskKind.X_IN) == 2 * sum(b.x for b in all_batches)
+    assert copied_bytes(schedule, TaskKind.WEIGHTS_IN) == pytest.approx(
         27 * len(layers), abs=4 * len(layers)
     )
     _slots_are_overwritten_after_their_use(schedule, timeline, rules.x_ring)
@@ -338,14 +338,18 @@ def test_every_layout_is_valid_and_complete(layers, rules):
 
 def _slots_are_overwritten_after_their_use(schedule, timeline, ring):
     """An operation fills a slot after its last reader: X after projection, KV after attention."""
-    readers = {Kind.X_IN: Kind.PROJECT, Kind.KV_IN: Kind.ATTEND, Kind.WEIGHTS_IN: Kind.LAYER}
+    readers = {
+        TaskKind.X_IN: TaskKind.PROJECT,
+        TaskKind.KV_IN: TaskKind.ATTEND,
+        TaskKind.WEIGHTS_IN: TaskKind.LAYER,
+    }
     weight_slots = max(2, 1 + max(op.slot for op in schedule.operations))
     for op in schedule.operations:
         for other in schedule.operations if op.kind in readers else ():
             before = (other.layer, other.batch) < (op.layer, op.batch)
-            if op.kind == Kind.WEIGHTS_IN:
+            if op.kind == TaskKind.WEIGHTS_IN:
                 same = other.layer < op.layer and other.layer % weight_slots == op.slot
-            elif op.kind == Kind.KV_IN:
+            elif op.kind == TaskKind.KV_IN:
                 same = before and other.slot == op.slot
             else:
                 same = (other.index < op.index if ring else before) and other.x_slot == op.x_slot
@@ -360,7 +364,7 @@ def test_x_ring_costs_no_steady_state_time_and_little_staging():
     work = [step_of(rates, split, 960 - split, layers) for layers in (10, 30)]
     rules = Rules(x_chunks=16, x_ring=3)
 
-    short_s, long_s = (VirtualClock().run(plan_step(w, rules)).seconds for w in work)
+    short_s, long_s = (ScheduleClock().run(plan_step(w, rules)).seconds for w in work)
 
     layer_s = (long_s - short_s) / 20
     assert layer_s == pytest.approx(pipelined_seconds(rates, 960, split), rel=0.01)
@@ -371,14 +375,14 @@ def test_x_ring_costs_no_steady_state_time_and_little_staging():
 
 def test_busy_times_and_overlap_are_computed():
     rates = OffloadRates(kv_s=1.0, x_s=0.5, recompute_s=0.5, other_s=1.0)
-    timeline = VirtualClock().run(plan_step(step_of(rates, 0, 10, 4)))
+    timeline = ScheduleClock().run(plan_step(step_of(rates, 0, 10, 4)))
 
     assert busy_s(timeline, IN) == 40
     assert busy_s(timeline, DEVICE) == 4
     assert busy_fraction(timeline) == pytest.approx(4 / 41)
-    assert timeline.stalls() == {Kind.KV_IN: 37}
+    assert timeline.stalls() == {TaskKind.KV_IN: 37}
     assert overlap(timeline) == pytest.approx(3 / 4)
-    assert seconds_by_kind(timeline)[Kind.KV_IN] == 40
+    assert seconds_by_kind(timeline)[TaskKind.KV_IN] == 40
 
 
 def test_invalid_values_raise():
@@ -395,4 +399,4 @@ def test_invalid_values_raise():
             speeds=speeds_of(1.0),
         )
     with pytest.raises(InvariantError, match="needs"):
-        Schedule((Operation(index=0, kind=Kind.KV_IN, lane=IN, layer=0, needs=(0,)),)).check()
+        Schedule((Operation(index=0, kind=TaskKind.KV_IN, lane=IN, layer=0, needs=(0,)),)).check()

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from quire.errors import ConfigError
 from quire.offload.profiler import Sizes, Speeds
-from quire.offload.schedule.executor import VirtualClock
+from quire.offload.schedule.executor import ScheduleClock
 from quire.offload.schedule.planner import fastest
 from quire.offload.schedule.work import BatchTokens, Rules, StepWork, even_layers
 from quire.offload.timeline import DEVICE, IN
@@ -35,7 +35,7 @@ def test_prefix_load_time_matches_the_quadratic(prefill, loading, tokens, chunk)
     )
 
     schedule.check()
-    timeline = VirtualClock().run(schedule)
+    timeline = ScheduleClock().run(schedule)
     assert timeline.seconds == pytest.approx(restore_seconds(prefill, loading, tokens, split))
     covered = sorted((op.first, op.first + op.tokens) for op in schedule.operations)
     assert [a for a, _ in covered] == [0, *[b for _, b in covered[:-1]]][: len(covered)]
@@ -85,6 +85,6 @@ def test_fastest_variant_is_never_slower_than_transferring_all(xi, rho, call_s, 
     variants = [variant(x) for x in (0, tokens // 3, tokens)]
     found, schedule = fastest(variants)
 
-    times = [VirtualClock().run(fastest([w])[1]).seconds for w in variants]
-    assert VirtualClock().run(schedule).seconds == min(times) <= times[0]
+    times = [ScheduleClock().run(fastest([w])[1]).seconds for w in variants]
+    assert ScheduleClock().run(schedule).seconds == min(times) <= times[0]
     assert found == times.index(min(times))
