@@ -28,6 +28,7 @@ ROOT = Path(__file__).parent.parent
 CHANGES = ROOT / "tests" / "mutation.json"
 LIMIT_S = 60
 MAX_FILES = 12
+FAILED, NOT_COLLECTED = 1, 2  # statuses of pytest; a change can stop an import
 OPERATORS = {
     ast.Add: ast.Sub,
     ast.Sub: ast.Add,
@@ -214,7 +215,11 @@ def _result(checkout: Path, path: Path, number: int, change: Change) -> str:
             )
         except subprocess.TimeoutExpired:
             return "survived"
-    return "found" if ended.returncode == 1 or ended.returncode > 1 else "survived"
+    if ended.returncode in (FAILED, NOT_COLLECTED):
+        return "found"
+    if ended.returncode == 0:
+        return "survived"
+    raise SystemExit(f"pytest ended with status {ended.returncode}: {ended.stdout[-400:]!r}")
 
 
 def _tests_of(checkout: Path, path: Path) -> list[str]:
