@@ -70,40 +70,6 @@ def places_of(memory, row, lane):
     return places(memory.tables["kv"], row, lane)
 
 
-@pytest.mark.parametrize("kind", Kind)
-def test_row_grows_after_every_kind_of_compaction(kind):
-    memory = memory_of()
-    row = row_of(memory, 14)
-
-    compact(memory, row, "ooooxxxxxxxxoo", kind)
-    grow(memory, row, 5)
-
-    held = [0, 1, 2, 3, 12, 13]
-    for name in ("kv", "kv.sums"):
-        assert sorted(keys(memory, row, name=name)[:6]) == held
-    if kind is not Kind.FILL_HOLES:
-        assert keys(memory, row)[:6] == held
-    assert memory.tables["kv.sums"].num_slots[row].tolist() == [11, 11]
-    memory.check()
-
-
-@pytest.mark.parametrize("kind", Kind)
-def test_plan_states_needed_and_freed_pages_without_changes(kind):
-    memory = memory_of()
-    row = row_of(memory, 12)
-    keep = np.repeat(mask("xxxxxxxxoooo"), 2, axis=0)
-    before = memory.store.arena.tobytes()
-
-    plan = plan_compaction(memory, "kv", row, keep, kind)
-
-    assert plan.needed_pages == {KV.page_class: 0}
-    assert plan.freed_pages == {KV.page_class: 4, SUMS.page_class: 4}
-    assert plan.gain_bytes == 4 * (KV.page_class.page_bytes + SUMS.page_class.page_bytes)
-    assert plan.keep_slots.tolist() == [4, 4]
-    assert memory.store.arena.tobytes() == before
-    assert memory.tables["kv"].num_slots[row].tolist() == [12, 12]
-
-
 def test_statistics_groups_cannot_be_compacted_separately():
     memory = memory_of()
     row = row_of(memory, 12)
@@ -143,21 +109,6 @@ def test_only_written_shared_pages_need_copies():
     assert memory.store.copied_pages - copied == 4
     assert keys(memory, child) == keys(memory, child, name="kv.sums") == list(range(12))
     assert keys(memory, row) == [0, 1, 2, 3, *range(5, 12)]
-
-
-def test_statistics_follow_lanes_with_different_counts():
-    memory = memory_of()
-    row = row_of(memory, 10)
-    keep = np.concatenate([mask("oooooooooo"), mask("xxxxxxxxxo")])
-
-    commit_compaction(memory, plan_compaction(memory, "kv", row, keep))
-    grow(memory, row, 1)
-
-    for name in ("kv", "kv.sums"):
-        assert memory.tables[name].num_slots[row].tolist() == [11, 2]
-        assert memory.tables[name].num_pages[row].tolist() == [3, 1]
-        assert keys(memory, row, 1, name=name)[0] == 109
-    memory.check()
 
 
 def test_drop_pages_rejects_masks_that_split_a_page():

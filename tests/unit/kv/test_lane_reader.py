@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from quire.errors import PolicyError
 from quire.kv.lane_reader import LaneReader
 from quire.layout.statistics import AttentionSum, QueryRing
-from quire.policies.view import SlotReader
 from support.statistics_account import FULL_LAYERS, HEAD_DIM, Sequence, evict, make_kv, start, step
 
 STATISTICS = (AttentionSum(), QueryRing(4))
@@ -127,8 +126,3 @@ def test_empty_row_has_no_slots():
 
     assert reader.positions.shape == (4, 0)
     assert reader.keys().shape == (4, 0, HEAD_DIM)
-
-
-def test_lane_reader_is_a_slot_reader():
-    kv = make_kv(())
-    assert isinstance(LaneReader(kv, "full", start(kv, ())), SlotReader)

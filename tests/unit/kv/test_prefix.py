@@ -37,27 +37,6 @@ def test_repeated_prompt_matches_up_to_its_last_whole_page():
     index.memory.check()
 
 
-def test_match_leaves_at_min_one_token_to_compute():
-    index = PrefixIndex(one_group())
-    close(index, *prefill(index, TOKENS[:8]))
-
-    assert index.match(DEFAULT_IDENTITY, TOKENS[:8]).tokens == 4
-    assert index.match(DEFAULT_IDENTITY, TOKENS[:9]).tokens == 8
-
-
-def test_prompts_share_their_common_prefix():
-    index = PrefixIndex(one_group())
-    prefill(index, TOKENS[:12])
-    other = [*TOKENS[:5], 9, 9, 9, *TOKENS[8:12]]
-
-    _, lease = prefill(index, other)
-
-    assert len(lease.nodes) == 3
-    assert lease.nodes[0].num_users == 2
-    assert [node.num_users for node in lease.nodes[1:]] == [1, 1]
-    assert len(index) == 5
-
-
 def test_requests_of_one_step_share_blocks_before_the_step_runs():
     index = PrefixIndex(one_group())
     memory = index.memory
@@ -72,24 +51,6 @@ def test_requests_of_one_step_share_blocks_before_the_step_runs():
     assert index.is_pending(other)
     index.confirm()
     assert not index.is_pending(other)
-
-
-def test_withdraw_removes_blocks_published_by_a_failed_step():
-    index = PrefixIndex(one_group())
-    memory = index.memory
-    other_row, other = prefill(index, TOKENS[:4])
-    lease = index.match(DEFAULT_IDENTITY, TOKENS)
-    row = index.start(lease)
-    grow(memory, row, 16)
-    index.publish(lease, row, TOKENS[4:])
-
-    index.withdraw()
-    close(index, row, lease)
-
-    assert len(index) == 1
-    assert index.match(DEFAULT_IDENTITY, TOKENS).tokens == 4
-    memory.check()
-    close(index, other_row, other)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -188,48 +149,6 @@ def test_blocks_with_colliding_keys_are_distinguished_by_tokens(monkeypatch):
 # ---- eviction ----------------------------------------------------------------------------------
 
 
-def test_idle_blocks_are_evicted_min_recently_used_first_and_tails_before_heads():
-    memory = one_group(total_bytes=8 * 128, max_rows=8)  # eight pages
-    index = PrefixIndex(memory, listener := Listener())
-    old, new = [9] * 9, TOKENS[:13]
-    close(index, *prefill(index, old))
-    close(index, *prefill(index, new))
-    assert (len(index), index.num_idle, index.idle_bytes) == (5, 5, 5 * 128)
-    [page_class] = memory.pools
-
-    for pages, left in ((4, [old[:4], new[:4], new[4:8], new[8:12]]), (6, [new[:4], new[4:8]])):
-        assert index.reclaim({page_class: pages})
-        assert list(listener.known.values()) == left
-        assert len(index) == len(left)
-    memory.check()
-
-
-def test_blocks_in_use_are_never_evicted():
-    memory = one_group(total_bytes=8 * 128)
-    index = PrefixIndex(memory)
-    row, _lease = prefill(index, TOKENS[:13])
-    [page_class] = memory.pools
-
-    assert not index.reclaim({page_class: 5})
-
-    assert index.match(DEFAULT_IDENTITY, TOKENS[:13]).tokens == 12
-    assert keys(memory, row) == list(range(13))
-
-
-def test_match_makes_a_prefix_max_recently_used():
-    memory = one_group(total_bytes=8 * 128, max_rows=8)
-    index = PrefixIndex(memory)
-    first, second = [9] * 5, TOKENS[:5]
-    for tokens in (first, second, first):
-        close(index, *prefill(index, tokens))
-    [page_class] = memory.pools
-
-    assert index.reclaim({page_class: 7})
-
-    assert index.match(DEFAULT_IDENTITY, first).tokens == 4
-    assert index.match(DEFAULT_IDENTITY, second).tokens == 0
-
-
 def test_idle_blocks_are_not_counted_in_the_peak():
     memory = one_group()
     index = PrefixIndex(memory)
@@ -238,16 +157,6 @@ def test_idle_blocks_are_not_counted_in_the_peak():
 
     assert memory.arena_peak_bytes == 2 * 128
     assert memory.used_bytes - memory.listeners.idle_bytes() == 0
-
-
-def test_clear_removes_all_blocks():
-    index = PrefixIndex(one_group(), listener := Listener())
-    close(index, *prefill(index, TOKENS))
-    index.clear()
-
-    assert (len(index), index.idle_bytes, listener.known) == (0, 0, {})
-    assert not index.memory.cached_references
-    index.memory.check()
 
 
 # ---- windows and statistics --------------------------------------------------------------------

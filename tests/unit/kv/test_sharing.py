@@ -74,20 +74,6 @@ def test_row_without_new_tokens_copies_no_page():
     assert keys(memory, row) == list(range(10))
 
 
-def test_parent_and_fork_growing_in_one_step_write_separate_pages():
-    memory = one_group()
-    row = started(memory, 10)
-    child = fork(memory, row)
-
-    memory.grow(np.array([row, child]), np.array([2, 1], dtype=np.int32))
-    write_lane(memory, row, 0)
-
-    assert keys(memory, row) == list(range(12))
-    assert keys(memory, child)[:10] == list(range(10))
-    assert used_pages(memory) == 4
-    memory.check()
-
-
 def test_last_writer_of_a_shared_page_keeps_it():
     memory = one_group(total_bytes=4 * 128)  # four pages
     row = started(memory, 10)
@@ -126,44 +112,6 @@ def test_growth_without_pages_for_copy_on_write_changes_nothing():
     grow(memory, child, 2)
 
     assert keys(memory, row) == keys(memory, child)[:10]
-
-
-def test_fork_remains_valid_after_its_parent_is_released():
-    memory = one_group()
-    row = started(memory, 10)
-    child = fork(memory, row)
-
-    memory.release([row])
-    memory.store.poison_free(memory)
-
-    assert keys(memory, child) == list(range(10))
-    memory.release([child])
-    assert used_pages(memory) == 0
-
-
-def test_fork_copies_statistics():
-    memory = with_groups(KV, SUMS)
-    row = started(memory, 10, name="sums")
-
-    child = fork(memory, row)
-    write_lane(memory, child, 0, name="sums")
-    table = memory.tables["sums"]
-    memory.store.clear_pages(SUMS_CLASS, table.row_pages(row))
-
-    assert memory.store.copied_pages == 2
-    assert keys(memory, child, name="sums") == list(range(10))
-    assert keys(memory, row, name="sums") == [0] * 10
-
-
-def test_new_statistics_pages_are_zero():
-    memory = with_groups(KV, SUMS)
-    row = started(memory, 8, name="sums")
-    memory.release([row])
-
-    row = memory.start()
-    grow(memory, row, 5)
-
-    assert keys(memory, row, name="sums") == [0] * 5
 
 
 def test_fork_without_pages_for_its_statistics_changes_nothing():
@@ -210,17 +158,6 @@ def test_cached_reference_remains_valid_after_its_sequence_is_released():
     memory.release([first, second])
     assert used_pages(memory) == 0
     memory.check()
-
-
-def test_row_from_a_cached_reference_starts_with_zero_statistics():
-    memory = with_groups(KV, SUMS)
-    row = started(memory, 12, name="sums")
-    cached_reference = reference_pages(memory, row, 0, 12)
-
-    child = start_from_references(memory, [cached_reference])
-
-    assert keys(memory, child, name="sums") == [0] * 12
-    assert keys(memory, row, name="sums") == list(range(12))
 
 
 def test_pages_for_all_statistics_are_checked_before_a_start_from_references():

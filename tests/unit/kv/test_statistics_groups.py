@@ -6,15 +6,13 @@ import pytest
 from quire.errors import ConfigError, InvariantError, OutOfPages
 from quire.kv.ledger import extents_of, prove_extents
 from quire.kv.memory import KVMemory
-from quire.kv.repacking import repack
 from quire.kv.sharing import (
-    fork,
     reference_pages,
     reference_statistics,
     release_reference,
     start_from_references,
 )
-from quire.kv.swap import append_tail, can_split, split_border, swap_in, swap_out
+from quire.kv.swap import append_tail, can_split, split_border, swap_out
 from quire.layout.pages import CacheLayout, LaneGroup
 from support.host_bytes import HostBytes
 from support.small_memory import grow, keys, plain_class, used_pages, with_groups
@@ -58,12 +56,6 @@ def test_unknown_statistics_name_is_rejected(memory):
     assert memory.num_free_rows == 4
 
 
-def test_reused_row_number_uses_its_own_statistics(memory):
-    memory.release([started(memory, 6, ())])
-
-    assert slots(memory, started(memory, 6), "kv.ring") == [3, 3]
-
-
 def test_fixed_records_are_allocated_with_the_first_token_only(memory):
     row = memory.start()
     grow(memory, row, 0)
@@ -100,64 +92,6 @@ def test_new_records_are_zero_and_existing_ones_are_retained(memory):
     assert keys(memory, row, 1, name="kv.ring") == expected(3, 1)
     assert keys(memory, row, 1, name="kv.sums")[:3] == expected(3, 1)
     assert not any(keys(memory, row, name="kv.sums")[4:])
-
-
-@pytest.mark.parametrize("used", [NAMES, {"kv.sums"}, {"kv.ring"}, frozenset()])
-def test_fork_copies_the_statistics_of_its_parent(memory, used):
-    row = started(memory, 6, used)
-
-    child = fork(memory, row)
-    for name in used:
-        memory.store.clear_pages(
-            memory.tables[name].group.page_class, memory.tables[name].row_pages(row)
-        )
-
-    assert memory.statistics_of(child) == used
-    for name in used:
-        assert keys(memory, child, 1, name=name) == expected(6 if name == "kv.sums" else 3, 1)
-    grow(memory, child, 5)
-    memory.check()
-
-
-@pytest.mark.parametrize("used", [NAMES, {"kv.sums"}, {"kv.ring"}, frozenset()])
-def test_statistics_are_swapped_with_their_row(memory, used):
-    rows = [started(memory, 6, used), started(memory, 9)]
-    swapped = swap_out(memory, rows)
-    memory.store.poison_free(memory)
-
-    row, other = swap_in(memory, swapped)
-
-    assert (memory.statistics_of(row), memory.statistics_of(other)) == (used, NAMES)
-    for name in used:
-        assert keys(memory, row, 1, name=name) == expected(6 if name == "kv.sums" else 3, 1)
-    assert keys(memory, other, name="kv.sums") == expected(9)
-    grow(memory, row, 5)
-    memory.check()
-
-
-@pytest.mark.parametrize("used", [NAMES, frozenset()])
-def test_only_row_is_repacked_with_its_statistics(memory, used):
-    first, row = started(memory, 20), started(memory, 11, used)
-    memory.release([first])
-
-    repack(memory, row)
-    grow(memory, row, 3)
-
-    for name in used:
-        assert keys(memory, row, name=name)[:3] == expected(3)
-    memory.check()
-
-
-def test_row_is_truncated_with_its_statistics(memory):
-    row = started(memory, 8)
-
-    memory.truncate(row, 5)
-    assert [slots(memory, row, name) for name in ("kv.sums", "kv.ring")] == [[5, 5], [3, 3]]
-    memory.check()
-    memory.truncate(row, 0)
-
-    assert [slots(memory, row, name) for name in ("kv.sums", "kv.ring")] == [[0, 0], [0, 0]]
-    memory.check()
 
 
 def test_growth_fails_if_its_statistics_do_not_fit():

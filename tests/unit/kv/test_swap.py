@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from quire.errors import ConfigError, InvariantError, OutOfPages
-from quire.kv.compaction import commit_compaction, plan_compaction
 from quire.kv.memory import KVMemory
 from quire.kv.repacking import repack
 from quire.kv.sharing import fork
@@ -39,58 +38,6 @@ def test_swapped_sequence_is_restored_byte_for_byte_in_other_pages():
     assert keys(memory, row, 1) == list(range(100, 110))
     assert memory.lengths[row] == 10
     assert memory.tables["kv"].row_pages(row).tolist() != old_pages.tolist()
-    memory.check()
-
-
-def test_swapped_sequence_grows_after_swap_in():
-    memory = one_group(window=8)
-    row = started(memory, 21)
-    memory.drop_behind_windows(np.array([row]))
-
-    [row] = swap_in(memory, swap_out(memory, [row]))
-    grow(memory, row, 2)
-
-    assert memory.tables["kv"].slot_positions(row, 0).tolist() == list(range(12, 23))
-
-
-def test_lanes_of_different_counts_are_restored():
-    memory = one_group(num_lanes=2, ordered=False)
-    row = started(memory, 9)
-    keep = np.array([[True] * 9, [False, True] * 4 + [False]])
-    commit_compaction(memory, plan_compaction(memory, "kv", row, keep))
-    before = [keys(memory, row, lane) for lane in range(2)]
-
-    [row] = swap_in(memory, swap_out(memory, [row]))
-
-    assert memory.tables["kv"].num_slots[row].tolist() == [9, 4]
-    assert [keys(memory, row, lane) for lane in range(2)] == before
-
-
-def test_statistics_are_swapped_with_their_sequence():
-    sums = LaneGroup(name="sums", page_class=plain_class(value=False), layers=(0,), private=True)
-    memory = with_groups(LaneGroup(name="kv", page_class=plain_class(), layers=(0,)), sums)
-    row = started(memory, 6, name="sums")
-
-    swapped = swap_out(memory, [row])
-    memory.store.poison_free(memory)
-    [row] = swap_in(memory, swapped)
-
-    assert keys(memory, row, name="sums") == list(range(6))
-
-
-def test_swap_out_keeps_shared_pages_for_other_rows():
-    memory = one_group()
-    row = started(memory, 10)
-    child = fork(memory, row)
-
-    swapped = swap_out(memory, [row])
-    assert used_pages(memory) == 3
-    grow(memory, child, 2)
-    write_lane(memory, child, 0)
-    [row] = swap_in(memory, swapped)
-
-    assert keys(memory, row) == list(range(10))
-    assert used_pages(memory) == 6
     memory.check()
 
 
@@ -139,27 +86,6 @@ def test_memory_without_bytes_can_swap():
 
     assert memory.lengths[row] == 10
     assert used_pages(memory) == 3
-    memory.check()
-
-
-def test_shared_pages_are_swapped_once_and_shared_again():
-    """10 tokens are 3 pages; two forks each copy the last page: 2 shared and 3 private pages."""
-    memory = one_group()
-    row = started(memory, 10)
-    family = [row, fork(memory, row), fork(memory, row)]
-    for member in family[1:]:
-        grow(memory, member, 1)
-    assert used_pages(memory) == 5
-
-    swapped = swap_out(memory, family)
-    assert (used_pages(memory), swapped.num_bytes) == (0, 5 * 128)
-    memory.store.poison_free(memory)
-    family = swap_in(memory, swapped)
-
-    assert used_pages(memory) == 5
-    assert [keys(memory, member)[:10] for member in family] == [list(range(10))] * 3
-    assert memory.lengths[family].tolist() == [10, 11, 11]
-    grow(memory, family[1], 5)  # the memory still copies a shared page before it is written
     memory.check()
 
 

@@ -94,22 +94,6 @@ def test_untracked_table_records_no_changes():
     assert len(table.drain_changes()) == 0
 
 
-def test_dropped_pages_leave_position_gaps_and_move_no_bytes():
-    memory = one_group()
-    row = started(memory, 14)
-    table = memory.tables["kv"]
-    before = table.pages[row, 0, :4].copy()
-
-    drop_pages(memory, row, [0, 2])
-
-    assert table.pages[row, 0, :3].tolist() == [before[1], before[3], NO_PAGE]
-    assert table.slot_positions(row, 0).tolist() == [4, 5, 6, 7, 12, 13]
-    assert (memory.store.moved_slots, memory.store.copied_pages) == (0, 0)
-    assert used_pages(memory) == 2
-    grow(memory, row, 4)
-    assert table.slot_positions(row, 0).tolist() == [4, 5, 6, 7, *range(12, 18)]
-
-
 def test_sliding_window_uses_constant_memory():
     memory = one_group(window=16, num_lanes=2)
     row, pages, first_seen = memory.start(), [], []
@@ -136,30 +120,6 @@ def test_window_lane_with_a_gap_keeps_its_visible_pages():
     grow(memory, row, 1)
 
     assert table.slot_positions(row, 0).tolist() == [12, 13, 14, 15, 16]
-
-
-def test_window_page_shared_with_a_fork_is_kept_for_the_fork():
-    memory = one_group(window=4)
-    row = started(memory, 8)
-    child = fork(memory, row)
-
-    grow(memory, row, 8)
-    grow(memory, row, 1)
-
-    assert memory.tables["kv"].slot_positions(row, 0).tolist() == list(range(12, 17))
-    assert memory.tables["kv"].slot_positions(child, 0).tolist() == list(range(8))
-    memory.check()
-
-
-def test_truncation_frees_whole_pages():
-    memory = one_group()
-    row = started(memory, 14)
-
-    memory.truncate(row, 5)
-
-    assert memory.lengths[row] == 5
-    assert used_pages(memory) == 2
-    assert memory.tables["kv"].slot_positions(row, 0).tolist() == list(range(5))
 
 
 def test_truncation_into_a_dropped_page_continues_at_the_new_length():

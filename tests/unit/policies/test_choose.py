@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from quire.errors import PolicyError
 from quire.policies.base import LAYER, ScorePolicy
-from quire.policies.best import best_and_tied, best_of, best_slots, best_with_torch
-from quire.policies.choose import choose_pieces, choose_slots, in_whole_pieces
+from quire.policies.best import best_of, best_slots, best_with_torch
+from quire.policies.choose import choose_pieces, choose_slots
 from quire.policies.view import KVView
 
 FEW_SCORES = st.sampled_from([-2.5, -1.0, 0.0, 0.25, 3.0])  # with many ties
@@ -107,17 +107,6 @@ def test_slots_that_are_not_live_are_never_retained() -> None:
     assert retained.tolist() == [[True, False, False]]
 
 
-def test_ties_are_returned_with_their_number() -> None:
-    score = torch.tensor([[5.0, 2.0, 2.0, 2.0, 1.0]])
-    free = torch.ones(1, 5, dtype=torch.bool)
-
-    above, tied, remaining = best_and_tied(score, free, torch.tensor([3]))
-
-    assert above.tolist() == [[True, False, False, False, False]]
-    assert tied.tolist() == [[False, True, True, True, False]]
-    assert remaining.tolist() == [2]
-
-
 def plain_pieces(score, live, protected, keep, piece_tokens) -> list[bool]:
     """One lane, piece by piece: protected pieces, then by mean, ties to the lower piece."""
     count = sum(live)
@@ -152,27 +141,6 @@ def test_whole_pieces_equal_a_plain_loop(data, lanes, piece_tokens: int) -> None
         plain_pieces(*lane, number, piece_tokens) for lane, number in zip(lanes, keep, strict=True)
     ]
     assert (retained.sum(dim=1) <= torch.tensor(keep)).all()
-
-
-@given(lanes(max_slots=24), st.integers(1, 7))
-def test_protected_slots_are_extended_to_whole_pieces(lanes, piece_tokens) -> None:
-    score, live, protected = tensors(lanes)
-    zeros = torch.zeros_like(score)
-    needed = in_whole_pieces(protected, live, piece_tokens)
-
-    retained = choose_pieces(zeros, live, protected, needed.sum(dim=1), piece_tokens)
-
-    assert retained.equal(needed)
-
-
-def test_piece_score_is_the_mean_of_its_slots() -> None:
-    """Means of pairs: 5, 4.5, 1; the single best slot (8) is in the second."""
-    score = torch.tensor([[5.0, 5.0, 8.0, 1.0, 1.0, 1.0]])
-    live = torch.ones(1, 6, dtype=torch.bool)
-
-    retained = choose_pieces(score, live, ~live, torch.tensor([3]), 2)
-
-    assert retained.tolist() == [[True, True, False, False, False, False]]
 
 
 def test_too_many_protected_pieces_are_refused_with_both_numbers() -> None:

@@ -210,18 +210,6 @@ def test_offload_to_full_host_memory_changes_nothing():
     assert kv.offload.prefixes.offload(row, 4)
 
 
-def test_row_bytes_count_staging_once():
-    """6 pages per lane: 2 staging slots of 6 pages replace 5 layers of 6 pages."""
-    kv = make()
-    row = kv.memory.start()
-    step(kv, {row: 26}, 0)
-    before, each = kv.memory.row_bytes(row), kv.memory.tables["full"].group.page_class.page_bytes
-
-    kv.offload.prefixes.offload(row, 26)
-
-    assert kv.memory.row_bytes(row) == before - (FULL_LAYERS - SLOTS) * 6 * each
-
-
 def test_offload_frees_pages_of_a_full_arena():
     """The offloaded pages free memory for their own staging, and then for new tokens."""
     kv = make(sequences=1)

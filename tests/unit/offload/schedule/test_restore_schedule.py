@@ -4,12 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.errors import ConfigError
 from quire.offload.profiler import Sizes, Speeds
 from quire.offload.schedule.executor import ScheduleClock
 from quire.offload.schedule.planner import fastest
 from quire.offload.schedule.work import BatchTokens, Rules, StepWork, even_layers
-from quire.offload.timeline import DEVICE, IN
 from quire.plan.offload.split import Loading, restore_seconds, restore_split
 from quire.plan.rates import CopyRate, PrefillRates
 from support.offload_timelines import copied_bytes
@@ -41,28 +39,6 @@ def test_prefix_load_time_matches_the_quadratic(prefill, loading, tokens, chunk)
     assert [a for a, _ in covered] == [0, *[b for _, b in covered[:-1]]][: len(covered)]
     assert sum(op.tokens for op in schedule.operations) == tokens
     assert copied_bytes(schedule, *{op.kind for op in schedule.operations}) == 3 * (tokens - split)
-
-
-def test_prefix_start_is_recomputed_forwards_and_rest_loaded_backwards():
-    schedule = plan_restore(
-        PrefillRates(token_s=1.0),
-        Loading(token_s=1.0),
-        tokens=10,
-        read_tokens=5,
-        token_bytes=1,
-        chunk_tokens=2,
-    )
-
-    assert [op.first for op in schedule.lanes[DEVICE]] == [0, 2, 4]
-    assert [op.first for op in schedule.lanes[IN]] == [8, 6, 5]
-    with pytest.raises(ConfigError, match="0 to 3 tokens"):
-        plan_restore(
-            PrefillRates(token_s=1.0),
-            Loading(token_s=1.0),
-            tokens=3,
-            read_tokens=4,
-            token_bytes=1,
-        )
 
 
 @given(

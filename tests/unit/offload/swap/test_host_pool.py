@@ -6,14 +6,13 @@ from quire.errors import HostMemoryFull, InvariantError
 from quire.kv.swap import swap_in, swap_out
 from quire.layout.pages import LaneGroup
 from quire.offload.swap.host_pool import HostPool
-from support.host_array import CopyFailed, HostArray
+from support.host_array import HostArray
 from support.small_memory import (
     grow,
     keys,
     one_group,
     plain_class,
     started,
-    used_pages,
     with_groups,
 )
 
@@ -87,43 +86,6 @@ def test_swap_out_to_a_full_pool_raises_and_keeps_the_sequence():
     assert (pool.used_bytes, pool.peak_bytes) == (0, 0)
 
 
-def test_pool_full_for_the_second_class_frees_the_first():
-    sums = LaneGroup(name="sums", page_class=plain_class(value=False), layers=(0,), private=True)
-    memory = with_groups(LaneGroup(name="kv", page_class=plain_class(), layers=(0,)), sums)
-    pool, _ = pooled(memory, 2 * 128)
-
-    with pytest.raises(HostMemoryFull):
-        swap_out(memory, [started(memory, 8)], pool)
-
-    assert pool.free_bytes == 256
-    pool.check()
-
-
-@pytest.mark.parametrize("calls_before_failure", [0, 1])
-def test_failed_copy_leaves_the_sequence_unchanged(calls_before_failure):
-    memory = one_group()
-    pool, host = pooled(memory)
-    row = started(memory, 10)
-
-    host.fail_after = calls_before_failure  # the copy itself, or the wait for it
-    with pytest.raises(CopyFailed):
-        swap_out(memory, [row], pool)
-    assert (pool.used_bytes, keys(memory, row)) == (0, list(range(10)))
-
-    host.fail_after = None
-    swapped = swap_out(memory, [row], pool)
-    host.fail_after = calls_before_failure
-    with pytest.raises(CopyFailed):
-        swap_in(memory, swapped)
-    assert (pool.used_bytes, used_pages(memory)) == (3 * PAGE_BYTES, 0)
-    assert memory.live_rows.tolist() == []
-
-    host.fail_after = None
-    [row] = swap_in(memory, swapped)
-    assert (pool.used_bytes, keys(memory, row)) == (0, list(range(10)))
-    pool.check()
-
-
 def test_discarded_sequence_frees_its_bytes_once():
     memory = one_group()
     pool, _ = pooled(memory)
@@ -156,14 +118,3 @@ def test_pool_of_zero_bytes_is_always_full():
 
 def test_pool_size_is_rounded_down_to_page_alignment():
     assert HostPool(1000).total_bytes == 960
-
-
-def test_sequence_without_tokens_uses_no_bytes():
-    memory = one_group()
-    pool, _ = pooled(memory)
-
-    swapped = swap_out(memory, [memory.start()], pool)
-    [row] = swap_in(memory, swapped)
-
-    assert memory.lengths[row] == 0
-    assert pool.peak_bytes == 0

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from quire.errors import ConfigError
 from quire.kv.memory import KVMemory
 from quire.kv.store import PageStore
-from quire.kv.swap import append_tail, swap_in, swap_out
+from quire.kv.swap import swap_in, swap_out
 from quire.layout.pages import CacheLayout, LaneGroup
 from quire.offload.swap.host_pool import HostPool
 from quire.offload.swap.host_store import (
@@ -108,32 +108,6 @@ def check_round_trip(device, copies):
     assert [row_bytes(memory, row) for row in restored] == before
     assert (pool.used_bytes, pool.peak_bytes) == (0, swapped.num_bytes)
     memory.check()
-
-
-@pytest.mark.parametrize("copies", [direct, staged_in_tiny_batches])
-def test_swapped_tail_is_restored_identically(copies):
-    memory, pool, rows = filled(CPU, copies)
-    before = row_bytes(memory, rows[2])
-    head = {n: memory.tables[n].pages[rows[2]].copy() for n in memory.tables}
-
-    swapped = swap_out(memory, [rows[2]], pool, keep_from=32)
-    row = memory.start()
-    grow(memory, row, 32)
-    copy_head(memory, head, row, tokens=32)
-    append_tail(memory, row, swapped)
-
-    assert row_bytes(memory, row) == before
-    assert memory.lengths[row] == 64
-
-
-def copy_head(memory, pages, row, tokens):
-    """Stand in for the recompute of the head: copy its old bytes, which are still intact."""
-    for name, table in memory.tables.items():
-        count = tokens // table.group.page_class.tokens
-        old, new = pages[name][:, :count].reshape(-1), table.pages[row][:, :count].reshape(-1)
-        moved = old != new
-        payload = memory.store.read_pages(table.group.page_class, old[moved])
-        memory.store.write_pages(table.group.page_class, new[moved], payload)
 
 
 def test_cpu_uses_direct_copies():

@@ -19,7 +19,7 @@ from quire.offload.host_side import swap_pool, swap_worker
 from quire.offload.swap.host_pool import HostPool, NoCopies
 from quire.offload.swap.host_store import DirectCopies
 from quire.offload.swap.streamed_copies import StreamedCopies
-from support.host_array import CopyFailed, HostArray
+from support.host_array import HostArray
 from support.lazy_copies import LazyWorker
 from support.small_memory import grow, one_group, plain_class, started
 
@@ -34,11 +34,6 @@ def opened(**options):
     return memory, pool, worker
 
 
-def row_bytes(memory, row):
-    table = memory.tables["kv"]
-    return memory.store.read_pages(table.group.page_class, table.row_pages(row)).tobytes()
-
-
 def test_swap_out_returns_before_its_copy_has_run():
     memory, pool, worker = opened()
     row = started(memory, 10)
@@ -48,20 +43,6 @@ def test_swap_out_returns_before_its_copy_has_run():
     assert (worker.num_run, worker.num_waiting) == (0, 1)
     assert memory.used_bytes == 0
     memory.check()
-
-
-def test_pages_are_allocated_again_only_after_their_copy():
-    memory, pool, worker = opened()
-    row = started(memory, 10)
-    before = row_bytes(memory, row)
-    swapped = swap_out(memory, [row], pool)
-
-    other = started(memory, 12)  # takes the freed pages and overwrites them
-    assert worker.num_waiting == 0
-    memory.release([other])
-    [row] = swap_in(memory, swapped)
-
-    assert row_bytes(memory, row) == before
 
 
 def test_other_pages_are_allocated_without_a_wait():
@@ -86,65 +67,6 @@ def test_computation_waits_for_pages_that_a_fork_still_uses():
     assert worker.num_waiting == 0  # the fork can write its last page now
     grow(memory, other, 1)
     assert swap_in(memory, swapped)
-    memory.check()
-
-
-def test_swap_in_is_complete_for_later_computation():
-    memory, pool, worker = opened()
-    row = started(memory, 10)
-    before = row_bytes(memory, row)
-    swapped = swap_out(memory, [row], pool)
-
-    [row] = swap_in(memory, swapped)
-
-    assert worker.num_waiting == 0
-    assert row_bytes(memory, row) == before
-    assert pool.used_bytes == 0
-
-
-def test_host_memory_of_a_cancelled_request_is_overwritten_in_order():
-    memory, pool, worker = opened(max_rows=2)
-    first, second = started(memory, 10), started(memory, 20)
-    before = row_bytes(memory, second)
-
-    swap_out(memory, [first], pool).discard()
-    swapped = swap_out(memory, [second], pool)
-    assert worker.num_waiting == 2  # both into the same host bytes
-    [row] = swap_in(memory, swapped)
-
-    assert row_bytes(memory, row) == before
-
-
-class FailsToStart(LazyWorker):
-    """A worker that cannot start copies while `fails`."""
-
-    fails = False
-
-    def submit(self, copy, num_bytes):
-        if self.fails and num_bytes:
-            raise CopyFailed
-        return super().submit(copy, num_bytes)
-
-
-@pytest.mark.parametrize("direction", ["out", "in"])
-def test_failed_start_of_a_copy_frees_its_space(direction):
-    memory, worker = one_group(), FailsToStart()
-    host = HostArray(memory.store, HOST_BYTES)
-    pool = HostPool(HOST_BYTES, StreamedCopies(host, worker, memory.arena.fences))
-    row = started(memory, 10)
-    before = row_bytes(memory, row)
-    swapped = swap_out(memory, [row], pool) if direction == "in" else None
-    used = memory.used_bytes, pool.used_bytes
-
-    worker.fails = True
-    with pytest.raises(CopyFailed):
-        swap_out(memory, [row], pool) if swapped is None else swap_in(memory, swapped)
-    worker.fails = False
-
-    assert (memory.used_bytes, pool.used_bytes) == used
-    assert worker.num_waiting == 0  # parts of a failed copy do not write pages later
-    rows = [row] if swapped is None else swap_in(memory, swapped)
-    assert row_bytes(memory, rows[0]) == before
     memory.check()
 
 

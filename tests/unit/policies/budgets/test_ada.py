@@ -53,50 +53,6 @@ def plain_division(live, protected, scores, positions, keep, floor: Fraction) ->
     return [w + t for w, t in zip(whole, num_protected, strict=True)]
 
 
-def test_worked_example() -> None:
-    """Best four of both heads 9 8 7 6: 3 and 1; 0.8 * 3 + 0.2 * 2 = 2.8 and 1.2; so 3 and 1."""
-    scores = torch.tensor([[9.0, 8, 7, 1], [6.0, 5, 2, 1]])
-    view = view_of([4, 4], heads=2)
-
-    retained = Ada().divide(view, scores, torch.zeros_like(scores).bool(), torch.tensor([2, 2]))
-
-    assert retained.tolist() == [3, 1]
-
-
-def test_floor_one_divides_evenly_and_floor_zero_by_score() -> None:
-    scores = torch.tensor([[9.0, 8, 7, 6], [5.0, 4, 3, 2]])
-    view, no_mask = view_of([4, 4], heads=2), torch.zeros(2, 4, dtype=torch.bool)
-
-    assert Ada(floor=1.0).divide(view, scores, no_mask, torch.tensor([3, 3])).tolist() == [3, 3]
-    # 5 and 1 by score, but a head has four slots
-    assert Ada(floor=0.0).divide(view, scores, no_mask, torch.tensor([3, 3])).tolist() == [4, 2]
-
-
-def test_every_head_retains_more_than_its_protected_slots() -> None:
-    scores = torch.tensor([[9.0, 8, 7, 6, 5], [1.0, 1, 1, 1, 1]])
-    protected = torch.zeros(2, 5, dtype=torch.bool)
-    protected[:, 0] = True
-
-    retained = Ada(floor=0.0).divide(view_of([5, 5], 2), scores, protected, torch.tensor([3, 3]))
-
-    assert retained.tolist() == [4, 2]
-
-
-def test_score_ties_prefer_the_lower_position() -> None:
-    """All scores equal; head 0 has positions 10 to 13, head 1 the lower positions 0 to 3.
-
-    Each head retains its first, the other two are of head 1: 1 and 3. Half of that plus half of
-    the even share (2 each): 1.5 and 2.5; of equal fractions that of the lower head is rounded up:
-    2 and 2. Without a floor: 1 and 3.
-    """
-    positions = torch.tensor([[10, 11, 12, 13], [0, 1, 2, 3]])
-    view, scores = view_of([4, 4], 2, positions), torch.zeros(2, 4)
-    no_mask = torch.zeros(2, 4, dtype=torch.bool)
-
-    assert Ada(floor=0.5).divide(view, scores, no_mask, torch.tensor([2, 2])).tolist() == [2, 2]
-    assert Ada(floor=0.0).divide(view, scores, no_mask, torch.tensor([2, 2])).tolist() == [1, 3]
-
-
 @pytest.mark.parametrize("floor", [-0.1, 1.5, math.nan])
 def test_floor_outside_zero_to_one_is_refused(floor: float) -> None:
     with pytest.raises(ConfigError, match="0 <= floor <= 1"):

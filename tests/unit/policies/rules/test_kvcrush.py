@@ -20,7 +20,7 @@ from quire.policies.roco import RoCo
 from quire.policies.scissorhands import Scissorhands
 from quire.policies.signatures import anchors
 from quire.policies.signatures.anchors import hamming
-from quire.policies.signatures.query_heads import by_query_head, first_heads
+from quire.policies.signatures.query_heads import by_query_head
 from quire.policies.snapkv import SnapKV
 from quire.policies.value_norm import ValueNorm
 from quire.policies.view import KVView
@@ -264,22 +264,6 @@ def test_signature_bit_is_the_selection_of_the_head_alone(base):
     assert torch.equal(context.all_bits.flatten(0, 1), alone)
 
 
-def test_first_heads_selects_the_first_head_of_each_layer():
-    history = history_of(group=3)
-    base = SnapKV(window=4)
-    view = history.view([*base.statistics, AttentionSum(), AttentionSum().each()])
-    found = first_heads(view)
-
-    first = torch.arange(len(history.layers)) * history.heads
-    assert torch.equal(found.positions, view.positions[first])
-    assert torch.equal(found.keys, view.keys[first])
-    for statistic in (*base.statistics, AttentionSum()):
-        assert torch.equal(found.statistic(statistic), view.statistic(statistic)[first])
-    heads = (first[:, None] * 3 + torch.arange(3)).flatten()
-    each = AttentionSum().each()
-    assert torch.equal(found.statistic(each), view.statistic(each)[heads])
-
-
 def test_packed_bits_are_unpacked_with_equal_hamming_distances():
     rng = np.random.default_rng(0)
     for width in (1, 15, 16, 17, 31, 63, 64, 65, 200):
@@ -487,6 +471,8 @@ class Twos:
         ),
         ("kvcrush_openvino:cap=99,every=9", UnsoundCombination, "use granularity=page"),
         ("kvcrush:cap=99,every=9,budget=ada", UnsoundCombination, "one set for all heads"),
+        ("kvcrush:cap=99,budget=ada", ConfigError, "sets=head of kvcrush"),
+        ("kvcrush:cap=99,sets=lane", UnknownName, "layer"),
     ],
 )
 def test_invalid_kvcrush_options_are_refused_with_a_suggestion(text, error, message):
@@ -509,11 +495,3 @@ class Recent2(Recent):
     @property
     def scores_heads(self) -> bool:
         return True
-
-
-def test_view_without_statistics_per_query_head_is_refused():
-    policy = KVCrush()
-    view = changed(history_of().view(policy.statistics), statistics={})
-
-    with pytest.raises(ConfigError.__base__, match="built without the statistic"):
-        policy.select(view, view.num_slots[:, 0] - 1)

@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from quire.errors import ConfigError, UnknownName
 from quire.policies.average import Average
 from quire.policies.base import LANE, LAYER
 from quire.policies.budgets.ada import Ada
-from quire.policies.eviction import Eviction, make_eviction
+from quire.policies.eviction import Eviction
 from quire.policies.expected_attention import ExpectedAttention
 from quire.policies.h2o import H2O
 from quire.policies.kmeans import KMeans
@@ -56,13 +55,6 @@ def test_sets_of_heads_with_pieces_equal_the_plain_version(piece):
 
 def test_heads_retain_their_own_number_of_tokens():
     check(ragged_history(), KVCrush(base=BASE, share=0.5, sets="head"), [20, 26, 31, 24])
-
-
-def test_heads_of_a_layer_retain_different_tokens():
-    view = history_of().view(KVCrush(base=BASE, sets="head").statistics)
-    retained = KVCrush(base=BASE, sets="head").select(view, torch.full((4,), 30))
-
-    assert not torch.equal(retained[0], retained[1])
 
 
 @pytest.mark.parametrize("base", [H2O(recent=4), SnapKV(window=4), Average(), ExpectedAttention()])
@@ -169,18 +161,6 @@ def test_ada_divides_a_layer_over_the_sets_of_heads():
     assert view.by_layer(counts).sum(dim=1).tolist() == [60, 60]
     assert len(set(counts.tolist())) > 1
     assert retained_positions(view, retained) == plain_kvcrush(history, policy, counts.tolist())
-
-
-@pytest.mark.parametrize(
-    ("text", "error", "message"),
-    [
-        ("kvcrush:cap=99,sets=lane", UnknownName, "layer"),
-        ("kvcrush:cap=99,budget=ada", ConfigError, "sets=head of kvcrush"),
-    ],
-)
-def test_invalid_options_are_refused_with_a_suggestion(text, error, message):
-    with pytest.raises(error, match=message):
-        make_eviction(text)
 
 
 # ---- C library -----------------------------------------------------------------------------------
