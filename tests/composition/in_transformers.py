@@ -63,12 +63,8 @@ def run_dynamic(draft: Draft) -> Ran:
     case = draft.case(AMPLE[0])
     ample = answer_amply(case)
     batcher = str(draft.schedule.get("batcher", "baton_pd")).partition(":")[0]
-    options = {"policy": case.kv["evict"], "codec": case.kv["codec"]}
-    if case.tokenizer:
-        options["tokenizer"] = byte_tokenizer()
-    if draft.evicts or draft.rule or draft.coded:
-        options["page_tokens"] = PAGE_TOKENS
-    batch = DynamicBatch(_model(case), batch_size=2, batcher=batcher, **options)
+    tokenizer = byte_tokenizer() if case.tokenizer else None
+    batch = DynamicBatch(_model(case), batch_size=2, batcher=batcher, tokenizer=tokenizer)
     handles = [
         batch.submit(list(request.prompt), sampling=SamplingParams(**_wanted(request, draft)))
         for request in case.requests

@@ -4,6 +4,7 @@ Checks of its arguments take `object`, because the types of the arguments are wh
 """
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -13,7 +14,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, Generic, TypeVar, Unpack, get_args
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from quire.config.chat_messages import ContentFormat
 from quire.config.generation_request import (
@@ -41,6 +42,7 @@ from quire.models.chat_template import ChatTemplate
 from quire.models.loader import LoadedModel, load_model
 from quire.models.pooling import model_pooling
 from quire.models.tokenizer import encode_prompt
+from quire.models.wrapped import loaded_model, wrap_model
 from quire.offload.prefix_store.prefix_kv import PrefixKV, read_file, write_file
 from quire.offload.weights.placement import ALL_WEIGHTS, place_beyond
 from quire.parallel.lockstep import DEFAULT_TIMEOUT_S
@@ -330,7 +332,10 @@ class LLM:
     KV events) only `stats`, `ledger` and the encoders may be called.
 
     Args:
-        model: "quire-tiny", a folder in Hugging Face format, a hub name, or a loaded model.
+        model: "quire-tiny", a folder in Hugging Face format, a hub name, or a model in memory: of
+            Transformers (in eval mode, on one device; `close` restores its forward) or of
+            `load_model`.
+        tokenizer: tokenizer of a Transformers model in memory; None: prompts are token ids.
         dtype: auto (as stored), float32, bfloat16 or float16.
         device: auto, cpu or cuda.
         kv: options of the KV memory; default: `KVConfig()`.
@@ -359,8 +364,9 @@ class LLM:
 
     def __init__(  # noqa: PLR0913 - one parameter per option
         self,
-        model: str | Path | LoadedModel,
+        model: str | Path | LoadedModel | PreTrainedModel,
         *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         dtype: str = "auto",
         device: str = "auto",
         kv: KVConfig | None = None,
@@ -384,10 +390,20 @@ class LLM:
         kv = kv or KVConfig()
         refuse_without_effect(kv)
         check_rules(kv.evict, kv.evict_allow)
-        if not isinstance(model, LoadedModel):
-            require_type("model", model, str, Path)
+        require_type("model", model, str, Path, LoadedModel, PreTrainedModel)
+        if isinstance(model, str | Path):
             require_type("dtype", dtype, str)
             require_type("device", device, str)
+            if tokenizer is not None:
+                raise ConfigError(
+                    "expected tokenizer= beside a Transformers model in memory, got the name of a "
+                    "model, whose folder has its tokenizer: leave tokenizer out"
+                )
+        else:
+            _refuse_load_options(
+                dtype=dtype, device=device, model_impl=model_impl, weight_codec=weight_codec
+            )
+        self._restore: Callable[[], object] = lambda: None
         if tensor_parallel_size != 1:
             self.engine = open_ranks(
                 RankOptions(
@@ -407,7 +423,7 @@ class LLM:
                 )
             )
         else:
-            if not isinstance(model, LoadedModel):
+            if isinstance(model, str | Path):
                 model = load_model(
                     model,
                     dtype=dtype,
@@ -423,9 +439,18 @@ class LLM:
                     "weights_memory cannot be set for a loaded model: pass the folder or name of "
                     "the model instead"
                 )
-            if max_model_len is not None:
-                model = model.with_max_model_len(max_model_len)
-            self.engine = Engine(model, kv, schedule, return_memory=return_memory)
+            if isinstance(model, PreTrainedModel):
+                decoder = wrap_model(model, verify=verify)
+                self._restore = restoring = weakref.finalize(self, decoder.leave)
+                restoring.atexit = False
+                model = loaded_model(model, decoder, tokenizer)
+            try:
+                if max_model_len is not None:
+                    model = model.with_max_model_len(max_model_len)
+                self.engine = Engine(model, kv, schedule, return_memory=return_memory)
+            except BaseException:
+                self._restore()
+                raise
         self.model = self.engine.model
         self.content_format = chat_template_content_format
         self._chat_template: ChatTemplate | None = None
@@ -707,7 +732,8 @@ class LLM:
         """Cancel open requests, write cached prefixes to their tier and close it, if there is one.
 
         Without a call, the tier is closed when the engine is garbage collected or the process ends.
-        Afterwards `generate`, `stream` and open streams raise `EngineDead`; `stats`, `ledger` and
+        A Transformers model in memory gets its own forward back. Afterwards `generate`, `stream`
+        and open streams raise `EngineDead`; `stats`, `ledger` and
         the encoders still work. A second `close` has no effect.
 
         Raises:
@@ -720,6 +746,7 @@ class LLM:
             self._is_closed = True
             with self._calls.changing():
                 self.engine.close()
+                self._restore()
 
     def _submit(self, request: GenerationRequest, take: _Taker) -> str:
         self._refuse_closed()
@@ -777,16 +804,28 @@ class LLM:
             self._step()  # the engine is idle afterwards
 
 
-def _divisible(model: str | Path | LoadedModel, weights_memory: int | str | None) -> str | Path:
+def _refuse_load_options(**options: str) -> None:
+    """Refuse options of loading a model for a model in memory."""
+    for name, value in options.items():
+        if value != "auto":
+            raise ConfigError(
+                f"{name}={value!r} cannot be set for a model in memory: pass the folder or name of "
+                "the model instead"
+            )
+
+
+def _divisible(
+    model: str | Path | LoadedModel | PreTrainedModel, weights_memory: int | str | None
+) -> str | Path:
     """Return the folder or name of a model to divide over ranks.
 
     Raises:
         ConfigError: the model is loaded already, or its layers are offloaded.
     """
-    if isinstance(model, LoadedModel):
+    if not isinstance(model, str | Path):
         raise ConfigError(
             "tensor_parallel_size needs the folder or name of a model, because each process loads "
-            f"its part, got the loaded model {model.name!r}"
+            f"its part, got a model in memory, {type(model).__name__}"
         )
     if weights_memory not in (ALL_WEIGHTS, None):
         raise UnsoundCombination(

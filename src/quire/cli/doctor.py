@@ -532,7 +532,7 @@ def generate_with_cache() -> str:
     from transformers import AutoConfig
 
     from quire.hf import QuireCache
-    from quire.hf.cache_argument import cache_argument
+    from quire.models.cache_argument import cache_argument
     from quire.models.source import find_model
     from quire.models.stored import read_headers
     from quire.models.weights import read_model

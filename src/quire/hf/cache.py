@@ -15,13 +15,13 @@ from quire.engine.codec import stored_as
 from quire.errors import ConfigError, RequestError, UnsoundCombination
 from quire.eviction.eviction_rules import EvictionRules, Provided, check_pre_rope
 from quire.eviction.rule_requirements import NONE
-from quire.hf.cache_argument import output_with_cache
-from quire.hf.cache_memory import MemoryOptions, folder_of, make_layout
+from quire.hf.cache_memory import MemoryOptions, make_layout
 from quire.hf.cache_rows import CachePlan, CacheRows, refuse_unread, rope_variant
 from quire.hf.evicting import make_rule
-from quire.hf.wrapped import ForwardingCache, wrap_model
 from quire.kv.lane_reader import LaneReader
 from quire.kv.step import PagedKV
+from quire.models.cache_argument import output_with_cache
+from quire.models.wrapped import ForwardingCache, folder_of, wrap_model
 
 
 class CacheWithoutLayers(Cache):

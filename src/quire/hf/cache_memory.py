@@ -1,10 +1,8 @@
 """The KV memory of a cache: the engine's components for the rows of one batch."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
 
 from quire.engine.codec import StoredAs
 from quire.engine.kv_size import max_kv_bytes
@@ -42,12 +40,6 @@ class MemoryOptions:
     max_tokens: int
     page_tokens: int
     attention: str
-
-
-def folder_of(model: PreTrainedModel) -> Path | None:
-    """The folder that a model was loaded from; None if it was not loaded from a folder."""
-    folder = Path(model.name_or_path or "") if model.name_or_path else None
-    return folder if folder is not None and folder.is_dir() else None
 
 
 def make_layout(spec: ModelSpec, codec: str, rules: EvictionRules, page_tokens: int) -> CacheLayout:

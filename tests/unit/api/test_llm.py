@@ -1,5 +1,6 @@
 """`LLM`: rejected arguments, streams, closing, and several callers of one engine."""
 
+import gc
 import inspect
 import itertools
 from dataclasses import fields
@@ -20,7 +21,8 @@ from quire.config.sampling_params import SamplingParams
 from quire.errors import ConfigError, EngineDead, RequestError, StorageError
 from quire.layout.options import require_type
 from quire.scheduler.schedule_config import ScheduleConfig
-from support import engines
+from support import engines, zoo
+from support.byte_tokenizer import byte_tokenizer
 
 PROMPTS = [[3, 4, 5], [6], [7, 8], [9, 10, 11, 12]]
 GREEDY = engines.greedy()
@@ -282,7 +284,7 @@ def construct(cls, *args, **kwargs):
     [
         (LLM, ("quire-tiny",), {"kv": {"memory": "1MiB"}}, "expected kv to be KVConfig or None"),
         (LLM, ("quire-tiny",), {"schedule": 5}, "expected schedule to be ScheduleConfig or None"),
-        (LLM, (None,), {}, "expected model to be str or Path"),
+        (LLM, (None,), {}, "expected model to be str or Path or LoadedModel or PreTrainedModel"),
         (LLM, ("quire-tiny",), {"dtype": float}, "expected dtype to be str"),
         (
             KVConfig,
@@ -338,3 +340,77 @@ def test_every_request_option_has_a_kind_and_a_type_annotation():
     names = {field.name for field in fields(GenerationRequest)} - {"prompt", "sampling"}
     assert names == set(OPTION_KINDS)
     assert names == RequestOptions.__annotations__.keys() == OptionsOfMany.__annotations__.keys()
+
+
+# ---- a Transformers model in memory --------------------------------------------------------------
+
+
+def in_memory():
+    model = zoo.build("llama")
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"evict": "h2o:recent=8,cap=24,every=8", "codec": "int8"},
+        {"evict": "snapkv:window=6,cap=24,every=8,when=prefill_end"},
+    ],
+)
+def test_a_model_in_memory_gives_the_tokens_of_its_folder_and_is_restored(options, model):
+    prompts = [[3 + (i * k) % 60 for i in range(40)] for k in (1, 5, 7)]
+    kv = KVConfig(memory="1MiB", page_tokens=4, **options)
+    expected = [output.token_ids for output in LLM(model, kv=kv).generate(prompts, GREEDY)]
+    own = in_memory()
+    forward = own.forward
+    llm = LLM(own, kv=kv)
+    found = [output.token_ids for output in llm.generate(prompts, GREEDY)]
+    assert own.forward != forward
+    llm.close()
+    llm.close()
+
+    assert found == expected
+    assert own.forward == forward
+    assert own.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=2).shape == (1, 5)
+
+
+def test_a_model_in_memory_is_restored_if_the_engine_cannot_start_or_is_garbage():
+    own = in_memory()
+    forward = own.forward
+    with pytest.raises(ConfigError):
+        LLM(own, kv=KVConfig(memory="64B"))
+    assert own.forward == forward
+    LLM(own, kv=KVConfig(memory="1MiB"))
+    gc.collect()
+
+    assert own.forward == forward
+
+
+def test_a_model_in_memory_uses_the_tokenizer_that_is_passed():
+    llm = LLM(in_memory(), tokenizer=byte_tokenizer(), kv=KVConfig(memory="1MiB"))
+    [output] = llm.generate("ab", GREEDY)
+
+    assert output.text == llm.model.tokenizer.decode(list(output.token_ids))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "float32"}, "dtype='float32' cannot be set for a model in memory"),
+        ({"device": "cpu"}, "device='cpu' cannot be set for a model in memory"),
+        ({"model_impl": "native"}, "model_impl='native' cannot be set"),
+        ({"weight_codec": "int8"}, "weight_codec='int8' cannot be set"),
+        ({"weights_memory": "1GiB"}, "weights_memory cannot be set for a loaded model"),
+        ({"tensor_parallel_size": 2}, "got a model in memory, LlamaForCausalLM"),
+    ],
+)
+def test_options_of_loading_are_refused_for_a_model_in_memory(options, message):
+    with pytest.raises(ConfigError, match=message):
+        LLM(in_memory(), **options)
+
+
+def test_a_tokenizer_beside_the_name_of_a_model_is_refused():
+    with pytest.raises(ConfigError, match="leave tokenizer out"):
+        LLM("quire-tiny", tokenizer=byte_tokenizer())

@@ -7,9 +7,9 @@ from transformers import LlamaForCausalLM
 
 from quire.cli.doctor import examine, generate_with_cache
 from quire.errors import InvariantError
-from quire.hf import wrapped
-from quire.hf.cache_argument import cache_argument
 from quire.hf.cache_rows import CacheRows
+from quire.models import wrapped
+from quire.models.cache_argument import cache_argument
 
 
 def test_check_names_the_argument_of_this_version() -> None:

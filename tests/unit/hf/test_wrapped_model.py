@@ -8,9 +8,9 @@ from transformers import BloomConfig, BloomForCausalLM, DynamicCache, PreTrained
 
 from quire.errors import ConfigError, UnsupportedModel
 from quire.hf import QuireCache
-from quire.hf.wrapped import _refuse
 from quire.models.adapter import TransformersDecoder
 from quire.models.verify import ReferenceBatch
+from quire.models.wrapped import _refuse
 from support import zoo
 
 ARCHITECTURES = ("llama", "gemma3", "gpt2", "phi3_longrope")

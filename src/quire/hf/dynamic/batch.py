@@ -1,16 +1,32 @@
-"""`DynamicBatch`: continuous batching for any Transformers model."""
+"""`DynamicBatch`: continuous batching for any Transformers model, through its ordinary forward."""
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from random import Random
 
 from transformers import PreTrainedModel
 
 from quire.config.sampling_params import SamplingParams
-from quire.hf.dynamic.batch_options import BatchOptions, read_params
-from quire.hf.dynamic.dense_batch import DenseBatch
-from quire.hf.dynamic.paged_batch import PagedBatch
-from quire.hf.dynamic.query import KVBytes, NewToken, Query, StepRecord
+from quire.errors import RequestError, SlabFull
+from quire.hf.dynamic.batch_memory import BatchMemory, BatchSlots
+from quire.hf.dynamic.batch_options import BatchOptions, check_query, dense_params, read_params
+from quire.hf.dynamic.filling import Filling
+from quire.hf.dynamic.forking import Forking
+from quire.hf.dynamic.query import (
+    CANCELLED,
+    NewToken,
+    Query,
+    QueryQueues,
+    QueryState,
+    StepRecord,
+)
+from quire.hf.dynamic.sampling_step import DenseSampling
+from quire.hf.dynamic.slab_model import SlabModel
+from quire.kv.dense.meter import ByteMeter
+from quire.models.tokenizer import undecodable_ids
+from quire.sampling.detokenizer import OutputText
+
+_PREFETCH_TOKENS = 2  # tokens before a row is expected to be free: prefetch the next query's KV
 
 
 class DynamicBatch:
@@ -21,29 +37,65 @@ class DynamicBatch:
         batch.run()
         outputs = [handle.token_ids for handle in handles]
 
-    With dense rows the model runs through its ordinary forward and cache argument, and is not
-    modified. With paged rows its forward is wrapped, as by `QuireCache`; `close` restores it.
+    The KV is one slab with a row for each query. The model runs through its ordinary forward and
+    cache argument, and is not modified. `quire.LLM` runs the same model object in pages, with
+    eviction, codecs and a prefix cache.
 
     Args:
-        model: a causal language model of Transformers, in eval mode, on one device. Dense rows
-            need sdpa or eager attention.
+        model: a causal language model of Transformers, in eval mode, on one device, with sdpa or
+            eager attention.
         options: see `BatchOptions`; single options can be passed by name instead.
 
+    Attributes:
+        device_meter, host_meter: current and peak bytes of KV; device_meter counts the slab,
+            prefills in progress and the prefilled queue.
+        last: record of the last step.
+
     Raises:
-        UnsupportedModel: its forward does not work with such rows; states the reason.
+        UnsupportedModel: rows of different lengths cannot share its forward; states the reason.
         ConfigError, UnknownName: an option is wrong.
-        UnsoundCombination: a policy and a codec, or a batcher, that exclude each other.
     """
 
     def __init__(
         self, model: PreTrainedModel, options: BatchOptions | None = None, **named: object
     ) -> None:
-        self.options = replace(options or BatchOptions(), **named)  # type: ignore[arg-type]
-        self._rows: DenseBatch | PagedBatch
-        if self.options.in_pages:
-            self._rows = PagedBatch(model, self.options)
-        else:
-            self._rows = DenseBatch(model, self.options)
+        options = replace(options or BatchOptions(), **named)  # type: ignore[arg-type]
+        self.options = options
+        self._model = SlabModel(model)
+        self._sampling_step = DenseSampling(
+            self._model.vocab_size,
+            self._model.eos_token_ids,
+            undecodable_ids(options.tokenizer, self._model.vocab_size),
+            self.options.clock,
+        )
+        self._capacity_tokens = limit = options.capacity_tokens or self._model.max_tokens
+        self.device_meter = ByteMeter()
+        self.host_meter = ByteMeter(self.options.swap_space)
+        holds = self.options.scale_at is None
+        self._batch_slots = BatchSlots(self._model.shape, self.device_meter, limit, holds=holds)
+        self._queues = QueryQueues()
+        self._memory = BatchMemory(
+            self._model,
+            self.options,
+            self._batch_slots,
+            self._queues,
+            self.device_meter,
+            self.host_meter,
+        )
+        self._forking = Forking(
+            self._model, self._batch_slots, self._queues, self.device_meter, self._sampling_step
+        )
+        self._filling = Filling(
+            self._model,
+            self.options,
+            self._batch_slots,
+            self._queues,
+            self._memory,
+            self._forking,
+        )
+        self._rule, self._prefiller = self._filling.rule, self._filling.prefiller
+        self._count, self._seeds = 0, Random()
+        self.last = StepRecord()
 
     # ---- queries -------------------------------------------------------------------------------
 
@@ -73,12 +125,54 @@ class DynamicBatch:
             RequestError: the query is invalid; states the reason.
             NeverFits: the query alone exceeds the column or byte limit.
         """
-        params = read_params(sampling, max_new_tokens, self.options)
-        return self._rows.submit(prompt_token_ids, params, priority, deadline_s)
+        params = dense_params(read_params(sampling, max_new_tokens, self.options))
+        seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
+        query, *forks = (
+            Query(
+                number=self._count + index,
+                prompt_token_ids=list(prompt_token_ids),
+                params=params if params.n == 1 else replace(params, n=1, seed=None),
+                sampling_seed=seed + index,
+                priority=priority,
+                deadline_s=deadline_s,
+                submitted_s=self.options.clock(),
+            )
+            for index in range(params.n)
+        )
+        self._check(query)
+        for found in (query, *forks):
+            found.output_text = self._text_of(found)
+        query.forks, query.choices = forks, [query, *forks]
+        self._count += params.n
+        self._queues.wait(query)
+        return query
+
+    def _text_of(self, query: Query) -> OutputText:
+        tokenizer = self.options.tokenizer
+        eos = self._model.eos_token_ids
+        return OutputText(query.params, eos, tokenizer, query.prompt_token_ids)
+
+    def _check(self, query: Query) -> None:
+        check_query(
+            query,
+            vocab_size=self._model.vocab_size,
+            context_tokens=self._model.max_tokens,
+            capacity_tokens=self._capacity_tokens,
+        )
+        self._memory.refuse_too_large(query)
 
     def cancel(self, query: Query) -> None:
         """Cancel a query in any state; other queries continue. No effect on a finished query."""
-        self._rows.cancel(query)
+        if query.finished:
+            return
+        self._forking.separate(query)
+        if query.state is QueryState.RUNNING:
+            self._batch_slots.leave(query, clear=not self._rule.runs_to_end)
+        elif query.state in (QueryState.WAITING, QueryState.READY):
+            self._queues.leave(query)
+        query.drop_kv()
+        query.finish(CANCELLED, self.options.clock())
+        self._close_if_idle()
 
     def preempt(self, query: Query) -> None:
         """Preempt a running query: swap its KV to CPU memory. The query resumes in rank order.
@@ -86,15 +180,31 @@ class DynamicBatch:
         Raises:
             RequestError: the query has no row.
         """
-        self._rows.preempt(query)
+        if query.state is not QueryState.RUNNING or self._rule.runs_to_end:
+            raise RequestError(
+                f"expected a running query of a batcher that changes its rows, got one that is "
+                f"{query.state.value} under {self.options.batcher}"
+            )
+        self._memory.preempt(query)
 
     def extract(self, query: Query) -> Query:
         """Remove a query from the batch with all of its state; `adopt` adds it to a batch.
 
         Raises:
-            RequestError: the query is finished, its prefill is in progress, or rows are paged.
+            RequestError: the query is finished, or its prefill is in progress.
         """
-        return self._rows.extract(query)
+        self._forking.separate(query)
+        if query.state is QueryState.RUNNING:
+            self.preempt(query)
+        if query.state not in (QueryState.WAITING, QueryState.READY):
+            raise RequestError(
+                f"expected a waiting or running query, got one that is {query.state.value}: step "
+                "until its prefill has ended, or extract another query"
+            )
+        self._queues.leave(query)
+        query.state = QueryState.EXTRACTED
+        self._close_if_idle()
+        return query
 
     def adopt(self, query: Query) -> None:
         """Add a query that was extracted from a batch of the same model.
@@ -102,42 +212,37 @@ class DynamicBatch:
         Its KV is moved to CPU memory. If CPU memory is full, the KV is recomputed.
 
         Raises:
-            RequestError: the query was not extracted, or rows are paged.
+            RequestError: the query was not extracted.
             NeverFits: the query alone exceeds the column or byte limit of this batch.
         """
-        self._rows.adopt(query)
+        if query.state is not QueryState.EXTRACTED:
+            raise RequestError(
+                f"expected a query that `extract` has returned, got one that is {query.state.value}"
+            )
+        self._check(query)
+        query.number = self._count
+        self._count += 1
+        self._memory.queue_swapped(query)
 
     # ---- steps ---------------------------------------------------------------------------------
 
     @property
-    def last(self) -> StepRecord:
-        """Record of the last step."""
-        return self._rows.last
-
-    @property
-    def device_meter(self) -> KVBytes:
-        """Current and peak bytes of KV on the device; dense: prefills and the queue included."""
-        return self._rows.device_meter
-
-    @property
-    def host_meter(self) -> KVBytes:
-        """Current and peak bytes of KV in CPU memory."""
-        return self._rows.host_meter
-
-    @property
     def has_work(self) -> bool:
         """Whether any query is unfinished."""
-        return self._rows.has_work
+        return bool(self._batch_slots.live or len(self._queues) or self._prefiller.background)
 
     @property
     def num_running(self) -> int:
         """Queries in rows."""
-        return self._rows.num_running
+        return len(self._batch_slots.live)
 
     @property
     def num_queued(self) -> int:
         """Queries without a row."""
-        return self._rows.num_queued
+        background = self._prefiller.background
+        reading = background.queries if background else ()
+        forks = sum(len(query.forks) for query in (*self._queues.waiting, *reading))
+        return len(self._queues) + len(reading) + forks
 
     def run(self) -> None:
         """Step until every query is finished."""
@@ -156,16 +261,70 @@ class DynamicBatch:
             Exception: an exception of the model, unchanged. Queries keep their tokens, and the KV
                 of those in rows is recomputed, so that another step can be tried.
         """
-        return self._rows.step()
+        self._sampling_step.begin_step()
+        record = self.last = StepRecord()
+        try:
+            self._advance(record)
+        except SlabFull:
+            raise
+        except BaseException:
+            self._filling.recover()
+            raise
+        record.kv_bytes = self.device_meter.used_bytes
+        return self._sampling_step.new
 
-    # ---- close ---------------------------------------------------------------------------------
+    def _advance(self, record: StepRecord) -> None:
+        self._memory.shrink()
+        self._filling.preempt_for_priority()
+        self._filling.fill(record)
+        if self._batch_slots.live:
+            self._decode(record)
+        self._prefiller.prefill_ahead(self._filling.view(), record)
+        self._fetch()
+        self._close_if_idle()
 
-    def close(self) -> None:
-        """Free the memory of paged rows, and restore the model; no effect on dense rows."""
-        self._rows.close()
+    def _close_if_idle(self) -> None:
+        if not self.has_work:
+            self._batch_slots.close()
 
-    def __enter__(self) -> "DynamicBatch":
-        return self
+    def _decode(self, record: StepRecord) -> None:
+        slab = self._batch_slots.slab
+        assert slab is not None
+        rows = list(self._batch_slots.rows)
+        new_tokens = [self._step_tokens(query) for query in rows]
+        record.queued = self.num_queued > 0
+        started_s = self.options.clock()
+        try:
+            logits = self._model.decode(slab, new_tokens)
+        except SlabFull:
+            self._filling.requeue()
+            raise
+        live = [row for row, query in enumerate(rows) if query is not None]
+        running = [query for query in rows if query is not None]
+        logits = logits if len(live) == len(rows) else logits[live]
+        self._sampling_step.next(running, logits)
+        record.decode_s = self.options.clock() - started_s
+        record.rows, record.live = len(rows), len(live)
+        record.columns, record.new_columns = slab.window.width, max(map(len, new_tokens))
+        record.valid_tokens = sum(slab.lengths[row] for row in live)
+        for index, query in enumerate(running):
+            if query.forks:  # vector shaping: its prompt was prefilled in this forward
+                self._forking.fork(query, logits[index])
+            if query.finished:
+                self._batch_slots.leave(query, clear=not self._rule.runs_to_end)
 
-    def __exit__(self, *_error: Any) -> None:
-        self.close()
+    def _step_tokens(self, query: Query | None) -> list[int]:
+        """Return the tokens of a row's query that this step processes."""
+        if query is None:
+            return []
+        if query not in self._filling.shaped:
+            return query.output_token_ids[-1:]
+        if query.started_s is None:
+            query.started_s = self.options.clock()
+        return [*query.prompt_token_ids, *query.output_token_ids]
+
+    def _fetch(self) -> None:
+        """Prefetch the next query's KV to the device before a row is expected to be free."""
+        soon = any(query.tokens_left <= _PREFETCH_TOKENS for query in self._batch_slots.live)
+        if soon and self._queues.ready:
+            self._memory.fetch(self._queues.ready[0])

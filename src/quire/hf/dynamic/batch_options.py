@@ -12,14 +12,10 @@ from quire.config.generation_request import checked_option
 from quire.config.sampling_params import SamplingParams
 from quire.errors import ConfigError, NeverFits, RequestError
 from quire.hf.dynamic.query import Query
-from quire.layout.codec_names import AS_COMPUTED
 from quire.layout.options import MaybeSize, option
 from quire.layout.sizes import parse_size
 from quire.models.generation import GenerationDefaults
-from quire.policies.registry import FULL
-from quire.scheduler.schedule_config import CONTINUOUS
 
-AUTO, DENSE, PAGED = "auto", "dense", "paged"
 SYNC, ASYNC = "sync", "async"
 DEVICE, HOST = "device", "host"
 
@@ -31,7 +27,7 @@ class BatchOptions:
 
     Attributes:
         batch_size: maximum number of rows.
-        batcher: a rule for dense rows of `quire.scheduler.batchers`, with its options.
+        batcher: a rule of `quire.scheduler.batchers` with its options; `continuous` is for pages.
         capacity_tokens: maximum columns of the slab; None: the model's context.
         swap_space: CPU memory for KV of preempted queries, in bytes or as "64MiB"; None: no limit.
             If it is full, the KV is recomputed.
@@ -45,12 +41,6 @@ class BatchOptions:
         queue: device or host: memory of the KV of prefilled queries, for the same two batchers.
         clock: returns seconds; the clock of deadlines and times.
         tokenizer: for stop texts and the text of outputs; None: token ids only.
-        rows: dense (a slab with a row for each query), paged (Quire's pages), auto: paged with a
-            policy, a codec or the batcher `continuous`.
-        policy: eviction rule of all queries in paged rows, as in `--evict`, such as
-            "h2o:cap=512"; full: no eviction.
-        codec: codec of keys and values in paged rows, as in `--kv-codec`.
-        page_tokens: slots of a page.
     """
 
     batch_size: int = 8
@@ -64,10 +54,6 @@ class BatchOptions:
     queue: str = DEVICE
     clock: Callable[[], float] = time.monotonic
     tokenizer: PreTrainedTokenizerBase | None = None
-    rows: str = AUTO
-    policy: str = FULL
-    codec: str = AS_COMPUTED
-    page_tokens: int = 16
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "prefill_tokens", "group_tokens"):
@@ -75,11 +61,7 @@ class BatchOptions:
                 raise ConfigError(f"expected {name} >= 1, got {getattr(self, name)}")
         if self.capacity_tokens is not None and self.capacity_tokens < 2:
             raise ConfigError(f"expected capacity_tokens >= 2, got {self.capacity_tokens}")
-        known_names = {
-            "prefill": (SYNC, ASYNC),
-            "queue": (DEVICE, HOST),
-            "rows": (AUTO, DENSE, PAGED),
-        }
+        known_names = {"prefill": (SYNC, ASYNC), "queue": (DEVICE, HOST)}
         for name, known in known_names.items():
             if getattr(self, name) not in known:
                 raise ConfigError(
@@ -88,21 +70,6 @@ class BatchOptions:
         for name in ("swap_space", "scale_at"):
             size = getattr(self, name)
             object.__setattr__(self, name, None if size is None else parse_size(size))
-        if self.rows == DENSE and self._needs_pages:
-            raise ConfigError(
-                f"dense rows store every token as computed: policy={self.policy!r} and "
-                f"codec={self.codec!r} need rows='paged'"
-            )
-
-    @property
-    def _needs_pages(self) -> bool:
-        return (self.policy.strip(), self.codec.strip()) != (FULL, AS_COMPUTED)
-
-    @property
-    def in_pages(self) -> bool:
-        """Whether the rows are in pages."""
-        continuous = self.batcher.partition(":")[0] == CONTINUOUS
-        return self.rows == PAGED or (self.rows == AUTO and (self._needs_pages or continuous))
 
 
 # Checks of a dynamic batch before it allocates memory.
@@ -133,7 +100,7 @@ def dense_params(params: SamplingParams) -> SamplingParams:
     """Resolve the sampling parameters of a query in a dense row.
 
     Raises:
-        RequestError: options that only paged rows support.
+        RequestError: options that only an engine supports.
     """
     if (
         params.num_sequences != params.n
@@ -143,8 +110,8 @@ def dense_params(params: SamplingParams) -> SamplingParams:
         or params.pooling is not None
     ):
         raise RequestError(
-            "dense rows do not support best_of, beams, structured_outputs, prompt_logprobs or "
-            "pooling; create the batch with rows='paged', or use quire.LLM"
+            "a DynamicBatch does not support best_of, beams, structured_outputs, prompt_logprobs "
+            "or pooling; use quire.LLM, which takes the same model object"
         )
     return params.resolve(GenerationDefaults())
 

@@ -30,24 +30,6 @@ class OutsideKV(Protocol):
     def free(self) -> None: ...
 
 
-@runtime_checkable
-class KVBytes(Protocol):
-    """Current and peak bytes of KV in one memory."""
-
-    @property
-    def used_bytes(self) -> int: ...
-    @property
-    def peak_bytes(self) -> int: ...
-
-
-@dataclass(frozen=True, slots=True)
-class StepBytes:
-    """Bytes of KV at one moment; see `KVBytes`."""
-
-    used_bytes: int = 0
-    peak_bytes: int = 0
-
-
 class QueryState(enum.Enum):
     """State of a query."""
 
@@ -77,9 +59,6 @@ class Query:
         choices: the completions of the prompt, this one first; one if n is 1.
         forks: completions that start when the prompt is prefilled.
         output_text: detokenizes the output and applies its stop rules.
-        score: see `OutputDelta`; paged rows only.
-        prompt_logprobs: a `ScoredToken` for each token of the prompt, None for the first; paged
-            rows only.
         finish_reason: stop, length, cancelled or "error: ..."; None until it is finished.
         stop_reason: the stop text or token id that ended the output.
         row: row of the batch; None if it has none.
@@ -99,8 +78,6 @@ class Query:
     text: str = ""
     logprobs: list[Any] = field(default_factory=list)
     choices: "list[Query]" = field(default_factory=list)
-    score: float | None = None
-    prompt_logprobs: tuple[Any, ...] | None = None
     forks: "list[Query]" = field(default_factory=list)
     output_text: OutputText | None = None
     state: QueryState = QueryState.WAITING

@@ -48,8 +48,8 @@ def parse_dense_batcher(text: str) -> DenseRule:
     name, options = _split(text)
     if name == Continuous.name:
         raise ConfigError(
-            "batcher='continuous' needs paged KV for chunked prefill: use rows='paged', or "
-            "batcher='baton_pd' here"
+            "batcher='continuous' needs paged KV for chunked prefill: use "
+            "batcher='baton_pd' here, or quire.LLM, which takes the same model object"
         )
     rule = _make(DENSE_BATCHERS, name, options)
     for option in options:

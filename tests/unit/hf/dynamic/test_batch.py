@@ -186,7 +186,7 @@ def test_async_prefill_runs_on_its_own_cuda_stream():
     expected = [handle.token_ids for handle in run(DynamicBatch(model), PROMPTS).handles]
     batch = DynamicBatch(model, batch_size=2, prefill="async", prefill_tokens=12)
 
-    assert batch._rows._prefiller._side.overlaps
+    assert batch._prefiller._side.overlaps
     assert [handle.token_ids for handle in run(batch, PROMPTS).handles] == expected
 
 
@@ -235,7 +235,7 @@ def test_host_queue_is_prefetched_before_a_row_is_free():
     fetched_early = False
     while batch.has_work:
         batch.step()
-        for query in batch._rows._queues.ready[:1]:
+        for query in batch._queues.ready[:1]:
             fetched_early |= query.kv.lies_in(batch.device_meter) and batch.num_running == 4
 
     assert batch.host_meter.peak_bytes > 0
@@ -334,8 +334,8 @@ def test_query_of_exactly_the_capacity_runs():
         SamplingParams(prompt_logprobs=0),
     ],
 )
-def test_options_of_paged_rows_are_refused_in_dense_rows(sampling):
-    with pytest.raises(RequestError, match=r"create the batch with rows='paged'"):
+def test_options_of_the_engine_are_refused(sampling):
+    with pytest.raises(RequestError, match=r"use quire\.LLM, which takes the same model object"):
         DynamicBatch(build("llama")).submit([3], 4, sampling=sampling)
 
 
@@ -344,9 +344,9 @@ def test_options_of_paged_rows_are_refused_in_dense_rows(sampling):
     [
         ({"batcher": "batton"}, UnknownName, "did you mean baton"),
         (
-            {"batcher": "continuous", "rows": "dense"},
+            {"batcher": "continuous"},
             ConfigError,
-            "needs paged KV for chunked prefill: use rows='paged'",
+            "needs paged KV for chunked prefill: use batcher='baton_pd' here, or quire.LLM",
         ),
         ({"batcher": "baton_pd:queue=8"}, ConfigError, "option 'queue' is only for paged KV"),
         ({"batcher": "pd:ahead"}, ConfigError, "expected option=value such as queue=8"),
@@ -356,11 +356,6 @@ def test_options_of_paged_rows_are_refused_in_dense_rows(sampling):
         ({"prefill": "later"}, ConfigError, "sync or async, got 'later'"),
         ({"queue": "disk"}, ConfigError, "device or host, got 'disk'"),
         ({"scale_at": "much"}, ConfigError, "much"),
-        ({"rows": "many"}, ConfigError, "auto or dense or paged, got 'many'"),
-        ({"rows": "dense", "codec": "int8"}, ConfigError, "need rows='paged'"),
-        ({"rows": "dense", "policy": "h2o:cap=64"}, ConfigError, "need rows='paged'"),
-        ({"rows": "paged", "batcher": "baton"}, ConfigError, "baton"),
-        ({"rows": "paged", "group_tokens": 9}, ConfigError, "is an option of dense rows"),
     ],
 )
 def test_invalid_options_are_refused_by_name(options, error, message):
@@ -408,14 +403,12 @@ def test_known_lengths_use_no_more_memory_than_static_batches(rule, size):
     assert peaks[rule] <= peaks["static"]
     longest = max(len(PROMPTS[i % len(PROMPTS)]) + new for i, new in enumerate(lengths)) - 1
     if rule != "pd":
-        assert peaks[rule] == batch._rows._model.shape.slab_bytes(size, longest)
+        assert peaks[rule] == batch._model.shape.slab_bytes(size, longest)
 
 
 def test_columns_are_allocated_as_open_ended_completions_grow():
     batch = DynamicBatch(build("llama"), batch_size=1)
     handle = batch.submit(PROMPTS[0], 100)
     batch.step()
-    assert batch.device_meter.peak_bytes < batch._rows._model.shape.slab_bytes(
-        1, handle.final_tokens
-    )
+    assert batch.device_meter.peak_bytes < batch._model.shape.slab_bytes(1, handle.final_tokens)
     batch.cancel(handle)

@@ -116,7 +116,7 @@ def test_step_ranks_only_the_head_of_the_queue(monkeypatch):
 )
 def test_device_memory_stays_below_the_threshold_while_slabs_grow(rule, prefill, seed):
     model = build("llama")
-    threshold = DynamicBatch(model)._rows._model.shape.token_bytes * 130
+    threshold = DynamicBatch(model)._model.shape.token_bytes * 130
     prompts = [prompt * 2 for prompt in make_prompts(8, 20, seed)]
     batch = DynamicBatch(
         model, batch_size=4, batcher=rule, prefill=prefill, scale_at=threshold, swap_space=0
@@ -194,7 +194,7 @@ def test_max_tokens_can_be_set_by_sampling_params():
     ("options", "message"),
     [
         ({"sampling": SamplingParams(stop=("x",))}, "create the batch with tokenizer="),
-        ({"sampling": SamplingParams(use_beam_search=True, beam_width=1)}, "rows='paged'"),
+        ({"sampling": SamplingParams(use_beam_search=True, beam_width=1)}, "use quire.LLM"),
         ({"priority": True}, "priority to be a whole number, got True"),
         ({"deadline_s": float("nan")}, "a time on the batch's clock, got NaN"),
     ],

@@ -13,23 +13,27 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from quire.errors import ConfigError, UnsupportedModel
-from quire.hf.cache_argument import CACHE_ARGUMENTS
 from quire.layout.model import ModelSpec
 from quire.layout.statistics import Statistic
 from quire.models.base import PagedAttention
 from quire.models.bridge import ATTENTION_NAME, BRIDGE_ATTRIBUTE, install, register, uninstall
+from quire.models.cache_argument import CACHE_ARGUMENTS
+from quire.models.generation import GenerationDefaults
+from quire.models.loader import LoadedModel
 from quire.models.observing import Observing
 from quire.models.rope import RopeVariants, Rotations
 from quire.models.support import refuse_class, refuse_config
 from quire.models.verify import compare_with_transformers
+from quire.models.weights import weight_bytes
 
 _ATTRIBUTE = "quire_wrapped_model"
 
@@ -218,6 +222,35 @@ def wrap_model(model: PreTrainedModel, *, verify: bool) -> WrappedModel:
     return wrapped
 
 
+def loaded_model(
+    model: PreTrainedModel, decoder: WrappedModel, tokenizer: PreTrainedTokenizerBase | None
+) -> LoadedModel:
+    """A user's model as the model of an engine.
+
+    Args:
+        model: the model.
+        decoder: the wrapped model.
+        tokenizer: for the text of outputs; None: token ids only.
+    """
+    end = getattr(model.generation_config, "eos_token_id", None)
+    ids = tuple(end) if isinstance(end, list | tuple) else () if end is None else (end,)
+    return LoadedModel(
+        decoder=decoder,
+        tokenizer=tokenizer,
+        generation=GenerationDefaults(eos_token_ids=ids),
+        spec=decoder.spec,
+        name=model.name_or_path or type(model).__name__,
+        weight_bytes=weight_bytes(model),
+        folder=folder_of(model),
+    )
+
+
+def folder_of(model: PreTrainedModel) -> Path | None:
+    """The folder that a model was loaded from; None if it was not loaded from a folder."""
+    folder = Path(model.name_or_path or "") if model.name_or_path else None
+    return folder if folder is not None and folder.is_dir() else None
+
+
 def _refuse(model: object) -> None:
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
@@ -226,7 +259,7 @@ def _refuse(model: object) -> None:
     refuse_config(model.config)
     refuse_class(type(model))
     if any(hasattr(module, BRIDGE_ATTRIBUTE) for module in model.modules()):
-        raise ConfigError("this model belongs to a Quire engine; load another one for the cache")
+        raise ConfigError("this model belongs to a Quire engine; load another one")
     if model.training:
         raise ConfigError("this model is in training mode: call model.eval() first")
     devices = {str(parameter.device) for parameter in model.parameters()}
