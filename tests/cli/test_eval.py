@@ -150,10 +150,6 @@ def test_invalid_options_are_refused(arguments, message, judge):
     assert message in refused(*arguments, "--kv-memory", "8MiB")
 
 
-def test_help_lists_the_commands():
-    assert "fidelity" in invoke("--help").stdout
-
-
 def prompts_file(folder):
     path = folder / "prompts.jsonl"
     text = "".join(json.dumps(prompt) + "\n" for prompt in lines_prompts(4))

@@ -93,15 +93,6 @@ def test_beams_are_printed_with_scores(quire):
     assert f"[0, score {best['score']:.3f}]\n{best['text']}\n[1, score" in result.stderr
 
 
-def test_config_file_options_apply(quire, tmp_path: Path):
-    config = tmp_path / "quire.toml"
-    config.write_text("kv-memory = '2MiB'\nverify = false\n[sampling]\nmax_tokens = 2\n")
-
-    report = last_json(quire("generate", "-p", PROMPT, "--json", "--config", config))
-
-    assert report["usage"]["completion_tokens"] == 2
-
-
 def test_verbose_reports_the_kv_memory(quire):
     assert "2,097,152 B of KV" in quire("generate", "-p", PROMPT, "-v", *QUICK).stderr
 
@@ -114,28 +105,19 @@ def assert_refused(result, *parts: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "parts"),
+    ("arguments", "part"),
     [
-        (("--dtype", "float31"), ("float32",)),
-        (("--device", "abacus"), ("abacus",)),
-        (("--device", "cuda:99"), ("cuda",)),
-        (("--attention", "gatherd"), ("gathered",)),
-        (("--evict", "recnt:cap=9"), ("recent",)),
-        (("--evict", "recent"), ("cap",)),
-        (("--kv-codec", "int5"), ("int5",)),
-        (("--kv-memory", "-5"), ("-5",)),
-        (("--kv-memory", "lots"), ("lots",)),
-        (("--kv-memory", "1KiB"), ("KiB",)),
-        (("--scratch", "-1"), ("-1",)),
-        (("--threads", "-1"), ("threads",)),
+        (("--device", "abacus"), "abacus"),
+        (("--device", "cuda:99"), "cuda"),
+        (("--evict", "recnt:cap=9"), "recent"),
+        (("--evict", "recent"), "cap"),
+        (("--kv-codec", "int5"), "int5"),
+        (("--kv-memory", "1KiB"), "--kv-memory"),
+        (("--scratch", "-1"), "-1"),
     ],
 )
-def test_invalid_options_are_one_error_line(quire, arguments, parts):
-    result = quire("generate", "-p", PROMPT, "--no-verify", *arguments)
-
-    assert result.exit_code == 2
-    assert "error: " in result.stderr
-    assert "Traceback" not in result.stderr
+def test_invalid_options_are_one_error_line(quire, arguments, part):
+    assert_refused(quire("generate", "-p", PROMPT, "--no-verify", *arguments), part)
 
 
 @pytest.mark.parametrize(
@@ -363,13 +345,6 @@ def test_model_as_an_option_is_refused_with_the_usage(quire, command, usage, opt
 
     assert_refused(result, f"{option[0][:7]} is not an option: the model is the first argument")
     assert result.stderr.strip().endswith(f"as in {usage}")
-
-
-@pytest.mark.parametrize("command", [("generate", "quire-tiny", "x"), ("chat", "quire-tiny")])
-def test_no_output_tokens_are_refused(quire, command):
-    result = quire(*command, "--max-tokens", "0", "--prompt-logprobs", "1")
-
-    assert result.exit_code == 2
 
 
 def test_kv_cache_dtype_is_a_synonym_of_kv_codec(quire):

@@ -72,26 +72,3 @@ def test_two_benchmarks_share_a_page(maker: ModuleType, tmp_path: Path):
     text = (tmp_path / "eviction-measured.md").read_text()
     assert "## Rules, budgets, tasks\n\nCommit def, 2 threads." in text
     assert text.count("Commit abc, 2 threads.") == 2
-
-
-def test_every_part_has_a_title(maker: ModuleType):
-    from benchmarks.batch_max.parts import make_parts as batch_max_parts
-    from benchmarks.eviction.cells import CellFile
-    from benchmarks.eviction.parts import Material
-    from benchmarks.eviction.parts import make_parts as eviction_parts
-
-    def unused(*_: object) -> None:
-        raise AssertionError("no part is run here")
-
-    material = Material(
-        load=unused,
-        prompt_maker_for=unused,
-        running_for=unused,
-        stored=CellFile(None),
-        commit=None,
-        show=unused,
-    )
-    names = [f"batch-max-{name}" for name in (*batch_max_parts(unused, unused), "paper")]
-    names += [f"rules-{name}" for name in eviction_parts(material)]
-
-    assert list(maker.PAGES["eviction"].parts) == names

@@ -35,27 +35,6 @@ def test_separately_run_parts_share_a_page(maker: ModuleType, tmp_path: Path):
     assert set(stored["arms"]) == {"overhead", "long"}
 
 
-def test_every_part_has_a_title(maker: ModuleType):
-    from benchmarks.eviction.cells import CellFile
-    from benchmarks.kvcrush.parts import Material, make_parts
-
-    def unused(*_: object) -> None:
-        raise AssertionError("no part is run here")
-
-    material = Material(
-        load=unused,
-        prompt_maker_for=unused,
-        running_for=unused,
-        recorded_for=unused,
-        rouge_l=unused,
-        stored=CellFile(None),
-        commit=None,
-        show=unused,
-    )
-
-    assert list(maker.PAGES["kvcrush"].parts) == list(make_parts(material))
-
-
 def test_row_of_another_commit_is_labelled(maker: ModuleType, tmp_path: Path):
     for folder in ("results", "images"):
         (tmp_path / folder).mkdir()

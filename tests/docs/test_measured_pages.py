@@ -1,10 +1,24 @@
 """The committed measured pages equal those generated from the committed results."""
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
+from benchmarks.batch_max.parts import make_parts as batch_max_parts
+from benchmarks.cluster.parts import PARTS as CLUSTER
+from benchmarks.eviction.cells import CellFile
+from benchmarks.eviction.parts import Material
+from benchmarks.eviction.parts import make_parts as eviction_parts
+from benchmarks.kvcrush.parts import Material as KVCrushMaterial
+from benchmarks.kvcrush.parts import make_parts as kvcrush_parts
+from benchmarks.memory.parts import PARTS as MEMORY
+from benchmarks.offload.parts import PARTS as OFFLOAD
+from benchmarks.quant.parts import make_parts as quant_parts
+from benchmarks.rebatch.parts import PARTS as REBATCH
+from quire.scale.routing.registry import ROUTERS
+from quire.scheduler.batchers.registry import DENSE_BATCHERS
 from support.measured_pages import load_maker
 from support.snippets import ROOT
 
@@ -33,6 +47,51 @@ def test_page_generated_from_stored_results_equals_the_committed_page(name: str,
     assert images <= {path.name for path in (DOCS / "images").iterdir()}
     for stored in (tmp_path / "results").iterdir():
         assert stored.read_bytes() == (DOCS / "results" / stored.name).read_bytes()
+
+
+def unused(*_: object) -> None:
+    raise AssertionError("no part is run here")
+
+
+SHARED = {
+    "load": unused,
+    "prompt_maker_for": unused,
+    "running_for": unused,
+    "stored": CellFile(None),
+    "commit": None,
+    "show": unused,
+}
+
+
+def eviction_names() -> list[str]:
+    batch_max = (*batch_max_parts(unused, unused), "paper")
+    rules = eviction_parts(Material(**SHARED))
+    return [*(f"batch-max-{name}" for name in batch_max), *(f"rules-{name}" for name in rules)]
+
+
+@pytest.mark.parametrize(
+    ("page", "parts"),
+    [
+        ("cluster", CLUSTER),
+        ("eviction", eviction_names()),
+        ("kvcrush", kvcrush_parts(KVCrushMaterial(**SHARED, recorded_for=unused, rouge_l=unused))),
+        ("memory", MEMORY),
+        ("offload", OFFLOAD),
+        ("quant", quant_parts(Material(**SHARED))),
+        ("rebatch", REBATCH),
+    ],
+)
+def test_every_part_has_a_title(page: str, parts: Iterable[str]):
+    assert list(MAKER.PAGES[page].parts) == list(parts)
+
+
+@pytest.mark.parametrize(
+    ("page", "names"), [("batchers", (*DENSE_BATCHERS, "continuous")), ("scale", ROUTERS)]
+)
+def test_every_registered_name_has_a_row(page: str, names: Iterable[str]):
+    text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+
+    assert all(f"\n| `{name}` |" in text for name in names)
 
 
 def test_unknown_page_is_refused_with_the_known_pages(capsys: pytest.CaptureFixture[str]):

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from benchmarks.common.result import Chart, PartResult, Table
-from benchmarks.memory.parts import PARTS
 from support.measured_pages import load_maker
 
 
@@ -59,7 +58,3 @@ def test_runs_are_written_as_page_images_and_stored_results(maker: ModuleType, t
     (tmp_path / "memory-measured.md").unlink()
     maker.main(["memory"], tmp_path)
     assert (tmp_path / "memory-measured.md").read_text() == text
-
-
-def test_every_part_has_a_title(maker: ModuleType):
-    assert list(maker.PAGES["memory"].parts) == list(PARTS)

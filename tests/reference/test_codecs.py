@@ -192,19 +192,6 @@ def test_full_precision_tokens_are_counted():
         assert done.usages["r"].kv_peak_bytes == 2 * (pages * coded + kept)
 
 
-def test_the_first_and_last_layers_may_be_plain():
-    """Gemma 2: four layers, two of each kind; one at each end is plain."""
-    config = KVConfig(memory="1MiB", codec="int8+plain_layers=1")
-    groups = Engine(load("gemma2"), config, ScheduleConfig()).pool.kv.memory.layout.groups
-
-    assert {group.layers: group.page_class.is_plain for group in groups} == {
-        (0,): True,
-        (1,): False,
-        (2,): False,
-        (3,): True,
-    }
-
-
 def test_the_ledger_names_the_codecs():
     engine = Engine(load(MODEL), KVConfig(memory="1MiB", codec="int8/int4"), ScheduleConfig())
     engine.submit(GenerationRequest([3, 4, 5], greedy(), request_id="r"))
@@ -245,30 +232,6 @@ def test_the_ledger_names_the_codecs():
 def test_an_invalid_codec_is_rejected_at_start(codec, error, message):
     with pytest.raises(error, match=message):
         Engine(load(MODEL), KVConfig(memory="1MiB", codec=codec), ScheduleConfig())
-
-
-@pytest.mark.parametrize(
-    ("codec", "kv"),
-    [
-        ("int4_page/int4", {"evict": "recent:cap=24,every=6"}),
-        ("int8/int4_page", {"evict": "h2o:cap=64,every=16,granularity=chunk"}),
-        ("int4_page", {"evict": "h2o:cap=64,every=16"}),
-        ("int8+plain_layers=1", {"evict": "h2o:cap=24,every=6"}),
-        ("int8", {"evict": "streaming:cap=24,every=6"}),
-    ],
-)
-def test_a_codec_with_an_eviction_rule_evicts_and_leaves_no_pages(codec, kv):
-    config = kv_config(memory="4MiB", codec=codec, enable_prefix_caching=False, **kv)
-    engine = Engine(load(MODEL), config, ScheduleConfig())
-
-    engine.submit(GenerationRequest([5, 6, 7] * 30, greedy()))
-    while engine.has_work:
-        engine.step()
-
-    stats = engine.stats()
-    assert stats.evicted_tokens > 0
-    assert stats.kv_used_bytes == 0
-    engine.check()
 
 
 def test_fp8_without_its_type_is_rejected_at_start(monkeypatch):

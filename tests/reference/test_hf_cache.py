@@ -140,23 +140,6 @@ def test_a_budget_alone_is_enough(budget, ratio, cap) -> None:
     assert all(7 * cap // 8 <= len(head) <= cap for layer in kept for head in layer)
 
 
-@pytest.mark.parametrize("rule", ["h2o", "snapkv"])
-def test_padding_and_other_rows_change_no_tokens(rule) -> None:
-    model = build("llama")
-    prompts = make_prompts(3, 50, seed=11)
-    with QuireCache(model, RULES[rule], CAP, every=EVERY) as cache:
-        together = generate(model, padded(prompts), past_key_values=cache)
-        kept = [all_kept(cache, row) for row in range(len(prompts))]
-
-    with QuireCache(model, RULES[rule], CAP, every=EVERY) as cache:
-        for row, prompt in enumerate(prompts):
-            cache.reset()
-            alone = generate(model, padded([prompt]), past_key_values=cache)
-
-            assert torch.equal(alone[0], together[row])
-            assert all_kept(cache, 0) == kept[row]
-
-
 @pytest.mark.parametrize("rule", ["recent", "h2o"])
 def test_the_peak_is_the_cap_for_prompts_ten_times_as_long(rule) -> None:
     model = build("llama")
@@ -207,23 +190,6 @@ def test_logits_of_a_prompt_are_returned_in_order() -> None:
 
     assert (got[seen] - expected[seen]).abs().max() <= 1e-4
     assert not got[~seen].any()
-
-
-def test_a_conversation_continues_with_its_cache() -> None:
-    model = build("llama")
-    first = torch.tensor([[3, 5, 7] * 10])
-    turn = torch.tensor([[11, 13]])
-    plain = model.generate(first, max_new_tokens=5, do_sample=False, pad_token_id=PAD)
-    expected = generate(model, {"input_ids": torch.cat([plain, turn], dim=1)})
-
-    with QuireCache(model) as cache:
-        answer = model.generate(
-            first, max_new_tokens=5, do_sample=False, pad_token_id=PAD, past_key_values=cache
-        )
-        both = {"input_ids": torch.cat([answer, turn], dim=1)}
-        got = generate(model, both, past_key_values=cache)
-
-    assert torch.equal(got, expected)
 
 
 def test_chunked_prefill_of_generate_retains_the_same_tokens() -> None:

@@ -13,9 +13,9 @@ from quire import LLM, KVConfig, PrefixCacheConfig, SamplingParams
 from quire.errors import CorruptData, OutOfPages, RequestError, StorageError, UnsoundCombination
 from reference.test_eviction import largest_difference
 from reference.test_prefix_tier import PROMPTS, answer, model_of, plain
-from reference.test_shared_prefixes import Listener
 from support.engines import greedy
 from support.kv_options import kv_config
+from support.prefix_index import Listener
 from support.redis_servers import start_redis
 
 MIB = 1 << 20
@@ -93,8 +93,8 @@ def test_imported_blocks_are_published_as_events(tmp_path):
     decode.import_kv(tmp_path / "kv")
     decode.import_kv(tmp_path / "kv")  # nothing is new
 
-    assert loaded.blocks == computed.blocks
-    assert len(loaded.blocks) == 37
+    assert loaded.known == computed.known
+    assert len(loaded.known) == 37
 
 
 def test_only_requests_of_the_same_tenant_and_salt_use_an_import(tmp_path):

@@ -12,13 +12,11 @@ from functools import cache
 
 import pytest
 
-from quire.api.llm import LLM
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import ConfigError, NeverFits
-from quire.models.loader import load_model
 from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
 from quire.offload.kv.prefix_splits import PrefixSplits
 from quire.offload.profiler import Speeds
@@ -296,19 +294,6 @@ def test_offload_memory_admits_more_requests():
     assert all(usage.kv_peak_bytes for usage in usages.values())
 
 
-def test_a_request_larger_than_device_memory_runs_with_an_offloaded_prefix():
-    """Without offload memory the request is rejected, and the error names the option."""
-    memory = int(0.6 * row_bytes("qwen3"))
-    small = Engine(model_of("qwen3"), KVConfig(memory=memory, page_tokens=4))
-    with pytest.raises(NeverFits, match="--kv-offload-memory"):
-        small.submit(GenerationRequest(PROMPTS["b"], greedy(NEW_TOKENS)))
-
-    engine, logits, _ = run("qwen3", 0.6)
-
-    assert engine.stats().kv_peak_bytes <= memory
-    assert largest_difference(logits, ample_memory_logits("qwen3")) <= 1e-4
-
-
 @pytest.mark.parametrize(
     ("name", "rows", "parts"),
     [
@@ -327,28 +312,6 @@ def test_a_prefill_chunk_is_limited_to_free_memory(name, rows, parts):
     assert set(logits) == set(PROMPTS)
     assert largest_difference(logits, ample_memory_logits(name)) <= 1e-4
     assert not engine.pool.offload.prefixes.pool.used_bytes
-
-
-def test_quire_tiny_runs_a_prompt_of_1500_tokens_in_2_mib_and_offload_memory():
-    """Two layers of the prompt's KV in float32 are 3 MiB: only one staging slot fits."""
-    model = load_model("quire-tiny", dtype="float32", device="cpu", verify=False)
-    prompt = [3 + i * i % 200 for i in range(1500)]
-    answers = []
-    for memory, offload in (("32MiB", "0"), ("2MiB", "64MiB")):
-        llm = LLM(model, kv=kv_config(memory=memory, offload_memory=offload))
-        answers.append(llm.generate([prompt], greedy(8))[0].token_ids)
-        llm.engine.check()
-
-    assert answers[0] == answers[1]
-
-
-def test_too_little_offload_memory_rejects_the_request():
-    memory = int(0.6 * row_bytes("qwen3"))
-    kv = kv_config(memory=memory, page_tokens=4, offload_memory="24KiB")
-    engine = Engine(model_of("qwen3"), kv, ScheduleConfig(chunk_tokens=16))
-
-    with pytest.raises(NeverFits):
-        engine.submit(GenerationRequest(PROMPTS["b"], greedy(NEW_TOKENS)))
 
 
 @pytest.mark.parametrize(
@@ -411,13 +374,6 @@ def test_a_request_with_a_cached_prefix_is_offloaded(part):
     assert {event.request_id for event in engine.events.newest(["offloaded"])} == {"b"}
     logits = {"b": recorder.logits["b"]}
     assert largest_difference(logits, {"b": ample_memory_logits("qwen3")["b"]}) <= 1e-4
-
-
-def test_offload_works_without_a_prefix_cache():
-    engine, logits, _ = run("qwen3", 0.8, enable_prefix_caching=False)
-
-    assert offloaded(engine)
-    assert largest_difference(logits, ample_memory_logits("qwen3")) <= 1e-4
 
 
 @pytest.mark.parametrize("preempt", ["swap", "recompute"])

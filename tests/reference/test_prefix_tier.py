@@ -13,7 +13,6 @@ import time
 from dataclasses import replace
 from functools import cache
 
-import numpy as np
 import pytest
 
 from quire.config.generation_request import GenerationRequest
@@ -28,7 +27,6 @@ from quire.plan.rates import PrefillRates
 from quire.scheduler.schedule_config import ScheduleConfig
 from reference.test_eviction import Recorder, largest_difference
 from support.engines import greedy, load
-from support.exact_products import use_exact_products
 from support.kv_options import kv_config
 from support.redis_servers import start_redis
 from unit.offload import test_file_tier as file_damage
@@ -259,31 +257,6 @@ def test_loaded_prefixes_are_shared(tmp_path):
     engine.close()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"codec": "int8"},
-        {"evict": "average:cap=60,every=8"},
-        pytest.param({"codec": "int8", "evict": "average:cap=60,every=8"}, marks=pytest.mark.slow),
-        pytest.param({"evict": "recent:cap=80,every=8,sinks=4"}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_quantized_and_evicting_engines_give_the_logits_without_a_tier(options, tmp_path):
-    """Bit by bit: with exact products not even the order of sums differs."""
-    with pytest.MonkeyPatch.context() as patch:
-        use_exact_products(patch)
-        expected = answer(engine_of("qwen3", **options))[0]
-        fill("qwen3", tmp_path, **options)
-        engine = engine_of("qwen3", **options, **on_disk(tmp_path))
-        logits, _ = answer(engine)
-
-    assert largest_difference(logits, expected) <= 1e-4
-    if "codec" in options and "+" not in options["codec"] and "evict" not in options:
-        assert restored(engine)
-    engine.close()
-
-
 def test_evicted_prefixes_are_loaded_from_the_tier(tmp_path):
     """Also prefixes of requests that were preempted and are recomputed."""
     reserve = {"admission": "optimistic", "preempt": "recompute"}
@@ -300,27 +273,6 @@ def test_evicted_prefixes_are_loaded_from_the_tier(tmp_path):
 
 
 # ---- what happens to disks -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("damage", ["flip", "cut", "zeros", "index"])
-def test_prefixes_in_damaged_files_are_recomputed(damage, tmp_path):
-    fill("qwen3", tmp_path)
-    if damage == "index":
-        (tmp_path / "kv" / "index.sqlite3").write_bytes(b"no database" * 1000)
-    for path in (tmp_path / "kv" / "entries").iterdir():
-        data = np.fromfile(path, dtype=np.uint8)
-        if damage == "cut":
-            os.truncate(path, 500)
-        elif damage != "index":
-            data[80::400] = 0 if damage == "zeros" else data[80::400] ^ 0x40
-            data.tofile(path)
-
-    engine = engine_of("qwen3", prefill=READ_SLOWLY, **on_disk(tmp_path))
-    logits, _ = answer(engine)
-
-    assert largest_difference(logits, plain("qwen3")) <= 1e-4
-    assert engine.stats().tier.num_discarded or damage == "index"
-    engine.close()
 
 
 def test_an_entry_with_other_tokens_than_its_key_says_is_discarded(tmp_path):
@@ -358,21 +310,6 @@ def test_a_full_disk_stores_nothing_and_fails_no_request(tmp_path, monkeypatch, 
     assert engine.stats().tier.num_failed > 1
     assert engine.stats().tier.stored_bytes == 0
     assert caplog.text.count("No space left") == 1
-
-
-def test_the_min_recently_used_block_is_evicted(tmp_path):
-    small = on_disk(tmp_path, disk_memory=96 << 10)
-    engine = engine_of("qwen3", **small)
-    answer(engine)
-    engine.close()
-    assert engine.stats().tier.num_failed == 0
-
-    engine = engine_of("qwen3", **small)
-    logits, _ = answer(engine)
-
-    assert 0 < engine.stats().tier.found_blocks < 60
-    assert largest_difference(logits, plain("qwen3")) <= 1e-4
-    engine.close()
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from quire.scheduler.schedule_config import ScheduleConfig
 from quire.serve.config import ServerConfig
 from quire.serve.service import Service
 from reference.streaming_llm import PlainStream, Stream
+from reference.test_eviction import Recorder, largest_difference
 from support import zoo
 from support.engines import greedy, load, make_prompts
 from support.kv_options import kv_config
@@ -30,19 +31,6 @@ TOLERANCE = 1e-4
 PLAIN = ("llama", "llama_mqa", "stablelm")  # GQA, one KV head, partial rotary
 
 Logits = dict[str, torch.Tensor]
-
-
-class Recorder:
-    """Wrapper of a sampler that records the logits of every step of every request."""
-
-    def __init__(self, sampler):
-        self.sampler = sampler
-        self.logits: dict[str, list[torch.Tensor]] = {}
-
-    def sample(self, logits, rows):
-        for row_logits, request in zip(logits, rows, strict=True):
-            self.logits.setdefault(request.request_id, []).append(row_logits.clone())
-        return self.sampler.sample(logits, rows)
 
 
 def engine_of(model, *, evict=EVICT, memory="2MiB", page_tokens=4, kv=None, pool=None, **schedule):
@@ -76,11 +64,6 @@ def record(engine: Engine, prompts, *, new_tokens=NEW_TOKENS, evict=None) -> Rec
 
 def stacked(recorder: Recorder) -> Logits:
     return {key: torch.stack(rows) for key, rows in recorder.logits.items()}
-
-
-def largest_difference(ours: Logits, theirs: Logits) -> float:
-    assert ours.keys() == theirs.keys()
-    return max(float((ours[key] - theirs[key]).abs().max()) for key in ours)
 
 
 def short_context(name: str, tokens: int) -> LoadedModel:

@@ -2,15 +2,12 @@
 
 import asyncio
 import json
-import socket
-import threading
 import time
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from functools import cache
 
 import httpx
 import pytest
-import uvicorn
 
 from quire.api.llm import LLM
 from quire.config.kv_config import KVConfig
@@ -117,22 +114,6 @@ def wait_until(condition):
     while not condition():
         assert time.monotonic() < deadline, "timed out"
         time.sleep(0.01)
-
-
-@contextmanager
-def running_server(llm):
-    """A server in a thread; yields its address."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = uvicorn.Server(uvicorn.Config(create_app(llm), log_level="warning"))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        try:
-            wait_until(lambda: server.started)
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join(PATIENCE_S)
-        assert not thread.is_alive()
 
 
 @asynccontextmanager

@@ -49,27 +49,6 @@ def test_unlimited_output_is_limited_by_the_kv_memory(chat, llm):
     assert usage["total_tokens"] == longest
 
 
-def test_max_completion_tokens_overrides_max_tokens(chat):
-    assert chat(max_tokens=None, max_completion_tokens=2)["usage"]["completion_tokens"] == 2
-    assert chat(max_tokens=5, max_completion_tokens=2)["usage"]["completion_tokens"] == 2
-
-
-def test_content_parts_are_concatenated(chat):
-    parts = [{"type": "text", "text": "Once upon"}, {"type": "text", "text": " a time"}]
-
-    assert chat(messages=[{"role": "user", "content": parts}])["choices"] == chat()["choices"]
-
-
-def test_choices_use_consecutive_seeds(chat, llm):
-    body = chat(n=3, temperature=1.0, seed=5)
-
-    expected = [
-        python_output(llm, max_tokens=4, temperature=1.0, seed=seed).text for seed in (5, 6, 7)
-    ]
-    assert [choice["message"]["content"] for choice in body["choices"]] == expected
-    assert len(set(expected)) > 1
-
-
 def test_logprobs_list_tokens_with_their_bytes(chat, llm):
     content = chat(logprobs=True, top_logprobs=2)["choices"][0]["logprobs"]["content"]
 

@@ -76,23 +76,3 @@ def test_sigterm_under_load_finishes_streams_and_refuses_new_requests():
     assert later == ["503"] * 3
     assert code == 0
     assert time.monotonic() - ended_s < PATIENCE_S
-
-
-def test_second_signal_ends_open_streams():
-    async def main(process, url):
-        started, client = set(), httpx.AsyncClient(timeout=PATIENCE_S)
-        async with client:
-            task = asyncio.create_task(stream(client, url, 0, started))
-            while not started:
-                await asyncio.sleep(0.01)
-            for _ in range(2):
-                process.send_signal(signal.SIGTERM)
-                await asyncio.sleep(0.2)
-            return await task
-
-    with server_process("--kv-memory", "64MiB") as (process, url):
-        end = asyncio.run(main(process, url))
-        code = process.wait(PATIENCE_S)
-
-    assert end != ""
-    assert code == 0

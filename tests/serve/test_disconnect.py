@@ -71,6 +71,7 @@ def test_disconnect_before_the_response_is_logged_and_counted_as_499(llm, caplog
 
     metrics = asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
 
+    llm.engine.check()
     [line] = [r.getMessage() for r in caplog.records if r.name == "quire.access"]
     assert line.startswith(f"POST {path} 499 in ")
     counted = [

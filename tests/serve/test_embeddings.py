@@ -1,18 +1,12 @@
 """POST /v1/embeddings: OpenAI's format, through the engine's scheduler."""
 
-import asyncio
 import base64
-import json
 
 import numpy as np
 import pytest
 import torch
 
-from quire.api.llm import LLM
-from quire.config.kv_config import KVConfig
-from quire.serve.app import create_app
 from serve.conftest import refused
-from support.disconnecting import DisconnectingClient, until
 
 PATH = "/v1/embeddings"
 TEXTS = ["<|doc|>Once upon a time", "<|doc|>The king"]
@@ -132,25 +126,6 @@ def test_another_model_is_not_found(post):
     assert post(PATH, input="a", model="text-embedding-3-small").status_code == 404
 
 
-def test_a_disconnected_client_frees_the_pages_of_its_inputs():
-    async def main():
-        llm = LLM("quire-tiny", dtype="float32", kv=KVConfig(memory="4MiB"), verify=False)
-        client = DisconnectingClient(PATH, {"input": [[5] * 200] * 256})
-        app = create_app(llm)
-        async with app.router.lifespan_context(app):
-            call = asyncio.create_task(app(client.scope, client.receive, client.send))
-            await until(lambda: llm.engine.num_steps > 0)
-            client.disconnect.set()
-            await call
-            await until(lambda: not llm.engine.has_work)
-        return llm, [m["status"] for m in client.sent if m["type"] == "http.response.start"]
-
-    llm, statuses = asyncio.run(asyncio.wait_for(main(), 30))
-
-    llm.engine.check()
-    assert statuses != [200]
-
-
 def test_metrics_count_the_prompt_tokens_of_embeddings(serve):
     async def main(client):
         await client.post(PATH, json={"input": TEXTS})
@@ -160,7 +135,3 @@ def test_metrics_count_the_prompt_tokens_of_embeddings(serve):
 
     found = [line for line in text.splitlines() if line.startswith("quire_prompt_tokens_total")]
     assert sum(float(line.split()[-1]) for line in found) > 0
-
-
-def test_the_response_is_json_with_finite_numbers(post):
-    assert json.loads(post(PATH, input="a").text, parse_constant=pytest.fail)

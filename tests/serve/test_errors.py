@@ -44,7 +44,6 @@ def error_of(response: httpx.Response, status: int) -> dict[str, object]:
         ({"temperature": -1}, "temperature", "temperature"),
         ({"top_p": 0}, "top_p", "top_p"),
         ({"n": 0}, "n", "greater than or equal to 1"),
-        ({"n": 1_000}, "n", "less than or equal to 128"),
         ({"n": 128, "prompt": [[3]] * 17}, "prompt", "exceed the limit of 2048"),
         ({"logprobs": 21}, "logprobs", "less than or equal to 20"),
         ({"logit_bias": {"x": 1}}, "logit_bias.x", "integer"),
@@ -95,6 +94,7 @@ def error_of(response: httpx.Response, status: int) -> dict[str, object]:
         ({"use_beam_search": True, "top_p": 0.5}, "top_p", "an option of random sampling"),
         ({"beam_width": 2}, "beam_width", "is an option of beam search"),
         ({"cache_salt": "\n"}, "cache_salt", "printable"),
+        ({"cache_salt": "\u200b"}, "cache_salt", "printable"),
     ],
 )
 def test_invalid_completion_is_refused(post, options, param, message):
@@ -138,11 +138,7 @@ def test_invalid_completion_is_refused(post, options, param, message):
         ({"messages": [{"role": "user", "content": "a"}] * 3_000}, "messages", "prompt tokens"),
         ({"max_tokens": 1_000}, "max_tokens", "lower max_tokens"),
         ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens=0"),
-        ({"min_tokens": 9, "max_tokens": 3}, "min_tokens", "more than max_tokens=3"),
-        ({"evict": "h2o:cap=4"}, "evict", "this engine serves full"),
         ({"top_logprobs": 2}, "top_logprobs", "needs `logprobs`"),
-        ({"tools": [{"type": "function"}]}, "tools.0.function.name", "1 to 128"),
-        ({"response_format": {"type": "xml"}}, "response_format", "json_schema"),
     ],
 )
 def test_invalid_chat_is_refused(post, options, param, message):

@@ -59,14 +59,6 @@ def test_short_prompt_is_served_by_a_default_rule_with_a_cap_in_percent(percent_
     assert '"error":{' not in response.text
 
 
-def test_policy_that_is_not_allowed_is_refused(post):
-    response = post("/v1/completions", prompt="Once", evict="tova:cap=99")
-
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == "evict"
-    assert "--evict-allow 'tova'" in response.json()["error"]["message"]
-
-
 def test_rule_whose_packages_are_missing_is_refused(post, monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy", None)
 

@@ -57,26 +57,6 @@ def test_prefix_of_a_tenant_is_no_hit_of_another_tenant(serve, llm, path, salt):
     assert computed[0] == computed[2] > computed[1] == computed[3]
 
 
-def test_request_of_a_tenant_is_unknown_to_another_tenant(serve):
-    async def main(client):
-        await client.post("/v1/completions", json=body_of("completions", LONG), headers=A)
-        rows = (await client.get("/v1/kv/requests", headers=A)).json()["finished"]
-        path = f"/v1/kv/requests/{rows[0]['request_id']}"
-        paths = (path, f"{path}/tokens")
-        own = [await client.get(p, headers=A) for p in paths]
-        others = [await client.get(p, headers=B) for p in paths]
-        invented = [await client.get(p.replace(path, f"{path}x"), headers=B) for p in paths]
-        return own, others, invented
-
-    own, others, invented = serve(main, tenant_keys=KEYS)
-
-    assert own[0].status_code == 200
-    assert [r.status_code for r in others] == [404, 404]
-    assert [r.json()["error"]["type"] for r in others] == [
-        r.json()["error"]["type"] for r in invented
-    ]
-
-
 # ---- keys in logs --------------------------------------------------------------------------------
 
 

@@ -34,26 +34,6 @@ def test_ledger_of_an_idle_server_sums_to_the_arena(serve, llm):
     assert body == llm.ledger()
 
 
-def test_ledger_lists_running_requests(serve):
-    async def while_running(client):
-        options = {"prompt": "Once upon a time", "max_tokens": 200, "ignore_eos": True}
-        completion = asyncio.create_task(client.post("/v1/completions", json=options))
-        body = {"axes": {"owner": {"requests": 0}}}
-        while not body["axes"]["owner"]["requests"]:
-            assert not completion.done()
-            body = (await client.get("/v1/kv/ledger")).json()
-        await completion
-        return body
-
-    body = serve(while_running)
-
-    [row] = body["requests"]
-    assert row["tenant"] == "default"
-    assert row["state"] == "running"
-    assert 0 < row["kv_bytes"] == body["axes"]["owner"]["requests"]
-    assert body["tenants"][0]["kv_bytes"] == row["kv_bytes"]
-
-
 def test_events_are_listed_oldest_first(serve, events):
     body = get(serve, f"/v1/kv/events?since={events}").json()
 

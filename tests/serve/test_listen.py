@@ -1,6 +1,7 @@
 """Invalid listen addresses are refused with one line."""
 
 import resource
+import socket
 
 import pytest
 
@@ -8,6 +9,14 @@ from quire.errors import ConfigError
 from quire.layout.values import raise_file_limit
 from quire.serve.config import ServerConfig
 from quire.serve.connection import bind
+
+
+def test_port_in_use_is_refused_by_number():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+        with pytest.raises(ConfigError, match=f"127.0.0.1 port {port}.*--port"):
+            bind("127.0.0.1", port)
 
 
 @pytest.mark.parametrize("host", ["x..y", "x\0y", "a" * 300, "\u00e9" * 80, "256.1.1.1"])

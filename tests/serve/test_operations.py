@@ -243,19 +243,6 @@ def test_second_signal_ends_open_requests():
     assert "Traceback" not in log
 
 
-def test_requests_over_the_shutdown_timeout_are_ended():
-    body = LONG | {"max_tokens": 1900, "stream": True}
-    with (
-        Server(shutdown_timeout=0.0, memory="32MiB") as server,
-        httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S) as got,
-    ):
-        next(got.iter_lines())
-        server.send_signal(signal.SIGTERM)
-        code = server.wait(PATIENCE_S)
-
-    assert code == 0
-
-
 def test_requests_over_the_shutdown_timeout_get_an_error_and_no_traceback():
     whole = LONG | {"max_tokens": 1900}
     found = {}
@@ -337,25 +324,30 @@ def test_tls_serves_https(certificate):
     assert answer.status_code == 200
 
 
-def test_start_names_model_memory_and_concurrency():
+@pytest.fixture(scope="module")
+def idle():
+    """A server process that no test ends."""
     with Server() as server:
-        text = "".join(server.lines)
+        yield server
+
+
+def test_start_names_model_memory_and_concurrency(idle):
+    text = "".join(idle.lines)
 
     assert "Model: quire-tiny, float32 on cpu" in text
     assert "KV memory: 4,194,304 B (4.00 MiB), 256 pages of 16,384 B, float32" in text
     assert "Maximum concurrent requests: 1 of 512 tokens, 0 of 2,048 tokens" in text
 
 
-def test_headers_over_the_limit_are_refused_as_json():
-    with Server() as server:
-        host, port = server.url.removeprefix("http://").split(":")
-        whole = httpx.get(f"{server.url}/version", headers={"x": "a" * 70_000})
-        with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as client:
-            client.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\nx: " + b"a" * 70_000)
-            parts = received(client)
-        with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as client:
-            client.sendall(b"this is not HTTP\r\n\r\n")
-            wrong = received(client)
+def test_headers_over_the_limit_are_refused_as_json(idle):
+    host, port = idle.url.removeprefix("http://").split(":")
+    whole = httpx.get(f"{idle.url}/version", headers={"x": "a" * 70_000})
+    with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as client:
+        client.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\nx: " + b"a" * 70_000)
+        parts = received(client)
+    with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as client:
+        client.sendall(b"this is not HTTP\r\n\r\n")
+        wrong = received(client)
 
     assert whole.status_code == 431
     assert whole.json()["error"]["type"] == "RequestHeaderFieldsTooLargeError"

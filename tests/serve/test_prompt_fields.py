@@ -352,15 +352,6 @@ def test_chat_template_of_the_option_is_used(serve, llm, tmp_path):
     assert llm.model.tokenizer.chat_template == own
 
 
-def test_template_that_refuses_a_chat_gets_an_error_of_the_client(serve):
-    template = "{{ raise_exception('no chats today') }}"
-    body = {"messages": [{"role": "user", "content": "Hi"}]}
-
-    response = serve(lambda client: client.post(CHATS, json=body), chat_template=template)
-
-    assert "no chats today" in refused(response, "messages")
-
-
 @pytest.mark.parametrize(
     ("template", "message"),
     [
@@ -372,12 +363,3 @@ def test_template_that_refuses_a_chat_gets_an_error_of_the_client(serve):
 def test_wrong_template_is_refused_at_start(llm, template, message):
     with pytest.raises(ConfigError, match=message):
         create_app(llm, ServerConfig(chat_template=template))
-
-
-def test_template_runs_in_a_sandbox(serve):
-    template = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
-    body = {"messages": [{"role": "user", "content": "Hi"}]}
-
-    response = serve(lambda client: client.post(CHATS, json=body), chat_template=template)
-
-    assert response.status_code == 400

@@ -255,48 +255,6 @@ def test_message_has_content_and_calls():
     assert calls.finish_reason("length") == "length"
 
 
-def test_only_the_first_call_without_parallel_calls():
-    assert len(writer(parallel=False).message(TWO)["tool_calls"]) == 1
-
-
-def test_message_without_calls_has_content_only():
-    calls = writer()
-
-    assert calls.message("Hello") == {"content": "Hello", "tool_calls": None}
-    assert calls.finish_reason("stop") == "stop"
-
-
-def test_deltas_have_the_shape_of_openai():
-    calls = writer()
-
-    deltas = [delta for part in TWO for delta in calls.deltas(part, is_last=False)]
-
-    starts = [d for d in deltas if "tool_calls" in d and "id" in d["tool_calls"][0]]
-    assert starts[1]["tool_calls"] == [
-        {
-            "index": 1,
-            "id": "call_1",
-            "type": "function",
-            "function": {"name": "f", "arguments": ""},
-        }
-    ]
-    texts = ["", ""]
-    for delta in deltas:
-        for part in delta.get("tool_calls", ()):
-            texts[part["index"]] += part["function"]["arguments"]
-    assert texts == ['{"a": 1}', '{"a": 1}']
-
-
-def test_named_call_ends_with_stop():
-    calls = writer("named", parser=NamedParser("f"))
-
-    message = calls.message('{"a": 1}')
-
-    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
-    assert message["content"] is None
-    assert calls.finish_reason("stop") == "stop"
-
-
 @pytest.mark.parametrize(
     ("choice", "text"),
     [

@@ -1,18 +1,13 @@
-"""Tools of chats: forced calls, calls that the model chooses, streams, and unmodified clients."""
+"""Tools of chats: forced calls, calls that the model chooses, and streams."""
 
 import json
-from typing import Literal
 
 import jsonschema
-import openai
-import pydantic
 import pytest
 
-from quire.api.llm import LLM
-from quire.config.kv_config import KVConfig
 from quire.sampling.sampler import SampledToken
 from quire.serve.tools.parsers import ToolParsers
-from serve.conftest import refused, running_server
+from serve.conftest import refused
 
 CHATS = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "What is the weather in Rome?"}]
@@ -216,27 +211,12 @@ def test_choice_none_returns_calls_as_text(says, post):
     assert choice["message"]["tool_calls"] is None
 
 
-def test_template_gets_tools_and_messages_with_calls(hermes, post, llm):
-    calls = [
-        {
-            "id": "call_1",
-            "type": "function",
-            "function": {"name": "weather", "arguments": '{"city": "Rome"}'},
-        }
-    ]
-    messages = [
-        *MESSAGES,
-        {"role": "assistant", "content": None, "tool_calls": calls},
-        {"role": "tool", "tool_call_id": "call_1", "content": "21 C"},
-    ]
+def test_template_gets_the_tools(hermes, post, llm):
+    tokens = post("/tokenize", messages=MESSAGES, tools=[TOOL]).json()["tokens"]
 
-    tokens = post("/tokenize", messages=messages, tools=[TOOL]).json()["tokens"]
+    response = post(CHATS, **OPTIONS | {"max_tokens": 2}, tools=[TOOL])
 
-    text = llm.model.tokenizer.decode(tokens)
-    assert '"name": "weather"' in text
-    assert '[assistant]<call>weather{"city": "Rome"}' in text
-    assert "[tool]21 C(call_1)" in text
-    response = post(CHATS, **OPTIONS | {"messages": messages, "max_tokens": 2}, tools=[TOOL])
+    assert '"name": "weather"' in llm.model.tokenizer.decode(tokens)
     assert response.json()["usage"]["prompt_tokens"] == len(tokens)
 
 
@@ -264,8 +244,6 @@ def test_tools_are_refused_if_the_format_of_calls_is_unknown(post, serve, llm, m
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
-        ({"tool_choice": "required"}, "tool_choice", "needs `tools`"),
-        ({"tools": [{}], "tool_choice": "none"}, "tools.0", '"type": "function"'),
         ({"tools": [TOOL] * 200}, "tools", "at most 128"),
         ({"tools": [TOOL], "tool_choice": 5}, "tool_choice", "string"),
         (
@@ -325,123 +303,3 @@ def test_special_marker_is_kept_in_the_text(llm, monkeypatch, hermes):
     monkeypatch.setattr(type(tokenizer), "all_special_tokens", property(lambda _: ["<tool_call>"]))
 
     assert ToolParsers("hermes", tokenizer).marker_is_special
-
-
-# ---- unmodified clients --------------------------------------------------------------------------
-
-
-class Person(pydantic.BaseModel):
-    name: str = pydantic.Field(max_length=5)
-    age: int = pydantic.Field(ge=0, le=99)
-    role: Literal["king", "queen"]
-
-
-@pytest.fixture(scope="module")
-def large(llm):
-    """The model with memory for long prompts."""
-    return LLM(llm.model, kv=KVConfig(memory="16MiB"))
-
-
-@pytest.fixture(scope="module")
-def url(large):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(large.model.tokenizer, "chat_template", HERMES)
-        with running_server(large) as address:
-            yield f"{address}/v1"
-
-
-@pytest.fixture
-def client(url):
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
-        yield client
-
-
-def test_client_parses_a_pydantic_model(client):
-    completion = client.chat.completions.parse(
-        model="quire-tiny", messages=MESSAGES, response_format=Person, max_tokens=400, seed=1
-    )
-
-    message = completion.choices[0].message
-    assert isinstance(message.parsed, Person)
-    assert json.loads(message.content) == message.parsed.model_dump()
-
-
-def test_client_parses_a_pydantic_tool(client):
-    completion = client.chat.completions.parse(
-        model="quire-tiny",
-        messages=MESSAGES,
-        tools=[openai.pydantic_function_tool(Person)],
-        tool_choice="required",
-        parallel_tool_calls=False,
-        max_tokens=400,
-        seed=1,
-    )
-
-    [call] = completion.choices[0].message.tool_calls
-    assert isinstance(call.function.parsed_arguments, Person)
-
-
-def test_client_streams_tool_calls(client):
-    with client.chat.completions.stream(
-        model="quire-tiny",
-        messages=MESSAGES,
-        tools=[TOOL],
-        tool_choice="required",
-        parallel_tool_calls=False,
-        max_tokens=400,
-        seed=1,
-    ) as stream:
-        kinds = {event.type for event in stream}
-        completion = stream.get_final_completion()
-
-    [call] = completion.choices[0].message.tool_calls
-    assert "tool_calls.function.arguments.delta" in kinds
-    assert "tool_calls.function.arguments.done" in kinds
-    jsonschema.validate(json.loads(call.function.arguments), WEATHER)
-
-
-@pytest.fixture
-def chat_model(url):
-    langchain = pytest.importorskip("langchain_openai", reason="langchain-openai is not installed")
-    return langchain.ChatOpenAI(
-        base_url=url, api_key="none", model="quire-tiny", max_tokens=400, seed=1, max_retries=0
-    )
-
-
-@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
-def test_langchain_returns_structured_output(chat_model, method):
-    model = chat_model.with_structured_output(Person, method=method)
-
-    assert isinstance(model.invoke("Who is the king?"), Person)
-
-
-def test_langchain_binds_tools(chat_model):
-    model = chat_model.bind_tools([TOOL], tool_choice="weather")
-
-    message = model.invoke("What is the weather?")
-    chunks = list(model.stream("What is the weather?"))
-
-    [call] = message.tool_calls
-    assert call["name"] == "weather"
-    jsonschema.validate(call["args"], WEATHER)
-    whole = chunks[0]
-    for chunk in chunks[1:]:
-        whole += chunk
-    assert whole.tool_calls[0]["args"] == call["args"]
-
-
-def test_langchain_reads_the_calls_of_the_model(chat_model, large, monkeypatch):
-    from langchain_core.messages import HumanMessage, ToolMessage
-
-    monkeypatch.setattr(large.engine.sampling_step, "sampler", Script(large, f"Wait. {CALL}"))
-    model = chat_model.bind_tools([TOOL])
-    question = HumanMessage("What is the weather?")
-    message = model.invoke([question])
-    monkeypatch.setattr(large.engine.sampling_step, "sampler", Script(large, "21 C"))
-
-    answer = model.invoke(
-        [question, message, ToolMessage("21 C", tool_call_id=message.tool_calls[0]["id"])]
-    )
-
-    assert message.tool_calls[0]["args"] == {"city": "Rome", "unit": "C"}
-    assert answer.content == "21 C"

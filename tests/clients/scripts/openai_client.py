@@ -158,6 +158,20 @@ def tools_named_and_required() -> None:
 
 
 @check
+def parse_returns_the_arguments_of_a_tool() -> None:
+    found = client.chat.completions.parse(
+        messages=MESSAGES,
+        tools=[openai.pydantic_function_tool(Cat)],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_tokens=LONG,
+        **GREEDY,
+    )
+    [call] = found.choices[0].message.tool_calls
+    assert isinstance(call.function.parsed_arguments, Cat)
+
+
+@check
 def tools_in_a_stream() -> None:
     chunks = client.chat.completions.create(
         messages=MESSAGES,
@@ -205,6 +219,37 @@ def responses_api() -> None:
     assert isinstance(parsed.output_parsed, Cat)
 
 
+@check
+def fields_without_effect_are_named_in_a_header() -> None:
+    response = client.chat.completions.with_raw_response.create(
+        messages=MESSAGES,
+        max_completion_tokens=3,
+        reasoning_effort="low",
+        verbosity="medium",
+        metadata={"a": "b"},
+        user="u",
+        store=False,
+        service_tier="auto",
+        tools=[],
+        response_format={"type": "text"},
+        extra_body={"chat_template_kwargs": {"enable_thinking": False}, "do_sample": False},
+        **GREEDY,
+    )
+    ignored = "chat_template_kwargs.enable_thinking, reasoning_effort"
+    assert response.headers["x-ignored-fields"] == ignored
+    assert response.parse().usage.completion_tokens == 3
+
+
+@check
+def embeddings_have_the_default_encoding_of_the_client() -> None:
+    coded = client.embeddings.create(model=MODEL, input=[PROMPT, "<|doc|>The king"])
+    plain = client.embeddings.create(model=MODEL, input=PROMPT, encoding_format="float")
+    assert [one.index for one in coded.data] == [0, 1]
+    pairs = zip(coded.data[0].embedding, plain.data[0].embedding, strict=True)
+    assert all(abs(one - other) <= 1e-3 for one, other in pairs)
+    assert coded.usage.total_tokens == coded.usage.prompt_tokens > 0
+
+
 def raised(kind: type[Exception], **options: object) -> Exception:
     try:
         client.completions.create(**({"model": MODEL, "prompt": PROMPT} | options))
@@ -225,6 +270,18 @@ def errors_have_the_clients_types() -> None:
 def timeout_cancels_the_request() -> None:
     raised(openai.APITimeoutError, max_tokens=2_000, timeout=0.2, extra_body={"ignore_eos": True})
     client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=1)
+    await_no_load()
+
+
+@check
+def closing_a_stream_cancels_its_request() -> None:
+    options = {"max_tokens": 3_000, "extra_body": {"ignore_eos": True}, **GREEDY}
+    with client.completions.create(prompt=PROMPT, stream=True, **options) as stream:
+        next(iter(stream))
+    await_no_load()
+
+
+def await_no_load() -> None:
     for _ in range(100):
         if httpx.get(f"{URL}/load").json() == {"server_load": 0}:
             return

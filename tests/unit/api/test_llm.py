@@ -106,14 +106,6 @@ def test_interleaved_streams_each_yield_their_own_output(llm, expected):
     assert [tokens_of(filter(None, deltas)) for deltas in zip(*rounds, strict=True)] == expected
 
 
-def test_generate_runs_while_a_stream_is_open(llm, expected):
-    stream = llm.stream(PROMPTS[0], GREEDY)
-    first = next(stream)
-    outputs = llm.generate(PROMPTS[1:], GREEDY)
-    assert [output.token_ids for output in outputs] == expected[1:]
-    assert tokens_of([first, *stream]) == expected[0]
-
-
 def test_closing_one_stream_does_not_affect_the_others(llm, expected):
     closed, other = llm.stream(PROMPTS[0], GREEDY), llm.stream(PROMPTS[1], GREEDY)
     next(closed)

@@ -82,15 +82,6 @@ def test_partly_read_stream_does_not_block_other_threads(llm):
     stream.close()
 
 
-def test_stream_can_be_closed_in_another_thread(llm):
-    stream = llm.stream([3, 4], GREEDY)
-    next(stream)
-
-    in_threads(lambda _: stream.close(), 1)
-
-    assert not llm.stats().requests
-
-
 def test_a_stream_closed_while_another_thread_generates_is_cancelled(llm):
     stream = llm.stream([3, 4], engines.greedy(100))
     next(stream)

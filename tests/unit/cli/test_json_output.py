@@ -51,9 +51,6 @@ def test_standard_output_is_restored_after_an_error(capsys):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("policies",),
-        ("codecs",),
-        ("codecs", "int8"),
         ("plan", "quire-tiny", "--memory", "1GiB"),
         ("bench", "throughput", *BENCH),
     ],

@@ -155,14 +155,6 @@ def test_every_codec_is_listed_with_its_bytes_per_vector():
     assert rows["int8"]["vector_bytes"] == 128 + 2
 
 
-@pytest.mark.parametrize(("command", "first"), [("policies", "full"), ("codecs", "float32")])
-def test_json_listing_is_one_object(command: str, first: str):
-    listing = json.loads(output_of(command, "--json"))
-
-    assert listing["name"] == command
-    assert listing[command][0]["name"] == first
-
-
 def test_cpu_features_are_read_on_x86_and_arm():
     assert cpu_features("model name: x\nflags\t: fpu avx2 amx_tile avx512f\n") == [
         "avx2",

@@ -123,11 +123,6 @@ def test_value_out_of_range_is_refused_before_loading(arguments, error):
     assert not seen
 
 
-def test_negative_threads_are_refused():
-    with pytest.raises(ConfigError, match="threads"):
-        settings_of(show, "--threads", "-1").set_threads()
-
-
 def test_settings_as_dict_has_json_values():
     settings = settings_of(show, "--kv-memory", "2MiB", "--seed", "3")
 

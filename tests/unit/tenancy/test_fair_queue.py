@@ -132,44 +132,6 @@ class FairQueueMachine(RuleBasedStateMachine):
 TestFairQueueMachine = FairQueueMachine.TestCase
 
 
-@given(st.lists(st.tuples(st.integers(-2, 2), st.booleans())))
-def test_one_tenant_is_served_by_priority_and_arrival(steps):
-    queue, waiting = FairQueue(), []
-    for priority, serves in steps:
-        new = request(priority=priority)
-        queue.push(new)
-        waiting.append(new)
-        if serves:
-            first = next(queue.ordered())
-            assert first is min(waiting, key=lambda r: r.order)
-            queue.pop(first)
-            waiting.remove(first)
-            queue.charge("default", prompt_tokens=7, output_tokens=3)
-
-    assert list(queue.ordered()) == sorted(waiting, key=lambda r: r.order)
-
-
-def test_idle_time_is_not_credited():
-    queue = FairQueue()
-    queue.push(request("busy"))
-    queue.charge("busy", prompt_tokens=1000)
-
-    queue.push(request("idle"))
-
-    assert queue.virtual_time("idle") == 1000
-
-
-def test_tenant_entering_an_empty_queue_is_lifted_to_the_last_one_that_left():
-    queue = FairQueue()
-    queue.push(only := request("busy"))
-    queue.pop(only)
-    queue.charge("busy", output_tokens=500)
-
-    queue.push(request("idle"))
-
-    assert queue.virtual_time("idle") == 1000
-
-
 def test_number_of_tracked_idle_tenants_is_bounded():
     queue = FairQueue()
     queue.push(request("slow"))
@@ -183,17 +145,6 @@ def test_number_of_tracked_idle_tenants_is_bounded():
     assert queue.num_tracked == IDLE_KEPT + 3
     assert queue.virtual_time("t0") == 10
     assert [queue.virtual_time(f"t{number}") for number in (3, 5, 6)] == [0, 15, 16]
-
-
-def test_heads_are_the_first_requests_of_each_tenant():
-    queue = FairQueue()
-    flood = [request("flood") for _ in range(5)]
-    for one in flood:
-        queue.push(one)
-    queue.push(small := request("small"))
-
-    assert list(queue.heads()) == [flood[0], small]
-    assert list(queue.ordered()) == [*flood, small]
 
 
 def test_request_is_pushed_once_and_popped_once():

@@ -12,24 +12,6 @@ from support.small_memory import grow, one_group, plain_class, started, with_gro
 PAGE_BYTES = 128  # four tokens
 
 
-def test_tenant_is_charged_for_the_pages_of_its_rows():
-    memory = one_group(num_lanes=2)
-    a, b = started(memory, 5), started(memory, 9)
-
-    held = bytes_by_tenant(memory, {"a": [a], "b": [b]})
-
-    assert held == {"public": 0, "a": 2 * 2 * PAGE_BYTES, "b": 2 * 3 * PAGE_BYTES}
-
-
-def test_pages_shared_by_forks_of_one_tenant_count_once():
-    memory = one_group()
-    row = started(memory, 8)
-    child = fork(memory, row)
-    grow(memory, child, 1)
-
-    assert bytes_by_tenant(memory, {"a": [row, child]})["a"] == 3 * PAGE_BYTES
-
-
 def test_public_prefix_is_charged_to_no_tenant():
     memory = one_group(max_rows=8)
     cached_reference = reference_pages(memory, started(memory, 8), 0, 8)
