@@ -1,6 +1,5 @@
 """`quire batch` on a random model: every input line has exactly one record."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -331,17 +330,6 @@ def test_number_of_submitted_lines_is_bounded(batch, monkeypatch):
     assert max(waiting) <= 6
 
 
-def test_last_line_is_the_json_envelope(batch):
-    result, _ = batch([*prompts(3), "{"], "--json")
-
-    report = last_json(result)
-    assert report["name"] == "batch"
-    assert report["claims"]["requests_completed"] == 3
-    assert report["claims"]["requests_with_errors"] == 1
-    assert report["arms"]["finish_reasons"]["error"] == 1
-    assert {"config", "commit", "versions", "hardware", "seconds"} <= report.keys()
-
-
 def test_interrupt_keeps_records_and_explains_how_to_resume(batch, monkeypatch):
     def interrupt(progress, num_done, read_stats):
         if num_done >= 3:
@@ -358,14 +346,6 @@ def test_interrupt_keeps_records_and_explains_how_to_resume(batch, monkeypatch):
 
     batch(None, "--max-num-seqs", "1")
     assert len(read_records(target)) == 12
-
-
-def test_state_file_is_json_with_the_config(batch):
-    _, target = batch(prompts(1))
-
-    state = json.loads(Path(f"{target}.state").read_text())
-    assert state["input_lines"] == 1
-    assert state["config"]["max_tokens"] == 6
 
 
 def test_duplicate_ids_are_warned_about_and_all_lines_run(batch):

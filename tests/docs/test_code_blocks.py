@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import yaml
 
 from support.snippets import ROOT, snippets
 
@@ -27,7 +28,7 @@ NOT_RUN = {
         ("not tested: langchain-openai", "a client that is not a dependency"),
         ("not tested: litellm", "a client that is not a dependency"),
     ),
-    "serving.md": (("anthropic.Anthropic", "tests/serve/test_other_apis.py runs this client"),),
+    "serving.md": (("anthropic.Anthropic", "tests/serve/test_clients.py runs this client"),),
     "scale.md": (("BatchActor", "tests/scale/test_ray_batch.py runs this program"),),
 }
 """Blocks without a test: a text of the block or of the line above it, and the reason."""
@@ -102,28 +103,24 @@ def test_sessions_of_a_page_print_the_shown_output(path: Path) -> None:
     assert results.failed == 0
 
 
-@pytest.mark.parametrize("path", pages_with("json"), ids=name)
-def test_json_blocks_are_json(path: Path) -> None:
+def read_json(code: str) -> None:
     """A block is one value, or with the title of a .jsonl file one value per line."""
-    for _, code in blocks(path, "json"):
-        try:
-            json.loads(code)
-        except json.JSONDecodeError:
-            for line in code.splitlines():
-                json.loads(line)
+    try:
+        json.loads(code)
+    except json.JSONDecodeError:
+        for line in code.splitlines():
+            json.loads(line)
 
 
-@pytest.mark.parametrize("path", pages_with("toml"), ids=name)
-def test_toml_blocks_are_toml(path: Path) -> None:
-    for _, code in blocks(path, "toml"):
-        tomllib.loads(code)
+READERS = {"json": read_json, "toml": tomllib.loads, "yaml": yaml.safe_load}
 
 
-@pytest.mark.parametrize("path", pages_with("yaml"), ids=name)
-def test_yaml_blocks_are_yaml(path: Path) -> None:
-    yaml = pytest.importorskip("yaml")
-    for _, code in blocks(path, "yaml"):
-        assert isinstance(yaml.safe_load(code), dict)
+@pytest.mark.parametrize(
+    ("language", "path"), [(form, path) for form in READERS for path in pages_with(form)]
+)
+def test_blocks_of_data_can_be_read(language: str, path: Path) -> None:
+    for _, code in blocks(path, language):
+        READERS[language](code)
 
 
 def test_blocks_are_found() -> None:

@@ -4,7 +4,6 @@ import json
 import re
 import shlex
 from contextlib import closing
-from pathlib import Path
 
 import httpx
 import pytest
@@ -129,11 +128,3 @@ def test_readme_names_the_guides_of_the_first_hour() -> None:
     for page in (*pages, "tiers", "glossary"):
         assert re.search(rf"\(docs/{page}\.md[#)]", README), page
     assert "`quire doctor`" in README
-
-
-def test_readme_links_exist() -> None:
-    named = [part.partition(")")[0] for part in README.split("](")[1:]]
-    missing = [name for name in named if not (ROOT / Path(name.partition("#")[0])).exists()]
-
-    assert len(named) > 10
-    assert missing == []

@@ -10,7 +10,6 @@ import pytest
 from benchmarks.roofline.measured import ENGINE, PARTS, SAMPLING
 from support.measured_pages import load_maker
 from support.roofline_cells import run_object
-from support.snippets import ROOT
 
 
 @pytest.fixture
@@ -97,25 +96,3 @@ def test_weights_as_stored_come_first(undrawn: ModuleType, docs: Path):
     native = [("native", codec) for codec in ("auto", "int8", "int4")]
     assert found == [*native, ("transformers", "auto")]
     assert "small_batch_step_over_floor_int4" in stored["claims"]
-
-
-def test_page_is_regenerated_from_stored_results(maker: ModuleType, docs: Path):
-    maker.main(["roofline", put(docs / "run.out", run_object())], docs)
-    first = (docs / "roofline.md").read_text()
-    (docs / "roofline.md").unlink()
-
-    maker.main(["roofline"], docs)
-
-    assert (docs / "roofline.md").read_text() == first
-
-
-def test_committed_page_equals_the_page_of_the_committed_run(maker: ModuleType):
-    stored = ROOT / "docs/results/roofline.json"
-    if not stored.is_file():
-        pytest.skip("no run of the roofline benchmark is stored")
-    run = json.loads(stored.read_text(encoding="utf-8"))
-    total = json.loads((ROOT / "docs/results/throughput.json").read_text(encoding="utf-8"))
-
-    generated = maker.roofline_page(run, total)
-
-    assert (ROOT / "docs/roofline.md").read_text(encoding="utf-8") == generated

@@ -25,7 +25,6 @@ SMALL = {
 
 GRANULARITIES = ("token", "token", "token", "chunk", "page")
 PIECES_ONLY = ("kvcrush_openvino",)
-PLAIN_CODECS = ("none",)
 TOKEN_CODECS = (
     "int8",
     "fp8",

@@ -18,6 +18,7 @@ from quire.plan.capacity import (
     estimate_activation_peak,
 )
 from quire.plan.roofline import crossover_batch, decode_step
+from support.offload_shapes import opt
 
 pytestmark = pytest.mark.paper
 
@@ -51,20 +52,6 @@ LLAMA_70B = llama(
 LLAMA_405B = llama(
     hidden_size=16_384, intermediate_size=53_248, num_hidden_layers=126, num_attention_heads=128
 )
-
-
-def opt(layers: int, heads: int, hidden: int) -> ModelSpec:
-    return ModelSpec.from_config(
-        {
-            "model_type": "opt",
-            "hidden_size": hidden,
-            "ffn_dim": 4 * hidden,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "vocab_size": 50_272,
-            "max_position_embeddings": 2048,
-        }
-    )
 
 
 def test_worked_example_of_llama_3_70b():

@@ -8,11 +8,10 @@ from transformers.models.gpt2 import modeling_gpt2
 from transformers.models.llama import modeling_llama
 from transformers.models.mistral import modeling_mistral
 
-from quire.config.generation_request import GenerationRequest
 from quire.hf import DynamicBatch
 from quire.kv.dense.slab import DenseSlab
 from support.dynamic import CHANGING, RULES, build, check_answers, check_empty, run, run_at_random
-from support.engines import Expected, engine_for, expect, greedy, load, make_prompts
+from support.engines import Expected, expect, make_prompts
 
 PROMPTS = make_prompts(10, 60, seed=5)
 ARCHITECTURES = ("llama", "opt", "mistral", "gemma3", "gpt2", "qwen2_window", "gpt_oss", "mixtral")
@@ -74,24 +73,6 @@ def test_other_rows_change_no_logits(architecture, rule, how, seed):
 @pytest.mark.parametrize(("architecture", "rule", "how", "seed"), ALL)
 def test_other_rows_change_no_logits_in_any_combination(architecture, rule, how, seed):
     check(architecture, rule, how, seed)
-
-
-@pytest.mark.parametrize("architecture", ["llama", "opt", "mistral"])
-def test_the_dense_slab_and_the_engines_pages_give_the_same_tokens(architecture):
-    engine = engine_for(load(architecture), room=4, longest=70, page_tokens=4)
-    tokens: dict[str, list[int]] = {
-        engine.submit(GenerationRequest(prompt, greedy())): [] for prompt in PROMPTS
-    }
-    while engine.has_work:
-        for delta in engine.step():
-            tokens[delta.request_id] += delta.token_ids
-
-    seen = run(DynamicBatch(build(architecture), batch_size=4), PROMPTS)
-
-    expected = expected_of(architecture)
-    for handle, paged, alone in zip(seen.handles, tokens.values(), expected, strict=True):
-        assert alone.agrees(handle.token_ids, 1e-4)
-        assert alone.agrees(paged, 1e-4)
 
 
 # ---- what masked slots hold ------------------------------------------------------------------

@@ -297,12 +297,20 @@ def test_an_unusable_store_at_the_start_is_warned_about_or_refused(
 
 
 @pytest.mark.slow
-def test_a_store_that_comes_after_the_start_is_used(server, caplog):
+@pytest.mark.parametrize("outage", ["at the start", "later"])
+def test_a_store_that_comes_back_is_used(server, caplog, outage):
     first = engine_of("qwen3", **shared(server))
     answer(first)
     first.close()
-    server.pause()
+    if outage == "at the start":
+        server.pause()
     engine = engine_of("qwen3", prefill=READ_SLOWLY, **shared(server, remote_timeout_s=0.2))
+    if outage == "later":
+        caplog.set_level(logging.INFO, PREFIX_TIER)
+        server.pause()
+        answer(engine)
+        engine.prefix_loader.tier.transfer_worker.drain()
+        assert not restored(engine)
     server.resume()
     sharing: PrefixSharing = engine.scheduler.sequence_memory.sharing
     deadline_s = time.monotonic() + 30
@@ -329,28 +337,4 @@ def test_an_engine_that_loads_whole_prefixes_recomputes_them_in_an_outage(server
 
     assert tokens == tokens_of(engine_of("qwen3"), PROMPTS)[0]
     assert longest_s < OUTAGE_TIMEOUT_S
-    engine.close()
-
-
-@pytest.mark.slow
-def test_a_store_that_comes_back_is_used_again(server, caplog):
-    caplog.set_level(logging.INFO, PREFIX_TIER)
-    first = engine_of("qwen3", **shared(server))
-    answer(first)
-    first.close()
-    engine = engine_of("qwen3", prefill=READ_SLOWLY, **shared(server, remote_timeout_s=0.2))
-    server.pause()
-    answer(engine)
-    engine.prefix_loader.tier.transfer_worker.drain()
-    assert not restored(engine)
-    server.resume()
-    sharing: PrefixSharing = engine.scheduler.sequence_memory.sharing
-    deadline_s = time.monotonic() + 30
-    while not restored(engine) and time.monotonic() < deadline_s:
-        sharing.drop_cached()
-        logits, _ = answer(engine)
-        assert largest_difference(logits, plain("qwen3")) <= 1e-4
-
-    assert restored(engine)
-    assert caplog.text.count("is used again") == 1
     engine.close()

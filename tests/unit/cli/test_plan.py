@@ -184,22 +184,6 @@ def test_memory_bar_is_proportional(folder: Path):
     assert abs(bar.count("H") - 32) <= 2
 
 
-def test_last_line_is_one_json_object_with_the_envelope(folder: Path):
-    result = quire_plan(str(folder), "--memory", "1GiB", "--workload", "64,8,4", "--json")
-    report = json.loads(result.stdout.splitlines()[-1])
-
-    assert list(report) == [
-        "name", "claims", "arms", "config", "commit", "versions", "hardware", "seconds",
-    ]  # fmt: skip
-    assert report["name"] == "plan"
-    assert report["claims"]["kv_bytes_per_token"] == 512
-    assert all(isinstance(value, int | float) for value in report["claims"].values())
-    assert report["arms"]["memory"]["total_bytes"] == 1 << 30
-    assert report["arms"]["workload"]["impact"] == "low"
-    assert report["config"]["dtype"] == "float16"
-    assert report["config"]["workload"] == {"input_tokens": 64, "output_tokens": 8, "batch": 4}
-
-
 def test_unsupported_model_is_refused(tmp_path: Path):
     config = {"model_type": "deepseek_v3", "num_hidden_layers": 4, "hidden_size": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))

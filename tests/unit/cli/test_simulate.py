@@ -28,18 +28,6 @@ def last_object(result):
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def test_last_line_is_one_json_object_with_the_envelope_members(trace: Path):
-    report = last_object(simulate("quire-tiny", "--trace", trace, "--json"))
-
-    assert set(report) == {
-        *("name", "claims", "arms", "config", "commit", "versions", "hardware", "seconds"),
-    }
-    assert report["name"] == "simulate"
-    assert report["claims"]["finished"] == 40
-    assert report["config"]["trace"]["file"] == "trace.csv"
-    assert all(isinstance(value, int | float) for value in report["claims"].values())
-
-
 def test_text_report_has_percentiles_and_memory(trace: Path):
     shown = simulate("--trace", trace).stdout
 

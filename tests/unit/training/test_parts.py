@@ -31,32 +31,31 @@ def maker(tokenizer):
     return BatchMaker(tokenizer, haystack().text, parse_mixture(Recipe().mixture), seed=3)
 
 
-def test_structured_init_attends_the_expected_distance_back():
+def attention_of_the_first_layer(*, structured: bool) -> torch.Tensor:
+    """[head, query, key] of a new model."""
     config = ModelConfig(num_hidden_layers=1)
     torch.manual_seed(0)
     model = Decoder(config)
-    structured_init(model, seed=0)
+    if structured:
+        structured_init(model, seed=0)
     ids = torch.randint(3, config.vocab_size, (1, 128), generator=torch.Generator().manual_seed(0))
     rope = make_rope(config, 128, dtype=torch.float32, device=torch.device("cpu"))
     with torch.no_grad():
         query, key, _ = model.blocks[0].project(model.embed(ids), rope)
-        mass = ((query @ key.mT)[0] * config.head_dim**-0.5 + rope.mask).softmax(-1)
-    for head in range(config.num_attention_heads):
+        return ((query @ key.mT)[0] * config.head_dim**-0.5 + rope.mask).softmax(-1)
+
+
+def test_structured_init_attends_the_expected_distance_back():
+    mass = attention_of_the_first_layer(structured=True)
+
+    for head in range(len(mass)):
         distance = head + 1
         wanted = mass[head].diagonal(-distance)[16:].mean()
-
         assert wanted >= 0.5, f"head {head} gives {wanted:.2f} to the token {distance} back"
 
 
 def test_unstructured_init_does_not_attend_back():
-    config = ModelConfig(num_hidden_layers=1)
-    torch.manual_seed(0)
-    model = Decoder(config)
-    ids = torch.randint(3, config.vocab_size, (1, 128), generator=torch.Generator().manual_seed(0))
-    rope = make_rope(config, 128, dtype=torch.float32, device=torch.device("cpu"))
-    with torch.no_grad():
-        query, key, _ = model.blocks[0].project(model.embed(ids), rope)
-        mass = ((query @ key.mT)[0] * config.head_dim**-0.5 + rope.mask).softmax(-1)
+    mass = attention_of_the_first_layer(structured=False)
 
     assert mass.diagonal(-1, 1, 2)[:, 16:].mean() < 0.1
 

@@ -66,24 +66,6 @@ def test_seeds_penalties_and_stop_ids_survive_preemption(rule):
     assert sum(handle.preemptions > 0 for handle in handles) >= 3
 
 
-def test_extracted_query_continues_in_another_batch():
-    expected = alone(PROMPTS[0], 10)
-    first, second = (DynamicBatch(build("llama"), batch_size=2, batcher=b) for b in CHANGING[:2])
-    handle = first.submit(PROMPTS[0], 10)
-    companion = first.submit(PROMPTS[1], 10)
-    for _ in range(4):
-        first.step()
-
-    second.adopt(first.extract(handle))
-    first.run()
-    second.run()
-
-    assert handle.token_ids == expected
-    assert companion.finished
-    check_empty(first)
-    check_empty(second)
-
-
 # ---- order of queries ------------------------------------------------------------------------
 
 
