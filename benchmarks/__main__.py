@@ -19,7 +19,6 @@ from benchmarks.kvpress.command import kvpress
 from benchmarks.memory.command import memory
 from benchmarks.offload.command import offload
 from benchmarks.overhead.command import overhead
-from benchmarks.paper.command import paper
 from benchmarks.peers.command import peers
 from benchmarks.quant.command import quant
 from benchmarks.rebatch.command import rebatch
@@ -65,7 +64,6 @@ _COMMANDS: dict[str, Callable[..., Any]] = {
     "offload": offload,
     "gpu": gpu,
     "batch-plan": batch_plan,
-    "paper": paper,
 }
 for _name, _command in _COMMANDS.items():
     register(app, _command, _name)

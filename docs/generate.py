@@ -42,7 +42,6 @@ def documents() -> Iterator[tuple[Path, str]]:
         "dashboard.md",
         "eviction.md",
         "guides/own-model.md",
-        "papers.md",
         "quantization.md",
         "serving.md",
     ):
@@ -55,7 +54,6 @@ def fill(text: str) -> str:
         "fields": server_fields,
         "unsound": unsound,
         "excluded": excluded,
-        "papers": papers,
         "codecs": codecs,
         "metrics": metrics,
         "models": models,
@@ -93,23 +91,6 @@ def excluded() -> str:
 
     rows = [(row.codecs, row.other, row.reason, row.instead) for row in EXCLUDED]
     return _table(("this", "and this", "why not", "use instead"), rows).rstrip()
-
-
-def papers() -> str:
-    """Tables and figures of the papers, with the mark that a full run can reach."""
-    sys.path.insert(0, str(ROOT))  # the benchmarks are not installed
-    try:
-        from benchmarks.paper.papers import PAPERS
-    finally:
-        sys.path.remove(str(ROOT))
-    return "\n".join(
-        f"### {paper.id}: {paper.title}\n\n"
-        + _table(
-            ("item", "table or figure", "mark", "why"),
-            [(f"`{item.id}`", item.title, item.status, item.reason) for item in paper.items],
-        )
-        for paper in PAPERS.values()
-    )
 
 
 def server_fields() -> str:

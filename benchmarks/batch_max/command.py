@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from benchmarks.batch_max.paper_command import paper_config, run_paper
 from benchmarks.common.command import finish, show_parts
 from benchmarks.common.flags import AsJson
 from benchmarks.common.graded_prompts import load, prompt_maker_for
 from quire.cli.options import KV, MODEL
 from quire.cli.report import prepare_folder, print_json
 from quire.cli.settings import Settings, with_settings
-from quire.errors import ConfigError, UnknownName
+from quire.errors import ConfigError
 from quire.layout.config import dtype_bytes
 from quire.layout.extras import require_extra
 
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
 
     from benchmarks.batch_max.config import BatchMaxConfig, SpeedConfig
     from benchmarks.common.result import PartResult
-
-STANDARD, PAPER = "standard", "paper"
 
 
 @with_settings(MODEL, KV)
@@ -53,29 +50,6 @@ def batch_max(  # noqa: PLR0913 - one parameter per option
             "--continuous/--static-only", help="Also run continuous batching in the engine."
         ),
     ] = True,
-    protocol: Annotated[
-        str,
-        typer.Option(
-            help="standard (random weights for speed, MODEL for quality), or paper (the paper's "
-            "protocol with MODEL, --task and --data)."
-        ),
-    ] = STANDARD,
-    task: Annotated[
-        str, typer.Option(help="Task of the paper's protocol: cnndm, narrativeqa, gsm8k or xsum.")
-    ] = "",
-    data: Annotated[
-        Path | None, typer.Option(help="File with examples of the task, JSON or JSON lines.")
-    ] = None,
-    shots: Annotated[
-        Path | None, typer.Option(help="File with examples for shots; default: from --data.")
-    ] = None,
-    samples: Annotated[
-        int, typer.Option(min=1, help="Number of samples; batch sizes divide it: 960, 240, 96.")
-    ] = 960,
-    input_tokens: Annotated[
-        int, typer.Option(min=1, help="Length in tokens to which prompts are truncated.")
-    ] = 3_584,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Generated tokens per prompt.")] = 512,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder for tables (Markdown, CSV), pictures and the result as JSON."),
@@ -93,32 +67,18 @@ def batch_max(  # noqa: PLR0913 - one parameter per option
     Batch-Max evicts during prefill, so that more prompts fit in memory at once. Its throughput is
     compared with decode-only eviction at a cap of 2, an upper bound for decode-only eviction.
     """
-    if protocol not in (STANDARD, PAPER):
-        raise UnknownName("protocol", protocol, (STANDARD, PAPER))
     if settings.kv.evict != "full":
         raise ConfigError("expected no --evict: each arm has its own eviction; omit it")
     if out is not None:
         require_extra("report", "--out")
         prepare_folder(out)
     settings.set_threads()
-    if protocol == PAPER:
-        paper = paper_config(
-            settings,
-            task=task,
-            samples=samples,
-            input_tokens=input_tokens,
-            new_tokens=new_tokens,
-            quick=quick,
-        )
-        found = run_paper(settings, paper, data, shots)
-        used = asdict(paper)
-    else:
-        config = _config(settings.model, quick=quick)
-        speed = _speed(config.speed, pools, None if quick else repeats)
-        config = replace(config, speed=replace(speed, dtype=_dtype(settings, speed)))
-        if not continuous:
-            config = replace(config, speed=replace(config.speed, continuous_prompts=0))
-        found, used = _standard(settings, parts, config), asdict(config)
+    config = _config(settings.model, quick=quick)
+    speed = _speed(config.speed, pools, None if quick else repeats)
+    config = replace(config, speed=replace(speed, dtype=_dtype(settings, speed)))
+    if not continuous:
+        config = replace(config, speed=replace(config.speed, continuous_prompts=0))
+    found, used = _standard(settings, parts, config), asdict(config)
     results, claims = show_parts(found)
     run = finish(
         "batch-max", results, claims, used | settings.as_dict() | _threads(), out, quick=quick
