@@ -1,12 +1,13 @@
 """`python -m benchmarks batch-max`: eviction during prefill, and its baselines."""
 
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from benchmarks.common.command import finish, show_parts
+from benchmarks.common.command import finish, names_of, run_named, show_parts
 from benchmarks.common.flags import AsJson
 from benchmarks.common.graded_prompts import load, prompt_maker_for
 from quire.cli.options import KV, MODEL
@@ -17,14 +18,16 @@ from quire.layout.config import dtype_bytes
 from quire.layout.extras import require_extra
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Mapping
 
-    from benchmarks.batch_max.config import BatchMaxConfig, SpeedConfig
+    from benchmarks.batch_max.config import BatchMaxConfig
     from benchmarks.common.result import PartResult
+
+    Part = Callable[[BatchMaxConfig], PartResult]
 
 
 @with_settings(MODEL, KV)
-def batch_max(  # noqa: PLR0913 - one parameter per option
+def batch_max(
     settings: Settings,
     *,
     parts: Annotated[
@@ -37,28 +40,13 @@ def batch_max(  # noqa: PLR0913 - one parameter per option
             min=1, help="Rounds of the claimed arms, in turn; other arms run in the first round."
         ),
     ] = 5,
-    pools: Annotated[
-        str,
-        typer.Option(
-            help="Comma-separated KV memories, in rows of full KV; claims use 2 rows, or the "
-            "first value if 2 is not among them; default: 1,2,4."
-        ),
-    ] = "",
-    continuous: Annotated[
-        bool,
-        typer.Option(
-            "--continuous/--static-only", help="Also run continuous batching in the engine."
-        ),
-    ] = True,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder for tables (Markdown, CSV), pictures and the result as JSON."),
     ] = None,
     quick: Annotated[
         bool,
-        typer.Option(
-            "--quick", help="A quarter of all lengths, one KV memory, one round. No claims."
-        ),
+        typer.Option("--quick", help="A quarter of all lengths, one round. No claims."),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -72,67 +60,39 @@ def batch_max(  # noqa: PLR0913 - one parameter per option
     if out is not None:
         require_extra("report", "--out")
         prepare_folder(out)
+    import torch
+
+    from benchmarks.batch_max.speed import run_equal, run_speed
+
     settings.set_threads()
-    config = _config(settings.model, quick=quick)
-    speed = _speed(config.speed, pools, None if quick else repeats)
-    config = replace(config, speed=replace(speed, dtype=_dtype(settings, speed)))
-    if not continuous:
-        config = replace(config, speed=replace(config.speed, continuous_prompts=0))
-    found, used = _standard(settings, parts, config), asdict(config)
+    config = _config(settings, repeats, quick=quick)
+    made: Mapping[str, Part] = {
+        "speed": lambda config: run_speed(config.speed),
+        "equal_quality": lambda config: run_equal(config.speed),
+        "quality": partial(_quality, settings),
+    }
+    found = run_named(names_of(parts, made), made, config)
     results, claims = show_parts(found)
-    run = finish(
-        "batch-max", results, claims, used | settings.as_dict() | _threads(), out, quick=quick
-    )
+    used = asdict(config) | settings.as_dict() | {"threads": torch.get_num_threads()}
+    run = finish("batch-max", results, claims, used, out, quick=quick)
     if as_json:
         print_json(run)
 
 
-def _config(model: str, *, quick: bool) -> "BatchMaxConfig":
+def _config(settings: Settings, repeats: int, *, quick: bool) -> "BatchMaxConfig":
     from benchmarks.batch_max.config import QUICK_BATCH_MAX, BatchMaxConfig
 
     config = QUICK_BATCH_MAX if quick else BatchMaxConfig()
-    return replace(config, quality=replace(config.quality, model=model))
-
-
-def _speed(config: "SpeedConfig", pools: str, repeats: int | None) -> "SpeedConfig":
-    """Apply the given rounds and KV memories; unset options keep their defaults.
-
-    Raises:
-        ConfigError: a KV memory of fewer than 1 row.
-    """
-    config = replace(config, repeats=repeats or config.repeats)
-    if not pools.strip():
-        return config
-    try:
-        rows = tuple(dict.fromkeys(int(part) for part in pools.split(",")))
-    except ValueError:
-        rows = (0,)
-    if min(rows) < 1:
-        raise ConfigError(f"expected KV memories in rows of full KV such as 1,2,4, got {pools!r}")
-    claimed = config.claimed_pool if config.claimed_pool in rows else rows[0]
-    return replace(config, pools=rows, claimed_pool=claimed)
-
-
-def _dtype(settings: Settings, speed: "SpeedConfig") -> str:
-    """The requested data type; random weights have no stored type."""
+    speed = config.speed if quick else replace(config.speed, repeats=repeats)
     requested = settings.loading.dtype
-    if requested == "auto":
-        return speed.dtype
-    dtype_bytes(requested)
-    return requested
+    if requested != "auto":  # random weights have no stored type
+        dtype_bytes(requested)
+        speed = replace(speed, dtype=requested)
+    return replace(config, speed=speed, quality=replace(config.quality, model=settings.model))
 
 
-def _standard(
-    settings: Settings, parts: str, config: "BatchMaxConfig"
-) -> "Iterator[tuple[str, PartResult]]":
-    from benchmarks.batch_max.parts import make_parts
-    from benchmarks.common.command import names_of, run_named
+def _quality(settings: Settings, config: "BatchMaxConfig") -> "PartResult":
+    from benchmarks.batch_max.quality import run_quality
 
-    made = make_parts(lambda: load(settings), prompt_maker_for)
-    return run_named(names_of(parts, made), made, config)
-
-
-def _threads() -> dict[str, object]:
-    import torch
-
-    return {"threads": torch.get_num_threads()}
+    model = load(settings)
+    return run_quality(model, config.quality, prompt_maker_for(model))

@@ -23,6 +23,8 @@ TASKS = (
 """All tasks, fixed before any run; none is dropped afterwards."""
 
 
+PARTS = ("speed", "equal_quality", "quality")
+
 EQUAL_SHARE = 0.1875
 """Three quarters of the cap of Batch-Max; part quality measures 0.1865 on quire-tiny."""
 
@@ -37,11 +39,9 @@ class SpeedConfig:
         prompt_tokens, new_tokens: lengths of every row.
         caps: caps of Batch-Max, in tokens; the claims use the first.
         every: tokens evicted at a time.
-        pools: KV memories, in rows of full KV.
-        claimed_pool: the entry of `pools` whose ratios are the claims; all caps run there.
-        repeats: interleaved rounds of the claimed variants in the claimed pool.
-        other_repeats: number of first rounds that also run all other variants and pools.
-        continuous_prompts: requests submitted at once to the default engine; 0 skips this run.
+        pool: KV memory, in rows of full KV.
+        repeats: interleaved rounds of the claimed variants; the others run in the first.
+        continuous_prompts: requests submitted at once to the default engine.
         equal_prompts: requests of part equal_quality, submitted at once to the default engine.
         equal_share: cap of decode-only eviction, as a fraction of the prompt, that has the quality
             of Batch-Max at its first cap: claim `equal_quality_decode_share` of part quality.
@@ -53,10 +53,8 @@ class SpeedConfig:
     new_tokens: int = 512
     caps: tuple[int, ...] = (896, 1_792)
     every: int = 64
-    pools: tuple[int, ...] = (1, 2, 4)
-    claimed_pool: int = 2
+    pool: int = 2
     repeats: int = 5
-    other_repeats: int = 1
     continuous_prompts: int = 8
     equal_prompts: int = 16
     equal_share: float = EQUAL_SHARE
@@ -68,25 +66,21 @@ class SpeedConfig:
                 f"{self.final_tokens} tokens exceed the context of the model {self.model}, "
                 f"{context}: lower prompt_tokens or new_tokens"
             )
-        if self.claimed_pool not in self.pools:
-            raise ConfigError(f"expected claimed_pool in {self.pools}, got {self.claimed_pool}")
 
     @property
     def final_tokens(self) -> int:
         """Final length of each row."""
         return self.prompt_tokens + self.new_tokens
 
-    def arms_of_round(self, number: int, pool: int) -> tuple[EvictionArm, ...]:
-        """Arms of a pool in round `number`, from 0: all arms, or only the claimed ones."""
-        if number < self.other_repeats:
-            return self.arms(pool)
-        claimed = (FKV, ED, bm_name(self.caps[0])) if pool == self.claimed_pool else ()
-        return tuple(arm for arm in self.arms(pool) if arm.name in claimed)
+    @property
+    def arms(self) -> tuple[EvictionArm, ...]:
+        """All arms."""
+        return arms_of(self.caps, self.every)
 
-    def arms(self, pool: int) -> tuple[EvictionArm, ...]:
-        """All arms for the claimed pool; arms with one cap for other pools."""
-        caps = self.caps if pool == self.claimed_pool else self.caps[:1]
-        return arms_of(caps, self.every)
+    def arms_of_round(self, number: int) -> tuple[EvictionArm, ...]:
+        """Arms of round `number`, from 0: all arms, later only the claimed ones."""
+        claimed = (FKV, ED, bm_name(self.caps[0]))
+        return tuple(arm for arm in self.arms if number == 0 or arm.name in claimed)
 
     @property
     def equal_arm(self) -> EvictionArm:
@@ -97,7 +91,7 @@ class SpeedConfig:
     def equal_arms(self, number: int) -> tuple[EvictionArm, ...]:
         """Arms of round `number`, from 0, of part equal_quality."""
         bm = batch_max(self.caps[0], self.every)
-        others = (full_kv(), decode_only(2)) if number < self.other_repeats else ()
+        others = (full_kv(), decode_only(2)) if number == 0 else ()
         return (*others, bm, self.equal_arm)
 
 
@@ -169,7 +163,6 @@ QUICK_BATCH_MAX = BatchMaxConfig(
         new_tokens=128,
         caps=(224,),
         every=16,
-        pools=(2,),
         repeats=1,
         continuous_prompts=4,
         equal_prompts=4,

@@ -1,20 +1,24 @@
 """The lower bound of the arms' times on this machine: products and memory reads alone.
 
 The rates are measured in the same run: the read rate, and the product rate of prompts and of the
-blocks between evictions.
+blocks between evictions. A prefill takes 2 FLOP per weight and token and the two products of
+attention; a decode step reads the weights once, and the KV. Step overhead and eviction are left
+out, so that the ratios are upper bounds for any engine on a machine.
 """
 
 from dataclasses import dataclass
 
 from benchmarks.batch_max.arms import ED, FKV, bm_name
 from benchmarks.batch_max.config import SpeedConfig
-from benchmarks.common.floor_rates import floor_rates
 from benchmarks.common.result import Numbers
 from benchmarks.common.workload import SHAPES
 from benchmarks.roofline.rates import RateProbe
 from quire.layout.config import dtype_bytes
 from quire.layout.model import ModelSpec
 from quire.plan.batch_verdict import row_steps, run_seconds
+from quire.plan.preemption_costs import assumed_prefill
+from quire.plan.rates import DecodeRates, StepRates
+from quire.plan.roofline import weights_read_bytes
 from quire.policies.eviction import make_eviction
 from quire.policies.lane_shape import LaneShape
 
@@ -63,7 +67,7 @@ def floor_claims(config: SpeedConfig, limits: Limits, batches: dict[str, int]) -
     Args:
         config: lengths and caps.
         limits: of the machine.
-        batches: rows of each arm in the claimed pool.
+        batches: rows of each arm.
     """
     bm = bm_name(config.caps[0])
     rates = {name: _tokens_per_s(config, limits, name, batches[name]) for name in (FKV, ED, bm)}
@@ -87,7 +91,37 @@ def _tokens_per_s(config: SpeedConfig, limits: Limits, arm: str, rows: int) -> f
         rows=rows,
         bytes_per_value=dtype_bytes(config.dtype),
     )
-    [evict] = [found.evict for found in config.arms(config.claimed_pool) if found.name == arm]
+    [evict] = [found.evict for found in config.arms if found.name == arm]
     eviction = make_eviction(evict).for_request(config.prompt_tokens, _LANES).spec
     steps = row_steps(eviction, config.prompt_tokens, config.new_tokens)
     return run_seconds(rates, steps, rows).tokens_per_s
+
+
+def floor_rates(
+    model: ModelSpec,
+    *,
+    read_bytes_per_s: int | float,
+    flops_per_s: int | float,
+    block_flops_per_s: int | float | None = None,
+    rows: int = 1,
+    bytes_per_value: int | float = 2,
+) -> StepRates:
+    """Rates of a step at a machine's limits.
+
+    Args:
+        model: shape of the model.
+        read_bytes_per_s: memory bandwidth.
+        flops_per_s: compute rate of products over a whole prompt.
+        block_flops_per_s: compute rate of products over one block of a prompt; None: `flops_per_s`.
+        rows: batch size; decides which experts of a mixture are read.
+        bytes_per_value: bytes of an element of weights and KV.
+    """
+    whole = assumed_prefill(model, flops_per_s)
+    return StepRates(
+        whole=whole,
+        blocks=whole if block_flops_per_s is None else assumed_prefill(model, block_flops_per_s),
+        decode=DecodeRates(
+            batch_s=((rows, weights_read_bytes(model, rows, bytes_per_value) / read_bytes_per_s),),
+            slot_s=model.kv_bytes_per_token(bytes_per_value) / read_bytes_per_s,
+        ),
+    )

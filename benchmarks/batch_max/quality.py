@@ -6,21 +6,113 @@ divided by full KV's score.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 
 from benchmarks.batch_max.arms import FKV, EvictionArm, bm_name, decode_name
-from benchmarks.batch_max.batches import batch_sizes, largest_of, rows_that_fit
 from benchmarks.batch_max.config import QualityConfig
-from benchmarks.batch_max.judged import Batches, Encoded, Judged, judge
-from benchmarks.common.graded_prompts import PromptMaker
+from benchmarks.batch_max.running import batch_sizes, generate_all, largest_of, rows_that_fit
+from benchmarks.common.graded_prompts import GradedPrompt, PromptMaker
 from benchmarks.common.result import Chart, Numbers, PartResult, Table
 from quire.config.kv_config import KVConfig, PrefixCacheConfig
-from quire.errors import ConfigError
+from quire.engine.core import Engine
+from quire.errors import ConfigError, InvariantError
 from quire.models.loader import LoadedModel
 from quire.models.tokenizer import encode_prompt
+from quire.profile.step_rates import static_schedule
 
 MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """Results of all prompts of one task under one variant.
+
+    Attributes:
+        task: name of the task.
+        arm: name of the variant.
+        batch: rows that started together.
+        score: mean grade, 0 to 1.
+        samples: number of prompts.
+        total_s: time of all batches, including prefill.
+        new_tokens: generated tokens.
+        peak_bytes: peak KV memory in use.
+        preemptions: preempted rows; their recompute time is part of `total_s`.
+    """
+
+    task: str
+    arm: str
+    batch: int
+    score: float
+    samples: int
+    total_s: float
+    new_tokens: int
+    peak_bytes: int
+    preemptions: int = 0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens over the whole time."""
+        return self.new_tokens / self.total_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoded:
+    """A prompt as token ids, with its grading function."""
+
+    tokens: tuple[int, ...]
+    graded: GradedPrompt
+
+
+def judge(
+    model: LoadedModel,
+    prompts: Sequence[Encoded],
+    kv: KVConfig,
+    *,
+    task: str,
+    arm: str,
+    batch: int,
+    new_tokens: int,
+) -> Judged:
+    """Run and grade all prompts of a task in batches of `batch` rows.
+
+    Raises:
+        InvariantError: the rows of a batch did not all run at the same time.
+    """
+    longest = max(len(prompt.tokens) for prompt in prompts)
+    engine = Engine(model, kv, static_schedule(batch, longest))
+    grades: list[float] = []
+    total_s, preemptions = 0.0, 0
+    for start in range(0, len(prompts), batch):
+        together = prompts[start : start + batch]
+        done = generate_all(engine, [prompt.tokens for prompt in together], new_tokens)
+        if done.rows_peak != len(together):
+            raise InvariantError(
+                f"expected {len(together)} rows to run at the same time, got {done.rows_peak}"
+            )
+        total_s, preemptions = total_s + done.total_s, preemptions + done.preemptions
+        texts = [_text_of(model, answer) for answer in done.answers]
+        grades += [prompt.graded.grade(text) for prompt, text in zip(together, texts, strict=True)]
+    engine.check()
+    return Judged(
+        task=task,
+        arm=arm,
+        batch=batch,
+        score=sum(grades) / len(grades),
+        samples=len(grades),
+        total_s=total_s,
+        new_tokens=new_tokens * len(grades),
+        peak_bytes=engine.stats().kv_peak_bytes,
+        preemptions=preemptions,
+    )
+
+
+def _text_of(model: LoadedModel, answer: Sequence[int]) -> str:
+    """Decode an output up to its first end-of-sequence token."""
+    assert model.tokenizer is not None, "graded prompts are texts"
+    ends = [i for i, token in enumerate(answer) if token in model.generation.eos_token_ids]
+    tokens = list(answer[: ends[0]] if ends else answer)
+    return str(model.tokenizer.decode(tokens, skip_special_tokens=True))
 
 
 def run_quality(model: LoadedModel, config: QualityConfig, make_prompts: PromptMaker) -> PartResult:
@@ -57,9 +149,16 @@ def measure_quality(
             raise ConfigError(
                 f"expected {kv.memory:,} B of KV memory to hold a row of arm {arm.name}; raise pool"
             )
-        batches = Batches(arm=arm.name, kv=kv, batch=batch, new_tokens=config.new_tokens)
         for task in config.tasks:
-            yield judge(model, task, prompts[task], batches)
+            yield judge(
+                model,
+                prompts[task],
+                kv,
+                task=task,
+                arm=arm.name,
+                batch=batch,
+                new_tokens=config.new_tokens,
+            )
 
 
 def pool_bytes(model: LoadedModel, config: QualityConfig) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.batch_max.parts import make_parts as batch_max_parts
+from benchmarks.batch_max.config import PARTS as BATCH_MAX
 from benchmarks.cluster.parts import PARTS as CLUSTER
 from benchmarks.eviction.cells import CellFile
 from benchmarks.eviction.parts import Material
@@ -64,9 +64,8 @@ SHARED = {
 
 
 def eviction_names() -> list[str]:
-    batch_max = (*batch_max_parts(unused, unused), "paper")
     rules = eviction_parts(Material(**SHARED))
-    return [*(f"batch-max-{name}" for name in batch_max), *(f"rules-{name}" for name in rules)]
+    return [*(f"batch-max-{name}" for name in BATCH_MAX), *(f"rules-{name}" for name in rules)]
 
 
 @pytest.mark.parametrize(

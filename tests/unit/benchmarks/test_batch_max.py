@@ -1,38 +1,46 @@
 """The Batch-Max benchmark: arms, batches, computation on given values, and small runs."""
 
+import json
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
-from benchmarks.batch_max import timed
+from benchmarks.__main__ import app
+from benchmarks.batch_max import config as batch_max_config
+from benchmarks.batch_max import speed
 from benchmarks.batch_max.arms import arms_of, batch_max, decode_only, full_kv
-from benchmarks.batch_max.batches import batch_sizes, largest_of, rows_that_fit
-from benchmarks.batch_max.config import TASKS, BatchMaxConfig, QualityConfig, SpeedConfig
-from benchmarks.batch_max.equal import claims as equal_claims
-from benchmarks.batch_max.equal import run_equal
+from benchmarks.batch_max.config import PARTS, TASKS, BatchMaxConfig, QualityConfig, SpeedConfig
 from benchmarks.batch_max.floor import Limits, floor_claims
-from benchmarks.batch_max.judged import Batches, Encoded, Judged, judge
 from benchmarks.batch_max.quality import (
-    claims as quality_claims,
-)
-from benchmarks.batch_max.quality import (
+    Encoded,
+    Judged,
     equal_decode_share,
+    judge,
     min_good_share,
-    over_full,
-    quality_over_full,
 )
-from benchmarks.batch_max.running import Finished, generate_all
-from benchmarks.batch_max.speed import claims, ratio, run_speed
-from benchmarks.batch_max.timed import CONTINUOUS, STATIC, ArmTime
+from benchmarks.batch_max.quality import claims as quality_claims
+from benchmarks.batch_max.running import batch_sizes, generate_all, largest_of, rows_that_fit
+from benchmarks.batch_max.speed import (
+    CONTINUOUS,
+    STATIC,
+    ArmTime,
+    claims,
+    equal_claims,
+    ratio,
+    run_equal,
+    run_speed,
+)
 from benchmarks.common.graded_prompts import GradedPrompt
 from benchmarks.common.models import llama_tiny, random_model
 from quire.engine.core import Engine
-from quire.errors import ConfigError, InvariantError
+from quire.errors import InvariantError
 from quire.evals.tasks import names
 from quire.models.loader import LoadedModel
 from quire.policies.eviction import make_eviction
@@ -44,7 +52,6 @@ TINY = SpeedConfig(
     new_tokens=32,
     caps=(56, 112),
     every=4,
-    pools=(1, 2),
     repeats=1,
     continuous_prompts=3,
 )
@@ -107,12 +114,6 @@ def test_rows_that_fit_equals_rows_admitted_by_the_engine(model: LoadedModel, ar
     assert rows_that_fit(model, kv, 224, 32, most=1) == 1
 
 
-def test_rows_that_fit_is_zero_for_a_row_above_memory(model: LoadedModel):
-    assert (
-        rows_that_fit(model, kv_config(memory=100 * 256, enable_prefix_caching=False), 224, 32) == 0
-    )
-
-
 # ---- running -------------------------------------------------------------------------------------
 
 
@@ -129,15 +130,6 @@ def test_outputs_are_complete_and_in_prompt_order(model: LoadedModel):
     assert 0 < together.prefill_s < together.total_s
 
 
-def test_throughput_includes_prefill_time():
-    done = Finished(
-        total_s=4.0, prefill_s=3.0, rows_peak=1, preemptions=0, answers=((1, 2), (3, 4))
-    )
-
-    assert done.tokens_per_s == 1.0
-    assert done.decode_s == 1.0
-
-
 # ---- speed ---------------------------------------------------------------------------------------
 
 
@@ -145,7 +137,6 @@ def arm_time(arm: str, tokens_per_s: float, **changes: object) -> ArmTime:
     fields: dict[str, object] = {
         "mode": STATIC,
         "arm": arm,
-        "pool": 2,
         "kv_bytes": 1000,
         "peak_bytes": 900,
         "batch": 2,
@@ -157,27 +148,6 @@ def arm_time(arm: str, tokens_per_s: float, **changes: object) -> ArmTime:
     return ArmTime(**(fields | changes))
 
 
-def test_later_rounds_run_only_claimed_arms():
-    config = replace(TINY, repeats=2)
-
-    first, later = (
-        {pool: [arm.name for arm in config.arms_of_round(i, pool)] for pool in config.pools}
-        for i in range(2)
-    )
-
-    assert first == {pool: [arm.name for arm in config.arms(pool)] for pool in config.pools}
-    assert later == {1: [], 2: ["fkv", "ed_2", "bm_56"]}
-
-
-def test_ratio_skips_rounds_without_both_arms():
-    rounds = [
-        [arm_time("fkv", 10.0), arm_time("end_8", 20.0)],
-        [arm_time("fkv", 1.0)],
-    ]
-
-    assert ratio(rounds, STATIC, 2, "end_8", "fkv") == 2.0
-
-
 def test_ratio_is_median_of_ratios_within_rounds():
     """Of 4/1, 9/3 and 10/5 the median is 3; the ratio of the medians would be 9/3 too: not 10/3."""
     rounds = [
@@ -186,12 +156,11 @@ def test_ratio_is_median_of_ratios_within_rounds():
         [arm_time("fkv", 3.0), arm_time("bm_8", 10.0)],
     ]
 
-    assert ratio(rounds, STATIC, 2, "bm_8", "fkv") == pytest.approx(10 / 3)
-    assert ratio(rounds[:2], STATIC, 2, "bm_8", "fkv") == 3.0
+    assert ratio(rounds, STATIC, "bm_8", "fkv") == pytest.approx(10 / 3)
+    assert ratio(rounds[:2], STATIC, "bm_8", "fkv") == 3.0
 
 
-def test_claims_use_the_claimed_pool_and_the_first_cap():
-    config = replace(TINY, caps=(56, 112), pools=(1, 2))
+def test_claims_use_the_first_cap():
     found = [
         arm_time("fkv", 10.0),
         arm_time("ed_2", 20.0),
@@ -200,32 +169,27 @@ def test_claims_use_the_claimed_pool_and_the_first_cap():
         arm_time("bm_112", 40.0),
         arm_time("end_56", 15.0),
     ]
-    other = [replace(t, pool=1, tokens_per_s=t.tokens_per_s / 5) for t in found if t.arm != "bm_56"]
-    other.append(arm_time("bm_56", 6.0, pool=1))
     at_once = [replace(t, mode=CONTINUOUS, tokens_per_s=2 * t.tokens_per_s) for t in found]
 
-    made = claims(config, [[*found, *other, *at_once]])
+    made = claims(TINY, [[*found, *at_once]])
 
-    assert made["bm_over_ed_throughput"] == made["bm_over_ed_throughput_b2"] == 2.5
+    assert made["bm_over_ed_throughput"] == 2.5
     assert made["bm_over_fkv_throughput"] == 5.0
-    assert made["bm_over_fkv_throughput_b1"] == 3.0
     assert made["b2_bm_56_batch"] == 8
     assert made["b2_bm_56_peak_bytes"] == 990
     assert made["continuous_end_56_over_fkv"] == 1.5
     assert made["continuous_bm_112_tokens_per_s"] == 80.0
 
 
-def test_all_arms_run_in_all_pools_and_with_continuous_batching(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(timed, "rows_that_fit", partial(rows_that_fit, most=16))
-    result = run_speed(replace(TINY, prompt_tokens=112, new_tokens=16, caps=(28, 56)))
+def test_all_arms_run_once_and_the_claimed_ones_in_every_round(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(speed, "rows_that_fit", partial(rows_that_fit, most=16))
+    result = run_speed(replace(TINY, prompt_tokens=112, new_tokens=16, caps=(28, 56), repeats=2))
 
-    [static, continuous] = result.tables
-    assert len(static.rows) == 5 + 6  # one cap in the pool that is not claimed
+    static, continuous = result.tables
+    assert [row[1] for row in static.rows] == [2, 2, 1, 2, 1, 1]
     assert len(continuous.rows) == 6
-    batches = {key: value for key, value in result.claims.items() if key.endswith("_batch")}
-    assert batches["b1_fkv_batch"] == batches["b1_ed_2_batch"] == 1
-    assert batches["b2_fkv_batch"] == batches["b2_ed_2_batch"] == 2
-    assert batches["b2_bm_28_batch"] == 6  # 7 rows fit; 7 is not in the set
+    assert result.claims["b2_fkv_batch"] == result.claims["b2_ed_2_batch"] == 2
+    assert result.claims["b2_bm_28_batch"] == 6  # 7 rows fit; 7 is not in the set
     for time in result.raw["rounds"][0]:
         assert 0 < time["peak_bytes"] <= time["kv_bytes"]
         assert time["mode"] == CONTINUOUS or time["preemptions"] == 0
@@ -273,19 +237,12 @@ def test_floor_ratios_are_those_of_the_documents_example():
     assert round(made["floor_bm_over_fkv"], 1) == 2.6
 
 
-def test_invalid_lengths_raise():
-    with pytest.raises(ConfigError, match="1025 tokens"):
-        replace(TINY, prompt_tokens=993)
-    with pytest.raises(ConfigError, match="claimed_pool"):
-        replace(TINY, claimed_pool=4)
-
-
 def test_full_size_config_matches_the_claims():
     """4,096 tokens a row: 12 layers x 4 heads x 64 x K and V x 2 B = 12,288 B; two rows: 96 MiB."""
-    speed = BatchMaxConfig().speed
+    config = BatchMaxConfig().speed
 
-    assert (speed.prompt_tokens, speed.new_tokens, speed.caps[0]) == (3_584, 512, 896)
-    assert speed.claimed_pool * speed.final_tokens * 12_288 == 96 << 20
+    assert (config.prompt_tokens, config.new_tokens, config.caps[0]) == (3_584, 512, 896)
+    assert config.pool * config.final_tokens * 12_288 == 96 << 20
 
 
 # ---- quality -------------------------------------------------------------------------------------
@@ -333,14 +290,6 @@ def judged_arms(bm_50: tuple[float, float, float]) -> list[Judged]:
         decode_10=(0.25, 0.0, 0.0),
         decode_20=(1.0, 0.5, 0.0),
     )
-
-
-def test_quality_is_mean_over_tasks_of_ratios():
-    """0.5 / 1, 0.5 / 0.5 and a task that full KV fails: 0.5, 1 and 1."""
-    found = judged_arms((1.0, 0.5, 0.0))
-
-    assert over_full(found, "bm_25") == {"a": 0.5, "b": 1.0, "c": 1.0}
-    assert quality_over_full(found, "bm_25") == pytest.approx(2.5 / 3)
 
 
 def test_min_good_share_is_smallest_cap_with_all_larger_caps_good():
@@ -395,7 +344,7 @@ def test_judge_grades_batches_up_to_the_end_token(model: LoadedModel):
     ]
     kv = kv_config(memory=1 << 20, enable_prefix_caching=False)
 
-    found = judge(spoken, "t", prompts, Batches(arm="fkv", kv=kv, batch=2, new_tokens=4))
+    found = judge(spoken, prompts, kv, task="t", arm="fkv", batch=2, new_tokens=4)
 
     assert found.score == 0.75
     assert (found.samples, found.new_tokens, found.batch) == (4, 16, 2)
@@ -411,7 +360,60 @@ def test_judge_raises_if_rows_do_not_run_at_once(model: LoadedModel):
     with pytest.raises(InvariantError, match="expected 4 rows to run at the same time, got 2"):
         judge(
             replace(model, tokenizer=words(500)),
-            "t",
             prompts,
-            Batches(arm="fkv", kv=kv, batch=4, new_tokens=32),
+            kv,
+            task="t",
+            arm="fkv",
+            batch=4,
+            new_tokens=32,
         )
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def test_command_prints_claims_and_repeats(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    small = BatchMaxConfig(
+        speed=SpeedConfig(
+            model="tiny",
+            prompt_tokens=56,
+            new_tokens=8,
+            caps=(24,),
+            every=8,
+            repeats=1,
+            continuous_prompts=2,
+            equal_prompts=2,
+        ),
+        quality=QualityConfig(
+            tasks=("lines", "labels"), tokens=96, new_tokens=4, samples=2, pool=2, shares=(0.5,)
+        ),
+    )
+    monkeypatch.setattr(batch_max_config, "QUICK_BATCH_MAX", small)
+    monkeypatch.setattr(speed, "rows_that_fit", partial(rows_that_fit, most=16))  # 6 do
+    out = tmp_path / "out"
+
+    arguments = ["batch-max", "--quick", "--json", "--no-verify", "--out", str(out)]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+
+    assert result.exit_code == 0, result.output
+    run = json.loads(result.stdout.splitlines()[-1])
+    assert run["name"] == "bench batch-max"
+    assert tuple(run["arms"]) == PARTS
+    assert {"bm_over_ed_throughput", "bm_over_fkv_throughput", "bm_quality_over_fkv"} <= set(
+        run["quick_figures"]
+    )
+    assert run["config"]["quality"]["model"] == "quire-tiny"
+    files = {path.name for path in out.iterdir()}
+    assert {"batch-max.json", "batch-max.md", "batch-max-static.csv", "batch-max.svg"} <= files
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(("--evict", "recent:cap=100"), "expected no --evict"), (("--parts", "sped"), "speed")],
+)
+def test_command_refuses_invalid_values(arguments: tuple[str, ...], message: str):
+    result = CliRunner().invoke(app, ["batch-max", *arguments])
+
+    assert result.exit_code != 0
+    assert message in " ".join(f"{result.exception} {result.output}".split())

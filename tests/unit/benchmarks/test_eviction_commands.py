@@ -1,18 +1,13 @@
-"""`python -m benchmarks batch-max` and `eviction` as commands, at tiny sizes."""
+"""`python -m benchmarks eviction` as a command, at tiny sizes."""
 
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from benchmarks.__main__ import app
-from benchmarks.batch_max import config as batch_max_config
-from benchmarks.batch_max import timed
-from benchmarks.batch_max.batches import rows_that_fit
-from benchmarks.batch_max.config import BatchMaxConfig, QualityConfig, SpeedConfig
 from benchmarks.eviction import config as eviction_config
 from benchmarks.eviction.config import (
     CellsConfig,
@@ -23,7 +18,6 @@ from benchmarks.eviction.config import (
 )
 from benchmarks.eviction.rules import Rule
 
-SUMS = [{"question": f"{i} + 1?", "answer": f"#### {i + 1}"} for i in range(24)]
 ONE_RULE = (Rule("recent"),)
 
 
@@ -49,29 +43,6 @@ def last_object(result: Result) -> dict:
 
 
 @pytest.fixture
-def small_batch_max(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A configuration smaller than --quick."""
-    small = BatchMaxConfig(
-        speed=SpeedConfig(
-            model="tiny",
-            prompt_tokens=56,
-            new_tokens=8,
-            caps=(24,),
-            every=8,
-            pools=(2,),
-            repeats=1,
-            continuous_prompts=0,
-            equal_prompts=2,
-        ),
-        quality=QualityConfig(
-            tasks=("lines", "labels"), tokens=96, new_tokens=4, samples=2, pool=2, shares=(0.5,)
-        ),
-    )
-    monkeypatch.setattr(batch_max_config, "QUICK_BATCH_MAX", small)
-    monkeypatch.setattr(timed, "rows_that_fit", partial(rows_that_fit, most=16))  # 6 do
-
-
-@pytest.fixture
 def small_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
     small = EvictionBenchConfig(
         quality=CellsConfig(rules=ONE_RULE, tasks=("lines",), tokens=128, prompts=2, every=4),
@@ -80,90 +51,6 @@ def small_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
         cost=CostConfig(model="tiny", cap=32, every=4, rows=2, repeats=1),
     )
     monkeypatch.setattr(eviction_config, "QUICK_EVICTION", small)
-
-
-@pytest.mark.usefixtures("small_batch_max")
-def test_batch_max_prints_claims_and_repeats(tmp_path: Path):
-    pytest.importorskip("matplotlib")
-
-    run = last_object(benchmark("batch-max", "--quick", "--json", "--out", str(tmp_path / "out")))
-
-    assert run["name"] == "bench batch-max"
-    assert {"bm_over_ed_throughput", "bm_over_fkv_throughput", "bm_quality_over_fkv"} <= set(
-        run["quick_figures"]
-    )
-    assert len(run["arms"]["speed"]["raw"]["rounds"]) == 1
-    cells = run["arms"]["quality"]["raw"]["cells"]
-    assert {cell["task"] for cell in cells} == {"lines", "labels"}
-    assert run["config"]["speed"]["prompt_tokens"] == 56
-    assert run["config"]["quality"]["model"] == "quire-tiny"
-    files = {path.name for path in (tmp_path / "out").iterdir()}
-    assert {"batch-max.json", "batch-max.md", "batch-max-static.csv", "batch-max.svg"} <= files
-
-
-@pytest.mark.usefixtures("small_batch_max")
-def test_batch_max_runs_requested_parts():
-    requested = ("--parts", "speed", "--pools", "4,3", "--static-only", "--dtype", "float32")
-    run = last_object(benchmark("batch-max", "--quick", "--json", *requested))
-
-    assert list(run["arms"]) == ["speed"]
-    assert run["config"]["speed"]["pools"] == [4, 3]
-    assert run["config"]["speed"]["claimed_pool"] == 4
-    times = run["arms"]["speed"]["raw"]["rounds"][0]
-    # 2 layers x 2 heads x 16 numbers x K and V x 4 B = 512 B a token; rows of 56 + 8 tokens
-    assert max(time["kv_bytes"] for time in times) == 4 * 64 * 512  # others: whole slabs
-    assert not any(name.startswith("continuous") for name in run["quick_figures"])
-
-
-def test_paper_protocol_runs_on_a_given_model_and_examples(tmp_path: Path):
-    data = tmp_path / "sums.jsonl"
-    data.write_text("\n".join(map(json.dumps, SUMS)))
-
-    result = benchmark(
-        *("batch-max", "quire-tiny", "--protocol", "paper", "--task", "gsm8k"),
-        *("--data", str(data), "--samples", "40", "--input-tokens", "384", "--new-tokens", "32"),
-        *("--kv-memory", "1200KiB", "--quick", "--json"),
-    )
-
-    run = last_object(result)
-    assert "rows do not fit" in result.output
-    rows = run["arms"]["paper"]["raw"]["rows"]
-    assert [row["arm"] for row in rows[:4]] == ["ed_2", "ed_2", "ed_17", "fkv"]
-    assert rows[0]["batch"] == 4  # 96 tokens of 4 KiB, in whole slabs: 1,200 KiB hold three
-    assert {row["judged"]["samples"] for row in rows[1:]} == {4}
-    assert {row["judged"]["new_tokens"] for row in rows[1:]} == {4 * 8}
-    assert any(row["arm"].startswith("bm_") for row in rows)
-    assert run["quick_figures"]["ed_batch"] == 2
-    assert run["config"]["input_tokens"] == 96
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--protocol", "papers"), "paper"),
-        (("--protocol", "paper", "--task", "gsm8"), "gsm8k"),
-        (("--protocol", "paper", "--task", "gsm8k"), "--data"),
-        (
-            ("--protocol", "paper", "--task", "gsm8k", "--data", "nothing.json"),
-            "nothing.json",
-        ),
-        (("--pools", "1,0"), "expected KV memories in rows of full KV such as 1,2,4"),
-        (("--pools", "two"), "expected KV memories in rows of full KV such as 1,2,4"),
-        (("--evict", "recent:cap=100"), "expected no --evict"),
-        (("--parts", "sped"), "speed"),
-    ],
-)
-def test_invalid_values_raise(arguments: tuple[str, ...], message: str):
-    assert message in refusal("batch-max", *arguments)
-
-
-def test_too_few_examples_raise(tmp_path: Path):
-    data = tmp_path / "sums.json"
-    data.write_text(json.dumps(SUMS))
-
-    said = refusal("batch-max", "--protocol", "paper", "--task", "gsm8k", "--data", str(data))
-
-    assert "960 samples and 16 shots" in said
 
 
 @pytest.mark.slow

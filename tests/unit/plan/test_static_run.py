@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.common.floor_rates import floor_rates
+from benchmarks.batch_max.floor import floor_rates
 from quire.errors import ConfigError
 from quire.layout.eviction import (
     DECODE,
