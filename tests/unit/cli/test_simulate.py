@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 import quire.cli.main as cli
+from support.command_line import last_json
 
 TRACE = "num_prefill_tokens,num_decode_tokens\n" + "".join(
     f"{50 + i % 9},{4 + i % 5}\n" for i in range(40)
@@ -24,10 +25,6 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
-def last_object(result):
-    return json.loads(result.stdout.splitlines()[-1])
-
-
 def test_text_report_has_percentiles_and_memory(trace: Path):
     shown = simulate("--trace", trace).stdout
 
@@ -41,7 +38,7 @@ def test_engine_and_trace_options_apply_to_the_run(trace: Path):
         *("--requests", 20, "--max-length", 60, "--length-scale", 0.5, "--json"),
         *("--trace-tenants", "round_robin:a,b", "--machine", "h100", "--request-rate", 100),
     )
-    report = last_object(result)
+    report = last_json(result)
 
     assert report["claims"]["requests"] + report["claims"]["left_out"] == 20
     assert report["claims"]["running_peak"] <= 3
@@ -52,8 +49,8 @@ def test_engine_and_trace_options_apply_to_the_run(trace: Path):
 def test_eviction_rule_bounds_kv_memory(trace: Path):
     common = ("quire-tiny", "--trace", trace, "--no-enable-prefix-caching", "--json")
 
-    capped = last_object(simulate(*common, "--evict", "recent:cap=32,every=16"))
-    whole = last_object(simulate(*common))
+    capped = last_json(simulate(*common, "--evict", "recent:cap=32,every=16"))
+    whole = last_json(simulate(*common))
 
     assert capped["claims"]["finished"] == whole["claims"]["finished"] == 40
     assert capped["claims"]["kv_peak_bytes"] < whole["claims"]["kv_peak_bytes"]
@@ -63,7 +60,7 @@ def test_results_and_plots_are_written_to_the_output_folder(trace: Path, tmp_pat
     pytest.importorskip("matplotlib", reason="plots need matplotlib")
     out = tmp_path / "new" / "folder"
 
-    report = last_object(simulate("--trace", trace, "--out", out, "--json"))
+    report = last_json(simulate("--trace", trace, "--out", out, "--json"))
 
     assert sorted(path.name for path in out.iterdir()) == [
         *("queue.svg", "simulate.json", "ttft.svg", "use.svg"),
@@ -159,7 +156,7 @@ def test_trace_without_runnable_requests_is_reported(tmp_path: Path):
     )
 
     assert result.exit_code == 0, result.output
-    assert last_object(result)["claims"]["refused_too_long"] == 1
+    assert last_json(result)["claims"]["refused_too_long"] == 1
 
 
 def test_fairness_is_reported_for_several_tenants(trace: Path):
@@ -180,7 +177,7 @@ def test_replicas_serve_a_trace_together(trace: Path, router):
         *("quire-tiny", "--trace", trace, "--trace-copies", 3),
         *("--replicas", 4, "--router", router, "--json"),
     )
-    report = last_object(result)
+    report = last_json(result)
 
     assert f"4 replicas, router {router}" in result.stderr
     assert "busiest replica over the mean" in result.stderr
@@ -194,7 +191,7 @@ def test_cost_of_tokens_is_reported(trace: Path, replicas):
     result = simulate(
         *("quire-tiny", "--trace", trace, "--replicas", replicas, "--price-per-hour", 2, "--json"),
     )
-    claims = last_object(result)["claims"]
+    claims = last_json(result)["claims"]
 
     paid = 2 * replicas * claims["virtual_s"] / 3600
     tokens = claims["generated_tokens_per_s"] * claims["virtual_s"]
