@@ -1,10 +1,5 @@
 """`python -m benchmarks.claims`: compare the figures of the documents with their measurements.
 
-    python -m benchmarks.claims                    stored results, then every quick form
-    python -m benchmarks.claims --stored           stored results only
-    python -m benchmarks.claims --only NAME        claims whose name begins with NAME
-    python -m benchmarks.claims --store NAME OUT   the last line of OUT as docs/results/NAME.json
-
 The registry is docs/claims.toml. The exit code is 1 if a figure disagrees, 2 if the registry is
 wrong. With --json the last line of output is one JSON object with all comparisons.
 """
@@ -12,13 +7,13 @@ wrong. With --json the last line of output is one JSON object with all compariso
 import json
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
 
 from benchmarks.claims.checks import Row, check_quick, check_stored
-from benchmarks.claims.registry import Claim, QuickForm, Registry, read_registry
+from benchmarks.claims.registry import read_registry
 from benchmarks.common.measured_page import last_line, store
 from quire.cli.tables import show_table
 from quire.errors import ConfigError
@@ -35,42 +30,23 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> int:
         store(last_line(Path(output)), root / "docs" / "results" / f"{name}.json")
         return 0
     try:
-        claims = selected(read_registry(root / "docs" / "claims.toml"), chosen.only)
+        registry = read_registry(root / "docs" / "claims.toml")
+        claims = [one for one in registry.claims if one.name.startswith(tuple(chosen.only or [""]))]
+        if not claims:
+            known = ", ".join(registry.claim)
+            raise ConfigError(f"expected the name of a claim, got {chosen.only}; known: {known}")
     except ConfigError as error:
         print(f"docs/claims.toml: {error}", file=sys.stderr)
         return 2
     started_s = perf_counter()
     rows = list(check_stored(claims, root))
-    if not chosen.stored:
-        rows += run_quick_forms(claims, root)
+    for name, form in () if chosen.stored else registry.quick.items():
+        its_claims = [claim for claim in claims if claim.quick == name]
+        if its_claims:
+            print(f"{name}: {' '.join(form.command)}", file=sys.stderr)
+            rows += check_quick(form, its_claims, root)
     report(rows, perf_counter() - started_s, as_json=chosen.json)
     return int(not all(row.agrees for row in rows))
-
-
-def selected(registry: Registry, names: Sequence[str]) -> tuple[Claim, ...]:
-    """Claims whose name begins with one of the names; all without names.
-
-    Raises:
-        ConfigError: no claim has such a name.
-    """
-    if not names:
-        return registry.claims
-    found = tuple(claim for claim in registry.claims if claim.name.startswith(tuple(names)))
-    if not found:
-        known = ", ".join(claim.name for claim in registry.claims)
-        raise ConfigError(f"expected the name of a claim, got {', '.join(names)}; known: {known}")
-    return found
-
-
-def run_quick_forms(claims: Sequence[Claim], root: Path) -> Iterator[Row]:
-    """Run the quick form of each claim, each form once."""
-    forms: dict[QuickForm, list[Claim]] = {}
-    for claim in claims:
-        if claim.quick is not None:
-            forms.setdefault(claim.quick, []).append(claim)
-    for form, its_claims in forms.items():
-        print(f"{form.name}: {' '.join(form.command)}", file=sys.stderr)
-        yield from check_quick(form, its_claims, root)
 
 
 def report(rows: Sequence[Row], duration_s: float, *, as_json: bool) -> None:
@@ -93,7 +69,9 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 def _parse(arguments: Sequence[str]) -> Namespace:
     parser = ArgumentParser(prog="python -m benchmarks.claims")
-    parser.add_argument("--only", action="append", default=[], help="claims with this name")
+    parser.add_argument(
+        "--only", action="append", default=[], help="claims whose name begins with this text"
+    )
     parser.add_argument("--stored", action="store_true", help="run no quick form")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(

@@ -1,15 +1,116 @@
-"""Compare the figures of documents with stored results and with quick forms."""
+"""Compare the figures of documents with stored results and with quick forms.
 
-from collections.abc import Iterator, Sequence
+A value is a number in a JSON result, or a figure of a sentence of the results log. A quick form is
+a command whose last line of standard output is one JSON object.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
-from benchmarks.claims.measured import Lookup, lookup_in, measured, number_at
-from benchmarks.claims.quick import run_quick
-from benchmarks.claims.registry import Claim, Figure, QuickForm
-from benchmarks.claims.sentences import Stated, stated_figures
+from benchmarks.claims.registry import Claim, Combine, Figure, QuickForm, stated_figures
 from quire.errors import ConfigError
+
+Lookup = Callable[[str], float]
+"""The number at a key of a result."""
+
+_COMBINED: dict[Combine, Callable[[Sequence[float]], float]] = {
+    "value": lambda values: values[0],
+    "sum": sum,
+    "inverse": lambda values: 1 / sum(values),
+    "ratio": lambda values: values[0] / values[1],
+    "max": max,
+    "min": min,
+}
+
+
+def measured(figure: Figure, lookup: Lookup) -> float:
+    """The value of a figure in the unit of its sentence.
+
+    Raises:
+        ConfigError: a key does not exist, or the value has no number.
+    """
+    try:
+        combined = _COMBINED[figure.combine]([lookup(key) for key in figure.keys])
+    except ZeroDivisionError as error:
+        raise ConfigError(f"expected a divisor other than 0 at {figure.keys}") from error
+    return combined * figure.scale
+
+
+def lookup_in(path: Path) -> Lookup:
+    """Lookup in a stored result: a JSON file, or sentences of a Markdown file.
+
+    Raises:
+        ConfigError: the file does not exist.
+    """
+    if not path.is_file():
+        raise ConfigError(f"expected a stored result, {path.name} does not exist")
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".md":
+        return lambda sentence: stated_figures(text, sentence)[0].value
+    stored = json.loads(text)
+    return lambda key: number_at(stored, key)
+
+
+def number_at(result: Any, key: str) -> float:
+    """The number at a path such as `claims/run_s` or `arms/speed/tables/0/rows/2/4`.
+
+    Raises:
+        ConfigError: a name or index does not exist, or the value is no number.
+    """
+    found = result
+    for name in key.split("/"):
+        if isinstance(found, dict) and name in found:
+            found = found[name]
+        elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+            found = found[int(name)]
+        else:
+            raise ConfigError(f"expected the key {key!r}, no {name!r} in it")
+    if isinstance(found, bool) or not isinstance(found, (int, float)):
+        raise ConfigError(f"expected a number at {key!r}, got {type(found).__name__}")
+    return float(found)
+
+
+_LONGEST_S = 600.0  # a busy machine is slower, but a quick form that hangs ends
+_SHOWN_CHARACTERS = 500
+
+
+def run_quick(form: QuickForm, root: Path) -> dict[str, Any]:
+    """Run a command in the root of the checkout and parse the last line of its output.
+
+    Raises:
+        ConfigError: the command does not exist, fails, takes too long, or its last line is no JSON
+            object.
+    """
+    paths = (str(root / "src"), str(root), os.environ.get("PYTHONPATH"))
+    try:
+        finished = subprocess.run(
+            [sys.executable if word == "python" else word for word in form.command],
+            cwd=root,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            capture_output=True,
+            text=True,
+            timeout=_LONGEST_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"the command did not finish: {error}") from error
+    if finished.returncode:
+        shown = finished.stderr.strip()[-_SHOWN_CHARACTERS:]
+        raise ConfigError(f"expected exit code 0, got {finished.returncode}: {shown}")
+    last = finished.stdout.strip().rpartition("\n")[2]
+    try:
+        result = json.loads(last)
+    except json.JSONDecodeError:
+        result = None
+    if not isinstance(result, dict):
+        raise ConfigError(f"expected a JSON object as last line, got {last[:_SHOWN_CHARACTERS]!r}")
+    return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +149,11 @@ def check_stored(claims: Sequence[Claim], root: Path) -> Iterator[Row]:
     for claim in claims:
         if not (root / claim.script).is_file():
             problem = f"expected the script {claim.script}, it does not exist"
-            yield _failed(claim, claim.stored, problem)
+            yield _row(claim, claim.stored, problem=problem)
         try:
             lookup = lookup_in(root / claim.stored)
         except ConfigError as error:
-            yield _failed(claim, claim.stored, str(error))
+            yield _row(claim, claim.stored, problem=str(error))
             continue
         yield from _compare(claim, root, lookup, claim.stored)
 
@@ -63,56 +164,30 @@ def check_quick(form: QuickForm, claims: Sequence[Claim], root: Path) -> Iterato
     try:
         result = run_quick(form, root)
     except ConfigError as error:
-        yield from (_failed(claim, source, str(error)) for claim in claims)
+        yield from (_row(claim, source, problem=str(error)) for claim in claims)
         return
     for claim in claims:
-        yield from _compare(claim, root, lambda key: number_at(result, key), source, quick=True)
+        yield from _compare(claim, root, lambda key: number_at(result, key), source)
 
 
-def _compare(
-    claim: Claim, root: Path, lookup: Lookup, source: str, *, quick: bool = False
-) -> Iterator[Row]:
+def _compare(claim: Claim, root: Path, lookup: Lookup, source: str) -> Iterator[Row]:
     try:
         text = (root / claim.document).read_text(encoding="utf-8")
         stated = stated_figures(text, claim.sentence)
     except (OSError, ConfigError) as error:
-        yield _failed(claim, source, str(error))
+        yield _row(claim, source, problem=str(error))
         return
-    tolerance = claim.quick_tolerance if quick else None
-    for figure, found in zip_longest(claim.figures, stated):
-        yield _row(claim, figure, found, lookup, source, tolerance)
+    for figure, found in zip(claim.figures, stated, strict=True):
+        try:
+            value = measured(figure, lookup)
+        except ConfigError as error:
+            yield _row(claim, source, stated=found.text, problem=str(error))
+            continue
+        agrees = found.agrees(value)
+        yield _row(claim, source, stated=found.text, measured=value, agrees=agrees)
 
 
-def _row(
-    claim: Claim,
-    figure: Figure,
-    found: Stated,
-    lookup: Lookup,
-    source: str,
-    tolerance: float | None,
-) -> Row:
-    try:
-        value = measured(figure, lookup)
-    except ConfigError as error:
-        return _failed(claim, source, str(error), found.text)
-    bound = figure.tolerance if tolerance is None else tolerance
+def _row(claim: Claim, source: str, **found: Any) -> Row:
     return Row(
-        claim=claim.name,
-        document=claim.document,
-        sentence=claim.sentence,
-        stated=found.text,
-        measured=value,
-        source=source,
-        agrees=found.agrees(value, bound),
-    )
-
-
-def _failed(claim: Claim, source: str, problem: str, stated: str = "") -> Row:
-    return Row(
-        claim=claim.name,
-        document=claim.document,
-        sentence=claim.sentence,
-        stated=stated,
-        source=source,
-        problem=problem,
+        claim=claim.name, document=claim.document, sentence=claim.sentence, source=source, **found
     )
