@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from benchmarks.common.kvpr import paper_split
 from quire.offload.profiler import Sizes, Speeds
 from quire.offload.schedule.work import BatchTokens, Rules, StepWork, even_layers, ring_rules
-from quire.plan.offload.resident import with_weights
 from quire.plan.offload.split import OffloadRates, pipelined_split
 
 Division = Callable[[OffloadRates, int], tuple[int, int]]
@@ -87,7 +86,7 @@ def lay_out(
     """
     plain = speeds.rates(sizes, rows=rows, tokens=tokens, half_duplex=arm.rules.half_duplex)
     weights_s = sizes.weight_bytes / speeds.inward.bytes_per_s
-    plain = with_weights(plain, weights_s, batches)
+    plain = plain.with_weights(weights_s, batches)
     rules = arm.rules
     if arm.ring:
         x, _ = arm.divide(plain, tokens)

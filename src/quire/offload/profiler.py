@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from quire.offload.timeline import Operation, Span, TaskKind, Timeline
 from quire.plan.fitting import ChangeDetector, RateEstimator
-from quire.plan.offload.resident import with_weights
 from quire.plan.offload.split import OffloadRates
 from quire.plan.rates import CopyRate
 
@@ -104,7 +103,7 @@ class Speeds:
             batches: number of batches that share a transferred layer.
         """
         weights_s = sizes.weight_bytes / self.inward.bytes_per_s
-        return with_weights(self.rates(sizes, rows=rows, tokens=tokens), weights_s, batches)
+        return self.rates(sizes, rows=rows, tokens=tokens).with_weights(weights_s, batches)
 
     def rates(
         self, sizes: Sizes, *, rows: int, tokens: int, half_duplex: bool = False

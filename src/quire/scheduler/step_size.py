@@ -13,7 +13,7 @@ one batch. With KV offload, each batch waits for its own offloaded pages only.
 from typing import Protocol, runtime_checkable
 
 from quire.errors import UnsoundCombination
-from quire.plan.offload.resident import MAX_BATCHES, WeightsPlacement, best_pass
+from quire.plan.offload.resident import MAX_BATCHES, WeightsPlacement, best_batches
 
 _NEW_SHARE = 0.2  # weight of the newest sample in the moving average of batch times
 _FULL = 0.5  # least fraction of a full batch that is sampled
@@ -97,12 +97,7 @@ class StepSize:
                 * offloaded_weights.place.host_bytes
                 / offloaded_weights.num_bytes
             )
-            self.num_batches = best_pass(
-                copy_s=copy_s,
-                batch_s=self._batch_s,
-                batch_tokens=self.batch_tokens,
-                most_batches=MAX_BATCHES,
-            ).batches
+            self.num_batches = best_batches(copy_s, self._batch_s)
 
 
 def most_batches(objective: str, offloaded_weights: WeightTransfers | None) -> int:

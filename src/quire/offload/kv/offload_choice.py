@@ -33,10 +33,12 @@ from quire.offload.recompute.activation_allocator import ActivationAllocator
 from quire.offload.recompute.activation_store import ActivationCodec, ActivationStore
 from quire.offload.recompute.kv_recompute import KVRecompute
 from quire.offload.swap.transfer import ThreadTransferWorker, TransferWorker
-from quire.plan.offload.resident import activation_gate, activation_range
+from quire.plan.offload.resident import activation_gate
+from quire.plan.offload.split import pipelined_split
 
 logger = logging.getLogger(__name__)
 
+_STORED = 1.1  # stored activations over the split, which moves with the rates
 _MIN_FRACTION = 0.02  # smallest fraction of recomputed tokens that gains time
 
 
@@ -222,7 +224,7 @@ class OffloadChoice:
             return requested, f"{requested:.2g} of it is recomputed from activations, as requested"
         rates = self._rates().speeds.rates_with_weights(self._sizes, rows=1, tokens=0)
         tokens = self._model.spec.max_positions
-        fraction = activation_range(rates, tokens, tokens).x_until / tokens
+        fraction = min(1.0, _STORED * pipelined_split(rates, tokens) / tokens)
         speed = f"recomputing KV takes {rates.recompute_ratio:.2g}x the time of its transfer"
         if fraction < _MIN_FRACTION:
             return 0.0, f"{speed}: KV alone is transferred"

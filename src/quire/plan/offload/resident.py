@@ -7,71 +7,13 @@ While a layer computes, the next offloaded layer is transferred to the other slo
 are spread evenly between offloaded ones, so that transfers overlap their computation too.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
 
 from quire.errors import ConfigError
 from quire.layout.model import ModelSpec
 from quire.layout.sizes import format_size
-from quire.plan.offload.split import OffloadRates, pipelined_seconds, pipelined_split
-
-# Stored data that allows the split to change: X of the first tokens, KV of the last, both between.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ActivationRange:
-    """Range of splits that the stored data allows.
-
-    Attributes:
-        kv_from: l_min: first token with stored KV.
-        x_until: l_max: token after the last stored activation.
-
-    Raises:
-        ConfigError: some tokens have neither X nor KV.
-    """
-
-    kv_from: int
-    x_until: int
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.kv_from <= self.x_until:
-            raise ConfigError(
-                f"expected kv_from between 0 and x_until, got kv_from={self.kv_from} and "
-                f"x_until={self.x_until}"
-            )
-
-    def host_bytes(self, tokens: int, *, kv_bytes: int | float, x_bytes: int | float) -> float:
-        """Bytes of CPU memory for one layer of a sequence.
-
-        Args:
-            tokens: length of the sequence.
-            kv_bytes: bytes of a token's KV.
-            x_bytes: bytes of a token's activation.
-        """
-        kept = max(0, tokens - self.kv_from)
-        return kv_bytes * kept + x_bytes * min(self.x_until, tokens)
-
-    def nearest(self, x_tokens: int, tokens: int) -> int:
-        """The nearest split that the stored data allows."""
-        return min(max(x_tokens, self.kv_from), self.x_until, tokens)
-
-
-def activation_range(
-    rates: OffloadRates, prompt_tokens: int, most_tokens: int, *, margin: float = 0.1
-) -> ActivationRange:
-    """Data to store for a sequence whose split grows with its length, with a margin for rates.
-
-    Args:
-        rates: rates of a layer.
-        prompt_tokens: tokens at the start of decode.
-        most_tokens: most tokens of the sequence.
-        margin: fraction of the split, in both directions.
-    """
-    low = pipelined_split(rates, prompt_tokens) * (1 - margin)
-    high = pipelined_split(rates, most_tokens) * (1 + margin)
-    return ActivationRange(kv_from=int(low), x_until=min(most_tokens, -int(-high // 1)))
-
 
 # ---- gate ----------------------------------------------------------------------------------------
 
@@ -116,109 +58,6 @@ def activation_gate(
 
 def _shown(ratio: float) -> str:
     return f"{ratio:.1f}" if ratio >= 1 else f"{ratio:.2g}"
-
-
-# ---- weights -------------------------------------------------------------------------------------
-
-# Offloaded weights: each batch through all layers, or each layer for all batches.
-#
-#     row by row         every batch loads every layer:      w = W
-#     column by column   n batches share a loaded layer:     w = W / n
-#
-# The pipelined split holds with w on the link of each batch. So offloaded weights raise the split:
-# the link transfers more, and the device has more time to recompute. Column by column needs KV of n
-# batches in CPU memory and hidden states between layers; row by row needs neither.
-
-Order = Literal["row", "column"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerWeights:
-    """Transfer seconds of a layer's weights, by their use.
-
-    Attributes:
-        kv_s: W_K and W_V, which recompute needs.
-        qo_s: W_Q and W_O.
-        mlp_s: weights of the MLP.
-    """
-
-    kv_s: int | float
-    qo_s: int | float
-    mlp_s: int | float
-
-    @property
-    def total_s(self) -> int | float:
-        """W: transfer of the whole layer."""
-        return self.kv_s + self.qo_s + self.mlp_s
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pass:
-    """A schedule of batches through a model.
-
-    Attributes:
-        order: order of batches and layers.
-        batches: number of batches that share a loaded layer.
-        rows: number of rows of each batch.
-        x_tokens: recomputed tokens of each batch.
-        tokens_per_s: tokens that all batches generate per second in the steady state.
-    """
-
-    order: Order
-    batches: int
-    rows: int
-    x_tokens: int
-    tokens_per_s: float
-
-
-def with_weights(rates: OffloadRates, weights_s: int | float, batches: int = 1) -> OffloadRates:
-    """Add a batch's share of a layer's weight transfer to its rates.
-
-    Raises:
-        ConfigError: no batch.
-    """
-    if batches < 1:
-        raise ConfigError(f"expected 1 batch or more, got {batches}")
-    return replace(rates, link_s=rates.link_s + weights_s / batches)
-
-
-def run_pass(
-    rates: OffloadRates,
-    *,
-    order: Order,
-    weights_s: int | float,
-    batches: int,
-    rows: int,
-    tokens: int,
-    num_layers: int,
-) -> Pass:
-    """Compute the best split of a schedule and its throughput.
-
-    Args:
-        rates: rates of one batch, without weights.
-        order: order of batches and layers; with "row" every batch loads the weights.
-        weights_s: transfer of a layer's weights; 0 if they are on the device.
-        batches: number of batches.
-        rows: number of rows of each batch.
-        tokens: tokens of all rows of a batch.
-        num_layers: number of layers of the model.
-    """
-    shared = batches if order == "column" else 1
-    loaded = with_weights(rates, weights_s, shared)
-    split = pipelined_split(loaded, tokens)
-    layer_s = pipelined_seconds(loaded, tokens, split)
-    return Pass(
-        order=order,
-        batches=shared,
-        rows=rows,
-        x_tokens=split,
-        tokens_per_s=rows / (num_layers * layer_s),
-    )
-
-
-def faster_pass(*passes: Pass) -> Pass:
-    """The schedule with the highest throughput; the first of equal ones."""
-    return max(passes, key=lambda found: found.tokens_per_s)
 
 
 # ---- placement -----------------------------------------------------------------------------------
@@ -330,26 +169,14 @@ def planned_weights(
     return place_weights([each_bytes] * model.num_layers, other_bytes, budget_bytes)
 
 
-def best_pass(*, copy_s: float, batch_s: float, batch_tokens: int, most_batches: int) -> Pass:
-    """The schedule of full batches that processes most tokens per second; the smallest of equals.
+def best_batches(copy_s: float, batch_s: float, max_batches: int = MAX_BATCHES) -> int:
+    """The fewest batches of a pass that hide the copy of its weights, at most `max_batches`.
+
+    A pass of n batches takes max(copy_s, n * batch_s).
 
     Args:
         copy_s: transfer of all offloaded weights of a pass.
-        batch_s: the device's work on one full batch, all layers.
-        batch_tokens: tokens of a batch.
-        most_batches: most batches that share a pass.
+        batch_s: the device's work on one batch, all layers.
+        max_batches: most batches that share a pass.
     """
-    rates = OffloadRates(kv_s=1.0, x_s=1.0, recompute_s=0.0, other_s=batch_s)  # no offloaded KV
-    passes = [
-        run_pass(
-            rates,
-            order="row" if batches == 1 else "column",
-            weights_s=copy_s,
-            batches=batches,
-            rows=batch_tokens,
-            tokens=0,
-            num_layers=1,
-        )
-        for batches in range(1, most_batches + 1)
-    ]
-    return faster_pass(*passes)
+    return max(1, min(math.ceil(copy_s / batch_s), max_batches))

@@ -18,7 +18,7 @@ Differs from the paper: it always uses l_A; with overlap l_B is up to 1.3 times 
 """
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
 from quire.errors import ConfigError
@@ -57,6 +57,10 @@ class OffloadRates:
                 raise ConfigError(f"expected {field.name} of 0 seconds or more, got {value}")
         if not self.kv_s or not self.host_s:
             raise ConfigError(f"expected kv_s and host_s above 0, got {self}")
+
+    def with_weights(self, weights_s: int | float, batches: int = 1) -> "OffloadRates":
+        """Add a batch's share of the transfer of a layer's weights, which `batches` share."""
+        return replace(self, link_s=self.link_s + weights_s / batches)
 
     @property
     def x_ratio(self) -> float:

@@ -19,7 +19,6 @@ from quire.offload.schedule.work import (
     staging_bytes,
 )
 from quire.offload.timeline import DEVICE, HOST, IN, OUT, Operation, Schedule, TaskKind
-from quire.plan.offload.resident import with_weights
 from quire.plan.offload.split import OffloadRates, best_shares, pipelined_seconds, pipelined_split
 from quire.plan.rates import CopyRate
 from support.offload_formulas import serial_seconds, step_seconds
@@ -152,7 +151,7 @@ def test_several_batches_match_the_formula(rates, x, kv, weights, batches):
         )
         return seconds_of(work)
 
-    loaded = with_weights(rates, weights, batches)
+    loaded = rates.with_weights(weights, batches)
     layer_s = batches * pipelined_seconds(loaded, x + kv, x)
     assert (whole_s(24) - whole_s(12)) / 12 == pytest.approx(layer_s, rel=1e-9)
 
