@@ -1,14 +1,14 @@
 """Formulas of the KVPR paper for one layer: rates from a data sheet, the split, and its speedup.
 
 l_A is the paper's split (equation 10). The engine uses the pipelined split l_B instead; see
-`quire.plan.offload.split`, which defines the symbols.
+`quire.offload.split`, which defines the symbols.
 """
 
 import math
 
 from quire.errors import ConfigError
 from quire.layout.model import ModelSpec
-from quire.plan.offload.split import OffloadRates, whole_units
+from quire.offload.split import OffloadRates, whole_units
 
 
 def offload_rates(

@@ -31,7 +31,7 @@ from quire.models.generation import GenerationDefaults
 from quire.models.loader import LoadedModel
 from quire.models.weights import weight_bytes
 from quire.offload.weights.placement import WithinBudget
-from quire.plan.offload.resident import MAX_BATCHES
+from quire.plan.weights import MAX_BATCHES
 from quire.scheduler.schedule_config import ScheduleConfig
 
 _ALONE, _PARTIAL = "transfer alone", "partial recompute"

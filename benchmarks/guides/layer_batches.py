@@ -154,7 +154,7 @@ def _budget_bytes(config: LayerBatchesConfig, model: "PreTrainedModel") -> int:
     """Device memory in which this number of layers is offloaded, and no more."""
     from quire.models.weights import weight_bytes
     from quire.offload.weights.links import layer_weights
-    from quire.plan.offload.resident import SLOTS
+    from quire.plan.weights import SLOTS
 
     layers = layer_weights(model, config.layers)
     other_bytes = weight_bytes(model) - sum(h.num_bytes for one in layers for h in one.held)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from benchmarks.common.kvpr import paper_split
 from quire.offload.profiler import Sizes, Speeds
 from quire.offload.schedule.work import BatchTokens, Rules, StepWork, even_layers, ring_rules
-from quire.plan.offload.split import OffloadRates, pipelined_split
+from quire.offload.split import OffloadRates, pipelined_split
 
 Division = Callable[[OffloadRates, int], tuple[int, int]]
 """Maps (rates, tokens) to the numbers of recomputed tokens and of tokens with CPU attention."""

@@ -40,8 +40,8 @@ from quire.offload.kv.offload_choice import OffloadChoice
 from quire.offload.profiler import OffloadProfiler, Speeds
 from quire.offload.weights.links import FileLink
 from quire.offload.weights.placement import WeightStream, WithinBudget
-from quire.plan.offload.resident import MAX_BATCHES
 from quire.plan.rates import CopyRate
+from quire.plan.weights import MAX_BATCHES
 from quire.profile.ceilings import random_prompt
 from quire.scheduler.schedule_config import ScheduleConfig
 

@@ -20,7 +20,7 @@ from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.models.loader import LoadedModel, load_model
 from quire.offload.prefix_store.prefix_loader import PrefixLoader
-from quire.plan.offload.split import Loading, read_seconds, restore_seconds, restore_split
+from quire.offload.split import Loading, read_seconds, restore_seconds, restore_split
 from quire.plan.preemption_costs import LearnedCosts, assumed_prefill
 from quire.plan.rates import CopyRate, CopyRates, Costs, PrefillRates
 from quire.sampling.outputs import OutputDelta

@@ -1,8 +1,8 @@
 """Formulas of KV offload that no engine evaluates: tests compare schedules and plans with them."""
 
 from quire.errors import ConfigError
+from quire.offload.split import OffloadRates, pipelined_seconds
 from quire.plan.cost import Costs, positive_root
-from quire.plan.offload.split import OffloadRates, pipelined_seconds
 from quire.plan.rates import CopyRate
 
 

@@ -10,8 +10,8 @@ the tokens in the middle are last in both orders.
 from itertools import pairwise
 
 from quire.errors import ConfigError
+from quire.offload.split import Loading, read_seconds
 from quire.offload.timeline import DEVICE, IN, Operation, Schedule, TaskKind
-from quire.plan.offload.split import Loading, read_seconds
 from quire.plan.rates import PrefillRates
 
 

@@ -33,8 +33,8 @@ from quire.plan.capacity import (
     estimate_activation_peak,
     token_bytes,
 )
-from quire.plan.offload.resident import WeightsPlacement, planned_weights
 from quire.plan.roofline import DecodeStep, crossover_batch, decode_step
+from quire.plan.weights import WeightsPlacement, planned_weights
 from quire.scheduler.schedule_config import ScheduleConfig
 
 STEP_TOKENS: int = {f.name: f.default for f in fields(ScheduleConfig)}["max_num_batched_tokens"]  # type: ignore[assignment]

@@ -33,7 +33,7 @@ from quire.models.base import (
     LayerByLayer,
     PagedAttention,
 )
-from quire.plan.offload.resident import MAX_BATCHES
+from quire.plan.weights import MAX_BATCHES
 from quire.sampling.logits import StepLogits
 from quire.sampling.pending_tokens import PendingTokens
 from quire.sampling.pooling import StepHidden, pooled_rows

@@ -53,7 +53,7 @@ from quire.models.packing import MappedFiles, pack_linears, trim_free_memory
 from quire.models.rope import RopeVariants, Rotations
 from quire.models.sharding import rank_spec
 from quire.models.support import refuse_class, refuse_config
-from quire.plan.offload.resident import MAX_BATCHES
+from quire.plan.weights import MAX_BATCHES
 
 
 class ForwardLock:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from quire.plan.offload.resident import WeightsPlacement
+from quire.plan.weights import WeightsPlacement
 
 
 @runtime_checkable

@@ -31,7 +31,7 @@ from quire.models.sharding import refuse_unshardable, shard
 from quire.models.verify import compare_with_transformers
 from quire.models.weights import check_finite, weight_bytes
 from quire.parallel.group import ONE_RANK, TensorGroup
-from quire.plan.offload.resident import WeightsPlacement
+from quire.plan.weights import WeightsPlacement
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -9,8 +9,8 @@ the split converges even if the model is wrong.
 import math
 
 from quire.errors import ConfigError
+from quire.offload.split import OffloadRates, pipelined_seconds, pipelined_split
 from quire.offload.timeline import DEVICE, IN, Timeline
-from quire.plan.offload.split import OffloadRates, pipelined_seconds, pipelined_split
 
 _DEAD_BAND = 0.02  # fraction of the step's time; smaller stalls are noise
 _MAX_CORRECTION = 0.3  # fraction of all tokens

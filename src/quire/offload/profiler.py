@@ -11,9 +11,9 @@ after a change get full weight.
 
 from dataclasses import dataclass
 
+from quire.offload.split import OffloadRates
 from quire.offload.timeline import Operation, Span, TaskKind, Timeline
 from quire.plan.fitting import ChangeDetector, RateEstimator
-from quire.plan.offload.split import OffloadRates
 from quire.plan.rates import CopyRate
 
 # An estimate of 0 would stay 0, so coefficients start at no less than these.
@@ -108,7 +108,7 @@ class Speeds:
     def rates(
         self, sizes: Sizes, *, rows: int, tokens: int, half_duplex: bool = False
     ) -> OffloadRates:
-        """Rates of the formulas in `quire.plan.offload` for a layer of one batch, without weights.
+        """Rates of the formulas in `quire.offload.split` for a layer of one batch, without weights.
 
         Args:
             sizes: bytes that cross the link.

@@ -13,7 +13,7 @@ one batch. With KV offload, each batch waits for its own offloaded pages only.
 from typing import Protocol, runtime_checkable
 
 from quire.errors import UnsoundCombination
-from quire.plan.offload.resident import MAX_BATCHES, WeightsPlacement, best_batches
+from quire.plan.weights import MAX_BATCHES, WeightsPlacement, best_batches
 
 _NEW_SHARE = 0.2  # weight of the newest sample in the moving average of batch times
 _FULL = 0.5  # least fraction of a full batch that is sampled

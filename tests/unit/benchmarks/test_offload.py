@@ -18,7 +18,7 @@ from quire.offload.profiler import Sizes, Speeds
 from quire.offload.schedule.executor import ScheduleClock
 from quire.offload.schedule.planner import plan_step
 from quire.offload.schedule.work import BatchTokens, Rules, staging_bytes
-from quire.plan.offload.split import pipelined_seconds
+from quire.offload.split import pipelined_seconds
 from quire.plan.rates import CopyRate
 from support.redis_servers import requires_redis
 

@@ -18,7 +18,7 @@ from quire.offload.weights.links import (
     layer_weights,
 )
 from quire.offload.weights.placement import WeightStream, WithinBudget
-from quire.plan.offload.resident import SLOTS, place_weights
+from quire.plan.weights import SLOTS, place_weights
 from support import zoo
 from support.engines import load
 from support.streamed import DelayedTransfers, load_streamed, min_bytes, poison

@@ -13,9 +13,9 @@ from quire.offload.profiler import OffloadProfiler, Sizes, Speeds
 from quire.offload.schedule.executor import ScheduleClock, no_work
 from quire.offload.schedule.planner import plan_step
 from quire.offload.schedule.work import BatchTokens, StepWork, even_layers
+from quire.offload.split import pipelined_seconds, pipelined_split
 from quire.offload.timeline import LANES, TaskKind
 from quire.plan.fitting import ChangeDetector
-from quire.plan.offload.split import pipelined_seconds, pipelined_split
 from quire.plan.rates import CopyRate
 from support.offload_timelines import fit_speeds, measure_speeds
 

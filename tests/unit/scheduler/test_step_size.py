@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from quire.errors import ConfigError
-from quire.plan.offload.resident import MAX_BATCHES, WeightsPlacement
+from quire.plan.weights import MAX_BATCHES, WeightsPlacement
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.step_size import StepSize, most_batches
 

@@ -32,9 +32,8 @@ from quire.offload.profiler import OffloadProfiler, Sizes
 from quire.offload.recompute.activation_allocator import ActivationAllocator
 from quire.offload.recompute.activation_store import ActivationCodec, ActivationStore
 from quire.offload.recompute.kv_recompute import KVRecompute
+from quire.offload.split import activation_gate, pipelined_split
 from quire.offload.swap.transfer import ThreadTransferWorker, TransferWorker
-from quire.plan.offload.resident import activation_gate
-from quire.plan.offload.split import pipelined_split
 
 logger = logging.getLogger(__name__)
 

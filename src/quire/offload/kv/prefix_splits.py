@@ -13,8 +13,8 @@ from quire.offload.control import SplitController
 from quire.offload.kv.step_planner import StepPlanner
 from quire.offload.profiler import OffloadProfiler, Sizes
 from quire.offload.schedule.work import BatchTokens
+from quire.offload.split import OffloadRates, best_shares, share_rows
 from quire.offload.timeline import LANES, Operation, Schedule, Span, TaskKind, Timeline
-from quire.plan.offload.split import OffloadRates, best_shares, share_rows
 
 # Pages of an offloaded prefix that are recomputed, transferred, or attended to on the CPU:
 #

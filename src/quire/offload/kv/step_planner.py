@@ -2,7 +2,7 @@
 
 The schedule is that of `quire.offload.schedule.planner`, which benchmarks run on threads, streams
 and a virtual clock. The virtual clock predicts the time of a step, including what the formulas of
-`quire.plan.offload` leave out: the first layer and fixed times of copies and products. So a split
+`quire.offload.split` leave out: the first layer and fixed times of copies and products. So a split
 is used only if its step is faster than one that transfers all KV.
 """
 

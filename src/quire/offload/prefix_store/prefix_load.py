@@ -24,7 +24,7 @@ from quire.offload.kv.in_flight_pages import InFlightPages
 from quire.offload.kv.in_flight_snapshot import InFlightSnapshot
 from quire.offload.prefix_store.entries import Place
 from quire.offload.prefix_store.prefix_tier import PrefixTier
-from quire.plan.offload.split import Loading
+from quire.offload.split import Loading
 
 Segments = deque[tuple[int, int, float]]
 _SHARE = 4  # a segment is 1 / _SHARE of the remaining blocks: small segments near the meeting point

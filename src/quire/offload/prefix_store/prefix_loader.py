@@ -3,7 +3,7 @@
     memory | recomputed, chunk by chunk -> | <- loaded segments, from the end | rest: prefill
     0      m                              meet                                n
 
-The meeting point is the root of a quadratic (`plan.offload.restore`). It is recomputed before each
+The meeting point (`restore_split`) is the root of a quadratic. It is recomputed before each
 chunk from observed copy and prefill times: less is loaded over a slow or stalled link, more over a
 fast one. A request that waits for its pages does not delay other requests. A second request for a
 prefix that is being loaded waits for the first one and shares its pages.
@@ -41,7 +41,7 @@ from quire.offload.prefix_store.entries import Place
 from quire.offload.prefix_store.levels import PrefixLevels
 from quire.offload.prefix_store.prefix_load import LoadRate, PrefixLoad, SnapshotLoad
 from quire.offload.prefix_store.prefix_tier import PrefixTier, TierStats, TierTransferWorker
-from quire.plan.offload.split import Loading, restore_split
+from quire.offload.split import Loading, restore_split
 from quire.plan.preemption_costs import LearnedCosts
 from quire.plan.rates import PrefillRates
 from quire.scheduler.events import EventLog

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 
 from quire.errors import ConfigError
 from quire.offload.profiler import Sizes, Speeds
-from quire.plan.offload.split import OffloadRates, pipelined_seconds
+from quire.offload.split import OffloadRates, pipelined_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,7 +37,7 @@ from quire.offload.weights.links import (
     layer_weights,
     make_link,
 )
-from quire.plan.offload.resident import SLOTS, WeightsPlacement, place_weights
+from quire.plan.weights import SLOTS, WeightsPlacement, place_weights
 
 
 @dataclass(slots=True)

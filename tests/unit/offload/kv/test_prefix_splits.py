@@ -8,7 +8,7 @@ import pytest
 from quire.kv.step_log import ATTEND, KV_IN, LAYER, PROJECT, X_IN, Timed
 from quire.offload.kv.prefix_splits import OffloadedPrefix, PrefixSplits, SplitLimits, timeline_of
 from quire.offload.profiler import OffloadProfiler, Sizes, Speeds
-from quire.plan.offload.split import OffloadRates, pipelined_split
+from quire.offload.split import OffloadRates, pipelined_split
 from quire.plan.rates import CopyRate
 
 KV_BYTES, X_BYTES, PAGE, COLUMNS, LAYERS = 100, 50, 4, 250, 8

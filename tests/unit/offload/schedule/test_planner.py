@@ -18,8 +18,8 @@ from quire.offload.schedule.work import (
     even_layers,
     staging_bytes,
 )
+from quire.offload.split import OffloadRates, best_shares, pipelined_seconds, pipelined_split
 from quire.offload.timeline import DEVICE, HOST, IN, OUT, Operation, Schedule, TaskKind
-from quire.plan.offload.split import OffloadRates, best_shares, pipelined_seconds, pipelined_split
 from quire.plan.rates import CopyRate
 from support.offload_formulas import serial_seconds, step_seconds
 from support.offload_timelines import (

@@ -8,7 +8,7 @@ from quire.offload.profiler import Sizes, Speeds
 from quire.offload.schedule.executor import ScheduleClock
 from quire.offload.schedule.planner import fastest
 from quire.offload.schedule.work import BatchTokens, Rules, StepWork, even_layers
-from quire.plan.offload.split import Loading, restore_seconds, restore_split
+from quire.offload.split import Loading, restore_seconds, restore_split
 from quire.plan.rates import CopyRate, PrefillRates
 from support.offload_timelines import copied_bytes
 from support.restore_schedule import plan_restore

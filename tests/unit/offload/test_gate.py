@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.plan.offload.resident import activation_gate
+from quire.offload.split import activation_gate
 from support.offload_shapes import (
     LLAMA_2_7B,
     LLAMA_3_2_1B,

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from quire.errors import ConfigError
 from quire.layout.model import ModelSpec
-from quire.plan.offload.resident import SLOTS, best_batches, place_weights, planned_weights
+from quire.plan.weights import SLOTS, best_batches, place_weights, planned_weights
 
 MODEL = ModelSpec.from_config(
     {

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.plan.offload.split import (
+from quire.offload.split import (
     Loading,
     read_seconds,
     restore_seconds,

@@ -14,7 +14,7 @@ from benchmarks.common.kvpr import (
     pipelined_gain,
 )
 from quire.errors import ConfigError
-from quire.plan.offload.split import OffloadRates, pipelined_seconds, pipelined_split, share_rows
+from quire.offload.split import OffloadRates, pipelined_seconds, pipelined_split, share_rows
 from quire.plan.rates import CopyRate
 from support.offload_formulas import (
     effective_bytes_per_s,

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from benchmarks.common.kvpr import offload_rates
 from quire.errors import ConfigError
-from quire.plan.offload.split import OffloadRates, best_shares
+from quire.offload.split import OffloadRates, best_shares
 from support.offload_shapes import LLAMA_3_8B, OPT_6_7B
 
 SECONDS = st.floats(1e-2, 1e2)

@@ -15,53 +15,6 @@ from quire.errors import ConfigError
 from quire.layout.model import ModelSpec
 from quire.layout.sizes import format_size
 
-# ---- gate ----------------------------------------------------------------------------------------
-
-# Whether the transfer of a model's activations pays.
-
-
-@dataclass(frozen=True, slots=True)
-class Gate:
-    """Result of the comparison.
-
-    Attributes:
-        pays: whether an activation is smaller than the KV computed from it.
-        x_ratio: its bytes over those of the KV.
-        reason: explanation for messages.
-    """
-
-    pays: bool
-    x_ratio: float
-    reason: str
-
-
-def activation_gate(
-    model: ModelSpec, *, kv_value_bytes: int | float = 2, x_value_bytes: int | float = 2
-) -> Gate:
-    """Compare bytes: hidden * p_x with 2 * kv_heads * head_dim * p_kv.
-
-    Fewer KV heads than query heads shrink the KV but not the activation, so mostly multi-head
-    models gain. `head_dim` may be larger than hidden / heads.
-
-    Args:
-        model: its dimensions.
-        kv_value_bytes: bytes of a KV element on the link, including codec metadata.
-        x_value_bytes: bytes of an activation element, including codec metadata.
-    """
-    x_bytes = model.hidden_size * x_value_bytes
-    ratio = x_bytes / (model.kv_values_per_layer_token * kv_value_bytes)
-    words = f"activations are {_shown(ratio)}x the KV of this model"
-    if ratio < 1:
-        return Gate(True, ratio, f"{words}: part of its KV is recomputed from them")
-    return Gate(False, ratio, f"{words}: KV alone is transferred")
-
-
-def _shown(ratio: float) -> str:
-    return f"{ratio:.1f}" if ratio >= 1 else f"{ratio:.2g}"
-
-
-# ---- placement -----------------------------------------------------------------------------------
-
 SLOTS = 2
 """One slot for the layer that computes, one for the layer in transfer."""
 
