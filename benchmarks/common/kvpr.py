@@ -8,7 +8,7 @@ import math
 
 from quire.errors import ConfigError
 from quire.layout.model import ModelSpec
-from quire.offload.split import OffloadRates, whole_units
+from quire.offload.split import OffloadRates, balance
 
 
 def offload_rates(
@@ -66,8 +66,12 @@ def paper_split(rates: OffloadRates, tokens: int, unit: int = 1) -> int:
     """
     if rates.x_s >= rates.kv_s:
         return 0
-    best = rates.kv_s * tokens / (rates.kv_s + rates.recompute_s)
-    return min(whole_units(best, tokens, unit), key=lambda x: (paper_seconds(rates, tokens, x), x))
+    return balance(
+        lambda x: (rates.x_s + rates.recompute_s) * x,
+        lambda x: rates.x_s * x + rates.kv_s * (tokens - x),
+        tokens,
+        unit,
+    )
 
 
 def paper_gain(rates: OffloadRates) -> float:

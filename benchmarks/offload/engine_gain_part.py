@@ -30,14 +30,14 @@ from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig, OffloadConfig, PrefixCacheConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
+from quire.kv.step_log import PROJECT
 from quire.models.adapter import TransformersDecoder
 from quire.models.generation import GenerationDefaults
 from quire.models.loader import LoadedModel
 from quire.models.weights import weight_bytes
-from quire.offload.control import SplitController
 from quire.offload.kv.measured_speeds import measure_offload_speeds
 from quire.offload.kv.offload_choice import OffloadChoice
-from quire.offload.profiler import OffloadProfiler, Speeds
+from quire.offload.split import COPY, MeasuredRates
 from quire.offload.weights.links import FileLink
 from quire.offload.weights.placement import WeightStream, WithinBudget
 from quire.plan.rates import CopyRate
@@ -141,22 +141,39 @@ def _model(mode: _Mode) -> LoadedModel:
     )
 
 
-def _speeds(model: LoadedModel) -> Speeds:
+@dataclass(frozen=True, slots=True)
+class _Speeds:
+    """The slowed machine.
+
+    Attributes:
+        link: rate of the link.
+        token_s: recompute of a token of a layer.
+    """
+
+    link: CopyRate
+    token_s: float
+
+    @property
+    def rates(self) -> Mapping[str, tuple[float, float]]:
+        """Rates by kind of operation."""
+        return {COPY: (0.0, 1 / self.link.bytes_per_s), PROJECT: (0.0, self.token_s)}
+
+
+def _speeds(model: LoadedModel) -> _Speeds:
     """Speeds with slowed recompute, and with a link that takes r / rho for the KV of a token."""
     assert isinstance(model.decoder, TransformersDecoder), "made above"
     model.decoder.prepare_recomputation()
     real = measure_offload_speeds(model.decoder, model.spec.num_layers - 1, recomputes=True)
-    token_s = _SLOWED * real.project_token_s
+    token_s = _SLOWED * real[PROJECT][1]
     kv_bytes = model.spec.kv_values_per_layer_token * model.decoder.dtype.itemsize
-    link = CopyRate(bytes_per_s=kv_bytes * _RHO / token_s)
-    return Speeds(inward=link, outward=link, project_token_s=token_s)
+    return _Speeds(CopyRate(bytes_per_s=kv_bytes * _RHO / token_s), token_s)
 
 
 def _run(
-    config: OffloadBenchConfig, mode: _Mode, model: LoadedModel, speeds: Speeds, recompute: str
+    config: OffloadBenchConfig, mode: _Mode, model: LoadedModel, speeds: _Speeds, recompute: str
 ) -> _Run:
     """Generate for all rows, with the link at the rate of `speeds` once prompts are computed."""
-    link = SlowLink(speeds.inward)
+    link = SlowLink(speeds.link)
     with _on_link(model, link, speeds):
         engine = _engine(config, mode, model, recompute)
         params = SamplingParams(max_tokens=config.gain_steps, ignore_eos=True, temperature=0.0)
@@ -176,16 +193,21 @@ def _run(
     )
 
 
-def _learn_anew(engine: Engine, speeds: Speeds) -> None:
+def _learn_anew(engine: Engine, speeds: _Speeds) -> None:
     """Forget the rates of the fast link."""
     splits = None if engine.pool.offload is None else engine.pool.offload.splits
     if splits is not None:
-        splits.profiler = OffloadProfiler(speeds)
-        splits.controller = SplitController(unit=_PAGE_TOKENS)
+        old = splits.rates
+        splits.rates = MeasuredRates(
+            speeds.rates,
+            kv_bytes=old.kv_bytes,
+            x_bytes=old.x_bytes,
+            weight_bytes=old.weight_bytes,
+        )
 
 
 def _steps(
-    engine: Engine, link: SlowLink, speeds: Speeds, config: OffloadBenchConfig
+    engine: Engine, link: SlowLink, speeds: _Speeds, config: OffloadBenchConfig
 ) -> tuple[list[float], dict[str, tuple[int, ...]]]:
     """Run all steps; times of those in which every row decodes.
 
@@ -208,18 +230,18 @@ def _steps(
 
 
 @contextmanager
-def _on_link(model: LoadedModel, link: SlowLink, speeds: Speeds) -> Iterator[None]:
+def _on_link(model: LoadedModel, link: SlowLink, speeds: _Speeds) -> Iterator[None]:
     """Let all copies of the engine built inside take turns on one link."""
     assert isinstance(model.decoder, TransformersDecoder), "made above"
     if isinstance(model.weights, WeightStream):
         assert isinstance(model.weights.link, FileLink), "on a CPU"
         model.weights.link.transfer_worker = SlowTransferWorker(link)
     with (
-        mock.patch(_SPEEDS, return_value=speeds),
+        mock.patch(_SPEEDS, return_value=speeds.rates),
         mock.patch.object(
             model.decoder,
             "keys_and_values",
-            slowed(model.decoder.keys_and_values, link, speeds.project_token_s),
+            slowed(model.decoder.keys_and_values, link, speeds.token_s),
         ),
         mock.patch.object(OffloadChoice, "transfer_worker", return_value=SlowTransferWorker(link)),
     ):

@@ -17,11 +17,11 @@ from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import ConfigError, NeverFits
+from quire.kv.step_log import HOST_ATTEND, PROJECT
 from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
 from quire.offload.kv.prefix_splits import PrefixSplits
-from quire.offload.profiler import Speeds
+from quire.offload.split import COPY
 from quire.offload.swap.transfer import ThreadTransferWorker
-from quire.plan.rates import CopyRate
 from quire.scheduler.schedule_config import ScheduleConfig
 from reference.test_eviction import Recorder, largest_difference
 from support.engines import greedy, load
@@ -618,10 +618,9 @@ def as_on_a_fast_link(timed):
 
 def test_the_recomputed_fraction_follows_measured_rates(monkeypatch):
     """The assumed link is slow and the measured link is fast, so the fraction falls."""
-    slow = CopyRate(bytes_per_s=1e6)
-    speeds = Speeds(inward=slow, outward=slow, project_token_s=1e-9, host_token_s=1.0)
+    slow = {COPY: (0.0, 1e-6), PROJECT: (0.0, 1e-9), HOST_ATTEND: (0.0, 1.0)}
     monkeypatch.setattr(
-        "quire.offload.kv.offload_choice.measure_offload_speeds", lambda *_, **__: speeds
+        "quire.offload.kv.offload_choice.measure_offload_speeds", lambda *_, **__: slow
     )
     parts, learn = [], PrefixSplits.learn
 
@@ -635,7 +634,7 @@ def test_the_recomputed_fraction_follows_measured_rates(monkeypatch):
     offload = engine.pool.offload
     assert "activations are 0.5x the KV of this model: part" in offload.why
     assert engine.stats().recomputed_tokens
-    assert offload.splits.profiler.speeds.inward.bytes_per_s > 100 * slow.bytes_per_s
+    assert offload.splits.rates.call_and_unit_s(COPY)[1] < slow[COPY][1] / 100
     assert parts[0] > 0.5 > parts[-1]
     assert offload.kv_offload.kv_recompute.store.allocator.peak_blocks
     assert largest_difference(logits, ample_memory_logits("llama_mha")) <= 1e-4

@@ -14,13 +14,13 @@ from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
 from quire.errors import StorageError, UnsoundCombination
+from quire.kv.step_log import LAYER, PROJECT
 from quire.models import adapter
 from quire.models.adapter import TransformersDecoder
 from quire.models.weights import weight_bytes
 from quire.offload.kv.prefix_splits import PrefixSplits
-from quire.offload.profiler import Speeds
+from quire.offload.split import COPY
 from quire.offload.weights.placement import WithinBudget
-from quire.plan.rates import CopyRate
 from quire.scheduler.schedule_config import ScheduleConfig
 from reference.test_eviction import Recorder, largest_difference
 from support import zoo
@@ -373,10 +373,9 @@ def test_recompute_prepares_layers_in_any_order():
 
 def test_auto_split_counts_the_transfer_of_weights(monkeypatch):
     """Weights take the link's time, so more KV is recomputed than with weights on the device."""
-    link = CopyRate(bytes_per_s=1e6)
-    speeds = Speeds(inward=link, outward=link, project_token_s=5e-4, layer_s=1e-3)
+    rates = {COPY: (0.0, 1e-6), PROJECT: (0.0, 5e-4), LAYER: (1e-3, 0.0)}
     monkeypatch.setattr(
-        "quire.offload.kv.offload_choice.measure_offload_speeds", lambda *_, **__: speeds
+        "quire.offload.kv.offload_choice.measure_offload_speeds", lambda *_, **__: rates
     )
     monkeypatch.setattr(PrefixSplits, "learn", lambda *_: None)
     shares = {}

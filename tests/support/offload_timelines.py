@@ -1,37 +1,6 @@
-"""Analysis of schedules and timelines: speeds and totals."""
+"""Totals of schedules and timelines."""
 
-from collections.abc import Iterable, Sequence
-
-from quire.offload.profiler import COST_CLASSES, Speeds, call_and_units, speeds_of
-from quire.offload.schedule.executor import Executor, Work
-from quire.offload.timeline import DEVICE, IN, Schedule, Span, TaskKind, Timeline
-from quire.plan.fitting import fit_seconds
-
-
-def measure_speeds(executor: Executor, probes: Sequence[tuple[Schedule, Work]]) -> Speeds:
-    """Measure speeds with probes; each probe runs once as a warm-up and once measured.
-
-    Args:
-        executor: executor of the steps.
-        probes: schedules of different sizes, and their work.
-    """
-    spans: list[Span] = []
-    for schedule, work in probes:
-        executor.run(schedule, work)
-        spans += executor.run(schedule, work).spans
-    return fit_speeds(spans)
-
-
-def fit_speeds(spans: Iterable[Span]) -> Speeds:
-    """Fit speeds to operations; an operation kind without measurements has no cost."""
-    samples: dict[str, tuple[list[tuple[float, float]], list[float]]] = {}
-    for span in spans:
-        amounts, seconds = samples.setdefault(COST_CLASSES[span.operation.kind], ([], []))
-        if span.seconds > 0 and call_and_units(span.operation)[1]:
-            amounts.append(call_and_units(span.operation))
-            seconds.append(float(span.seconds))
-    fitted = {name: fit_seconds(*found) for name, found in samples.items() if found[1]}
-    return speeds_of({name: (call_s, unit_s) for name, (call_s, unit_s) in fitted.items()})
+from quire.offload.timeline import DEVICE, IN, Schedule, TaskKind, Timeline
 
 
 def copied_bytes(schedule: Schedule, *kinds: TaskKind) -> int:

@@ -1,30 +1,72 @@
-"""Number of tokens to recompute from activations while the KV of the others is transferred.
+"""Number of tokens to recompute while the KV of the others is loaded over the link.
 
-    | X: recomputed    | KV: transferred |
-    0               x_tokens          tokens          l and S of the formulas
+    | recomputed | loaded |
+    0            l        S                    l = argmin max(recompute(l), load(S - l))
 
-One layer at a time (the paper, its equation 10): X arrives, then recompute and KV overlap.
+With every token recompute takes longer and the load less time, so `balance` finds l by bisection.
+Three questions have this form:
 
-    T_A(l) = x l + max(r l, k (S - l))                l_A = k S / (k + r)
+    running requests   l tokens of a layer from their activations X, while the link transfers X and
+                       KV of the next layer: T(l) = max(r l + c, w + x l + k (S - l))
+    CPU attention      a tokens of a layer on the CPU: max(u a + c, T of the others)
+    prefix in a tier   prefill of the first l tokens, load of the others
 
-Pipelined: during recompute and attention of a layer the link transfers X and KV of the next.
+w and c are `link_s` and `other_s`. So the best split of running requests is near
 
-    T_B(l) = max(w + x l + k (S - l), r l + c)        l_B = (w + k S - c) / (k - x + r)
+    l_B = (w + k S - c) / (k - x + r)
 
-w and c are `link_s` and `other_s`. The first layer overlaps with no other layer. Over L layers with
-two slots or more, a step takes exactly T_A(l) + c + (L - 1) T_B(l).
+`MeasuredRates` measures k, x, r, u and c: it smooths the times of all operations of every step.
 
-Differs from the paper: it always uses l_A; with overlap l_B is up to 1.3 times faster.
+Source: KVPR (Jiang et al. 2025).
+
+Differs from the paper: its runtime overlaps nothing with the copy of X of a layer, so its split is
+l_A = k S / (k + r) (equation 10). With overlap l_B is up to 1.3 times faster.
 """
 
 import math
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise
 
 from quire.errors import ConfigError
+from quire.kv.step_log import ATTEND, HOST_ATTEND, KV_IN, LAYER, PROJECT, X_IN, Timed
 from quire.layout.model import ModelSpec
-from quire.plan.cost import positive_root
+from quire.plan.fitting import RateEstimator
 from quire.plan.rates import PrefillRates
+
+
+def balance(
+    rising: Callable[[int], float], falling: Callable[[int], float], tokens: int, unit: int = 1
+) -> int:
+    """The number of tokens with the least max(rising, falling); the smallest of equals.
+
+    Args:
+        rising: seconds that increase with the number of tokens.
+        falling: seconds that decrease with it.
+        tokens: the most tokens; they need not be whole units.
+        unit: granularity in tokens, such as a page.
+
+    Raises:
+        ConfigError: negative tokens, or a unit below 1.
+    """
+    if tokens < 0 or unit < 1:
+        raise ConfigError(
+            f"expected tokens of 0 or more in units of 1 or more, got {tokens}, {unit}"
+        )
+
+    def at(units: int) -> int:
+        return min(units * unit, tokens)
+
+    def crosses(units: int) -> bool:
+        return rising(at(units)) >= falling(at(units))
+
+    first = bisect_left(range(-(-tokens // unit)), True, key=crosses)
+    return min(
+        (at(max(first - 1, 0)), at(first)), key=lambda found: max(rising(found), falling(found))
+    )
+
+
+# ---- running requests ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,13 +117,20 @@ class OffloadRates:
 
 
 def pipelined_seconds(rates: OffloadRates, tokens: int | float, x_tokens: int | float) -> float:
-    """T_B: time of a layer in the steady state, with link and device in parallel."""
-    transfer_s = rates.x_s * x_tokens + rates.kv_s * (tokens - x_tokens)
-    return max(rates.link_s + transfer_s, rates.recompute_s * x_tokens + rates.other_s)
+    """Time of a layer in the steady state, with link and device in parallel."""
+    return max(_device_s(rates, x_tokens), _link_s(rates, tokens, x_tokens))
+
+
+def _device_s(rates: OffloadRates, x_tokens: int | float) -> float:
+    return rates.recompute_s * x_tokens + rates.other_s
+
+
+def _link_s(rates: OffloadRates, tokens: int | float, x_tokens: int | float) -> float:
+    return rates.link_s + rates.x_s * x_tokens + rates.kv_s * (tokens - x_tokens)
 
 
 def pipelined_split(rates: OffloadRates, tokens: int, unit: int = 1) -> int:
-    """l_B, rounded to the best whole unit; 0 if activations do not pay.
+    """Tokens to recompute, in whole units; 0 if activations do not pay.
 
     Args:
         rates: rates of a layer.
@@ -90,24 +139,31 @@ def pipelined_split(rates: OffloadRates, tokens: int, unit: int = 1) -> int:
     """
     if rates.x_s >= rates.kv_s:
         return 0
-    spare_s = rates.link_s + rates.kv_s * tokens - rates.other_s
-    best = spare_s / (rates.kv_s - rates.x_s + rates.recompute_s)
-    found = whole_units(best, tokens, unit)
-    return min(found, key=lambda x: (pipelined_seconds(rates, tokens, x), x))
+    return balance(lambda x: _device_s(rates, x), lambda x: _link_s(rates, tokens, x), tokens, unit)
 
 
-def whole_units(best: float, tokens: int, unit: int) -> tuple[int, int]:
-    """The whole units below and above a split, at most all tokens.
+def embedded_step_seconds(
+    rates: OffloadRates, tokens: int, x_tokens: int, num_layers: int
+) -> float:
+    """Time of a step; its first layer overlaps with no other and is recomputed from token ids."""
+    first_s = max(rates.recompute_s * x_tokens, rates.kv_s * (tokens - x_tokens)) + rates.other_s
+    return first_s + (num_layers - 1) * pipelined_seconds(rates, tokens, x_tokens)
 
-    Raises:
-        ConfigError: negative tokens, or a unit below 1.
+
+def host_split(rates: OffloadRates, tokens: int, unit: int = 1) -> int:
+    """Tokens that the CPU attends to while link and device divide the others; 0 without a rate.
+
+    CPU attention of a layer starts when its queries are there, so `other_s` adds to its time.
+    Arguments as for `pipelined_split`.
     """
-    if tokens < 0 or unit < 1:
-        raise ConfigError(
-            f"expected tokens of 0 or more in units of 1 or more, got {tokens}, {unit}"
-        )
-    below = math.floor(min(max(best, 0.0), tokens) / unit) * unit
-    return below, min(below + unit, tokens)
+    if rates.host_s == math.inf:
+        return 0
+
+    def others_s(host: int) -> float:
+        left = tokens - host
+        return pipelined_seconds(rates, left, pipelined_split(rates, left))
+
+    return balance(lambda n: rates.host_s * n + rates.other_s * (n > 0), others_s, tokens, unit)
 
 
 def share_rows(tokens: tuple[int, ...], x_tokens: int, page_tokens: int = 1) -> tuple[int, ...]:
@@ -138,115 +194,86 @@ def share_rows(tokens: tuple[int, ...], x_tokens: int, page_tokens: int = 1) -> 
     return tuple(found)
 
 
-# Three resources in parallel: the link transfers KV and X, the device recomputes, the CPU attends.
-#
-# Least T with  x l + k t <= T,  r l + c <= T,  u a (+ c) <= T,  l + t + a = S - g,  all 0 or more.
-#
-# In a time T the three cover tokens(T), a piecewise linear function; T is where it reaches S - g.
-# With x >= k no token is recomputed and T = (S - g) / (1 / k + 1 / u) for c = 0: rates add up.
-#
-# Differs from the usual formula: CPU attention of a layer needs that layer's queries. So `waits`
-# adds the device's other work to its time, unless another batch hides it.
+# ---- measured rates ------------------------------------------------------------------------------
+
+COPY = "copy"
+"""Operations with one rate for KV and X."""
+
+# An estimate of 0 would stay 0, so coefficients start at no less than these.
+_MIN_CALL_S, _MIN_UNIT_S = 1e-6, 1e-12
+_NO_TIME = (0.0, 0.0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shares:
-    """Tokens by resource, before rounding.
+class MeasuredRates:
+    """Rates of the operations of a step: seconds = call_s + bytes or tokens * unit_s.
 
-    Attributes:
-        x_tokens: l, recomputed.
-        kv_tokens: t, transferred.
-        host_tokens: a, attended to on the CPU.
-        seconds: T, of the layer.
-    """
-
-    x_tokens: float
-    kv_tokens: float
-    host_tokens: float
-    seconds: float
-
-
-def best_shares(
-    rates: OffloadRates, tokens: int | float, resident: int | float = 0, *, waits: bool = True
-) -> Shares:
-    """Divide a layer's tokens over link, device and CPU.
+    They are measured at the start and exponentially smoothed over the operations of every step,
+    because concurrent operations slow each other down.
 
     Args:
-        rates: an infinite `host_s` excludes the CPU; `link_s` is unavailable to KV and X.
-        tokens: S.
-        resident: g, on the device already.
-        waits: whether CPU attention starts when the layer before is done.
+        prior: (call_s, unit_s) by kind: COPY, or a name of `quire.kv.step_log`. Without HOST_ATTEND
+            there is no CPU attention.
+        kv_bytes: KV of a token in a layer.
+        x_bytes: activation of a token in a layer.
+        weight_bytes: offloaded weights of a mean layer.
 
-    Raises:
-        ConfigError: more resident tokens than tokens.
+    Attributes:
+        kv_bytes, x_bytes, weight_bytes: see above.
     """
-    if not 0 <= resident <= tokens:
-        raise ConfigError(f"expected 0 to {tokens} resident tokens, got {resident}")
-    requested = float(tokens - resident)
-    corners = sorted({0.0, *_corners(rates)})
-    for left, right in pairwise(corners):
-        if _covered(rates, right, waits=waits) >= requested:
-            return _at(
-                rates, _between(rates, left, right, requested, waits=waits), requested, waits=waits
-            )
-    low = corners[-1]
-    high = low + 1.0 + requested * rates.kv_s
-    return _at(rates, _between(rates, low, high, requested, waits=waits), requested, waits=waits)
+
+    def __init__(
+        self,
+        prior: Mapping[str, tuple[float, float]],
+        *,
+        kv_bytes: int | float,
+        x_bytes: int | float,
+        weight_bytes: int | float = 0,
+    ) -> None:
+        self.kv_bytes, self.x_bytes, self.weight_bytes = kv_bytes, x_bytes, weight_bytes
+        self._attends = HOST_ATTEND in prior
+        self._estimates: dict[str, RateEstimator] = {}
+        for kind in (COPY, PROJECT, ATTEND, LAYER, HOST_ATTEND):
+            call_s, unit_s = prior.get(kind, _NO_TIME)
+            least = max(call_s, _MIN_CALL_S), max(unit_s, _MIN_UNIT_S)
+            self._estimates[kind] = RateEstimator(least)
+
+    def call_and_unit_s(self, kind: str) -> tuple[float, ...]:
+        """Current estimates for a kind of operation."""
+        return self._estimates[kind].coefficients
+
+    def learn(self, timed: Sequence[Timed]) -> None:
+        """Learn from the operations of a step."""
+        for item in timed:
+            units = item.num_bytes or item.tokens
+            if units:
+                kind = COPY if item.kind in (KV_IN, X_IN) else item.kind
+                self._estimates[kind].add((1.0, float(units)), item.end_s - item.start_s)
+
+    def layer(self, tokens: int, *, batches: int = 1, chunks: int = 0) -> OffloadRates:
+        """Rates of a layer of one batch.
+
+        Args:
+            tokens: tokens of all rows, which the device attends to.
+            batches: batches that share the transfer of the layer's weights.
+            chunks: copies of X, each followed by a recompute; their fixed times count.
+        """
+        copy_s, byte_s = self.call_and_unit_s(COPY)
+        project_s, token_s = self.call_and_unit_s(PROJECT)
+        attend_s, attend_token_s = self.call_and_unit_s(ATTEND)
+        return OffloadRates(
+            kv_s=self.kv_bytes * byte_s,
+            x_s=self.x_bytes * byte_s,
+            recompute_s=token_s,
+            host_s=self.call_and_unit_s(HOST_ATTEND)[1] if self._attends else math.inf,
+            other_s=attend_s
+            + attend_token_s * tokens
+            + sum(self.call_and_unit_s(LAYER))
+            + chunks * project_s,
+            link_s=self.weight_bytes * byte_s / batches + chunks * copy_s,
+        )
 
 
-def _corners(rates: OffloadRates) -> tuple[float, ...]:
-    """Times at which the slope of `_covered` changes: a resource starts, or X fills the link."""
-    found = [float(rates.other_s), float(rates.link_s)]
-    if rates.x_s > rates.recompute_s:  # r l + c = T and w + x l = T
-        gap_s = rates.x_s * rates.other_s - rates.recompute_s * rates.link_s
-        found.append(gap_s / (rates.x_s - rates.recompute_s))
-    elif rates.x_s < rates.recompute_s:
-        gap_s = rates.recompute_s * rates.link_s - rates.x_s * rates.other_s
-        found.append(gap_s / (rates.recompute_s - rates.x_s))
-    return tuple(corner for corner in found if corner > 0)
-
-
-def _covered(rates: OffloadRates, seconds: float, *, waits: bool) -> float:
-    return sum(_most(rates, seconds, waits=waits))
-
-
-def _most(rates: OffloadRates, seconds: float, *, waits: bool) -> tuple[float, float, float]:
-    """Most tokens of X, KV and CPU attention in this time; X first, since X is smaller than KV."""
-    link_s = max(0.0, seconds - rates.link_s)
-    device_s = max(0.0, seconds - rates.other_s)
-    x_tokens = 0.0
-    if rates.x_s < rates.kv_s:
-        by_link = link_s / rates.x_s if rates.x_s else math.inf
-        by_device = device_s / rates.recompute_s if rates.recompute_s else math.inf
-        x_tokens = min(by_link, by_device)
-    if x_tokens == math.inf:
-        return x_tokens, 0.0, 0.0
-    kv_tokens = max(0.0, link_s - rates.x_s * x_tokens) / rates.kv_s
-    return x_tokens, kv_tokens, (device_s if waits else seconds) / rates.host_s
-
-
-def _between(
-    rates: OffloadRates, left: float, right: float, requested: float, *, waits: bool
-) -> float:
-    """The time in a linear segment at which the requested tokens are covered."""
-    low, high = (_covered(rates, at, waits=waits) for at in (left, right))
-    if low >= requested:
-        return left
-    return left + (right - left) * (requested - low) / (high - low) if high < math.inf else left
-
-
-def _at(rates: OffloadRates, seconds: float, requested: float, *, waits: bool) -> Shares:
-    """Tokens by resource in this time: CPU attention first, then X, then KV."""
-    x_most, _, host_most = _most(rates, seconds, waits=waits)
-    host_tokens = min(host_most, requested)
-    x_tokens = min(x_most, requested - host_tokens)
-    min_s = max(seconds, float(rates.other_s), float(rates.link_s))
-    return Shares(
-        x_tokens=x_tokens,
-        kv_tokens=max(0.0, requested - host_tokens - x_tokens),
-        host_tokens=host_tokens,
-        seconds=min_s,
-    )
+# ---- prefixes in a tier --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,15 +317,15 @@ def restore_split(prefill: PrefillRates, loading: Loading, tokens: int, unit: in
         tokens: tokens of the prefix.
         unit: granularity of the split in tokens.
     """
-    constant_s = loading.token_s * tokens + loading.call_s - prefill.call_s
-    best = 0.0
-    if constant_s > 0:
-        best = positive_root(prefill.square_s, prefill.token_s + loading.token_s, constant_s)
-    found = (0, tokens, *whole_units(best, tokens, unit))
-    return min(found, key=lambda x: (restore_seconds(prefill, loading, tokens, x), x))
+    return balance(
+        lambda read: read_seconds(prefill, read),
+        lambda read: loading.seconds(tokens - read),
+        tokens,
+        unit,
+    )
 
 
-# Whether the transfer of a model's activations pays.
+# ---- whether activations pay ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Rates from measured times: recursive least squares, non-negative fits, change detection.
+"""Rates from measured times: recursive least squares, non-negative fits.
 
 seconds = x . coefficients        x: amounts, such as (1 call, 3 pieces, 7e6 bytes)
 """
@@ -71,11 +71,6 @@ class RateEstimator:
         self._bound_variance()
         self.num_samples += 1
 
-    def reset_variance(self) -> None:
-        """Reset the variance, not the coefficients: the next samples get full weight."""
-        self._variance = np.eye(len(self._coefficients)) * _MAX_VARIANCE
-        self._spread = 1.0
-
     def _weight(self, error: int | float) -> float:
         """Weight of a sample with this error, 0 to 1; updates the usual error."""
         limit = _CLIP * self._spread
@@ -129,36 +124,3 @@ def _fit(rows: NDArray[np.float64], columns: list[int]) -> NDArray[np.float64]:
     found = np.zeros(rows.shape[1])
     found[columns] = solved / scale
     return found
-
-
-# Detects lasting changes of times.
-#
-# A two-sided Page-Hinkley test on the logarithm of measured over predicted time. It sums errors
-# beyond half of the usual error, upwards and downwards; a sum of eight usual errors is a change. A
-# sample counts as at most three usual errors, so no single sample is a change.
-
-_ALLOWED, _CHANGE_CLIP, _LIMIT = 0.5, 3.0, 8.0  # in usual errors
-_PACE, _MIN_USUAL = 0.05, 0.01
-
-
-class ChangeDetector:
-    """Detects from predicted and measured times that predictions are no longer valid."""
-
-    def __init__(self) -> None:
-        self._usual = 0.1
-        self._up = self._down = 0.0
-
-    def add(self, predicted_s: int | float, seconds: int | float) -> bool:
-        """Whether this sample completes a change; the sums then restart from 0."""
-        if predicted_s <= 0 or seconds <= 0:
-            return False
-        error = math.log(seconds / predicted_s)
-        scaled = min(max(error / self._usual, -_CHANGE_CLIP), _CHANGE_CLIP)
-        self._usual += _PACE * (abs(scaled) * self._usual - self._usual)
-        self._usual = max(self._usual, _MIN_USUAL)
-        self._up = max(0.0, self._up + scaled - _ALLOWED)
-        self._down = max(0.0, self._down - scaled - _ALLOWED)
-        if max(self._up, self._down) < _LIMIT:
-            return False
-        self._up = self._down = 0.0
-        return True

@@ -1,21 +1,21 @@
 """Division of KV between transfer, recompute and CPU attention, compared with all divisions."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.common.kvpr import offload_rates
-from quire.errors import ConfigError
-from quire.offload.split import OffloadRates, best_shares
+from quire.offload.split import OffloadRates, host_split, pipelined_seconds, pipelined_split
 from support.offload_shapes import LLAMA_3_8B, OPT_6_7B
 
 SECONDS = st.floats(1e-2, 1e2)
 
 
-def division_s(rates, x, t, a, *, waits):
-    host_s = rates.host_s * a + (rates.other_s if waits and a else 0.0)
-    link_s = rates.link_s + rates.x_s * x + rates.kv_s * t
-    return max(link_s, rates.recompute_s * x + rates.other_s, host_s)
+def division_s(rates, tokens, host):
+    others_s = min(pipelined_seconds(rates, tokens - host, x) for x in range(tokens - host + 1))
+    return max(others_s, rates.host_s * host + rates.other_s * (host > 0))
 
 
 @given(
@@ -29,47 +29,24 @@ def division_s(rates, x, t, a, *, waits):
         link_s=st.just(0.0) | st.floats(0, 300),
     ),
     st.integers(0, 24),
-    st.booleans(),
 )
-def test_best_shares_are_not_slower_than_any_integer_division(rates, tokens, waits):
-    found = best_shares(rates, tokens, waits=waits)
+def test_host_split_is_the_best_of_all_splits(rates, tokens):
+    if rates.x_s >= rates.kv_s:  # nothing is recomputed
+        rates = replace(rates, x_s=rates.kv_s)
+    found = host_split(rates, tokens)
 
-    tokens_by_share = (found.x_tokens, found.kv_tokens, found.host_tokens)
-    assert sum(tokens_by_share) == pytest.approx(tokens, abs=1e-6)
-    assert min(tokens_by_share) >= 0
-    assert division_s(rates, *tokens_by_share, waits=waits) <= found.seconds * (1 + 1e-6) + 1e-9
-    best_s = min(
-        division_s(rates, x, tokens - x - a, a, waits=waits)
-        for a in range(tokens + 1)
-        for x in range(tokens - a + 1)
-    )
-    assert found.seconds <= best_s * (1 + 1e-9)
-    token_s = max(rates.kv_s, rates.x_s) + rates.recompute_s + rates.host_s
-    assert found.seconds >= best_s - 2 * token_s - 1e-9  # rounding to whole tokens
+    best_s = min(division_s(rates, tokens, host) for host in range(tokens + 1))
+    assert division_s(rates, tokens, found) <= best_s * (1 + 1e-9)
 
 
 @given(SECONDS, SECONDS, st.floats(1, 5), st.integers(1, 500))
 def test_rates_of_transfer_and_cpu_attention_add_without_activations(kv_s, host_s, xi, tokens):
     rates = OffloadRates(kv_s=kv_s, x_s=xi * kv_s, recompute_s=1.0, host_s=host_s)
 
-    found = best_shares(rates, tokens)
+    found = host_split(rates, tokens)
 
-    assert found.seconds == pytest.approx(tokens / (1 / kv_s + 1 / host_s))
-    assert found.x_tokens == 0
-
-
-def test_interior_solution_follows_the_formula():
-    """T = [S - g + (c / r)(1 - xi)] / [(1 - xi) / r + 1 / k + 1 / u], where another batch hides c.
-
-    k = 1, x = 0.5, r = 2, u = 4, c = 10, S - g = 100: (100 + 5 * 0.5) / (0.25 + 1 + 0.25) = 68.33.
-    """
-    rates = OffloadRates(kv_s=1.0, x_s=0.5, recompute_s=2.0, host_s=4.0, other_s=10.0)
-
-    found = best_shares(rates, 120, 20, waits=False)
-
-    assert found.seconds == pytest.approx(102.5 / 1.5)
-    assert found.x_tokens == pytest.approx((found.seconds - 10) / 2)
-    assert found.host_tokens == pytest.approx(found.seconds / 4)
+    seconds = max(host_s * found, kv_s * (tokens - found))
+    assert seconds <= tokens / (1 / kv_s + 1 / host_s) + max(kv_s, host_s)
 
 
 @pytest.mark.parametrize(
@@ -83,15 +60,14 @@ def test_gains_of_cpu_attention_on_an_h200(model, gains):
             model, link_bytes_per_s=55e9, flops_per_s=650e12, host_bytes_per_s=host
         )
 
-        found = best_shares(rates, 1000)
+        tokens = 10_000
+        found = host_split(rates, tokens)
 
-        assert rates.kv_s * 1000 / found.seconds == pytest.approx(gain, abs=0.1)
+        left = tokens - found
+        others_s = pipelined_seconds(rates, left, pipelined_split(rates, left))
+        seconds = max(rates.host_s * found, others_s)
+        assert rates.kv_s * tokens / seconds == pytest.approx(gain, abs=0.1)
 
 
 def test_without_cpu_attention_the_host_share_is_zero():
-    found = best_shares(OffloadRates(kv_s=1.0, x_s=0.5, recompute_s=1.0), 90)
-
-    assert found.host_tokens == 0
-    assert found.seconds == pytest.approx(60)
-    with pytest.raises(ConfigError, match="0 to 5 resident"):
-        best_shares(OffloadRates(kv_s=1.0, x_s=0.5, recompute_s=1.0), 5, 6)
+    assert host_split(OffloadRates(kv_s=1.0, x_s=0.5, recompute_s=1.0), 90) == 0

@@ -1,6 +1,6 @@
-"""Speeds of transfer, KV recompute and CPU attention, measured when an engine starts.
+"""Rates of transfer, KV recompute and CPU attention, measured when an engine starts.
 
-They are a prior only: the profiler learns the times of concurrent operations from steps.
+They are a prior only: `MeasuredRates` learns the times of concurrent operations from steps.
 """
 
 import time
@@ -10,11 +10,11 @@ import torch
 
 from quire.kernels.backend import AttentionMath
 from quire.kernels.dense import attend_partial
+from quire.kv.step_log import HOST_ATTEND, PROJECT
 from quire.models.adapter import TransformersDecoder
 from quire.models.base import Decoder
-from quire.offload.profiler import Speeds
+from quire.offload.split import COPY
 from quire.plan.fitting import fit_seconds
-from quire.plan.rates import CopyRate
 
 _COPY_BYTES = (1 << 18, 1 << 20, 1 << 22)
 _TOKENS = (16, 64, 256)
@@ -23,8 +23,10 @@ _TIMES = 3
 Run = Callable[[], object]
 
 
-def measure_offload_speeds(decoder: Decoder, layer: int, *, recomputes: bool) -> Speeds:
-    """Measure copies, KV recompute and CPU attention; other speeds are 0 until they are observed.
+def measure_offload_speeds(
+    decoder: Decoder, layer: int, *, recomputes: bool
+) -> dict[str, tuple[float, float]]:
+    """Seconds per call and per byte or token of copies, KV recompute and CPU attention, by kind.
 
     Args:
         decoder: runs the products.
@@ -32,20 +34,10 @@ def measure_offload_speeds(decoder: Decoder, layer: int, *, recomputes: bool) ->
         recomputes: whether the decoder is prepared to recompute keys and values.
     """
     device = decoder.device
-    call_s, byte_s = _fit(_COPY_BYTES, lambda size: _copy(size, device))
-    link = CopyRate(bytes_per_s=1 / byte_s, call_s=call_s)
-    recompute = (0.0, 0.0)
+    found = {COPY: _fit(_COPY_BYTES, lambda size: _copy(size, device))}
     if recomputes and isinstance(decoder, TransformersDecoder):
-        recompute = _fit(_TOKENS, lambda tokens: _recompute(decoder, layer, tokens))
-    host = _fit(_TOKENS, lambda tokens: _attend(decoder, tokens))
-    return Speeds(
-        inward=link,
-        outward=link,
-        project_call_s=recompute[0],
-        project_token_s=recompute[1],
-        host_call_s=host[0],
-        host_token_s=host[1],
-    )
+        found[PROJECT] = _fit(_TOKENS, lambda tokens: _recompute(decoder, layer, tokens))
+    return found | {HOST_ATTEND: _fit(_TOKENS, lambda tokens: _attend(decoder, tokens))}
 
 
 def _fit(sizes: tuple[int, ...], prepare: Callable[[int], Run]) -> tuple[float, float]:

@@ -27,12 +27,10 @@ from quire.offload.kv.offload_memory import OffloadMemory, can_recompute, layer_
 from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
 from quire.offload.kv.prefix_splits import PrefixSplits, SplitLimits
 from quire.offload.kv.row_requests import RowRequests
-from quire.offload.kv.step_planner import StepPlanner
-from quire.offload.profiler import OffloadProfiler, Sizes
 from quire.offload.recompute.activation_allocator import ActivationAllocator
 from quire.offload.recompute.activation_store import ActivationCodec, ActivationStore
 from quire.offload.recompute.kv_recompute import KVRecompute
-from quire.offload.split import activation_gate, pipelined_split
+from quire.offload.split import MeasuredRates, activation_gate, pipelined_split
 from quire.offload.swap.transfer import ThreadTransferWorker, TransferWorker
 
 logger = logging.getLogger(__name__)
@@ -64,7 +62,6 @@ class OffloadChoice:
 
     Attributes:
         memory: division of offload memory over KV and activations.
-        planner: plans steps.
     """
 
     def __init__(self, model: LoadedModel, config: KVConfig, layout: CacheLayout) -> None:
@@ -76,16 +73,14 @@ class OffloadChoice:
         self.groups = [g for g in alone if can_recompute(g)]
         self._in_parts = [g.name for g in alone if can_attend_in_parts(g)]
         self._layers = sorted(layer for g in self.groups for layer in g.layers if layer)
-        kv_bytes = max(map(layer_bytes, self._staged))
+        self._kv_bytes = max(map(layer_bytes, self._staged))
         self._codec = ActivationCodec(
             config.offload.activation_codec, model.spec.hidden_size, model.decoder.dtype
         )
-        self._sizes = _sizes(model, kv_bytes, self._codec.row_bytes)
         self.memory = OffloadMemory(
             self._staged, config.page_tokens, self._codec.row_bytes, len(self._layers)
         )
-        self.planner = StepPlanner(self._sizes, model.spec.num_layers)
-        self._profiler: OffloadProfiler | None = None
+        self._measured: MeasuredRates | None = None
         self._recomputes = False
 
     @property
@@ -209,7 +204,7 @@ class OffloadChoice:
             return 0.0, "KV alone is transferred: --kv-offload-recompute off"
         gate = activation_gate(
             self._model.spec,
-            kv_value_bytes=self._sizes.kv_bytes / self._model.spec.kv_values_per_layer_token,
+            kv_value_bytes=self._kv_bytes / self._model.spec.kv_values_per_layer_token,
             x_value_bytes=self._codec.row_bytes / self._codec.hidden,
         )
         obstacle = self._no_recompute_here()
@@ -221,7 +216,7 @@ class OffloadChoice:
         self._recomputes = True
         if requested is not None:
             return requested, f"{requested:.2g} of it is recomputed from activations, as requested"
-        rates = self._rates().speeds.rates_with_weights(self._sizes, rows=1, tokens=0)
+        rates = self._rates().layer(tokens=0)
         tokens = self._model.spec.max_positions
         fraction = min(1.0, _STORED * pipelined_split(rates, tokens) / tokens)
         speed = f"recomputing KV takes {rates.recompute_ratio:.2g}x the time of its transfer"
@@ -270,7 +265,7 @@ class OffloadChoice:
     @property
     def _scratch_token_bytes(self) -> int:
         """Bytes of the activations of one token in scratch memory on the device."""
-        return SLOTS * int(self._sizes.x_bytes) * max(1, len(self.groups))
+        return SLOTS * self._codec.row_bytes * max(1, len(self.groups))
 
     def splits(self, *, recomputes: bool, attends: bool) -> PrefixSplits:
         """Create the splits of offloaded prefixes."""
@@ -281,10 +276,9 @@ class OffloadChoice:
         )
         return PrefixSplits(
             self._rates(),
-            self._sizes,
             page_tokens=self._config.page_tokens,
+            num_layers=sum(len(group.layers) for group in self._staged),
             requested=requested,
-            planner=self.planner,
         )
 
     def transfer_worker(self) -> TransferWorker:
@@ -292,26 +286,13 @@ class OffloadChoice:
         device = self._model.decoder.device
         return StreamTransferWorker(device) if device.type == "cuda" else ThreadTransferWorker()
 
-    def _rates(self) -> OffloadProfiler:
-        if self._profiler is None:
-            decoder, layer = self._model.decoder, self._staged[0].layers[-1]
-            speeds = measure_offload_speeds(decoder, layer, recomputes=self._recomputes)
-            self._profiler = OffloadProfiler(speeds)
-        return self._profiler
-
-
-def _sizes(model: LoadedModel, kv_bytes: int, x_bytes: int) -> Sizes:
-    """Bytes of a token in a layer, and of the offloaded weights of a mean layer by part."""
-    if model.weights is None:
-        return Sizes(kv_bytes=kv_bytes, x_bytes=x_bytes)
-    spec, layer_bytes = model.spec, model.weights.place.mean_layer_bytes
-    of_head = 2 * spec.hidden_size * spec.head_dim * spec.num_layers / spec.layer_parameters
-    kv_weights = min(1.0, of_head * spec.num_kv_heads) * layer_bytes
-    qo_weights = min(layer_bytes - kv_weights, of_head * spec.num_heads * layer_bytes)
-    return Sizes(
-        kv_bytes=kv_bytes,
-        x_bytes=x_bytes,
-        kv_weight_bytes=kv_weights,
-        qo_weight_bytes=qo_weights,
-        mlp_weight_bytes=layer_bytes - kv_weights - qo_weights,
-    )
+    def _rates(self) -> MeasuredRates:
+        if self._measured is None:
+            model, layer = self._model, self._staged[0].layers[-1]
+            self._measured = MeasuredRates(
+                measure_offload_speeds(model.decoder, layer, recomputes=self._recomputes),
+                kv_bytes=self._kv_bytes,
+                x_bytes=self._codec.row_bytes,
+                weight_bytes=0 if model.weights is None else model.weights.place.mean_layer_bytes,
+            )
+        return self._measured

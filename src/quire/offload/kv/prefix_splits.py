@@ -1,20 +1,21 @@
 """Splits offloaded prefixes into recomputed, transferred and CPU-attended pages.
 
-The split follows measured rates or the user's fractions. Rates are measured at the start and
-updated from every copy and product of every step (see `quire.offload.profiler`). The split moves
-only if that gains time (`quire.offload.control`).
+The split follows measured rates or the user's fractions (`quire.offload.split`), and moves only if
+that gains time: what is loaded ahead for the next step has the split of this one.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from quire.kv.step_log import Timed
-from quire.offload.control import SplitController
-from quire.offload.kv.step_planner import StepPlanner
-from quire.offload.profiler import OffloadProfiler, Sizes
-from quire.offload.schedule.work import BatchTokens
-from quire.offload.split import OffloadRates, best_shares, share_rows
-from quire.offload.timeline import LANES, Operation, Schedule, Span, TaskKind, Timeline
+from quire.offload.split import (
+    MeasuredRates,
+    OffloadRates,
+    embedded_step_seconds,
+    host_split,
+    pipelined_split,
+    share_rows,
+)
 
 # Pages of an offloaded prefix that are recomputed, transferred, or attended to on the CPU:
 #
@@ -100,7 +101,9 @@ def _recomputed(prefix: OffloadedPrefix, columns: int) -> range:
     return range(prefix.known.start, prefix.known.start + columns) if columns else range(0)
 
 
+_MIN_GAIN = 0.02  # smallest gain that moves the recompute split, as a fraction of a step
 _MIN_MOVE = 0.1  # smallest change of the CPU attention share, as a fraction of all tokens
+_CHUNKS = 4  # copies of X of a layer, about
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,102 +125,71 @@ class PrefixSplits:
     """Splits the offloaded prefixes of each step.
 
     Args:
-        profiler: provides and learns the rates.
-        sizes: bytes that cross the link.
+        rates: provides and learns the rates.
         page_tokens: tokens of a page.
+        num_layers: layers with offloaded KV.
         requested: fractions that rates do not choose, and limits.
-        planner: predicts the steps of a split; None: the formulas alone decide.
 
     Attributes:
         recomputed_tokens, host_tokens, tokens: recomputed tokens, CPU attention tokens and all
             tokens of one layer in the last batch with offloaded KV.
-        controller: controls the recompute split.
     """
 
     def __init__(
-        self,
-        profiler: OffloadProfiler,
-        sizes: Sizes,
-        *,
-        page_tokens: int,
-        requested: SplitLimits,
-        planner: StepPlanner | None = None,
+        self, rates: MeasuredRates, *, page_tokens: int, num_layers: int, requested: SplitLimits
     ) -> None:
-        self.profiler, self.planner = profiler, planner
-        self.controller = SplitController(unit=page_tokens)
+        self.rates = rates
         self.recomputed_tokens = self.host_tokens = self.tokens = 0
-        self._sizes, self._page_tokens, self._requested = sizes, page_tokens, requested
+        self._page_tokens, self._num_layers, self._requested = page_tokens, num_layers, requested
+        self._recomputed_fraction: float | None = None
         self._host_fraction: float | None = None
-        self._rows, self._batches = 0, 1
 
     def divide(
         self, prefixes: Mapping[int, OffloadedPrefix], rows: int, batches: int = 1
     ) -> dict[int, Share]:
         tokens = self.tokens = sum(f.columns for f in prefixes.values()) * self._page_tokens
-        self._rows, self._batches = rows, batches
-        rates = self._rates()
-        host = self._host_tokens(rates, tokens)
+        host = self._host_tokens(tokens, batches)
         most = self._requested.max_recomputed // batches  # each batch has its own staging of X
-        recomputed = min(self._recompute_tokens(rates, tokens - host), most)
+        recomputed = min(self._recomputed(tokens - host, batches), most)
         shares = divide_prefixes(prefixes, recomputed, host, self._page_tokens)
         self.recomputed_tokens = sum(len(s.recomputed) for s in shares.values()) * self._page_tokens
         self.host_tokens = sum(len(s.host) for s in shares.values()) * self._page_tokens
         return shares
 
-    def order(self, batches: Sequence[BatchTokens]) -> Mapping[tuple[int, int], int]:
-        return {} if self.planner is None else self.planner.order(batches)
-
     def learn(self, timed: Sequence[Timed]) -> None:
-        timeline = timeline_of(timed)
-        self.profiler.observe(timeline)
-        if self._requested.recomputed is None:
-            rates = self._rates()  # includes this step's update
-            self.controller.observe(timeline, rates, self.tokens - self.host_tokens)
+        self.rates.learn(timed)
 
-    def _rates(self) -> OffloadRates:
-        speeds = self.profiler.speeds
-        return speeds.rates_with_weights(
-            self._sizes, rows=self._rows, tokens=self.tokens, batches=self._batches
+    def _recomputed(self, tokens: int, batches: int) -> int:
+        """Tokens to recompute: as before, unless another split or none makes the step faster."""
+        if self._requested.recomputed is not None:
+            return round(self._requested.recomputed * self.tokens)
+        if not tokens:
+            return 0
+        plain, chunked = (
+            self.rates.layer(self.tokens, batches=batches, chunks=chunks) for chunks in (0, _CHUNKS)
         )
 
-    def _recompute_tokens(self, rates: OffloadRates, tokens: int) -> int:
-        if self._requested.recomputed is None:
-            wanted = self.controller.split(rates, tokens)
-            if not wanted or self.planner is None:
-                return wanted
-            batch = BatchTokens(rows=self._rows, kv=tokens, host=self.tokens - tokens)
-            speeds = self.profiler.speeds
-            return self.planner.choose(speeds, batch, (wanted, 0), self._batches)
-        return round(self._requested.recomputed * self.tokens)
+        def seconds(recomputed: int) -> float:
+            rates: OffloadRates = chunked if recomputed else plain
+            return embedded_step_seconds(rates, tokens, recomputed, self._num_layers)
 
-    def _host_tokens(self, rates: OffloadRates, tokens: int) -> int:
+        best = min(0, pipelined_split(chunked, tokens, self._page_tokens), key=seconds)
+        if self._recomputed_fraction is not None:
+            pages = round(self._recomputed_fraction * tokens / self._page_tokens)
+            held = pages * self._page_tokens
+            if seconds(held) <= (1 + _MIN_GAIN) * seconds(best):
+                return held
+        self._recomputed_fraction = best / tokens
+        return best
+
+    def _host_tokens(self, tokens: int, batches: int) -> int:
         """Tokens to attend to on the CPU; unchanged while the best share is near the last one."""
         if self._requested.host is not None:
             return round(self._requested.host * tokens)
+        rates = self.rates.layer(self.tokens, batches=batches)
         if not self._requested.max_recomputed:
             rates = replace(rates, x_s=rates.kv_s)  # nothing can be recomputed
-        best = best_shares(rates, tokens).host_tokens / tokens if tokens else 0.0
+        best = host_split(rates, tokens, self._page_tokens) / tokens if tokens else 0.0
         if self._host_fraction is None or abs(best - self._host_fraction) > _MIN_MOVE:
             self._host_fraction = best
         return round(self._host_fraction * tokens)
-
-
-def timeline_of(timed: Sequence[Timed]) -> Timeline:
-    """Convert the log of a step to a timeline."""
-    ordered = sorted(timed, key=lambda item: item.start_s)
-    operations = tuple(
-        Operation(
-            index=index,
-            kind=(kind := TaskKind(item.kind)),
-            lane=LANES[kind],
-            layer=item.layer,
-            tokens=item.tokens,
-            num_bytes=item.num_bytes,
-        )
-        for index, item in enumerate(ordered)
-    )
-    spans = tuple(
-        Span(operation, item.start_s, max(item.start_s, item.end_s))
-        for operation, item in zip(operations, ordered, strict=True)
-    )
-    return Timeline(Schedule(operations), spans)

@@ -6,7 +6,7 @@ each layer   store its activations, wait for its prefix, attend, free its stagin
 Batches of a step that share each layer have an offload of their own each (column by column).
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
@@ -30,7 +30,6 @@ from quire.offload.kv.prefetch import PrefixPrefetch, WeightWaits
 from quire.offload.kv.prefix_splits import TRANSFERRED, OffloadedPrefix, Share
 from quire.offload.recompute.activation_store import Writing, Written
 from quire.offload.recompute.kv_recompute import KVRecompute, StepKVRecompute
-from quire.offload.schedule.work import BatchTokens
 from quire.offload.swap.transfer import TransferWorker
 
 
@@ -48,10 +47,6 @@ class Splits(Protocol):
             rows: rows of the batch.
             batches: batches of the step, which share each layer.
         """
-        ...
-
-    def order(self, batches: Sequence[BatchTokens]) -> Mapping[tuple[int, int], int]:
-        """Place of (layer, batch) in the order of the transfers of a step."""
         ...
 
     def learn(self, timed: Sequence[Timed]) -> None:
@@ -127,25 +122,16 @@ class KVOffload(MemoryListener):
         return started
 
     def _begin(self) -> None:
-        """Start the copies of the first layers of all batches, in the order of their schedule."""
+        """Start the copies of the first layers of all batches, layer by layer."""
         started, self._started = self._started, []
         copies = [
-            (layer, index, name, number, batch)
+            (layer, number, index, name, batch)
             for number, batch in started
             for layer, index, name in batch.prefetch.first_layers
         ]
-        order = self._order_of([batch for _, batch in started]) if len(started) > 1 else {}
-        numbers = {number: place for place, (number, _) in enumerate(started)}
-        last = len(order)
-        copies.sort(
-            key=lambda copy: (order.get((copy[0], numbers[copy[3]]), last), copy[0], copy[3])
-        )
-        for _, index, name, _, batch in copies:
+        copies.sort(key=lambda copy: copy[:2])
+        for _, _, index, name, batch in copies:
             batch.prefetch.begin(name, index)
-
-    def _order_of(self, batches: Sequence["StepKVOffload"]) -> Mapping[tuple[int, int], int]:
-        """Order of transfers; layer by layer without rates."""
-        return {} if self.splits is None else self.splits.order([b.tokens for b in batches])
 
     def released(self, rows: Rows) -> None:
         """Free the activations of sequences."""
@@ -219,14 +205,6 @@ class KVOffload(MemoryListener):
             return 0
         return len(self.kv_recompute.store.allocator.known(row))
 
-    def staged_tokens(self, rows: Collection[int]) -> int:
-        """Offloaded tokens of rows in one layer."""
-        tables = [t for t in self.memory.tables.values() if can_be_offloaded(t.group)]
-        return sum(
-            max(int(table.staged[row]) * table.group.page_class.tokens for table in tables)
-            for row in rows
-        )
-
     def _prefix_of(self, row: int, *, decodes: bool) -> OffloadedPrefix:
         tables = self.memory.tables.values()  # groups may differ in their offloaded pages
         staged = min(int(t.staged[row]) for t in tables if can_be_offloaded(t.group))
@@ -279,7 +257,6 @@ class StepKVOffload:
 
     Attributes:
         wants_inputs: whether activations are stored.
-        tokens: tokens of the batch in one layer, by the location of their KV.
         prefetch: its copies.
     """
 
@@ -308,13 +285,6 @@ class StepKVOffload:
         self._host = None
         if kv_offload.attention is not None:
             self._host = StepCPUAttention(kv_offload.attention, batch, shares, log)
-        page_tokens = next(iter(kv_offload.memory.tables.values())).group.page_class.tokens
-        recomputed = sum(len(share.recomputed) for share in shares.values()) * page_tokens
-        host = sum(len(share.host) for share in shares.values()) * page_tokens
-        staged = kv_offload.staged_tokens(shares)
-        self.tokens = BatchTokens(
-            rows=len(batch.rows), x=recomputed, kv=max(0, staged - recomputed - host), host=host
-        )
         self.prefetch = PrefixPrefetch(
             kv_offload.prefixes,
             kv_offload.memory.layout,

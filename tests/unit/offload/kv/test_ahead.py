@@ -37,9 +37,6 @@ class Alternating:
             for row, prefix in prefixes.items()
         }
 
-    def order(self, batches):
-        return {}
-
     def learn(self, timed):
         pass
 

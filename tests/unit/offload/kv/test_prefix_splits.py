@@ -5,11 +5,9 @@ Times come from a simulated link and device.
 
 import pytest
 
-from quire.kv.step_log import ATTEND, KV_IN, LAYER, PROJECT, X_IN, Timed
-from quire.offload.kv.prefix_splits import OffloadedPrefix, PrefixSplits, SplitLimits, timeline_of
-from quire.offload.profiler import OffloadProfiler, Sizes, Speeds
-from quire.offload.split import OffloadRates, pipelined_split
-from quire.plan.rates import CopyRate
+from quire.kv.step_log import ATTEND, HOST_ATTEND, KV_IN, LAYER, PROJECT, X_IN, Timed
+from quire.offload.kv.prefix_splits import OffloadedPrefix, PrefixSplits, SplitLimits
+from quire.offload.split import COPY, MeasuredRates, OffloadRates, pipelined_split
 
 KV_BYTES, X_BYTES, PAGE, COLUMNS, LAYERS = 100, 50, 4, 250, 8
 TOKENS = PAGE * COLUMNS
@@ -41,17 +39,13 @@ def simulated_step(recomputed, link_bytes_per_s):
     return timed
 
 
-def make_splits(**limits):
-    speeds = Speeds(
-        inward=CopyRate(bytes_per_s=20e6),
-        outward=CopyRate(bytes_per_s=20e6),
-        project_token_s=RECOMPUTE_S,
-        host_token_s=5e-6,
-    )
-    sizes = Sizes(kv_bytes=KV_BYTES, x_bytes=X_BYTES)
-    limits = {"max_recomputed": TOKENS} | limits
+def make_splits(copy_call_s=0.0, **limits):
+    prior = {COPY: (copy_call_s, 5e-8), PROJECT: (0.0, RECOMPUTE_S), HOST_ATTEND: (0.0, 5e-6)}
     return PrefixSplits(
-        OffloadProfiler(speeds), sizes, page_tokens=PAGE, requested=SplitLimits(**limits)
+        MeasuredRates(prior, kv_bytes=KV_BYTES, x_bytes=X_BYTES),
+        page_tokens=PAGE,
+        num_layers=LAYERS,
+        requested=SplitLimits(**{"max_recomputed": TOKENS} | limits),
     )
 
 
@@ -107,8 +101,22 @@ def test_cpu_attention_fraction_follows_rates_and_is_kept():
     assert splits.host_tokens == TOKENS / 2
 
 
-def test_step_log_is_a_valid_timeline():
-    timeline = timeline_of(simulated_step(400, 20e6))
+def test_a_split_does_not_move_for_a_small_gain_and_grows_with_the_length():
+    splits = make_splits()
+    splits.divide(PREFIXES, rows=1)
+    first = splits.recomputed_tokens
+    splits.rates = MeasuredRates(
+        {COPY: (0.0, 5e-8), PROJECT: (0.0, RECOMPUTE_S * 1.01)}, kv_bytes=KV_BYTES, x_bytes=X_BYTES
+    )
+    splits.divide(PREFIXES, rows=1)
 
-    timeline.check()
-    assert timeline.seconds == max(item.end_s for item in simulated_step(400, 20e6))
+    assert splits.recomputed_tokens == first
+    splits.divide({0: OffloadedPrefix(COLUMNS // 2, known=range(COLUMNS // 2))}, rows=1)
+    assert splits.recomputed_tokens == pytest.approx(first / 2, abs=PAGE)
+
+
+def test_kv_is_transferred_if_the_fixed_times_of_more_copies_cost_more_than_the_split_gains():
+    splits = make_splits(copy_call_s=1e-3)
+    splits.divide(PREFIXES, rows=1)
+
+    assert splits.recomputed_tokens == 0

@@ -87,9 +87,6 @@ class RandomSplits:
         self.shares = divide_prefixes(prefixes, recomputed, host, PAGE)
         return self.shares
 
-    def order(self, batches):
-        return {}
-
     def learn(self, timed):
         self.timed.append(timed)
 

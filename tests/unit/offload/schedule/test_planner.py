@@ -18,7 +18,7 @@ from quire.offload.schedule.work import (
     even_layers,
     staging_bytes,
 )
-from quire.offload.split import OffloadRates, best_shares, pipelined_seconds, pipelined_split
+from quire.offload.split import OffloadRates, host_split, pipelined_seconds, pipelined_split
 from quire.offload.timeline import DEVICE, HOST, IN, OUT, Operation, Schedule, TaskKind
 from quire.plan.rates import CopyRate
 from support.offload_formulas import serial_seconds, step_seconds
@@ -174,7 +174,7 @@ def test_fine_weights_are_never_slower(rates, x, kv, weights):
 @given(st.floats(1, 4), SECONDS, SECONDS, st.integers(1, 60), st.integers(2, 6))
 def test_cpu_attention_adds_its_rate(xi, kv_s, host_s, tokens, layers):
     rates = OffloadRates(kv_s=kv_s, x_s=xi * kv_s, recompute_s=1.0, host_s=host_s)
-    host = round(best_shares(rates, tokens).host_tokens)
+    host = host_split(rates, tokens)
     work = StepWork(
         layers=even_layers((BatchTokens(rows=1, kv=tokens - host, host=host),), layers),
         sizes=Sizes(kv_bytes=rates.kv_s, x_bytes=rates.x_s),
