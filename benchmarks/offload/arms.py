@@ -4,8 +4,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from benchmarks.common.kvpr import paper_split
-from quire.offload.profiler import Sizes, Speeds
-from quire.offload.schedule.work import BatchTokens, Rules, StepWork, even_layers, ring_rules
+from benchmarks.offload.schedule import (
+    BatchTokens,
+    Rules,
+    Sizes,
+    Speeds,
+    StepWork,
+    even_layers,
+    ring_rules,
+)
 from quire.offload.split import OffloadRates, pipelined_split
 
 Division = Callable[[OffloadRates, int], tuple[int, int]]

@@ -5,8 +5,8 @@ Rates are those that large copies and products reach, not peaks: 25 of 32 GB/s, 
 
 from dataclasses import dataclass
 
+from benchmarks.offload.schedule import Sizes, Speeds
 from quire.layout.model import ModelSpec
-from quire.offload.profiler import Sizes, Speeds
 from quire.plan.rates import CopyRate
 
 

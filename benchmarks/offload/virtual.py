@@ -4,11 +4,8 @@ from dataclasses import dataclass, replace
 
 from benchmarks.offload.arms import BY_NAME, Arm, Layout, lay_out, step_work
 from benchmarks.offload.machines import MACHINES, MODELS, MachineSpeeds, sizes_of, speeds_of
+from benchmarks.offload.schedule import Schedule, ScheduleClock, Sizes, Speeds, fastest
 from quire.layout.model import ModelSpec
-from quire.offload.profiler import Sizes, Speeds
-from quire.offload.schedule.executor import ScheduleClock
-from quire.offload.schedule.planner import fastest
-from quire.offload.timeline import Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

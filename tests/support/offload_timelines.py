@@ -1,6 +1,6 @@
 """Totals of schedules and timelines."""
 
-from quire.offload.timeline import DEVICE, IN, Schedule, TaskKind, Timeline
+from benchmarks.offload.schedule import DEVICE, IN, Schedule, TaskKind, Timeline
 
 
 def copied_bytes(schedule: Schedule, *kinds: TaskKind) -> int:

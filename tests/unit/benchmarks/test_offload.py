@@ -12,12 +12,17 @@ from benchmarks.offload.engine_gain_part import run_engine_gain
 from benchmarks.offload.engine_part import run_engine
 from benchmarks.offload.machines import MACHINES, MODELS, sizes_of, speeds_of
 from benchmarks.offload.restore_part import run_restore
+from benchmarks.offload.schedule import (
+    BatchTokens,
+    Rules,
+    ScheduleClock,
+    Sizes,
+    Speeds,
+    plan_step,
+    staging_bytes,
+)
 from benchmarks.offload.virtual import Load, case_of
 from benchmarks.offload.virtual_parts import run_codec, run_latency, run_position, run_weights
-from quire.offload.profiler import Sizes, Speeds
-from quire.offload.schedule.executor import ScheduleClock
-from quire.offload.schedule.planner import plan_step
-from quire.offload.schedule.work import BatchTokens, Rules, staging_bytes
 from quire.offload.split import pipelined_seconds
 from quire.plan.rates import CopyRate
 from support.redis_servers import requires_redis

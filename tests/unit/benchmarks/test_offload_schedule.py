@@ -7,19 +7,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.common.kvpr import paper_split
-from quire.errors import ConfigError, InvariantError
-from quire.offload.profiler import Sizes, Speeds
-from quire.offload.schedule.executor import ScheduleClock
-from quire.offload.schedule.planner import combine_devices, plan_step
-from quire.offload.schedule.work import (
+from benchmarks.offload.schedule import (
+    DEVICE,
+    HOST,
+    IN,
+    OUT,
     BatchTokens,
+    Operation,
     Rules,
+    Schedule,
+    ScheduleClock,
+    Sizes,
+    Speeds,
     StepWork,
+    TaskKind,
+    combine_devices,
     even_layers,
+    plan_step,
     staging_bytes,
 )
+from quire.errors import ConfigError, InvariantError
 from quire.offload.split import OffloadRates, host_split, pipelined_seconds, pipelined_split
-from quire.offload.timeline import DEVICE, HOST, IN, OUT, Operation, Schedule, TaskKind
 from quire.plan.rates import CopyRate
 from support.offload_formulas import serial_seconds, step_seconds
 from support.offload_timelines import (
