@@ -91,9 +91,7 @@ def lay_out(
         tokens: tokens of all rows.
         batches: number of batches that share a layer.
     """
-    plain = speeds.rates(sizes, rows=rows, tokens=tokens, half_duplex=arm.rules.half_duplex)
-    weights_s = sizes.weight_bytes / speeds.inward.bytes_per_s
-    plain = plain.with_weights(weights_s, batches)
+    plain = speeds.rates(sizes, rows=rows, tokens=tokens, batches=batches)
     rules = arm.rules
     if arm.ring:
         x, _ = arm.divide(plain, tokens)

@@ -7,21 +7,19 @@
     host     CPU attention
 
 A lane is a queue: an operation starts when the previous operation of its lane and all operations
-that it depends on have ended. Lanes may share a resource, such as a half-duplex link or the CPU of
-several devices. Buffers are dependencies too: an operation that overwrites a slot depends on the
-slot's last reader.
+that it depends on have ended. Lanes may share a resource, such as the CPU of several devices. An
+operation that overwrites staging depends on the last reader of the staging.
 
-A timeline records when each operation ran and how long each lane stalled.
+Operations take exactly their durations, so results are deterministic and equal to the formulas of
+`quire.offload.split`.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import pairwise
-from typing import Protocol, runtime_checkable
 
-from quire.errors import ConfigError, InvariantError
 from quire.offload.split import OffloadRates, pipelined_seconds
 from quire.plan.rates import CopyRate
 
@@ -66,11 +64,7 @@ class Operation:
         lane: queue that runs it; see the module.
         layer: index of the layer in the model.
         batch: index of the batch in the step.
-        part: chunk of X and of its projection; of weights 0 for W_K and W_V, 1 for W_Q and W_O,
-            2 for the MLP.
-        first: first token that is recomputed or transferred; for weights the first byte.
-        slot: staging slot for KV or weights that the operation writes or reads.
-        x_slot: staging slot for X that the operation writes or reads.
+        part: of weights 0 for W_K and W_V, 1 for W_Q and W_O, 2 for the MLP.
         tokens: number of tokens processed.
         num_bytes: number of bytes copied.
         seconds: predicted duration.
@@ -83,18 +77,10 @@ class Operation:
     layer: int
     batch: int = 0
     part: int = 0
-    first: int = 0
-    slot: int = 0
-    x_slot: int = 0
     tokens: int = 0
     num_bytes: int = 0
     seconds: int | float = 0.0
     needs: tuple[int, ...] = ()
-
-    @property
-    def label(self) -> str:
-        """Display name, such as `KV in 3.0`."""
-        return f"{self.kind} {self.layer}.{self.batch}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,22 +106,6 @@ class Schedule:
     def resource(self, lane: str) -> str:
         """Resource that a lane occupies."""
         return self.shared.get(lane, lane)
-
-    def check(self) -> None:
-        """Check that every operation depends on earlier ones only, which excludes deadlocks.
-
-        Raises:
-            InvariantError: an operation depends on a later one.
-        """
-        for index, operation in enumerate(self.operations):
-            if operation.index != index:
-                raise InvariantError(f"{operation.label} is at {index}, not {operation.index}")
-            if any(not 0 <= need < index for need in operation.needs):
-                raise InvariantError(f"{operation.label} at {index} needs {operation.needs}")
-
-
-FIRST = "the first"
-"""Cause of a stall before the first operation of a lane."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,63 +134,22 @@ class Timeline:
     Attributes:
         schedule: the operations.
         spans: start and end of each operation, by its index.
-        wall_s: wall-clock duration of the run; None if it was not measured.
     """
 
     schedule: Schedule
     spans: tuple[Span, ...]
-    wall_s: float | None = None
 
     @property
     def seconds(self) -> int | float:
         """Duration of the step, up to the end of its last operation."""
         return max((span.end_s for span in self.spans), default=0.0)
 
-    def stalls(self, lane: str = DEVICE, from_layer: int = 0) -> dict[str, float]:
-        """Stall seconds of a lane, by the kind of operation that it waited for.
-
-        Args:
-            lane: the lane.
-            from_layer: first layer whose stalls count; the first layer's copies cannot be hidden.
-        """
-        found: dict[str, float] = {}
-        free_s: int | float = 0.0
-        for span in self.of(lane):
-            if span.start_s > free_s and span.operation.layer >= from_layer:
-                cause = self._last_needed(span.operation)
-                found[cause] = found.get(cause, 0.0) + span.start_s - free_s
-            free_s = span.end_s
-        return found
-
-    def check(self) -> None:
-        """Check that each lane ran one operation at a time, each after its dependencies.
-
-        Raises:
-            InvariantError: operations overlap, or one ran before a dependency.
-        """
-        for lane in self.schedule.lanes:
-            free_s: int | float = 0.0
-            for span in self.of(lane):
-                ready_s = max((self.spans[n].end_s for n in span.operation.needs), default=0.0)
-                if span.start_s < max(free_s, ready_s) or span.end_s < span.start_s:
-                    raise InvariantError(
-                        f"{span.operation.label} ran from {span.start_s} to {span.end_s} s; its "
-                        f"lane was free at {free_s} s, its dependencies ended at {ready_s} s"
-                    )
-                free_s = span.end_s
-
     def of(self, lane: str) -> list[Span]:
         """Spans of a lane, in order."""
         return [span for span in self.spans if span.operation.lane == lane]
 
-    def _last_needed(self, operation: Operation) -> str:
-        needs = [self.spans[need] for need in operation.needs]
-        return max(needs, key=lambda span: span.end_s).operation.kind if needs else FIRST
-
 
 # ---- bytes and durations -------------------------------------------------------------------------
-
-# Bytes and durations of the operations of a step.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,9 +210,7 @@ class Speeds:
     row_s: int | float = 0.0
     layer_s: int | float = 0.0
 
-    def rates_with_weights(
-        self, sizes: Sizes, *, rows: int, tokens: int, batches: int = 1
-    ) -> OffloadRates:
+    def rates(self, sizes: Sizes, *, rows: int, tokens: int, batches: int = 1) -> OffloadRates:
         """Rates of a layer of one batch, with its part of the transfer of the layer's weights.
 
         Args:
@@ -292,81 +219,39 @@ class Speeds:
             tokens: tokens of all rows, which the device attends to.
             batches: number of batches that share a transferred layer.
         """
-        weights_s = sizes.weight_bytes / self.inward.bytes_per_s
-        return self.rates(sizes, rows=rows, tokens=tokens).with_weights(weights_s, batches)
-
-    def rates(
-        self, sizes: Sizes, *, rows: int, tokens: int, half_duplex: bool = False
-    ) -> OffloadRates:
-        """Rates of the formulas in `quire.offload.split` for a layer of one batch, without weights.
-
-        Args:
-            sizes: bytes that cross the link.
-            rows: number of rows of the batch.
-            tokens: tokens of all rows, which the device attends to.
-            half_duplex: whether both directions share the link.
-        """
         byte_s = 1 / self.inward.bytes_per_s
-        stored_bytes = rows * (sizes.new_kv_bytes + sizes.new_x_bytes) * half_duplex
         attend_s = self.attend_call_s + self.attend_token_s * tokens
-        other_s = attend_s + self.row_s * rows + self.layer_s
         return OffloadRates(
             kv_s=sizes.kv_bytes * byte_s,
             x_s=sizes.x_bytes * byte_s,
             recompute_s=self.project_token_s,
             host_s=self.host_token_s or float("inf"),
-            other_s=other_s,
-            link_s=stored_bytes / self.outward.bytes_per_s,
+            other_s=attend_s + self.row_s * rows + self.layer_s,
+            link_s=sizes.weight_bytes / self.inward.bytes_per_s / batches,
         )
 
 
 # ---- work ----------------------------------------------------------------------------------------
-
-# Work of a step, and the rules of its layout: tokens by the location of their KV.
-#
-# | recomputed from X | transferred KV | on the device | CPU attention |
-#   x                   kv               resident        host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchTokens:
     """Tokens of one batch in one layer, over all rows.
 
-    A layer retains the union of the tokens that its KV heads retain: KV is computed for all heads.
-
     Attributes:
         rows: decoding rows, with one new token each.
         x: recomputed tokens.
         kv: tokens with transferred KV.
-        resident: tokens whose KV is on the device.
         host: tokens with CPU attention.
         x_on_device: tokens of `x` whose activation needs no transfer: in the first layer, where it
-            comes from the token ids, or if it is stored on the device.
-
-    Raises:
-        ConfigError: a negative number, or `x_on_device` above `x`.
+            comes from the token ids.
     """
 
     rows: int
     x: int = 0
     kv: int = 0
-    resident: int = 0
     host: int = 0
     x_on_device: int = 0
-
-    def __post_init__(self) -> None:
-        if (
-            any(getattr(self, field.name) < 0 for field in fields(self))
-            or self.x_on_device > self.x
-        ):
-            raise ConfigError(
-                f"expected numbers of 0 or more, and x_on_device within x, got {self}"
-            )
-
-    @property
-    def x_transferred(self) -> int:
-        """Tokens whose activation is transferred."""
-        return self.x - self.x_on_device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -377,18 +262,11 @@ class StepWork:
         layers: batches of each layer, equally many in every layer.
         sizes: bytes.
         speeds: durations.
-
-    Raises:
-        ConfigError: no layer, or layers with different numbers of batches.
     """
 
     layers: tuple[tuple[BatchTokens, ...], ...]
     sizes: Sizes
     speeds: Speeds
-
-    def __post_init__(self) -> None:
-        if not self.layers or len({len(batches) for batches in self.layers}) != 1:
-            raise ConfigError("expected layers with the same number of batches each")
 
     @property
     def num_batches(self) -> int:
@@ -406,21 +284,9 @@ def even_layers(
         num_layers: number of layers.
         embedded: whether the first layer's activations come from the token ids, without a transfer.
     """
-    first = tuple(
-        BatchTokens(
-            rows=batch.rows,
-            x=batch.x,
-            kv=batch.kv,
-            resident=batch.resident,
-            host=batch.host,
-            x_on_device=batch.x if embedded else batch.x_on_device,
-        )
-        for batch in batches
-    )
+    first = tuple(replace(batch, x_on_device=batch.x) if embedded else batch for batch in batches)
     return (first, *[tuple(batches)] * (num_layers - 1))
 
-
-# Layout of a step: what is prefetched, in which chunks, and the size of staging.
 
 _CALLS_OF_A_CHUNK = 10  # least duration of a chunk in fixed copy times, so overhead is at most 10 %
 _MAX_CHUNKS = 24
@@ -436,42 +302,15 @@ class Rules:
         x_ring: X chunks that staging holds. KV chunks then alternate with X chunks, so that the
             link need not wait for free staging. 0: all of an item's X, transferred before its KV.
         prefetch: whether the link prefetches; otherwise an item's copies wait for the item before.
-        serial: whether KV waits for recompute, and X for the item before it (ALISA).
         fine_weights: whether only W_K and W_V precede X and the others follow KV; otherwise all
             attention weights precede X.
-        half_duplex: whether both directions share the link.
-
-    Raises:
-        ConfigError: no slot, or no chunk.
     """
 
     slots: int = 2
     x_chunks: int = 4
     x_ring: int = 0
     prefetch: bool = True
-    serial: bool = False
     fine_weights: bool = True
-    half_duplex: bool = False
-
-    def __post_init__(self) -> None:
-        if min(self.slots, self.x_chunks) < 1 or self.x_ring < 0:
-            raise ConfigError(f"expected slots and chunks of 1 or more, got {self}")
-        if self.x_ring and self.serial:
-            raise ConfigError("expected no x_ring with serial: a ring alternates X and KV")
-
-
-def staging_bytes(work: StepWork, rules: Rules) -> int | float:
-    """Device bytes for staging a step's KV and X, without weights.
-
-    Args:
-        work: tokens and bytes; KV is staged in its transfer format.
-        rules: slots of KV, and chunks or slots of X.
-    """
-    batches = [batch for layer in work.layers for batch in layer]
-    kv = rules.slots * max(batch.x + batch.kv for batch in batches)
-    whole = max(batch.x_transferred for batch in batches)
-    x = rules.x_ring * -(-whole // rules.x_chunks) if rules.x_ring else rules.slots * whole
-    return kv * work.sizes.kv_bytes + x * work.sizes.x_bytes
 
 
 def ring_rules(
@@ -500,76 +339,24 @@ def ring_rules(
 
 # ---- clock ---------------------------------------------------------------------------------------
 
-# The executor interface, and an executor with a virtual clock.
 
-Work = Callable[[Operation], object]
-"""Executes an operation, such as a copy or a product. On a device it may return after it has
-submitted the operation."""
-
-
-@runtime_checkable
-class Executor(Protocol):
-    """Runs schedules."""
-
-    def run(self, schedule: Schedule, work: Work | None = None) -> Timeline:
-        """Run all operations, each after its dependencies; return when all have ended.
-
-        Args:
-            schedule: the schedule.
-            work: function that executes an operation; None: only time passes.
-
-        Raises:
-            OffloadError: an operation failed or did not end.
-        """
-
-
-def no_work(_operation: Operation) -> None:
-    """Do nothing."""
-
-
-def dispatch(kinds: Mapping[str, Work]) -> Work:
-    """Combine work functions by kind of operation; other kinds do nothing."""
-
-    def do(operation: Operation) -> object:
-        return kinds.get(operation.kind, no_work)(operation)
-
-    return do
-
-
-# An executor with a virtual clock: operations have exactly the given durations, no thread waits.
-#
-# Results are deterministic, so tests can compare schedules with formulas. Work is called in the
-# order in which operations start.
-
-
-class ScheduleClock:
-    """`Executor` with a virtual clock.
-
-    Args:
-        seconds: duration of an operation; None: the schedule's expected duration.
-    """
-
-    def __init__(self, seconds: Callable[[Operation], int | float] | None = None) -> None:
-        self._seconds = seconds or _expected
-
-    def run(self, schedule: Schedule, work: Work | None = None) -> Timeline:
-        spans: dict[int, Span] = {}
-        free_s: dict[str, int | float] = {}
-        heads = {lane: iter(operations) for lane, operations in schedule.lanes.items()}
-        waiting = {lane: next(operations) for lane, operations in heads.items()}
-        while waiting:
-            start_s, _, operation = min(_startable(schedule, waiting, spans, free_s))
-            if work is not None:
-                work(operation)
-            end_s = start_s + self._seconds(operation)
-            spans[operation.index] = Span(operation, start_s, end_s)
-            free_s[schedule.resource(operation.lane)] = end_s
-            following = next(heads[operation.lane], None)
-            if following is None:
-                del waiting[operation.lane]
-            else:
-                waiting[operation.lane] = following
-        return Timeline(schedule, tuple(spans[i] for i in range(len(spans))))
+def run_clock(schedule: Schedule) -> Timeline:
+    """Run a schedule on the virtual clock; no thread waits."""
+    spans: dict[int, Span] = {}
+    free_s: dict[str, int | float] = {}
+    heads = {lane: iter(operations) for lane, operations in schedule.lanes.items()}
+    waiting = {lane: next(operations) for lane, operations in heads.items()}
+    while waiting:
+        start_s, _, operation = min(_startable(schedule, waiting, spans, free_s))
+        end_s = start_s + operation.seconds
+        spans[operation.index] = Span(operation, start_s, end_s)
+        free_s[schedule.resource(operation.lane)] = end_s
+        following = next(heads[operation.lane], None)
+        if following is None:
+            del waiting[operation.lane]
+        else:
+            waiting[operation.lane] = following
+    return Timeline(schedule, tuple(spans[i] for i in range(len(spans))))
 
 
 def _startable(
@@ -581,17 +368,12 @@ def _startable(
     """Earliest start of each lane's next operation whose dependencies have ended.
 
     An operation with a dependency that has not ended cannot start before these.
-
     """
     for operation in waiting.values():
         if all(need in spans for need in operation.needs):
             ready_s = max((spans[need].end_s for need in operation.needs), default=0.0)
             lane_s = free_s.get(schedule.resource(operation.lane), 0.0)
             yield max(ready_s, lane_s), operation.index, operation
-
-
-def _expected(operation: Operation) -> int | float:
-    return operation.seconds
 
 
 # ---- planner -------------------------------------------------------------------------------------
@@ -653,8 +435,7 @@ class _Planner:
                 self._load()
                 self._compute()
                 self._store()
-        shared = {IN: "link", OUT: "link"} if self._rules.half_duplex else {}
-        return Schedule(tuple(self._operations), shared)
+        return Schedule(tuple(self._operations))
 
     # ---- copies to the device ------------------------------------------------------------------
 
@@ -668,8 +449,7 @@ class _Planner:
             self._add_weights(item.layer, part, self._part_bytes[part])
         chunks = self._recompute(coarse=not rules.fine_weights)
         if not rules.x_ring or not chunks:
-            waits = item.projected if rules.serial else ()
-            item.arrived += self._load_kv(0, item.tokens.kv, waits)
+            item.arrived += self._load_kv(item.tokens.kv)
         for part in range(len(before), 3) if whole else ():
             self._add_weights(item.layer, part, self._part_bytes[part])
         if self._work.num_batches > 1:
@@ -687,34 +467,20 @@ class _Planner:
         weights += self._needed_weights(QO_WEIGHTS) if coarse else []
         if tokens.x_on_device:
             self._project(tokens.x_on_device, weights)
-        chunks = _cut(tokens.x_on_device, tokens.x, self._rules.x_chunks)
-        borders = _cut(0, tokens.kv, len(chunks)) if self._rules.x_ring and chunks else []
-        for i, (first, count) in enumerate(chunks):
-            fields = {
-                "part": i + bool(tokens.x_on_device),
-                "first": first,
-                "x_slot": self._x_slot(),
-            }
-            x_bytes = self._work.sizes.x_bytes
-            landed = self._copy(TaskKind.X_IN, count, x_bytes, self._x_released(), **fields)
-            self._project(count, [*landed, *weights], **fields)
+        chunks = _cut(tokens.x - tokens.x_on_device, self._rules.x_chunks)
+        kv_chunks = _cut(tokens.kv, len(chunks)) if self._rules.x_ring and chunks else []
+        for i, count in enumerate(chunks):
+            landed = self._copy(TaskKind.X_IN, count, self._work.sizes.x_bytes, self._x_released())
+            self._project(count, [*landed, *weights])
             self._ring.append(item.projected[-1])
-            if i < len(borders):
-                item.arrived += self._load_kv(*borders[i])
+            if i < len(kv_chunks):
+                item.arrived += self._load_kv(kv_chunks[i])
         return len(chunks)
 
-    def _project(self, count: int, needs: Iterable[int], **fields: int) -> None:
+    def _project(self, count: int, needs: Iterable[int]) -> None:
         speeds = self._work.speeds
         seconds = speeds.project_call_s + count * speeds.project_token_s
-        fields |= {"tokens": count}
-        self._item.projected.append(self._add(TaskKind.PROJECT, needs, seconds, **fields))
-
-    def _x_slot(self) -> int:
-        """Slot of the next X chunk: in the ring, or of its item."""
-        rules = self._rules
-        if rules.x_ring:
-            return len(self._ring) % rules.x_ring
-        return (len(self._items) - 1) % rules.slots
+        self._item.projected.append(self._add(TaskKind.PROJECT, needs, seconds, tokens=count))
 
     def _x_released(self) -> list[int]:
         ring = self._rules.x_ring
@@ -723,9 +489,9 @@ class _Planner:
         last = self._ring[-ring:][:1] if len(self._ring) >= ring else []
         return [*last, *self._released(lambda _: [])]
 
-    def _load_kv(self, first: int, count: int, waits: Iterable[int] = ()) -> list[int]:
-        needs = [*waits, *self._released(lambda used: [used.attended])]
-        return self._copy(TaskKind.KV_IN, count, self._work.sizes.kv_bytes, needs, first=first)
+    def _load_kv(self, count: int) -> list[int]:
+        needs = self._released(lambda used: [used.attended])
+        return self._copy(TaskKind.KV_IN, count, self._work.sizes.kv_bytes, needs)
 
     def _hidden_in(self) -> list[int]:
         """Copy a batch's hidden states to the device, if other batches ran since its last layer."""
@@ -742,7 +508,7 @@ class _Planner:
         sizes = self._work.sizes
         return sizes.kv_weight_bytes, sizes.qo_weight_bytes, sizes.mlp_weight_bytes
 
-    def _add_weights(self, layer: int, part: int, num_bytes: int | float, first: int = 0) -> None:
+    def _add_weights(self, layer: int, part: int, num_bytes: int | float) -> None:
         if not num_bytes:
             return
         # chunks of the next layer are loaded while this layer's are in use
@@ -752,9 +518,8 @@ class _Planner:
         if not self._rules.prefetch and len(self._items) > 1:
             needs.append(self._items[-2].done)
         seconds = self._work.speeds.inward.seconds(num_bytes)
-        fields = {"part": part, "first": first, "slot": layer % slots}
         index = self._add(
-            TaskKind.WEIGHTS_IN, needs, seconds, layer=layer, num_bytes=round(num_bytes), **fields
+            TaskKind.WEIGHTS_IN, needs, seconds, layer=layer, part=part, num_bytes=round(num_bytes)
         )
         self._weights.setdefault((layer, part), []).append(index)
 
@@ -768,7 +533,7 @@ class _Planner:
         for part, part_bytes in enumerate(self._part_bytes):
             first, end = max(low, start), min(high, start + part_bytes)
             if end > first:
-                self._add_weights(self._item.layer + 1, part, end - first, round(first - start))
+                self._add_weights(self._item.layer + 1, part, end - first)
             start += part_bytes
 
     def _needed_weights(self, part: int) -> list[int]:
@@ -785,7 +550,7 @@ class _Planner:
         if tokens.host:
             seconds = speeds.host_call_s + tokens.host * speeds.host_token_s
             needs.append(self._add(TaskKind.HOST_ATTEND, ready, seconds, tokens=tokens.host))
-        on_device = tokens.x + tokens.kv + tokens.resident
+        on_device = tokens.x + tokens.kv
         attend_s = speeds.attend_call_s + on_device * speeds.attend_token_s
         item.attended = self._add(TaskKind.ATTEND, needs, attend_s, tokens=on_device)
         rest_s = speeds.layer_s + tokens.rows * speeds.row_s
@@ -818,7 +583,7 @@ class _Planner:
         """Operations that must end before the item's slot may be written."""
         rules, index = self._rules, len(self._items) - 1
         needs = users(self._items[index - rules.slots]) if index >= rules.slots else []
-        if index and (rules.serial or not rules.prefetch):
+        if index and not rules.prefetch:
             needs = [*needs, self._items[index - 1].done]
         return needs
 
@@ -828,7 +593,6 @@ class _Planner:
         count: int,
         unit_bytes: int | float,
         needs: Iterable[int],
-        **fields: int,
     ) -> list[int]:
         """Add a copy to or from the device; a copy of 0 bytes is omitted."""
         num_bytes = count * unit_bytes
@@ -837,15 +601,14 @@ class _Planner:
         speeds = self._work.speeds
         rate = speeds.inward if LANES[kind] == IN else speeds.outward
         seconds = rate.seconds(num_bytes)
-        return [self._add(kind, needs, seconds, tokens=count, num_bytes=round(num_bytes), **fields)]
+        return [self._add(kind, needs, seconds, tokens=count, num_bytes=round(num_bytes))]
 
     def _add(
         self, kind: TaskKind, needs: Iterable[int], seconds: int | float, **fields: int
     ) -> int:
         """Append an operation of the item; `fields` overrides the item's values."""
         item, index = self._item, len(self._operations)
-        slot = (len(self._items) - 1) % self._rules.slots
-        of_item = {"layer": item.layer, "batch": item.batch, "slot": slot}
+        of_item = {"layer": item.layer, "batch": item.batch}
         self._operations.append(
             Operation(
                 index=index,
@@ -859,34 +622,25 @@ class _Planner:
         return index
 
 
-def _cut(first: int, end: int, chunks: int) -> list[tuple[int, int]]:
-    """First token and number of tokens of each chunk; the numbers differ by at most one."""
-    borders = [first + (end - first) * i // chunks for i in range(chunks + 1)]
-    return [(a, b - a) for a, b in pairwise(borders) if b > a]
-
-
-# ---- selection -----------------------------------------------------------------------------------
-
-# Selects the fastest variant of a step by the virtual clock.
+def _cut(count: int, chunks: int) -> list[int]:
+    """Sizes of chunks, which differ by at most one; none is empty."""
+    borders = [count * i // chunks for i in range(chunks + 1)]
+    return [b - a for a, b in pairwise(borders) if b > a]
 
 
 def fastest(variants: Sequence[tuple[StepWork, Rules]]) -> tuple[int, Schedule]:
     """Return the index and the schedule of the fastest variant; the first of equally fast ones.
 
     The formulas describe the steady state. The virtual clock also counts few layers, first chunks
-    and fixed times. If a variant transfers all KV, the selected step is expected to be no slower.
-
+    and fixed times.
 
     Args:
         variants: work and layout of each variant.
     """
     schedules = [plan_step(work, rules) for work, rules in variants]
-    times = [ScheduleClock().run(schedule).seconds for schedule in schedules]
+    times = [run_clock(schedule).seconds for schedule in schedules]
     best = min(range(len(variants)), key=lambda index: (times[index], index))
     return best, schedules[best]
-
-
-# ---- several devices -----------------------------------------------------------------------------
 
 
 def combine_devices(schedules: Sequence[Schedule], shared: Sequence[str] = (HOST,)) -> Schedule:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.offload.arms import BY_NAME, Arm, Layout, lay_out, step_work
 from benchmarks.offload.machines import MACHINES, MODELS, MachineSpeeds, sizes_of, speeds_of
-from benchmarks.offload.schedule import Schedule, ScheduleClock, Sizes, Speeds, fastest
+from benchmarks.offload.schedule import Schedule, Sizes, Speeds, fastest, run_clock
 from quire.layout.model import ModelSpec
 
 
@@ -45,7 +45,7 @@ class Case:
 
     def step_seconds(self, arm: Arm, rows: int, tokens: int, batches: int = 1) -> int | float:
         """Duration of a step of equal batches; see `schedule`."""
-        return ScheduleClock().run(self.schedule(arm, rows, tokens, batches)).seconds
+        return run_clock(self.schedule(arm, rows, tokens, batches)).seconds
 
     def schedule(self, arm: Arm, rows: int, tokens: int, batches: int = 1) -> Schedule:
         """Schedule of a step of equal batches; with a ring, the fastest of three layouts."""

@@ -26,7 +26,7 @@ l_A = k S / (k + r) (equation 10). With overlap l_B is up to 1.3 times faster.
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 from quire.errors import ConfigError
 from quire.kv.step_log import ATTEND, HOST_ATTEND, KV_IN, LAYER, PROJECT, X_IN, Timed
@@ -100,10 +100,6 @@ class OffloadRates:
                 raise ConfigError(f"expected {field.name} of 0 seconds or more, got {value}")
         if not self.kv_s or not self.host_s:
             raise ConfigError(f"expected kv_s and host_s above 0, got {self}")
-
-    def with_weights(self, weights_s: int | float, batches: int = 1) -> "OffloadRates":
-        """Add a batch's share of the transfer of a layer's weights, which `batches` share."""
-        return replace(self, link_s=self.link_s + weights_s / batches)
 
     @property
     def x_ratio(self) -> float:
