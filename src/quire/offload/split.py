@@ -197,7 +197,6 @@ COPY = "copy"
 
 # An estimate of 0 would stay 0, so coefficients start at no less than these.
 _MIN_CALL_S, _MIN_UNIT_S = 1e-6, 1e-12
-_NO_TIME = (0.0, 0.0)
 
 
 class MeasuredRates:
@@ -207,8 +206,8 @@ class MeasuredRates:
     because concurrent operations slow each other down.
 
     Args:
-        prior: (call_s, unit_s) by kind: COPY, or a name of `quire.kv.step_log`. Without HOST_ATTEND
-            there is no CPU attention.
+        prior: (call_s, unit_s) by kind: COPY, or a name of `quire.kv.step_log`. A kind without one
+            starts with the first operation of the kind.
         kv_bytes: KV of a token in a layer.
         x_bytes: activation of a token in a layer.
         weight_bytes: offloaded weights of a mean layer.
@@ -226,24 +225,22 @@ class MeasuredRates:
         weight_bytes: int | float = 0,
     ) -> None:
         self.kv_bytes, self.x_bytes, self.weight_bytes = kv_bytes, x_bytes, weight_bytes
-        self._attends = HOST_ATTEND in prior
-        self._estimates: dict[str, RateEstimator] = {}
-        for kind in (COPY, PROJECT, ATTEND, LAYER, HOST_ATTEND):
-            call_s, unit_s = prior.get(kind, _NO_TIME)
-            least = max(call_s, _MIN_CALL_S), max(unit_s, _MIN_UNIT_S)
-            self._estimates[kind] = RateEstimator(least)
+        self._estimates = {kind: _estimator(*seconds) for kind, seconds in prior.items()}
 
     def call_and_unit_s(self, kind: str) -> tuple[float, ...]:
-        """Current estimates for a kind of operation."""
-        return self._estimates[kind].coefficients
+        """Current estimates for a kind of operation; 0 before the first one."""
+        return self._estimates[kind].coefficients if kind in self._estimates else (0.0, 0.0)
 
     def learn(self, timed: Sequence[Timed]) -> None:
         """Learn from the operations of a step."""
         for item in timed:
-            units = item.num_bytes or item.tokens
-            if units:
-                kind = COPY if item.kind in (KV_IN, X_IN) else item.kind
-                self._estimates[kind].add((1.0, float(units)), item.end_s - item.start_s)
+            units, seconds = item.num_bytes or item.tokens, item.end_s - item.start_s
+            if not units or seconds <= 0:
+                continue
+            kind = COPY if item.kind in (KV_IN, X_IN) else item.kind
+            if kind not in self._estimates:
+                self._estimates[kind] = _estimator(0.0, seconds / units)
+            self._estimates[kind].add((1.0, float(units)), seconds)
 
     def layer(self, tokens: int, *, batches: int = 1, chunks: int = 0) -> OffloadRates:
         """Rates of a layer of one batch.
@@ -260,13 +257,17 @@ class MeasuredRates:
             kv_s=self.kv_bytes * byte_s,
             x_s=self.x_bytes * byte_s,
             recompute_s=token_s,
-            host_s=self.call_and_unit_s(HOST_ATTEND)[1] if self._attends else math.inf,
+            host_s=self.call_and_unit_s(HOST_ATTEND)[1] or math.inf,
             other_s=attend_s
             + attend_token_s * tokens
             + sum(self.call_and_unit_s(LAYER))
             + chunks * project_s,
             link_s=self.weight_bytes * byte_s / batches + chunks * copy_s,
         )
+
+
+def _estimator(call_s: float, unit_s: float) -> RateEstimator:
+    return RateEstimator((max(call_s, _MIN_CALL_S), max(unit_s, _MIN_UNIT_S)))
 
 
 # ---- prefixes in a tier --------------------------------------------------------------------------

@@ -101,7 +101,7 @@ def _recomputed(prefix: OffloadedPrefix, columns: int) -> range:
     return range(prefix.known.start, prefix.known.start + columns) if columns else range(0)
 
 
-_MIN_GAIN = 0.02  # smallest gain that moves the recompute split, as a fraction of a step
+_MIN_GAIN = 0.01  # smallest gain that moves the recompute split, as a fraction of a step
 _MIN_MOVE = 0.1  # smallest change of the CPU attention share, as a fraction of all tokens
 _CHUNKS = 4  # copies of X of a layer, about
 
