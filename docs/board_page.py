@@ -19,9 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.kvpress.page import press_lines
-from benchmarks.kvpress.run import PressRun
-from benchmarks.kvpress.spec import KVPRESS
+from benchmarks.kvpress.run import KVPRESS, PressRun, press_lines
 from quire.cli.report import write_files
 from quire.evals.board import pages
 from quire.evals.board.result import BoardResult

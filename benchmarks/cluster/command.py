@@ -52,9 +52,6 @@ def cluster(  # noqa: PLR0913 - one parameter per option
             help="Numbers of replicas of the part scale, powers of two; default: 1,4,16,64,256."
         ),
     ] = "",
-    price_per_hour: Annotated[
-        float, typer.Option(min=0, help="Price of one replica's machine for an hour.")
-    ] = 2.0,
     processes: Annotated[
         int, typer.Option(min=1, max=64, help="Simulations that run at the same time.")
     ] = 1,
@@ -73,8 +70,8 @@ def cluster(  # noqa: PLR0913 - one parameter per option
     size. large_pool: with four times the KV memory. scale: 1 to 256 replicas with as many users
     each. reports: late load reports. tenants: one tenant sends most of the requests.
     """
-    from benchmarks.cluster.config import QUICK_CLUSTER, ClusterBenchConfig, loads_of, sizes_of
     from benchmarks.cluster.parts import PARTS
+    from benchmarks.cluster.runs import QUICK_CLUSTER, ClusterBenchConfig, loads_of, sizes_of
     from benchmarks.common.command import names_of, run_named
 
     names = names_of(parts, PARTS)
@@ -90,7 +87,6 @@ def cluster(  # noqa: PLR0913 - one parameter per option
         length_scale=length_scale or config.length_scale,
         loads=loads_of(loads) if loads else config.loads,
         sizes=sizes_of(replicas) if replicas else config.sizes,
-        price_per_hour=price_per_hour,
         processes=processes,
     )
     results, claims = show_parts(run_named(names, PARTS, config))

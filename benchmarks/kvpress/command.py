@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.common.flags import AsJson
-from benchmarks.kvpress.spec import KVPRESS, PRESSES, chosen_presses
+from benchmarks.kvpress.run import KVPRESS, PRESSES, chosen_presses
 from quire.cli.board import board_runner
 from quire.cli.common import split_numbers, split_texts
 from quire.cli.evaluate_run import json_bytes
@@ -47,8 +47,7 @@ def kvpress(  # noqa: PLR0913 - one parameter per option
 
     `python -m docs.board_page` adds the rows to those of a leaderboard with the same prompts.
     """
-    from benchmarks.kvpress.process import PressProcess, model_message
-    from benchmarks.kvpress.run import PressRunner, result_of
+    from benchmarks.kvpress.run import PressProcess, PressRunner, model_message, result_of
     from quire.evals.board.run import BoardConfig
     from quire.evals.suite.registry import task_of
 

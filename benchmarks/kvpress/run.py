@@ -2,34 +2,304 @@
 
 Token ids, output lengths, stop texts and scores are those of the leaderboard. Before a press runs,
 the other environment must give exactly the scores of full KV: without a press on all prompts, and
-with each press at a compression ratio of 0 on the first prompts of each task.
+with each press at a compression ratio of 0 on the first prompts of each task. A press is written in
+the syntax of eviction rules, with kvpress's class and options:
+
+    SnapKVPress:window_size=16
+    AdaKVPress:press=(SnapKVPress:window_size=16),alpha_safeguard=0.2
+
+Windows and lags of the default presses are those of the leaderboard's own rules: kvpress's defaults
+(64 and 128) exceed an eighth of 256 tokens. All other options have kvpress's defaults.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import numpy as np
+import torch
 
-from benchmarks.kvpress.process import PressProcess
-from benchmarks.kvpress.spec import (
-    KVPRESS,
-    SCHEDULES,
-    entry_of,
-    left_out,
-    removed_of,
-    spec_of,
-)
 from quire.api.llm import LLM
 from quire.errors import ConfigError, RequestError
-from quire.evals.board.grid import BoardEntry
+from quire.evals.board.grid import NO_CODEC, BoardEntry
 from quire.evals.board.result import BoardResult, Row
 from quire.evals.board.run import Board, BoardConfig, Report
 from quire.evals.suite.base import EvalTask, Sample
 from quire.evals.suite.cells import CellFolder, CellResult, PromptResult
 from quire.evals.tune.scores import fingerprint_of
-from quire.layout.eviction import PREFILL_END
+from quire.layout.eviction import DECODE, PREFILL_AND_DECODE, PREFILL_END, parse_policy
+from quire.models.loader import LoadedModel
 from quire.sampling.detokenizer import Detokenizer, StopChecker
+
+KVPRESS = "kvpress"
+"""Source of the entries."""
+_SNAP = "SnapKVPress:window_size=16"
+
+PRESSES = (
+    *("KnormPress", "RandomPress:seed=1", "StreamingLLMPress", _SNAP),
+    *("PyramidKVPress:window_size=16", "TOVAPress", "ObservedAttentionPress", "KeyDiffPress"),
+    *("LagKVPress:lag_size=8", "ExpectedAttentionPress", "CURPress", "LeverageScorePress"),
+    *("NonCausalAttnPress", "CompactorPress", "CapPress", "KVzipPress", "KVgradPress"),
+    *("KVComposePress", f"AdaKVPress:press=({_SNAP})", f"CriticalKVPress:press=({_SNAP})"),
+    *(f"CriticalAdaKVPress:press=({_SNAP})", f"ChunkKVPress:press=({_SNAP})"),
+    *(f"EntropyGatedChunkKVPress:press=({_SNAP})", "BlockPress:press=(KeyDiffPress),block_size=32"),
+    *("ChunkPress:press=(KeyDiffPress),chunk_length=64", f"MergingPress:press=({_SNAP})"),
+    *("KeyRerotationPress:press=(StreamingLLMPress)", "CAMPress:base_press=(TOVAPress)"),
+)
+"""Presses that run by default: all of kvpress 0.5.5 that set a budget and need no other files."""
+
+SCHEDULES = (PREFILL_AND_DECODE, PREFILL_END, DECODE)
+"""Values of `when` that kvpress has: by a prefill press, a decoding press, or both."""
+
+_FILES = "need files that the authors computed for certain models"
+_SCHEDULE = "run the other presses on the schedules with decode"
+NOT_RUN: Mapping[str, str] = {
+    "ComposedPress": "combine other presses",
+    "PerLayerCompressionPress": "combine other presses",
+    "DecodingPress": _SCHEDULE,
+    "PrefillDecodingPress": _SCHEDULE,
+    "CompressionRatioDecodingPress": "have a budget that grows with the output",
+    "DMSPress": "set a threshold, not a budget",
+    "SimLayerKVPress": "set a threshold, not a budget",
+    "ThinKPress": "remove channels of keys, not tokens",
+    "FinchPress": "need a delimiter token in the prompt and in the vocabulary",
+    "DuoAttentionPress": _FILES,
+    "ExpectedAttentionStatsPress": _FILES,
+    "FastKVzipPress": _FILES,
+    "KVzapPress": _FILES,
+    "LUKVPress": _FILES,
+    "QFilterPress": _FILES,
+    "RestoreKVPress": _FILES,
+}
+"""Why presses are not among the default ones."""
+
+_OTHER = "not among --presses"
+
+
+def chosen_presses(presses: str, budgets: Sequence[str]) -> tuple[str, ...]:
+    """The presses that run.
+
+    Args:
+        presses: texts of presses, separated by semicolons.
+        budgets: caps of the leaderboard.
+
+    Raises:
+        ConfigError: a press or a budget is invalid.
+    """
+    texts = tuple(dict.fromkeys(part.strip() for part in presses.split(";") if part.strip()))
+    if not texts:
+        raise ConfigError("--presses has no values: name at least one, or leave it out")
+    for text in texts:
+        spec_of(text)
+    for budget in budgets:
+        removed_of(budget)
+    return texts
+
+
+def spec_of(text: str) -> dict[str, object]:
+    """The name of a press and its options as JSON values.
+
+    Raises:
+        ConfigError: the text is invalid.
+    """
+    parsed = parse_policy(text, "press")
+    options = {name: _value(value) for name, value in parsed.options.items()}
+    return {"name": parsed.name, "options": options}
+
+
+def _value(text: str) -> object:
+    if text.startswith("(") and text.endswith(")"):
+        return spec_of(text[1:-1])
+    if text in ("true", "false"):
+        return text == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def removed_of(budget: str) -> float:
+    """The fraction of a prompt's tokens that kvpress removes for a cap.
+
+    Raises:
+        ConfigError: the cap is no fraction of the prompt.
+    """
+    try:
+        fraction = float(budget.removesuffix("%")) / 100
+    except ValueError:
+        fraction = 0.0
+    if not budget.endswith("%") or not 0 < fraction <= 1:
+        raise ConfigError(
+            f"expected --budgets as fractions of the prompt such as 25% (0% to 100%), got "
+            f"{budget!r}: kvpress has no other budgets"
+        )
+    return 1.0 - fraction
+
+
+def entry_of(press: str, budget: str, schedule: str) -> BoardEntry:
+    """The entry of a press; kvpress's cache has no codec."""
+    return BoardEntry(f"{KVPRESS}/{press}", budget, schedule, NO_CODEC, KVPRESS)
+
+
+def left_out(known: Iterable[str], presses: Sequence[str]) -> dict[str, str]:
+    """Why presses of kvpress do not run, by name.
+
+    Args:
+        known: names of all presses.
+        presses: texts of those that run.
+    """
+    used = {parse_policy(text, "press").name for text in presses}
+    return {name: NOT_RUN.get(name, _OTHER) for name in known if name not in used}
+
+
+# ---- the process of the worker -------------------------------------------------------------------
+
+WORKER = Path(__file__).with_name("worker.py")
+_FLAG = "--python"
+_INSTALL = (
+    f"python3 -m venv FOLDER; FOLDER/bin/pip install torch kvpress; then {_FLAG} FOLDER/bin/python"
+)
+_MAX_CHARACTERS = 300
+
+
+def model_message(model: LoadedModel, dtype: str) -> dict[str, object]:
+    """The first message of a process.
+
+    Args:
+        model: the model of the leaderboard.
+        dtype: type of its weights, as in --dtype.
+
+    Raises:
+        ConfigError: the other environment cannot load the same weights.
+    """
+    if model.folder is None or model.weight_codec != "auto":
+        given = model.name if model.folder is None else f"--weight-codec {model.weight_codec}"
+        raise ConfigError(
+            f"expected a model folder in Hugging Face format and weights without a codec with "
+            f"{_FLAG}, got {given}"
+        )
+    return {
+        "folder": str(model.folder),
+        "dtype": dtype,
+        "device": str(model.decoder.device),
+        "threads": torch.get_num_threads(),
+    }
+
+
+class PressProcess:
+    """A process that runs kvpress on one model.
+
+    Args:
+        python: Python of an environment that has kvpress.
+        model: the first message: folder, dtype, device and number of threads.
+
+    Raises:
+        ConfigError: the Python does not start, or cannot import kvpress or load the model.
+    """
+
+    def __init__(self, python: Path, model: Mapping[str, object]) -> None:
+        self._python = python
+        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+        try:
+            self._process = subprocess.Popen(
+                [str(python), "-I", str(WORKER)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                encoding="utf-8",
+            )
+        except OSError as error:
+            self._log.close()
+            raise ConfigError(
+                f"expected {_FLAG} as the Python of an environment with kvpress, got {python}: "
+                f"{error.strerror}. To build one: {_INSTALL}"
+            ) from error
+        about = self._first(model)
+        self.versions: Mapping[str, str] = about["versions"]
+        self.names: tuple[str, ...] = tuple(about["presses"])
+
+    def run(self, job: Mapping[str, object]) -> dict[str, Any]:
+        """Run one job.
+
+        Raises:
+            RequestError: the press does not run, with kvpress's reason.
+            ConfigError: the process ended.
+        """
+        found = self._answer(job)
+        if "error" in found:
+            raise RequestError(str(found["error"])[:_MAX_CHARACTERS])
+        return found
+
+    def close(self) -> None:
+        """End the process."""
+        for stream in (self._process.stdin, self._process.stdout):
+            assert stream is not None, "both are pipes"
+            try:
+                stream.close()
+            except BrokenPipeError:
+                continue  # it ended before it read the last message
+        self._process.kill()
+        self._process.wait()
+        self._log.close()
+
+    def __enter__(self) -> "PressProcess":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _first(self, model: Mapping[str, object]) -> dict[str, Any]:
+        try:
+            about = self._answer(model)
+            if "error" in about:
+                raise ConfigError(
+                    f"expected {_FLAG} as the Python of an environment with kvpress that loads "
+                    f"{model['folder']}, got {self._python}: {about['error']}. To build one: "
+                    f"{_INSTALL}"
+                )
+        except ConfigError:
+            self.close()
+            raise
+        return about
+
+    def _answer(self, message: Mapping[str, object]) -> dict[str, Any]:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None, "both are pipes"
+        assert stdout is not None, "both are pipes"
+        try:
+            stdin.write(json.dumps(message) + "\n")
+            stdin.flush()
+            found = json.loads(stdout.readline())
+        except (BrokenPipeError, ValueError) as error:  # an empty line: the process ended
+            raise ConfigError(
+                f"expected {_FLAG} as the Python of an environment with kvpress, got "
+                f"{self._python}, whose process ended: {self._last_words()}. To build one: "
+                f"{_INSTALL}"
+            ) from error
+        return found if isinstance(found, dict) else {"error": f"got {found!r}, expected an object"}
+
+    def _last_words(self) -> str:
+        """The last line that the process wrote to standard error."""
+        self._process.kill()
+        self._process.wait()
+        self._log.seek(0)
+        lines = [line.strip() for line in self._log if line.strip()]
+        return (lines or ["it wrote no message"])[-1][:_MAX_CHARACTERS]
+
+
+# ---- cells ---------------------------------------------------------------------------------------
 
 NO_PRESS = ""
 """Text of the run without a press."""
@@ -277,3 +547,133 @@ def _scores(cell: CellResult) -> list[Mapping[str, float]]:
 
 def _total(cell: CellResult) -> float:
     return next(iter(cell.means().values())).mean
+
+
+# ---- page ----------------------------------------------------------------------------------------
+
+_SLACK = 0.05
+"""Retained bytes may exceed the visible keys by this fraction of full KV in a press that frees."""
+
+SAME_METHOD: Mapping[str, str] = {
+    "sinks": "StreamingLLMPress",
+    "average": "ObservedAttentionPress",
+    "snapkv:window=16": "SnapKVPress:window_size=16",
+    "tova": "TOVAPress",
+    "keydiff": "KeyDiffPress",
+    "lagkv:lag=8": "LagKVPress:lag_size=8",
+    "expected_attention": "ExpectedAttentionPress",
+}
+"""Presses of the same method by the rules of Quire; equal on `prefill_end` but for rounding."""
+
+
+def frees_memory(row: Row) -> bool:
+    """Whether the memory of removed tokens was freed after the prefill; else they were masked."""
+    if row.retained_share is None or row.visible is None:
+        return False
+    return row.retained_share <= row.visible + _SLACK
+
+
+def press_lines(rows: Sequence[Row], about: PressRun) -> Iterator[str]:
+    """The lines of the section.
+
+    Args:
+        rows: all rows of the leaderboard.
+        about: about the other environment.
+    """
+    yield "## Presses of kvpress"
+    yield ""
+    yield from _explanation(about)
+    yield ""
+    yield "| press | cap | when | quality | KV | retained | visible | frees memory |"
+    yield "| --- | ---: | --- | ---: | ---: | ---: | ---: | --- |"
+    for row in rows:
+        if row.entry.source == KVPRESS:
+            yield _row(row)
+    yield ""
+    yield from _same_method(rows)
+    if about.left_out:
+        yield "Presses that were not run:"
+        yield ""
+        for why in dict.fromkeys(about.left_out.values()):
+            names = [f"`{name}`" for name, reason in about.left_out.items() if reason == why]
+            yield f"* {why}: {', '.join(names)}"
+        yield ""
+
+
+def _explanation(about: PressRun) -> Iterator[str]:
+    versions = ", ".join(f"{name} {version}" for name, version in about.versions.items())
+    yield (
+        f"kvpress's own code ran in another environment ({versions}) on the same token ids, with "
+        "the same output lengths and scores. Without a press, all its scores equal those of full "
+        f"KV. Each press gave full KV's scores at a compression ratio of 0 on {CHECKED_PROMPTS} "
+        "prompts of each task. Comparable are quality, retained tokens and bytes:"
+    )
+    yield ""
+    yield (
+        "* **Prompt**: kvpress computes the whole prompt with all tokens and compresses each layer "
+        "after its attention, so the first output token is that of full KV. With `prefill_end` of "
+        "Quire it is too, but all layers are evicted after the whole prompt, so the peak is that "
+        "of full KV. `prefill_and_decode` adds a `DecodingPress` that compresses to the "
+        "cap after every token. Quire's schedule of that name also evicts during the prefill, "
+        "which bounds the memory of the prompt; the press sees more."
+    )
+    yield (
+        "* **Positions**: retained keys keep their original RoPE positions, and output tokens "
+        "follow the prompt's last position. `KeyRerotationPress` re-rotates keys to consecutive "
+        "positions."
+    )
+    yield (
+        "* **Bytes**: KV is the mean peak of the memory behind the cache's tensors, read after "
+        "every layer, over the same full KV as Quire's rows. It has no page tables and statistics. "
+        "*Retained* is that memory after the prefill. *Visible* is the fraction of the prompt's "
+        "keys that the next token can read. A press that frees no memory only masks keys, or "
+        "holds them in a larger tensor."
+    )
+    yield (
+        "* **Not comparable**: tokens/s, because kvpress runs one prompt at a time in "
+        "Transformers; the time of `KVzipPress` and `KVgradPress`, which compute the prompt again "
+        "before they compress; and kvpress's published scores, which compress a context without "
+        "its question."
+    )
+
+
+def _same_method(rows: Sequence[Row]) -> Iterator[str]:
+    """A table of rules and presses of the same method after the prompt; empty without such rows."""
+    found = {
+        (row.entry.rule, row.entry.budget): row
+        for row in rows
+        if row.entry.schedule == PREFILL_END and row.entry.codec == NO_CODEC
+    }
+    pairs = [
+        (found[rule, budget], found[press, budget])
+        for rule, name in SAME_METHOD.items()
+        for press, budget in found
+        if press == f"{KVPRESS}/{name}" and (rule, budget) in found
+    ]
+    if not pairs:
+        return
+    equal = sum(own.scores == other.scores for own, other in pairs)
+    yield (
+        f"The same method in both, on `{PREFILL_END}` without a codec: {equal} of {len(pairs)} "
+        "pairs have equal scores on every task."
+    )
+    yield ""
+    yield "| rule | press | cap | quality of the rule | quality of the press |"
+    yield "| --- | --- | ---: | ---: | ---: |"
+    for own, other in pairs:
+        name = other.entry.rule.removeprefix(f"{KVPRESS}/")
+        yield (
+            f"| `{own.entry.rule}` | `{name}` | {own.entry.budget} | {own.quality.mean:.3f} | "
+            f"{other.quality.mean:.3f} |"
+        )
+    yield ""
+
+
+def _row(row: Row) -> str:
+    entry, quality = row.entry, row.quality
+    retained, visible = row.retained_share or 0.0, row.visible or 0.0
+    return (
+        f"| `{entry.rule.removeprefix(f'{KVPRESS}/')}` | {entry.budget} | {entry.schedule} | "
+        f"{quality.mean:.3f} ({quality.low:.3f} to {quality.high:.3f}) | {row.kv_share:.3f} | "
+        f"{retained:.3f} | {visible:.3f} | {'yes' if frees_memory(row) else 'no'} |"
+    )

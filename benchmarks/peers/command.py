@@ -18,9 +18,9 @@ from quire.errors import ConfigError
 from quire.layout.extras import require_extra
 
 if TYPE_CHECKING:
-    from benchmarks.peers.cells import Cell
     from benchmarks.peers.config import PeersConfig, Shape
     from benchmarks.peers.engines import Engine
+    from benchmarks.peers.measures import Cell
 
 SHAPES = "1x512+128,8x128+64,32x512+64,32x2048+64,trace,fixed:32x512+256"
 QUICK_SHAPES, QUICK_MODELS = "2x64+8", "15m"
@@ -134,7 +134,7 @@ def _measured(
     config: "PeersConfig", engines: "tuple[Engine, ...]", out: Path | None, *, quick: bool
 ) -> dict[str, object]:
     """Run all parts, print their tables, and return the JSON object."""
-    from benchmarks.peers.claims import worst_totals
+    from benchmarks.peers.measures import worst_totals
 
     by_part: dict[tuple[str, Shape], dict[str, int | float]] = {}
 
@@ -154,7 +154,7 @@ def _run_parts(
 ) -> "Iterator[tuple[str, Shape, str, PartResult]]":
     from time import perf_counter
 
-    from benchmarks.peers.cells import Cells
+    from benchmarks.peers.measures import Cells
     from benchmarks.peers.part import PeersPart
 
     cells = Cells(None if out is None else out / "cells.jsonl")

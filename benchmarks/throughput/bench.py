@@ -18,8 +18,7 @@ from benchmarks.roofline.claims import MIN_RATIO
 from benchmarks.roofline.costs import Storage, arithmetics_of, step_costs, storage_of
 from benchmarks.roofline.measured import floor_s
 from benchmarks.roofline.rates import PRODUCTS, QUICK_PRODUCTS, RateProbe, Rates, median_rates
-from benchmarks.throughput.arms import Arm, ArmResult, QuireArm
-from benchmarks.throughput.peers import DEFAULT, ContinuousArm, StaticArm
+from benchmarks.throughput.arms import DEFAULT, Arm, ArmResult, ContinuousArm, QuireArm, StaticArm
 from quire.config.kv_config import AttentionName
 from quire.errors import UnknownName
 from quire.layout.model import ModelSpec

@@ -9,9 +9,14 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks.cluster.config import QUICK_CLUSTER, ClusterBenchConfig
 from benchmarks.cluster.parts import PARTS
-from benchmarks.cluster.workload import at_load, for_replicas, one_machine
+from benchmarks.cluster.runs import (
+    QUICK_CLUSTER,
+    ClusterBenchConfig,
+    at_load,
+    for_replicas,
+    one_machine,
+)
 from support.sim_traces import request, trace
 
 TALK = trace(*(request(i, i * 0.5, 9, 20, shared=[(0, 32), (1 + i % 8, 32)]) for i in range(1, 41)))

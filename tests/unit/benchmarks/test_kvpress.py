@@ -10,16 +10,20 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks.kvpress.page import frees_memory, press_lines
-from benchmarks.kvpress.process import PressProcess, model_message
-from benchmarks.kvpress.run import CHECKED_PROMPTS, PressRunner, result_of
-from benchmarks.kvpress.spec import (
+from benchmarks.kvpress.run import (
+    CHECKED_PROMPTS,
     KVPRESS,
     PRESSES,
+    PressProcess,
+    PressRunner,
     chosen_presses,
     entry_of,
+    frees_memory,
     left_out,
+    model_message,
+    press_lines,
     removed_of,
+    result_of,
     spec_of,
 )
 from quire.api.llm import LLM

@@ -9,8 +9,6 @@ import pytest
 
 from benchmarks.common.result import PartResult
 from benchmarks.peers import part as part_module
-from benchmarks.peers.cells import Cells, interleaved
-from benchmarks.peers.claims import part_claims, worst_totals
 from benchmarks.peers.config import Eviction, PeersConfig, Shape, TraceWork, parse_shape
 from benchmarks.peers.engines import (
     Engine,
@@ -21,10 +19,17 @@ from benchmarks.peers.engines import (
     quire_engine,
 )
 from benchmarks.peers.environments import ENVIRONMENTS, TORCH, Environment, commands
-from benchmarks.peers.jobs import build_job, kv_bytes_per_token
-from benchmarks.peers.measures import Measures, measures_of
-from benchmarks.peers.part import COLUMNS, PeersPart
-from benchmarks.peers.processes import Failure, reason_of, result_of, run_worker
+from benchmarks.peers.measures import (
+    Cells,
+    Measures,
+    build_job,
+    interleaved,
+    kv_bytes_per_token,
+    measures_of,
+    part_claims,
+    worst_totals,
+)
+from benchmarks.peers.part import COLUMNS, Failure, PeersPart, reason_of, result_of, run_worker
 from quire.errors import ConfigError, InvariantError, UnknownName
 
 ENGINES = chosen_engines((), default_quire(), Eviction())

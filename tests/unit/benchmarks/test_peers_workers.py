@@ -9,10 +9,8 @@ from typer.testing import CliRunner
 from benchmarks.__main__ import app
 from benchmarks.peers.config import Eviction, PeersConfig, TraceWork, parse_shape
 from benchmarks.peers.engines import Engine, chosen_engines, quire_engine
-from benchmarks.peers.jobs import build_job
-from benchmarks.peers.measures import measures_of
-from benchmarks.peers.model_files import make_model
-from benchmarks.peers.processes import Failure, run_worker
+from benchmarks.peers.measures import build_job, measures_of
+from benchmarks.peers.part import Failure, make_model, run_worker
 from benchmarks.peers.workers.llamacpp import gguf_name, interleaved
 from benchmarks.peers.workers.protocol import Job
 from benchmarks.peers.workers.transformers_static import batches
