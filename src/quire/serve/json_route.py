@@ -4,13 +4,13 @@ import json
 import re
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from functools import cache
 from http import HTTPStatus
 from typing import Any
 
 from fastapi import HTTPException, Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
 
 from quire.layout.values import find_fault
 from quire.serve.errors import InvalidBody, InvalidField, bounded
@@ -21,6 +21,13 @@ IGNORED_HEADER = "X-Ignored-Fields"
 
 MAX_INLINE_BYTES = 1 << 16
 """Larger bodies are parsed and validated in the tokenizer threads, with fair scheduling."""
+
+MAX_NODES = 1 << 17
+"""Limit of arrays, objects and members of objects in a large body: the parser holds the GIL, and
+takes many times longer for one of them than for a number."""
+
+_STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+"""Strings. The last may be open: a search for its end from each quote would take quadratic time."""
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
@@ -43,12 +50,9 @@ class JsonRequest(Request):
         """
         raw = await self.body()
         if len(raw) <= MAX_INLINE_BYTES or self.model is None:
-            with _naming_the_position():
-                value = json.loads(raw)
-            _refuse_fault(value)
-            return value
+            return _parsed(raw)
         texts, model = self.app.state.service.texts, self.model
-        return await texts.in_turn_of(tenant_of(self), lambda: _read_large(raw, model))
+        return await texts.in_turn_of(tenant_of(self), lambda: read_large(raw, model))
 
 
 class JsonRoute(APIRoute):
@@ -75,11 +79,11 @@ class JsonRoute(APIRoute):
         return handle
 
 
-def _read_large(raw: bytes, model: type[BaseModel]) -> object:
+def read_large(raw: bytes, model: type[BaseModel]) -> object:
     """Parse and validate a large body without blocking other threads for long."""
     with _naming_the_position():
-        value = loads_in_slices(raw)
-    _refuse_fault(value)
+        refuse_many_nodes(raw.decode(json.detect_encoding(raw), "surrogatepass"))
+    value = _parsed(raw)
     if isinstance(value, dict) and len(value) > MAX_EXTRA_FIELDS + len(model.model_fields):
         raise HTTPException(
             HTTPStatus.BAD_REQUEST,
@@ -92,15 +96,45 @@ def _read_large(raw: bytes, model: type[BaseModel]) -> object:
         raise InvalidBody.of(error, value) from None
 
 
-def _refuse_fault(value: object) -> None:
-    """Refuse a value that no endpoint can use, so that none of them checks its strings.
+def _parsed(raw: bytes) -> object:
+    """Parse JSON, and refuse values that no endpoint can use, so that none checks its strings.
 
     Raises:
+        HTTPException: 400 for a body that is not JSON, with the position.
         InvalidBody: names the field.
     """
+    with _naming_the_position():
+        value = parse_json(raw)
     fault = find_fault(value)
     if fault is not None:
         raise InvalidBody([InvalidField(path=fault.path, message=fault.problem)])
+    return value
+
+
+def parse_json(raw: bytes) -> object:
+    """Parse JSON with the result and errors of `json.loads`, in less time."""
+    try:
+        return from_json(raw)
+    except ValueError:  # or halves of surrogate pairs, more than 200 levels, UTF-16
+        return json.loads(raw)
+
+
+def refuse_many_nodes(text: str) -> None:
+    """Refuse more than `MAX_NODES` before they are parsed.
+
+    Raises:
+        HTTPException: 400.
+    """
+    if _count_nodes(text) > MAX_NODES and _count_nodes(_STRING.sub("", text)) > MAX_NODES:
+        raise HTTPException(
+            HTTPStatus.BAD_REQUEST,
+            f"the body has more than {MAX_NODES:,} arrays, objects and members of objects: split "
+            "it into several requests",
+        )
+
+
+def _count_nodes(text: str) -> int:
+    return text.count("[") + text.count("{") + text.count(":")
 
 
 @contextmanager
@@ -114,12 +148,6 @@ def _naming_the_position() -> Iterator[None]:
         raise _not_json(f"byte {error.start + 1} is not {error.encoding}") from None
     except RecursionError:
         raise _not_json("brackets are nested too deeply") from None
-    except TooManyNodes:
-        raise HTTPException(
-            HTTPStatus.BAD_REQUEST,
-            f"the body has more than {MAX_NODES:,} arrays, objects and members of objects: split "
-            "it into several requests",
-        ) from None
     except ValueError:  # Python's limit on digits
         raise _not_json("an integer has more than 4,300 digits") from None
 
@@ -139,141 +167,3 @@ def _check_content_type(content_type: str | None) -> None:
         f"expected a body of type application/json, {got}: send the header "
         "Content-Type: application/json",
     )
-
-
-# Parses large JSON in slices, so that other threads can run in between.
-#
-# `json.loads` is one call into C that holds the GIL: 0.4 s for 8 MiB of token ids. Here Python code
-# walks through arrays and objects, and passes at most `MAX_SCALARS` numbers and strings of an
-# array to `json.loads` per call.
-
-MAX_NODES = 1 << 17
-"""Limit of arrays, objects and members of objects in one body: each is parsed in Python."""
-
-MAX_SCALARS = 4096
-"""Numbers and strings of an array that are parsed by one call of `json.loads`."""
-
-_SCALAR = r'(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"|[^\s"\[\]{},:]++)'
-_SPACE = r"[ \t\n\r]*+"
-_SPACES = re.compile(_SPACE)
-_decode = json.JSONDecoder().raw_decode
-
-
-class TooManyNodes(ValueError):
-    """JSON with more arrays, objects and members than `MAX_NODES`."""
-
-
-def loads_in_slices(raw: bytes, *, max_scalars: int = MAX_SCALARS) -> object:
-    """Parse JSON with the same result as `json.loads`.
-
-    Args:
-        raw: JSON in UTF-8, UTF-16 or UTF-32.
-        max_scalars: most numbers and strings of an array that are parsed by one call.
-
-    Raises:
-        ValueError: the same errors as `json.loads`.
-        RecursionError: brackets are nested too deeply.
-        TooManyNodes: more than `MAX_NODES`.
-    """
-    text = raw.decode(json.detect_encoding(raw), "surrogatepass")
-    reader = _Reader(text, _scalars(max_scalars))
-    value, end = reader.value(_skip(text, 0))
-    end = _skip(text, end)
-    if end != len(text):
-        raise json.JSONDecodeError("Extra data", text, end)
-    return value
-
-
-class _Reader:
-    """Parser of one text; each method returns a value and the index after it."""
-
-    def __init__(self, text: str, scalars: re.Pattern[str]) -> None:
-        self._text = text
-        self._run_of_scalars = scalars
-        self._nodes = 0
-
-    def value(self, start: int) -> tuple[object, int]:
-        """Parse any value that begins at `start`."""
-        opening = self._text[start : start + 1]
-        if opening == "[":
-            return self._array(start + 1)
-        if opening == "{":
-            return self._object(start + 1)
-        return _decode(self._text, start)
-
-    def _array(self, start: int) -> tuple[list[object], int]:
-        self._count()
-        values: list[object] = []
-        if self._is_closed(start, "]"):
-            return values, _skip(self._text, start) + 1
-        while True:
-            start = self._scalars(start, values)
-            value, end = self.value(_skip(self._text, start))
-            values.append(value)
-            start, is_last = self._delimiter(end, "]")
-            if is_last:
-                return values, start
-
-    def _object(self, start: int) -> tuple[dict[str, object], int]:
-        self._count()
-        members: dict[str, object] = {}
-        if self._is_closed(start, "}"):
-            return members, _skip(self._text, start) + 1
-        while True:
-            self._count()
-            key, end = self._key(_skip(self._text, start))
-            members[key], end = self.value(_skip(self._text, end))
-            start, is_last = self._delimiter(end, "}")
-            if is_last:
-                return members, start
-
-    def _scalars(self, start: int, values: list[object]) -> int:
-        """Append numbers and strings that are followed by a comma; return the index after them."""
-        while (run := self._run_of_scalars.match(self._text, start)) is not None:
-            try:
-                values += json.loads(f"[{run[0][:-1]}]")
-            except json.JSONDecodeError as error:
-                position = start + error.pos - 1
-                raise json.JSONDecodeError(error.msg, self._text, position) from None
-            start = run.end()
-        return start
-
-    def _key(self, start: int) -> tuple[str, int]:
-        text = self._text
-        if text[start : start + 1] != '"':
-            raise json.JSONDecodeError(
-                "Expecting property name enclosed in double quotes", text, start
-            )
-        key, end = _decode(text, start)
-        end = _skip(text, end)
-        if text[end : end + 1] != ":":
-            raise json.JSONDecodeError("Expecting ':' delimiter", text, end)
-        return key, end + 1
-
-    def _delimiter(self, end: int, closing: str) -> tuple[int, bool]:
-        """Index after a comma or closing bracket, and whether it was a closing bracket."""
-        end = _skip(self._text, end)
-        found = self._text[end : end + 1]
-        if found not in (",", closing):
-            raise json.JSONDecodeError("Expecting ',' delimiter", self._text, end)
-        return end + 1, found == closing
-
-    def _is_closed(self, start: int, closing: str) -> bool:
-        return self._text.startswith(closing, _skip(self._text, start))
-
-    def _count(self) -> None:
-        self._nodes += 1
-        if self._nodes > MAX_NODES:
-            raise TooManyNodes
-
-
-@cache
-def _scalars(most: int) -> re.Pattern[str]:
-    """Pattern of one to `most` scalars, each followed by a comma."""
-    return re.compile(rf"(?:{_SPACE}{_SCALAR}{_SPACE},){{1,{most}}}+")
-
-
-def _skip(text: str, start: int) -> int:
-    """Index after white space."""
-    space = _SPACES.match(text, start)
-    return start if space is None else space.end()
