@@ -13,7 +13,6 @@
     ├── HostMemoryFull                  the memory for swapped or offloaded KV is full now
     ├── SlabFull                        a dense slab needs more columns than its capacity
     ├── OffloadError                    KV outside of the device cannot be loaded or stored
-    │   ├── LinkStalled                 a transfer of a step timed out; states which
     │   ├── StorageError                a tier cannot load or store bytes now: full, unreachable
     │   └── CorruptData                 stored data is damaged; it is deleted
     ├── QueueFull                       too many requests are waiting; try again later
@@ -113,10 +112,6 @@ class SlabFull(QuireError):
 
 class OffloadError(QuireError):
     """KV outside of the device cannot be loaded or stored. The caller recomputes it."""
-
-
-class LinkStalled(OffloadError):
-    """A transfer of a step timed out; the message states which."""
 
 
 class StorageError(OffloadError):

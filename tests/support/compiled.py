@@ -27,7 +27,7 @@ from quire.kernels.backend import (
 )
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.rope_write import CosSin
-from quire.kernels.triton import rope_calls, slot_calls
+from quire.kernels.triton import slot_calls
 from quire.kernels.triton.backend import TritonAttention
 from quire.kernels.triton.hardware import Hardware
 from quire.layout.statistics import REDUCTIONS
@@ -149,7 +149,7 @@ def run_rows(dtype, width):
     slot_calls.gated(rows)
     slot_calls.norm_query_and_key(rows, (4, 2), (norm[:64], norm[:64]), 1e-6)
     heads = rows.view(3, -1, 64)
-    rope_calls.rotate(heads[:, :4], heads[:, 4:6], CosSin(torch.ones(3, 64), torch.ones(3, 64)))
+    slot_calls.rotate(heads[:, :4], heads[:, 4:6], CosSin(torch.ones(3, 64), torch.ones(3, 64)))
 
 
 def run_statistics(backend):

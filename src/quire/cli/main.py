@@ -30,7 +30,7 @@ from quire.cli.serve import serve
 from quire.cli.settings import VERBOSE_KEY, with_parameters
 from quire.cli.simulate import simulate
 from quire.cli.tune import tune
-from quire.errors import ConfigError, QuireError
+from quire.errors import QuireError
 from quire.layout.options import option
 from quire.version import __version__
 
@@ -54,16 +54,6 @@ class QuireGroup(TyperGroup):
             _refuse_usage(error)
             raise
 
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command of a line.
-
-        Raises:
-            ConfigError: a command of an earlier version.
-        """
-        if args and args[0] in REMOVED:
-            raise ConfigError(f"quire {args[0]} was removed: {REMOVED[args[0]]}")
-        return super().resolve_command(ctx, args)
-
     def invoke(self, ctx: Any) -> Any:
         """Run a command.
 
@@ -86,12 +76,6 @@ class QuireGroup(TyperGroup):
         except KeyboardInterrupt as interrupt:
             typer.echo("interrupted", err=True)
             raise typer.Exit(INTERRUPT_EXIT) from interrupt
-
-
-REMOVED = {
-    "kv-store": "start a Redis or Valkey server, and engines with --remote-kv redis://HOST:PORT"
-}
-"""Commands of earlier versions, and what replaces each."""
 
 
 def _refuse_usage(error: Any) -> None:

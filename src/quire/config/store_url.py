@@ -26,10 +26,6 @@ _FORMS = (
     "redis://HOST:PORT, rediss://HOST:PORT (TLS), unix:///SOCKET or file:///FOLDER, such as "
     "redis://127.0.0.1:6379/0"
 )
-_REMOVED = (
-    "the store of quire kv-store was removed: start a Redis or Valkey server and give "
-    "redis://HOST:PORT"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +73,6 @@ def parse_store_url(text: object) -> StoreURL | None:
         raise ConfigError(f"expected {_FORMS}, got {text!r}")
     shown = repr(_LOGIN.sub("//", text))
     scheme, colon, _ = text.partition("://")
-    if scheme == "kv" or (not colon and re.fullmatch(r"\S+:\d+", text)):
-        raise ConfigError(f"{_REMOVED}; got {shown}")
     if scheme not in _SCHEMES or not colon:
         raise ConfigError(f"expected {_FORMS}, got {shown}")
     try:

@@ -280,17 +280,6 @@ def test_batch_output_that_is_a_folder_is_refused(tmp_path, folder):
     assert result.output.startswith("error: expected a file for the records, got")
 
 
-@pytest.mark.parametrize("arguments", [(), ("--memory", "1GiB"), ("--help",)])
-def test_a_removed_command_names_its_replacement(arguments):
-    result = quire("kv-store", *arguments)
-
-    assert result.exit_code == 2
-    assert result.output == (
-        "error: quire kv-store was removed: start a Redis or Valkey server, and engines with "
-        "--remote-kv redis://HOST:PORT\n"
-    )
-
-
 @pytest.mark.parametrize("arguments", [["--help"], ["policies"], ["plan", "quire-tiny"]])
 def test_closed_pipe_ends_the_command_silently(arguments):
     reader, writer = os.pipe()

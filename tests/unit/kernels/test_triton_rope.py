@@ -15,7 +15,7 @@ from quire.layout.pages import PageClass
 from support.interpreted import CPU, interpreted, triton_backend
 from unit.kernels.test_triton_slots import HEADS, LANES, TOKENS, new_slots, places_of
 
-rope_calls = interpreted("rope_calls")
+slot_calls = interpreted("slot_calls")
 
 GROUP = 3
 NUM_HEADS = LANES * HEADS * GROUP
@@ -154,7 +154,7 @@ def test_rotation_without_a_write():
     (query, key, value), rope = heads_of(4, 80, torch.float32), turns_of(4, 32)
     expected = rope.rotate(query), rope.rotate(key), value.clone()
 
-    rope_calls.rotate(query, key, rope)
+    slot_calls.rotate(query, key, rope)
 
     torch.testing.assert_close((query, key, value), expected)
 
@@ -162,7 +162,7 @@ def test_rotation_without_a_write():
 def test_kernels_run_on_the_device_of_the_heads(monkeypatch):
     (query, key, _), rope, seen = heads_of(2, 16, torch.float32), turns_of(2, 16), []
     monkeypatch.setattr(
-        rope_calls, "device_of", lambda heads: seen.append(heads.device) or nullcontext()
+        slot_calls, "device_of", lambda heads: seen.append(heads.device) or nullcontext()
     )
-    rope_calls.rotate(query, key, rope)
+    slot_calls.rotate(query, key, rope)
     assert seen == [CPU]

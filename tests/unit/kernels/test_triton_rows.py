@@ -127,7 +127,7 @@ def test_wrong_kernels_are_not_used(monkeypatch, caplog, name, kernel):
 
 
 def test_wrong_rope_is_not_used(monkeypatch):
-    monkeypatch.setattr(row_self_test.rope_calls, "rotate", lambda *_: None)
+    monkeypatch.setattr(row_self_test.slot_calls, "rotate", lambda *_: None)
     assert row_kernels.why_no_rows(CPU, torch.float32, SHAPES[0]) == "wrong results of RoPE on cpu"
 
 

@@ -1,5 +1,7 @@
 """Compares a loaded library with the reference on one small step, before it is used.
 
+Coded pages are compared with the reference on the decoded numbers.
+
 A path with wrong results (miscompiled, or a CPU without a feature it claims) is rejected in favour
 of the next simpler path, with a warning. The test takes a few milliseconds.
 """
@@ -13,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.codecs.registry import make_codec
 from quire.kernels.backend import (
     AttentionBackend,
     AttentionMath,
@@ -25,16 +28,20 @@ from quire.kernels.backend import (
     StatisticRows,
     StepShape,
 )
+from quire.kernels.coded import CodedPages, CodedPlanes, decode_slots
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.native.backend import NativeAttention
 from quire.kernels.native.library import PATHS, NativeLibrary, NotLoaded, load_library
-from quire.kernels.native.self_test_codes import codes_right
 from quire.kernels.reference_backend import ReferenceAttention
+from quire.layout.codec_names import codec_spec
 from quire.layout.statistics import REDUCTIONS
 
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-_NEW_TOKENS, _SLOTS = (1, 1, 20), (3, 45, 37)  # walks over pages, and a chunk
-_HEADS, _GROUP, _HEAD_DIM, _PAGE_TOKENS = 2, 2, 64, 16
+_CODED_TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2**-8}  # of the output
+_CODECS = ("int8", "int4", "int4_outliers", "int2", "fp8")
+_NEW_TOKENS, _SLOTS = (1, 1, 20), (3, 101, 37)  # walks over pages, and a chunk
+_WALKS = 2
+_HEADS, _GROUP, _HEAD_DIM, _PAGE_TOKENS = 2, 4, 64, 16
 _NUMBERS = torch.arange(2 * _HEADS * _PAGE_TOKENS * 3) % 61  # exact in every dtype
 _COLUMNS = -(-max(_SLOTS) // _PAGE_TOKENS)
 
@@ -52,27 +59,30 @@ def on_right_path(library: NativeLibrary) -> NativeLibrary | NotLoaded:
     """Return the library on the first path, from its best one down, with correct results."""
     for path in range(library.path, -1, -1):
         tried = replace(library, path=path)
-        plain_right = all(_is_right(tried, dtype) for dtype in _TOLERANCES)
-        if plain_right and _counts_right(tried) and codes_right(tried):
+        native = NativeAttention(tried, GatheredAttention(torch.device("cpu")))
+        plain_right = all(_is_right(native, dtype) for dtype in _TOLERANCES)
+        if plain_right and _counts_right(native) and all(_codes_right(native, c) for c in _CODECS):
             return tried
         _log.warning("the C extension computes wrong numbers with %s; not used", PATHS[path])
     return NotLoaded("the C extension computes wrong numbers on this machine; please report it")
 
 
-def _is_right(library: NativeLibrary, dtype: torch.dtype) -> bool:
-    native = NativeAttention(library, GatheredAttention(torch.device("cpu")))
+def _is_right(native: AttentionBackend, dtype: torch.dtype) -> bool:
     if not _moves_right(native, dtype):
         return False
-    found = (_attend(backend, dtype) for backend in (ReferenceAttention(), native))
+    found = (_write_and_attend(backend, dtype) for backend in (ReferenceAttention(), native))
     return all(
-        bool((got - expected).abs().max() / expected.abs().max() <= _TOLERANCES[dtype])
-        for expected, got in zip(*found, strict=True)  # NaN is not
+        _near(got.float(), expected.float(), _TOLERANCES[dtype])
+        for expected, got in zip(*found, strict=True)
     )
 
 
-def _counts_right(library: NativeLibrary) -> bool:
+def _near(got: Tensor, expected: Tensor, tolerance: float) -> bool:
+    return bool((got - expected).abs().max() / expected.abs().max() <= tolerance)  # NaN is not
+
+
+def _counts_right(native: AttentionBackend) -> bool:
     """Return whether statistics are correct for every measure and reduction."""
-    native = NativeAttention(library, GatheredAttention(torch.device("cpu")))
     return all(
         torch.allclose(
             _tally(native, *requested), _tally(ReferenceAttention(), *requested)
@@ -110,7 +120,7 @@ def _moves_right(backend: AttentionBackend, dtype: torch.dtype) -> bool:
     return torch.equal(got, expected)
 
 
-def _attend(backend: AttentionBackend, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _write_and_attend(backend: AttentionBackend, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Write the newest slots and attend; return the output and the column sums in float32."""
     generator = torch.Generator().manual_seed(0)
     num_pages = len(_SLOTS) * _COLUMNS
@@ -126,9 +136,6 @@ def _attend(backend: AttentionBackend, dtype: torch.dtype) -> tuple[Tensor, Tens
         first_lane=0,
         num_lanes=1,
     )
-    step = StepShape.of(np.array(_NEW_TOKENS, dtype=np.int32))
-    lanes = LaneSlots(np.array(_SLOTS, dtype=np.int32)[:, None], None)
-    plan = backend.plan(step, lanes, _PAGE_TOKENS, arena[0].nbytes // _PAGE_TOKENS)
     newest = torch.cat(
         [torch.arange(slots - new, slots) for slots, new in zip(_SLOTS, _NEW_TOKENS, strict=True)]
     )
@@ -138,6 +145,91 @@ def _attend(backend: AttentionBackend, dtype: torch.dtype) -> tuple[Tensor, Tens
     arena[page, :, :, newest % _PAGE_TOKENS] = 0
     places = (page[:, None], (newest % _PAGE_TOKENS)[:, None])
     backend.write(NewSlots(arena[:, 0], arena[:, 1], *places), *fresh)
-    sums = torch.zeros(len(_SLOTS), _HEADS * _GROUP, max(_SLOTS))
+    return _attend(backend, query, pages, fresh, arena[0].nbytes // _PAGE_TOKENS)
+
+
+def _attend(
+    backend: AttentionBackend,
+    query: Tensor,
+    pages: LayerPages,
+    fresh: tuple[Tensor, Tensor],
+    slot_bytes: int,
+) -> tuple[Tensor, Tensor]:
+    """Return the output and the column sums of the rows of `pages`."""
+    rows = len(pages.rows)
+    step = StepShape.of(np.array(_NEW_TOKENS[:rows], dtype=np.int32))
+    lanes = LaneSlots(np.array(_SLOTS[:rows], dtype=np.int32)[:, None], None)
+    plan = backend.plan(step, lanes, _PAGE_TOKENS, slot_bytes)
+    sums = torch.zeros(rows, query.shape[1], max(_SLOTS))
     math = AttentionMath(scale=_HEAD_DIM**-0.5)
-    return backend.attend(plan, pages, math, query, fresh, column_sums=sums).float(), sums
+    return backend.attend(plan, pages, math, query, fresh, column_sums=sums), sums
+
+
+# ---- coded pages ---------------------------------------------------------------------------------
+
+
+def _codes_right(native: AttentionBackend, name: str) -> bool:
+    """Return whether the results are correct for a codec that the C library reads."""
+    generator = torch.Generator().manual_seed(0)
+    num_pages = len(_SLOTS) * _COLUMNS
+    codec = make_codec(codec_spec(name), _HEAD_DIM)
+    encoded = [
+        codec.encode(torch.randn(num_pages, _HEADS, _PAGE_TOKENS, _HEAD_DIM, generator=generator))
+        for _ in range(2)
+    ]
+    planes = _in_pages([plane for side in encoded for plane in side])
+    coded = CodedPages(
+        CodedPlanes(codec, planes[: len(planes) // 2]),
+        CodedPlanes(codec, planes[len(planes) // 2 :]),
+    )
+    table = torch.randperm(num_pages, generator=generator).int().view(len(_SLOTS), 1, _COLUMNS)
+    query = torch.randn(sum(_NEW_TOKENS), _HEADS * _GROUP, _HEAD_DIM, generator=generator)
+    pages = LayerPages(
+        key=coded.key.planes[0],
+        value=coded.value.planes[0],
+        table=table,
+        rows=torch.arange(len(_SLOTS)),
+        first_lane=0,
+        num_lanes=1,
+        coded=coded,
+    )
+    walks = replace(pages, rows=pages.rows[:_WALKS])  # torch rounds chunks more than C does
+    attends = _equal(query, pages, native) and _equal(query[:_WALKS].bfloat16(), walks, native)
+    return attends and _writes(coded, query[:, :_HEADS], native)
+
+
+def _writes(coded: CodedPages, vectors: Tensor, native: AttentionBackend) -> bool:
+    """Return whether new tokens get the codes of the codec."""
+    tokens = torch.arange(len(vectors))[:, None]
+    pages, offsets = tokens // _PAGE_TOKENS, tokens % _PAGE_TOKENS
+    key, value = coded.key.planes[0], coded.value.planes[0]
+    native.write(NewSlots(key, value, pages, offsets, coded), vectors, 3 * vectors)
+    return all(
+        torch.equal(decode_slots(side, pages, offsets)[:, 0], _as_stored(side, factor * vectors))
+        for side, factor in ((coded.key, 1), (coded.value, 3))
+    )
+
+
+def _as_stored(side: CodedPlanes, vectors: Tensor) -> Tensor:
+    return side.codec.decode(side.codec.encode(vectors[:, :, None])).squeeze(2)
+
+
+def _equal(query: Tensor, pages: LayerPages, native: AttentionBackend) -> bool:
+    """Return whether output and column sums match the reference on the same numbers."""
+    fresh = (query[:, :_HEADS], query[:, :_HEADS])  # unused, because attention uses the codes
+    expected, expected_sums = _attend(ReferenceAttention(), query.float(), pages, fresh, 1)
+    got, sums = _attend(native, query, pages, fresh, 1)
+    return _near(got.float(), expected, _CODED_TOLERANCES[query.dtype]) and _near(
+        sums, expected_sums, _CODED_TOLERANCES[torch.float32]
+    )
+
+
+def _in_pages(planes: list[Tensor]) -> tuple[Tensor, ...]:
+    """Copy planes next to each other in pages, as in a page class."""
+    starts = np.cumsum([0] + [-(-plane[0].nbytes // 4) * 4 for plane in planes])
+    pages = torch.zeros(len(planes[0]), int(starts[-1]), dtype=torch.uint8)
+    placed = []
+    for plane, start in zip(planes, starts.tolist(), strict=False):
+        part = pages[:, start : start + plane[0].nbytes].view(plane.dtype).view(plane.shape)
+        placed.append(part.copy_(plane))
+    return tuple(placed)

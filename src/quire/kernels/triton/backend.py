@@ -26,7 +26,7 @@ from quire.kernels.backend import (
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.rope_write import CosSin
 from quire.kernels.static_plan import StaticLanes
-from quire.kernels.triton import rope_calls, slot_calls
+from quire.kernels.triton import slot_calls
 from quire.kernels.triton.coding import FLOATS, sides_of, unfit_pages
 from quire.kernels.triton.hardware import Hardware, device_of
 from quire.kernels.triton.launch import (
@@ -107,10 +107,10 @@ class TritonAttention:
         source: Tensor | None = None,
     ) -> bool:
         """Rotate queries and keys, and write keys and values; see `RopeWriter`."""
-        if not rope_calls.can_rotate_and_write(slots, query, key, value):
+        if not slot_calls.can_rotate_and_write(slots, query, key, value):
             return False
         with device_of(key):
-            rope_calls.write(slots, (query, key, value), rope, source)
+            slot_calls.rotate_and_write(slots, (query, key, value), rope, source)
         return True
 
     def move(self, moves: MovedSlots) -> None:

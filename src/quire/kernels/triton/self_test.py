@@ -34,7 +34,7 @@ from quire.kernels.gathered import GatheredAttention
 from quire.kernels.reference_backend import ReferenceAttention
 from quire.kernels.rope_write import CosSin, rotated_and_written
 from quire.kernels.row_kernels import RowShape
-from quire.kernels.triton import rope_calls, slot_calls
+from quire.kernels.triton import slot_calls
 from quire.kernels.triton.backend import TritonAttention
 from quire.kernels.triton.hardware import Hardware, cannot_run, failure_of
 from quire.layout.codec_names import codec_spec
@@ -151,7 +151,7 @@ class _Rows:
         expected = torch.cat([rope.rotate(query), rope.rotate(key), value], dim=1)
         queries, keys, _ = torch.split(found, list(_HEADS), dim=1)
         on_device = CosSin(rope.cosine.to(device), rope.sine.to(device))
-        rope_calls.rotate(queries, keys, on_device)
+        slot_calls.rotate(queries, keys, on_device)
         return found, expected
 
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from quire.errors import UnsupportedModel
 from quire.kernels.rope_write import CosSin
-from quire.kernels.triton import rope_calls, slot_calls
+from quire.kernels.triton import slot_calls
 from quire.layout.statistics import ResidualSimilarity, Statistic
 from quire.models.adapter import TransformersDecoder
 from quire.models.base import AttentionCall, Batch
@@ -97,7 +97,7 @@ class GpuDecoder(TransformersDecoder):
         query, key, value = torch.split(heads, [num_heads, kv_heads, kv_heads], dim=1)
         takes_rope = _wants(attention, "takes_rope")
         if not takes_rope:
-            rope_calls.rotate(query, key, rope)
+            slot_calls.rotate(query, key, rope)
         call = AttentionCall(
             layer=number,
             scale=layer.scale,
