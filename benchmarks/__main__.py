@@ -9,23 +9,24 @@ from typing import Any
 import typer
 
 from benchmarks.batch_max.command import batch_max
-from benchmarks.batch_plan.command import batch_plan
+from benchmarks.batch_plan import batch_plan
 from benchmarks.cluster.command import cluster
+from benchmarks.differences import differences
 from benchmarks.eviction.command import eviction
 from benchmarks.gpu.command import gpu
-from benchmarks.invariant.command import differences, invariant
+from benchmarks.invariant import invariant
 from benchmarks.kvcrush.command import kvcrush
 from benchmarks.kvpress.command import kvpress
 from benchmarks.memory.command import memory
 from benchmarks.offload.command import offload
-from benchmarks.overhead.command import overhead
+from benchmarks.overhead import overhead
 from benchmarks.peers.command import peers
 from benchmarks.quant.command import quant
 from benchmarks.rebatch.command import rebatch
 from benchmarks.roofline.command import roofline
 from benchmarks.serve.command import serve
 from benchmarks.server_load.command import server_load
-from benchmarks.soak.command import soak
+from benchmarks.soak import soak
 from benchmarks.stack.command import stack
 from benchmarks.throughput.command import throughput
 from benchmarks.weights.command import weights

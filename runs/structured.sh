@@ -3,4 +3,4 @@
 # an ambiguous grammar delays steps by a bounded time. Last line of output: one JSON object.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-exec .venv/bin/python -m benchmarks.structured.steps "$@"
+exec .venv/bin/python -m benchmarks.structured "$@"

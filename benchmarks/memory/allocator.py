@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.common.models import llama_125m
 from benchmarks.common.result import Numbers, PartResult, Table
-from benchmarks.overhead.bench import OverheadConfig, measure_overhead
+from benchmarks.overhead import OverheadConfig, measure_overhead
 from quire.kv.memory import KVMemory
 from quire.layout.layout import layout_for
 from quire.layout.model import ModelSpec

@@ -13,7 +13,7 @@ from benchmarks.memory.simulated import SimulatedConfig
 from benchmarks.memory.swapping import SwapConfig, SwappingConfig
 from benchmarks.memory.waste import WasteConfig
 from benchmarks.memory.watermarks import WatermarkConfig
-from benchmarks.overhead.bench import OverheadConfig
+from benchmarks.overhead import OverheadConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.invariant.differences import (
+from benchmarks.differences import (
     CAUSES,
     PREFIX_HIT,
     RECOMPUTE,

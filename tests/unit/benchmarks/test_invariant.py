@@ -5,7 +5,7 @@ import json
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks.invariant.bench import INVARIANT, PLAIN, InvariantConfig, Speeds, summarise
+from benchmarks.invariant import INVARIANT, PLAIN, InvariantConfig, Speeds, summarise
 from benchmarks.throughput.arms import ArmResult
 
 

@@ -8,7 +8,7 @@ from benchmarks.memory import allocator, beam, fairness, generation, page_sizes,
 from benchmarks.memory.config import QUICK_MEMORY
 from benchmarks.memory.parts import PARTS, parts_of, run_parts
 from benchmarks.memory.swapping import SwapConfig
-from benchmarks.overhead.bench import OverheadConfig
+from benchmarks.overhead import OverheadConfig
 from quire.errors import ConfigError, UnknownName
 from quire.sim.engine import ServedTokens, SimResult
 from quire.sim.records import Gauges, RequestRecord

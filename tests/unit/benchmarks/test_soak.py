@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks.soak.bench import ARMS, SoakConfig, SoakResult, run_arm, summarise
+from benchmarks.soak import ARMS, SoakConfig, SoakResult, run_arm, summarise
 from quire.config.kv_config import KVConfig
 from support import command_line, engines
 
@@ -21,7 +21,7 @@ TRACED = """
 import gc, json, tracemalloc
 import torch
 from support import engines
-from benchmarks.soak.bench import Soak, SoakConfig
+from benchmarks.soak import Soak, SoakConfig
 from quire.config.kv_config import KVConfig
 from quire.scheduler.events import EventLog
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.batch_plan.batch import run_batch
+from benchmarks.batch_plan import run_batch
 from benchmarks.common.models import random_model
 from benchmarks.common.workload import SHAPES
 from quire.errors import ConfigError, InvariantError

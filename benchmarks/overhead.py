@@ -1,13 +1,22 @@
-"""Fraction of a decode step spent on bookkeeping: scheduler, page tables, flat batch."""
+"""`python -m benchmarks overhead`: fraction of a decode step spent on bookkeeping.
+
+Bookkeeping is the scheduler, page tables and the flat batch.
+"""
 
 import random
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated
 
 import torch
+import typer
 
+from benchmarks.common.command import QUICK_NOTE
+from benchmarks.common.flags import AsJson, Threads
 from benchmarks.common.models import llama_125m, random_model
+from quire.cli.common import use_threads
+from quire.cli.report import envelope, print_json
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
@@ -76,6 +85,33 @@ def _filled_engine(config: OverheadConfig) -> Engine:
     return engine
 
 
-def summarise(results: list[dict[str, float]]) -> dict[str, float]:
-    """Claim: median fraction of a decode step spent on bookkeeping."""
-    return {"bookkeeping_share": statistics.median(r["share"] for r in results)}
+def overhead(
+    *,
+    rows: Annotated[int, typer.Option(min=1, help="Number of decoding sequences.")] = 256,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 512,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="An eighth of the rows and of the lengths. No claims.")
+    ] = False,
+    threads: Threads = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the fraction of a decode step spent on bookkeeping outside the model."""
+    use_threads(threads)
+    config = OverheadConfig(rows=rows, prompt_tokens=prompt_tokens)
+    if quick:
+        config = replace(config, rows=max(1, rows // 8), prompt_tokens=max(1, prompt_tokens // 8))
+    results = []
+    for result in measure_overhead(config):
+        results.append(result)
+        typer.echo(
+            f"step {result['step_s'] * 1e3:.1f} ms, schedule {result['schedule_s'] * 1e3:.2f} ms, "
+            f"prepare {result['prepare_s'] * 1e3:.2f} ms: {result['share']:.2%} bookkeeping"
+        )
+    claims = {"bookkeeping_share": statistics.median(result["share"] for result in results)}
+    typer.echo(f"bookkeeping takes {claims['bookkeeping_share']:.2%} of a step (median)")
+    if quick:
+        typer.echo(QUICK_NOTE)
+    if as_json:
+        arms = {"overhead": results}
+        used = asdict(config) | {"threads": torch.get_num_threads()}
+        print_json(envelope("bench overhead", claims, arms, used, quick=quick))

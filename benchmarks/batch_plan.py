@@ -1,20 +1,43 @@
 """`python -m benchmarks batch-plan`: compare `quire plan --maximize-batch` with measured runs."""
 
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated
 
+import torch
 import typer
 
 from benchmarks.common.command import QUICK_NOTE
 from benchmarks.common.flags import AsJson, Threads
+from benchmarks.common.models import random_model
+from benchmarks.common.workload import SHAPES
 from quire.cli.common import use_threads
+from quire.cli.plan_maximize import BatchQuestion, BatchReport, Stopwatch, batch_report
 from quire.cli.report import envelope, print_json
 from quire.cli.tables import show_table
+from quire.errors import UnknownName
+from quire.models.loader import LoadedModel
+from quire.plan.batch_verdict import RunSeconds
+from quire.profile.step_rates import RunShape, static_engine, timed_steps
 
-if TYPE_CHECKING:
-    from quire.cli.plan_maximize import BatchReport
-    from quire.models.loader import LoadedModel
-    from quire.plan.batch_verdict import RunSeconds
+
+def run_batch(model: LoadedModel, shape: RunShape, kv_bytes: int) -> RunSeconds:
+    """Run a static batch to its end in a KV memory of the given bytes, after a short warm-up.
+
+    Raises:
+        InvariantError: the memory does not hold all rows at the same time.
+    """
+    warm = replace(shape, prompt_tokens=max(1, shape.prompt_tokens // 8), new_tokens=4)
+    engine = static_engine(model, shape, kv_bytes)
+    for _ in timed_steps(model, warm, engine):
+        pass
+    prefill_s = decode_s = 0.0
+    for time in timed_steps(model, shape, engine):
+        if time.step.decodes:
+            decode_s += time.seconds
+        else:
+            prefill_s += time.seconds
+    new_tokens = shape.rows * shape.new_tokens
+    return RunSeconds(prefill_s=prefill_s, decode_s=decode_s, new_tokens=new_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,14 +79,6 @@ def batch_plan(
     Rates are measured first, on short batches. Each eviction variant then runs at its predicted
     batch size in the same KV memory.
     """
-    from dataclasses import replace
-
-    import torch
-
-    from benchmarks.common.models import random_model
-    from benchmarks.common.workload import SHAPES
-    from quire.errors import UnknownName
-
     use_threads(threads)
     if model not in SHAPES:
         raise UnknownName("model", model, SHAPES)
@@ -80,9 +95,7 @@ def batch_plan(
         print_json(envelope("bench batch-plan", claims, arms, used, quick=quick))
 
 
-def _predict(model: "LoadedModel", config: BatchPlanConfig) -> "BatchReport":
-    from quire.cli.plan_maximize import BatchQuestion, Stopwatch, batch_report
-
+def _predict(model: LoadedModel, config: BatchPlanConfig) -> BatchReport:
     question = BatchQuestion(
         prompt_tokens=config.prompt_tokens,
         new_tokens=config.new_tokens,
@@ -97,10 +110,7 @@ def _predict(model: "LoadedModel", config: BatchPlanConfig) -> "BatchReport":
     return batch_report(model.spec, question, timed)
 
 
-def _run(model: "LoadedModel", report: "BatchReport") -> "dict[str, RunSeconds]":
-    from benchmarks.batch_plan.batch import run_batch
-    from quire.profile.step_rates import RunShape
-
+def _run(model: LoadedModel, report: BatchReport) -> dict[str, RunSeconds]:
     question = report.question
     return {
         arm.arm: run_batch(
@@ -118,7 +128,7 @@ def _run(model: "LoadedModel", report: "BatchReport") -> "dict[str, RunSeconds]"
     }
 
 
-def _compare(report: "BatchReport", measured: "dict[str, RunSeconds]") -> dict[str, int | float]:
+def _compare(report: BatchReport, measured: dict[str, RunSeconds]) -> dict[str, int | float]:
     claims = report.claims()
     rows = []
     for arm in report.arms:

@@ -3,13 +3,22 @@
 import itertools
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from typing import Annotated
 
+import torch
+import typer
+
+from benchmarks.common.command import QUICK_NOTE
+from benchmarks.common.flags import AsJson, Threads
+from quire.cli.common import use_threads
+from quire.cli.report import envelope, print_json
+from quire.cli.tables import show_table
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.models.loader import LoadedModel
+from quire.models.loader import LoadedModel, load_model
 from quire.sampling.outputs import OutputBuilder, RequestOutput
 from quire.scheduler.schedule_config import ScheduleConfig
 
@@ -196,3 +205,44 @@ def differences_of(
         ):
             found[cause].add(ours, expected)
     return found
+
+
+def differences(
+    *,
+    model: Annotated[str, typer.Option(help="Name or folder of the model.")] = "quire-tiny",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Two codecs, few requests, one seed. No claims.")
+    ] = False,
+    threads: Threads = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Show how far answers move with other batches, preemption and prefix hits, in float32.
+
+    Requests with random prompts (greedy, sampled with n=3, beams, penalties) run in ample memory
+    and then with each cause. Columns: the largest difference of log-probabilities while tokens
+    agree, outputs with other tokens, and preemptions or requests with cached tokens.
+    """
+    use_threads(threads)
+    config = replace(QUICK_DIFFERENCES if quick else DifferencesConfig(), model=model)
+    loaded = load_model(model, dtype="float32", device="cpu")
+    rows, claims, arms = [], {}, {}
+    for codec, rule, found in measure_differences(config, loaded):
+        cells = [
+            f"{one.logprob:.1e}, {one.outputs}/{one.of}, {one.events}" for one in found.values()
+        ]
+        rows.append((codec, rule, *cells))
+        typer.echo("  ".join(rows[-1]))
+        arms[f"{codec} {rule}"] = {cause: asdict(one) for cause, one in found.items()}
+        for cause, one in found.items():
+            name = f"{codec}_{rule.partition(':')[0]}_{cause.replace(' ', '_')}"
+            claims[f"{name}_logprob"] = one.logprob
+    show_table(
+        "Differences from ample memory: log-probability, outputs with other tokens, events",
+        ("codec", "rule", *CAUSES),
+        rows,
+    )
+    if quick:
+        typer.echo(QUICK_NOTE)
+    if as_json:
+        used = asdict(config) | {"threads": torch.get_num_threads()}
+        print_json(envelope("bench differences", claims, arms, used, quick=quick))

@@ -1,6 +1,6 @@
 """Measures the time of a step with and without structured outputs.
 
-    python -m benchmarks.structured.steps [--model quire-tiny] [--repeats 5]
+    python -m benchmarks.structured [--model quire-tiny] [--repeats 5]
 
 A batch of plain requests decodes beside companions: plain ones, structured ones, or structured ones
 with an adversarial grammar. All have the same number of tokens. Kinds alternate in every repeat.

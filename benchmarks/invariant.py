@@ -1,16 +1,24 @@
-"""Cost of `--batch-invariant`: the same prompts with and without the option, in turn."""
+"""`python -m benchmarks invariant`: the cost of `--batch-invariant`, with both arms in turn."""
 
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated
 
 import torch
+import typer
 
+from benchmarks.common.command import QUICK_NOTE
+from benchmarks.common.flags import AsJson, Threads
 from benchmarks.common.models import random_model
 from benchmarks.common.workload import Workload
 from benchmarks.throughput.arms import ArmResult, QuireArm
+from quire.cli.common import use_threads
+from quire.cli.report import envelope, print_json
+from quire.cli.tables import show_table
 
 PLAIN, INVARIANT = "plain", "invariant"
+PHASES = ("prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +100,7 @@ def summarise(found: Sequence[Speeds]) -> dict[str, float]:
     """Median tokens per second of both arms, and the median over rounds of their ratio."""
     claims: dict[str, float] = {}
     for rows in dict.fromkeys(one.rows for one in found):
-        for phase in ("prefill", "decode"):
+        for phase in PHASES:
             speeds = {
                 arm: [getattr(one, phase) for one in found if (one.rows, one.arm) == (rows, arm)]
                 for arm in (PLAIN, INVARIANT)
@@ -104,3 +112,42 @@ def summarise(found: Sequence[Speeds]) -> dict[str, float]:
             ]
             claims[f"invariant_over_plain_{phase}_{rows}"] = statistics.median(ratios)
     return claims
+
+
+def invariant(
+    *,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 512,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Generated tokens per prompt.")] = 32,
+    repeats: Annotated[int, typer.Option(min=1, help="Measured rounds.")] = 5,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A tiny model and short prompts. No claims.")
+    ] = False,
+    threads: Threads = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Compare the speed of 1, 8 and 32 sequences with and without --batch-invariant."""
+    use_threads(threads)
+    config = replace(
+        InvariantConfig(), prompt_tokens=prompt_tokens, new_tokens=new_tokens, repeats=repeats
+    )
+    if quick:
+        config = QUICK_INVARIANT
+    found = []
+    for speeds in measure_invariant(config):
+        found.append(speeds)
+        typer.echo(
+            f"{speeds.rows:3d} rows, {speeds.arm:9s}: prefill {speeds.prefill:9.1f} tokens/s, "
+            f"decode {speeds.decode:8.1f} tokens/s"
+        )
+    claims = summarise(found)
+    table = [
+        (f"{rows}", *(f"{claims[f'invariant_over_plain_{phase}_{rows}']:.2f}" for phase in PHASES))
+        for rows in config.rows
+    ]
+    show_table("Speed with --batch-invariant over speed without", ("rows", *PHASES), table)
+    if quick:
+        typer.echo(QUICK_NOTE)
+    if as_json:
+        used = asdict(config) | {"threads": torch.get_num_threads()}
+        arms = {"rounds": [asdict(speeds) for speeds in found]}
+        print_json(envelope("bench invariant", claims, arms, used, quick=quick))

@@ -1,4 +1,6 @@
-"""Growth of resident memory under load: requests arrive, finish, are preempted and cancelled.
+"""`python -m benchmarks soak`: growth of resident memory under load.
+
+Requests arrive, finish, are preempted and cancelled.
 
     tokens    | warm-up | first tenth | ...................... | last tenth |
                         |<- median -->|      growth between     |<- median ->|
@@ -10,16 +12,22 @@ line through all samples after the warm-up.
 import random
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Annotated
 
 import numpy as np
 import psutil
+import torch
+import typer
 
+from benchmarks.common.flags import AsJson, Threads
+from quire.cli.common import use_threads
+from quire.cli.report import envelope, print_json
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.models.loader import LoadedModel
+from quire.models.loader import LoadedModel, load_model
 from quire.scheduler.events import EventLog
 from quire.scheduler.schedule_config import ScheduleConfig
 
@@ -184,3 +192,47 @@ def summarise(results: Sequence[SoakResult]) -> dict[str, int | float]:
         "requests": sum(result.requests for result in results),
         "preemptions": sum(result.preemptions for result in results),
     }
+
+
+SLOPE_TOKENS = 10_000  # per arm; for fewer, single allocations of the C library decide the slope
+
+
+def soak(
+    *,
+    tokens: Annotated[
+        int,
+        typer.Option(
+            min=2_000, help="Tokens to generate at least; the second half runs with eviction."
+        ),
+    ] = 100_000,
+    threads: Threads = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Measure whether resident memory grows over generated tokens.
+
+    quire-tiny serves requests with random arrivals in a small KV memory, with preemptions and
+    cancellations, first without eviction and then with eviction.
+    """
+    use_threads(threads)
+    config = SoakConfig(tokens=tokens)
+    model = load_model("quire-tiny", dtype="float32", device="cpu", verify=False)
+    results = []
+    for arm in ARMS:
+        result = run_arm(arm, model, config)
+        results.append(result)
+        typer.echo(
+            f"{arm}: {result.generated_tokens:,} tokens, {result.requests:,} requests, "
+            f"{result.preemptions:,} preemptions; resident {result.samples[0][1]:,} B after the "
+            f"warm-up, {result.growth_bytes:+,} B since "
+            f"({_slope_text(result)})"
+        )
+    if as_json:
+        arms = {result.arm: asdict(result) for result in results}
+        used = asdict(config) | {"threads": torch.get_num_threads()}
+        print_json(envelope("bench soak", summarise(results), arms, used))
+
+
+def _slope_text(result: SoakResult) -> str:
+    if result.generated_tokens < SLOPE_TOKENS:
+        return f"too few tokens for a slope: run {2 * SLOPE_TOKENS:,} or more"
+    return f"{result.slope_bytes_per_token:+.2f} B per token"

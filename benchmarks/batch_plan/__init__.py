@@ -1,1 +1,0 @@
-"""Batches that `quire plan --maximize-batch` finds: predicted and measured times."""

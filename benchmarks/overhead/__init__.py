@@ -1,1 +1,0 @@
-"""Fraction of a decode step spent on bookkeeping."""

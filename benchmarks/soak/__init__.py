@@ -1,1 +1,0 @@
-"""Growth of resident memory under continuous load."""

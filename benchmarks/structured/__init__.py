@@ -1,1 +1,0 @@
-"""Benchmark of libraries for structured output: compile time and time of a token mask."""
