@@ -1,4 +1,4 @@
-"""Variants: tokens to recompute, to transfer and for CPU attention, and the layout of a step."""
+"""Variants: tokens to recompute and to transfer, and the layout of a step."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,8 +15,8 @@ from benchmarks.offload.schedule import (
 )
 from quire.offload.split import OffloadRates, pipelined_split
 
-Division = Callable[[OffloadRates, int], tuple[int, int]]
-"""Maps (rates, tokens) to the numbers of recomputed tokens and of tokens with CPU attention."""
+Division = Callable[[OffloadRates, int], int]
+"""Maps (rates, tokens) to the number of recomputed tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,27 +38,14 @@ class Arm:
     ring: bool = False
 
 
-def _none(_rates: OffloadRates, _tokens: int) -> tuple[int, int]:
-    return 0, 0
-
-
-def _paper(rates: OffloadRates, tokens: int) -> tuple[int, int]:
-    return paper_split(rates, tokens), 0
-
-
-def _pipelined(rates: OffloadRates, tokens: int) -> tuple[int, int]:
-    return pipelined_split(rates, tokens), 0
-
-
-def _offloaded(_rates: OffloadRates, tokens: int) -> tuple[int, int]:
-    return 0, tokens
+def _none(_rates: OffloadRates, _tokens: int) -> int:
+    return 0
 
 
 ARMS = (
     Arm(name="prefetch", label="prefetch only", rules=Rules(), divide=_none),
-    Arm(name="lA", label="the paper's split", rules=Rules(x_chunks=1), divide=_paper),
-    Arm(name="lB", label="pipelined split", rules=Rules(), ring=True, divide=_pipelined),
-    Arm(name="all_host", label="all CPU attention", rules=Rules(), divide=_offloaded),
+    Arm(name="lA", label="the paper's split", rules=Rules(x_chunks=1), divide=paper_split),
+    Arm(name="lB", label="pipelined split", rules=Rules(), ring=True, divide=pipelined_split),
 )
 BY_NAME = {arm.name: arm for arm in ARMS}
 
@@ -94,12 +81,12 @@ def lay_out(
     plain = speeds.rates(sizes, rows=rows, tokens=tokens, batches=batches)
     rules = arm.rules
     if arm.ring:
-        x, _ = arm.divide(plain, tokens)
+        x = arm.divide(plain, tokens)
         ring = ring_rules(plain, tokens, x, call_s=speeds.inward.call_s)
         rules = replace(rules, x_chunks=ring.x_chunks, x_ring=ring.x_ring)
     rates = _with_calls(plain, speeds, rules)
-    x, host = arm.divide(rates, tokens)
-    batch = BatchTokens(rows=rows, x=x, kv=tokens - x - host, host=host)
+    x = arm.divide(rates, tokens)
+    batch = BatchTokens(rows=rows, x=x, kv=tokens - x)
     return Layout(batch, rules, rates)
 
 

@@ -19,14 +19,12 @@ class MachineSpeeds:
         link_bytes_per_s: link rate in each direction.
         flops_per_s: compute rate of products in half precision.
         memory_bytes_per_s: memory bandwidth of the device.
-        host_bytes_per_s: KV rate of CPU attention on all cores.
     """
 
     name: str
     link_bytes_per_s: float
     flops_per_s: float
     memory_bytes_per_s: float
-    host_bytes_per_s: float
 
 
 MACHINES = {
@@ -35,21 +33,18 @@ MACHINES = {
         link_bytes_per_s=25e9,
         flops_per_s=220e12,
         memory_bytes_per_s=1.4e12,
-        host_bytes_per_s=100e9,
     ),
     "rtx5000": MachineSpeeds(
         name="Quadro RTX 5000, PCIe 4 x8",
         link_bytes_per_s=12.5e9,
         flops_per_s=60e12,
         memory_bytes_per_s=0.4e12,
-        host_bytes_per_s=100e9,
     ),
     "h200": MachineSpeeds(
         name="H200, PCIe 5 x16",
         link_bytes_per_s=55e9,
         flops_per_s=650e12,
         memory_bytes_per_s=4.3e12,
-        host_bytes_per_s=100e9,
     ),
 }
 
@@ -119,13 +114,12 @@ def sizes_of(
     )
 
 
-def speeds_of(machine: MachineSpeeds, model: ModelSpec, sizes: Sizes) -> Speeds:
+def speeds_of(machine: MachineSpeeds, model: ModelSpec) -> Speeds:
     """Durations of a layer's operations: products by FLOPs, attention and weights by bytes.
 
     Args:
         machine: speeds of the machine.
         model: shape of the model.
-        sizes: bytes of KV on the link; on the device KV is in half precision.
     """
     kv_bytes = 2 * model.kv_values_per_layer_token
     matrices = 3 if model.gated_mlp else 2
@@ -141,7 +135,6 @@ def speeds_of(machine: MachineSpeeds, model: ModelSpec, sizes: Sizes) -> Speeds:
         / machine.flops_per_s,
         project_call_s=1e-5,
         attend_token_s=kv_bytes / machine.memory_bytes_per_s,
-        host_token_s=sizes.kv_bytes / machine.host_bytes_per_s,
         layer_s=2 * weights / machine.memory_bytes_per_s,
         row_s=2 * weights / machine.flops_per_s,
     )

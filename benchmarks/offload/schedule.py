@@ -4,11 +4,10 @@
     in       weights in, X in, KV in, hidden in                    host to device
     out      KV out, hidden and X out                              device to host
     device   project (recompute), attend, layer
-    host     CPU attention
 
 A lane is a queue: an operation starts when the previous operation of its lane and all operations
-that it depends on have ended. Lanes may share a resource, such as the CPU of several devices. An
-operation that overwrites staging depends on the last reader of the staging.
+that it depends on have ended. An operation that overwrites staging depends on the last reader of
+the staging.
 
 Operations take exactly their durations, so results are deterministic and equal to the formulas of
 `quire.offload.split`.
@@ -35,11 +34,10 @@ class TaskKind(StrEnum):
     HIDDEN_OUT = "hidden and X out"
     PROJECT = "project"
     ATTEND = "attend"
-    HOST_ATTEND = "attend on the host"
     LAYER = "layer"
 
 
-IN, OUT, DEVICE, HOST = "in", "out", "device", "host"
+IN, OUT, DEVICE = "in", "out", "device"
 LANES: Mapping[TaskKind, str] = {
     TaskKind.WEIGHTS_IN: IN,
     TaskKind.KV_IN: IN,
@@ -50,7 +48,6 @@ LANES: Mapping[TaskKind, str] = {
     TaskKind.PROJECT: DEVICE,
     TaskKind.ATTEND: DEVICE,
     TaskKind.LAYER: DEVICE,
-    TaskKind.HOST_ATTEND: HOST,
 }
 
 
@@ -89,11 +86,9 @@ class Schedule:
 
     Attributes:
         operations: operations by index.
-        shared: resource of each lane that shares one; other lanes have a resource of their own.
     """
 
     operations: tuple[Operation, ...]
-    shared: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def lanes(self) -> dict[str, tuple[Operation, ...]]:
@@ -102,10 +97,6 @@ class Schedule:
         for operation in self.operations:
             found.setdefault(operation.lane, []).append(operation)
         return {lane: tuple(operations) for lane, operations in found.items()}
-
-    def resource(self, lane: str) -> str:
-        """Resource that a lane occupies."""
-        return self.shared.get(lane, lane)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +184,6 @@ class Speeds:
         project_call_s: fixed cost of a recompute call.
         attend_token_s: attention to a token on the device.
         attend_call_s: fixed cost of an attention call on the device.
-        host_token_s: attention to a token on the CPU.
-        host_call_s: fixed cost of an attention call on the CPU.
         row_s: other products of a row in a layer.
         layer_s: fixed cost of a layer.
     """
@@ -205,8 +194,6 @@ class Speeds:
     project_call_s: int | float = 0.0
     attend_token_s: int | float = 0.0
     attend_call_s: int | float = 0.0
-    host_token_s: int | float = 0.0
-    host_call_s: int | float = 0.0
     row_s: int | float = 0.0
     layer_s: int | float = 0.0
 
@@ -225,7 +212,6 @@ class Speeds:
             kv_s=sizes.kv_bytes * byte_s,
             x_s=sizes.x_bytes * byte_s,
             recompute_s=self.project_token_s,
-            host_s=self.host_token_s or float("inf"),
             other_s=attend_s + self.row_s * rows + self.layer_s,
             link_s=sizes.weight_bytes / self.inward.bytes_per_s / batches,
         )
@@ -242,7 +228,6 @@ class BatchTokens:
         rows: decoding rows, with one new token each.
         x: recomputed tokens.
         kv: tokens with transferred KV.
-        host: tokens with CPU attention.
         x_on_device: tokens of `x` whose activation needs no transfer: in the first layer, where it
             comes from the token ids.
     """
@@ -250,7 +235,6 @@ class BatchTokens:
     rows: int
     x: int = 0
     kv: int = 0
-    host: int = 0
     x_on_device: int = 0
 
 
@@ -347,10 +331,10 @@ def run_clock(schedule: Schedule) -> Timeline:
     heads = {lane: iter(operations) for lane, operations in schedule.lanes.items()}
     waiting = {lane: next(operations) for lane, operations in heads.items()}
     while waiting:
-        start_s, _, operation = min(_startable(schedule, waiting, spans, free_s))
+        start_s, _, operation = min(_startable(waiting, spans, free_s))
         end_s = start_s + operation.seconds
         spans[operation.index] = Span(operation, start_s, end_s)
-        free_s[schedule.resource(operation.lane)] = end_s
+        free_s[operation.lane] = end_s
         following = next(heads[operation.lane], None)
         if following is None:
             del waiting[operation.lane]
@@ -360,7 +344,6 @@ def run_clock(schedule: Schedule) -> Timeline:
 
 
 def _startable(
-    schedule: Schedule,
     waiting: dict[str, Operation],
     spans: dict[int, Span],
     free_s: dict[str, int | float],
@@ -372,8 +355,7 @@ def _startable(
     for operation in waiting.values():
         if all(need in spans for need in operation.needs):
             ready_s = max((spans[need].end_s for need in operation.needs), default=0.0)
-            lane_s = free_s.get(schedule.resource(operation.lane), 0.0)
-            yield max(ready_s, lane_s), operation.index, operation
+            yield max(ready_s, free_s.get(operation.lane, 0.0)), operation.index, operation
 
 
 # ---- planner -------------------------------------------------------------------------------------
@@ -547,9 +529,6 @@ class _Planner:
         ready = [] if self._before is None else [self._before.done]
         ready += self._needed_weights(QO_WEIGHTS)
         needs = [*item.projected, *item.arrived, *ready]
-        if tokens.host:
-            seconds = speeds.host_call_s + tokens.host * speeds.host_token_s
-            needs.append(self._add(TaskKind.HOST_ATTEND, ready, seconds, tokens=tokens.host))
         on_device = tokens.x + tokens.kv
         attend_s = speeds.attend_call_s + on_device * speeds.attend_token_s
         item.attended = self._add(TaskKind.ATTEND, needs, attend_s, tokens=on_device)
@@ -641,29 +620,3 @@ def fastest(variants: Sequence[tuple[StepWork, Rules]]) -> tuple[int, Schedule]:
     times = [run_clock(schedule).seconds for schedule in schedules]
     best = min(range(len(variants)), key=lambda index: (times[index], index))
     return best, schedules[best]
-
-
-def combine_devices(schedules: Sequence[Schedule], shared: Sequence[str] = (HOST,)) -> Schedule:
-    """Combine the schedules of several devices on one host; each device has its own link.
-
-    Args:
-        schedules: schedules of the devices; their lanes become `0/in`, `1/in`, ...
-        shared: lanes that all devices share.
-    """
-    operations: list[Operation] = []
-    resources: dict[str, str] = {}
-    for device, schedule in enumerate(schedules):
-        offset = len(operations)
-        for lane in schedule.lanes:
-            own = f"{device}/{schedule.resource(lane)}"
-            resources[f"{device}/{lane}"] = lane if lane in shared else own
-        operations += [
-            replace(
-                operation,
-                index=operation.index + offset,
-                lane=f"{device}/{operation.lane}",
-                needs=tuple(need + offset for need in operation.needs),
-            )
-            for operation in schedule.operations
-        ]
-    return Schedule(tuple(operations), resources)

@@ -3,9 +3,8 @@
 from dataclasses import dataclass, replace
 
 from benchmarks.offload.arms import BY_NAME, Arm, Layout, lay_out, step_work
-from benchmarks.offload.machines import MACHINES, MODELS, MachineSpeeds, sizes_of, speeds_of
+from benchmarks.offload.machines import MACHINES, MODELS, sizes_of, speeds_of
 from benchmarks.offload.schedule import Schedule, Sizes, Speeds, fastest, run_clock
-from quire.layout.model import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,26 +97,7 @@ def case_of(
         kv_value_bytes: bytes of a KV element on the link.
         x_value_bytes: bytes of an activation element on the link.
     """
-    return case_for(
-        MODELS[model],
-        MACHINES[machine],
-        layers=layers,
-        weights_on_device=weights_on_device,
-        kv_value_bytes=kv_value_bytes,
-        x_value_bytes=x_value_bytes,
-    )
-
-
-def case_for(
-    spec: ModelSpec,
-    machine: MachineSpeeds,
-    *,
-    layers: int = 0,
-    weights_on_device: bool = True,
-    kv_value_bytes: int | float = 2,
-    x_value_bytes: int | float = 2,
-) -> Case:
-    """The case of any model shape on any machine; see `case_of`."""
+    spec = MODELS[model]
     sizes = sizes_of(
         spec,
         kv_value_bytes=kv_value_bytes,
@@ -125,7 +105,9 @@ def case_for(
         weights_on_device=weights_on_device,
     )
     return Case(
-        sizes=sizes, speeds=speeds_of(machine, spec, sizes), layers=layers or spec.num_layers
+        sizes=sizes,
+        speeds=speeds_of(MACHINES[machine], spec),
+        layers=layers or spec.num_layers,
     )
 
 

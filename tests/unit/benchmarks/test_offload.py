@@ -47,7 +47,6 @@ def speeds(rho=0.58, other=0.04, tokens=1000):
         project_token_s=rho,
         attend_call_s=other * tokens / 2,
         layer_s=other * tokens / 2,
-        host_token_s=1.0,
     )
 
 
@@ -56,7 +55,7 @@ def test_arms_at_a100_ratios_match_the_formulas():
     plain = speeds(other=0.0)
     sizes, tokens = SIZES, 1000
     times = {}
-    for arm in ARMS[:3]:
+    for arm in ARMS:
         found = lay_out(arm, plain, sizes, rows=2, tokens=tokens)
         work = step_work(found.batch, 120, sizes, plain)
         times[arm.name] = run_clock(plan_step(work, found.rules)).seconds
@@ -77,7 +76,8 @@ def test_ring_is_small_and_costs_no_time(other):
 
     steady_s = pipelined_seconds(found.rates, tokens, found.batch.x)
     assert (long_s - short_s) / 20 == pytest.approx(steady_s, rel=0.01)
-    assert found.rules.x_ring / found.rules.x_chunks <= 0.1 + 0.5 * other
+    ring_bytes = found.rules.x_ring / found.rules.x_chunks * found.batch.x * sizes.x_bytes
+    assert ring_bytes <= (0.05 + 0.25 * other) * found.rules.slots * tokens * sizes.kv_bytes
 
 
 def test_whole_models_match_data_sheet_times():
@@ -102,7 +102,7 @@ def test_weights_on_the_device_are_not_transferred():
 
     assert here.weight_bytes == 0
     assert away.weight_bytes == 24 * 4096**2
-    found = speeds_of(MACHINES["a100"], model, here)
+    found = speeds_of(MACHINES["a100"], model)
     assert found.project_token_s == pytest.approx(4 * 4096**2 / 220e12)
 
 

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from benchmarks.common.kvpr import paper_split
 from benchmarks.offload.schedule import (
-    HOST,
     IN,
     BatchTokens,
     Rules,
@@ -16,12 +15,11 @@ from benchmarks.offload.schedule import (
     Speeds,
     StepWork,
     TaskKind,
-    combine_devices,
     even_layers,
     plan_step,
     run_clock,
 )
-from quire.offload.split import OffloadRates, host_split, pipelined_seconds, pipelined_split
+from quire.offload.split import OffloadRates, pipelined_seconds, pipelined_split
 from quire.plan.rates import CopyRate
 from support.offload_formulas import step_seconds
 
@@ -29,13 +27,12 @@ SECONDS = st.floats(0.01, 10)
 ONE_BYTE_A_SECOND = CopyRate(bytes_per_s=1.0)
 
 
-def speeds_of(recompute_s, *, layer_s=0.0, host_s=0.0):
+def speeds_of(recompute_s, *, layer_s=0.0):
     return Speeds(
         inward=ONE_BYTE_A_SECOND,
         outward=ONE_BYTE_A_SECOND,
         project_token_s=recompute_s,
         layer_s=layer_s,
-        host_token_s=host_s,
     )
 
 
@@ -160,44 +157,6 @@ def test_fine_weights_are_never_slower(rates, x, kv, weights):
     assert fine_s <= coarse_s * (1 + 1e-12)
 
 
-@given(st.floats(1, 4), SECONDS, SECONDS, st.integers(1, 60), st.integers(2, 6))
-def test_cpu_attention_adds_its_rate(xi, kv_s, host_s, tokens, layers):
-    rates = OffloadRates(kv_s=kv_s, x_s=xi * kv_s, recompute_s=1.0, host_s=host_s)
-    host = host_split(rates, tokens)
-    work = StepWork(
-        layers=even_layers((BatchTokens(rows=1, kv=tokens - host, host=host),), layers),
-        sizes=Sizes(kv_bytes=rates.kv_s, x_bytes=rates.x_s),
-        speeds=speeds_of(1.0, host_s=host_s),
-    )
-
-    found_s = seconds_of(work) / layers
-
-    assert found_s == pytest.approx(max(kv_s * (tokens - host), host_s * host), rel=1e-9)
-    assert found_s <= tokens / (1 / kv_s + 1 / host_s) + max(kv_s, host_s)
-
-
-def test_several_devices_share_one_host():
-    """CPU attention of all devices runs in turn; links and devices run in parallel."""
-    rates = OffloadRates(kv_s=1.0, x_s=0.5, recompute_s=0.5)
-    offloaded = StepWork(
-        layers=even_layers((BatchTokens(rows=1, host=10),), 5),
-        sizes=Sizes(kv_bytes=1, x_bytes=1),
-        speeds=speeds_of(1.0, host_s=0.3),
-    )
-    transferred = plan_step(step_of(rates, 6, 4, 5))
-
-    alone_s, together_s = (
-        run_clock(combine_devices([plan_step(offloaded)] * n)).seconds for n in (1, 8)
-    )
-    one, eight = (run_clock(combine_devices([transferred] * n)) for n in (1, 8))
-
-    assert together_s == pytest.approx(8 * alone_s)
-    assert eight.seconds == one.seconds
-    assert eight.schedule.resource("3/in") == "3/in"
-    hosted_8 = combine_devices([plan_step(offloaded)] * 8)
-    assert {hosted_8.resource(f"{i}/host") for i in range(8)} == {HOST}
-
-
 def test_copies_have_the_link_order():
     sizes = {"kv_weight_bytes": 1, "qo_weight_bytes": 1, "mlp_weight_bytes": 1}
     rates = OffloadRates(kv_s=1.0, x_s=0.5, recompute_s=0.01)
@@ -260,7 +219,6 @@ def test_hidden_states_are_copied_out_and_in_between_batches():
                 rows=st.integers(1, 3),
                 x=st.integers(0, 9),
                 kv=st.integers(0, 9),
-                host=st.integers(0, 9),
             ),
             min_size=2,
             max_size=2,
@@ -289,7 +247,7 @@ def test_every_layout_is_valid_and_complete(layers, rules):
         mlp_weight_bytes=13,
     )
     work = StepWork(
-        layers=tuple(map(tuple, layers)), sizes=sizes, speeds=speeds_of(0.5, layer_s=0.2, host_s=1)
+        layers=tuple(map(tuple, layers)), sizes=sizes, speeds=speeds_of(0.5, layer_s=0.2)
     )
 
     schedule = plan_step(work, rules)
