@@ -14,7 +14,6 @@ from benchmarks.common.result import PartResult
 from quire.cli.common import use_threads
 from quire.cli.report import commit, prepare_folder, print_json
 from quire.cli.tables import show_claims
-from quire.errors import ConfigError
 from quire.layout.extras import require_extra
 
 if TYPE_CHECKING:
@@ -55,24 +54,7 @@ def peers(  # noqa: PLR0913 - one parameter per option
     environments: Annotated[
         Path, typer.Option(help="Folder with an environment per engine, made by make peers.")
     ] = Path("build/peers"),
-    files: Annotated[
-        Path,
-        typer.Option(help="Folder for the models, in Hugging Face's and the engines' formats."),
-    ] = Path("build/peers-models"),
     repeats: Annotated[int, typer.Option(min=1, help="Rounds.")] = 5,
-    dtype: Annotated[
-        str,
-        typer.Option(
-            help="bfloat16, float32 or auto (float32 without bfloat16 arithmetic), for engines "
-            "that let the user choose."
-        ),
-    ] = "auto",
-    trace: Annotated[
-        Path | None, typer.Option(help="File of the trace; default: the Azure one of the package.")
-    ] = None,
-    trace_requests: Annotated[int, typer.Option(min=1, help="Requests of the trace.")] = 64,
-    trace_scale: Annotated[float, typer.Option(help="Factor on the trace's lengths.")] = 0.25,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds until a process is killed.")] = 900,
     run_under: Annotated[
         str, typer.Option(help="Command that every process runs under, such as 'taskset -c 0-3'.")
     ] = "",
@@ -95,7 +77,7 @@ def peers(  # noqa: PLR0913 - one parameter per option
     """
     import torch
 
-    from benchmarks.peers.config import Eviction, PeersConfig, TraceWork, parse_shape
+    from benchmarks.peers.config import Eviction, PeersConfig, parse_shape
     from benchmarks.peers.engines import chosen_engines, default_quire, quire_engine
 
     use_threads(threads)
@@ -106,19 +88,17 @@ def peers(  # noqa: PLR0913 - one parameter per option
     variants = tuple(map(quire_engine, quire)) if quire else default_quire()
     names = [name.strip() for name in engines.split(",") if name.strip()]
     chosen = chosen_engines(names, variants, eviction)
-    work = TraceWork(path=trace, requests=trace_requests, length_scale=trace_scale)
     default_shapes = quick and shapes == SHAPES
     wanted = QUICK_SHAPES if default_shapes else shapes
     config = PeersConfig(
         models=tuple((QUICK_MODELS if quick else models).split(",")),
-        shapes=tuple(parse_shape(name.strip(), work) for name in wanted.split(",")),
+        shapes=tuple(parse_shape(name.strip()) for name in wanted.split(",")),
         engines=tuple(engine.name for engine in chosen),
         environments=environments.resolve(),
-        files=files.resolve(),
+        files=Path("build/peers-models").resolve(),
         repeats=1 if quick else repeats,
         threads=torch.get_num_threads(),
-        dtype=usual_dtype() if dtype == "auto" else known_dtype(dtype),
-        timeout_s=timeout,
+        dtype=usual_dtype(),
         run_under=tuple(shlex.split(run_under)),
         judged_prompts=judged,
         eviction=eviction,
@@ -206,17 +186,6 @@ def instructions() -> list[str]:
 def usual_dtype() -> str:
     """The dtype float32 if this processor has no bfloat16 arithmetic."""
     return "bfloat16" if {"avx512_bf16", "amx_bf16"} & set(instructions()) else "float32"
-
-
-def known_dtype(name: str) -> str:
-    """Check the name of a dtype.
-
-    Raises:
-        ConfigError: another name.
-    """
-    if name not in ("bfloat16", "float32"):
-        raise ConfigError(f"expected --dtype auto, bfloat16 or float32, got {name!r}")
-    return name
 
 
 def installed(engines: "tuple[Engine, ...]", config: "PeersConfig") -> "tuple[Engine, ...]":

@@ -20,6 +20,7 @@ MODELS: dict[str, Callable[[], LlamaConfig]] = {
 
 MAIN_MODEL = "125m"
 TRACE = "trace"
+TRACE_REQUESTS = 64
 FIXED = "fixed"
 _SHAPE = re.compile(rf"(?:({FIXED}):)?(\d+)x(\d+)\+(\d+)")
 AMPLE, QUARTER = 2.0, 0.25
@@ -66,30 +67,14 @@ class Shape:
         return int(self.needed_tokens * bytes_per_token * self.kv_share)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TraceWork:
-    """Requests of a recorded trace.
-
-    Attributes:
-        path: file of the trace; None: the Azure conversation trace of the package.
-        requests: number of requests, the first by arrival.
-        length_scale: factor on lengths.
-    """
-
-    path: Path | None = None
-    requests: int = 64
-    length_scale: float = 0.25
-
-
-def parse_shape(name: str, trace: TraceWork) -> Shape:
+def parse_shape(name: str) -> Shape:
     """Parse the name of a shape.
 
     Raises:
         ConfigError: not such a name.
-        TraceError: the trace cannot be read.
     """
     if name == TRACE:
-        return Shape(name=name, kv_share=AMPLE, lengths=trace_lengths(trace))
+        return Shape(name=name, kv_share=AMPLE, lengths=trace_lengths())
     found = _SHAPE.fullmatch(name)
     numbers = [int(number) for number in found.groups()[1:]] if found else [0]
     if found is None or not all(numbers):
@@ -105,17 +90,17 @@ def parse_shape(name: str, trace: TraceWork) -> Shape:
     )
 
 
-def trace_lengths(trace: TraceWork) -> tuple[tuple[int, int], ...]:
-    """Lengths of the requests of a trace, each 2 tokens or more."""
+def trace_lengths() -> tuple[tuple[int, int], ...]:
+    """A quarter of the lengths of the packaged Azure trace's first requests, each 2 or more."""
     from importlib.resources import as_file, files
 
     from quire.sim.traces.base import TraceOptions
     from quire.sim.traces.loading import load_trace
 
-    options = TraceOptions(requests=trace.requests, length_scale=trace.length_scale)
+    options = TraceOptions(requests=TRACE_REQUESTS, length_scale=0.25)
     packaged = files("quire").joinpath("assets", "azure_conversation.csv.gz")
     with as_file(packaged) as path:
-        found = load_trace(path if trace.path is None else trace.path, options)
+        found = load_trace(path, options)
     return tuple(
         (max(2, request.prompt_tokens), max(2, request.answer.tokens)) for request in found.requests
     )
@@ -180,6 +165,5 @@ class PeersConfig:
                 if shape.longest_tokens > context:
                     raise ConfigError(
                         f"{shape.name} has a request of {shape.longest_tokens} tokens, but the "
-                        f"context of the model {model} is {context}: leave one of them out, or "
-                        "lower --trace-scale"
+                        f"context of the model {model} is {context}: leave one of them out"
                     )

@@ -77,7 +77,6 @@ class QuireArm:
         model: model with random weights.
         workload: the prompts.
         attention: attention backend, as in `KVConfig`.
-        max_num_batched_tokens: token budget of a step; None: the engine's default.
         batch_invariant: as in `ScheduleConfig`.
     """
 
@@ -89,17 +88,10 @@ class QuireArm:
         workload: Workload,
         *,
         attention: AttentionName = "auto",
-        max_num_batched_tokens: int | None = None,
         batch_invariant: bool = False,
     ) -> None:
         self._workload, self._prompts = workload, workload.prompt_ids()
         schedule = ScheduleConfig(low_watermark=1.0, batch_invariant=batch_invariant)
-        if max_num_batched_tokens is not None:
-            schedule = ScheduleConfig(
-                max_num_batched_tokens=max_num_batched_tokens,
-                chunk_tokens=max_num_batched_tokens,
-                low_watermark=1.0,
-            )
         self.engine = Engine(model, workload.kv_config(model.spec, attention=attention), schedule)
 
     def run(self) -> ArmResult:
@@ -140,25 +132,9 @@ def all_decode(running: list[Request], expected: int) -> bool:
 # ---- Transformers --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContinuousSettings:
-    """Settings of Transformers' continuous batching, except the size of its cache.
-
-    Attributes:
-        page_tokens: slots in a page.
-        max_num_batched_tokens: most tokens of a step; None: Transformers' default.
-        requests: most requests of a step; None: Transformers' default.
-    """
-
-    page_tokens: int
-    max_num_batched_tokens: int | None = None
-    requests: int | None = None
-
-
 # Its attention multiplies every query of a step with every key of the step, across all requests, so
 # on a CPU few requests at once are fastest: of 2, 4, 8 and all, 4 in steps of 512 tokens.
-BEST = ContinuousSettings(page_tokens=64, max_num_batched_tokens=512, requests=4)
-DEFAULT = ContinuousSettings(page_tokens=ContinuousBatchingConfig().page_size)
+CB_PAGE_TOKENS, CB_STEP_TOKENS, CB_REQUESTS = 64, 512, 4
 
 
 class StaticArm:
@@ -211,21 +187,14 @@ class ContinuousArm:
         model: see `StaticArm`; both arms can share a model.
         workload: the prompts.
         spec: shape of the model, for the reserved bytes.
-        settings: BEST or DEFAULT; the arm is named after it.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        workload: Workload,
-        spec: ModelSpec,
-        settings: ContinuousSettings = BEST,
-    ) -> None:
-        self.name = "hf_cb" if settings is BEST else "hf_cb_default"
-        self._settings = settings
+    name = "hf_cb"
+
+    def __init__(self, model: PreTrainedModel, workload: Workload, spec: ModelSpec) -> None:
         self._model: Any = model  # its generation is not typed
         self._workload, self._spec = workload, spec
-        pages = -(-workload.final_tokens // settings.page_tokens)
+        pages = -(-workload.final_tokens // CB_PAGE_TOKENS)
         self._blocks = workload.prompts * pages
 
     def run(self) -> ArmResult:
@@ -237,9 +206,9 @@ class ContinuousArm:
         prompts, new_tokens = self._workload.prompt_ids(), self._workload.new_tokens
         config = ContinuousBatchingConfig(
             num_blocks=self._blocks,
-            page_size=self._settings.page_tokens,
-            max_batch_tokens=self._settings.max_num_batched_tokens,
-            max_requests_per_batch=self._settings.requests,
+            page_size=CB_PAGE_TOKENS,
+            max_batch_tokens=CB_STEP_TOKENS,
+            max_requests_per_batch=CB_REQUESTS,
             allow_block_sharing=False,  # no two prompts share a prefix
         )
         started_s = time.perf_counter()
@@ -258,7 +227,7 @@ class ContinuousArm:
                 f"expected {len(prompts)} outputs of {new_tokens} tokens from Transformers' "
                 f"continuous batching, got {len(answers)} of {sorted(map(len, answers))} tokens"
             )
-        slots = self._blocks * self._settings.page_tokens
+        slots = self._blocks * CB_PAGE_TOKENS
         # the request that was prefilled last: after its first token, all steps decode only
         last: list[float] = max((output.timestamps for output in found.values()), key=min)
         return ArmResult(

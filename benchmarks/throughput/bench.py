@@ -18,7 +18,7 @@ from benchmarks.roofline.claims import MIN_RATIO
 from benchmarks.roofline.costs import Storage, arithmetics_of, step_costs, storage_of
 from benchmarks.roofline.measured import floor_s
 from benchmarks.roofline.rates import PRODUCTS, QUICK_PRODUCTS, RateProbe, Rates, median_rates
-from benchmarks.throughput.arms import DEFAULT, Arm, ArmResult, ContinuousArm, QuireArm, StaticArm
+from benchmarks.throughput.arms import Arm, ArmResult, ContinuousArm, QuireArm, StaticArm
 from quire.config.kv_config import AttentionName
 from quire.errors import UnknownName
 from quire.layout.model import ModelSpec
@@ -32,7 +32,6 @@ from quire.profile.ceilings import (
 )
 
 PEERS = ("hf_static", "hf_cb")
-SLOW_PEERS = ("hf_cb_default",)  # run only on request
 ATTENTION_PASSES = 5  # in each round
 
 
@@ -45,7 +44,7 @@ class ThroughputConfig:
         attention_shape: shape of the attention measurement.
         repeats: measured rounds, after one warm-up round.
         attention: Quire's attention backend.
-        peers: the other arms, names in PEERS and SLOW_PEERS.
+        peers: the other arms, names in PEERS.
         buffer_bytes: bytes of the buffer that measures the memory bandwidth.
         judged_prompts: number of first outputs that are judged; see `RegretJudge`.
         products: (rows, inner, columns) of the products that measure the product rates.
@@ -80,8 +79,8 @@ def peers_of(names: str) -> tuple[str, ...]:
         return ()
     found = tuple(name.strip() for name in names.split(","))
     for name in found:
-        if name not in (*PEERS, *SLOW_PEERS):
-            raise UnknownName("arm", name, (*PEERS, *SLOW_PEERS, "none"))
+        if name not in PEERS:
+            raise UnknownName("arm", name, (*PEERS, "none"))
     return found
 
 
@@ -119,7 +118,6 @@ class ThroughputBench:
         peers: dict[str, Arm] = {
             "hf_static": StaticArm(peer_model, workload, self.spec),
             "hf_cb": ContinuousArm(peer_model, workload, self.spec),
-            "hf_cb_default": ContinuousArm(peer_model, workload, self.spec, DEFAULT),
         }
         self._arms: list[Arm] = [self._quire, *(peers[name] for name in config.peers)]
         self._attention = AttentionBench(config.attention_shape).variants()

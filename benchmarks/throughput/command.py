@@ -1,6 +1,5 @@
 """`python -m benchmarks throughput`: Quire and Transformers, compared with the machine limits."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated
@@ -12,18 +11,9 @@ from benchmarks.common.flags import AsJson, Attention, Threads
 from quire.cli.common import use_threads
 from quire.cli.report import envelope, print_json
 from quire.cli.tables import show_claims
-from quire.plan.ceilings import NotUsable, default_path, read_ceilings
-from quire.plan.machine import this_machine
 
 if TYPE_CHECKING:
-    from benchmarks.common.workload import Workload
     from benchmarks.throughput.bench import Round, ThroughputConfig
-
-PEER_SHAPE = (32, 512, 64)
-PEER_NOTE = (
-    "For orientation: vLLM's CPU build took 3.98 s for this work (32 x (512 + 64), November 2026), "
-    "on another processor, a Sapphire Rapids with AMX; absolute times do not compare with it."
-)
 
 
 def throughput(  # noqa: PLR0913 - one parameter per option
@@ -35,7 +25,7 @@ def throughput(  # noqa: PLR0913 - one parameter per option
     attention: Attention = "auto",
     peers: Annotated[
         str,
-        typer.Option(help="Comma-separated peers: hf_static, hf_cb, hf_cb_default; or none."),
+        typer.Option(help="Comma-separated peers: hf_static, hf_cb or none."),
     ] = "hf_static,hf_cb",
     quick: Annotated[
         bool, typer.Option("--quick", help="A tiny model and few tokens, for a trial. No claims.")
@@ -76,8 +66,8 @@ def _measured(config: "ThroughputConfig", *, quick: bool) -> dict[str, object]:
     if ratio is not None and ratio < MIN_RATIO:
         typer.echo(_wrong_floor(ratio), err=True)
     _show_claims(claims, config)
-    typer.echo(QUICK_NOTE if quick else peer_note(config.workload))
-    _show_stored(torch.get_num_threads())
+    if quick:
+        typer.echo(QUICK_NOTE)
     return envelope(
         "bench throughput",
         claims,
@@ -114,25 +104,6 @@ def _show_claims(claims: Mapping[str, int | float], config: "ThroughputConfig") 
         f"mean_regret: best logit minus the generated token's logit, in float32 "
         f"(first {config.judged_prompts} prompts)."
     )
-
-
-def peer_note(work: "Workload") -> str:
-    """Time of another engine for this workload, or a note that there is none."""
-    if (work.prompts, work.prompt_tokens, work.new_tokens) == PEER_SHAPE:
-        return PEER_NOTE
-    return "No other engine was measured with this number of prompts and these lengths."
-
-
-def _show_stored(threads: int) -> None:
-    """Print the stored machine limits next to those of the run; floors use those of the run."""
-    found = read_ceilings(default_path(os.environ), this_machine(threads))
-    if isinstance(found, NotUsable):
-        typer.echo(f"No stored ceilings to compare with: {found.reason}.")
-    else:
-        typer.echo(
-            f"Stored ceilings, for comparison: read {found.read_bytes_per_s / 1e9:.1f} GB/s, "
-            f"bfloat16 products up to {found.peak_product_rate() / 1e9:,.0f} GFLOP/s."
-        )
 
 
 def _stored(found: "Round") -> dict[str, object]:

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.common.result import PartResult
 from benchmarks.peers import part as part_module
-from benchmarks.peers.config import Eviction, PeersConfig, Shape, TraceWork, parse_shape
+from benchmarks.peers.config import Eviction, PeersConfig, Shape, parse_shape
 from benchmarks.peers.engines import (
     Engine,
     chosen_engines,
@@ -18,7 +18,6 @@ from benchmarks.peers.engines import (
     python_of,
     quire_engine,
 )
-from benchmarks.peers.environments import ENVIRONMENTS, TORCH, Environment, commands
 from benchmarks.peers.measures import (
     Cells,
     Measures,
@@ -29,14 +28,14 @@ from benchmarks.peers.measures import (
     part_claims,
     worst_totals,
 )
-from benchmarks.peers.part import COLUMNS, Failure, PeersPart, reason_of, result_of, run_worker
-from quire.errors import ConfigError, InvariantError, UnknownName
+from benchmarks.peers.part import COLUMNS, Failure, PeersPart, result_of, run_worker
+from quire.errors import ConfigError, UnknownName
 
 ENGINES = chosen_engines((), default_quire(), Eviction())
 
 
 def shape(name: str) -> Shape:
-    return parse_shape(name, TraceWork(requests=5))
+    return parse_shape(name)
 
 
 def config(folder: Path, *shapes: str, **changed: Any) -> PeersConfig:
@@ -86,24 +85,6 @@ def test_shape_names_are_parsed():
     assert fixed.is_fixed
 
 
-@pytest.mark.parametrize("name", ["32x512", "x512+64", "0x512+64", "ample:1x2+3", ""])
-def test_other_shape_names_are_refused(name):
-    with pytest.raises(ConfigError, match=r"such as 32x512\+64"):
-        shape(name)
-
-
-def test_trace_has_the_scaled_lengths_of_its_first_requests(tmp_path):
-    path = tmp_path / "trace.csv"
-    path.write_text(
-        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
-        "2023-11-16 18:15:46.6805900,400,40\n2023-11-16 18:15:50.9951690,4,4\n"
-    )
-    found = parse_shape("trace", TraceWork(path=path, requests=2, length_scale=0.25))
-
-    assert found.lengths == ((100, 10), (2, 2))
-    assert len(shape("trace").lengths) == 5
-
-
 def test_requests_beyond_the_context_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="context of the model tiny is 1024"):
         config(tmp_path, "1x1000+64")
@@ -131,11 +112,6 @@ def test_engines_of_a_round_get_the_same_work(tmp_path):
         assert json.loads(json.dumps(job)) == job
     assert other["prompts"] != jobs[0]["prompts"]
     assert jobs[0]["options"] == {"flags": []}
-
-
-def test_kv_bytes_per_token_counts_keys_and_values_of_all_layers():
-    """2 (keys, values) x 12 layers x 4 KV heads x 64 elements x 2 bytes."""
-    assert kv_bytes_per_token("125m") == 2 * 12 * 4 * 64 * 2
 
 
 def test_quire_options_are_flags():
@@ -171,18 +147,6 @@ def test_environments_are_found_by_folder(tmp_path):
     assert str(library) in preloaded(vllm, tmp_path)
 
 
-def test_every_engine_has_an_environment():
-    assert {e.environment for e in ENGINES} == {"quire", *ENVIRONMENTS}
-
-
-def test_torch_is_installed_first_and_constrains_the_rest():
-    made = commands(Path("python"), Environment(packages=("engine==1",)), Path("c.txt"))
-
-    assert made[1][-1] == TORCH
-    assert made[2][-3:] == ["--constraint", "c.txt", "engine==1"]
-    assert made[3][3] == "uninstall"
-
-
 def test_measures_are_computed_from_token_times():
     """Two prompts of 3 tokens, at 1, 2, 3 s and at 2, 3, 4 s: 3 tokens in the last 2 s."""
     found = measures(shape("2x8+3"), 1.0)
@@ -193,13 +157,6 @@ def test_measures_are_computed_from_token_times():
     assert found.first_token_s == pytest.approx(1.5)
     assert found.tokens_per_s == pytest.approx(6 / 4)
     assert found.judged == [[7, 7, 7]]
-
-
-def test_a_missing_token_is_an_error():
-    made = result(shape("2x8+3"), 1.0, tokens=[[7, 7, 7], [7, 7]])
-
-    with pytest.raises(InvariantError, match="2 outputs of 6 tokens with a time each, got 2 outp"):
-        measures_of(made, shape("2x8+3"), 0)
 
 
 def test_total_claim_pairs_rounds_with_the_fastest_peer():
@@ -330,23 +287,6 @@ def test_result_is_the_last_json_object_of_the_output():
     assert result_of(0, "log\n", "") == Failure("the worker printed no result")
     failed = result_of(-9, "", "Traceback\nValueError: too small\n(worker) shut down\n")
     assert failed == Failure("exit status -9: ValueError: too small")
-
-
-def test_reason_is_the_last_exception_or_the_last_line():
-    assert reason_of("a\nRuntimeError: x\n(Main pid=3) torch.MyError: y\nz") == (
-        "(Main pid=3) torch.MyError: y"
-    )
-    assert reason_of("a\nkilled\n\n") == "killed"
-    assert reason_of("") == "no output"
-
-
-def test_missing_environment_is_a_failure(tmp_path):
-    made = config(tmp_path, "2x8+3")
-    engine = next(engine for engine in ENGINES if engine.name == "openvino")
-    found = run_worker(engine, build_job(made, "tiny", made.shapes[0], engine, 0), made)
-
-    assert isinstance(found, Failure)
-    assert f"run make peers PEERS={made.environments}" in found.reason
 
 
 @pytest.mark.parametrize(

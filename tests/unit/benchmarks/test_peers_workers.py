@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks.peers.config import Eviction, PeersConfig, TraceWork, parse_shape
+from benchmarks.peers.config import Eviction, PeersConfig, parse_shape
 from benchmarks.peers.engines import Engine, chosen_engines, quire_engine
 from benchmarks.peers.measures import build_job, measures_of
 from benchmarks.peers.part import Failure, make_model, run_worker
@@ -15,7 +15,7 @@ from benchmarks.peers.workers.llamacpp import gguf_name, interleaved
 from benchmarks.peers.workers.protocol import Job
 from benchmarks.peers.workers.transformers_static import batches
 
-SHAPE = parse_shape("3x8+4", TraceWork())
+SHAPE = parse_shape("3x8+4")
 
 
 @pytest.fixture(scope="module")
