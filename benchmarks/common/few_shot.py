@@ -1,16 +1,12 @@
-"""Few-shot prompts from files of recorded examples, as in the evaluations of Batch-Max and KVCrush.
+"""Few-shot prompts from files of recorded examples, as in the evaluation of KVCrush.
 
-cnndm         {"article", "highlights"}                    1 shot    ROUGE-2 against the highlights
-narrativeqa   {"context", "question", "answers"}           2 shots   best ROUGE-2 of the answers
 gsm8k         {"question", "answer": "... #### number"}    16 shots  fraction of equal numbers
 xsum          {"document", "summary"}                      3 shots   ROUGE-2 against the summary
-mmlu          {"question", "choices", "answer": index}     5 shots   fraction of right letters
 
-NarrativeQA examples may also use LongBench's field names ("input" for the question) or Hugging
-Face's nested fields. Quire ships no examples: the data sets have their own licences.
+Quire ships no examples: the data sets have their own licences.
 
-Source: Metel et al. 2025 (Batch-Max), section 4, and Jha et al. 2025 (KVCrush), table I. The papers
-print neither prompts nor shots; the wording of the prompts is Quire's.
+Source: Jha et al. 2025 (KVCrush), table I. The paper prints neither prompts nor shots; the wording
+of the prompts is Quire's.
 
 A file is a JSON list, JSON lines, or an object whose values are the examples. Some examples become
 shots with their answers, the other examples become prompts.
@@ -72,60 +68,8 @@ def _same_number(text: str, references: Sequence[str]) -> float:
     return float(number is not None and number in map(final_number, references))
 
 
-def _text(value: Any) -> str:
-    """Text of a value; Hugging Face's NarrativeQA stores {"text": ...} instead of a string."""
-    if isinstance(value, Mapping):
-        return _text(value.get("summary") or value["text"])
-    return str(value)
-
-
-def _first(record: Record, *names: str) -> Any:
-    for name in names:
-        if name in record:
-            return record[name]
-    raise KeyError(names[0])
-
-
-def _story_answers(record: Record) -> tuple[str, ...]:
-    found = _first(record, "answers", "answer")
-    return tuple(map(_text, found)) if isinstance(found, list) else (_text(found),)
-
-
-_LETTERS = "ABCDEFGHIJ"
-
-
-def _choice_question(record: Record) -> str:
-    lines = [f"{letter}. {one}" for letter, one in zip(_LETTERS, record["choices"], strict=False)]
-    return "\n".join((f"Question: {record['question']}", *lines, "Answer:"))
-
-
-def _same_letter(text: str, references: Sequence[str]) -> float:
-    return float(text.strip()[:1] in references)
-
-
 TASKS: Mapping[str, FewShotTask] = MappingProxyType(
     {
-        "cnndm": FewShotTask(
-            name="cnndm",
-            shots=1,
-            ask=lambda record: f"Article: {record['article']}\n\nSummary:",
-            answers=lambda record: (str(record["highlights"]),),
-            grade=best_rouge_2,
-            score="rouge-2",
-            stop="\nArticle:",
-        ),
-        "narrativeqa": FewShotTask(
-            name="narrativeqa",
-            shots=2,
-            ask=lambda record: (
-                f"Story: {_text(_first(record, 'context', 'document'))}\n\n"
-                f"Question: {_text(_first(record, 'question', 'input'))}\nAnswer:"
-            ),
-            answers=_story_answers,
-            grade=best_rouge_2,
-            score="rouge-2",
-            stop="\nStory:",
-        ),
         "gsm8k": FewShotTask(
             name="gsm8k",
             shots=16,
@@ -143,15 +87,6 @@ TASKS: Mapping[str, FewShotTask] = MappingProxyType(
             grade=best_rouge_2,
             score="rouge-2",
             stop="\nArticle:",
-        ),
-        "mmlu": FewShotTask(
-            name="mmlu",
-            shots=5,
-            ask=_choice_question,
-            answers=lambda record: (_LETTERS[int(record["answer"])],),
-            grade=_same_letter,
-            score="accuracy",
-            stop="\nQuestion:",
         ),
     }
 )
@@ -216,32 +151,23 @@ def _parsed(text: str) -> Any:
     return [found] if one_example else found
 
 
-def make_samples(
-    task: FewShotTask,
-    records: Sequence[Record],
-    n: int,
-    *,
-    shot_records: Sequence[Record] = (),
-    seed: int = 0,
-) -> list[Sample]:
-    """Draw prompts; equal records and seeds give all prompts the same shots.
+def make_samples(task: FewShotTask, records: Sequence[Record], n: int) -> list[Sample]:
+    """Draw prompts; all have the same shots, and equal records give equal prompts.
 
     Args:
         task: wording and shots.
-        records: examples for prompts.
+        records: examples for prompts and shots.
         n: number of prompts.
-        shot_records: examples for shots; if empty, the examples of `records` that are not prompts.
-        seed: random seed.
 
     Raises:
         ConfigError: too few examples, or an example without the fields of the task.
     """
-    shuffled = random.Random(seed).sample(list(records), len(records))
-    requested, others = shuffled[:n], list(shot_records) or shuffled[n:]
+    shuffled = random.Random(0).sample(list(records), len(records))
+    requested, others = shuffled[:n], shuffled[n:]
     if len(requested) < n or len(others) < task.shots:
         raise ConfigError(
             f"expected at least {n + task.shots} examples for {n} samples and {task.shots} shots "
-            f"of {task.name}, got {len(records)}; request fewer samples, or name a file of shots"
+            f"of {task.name}, got {len(records)}; request fewer samples"
         )
     try:
         shown = "".join(_solved(task, record) for record in others[: task.shots])

@@ -62,7 +62,7 @@ def kvcrush(  # noqa: PLR0913 - one parameter per option
         list[str] | None,
         typer.Option(
             help="Examples for the part prompts, as TASK=FILE, JSON or JSON lines: gsm8k, "
-            "xsum, cnndm, narrativeqa. Can be repeated."
+            "xsum. Can be repeated."
         ),
     ] = None,
     text: Annotated[

@@ -16,7 +16,7 @@ from benchmarks.__main__ import app
 from benchmarks.batch_max import config as batch_max_config
 from benchmarks.batch_max import speed
 from benchmarks.batch_max.arms import arms_of, batch_max, decode_only, full_kv
-from benchmarks.batch_max.config import PARTS, TASKS, BatchMaxConfig, QualityConfig, SpeedConfig
+from benchmarks.batch_max.config import PARTS, BatchMaxConfig, QualityConfig, SpeedConfig
 from benchmarks.batch_max.floor import Limits, floor_claims
 from benchmarks.batch_max.quality import (
     Encoded,
@@ -34,14 +34,11 @@ from benchmarks.batch_max.speed import (
     claims,
     equal_claims,
     ratio,
-    run_equal,
     run_speed,
 )
 from benchmarks.common.graded_prompts import GradedPrompt
 from benchmarks.common.models import llama_tiny, random_model
 from quire.engine.core import Engine
-from quire.errors import InvariantError
-from quire.evals.tasks import names
 from quire.models.loader import LoadedModel
 from quire.policies.eviction import make_eviction
 from support.kv_options import kv_config
@@ -78,10 +75,6 @@ def test_arms_match_the_papers_algorithms():
     }
     for evict in arms.values():
         assert make_eviction(evict).text == evict
-
-
-def test_quality_config_includes_all_tasks():
-    assert set(QualityConfig().tasks) == set(TASKS) == set(names())
 
 
 # ---- batches -------------------------------------------------------------------------------------
@@ -212,19 +205,6 @@ def test_equal_quality_compares_medians_of_ratios_of_both_arms():
     assert made["continuous_bm_56_tokens_per_s"] == 45.0
 
 
-def test_equal_quality_runs_both_arms_in_every_round():
-    small = replace(TINY, prompt_tokens=64, new_tokens=8, caps=(24,), repeats=2, equal_prompts=3)
-    result = run_equal(small)
-
-    [table] = result.tables
-    assert [row[:2] for row in table.rows] == [
-        ("FKV", 1),
-        ("ED, cap 2", 1),
-        ("BM, cap 24", 2),
-        ("decode only, cap 12", 2),
-    ]
-
-
 def test_floor_ratios_are_those_of_the_documents_example():
     """docs/maximize-batch.md, with rates of 23.8 GB/s, 2 TFLOP/s and 64-row products: 1.9, 2.6."""
     limits = Limits(
@@ -235,14 +215,6 @@ def test_floor_ratios_are_those_of_the_documents_example():
 
     assert round(made["floor_bm_over_ed"], 1) == 1.9
     assert round(made["floor_bm_over_fkv"], 1) == 2.6
-
-
-def test_full_size_config_matches_the_claims():
-    """4,096 tokens a row: 12 layers x 4 heads x 64 x K and V x 2 B = 12,288 B; two rows: 96 MiB."""
-    config = BatchMaxConfig().speed
-
-    assert (config.prompt_tokens, config.new_tokens, config.caps[0]) == (3_584, 512, 896)
-    assert config.pool * config.final_tokens * 12_288 == 96 << 20
 
 
 # ---- quality -------------------------------------------------------------------------------------
@@ -348,25 +320,6 @@ def test_judge_grades_batches_up_to_the_end_token(model: LoadedModel):
 
     assert found.score == 0.75
     assert (found.samples, found.new_tokens, found.batch) == (4, 16, 2)
-
-
-def test_judge_raises_if_rows_do_not_run_at_once(model: LoadedModel):
-    prompts = [
-        Encoded(tokens=(1,) * 224, graded=GradedPrompt(prompt="", grade=lambda text: 1.0))
-        for _ in range(4)
-    ]
-    kv = kv_config(memory=512 * 256, enable_prefix_caching=False)
-
-    with pytest.raises(InvariantError, match="expected 4 rows to run at the same time, got 2"):
-        judge(
-            replace(model, tokenizer=words(500)),
-            prompts,
-            kv,
-            task="t",
-            arm="fkv",
-            batch=4,
-            new_tokens=32,
-        )
 
 
 # ---- the command ---------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.common.few_shot import final_number, make_samples, read_records, task_named
-from quire.errors import ConfigError, UnknownName
+from quire.errors import ConfigError
 
 SUMS = [{"question": f"{i} + 1?", "answer": f"It is {i + 1}.\n#### {i + 1}"} for i in range(20)]
 
@@ -33,21 +33,10 @@ def test_sums_are_graded_by_the_number_before_the_next_question():
     assert task.judge(" dunno", ["x\n#### 7"]) == 0.0
 
 
-@pytest.mark.parametrize("name", ["cnndm", "xsum"])
-def test_summary_ends_at_the_next_article(name):
-    task = task_named(name)
+def test_summary_ends_at_the_next_article():
+    task = task_named("xsum")
 
     assert task.judge(" the cat sat\n\nArticle: more words", ["the cat sat"]) == 1.0
-
-
-def test_choices_are_lettered_and_the_first_letter_is_graded():
-    task = task_named("mmlu")
-    record = {"question": "2 + 2?", "choices": ["3", "4"], "answer": 1}
-
-    assert task.ask(record) == "Question: 2 + 2?\nA. 3\nB. 4\nAnswer:"
-    assert task.answers(record) == ("B",)
-    assert task.judge(" B\n\nQuestion: 1 + 1?", ["B"]) == 1.0
-    assert task.judge(" A", ["B"]) == 0.0
 
 
 def test_sixteen_shots_precede_every_question_and_are_no_samples():
@@ -60,13 +49,6 @@ def test_sixteen_shots_precede_every_question_and_are_no_samples():
     assert not any(text.removesuffix("\nAnswer:") in shown for text in requested)
     assert len(set(requested)) == 4
     assert samples == make_samples(task_named("gsm8k"), SUMS, 4)
-    assert samples != make_samples(task_named("gsm8k"), SUMS, 4, seed=1)
-
-
-def test_shots_come_from_a_separate_file():
-    samples = make_samples(task_named("gsm8k"), SUMS, 20, shot_records=SUMS)
-
-    assert len(samples) == 20
 
 
 def test_too_few_examples_raise():
@@ -77,31 +59,8 @@ def test_too_few_examples_raise():
 
 
 def test_example_without_a_field_raises():
-    with pytest.raises(ConfigError, match="cnndm lacks the field 'article'"):
-        make_samples(task_named("cnndm"), SUMS, 1)
-
-
-@pytest.mark.parametrize(
-    "story",
-    [
-        {"context": "Once.", "question": "When?", "answers": ["Once", "once upon"]},
-        {"context": "Once.", "input": "When?", "answers": ["Once", "once upon"]},
-        {
-            "document": {"summary": {"text": "Once."}, "kind": "gutenberg"},
-            "question": {"text": "When?"},
-            "answers": [{"text": "Once"}, {"text": "once upon"}],
-        },
-    ],
-)
-def test_stories_in_three_formats_are_read(story):
-    [sample] = make_samples(task_named("narrativeqa"), [story], 1, shot_records=[story, story])
-
-    assert (
-        sample.prompt
-        == 2 * ("Story: Once.\n\nQuestion: When?\nAnswer: Once\n\n")
-        + "Story: Once.\n\nQuestion: When?\nAnswer:"
-    )
-    assert sample.references == ("Once", "once upon")
+    with pytest.raises(ConfigError, match="xsum lacks the field 'document'"):
+        make_samples(task_named("xsum"), SUMS, 1)
 
 
 def test_files_in_three_formats_are_read(tmp_path: Path):
@@ -124,13 +83,3 @@ def test_files_without_examples_raise(tmp_path: Path, text: str):
 
     with pytest.raises(ConfigError, match="data"):
         read_records(tmp_path / "data")
-
-
-def test_missing_file_is_named_in_the_error(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"nothing\.json"):
-        read_records(tmp_path / "nothing.json")
-
-
-def test_unknown_task_raises():
-    with pytest.raises(UnknownName, match="gsm8k"):
-        task_named("gsm8")

@@ -20,7 +20,6 @@ from benchmarks.kvpress.run import (
     entry_of,
     frees_memory,
     left_out,
-    model_message,
     press_lines,
     removed_of,
     result_of,
@@ -28,7 +27,7 @@ from benchmarks.kvpress.run import (
 )
 from quire.api.llm import LLM
 from quire.config.kv_config import KVConfig
-from quire.errors import ConfigError, RequestError
+from quire.errors import ConfigError
 from quire.evals.board.grid import BoardEntry, Grid
 from quire.evals.board.pages import chart, interactive, page
 from quire.evals.board.result import BoardResult
@@ -151,12 +150,6 @@ def test_other_caps_than_fractions_are_refused(budget):
         chosen_presses("KnormPress", (budget,))
 
 
-def test_presses_without_a_name_are_refused():
-    assert chosen_presses(";".join(PRESSES), ("25%",)) == PRESSES
-    with pytest.raises(ConfigError, match="--presses has no values"):
-        chosen_presses(" ; ", ("25%",))
-
-
 def test_presses_that_are_not_run_have_a_reason():
     found = left_out(["KnormPress", "DMSPress", "TOVAPress"], ["KnormPress"])
 
@@ -166,33 +159,11 @@ def test_presses_that_are_not_run_have_a_reason():
     }
 
 
-def test_python_that_is_missing_is_refused():
-    with pytest.raises(ConfigError, match=r"got /no/python: No such file.*pip install"):
-        PressProcess(Path("/no/python"), ABOUT)
-
-
-def test_process_that_ends_is_refused_with_its_last_line(tmp_path):
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho first >&2\necho no space left >&2\n")
-    python.chmod(0o755)
-
-    with pytest.raises(ConfigError, match=r"whose process ended: no space left. To build one"):
-        PressProcess(python, ABOUT)
-
-
 def test_python_without_kvpress_is_refused():
     with pytest.raises(
         ConfigError, match=r"got .*: ModuleNotFoundError: No module named 'kvpress'"
     ):
         PressProcess(Path(sys.executable), ABOUT)
-
-
-def test_models_that_the_other_environment_cannot_load_are_refused(llm):
-    with pytest.raises(ConfigError, match=r"model folder.*got --weight-codec int8"):
-        model_message(replace(llm.model, weight_codec="int8"), "auto")
-    with pytest.raises(ConfigError, match="model folder"):
-        model_message(replace(llm.model, folder=None), "auto")
-    assert model_message(llm.model, "float32")["dtype"] == "float32"
 
 
 def test_presses_become_rows_and_those_that_differ_at_ratio_0_are_refused(llm, full, tmp_path):
@@ -225,53 +196,11 @@ def test_presses_become_rows_and_those_that_differ_at_ratio_0_are_refused(llm, f
     ]
 
 
-def test_finished_cells_are_not_run_again(llm, full, tmp_path):
-    first = with_presses(llm, full, tmp_path, ("KnormPress",))
-    ran = len(jobs(tmp_path))
-
-    again = with_presses(llm, full, tmp_path, ("KnormPress", "MaskPress"))
-
-    assert [job.split()[0] for job in jobs(tmp_path)[ran:]] == ["MaskPress"] * 3
-    assert {key: again.cells[key] for key in first.cells} == dict(first.cells)
-
-
 def test_environment_with_other_scores_than_full_kv_is_refused(llm, full, tmp_path):
     python = stub(tmp_path, outputs_of(llm, *full, changed=True))
 
     with pytest.raises(ConfigError, match=r"task 'repeats' as full KV does \(1\), got 0 without"):
         with_presses(llm, full, tmp_path, python=python)
-
-
-def test_process_that_a_press_ends_stops_the_run_and_keeps_cells(llm, full, tmp_path):
-    with pytest.raises(ConfigError, match="process ended: killed by the press"):
-        with_presses(llm, full, tmp_path, ("KnormPress", "DiePress"))
-
-    assert len(list((tmp_path / "cells").glob("kvpress-*.json"))) == 4
-
-
-def test_schedule_that_kvpress_does_not_have_is_refused(llm, full, tmp_path):
-    config = replace(CONFIG, grid=replace(CONFIG.grid, schedules=("pressure",)))
-    board, runner = full
-    with PressProcess(stub(tmp_path, outputs_of(llm, board, runner)), ABOUT) as process:
-        press_runner = PressRunner(
-            process,
-            llm,
-            config,
-            ("KnormPress",),
-            samples=runner.samples,
-            identity=(),
-            stored=CellFolder(None),
-            report=lambda line: None,
-        )
-
-        found = press_runner.run(board)
-
-        with pytest.raises(RequestError, match="too short"):
-            process.run(
-                {"press": spec_of("RefusedPress"), "requests": [], "removed": 0, "schedule": ""}
-            )
-    [why] = found.refused.values()
-    assert why.startswith("kvpress does not evict on pressure, only on prefill_and_decode")
 
 
 def test_pages_show_which_presses_free_memory(llm, full, tmp_path):

@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache
 
 from benchmarks.kvpress import worker as worker_module
-from benchmarks.kvpress.worker import Presses, Worker, class_names, serve, stored_bytes
+from benchmarks.kvpress.worker import Presses, Worker, serve, stored_bytes
 from support import zoo
 
 PROMPT = list(range(3, 15))
@@ -78,11 +78,6 @@ class KeyRerotationPress(BasePress):
         self.press = press
 
 
-class ThresholdPress(BasePress):
-    def __init__(self, threshold: float = 1.0) -> None:
-        super().__init__()
-
-
 @dataclass
 class DecodingPress(BasePress):
     """Keeps the last keys after every token."""
@@ -100,7 +95,6 @@ KVPRESS = SimpleNamespace(
     ViewPress=ViewPress,
     MaskPress=MaskPress,
     KeyRerotationPress=KeyRerotationPress,
-    ThresholdPress=ThresholdPress,
     DecodingPress=DecodingPress,
     version="1",
 )
@@ -160,14 +154,6 @@ def test_without_a_press_outputs_are_those_of_transformers(worker, model):
     assert found["peak_bytes"] == token_bytes(model) * (len(PROMPT) + 3)
 
 
-def test_output_ends_at_an_end_token_or_a_stop_text(worker):
-    token_ids = output(worker, None, 0.0)["token_ids"]
-
-    assert output(worker, None, 0.0, eos=token_ids[:1])["token_ids"] == token_ids[:1]
-    stopped = output(worker, None, 0.0, stop=(f"{token_ids[0]} {token_ids[1]}",))
-    assert stopped["token_ids"] == token_ids[:2]
-
-
 def test_press_that_frees_has_fewer_bytes_and_the_peak_of_one_whole_layer(worker, model):
     found = output(worker, spec("ViewPress"))
     freed = output(worker, spec("KeyRerotationPress", press=spec("ViewPress")), 0.5)
@@ -220,33 +206,6 @@ def test_decoding_press_keeps_the_cap_of_the_prompt_after_every_token(worker, mo
     assert (pressed.decode.target_size, pressed.decode.compression_interval) == (3, 1)
     assert pressed.decode.base_press.compression_ratio == 0.0
     assert nothing.decode.target_size == 12 + 4
-
-
-def test_press_of_decode_is_refused_on_prefill_end(worker):
-    merging = spec("DecodingPress", base_press=spec("ViewPress"))
-
-    with pytest.raises(ValueError, match="DecodingPress compresses during decode only"):
-        worker.run(job(merging))
-    pressed = Presses(KVPRESS).of(merging, job(None, 0.5, "prefill_and_decode"), 12)
-    assert isinstance(pressed.prefill, ViewPress)
-    assert pressed.decode.target_size == 6
-
-
-def test_names_of_presses_and_of_those_within():
-    nested = spec("AdaKVPress", press=spec("SnapKVPress", window_size=16), alpha=0.2)
-
-    assert list(class_names(nested)) == ["AdaKVPress", "SnapKVPress"]
-    assert Presses(KVPRESS).names() == [
-        "DecodingPress",
-        "KeyRerotationPress",
-        "MaskPress",
-        "ThresholdPress",
-        "ViewPress",
-    ]
-    with pytest.raises(ValueError, match="has no press 'NopePress'"):
-        Presses(KVPRESS).of(spec("NopePress"), job(None), 12)
-    with pytest.raises(ValueError, match="ThresholdPress has no compression ratio"):
-        Presses(KVPRESS).of(spec("ThresholdPress"), job(None), 12)
 
 
 def test_environment_without_kvpress_is_answered_with_the_reason():
