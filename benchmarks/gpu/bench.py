@@ -10,8 +10,8 @@ import torch
 from transformers import LlamaConfig
 
 from benchmarks.common.models import llama_of, random_model
-from benchmarks.common.target import Target
 from benchmarks.gpu.config import GpuConfig
+from benchmarks.gpu.target import Target
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.config.sampling_params import SamplingParams

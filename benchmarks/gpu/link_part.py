@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.common.result import Cell, Chart, Numbers, PartResult, Table
-from benchmarks.common.target import Target, rate_gb
 from benchmarks.gpu.bench import GpuBench
+from benchmarks.gpu.target import Target, rate_gb
 from quire.errors import ConfigError
 from quire.offload.swap.host_store import pin_memory
 from quire.plan.fitting import fit_seconds

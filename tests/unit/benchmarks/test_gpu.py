@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
 from benchmarks.common.models import llama_tiny, random_model
-from benchmarks.common.target import Target
 from benchmarks.gpu import others
 from benchmarks.gpu.bench import GpuBench, decode_times
 from benchmarks.gpu.config import QUICK_GPU, SPECS
@@ -21,6 +20,7 @@ from benchmarks.gpu.others import OTHERS, last_steps
 from benchmarks.gpu.parts import PARTS
 from benchmarks.gpu.prefill_part import prefill_flops
 from benchmarks.gpu.step_part import floor_seconds
+from benchmarks.gpu.target import Target
 from quire.errors import ConfigError
 
 CLAIMS = {
