@@ -6,8 +6,7 @@ each frequency (`rope_freqs`, for llama3 scaling), or as two sets of divisors (l
 without its scaling computes other positions, and no error shows it.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,12 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    modeling_gguf_pytorch_utils,
 )
 
 from quire.errors import ModelError, UnsupportedModel
 from quire.layout.extras import require_extra
 from quire.models.foreign import foreign_code
+from quire.models.gguf_header import GgufHeader, read_header, read_once
 from quire.models.rope import LONGROPE
 from quire.models.weights import check_loaded, silence
 
@@ -57,23 +56,16 @@ class GgufMetadata:
     @classmethod
     def read(cls, file: Path) -> "GgufMetadata":
         """Read the metadata; weights are mapped, but not decoded."""
-        import gguf  # optional
-
-        reader = gguf.GGUFReader(file)
-        names = [
-            name
-            for name in reader.fields
-            if ".rope." in name or name.startswith("split.") or name in _PLAIN_KEYS
-        ]
+        header = read_header(file)
         return cls(
             file,
-            {name: reader.fields[name].contents() for name in names},
+            header.values,
             {
-                tensor.name: np.asarray(tensor.data, dtype=np.float64).ravel().tolist()
-                for tensor in reader.tensors
+                tensor.name: header.data(tensor).astype(np.float64).ravel().tolist()
+                for tensor in header.tensors
                 if tensor.name in (_DIVISORS, _SHORT, _LONG)
             },
-            next((t.tensor_type.name for t in reader.tensors if not _decodable(t)), ""),
+            _undecodable(header),
         )
 
     @property
@@ -160,7 +152,6 @@ class GgufMetadata:
 
 
 _END_TOKENS = tuple(f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom"))
-_PLAIN_KEYS = ("general.architecture", "tokenizer.ggml.model", *_END_TOKENS)
 
 
 def _divided(
@@ -175,15 +166,18 @@ def _divided(
     }
 
 
-def _decodable(tensor: Any) -> bool:
-    """Whether the package gguf decodes a tensor's type, tried on its first row."""
+def _undecodable(header: GgufHeader) -> str:
+    """The first type of tensors that the package gguf cannot decode, tried on a row; "" if none."""
     import gguf
 
-    try:
-        gguf.dequantize(tensor.data[:1], tensor.tensor_type)
-    except NotImplementedError:
-        return False
-    return True
+    of_types = {tensor.kind: tensor for tensor in reversed(header.tensors)}
+    for number, tensor in sorted(of_types.items()):
+        kind = gguf.GGMLQuantizationType(number)
+        try:
+            gguf.dequantize(header.data(tensor)[:1], kind)
+        except NotImplementedError:
+            return kind.name
+    return ""
 
 
 SUFFIX = ".gguf"
@@ -230,7 +224,7 @@ def read_config(file: Path) -> tuple[PreTrainedConfig, GgufMetadata]:
         UnsupportedModel: an unknown RoPE scaling, or tensors that cannot be decoded.
     """
     require_extra("gguf", f"{file.name}: a GGUF file, which Transformers decodes,")
-    with foreign_code(f"{file} cannot be read"):
+    with foreign_code(f"{file} cannot be read"), read_once():
         metadata = GgufMetadata.read(file)
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             file.parent, gguf_file=file.name, local_files_only=True
@@ -247,7 +241,7 @@ def load_tokenizer(folder: Path, name: str) -> PreTrainedTokenizerBase:
     Raises:
         ModelError: the file has no tokenizer that Transformers can convert.
     """
-    with foreign_code(f"the tokenizer in {folder / name} cannot be read"), silence():
+    with foreign_code(f"the tokenizer in {folder / name} cannot be read"), silence(), read_once():
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             folder, gguf_file=name, local_files_only=True
         )
@@ -269,7 +263,7 @@ def read_model(
         ModelError: the file is damaged, or lacks weights.
     """
     undecodable = foreign_code(f"the weights in {folder / name} cannot be decoded")
-    with undecodable, silence(), _without_progress_bar():
+    with undecodable, silence(), read_once():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             gguf_file=name,
@@ -282,15 +276,3 @@ def read_model(
     model: PreTrainedModel = loaded[0]
     check_loaded(model, loaded[1], {}, folder / name)
     return model
-
-
-@contextmanager
-def _without_progress_bar() -> Iterator[None]:
-    """Hide the bar of the decoding: it ignores the setting of Transformers' progress bars."""
-    module: Any = modeling_gguf_pytorch_utils
-    bar = module.tqdm
-    module.tqdm = lambda tensors, **_: tensors
-    try:
-        yield
-    finally:
-        module.tqdm = bar

@@ -15,6 +15,7 @@ from quire.cli.plan_report import PlanOptions, plan_report
 from quire.errors import ConfigError, ModelError, QuireError
 from quire.layout.extras import EXTRAS
 from quire.models import gguf as gguf_files
+from quire.models.gguf_header import read_header
 from quire.models.loader import load_model
 from quire.models.native_linear import available_products
 from support.flat import flat_logits, sequences
@@ -257,13 +258,40 @@ def test_decoded_weights_can_be_quantized(tmp_path: Path) -> None:
 
 
 @needs_packages
-def test_a_damaged_file_is_reported(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: data[:2000], "tiny.gguf is damaged: its header cannot be read"),
+        (lambda data: data[:-100], r"is incomplete: its tensors end at byte [\d,]+, and it has"),
+        (lambda data: b"GGML" + data[4:], "is not a GGUF file: it does not begin with GGUF"),
+        (lambda data: data[:4] + b"\x01" + data[5:], "has version 1 of the format"),
+        (lambda data: b"", "tiny.gguf"),
+    ],
+)
+def test_a_damaged_file_is_reported(
+    change: Callable[[bytes], bytes], message: str, tmp_path: Path
+) -> None:
     file = tmp_path / "tiny.gguf"
     write_file(file, build(), "Q8_0")
-    file.write_bytes(file.read_bytes()[:2000])
+    file.write_bytes(change(file.read_bytes()))
 
-    with pytest.raises(ModelError, match=r"tiny.gguf"):
+    with pytest.raises(ModelError, match=message):
         load_model(file, device="cpu")
+
+
+@needs_packages
+def test_a_header_is_that_of_the_package_gguf(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    file = tmp_path / "tiny.gguf"
+    write_file(file, build(), "Q4_1", rope=YARN)
+    reader, header = gguf.GGUFReader(file), read_header(file)
+
+    for name, field in header.fields().items():
+        contents = reader.fields[name].contents()
+        assert (field.parts if isinstance(contents, list) else field.parts[0]) == contents
+    assert [tensor.name for tensor in header.tensors] == [t.name for t in reader.tensors]
+    for ours, theirs in zip(header.tensors, reader.tensors, strict=True):
+        np.testing.assert_array_equal(header.data(ours), theirs.data)
 
 
 def test_a_folder_with_gguf_files_names_one(tmp_path: Path) -> None:
