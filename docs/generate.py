@@ -52,8 +52,8 @@ def fill(text: str) -> str:
     """Replace the text between the marks of a document."""
     parts: dict[str, Callable[[], str]] = {
         "fields": server_fields,
-        "unsound": unsound,
-        "excluded": excluded,
+        "eviction-limits": lambda: limits("eviction"),
+        "codec-limits": lambda: limits("codec"),
         "codecs": codecs,
         "metrics": metrics,
         "models": models,
@@ -74,23 +74,21 @@ def code_block(path: Path) -> str:
     return f"```python\n{path.read_text(encoding='utf-8')}```"
 
 
-def unsound() -> str:
-    """The parts of an eviction that exclude each other."""
-    from quire.policies.unsound import UNSOUND
+def limits(*areas: str) -> str:
+    """Refused combinations of features."""
+    from quire.layout.limits import LIMITS
+
+    def shown(text: str) -> str:
+        text = text.replace("budget {budget}", "it")
+        text = "the message states why" if text == "{why}" else text.replace("{why}", "...")
+        return re.sub(r"\{(\w+)[^}]*\}", lambda found: found[1].upper(), text)
 
     rows = [
-        (row.one, row.other, row.reason.format(budget="it", when="..."), row.instead)
-        for row in UNSOUND
+        (row.one, row.other, shown(row.reason), shown(row.instead))
+        for row in LIMITS
+        if row.area in areas
     ]
-    return _table(("this", "and this", "why not", "use instead"), rows).rstrip()
-
-
-def excluded() -> str:
-    """What codecs exclude."""
-    from quire.layout.codec_refusals import EXCLUDED
-
-    rows = [(row.codecs, row.other, row.reason, row.instead) for row in EXCLUDED]
-    return _table(("this", "and this", "why not", "use instead"), rows).rstrip()
+    return _table(("this", "and this", "why not", "instead"), rows).rstrip()
 
 
 def server_fields() -> str:
@@ -275,7 +273,12 @@ def models() -> str:
 def composition() -> str:
     """Which features work together, by the committed results."""
     made = runpy.run_path(str(ROOT / "docs" / "composition_page.py"))["page"](ROOT)
-    return str(made)
+    others = limits("offload", "ranks", "scheduling", "batch invariance")
+    return (
+        f"{made}\n## Limits\n\n"
+        "Reasons of refusals. Those of [eviction](eviction.md#refused-combinations) and\n"
+        f"[codecs](quantization.md#refused-combinations) are on their pages.\n\n{others}\n"
+    )
 
 
 def metrics() -> str:

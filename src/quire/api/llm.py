@@ -32,11 +32,11 @@ from quire.config.structured_outputs import StructuredOutputs
 from quire.engine.core import Engine
 from quire.engine.kv_export import ExportedKV
 from quire.engine.ledger import Snapshot
-from quire.engine.option_effects import refuse_without_effect
 from quire.engine.ranks import RankOptions, open_ranks
 from quire.engine.stats import EngineStats
-from quire.errors import ConfigError, EngineDead, QuireError, RequestError, UnsoundCombination
+from quire.errors import ConfigError, EngineDead, QuireError, RequestError
 from quire.eviction.rule_requirements import check_rules
+from quire.layout import limits
 from quire.layout.options import require_choice, require_type
 from quire.models.chat_template import ChatTemplate
 from quire.models.loader import LoadedModel, load_model
@@ -388,7 +388,6 @@ class LLM:
             "chat-template-content-format", chat_template_content_format, get_args(ContentFormat)
         )
         kv = kv or KVConfig()
-        refuse_without_effect(kv)
         check_rules(kv.evict, kv.evict_allow)
         require_type("model", model, str, Path, LoadedModel, PreTrainedModel)
         if isinstance(model, str | Path):
@@ -828,10 +827,7 @@ def _divisible(
             f"its part, got a model in memory, {type(model).__name__}"
         )
     if weights_memory not in (ALL_WEIGHTS, None):
-        raise UnsoundCombination(
-            f"weights_memory={weights_memory} offloads whole layers of a model with one rank; "
-            "leave it out, or use tensor_parallel_size=1"
-        )
+        raise limits.refused(limits.WEIGHTS_ON_RANKS)
     return model
 
 

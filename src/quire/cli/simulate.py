@@ -123,12 +123,10 @@ def sim_config(settings: Settings) -> "SimConfig":
     Raises:
         ConfigError: an invalid option; raised before the trace is read.
     """
-    from quire.engine.option_effects import refuse_without_effect  # NumPy: never for --help
-    from quire.scheduler.preemption.swapper import refuse_unused_swap_space
+    from quire.scheduler.preemption.swapper import refuse_unused_swap_space  # NumPy: not for --help
     from quire.sim.models import model_shape
     from quire.sim.run import SimConfig
 
-    refuse_without_effect(settings.kv)
     if settings.kv.swap_space is not None:
         refuse_unused_swap_space(settings.kv.swap_space, settings.schedule)
     model = model_shape(settings.model)

@@ -304,3 +304,8 @@ class KVConfig:
             raise ConfigError(
                 f"expected page_tokens (--block-size) from 1 to 1024, got {self.page_tokens}"
             )
+        if not self.scratch:
+            raise ConfigError(
+                "expected --scratch above 0, got 0: attention gathers at least one sequence's "
+                "pages at a time; give a size such as 1MiB, or leave it out"
+            )

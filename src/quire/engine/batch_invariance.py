@@ -13,13 +13,12 @@ bits of such a sum depend on the chunk sizes: eviction rules that need one are r
 """
 
 from collections.abc import Callable
-from typing import NoReturn
 
 from quire.config.kv_config import KVConfig
-from quire.errors import UnsoundCombination
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.native.backend import NativeAttention
 from quire.kernels.select import BackendChoice
+from quire.layout import limits
 from quire.layout.eviction import PRESSURE
 from quire.layout.kv_format import read_format
 from quire.layout.statistics import QueryRing, SignatureBits, SignedUntil, Statistic
@@ -45,31 +44,21 @@ def prepare_batch_invariant(model: LoadedModel, config: KVConfig, codec: str) ->
     """
     form = read_format(codec)
     if model.decoder.device.type != "cpu":
-        _refuse(
-            f"kernels on {model.decoder.device} choose the order of their sums by shape",
-            "--device cpu",
-        )
+        raise limits.refused(limits.INVARIANT_DEVICE, device=model.decoder.device)
     if model.spec.mixture is not None:
-        _refuse("in a mixture of experts the rows of an expert's products depend on the batch")
+        raise limits.refused(limits.INVARIANT_MIXTURE)
     if config.offload.kv_memory:
-        _refuse(
-            "attention over offloaded KV is computed in several segments", "no --kv-offload-memory"
-        )
+        raise limits.refused(limits.INVARIANT_OFFLOAD)
     if form.needs_plain or form.promoted is not None:
-        _refuse(
-            f"the KV codec {config.codec} keeps a full-precision window of recent tokens",
-            "--kv-codec none",
-        )
+        raise limits.refused(limits.INVARIANT_WINDOW, codec=config.codec)
     if config.attention not in ("auto", "native"):
-        _refuse(
-            f"--attention {config.attention} pads rows to the longest row of the batch",
-            "--attention native",
-        )
+        raise limits.refused(limits.INVARIANT_BACKEND, attention=config.attention)
     if not isinstance(model.decoder, FixedShapes):
-        _refuse(f"{type(model.decoder).__name__} has no forward pass of a fixed number of rows")
+        why = f"{type(model.decoder).__name__} has no forward pass of a fixed number of rows"
+        raise limits.refused(limits.INVARIANT_MODEL, why=why)
     why_not = model.decoder.prepare_fixed_shapes(INVARIANT_ROWS)
     if why_not is not None:
-        _refuse(why_not)
+        raise limits.refused(limits.INVARIANT_MODEL, why=why_not)
 
 
 def one_by_one(choice: BackendChoice) -> AttentionBackend:
@@ -79,7 +68,8 @@ def one_by_one(choice: BackendChoice) -> AttentionBackend:
         UnsoundCombination: the selected backend cannot; states the reason for its selection.
     """
     if not isinstance(choice.backend, NativeAttention):
-        _refuse(f"needs native attention, got {choice.backend.name} ({choice.reason})")
+        why = f"needs native attention, got {choice.backend.name} ({choice.reason})"
+        raise limits.refused(limits.INVARIANT_MODEL, why=why)
     return choice.backend.one_by_one()
 
 
@@ -107,11 +97,4 @@ def refuse_pressure(rule: EvictionRule) -> None:
         UnsoundCombination: the time of an eviction would depend on other requests.
     """
     if rule.evicts and rule.when == PRESSURE:
-        _refuse(
-            "with when=pressure the time of an eviction depends on other requests", "another when="
-        )
-
-
-def _refuse(why: str, instead: str = "") -> NoReturn:
-    use = f"use {instead}, or leave out {OPTION}" if instead else f"leave out {OPTION}"
-    raise UnsoundCombination(f"{OPTION}: {why}; {use}")
+        raise limits.refused(limits.INVARIANT_PRESSURE)

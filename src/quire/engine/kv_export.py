@@ -17,9 +17,10 @@ from quire.config.sampling_params import SamplingParams
 from quire.engine.input_processor import InputProcessor
 from quire.engine.open_tier import kv_fingerprint
 from quire.engine.pool import KVPool
-from quire.errors import RequestError, UnsoundCombination
+from quire.errors import RequestError
 from quire.kv.prefix import PrefixIndex
 from quire.kv.prefix_blocks import PrefixLease
+from quire.layout import limits
 from quire.models.loader import LoadedModel
 from quire.offload.prefix_store.prefix_kv import PrefixKV, gather, insert
 from quire.scheduler.prefix_sharing import PrefixSharing
@@ -168,10 +169,7 @@ class KVExport:
     def _index(self) -> PrefixIndex:
         index = self._sharing.prefix
         if index is None:
-            raise UnsoundCombination(
-                "KV is exported from and to the prefix cache, and the prefix cache is off: leave "
-                "out --no-enable-prefix-caching"
-            )
+            raise limits.refused(limits.EXPORT_WITHOUT_CACHE)
         return index
 
     def _request(self, requested: GenerationRequest) -> Request:

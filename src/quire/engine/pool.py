@@ -13,9 +13,8 @@ from quire.engine.batch_invariance import (
 )
 from quire.engine.codec import StoredAs, codec_of
 from quire.engine.kv_size import kv_memory_bytes, swap_space
-from quire.engine.option_effects import refuse_on_ranks, refuse_without_effect
 from quire.engine.shared_pool import PoolMember
-from quire.errors import ConfigError, RequestError, UnsoundCombination
+from quire.errors import ConfigError, RequestError
 from quire.eviction.eviction_rules import (
     EvictionRules,
     Provided,
@@ -30,6 +29,7 @@ from quire.kv.memory import KVMemory, MakeStore
 from quire.kv.step import PagedKV
 from quire.kv.store import PageStore, store_of
 from quire.kv.tables import refuse_too_many_rows
+from quire.layout import limits
 from quire.layout.layout import added_statistics, layout_for
 from quire.layout.pages import CacheLayout
 from quire.layout.statistics import Statistic
@@ -190,8 +190,7 @@ def _plan_pool(model: LoadedModel, config: KVConfig, schedule: ScheduleConfig) -
     Raises:
         ConfigError: invalid or conflicting options.
     """
-    refuse_without_effect(config)
-    refuse_on_ranks(model.group.size, config, schedule)
+    _refuse_on_ranks(model.group.size, config, schedule)
     refuse_nothing_shared(schedule.objective, offloaded_weights=model.weights is not None)
     stored_as = codec_of(config, model)
     if schedule.batch_invariant:
@@ -223,6 +222,18 @@ def _plan_pool(model: LoadedModel, config: KVConfig, schedule: ScheduleConfig) -
     if rules.mixes and rules.why_no_pre_rope is None:
         pre_rope = PreRopeAttention(model.decoder.device, scratch_bytes=config.scratch)
     return _PoolPlan(stored_as, rules, longest, layout, backend, choice.reason, pre_rope)
+
+
+def _refuse_on_ranks(ranks: int, config: KVConfig, schedule: ScheduleConfig) -> None:
+    cache, limit = config.prefix_cache, None
+    if cache.cpu_memory or cache.disk_memory or cache.remote:
+        limit = limits.TIER_ON_RANKS
+    elif config.offload.kv_memory:
+        limit = limits.OFFLOAD_ON_RANKS
+    elif schedule.batch_invariant:
+        limit = limits.INVARIANT_ON_RANKS
+    if ranks > 1 and limit is not None:
+        raise limits.refused(limit)
 
 
 def _make_rules(
@@ -277,10 +288,7 @@ def _own_memory(
 
 def _check_member(config: KVConfig, member: PoolMember, ranks: int) -> None:
     if ranks > 1:
-        raise UnsoundCombination(
-            f"a shared pool belongs to one process, and this model has {ranks} ranks; give the "
-            "engine a KV memory of its own"
-        )
+        raise limits.refused(limits.SHARED_POOL_ON_RANKS, ranks=ranks)
     if config.memory is not None:
         raise ConfigError(
             f"a KV memory of {config.memory} conflicts with a shared pool, which guarantees "

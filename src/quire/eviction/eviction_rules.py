@@ -22,6 +22,7 @@ from quire.eviction.rule_requirements import (
     served_by_rule,
     without_numbers,
 )
+from quire.layout import limits
 from quire.layout.codec_refusals import Storing, refuse_excluded
 from quire.layout.evicting import without_relocated_tokens
 from quire.layout.eviction import PREFILL_AND_DECODE, PREFILL_END, PRESSURE, UNLIMITED
@@ -104,10 +105,7 @@ class EvictionRules:
         self._require_equal_lanes(default, self.default)
         if self.served and all(layer.window for layer in model.layers):
             text = default if self.default.evicts else allow
-            raise UnsoundCombination(
-                f"every layer of the model has a sliding window, which already bounds its KV: "
-                f"{text!r} would never evict; use evict=full"
-            )
+            raise limits.refused(limits.ONLY_WINDOWS, text=text)
 
     @property
     def evicts(self) -> bool:
@@ -275,11 +273,7 @@ class EvictionRules:
     def _require_several_heads(self, text: str, rule: EvictionRule) -> None:
         """Refuse a budget that moves slots between KV heads if layers have one KV head."""
         if rule.evicts and rule.budget.ragged and self.model.num_kv_heads * self._ranks == 1:
-            raise UnsoundCombination(
-                f"{text!r}: the budget divides each layer over its KV heads, and this model has "
-                "one KV head per layer; leave out budget, or use one that divides over layers, "
-                "such as pyramid"
-            )
+            raise limits.refused(limits.ONE_KV_HEAD, text=text)
 
     def _require_equal_lanes(self, text: str, rule: EvictionRule) -> None:
         """Refuse rules whose lanes have different lengths on the ranks of a model.
@@ -288,26 +282,15 @@ class EvictionRules:
         """
         if self._ranks == 1 or rule.policy is None:
             return
+        limit = None
         if rule.budget.by_head:
-            raise UnsoundCombination(
-                f"{text!r}: the budget gives the heads of a layer different numbers of tokens, "
-                f"and {self._ranks} ranks with different heads share one schedule; leave out "
-                "budget, use one that divides over layers, such as pyramid, or use "
-                "--tensor-parallel-size 1"
-            )
-        if rule.granularity != TOKEN and rule.policy.scope != LAYER:
-            raise UnsoundCombination(
-                f"{text!r}: with granularity={rule.granularity} the heads of a layer retain "
-                f"different numbers of tokens, and {self._ranks} ranks with different heads share "
-                "one schedule; use granularity=token, a rule with one set per layer, such as "
-                "sinks, or --tensor-parallel-size 1"
-            )
-        if self._storing.form.promoted is not None:
-            raise UnsoundCombination(
-                f"{text!r}: mixed precision promotes tokens by the heads of one rank, and the "
-                f"model has {self._ranks} ranks; use a codec without promoted tokens, such as "
-                "int8, or --tensor-parallel-size 1"
-            )
+            limit = limits.BUDGET_ON_RANKS
+        elif rule.granularity != TOKEN and rule.policy.scope != LAYER:
+            limit = limits.PIECES_ON_RANKS
+        elif self._storing.form.promoted is not None:
+            limit = limits.PROMOTED_ON_RANKS
+        if limit is not None:
+            raise limits.refused(limit, text=text, ranks=self._ranks, granularity=rule.granularity)
 
     def _require_moves(self, text: str, rule: EvictionRule) -> None:
         if (
@@ -394,7 +377,4 @@ def check_pre_rope(rules: EvictionRules, why_not: Callable[[], str | None]) -> N
     if rules.mixes and policy is not None and policy.rerotates_keys:
         why = rules.why_no_pre_rope
     if why is not None:
-        raise UnsoundCombination(
-            f"'streaming' stores pre-RoPE keys and rotates them in attention, but {why}; use "
-            "'sinks', which retains the same tokens at their original positions"
-        )
+        raise limits.refused(limits.NO_PRE_ROPE, why=why)

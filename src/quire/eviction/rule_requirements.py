@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from quire.errors import UnsoundCombination
+from quire.layout import limits
 from quire.layout.eviction import parse_policy
 from quire.layout.statistics import Statistic
 from quire.policies.base import LANE, EvictionPolicy
@@ -118,11 +119,7 @@ def refuse_mixture(served: Iterable[RuleRequirements]) -> None:
     """
     by_kind = {one.rerotates_keys: one.name for one in served}
     if len(by_kind) == 2:
-        raise UnsoundCombination(
-            f"{by_kind[True]!r} needs keys stored before RoPE and {by_kind[False]!r} after it, and "
-            "an engine has pages of one kind; start one engine for each, or use 'sinks', which "
-            "retains the same tokens as 'streaming' at their original positions"
-        )
+        raise limits.refused(limits.BOTH_SIDES_OF_ROPE, before=by_kind[True], after=by_kind[False])
 
 
 def of_other_pages(wanted: RuleRequirements) -> str:

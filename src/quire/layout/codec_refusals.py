@@ -1,10 +1,10 @@
-"""Unsupported combinations with codecs, in one table: reason and alternative of each."""
+"""The KV codec of an engine with all defaults, and what it cannot be combined with."""
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from quire.errors import ConfigError, UnsoundCombination
+from quire.errors import ConfigError
+from quire.layout import limits
 from quire.layout.kv_format import PLAIN, KVFormat, fill_plain, read_format
 
 
@@ -25,54 +25,6 @@ class Storing:
     every: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Excluded:
-    """An unsupported combination.
-
-    Attributes:
-        codecs: the kind of codec, for the documentation.
-        other: the feature with which the codec cannot be combined.
-        meets: returns whether a configuration requests the combination.
-        reason: why the combination is not supported.
-        instead: what to use instead.
-    """
-
-    codecs: str
-    other: str
-    meets: Callable[[Storing], bool]
-    reason: str
-    instead: str
-
-
-EXCLUDED: tuple[Excluded, ...] = (
-    Excluded(
-        codecs="calibrated codecs of keys (`int8_channel`, `kvquant4`, `kvquant3`, `equalise=1`)",
-        other="`streaming`",
-        meets=lambda requested: bool(requested.form.key.constants) and requested.rerotates,
-        reason="constants are measured on keys after RoPE, and streaming stores keys before it",
-        instead="int8 or int4_outliers for keys; values may have a calibrated codec",
-    ),
-    Excluded(
-        codecs="`promoted`",
-        other="no eviction",
-        meets=lambda requested: requested.form.promoted is not None and not requested.evicts,
-        reason="the scores of an eviction rule select promoted tokens, and eviction is off",
-        instead="--evict with a rule, such as h2o, or a finer codec",
-    ),
-    Excluded(
-        codecs="`promoted`",
-        other="a `residual` below the rule's `every`",
-        meets=lambda requested: (
-            requested.form.promoted is not None
-            and requested.evicts
-            and requested.form.residual < requested.every
-        ),
-        reason="tokens would leave the residual window before the rule scores them",
-        instead="residual=... of at least the rule's every=..., or a smaller every",
-    ),
-)
-
-
 def refuse_excluded(text: str, requested: Storing) -> None:
     """Refuse unsupported combinations.
 
@@ -83,11 +35,16 @@ def refuse_excluded(text: str, requested: Storing) -> None:
     Raises:
         UnsoundCombination: a combination is unsupported; the message states reason and alternative.
     """
-    for row in EXCLUDED:
-        if row.meets(requested):
-            raise UnsoundCombination(
-                f"KV codec {_as_written(text)!r}: {row.reason}; use {row.instead}"
-            )
+    promoted = requested.form.promoted is not None
+    limit = None
+    if requested.form.key.constants and requested.rerotates:
+        limit = limits.CALIBRATED_KEYS
+    elif promoted and not requested.evicts:
+        limit = limits.PROMOTED_WITHOUT_RULE
+    elif promoted and requested.form.residual < requested.every:
+        limit = limits.PROMOTED_TOO_LATE
+    if limit is not None:
+        raise limits.refused(limit, text=_as_written(text))
 
 
 def _as_written(text: str) -> str:

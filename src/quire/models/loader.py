@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from quire.errors import ConfigError, UnknownName, UnsoundCombination, UnsupportedModel
+from quire.errors import ConfigError, UnknownName, UnsupportedModel
+from quire.layout import limits
 from quire.layout.model import ModelSpec
 from quire.layout.options import require_type
 from quire.models.base import Decoder
@@ -178,15 +179,9 @@ def _refuse_ranks(group: TensorGroup, model_impl: str, *, offloaded: bool) -> No
     if group.size == 1:
         return
     if model_impl == "native":
-        raise UnsoundCombination(
-            "model_impl=native runs all layers in one call and cannot sum over "
-            f"{group.size} ranks between them; use model_impl=auto with --tensor-parallel-size"
-        )
+        raise limits.refused(limits.NATIVE_ON_RANKS, ranks=group.size)
     if offloaded:
-        raise UnsoundCombination(
-            "weights_memory offloads whole layers of a model with one rank; leave out "
-            "--weights-memory, or use --tensor-parallel-size 1"
-        )
+        raise limits.refused(limits.WEIGHTS_ON_RANKS)
 
 
 def _refuse_stored_dtype(dtype: torch.dtype, name: str) -> None:

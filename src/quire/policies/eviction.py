@@ -11,7 +11,8 @@ from itertools import count
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from quire.errors import ConfigError, PolicyError, UnknownName, UnsoundCombination
+from quire.errors import ConfigError, PolicyError, UnknownName
+from quire.layout import limits
 from quire.layout.eviction import (
     MAX_DEFAULT_EVERY,
     MOST,
@@ -24,14 +25,13 @@ from quire.layout.eviction import (
     default_every,
     parse_policy,
 )
-from quire.layout.statistics import Statistic
-from quire.policies.base import Decision, EvictionPolicy, ScorePolicy
+from quire.layout.statistics import QueryMoments, QueryRing, Statistic
+from quire.policies.base import LAYER, Decision, EvictionPolicy, ScorePolicy
 from quire.policies.budgets.base import Budget, Shape
 from quire.policies.budgets.uniform import Uniform
 from quire.policies.lane_shape import LaneShape
 from quire.policies.options import without_parentheses
 from quire.policies.registry import FULL, SCHEDULE_OPTIONS, make_budget, policy_of
-from quire.policies.unsound import RuleParts, refuse_unsound
 from quire.policies.view import KVView
 
 TOKEN, CHUNK, PAGE = "token", "chunk", "page"
@@ -302,22 +302,37 @@ def make_eviction(text: str) -> EvictionRule:
         granularity=granularity,
         chunk_tokens=_integer("chunk_tokens", options, DEFAULT_CHUNK_TOKENS),
     )
-    refuse_unsound(text, RuleParts(policy, rule.budget, rule.when))
-    if rule.budget.in_tokens and Cap.parse(options["cap"]).share is not None:
-        raise UnsoundCombination(
-            f"{text!r}: the budget sets caps in tokens, and cap={options['cap']} depends on the "
-            "prompt; give cap in tokens, or relative sizes such as by_layer:factors=1.5/0.5"
-        )
-    if policy.needs_pieces and granularity == TOKEN:
-        raise UnsoundCombination(
-            f"{text!r}: {parsed.name} evicts whole pages or chunks, not single tokens; use "
-            "granularity=page"
-        )
+    _refuse_unsound(rule, policy, parsed.name, options["cap"])
     if rule.cap is not None and rule.cap.tokens is not None:
         leaving = rule.leaving_under(rule.cap.tokens)
         added = policy.added_tokens(rule.cap.tokens - leaving)
         _check_cap(rule, rule.cap.tokens + added, leaving)
     return rule
+
+
+def _refuse_unsound(rule: EvictionRule, policy: EvictionPolicy, name: str, cap: str) -> None:
+    """Refuse components that exclude each other.
+
+    Raises:
+        UnsoundCombination: the message states the reason and an alternative.
+    """
+    budget, statistics = rule.budget, (*policy.statistics, *rule.budget.statistics)
+    limit = None
+    if (budget.needs_prompt or budget.ragged) and not isinstance(policy, ScorePolicy):
+        limit = limits.BUDGET_WITHOUT_SCORES
+    elif budget.by_head and policy.scope == LAYER:
+        limit = limits.BUDGET_OF_HEADS
+    elif policy.rerotates_keys and any(
+        isinstance(one, QueryRing | QueryMoments) for one in statistics
+    ):
+        limit = limits.QUERIES_REROTATED
+    elif budget.in_tokens and Cap.parse(cap).share is not None:
+        limit = limits.BUDGET_IN_TOKENS
+    elif policy.needs_pieces and rule.granularity == TOKEN:
+        limit = limits.PIECES_BY_TOKEN
+    if limit is not None:
+        budget_name = type(budget).__name__.lower()
+        raise limits.refused(limit, text=rule.text, budget=budget_name, cap=cap, name=name)
 
 
 def _check_leaving(rule: EvictionRule, cap: int, leaving: int) -> None:

@@ -12,7 +12,7 @@ one batch. With KV offload, each batch waits for its own offloaded pages only.
 
 from typing import Protocol, runtime_checkable
 
-from quire.errors import UnsoundCombination
+from quire.layout import limits
 from quire.plan.weights import MAX_BATCHES, WeightsPlacement, best_batches
 
 _NEW_SHARE = 0.2  # weight of the newest sample in the moving average of batch times
@@ -116,8 +116,4 @@ def refuse_nothing_shared(objective: str, *, offloaded_weights: bool) -> None:
         UnsoundCombination: `throughput` without weight offload.
     """
     if objective == "throughput" and not offloaded_weights:
-        raise UnsoundCombination(
-            "--objective throughput lets batches of a step share prefetched layers, and all "
-            "weights are on the device: set --weights-memory below the size of the weights, or "
-            "raise --max-num-batched-tokens for larger steps"
-        )
+        raise limits.refused(limits.NOTHING_SHARED)

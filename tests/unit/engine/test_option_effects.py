@@ -39,11 +39,6 @@ def test_option_with_an_effect_is_accepted(model):
     assert llm.generate([[3, 4]], engines.greedy(2))[0].token_ids
 
 
-def test_option_without_effect_is_rejected_before_the_model_is_loaded():
-    with pytest.raises(ConfigError, match="--scratch above 0"):
-        LLM("no such model", kv=KVConfig(scratch=0))
-
-
 def test_page_table_bytes_are_checked_before_allocation(model, monkeypatch):
     layout = layout_for(model.spec, codec="float32", page_tokens=16)
     for group in layout.groups:

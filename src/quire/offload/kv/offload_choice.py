@@ -7,14 +7,16 @@ a fraction    this fraction is used  refused, with the reason and an alternative
 
 import logging
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import replace
 
 from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError, UnsoundCombination
 from quire.kv.coded_layers import CodedLayers
 from quire.kv.memory import KVMemory
 from quire.kv.store import PageStore
+from quire.layout import limits
 from quire.layout.layout import SLOTS, can_be_offloaded
+from quire.layout.limits import Limit
 from quire.layout.pages import CacheLayout
 from quire.layout.statistics import OfWeights, Statistic
 from quire.models.adapter import TransformersDecoder
@@ -37,19 +39,6 @@ logger = logging.getLogger(__name__)
 
 _STORED = 1.1  # stored activations over the split, which moves with the rates
 _MIN_FRACTION = 0.02  # smallest fraction of recomputed tokens that gains time
-
-
-@dataclass(frozen=True, slots=True)
-class Obstacle:
-    """Reason that offloaded KV cannot be recomputed or attended to on the CPU.
-
-    Attributes:
-        reason: the reason.
-        instead: alternative to suggest.
-    """
-
-    reason: str
-    instead: str
 
 
 class OffloadChoice:
@@ -156,43 +145,28 @@ class OffloadChoice:
                 f"none is: {reason}; leave out --kv-offload-activation-codec"
             )
 
-    def _no_recompute(self) -> Obstacle | None:
+    def _no_recompute(self) -> Limit | None:
         return self._no_recompute_here() or self._no_recompute_by_model()
 
-    def _no_recompute_here(self) -> Obstacle | None:
+    def _no_recompute_here(self) -> Limit | None:
         """Why KV of this layout cannot be recomputed."""
         if any(group.lanes_per_layer > 1 for group in self._staged):
-            return Obstacle(
-                "each KV head retains tokens of its own",
-                "use eviction rules that retain the same tokens for all heads of a layer, such as "
-                "tova or recent",
-            )
-        if not self.groups:
-            return Obstacle(
-                "slots of this codec are not written one by one", "use a codec such as int8 or none"
-            )
-        return None
+            return limits.RECOMPUTE_OF_HEADS
+        return None if self.groups else limits.RECOMPUTE_OF_PAGES
 
-    def _no_recompute_by_model(self) -> Obstacle | None:
+    def _no_recompute_by_model(self) -> Limit | None:
         """Why this model cannot recompute KV; prepares the model if it can."""
-        decoder, other = self._model.decoder, "use another model"
+        decoder, limit = self._model.decoder, limits.RECOMPUTE_BY_MODEL
         if not isinstance(decoder, TransformersDecoder):
-            return Obstacle("this decoder cannot recompute KV", other)
-        obstacle = decoder.prepare_recomputation()
-        return None if obstacle is None else Obstacle(obstacle, other)
+            return replace(limit, reason="this decoder cannot recompute KV")
+        why = decoder.prepare_recomputation()
+        return None if why is None else replace(limit, reason=why)
 
-    def _no_host_attention(self, statistics: Collection[Statistic]) -> Obstacle | None:
+    def _no_host_attention(self, statistics: Collection[Statistic]) -> Limit | None:
         if not self._in_parts:
-            return Obstacle(
-                "partial attention needs keys stored after RoPE, and a codec without "
-                "full-precision tokens",
-                "use a codec without +sinks and +residual and a rule other than streaming",
-            )
+            return limits.CPU_ATTENTION_OF_PARTS
         if any(isinstance(statistic, OfWeights) for statistic in statistics):
-            return Obstacle(
-                "the eviction rule needs statistics of the attention to every token",
-                "use a rule without them, such as tova, keydiff or sinks",
-            )
+            return limits.CPU_ATTENTION_WITH_WEIGHTS
         return None
 
     # ---- choices -------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import TypeVar
 
-from quire.errors import ConfigError, UnknownName, UnsoundCombination
+from quire.errors import ConfigError, UnknownName
+from quire.layout import limits
 from quire.policies.options import make_with_options
 from quire.scheduler.batchers.base import BatcherRule, DenseRule, PagedRule
 from quire.scheduler.batchers.baton import Baton
@@ -31,10 +32,7 @@ def parse_batcher(text: str) -> PagedRule:
     """
     name, options = _split(text)
     if name == Baton.name:
-        raise UnsoundCombination(
-            "batcher 'baton' needs the dense rows of quire.hf.DynamicBatch, and an engine stores "
-            "KV in pages: use baton_pd here, or use quire.hf.DynamicBatch"
-        )
+        raise limits.refused(limits.DENSE_BATCHER)
     return _make(BATCHERS, name, options)
 
 

@@ -10,10 +10,11 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from quire.errors import ConfigError, HostMemoryFull, UnsoundCombination
+from quire.errors import ConfigError, HostMemoryFull
 from quire.kv.memory import KVMemory
 from quire.kv.stored_sequences import OffloadedRows, Swapped, SwapSpace
 from quire.kv.swap import append_tail, split_border, swap_in, swap_out
+from quire.layout import limits
 from quire.plan.cost import Holding, PreemptionChoice, best_split, choose
 from quire.plan.preemption_costs import LearnedCosts
 from quire.scheduler.request import Request
@@ -176,12 +177,6 @@ def refuse_unused_swap_space(host_bytes: int, schedule: ScheduleConfig) -> None:
     """
     swaps_out = schedule.batching.swaps_out_prefilled
     if swaps_out and not host_bytes:
-        raise UnsoundCombination(
-            f"--batcher {schedule.batcher} swaps out prefilled requests and needs swap space: "
-            "set --swap-space SIZE, or use hold=device"
-        )
+        raise limits.refused(limits.NO_SWAP_SPACE, batcher=schedule.batcher)
     if host_bytes and not uses_swap_space(schedule):
-        raise UnsoundCombination(
-            f"--swap-space {host_bytes:,} B would not be used, because --preempt recompute swaps "
-            "no requests: use --preempt auto, swap or hybrid, or leave out --swap-space"
-        )
+        raise limits.refused(limits.UNUSED_SWAP_SPACE, num_bytes=host_bytes)
