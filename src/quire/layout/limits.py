@@ -4,6 +4,7 @@ The conditions are where the features are; their errors come from `refused`.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 from quire.errors import UnsoundCombination
 
@@ -43,224 +44,183 @@ def refused(limit: Limit, **values: object) -> UnsoundCombination:
 
 # ---- codecs --------------------------------------------------------------------------------------
 
-CALIBRATED_KEYS = Limit(
-    area="codec",
+_codec = partial(Limit, area="codec", subject="KV codec {text!r}: ")
+CALIBRATED_KEYS = _codec(
     one="calibrated codecs of keys (`int8_channel`, `kvquant4`, `kvquant3`, `equalise=1`)",
     other="`streaming`",
-    subject="KV codec {text!r}: ",
     reason="constants are measured on keys after RoPE, and streaming stores keys before it",
     instead="use int8 or int4_outliers for keys; values may have a calibrated codec",
 )
-PROMOTED_WITHOUT_RULE = Limit(
-    area="codec",
+PROMOTED_WITHOUT_RULE = _codec(
     one="`promoted`",
     other="no eviction",
-    subject="KV codec {text!r}: ",
     reason="the scores of an eviction rule select promoted tokens, and eviction is off",
     instead="use --evict with a rule, such as h2o, or a finer codec",
 )
-PROMOTED_TOO_LATE = Limit(
-    area="codec",
+PROMOTED_TOO_LATE = _codec(
     one="`promoted`",
     other="a `residual` below the rule's `every`",
-    subject="KV codec {text!r}: ",
     reason="tokens would leave the residual window before the rule scores them",
     instead="use residual=... of at least the rule's every=..., or a smaller every",
 )
 
 # ---- eviction ------------------------------------------------------------------------------------
 
-BUDGET_WITHOUT_SCORES = Limit(
-    area="eviction",
+_rule = partial(Limit, area="eviction", subject="{text!r}: ")
+BUDGET_WITHOUT_SCORES = _rule(
     one="a budget that reads the cache (squeeze, lazy, fastgen, ada)",
     other="a rule that returns a retained set and no scores",
-    subject="{text!r}: ",
     reason="budget {budget} compares scores, and this rule returns none",
     instead="use budget=uniform, or a rule that returns scores",
 )
-BUDGET_OF_HEADS = Limit(
-    area="eviction",
+BUDGET_OF_HEADS = _rule(
     one="a budget that gives the heads of a layer unequal caps (ada, fastgen)",
     other="a rule with one set per layer (recent, sinks; random and tova with `scope=layer`; "
     "kvcrush and variants with `sets=layer`)",
-    subject="{text!r}: ",
     reason="budget {budget} divides a layer over its heads, and this rule retains one set for all "
     "heads of a layer",
     instead="use a rule with one set per head, such as h2o, scope=lane of tova and random, or "
     "sets=head of kvcrush",
 )
-QUERIES_REROTATED = Limit(
-    area="eviction",
+QUERIES_REROTATED = _rule(
     one="a rule that re-rotates positions (streaming)",
     other="a rule or a budget that stores queries (lazy, fastgen)",
-    subject="{text!r}: ",
     reason="queries are stored at their original positions, and keys are re-rotated",
     instead="use sinks, which retains the same tokens at their original positions",
 )
-BUDGET_IN_TOKENS = Limit(
-    area="eviction",
+BUDGET_IN_TOKENS = _rule(
     one="a budget in tokens (by_layer with numbers)",
     other="a cap relative to the prompt",
-    subject="{text!r}: ",
     reason="the budget sets caps in tokens, and cap={cap} depends on the prompt",
     instead="give cap in tokens, or relative sizes such as by_layer:factors=1.5/0.5",
 )
-PIECES_BY_TOKEN = Limit(
-    area="eviction",
+PIECES_BY_TOKEN = _rule(
     one="a rule on whole pages or chunks",
     other="`granularity=token`",
-    subject="{text!r}: ",
     reason="{name} evicts whole pages or chunks, not single tokens",
     instead="use granularity=page",
 )
-ONLY_WINDOWS = Limit(
-    area="eviction",
+ONLY_WINDOWS = _rule(
     one="a rule that evicts",
     other="a model whose layers all have sliding windows",
     reason="every layer of the model has a sliding window, which already bounds its KV: {text!r} "
     "would never evict",
     instead="use evict=full",
+    subject="",
 )
-ONE_KV_HEAD = Limit(
-    area="eviction",
+ONE_KV_HEAD = _rule(
     one="a budget over heads, such as `ada`",
     other="a model with one KV head per layer",
-    subject="{text!r}: ",
     reason="the budget divides each layer over its KV heads, and this model has one KV head per "
     "layer",
     instead="leave out budget, or use one that divides over layers, such as pyramid",
 )
-BOTH_SIDES_OF_ROPE = Limit(
-    area="eviction",
+BOTH_SIDES_OF_ROPE = _rule(
     one="`streaming`",
     other="a list of other rules in `--evict-allow`",
     reason="{before!r} needs keys stored before RoPE and {after!r} after it, and an engine has "
     "pages of one kind",
     instead="start one engine for each, or use 'sinks', which retains the same tokens as "
     "'streaming' at their original positions",
+    subject="",
 )
-NO_PRE_ROPE = Limit(
-    area="eviction",
+NO_PRE_ROPE = _rule(
     one="`streaming`",
     other="a model with learned positions, or with an unknown RoPE variant",
     reason="'streaming' stores pre-RoPE keys and rotates them in attention, but {why}",
     instead="use 'sinks', which retains the same tokens at their original positions",
+    subject="",
 )
 
 # ---- several ranks -------------------------------------------------------------------------------
 
+_ranks = partial(Limit, area="ranks", other="`--tensor-parallel-size` above 1")
 _ONE_RANK = "or use --tensor-parallel-size 1"
-BUDGET_ON_RANKS = Limit(
-    area="ranks",
+BUDGET_ON_RANKS = _ranks(
     one="a budget over heads",
-    other="`--tensor-parallel-size` above 1",
     subject="{text!r}: ",
     reason="the budget gives the heads of a layer different numbers of tokens, and {ranks} ranks "
     "with different heads share one schedule",
     instead="leave out budget, use one that divides over layers, such as pyramid, " + _ONE_RANK,
 )
-PIECES_ON_RANKS = Limit(
-    area="ranks",
+PIECES_ON_RANKS = _ranks(
     one="`granularity=page` or `chunk` of a rule with one set per head",
-    other="`--tensor-parallel-size` above 1",
     subject="{text!r}: ",
     reason="with granularity={granularity} the heads of a layer retain different numbers of "
     "tokens, and {ranks} ranks with different heads share one schedule",
     instead="use granularity=token, a rule with one set per layer, such as sinks, or "
     "--tensor-parallel-size 1",
 )
-PROMOTED_ON_RANKS = Limit(
-    area="ranks",
+PROMOTED_ON_RANKS = _ranks(
     one="`promoted`",
-    other="`--tensor-parallel-size` above 1",
     subject="{text!r}: ",
     reason="mixed precision promotes tokens by the heads of one rank, and the model has {ranks} "
     "ranks",
     instead="use a codec without promoted tokens, such as int8, or --tensor-parallel-size 1",
 )
-TIER_ON_RANKS = Limit(
-    area="ranks",
+TIER_ON_RANKS = _ranks(
     one="a tier for cached prefixes",
-    other="`--tensor-parallel-size` above 1",
     reason="a tier for cached prefixes loads pages at times that differ between ranks",
     instead="leave out --cpu-kv-memory, --disk-kv-memory and --remote-kv; " + _ONE_RANK,
     delimiter=": ",
 )
-OFFLOAD_ON_RANKS = Limit(
-    area="ranks",
+OFFLOAD_ON_RANKS = _ranks(
     one="KV offload",
-    other="`--tensor-parallel-size` above 1",
     reason="KV offload splits sequences by times that differ between ranks",
     instead="leave out --kv-offload-memory, and use --swap-space for preempted requests; "
     + _ONE_RANK,
     delimiter=": ",
 )
-INVARIANT_ON_RANKS = Limit(
-    area="ranks",
+INVARIANT_ON_RANKS = _ranks(
     one="`--batch-invariant`",
-    other="`--tensor-parallel-size` above 1",
     reason="a sum over ranks depends on the rows of a batch",
     instead="leave out --batch-invariant; " + _ONE_RANK,
     delimiter=": ",
 )
-SHARED_POOL_ON_RANKS = Limit(
-    area="ranks",
+SHARED_POOL_ON_RANKS = _ranks(
     one="a KV memory that several engines share",
-    other="`--tensor-parallel-size` above 1",
     reason="a shared pool belongs to one process, and this model has {ranks} ranks",
     instead="give the engine a KV memory of its own",
 )
-NATIVE_ON_RANKS = Limit(
-    area="ranks",
+NATIVE_ON_RANKS = _ranks(
     one="`--model-impl native`",
-    other="`--tensor-parallel-size` above 1",
     reason="model_impl=native runs all layers in one call and cannot sum over {ranks} ranks "
     "between them",
     instead="use model_impl=auto with --tensor-parallel-size",
 )
-WEIGHTS_ON_RANKS = Limit(
-    area="ranks",
+WEIGHTS_ON_RANKS = _ranks(
     one="offloaded weights",
-    other="`--tensor-parallel-size` above 1",
     reason="weights_memory offloads whole layers of a model with one rank",
     instead="leave out --weights-memory, " + _ONE_RANK,
 )
 
 # ---- KV offload ----------------------------------------------------------------------------------
 
-RECOMPUTE_OF_HEADS = Limit(
-    area="offload",
-    one="recompute of offloaded KV",
+_recompute = partial(Limit, area="offload", one="recompute of offloaded KV")
+_cpu_attention = partial(Limit, area="offload", one="CPU attention")
+RECOMPUTE_OF_HEADS = _recompute(
     other="an eviction rule with one set per head",
     reason="each KV head retains tokens of its own",
     instead="use eviction rules that retain the same tokens for all heads of a layer, such as tova "
     "or recent",
 )
-RECOMPUTE_OF_PAGES = Limit(
-    area="offload",
-    one="recompute of offloaded KV",
+RECOMPUTE_OF_PAGES = _recompute(
     other="a codec of whole pages",
     reason="slots of this codec are not written one by one",
     instead="use a codec such as int8 or none",
 )
-RECOMPUTE_BY_MODEL = Limit(
-    area="offload",
-    one="recompute of offloaded KV",
+RECOMPUTE_BY_MODEL = _recompute(
     other="a model whose layers cannot be recomputed",
     reason="{why}",
     instead="use another model",
 )
-CPU_ATTENTION_OF_PARTS = Limit(
-    area="offload",
-    one="CPU attention",
+CPU_ATTENTION_OF_PARTS = _cpu_attention(
     other="`streaming`, or a codec with full-precision tokens",
     reason="partial attention needs keys stored after RoPE, and a codec without full-precision "
     "tokens",
     instead="use a codec without +sinks and +residual and a rule other than streaming",
 )
-CPU_ATTENTION_WITH_WEIGHTS = Limit(
-    area="offload",
-    one="CPU attention",
+CPU_ATTENTION_WITH_WEIGHTS = _cpu_attention(
     other="a rule with statistics of the attention to every token",
     reason="the eviction rule needs statistics of the attention to every token",
     instead="use a rule without them, such as tova, keydiff or sinks",
@@ -268,108 +228,83 @@ CPU_ATTENTION_WITH_WEIGHTS = Limit(
 
 # ---- scheduling ----------------------------------------------------------------------------------
 
-DENSE_BATCHER = Limit(
-    area="scheduling",
+_engine = partial(Limit, area="scheduling", delimiter=": ")
+DENSE_BATCHER = _engine(
     one="`--batcher baton`",
     other="KV in pages",
     reason="batcher 'baton' needs the dense rows of quire.hf.DynamicBatch, and an engine stores KV "
     "in pages",
     instead="use baton_pd here, or use quire.hf.DynamicBatch",
-    delimiter=": ",
 )
-NO_SWAP_SPACE = Limit(
-    area="scheduling",
+NO_SWAP_SPACE = _engine(
     one="a batcher that swaps out prefilled requests",
     other="no `--swap-space`",
     reason="--batcher {batcher} swaps out prefilled requests and needs swap space",
     instead="set --swap-space SIZE, or use hold=device",
-    delimiter=": ",
 )
-UNUSED_SWAP_SPACE = Limit(
-    area="scheduling",
+UNUSED_SWAP_SPACE = _engine(
     one="`--swap-space`",
     other="`--preempt recompute`",
     reason="--swap-space {num_bytes:,} B would not be used, because --preempt recompute swaps no "
     "requests",
     instead="use --preempt auto, swap or hybrid, or leave out --swap-space",
-    delimiter=": ",
 )
-NOTHING_SHARED = Limit(
-    area="scheduling",
+NOTHING_SHARED = _engine(
     one="`--objective throughput`",
     other="all weights on the device",
     reason="--objective throughput lets batches of a step share prefetched layers, and all weights "
     "are on the device",
     instead="set --weights-memory below the size of the weights, or raise "
     "--max-num-batched-tokens for larger steps",
-    delimiter=": ",
 )
-EXPORT_WITHOUT_CACHE = Limit(
-    area="scheduling",
+EXPORT_WITHOUT_CACHE = _engine(
     one="export of KV",
     other="`--no-enable-prefix-caching`",
     reason="KV is exported from and to the prefix cache, and the prefix cache is off",
     instead="leave out --no-enable-prefix-caching",
-    delimiter=": ",
 )
 
 # ---- batch invariance ----------------------------------------------------------------------------
 
-_INVARIANT = "--batch-invariant: "
-_OR_NOT = ", or leave out --batch-invariant"
-INVARIANT_DEVICE = Limit(
+_invariant = partial(
+    Limit,
     area="batch invariance",
     one="`--batch-invariant`",
+    subject="--batch-invariant: ",
+)
+_OR_NOT = ", or leave out --batch-invariant"
+INVARIANT_DEVICE = _invariant(
     other="a device other than the CPU",
-    subject=_INVARIANT,
     reason="kernels on {device} choose the order of their sums by shape",
     instead="use --device cpu" + _OR_NOT,
 )
-INVARIANT_MIXTURE = Limit(
-    area="batch invariance",
-    one="`--batch-invariant`",
+INVARIANT_MIXTURE = _invariant(
     other="a mixture of experts",
-    subject=_INVARIANT,
     reason="in a mixture of experts the rows of an expert's products depend on the batch",
     instead="leave out --batch-invariant",
 )
-INVARIANT_OFFLOAD = Limit(
-    area="batch invariance",
-    one="`--batch-invariant`",
+INVARIANT_OFFLOAD = _invariant(
     other="KV offload",
-    subject=_INVARIANT,
     reason="attention over offloaded KV is computed in several segments",
     instead="use no --kv-offload-memory" + _OR_NOT,
 )
-INVARIANT_WINDOW = Limit(
-    area="batch invariance",
-    one="`--batch-invariant`",
+INVARIANT_WINDOW = _invariant(
     other="a codec with full-precision tokens",
-    subject=_INVARIANT,
     reason="the KV codec {codec} keeps a full-precision window of recent tokens",
     instead="use --kv-codec none" + _OR_NOT,
 )
-INVARIANT_BACKEND = Limit(
-    area="batch invariance",
-    one="`--batch-invariant`",
+INVARIANT_BACKEND = _invariant(
     other="`--attention` other than `native`",
-    subject=_INVARIANT,
     reason="--attention {attention} pads rows to the longest row of the batch",
     instead="use --attention native" + _OR_NOT,
 )
-INVARIANT_MODEL = Limit(
-    area="batch invariance",
-    one="`--batch-invariant`",
+INVARIANT_MODEL = _invariant(
     other="a model without forward passes of a fixed number of rows, or no native attention",
-    subject=_INVARIANT,
     reason="{why}",
     instead="leave out --batch-invariant",
 )
-INVARIANT_PRESSURE = Limit(
-    area="batch invariance",
-    one="`--batch-invariant`",
+INVARIANT_PRESSURE = _invariant(
     other="`when=pressure`",
-    subject=_INVARIANT,
     reason="with when=pressure the time of an eviction depends on other requests",
     instead="use another when=" + _OR_NOT,
 )
