@@ -33,7 +33,7 @@ from quire.kv.sharing import (
     start_from_references,
 )
 from quire.kv.stored_sequences import Swapped
-from quire.kv.swap import swap_in, swap_out
+from quire.kv.swap import can_swap_in, swap_in, swap_out
 from quire.layout.codec_names import codec_spec
 from quire.layout.pages import CacheLayout, LaneGroup, PageClass
 from support.host_bytes import HostBytes, vector_bytes
@@ -424,6 +424,7 @@ class MemoryMachine(RuleBasedStateMachine):
         rows_fit = len(self.rows) + len(sequences) <= MAX_ROWS
         fits = rows_fit and self.memory.fits(swapped.pages)
         used = self.bytes_in_use()
+        assert can_swap_in(self.memory, swapped) == fits
 
         rows = self.attempt(lambda: swap_in(self.memory, swapped), fits)
 

@@ -163,27 +163,3 @@ def _reason(choices: list[PreemptionChoice], holding: Holding, host_bytes: int) 
     if choices[0].how != "swap":
         parts.append(f"{holding.kv_bytes:,} B exceed the {host_bytes:,} B free in the host pool")
     return ", ".join(parts)
-
-
-# Intersection of a quadratic cost and a linear one.
-
-
-def positive_root(square: int | float, linear: int | float, constant: int | float) -> float:
-    """The largest root of square * n^2 + linear * n = constant.
-
-    Uses the form without cancellation for small `square`.
-
-    Args:
-        square: 0 or more.
-        linear: any number.
-        constant: 0 or more; a negative number if a root exists.
-
-    Returns:
-        The root; infinity if the left side never reaches the constant.
-    """
-    if not square:
-        return constant / linear if linear > 0 else math.inf
-    root = math.sqrt(linear**2 + 4 * square * constant)
-    if linear > 0:
-        return 2 * constant / (linear + root)
-    return (root - linear) / (2 * square)

@@ -130,15 +130,6 @@ def test_time_of_planning_ahead_is_counted(model):
     assert after.times.schedule_s > before.times.schedule_s
 
 
-def test_preemptions_happen_in_both_modes(model):
-    both = [work("recompute").engine(model, asynchronous=mode) for mode in (False, True)]
-
-    for engine in both:
-        work("recompute").run(engine)
-
-    assert all(engine.stats().num_preemptions > 0 for engine in both)
-
-
 @pytest.mark.parametrize("mode", [False, True])
 @pytest.mark.parametrize("name", ["chunks", "recompute", "swap", "drained_in_little_memory"])
 def test_tokens_of_a_tenant_count_once_each(model, name, mode):
@@ -161,17 +152,6 @@ def test_only_outputs_that_end_early_discard_a_row(model):
     ended = sum(output.reason == "stop" for output in found.values())
     assert lengths.stats().async_scheduling.discarded == 0
     assert ends.stats().async_scheduling.discarded == ended > 2
-
-
-def test_discarded_rows_are_not_charged_to_a_tenant(model):
-    numbers = []
-    for mode in (False, True):
-        one = Work(prompts=make_prompts(8, 9, seed=1), params=[{**SEEDED, "seed": 1}])
-        engine = one.engine(model, asynchronous=mode)
-        one.run(engine)
-        numbers.append([served.output_tokens for served in engine.stats().served])
-
-    assert numbers[0] == numbers[1]
 
 
 def test_cancelled_requests_end_and_others_are_equal(model):

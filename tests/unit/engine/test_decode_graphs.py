@@ -95,16 +95,6 @@ def test_batches_that_grow_and_shrink_give_equal_tokens(architecture):
     assert 3 <= stats.captures < stats.replayed
 
 
-@pytest.mark.usefixtures("plain_linears")
-def test_quire_tiny_gives_equal_tokens():
-    model = load_model("quire-tiny", model_impl="transformers", verify=False)
-    prompts = [list(range(20 + n, 30 + 3 * n)) for n in range(12)]
-
-    stats, _ = compare(model, TapedCalls(), prompts)
-
-    assert stats.replayed > 20
-
-
 def test_the_native_decoder_gives_equal_tokens():
     model = load_model("quire-tiny", verify=False)
 

@@ -18,6 +18,7 @@ from quire.models.loader import LoadedModel
 from quire.sampling.sampler import Sampler
 from quire.scheduler.schedule_config import ScheduleConfig
 from support import engines
+from support.pairwise import every_pair
 
 PROMPTS = [[3, 4, 5], [6], [7, 8], [9, 10, 11, 12]]
 
@@ -85,9 +86,11 @@ def fail_once(monkeypatch, component: str, at_call: int, error: BaseException) -
     monkeypatch.setattr(owner, method, counted)
 
 
-@pytest.mark.parametrize("component", ["decoder", "sampler"])
-@pytest.mark.parametrize("at_call", [1, 3])
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
+@every_pair(
+    component=["decoder", "sampler"],
+    at_call=[1, 3],
+    error=[torch.OutOfMemoryError("CUDA out of memory"), MemoryError()],
+)
 def test_out_of_memory_fails_the_requests_of_the_step_only(
     monkeypatch, model, expected, component, at_call, error
 ):

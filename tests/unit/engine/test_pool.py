@@ -16,6 +16,7 @@ from quire.kv.store import PageStore
 from quire.scheduler.admission.need import Need
 from quire.scheduler.schedule_config import ScheduleConfig
 from support import engines
+from support.pairwise import every_pair
 
 MIB, GIB = 2**20, 2**30
 
@@ -229,9 +230,7 @@ def test_auto_size_in_a_full_container_is_rejected(model, monkeypatch):
         build_pool(model, KVConfig(), ScheduleConfig(max_num_batched_tokens=64))
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral"])
-@pytest.mark.parametrize("evict", ["full", "recent:cap=16,every=4"])
-@pytest.mark.parametrize("page_tokens", [3, 16])
+@every_pair(name=["llama", "mistral"], evict=["full", "recent:cap=16,every=4"], page_tokens=[3, 16])
 def test_auto_size_is_the_peak_of_all_requests(name, evict, page_tokens):
     model, schedule = engines.load(name), ScheduleConfig(max_num_seqs=3, max_num_batched_tokens=64)
     if evict != "full" and all(layer.window for layer in model.spec.layers):

@@ -15,6 +15,7 @@ from quire.kernels.native.backend import NativeAttention
 from quire.kernels.native.library import PATHS, NativeLibrary, load_library
 from quire.kernels.reference_backend import ReferenceAttention
 from support.lanes import Lanes
+from support.pairwise import every_pair
 
 CPU = torch.device("cpu")
 LIBRARY = load_library()
@@ -92,9 +93,11 @@ def test_bfloat16_stays_near_the_reference(backend, lanes, group, softcap):
 
 
 @any_backend
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
-@pytest.mark.parametrize("tokens", [[1, 1, 1], [40, 17, 100]])
+@every_pair(
+    dtype=[torch.bfloat16, torch.float16],
+    head_dim=[64, 80, 96, 128, 256],
+    tokens=[[1, 1, 1], [40, 17, 100]],
+)
 def test_half_precision_stays_near_the_float32_reference(backend, dtype, head_dim, tokens):
     """The reference computes in float32 on the same stored values; prints error quantiles."""
     lanes = Lanes(
@@ -118,9 +121,7 @@ def test_half_precision_stays_near_the_float32_reference(backend, dtype, head_di
 
 
 @any_backend
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("lanes", [1, 3])
-@pytest.mark.parametrize("tokens", [1, 33, 300])
+@every_pair(dtype=[torch.float32, torch.bfloat16], lanes=[1, 3], tokens=[1, 33, 300])
 def test_write_puts_keys_and_values_in_their_slots_only(backend, tokens, lanes, dtype):
     heads, head_dim, page_tokens, num_pages = 2, 40, 16, 1000
     generator = torch.Generator().manual_seed(tokens)

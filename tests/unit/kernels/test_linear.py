@@ -22,6 +22,7 @@ from quire.kernels.native.packed_weights import (
     pack_gated,
     pack_parts,
 )
+from support.pairwise import every_pair
 
 LIBRARY = load_library()
 PATHS = range(AVX2, LIBRARY.path + 1) if isinstance(LIBRARY, NativeLibrary) else ()
@@ -56,12 +57,15 @@ def error(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected).abs().max() / expected.abs().max())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 16, 31, 121, 250])
-@pytest.mark.parametrize(("outer", "inner"), [(64, 128), (100, 208), (640, 1040)])
+@every_pair(
+    kind=KINDS,
+    rows=[1, 2, 3, 4, 5, 6, 7, 16, 31, 121, 250],
+    shape=[(64, 128), (100, 208), (640, 1040)],
+)
 def test_product_equals_torch(
-    products: Products, kind: str, rows: int, outer: int, inner: int
+    products: Products, kind: str, rows: int, shape: tuple[int, ...]
 ) -> None:
+    outer, inner = shape
     weight = pack(seeded(outer, inner), kind)
     x = seeded(rows, inner).to(products.activation_dtype(weight, torch.float32))
     for dtype in (torch.float32, torch.bfloat16):
@@ -82,12 +86,11 @@ def test_a_row_is_independent_of_the_other_rows(products: Products, kind: str) -
     assert torch.equal(alone, together)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("outer", "inner"), [(192, 512), (100, 208), (2_080, 688)])
+@every_pair(threads=[1, 2], kind=KINDS, shape=[(192, 512), (100, 208), (2_080, 688)])
 def test_a_row_is_independent_of_the_number_of_rows(
-    products: Products, outer: int, inner: int, kind: str, threads: int
+    products: Products, shape: tuple[int, ...], kind: str, threads: int
 ) -> None:
+    outer, inner = shape
     product = products.prepare(pack(seeded(outer, inner), kind))
     x = seeded(200, inner).to(products.activation_dtype(product.weight, torch.float32))
     before = torch.get_num_threads()
@@ -149,15 +152,15 @@ def test_codes_are_near_the_weight(kind: str, max_error: float) -> None:
     assert float((found - weight).norm() / weight.norm()) < max_error
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("rows", "outer", "inner"),
-    [(33, 100, 208), (67, 64, 2_064), (250, 160, 128), (50, 70, 5_632), (40, 64, 28_672)],
+@every_pair(
+    threads=[1, 2, 3],
+    kind=KINDS,
+    shape=[(33, 100, 208), (67, 64, 2_064), (250, 160, 128), (50, 70, 5_632), (40, 64, 28_672)],
 )
 def test_many_rows_equal_rows_alone(
-    products: Products, kind: str, rows: int, outer: int, inner: int, threads: int
+    products: Products, kind: str, shape: tuple[int, ...], threads: int
 ) -> None:
+    rows, outer, inner = shape
     weight, bias = pack(seeded(outer, inner), kind), torch.zeros(-(-outer // 64) * 64)
     bias[:outer] = seeded(outer)
     x = seeded(rows, inner).to(products.activation_dtype(weight, torch.float32))

@@ -16,6 +16,7 @@ from quire.kernels.reference_backend import ReferenceAttention
 from quire.layout.codec_names import codec_pair, codec_spec
 from support.coded_lanes import coded_twin
 from support.lanes import Lanes
+from support.pairwise import every_pair
 
 CPU = torch.device("cpu")
 LIBRARY = load_library()
@@ -182,11 +183,18 @@ def test_decoding_over_codes_with_half_precision_queries(path, case, group, soft
     torch.testing.assert_close(sums, expected_sums, atol=2e-5, rtol=rtol)
 
 
-@pytest.mark.parametrize("path", SUPPORTED_PATHS, ids=[PATHS[path] for path in SUPPORTED_PATHS])
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
-@pytest.mark.parametrize(
-    "codec",
-    ["int8", "int4", "int2", "int8/int2", "int4:group=128", "int2:group=128/int8", "fp8/int4"],
+@every_pair(
+    path=SUPPORTED_PATHS,
+    head_dim=[64, 128, 192, 256],
+    codec=[
+        "int8",
+        "int4",
+        "int2",
+        "int8/int2",
+        "int4:group=128",
+        "int2:group=128/int8",
+        "fp8/int4",
+    ],
 )
 def test_decoding_over_codes_whose_scales_cover_whole_blocks(path, codec, head_dim):
     """Products of bytes read blocks of 64 channels of four or sixteen slots."""
@@ -258,12 +266,6 @@ def test_output_of_a_row_is_batch_invariant(codec):
         assert torch.equal(
             on_codes(backend, alone, row_pages, query[part], math)[0], together[part]
         )
-
-
-def test_codecs_with_calibrated_constants_fall_back_to_torch():
-    calibrated = replace(codec_spec("int4"), constants=("equal",))
-
-    assert "does not read int4" in str(why_not(calibrated, 128))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from quire.kernels.native.library import NativeLibrary, load_library
 from quire.kv.store import PageStore
 from quire.layout.codec_names import codec_pair
 from quire.layout.pages import PageClass
+from support.pairwise import every_pair
 
 LIBRARY = load_library()
 PATHS = range(LIBRARY.path + 1) if isinstance(LIBRARY, NativeLibrary) else ()
@@ -61,9 +62,7 @@ def vectors(tokens, head_dim, dtype, scale=1.0, seed=0):
     return tuple(fresh.to(dtype).transpose(1, 2))
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@every_pair(path=PATHS, codec=CODECS, dtype=[torch.float32, torch.bfloat16, torch.float16])
 def test_bytes_equal_those_of_torch(codec, dtype, path, monkeypatch):
     head_dim = 40 if codec != "int4" else 64
     for scale in (1.0, 3e4, 1e-4):

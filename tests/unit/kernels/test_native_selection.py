@@ -13,6 +13,7 @@ from quire.policies.signatures.alignment import aligned_words
 from quire.policies.signatures.anchors import MEAN, Signatures, fixed_anchor, nearest_anchor, pack
 from quire.policies.signatures.representatives import choose_best, choose_representatives
 from quire.policies.signatures.units import Units
+from support.pairwise import every_pair
 
 LIBRARY = load_library()
 PATHS = range(LIBRARY.path + 1) if isinstance(LIBRARY, NativeLibrary) else ()
@@ -177,9 +178,7 @@ def test_representatives_equal_those_of_numpy(selection, anchor, width, words):
     assert np.array_equal(best, choose_best(distance, signed.grouped, count, score))
 
 
-@pytest.mark.parametrize("pick_best", [False, True])
-@pytest.mark.parametrize("anchor", [MEAN, "random"])
-@pytest.mark.parametrize("words", [1, 2])
+@every_pair(pick_best=[False, True], anchor=[MEAN, "random"], words=[1, 2])
 def test_retained_slots_equal_those_of_numpy(selection, words, anchor, pick_best):
     rng = np.random.default_rng(words)
     rows, slots = 20, 90

@@ -11,6 +11,7 @@ from quire.kernels.backend import AttentionMath, LaneSlots, LayerPages, StepShap
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.native.backend import NativeAttention
 from quire.kernels.native.library import PATHS, NativeLibrary, load_library
+from support.pairwise import every_pair
 
 LIBRARY = load_library()
 pytestmark = pytest.mark.skipif(
@@ -49,9 +50,7 @@ def attend(backend, pages, query, tokens, slots, window, softcap=None):
 SUPPORTED_PATHS = range(LIBRARY.path + 1) if isinstance(LIBRARY, NativeLibrary) else ()
 
 
-@pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("path", SUPPORTED_PATHS, ids=lambda path: PATHS[path])
+@every_pair(window=[None, 20], dtype=[torch.bfloat16, torch.float32], path=SUPPORTED_PATHS)
 def test_chunk_is_bitwise_equal_to_single_tokens(path, dtype, window):
     backend, pages = backend_of(path), pages_of(2, dtype)
     query = torch.randn(60, HEADS, DIM).to(dtype)

@@ -11,6 +11,7 @@ from quire.kernels.native.library import NativeLibrary, load_library
 from quire.kernels.native.linear import Products, set_input, set_output
 from quire.kernels.native.packed_weights import pack
 from quire.kernels.native.row_functions import HeadShape, RowFunctions, empty_heads, set_heads
+from support.pairwise import every_pair
 
 LIBRARY = load_library()
 PATHS = range(AVX2, LIBRARY.path + 1) if isinstance(LIBRARY, NativeLibrary) else ()
@@ -45,12 +46,11 @@ def test_norm_equals_torch(
     torch.testing.assert_close(out.float(), expected, rtol=ROUNDING[dtype], atol=ROUNDING[dtype])
 
 
-@pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(16, 16), (48, 16), (64, 64), (96, 48)])
-@pytest.mark.parametrize("normed", [False, True])
+@every_pair(dtype=ROUNDING, dims=[(16, 16), (48, 16), (64, 64), (96, 48)], normed=[False, True])
 def test_heads_are_split_normed_and_rotated(
-    functions: RowFunctions, dtype: torch.dtype, head_dim: int, rotary_dim: int, normed: bool
+    functions: RowFunctions, dtype: torch.dtype, dims: tuple[int, ...], normed: bool
 ) -> None:
+    head_dim, rotary_dim = dims
     rows, heads = 7, (4, 2, 2)
     x = seeded(rows, 16 * head_dim)
     norms = (seeded(head_dim), seeded(head_dim) + 1) if normed else None

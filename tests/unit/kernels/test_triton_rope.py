@@ -13,6 +13,7 @@ from quire.kv.store import PageStore
 from quire.layout.codec_names import codec_pair
 from quire.layout.pages import PageClass
 from support.interpreted import CPU, interpreted, triton_backend
+from support.pairwise import every_pair
 from unit.kernels.test_triton_slots import HEADS, LANES, TOKENS, new_slots, places_of
 
 slot_calls = interpreted("slot_calls")
@@ -86,9 +87,11 @@ def test_plain_pages(dtype, head_dim, rotary_dim):
     assert torch.equal(value, expected[2])
 
 
-@pytest.mark.parametrize("codec", ["int8", "fp8", "int4", "int4:group=16", "int2", "int8/int4"])
-@pytest.mark.parametrize("rotary_dim", [48, 16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@every_pair(
+    codec=["int8", "fp8", "int4", "int4:group=16", "int2", "int8/int4"],
+    rotary_dim=[48, 16],
+    dtype=[torch.float32, torch.bfloat16],
+)
 def test_coded_pages(codec, rotary_dim, dtype):
     query, key, value = heads_of(4, 48, dtype)
     value[2, 1], value[3, 0] = float("nan"), 7e4

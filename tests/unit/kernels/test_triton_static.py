@@ -9,6 +9,7 @@ from quire.kernels.gathered import GatheredAttention
 from quire.kernels.reference_backend import ReferenceAttention
 from quire.kernels.static_plan import StaticLanes, StaticPlans
 from support.interpreted import CPU, interpreted, triton_backend
+from support.pairwise import every_pair
 from unit.kernels.test_triton_attention import make_lanes, math_of, one_head_pages
 
 launch = interpreted("launch")
@@ -36,9 +37,7 @@ def static_plan(backend, lanes, slots):
     return backend.static_plan(StepShape.of(lanes.tokens), static, [lanes.pages], SLOT_BYTES)
 
 
-@pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize("by_head", [False, True])
-@pytest.mark.parametrize("multiprocessors", [1, 16])
+@every_pair(window=[None, 20], by_head=[False, True], multiprocessors=[1, 16])
 def test_one_plan_equals_the_reference_as_slots_change(window, by_head, multiprocessors):
     backend = triton_backend(multiprocessors=multiprocessors)
     slots = torch.ones((3, 2 if by_head else 1), dtype=torch.int32)

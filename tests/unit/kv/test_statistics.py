@@ -19,6 +19,7 @@ from quire.layout.statistics import (
     ResidualSimilarity,
     SquareSum,
 )
+from support.pairwise import every_pair
 from support.statistics_account import (
     CPU,
     FULL_LAYERS,
@@ -88,14 +89,13 @@ MATHS = {
 EXPECTED = {name: expected_statistics(Sequence(TOKENS), math) for name, math in MATHS.items()}
 
 
-@pytest.mark.parametrize(
-    ("math", "heads_apart"), [("plain", False), ("plain", True), ("softcap and sinks", True)]
+@every_pair(
+    form=[("plain", False), ("plain", True), ("softcap and sinks", True)],
+    chunks=CHUNKS,
+    name=["gathered", "auto"],
 )
-@pytest.mark.parametrize("chunks", CHUNKS)
-@pytest.mark.parametrize("name", ["gathered", "auto"])
-def test_slot_statistics_equal_their_definition_for_all_chunk_lengths(
-    name, chunks, math, heads_apart
-):
+def test_slot_statistics_equal_their_definition_for_all_chunk_lengths(name, chunks, form):
+    math, heads_apart = form
     kv = make_kv(SLOT_STATISTICS, backend=backend(name), heads_apart=heads_apart)
     row = start(kv, SLOT_STATISTICS)
     run(kv, row, Sequence(TOKENS), chunks, MATHS[math])

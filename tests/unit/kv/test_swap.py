@@ -89,6 +89,43 @@ def test_memory_without_bytes_can_swap():
     memory.check()
 
 
+def test_shared_pages_are_swapped_once_and_shared_again():
+    """10 tokens are 3 pages; two forks each copy the last page: 2 shared and 3 private pages."""
+    memory = one_group()
+    row = started(memory, 10)
+    family = [row, fork(memory, row), fork(memory, row)]
+    for member in family[1:]:
+        grow(memory, member, 1)
+    assert used_pages(memory) == 5
+
+    swapped = swap_out(memory, family)
+    assert (used_pages(memory), swapped.num_bytes) == (0, 5 * 128)
+    memory.store.poison_free(memory)
+    family = swap_in(memory, swapped)
+
+    assert used_pages(memory) == 5
+    assert [keys(memory, member)[:10] for member in family] == [list(range(10))] * 3
+    assert memory.lengths[family].tolist() == [10, 11, 11]
+    grow(memory, family[1], 5)  # the memory still copies a shared page before it is written
+    memory.check()
+
+
+def test_swap_out_keeps_shared_pages_for_other_rows():
+    memory = one_group()
+    row = started(memory, 10)
+    child = fork(memory, row)
+
+    swapped = swap_out(memory, [row])
+    assert used_pages(memory) == 3
+    grow(memory, child, 2)
+    write_lane(memory, child, 0)
+    [row] = swap_in(memory, swapped)
+
+    assert keys(memory, row) == list(range(10))
+    assert used_pages(memory) == 6
+    memory.check()
+
+
 def test_tail_is_swapped_and_appended_to_its_head():
     """The last 10 of 22 tokens are swapped, 3 pages of 4; the head of 12 is recomputed."""
     memory = one_group(num_lanes=2)

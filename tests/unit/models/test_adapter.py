@@ -10,7 +10,6 @@ from quire.errors import InvariantError, UnsupportedModel
 from quire.models.adapter import TransformersDecoder
 from quire.models.base import AttentionCall
 from quire.models.bridge import attend_through_bridge
-from quire.models.verify import DenseAttention
 from support import zoo
 from support.flat import flat_logits, sequences
 
@@ -32,55 +31,6 @@ def test_ragged_chunked_batches_give_transformers_logits(name: str) -> None:
 
     for actual, expected in zip(ours, reference_logits(name, prompts), strict=True):
         torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=0)
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "gpt_oss"])
-def test_greedy_tokens_are_those_of_generate(name: str) -> None:
-    (prompt,) = sequences(9, vocab_size=zoo.VOCAB_SIZE)
-    with torch.inference_mode():
-        expected = zoo.build(name).generate(
-            prompt.unsqueeze(0), max_new_tokens=12, do_sample=False, eos_token_id=-1, pad_token_id=0
-        )[0]
-    decoder, dense, tokens = TransformersDecoder(zoo.build(name)), DenseAttention(), prompt.tolist()
-
-    num_processed = 0
-    while len(tokens) < len(expected):
-        positions = range(num_processed, len(tokens))
-        logits = decoder.forward(
-            torch.tensor(tokens[num_processed:]),
-            torch.tensor(positions),
-            torch.tensor([len(positions) - 1]),
-            dense.batch(["only"] * len(positions), positions),
-        )
-        num_processed = len(tokens)
-        tokens.append(int(logits.argmax()))
-
-    assert tokens == expected.tolist()
-
-
-@pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt_oss"])
-def test_attention_receives_the_windows_of_the_spec(name: str) -> None:
-    decoder, recorder = TransformersDecoder(zoo.build(name)), Recorder()
-
-    run(decoder, recorder, num_tokens=3)
-
-    assert [call.layer for call in recorder.calls] == list(range(decoder.spec.num_layers))
-    assert [call.window for call in recorder.calls] == [
-        layer.window for layer in decoder.spec.layers
-    ]
-    assert zoo.WINDOW_TOKENS in [call.window for call in recorder.calls]
-
-
-def test_attention_receives_softcap_sinks_and_scale() -> None:
-    gemma, gpt_oss = Recorder(), Recorder()
-    run(TransformersDecoder(zoo.build("gemma2")), gemma)
-    model = zoo.build("gpt_oss")
-    run(TransformersDecoder(model), gpt_oss)
-
-    assert {call.softcap for call in gemma.calls} == {2.0}
-    assert {call.scale for call in gemma.calls} == {12**-0.5}
-    assert all(call.sinks is None for call in gemma.calls)
-    assert torch.equal(gpt_oss.calls[1].sinks, model.model.layers[1].self_attn.sinks)
 
 
 def test_lm_head_runs_on_sampled_rows_only() -> None:
@@ -116,29 +66,6 @@ def test_model_without_logits_to_keep_computes_all_rows() -> None:
     torch.testing.assert_close(
         logits, run(whole, Recorder(), num_tokens=5, sample_rows=[4, 1]), atol=1e-6, rtol=0
     )
-
-
-def test_two_models_in_two_threads_are_independent() -> None:
-    prompts = sequences(18, 11, vocab_size=zoo.VOCAB_SIZE)
-    names = ("llama", "gemma2")
-    decoders = [TransformersDecoder(zoo.build(name)) for name in names]
-    alone = [flat_logits(decoder, prompts, chunk_tokens=[4]) for decoder in decoders]
-    together: dict[int, list[Tensor]] = {}
-    start = threading.Barrier(2)
-
-    def work(number: int) -> None:
-        start.wait()
-        together[number] = flat_logits(decoders[number], prompts, chunk_tokens=[4])
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-    for number in range(2):
-        for actual, expected in zip(together[number], alone[number], strict=True):
-            assert torch.equal(actual, expected)
 
 
 def test_one_model_in_two_threads_keeps_requests_separate() -> None:

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from quire.errors import UnsupportedModel
 from quire.models.gguf import GgufMetadata
 
 SHAPE = {"max_position_embeddings": 128, "rope_parameters": {"rope_theta": 10_000.0}}
@@ -81,8 +80,3 @@ def test_layers_with_a_sliding_window_keep_their_rope() -> None:
         "sliding_attention": local,
         "full_attention": {"rope_theta": 1e6, "rope_type": "linear", "factor": 8.0},
     }
-
-
-def test_an_unknown_scaling_is_refused() -> None:
-    with pytest.raises(UnsupportedModel, match=r"m.gguf has RoPE scaling 'new'.*folder"):
-        metadata({"scaling.type": "new"}).set_rope(LlamaConfig(**SHAPE))

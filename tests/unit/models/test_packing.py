@@ -18,6 +18,7 @@ from quire.models.native_linear import (
 )
 from quire.models.packing import pack_linears
 from quire.models.weights import weight_bytes
+from support.pairwise import every_pair
 from support.zoo import tiny_llama
 
 LIBRARY = load_library()
@@ -44,9 +45,7 @@ def exact_product(linear: nn.Linear, inputs: Tensor) -> Tensor:
     return nn.functional.linear(inputs.double(), linear.weight.double(), bias)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("rows", [1, 7, 33, 300])
+@every_pair(dtype=DTYPES, bias=[False, True], rows=[1, 7, 33, 300])
 def test_packed_layer_rounds_the_exact_product_once(products, rows, bias, dtype):
     torch.manual_seed(rows)
     linear = nn.Linear(96, 80, bias=bias, dtype=dtype)

@@ -146,26 +146,6 @@ def test_queries_and_keys_at_position_0_can_be_rotated_to_any_position(name):
                 assert not torch.allclose(vectors, expected, atol=1e-2)
 
 
-def test_exact_products_depend_on_distances_only():
-    """To the rounding of float64: positions of keys before RoPE depend on the steps."""
-    rotary = recorded_rotary("gemma3")
-    rotate = exact_rotation(Rotary.rotate_pre_rope)
-    query, key = torch.randn(2, len(POSITIONS), 3, 16).unbind()
-    scores = [
-        (rotate(rotary, query, POSITIONS + shift) * rotate(rotary, key, POSITIONS * 0 + shift))
-        for shift in (0, 5, 1_000)
-    ]
-    for moved in scores[1:]:
-        torch.testing.assert_close(moved.sum(-1), scores[0].sum(-1), atol=1e-12, rtol=0)
-
-
-def recorded_rotary(name):
-    """RoPE of the first layer of a test model."""
-    decoder = TransformersDecoder(zoo.build(name))
-    assert decoder.prepare_pre_rope() is None
-    return record(decoder).calls[0].rotary
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_keys_at_position_0_equal_the_projection(dtype):
     """Bitwise: pre-RoPE keys are stored without rounding."""

@@ -28,6 +28,7 @@ from quire.models.packing import codec_refusal, head_codec, output_head
 from quire.offload.weights.placement import place_beyond
 from support import zoo
 from support.flat import flat_logits, sequences
+from support.pairwise import every_pair
 
 CODECS = ("int8", "int4")
 MODEL_ERROR = 0.25  # int8 activations of all layers; they change the experts of some tokens
@@ -80,9 +81,9 @@ def test_every_architecture_computes_with_the_decoded_weights(name: str, codec: 
 
 
 @needs_products
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("impl", ["auto", "native", "transformers"])
-@pytest.mark.parametrize("name", ["qwen3", "gpt2", "mixtral"])
+@every_pair(
+    codec=CODECS, impl=["auto", "native", "transformers"], name=["qwen3", "gpt2", "mixtral"]
+)
 def test_codec_is_loaded_with_each_implementation(
     name: str, impl: str, codec: str, tmp_path: Path
 ) -> None:
@@ -112,16 +113,6 @@ def test_embedding_tied_to_a_quantized_head_reads_the_decoded_rows() -> None:
     assert isinstance(embedding, PackedEmbedding)
     assert embedding.packed is head.packed
     assert torch.equal(embedding(torch.arange(5)), head.weight[:5])
-
-
-@needs_products
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
-def test_weights_of_packed_experts_are_freed(name: str) -> None:
-    model = TransformersDecoder(zoo.build(name), codec="int8").model
-    experts = [module for module in model.modules() if isinstance(module, PackedExperts)]
-
-    assert len(experts) == model.config.num_hidden_layers
-    assert not [name for name in plain_weight_names(model) if "experts" in name]
 
 
 @needs_products
@@ -244,12 +235,3 @@ def test_layers_that_cannot_be_packed_are_named(make, reason: str) -> None:
 
     assert found is not None
     assert re.search(reason, found)
-
-
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("name", zoo.ARCHITECTURES)
-def test_no_architecture_of_the_zoo_is_refused(name: str, codec: str) -> None:
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(zoo.ARCHITECTURES[name]())
-
-    assert codec_refusal(model, codec) is None

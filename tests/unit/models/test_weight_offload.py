@@ -358,10 +358,3 @@ def test_cuda_stream_waits_for_late_transfers(rows):
     assert weights.device_s > 0
     assert weights.link.copied_s > 0
     assert weights.num_bytes >= 5 * place.host_bytes
-
-
-def test_load_streamed_offloads_the_requested_layers():
-    model = load_streamed("llama", stay=2)
-
-    assert len(model.place.offloaded_layers) == 4
-    assert model.weight_bytes == model.place.device_bytes

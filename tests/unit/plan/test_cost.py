@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError
@@ -16,7 +16,6 @@ from quire.plan.cost import (
     swap_seconds,
 )
 from quire.plan.rates import CopyRate, CopyRates, Costs, PrefillRates
-from support.offload_formulas import breakeven_tokens
 
 KIB = 1024
 
@@ -181,37 +180,6 @@ def test_equal_costs_swap_and_cached_tokens_recompute():
     assert choose(costs, equal, host_bytes=kv_bytes).how == "swap"
     assert choose(costs, cached, host_bytes=kv_bytes).how == "recompute"
     assert choose(costs, equal, host_bytes=0).how == "recompute"
-
-
-@settings(suppress_health_check=[HealthCheck.filter_too_much])  # many costs have no break-even
-@given(RANDOM_COSTS, st.floats(1, 1e6))
-def test_swap_is_cheaper_above_the_break_even_length(costs, bytes_per_token):
-    def gain_s(tokens):
-        return recompute_seconds(costs, tokens) - swap_seconds(costs, tokens * bytes_per_token)
-
-    def slack_s(tokens):  # both sides are sums of much larger terms: equal up to rounding
-        return 1e-9 * (1 + recompute_seconds(costs, tokens))
-
-    found = breakeven_tokens(costs, bytes_per_token)
-
-    if math.isinf(found):
-        assert all(gain_s(10**power) <= slack_s(10**power) for power in range(7))
-        return
-    assume(200 < found < 1e9)
-    below, above, far = int(found * 0.99), int(found * 1.01) + 1, int(found * 50)
-    assert gain_s(below) < slack_s(below)
-    assert gain_s(above) > -slack_s(above)
-    assert gain_s(far) > -slack_s(far)
-
-
-def test_break_even_lengths_of_simple_costs():
-    """1 ms per call and 2 us to swap a token, 4 us to prefill it: 2 ms / 2 us = 1000."""
-    assert breakeven_tokens(costs_of(call_s=1e-3, token_s=4e-6), 1000) == pytest.approx(1000)
-    assert breakeven_tokens(costs_of(token_s=4e-6), 1000) == 0
-    assert breakeven_tokens(costs_of(call_s=1e-3, token_s=2e-6), 1000) == math.inf
-    assert breakeven_tokens(costs_of(token_s=1e-6, square_s=1e-9), 1000) == pytest.approx(
-        1000
-    )  # 1e-9 n^2 = (2e-6 - 1e-6) n
 
 
 @pytest.mark.parametrize(

@@ -118,12 +118,6 @@ def test_n_choices_equal_n_runs_with_consecutive_seeds(model):
     assert {choice.finish_reason for choice in together.choices} == {"length"}
 
 
-def test_greedy_choices_are_equal(llama):
-    together = run_one(engine_of(llama), drawn(n=3, temperature=0.0))
-
-    assert len({choice.token_ids for choice in together.choices}) == 1
-
-
 def test_prompt_is_prefilled_and_counted_once(llama):
     engine = engine_of(llama, enable_prefix_caching=False)
 
@@ -231,15 +225,6 @@ def test_only_the_partly_filled_page_is_copied(llama):
     assert copies.num_pages == 3 * 2
     assert memory.arena_peak_bytes == 17 * 2 * page_bytes
     assert usage.kv_peak_bytes == 17 * 2 * page_bytes
-
-
-def test_prompt_of_whole_pages_is_not_copied(llama):
-    engine = engine_of(llama, enable_prefix_caching=False)
-    copies = engine.pool.kv.memory.store = CountedCopies(engine.pool.kv.memory.store)
-
-    run_one(engine, drawn(n=4), prompt=PROMPT[:20])
-
-    assert copies.num_pages == 0
 
 
 # ---- cancelling --------------------------------------------------------------------------------
@@ -365,21 +350,6 @@ def test_sequences_with_shared_pages_evict_independently(llama, num_sequences):
             engine_of(llama, evict=policy), drawn(seed=5 + choice.index, max_tokens=20)
         )
         assert choice.token_ids == single.token_ids
-
-
-def test_evicting_groups_resume_with_equal_choices(llama):
-    policy = "recent:cap=12,every=4"
-    batch = [(PROMPT[: 5 + 3 * i], drawn(n=3, seed=i, max_tokens=14)) for i in range(4)]
-    engine = engine_of(llama, num_sequences=5.0, longest=12, evict=policy)
-
-    results = run_all(engine, batch)
-
-    assert engine.scheduler.num_preemptions > 0
-    for (prompt, params), result in zip(batch, results, strict=True):
-        for choice in result.choices:
-            params_of_choice = drawn(seed=params.seed + choice.index, max_tokens=14)
-            expected = run_one(engine_of(llama, evict=policy), params_of_choice, prompt=prompt)
-            assert choice.token_ids == expected.token_ids
 
 
 # ---- too many at once --------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from quire.sim.run import SimConfig, simulate
 from quire.sim.traces.base import TraceOptions
 from quire.sim.traces.loading import load_trace
 from support.kv_options import kv_config
+from support.pairwise import every_pair
 from support.sim_traces import RATES, recorded, request, trace
 
 CONFIG = SimConfig(model=model_shape("quire-tiny"), rates=RATES, kv=KVConfig(memory="2MiB"))
@@ -45,11 +46,7 @@ def outcomes(records):
     return [astuple(record) for record in records]
 
 
-@pytest.mark.parametrize("router", ROUTERS)
-@pytest.mark.parametrize("kv_events", [True, False])
-@pytest.mark.parametrize(
-    "load", [OVERLOAD, CONVERSATIONS, TENANTS], ids=["full", "talk", "tenants"]
-)
+@every_pair(router=ROUTERS, kv_events=[True, False], load=[OVERLOAD, CONVERSATIONS, TENANTS])
 def test_one_replica_is_the_simulator(load, kv_events, router):
     alone = simulate(load, CONFIG)
     result = run(load, router=router, kv_events=kv_events)

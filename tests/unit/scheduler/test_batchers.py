@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from quire.errors import ConfigError, NeverFits, UnknownName, UnsoundCombination
+from quire.errors import ConfigError, UnknownName, UnsoundCombination
 from quire.scheduler.batchers.base import BatchView
 from quire.scheduler.batchers.registry import (
     BATCHERS,
@@ -190,33 +190,6 @@ def test_best_fit_takes_the_longest_that_fits_and_patience_prevents_starvation()
     assert order[2:5] == chosen
 
 
-@pytest.mark.parametrize("batcher", ALL_BATCHERS)
-def test_cancelled_request_frees_its_pages_in_every_state(batcher):
-    load = load_of(batcher)
-    submit(load, *[(6, 9)] * 8)
-    for pick in (7, 3, 4, 0, 0):
-        load.step()
-        load.cancel(pick)
-        load.check()
-
-    load.drain()
-
-
-def test_request_cancelled_in_the_prefilled_queue_frees_its_pages():
-    load = load_of("baton_pd")
-    requests = submit(load, *[(6, 9)] * 6)
-    load.step()
-    load.step()
-    queued = requests[ROWS]
-    assert is_prefilled(queued)
-    used_bytes = load.memory.total_bytes - load.memory.free_bytes
-    load.scheduler.finish(load.requests.pop(queued.request_id), "cancelled")
-
-    assert queued.progress.state is RequestState.FINISHED
-    assert load.memory.total_bytes - load.memory.free_bytes < used_bytes
-    load.drain()
-
-
 # ---- urgency -----------------------------------------------------------------------------------
 
 
@@ -344,25 +317,6 @@ def test_num_rows_is_batch_size_plus_queue():
     assert rows["continuous"] == rows["static"] == rows["orca"] == rows["pd"] == 4
     assert rows["baton_pd"] == rows["baton_pd_best_fit"] == 8
     assert rows["pd:ahead=5"] == 5
-
-
-@pytest.mark.parametrize("options", ["hold=host", "hold=device", "queue=3,hold=host,lead=2"])
-def test_both_prefilled_queues_parse_the_same_options(options):
-    first, best = (parse_batcher(f"{name}:{options}") for name in ("baton_pd", "baton_pd_best_fit"))
-
-    assert first.swaps_out_prefilled == best.swaps_out_prefilled == ("host" in options)
-    assert first.queue_options(4) == best.queue_options(4)
-    assert "swaps_out_prefilled" not in vars(type(best))  # a single definition
-
-
-@pytest.mark.parametrize("batcher", ALL_BATCHERS)
-def test_request_that_never_fits_is_rejected_under_every_batcher(batcher):
-    load = load_of(batcher, pages=8)
-
-    with pytest.raises(NeverFits, match="raise --kv-memory"):
-        load.scheduler.submit(load.request(400, 3))
-    submit(load, (5, 3))
-    load.drain()
 
 
 # ---- dense rows --------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Peak pages of sequences, compared with lanes that grow and are evicted from token by token."""
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -138,21 +137,6 @@ def test_each_request_is_counted_with_its_own_statistics():
         [full, full, 2, window],
     ]
     assert peaks.counts([Need(0)]).tolist() == [[0, 0, 0, 0]]
-
-
-def test_row_uses_at_max_its_counted_pages():
-    peaks = peaks_of(None, statistics=(SUMS, RING))
-    need = Need(70, 70, EvictionSpec(statistics=(RING,)))
-    counted = peaks.counts([need])[0]
-    memory = peaks.memory
-    row = memory.start({"full.query_ring.6"})
-
-    for tokens in (1, 20, 9, 40):
-        memory.grow(np.array([row]), np.array([tokens], dtype=np.int32))
-
-    used = [memory.pools[c].num_used for c in peaks.page_classes]
-    assert (np.array(used) <= counted).all()
-    assert used[1] == 0
 
 
 def test_counts_are_in_the_order_of_requests_with_different_caps():

@@ -7,6 +7,7 @@ from quire.offload.swap.streamed_copies import StreamedCopies
 from quire.plan.preemption_costs import LearnedCosts
 from quire.scheduler.request_parts import RequestState
 from support.lazy_copies import LazyWorker
+from support.pairwise import every_pair
 from support.scheduler_load import SchedulerLoad, Setting
 
 
@@ -26,9 +27,7 @@ def group_in_prefill(**setting):
     return load, members
 
 
-@pytest.mark.parametrize("cancelled", [0, 1])
-@pytest.mark.parametrize("preempted", [False, True])
-@pytest.mark.parametrize("host_pages", [0, 60])
+@every_pair(cancelled=[0, 1], preempted=[False, True], host_pages=[0, 60])
 def test_member_is_cancelled_while_its_group_is_in_prefill_or_preempted(
     host_pages, preempted, cancelled
 ):

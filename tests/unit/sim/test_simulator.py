@@ -24,6 +24,7 @@ from quire.sim.run import SimConfig, Simulator, make_scheduler, make_simulator, 
 from quire.sim.traces.base import TraceOptions, TraceSegment
 from quire.sim.traces.loading import load_trace
 from support.kv_options import kv_config, kv_options
+from support.pairwise import every_pair
 from support.sim_traces import RATES, recorded, request, trace
 
 TINY = model_shape("quire-tiny")
@@ -180,9 +181,11 @@ def test_folded_layout_gives_the_same_schedule():
     assert summarise(results[0])["preemptions"] > 0
 
 
-@pytest.mark.parametrize("evicting", [False, True])
-@pytest.mark.parametrize("codec", ["bfloat16", "int8", "int4_outliers+sinks=1+plain=bfloat16"])
-@pytest.mark.parametrize("model", [TINY, WINDOWED], ids=["full", "windows"])
+@every_pair(
+    evicting=[False, True],
+    codec=["bfloat16", "int8", "int4_outliers+sinks=1+plain=bfloat16"],
+    model=[TINY, WINDOWED],
+)
 def test_folded_lanes_have_the_bytes_of_all_layers(model, codec, evicting):
     """Pages of 3 tokens are not whole cache lines: each layer has padding and positions."""
     full, folded = (

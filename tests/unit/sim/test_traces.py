@@ -11,7 +11,7 @@ from quire.sim.engine import token_ids
 from quire.sim.metrics import reusable
 from quire.sim.traces.base import TraceOptions, TraceSegment
 from quire.sim.traces.loading import load_trace
-from quire.sim.traces.registry import find_format, formats
+from quire.sim.traces.registry import find_format
 from quire.sim.traces.sharegpt import estimated_tokens
 from support.sim_traces import recorded, request, trace
 
@@ -76,10 +76,6 @@ def arrivals(loaded):
 
 
 # ---- formats -----------------------------------------------------------------------------------
-
-
-def test_every_format_has_an_example():
-    assert set(EXAMPLES) == set(formats())
 
 
 @pytest.mark.parametrize("name", sorted(EXAMPLES))

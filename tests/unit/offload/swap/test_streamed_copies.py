@@ -19,7 +19,7 @@ from quire.offload.host_side import swap_pool, swap_worker
 from quire.offload.swap.host_pool import HostPool, NoCopies
 from quire.offload.swap.host_store import DirectCopies
 from quire.offload.swap.streamed_copies import StreamedCopies
-from support.host_array import HostArray
+from support.host_array import CopyFailed, HostArray
 from support.lazy_copies import LazyWorker
 from support.small_memory import grow, one_group, plain_class, started
 
@@ -32,6 +32,11 @@ def opened(**options):
     host = HostArray(memory.store, HOST_BYTES)
     pool = HostPool(HOST_BYTES, StreamedCopies(host, worker, memory.arena.fences))
     return memory, pool, worker
+
+
+def row_bytes(memory, row):
+    table = memory.tables["kv"]
+    return memory.store.read_pages(table.group.page_class, table.row_pages(row)).tobytes()
 
 
 def test_swap_out_returns_before_its_copy_has_run():
@@ -67,6 +72,39 @@ def test_computation_waits_for_pages_that_a_fork_still_uses():
     assert worker.num_waiting == 0  # the fork can write its last page now
     grow(memory, other, 1)
     assert swap_in(memory, swapped)
+    memory.check()
+
+
+class FailsToStart(LazyWorker):
+    """A worker that cannot start copies while `fails`."""
+
+    fails = False
+
+    def submit(self, copy, num_bytes):
+        if self.fails and num_bytes:
+            raise CopyFailed
+        return super().submit(copy, num_bytes)
+
+
+@pytest.mark.parametrize("direction", ["out", "in"])
+def test_failed_start_of_a_copy_frees_its_space(direction):
+    memory, worker = one_group(), FailsToStart()
+    host = HostArray(memory.store, HOST_BYTES)
+    pool = HostPool(HOST_BYTES, StreamedCopies(host, worker, memory.arena.fences))
+    row = started(memory, 10)
+    before = row_bytes(memory, row)
+    swapped = swap_out(memory, [row], pool) if direction == "in" else None
+    used = memory.used_bytes, pool.used_bytes
+
+    worker.fails = True
+    with pytest.raises(CopyFailed):
+        swap_out(memory, [row], pool) if swapped is None else swap_in(memory, swapped)
+    worker.fails = False
+
+    assert (memory.used_bytes, pool.used_bytes) == used
+    assert worker.num_waiting == 0  # parts of a failed copy do not write pages later
+    rows = [row] if swapped is None else swap_in(memory, swapped)
+    assert row_bytes(memory, rows[0]) == before
     memory.check()
 
 

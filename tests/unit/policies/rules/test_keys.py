@@ -21,6 +21,7 @@ from support.histories import (
     rotation,
     softmax,
 )
+from support.pairwise import every_pair
 
 
 def test_knorm_retains_keys_with_the_smallest_norm():
@@ -86,9 +87,7 @@ def test_lagkv_ranks_tokens_relative_to_the_next_partition(sinks, lag, ragged):
         assert tokens == best(all_scores, fixed, int(keep[lane]))
 
 
-@pytest.mark.parametrize("epsilon", [0.0, 0.02])
-@pytest.mark.parametrize("heads", ["mean", "max", "sum"])
-@pytest.mark.parametrize("group", [1, 3])
+@every_pair(epsilon=[0.0, 0.02], heads=["mean", "max", "sum"], group=[1, 3])
 def test_expected_attention_scores_by_predicted_future_queries(group, heads, epsilon):
     history = make_history(group=group, seed=3, layers=(0, 1))  # odd layers have no RoPE
     policy = ExpectedAttention(sinks=2, future=9, epsilon=epsilon, heads=heads)

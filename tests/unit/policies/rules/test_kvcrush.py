@@ -20,12 +20,13 @@ from quire.policies.roco import RoCo
 from quire.policies.scissorhands import Scissorhands
 from quire.policies.signatures import anchors
 from quire.policies.signatures.anchors import hamming
-from quire.policies.signatures.query_heads import by_query_head
+from quire.policies.signatures.query_heads import by_query_head, first_heads
 from quire.policies.snapkv import SnapKV
 from quire.policies.value_norm import ValueNorm
 from quire.policies.view import KVView
 from support.histories import best, changed, retained_positions
 from support.native_selection import without_native_selection
+from support.pairwise import every_pair
 from support.plain_kvcrush import (
     history_of,
     of_layers,
@@ -57,9 +58,7 @@ def check(history, policy, keep, piece=1):
 # ---- kvcrush -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("anchor", PLAIN_ANCHORS)
-@pytest.mark.parametrize("base", BASES, ids=lambda base: type(base).__name__ + str(base.least_cap))
-@pytest.mark.parametrize("group", [1, 3])
+@every_pair(anchor=PLAIN_ANCHORS, base=BASES, group=[1, 3])
 def test_kvcrush_equals_the_plain_kvcrush(base, anchor, group):
     for seed in range(3):
         history = history_of(group=group, seed=seed)
@@ -164,9 +163,11 @@ def test_random_pick_depends_on_the_seed():
     assert not torch.equal(first, other)
 
 
-@pytest.mark.parametrize("pick", ["middle", "random"])
-@pytest.mark.parametrize("anchor", [anchors.RANDOM, anchors.MEAN, anchors.FARTHEST])
-@pytest.mark.parametrize("count", [2, 4, 8])
+@every_pair(
+    pick=["middle", "random"],
+    anchor=[anchors.RANDOM, anchors.MEAN, anchors.FARTHEST],
+    count=[2, 4, 8],
+)
 def test_several_anchors_divide_the_representatives_in_proportion(anchor, count, pick):
     for seed in range(2):
         history = history_of(tokens=100, seed=seed)
@@ -262,6 +263,22 @@ def test_signature_bit_is_the_selection_of_the_head_alone(base):
     alone = base.select(by_query_head(view, base.statistics), keep.repeat_interleave(3))
 
     assert torch.equal(context.all_bits.flatten(0, 1), alone)
+
+
+def test_first_heads_selects_the_first_head_of_each_layer():
+    history = history_of(group=3)
+    base = SnapKV(window=4)
+    view = history.view([*base.statistics, AttentionSum(), AttentionSum().each()])
+    found = first_heads(view)
+
+    first = torch.arange(len(history.layers)) * history.heads
+    assert torch.equal(found.positions, view.positions[first])
+    assert torch.equal(found.keys, view.keys[first])
+    for statistic in (*base.statistics, AttentionSum()):
+        assert torch.equal(found.statistic(statistic), view.statistic(statistic)[first])
+    heads = (first[:, None] * 3 + torch.arange(3)).flatten()
+    each = AttentionSum().each()
+    assert torch.equal(found.statistic(each), view.statistic(each)[heads])
 
 
 def test_packed_bits_are_unpacked_with_equal_hamming_distances():

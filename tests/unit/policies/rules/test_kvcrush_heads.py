@@ -19,6 +19,7 @@ from quire.policies.signatures.alignment import aligned_words
 from quire.policies.snapkv import SnapKV
 from support.histories import changed, retained_positions
 from support.native_selection import without_native_selection
+from support.pairwise import every_pair
 from support.plain_kvcrush import history_of, plain_kvcrush, ragged_history
 
 BASES = [H2O(recent=4, sinks=2), SnapKV(window=4), RoCo(sinks=1, recent=2)]
@@ -35,9 +36,7 @@ def check(history, policy, keep, piece=1):
     assert retained == plain_kvcrush(history, policy, keep, piece)
 
 
-@pytest.mark.parametrize("anchor", ANCHORS)
-@pytest.mark.parametrize("base", BASES[:2], ids=lambda base: type(base).__name__)
-@pytest.mark.parametrize("group", [1, 3])
+@every_pair(anchor=ANCHORS, base=BASES[:2], group=[1, 3])
 def test_sets_of_heads_equal_the_plain_version(base, anchor, group):
     for seed in range(3):
         policy = KVCrush(base=base, anchor=anchor, share=0.5, seed=seed, sets="head")
@@ -78,9 +77,7 @@ def test_variants_have_sets_of_heads(form):
     assert not torch.equal(view.positions[0][retained[0]], view.positions[1][retained[1]])
 
 
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("sets", ["layer", "head"])
-@pytest.mark.parametrize("piece", [1, 3])
+@every_pair(count=[1, 3], sets=["layer", "head"], piece=[1, 3])
 def test_best_pick_is_the_highest_score_of_a_slice(sets, piece, count):
     for seed in range(3):
         policy = KVCrush(base=BASE, share=0.5, sets=sets, pick="best", anchors=count)
@@ -171,11 +168,13 @@ def float32(view):
     return changed(view, statistics=statistics)
 
 
-@pytest.mark.parametrize("anchor", ["mean", "random"])
-@pytest.mark.parametrize("pick", ["middle", "best", "random"])
-@pytest.mark.parametrize("sets", ["layer", "head"])
-@pytest.mark.parametrize("base", BASES[:2], ids=lambda base: type(base).__name__)
-@pytest.mark.parametrize("form", [{}, {"dynamic": True}, {"anchors": 2}, {"signatures": "stored"}])
+@every_pair(
+    anchor=["mean", "random"],
+    pick=["middle", "best", "random"],
+    sets=["layer", "head"],
+    base=BASES[:2],
+    form=[{}, {"dynamic": True}, {"anchors": 2}, {"signatures": "stored"}],
+)
 def test_the_c_library_and_numpy_decide_the_same(monkeypatch, base, sets, pick, anchor, form):
     policy = KVCrush(base=base, share=0.5, sets=sets, pick=pick, anchor=anchor, **form)
     histories = [history_of(tokens=90, group=3, seed=seed) for seed in range(3)]

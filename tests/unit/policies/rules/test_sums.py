@@ -11,6 +11,7 @@ from quire.policies.roco import RoCo
 from quire.policies.scissorhands import Scissorhands
 from quire.policies.view import KVView
 from support.histories import REDUCE, best, keep_of, make_history, retained_positions
+from support.pairwise import every_pair
 
 GROUPS = [1, 3]
 HEADS = ["mean", "max", "sum"]
@@ -40,9 +41,7 @@ def ends(history, lane, sinks, recent):
     return {t for t in cached if t < sinks} | set(cached[len(cached) - recent :])
 
 
-@pytest.mark.parametrize("power", [1, 2])
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("group", GROUPS)
+@every_pair(power=[1, 2], heads=HEADS, group=GROUPS)
 def test_h2o_retains_the_largest_sums_and_the_newest_half(group, heads, power):
     history = make_history(group=group)
 
@@ -114,9 +113,7 @@ def roco_reference(history, sinks, recent, heads):
     return reference
 
 
-@pytest.mark.parametrize("share", [0.5, 0.6, 0.9])
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("group", GROUPS)
+@every_pair(share=[0.5, 0.6, 0.9], heads=HEADS, group=GROUPS)
 def test_roco_evicts_the_smallest_means_of_the_smallest_deviations(group, heads, share):
     history = make_history(group=group, seed=4, tokens=48)
     policy = RoCo(sinks=2, recent=5, heads=heads)
@@ -151,9 +148,7 @@ def test_roco_retains_a_token_with_low_mean_and_high_deviation():
     assert retained_positions(view, retained) == [[2, 3, 4, 5]]
 
 
-@pytest.mark.parametrize("by_share", [False, True])
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("group", GROUPS)
+@every_pair(by_share=[False, True], heads=HEADS, group=GROUPS)
 def test_scissorhands_counts_low_attention(group, heads, by_share):
     history = make_history(group=group, seed=5)
 

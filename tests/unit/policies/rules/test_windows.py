@@ -18,6 +18,7 @@ from support.histories import (
     retained_positions,
     softmax,
 )
+from support.pairwise import every_pair
 
 GROUPS = [1, 3]
 
@@ -74,10 +75,13 @@ def pooled(values, kernel, pooling):
     return [max(part) if pooling == "max" else sum(part) / kernel for part in parts]
 
 
-@pytest.mark.parametrize(("kernel", "pooling"), [(1, "avg"), (5, "avg"), (5, "max"), (3, "max")])
-@pytest.mark.parametrize("heads", ["mean", "max", "sum"])
-@pytest.mark.parametrize("group", GROUPS)
-def test_snapkv_pools_each_query_head_and_then_reduces_the_group(group, heads, kernel, pooling):
+@every_pair(
+    pool_by=[(1, "avg"), (5, "avg"), (5, "max"), (3, "max")],
+    heads=["mean", "max", "sum"],
+    group=GROUPS,
+)
+def test_snapkv_pools_each_query_head_and_then_reduces_the_group(group, heads, pool_by):
+    kernel, pooling = pool_by
     window = 6
     history = make_history(group=group, tokens=44, fixed=window)
     policy = SnapKV(window=window, kernel=kernel, pooling=pooling, heads=heads, sinks=1)
