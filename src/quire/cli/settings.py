@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, no_type_check
 import typer
 
 from quire.cli.command import Command
-from quire.cli.common import ABOUT_MODEL, PACKAGED_MODEL, refuse_no_name, use_threads
+from quire.cli.common import ABOUT_MODEL, refuse_no_name, use_threads
 from quire.cli.completion import complete_model
 from quire.cli.options import (
     CLUSTER,
@@ -40,6 +40,7 @@ from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.errors import ConfigError, RequestError
 from quire.layout.options import check_options, option, option_values
+from quire.layout.packaged import PACKAGED_MODEL
 from quire.scale.cluster.config import ClusterConfig
 from quire.scale.config import RayConfig
 from quire.scale.routing.registry import RouterConfig

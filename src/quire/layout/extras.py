@@ -15,7 +15,6 @@ EXTRAS = MappingProxyType(
         ),
         "eval": ("plotly",),
         "events": ("zmq", "msgpack"),
-        "gguf": ("gguf", "accelerate"),
         "kmeans": ("scipy",),
         "lm-eval": ("lm_eval",),
         "ray": ("ray", "pyarrow"),

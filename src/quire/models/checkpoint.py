@@ -21,6 +21,7 @@ from transformers import __version__ as transformers_version
 
 from quire.errors import ConfigError, ModelError, UnsupportedModel
 from quire.layout.config import check_sizes, read_config
+from quire.layout.packaged import NAMES
 from quire.layout.refusals import refuse_model_type
 from quire.models import gguf
 from quire.models.foreign import foreign_code
@@ -137,7 +138,7 @@ def open_checkpoint(path: str | Path, *, trust_remote_code: bool = False) -> Che
     """
     file = gguf.find_file(path)
     if file is not None:
-        return _open_gguf(file)
+        return _open_gguf(file, str(path) if path in NAMES else file.stem)
     folder, name = find_model(path)
     gguf.refuse_folder(folder)
     raw = read_config(folder)
@@ -152,13 +153,13 @@ def open_checkpoint(path: str | Path, *, trust_remote_code: bool = False) -> Che
     )
 
 
-def _open_gguf(file: Path) -> GgufCheckpoint:
+def _open_gguf(file: Path, name: str) -> GgufCheckpoint:
     config, metadata = gguf.read_config(file)
     refuse_config(config)
     _refuse_without_class(config, has_code=False)
     vocab_size = getattr(config.get_text_config(), "vocab_size", None)
     return GgufCheckpoint(
-        name=file.stem,
+        name=name,
         folder=file.parent,
         file=file.name,
         has_tokenizer=metadata.has_tokenizer,

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from quire.errors import ModelError, UnsupportedModel
-from quire.layout.extras import require_extra
+from quire.layout.packaged import file_of
 from quire.models.foreign import foreign_code
 from quire.models.gguf_header import GgufHeader, read_header, read_once
 from quire.models.rope import LONGROPE
@@ -186,11 +186,12 @@ DTYPE = torch.bfloat16
 
 
 def find_file(path: str | Path) -> Path | None:
-    """The GGUF file at a path; None if the path names no GGUF file.
+    """The GGUF file at a path or of a short name; None if the path names no GGUF file.
 
     Raises:
-        ModelError: there is no such file.
+        ModelError: there is no such file, or the package with the file is not installed.
     """
+    path = file_of(path)
     if not str(path).endswith(SUFFIX):
         return None
     file = Path(path).expanduser()
@@ -219,11 +220,9 @@ def read_config(file: Path) -> tuple[PreTrainedConfig, GgufMetadata]:
     """Read the config of a GGUF file, with its RoPE scaling.
 
     Raises:
-        ConfigError: a package that Transformers needs is missing.
         ModelError: the file cannot be read, or is a part of a model.
         UnsupportedModel: an unknown RoPE scaling, or tensors that cannot be decoded.
     """
-    require_extra("gguf", f"{file.name}: a GGUF file, which Transformers decodes,")
     with foreign_code(f"{file} cannot be read"), read_once():
         metadata = GgufMetadata.read(file)
         config: PreTrainedConfig = AutoConfig.from_pretrained(

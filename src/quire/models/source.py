@@ -9,9 +9,9 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from quire.errors import ModelError
 from quire.layout.config import shown
+from quire.layout.packaged import PACKAGED_MODEL
 
-PACKAGED = "quire-tiny"
-_PACKAGED_FOLDER = Path(__file__).parents[1] / "assets" / PACKAGED
+_PACKAGED_FOLDER = Path(__file__).parents[1] / "assets" / PACKAGED_MODEL
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 WHOLE_MODEL = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py")
 CONFIG_ONLY = ("config.json",)
@@ -35,10 +35,10 @@ def find_model(path: str | Path, *, wanted: Sequence[str] = WHOLE_MODEL) -> tupl
     if isinstance(path, str) and not path.strip():
         raise ModelError(
             "expected a model folder, a hub name such as organisation/model, or "
-            f"{PACKAGED!r}, got an empty name"
+            f"{PACKAGED_MODEL!r}, got an empty name"
         )
-    if path == PACKAGED:
-        return _PACKAGED_FOLDER, PACKAGED
+    if path == PACKAGED_MODEL:
+        return _PACKAGED_FOLDER, PACKAGED_MODEL
     folder = _local_folder(path)
     if folder is not None:
         return folder, folder.resolve().name
@@ -47,7 +47,7 @@ def find_model(path: str | Path, *, wanted: Sequence[str] = WHOLE_MODEL) -> tupl
         what = "it is a file, not a model folder" if is_file else "there is no such folder"
         raise ModelError(
             f"expected a model folder, got {shown(str(path))}: {what}; pass "
-            f"a local folder, a hub name such as organisation/model, or {PACKAGED!r}"
+            f"a local folder, a hub name such as organisation/model, or {PACKAGED_MODEL!r}"
         )
     return _download(path, wanted), path
 
@@ -75,5 +75,5 @@ def _download(name: str, wanted: Sequence[str]) -> Path:
         raise ModelError(
             f"there is no folder {shown(name)}, and the model could not be downloaded from the hub "
             f"({reason}); download it on a machine with network access and pass its folder, or use "
-            f"{PACKAGED!r}"
+            f"{PACKAGED_MODEL!r}"
         ) from error

@@ -7,8 +7,8 @@ from pathlib import Path
 from quire.errors import UnknownName
 from quire.layout.config import read_config
 from quire.layout.model import ModelSpec
+from quire.layout.packaged import PACKAGED_MODEL
 
-PACKAGED = "quire-tiny"
 _LLAMA3 = {
     "model_type": "llama",
     "hidden_size": 4096,
@@ -21,6 +21,17 @@ _LLAMA3 = {
 }
 _LONG = {"max_position_embeddings": 131072}
 CONFIGS: Mapping[str, Mapping[str, object]] = {
+    "smollm2": {
+        "model_type": "llama",
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    },
     "llama-3-8b": _LLAMA3,
     "llama-3.1-8b": _LLAMA3 | _LONG,
     "llama-3.1-70b": _LLAMA3
@@ -77,8 +88,10 @@ def model_shape(name: str) -> ModelSpec:
     if name in CONFIGS:
         return ModelSpec.from_config(CONFIGS[name])
     folder = Path(name)
-    if name == PACKAGED and not folder.is_dir():
-        folder = Path(str(resources.files("quire") / "assets" / PACKAGED))
+    if name == PACKAGED_MODEL and not folder.is_dir():
+        folder = Path(str(resources.files("quire") / "assets" / PACKAGED_MODEL))
     if not folder.is_dir():
-        raise UnknownName("model shape", name, (*CONFIGS, PACKAGED, "a folder with config.json"))
+        raise UnknownName(
+            "model shape", name, (*CONFIGS, PACKAGED_MODEL, "a folder with config.json")
+        )
     return ModelSpec.from_config(read_config(folder))

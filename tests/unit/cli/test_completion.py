@@ -46,7 +46,7 @@ def test_models_are_completed_from_folders(tmp_path, monkeypatch):
     (tmp_path / ".hidden").mkdir()
     monkeypatch.chdir(tmp_path)
 
-    assert complete_model("") == ["quire-tiny", "models/"]
+    assert complete_model("") == ["quire-tiny", "smollm2", "models/"]
     assert complete_model("models/") == ["models/llama", "models/tiny.gguf"]
     assert complete_model(f"{tmp_path}/models/l") == [f"{tmp_path}/models/llama"]
     assert complete_model("nowhere/") == []

