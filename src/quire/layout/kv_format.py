@@ -53,11 +53,6 @@ class KVFormat:
         """Whether a codec encodes whole pages."""
         return self.key.per_page or self.value.per_page
 
-    @property
-    def has_copies(self) -> bool:
-        """Whether some tokens have a second copy in another precision."""
-        return bool(self.sinks or self.residual) or self.promoted is not None
-
     def recent(self, page_tokens: int) -> int:
         """Return the number of newest tokens to keep in full precision.
 

@@ -176,7 +176,7 @@ def _undecodable(header: GgufHeader) -> str:
         try:
             gguf.dequantize(header.data(tensor)[:1], kind)
         except NotImplementedError:
-            return kind.name
+            return str(kind.name)
     return ""
 
 

@@ -157,7 +157,6 @@ class _Rows:
 
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 _CODECS = ("int8", "fp8", "int4")
-_WINDOW = 17  # begins inside of a page
 _ALIGNMENT = 16
 _SPLITS, _WHOLE_ROWS = 64, 1  # multiprocessors: with 64 the row of 300 slots is split
 
@@ -234,24 +233,6 @@ def first_wrong(
     return None
 
 
-def wrong_plain(
-    backend: AttentionBackend, device: torch.device, dtype: torch.dtype, head_dim: int
-) -> str | None:
-    """Return what a backend computes wrongly from unquantized pages without sinks, or None.
-
-    Arguments as for `first_wrong`.
-    """
-    plain = str(dtype).removeprefix("torch.")
-    for softcap, window in ((None, None), (3.0, None), (None, _WINDOW)):
-        step = _Sample(plain, dtype, head_dim, has_extras=False, softcap=softcap, window=window)
-        [found] = step.on(backend, device, with_sums=False)
-        expected, _ = step.expected()
-        error = (found.cpu().float() - expected).abs().max() / expected.abs().max()
-        if not bool(error <= _TOLERANCES[dtype]):  # NaN is not
-            return f"wrong numbers from pages of {plain}"
-    return None
-
-
 class _Sample:
     """A step with decode rows and a chunk; the newest slots are written by the backend.
 
@@ -260,8 +241,6 @@ class _Sample:
         dtype: type of the queries and of new keys and values.
         head_dim: elements of a vector.
         has_extras: whether scores have a softcap and heads have sinks.
-        softcap: softcap of scores without the extras.
-        window: slots that a query attends to; None for all.
         rotates: whether the newest slots are written by the kernel with RoPE.
     """
 
@@ -272,11 +251,8 @@ class _Sample:
         head_dim: int,
         *,
         has_extras: bool,
-        softcap: float | None = None,
-        window: int | None = None,
         rotates: bool = False,
     ) -> None:
-        self._window = window
         self._rotates = rotates
         generator = torch.Generator().manual_seed(0)
         self._codec, self._dtype = make_codec(codec_spec(codec), head_dim), dtype
@@ -296,7 +272,7 @@ class _Sample:
         self._query = torch.randn(tokens, heads, head_dim, generator=generator).to(dtype)
         self._math = AttentionMath(
             scale=head_dim**-0.5,
-            softcap=3.0 if has_extras else softcap,
+            softcap=3.0 if has_extras else None,
             sinks=torch.linspace(-1, 1, heads) if has_extras else None,
         )
 
@@ -352,7 +328,7 @@ class _Sample:
         rows = torch.arange(len(SLOTS), device=device)
         pages = LayerPages(key, value, self._table.to(device), rows, 0, 1, coded=coded)
         step = StepShape.of(np.array(NEW_TOKENS, dtype=np.int32))
-        lanes = LaneSlots(np.array(SLOTS, dtype=np.int32)[:, None], self._window)
+        lanes = LaneSlots(np.array(SLOTS, dtype=np.int32)[:, None], None)
         plan = backend.plan(step, lanes, PAGE_TOKENS, 1)
         sinks = self._math.sinks
         math = replace(self._math, sinks=None if sinks is None else sinks.to(device))
