@@ -6,19 +6,29 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, TypeVar, Unpack, runtime_checkable
+from typing import Any, Protocol, TypeVar, Unpack, runtime_checkable
 
-from quire.api.llm import Command, as_requests, as_token_ids, structures_of
+from transformers import PreTrainedTokenizerBase
+
+from quire.api.llm import (
+    Command,
+    Conversation,
+    as_conversations,
+    as_requests,
+    as_token_ids,
+    structures_of,
+)
 from quire.config.generation_request import GenerationRequest, Prompt, RequestOptions
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.engine.ledger import Snapshot
 from quire.engine.stats import EngineStats
 from quire.errors import ConfigError, EngineDead, QueueFull, QuireError, RequestError
+from quire.models.chat_template import NO_KWARGS, ChatTemplate
 from quire.models.tokenizer import encode_prompt
 from quire.sampling.output_stream import OutputStream, put_all
 from quire.sampling.outputs import OutputDelta, RequestOutput
@@ -254,6 +264,52 @@ class AsyncLLM:
         finally:
             stream.cancel()
 
+    async def chat(
+        self,
+        messages: Conversation,
+        sampling: SamplingParams | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] = NO_KWARGS,
+        content_format: str = "auto",
+        **options: Unpack[RequestOptions],
+    ) -> RequestOutput:
+        """Submit a conversation and wait for its next message; see `LLM.chat`.
+
+        Args:
+            messages: one conversation.
+            sampling: sampling options; default: `SamplingParams()`.
+            add_generation_prompt: for this and the next three see `ChatOptions`.
+            continue_final_message: end with the text of the last message.
+            tools: definitions of tools.
+            template_kwargs: further variables of the template.
+            content_format: see `ChatTemplate`.
+            options: see `stream`.
+
+        Raises:
+            RequestError: invalid messages, or the engine refused the request.
+            EngineDead: the engine has stopped.
+        """
+        conversations = as_conversations(messages)
+        if len(conversations) != 1:
+            raise RequestError(
+                f"expected one conversation, got {len(conversations)}: call chat for each, and "
+                "gather the results"
+            )
+        template = ChatTemplate(self._tokenizer(), content_format)
+        encode = partial(
+            template.encode,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            template_kwargs=template_kwargs,
+        )
+        return await self.generate(
+            await asyncio.to_thread(encode, conversations[0]), sampling, **options
+        )
+
     async def _request(
         self,
         prompt: Prompt | GenerationRequest,
@@ -264,14 +320,17 @@ class AsyncLLM:
         [request] = as_requests([prompt], sampling, options)
         if not isinstance(request.prompt, str):
             return replace(request, prompt=as_token_ids(request.prompt))
+        ids = await asyncio.to_thread(encode_prompt, self._tokenizer(), request.prompt)
+        return replace(request, prompt=ids)
+
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
         model = self.engine.model
         if model.tokenizer is None:
             raise RequestError(
                 f"{model.name} has no tokenizer: add tokenizer.json to its folder, "
                 "or give prompts as token ids"
             )
-        ids = await asyncio.to_thread(encode_prompt, model.tokenizer, request.prompt)
-        return replace(request, prompt=ids)
+        return model.tokenizer
 
     async def stats(self) -> EngineStats:
         """Return the engine's statistics, read between two steps.

@@ -37,8 +37,9 @@ from quire.engine.stats import EngineStats
 from quire.errors import ConfigError, EngineDead, QuireError, RequestError
 from quire.eviction.rule_requirements import check_rules
 from quire.layout import limits
+from quire.layout.config import shown
 from quire.layout.options import require_choice, require_type
-from quire.models.chat_template import ChatTemplate
+from quire.models.chat_template import NO_KWARGS, ChatOptions, ChatTemplate
 from quire.models.loader import LoadedModel, load_model
 from quire.models.pooling import model_pooling
 from quire.models.tokenizer import encode_prompt
@@ -291,6 +292,27 @@ class EmbeddingOutput:
     usage: Usage
 
 
+Conversation = Sequence[Mapping[str, Any]]
+"""Messages in OpenAI's format, oldest first."""
+
+
+def as_conversations(messages: object) -> list[Conversation]:
+    """One or several conversations as a list.
+
+    Raises:
+        RequestError: neither messages nor lists of messages.
+    """
+    if isinstance(messages, list | tuple) and messages:
+        if all(isinstance(one, Mapping) for one in messages):
+            return [messages]
+        if all(isinstance(one, list | tuple) for one in messages):
+            return list(messages)
+    raise RequestError(
+        'expected messages such as [{"role": "user", "content": "Hello"}], or a list of such '
+        f"conversations, got {shown(str(messages))}"
+    )
+
+
 def embedding_params(model: LoadedModel, pooling: Pooling | None = None) -> SamplingParams:
     """Sampling parameters of a request for an embedding.
 
@@ -470,18 +492,21 @@ class LLM:
             return encode_prompt(self._tokenizer(), prompt)
         return as_token_ids(prompt)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]
+    ) -> list[int]:
         """Return the token ids of a conversation, with the model's chat template.
 
         Args:
             messages: messages in OpenAI's format, oldest first. The content is a text or a list of
                 text parts; `tool_calls` and other fields are passed to the template.
+            options: see `ChatOptions`.
 
         Raises:
             RequestError: invalid messages, a model without a chat template, or a template that
                 refuses the messages or does not write the text of one of them.
         """
-        return self.chat_template.encode(messages)
+        return self.chat_template.encode(messages, **options)
 
     @property
     def chat_template(self) -> ChatTemplate:
@@ -559,6 +584,50 @@ class LLM:
                 if progress is not None:
                     progress(self.stats(), deltas)
         return [outputs[request_id] for request_id in builders]
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: Progress | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] = NO_KWARGS,
+        **options: Unpack[OptionsOfMany],
+    ) -> list[RequestOutput]:
+        """Generate the next message of conversations in one batch; return them in their order.
+
+        Args:
+            messages: one conversation (a list of messages; see `encode_chat`), or several.
+            sampling: one for all conversations, or a list with one per conversation.
+            progress: see `generate`.
+            add_generation_prompt: for this and the next three see `ChatOptions`; they apply to all
+                conversations.
+            continue_final_message: end with the text of the last message.
+            tools: definitions of tools.
+            template_kwargs: further variables of the template.
+            options: see `generate`.
+
+        Raises:
+            EngineDead: the LLM is closed.
+            RequestError: invalid messages or options; no request is run.
+            NeverFits: a conversation needs more KV than the whole KV memory.
+        """
+        many = as_conversations(messages)
+        prompts: list[Prompt | GenerationRequest] = []
+        for index, conversation in enumerate(many):
+            with _named(f"conversation {index}" if len(many) > 1 else ""):
+                ids = self.encode_chat(
+                    conversation,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    tools=tools,
+                    template_kwargs=template_kwargs,
+                )
+            prompts.append(ids)
+        return self.generate(prompts, sampling, progress=progress, **options)
 
     def embed(
         self,

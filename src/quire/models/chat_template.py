@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, get_args
+from typing import Any, TypedDict, Unpack, get_args
 
 from jinja2 import TemplateError
 from jinja2.exceptions import TemplateSyntaxError
@@ -78,6 +78,23 @@ _MAX_SEARCHES = 32
 _INLINE = ("{{", "{%")
 
 
+class ChatOptions(TypedDict, total=False):
+    """How a chat becomes a prompt.
+
+    Attributes:
+        add_generation_prompt: end with the prefix of the assistant's message. Default: True.
+        continue_final_message: end with the text of the last message, which the output continues;
+            not with `add_generation_prompt`.
+        tools: definitions of tools for the template, in OpenAI's format.
+        template_kwargs: further variables of the template, such as `enable_thinking`.
+    """
+
+    add_generation_prompt: bool
+    continue_final_message: bool
+    tools: Sequence[Mapping[str, Any]] | None
+    template_kwargs: Mapping[str, Any]
+
+
 class ChatTemplate:
     """The chat template of a tokenizer.
 
@@ -100,12 +117,14 @@ class ChatTemplate:
         texts = template.values() if isinstance(template, dict) else (template or "",)
         return any(name in _words(text) for text in texts)
 
-    def encode(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+    def encode(
+        self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]
+    ) -> list[int]:
         """Token ids of a chat; the template writes all special tokens, the tokenizer adds none.
 
         Args:
-            messages: see `render`.
-            options: see `render`.
+            messages: see `read_messages`.
+            options: see `ChatOptions`.
 
         Raises:
             RequestError: see `render`.
@@ -125,11 +144,10 @@ class ChatTemplate:
 
         Args:
             messages: see `read_messages`.
-            add_generation_prompt: end with the prefix of the assistant's message.
-            continue_final_message: end with the text of the last message, which the output
-                continues; not with `add_generation_prompt`.
-            template_kwargs: further variables of the template, such as `enable_thinking`.
-            tools: definitions of tools for the template, in OpenAI's format.
+            add_generation_prompt: for this and the next three see `ChatOptions`.
+            continue_final_message: end with the text of the last message.
+            template_kwargs: further variables of the template.
+            tools: definitions of tools.
 
         Raises:
             RequestError: invalid messages, a model without a template, or a template that refuses

@@ -1,5 +1,6 @@
 """`LLM`: rejected arguments, streams, closing, and several callers of one engine."""
 
+import asyncio
 import gc
 import inspect
 import itertools
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from quire.api.async_llm import AsyncLLM
 from quire.api.llm import LLM, as_options, as_prompts, as_requests, as_token_ids
 from quire.config.generation_request import (
     OPTION_KINDS,
@@ -406,3 +408,80 @@ def test_options_of_loading_are_refused_for_a_model_in_memory(options, message):
 def test_a_tokenizer_beside_the_name_of_a_model_is_refused():
     with pytest.raises(ConfigError, match="leave tokenizer out"):
         LLM("quire-tiny", tokenizer=byte_tokenizer())
+
+
+# ---- conversations -------------------------------------------------------------------------------
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if not (loop.last and open) %}"
+    "</{{ m.role }}>{% endif %}{% endfor %}{% if tools %}{{ tools | length }} tools{% endif %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def chatting():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return LLM(in_memory(), tokenizer=tokenizer, kv=KVConfig(memory="1MiB", page_tokens=4))
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "prompts"),
+    [
+        (HELLO, {}, ["<user>hello</user><assistant>"]),
+        (
+            [HELLO, [{"role": "user", "content": [{"type": "text", "text": "bye"}]}]],
+            {},
+            ["<user>hello</user><assistant>", "<user>bye</user><assistant>"],
+        ),
+        (HELLO, {"add_generation_prompt": False}, ["<user>hello</user>"]),
+        (
+            [*HELLO, {"role": "assistant", "content": "I"}],
+            {"add_generation_prompt": False, "continue_final_message": True},
+            ["<user>hello</user><assistant>I"],
+        ),
+        (HELLO, {"tools": [{"type": "function"}]}, ["<user>hello</user>1 tools<assistant>"]),
+        (HELLO, {"template_kwargs": {"open": True}}, ["<user>hello<assistant>"]),
+    ],
+)
+def test_chat_generates_from_the_prompts_of_the_template(chatting, messages, options, prompts):
+    outputs = chatting.chat(messages, GREEDY, **options)
+
+    decode = chatting.model.tokenizer.decode
+    assert [decode(list(output.prompt_token_ids)) for output in outputs] == prompts
+    encoded = [list(output.prompt_token_ids) for output in outputs]
+    assert [o.token_ids for o in outputs] == [
+        o.token_ids for o in chatting.generate(encoded, GREEDY)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ("hello", "expected messages such as"),
+        ([], "expected messages such as"),
+        ([HELLO, "hello"], "expected messages such as"),
+        ([HELLO, [{"role": "user"}]], "^conversation 1: "),
+    ],
+)
+def test_invalid_conversations_are_refused_before_any_request_runs(chatting, messages, message):
+    with pytest.raises(RequestError, match=message):
+        inspect.unwrap(LLM.chat)(chatting, messages, GREEDY)
+
+    assert not chatting.engine.has_work
+
+
+def test_chat_of_an_async_llm_is_that_of_the_llm(chatting):
+    async def answer():
+        async with AsyncLLM(chatting.engine) as llm:
+            with pytest.raises(RequestError, match="expected one conversation, got 2"):
+                await inspect.unwrap(AsyncLLM.chat)(llm, [HELLO, HELLO])
+            return await llm.chat(HELLO, GREEDY, tools=[{"type": "function"}])
+
+    [expected] = chatting.chat(HELLO, GREEDY, tools=[{"type": "function"}])
+    output = asyncio.run(answer())
+
+    assert output.prompt_token_ids == expected.prompt_token_ids
+    assert output.token_ids == expected.token_ids
