@@ -23,6 +23,7 @@ from quire.cli.doctor import doctor
 from quire.cli.evaluate import eval_app
 from quire.cli.generate import generate
 from quire.cli.listings import codecs, policies
+from quire.cli.models import models, pull
 from quire.cli.options import Section, keyword, option_parameter
 from quire.cli.plan import plan
 from quire.cli.profile import profile
@@ -105,7 +106,7 @@ app = typer.Typer(
 )
 _COMMANDS = (
     *(generate, chat, batch, serve, plan, profile, calibrate, tune, board, simulate, demo, doctor),
-    *(policies, codecs),
+    *(pull, models, policies, codecs),
 )
 for _command in _COMMANDS:
     register(app, _command)

@@ -49,7 +49,7 @@ def find_model(path: str | Path, *, wanted: Sequence[str] = WHOLE_MODEL) -> tupl
             f"expected a model folder, got {shown(str(path))}: {what}; pass "
             f"a local folder, a hub name such as organisation/model, or {PACKAGED_MODEL!r}"
         )
-    return _download(path, wanted), path
+    return download(path, wanted), path
 
 
 def _local_folder(path: str | Path) -> Path | None:
@@ -67,9 +67,21 @@ def _is_file(path: str | Path) -> bool:
         return False
 
 
-def _download(name: str, wanted: Sequence[str]) -> Path:
+def download(
+    name: str, wanted: Sequence[str] = WHOLE_MODEL, *, revision: str | None = None
+) -> Path:
+    """Download files of a model on the hub; files that are cached are not downloaded again.
+
+    Args:
+        name: name on the hub.
+        wanted: patterns of the files.
+        revision: branch, tag or commit; None: the main branch.
+
+    Raises:
+        ModelError: the hub cannot be reached, or does not have the model.
+    """
     try:
-        return Path(snapshot_download(name, allow_patterns=list(wanted)))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(wanted)))
     except (OSError, HfHubHTTPError, HFValidationError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(

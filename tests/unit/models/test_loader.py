@@ -237,7 +237,7 @@ def test_hub_model_is_downloaded_without_pickles(
 ) -> None:
     patterns: dict[str, list[str]] = {}
 
-    def download(name: str, *, allow_patterns: list[str]) -> str:
+    def download(name: str, *, allow_patterns: list[str], revision: None) -> str:
         patterns[name] = allow_patterns
         return str(llama)
 
