@@ -268,6 +268,12 @@ def test_output_of_a_row_is_batch_invariant(codec):
         )
 
 
+def test_codecs_with_calibrated_constants_fall_back_to_torch():
+    calibrated = replace(codec_spec("int4"), constants=("equal",))
+
+    assert "does not read int4" in str(why_not(calibrated, 128))
+
+
 @pytest.mark.parametrize(
     ("codec", "head_dim", "reason"),
     [

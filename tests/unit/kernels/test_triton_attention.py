@@ -205,3 +205,11 @@ def test_unsupported_tensors_fall_back_with_one_warning(change, reason, caplog):
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
     assert len(caplog.records) == 1
     assert reason in caplog.text
+
+
+def test_pages_of_float64_fall_back():
+    lanes = make_lanes(dtype=torch.float64)
+    query = lanes.query(2)
+    got = lanes.attend(triton_backend(GatheredAttention(CPU)), query, math_of(query))
+
+    assert torch.equal(got, lanes.attend(GatheredAttention(CPU), query, math_of(query)))

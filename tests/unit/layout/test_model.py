@@ -392,6 +392,11 @@ def test_constructed_spec_is_validated(tmp_path: Path):
         ModelSpec(**(fields | {"num_kv_heads": 5}))
 
 
+def test_missing_folder_is_rejected(tmp_path: Path):
+    with pytest.raises(ModelError, match="no such folder"):
+        read_config(tmp_path / "nowhere")
+
+
 def test_dtype_bytes_and_unknown_dtype_suggestion():
     assert dtype_bytes("float32") == 4
     assert dtype_bytes("torch.bfloat16") == 2

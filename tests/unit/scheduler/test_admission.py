@@ -237,6 +237,13 @@ def test_outputs_of_known_length_fill_the_memory_without_preemption(admission):
     assert num_steps <= 4 * 16 + 4
 
 
+def test_promised_growth_stays_below_the_high_watermark():
+    reserved = run_load("reserved", low_watermark=0.5, high_watermark=0.6)
+
+    assert reserved[0] == 0
+    assert reserved[1] <= run_load("reserved", low_watermark=0.5)[1]
+
+
 def test_prompt_evicted_after_prefill_is_not_promised_again():
     """A cap of 8 in decoding: a prompt of 40 tokens needs 20 pages once, then 4."""
     layout = make_layout(4, None, evicting=True)
