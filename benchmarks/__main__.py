@@ -29,7 +29,7 @@ from benchmarks.server_load.command import server_load
 from benchmarks.soak import soak
 from benchmarks.stack.command import stack
 from benchmarks.throughput.command import throughput
-from benchmarks.weights.command import weights
+from benchmarks.weights import weights
 from quire.cli.command import register
 from quire.cli.main import QuireGroup
 

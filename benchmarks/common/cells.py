@@ -11,9 +11,8 @@ from quire.cli.settings import Settings
 from quire.errors import ConfigError
 
 if TYPE_CHECKING:
-    from benchmarks.eviction.cells import Cell
-    from benchmarks.eviction.parts import Material
-    from benchmarks.eviction.texts import RunningText
+    from benchmarks.quality.cells import Cell, Material
+    from benchmarks.quality.texts import RunningText
     from quire.models.loader import LoadedModel
 
 
@@ -42,8 +41,7 @@ def material_of(settings: Settings, text: Path | None, out: Path | None) -> "Mat
         text: a text file; None: the shipped books.
         out: folder of the stored cells; None: do not store cells.
     """
-    from benchmarks.eviction.cells import CellFile
-    from benchmarks.eviction.parts import Material
+    from benchmarks.quality.cells import CellFile, Material
 
     return Material(
         load=lambda: load(settings),
@@ -60,7 +58,7 @@ def running_text(model: "LoadedModel", path: Path | None) -> "RunningText":
 
     The text starts with quire-tiny's document token if the model's tokenizer has that token.
     """
-    from benchmarks.eviction.texts import RunningText
+    from benchmarks.quality.texts import RunningText
     from quire.evals.gate import DOCUMENT_START
     from quire.evals.tasks.words import book_text
     from quire.models.tokenizer import encode_prompt

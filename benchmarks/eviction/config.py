@@ -1,46 +1,41 @@
 """Configurations of the eviction benchmark, at full size and small."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from benchmarks.eviction.rules import DEFAULT_RULES, Rule
+from benchmarks.common.cells import parts_of_budgets
+from benchmarks.common.command import names_of
+from benchmarks.quality.cells import TasksConfig
+from benchmarks.quality.rules import DEFAULT_RULES, Rule, rules_of
 from quire.errors import ConfigError
-from quire.layout.eviction import PREFILL_AND_DECODE, PREFILL_END
+from quire.evals.tasks import FAMILIES
+from quire.layout.eviction import PREFILL_AND_DECODE, PREFILL_END, SCHEDULES
 
-TASKS = ("lines", "kv", "niah", "facts", "copy", "labels")
 RULES = tuple(map(Rule, DEFAULT_RULES))
 ARTICLE_RULES = tuple(map(Rule, ("random", "recent", "sinks", "h2o", "h2o_sinks")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CellsConfig:
+class CellsConfig(TasksConfig):
     """Quality and bytes by rule, budget and task.
 
     Attributes:
         rules: eviction rules; full KV always runs too.
         budgets: caps as fractions of `tokens`.
-        tasks: tasks of `quire.evals`.
         schedules: eviction schedules.
-        tokens: most tokens of a prompt with its output.
-        prompts: number of prompts of each cell.
         every: number of tokens evicted at once, for schedules with repeated evictions.
-        rows: most running requests.
     """
 
+    prompts: int = 200
     rules: tuple[Rule, ...] = RULES
     budgets: tuple[float, ...] = (0.5, 0.25)
-    tasks: tuple[str, ...] = TASKS
     schedules: tuple[str, ...] = (PREFILL_END, PREFILL_AND_DECODE)
-    tokens: int = 512
-    prompts: int = 200
     every: int = 16
-    rows: int = 32
 
     def __post_init__(self) -> None:
+        TasksConfig.__post_init__(self)
         if not all(0 < budget < 1 for budget in self.budgets):
             requested = ", ".join(f"{100 * budget:g} %" for budget in self.budgets)
             raise ConfigError(f"expected budgets above 0 and below 100 %, got {requested}")
-        if self.prompts < 1:
-            raise ConfigError(f"expected prompts of 1 or more, got {self.prompts}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,34 +65,22 @@ class PerplexityConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RetainedConfig:
-    """Configuration of the part `kept`: positions that rules retain.
+class RetainedConfig(PerplexityConfig):
+    """Configuration of the part `kept`, with one picture of each rule.
 
     Attributes:
-        rules: eviction rules, with one picture each.
-        tokens: length of each text.
-        texts: number of texts in the mean.
-        budget: cap as a fraction of `tokens`.
-        every: number of tokens evicted at once.
         bins: number of equal sections of a text.
     """
 
     rules: tuple[Rule, ...] = RULES
     tokens: int = 1_024
     texts: int = 8
-    budget: float = 0.25
-    every: int = 32
     bins: int = 32
-
-    @property
-    def cap(self) -> int:
-        """Cap in tokens."""
-        return int(self.budget * self.tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostConfig:
-    """Configuration of the cost part: time that eviction adds to decode steps.
+    """Configuration of the parts `cost` and `ready`: time that eviction adds to decode steps.
 
     Attributes:
         model: a name in SHAPES; its weights are random.
@@ -120,12 +103,7 @@ SMALL_LAYERS = CostConfig(model="small", cap=64, every=32, repeats=12)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvictionBenchConfig:
-    """Configuration of all parts.
-
-    Attributes:
-        model: evaluated model: a folder, a hub name or quire-tiny.
-        quality, perplexity, kept, cost, ready: configurations of the parts.
-    """
+    """Configuration of all parts, and the evaluated model: a folder, a hub name or quire-tiny."""
 
     model: str = "quire-tiny"
     quality: CellsConfig = field(default_factory=CellsConfig)
@@ -142,3 +120,37 @@ QUICK_EVICTION = EvictionBenchConfig(
     cost=CostConfig(model="small", cap=128, every=16, rows=8, repeats=1),
     ready=CostConfig(model="small", cap=32, every=4, rows=2, repeats=1),
 )
+
+
+def configured(
+    config: EvictionBenchConfig,
+    rules: str,
+    tasks: str,
+    budgets: str,
+    when: str,
+    prompts: int | None,
+) -> EvictionBenchConfig:
+    """Apply the given options; unset options keep each part's own values.
+
+    Raises:
+        UnknownName: no such rule, task or schedule.
+        ConfigError: an invalid budget.
+    """
+    quality = replace(config.quality, prompts=prompts or config.quality.prompts)
+    if tasks.strip():
+        quality = replace(quality, tasks=names_of(tasks, FAMILIES, "task"))
+    if when.strip():
+        schedules = names_of(when, dict.fromkeys(SCHEDULES), "eviction schedule")
+        quality = replace(quality, schedules=schedules)
+    if budgets.strip():
+        quality = replace(quality, budgets=parts_of_budgets(budgets))
+    config = replace(config, quality=quality)
+    if not rules.strip():
+        return config
+    selected = rules_of(rules)
+    return replace(
+        config,
+        quality=replace(config.quality, rules=selected),
+        perplexity=replace(config.perplexity, rules=selected),
+        kept=replace(config.kept, rules=selected),
+    )

@@ -1,4 +1,4 @@
-"""Part `cost`: time that eviction adds to decode steps, and time that it adds without evicting.
+"""Parts `cost` and `ready`: time that eviction adds to decode steps, and without evicting.
 
 full       no eviction
 again      the same a second time: the difference of two equal arms
@@ -6,22 +6,26 @@ recent     the rule's cap: equal KV, no statistics, the cheapest selection
 rule       scores and compaction when rows evict; attention sums in every step
 pressure   when=pressure in an ample memory, with recent and with the rule: no token is evicted
 
+`ready` has full, again and pressure with recent. Its layers are small, so that the time added per
+layer is measurable; in `cost` the step times of two equal arms differ by more. It is the same for
+layers of any size: it records the position of each slot's token and checks the lengths of lanes.
+
 Eviction is part of planning a step, so its time is the planning time beyond that of full KV. Arms
 run in turn step by step, because a machine's speed drifts within seconds by more than the effect.
 """
 
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
 
 from benchmarks.common.models import random_model
-from benchmarks.common.result import Numbers, PartResult, Table
+from benchmarks.common.result import Cell, Numbers, PartResult, Table
+from benchmarks.common.tables import table_of
 from benchmarks.common.workload import SHAPES
-from benchmarks.eviction.cells import FULL
 from benchmarks.eviction.config import CostConfig
-from benchmarks.eviction.rules import Rule
+from benchmarks.quality.rules import Rule
 from benchmarks.throughput.arms import all_decode
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig, PrefixCacheConfig
@@ -30,6 +34,7 @@ from quire.engine.core import Engine
 from quire.errors import InvariantError
 from quire.layout.eviction import PREFILL_AND_DECODE, PRESSURE
 from quire.models.loader import LoadedModel
+from quire.policies.registry import FULL
 from quire.profile.ceilings import random_prompt
 from quire.scheduler.schedule_config import ScheduleConfig
 
@@ -144,14 +149,34 @@ def _round(timed: Mapping[str, TimedArm], steps: int) -> Round:
     return {arm: rows.end() for arm, rows in timed.items()}
 
 
+def _part(claims: Numbers, table: Table, rounds: Sequence[Round]) -> PartResult:
+    raw = [{arm: asdict(cost) for arm, cost in found.items()} for found in rounds]
+    return PartResult(claims=claims, tables=(table,), raw={"rounds": raw})
+
+
 def run_cost(config: CostConfig) -> PartResult:
-    """Run the part."""
-    rounds = measure_cost(config)
-    return PartResult(
-        claims=claims(rounds),
-        tables=(_table(config, rounds),),
-        raw={"rounds": [{arm: asdict(cost) for arm, cost in r.items()} for r in rounds]},
+    """Run the part `cost`."""
+    rounds, evicts = measure_cost(config), arms(config)
+    table = table_of(
+        "eviction-cost",
+        f"{config.rows} decoding rows of {config.cap:,} tokens, random-weight Llama "
+        f"({config.model}), bfloat16; every row evicts once in the {config.every} steps of a "
+        f"round. Planning includes scoring and compaction. Medians of {config.repeats} rounds, "
+        "arms in turn step by step.",
+        evicts,
+        {
+            "eviction": lambda arm: evicts[arm] + (", again" if arm == AGAIN else ""),
+            "step ms": lambda arm: 1e3 * _median(rounds, lambda r: r[arm].step_s),
+            "planning ms": lambda arm: 1e3 * _median(rounds, lambda r: r[arm].schedule_s),
+            "planning %": lambda arm: (
+                100
+                * _median(rounds, lambda r: r[arm].schedule_s)
+                / _median(rounds, lambda r: r[arm].step_s)
+            ),
+            "step over full": lambda arm: 1 + _increase(rounds, arm),
+        },
     )
+    return _part(claims(rounds), table, rounds)
 
 
 def claims(rounds: Sequence[Round]) -> Numbers:
@@ -161,48 +186,56 @@ def claims(rounds: Sequence[Round]) -> Numbers:
     statistics_cost_share: increase of the model's time over recent.
     pressure_recent_cost, pressure_rule_cost: increase of the step time over full KV.
     equal_arms_difference: the same increase for full KV itself: the noise floor of the others.
-
     """
     return {
-        "eviction_cost_share": statistics.median(
-            (r[RULE].schedule_s - r[FULL].schedule_s) / r[RULE].step_s for r in rounds
+        "eviction_cost_share": _median(
+            rounds, lambda r: (r[RULE].schedule_s - r[FULL].schedule_s) / r[RULE].step_s
         ),
-        "statistics_cost_share": statistics.median(
-            r[RULE].model_s / r[RECENT].model_s - 1 for r in rounds
-        ),
+        "statistics_cost_share": _median(rounds, lambda r: r[RULE].model_s / r[RECENT].model_s - 1),
         "pressure_recent_cost": _increase(rounds, PRESSURE_RECENT),
         "pressure_rule_cost": _increase(rounds, PRESSURE_RULE),
         "equal_arms_difference": _increase(rounds, AGAIN),
     }
 
 
+def _median(rounds: Sequence[Round], value: Callable[[Round], float]) -> float:
+    return statistics.median(map(value, rounds))
+
+
 def _increase(rounds: Sequence[Round], arm: str) -> float:
-    return statistics.median(r[arm].step_s / r[FULL].step_s - 1 for r in rounds)
+    return _median(rounds, lambda r: r[arm].step_s / r[FULL].step_s - 1)
 
 
-def _table(config: CostConfig, rounds: Sequence[Round]) -> Table:
-    rows = []
-    for arm, evict in arms(config).items():
-        step_s = statistics.median(r[arm].step_s for r in rounds)
-        plan_s = statistics.median(r[arm].schedule_s for r in rounds)
-        over = statistics.median(r[arm].step_s / r[FULL].step_s for r in rounds)
-        rows.append(
-            (
-                evict if arm != AGAIN else f"{evict}, again",
-                1e3 * step_s,
-                1e3 * plan_s,
-                100 * plan_s / step_s,
-                over,
-            )
-        )
-    return Table(
-        name="eviction-cost",
-        caption=(
-            f"{config.rows} decoding rows of {config.cap:,} tokens, random-weight Llama "
-            f"({config.model}), bfloat16; every row evicts once in the {config.every} steps of a "
-            f"round. Planning includes scoring and compaction. Medians of {config.repeats} rounds, "
-            "arms in turn step by step."
-        ),
-        columns=("eviction", "step ms", "planning ms", "planning %", "step over full"),
-        rows=tuple(rows),
+READY_ARMS = (FULL, AGAIN, PRESSURE_RECENT)
+
+
+def run_ready(config: CostConfig) -> PartResult:
+    """Run the part `ready`."""
+    rounds = measure_cost(config, READY_ARMS)
+    num_layers = SHAPES[config.model]().num_hidden_layers
+    columns: dict[str, Callable[[str], Cell]] = {
+        "arm": lambda arm: arm,
+        "step ms": lambda arm: 1e3 * _median(rounds, lambda r: r[arm].step_s),
+        "added us per layer": lambda arm: _layer_us(rounds, arm, num_layers),
+    }
+    table = table_of(
+        "eviction-ready",
+        f"{config.rows} decoding rows of {config.cap} tokens, random-weight Llama "
+        f"({config.model}, {num_layers} layers), bfloat16; no token is evicted. Medians of "
+        f"{config.repeats} rounds of {config.every} steps, arms in turn step by step.",
+        READY_ARMS,
+        columns,
     )
+    return _part(ready_claims(rounds, num_layers), table, rounds)
+
+
+def ready_claims(rounds: Sequence[Round], num_layers: int) -> Numbers:
+    """Time per layer that `recent` under pressure, and a second arm of full KV, add to a step."""
+    return {
+        "ready_layer_us": _layer_us(rounds, PRESSURE_RECENT, num_layers),
+        "ready_equal_layer_us": _layer_us(rounds, AGAIN, num_layers),
+    }
+
+
+def _layer_us(rounds: Sequence[Round], arm: str, num_layers: int) -> float:
+    return 1e6 * _median(rounds, lambda r: r[arm].step_s - r[FULL].step_s) / num_layers

@@ -1,140 +1,64 @@
-"""Part `quality`: correct answers and bytes by rule, budget and task, with 95 % intervals."""
+"""Parts of the eviction benchmark; correct answers and bytes by rule, budget and task."""
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from benchmarks.common.graded_prompts import GradedPrompt, PromptMaker
-from benchmarks.common.result import Cell as Shown
 from benchmarks.common.result import Chart, Numbers, PartResult, Table
-from benchmarks.eviction.cells import FULL, Cell, CellFile, CellKey
-from benchmarks.eviction.config import CellsConfig
-from quire.api.llm import LLM
-from quire.config.kv_config import KVConfig, PrefixCacheConfig
-from quire.config.sampling_params import SamplingParams
-from quire.errors import InvariantError
-from quire.models.loader import LoadedModel
-from quire.sampling.outputs import RequestOutput
-from quire.scheduler.schedule_config import ScheduleConfig
+from benchmarks.eviction.config import CellsConfig, EvictionBenchConfig
+from benchmarks.eviction.cost import run_cost, run_ready
+from benchmarks.eviction.texts import run_perplexity, run_retained
+from benchmarks.quality.cells import Cell, CellKey, Judge, Material, mean_share, shown
+from quire.policies.registry import FULL
 
-OLD_DEPTH = 0.25
+Part = Callable[[EvictionBenchConfig], PartResult]
 
 
-class Judge:
-    """Runs cells on a model.
+def make_parts(material: Material) -> Mapping[str, Part]:
+    """Create all parts."""
 
-    Args:
-        model: model with trained weights.
-        config: configuration; gives the rows at once.
-        make_prompts: makes the prompts of a task.
-    """
+    def quality(config: EvictionBenchConfig) -> PartResult:
+        keys = list(cell_keys(config.quality, config.model, material.commit))
+        make_prompts = material.prompt_maker_for(material.model)
+        judge = Judge(material.model, config.quality.rows, make_prompts)
+        return quality_result(config.quality, list(material.cells(judge.cell, keys)))
 
-    def __init__(self, model: LoadedModel, config: CellsConfig, make_prompts: PromptMaker) -> None:
-        self._model, self._config, self._make_prompts = model, config, make_prompts
-        self._prompts_of: dict[str, list[GradedPrompt]] = {}
-
-    def cell(self, key: CellKey) -> Cell:
-        """Run all prompts of a cell; the KV memory holds all rows, so no request waits for it.
-
-        Raises:
-            InvariantError: a request failed.
-        """
-        started_s = time.perf_counter()
-        prompts = self._prompts(key)
-        llm = self._open(key)
-        most = max(len(llm.encode(prompt.answer)) for prompt in prompts)
-        options = SamplingParams(max_tokens=most, temperature=0.0)
-        answers = llm.generate([prompt.prompt for prompt in prompts], options)
-        return judged(key, prompts, answers, time.perf_counter() - started_s)
-
-    def _prompts(self, key: CellKey) -> list[GradedPrompt]:
-        if key.task not in self._prompts_of:
-            self._prompts_of = {key.task: self._make_prompts(key.task, key.tokens, key.prompts)}
-        return self._prompts_of[key.task]
-
-    def _open(self, key: CellKey) -> LLM:
-        rows, spec = self._config.rows, self._model.spec
-        row_bytes = spec.kv_bytes_per_token(self._model.decoder.dtype.itemsize) * 2 * key.tokens
-        kv = self.kv_config(key, rows * row_bytes + (8 << 20))
-        return LLM(self._model, kv=kv, schedule=ScheduleConfig(max_num_seqs=rows))
-
-    def kv_config(self, key: CellKey, memory: int) -> KVConfig:
-        """KV configuration of a cell."""
-        return KVConfig(
-            memory=memory,
-            page_tokens=key.page_tokens,
-            evict=key.evict,
-            prefix_cache=PrefixCacheConfig(enabled=False),
-        )
+    return {
+        "quality": quality,
+        "perplexity": lambda c: run_perplexity(material.model, c.perplexity, material.running),
+        "kept": lambda c: run_retained(material.model, c.kept, material.running),
+        "cost": lambda c: run_cost(c.cost),
+        "ready": lambda c: run_ready(c.ready),
+    }
 
 
-def judged(
-    key: CellKey,
-    prompts: Sequence[GradedPrompt],
-    answers: Sequence[RequestOutput],
-    seconds: float,
-) -> Cell:
-    """Create a cell from the outputs of all its prompts.
+def cell_keys(config: CellsConfig, model: str, commit: str | None) -> Iterator[CellKey]:
+    """All cells, task by task, full KV first.
 
     Raises:
-        InvariantError: a request failed.
+        ConfigError: a budget is too small for a rule.
     """
-    hits = [_is_hit(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
-    old = [hit for hit, prompt in zip(hits, prompts, strict=True) if _is_old(prompt)]
-    return Cell(
-        key=key,
-        hits=sum(hits),
-        old_hits=sum(old),
-        old_prompts=len(old),
-        request_bytes=sum(a.usage.kv_peak_bytes for a in answers) / len(answers),
-        seconds=seconds,
-        outcomes="".join("1" if hit else "0" for hit in hits),
-    )
+    arms = [(FULL, "", 1.0, FULL)]
+    for when in config.schedules:
+        for budget in config.budgets:
+            for rule in config.rules:
+                evict = rule.evict(int(budget * config.tokens), config.every, when)
+                arms.append((rule.text, when, budget, evict))
+    for task in config.tasks:
+        for rule_text, when, budget, evict in arms:
+            yield CellKey(
+                model=model,
+                task=task,
+                tokens=config.tokens,
+                prompts=config.prompts,
+                rule=rule_text,
+                when=when,
+                budget=budget,
+                evict=evict,
+                commit=commit,
+            )
 
 
-def _is_hit(prompt: GradedPrompt, answer: RequestOutput) -> bool:
-    if answer.error is not None:
-        raise InvariantError(f"expected no failed request in a benchmark, got: {answer.error}")
-    return prompt.grade(answer.text) == 1.0
-
-
-def _is_old(prompt: GradedPrompt) -> bool:
-    return prompt.depth is not None and prompt.depth <= OLD_DEPTH
-
-
-def measure_cells(
-    run_cell: Callable[[CellKey], Cell],
-    keys: Sequence[CellKey],
-    stored: CellFile,
-    show: Callable[[Cell], None],
-) -> Iterator[Cell]:
-    """Yield all cells; a stored cell does not run again."""
-    known = stored.read()
-    for key in keys:
-        cell = known.get(key)
-        if cell is None:
-            cell = run_cell(key)
-            stored.add(cell)
-            show(cell)
-        yield cell
-
-
-def run_quality(
-    judge: Judge,
-    config: CellsConfig,
-    keys: Sequence[CellKey],
-    stored: CellFile,
-    show: Callable[[Cell], None],
-) -> PartResult:
-    """Run the part.
-
-    Args:
-        judge: runs cells.
-        config: configuration of the cells.
-        keys: keys of all cells.
-        stored: store of finished cells.
-        show: called with every cell that runs.
-    """
-    cells = list(measure_cells(judge.cell, keys, stored, show))
+def quality_result(config: CellsConfig, cells: Sequence[Cell]) -> PartResult:
+    """Result of the part quality."""
     return PartResult(
         claims=claims(config, cells),
         tables=tuple(_tables(config, cells)),
@@ -150,42 +74,6 @@ def rows_of(cells: Sequence[Cell], when: str, budget: float) -> dict[str, dict[s
         if cell.key.rule == FULL or (cell.key.when, cell.key.budget) == (when, budget):
             found.setdefault(cell.key.rule, {})[cell.key.task] = cell
     return found
-
-
-def mean_share(by_task: Mapping[str, Cell]) -> float:
-    """Mean fraction of correct answers over tasks."""
-    return sum(cell.share for cell in by_task.values()) / len(by_task)
-
-
-def tasks_table(
-    name: str, label: str, config: CellsConfig, found: Mapping[str, Mapping[str, Cell]]
-) -> Table:
-    """Fractions of correct answers with their intervals.
-
-    Args:
-        name: of the table.
-        label: heading of the first column.
-        config: of the cells.
-        found: cells by task, by what is compared.
-    """
-    rows: tuple[tuple[Shown, ...], ...] = tuple(
-        (compared, *map(_with_interval, by_task.values()), mean_share(by_task))
-        for compared, by_task in found.items()
-    )
-    return Table(
-        name=name,
-        caption=(
-            f"Correct answers, {config.prompts} prompts of at most {config.tokens} tokens per "
-            "cell, with their 95 % interval (Wilson)."
-        ),
-        columns=(label, *config.tasks, "mean"),
-        rows=rows,
-    )
-
-
-def _with_interval(cell: Cell) -> str:
-    low, high = cell.interval
-    return f"{cell.share:.2f} [{low:.2f}, {high:.2f}]"
 
 
 def _mean_bytes(by_task: Mapping[str, Cell]) -> float:
@@ -220,33 +108,29 @@ def _tables(config: CellsConfig, cells: Sequence[Cell]) -> Iterator[Table]:
                     "facts in the first quarter of the prompt; KV: mean peak bytes of a request."
                 ),
                 columns=("rule", *config.tasks, "mean", "KV KiB"),
-                rows=tuple(_row(rule, by_task) for rule, by_task in rows.items()),
+                rows=tuple(
+                    (rule, *map(_with_old, of.values()), mean_share(of), _mean_bytes(of) / 1024)
+                    for rule, of in rows.items()
+                ),
             )
 
 
-def _row(rule: str, by_task: Mapping[str, Cell]) -> tuple[str | float, ...]:
-    shown = tuple(map(_shown, by_task.values()))
-    return (rule, *shown, mean_share(by_task), _mean_bytes(by_task) / 1024)
-
-
-def _shown(cell: Cell) -> str:
-    low, high = cell.interval
+def _with_old(cell: Cell) -> str:
     old = f" ({cell.old_hits / cell.old_prompts:.2f})" if cell.old_prompts else ""
-    return f"{cell.share:.2f} [{low:.2f}, {high:.2f}]{old}"
+    return shown(cell) + old
 
 
 def _charts(config: CellsConfig, cells: Sequence[Cell]) -> Iterator[Chart]:
     for when in config.schedules:
-        lines = {}
-        for budget in config.budgets:
-            rows = rows_of(cells, when, budget)
-            lines[f"{100 * budget:g} %"] = tuple(
-                (rule, mean_share(by_task)) for rule, by_task in rows.items()
-            )
         yield Chart(
             name=f"eviction-{when}".replace("_", "-"),
             title=f"Accuracy over all tasks, when={when}",
             x_label="rule",
             y_label="accuracy",
-            lines=lines,
+            lines={
+                f"{100 * budget:g} %": tuple(
+                    (rule, mean_share(of)) for rule, of in rows_of(cells, when, budget).items()
+                )
+                for budget in config.budgets
+            },
         )

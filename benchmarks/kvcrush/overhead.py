@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import wraps
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -145,11 +144,6 @@ class Run:
     run_s: float
     seconds: Mapping[str, float]
 
-    @property
-    def overhead_s(self) -> float:
-        """Time of the phases that count as overhead."""
-        return sum(self.seconds[phase] for phase in COUNTED)
-
     def fraction(self, *phases: str) -> float:
         """Fraction of the run's time in the given phases."""
         return sum(self.seconds[phase] for phase in phases) / self.run_s
@@ -175,23 +169,13 @@ def arms(config: OverheadConfig) -> dict[str, str]:
     }
 
 
-def measure(
-    config: OverheadConfig,
-    clock: Callable[[], float] = perf_counter,
-    model: LoadedModel | None = None,
-) -> dict[str, Run]:
-    """Run every arm once.
-
-    Args:
-        config: configuration of the part.
-        clock: clock in seconds.
-        model: measured model; None: random weights in the shape of `config.model`.
-    """
-    model = model or random_model(SHAPES[config.model](), dtype=getattr(torch, config.dtype))
-    return {name: _run(model, config, evict, clock) for name, evict in arms(config).items()}
+def measure(config: OverheadConfig) -> dict[str, Run]:
+    """Run every arm once, with random weights."""
+    model = random_model(SHAPES[config.model](), dtype=getattr(torch, config.dtype))
+    return {name: _run(model, config, evict) for name, evict in arms(config).items()}
 
 
-def _run(model: LoadedModel, config: OverheadConfig, evict: str, clock: Callable[[], float]) -> Run:
+def _run(model: LoadedModel, config: OverheadConfig, evict: str) -> Run:
     length = config.prompt_tokens + config.new_tokens
     memory = 2 * config.rows * model.spec.kv_bytes(length, model.decoder.dtype.itemsize) + (8 << 20)
     kv = KVConfig(memory=memory, evict=evict, prefix_cache=PrefixCacheConfig(enabled=False))
@@ -199,11 +183,11 @@ def _run(model: LoadedModel, config: OverheadConfig, evict: str, clock: Callable
     options = SamplingParams(max_tokens=config.new_tokens, temperature=0.0, ignore_eos=True)
     for row in range(config.rows):
         engine.submit(GenerationRequest(random_prompt(model, config.prompt_tokens, row), options))
-    watch, started_s = Stopwatch(clock), clock()
+    watch, started_s = Stopwatch(), time.perf_counter()
     with timed_rules(watch):
         while engine.has_work:
             engine.step()
-    run_s = clock() - started_s
+    run_s = time.perf_counter() - started_s
     if engine.num_generated_tokens != config.rows * config.new_tokens:
         raise InvariantError(
             f"expected {config.rows * config.new_tokens} tokens with {evict!r}, got "
@@ -226,33 +210,19 @@ def claims(runs: Mapping[str, Run]) -> Numbers:
     """Fractions of the runs' times.
 
     overhead_fraction, heads_overhead_fraction, kmeans_overhead_fraction: signatures, distances,
-    buckets (or clusters) and selection. kmeans_overhead_over_rest: over the other time of the run,
-    as in the paper.
-    added_overhead_fraction, heads_added_overhead_fraction: the same without the selection time of
-    the base rule alone, with one retained set per layer and per KV head.
-    added_scoring_fraction, heads_added_scoring_fraction: scores with KVCrush, without those of the
-    base rule alone.
-    alone_selection_fraction: selection with the base rule alone.
-    base_scoring_fraction, compaction_fraction: in the run with KVCrush.
-
+    buckets (or clusters) and selection. added_overhead_fraction, heads_added_overhead_fraction: the
+    same without the selection time of the base rule alone, with one retained set per layer and per
+    KV head. added_scoring_fraction, heads_added_scoring_fraction: scores with KVCrush, without
+    those of the base rule alone.
     """
-    crush, kmeans, heads, alone = runs[KVCRUSH], runs[KMEANS], runs[OF_HEADS], runs[ALONE]
-    return {
-        "overhead_fraction": crush.fraction(*COUNTED),
-        "heads_overhead_fraction": heads.fraction(*COUNTED),
-        "added_overhead_fraction": crush.added(alone, *COUNTED),
-        "heads_added_overhead_fraction": heads.added(alone, *COUNTED),
-        "added_scoring_fraction": crush.added(alone, SCORING),
-        "heads_added_scoring_fraction": heads.added(alone, SCORING),
-        "signatures_fraction": crush.fraction(SIGNATURES),
-        "representatives_fraction": crush.fraction(REPRESENTATIVES),
-        "selection_fraction": crush.fraction(SELECTION),
-        "alone_selection_fraction": alone.fraction(*COUNTED),
-        "base_scoring_fraction": crush.fraction(SCORING),
-        "compaction_fraction": crush.fraction(COMPACTION),
-        "kmeans_overhead_fraction": kmeans.fraction(*COUNTED),
-        "kmeans_overhead_over_rest": kmeans.overhead_s / (kmeans.run_s - kmeans.overhead_s),
-    }
+    alone = runs[ALONE]
+    made: Numbers = {}
+    for name, prefix in ((KVCRUSH, ""), (OF_HEADS, "heads_"), (KMEANS, "kmeans_")):
+        made[f"{prefix}overhead_fraction"] = runs[name].fraction(*COUNTED)
+        if name != KMEANS:
+            made[f"{prefix}added_overhead_fraction"] = runs[name].added(alone, *COUNTED)
+            made[f"{prefix}added_scoring_fraction"] = runs[name].added(alone, SCORING)
+    return made
 
 
 def _table(config: OverheadConfig, runs: Mapping[str, Run]) -> Table:

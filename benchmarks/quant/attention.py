@@ -6,9 +6,10 @@ that a ratio compares measurements close in time. Pages are scattered at random;
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
-from benchmarks.common.result import Cell, Chart, Numbers, PartResult, Table
+from benchmarks.common.result import Chart, Numbers, PartResult, Table
+from benchmarks.common.tables import table_of
 from benchmarks.quant.config import QuantAttentionConfig
 from quire.profile.ceilings import PLAIN, AttentionBench, MemoryProbe, seconds
 
@@ -51,20 +52,11 @@ def run_attention(config: QuantAttentionConfig) -> PartResult:
         ConfigError: the C extension cannot run on this machine.
     """
     found = [measure_length(config, tokens) for tokens in config.lengths]
-    raw = [
-        {
-            "tokens": one.tokens,
-            "read_bytes_per_s": one.read_bytes_per_s,
-            "kv_bytes": dict(one.kv_bytes),
-            "step_s": dict(one.step_s),
-        }
-        for one in found
-    ]
     return PartResult(
         claims=claims(config, found),
         tables=tuple(_table(config, one) for one in found),
         charts=(_chart(found),),
-        raw={"lengths": raw},
+        raw={"lengths": [asdict(one) for one in found]},
     )
 
 
@@ -103,30 +95,23 @@ def claims(config: QuantAttentionConfig, found: Sequence[AttentionTimes]) -> Num
 
 def _table(config: QuantAttentionConfig, one: AttentionTimes) -> Table:
     shape = config.shape
-    rows: list[tuple[Cell, ...]] = []
-    for codec, times in one.step_s.items():
-        rows.append(
-            (
-                codec,
-                one.kv_bytes[codec] / 1e6,
-                one.kv_bytes[PLAIN] / one.kv_bytes[codec],
-                1e3 * statistics.median(times),
-                one.speedup(codec),
-                one.bytes_per_s(codec) / 1e9,
-                one.over_ceiling(codec),
-            )
-        )
-    return Table(
-        name=f"quant-attention-{one.tokens}",
-        caption=(
-            f"Attention of one step: {shape.batch} sequences x {one.tokens:,} tokens, "
-            f"{shape.num_heads} heads over {shape.num_kv_heads} KV heads of {shape.head_dim}, "
-            f"pages of {shape.page_tokens} scattered at random, the C extension. Medians of "
-            f"{config.repeats} rounds, codecs in turn; memory bandwidth "
-            f"{statistics.median(one.read_bytes_per_s) / 1e9:.1f} GB/s."
-        ),
-        columns=("codec", "MB", "times fewer bytes", "ms", "speed-up", "GB/s", "of the read rate"),
-        rows=tuple(rows),
+    return table_of(
+        f"quant-attention-{one.tokens}",
+        f"Attention of one step: {shape.batch} sequences x {one.tokens:,} tokens, "
+        f"{shape.num_heads} heads over {shape.num_kv_heads} KV heads of {shape.head_dim}, "
+        f"pages of {shape.page_tokens} scattered at random, the C extension. Medians of "
+        f"{config.repeats} rounds, codecs in turn; memory bandwidth "
+        f"{statistics.median(one.read_bytes_per_s) / 1e9:.1f} GB/s.",
+        one.step_s,
+        {
+            "codec": lambda codec: codec,
+            "MB": lambda codec: one.kv_bytes[codec] / 1e6,
+            "times fewer bytes": lambda codec: one.kv_bytes[PLAIN] / one.kv_bytes[codec],
+            "ms": lambda codec: 1e3 * statistics.median(one.step_s[codec]),
+            "speed-up": one.speedup,
+            "GB/s": lambda codec: one.bytes_per_s(codec) / 1e9,
+            "of the read rate": one.over_ceiling,
+        },
     )
 
 

@@ -1,26 +1,26 @@
 """Part `bandwidth`: bytes read by a decode step and its time, from small batches to large ones.
 
 The article's table, measured: weights are read once per step and KV once per sequence. The larger
-the batch, the larger the fraction of bytes that a codec shrinks. Two predictions are compared: the
-time to read the bytes, which is the article's, and the same with products, which take longer than
-reading the weights if cores are slow.
+the batch, the larger the fraction of bytes that a codec shrinks. The prediction is the time to read
+the bytes.
 
 A step is one forward of the model with all its attention, with random data in every page. It
 includes no scheduler and no sampler.
 """
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from benchmarks.common.models import random_model
-from benchmarks.common.result import Cell, Chart, Numbers, PartResult, Table
+from benchmarks.common.result import Chart, Numbers, PartResult, Table
+from benchmarks.common.tables import table_of
 from benchmarks.common.workload import SHAPES
-from benchmarks.quant.config import PLAIN, BandwidthConfig
+from benchmarks.quality.texts import PLAIN
+from benchmarks.quant.config import BandwidthConfig
 from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.engine.pool import KVPool, build_pool
 from quire.engine.step_bridge import StepBridge
@@ -28,7 +28,7 @@ from quire.kv.step import StepAttention
 from quire.models.linear_weights import multiplies
 from quire.models.loader import LoadedModel
 from quire.plan.roofline import weights_read_bytes
-from quire.profile.ceilings import DTYPES, MemoryProbe, ProductProbe, fill_pages, seconds
+from quire.profile.ceilings import MemoryProbe, fill_pages, seconds
 from quire.scheduler.schedule_config import ScheduleConfig
 
 _SPARE_BYTES = 64 << 20  # unused bytes of slabs
@@ -70,12 +70,6 @@ class DecodeSteps:
         """Bytes of the pages that a step reads."""
         return self._pool.kv.memory.used_bytes
 
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """Current length of each sequence."""
-        memory = self._pool.kv.memory
-        return memory.lengths[memory.live_rows]
-
     def __call__(self) -> None:
         """Run one step."""
         memory = self._pool.kv.memory
@@ -98,7 +92,6 @@ class StepTime:
         weight_bytes: weight bytes, read once per step.
         kv_bytes: bytes of the pages of all sequences.
         read_s: time to read these bytes at the machine's bandwidth.
-        predicted_s: the same, with the products' time if it exceeds the weights' read time.
         step_s: measured step time of each round.
     """
 
@@ -107,31 +100,12 @@ class StepTime:
     weight_bytes: int
     kv_bytes: int
     read_s: float
-    predicted_s: float
     step_s: tuple[float, ...]
-
-    @property
-    def kv_share(self) -> float:
-        """Fraction of KV in the bytes that a step reads."""
-        return self.kv_bytes / (self.kv_bytes + self.weight_bytes)
 
     @property
     def tokens_per_s(self) -> float:
         """Tokens per second at the median step time."""
         return self.batch / statistics.median(self.step_s)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MachineRates:
-    """Limits of the machine.
-
-    Attributes:
-        read_bytes_per_s: memory bandwidth.
-        flops: compute rate of products, in the faster dtype.
-    """
-
-    read_bytes_per_s: float
-    flops: float
 
 
 def run_bandwidth(config: BandwidthConfig) -> PartResult:
@@ -145,56 +119,36 @@ def run_bandwidth(config: BandwidthConfig) -> PartResult:
     )
 
 
-def measure_rates(config: BandwidthConfig) -> MachineRates:
-    """Measure the machine's limits, each as the median of five measurements."""
-    memory = MemoryProbe(config.buffer_bytes)
-    products = [ProductProbe(dtype, *config.product) for dtype in DTYPES]
-    return MachineRates(
-        read_bytes_per_s=statistics.median(memory.read_rate() for _ in range(5)),
-        flops=max(statistics.median(one.rate() for _ in range(5)) for one in products),
-    )
-
-
 def measure_steps(config: BandwidthConfig) -> list[StepTime]:
     """Measure all codecs of a batch in turn, for each batch."""
     model = random_model(SHAPES[config.model](), dtype=torch.bfloat16)
-    rates = measure_rates(config)
+    memory = MemoryProbe(config.buffer_bytes)
+    bytes_per_s = statistics.median(memory.read_rate() for _ in range(5))
+    value_bytes = 2 if multiplies(torch.bfloat16) else 4
     found = []
     for batch in config.batches:
         steps = {
             codec: DecodeSteps(model, codec, batch, config.tokens, config.repeats + 1)
-            for codec in config.all_codecs
+            for codec in (PLAIN, *config.codecs)
         }
         times_s: dict[str, list[float]] = {codec: [] for codec in steps}
         for i in range(config.repeats + 1):
             for codec, step in steps.items():
                 step_s = seconds(step)
                 times_s[codec] += [step_s] if i else []
-        for codec, step in steps.items():
-            found.append(_timed(model, rates, step, codec, tuple(times_s[codec])))
+        weight_bytes = weights_read_bytes(model.spec, batch, value_bytes)
+        found += [
+            StepTime(
+                codec=codec,
+                batch=batch,
+                weight_bytes=weight_bytes,
+                kv_bytes=step.kv_bytes,
+                read_s=(weight_bytes + step.kv_bytes) / bytes_per_s,
+                step_s=tuple(times_s[codec]),
+            )
+            for codec, step in steps.items()
+        ]
     return found
-
-
-def _timed(
-    model: LoadedModel,
-    rates: MachineRates,
-    step: DecodeSteps,
-    codec: str,
-    step_s: tuple[float, ...],
-) -> StepTime:
-    value_bytes = 2 if multiplies(torch.bfloat16) else 4
-    weight_bytes = weights_read_bytes(model.spec, step.batch, value_bytes)
-    products_s = 2 * weight_bytes / value_bytes * step.batch / rates.flops
-    weights_s, kv_s = (x / rates.read_bytes_per_s for x in (weight_bytes, step.kv_bytes))
-    return StepTime(
-        codec=codec,
-        batch=step.batch,
-        weight_bytes=weight_bytes,
-        kv_bytes=step.kv_bytes,
-        read_s=weights_s + kv_s,
-        predicted_s=max(weights_s, products_s) + kv_s,
-        step_s=step_s,
-    )
 
 
 def claims(found: Sequence[StepTime]) -> Numbers:
@@ -203,12 +157,9 @@ def claims(found: Sequence[StepTime]) -> Numbers:
     CODEC_gain_same_batch: median of the ratios within rounds.
     CODEC_predicted_gain: prediction by the bytes alone.
     """
-    largest = [one for one in found if one.batch == found[-1].batch]
-    [plain] = (one for one in largest if one.codec == PLAIN)
-    made: Numbers = {"bandwidth_batch": plain.batch, "plain_kv_share": plain.kv_share}
-    for one in largest:
-        if one is plain:
-            continue
+    plain, *coded = (one for one in found if one.batch == found[-1].batch)
+    made: Numbers = {"bandwidth_batch": plain.batch}
+    for one in coded:
         name = one.codec.replace("/", "_")
         pairs = zip(plain.step_s, one.step_s, strict=True)
         made[f"{name}_gain_same_batch"] = statistics.median(a / b for a, b in pairs)
@@ -217,60 +168,37 @@ def claims(found: Sequence[StepTime]) -> Numbers:
 
 
 def _table(config: BandwidthConfig, found: Sequence[StepTime]) -> Table:
-    rows: tuple[tuple[Cell, ...], ...] = tuple(
-        (
-            one.batch,
-            one.codec,
-            one.weight_bytes / 1e6,
-            one.kv_bytes / 1e6,
-            one.kv_share,
-            1e3 * one.read_s,
-            1e3 * one.predicted_s,
-            1e3 * statistics.median(one.step_s),
-            one.tokens_per_s,
-        )
-        for one in found
-    )
-    return Table(
-        name="quant-bandwidth",
-        caption=(
-            f"A decode step of a random-weight Llama ({config.model}), sequences of "
-            f"{config.tokens:,} tokens; medians of {config.repeats} rounds, codecs in turn. By "
-            "bytes: weights and KV at the memory bandwidth; with products: the time of products "
-            "instead of the weights' if it is longer."
-        ),
-        columns=(
-            "batch",
-            "codec",
-            "weights MB",
-            "KV MB",
-            "KV fraction",
-            "by bytes ms",
-            "with products ms",
-            "measured ms",
-            "tokens/s",
-        ),
-        rows=rows,
+    return table_of(
+        "quant-bandwidth",
+        f"A decode step of a random-weight Llama ({config.model}), sequences of "
+        f"{config.tokens:,} tokens; medians of {config.repeats} rounds, codecs in turn. By "
+        "bytes: weights and KV at the memory bandwidth.",
+        found,
+        {
+            "batch": lambda one: one.batch,
+            "codec": lambda one: one.codec,
+            "weights MB": lambda one: one.weight_bytes / 1e6,
+            "KV MB": lambda one: one.kv_bytes / 1e6,
+            "KV fraction": lambda one: one.kv_bytes / (one.kv_bytes + one.weight_bytes),
+            "by bytes ms": lambda one: 1e3 * one.read_s,
+            "measured ms": lambda one: 1e3 * statistics.median(one.step_s),
+            "tokens/s": lambda one: one.tokens_per_s,
+        },
     )
 
 
 def _chart(found: Sequence[StepTime]) -> Chart:
-    codecs = dict.fromkeys(one.codec for one in found)
-
-    def line(codec: str, rate: Callable[[StepTime], float]) -> tuple[tuple[float, float], ...]:
-        return tuple((float(one.batch), rate(one)) for one in found if one.codec == codec)
-
-    measured = {codec: line(codec, lambda one: one.tokens_per_s) for codec in codecs}
-    predicted = {
-        f"{codec}, predicted": line(codec, lambda one: one.batch / one.predicted_s)
-        for codec in codecs
-    }
+    lines: dict[str, tuple[tuple[float, float], ...]] = {}
+    for codec in dict.fromkeys(one.codec for one in found):
+        steps = [one for one in found if one.codec == codec]
+        lines[codec] = tuple((float(one.batch), one.tokens_per_s) for one in steps)
+        lines[f"{codec}, predicted"] = tuple((float(o.batch), o.batch / o.read_s) for o in steps)
     return Chart(
         name="quant-bandwidth",
         title="Decoding by batch",
         x_label="sequences",
         y_label="tokens/s",
-        lines=measured | predicted,
+        lines=lines,
         log_x=True,
         log_y=True,
     )

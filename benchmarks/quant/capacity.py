@@ -7,7 +7,8 @@ with kept   the same, and the full-precision tokens of each lane
 
 from math import ceil
 
-from benchmarks.common.result import Cell, Chart, Numbers, PartResult, Table
+from benchmarks.common.result import Chart, Numbers, PartResult
+from benchmarks.common.tables import table_of
 from benchmarks.quant.config import CapacityConfig
 from quire.layout.codec_names import codec_pair
 from quire.layout.kv_format import fill_plain
@@ -21,7 +22,6 @@ _PAGE_TOKENS_OF_PAGE_CODECS = 32
 
 def run_capacity(config: CapacityConfig) -> PartResult:
     """Run the part."""
-    rows = tuple(_row(config, codec) for codec in (PLAIN, *config.codecs))
     made: Numbers = {}
     for codec in config.codecs:
         name = codec.replace(":", "_").replace("=", "_")
@@ -29,20 +29,24 @@ def run_capacity(config: CapacityConfig) -> PartResult:
         made[f"{name}_capacity_ratio"] = plain
         made[f"{name}_net_capacity_ratio"] = _ratio(config, codec)
         made[f"{name}_kept_capacity_ratio"] = _ratio(config, codec + config.full_precision)
-    table = Table(
-        name="quant-capacity",
-        caption=(
-            f"Tokens in the same bytes, over bfloat16: heads of {config.head_dim}, sequences of "
-            f"{config.tokens:,} tokens in pages of {config.page_tokens} (codecs of whole pages: "
-            f"{_PAGE_TOKENS_OF_PAGE_CODECS}). Codes: all that the codec stores; pages: with page "
-            f"tables and alignment; full precision: with "
-            f"{config.full_precision[1:].replace('+', ' and ')} in addition."
-        ),
-        columns=(
-            *("codec", "bits per element", "bytes per token and head"),
-            *("ratio, codes", "ratio, pages", "ratio, full-precision window"),
-        ),
-        rows=rows,
+    table = table_of(
+        "quant-capacity",
+        f"Tokens in the same bytes, over bfloat16: heads of {config.head_dim}, sequences of "
+        f"{config.tokens:,} tokens in pages of {config.page_tokens} (codecs of whole pages: "
+        f"{_PAGE_TOKENS_OF_PAGE_CODECS}). Codes: all that the codec stores; pages: with page "
+        f"tables and alignment; full precision: with "
+        f"{config.full_precision[1:].replace('+', ' and ')} in addition.",
+        (PLAIN, *config.codecs),
+        {
+            "codec": lambda codec: codec,
+            "bits per element": lambda codec: codes_bytes(config, codec) * 4 / config.head_dim,
+            "bytes per token and head": lambda codec: codes_bytes(config, codec),
+            "ratio, codes": lambda codec: codes_bytes(config, PLAIN) / codes_bytes(config, codec),
+            "ratio, pages": lambda codec: _ratio(config, codec),
+            "ratio, full-precision window": lambda codec: (
+                None if codec == PLAIN else _ratio(config, codec + config.full_precision)
+            ),
+        },
     )
     chart = Chart(
         name="quant-capacity",
@@ -81,14 +85,6 @@ def _page_tokens(config: CapacityConfig, codec: str) -> int:
     codecs, *_ = codec.split("+")
     per_page = any(spec.per_page for spec in codec_pair(codecs))
     return _PAGE_TOKENS_OF_PAGE_CODECS if per_page else config.page_tokens
-
-
-def _row(config: CapacityConfig, codec: str) -> tuple[Cell, ...]:
-    num_bytes = codes_bytes(config, codec)
-    bits = 8 * num_bytes / (2 * config.head_dim)
-    plain = codes_bytes(config, PLAIN) / num_bytes
-    full_precision = None if codec == PLAIN else _ratio(config, codec + config.full_precision)
-    return (codec, bits, num_bytes, plain, _ratio(config, codec), full_precision)
 
 
 def _one_layer(config: CapacityConfig) -> ModelSpec:

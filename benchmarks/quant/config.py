@@ -1,13 +1,14 @@
 """Configurations of the codec benchmark, at full size and small."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from benchmarks.common.workload import SHAPES
-from benchmarks.eviction.config import TASKS, CellsConfig
+from benchmarks.quality.cells import TasksConfig
+from benchmarks.quality.texts import TextsConfig
+from quire.cli.settings import Settings
 from quire.errors import ConfigError
+from quire.layout.kv_format import fill_plain, read_format
 from quire.profile.ceilings import AttentionShape
-
-PLAIN = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,25 +86,6 @@ class QuantThroughputConfig:
             raise ConfigError(f"expected one of {', '.join(SHAPES)}, got {self.model!r}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextsConfig:
-    """Texts that are scored with quantized KV.
-
-    Attributes:
-        codecs: codecs compared with plain KV.
-        tokens: tokens of each text.
-        texts: number of texts.
-        first: index of the first scored token.
-        page_tokens: slots in a page.
-    """
-
-    codecs: tuple[str, ...]
-    tokens: int = 1_024
-    texts: int = 16
-    first: int = 64
-    page_tokens: int = 32
-
-
 QUALITY_CODECS = (
     *("int8", "fp8", "int4", "int4_outliers", "int4_hadamard", "int3", "int3_hadamard", "int2"),
     *("int4_page/int4", "int2_page/int2", "int8/int4", "int4_outliers+residual=64"),
@@ -121,7 +103,7 @@ class OrderingsConfig:
     """
 
     grid: tuple[str, ...] = GRID
-    texts: TextsConfig = field(default_factory=lambda: TextsConfig(codecs=(), texts=8))
+    texts: TextsConfig = field(default_factory=lambda: TextsConfig(texts=8))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +117,6 @@ class BandwidthConfig:
         tokens: tokens of each sequence.
         repeats: rounds of all codecs in turn, after one warm-up round.
         buffer_bytes: bytes of the buffer that measures the memory bandwidth.
-        product: [rows, inner, columns] of the matrix product that measures the compute rate.
     """
 
     codecs: tuple[str, ...] = ("int8", "int4")
@@ -144,12 +125,6 @@ class BandwidthConfig:
     tokens: int = 1_024
     repeats: int = 5
     buffer_bytes: int = 256 << 20
-    product: tuple[int, int, int] = (2_048, 768, 2_048)
-
-    @property
-    def all_codecs(self) -> tuple[str, ...]:
-        """All codecs, plain KV first."""
-        return (PLAIN, *self.codecs)
 
 
 EVICTING_CODECS = (
@@ -199,11 +174,7 @@ class QuantBenchConfig:
     throughput: QuantThroughputConfig = field(default_factory=QuantThroughputConfig)
     texts: TextsConfig = field(default_factory=lambda: TextsConfig(codecs=QUALITY_CODECS))
     task_codecs: tuple[str, ...] = ("int8", "int4", "int4_outliers", "int2")
-    tasks: CellsConfig = field(
-        default_factory=lambda: CellsConfig(
-            rules=(), budgets=(), tasks=TASKS, tokens=512, prompts=100
-        )
-    )
+    tasks: TasksConfig = field(default_factory=TasksConfig)
     orderings: OrderingsConfig = field(default_factory=OrderingsConfig)
     evicting: EvictingConfig = field(default_factory=EvictingConfig)
     bandwidth: BandwidthConfig = field(default_factory=BandwidthConfig)
@@ -219,9 +190,9 @@ QUICK_QUANT = QuantBenchConfig(
     ),
     texts=TextsConfig(codecs=("int8", "int4", "int4_outliers"), tokens=160, texts=2),
     task_codecs=("int8", "int4"),
-    tasks=CellsConfig(rules=(), budgets=(), tasks=("lines",), tokens=128, prompts=4),
+    tasks=TasksConfig(tasks=("lines",), tokens=128, prompts=4),
     orderings=OrderingsConfig(
-        grid=("none", "int4", "int2"), texts=TextsConfig(codecs=(), tokens=160, texts=2)
+        grid=("none", "int4", "int2"), texts=TextsConfig(tokens=160, texts=2)
     ),
     evicting=EvictingConfig(
         rule="h2o:recent=8,every=16",
@@ -239,7 +210,38 @@ QUICK_QUANT = QuantBenchConfig(
         tokens=64,
         repeats=2,
         buffer_bytes=16 << 20,
-        product=(64, 64, 64),
     ),
 )
-"""For a run of seconds instead of minutes."""
+
+
+def configured(
+    settings: Settings, codecs: str, batch: int | None, prompts: int | None, *, quick: bool
+) -> QuantBenchConfig:
+    """Apply the given options; unset options keep their defaults.
+
+    Raises:
+        UnknownName: no such codec.
+        ConfigError: invalid option of a codec.
+    """
+    config = replace(QUICK_QUANT if quick else QuantBenchConfig(), model=settings.model)
+    if batch is not None:
+        shape = replace(config.attention.shape, batch=batch)
+        config = replace(config, attention=replace(config.attention, shape=shape))
+    if prompts is not None:
+        config = replace(config, tasks=replace(config.tasks, prompts=prompts))
+    if settings.loading.dtype != "auto" and not quick:
+        throughput = replace(config.throughput, dtype=settings.loading.dtype)
+        config = replace(config, throughput=throughput)
+    if not codecs.strip():
+        return config
+    selected = tuple(codec.strip() for codec in codecs.split(";"))
+    for codec in selected:
+        read_format(fill_plain(codec, "float32"))
+    return replace(
+        config,
+        attention=replace(config.attention, codecs=selected),
+        bandwidth=replace(config.bandwidth, codecs=selected),
+        throughput=replace(config.throughput, codecs=selected),
+        texts=replace(config.texts, codecs=selected),
+        task_codecs=selected,
+    )

@@ -12,9 +12,11 @@ from dataclasses import asdict, dataclass
 import torch
 
 from benchmarks.common.models import random_model
-from benchmarks.common.result import Cell, Numbers, PartResult, Table
+from benchmarks.common.result import Numbers, PartResult, Table
+from benchmarks.common.tables import table_of
 from benchmarks.common.workload import SHAPES
-from benchmarks.quant.config import PLAIN, QuantThroughputConfig
+from benchmarks.quality.texts import PLAIN
+from benchmarks.quant.config import QuantThroughputConfig
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.config.sampling_params import SamplingParams
@@ -136,20 +138,19 @@ def _prefill_all(engine: Engine) -> None:
 
 
 def _table(config: QuantThroughputConfig, found: Sequence[CodecRate]) -> Table:
-    plain = found[0]
-    rows: list[tuple[Cell, ...]] = []
-    for one in found:
-        rate = statistics.median(one.tokens_per_s)
-        step_ms = 1e3 * statistics.median(one.step_s)
-        over = rate / statistics.median(plain.tokens_per_s)
-        rows.append((one.codec, one.attention, one.rows, step_ms, rate, over))
-    return Table(
-        name="quant-throughput",
-        caption=(
-            f"Decode steps after prompts of {config.prompt_tokens:,} tokens, random-weight Llama "
-            f"({config.model}), {config.dtype}, in the KV memory that holds {config.rows} rows of "
-            f"plain KV; medians of {config.repeats} rounds, codecs in turn."
-        ),
-        columns=("codec", "attention", "rows", "step ms", "tokens/s", "over full precision"),
-        rows=tuple(rows),
+    plain = statistics.median(found[0].tokens_per_s)
+    return table_of(
+        "quant-throughput",
+        f"Decode steps after prompts of {config.prompt_tokens:,} tokens, random-weight Llama "
+        f"({config.model}), {config.dtype}, in the KV memory that holds {config.rows} rows of "
+        f"plain KV; medians of {config.repeats} rounds, codecs in turn.",
+        found,
+        {
+            "codec": lambda one: one.codec,
+            "attention": lambda one: one.attention,
+            "rows": lambda one: one.rows,
+            "step ms": lambda one: 1e3 * statistics.median(one.step_s),
+            "tokens/s": lambda one: statistics.median(one.tokens_per_s),
+            "over full precision": lambda one: statistics.median(one.tokens_per_s) / plain,
+        },
     )

@@ -8,14 +8,12 @@ import pytest
 
 from benchmarks.batch_max.config import PARTS as BATCH_MAX
 from benchmarks.cluster.parts import PARTS as CLUSTER
-from benchmarks.eviction.cells import CellFile
-from benchmarks.eviction.parts import Material
-from benchmarks.eviction.parts import make_parts as eviction_parts
-from benchmarks.kvcrush.parts import Material as KVCrushMaterial
-from benchmarks.kvcrush.parts import make_parts as kvcrush_parts
+from benchmarks.eviction.quality import make_parts as eviction_parts
+from benchmarks.kvcrush.quality import make_parts as kvcrush_parts
 from benchmarks.memory.parts import PARTS as MEMORY
 from benchmarks.offload.parts import PARTS as OFFLOAD
-from benchmarks.quant.parts import make_parts as quant_parts
+from benchmarks.quality.cells import CellFile, Material
+from benchmarks.quant.quality import make_parts as quant_parts
 from benchmarks.rebatch.parts import PARTS as REBATCH
 from quire.scale.routing.registry import ROUTERS
 from quire.scheduler.batchers.registry import DENSE_BATCHERS
@@ -73,7 +71,7 @@ def eviction_names() -> list[str]:
     [
         ("cluster", CLUSTER),
         ("eviction", eviction_names()),
-        ("kvcrush", kvcrush_parts(KVCrushMaterial(**SHARED, recorded_for=unused, rouge_l=unused))),
+        ("kvcrush", kvcrush_parts(Material(**SHARED))),
         ("memory", MEMORY),
         ("offload", OFFLOAD),
         ("quant", quant_parts(Material(**SHARED))),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from benchmarks.__main__ import app
 from benchmarks.common.result import Chart, HeatMap, PartResult, Spans, Table
-from benchmarks.eviction.cells import Cell, CellFile, CellKey
+from benchmarks.quality.cells import Cell, CellFile, CellKey
 from golden.cases import case
 from golden.stored import stored
 from golden.workshop import Workshop

@@ -10,8 +10,7 @@ import pytest
 
 from benchmarks.common.graded_prompts import GradedPrompt
 from benchmarks.common.intervals import wilson
-from benchmarks.eviction import cost, ready
-from benchmarks.eviction.cells import FULL, Cell, CellFile, CellKey, cell_keys
+from benchmarks.eviction import cost
 from benchmarks.eviction.config import (
     CellsConfig,
     CostConfig,
@@ -19,17 +18,25 @@ from benchmarks.eviction.config import (
     PerplexityConfig,
     RetainedConfig,
 )
-from benchmarks.eviction.cost import StepCost
-from benchmarks.eviction.perplexity import RuleTexts, run_perplexity
-from benchmarks.eviction.perplexity import claims as perplexity_claims
-from benchmarks.eviction.quality import Judge, measure_cells, run_quality
+from benchmarks.eviction.cost import READY_ARMS, StepCost, ready_claims
+from benchmarks.eviction.quality import cell_keys, quality_result
 from benchmarks.eviction.quality import claims as quality_claims
-from benchmarks.eviction.retained import agreement, binned, retained_positions, run_retained
-from benchmarks.eviction.rules import DEFAULT_RULES, Rule, rules_of
-from benchmarks.eviction.texts import RunningText, cut_texts
+from benchmarks.eviction.texts import (
+    RuleTexts,
+    agreement,
+    binned,
+    retained_positions,
+    run_perplexity,
+    run_retained,
+)
+from benchmarks.eviction.texts import claims as perplexity_claims
+from benchmarks.quality.cells import Cell, CellFile, CellKey, Judge, Material
+from benchmarks.quality.rules import DEFAULT_RULES, Rule, rules_of
+from benchmarks.quality.texts import RunningText, cut_texts
 from quire.errors import ConfigError, UnknownName
 from quire.evals.tasks.words import book_text
 from quire.models.loader import LoadedModel, load_model
+from quire.policies.registry import FULL
 from support.engines import load
 
 BOOKS = RunningText(text=book_text(), start="<|doc|>", name="books")
@@ -117,6 +124,10 @@ def cell(task: str, rule: str, hits: int, *, when: str = "decode", budget: float
     )
 
 
+def unused(*_: object) -> None:
+    raise AssertionError("not used here")
+
+
 def test_cell_keys_cover_full_kv_and_all_rules_budgets_and_schedules():
     config = CellsConfig(
         rules=(Rule("h2o"), Rule("recent")),
@@ -148,7 +159,16 @@ def test_stored_cells_do_not_run_again(tmp_path: Path):
         requested.append(key)
         return {second.key: second, third.key: third}[key]
 
-    found = list(measure_cells(run_cell, [first.key, second.key, third.key], store, shown.append))
+    material = Material(
+        load=unused,
+        prompt_maker_for=unused,
+        running_for=unused,
+        stored=store,
+        commit=None,
+        show=shown.append,
+    )
+
+    found = list(material.cells(run_cell, [first.key, second.key, third.key]))
 
     assert found == [first, second, third]
     assert requested == [second.key, third.key]
@@ -205,9 +225,9 @@ def test_cell_counts_hits_and_old_hits(tiny: LoadedModel):
     )
     keys = list(cell_keys(config, "m", None))
 
-    result = run_quality(
-        Judge(tiny, config, make_prompts), config, keys, CellFile(None), lambda cell: None
-    )
+    judge = Judge(tiny, config.rows, make_prompts)
+
+    result = quality_result(config, [judge.cell(key) for key in keys])
 
     full, recent = result.raw["cells"]
     assert (full["hits"], full["old_hits"], full["old_prompts"]) == (3, 1, 2)
@@ -375,7 +395,7 @@ def test_ready_claims_are_median_differences_per_layer():
 
     rounds = [found(10, 10.4), found(10, 10.8), found(10, 14)]
 
-    assert ready.claims(rounds, 4) == {
+    assert ready_claims(rounds, 4) == {
         "ready_layer_us": pytest.approx(200),
         "ready_equal_layer_us": 0,
     }
@@ -383,10 +403,10 @@ def test_ready_claims_are_median_differences_per_layer():
 
 def test_only_requested_arms_are_timed():
     [found] = cost.measure_cost(
-        CostConfig(model="tiny", cap=8, every=2, rows=1, repeats=1), ready.ARMS
+        CostConfig(model="tiny", cap=8, every=2, rows=1, repeats=1), READY_ARMS
     )
 
-    assert tuple(found) == ready.ARMS
+    assert tuple(found) == READY_ARMS
 
 
 def test_full_size_config_matches_the_claims():

@@ -6,9 +6,16 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks.quant.text_scores import CodecTexts
-from benchmarks.weights.config import QUICK_WEIGHTS, WeightsBenchConfig
-from benchmarks.weights.parts import StepTimes, kl_claims, run_random, step_claims, task_claims
+from benchmarks.quality.texts import TextScores
+from benchmarks.quant.quality import claims
+from benchmarks.weights import (
+    QUICK_WEIGHTS,
+    StepTimes,
+    WeightsBenchConfig,
+    run_random,
+    step_claims,
+    task_claims,
+)
 from quire.errors import ConfigError
 from quire.models.native_linear import available_products
 
@@ -17,14 +24,13 @@ needs_products = pytest.mark.skipif(
 )
 
 
-def texts(codec: str, kl: float, nats: float) -> CodecTexts:
-    return CodecTexts(
-        codec=codec, kl=(kl, kl), top_1=(1.0, 0.5), nats=(nats, nats), request_bytes=1
-    )
+def texts(kl: float, nats: float) -> TextScores:
+    return TextScores(kl=(kl, kl), top_1=(1.0, 0.5), nats=(nats, nats), request_bytes=1)
 
 
 def test_claims_compare_codecs_with_the_weights_as_stored() -> None:
-    found = kl_claims({"auto": texts("auto", 0.0, 0.0), "int4": texts("int4", 0.25, 0.0)})
+    scores = {"auto": texts(0.0, 0.0), "int4": texts(0.25, 0.0)}
+    found = claims(scores, "auto", "weights_")
 
     assert found == {
         "weights_int4_kl": 0.25,
@@ -53,9 +59,9 @@ def test_step_claims_are_ratios_of_medians_of_equal_rows() -> None:
 
 @needs_products
 def test_random_weights_differ_less_with_more_bits() -> None:
-    claims = run_random(QUICK_WEIGHTS).claims
+    found = run_random(QUICK_WEIGHTS).claims
 
-    assert 0 < claims["weights_random_int8_kl"] < claims["weights_random_int4_kl"] < 0.01
+    assert 0 < found["weights_random_int8_kl"] < found["weights_random_int4_kl"] < 0.01
 
 
 def test_unknown_shapes_are_refused() -> None:

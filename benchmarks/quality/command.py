@@ -1,0 +1,67 @@
+"""Options shared by the quality benchmarks, and the run of their parts."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.common.command import finish, names_of, run_named, show_parts
+from benchmarks.common.result import PartResult
+from quire.cli.report import prepare_folder, print_json
+from quire.cli.settings import Settings
+from quire.layout.extras import require_extra
+
+Text = Annotated[
+    Path | None, typer.Option(help="Text file to score; default: the books shipped with Quire.")
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder for tables, pictures and the result. Finished cells of tasks are stored "
+        "there, so that an interrupted run can continue."
+    ),
+]
+Quick = Annotated[
+    bool,
+    typer.Option("--quick", help="Small shapes, few short prompts and texts. No claims."),
+]
+Prompts = Annotated[int | None, typer.Option(min=1, help="Prompts of each cell.")]
+
+
+def run_parts(  # noqa: PLR0913 - one parameter per option
+    bench: str,
+    settings: Settings,
+    made: Callable[[], Mapping[str, Callable[[Any], PartResult]]],
+    parts: str,
+    config: Any,
+    out: Path | None,
+    *,
+    quick: bool,
+    as_json: bool,
+) -> None:
+    """Run the selected parts and print their tables, claims and, with `as_json`, the result.
+
+    Args:
+        bench: name of the command.
+        settings: settings that select the model.
+        made: creates all parts by name.
+        parts: comma-separated names; "": all.
+        config: configuration of all parts, a dataclass.
+        out: output folder; None: do not write files.
+        quick: whether small shapes are run.
+        as_json: whether the last line is the result as JSON.
+    """
+    import torch
+
+    if out is not None:
+        require_extra("report", "--out")
+        prepare_folder(out)
+    settings.set_threads()
+    known = made()
+    results, claims = show_parts(run_named(names_of(parts, known), known, config))
+    used = settings.as_dict() | asdict(config) | {"threads": torch.get_num_threads()}
+    run = finish(bench, results, claims, used, out, quick=quick)
+    if as_json:
+        print_json(run)

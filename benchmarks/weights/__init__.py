@@ -1,1 +1,0 @@
-"""Quality, bytes and decode time of quantized weights."""
