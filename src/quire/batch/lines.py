@@ -40,11 +40,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 
 
 class BatchError(QuireError):
-    """An invalid line. It gets an error record; the other lines run.
-
-    Attributes:
-        head: identity of the line, for its record.
-    """
+    """An invalid line. It gets an error record; the other lines run."""
 
     def __init__(self, message: str, head: "LineHead") -> None:
         super().__init__(message)
@@ -109,14 +105,7 @@ class LineFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchTask:
-    """A batch to run.
-
-    Attributes:
-        source: the input file.
-        form: format of plain lines.
-        sampling: default sampling options of lines.
-        with_prompt: include prompts in the records of plain lines.
-    """
+    """A batch to run."""
 
     source: Path
     form: LineFormat
@@ -168,7 +157,6 @@ def json_object(raw: bytes, number: int) -> dict[str, Any]:
 
 
 def _head(value: Mapping[str, Any], number: int) -> LineHead:
-    """Identity of a line that is not read further."""
     if "body" not in value and "url" not in value:
         name = value.get("id")
         return LineHead(number=number, name=str(name) if isinstance(name, str | int) else None)

@@ -32,20 +32,17 @@ class BatchTally:
     finish_reasons: dict[str, int] = field(default_factory=dict)
 
     def add(self, record: Record, output: "RequestOutput | None") -> None:
-        """Count a record and its output."""
         self.count(record, "error" if output is None else output.finish_reason)
         if output is not None:
             self.count_tokens(output.usage.prompt_tokens, output.usage.completion_tokens)
             self.preemptions += output.usage.preemptions
 
     def count(self, record: Record, finish_reason: str) -> None:
-        """Count a record with its finish reason."""
         self.completed += 1
         self.errors += is_error(record)
         self.finish_reasons[finish_reason] = self.finish_reasons.get(finish_reason, 0) + 1
 
     def count_tokens(self, prompt_tokens: int, completion_tokens: int) -> None:
-        """Count the tokens of a record."""
         self.prompt_tokens += prompt_tokens
         self.completion_tokens += completion_tokens
 
@@ -53,14 +50,7 @@ class BatchTally:
 def output_record(
     line: BatchLine, output: "RequestOutput", *, model: str, with_prompt: bool = False
 ) -> Record:
-    """Build the record of a line with an output.
-
-    Args:
-        line: the line.
-        output: output of the engine.
-        model: name of the model, for OpenAI's format.
-        with_prompt: include the prompt of a plain line.
-    """
+    """Build the record of a line with an output."""
     if output.error is not None:
         return error_record(line.head, output.error)
     if line.head.kind != "plain":

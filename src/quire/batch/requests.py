@@ -19,12 +19,7 @@ LineResult = RequestOutput | RequestError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordFormat:
-    """What the records of a batch contain.
-
-    Attributes:
-        model: name of the model.
-        with_prompt: include prompts in the records of plain lines.
-    """
+    """What the records of a batch contain."""
 
     model: str
     with_prompt: bool = False
@@ -54,13 +49,7 @@ def requests_of(line: BatchLine, sampling: SamplingParams, seed: int) -> list[Ge
 def record_of(
     line: BatchLine, results: Sequence[LineResult], form: RecordFormat
 ) -> tuple[Record, RequestOutput | None]:
-    """The record of a line, and its output; None for an error record.
-
-    Args:
-        line: the line.
-        results: results of its prompts, in their order.
-        form: what the record contains.
-    """
+    """The record of a line, and its output; None for an error record."""
     for refusal in _refusals(results):
         return error_record(line.head, _refusal_text(line, refusal)), None
     output = merged([result for result in results if isinstance(result, RequestOutput)])

@@ -49,7 +49,6 @@ class RunState:
     seed: int
 
     def as_json(self) -> str:
-        """One line of JSON."""
         return json.dumps(self._content()) + "\n"
 
     def _content(self) -> dict[str, Any]:
@@ -76,12 +75,6 @@ class BatchOutput:
     """An output file, open for appending and locked against a second writer.
 
     Use as a context manager; its exit writes the buffered records.
-
-    Args:
-        path: file of the records.
-        state: state of this run.
-        overwrite: discard existing records.
-        retry_failed: discard error records, so that their lines run again.
 
     Attributes:
         completed: numbers of the input lines with a record.
@@ -117,7 +110,6 @@ class BatchOutput:
             raise
 
     def write(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Buffer records until `flush`."""
         self.failed |= {record["line"] for record in records if record.get("error") is not None}
         self._held += [json.dumps(record).encode() + b"\n" for record in records]
 
@@ -282,14 +274,7 @@ _KEYS = ("custom_id", "id")
 
 @dataclass(frozen=True, slots=True)
 class RepeatedName:
-    """A duplicate name.
-
-    Attributes:
-        key: custom_id or id.
-        name: value of the key.
-        earlier: number of the first line with the name.
-        line: number of the second line with the name.
-    """
+    """A duplicate name."""
 
     key: str
     name: str | int
@@ -427,12 +412,7 @@ def warn_of_repeated(survey: Survey) -> None:
 
 
 def warn_of_other_models(survey: Survey, model: str) -> None:
-    """Warn on standard error of lines that name another model: the loaded model runs them too.
-
-    Args:
-        survey: summary of the input file.
-        model: the model of the command: a name or a folder.
-    """
+    """Warn on standard error of lines that name another model: the loaded model runs them too."""
     others = {name: line for name, line in survey.models.items() if not _is_model(name, model)}
     if others:
         name, line = next(iter(others.items()))
@@ -453,12 +433,7 @@ _RETRY = "--retry-failed runs them again, for example with more memory"
 
 @dataclass(frozen=True, slots=True)
 class FirstFailure:
-    """The error record with the lowest line number.
-
-    Attributes:
-        line: number of the input line.
-        reason: its error, shortened.
-    """
+    """The error record with the lowest line number."""
 
     line: int
     reason: str
@@ -499,7 +474,6 @@ def first_failure(target: Path) -> FirstFailure:
 
 
 def _any_request(source: Path, failed: Collection[int], form: LineFormat) -> bool:
-    """Whether one of the failed lines is a request, so that other options may help."""
     with source.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if number in failed and _is_request(line, number, form):
@@ -521,11 +495,7 @@ GROUP_S = 0.5
 
 
 class RecordGroups:
-    """Writes records in groups, because each write waits for the disk.
-
-    Args:
-        output: the output file.
-    """
+    """Writes records in groups, because each write waits for the disk."""
 
     def __init__(self, output: BatchOutput) -> None:
         self._output = output

@@ -18,14 +18,7 @@ WINDOW_PER_RUNNING = 4
 
 
 class BatchRun:
-    """Runs the lines of an input file that have no record yet.
-
-    Args:
-        llm: an idle LLM.
-        task: the batch to run.
-        output: output file, with the numbers of completed lines.
-        on_step: called after every step with the tally.
-    """
+    """Runs the lines of an input file that have no record yet."""
 
     def __init__(
         self, llm: LLM, task: BatchTask, output: BatchOutput, on_step: Callable[[BatchTally], None]

@@ -63,7 +63,6 @@ class ServerLine:
 
     @property
     def content(self) -> bytes:
-        """The body as JSON."""
         return json.dumps(self.body).encode()
 
 
@@ -135,15 +134,7 @@ def _plain(value: Mapping[str, Any], number: int, form: LineFormat) -> ServerLin
 def response_record(
     line: ServerLine, status: int, content: bytes, request_id: str | None, *, with_prompt: bool
 ) -> Record:
-    """The record of a response.
-
-    Args:
-        line: the line.
-        status: HTTP status.
-        content: body of the response.
-        request_id: `x-request-id` of the response.
-        with_prompt: include the prompt of a plain line.
-    """
+    """The record of a response."""
     body = _json(content)
     if not isinstance(body, dict):
         body = {"error": {"message": str(body)[:500], "type": "invalid_response"}}
@@ -252,14 +243,6 @@ class ServerBatch:
     A response with status 408, 429, 500, 502, 503 or 504 is repeated after its `Retry-After`, else
     after a time that doubles. If the server cannot be reached any more, the run ends and can be
     resumed.
-
-    Args:
-        server: the server.
-        task: the batch.
-        output: output file, with the numbers of completed lines.
-        model: model of lines that name none.
-        defaults: options of lines that do not set them.
-        on_record: called after every record with the number of records.
     """
 
     def __init__(
@@ -415,7 +398,6 @@ def server_of(
 
 
 def _is_url(text: str) -> bool:
-    """Whether a text is the URL of an HTTP server."""
     try:
         found = urlsplit(text)
         return found.scheme in ("http", "https") and bool(found.hostname) and found.port != 0

@@ -171,7 +171,6 @@ def _show(found: "BoardResult", out: Path) -> None:
 
 
 def _result(found: "BoardResult", settings: Settings) -> dict[str, object]:
-    """The result as one JSON object."""
     from quire.evals.board.pages import WANTED
     from quire.evals.board.result import best_rules
 

@@ -230,11 +230,7 @@ ReadMessage = Callable[[], str | None]
 
 
 def message_reader(commands: Sequence[str]) -> ReadMessage:
-    """Return the editor on a terminal, else a reader of standard input.
-
-    Args:
-        commands: commands that the editor completes, such as /help.
-    """
+    """Return the editor on a terminal, else a reader of standard input."""
     return _editor(commands) if is_terminal(sys.stdin) else read_lines
 
 

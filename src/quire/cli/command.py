@@ -100,11 +100,7 @@ def _names_a_model(value: object) -> bool:
 
 
 def usage_error_text(error: Any) -> str:
-    """One-line description of an invalid command line.
-
-    Args:
-        error: click's `UsageError`.
-    """
+    """One-line description of an invalid command line."""
     parameter = getattr(error, "param", None)
     if parameter is not None:
         return _parameter_error(error, parameter)
@@ -211,12 +207,7 @@ _FRAME = 4  # columns of the border and its padding
 
 
 def show_help(command: Any, ctx: Any) -> None:
-    """Print the help of a command on standard output.
-
-    Args:
-        command: a command of typer.
-        ctx: its context.
-    """
+    """Print the help of a command on standard output."""
     console = Console(highlight=False)
     usage = " ".join(command.get_usage(ctx).split()[1:]).translate(_WITHOUT_BRACES)
     console.print(Padding(Text.assemble(("Usage: ", "bold yellow"), (usage, "bold")), (1, 1)))
@@ -243,7 +234,6 @@ def _groups(parameters: list[Any]) -> dict[str, list[Any]]:
 
 
 def _names(parameter: Any, ctx: Any) -> Text:
-    """Names of an option and its value, or the name of an argument."""
     if parameter.param_type_name == "argument":
         required = " (required)" if parameter.required else ""
         return Text.assemble((str(parameter.metavar), "bold cyan"), required)
@@ -370,12 +360,7 @@ SHORT_FLAGS = {
 
 
 def short_flag(name: str, arguments: Sequence[str]) -> str:
-    """The short flag of llama.cpp that was written, of which click reports one letter.
-
-    Args:
-        name: the unknown option, such as -n of -ngl.
-        arguments: the command line.
-    """
+    """The short flag of llama.cpp that was written, of which click reports one letter."""
     written = (text.partition("=")[0] for text in arguments)
     return next((text for text in written if text in SHORT_FLAGS and text[:2] == name), name)
 

@@ -112,13 +112,7 @@ class MemoryPeak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """One use of the same KV memory.
-
-    Attributes:
-        name: prefix of its claims.
-        title: name in tables.
-        codec, evict: options of the KV memory.
-    """
+    """One use of the same KV memory."""
 
     name: str
     title: str
@@ -161,7 +155,6 @@ class DemoResult:
         return [a.text.startswith(p.answer) for p, a in pairs if p.answer is not None]
 
     def claims(self) -> dict[str, int | float]:
-        """The results as a flat mapping, for JSON."""
         new_tokens = sum(a.usage.completion_tokens for a in self.outputs)
         first_s = [a.usage.first_token_s for a in self.outputs]
         token_s = [_token_s(a) for a in self.outputs if a.usage.completion_tokens > 1]
@@ -205,13 +198,7 @@ def _percentile(values: list[float], percent: int) -> float:
 
 
 class DemoRun:
-    """Runs prompts and samples the engine's memory use.
-
-    Args:
-        llm: an idle LLM.
-        prompts: prompts, all submitted at once.
-        title: heading of the live view.
-    """
+    """Runs prompts and samples the engine's memory use."""
 
     def __init__(self, llm: LLM, prompts: Sequence[DemoPrompt], title: str = FULL.title) -> None:
         self._llm, self._prompts, self._title = llm, prompts, title
@@ -245,7 +232,6 @@ class DemoRun:
         )
 
     def _page_bytes(self) -> int:
-        """Bytes of a page of full KV, in all layers."""
         model = self._llm.model
         return model.spec.kv_bytes(KVConfig().page_tokens, model.decoder.dtype.itemsize)
 
@@ -281,13 +267,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 class LivePages:
-    """Rows of running requests with a bar of their KV bytes; disabled without a terminal.
-
-    Args:
-        title: what runs.
-        total: number of requests.
-        cell_bytes: bytes of one character of a bar.
-    """
+    """Rows of running requests with a bar of their KV bytes; disabled without a terminal."""
 
     def __init__(self, title: str, total: int, cell_bytes: int) -> None:
         self._title, self._total, self._cell_bytes = title, total, cell_bytes

@@ -338,7 +338,6 @@ class KernelUse:
 
     @property
     def text(self) -> str:
-        """Kernel and reason."""
         return f"{self.kernel} ({self.reason})"
 
 

@@ -38,7 +38,6 @@ class EvalGroup(TyperGroup):
         return super().parse_args(ctx, self._with_command(args))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command of a line, also of one that was not parsed."""
         return super().resolve_command(ctx, self._with_command(args))
 
     def _with_command(self, args: list[str]) -> list[str]:

@@ -39,7 +39,6 @@ class KVWatch:
     publisher: "BlockPublisher | None"
 
     def follow(self, llm: "LLM") -> None:
-        """Subscribe to the events of an LLM."""
         from quire.engine.block_events import MEDIA, BlockEvents
 
         if self.file is not None:

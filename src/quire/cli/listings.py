@@ -176,7 +176,6 @@ def _option_facts(row: PolicyRow | BudgetRow) -> dict[str, str]:
 
 
 def _option_helps(row: PolicyRow | BudgetRow) -> dict[str, str]:
-    """Help texts of the options, from the docstring of the class."""
     from quire.policies.registry import registered, registered_budgets
 
     known: Mapping[str, type] = registered() if isinstance(row, PolicyRow) else registered_budgets()

@@ -81,12 +81,6 @@ def run_on_ray(
 ) -> tuple[BatchTally, float]:
     """Run the remaining lines on Ray; return the tally and the seconds.
 
-    Args:
-        settings: options of engine and Ray.
-        task: the batch.
-        output: output file, with the numbers of completed lines.
-        left: number of the other lines.
-
     Raises:
         ConfigError: a missing package, or the output can no longer be written.
     """

@@ -172,7 +172,6 @@ class OptionField:
 
     @property
     def name(self) -> str:
-        """Name of the field."""
         return self.path[-1]
 
     @property
@@ -209,11 +208,9 @@ class Section:
     in_file: bool = True
 
     def options(self) -> Iterator[OptionField]:
-        """Yield the options in the order of the fields."""
         yield from _option_fields(self, self.config, (), self.title)
 
     def build(self, values: Mapping[tuple[str, ...], object]) -> Any:
-        """Create the config from the values of its options by path."""
         return _build(self.config, values)
 
 
@@ -262,7 +259,6 @@ def configs_of(section: Section) -> Iterator[tuple[tuple[str, ...], Any]]:
 def _option_fields(
     section: Section, config: Any, path: tuple[str, ...], group: str
 ) -> Iterator[OptionField]:
-    """Yield the options of a config and of its nested configs."""
     documented = documented_attributes(config.__doc__ or "")
     for field in fields(config):
         info = field.metadata.get("option", OptionInfo())

@@ -294,7 +294,6 @@ class BatchReport:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Distinct reasons for missing predictions."""
         return tuple(dict.fromkeys(arm.missing for arm in self.arms if arm.missing))
 
     def claims(self) -> dict[str, int | float]:
@@ -310,7 +309,6 @@ class BatchReport:
         return numbers
 
     def details(self) -> dict[str, object]:
-        """The results as nested mappings."""
         return {"batches": [asdict(arm) for arm in self.arms], "verdict": asdict(self.verdict)}
 
 

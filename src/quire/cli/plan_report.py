@@ -117,7 +117,6 @@ class PlanReport:
 
     @property
     def disk_tokens(self) -> int:
-        """Capacity of the disk tier in tokens, with their token ids."""
         return self.disk_kv_bytes // (self.kv_bytes_per_token + _TOKEN_ID_BYTES)
 
     def claims(self) -> dict[str, int | float]:
@@ -147,7 +146,6 @@ class PlanReport:
         return numbers
 
     def arms(self) -> dict[str, object]:
-        """The results as nested mappings."""
         return {
             "memory": asdict(self.memory),
             "capacity": asdict(self.capacity),

@@ -155,10 +155,6 @@ def prepare_folder(folder: Path) -> None:
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
     """Write files atomically: readers see the old or the new content of each file.
 
-    Args:
-        folder: an existing folder.
-        files: name to content.
-
     Raises:
         ConfigError: a file cannot be written.
     """

@@ -122,7 +122,6 @@ class Settings:
         return LLM(self.model, **self.llm_options())
 
     def llm_options(self) -> dict[str, Any]:
-        """Keyword arguments of `LLM`."""
         return {
             "dtype": self.loading.dtype,
             "device": self.loading.device,
@@ -282,7 +281,6 @@ def _own_parameters(own: Section | None) -> Iterator[inspect.Parameter]:
 
 
 def _flags(own: Section | None, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The argument `flags` of a command."""
     if own is None:
         return {}
     flags = own.build(_given(own, given))

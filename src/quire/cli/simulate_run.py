@@ -22,15 +22,7 @@ _PROGRESS_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulated:
-    """Output of a simulation.
-
-    Attributes:
-        text: report for the terminal.
-        claims: metrics by name.
-        arms: raw results.
-        took_s: wall-clock time.
-        draw: draws SVG files by name.
-    """
+    """Output of a simulation."""
 
     text: str
     claims: Numbers

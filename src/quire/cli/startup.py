@@ -68,11 +68,7 @@ def fast_imports() -> Iterator[None]:
 
 
 class LoadProgress:
-    """The start of one model: a status line, and the time until it is loaded.
-
-    Args:
-        name: name or folder of the model.
-    """
+    """The start of one model: a status line, and the time until it is loaded."""
 
     def __init__(self, name: str) -> None:
         self._name, self._start_s = name, time.monotonic()
@@ -84,7 +80,6 @@ class LoadProgress:
             yield
 
     def report(self, llm: "LLM") -> None:
-        """Print what was loaded, on a terminal."""
         if is_terminal(sys.stderr):
             seconds = time.monotonic() - self._start_s
             typer.echo(f"{describe(llm)}, loaded in {seconds:.1f} s", err=True)

@@ -129,10 +129,6 @@ def refuse_missing(data: Path) -> None:
 def refuse_settings(settings: Settings, command: str = "tune") -> None:
     """Refuse options that a search sets itself, and a KV memory without a size.
 
-    Args:
-        settings: options of the command.
-        command: name of the command, for the error.
-
     Raises:
         ConfigError: names the option.
     """

@@ -55,13 +55,7 @@ class AsyncStats:
 
 
 class AsyncSteps:
-    """The step in flight: launched, and its tokens not read.
-
-    Args:
-        scheduler: plans steps.
-        sampling_step: samples tokens.
-        enabled: with False, no step is ever in flight.
-    """
+    """The step in flight: launched, and its tokens not read."""
 
     def __init__(self, scheduler: Scheduler, sampling_step: SamplingStep, *, enabled: bool) -> None:
         self._scheduler, self._sampling_step = scheduler, sampling_step
@@ -73,12 +67,10 @@ class AsyncSteps:
 
     @property
     def in_flight(self) -> bool:
-        """Whether a step is in flight."""
         return self._in_flight is not None
 
     @property
     def stats(self) -> AsyncStats:
-        """Counters since the start."""
         return AsyncStats(ahead=self._ahead, waited=dict(self._waited), discarded=self._discarded)
 
     def plan(self) -> StepPlan:
@@ -126,9 +118,6 @@ class AsyncSteps:
     def abandon(self, plan: StepPlan) -> StepPlan:
         """Forget the tokens in flight after an error; they are sampled again, and are the same.
 
-        Args:
-            plan: the step that failed.
-
         Returns:
             A plan to roll back: also has the requests of the tokens; empty if `plan` is.
         """
@@ -148,7 +137,6 @@ class AsyncSteps:
             )
 
     def _collect(self) -> Iterator[OutputDelta]:
-        """Read the tokens of the step in flight."""
         if self._in_flight is None:
             return
         for request in self._in_flight.requests:

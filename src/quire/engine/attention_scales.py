@@ -22,9 +22,6 @@ def attention_scales(decoder: Decoder) -> tuple[float, ...]:
     """Return the softmax scale of each layer, from a forward of one token.
 
     Layers pass it with each call; no key of config.json holds it for all architectures.
-
-    Args:
-        decoder: the model.
     """
     token = torch.zeros(1, dtype=torch.int64, device=decoder.device)
     recorder = _ScaleRecorder()

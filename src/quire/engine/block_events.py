@@ -153,7 +153,6 @@ class BlockPublisher:
             ) from error
 
     def __call__(self, batch: Batch) -> None:
-        """Send a batch to all current subscribers. Never blocks."""
         number = self._sent.to_bytes(NUMBER_BYTES, "big")
         payload = self._msgpack.packb(as_arrays(batch))
         self._socket.send_multipart([self._topic, number, payload])

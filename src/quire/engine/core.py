@@ -148,7 +148,6 @@ class Engine:
 
     @property
     def runs_in_thread(self) -> bool:
-        """Whether the thread of an `AsyncLLM` steps the engine."""
         return self._runs_in_thread
 
     def enter_thread(self) -> None:
@@ -175,9 +174,6 @@ class Engine:
 
     def submit(self, generation_request: GenerationRequest) -> str:
         """Queue a request and return its id.
-
-        Args:
-            generation_request: its prompt is a list of token ids.
 
         Raises:
             RequestError: an empty prompt, ids outside the vocabulary, a prompt longer than the
@@ -367,7 +363,6 @@ class Engine:
         return self._traces.of(request_id, self.requests())
 
     def requests(self) -> list[Request]:
-        """All unfinished requests."""
         unfinished = (request for _, request in self._outputs.unfinished())
         return list(dict.fromkeys([*self.scheduler.running, *unfinished]))
 

@@ -61,18 +61,12 @@ class GraphCapture(Protocol):
 
 
 class CudaGraph:
-    """A CUDA graph and its output.
-
-    Args:
-        graph: the captured graph.
-        output: tensor in the memory pool of the graphs.
-    """
+    """A CUDA graph and its output."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, output: Tensor) -> None:
         self._graph, self._output = graph, output
 
     def replay(self) -> Tensor:
-        """See `Captured`: launch the graph on the current stream."""
         self._graph.replay()
         return self._output
 
@@ -82,9 +76,6 @@ class CudaGraphs:
 
     Graphs of one pool may overwrite the memory of each other, so that they must run one after
     another, and a result must be copied before the next replay.
-
-    Args:
-        device: device of the computations.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -133,11 +124,7 @@ class CudaGraphs:
 
 
 class RepeatedCall:
-    """A computation that is called again instead of replayed.
-
-    Args:
-        call: the computation.
-    """
+    """A computation that is called again instead of replayed."""
 
     def __init__(self, call: Callable[[], Tensor]) -> None:
         self._call = call
@@ -180,8 +167,6 @@ def graph_sizes(max_rows: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """What a graph depends on."""
-
     shape: StaticShape
     rope_variant: int
 
@@ -238,7 +223,6 @@ class DecodeGraphs:
 
     @property
     def stats(self) -> GraphStats:
-        """Counters since the start."""
         return GraphStats(
             replayed=self._replayed,
             not_replayed=self._not_replayed,
@@ -254,10 +238,6 @@ class DecodeGraphs:
         self, batch: DecodeRows, rope_variant: int
     ) -> Float[Tensor, "num_samples vocab"] | None:
         """Run a decode step as a graph.
-
-        Args:
-            batch: its rows, whose new slots are allocated.
-            rope_variant: RoPE scaling variant of all rows.
 
         Returns:
             Logits of each row; None if the step must run without a graph.

@@ -26,12 +26,7 @@ _TOP_PAD_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class FreedMemory:
-    """Whether the process keeps freed CPU memory.
-
-    Attributes:
-        kept: whether the process keeps it.
-        explanation: human-readable explanation.
-    """
+    """Whether the process keeps freed CPU memory."""
 
     kept: bool
     explanation: str

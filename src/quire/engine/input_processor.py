@@ -30,10 +30,6 @@ from quire.scheduler.schedule_config import ScheduleConfig
 def check_pooling(model: LoadedModel, params: SamplingParams) -> None:
     """Prepare the model for embeddings, at the first request with `pooling`.
 
-    Args:
-        model: the model.
-        params: sampling parameters of a request.
-
     Raises:
         RequestError: the model has no hidden states.
     """
@@ -84,11 +80,6 @@ class InputProcessor:
     def make(self, requested: GenerationRequest, request_id: str, arrival: int) -> Request:
         """Check a request and resolve its options for the model.
 
-        Args:
-            requested: its prompt is a list of token ids.
-            request_id: unique among the engine's requests.
-            arrival: order of submission.
-
         Raises:
             RequestError: see `Engine.submit`.
         """
@@ -133,11 +124,6 @@ class InputProcessor:
 
     def _policy(self, rule: EvictionRule, prompt_tokens: int, final_tokens: int) -> "_Policy":
         """Resolve the eviction rule of a request.
-
-        Args:
-            rule: the request's rule.
-            prompt_tokens: length of the prompt.
-            final_tokens: largest number of tokens whose KV the request can need.
 
         Raises:
             RequestError: the cap is too small, or a page of the statistics is too large.
@@ -293,12 +279,6 @@ def checked_params(
     """Resolve sampling parameters with the model's defaults and limit `max_tokens` to the context.
 
     At the end of the context the output ends with "length".
-
-    Args:
-        params: sampling parameters of the request.
-        prompt_tokens: length of the prompt.
-        model: model with default parameters and vocabulary.
-        context_tokens: length of the longest sequence.
 
     Raises:
         RequestError: options that do not fit the vocabulary, or no context left for one new token.

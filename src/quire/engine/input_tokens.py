@@ -11,9 +11,6 @@ class InputTokens:
 
     Args:
         pending: the pending tokens; None if all tokens are known.
-
-    Attributes:
-        token_ids: ids of all places.
     """
 
     def __init__(self, pending: PendingTokens | None) -> None:

@@ -44,14 +44,7 @@ class ExportedKV:
 
 
 class KVExport:
-    """Copies cached prefixes of one engine out of its KV memory and into it.
-
-    Args:
-        model: the loaded model.
-        pool: the KV memory.
-        sharing: the prefix cache.
-        input_processor: resolves the options of requests.
-    """
+    """Copies cached prefixes of one engine out of its KV memory and into it."""
 
     def __init__(
         self,
@@ -65,7 +58,6 @@ class KVExport:
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of a block, the unit of export."""
         return self._index().block_tokens
 
     def gather(self, requested: GenerationRequest) -> tuple[PrefixKV | None, bool]:

@@ -162,7 +162,6 @@ class OpenedTiers:
         return PrefixStore(tier, self.nature, record_bytes, kind=kind, level=level, below=below)
 
     def close(self) -> None:
-        """Close the tiers."""
         for _, tier in self.tiers:
             tier.close()
 
@@ -302,7 +301,6 @@ def _seconds_per_byte(tier: Tier) -> float:
 
 
 def _read_s_of_entry(tier: Tier, into: memoryview) -> float:
-    """Read speed of a full tier, measured with one of its entries."""
     for key, stored in tier.stored().items():
         if stored.num_bytes:
             with contextlib.suppress(StorageError, CorruptData):  # dropped by another engine

@@ -73,12 +73,10 @@ class KVPool:
 
     @property
     def codec(self) -> str:
-        """KV codec, as written in `--kv-codec`."""
         return self.stored_as.codec
 
     @property
     def explanation(self) -> str:
-        """One line for `--verbose`."""
         memory = self.kv.memory
         pages = ", ".join(
             f"{g.name}: {len(g.layers)} layers, {g.page_class.page_bytes:,} B pages of "

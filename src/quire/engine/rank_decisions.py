@@ -18,12 +18,7 @@ from quire.scheduler.step import StepPlan
 
 
 class RankSampler(Sampler):
-    """Samples on rank 0; the other ranks get its tokens.
-
-    Args:
-        vocab_size, eos_token_ids, undecodable_ids, one_by_one, native: see `Sampler`.
-        lockstep: connects the ranks.
-    """
+    """Samples on rank 0; the other ranks get its tokens."""
 
     def __init__(
         self,
@@ -56,12 +51,7 @@ class RankSampler(Sampler):
 
 
 class RankCosts(LearnedCosts):
-    """Costs of preemption that all ranks learn from the times of rank 0.
-
-    Args:
-        prior: see `LearnedCosts`.
-        lockstep: connects the ranks.
-    """
+    """Costs of preemption that all ranks learn from the times of rank 0."""
 
     def __init__(self, prior: Costs, lockstep: Lockstep) -> None:
         super().__init__(prior)
@@ -78,12 +68,7 @@ class RankCosts(LearnedCosts):
 
 
 def digest(plan: StepPlan, memory: KVMemory) -> int:
-    """Return a number that is equal on ranks with equal plans and equally full memories.
-
-    Args:
-        plan: the plan of a step.
-        memory: the KV memory after planning.
-    """
+    """Return a number that is equal on ranks with equal plans and equally full memories."""
     rows = np.array([request.memory.row for request in plan.requests], dtype=np.int64)
     counts = (*plan.tokens, memory.used_bytes, memory.free_bytes, memory.copied_bytes)
     found = zlib.crc32(rows.tobytes(), zlib.crc32(np.array(counts, dtype=np.int64).tobytes()))

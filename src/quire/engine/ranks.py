@@ -92,13 +92,7 @@ class RankOptions:
 
 @dataclass(frozen=True, slots=True)
 class RankStart:
-    """First message to a rank: what to run.
-
-    Attributes:
-        options: options of the engine.
-        folder: temporary folder of all ranks.
-        threads: CPU threads of each rank.
-    """
+    """First message to a rank: what to run."""
 
     options: RankOptions
     folder: Path
@@ -107,9 +101,6 @@ class RankStart:
 
 def open_ranks(options: RankOptions) -> Engine:
     """Start the other ranks, load the model on all of them, and build their engines.
-
-    Args:
-        options: options of the engine.
 
     Raises:
         ConfigError: invalid or conflicting options; on any rank.

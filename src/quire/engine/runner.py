@@ -86,12 +86,7 @@ def padded(numbers: list[int], length: int) -> list[int]:
 
 
 class PaddedBridge:
-    """Attention for the first rows of a batch; padding rows are neither computed nor stored.
-
-    Args:
-        bridge: attention of the first rows.
-        num_tokens: number of these rows.
-    """
+    """Attention for the first rows of a batch; padding rows are neither computed nor stored."""
 
     def __init__(self, bridge: PagedAttention, num_tokens: int) -> None:
         self._bridge, self._num_tokens = bridge, num_tokens
@@ -110,7 +105,6 @@ class PaddedBridge:
         return getattr(self._bridge, "hidden_rows", None)
 
     def note_hidden_states(self, states: Tensor) -> None:
-        """Forward the hidden states of these rows."""
         self._bridge.note_hidden_states(states)  # type: ignore[attr-defined]
 
     def chain(self, layers: Sequence[AttentionMath], heads: HeadBuffers) -> Sequence[object] | None:
@@ -196,9 +190,6 @@ class Runner:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> list[StepLogits | StepHidden]:
         """Run a step's tokens through the model.
-
-        Args:
-            plan: a step whose pages have been allocated.
 
         Returns:
             For each request that needs logits: those of its last token if it has no uncomputed
@@ -367,7 +358,6 @@ def in_batches(
 
 
 def _only_decodes(row: RowPart) -> bool:
-    """Whether a row has one token and needs no more than its logits."""
     request = row.request
     return row.tokens == 1 and request.params.pooling is None and not request.spec.pre_rope
 
@@ -398,5 +388,4 @@ def _pooled_rows(rows: list[RowPart]) -> Iterator[tuple[Request, int, int]]:
 
 
 def _flat(wanted: list[tuple[Request, int, int]]) -> list[int]:
-    """All rows of (request, first row, rows)."""
     return [row for _, first, count in wanted for row in range(first, first + count)]

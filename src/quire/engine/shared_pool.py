@@ -64,24 +64,17 @@ class SharedPool:
 
     @property
     def total_bytes(self) -> int:
-        """Size of the pool, in whole slabs."""
         return self.arena.total_bytes
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of free slabs."""
         return len(self.arena.free) * self.arena.slab_bytes
 
     def held_bytes(self, name: str) -> int:
-        """Bytes of the slabs of a member."""
         return len(self.arena.members[name].held) * self.arena.slab_bytes
 
     def store(self, mover: Callable[[MovedSlots], None]) -> PageStore:
-        """The page store of one member, over the pool's memory.
-
-        Args:
-            mover: copies the member's slots.
-        """
+        """The page store of one member, over the pool's memory."""
         return PageStore(self.arena.total_bytes, self.device, mover, self._bytes.arena)
 
     def join(

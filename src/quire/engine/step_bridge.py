@@ -14,12 +14,8 @@ from quire.models.base import AttentionCall
 class StepBridge:
     """Adapter between a decoder's layers and the attention of a step.
 
-    Args:
-        step: attention of the step.
-        hidden_rows: rows of the batch whose hidden states are needed; None: none.
-
     Attributes:
-        hidden_rows: see above.
+        hidden_rows: rows of the batch whose hidden states are needed; None: none.
         hidden_states: [rows, hidden] after the forward.
         takes_rope: see `PagedAttention`.
     """
@@ -32,7 +28,6 @@ class StepBridge:
         self.hidden_states = torch.empty(0)
 
     def note_hidden_states(self, states: Tensor) -> None:
-        """Keep the hidden states of `hidden_rows`."""
         self.hidden_states = states
 
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -54,13 +49,10 @@ class StepBridge:
 
     @property
     def wants_inputs(self) -> bool:
-        """Whether the inputs of the layers' attention are stored."""
         return self._step.wants_inputs
 
     def note_input(self, layer: int, inputs: Tensor) -> None:
-        """Forward the attention input of a layer."""
         self._step.note_input(layer, inputs)
 
     def note_residual_similarity(self, layer: int, cosines: Tensor) -> None:
-        """Forward the residual cosine similarity of a layer."""
         self._step.note_residual_similarity(layer, cosines)

@@ -30,11 +30,7 @@ from quire.sampling.outputs import RequestOutput, Usage
 
 
 class ForwardingDecoder:
-    """Passes every call on to another decoder; what measures one overrides `forward`.
-
-    Args:
-        decoder: that runs.
-    """
+    """Passes every call on to another decoder; what measures one overrides `forward`."""
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
@@ -276,12 +272,7 @@ class FidelityScorer:
 
 
 def bounded_kl(reference: Reference, found: Float[Tensor, "token vocab"]) -> float:
-    """Mean KL in nats, with all unlikely tokens as one; at least 0.
-
-    Args:
-        reference: the likeliest tokens with full KV.
-        found: natural log-probabilities of all tokens in a configuration.
-    """
+    """Mean KL in nats, with all unlikely tokens as one; at least 0."""
     full, same = reference.logprobs.double(), found.double().gather(1, reference.likeliest)
     kl = (full.exp() * (full - same)).sum(dim=1)
     rest, rest_found = (1 - each.exp().sum(dim=1).clamp(max=1.0) for each in (full, same))

@@ -177,7 +177,6 @@ class GateVerdict:
 
     @property
     def passed(self) -> bool:
-        """Whether the model answers from this context, and only from this context."""
         return self.full >= MIN_FULL and self.evicted <= MAX_EVICTED
 
 
@@ -190,7 +189,6 @@ class GateReport:
 
     @property
     def passed(self) -> bool:
-        """Whether every case passed."""
         return all(verdict.passed for verdict in self.verdicts)
 
     def claims(self) -> dict[str, float]:

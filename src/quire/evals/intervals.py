@@ -30,12 +30,7 @@ class Mean:
 
 
 def mean_of(values: Sequence[float], *, seed: int = 0) -> Mean:
-    """Mean and interval of at least one value; equal for equal values.
-
-    Args:
-        values: one value of each prompt.
-        seed: random seed of the resamples.
-    """
+    """Mean and interval of at least one value; equal for equal values."""
     numbers = np.asarray(values, dtype=np.float64)
     drawn = np.random.default_rng(seed).integers(len(numbers), size=(RESAMPLES, len(numbers)))
     low, high = np.percentile(numbers[drawn].mean(axis=1), [2.5, 97.5])

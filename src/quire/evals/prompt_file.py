@@ -28,7 +28,6 @@ class UserPrompt:
     answer: str = ""
 
     def accepts(self, output: str) -> bool:
-        """Whether an output contains the answer."""
         return " ".join(self.answer.split()) in " ".join(output.split())
 
 

@@ -72,14 +72,6 @@ def make_memory(
 ) -> PagedKV:
     """Allocate the arena of a batch.
 
-    Args:
-        decoder: the model.
-        layout: layout of each sequence.
-        stored: storage format of keys and values.
-        rows: number of rows of the batch.
-        eviction: eviction parameters of the row with the largest limit.
-        options: see `MemoryOptions`.
-
     Raises:
         ConfigError: the size exceeds the free memory, or is too small for one token of each row.
     """

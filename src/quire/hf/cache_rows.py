@@ -203,9 +203,6 @@ class ForkPoint:
 class Rollback:
     """Removes the last tokens of all rows.
 
-    Args:
-        layout: layout of each sequence.
-
     Attributes:
         active: whether candidates may be removed after each forward.
         pending: accepted tokens [rows, columns] that the rows do not hold yet; None if there are
@@ -226,7 +223,6 @@ class Rollback:
 
     @property
     def num_pending(self) -> int:
-        """Columns of `pending`."""
         return 0 if self.pending is None else int(self.pending.shape[1])
 
     def take_pending(self, token_ids: Int[Tensor, "batch columns"]) -> Tensor:
@@ -364,9 +360,6 @@ def rope_variant(
 class CacheRows:
     """The rows of a cache; there are none before the first forward.
 
-    Args:
-        plan: the resolved options.
-
     Attributes:
         kv: the paged KV; None before the first forward.
         columns: columns of the batch so far, pads and evicted tokens included.
@@ -400,10 +393,6 @@ class CacheRows:
         self, token_ids: Int[Tensor, "batch columns"], arguments: Mapping[str, object]
     ) -> Float[Tensor, "batch wanted vocab"]:
         """Process the tokens of a forward; if an error occurs meanwhile, all rows are freed.
-
-        Args:
-            token_ids: its `input_ids`.
-            arguments: all of its arguments.
 
         Raises:
             RequestError: inputs that a cache in pages does not support; states the reason.
@@ -448,15 +437,7 @@ class CacheRows:
         wanted: NDArray[np.int64],
         candidates: int,
     ) -> Float[Tensor, "batch wanted vocab"]:
-        """Process new tokens and those pending; see `Sequences.process`.
-
-        Args:
-            sequences: the rows.
-            token_ids: the last `counts` tokens of each row are new.
-            counts: new tokens of each row.
-            wanted: columns whose logits are returned.
-            candidates: last columns that may be removed again.
-        """
+        """Process new tokens and those pending; see `Sequences.process`."""
         pending = self._rollback.num_pending
         ids = self._rollback.take_pending(token_ids)
         whole, columns = counts + np.int32(pending), wanted + pending

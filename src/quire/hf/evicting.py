@@ -41,13 +41,7 @@ BLOCK_TOKENS = ScheduleConfig().chunk_tokens  # bounds activations, as in the en
 
 
 class Evicting:
-    """Evicts from rows of a batch.
-
-    Args:
-        decoder: the model.
-        kv: the paged KV of the cache.
-        rules: the rule of the cache.
-    """
+    """Evicts from rows of a batch."""
 
     def __init__(self, decoder: Decoder, kv: PagedKV, rules: EvictionRules) -> None:
         self._lanes = evicting_lanes(kv.memory)
@@ -57,12 +51,7 @@ class Evicting:
             self._evictor = PolicyEvictor(kv, rules, SCRATCH_BYTES, scales, rotations)
 
     def chunk_tokens(self, row: Request, left: int) -> int:
-        """Tokens of a row's next chunk, after `evict_for_chunk` has freed slots for them.
-
-        Args:
-            row: a sequence.
-            left: remaining tokens of this forward.
-        """
+        """Tokens of a row's next chunk, after `evict_for_chunk` has freed slots for them."""
         tokens = min(left, free_tokens(row, self._lanes))
         return tokens if has_atomic_chunk(row) else min(tokens, BLOCK_TOKENS)
 
@@ -85,12 +74,7 @@ class Evicting:
             self.evict_for_chunk(row)
 
     def evict_under_pressure(self, rows: Iterable[Request], enough: Callable[[], bool]) -> None:
-        """Reduce rows with when=pressure to their cap, the longest first, until memory is free.
-
-        Args:
-            rows: rows of the batch.
-            enough: returns whether enough memory is free.
-        """
+        """Reduce rows with when=pressure to their cap, the longest first, until memory is free."""
         if self._lanes is None:
             return
         waiting = [row for row in rows if row.eviction.spec.when == PRESSURE]
@@ -179,7 +163,6 @@ def _checked_ratio(ratio: object, policy: str, budget: object) -> float:
 
 
 def _of_ratio(policy: str, ratio: float, when: str | None, every: int | None) -> EvictionRule:
-    """The rule that removes this fraction of the prompt."""
     if policy.strip() == FULL:
         if ratio:
             raise ConfigError(

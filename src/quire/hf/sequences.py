@@ -33,15 +33,7 @@ def start_rows(
     prompts: Sequence[int],
     rope_variant: int,
 ) -> list[Request]:
-    """Allocate a row of the memory for each prompt.
-
-    Args:
-        memory: has enough free rows.
-        rule: eviction rule of all rows.
-        evictions: the rule's parameters for each row.
-        prompts: number of prompt tokens of each row.
-        rope_variant: RoPE scaling variant of all rows.
-    """
+    """Allocate a row of the memory for each prompt."""
     statistics = statistics_used(memory.layout, rule.statistics)
     return [
         Request(
@@ -156,7 +148,6 @@ class Sequences:
         self.rows = list(forks)
 
     def free(self, rows: Sequence[Request]) -> None:
-        """Free the pages of some rows."""
         self._kv.memory.release([row.memory.row for row in rows])
 
     def truncate(self, tokens: int) -> None:
@@ -184,11 +175,6 @@ class Sequences:
         columns: NDArray[np.int64],
     ) -> Float[Tensor, "batch wanted vocab"]:
         """Process new tokens.
-
-        Args:
-            token_ids: the last `counts` tokens of each row are new.
-            counts: new tokens of each row.
-            columns: columns of `token_ids` whose logits are returned.
 
         Returns:
             Logits; zeros for pads.
@@ -250,14 +236,7 @@ class Sequences:
         chunk: Counts,
         columns: NDArray[np.int64],
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Run one flat batch; return logits of requested columns and their output indices.
-
-        Args:
-            token_ids: as in `process`.
-            first: column of each row's first token in this chunk.
-            chunk: tokens of each row.
-            columns: as in `process`.
-        """
+        """Run one flat batch; return logits of requested columns and their output indices."""
         order = np.argsort(chunk != 1, kind="stable")  # rows of one token first
         order = order[chunk[order] > 0]
         rows, tokens = [self.rows[i] for i in order], chunk[order]

@@ -88,12 +88,6 @@ def extend_from_references(
 ) -> bool:
     """Append cached references to a row that ends where they begin; see `start_from_references`.
 
-    Args:
-        memory: the KV memory that holds the pages.
-        row: the sequence.
-        cached_references: one or more consecutive references.
-        statistics: statistics at the end of the last one, for a row with statistics.
-
     Returns:
         False if the row cannot share them (see `can_append`), or if the copies of the statistics
         do not fit; nothing was changed.
@@ -122,14 +116,7 @@ def extend_from_references(
 def _private_copies(
     memory: KVMemory, row: int, statistics: CachedReference | None, end: int
 ) -> dict[str, PageNumbers] | None:
-    """Private copies of a snapshot, and zeroed records of promoted tokens; None if they do not fit.
-
-    Args:
-        memory: the KV memory that holds the pages.
-        row: the sequence.
-        statistics: the snapshot.
-        end: new length of the row.
-    """
+    """Copies of a snapshot, and zeroed records of promoted tokens; None if they do not fit."""
     pages = {} if statistics is None else statistics.pages
     empty = [t for t in memory.tables.values() if t.active[row] and t.group.promoted is not None]
     counts = {name: numbers.size for name, numbers in pages.items()}

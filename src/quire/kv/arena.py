@@ -44,10 +44,6 @@ def pages_per_slab(slab_bytes: int, page_bytes: int) -> int:
 class Arena:
     """A fixed number of bytes in slabs of equal size.
 
-    Args:
-        total_bytes: the configured KV memory. The attribute is this rounded down to whole slabs.
-        page_bytes: bytes of one page of each page class.
-
     Attributes:
         size_option: the command-line option that sets `total_bytes`.
         fences: copies in flight that read pages.
@@ -88,22 +84,18 @@ class Arena:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all slabs."""
         return self.num_slabs * self.slab_bytes
 
     @property
     def span_bytes(self) -> int:
-        """Bytes that page numbers can address."""
         return self.total_bytes
 
     @property
     def num_free_slabs(self) -> int:
-        """Number of free slabs."""
         return len(self._free)
 
     @property
     def free_slabs(self) -> frozenset[int]:
-        """Numbers of the free slabs."""
         return frozenset(self._free)
 
     def allocate_slab(self) -> int:
@@ -111,7 +103,6 @@ class Arena:
         return self._free.pop()
 
     def free_slab(self, slab: int) -> None:
-        """Free a slab."""
         self._free.append(slab)
 
     def check(self) -> None:

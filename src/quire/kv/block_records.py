@@ -21,15 +21,7 @@ _TOKEN_BYTES = 8
 
 
 class BlockRecords:
-    """Reads and writes the pages of prefix cache blocks.
-
-    Args:
-        memory: the KV memory that holds the pages.
-        block_tokens: tokens of a block.
-
-    Attributes:
-        record_bytes: bytes of one block's record.
-    """
+    """Reads and writes the pages of prefix cache blocks."""
 
     def __init__(self, memory: KVMemory, block_tokens: int) -> None:
         self._memory, self._block_tokens = memory, block_tokens
@@ -78,27 +70,16 @@ class SnapshotRecords:
     """Reads and writes snapshots of attention statistics at the ends of blocks.
 
     A snapshot holds the private groups that a sequence uses, except those of promoted tokens.
-
-    Args:
-        memory: the KV memory that holds the pages.
-        block_tokens: tokens of a block.
     """
 
     def __init__(self, memory: KVMemory, block_tokens: int) -> None:
         self._memory, self._token_bytes = memory, _TOKEN_BYTES * block_tokens
 
     def key(self, block: Block, used: Collection[str]) -> bytes:
-        """Key of the snapshot at the end of a block.
-
-        Args:
-            block: the last block of the prefix.
-            used: names of the private groups of the sequence.
-        """
         groups = "\0".join(map(_identity, statistics_groups(self._memory, used)))
         return hashlib.blake2b(block.key + groups.encode(), digest_size=KEY_BYTES).digest()
 
     def num_bytes(self, end: int, used: Collection[str]) -> int:
-        """Bytes of the record of a snapshot at position `end`."""
         groups = statistics_groups(self._memory, used)
         pages = (_page_count(group, end) * group.page_class.page_bytes for group in groups)
         return self._token_bytes + sum(pages)
@@ -127,22 +108,12 @@ class SnapshotRecords:
 
 
 def statistics_groups(memory: KVMemory, used: Collection[str]) -> list[LaneGroup]:
-    """The private groups of a snapshot, in the order of the layout.
-
-    Args:
-        memory: the KV memory.
-        used: names of the private groups of a sequence.
-    """
+    """The private groups of a snapshot, in the order of the layout."""
     return [group for group in private_groups(memory, used) if group.promoted is None]
 
 
 def private_groups(memory: KVMemory, used: Collection[str]) -> list[LaneGroup]:
-    """The private groups of a sequence, in the order of the layout.
-
-    Args:
-        memory: the KV memory.
-        used: their names.
-    """
+    """The private groups of a sequence, in the order of the layout."""
     return [group for group in memory.layout.groups if group.private and group.name in used]
 
 
@@ -151,7 +122,6 @@ def _page_count(group: LaneGroup, end: int) -> int:
 
 
 def _identity(group: LaneGroup) -> str:
-    """Identity of the bytes of a private group."""
     page, layers = group.page_class, ",".join(map(str, group.layers))
     return (
         f"{group.name} layers={layers} lanes_per_layer={group.lanes_per_layer} "

@@ -43,12 +43,10 @@ class MeasuredConstants:
     layers: Mapping[tuple[int, str], Constants]
 
     def of(self, layer: int, side: str, device: torch.device) -> Constants:
-        """Return the constants of one layer and side on a device."""
         return {name: numbers.to(device) for name, numbers in self.layers[layer, side].items()}
 
     @property
     def digest(self) -> str:
-        """Hash of all constants: codes from different constants are not interchangeable."""
         digest = hashlib.blake2b(digest_size=8)
         for layer_side, constants in sorted(self.layers.items()):
             for name, numbers in sorted(constants.items()):
@@ -71,14 +69,7 @@ def constants_path(folder: Path, side: str, codec: CodecSpec) -> Path:
 def write_constants(
     folder: Path, form: KVFormat, measured: MeasuredConstants, notes: Mapping[str, str]
 ) -> list[Path]:
-    """Write a file for each side that has constants; return their paths.
-
-    Args:
-        folder: the model's folder.
-        form: codecs of keys and values.
-        measured: the constants.
-        notes: metadata for the files, such as the calibration data.
-    """
+    """Write a file for each side that has constants; return their paths."""
     written = []
     for side, codec in sides_of(form).items():
         path = constants_path(folder, side, codec)

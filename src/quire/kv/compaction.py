@@ -247,11 +247,6 @@ def commit_compaction(
 ) -> None:
     """Execute all plans or none: copy shared pages, move slots, free pages.
 
-    Args:
-        memory: the KV memory.
-        plans: planned compactions of different rows or groups.
-        mover: moves the slots of pages that are encoded as a whole.
-
     Raises:
         OutOfPages: the private copies do not fit; the memory is unchanged.
         InvariantError: a row's slots changed after its plan was computed, or slots would be lost.

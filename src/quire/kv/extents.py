@@ -14,12 +14,7 @@ from quire.errors import InvariantError
 
 @dataclass(frozen=True, slots=True, order=True)
 class Extent:
-    """A contiguous range of bytes.
-
-    Attributes:
-        start: offset of the first byte.
-        num_bytes: length.
-    """
+    """A contiguous range of bytes."""
 
     start: int
     num_bytes: int
@@ -31,11 +26,7 @@ class Extent:
 
 
 class ExtentMap:
-    """The free extents of a range, ascending; adjacent free extents are always joined.
-
-    Args:
-        total_bytes: size of the range.
-    """
+    """The free extents of a range, ascending; adjacent free extents are always joined."""
 
     def __init__(self, total_bytes: int) -> None:
         self.total_bytes = total_bytes
@@ -44,11 +35,9 @@ class ExtentMap:
 
     @property
     def free_extents(self) -> tuple[Extent, ...]:
-        """The free extents, ascending."""
         return tuple(self._free)
 
     def fits(self, num_units: int, unit_bytes: int) -> bool:
-        """Return whether `num_units` units can be allocated, each contiguous."""
         return sum(hole.num_bytes // unit_bytes for hole in self._free) >= num_units
 
     def allocate(self, num_units: int, unit_bytes: int) -> tuple[Extent, ...] | None:

@@ -24,7 +24,6 @@ def order_still_used(memory: KVMemory, pages: PagesByClass) -> None:
 
 
 def _cached_references(memory: KVMemory, page_class: PageClass) -> NDArray[np.int64]:
-    """Return the references of the prefix cache to each page of a class."""
     cached = [
         numbers.reshape(-1)
         for references in memory.cached_references.values()

@@ -18,13 +18,9 @@ from numpy.typing import NDArray
 class CopyInFlight(Protocol):
     """A copy out of the arena, as the computation sees it."""
 
-    def result(self) -> None:
-        """Make later computation wait for the copy."""
-        ...
+    def result(self) -> None: ...
 
-    def done(self) -> bool:
-        """Whether the copy has ended."""
-        ...
+    def done(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +58,6 @@ class CopyFences:
         return len(self._fences)
 
     def add(self, pages: NDArray[np.int32], page_bytes: int, copy: CopyInFlight) -> None:
-        """Add a copy.
-
-        Args:
-            pages: numbers of the pages that it reads.
-            page_bytes: bytes of a page.
-            copy: the copy.
-        """
         self._fences = [fence for fence in self._fences if not fence.copy.done()]
         if len(pages):
             first_bytes = np.sort(pages.astype(np.int64)) * page_bytes

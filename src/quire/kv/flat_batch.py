@@ -39,7 +39,6 @@ class FlatBatch:
     def of(
         cls, rows: NDArray[np.int64], tokens: NDArray[np.int32], device: torch.device
     ) -> "FlatBatch":
-        """Concatenate the tokens of the rows."""
         rows = rows.copy()  # the caller may reuse its arrays
         shape = StepShape.of(tokens.copy())
         token_row = np.repeat(np.arange(len(rows)), tokens)
@@ -52,7 +51,6 @@ class FlatBatch:
         )
 
     def is_for(self, rows: NDArray[np.int64], tokens: NDArray[np.int32]) -> bool:
-        """Return whether this batch is the one of these rows and token counts."""
         return np.array_equal(self.rows, rows) and np.array_equal(self.shape.tokens, tokens)
 
 

@@ -27,16 +27,7 @@ from quire.layout.token_precision import FullPrecisionTokens
 
 @dataclass(frozen=True, slots=True)
 class FullPrecisionBuffer:
-    """Pages that hold the full-precision tokens of a lane group.
-
-    Attributes:
-        tokens: which tokens are kept in full precision.
-        views: views of the pages that hold them.
-        table: page table of these pages, one page per lane.
-        device_table: `table` as a tensor.
-        coded: views of the quantized pages of the lane group.
-        coded_table: page table of the quantized pages.
-    """
+    """Pages that hold the full-precision tokens of a lane group."""
 
     tokens: FullPrecisionTokens
     views: PageViews
@@ -132,12 +123,6 @@ class FullPrecisionStep:
     def encode(self, layer: int, slots: NewSlots, key: Tensor, value: Tensor) -> bool:
         """Encode pages that become full, if the codec encodes whole pages.
 
-        Args:
-            layer: index of the layer in the group.
-            slots: slots of the step's tokens.
-            key: keys of the step's tokens.
-            value: values of the step's tokens.
-
         Returns:
             False if the codec encodes token by token; the backend then writes the codes.
         """
@@ -155,7 +140,6 @@ class FullPrecisionStep:
         return True
 
     def _encode_records(self, full: FullPages, side: int, lost: Tensor) -> None:
-        """Encode what the new codes lost, for the promoted tokens of full pages."""
         if self._promoted is not None:
             coded = (self._promoted.coded.key, self._promoted.coded.value)[side]
             self._promoted.encode_again(coded, full.promoted_pages, full.positions, lost)

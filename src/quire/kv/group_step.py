@@ -58,13 +58,7 @@ class GroupStep:
 
 @dataclass(frozen=True, slots=True)
 class LayerStep:
-    """A layer in a step.
-
-    Attributes:
-        group: state of its lane group.
-        index: of the layer in the group.
-        math: its operations.
-    """
+    """A layer in a step."""
 
     group: GroupStep
     index: int
@@ -72,7 +66,6 @@ class LayerStep:
 
     @property
     def plan(self) -> object:
-        """The backend's plan of the layer."""
         return self.group.plans[self.index]
 
 
@@ -106,13 +99,6 @@ class ChainedStep:
 
     From one decode step to the next, only numbers change: live slots, and places of new tokens.
     They are written into the arrays that the calls point to.
-
-    Attributes:
-        batch: its flat batch.
-        groups: its lane groups by name.
-        layers: operations of its layers.
-        heads: input and output of its layers.
-        calls: the calls of each layer.
     """
 
     batch: FlatBatch | None = None

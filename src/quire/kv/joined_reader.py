@@ -10,11 +10,7 @@ from quire.kv.lane_reader import LaneReader
 
 
 class JoinedReader:
-    """Readers of different layers of one row, one after the other; see `LaneReader`.
-
-    Args:
-        readers: readers of the layers.
-    """
+    """Readers of different layers of one row, one after the other; see `LaneReader`."""
 
     def __init__(self, readers: Sequence[LaneReader]) -> None:
         self._readers = readers

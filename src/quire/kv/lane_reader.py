@@ -69,7 +69,6 @@ class LaneReader:
 
     @property
     def heads_per_layer(self) -> int:
-        """Number of KV heads of a layer, which is its number of view lanes."""
         return self._group.lanes_per_layer * self._group.page_class.heads
 
     @cached_property
@@ -154,7 +153,6 @@ class LaneReader:
     def in_storage_order(
         self, vectors: Float[Tensor, "lane slot head_dim"]
     ) -> Float[Tensor, "table_lane head slot head_dim"]:
-        """Return keys or values by slot, for each lane of the table and its heads."""
         by_lane = vectors.view(-1, self._group.page_class.heads, *vectors.shape[1:])
         slot = self._tensor(self._order.slot)[:, None, :, None].expand_as(by_lane)
         return torch.empty_like(by_lane).scatter_(2, slot, by_lane)
@@ -295,7 +293,6 @@ class LaneReader:
         return torch.cat(found)
 
     def _add_promoted(self, found: Tensor, side: CodedPlanes, place: PromotedBuffer) -> None:
-        """Add the records of promoted tokens, as attention reads them."""
         pages = self._tensor(self._pages(place.table.pages)[:, 0])
         record = records_of(place.marks[pages], self._tensor(self._order.positions))
         lane, slot = ((record >= 0) & self._tensor(self._order.live)).nonzero(as_tuple=True)

@@ -241,7 +241,6 @@ def _count(memory: KVMemory) -> dict[_Key, list[int]]:
 
 
 def _holders(memory: KVMemory, page_class: PageClass) -> dict[int, list[tuple[int, str]]]:
-    """Return the rows and groups that reference each page."""
     holders: defaultdict[int, list[tuple[int, str]]] = defaultdict(list)
     for name, table in memory.tables.items():
         if table.group.page_class == page_class:
@@ -252,7 +251,6 @@ def _holders(memory: KVMemory, page_class: PageClass) -> dict[int, list[tuple[in
 
 
 def _referenced(memory: KVMemory, page_class: PageClass) -> Counter[int]:
-    """Count the cached references to each page."""
     referenced: Counter[int] = Counter()
     for cached_reference in memory.cached_references.values():
         for name, numbers in cached_reference.items():

@@ -24,13 +24,7 @@ Slots = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class SlotMoves:
-    """Slot moves of a row, [moves] each. All sources are read before any target is written.
-
-    Attributes:
-        lane: lane of both slots.
-        source: slot to read.
-        target: slot to write.
-    """
+    """Slot moves of a row, [moves] each. All sources are read before any target is written."""
 
     lane: Slots
     source: Slots
@@ -121,7 +115,6 @@ class MemoryListener:
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes of pages that only this listener references."""
         return 0
 
     def released(self, rows: Rows) -> None:
@@ -156,7 +149,6 @@ class MemoryListeners:
         return iter(self._listeners)
 
     def subscribe(self, listener: MemoryListener) -> None:
-        """Add a listener."""
         self._listeners.append(listener)
 
     def idle_bytes(self) -> int:

@@ -120,27 +120,22 @@ class KVMemory:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of free pages and of free slabs."""
         held = sum(pool.free_bytes for pool in self.pools.values())
         return held + self.arena.num_free_slabs * self.arena.slab_bytes
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of the arena."""
         return self.arena.total_bytes
 
     @property
     def live_rows(self) -> Rows:
-        """Rows in use, ascending."""
         return np.flatnonzero(self._live)
 
     @property
     def num_free_rows(self) -> int:
-        """Number of sequences that can still be started."""
         return len(self._free_rows)
 
     def row_bytes(self, row: int) -> int:
-        """Return the bytes of all pages that a sequence references."""
         return int(self._rows_bytes(np.array([row]))[0])
 
     def _rows_bytes(self, rows: Rows) -> NDArray[np.int64]:
@@ -150,7 +145,6 @@ class KVMemory:
         return held
 
     def fits(self, pages: Mapping[PageClass, int]) -> bool:
-        """Return whether this many pages of each class can be allocated, at any location."""
         return self._slabs_needed(pages) <= self.arena.num_free_slabs
 
     def _slabs_needed(self, pages: Mapping[PageClass, int]) -> int:
@@ -214,7 +208,6 @@ class KVMemory:
     # ---- growth --------------------------------------------------------------------------------
 
     def pages_to_grow(self, rows: Rows, tokens: Counts) -> dict[PageClass, int]:
-        """Return the pages of each class to allocate before `rows` grow by `tokens` tokens."""
         return pages_by_class(self._demands(rows, tokens))
 
     def _demands(self, rows: Rows, tokens: Counts) -> list[Demand]:

@@ -24,10 +24,6 @@ class PagePool:
     Allocation costs O(1) per page, with one NumPy slice per slab. A slab whose last page is freed
     is returned to the arena at once.
 
-    Args:
-        arena: provides the slabs.
-        page_class: the page class.
-
     Attributes:
         ref_counts: int32 [pages] number of references to each page; 0 for a free page.
         num_shared: pages with more than one reference; if 0, writers skip the copy-on-write check.
@@ -53,32 +49,26 @@ class PagePool:
 
     @property
     def held_slabs(self) -> frozenset[int]:
-        """Numbers of the slabs that are allocated to this pool."""
         return frozenset(self._stacks)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of pages in use."""
         return self.num_used * self.page_class.page_bytes
 
     @property
     def tail_bytes(self) -> int:
-        """Bytes of held slabs that no whole page covers."""
         covered = sum(map(len, self._stacks.values())) * self.page_class.page_bytes
         return len(self._stacks) * self._arena.slab_bytes - covered
 
     @property
     def num_free(self) -> int:
-        """Free pages in held slabs."""
         return self._free_in_slabs
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of free pages in held slabs."""
         return self.num_free * self.page_class.page_bytes
 
     def slabs_needed(self, num_pages: int) -> int:
-        """Return the number of slabs that the pool must allocate for `num_pages` more pages."""
         return max(0, -(-(num_pages - self.num_free) // self.pages_per_slab))
 
     def allocate(self, num_pages: int) -> PageNumbers:

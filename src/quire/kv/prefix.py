@@ -150,16 +150,11 @@ class PrefixIndex(MemoryListener):
         return nodes[-1].block.end if nodes else 0
 
     def count(self, queried_tokens: int, lease: PrefixLease) -> None:
-        """Count the queried and hit tokens of an admitted prompt."""
         self.queried_tokens += queried_tokens
         self.hit_tokens += lease.tokens
 
     def start(self, lease: PrefixLease, *, statistics: frozenset[str] = frozenset()) -> int:
         """Start a sequence from a lease that has nodes; return its row.
-
-        Args:
-            lease: lease that was matched for these statistics.
-            statistics: names of the private groups that the sequence uses.
 
         Raises:
             OutOfPages: no row, or no pages for private groups; nothing changed.

@@ -57,7 +57,6 @@ class PrefixBroadcast:
         self._listeners: list[PrefixListener] = []
 
     def subscribe(self, listener: PrefixListener) -> None:
-        """Add a listener."""
         self._listeners.append(listener)
 
     def stored(
@@ -111,7 +110,6 @@ class PrefixNode:
     idle_since_s: float = 0.0
 
     def lacks(self, memory: KVMemory, row: int) -> bool:
-        """Return whether a row uses a set of statistics of which the node has no snapshot."""
         used = memory.statistics_of(row)
         return bool(used) and used not in self.statistics
 
@@ -122,7 +120,6 @@ class PrefixNode:
             self.statistics[memory.statistics_of(row)] = cached_reference
 
     def statistics_bytes(self, memory: KVMemory) -> int:
-        """Return the bytes of the node's statistics snapshots."""
         return sum(
             pages.size * memory.tables[name].group.page_class.page_bytes
             for cached_reference in self.statistics.values()
@@ -130,7 +127,6 @@ class PrefixNode:
         )
 
     def continues(self, parent: "PrefixNode | None", block: Block) -> bool:
-        """Return whether the node is this block after this parent, and not a hash collision."""
         return self.block.tokens == block.tokens and self.parent is parent
 
 
@@ -153,7 +149,6 @@ class PrefixLease:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the chain."""
         return self.nodes[-1].block.end if self.nodes else 0
 
 
@@ -183,10 +178,6 @@ def notify_stored(listener: PrefixListener, nodes: Sequence[PrefixNode], block_t
 class IdleNodes:
     """Unused blocks, which can be evicted without affecting a running request, and their bytes.
 
-    Args:
-        memory: the KV memory that holds their pages.
-        block_pages: pages of each class in a block.
-
     Attributes:
         block_bytes: bytes of a block's pages.
         num_bytes: bytes of all unused blocks, statistics snapshots included. Snapshots are only
@@ -206,7 +197,6 @@ class IdleNodes:
         return iter(self._nodes)
 
     def add(self, node: PrefixNode) -> None:
-        """Add a node that became unused."""
         self._nodes[node] = None
         self.num_bytes += self._bytes_of(node)
 
@@ -243,12 +233,6 @@ def blocks_of_pages(
 
     Only pages with exactly one other reference count. The descendants are included because a chain
     with a missing block can neither be found nor published again.
-
-    Args:
-        memory: the KV memory that holds the pages.
-        nodes: nodes to search.
-        page_class: class of the pages.
-        pages: page numbers.
     """
     counts = memory.pools[page_class].ref_counts
     wanted = np.zeros(len(counts), dtype=bool)

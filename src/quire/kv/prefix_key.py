@@ -73,7 +73,6 @@ class Block:
 
     @property
     def token_ids(self) -> list[int]:
-        """Token ids of the block."""
         return memoryview(self.tokens).cast("q").tolist()
 
 
@@ -123,7 +122,6 @@ class BlockChain:
         self._known: list[Block] = []
 
     def blocks(self, num_tokens: int) -> Iterator[Block]:
-        """Yield the whole blocks of the first `num_tokens` tokens, in order."""
         for number in range(num_tokens // self._block_tokens):
             if number == len(self._known):
                 self._known.append(self._next())

@@ -75,7 +75,6 @@ def _entries(table: LaneTable, rows: Rows) -> _Named:
 
 
 def _exclusive(memory: KVMemory, page_class: PageClass, named: list[_Named]) -> _Moving:
-    """Return the pages of a class that only these entries reference."""
     of_class = [found.pages for found in named if found.table.group.page_class == page_class]
     pages, times = np.unique(np.concatenate(of_class), return_counts=True)
     own = memory.pools[page_class].ref_counts[pages] == times

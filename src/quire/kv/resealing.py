@@ -179,7 +179,6 @@ class Resealing:
 
     @property
     def _shared_planes(self) -> list[Tensor]:
-        """Planes with one record for all tokens of a page."""
         sides = (self._coded.key, self._coded.value)
         return [
             plane

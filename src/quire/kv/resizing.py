@@ -36,7 +36,6 @@ class Demand:
 
     @property
     def num_pages(self) -> int:
-        """Pages to allocate, copies included."""
         return int(self.new.sum()) + int(self.shared.sum())
 
 

@@ -63,12 +63,10 @@ class SharedArena:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all slabs."""
         return self.num_slabs * self.slab_bytes
 
     @property
     def num_unpromised(self) -> int:
-        """Number of slabs that no guarantee covers."""
         return self.num_slabs - sum(member.num_slabs for member in self.members.values())
 
     def join(
@@ -184,12 +182,10 @@ class MemberArena(Arena):
 
     @property
     def guaranteed_bytes(self) -> int:
-        """Bytes of the guaranteed slabs."""
         return self.num_slabs * self.slab_bytes
 
     @property
     def num_borrowed(self) -> int:
-        """Number of slabs held above the guarantee."""
         return max(0, len(self.held) - self.num_slabs)
 
     @property
@@ -199,7 +195,6 @@ class MemberArena(Arena):
 
     @property
     def span_bytes(self) -> int:
-        """Bytes of the whole shared arena: page numbers are offsets in it."""
         return self._arena.total_bytes
 
     @property
@@ -220,7 +215,6 @@ class MemberArena(Arena):
 
     @property
     def free_slabs(self) -> frozenset[int]:
-        """Numbers of the slabs that no member holds."""
         return frozenset(self._arena.free)
 
     def allocate_slab(self) -> int:
@@ -235,7 +229,6 @@ class MemberArena(Arena):
         return slab
 
     def free_slab(self, slab: int) -> None:
-        """Free a slab."""
         self.held.remove(slab)
         self._arena.free.append(slab)
 

@@ -68,7 +68,6 @@ class _Layout:
         self.total = 0
 
     def take(self, count: int) -> slice:
-        """Return the place of the next `count` elements."""
         part = slice(self.total, self.total + count)
         self.total += -(-count // _ALIGNMENT) * _ALIGNMENT
         return part
@@ -132,7 +131,6 @@ class StaticInputs:
         return self._device[of.pages].view(shape), self._device[of.offsets].view(shape)
 
     def live_slots(self, of: _GroupInputs) -> Int[Tensor, "distinct row lane"]:
-        """Live slots of each distinct layer."""
         shape = (of.distinct, self.shape.size, of.group.lanes_per_layer)
         flat = self._device[of.slots].view(torch.int32)
         return flat[: shape[0] * shape[1] * shape[2]].view(shape)
@@ -190,17 +188,7 @@ class _StaticGroup:
 
 
 class StaticAttention:
-    """Attention of a decode step whose inputs keep their addresses; see `PagedAttention`.
-
-    Attributes:
-        takes_rope: see `PagedAttention`.
-
-    Args:
-        kv: the paged KV of the engine.
-        backend: its backend.
-        inputs: inputs of the step.
-        tables: the page table of each group on the device.
-    """
+    """Attention of a decode step whose inputs keep their addresses; see `PagedAttention`."""
 
     takes_rope = True
 

@@ -112,7 +112,6 @@ class PagedKV:
         return self.backend.peak_scratch_bytes + other + self.sums_scratch.num_bytes + staged
 
     def _statistics(self) -> dict[str, list[StatisticPages]]:
-        """Return the statistic pages of each lane group."""
         places: dict[str, list[StatisticPages]] = {}
         for group in self.memory.layout.groups:
             if group.statistic is not None:
@@ -145,7 +144,6 @@ class PagedKV:
     def pages_of_layers(
         self, group: LaneGroup, table: Tensor, rows: Tensor
     ) -> tuple[LayerPages, ...]:
-        """Return the pages of each layer of a group, for rows of its table on the device."""
         views = self.store.views(group.page_class)
         assert views.value is not None, "lanes that attend have a value plane"
         return tuple(
@@ -173,14 +171,6 @@ def allocate_kv(
     measured: MeasuredConstants | None = None,
 ) -> PagedKV:
     """Allocate a KV memory on a device.
-
-    Args:
-        layout: lane groups of every sequence.
-        total_bytes: size of the arena.
-        max_rows: maximum number of concurrent sequences.
-        device: device of the arena.
-        backend: computes attention and copies slots.
-        measured: measured constants of codecs that need them.
 
     Raises:
         ConfigError: the arena cannot hold one sequence of one token.
@@ -314,10 +304,6 @@ class StepAttention:
     def chain(self, layers: Sequence[AttentionMath], heads: HeadBuffers) -> list[object] | None:
         """Prepare writing and attention of all layers as parts of one chain of C calls.
 
-        Args:
-            layers: operations of each layer, in order.
-            heads: input and output of every layer.
-
         Returns:
             The calls of each layer; None if the backend has no chains or if a layer needs more,
             such as statistics, offloaded pages or tokens in full precision.
@@ -359,12 +345,7 @@ class StepAttention:
         self._offload.note_input(layer, inputs)
 
     def note_residual_similarity(self, layer: int, cosines: Float[Tensor, " num_tokens"]) -> None:
-        """Record how much a layer's attention changed the residual stream.
-
-        Args:
-            layer: index of the layer in the model.
-            cosines: per token, cosine between the residual stream before and after attention.
-        """
+        """Record how much a layer's attention changed the residual stream."""
         group, index = self._kv.place[layer]
         watch = self._groups[group.name].watch
         if watch is not None:
@@ -474,7 +455,6 @@ def slot_bytes_of(page_class: PageClass) -> int:
 def _lengths_before(
     lengths: NDArray[np.int64], rows: NDArray[np.int64], later: NDArray[np.int32] | None
 ) -> NDArray[np.int64]:
-    """Return the lengths of all rows without the tokens of later batches."""
     if later is None or not later.any():
         return lengths
     before = lengths.copy()

@@ -45,13 +45,9 @@ class Marks(Protocol):
         """Mark the start of a copy requested at `requested`, after all earlier copies."""
         ...
 
-    def ended(self) -> object:
-        """Mark the end of a copy."""
-        ...
+    def ended(self) -> object: ...
 
-    def seconds(self, mark: object) -> float:
-        """Return the seconds from the beginning of the step to a mark."""
-        ...
+    def seconds(self, mark: object) -> float: ...
 
 
 class ClockMarks:
@@ -64,12 +60,10 @@ class ClockMarks:
         return time.perf_counter()
 
     def begin(self, requested: object) -> object:
-        """See `Marks`; copies of a transfer worker run one after the other."""
         assert isinstance(requested, float), "a mark of this clock"
         return max(requested, self._last_end_s)
 
     def ended(self) -> object:
-        """Mark the end of a copy."""
         self._last_end_s = time.perf_counter()
         return self._last_end_s
 
@@ -91,7 +85,6 @@ class Excluded:
     other: tuple[object, object] | None = None
 
     def seconds(self, marks: Marks) -> float:
-        """Duration of all parts."""
         if self.other is None:
             return self.waited_s
         start, end = map(marks.seconds, self.other)
@@ -103,9 +96,6 @@ NOTHING = Excluded()
 
 class StepLog:
     """The timed operations of a step, in the order of `add` calls.
-
-    Args:
-        marks: time stamps of the step.
 
     Attributes:
         left: end of the last attention of any batch, and the seconds that computation had waited
@@ -130,17 +120,7 @@ class StepLog:
         end: object,
         excluded: Excluded = NOTHING,
     ) -> None:
-        """Record an operation that has ended, or that is queued on a stream.
-
-        Args:
-            kind: see `Timed`.
-            layer: see `Timed`.
-            tokens: see `Timed`.
-            num_bytes: see `Timed`.
-            start: mark of its start.
-            end: mark of its end.
-            excluded: parts between the marks that are not its own time.
-        """
+        """Record an operation that has ended, or that is queued on a stream."""
         self._operations.append((kind, layer, tokens, num_bytes, start, end, excluded))
 
     def read(self) -> list[Timed]:

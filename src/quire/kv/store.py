@@ -77,7 +77,6 @@ class PageStore:
         self._views: dict[PageClass, PageViews] = {}
 
     def views(self, page_class: PageClass) -> PageViews:
-        """Return typed views of all pages of a class."""
         if page_class not in self._views:
             # views created in inference mode could not be written outside of it
             with torch.inference_mode(mode=False):
@@ -132,7 +131,6 @@ class PageStore:
         whole[self._index(target)] = whole[self._index(source)]
 
     def clear_pages(self, page_class: PageClass, pages: PageNumbers) -> None:
-        """Zero whole pages."""
         self.views(page_class).whole[self._index(pages)] = 0
 
     def move_slots(
@@ -177,7 +175,6 @@ class PageStore:
         return self.views(page_class).whole[self._index(pages)].cpu()
 
     def write_pages(self, page_class: PageClass, pages: PageNumbers, payload: object) -> None:
-        """Write bytes from `read_pages` into the same or other pages."""
         found = torch.as_tensor(payload)  # byte records from other storage are NumPy arrays
         self.views(page_class).whole[self._index(pages)] = found.to(self.device)
 

@@ -13,12 +13,6 @@ def stored_positions(
     """Return logical positions [lanes, slots] in storage order; a copy.
 
     Positions past a lane's last slot are undefined, and so are positions in staging pages.
-
-    Args:
-        kv: the paged KV of the engine.
-        group: name of the lane group.
-        row: the sequence.
-        lanes: lanes of the group.
     """
     table = kv.memory.tables[group]
     tokens = table.group.page_class.tokens

@@ -86,9 +86,7 @@ class SwapSpace(Protocol):
     """Fixed bytes outside the arena, such as `quire.offload.swap.host_pool.HostPool`."""
 
     @property
-    def free_bytes(self) -> int:
-        """Free bytes."""
-        ...
+    def free_bytes(self) -> int: ...
 
     def store(self, pages: Mapping[PageClass, int]) -> StoredPages:
         """Allocate space for a number of pages of each class, all or none.
@@ -105,21 +103,13 @@ class SwapSpace(Protocol):
 
 @runtime_checkable
 class OffloadedPages(Protocol):
-    """Offloaded first pages of swapped sequences; their bytes stay where they are.
-
-    Attributes:
-        staging: pages of each class that `attach` allocates.
-    """
+    """Offloaded first pages of swapped sequences; their bytes stay where they are."""
 
     staging: Mapping[PageClass, int]
 
-    def attach(self, rows: Sequence[int]) -> None:
-        """Append the pages to the empty rows of the resumed sequences."""
-        ...
+    def attach(self, rows: Sequence[int]) -> None: ...
 
-    def discard(self) -> None:
-        """Free the bytes that no sequence uses."""
-        ...
+    def discard(self) -> None: ...
 
 
 @runtime_checkable
@@ -141,17 +131,14 @@ class Payloads:
         self._payloads: dict[PageClass, object] = {}
 
     def save(self, memory: KVMemory, pages: PagesByClass) -> None:
-        """Read pages from the arena."""
         for page_class, numbers in pages.items():
             self._payloads[page_class] = memory.store.read_pages(page_class, numbers)
 
     def load(self, memory: KVMemory, pages: PagesByClass) -> None:
-        """Write the stored pages to the arena."""
         for page_class, numbers in pages.items():
             memory.store.write_pages(page_class, numbers, self._payloads[page_class])
 
     def free(self) -> None:
-        """Free the CPU memory of the stored pages."""
         self._payloads.clear()
 
 
@@ -176,7 +163,6 @@ class Swapped:
 
     @property
     def needed_pages(self) -> dict[PageClass, int]:
-        """Pages of each class that a swap-in allocates."""
         needed = dict(self.pages)
         for page_class, pages in ({} if self.offloaded is None else self.offloaded.staging).items():
             needed[page_class] = needed.get(page_class, 0) + pages
@@ -184,7 +170,6 @@ class Swapped:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the stored pages."""
         return sum(c.page_bytes * n for c, n in self.pages.items())
 
     def discard(self) -> None:

@@ -170,7 +170,6 @@ def _free_private(memory: KVMemory, row: int) -> None:
 def _gather(
     memory: KVMemory, rows: Rows | Sequence[int], keep_from: int
 ) -> tuple[tuple[SwappedSequence, ...], dict[PageClass, PageNumbers]]:
-    """Return the bookkeeping of every sequence, and each of their pages once."""
     seen = {c: _FirstSeen(len(pool.ref_counts)) for c, pool in memory.pools.items()}
     sequences = []
     for row in rows:
@@ -184,11 +183,7 @@ def _gather(
 
 
 class _FirstSeen:
-    """Numbers pages in the order of their first appearance.
-
-    Args:
-        num_pages: pages of the class in the whole arena.
-    """
+    """Numbers pages in the order of their first appearance."""
 
     def __init__(self, num_pages: int) -> None:
         self._index = np.full(num_pages, -1, dtype=np.int32)
@@ -205,7 +200,6 @@ class _FirstSeen:
 
     @property
     def pages(self) -> PageNumbers:
-        """All numbered pages, in order."""
         return np.concatenate(self._parts)
 
 
@@ -240,7 +234,6 @@ def _copy_in(memory: KVMemory, swapped: Swapped) -> dict[PageClass, PageNumbers]
 def _attach(
     memory: KVMemory, row: int, sequence: SwappedSequence, pages: dict[PageClass, PageNumbers]
 ) -> None:
-    """Append pages to the tables of a row."""
     for name, lanes in sequence.lanes.items():
         table = memory.tables[name]
         numbers = pages[table.group.page_class][lanes.stored]

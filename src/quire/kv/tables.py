@@ -95,7 +95,6 @@ class LaneTable:
         return rows[index], lane, held[index, lane] + offset
 
     def replace(self, row: Rows, lane: Rows, column: Rows, pages: PageNumbers) -> None:
-        """Replace the pages of table entries (copy on write)."""
         self.pages[row, lane, column] = pages
         self._note(row, lane, column)
 
@@ -167,7 +166,6 @@ class LaneTable:
         return pages
 
     def row_pages(self, row: int) -> PageNumbers:
-        """Return all pages of a row, lane by lane."""
         block = self.pages[row]
         pages: PageNumbers = block[block != NO_PAGE]
         return pages

@@ -96,18 +96,13 @@ _CLASSES = tuple({_class_of(entry) for entry in ACT2CLS.values()})
 
 
 class RowwiseActivation(nn.Module):
-    """An activation whose result for a row does not depend on the row's index.
-
-    Args:
-        activation: elementwise.
-    """
+    """An activation whose result for a row does not depend on the row's index."""
 
     def __init__(self, activation: nn.Module) -> None:
         super().__init__()
         self.activation = activation
 
     def forward(self, numbers: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows width"]:
-        """Apply the activation."""
         width = numbers.shape[-1]
         together = 1 if width % VECTOR_NUMBERS else max(1, ONE_THREAD_NUMBERS // width)
         rows = numbers.reshape(-1, width)
@@ -134,10 +129,6 @@ class _OwnRow:
 
 def rows_depend(decoder: Decoder, rows: int) -> str | None:
     """Compare forwards of the same rows in different orders, bit for bit.
-
-    Args:
-        decoder: runs the forwards.
-        rows: number of rows of a forward.
 
     Returns:
         The reason why a row depends on its index, or None if all logits are equal.
@@ -218,10 +209,6 @@ class LayerMajor:
 
     def run(self, forwards: Sequence[Callable[[], T]], enter: Callable[[int], None]) -> list[T]:
         """Run at most `MAX_BATCHES` forwards and return the result of each.
-
-        Args:
-            forwards: each runs all layers, in order.
-            enter: called with a forward's number each time the forward continues.
 
         Raises:
             BaseException: the exception of the first failed forward; the others were stopped.
@@ -328,22 +315,18 @@ class TransformersDecoder:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The wrapped Transformers model."""
         return self._model
 
     @property
     def spec(self) -> ModelSpec:
-        """The model's shape, from its config."""
         return self._spec
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the weights."""
         return self._dtype
 
     @property
     def device(self) -> torch.device:
-        """Device of the weights."""
         return self._device
 
     @property
@@ -391,7 +374,6 @@ class TransformersDecoder:
         *,
         rope_variant: int = 0,
     ) -> KeysAndValues:
-        """See `LayerKV.keys_and_values`; after `prepare_recomputation`."""
         layer_kv = self._observing.recomputation
         with self._frequencies(rope_variant), torch.inference_mode():
             return layer_kv.keys_and_values(layer, inputs, positions)
@@ -403,7 +385,6 @@ class TransformersDecoder:
         *,
         rope_variant: int = 0,
     ) -> KeysAndValues:
-        """See `LayerKV.first_layer`; after `prepare_recomputation`."""
         layer_kv = self._observing.recomputation
         with self._frequencies(rope_variant), torch.inference_mode():
             return layer_kv.first_layer(token_ids, positions)
@@ -475,7 +456,6 @@ class TransformersDecoder:
 
     @torch.inference_mode()
     def _module_logits(self, batch: Batch) -> Tensor:
-        """Run the modules of the Transformers model."""
         head = {"logits_to_keep": batch.sample_rows} if self._head_takes_rows else {}
         output = self._model(
             input_ids=batch.token_ids.unsqueeze(0),

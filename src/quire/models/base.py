@@ -90,10 +90,6 @@ class ChainedAttention(PagedAttention, Protocol):
     def chain(self, layers: Sequence[AttentionMath], heads: HeadBuffers) -> Sequence[object] | None:
         """Prepare the attention of all layers.
 
-        Args:
-            layers: operations of each layer, in order.
-            heads: input and output of every layer.
-
         Returns:
             The calls of each layer; None if the layers must call `attend`.
         """
@@ -151,9 +147,6 @@ class Decoder(Protocol):
 
     def rope_variant(self, final_tokens: int) -> int:
         """Select the RoPE scaling variant of a request, fixed for its lifetime.
-
-        Args:
-            final_tokens: prompt tokens plus the maximum number of generated tokens.
 
         Returns:
             A variant in range(num_rope_variants); requests of different variants never share a

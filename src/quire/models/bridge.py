@@ -65,7 +65,6 @@ class Bridge:
         self.attention = attention
 
     def set_rotaries(self, rotaries: Mapping[int, Rotary]) -> None:
-        """Set the RoPE of each layer."""
         self.rotaries = rotaries
 
 

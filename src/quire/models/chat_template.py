@@ -102,9 +102,6 @@ class ChatTemplate:
         tokenizer: tokenizer of the model. Its template may change later.
         content_format: form of the content of messages: string, openai (a list of parts), or auto
             (found for each role; a template that reads both gets what the caller gave).
-
-    Attributes:
-        tokenizer, content_format: see above.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, content_format: str = "auto") -> None:
@@ -112,7 +109,6 @@ class ChatTemplate:
         self._forms: dict[tuple[str, str], frozenset[ContentFormat]] = {}
 
     def reads(self, name: str) -> bool:
-        """Whether the template mentions a variable."""
         template = self.tokenizer.chat_template
         texts = template.values() if isinstance(template, dict) else (template or "",)
         return any(name in _words(text) for text in texts)
@@ -121,10 +117,6 @@ class ChatTemplate:
         self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]
     ) -> list[int]:
         """Token ids of a chat; the template writes all special tokens, the tokenizer adds none.
-
-        Args:
-            messages: see `read_messages`.
-            options: see `ChatOptions`.
 
         Raises:
             RequestError: see `render`.
@@ -141,13 +133,6 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """Render a chat to text.
-
-        Args:
-            messages: see `read_messages`.
-            add_generation_prompt: for this and the next three see `ChatOptions`.
-            continue_final_message: end with the text of the last message.
-            template_kwargs: further variables of the template.
-            tools: definitions of tools.
 
         Raises:
             RequestError: invalid messages, a model without a template, or a template that refuses
@@ -200,7 +185,6 @@ class ChatTemplate:
     # ---- content -------------------------------------------------------------------------------
 
     def _contents(self, message: Message, source: str) -> list[Content]:
-        """What the template may get as the content of a message, best first."""
         texts, given = texts_of(message), message["content"]
         text = "".join(texts)
         parts = [text_part(one) for one in texts] or [text_part("")]
@@ -237,7 +221,6 @@ class ChatTemplate:
         return self._forms[source, role]
 
     def _writes(self, role: str, content: Content, source: str) -> bool:
-        """Whether the template writes the mark of a message in any of some short chats."""
         for messages in self._short_chats({"role": role, "content": content}, source):
             try:
                 text = self._apply(messages, chat_template=source, add_generation_prompt=True)
@@ -276,11 +259,6 @@ def _missing(text: str, messages: Sequence[Message], apply: Callable[..., str]) 
 
     Templates may change a text: they trim it, escape it or remove its reasoning. Therefore the chat
     is rendered again with a mark in the place of each text.
-
-    Args:
-        text: the prompt.
-        messages: its messages.
-        apply: renders messages.
     """
     marks: dict[int, set[str]] = {}
     marked = list(messages)

@@ -36,15 +36,7 @@ from quire.models.weights import read_coded_model, read_model
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A model folder.
-
-    Attributes:
-        name: display name.
-        folder: folder of the files.
-        config: its config.
-        generation: end tokens and sampling defaults.
-        trust_remote_code: run Python code from the folder.
-    """
+    """A model folder."""
 
     name: str
     folder: Path
@@ -65,7 +57,6 @@ class Checkpoint:
         check_shapes(self._plain_config, headers, trust_remote_code=self.trust_remote_code)
 
     def model_without_memory(self) -> PreTrainedModel:
-        """The model on the meta device."""
         return model_without_memory(self._plain_config, trust_remote_code=self.trust_remote_code)
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase | None:
@@ -104,18 +95,13 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class GgufCheckpoint(Checkpoint):
-    """A GGUF file; Transformers decodes its weights.
-
-    Attributes:
-        file: name of the file in the folder.
-        has_tokenizer: whether the file has a tokenizer.
-    """
+    """A GGUF file; Transformers decodes its weights."""
 
     file: str
     has_tokenizer: bool
 
     def check(self) -> None:
-        """See `Checkpoint`; the file was checked when it was opened."""
+        """The file was checked when it was opened."""
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase | None:
         return gguf.load_tokenizer(self.folder, self.file) if self.has_tokenizer else None
@@ -126,10 +112,6 @@ class GgufCheckpoint(Checkpoint):
 
 def open_checkpoint(path: str | Path, *, trust_remote_code: bool = False) -> Checkpoint:
     """Find a model, and read and check its config.
-
-    Args:
-        path: see `find_model`, or a GGUF file.
-        trust_remote_code: run Python code from the model folder.
 
     Raises:
         ConfigError: the model has Python code that is not trusted, or a package is missing.

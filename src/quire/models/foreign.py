@@ -26,9 +26,6 @@ _CLEAR_ERRORS = (
 def foreign_code(what: str) -> Iterator[None]:
     """Convert exceptions of the block to a ModelError that begins with `what`.
 
-    Args:
-        what: what failed, as in "config.json cannot be read".
-
     Raises:
         ModelError: the block raised an exception other than a QuireError.
     """

@@ -48,7 +48,6 @@ class GenerationDefaults:
     def with_end_token(
         self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
     ) -> "GenerationDefaults":
-        """Return the defaults with the tokenizer's `eos_token` as a further end token."""
         token = None if tokenizer is None else tokenizer.eos_token
         if tokenizer is None or token is None:
             return self
@@ -100,8 +99,6 @@ def read_generation_defaults(
 
 @dataclass(frozen=True, slots=True)
 class _Range:
-    """A number between two bounds."""
-
     low: int | float
     high: int | float
     whole: bool = False

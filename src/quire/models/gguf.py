@@ -70,12 +70,10 @@ class GgufMetadata:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether the file has a tokenizer."""
         return bool(self.values.get("tokenizer.ggml.model", _NO_TOKENIZER) != _NO_TOKENIZER)
 
     @property
     def end_token_ids(self) -> list[int]:
-        """Tokens that end a text, a turn or a message."""
         return [int(self.values[key]) for key in _END_TOKENS if key in self.values]
 
     def check(self) -> None:

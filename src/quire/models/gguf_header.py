@@ -33,14 +33,6 @@ _PATCHING = threading.RLock()
 
 @dataclass(frozen=True, slots=True)
 class _Array:
-    """Place of an array.
-
-    Attributes:
-        kind: type of its elements.
-        count: number of elements.
-        start: first byte.
-    """
-
     kind: int
     count: int
     start: int
@@ -65,9 +57,6 @@ class GgufTensor:
 
 class GgufHeader:
     """Metadata and tensors of a file.
-
-    Args:
-        file: the file.
 
     Attributes:
         values: numbers and texts by key; arrays by `array`.
@@ -154,7 +143,6 @@ class GgufHeader:
             )
 
     def array(self, name: str) -> list[Any]:
-        """The elements of an array."""
         array = self._arrays[name]
         if array.kind != _STRING:
             form = f"<{array.count}{_NUMBERS[array.kind]}"
@@ -249,7 +237,6 @@ def read_once() -> Iterator[None]:
 
 
 def _reader(file: str | Path) -> Any:
-    """What Transformers uses of a `gguf.GGUFReader`."""
     import gguf
 
     header = read_header(Path(file))

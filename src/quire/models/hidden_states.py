@@ -17,23 +17,14 @@ Rows = Callable[[Tensor], Tensor]
 
 
 def note_hidden_states(attention: Any, states_of: Rows) -> None:
-    """Pass hidden states to an attention that has `hidden_rows`.
-
-    Args:
-        attention: attention of the forward that has ended.
-        states_of: returns the hidden states of rows of the batch.
-    """
+    """Pass hidden states to an attention that has `hidden_rows`."""
     rows = getattr(attention, "hidden_rows", None)
     if rows is not None:
         attention.note_hidden_states(states_of(rows))
 
 
 class LastStates:
-    """Holds the output of a base model until its forward has ended; each thread has its own.
-
-    Args:
-        base: the base model of a causal language model.
-    """
+    """Holds the output of a base model until its forward has ended; each thread has its own."""
 
     def __init__(self, base: nn.Module) -> None:
         self._thread = threading.local()
@@ -77,7 +68,5 @@ class LastStates:
 
 
 class _ProbeAttention:
-    """Attention that returns its queries."""
-
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return query

@@ -131,11 +131,9 @@ class ReorderedLinear(nn.Module):
 
     @property
     def reordered_bytes(self) -> int:
-        """Bytes of the weight."""
         return self.in_features * self.out_features * _DTYPE.itemsize
 
     def forward(self, rows: Float[Tensor, "... inner"]) -> Float[Tensor, "... outer"]:
-        """Multiply, as `nn.Linear` does."""
         out: Tensor = self._multiply(rows, self._packed, self.bias, "none", [], "")
         return out
 
@@ -157,10 +155,6 @@ def reorder_linears(model: nn.Module, left_alone: Iterable[nn.Module] = ()) -> N
 
     Not replaced: weights shared with another module (a head tied to the embedding would be stored
     twice), layers derived from `nn.Linear`, and layers with hooks.
-
-    Args:
-        model: model on its final device.
-        left_alone: modules whose weights are not reordered.
     """
     if not can_reorder():
         return

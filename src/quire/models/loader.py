@@ -72,9 +72,6 @@ class LoadedModel:
     def with_max_model_len(self, tokens: int) -> "LoadedModel":
         """Return the model with a shorter context; weights are shared.
 
-        Args:
-            tokens: maximum length of a sequence, prompt and output.
-
         Raises:
             ConfigError: below 1, or above the model's context.
         """

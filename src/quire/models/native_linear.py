@@ -41,7 +41,6 @@ class PackedLinear(nn.Module):
 
     @property
     def packed(self) -> PackedWeight:
-        """The packed weight."""
         return self.product.weight
 
     @property
@@ -51,7 +50,6 @@ class PackedLinear(nn.Module):
         return self.packed.rows(rows)
 
     def forward(self, rows: Float[Tensor, "... inner"]) -> Float[Tensor, "... outer"]:
-        """Multiply, as `nn.Linear` does."""
         flat = rows.reshape(-1, self.in_features)
         x = flat.to(self._products.activation_dtype(self.packed, flat.dtype))
         out = flat.new_empty(len(flat), self.packed.outer)
@@ -62,12 +60,7 @@ class PackedLinear(nn.Module):
 
 
 class PackedEmbedding(nn.Module):
-    """An embedding that reads rows of the packed weight of a tied output head.
-
-    Args:
-        packed: weight of the head.
-        dtype: of the result.
-    """
+    """An embedding that reads rows of the packed weight of a tied output head."""
 
     def __init__(self, packed: PackedWeight, dtype: torch.dtype) -> None:
         super().__init__()
@@ -79,7 +72,6 @@ class PackedEmbedding(nn.Module):
         return self.packed.unpacked().to(self._dtype)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return one row for each id."""
         return self.packed.rows(ids.flatten()).to(self._dtype).view(*ids.shape, -1)
 
 
@@ -134,7 +126,6 @@ class PackedExperts(nn.Module):
         top_k_index: Int[Tensor, "token k"],
         top_k_weights: Float[Tensor, "token k"],
     ) -> Float[Tensor, "token hidden"]:
-        """Add the weighted outputs of the experts of each token."""
         experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
         rows = hidden_states[order // top_k_index.shape[1]]
         numbers, counts = torch.unique_consecutive(experts, return_counts=True)
@@ -173,7 +164,6 @@ def can_pack_experts(module: nn.Module, codec: str) -> bool:
 def _expert_layers(
     experts: nn.Module, name: str, products: Products, codec: str
 ) -> list[PackedLinear]:
-    """Pack one product of all experts, and free its weights."""
     weights = getattr(experts, name).detach()
     weights = weights.mT if experts.is_transposed else weights
     bias = f"{name}_bias"

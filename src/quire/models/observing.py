@@ -59,11 +59,7 @@ class _Catching:
 
 
 class _NoQuery(nn.Module):
-    """Replaces a query projection: returns zeros without a matrix product.
-
-    Args:
-        width: elements of all heads.
-    """
+    """Replaces a query projection: returns zeros without a matrix product."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -128,7 +124,6 @@ class LayerKV:
 
     @property
     def leaves_queries_out(self) -> bool:
-        """Whether every layer skips the computation of queries."""
         return all(layer.no_query is not None for layer in self._layers.values())
 
     def keys_and_values(
@@ -274,8 +269,6 @@ def _seen_layers(
 
 
 class _Zeros:
-    """Attention that returns zeros."""
-
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return torch.zeros_like(query)
 
@@ -364,18 +357,13 @@ class Observing:
     def rotations(
         self, select_frequencies: Callable[[], AbstractContextManager[None]]
     ) -> Rotations | None:
-        """Mean rotations of all layers without a window.
-
-        Args:
-            select_frequencies: selects the frequencies of one RoPE scaling variant.
-        """
+        """Mean rotations of all layers without a window."""
         if not self._all_rotaries_known:
             return None
         model = self._model
         return Rotations(self._rotaries, self._spec.head_dim, model.device, select_frequencies)
 
     def close(self) -> None:
-        """Remove all hooks from the model."""
         for handle in (*(vars(self).pop("_similarity_hooks", None) or ()), *self._inputs):
             handle.remove()
         self._inputs = []

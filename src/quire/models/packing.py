@@ -43,7 +43,6 @@ class MappedFiles:
         self._ranges = sorted(each for each in found if each is not None)
 
     def hold(self, tensor: Tensor) -> bool:
-        """Whether the elements of a tensor are in a mapped file."""
         if tensor.device.type != "cpu" or not tensor.nbytes:
             return False
         start = tensor.data_ptr()
@@ -62,7 +61,6 @@ class MappedFiles:
 
     @torch.no_grad()
     def copy_weights(self, model: nn.Module) -> None:
-        """Copy the parameters that are in a mapped file, so that the file can be unmapped."""
         for parameter in model.parameters():
             if self.hold(parameter):
                 parameter.data = parameter.detach().clone()
@@ -208,7 +206,6 @@ def _packable_layers(
 
 
 def _places(model: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
-    """The parents of each module, and its names there."""
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     for parent in model.modules():
         for name, child in parent._modules.items():  # named_children() skips second names

@@ -36,13 +36,7 @@ _INSTEAD = (
 
 @dataclass(frozen=True, slots=True)
 class QuantizedLayers:
-    """The format of a checkpoint's coded linear layers.
-
-    Attributes:
-        method: gptq or awq.
-        bits: bits of a code.
-        zero_offset: number added to stored zeros.
-    """
+    """The format of a checkpoint's coded linear layers."""
 
     method: str
     bits: int
@@ -92,8 +86,6 @@ class QuantizedLayers:
 
 
 class _Reader:
-    """Reads tensors of the files of a checkpoint by name."""
-
     def __init__(self, files: Mapping[str, Path]) -> None:
         self._files = files
 

@@ -60,9 +60,6 @@ class RopeVariants:
     The constructor freezes the model's rotary modules: until `release` they no longer select their
     frequencies by position.
 
-    Args:
-        model: a Transformers model on its final device.
-
     Raises:
         UnsupportedModel: the frequencies change with the current length ("dynamic"), so cached
             keys would have to be rotated again.
@@ -168,12 +165,7 @@ Probe = Callable[[Sequence[int], PagedAttention], None]
 
 
 def find_rotaries(model: nn.Module, probe: Probe) -> dict[int, Rotary]:
-    """The RoPE of each layer; layers with an unknown rotation are absent.
-
-    Args:
-        model: a Transformers model.
-        probe: runs the model.
-    """
+    """The RoPE of each layer; layers with an unknown rotation are absent."""
     seen = _Queries()
     probe(PROBED_POSITIONS, seen)
     candidates = list(_candidates(model))
@@ -187,8 +179,6 @@ def find_rotaries(model: nn.Module, probe: Probe) -> dict[int, Rotary]:
 
 
 class _Queries:
-    """Attention that returns zeros and stores its queries."""
-
     def __init__(self) -> None:
         self.by_layer: dict[int, Tensor] = {}
 
@@ -221,14 +211,7 @@ def _error(candidate: Rotary, queries: Tensor) -> float:
 
 
 class Rotations:
-    """Mean rotations of all layers, for eviction rules that predict future queries.
-
-    Args:
-        rotaries: RoPE of each layer.
-        head_dim: elements of a query.
-        device: device of the model.
-        select_frequencies: selects the frequencies of one RoPE scaling variant.
-    """
+    """Mean rotations of all layers, for eviction rules that predict future queries."""
 
     def __init__(
         self,

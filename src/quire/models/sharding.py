@@ -49,16 +49,6 @@ class SummedLinear(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """A linear layer of the plan.
-
-    Attributes:
-        parent: module that has the layer.
-        name: attribute of the parent.
-        linear: the layer.
-        path: path of the layer in the model.
-        style: COLUMNS or ROWS.
-    """
-
     parent: nn.Module
     name: str
     linear: nn.Linear

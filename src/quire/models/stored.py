@@ -39,12 +39,10 @@ class StoredTensor:
 
     @property
     def num_values(self) -> int:
-        """Number of elements in the tensor."""
         return math.prod(self.shape)
 
     @property
     def is_integer(self) -> bool:
-        """Whether its elements are integers or booleans."""
         return self.dtype in _INTEGERS
 
 
@@ -122,11 +120,6 @@ def check_shapes(
     trust_remote_code: bool = False,
 ) -> None:
     """Compare a config with the headers of the weight files.
-
-    Args:
-        config: config of the model.
-        stored: see `read_headers`.
-        trust_remote_code: run Python code from the model folder.
 
     Raises:
         ModelError: the layers or shapes of the weights differ from the config.

@@ -122,8 +122,6 @@ def encode_rendered(
 def _token_ids(
     tokenizer: PreTrainedTokenizerBase, text: str, keep: int | None, *, add_special_tokens: bool
 ) -> list[int]:
-    """All token ids of a text, or its last ones."""
-
     def encode(part: str) -> list[int]:
         return _encode(tokenizer, part, add_special_tokens=add_special_tokens)
 

@@ -173,12 +173,6 @@ class DenseAttention:
         self._lanes: dict[tuple[Hashable, int], DenseLane] = {}
 
     def batch(self, sequences: Sequence[Hashable], positions: Sequence[int]) -> "ReferenceBatch":
-        """The `PagedAttention` of one flat batch.
-
-        Args:
-            sequences: sequence of each row.
-            positions: logical position of each row in its sequence.
-        """
         return ReferenceBatch(self, tuple(sequences), tuple(positions))
 
     def lane(self, sequence: Hashable, layer: int) -> DenseLane:

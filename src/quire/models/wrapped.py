@@ -53,9 +53,6 @@ class ForwardingCache(ABC):
 class WrappedModel:
     """A Transformers model behind the `Decoder` seam; it is restored after the last cache.
 
-    Args:
-        model: model in eval mode, entirely on one device.
-
     Raises:
         UnsupportedModel: the model's output would be wrong; states the reason and an alternative.
         ConfigError: the model is in training mode, on several devices, or belongs to an engine.
@@ -83,18 +80,15 @@ class WrappedModel:
 
     @property
     def spec(self) -> ModelSpec:
-        """The model's shape, from its config."""
         return self._spec
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the weights."""
         dtype: torch.dtype = self._model.dtype
         return dtype
 
     @property
     def device(self) -> torch.device:
-        """Device of the weights."""
         device: torch.device = self._model.device
         return device
 
@@ -174,7 +168,6 @@ class WrappedModel:
                     config._attn_implementation = own
 
     def enter(self) -> None:
-        """Count a cache that uses this model."""
         with self._lock:
             self._users += 1
 
@@ -198,10 +191,6 @@ class WrappedModel:
 
 def wrap_model(model: PreTrainedModel, *, verify: bool) -> WrappedModel:
     """Return the model's decoder: the existing one of other caches, or a new one.
-
-    Args:
-        model: the user's model.
-        verify: compare a short prompt with Transformers' own attention the first time.
 
     Raises:
         UnsupportedModel: the model's output would be wrong; states the reason and an alternative.

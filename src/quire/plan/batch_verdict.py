@@ -119,11 +119,6 @@ def _kept(spec: EvictionSpec, held: int, decoded: int, new: int) -> int:
 def run_seconds(rates: StepRates, steps: Iterable[RowStep], rows: int) -> RunSeconds:
     """Time of a static batch whose rows all take these steps.
 
-    Args:
-        rates: rates of steps under the eviction rule.
-        steps: steps of one row, from `row_steps`.
-        rows: number of rows.
-
     Raises:
         ConfigError: no rows.
     """

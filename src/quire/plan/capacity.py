@@ -84,13 +84,6 @@ def capacity(
 ) -> Capacity:
     """Compute the capacity of `kv_bytes` of KV memory.
 
-    Args:
-        model: its dimensions.
-        kv_bytes: size of the pool.
-        layout: lane groups, from `quire.layout.layout.layout_for`.
-        sequence_tokens: sequence length.
-        batch: number of sequences wanted at once.
-
     Raises:
         ConfigError: a length or batch below 1, or a pool too small for one token.
     """
@@ -207,12 +200,6 @@ def auto_kv_memory(
 ) -> int:
     """Size of KV memory that uses the rest: total - weights - activation peak - headroom.
 
-    Args:
-        total_bytes: memory of the device.
-        weights_bytes: the model's weights on it.
-        activation_peak_bytes: measured peak of a full step, or `estimate_activation_peak`.
-        headroom_bytes: memory to leave free.
-
     Raises:
         ConfigError: no memory is left; the message lists all four sizes.
     """
@@ -244,12 +231,6 @@ def estimate_activation_peak(
 
     Scratch of the attention kernel, workspaces of matrix libraries and the runtime itself are not
     included. They belong to the headroom, or to a measured peak used instead of this estimate.
-
-    Args:
-        model: its dimensions.
-        max_num_batched_tokens: tokens of the largest step, decode rows and prefill chunks together.
-        sampled_rows: rows of that step with logits.
-        bytes_per_value: bytes of an element in the model's dtype.
 
     Raises:
         ConfigError: a negative count.
@@ -313,7 +294,6 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Length of a finished request."""
         return self.input_tokens + self.output_tokens
 
 
@@ -339,7 +319,6 @@ class CapacityVerdict:
 
     @property
     def pays(self) -> bool:
-        """Whether more than a simple allocator pays."""
         return self.impact not in ("low", "low-medium")
 
 
@@ -399,7 +378,6 @@ def assess(
 
 
 def _figures(verdict: CapacityVerdict, workload: Workload, max_positions: int) -> Iterator[str]:
-    """Sentences with the figures of a verdict."""
     yield (
         f"KV of {workload.batch} requests of {workload.tokens:,} tokens:"
         f" {format_size(verdict.kv_bytes)}, {verdict.kv_share:.1%} of the KV memory;"

@@ -28,13 +28,7 @@ FORMAT = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Properties of a machine that ceilings depend on.
-
-    Attributes:
-        cpu: name of the processor.
-        threads: torch's threads.
-        torch: its version.
-    """
+    """Properties of a machine that ceilings depend on."""
 
     cpu: str
     threads: int

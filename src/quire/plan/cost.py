@@ -46,7 +46,6 @@ class Holding:
             )
 
     def tail_bytes(self, keep_from: int) -> int:
-        """Bytes of the pages from this token on, which is a page boundary."""
         pages = -(-self.tokens // self.page_tokens)
         return self.kv_bytes - self.kv_bytes * (keep_from // self.page_tokens) // pages
 
@@ -69,13 +68,7 @@ class PreemptionChoice:
 
 
 def swap_seconds(costs: Costs, num_bytes: int | float, *, pieces: int = 1) -> float:
-    """Time to swap KV out and in.
-
-    Args:
-        costs: rates.
-        num_bytes: bytes of the KV.
-        pieces: number of its extents in host memory.
-    """
+    """Time to swap KV out and in."""
     copies = costs.copies
     return copies.out.seconds(num_bytes, pieces) + copies.back.seconds(num_bytes, pieces)
 

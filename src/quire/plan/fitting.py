@@ -47,7 +47,6 @@ class RateEstimator:
         return tuple(float(value) for value in self._coefficients)
 
     def predict(self, amounts: Sequence[int | float]) -> float:
-        """Predict the seconds of these amounts."""
         return float(np.dot(self._coefficients, amounts))
 
     def add(self, amounts: Sequence[int | float], seconds: int | float) -> None:

@@ -14,11 +14,7 @@ from quire.plan.ceilings import Machine
 
 
 def this_machine(threads: int) -> Machine:
-    """The identity of this machine for stored ceilings.
-
-    Args:
-        threads: torch's threads.
-    """
+    """The identity of this machine for stored ceilings."""
     version = package_version("torch") or "without metadata"
     return Machine(cpu=cpu_model(), threads=threads, torch=version)
 
@@ -60,12 +56,7 @@ _V1_FILES = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_f
 
 
 def container_free_bytes(mount: Path = _MOUNT, own_groups: Path = _OWN_GROUPS) -> int | None:
-    """Bytes that the control groups still allow this process; None without a limit.
-
-    Args:
-        mount: path of the control groups.
-        own_groups: file with the groups of this process.
-    """
+    """Bytes that the control groups still allow this process; None without a limit."""
     return min((limit - used for limit, used in _limits(mount, own_groups)), default=None)
 
 
@@ -82,7 +73,6 @@ def container_total_bytes(mount: Path = _MOUNT, own_groups: Path = _OWN_GROUPS) 
 
 
 def _limits(mount: Path, own_groups: Path) -> Iterator[tuple[int, int]]:
-    """Limit and use of every group with a limit."""
     try:
         lines = own_groups.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -106,7 +96,6 @@ def _of_groups(root: Path, group: str, names: tuple[str, str, str]) -> Iterator[
 
 
 def _cached_bytes(stat: Path, key: str) -> int:
-    """File pages that the system can reclaim."""
     with contextlib.suppress(OSError, ValueError):
         for line in stat.read_text(encoding="utf-8").splitlines():
             name, _, value = line.partition(" ")

@@ -105,12 +105,7 @@ _MIN_SQUARES_OF_A_TOKEN = 1e-5
 
 
 class LearnedCosts:
-    """Current costs of this engine on this machine.
-
-    Args:
-        prior: stored or conservative costs.
-        forgetting: see `RateEstimator`.
-    """
+    """Current costs of this engine on this machine."""
 
     def __init__(self, prior: Costs, *, forgetting: float = 0.97) -> None:
         self._chunk_tokens = prior.chunk_tokens
@@ -123,7 +118,6 @@ class LearnedCosts:
 
     @property
     def costs(self) -> Costs:
-        """All rates."""
         call_s, token_s, square_s = self._prefill.coefficients
         return Costs(
             copies=CopyRates(out=_rate(self._out), back=_rate(self._back)),
@@ -133,7 +127,6 @@ class LearnedCosts:
 
     @property
     def num_samples(self) -> int:
-        """Number of measurements learned from."""
         return sum(e.num_samples for e in (self._out, self._back, self._prefill))
 
     def copied_out(self, num_bytes: int, seconds: int | float) -> None:
@@ -145,13 +138,7 @@ class LearnedCosts:
         self._back.add((1, 1, num_bytes), seconds)
 
     def read(self, tokens: int, before: int, seconds: int | float) -> None:
-        """Learn from a step that only prefilled a chunk of one prompt.
-
-        Args:
-            tokens: length of the chunk.
-            before: tokens of the sequence before the chunk.
-            seconds: duration of the step.
-        """
+        """Learn from a step that only prefilled a chunk of one prompt."""
         self._prefill.add((1, tokens, (before + tokens) ** 2 - before**2), seconds)
 
 

@@ -17,11 +17,6 @@ from quire.layout.model import ModelSpec
 class CopyRate:
     """Rate of copies of pages: seconds = call_s + pieces * piece_s + bytes / bytes_per_s.
 
-    Attributes:
-        bytes_per_s: rate of large copies.
-        call_s: fixed cost of a swap.
-        piece_s: cost of each separate extent.
-
     Raises:
         ConfigError: a rate that is not above 0, or negative seconds.
     """
@@ -43,12 +38,7 @@ class CopyRate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyRates:
-    """Rates of copies in both directions.
-
-    Attributes:
-        out: rate of copies from the arena to host memory.
-        back: rate of copies from host memory to the arena.
-    """
+    """Rates of copies in both directions."""
 
     out: CopyRate
     back: CopyRate
@@ -80,13 +70,7 @@ class PrefillRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Rates that the choice between swap and recompute depends on.
-
-    Attributes:
-        copies: rates of copies between arena and host memory.
-        prefill: rates of the model's prefill.
-        chunk_tokens: prefill tokens of a step.
-    """
+    """Rates that the choice between swap and recompute depends on."""
 
     copies: CopyRates
     prefill: PrefillRates
@@ -200,10 +184,6 @@ def steps_key(key: str, evict: str) -> str:
     """Key of a model's step rates under an eviction rule.
 
     The rule's cap and schedule are not part of the key: rates are used to compare them.
-
-    Args:
-        key: result of `model_key`.
-        evict: the rule, as `--evict` takes it.
 
     Raises:
         ConfigError: `evict` is not a rule.

@@ -27,7 +27,6 @@ class DecodeStep:
 
     @property
     def read_bytes(self) -> int:
-        """Weights and KV."""
         return self.weights_read_bytes + self.kv_read_bytes
 
     @property
@@ -168,12 +167,10 @@ class PartCost:
 
     @property
     def num_bytes(self) -> int:
-        """Memory traffic in bytes."""
         return self.weight_bytes + self.kv_bytes
 
     @property
     def intensity(self) -> float:
-        """FLOPs per byte."""
         return self.flops / self.num_bytes if self.num_bytes else 0.0
 
     def floor_s(self, read_bytes_per_s: float, flops_per_s: float) -> float:

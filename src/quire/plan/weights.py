@@ -48,22 +48,18 @@ class WeightsPlacement:
 
     @property
     def mean_layer_bytes(self) -> int:
-        """Mean bytes that are transferred for a layer of a pass."""
         return self.host_bytes // len(self.layer_bytes)
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of the whole model."""
         return self.other_bytes + sum(self.layer_bytes)
 
     @property
     def device_bytes(self) -> int:
-        """Bytes on the device, slots included."""
         return self.total_bytes - self.host_bytes + SLOTS * self.slot_bytes
 
     @property
     def text(self) -> str:
-        """One-line summary."""
         if not self.offloaded_layers:
             return f"weights: all {format_size(self.total_bytes)} on the device"
         return (
@@ -126,10 +122,5 @@ def best_batches(copy_s: float, batch_s: float, max_batches: int = MAX_BATCHES) 
     """The fewest batches of a pass that hide the copy of its weights, at most `max_batches`.
 
     A pass of n batches takes max(copy_s, n * batch_s).
-
-    Args:
-        copy_s: transfer of all offloaded weights of a pass.
-        batch_s: the device's work on one batch, all layers.
-        max_batches: most batches that share a pass.
     """
     return max(1, min(math.ceil(copy_s / batch_s), max_batches))

@@ -84,14 +84,7 @@ _ENCODED_PAGES = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """A decoding batch: one query per sequence, bfloat16.
-
-    Attributes:
-        batch: number of sequences.
-        tokens: tokens of each sequence, the new one included.
-        num_heads, num_kv_heads, head_dim: heads, KV heads and head dimension of the layer.
-        page_tokens: slots of a page.
-    """
+    """A decoding batch: one query per sequence, bfloat16."""
 
     batch: int = 32
     tokens: int = 2_048
@@ -107,7 +100,6 @@ class AttentionShape:
 
     @property
     def spec(self) -> ModelSpec:
-        """A model with one such layer."""
         return ModelSpec(
             architecture="llama",
             num_layers=1,
@@ -296,7 +288,6 @@ class SwapProbe:
         self.row = rows[0]
 
     def swap(self) -> tuple[float, float]:
-        """Seconds of one swap out and one swap in."""
         swapped: list[Swapped] = []
         out_s = seconds(lambda: swapped.append(swap_out(self.memory, [self.row], self.pool)))
         rows: list[int] = []
@@ -339,13 +330,7 @@ def _further_s(
 
 
 def measure_copies(device: torch.device, sizes: Sequence[int], repeats: int) -> Iterator[CopyTimes]:
-    """Yield the median times of each size, scattered and contiguous.
-
-    Args:
-        device: device of the arena.
-        sizes: bytes of a sequence, one for each measurement.
-        repeats: measured swaps of each size, after a warm-up.
-    """
+    """Yield the median times of each size, scattered and contiguous."""
     for size in sizes:
         for scattered in (True, False):
             probe = SwapProbe(device, size, scattered=scattered)
@@ -362,13 +347,7 @@ def measure_copies(device: torch.device, sizes: Sequence[int], repeats: int) -> 
 def copy_rates(
     times: Sequence[CopyTimes], out_piece_s: int | float, back_piece_s: int | float
 ) -> CopyRates:
-    """Fit rates to the times of scattered pages, which an engine's arena has.
-
-    Args:
-        times: median times of several sizes.
-        out_piece_s: time of each extent on a swap out.
-        back_piece_s: time of each extent on a swap in.
-    """
+    """Fit rates to the times of scattered pages, which an engine's arena has."""
     used = [time for time in times if time.scattered]
     amounts = [(1, time.num_bytes) for time in used]
     out = fit_seconds(amounts, [time.out_s for time in used])
@@ -379,13 +358,7 @@ def copy_rates(
 def measure_copy_rates(
     sizes: Sequence[int], repeats: int, *, progress: Callable[[str], None]
 ) -> dict[str, CopyRates]:
-    """Measure copy rates by device: the CPU, and an accelerator if there is one.
-
-    Args:
-        sizes: bytes of a sequence.
-        repeats: measured swaps of each.
-        progress: called with a line for each size.
-    """
+    """Measure copy rates by device: the CPU, and an accelerator if there is one."""
     names = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     return {
         device_name(device): _measure_device(device, sizes, repeats, progress)
@@ -422,13 +395,7 @@ _MIN_SECONDS_PER_TOKEN = 1e-12  # a fit may be 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkTime:
-    """One prefill step of a chunk.
-
-    Attributes:
-        tokens: length of the chunk.
-        before: tokens of the prompt before the chunk.
-        seconds: duration of the step.
-    """
+    """One prefill step of a chunk."""
 
     tokens: int
     before: int
@@ -620,7 +587,6 @@ class ProductProbe:
         self._out = torch.ones(rows, columns, dtype=kind)
 
     def rate(self) -> float:
-        """FLOP/s of one product."""
         flops = 2 * self.rows * self.inner * self.columns
         return flops / seconds(self._multiply)
 
@@ -631,13 +597,7 @@ class ProductProbe:
 def measure_ceilings(
     config: ProfileConfig, machine: Machine, *, progress: Callable[[str], None]
 ) -> Ceilings:
-    """Measure all rates of `Ceilings`.
-
-    Args:
-        config: measurements to run.
-        machine: this machine.
-        progress: called with a line for each result.
-    """
+    """Measure all rates of `Ceilings`."""
     memory = MemoryProbe(config.buffer_bytes)
     read, copy = (median_rate(measure, config) for measure in (memory.read_rate, memory.copy_rate))
     with torch_threads(1):

@@ -32,13 +32,7 @@ _MIN_SECONDS = 1e-12  # a fit may be 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunShape:
-    """A static batch.
-
-    Attributes:
-        rows: number of rows.
-        prompt_tokens, new_tokens: prompt tokens and new tokens of each row.
-        evict: the rule, with its cap and schedule.
-    """
+    """A static batch."""
 
     rows: int
     prompt_tokens: int
@@ -48,13 +42,7 @@ class RunShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """A timed step of a static batch.
-
-    Attributes:
-        rows: number of rows.
-        step: work of each row.
-        seconds: duration of the whole step.
-    """
+    """A timed step of a static batch."""
 
     rows: int
     step: RowStep

@@ -46,20 +46,7 @@ class Hypothesis:
 
 
 class BeamSearch:
-    """State of one beam search.
-
-    Args:
-        params: resolved sampling options.
-        eos_token_ids: the model's end-of-sequence tokens.
-
-    Attributes:
-        params: see above.
-        width: number of beams.
-        scores: scores of the open beams, best first.
-        beams: tokens of the open beams, as candidates.
-        ended: the best ended sequences, best first.
-        is_done: whether the search is finished.
-    """
+    """State of one beam search."""
 
     def __init__(self, params: SamplingParams, eos_token_ids: Collection[int]) -> None:
         eos = () if params.ignore_eos else eos_token_ids
@@ -77,9 +64,6 @@ class BeamSearch:
 
     def advance(self, candidates: Sequence[Candidate]) -> list[int]:
         """Add a token to every beam.
-
-        Args:
-            candidates: the best `num_candidates` continuations of the open beams, best first.
 
         Returns:
             For each new open beam, the index of the old beam that it continues.

@@ -152,10 +152,6 @@ class StopChecker:
 
     The match that ends first is used; of matches with the same end, the longest. The result does
     not depend on how the stream was divided.
-
-    Args:
-        stops: stop texts, not empty.
-        include: whether the stop text is part of the returned text.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool) -> None:
@@ -192,7 +188,6 @@ class StopChecker:
         return held
 
     def _first_match(self, text: str) -> tuple[int, str] | None:
-        """End and stop text of the match that ends first."""
         matches = []
         for stop in self._stops:
             start = text.find(stop, max(0, self._unsearched - len(stop) + 1))
@@ -227,12 +222,6 @@ def ending_token(
     params: SamplingParams, eos_token_ids: Iterable[int], token_id: int, num_output_tokens: int
 ) -> Ending | None:
     """Check whether a token ends its output, by its id or by the output's length.
-
-    Args:
-        params: the sampling options of the request.
-        eos_token_ids: the model's end-of-sequence tokens.
-        token_id: the newest output token.
-        num_output_tokens: number of output tokens, the newest included.
 
     Returns:
         The ending; None if the output continues. Ids of the first `min_tokens` tokens do not end
@@ -306,7 +295,6 @@ class OutputText:
         return text if stop is not None else text + self._stops.flush()
 
     def abort(self) -> str:
-        """Return the buffered text of a cancelled output."""
         return self._stops.flush() + self._detokenizer.finish()
 
     def _text_of(self, token_id: int) -> str:

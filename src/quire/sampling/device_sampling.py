@@ -92,7 +92,6 @@ class LaunchedTokens:
     read: ReadNumbers
 
     def wait(self) -> DeviceTokens:
-        """Wait for the tokens. Call it once."""
         return _unpacked(self.read().tolist(), len(self.wanted.rows), self.wanted.scored)
 
 
@@ -134,7 +133,6 @@ def _shaped(
     token_ids: Tensor,
     has_none: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return the tokens with those of the shaped rows, and the rows without a token."""
     size, results = block_rows(logits), []
     for first in range(0, len(wanted.shaped), size):
         part = slice(first, first + size)
@@ -163,12 +161,7 @@ def _block_rows(vocab_size: int) -> int:
 
 
 def sampling_scratch_bytes(rows: int, vocab_size: int) -> int:
-    """Return the most scratch memory in bytes that sampling needs next to the logits.
-
-    Args:
-        rows: rows that are sampled in a step.
-        vocab_size: tokens of a row.
-    """
+    """Return the most scratch memory in bytes that sampling needs next to the logits."""
     return min(rows, _block_rows(vocab_size)) * vocab_size * SCRATCH_BYTES_OF_TOKEN
 
 

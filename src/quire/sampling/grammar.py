@@ -68,12 +68,7 @@ ANY_WHITESPACE = r"[ \t\r\n]{1,32}"
 
 
 class CompiledGrammar:
-    """A compiled grammar at its start; sequences get matchers that share it.
-
-    Args:
-        start: matcher of the library at the start of the grammar.
-        first_mask: its mask of the first token.
-    """
+    """A compiled grammar at its start; sequences get matchers that share it."""
 
     __slots__ = ("__weakref__", "_first_mask", "_lock", "_start")
 
@@ -82,7 +77,6 @@ class CompiledGrammar:
         self._lock = threading.Lock()
 
     def matcher(self) -> GrammarMatcher:
-        """Return a matcher for one sequence."""
         return GrammarMatcher(self._copy, self._first_mask)
 
     def _copy(self) -> "LLMatcher":
@@ -119,9 +113,6 @@ class GrammarCompiler:
         """Return the compiled grammar: from the cache, or one that is in use, else a new one.
 
         A caller that keeps the result compiles in one thread and finds it in another.
-
-        Args:
-            wanted: the structure.
 
         Raises:
             RequestError: a grammar that is invalid, unsupported, too complex, or that no text or

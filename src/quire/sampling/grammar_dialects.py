@@ -231,13 +231,7 @@ def _check_set(text: str) -> None:
 
 
 class _Writer:
-    """Writes a tree of Python's parser in syntax that all dialects read alike.
-
-    Args:
-        properties: the properties that placeholders stand for.
-        search: see `DialectRewriter.regex`.
-        max_characters: limit of the characters of all classes.
-    """
+    """Writes a tree of Python's parser in syntax that all dialects read alike."""
 
     def __init__(self, properties: Mapping[int, str], *, search: bool, max_characters: int) -> None:
         self._properties, self._search = properties, search
@@ -307,7 +301,6 @@ class _Writer:
                 raise ValueError(f"the regex has {_REFUSED.get(kind, kind)}: not supported")
 
     def _class(self, kind: str, value: Any, flags: int) -> str:
-        """Write one character: a literal, a class or `.`."""
         if kind == "ANY":
             without = ((0x0A, 0x0A),) if not self._search else _ECMA_LINE_ENDS
             return _written(_complement(() if flags & re.DOTALL else without))
@@ -376,7 +369,6 @@ def _merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def _complement(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """All characters that are in none of the ranges."""
     found, start = [], 0
     for low, high in (*sorted((*ranges, *_SURROGATES)), (_LAST + 1, _LAST + 1)):
         if low > start:
@@ -387,7 +379,6 @@ def _complement(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 @lru_cache(maxsize=16)
 def _matched(pattern: str, flags: int) -> Ranges:
-    """The characters that Python matches with a class."""
     every = "".join(map(chr, range(_LAST + 1)))
     spans = (one.span() for one in re.finditer(f"{pattern}+", every, flags))
     return _merged((start, end - 1) for start, end in spans)

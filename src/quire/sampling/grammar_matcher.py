@@ -39,10 +39,6 @@ _ADVICE = {
 class GrammarMatcher:
     """The state of one sequence in its grammar.
 
-    Args:
-        copy: creates a matcher of the library at the start of the grammar.
-        first_mask: the mask of the first token.
-
     Attributes:
         error: why the grammar cannot continue; None while it can.
     """
@@ -55,7 +51,6 @@ class GrammarMatcher:
         self.error: str | None = None
 
     def fork(self) -> "GrammarMatcher":
-        """Return a matcher of the same grammar at its start."""
         return GrammarMatcher(self._copy, self._first_mask)
 
     def close(self) -> None:
@@ -76,7 +71,6 @@ class GrammarMatcher:
         return np.frombuffer(self._mask, dtype=np.uint8)
 
     def must_end(self, output_token_ids: Sequence[int]) -> bool:
-        """Whether no further text matches, so that only an end-of-sequence token may follow."""
         self._go_to(output_token_ids)
         return self._matcher is not None and self.error is None and self._matcher.is_stopped()
 
@@ -158,10 +152,6 @@ class MaskWorker:
         """Compute the masks of the requests that will sample a token, while the body runs.
 
         The matchers must not be used in the body.
-
-        Args:
-            requests: requests of the step.
-            tokens: number of tokens of each that the step computes.
         """
         ready = [
             request

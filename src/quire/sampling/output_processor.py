@@ -53,7 +53,6 @@ class SequenceOutput:
         self._scores[first : first + len(scores)] = scores
 
     def add_hidden(self, found: StepHidden) -> None:
-        """Add hidden states of prompt tokens."""
         self._pooled.add(found)
 
     def add_token(self, token: SampledToken, now_s: float) -> OutputDelta:
@@ -96,13 +95,6 @@ class SequenceOutput:
         return self.end("abort", now_s, text=self._text.abort())
 
     def end(self, reason: FinishReason, now_s: float, **fields: object) -> OutputDelta:
-        """Release the sequence and return its last delta.
-
-        Args:
-            reason: the finish reason.
-            now_s: the current time on the engine's clock.
-            fields: other fields of the delta.
-        """
         request = self.request
         self._release(request)
         request.progress.finish_s = now_s
@@ -125,18 +117,6 @@ class RequestOutputState:
     """Output state of one request: returns the deltas of its sequences.
 
     If completions are ranked, only the best ones are returned, after all have ended.
-
-    Args:
-        submission_id: id of the request.
-        params: its sampling options.
-        sequences: its sequences.
-        open_text: creates the `OutputText` of a sequence.
-        release: frees the resources of a sequence.
-        search: the beam search, if the sequences are beams.
-
-    Attributes:
-        submission_id: see above.
-        sequences: all sequences, including ended ones.
     """
 
     def __init__(
@@ -167,7 +147,6 @@ class RequestOutputState:
 
     @property
     def is_open(self) -> bool:
-        """Whether any sequence is unfinished."""
         return self._num_open > 0
 
     def add_scores(self, request: Request, first: int, scores: Sequence[ScoredToken]) -> None:
@@ -281,13 +260,7 @@ def _usage(sequences: Iterable[Request], now_s: float) -> Usage:
 
 
 class OutputProcessor:
-    """Output states of unfinished requests; removes a state when all of its outputs have ended.
-
-    Args:
-        open_text: creates the `OutputText` of a sequence.
-        release: frees the resources of a sequence.
-        eos_token_ids: the model's end-of-sequence tokens.
-    """
+    """Output states of unfinished requests; removes a state when all of its outputs have ended."""
 
     def __init__(
         self,
@@ -330,19 +303,16 @@ class OutputProcessor:
     def make(
         self, submission_id: str, params: SamplingParams, sequences: Sequence[Request]
     ) -> RequestOutputState:
-        """Create the output state of a request that is not accepted yet."""
         search = BeamSearch(params, self._eos_token_ids) if params.use_beam_search else None
         return RequestOutputState(
             submission_id, params, sequences, self._open_text, self._release, search
         )
 
     def open(self, state: RequestOutputState) -> None:
-        """Register the output state of an accepted request."""
         self._open[state.submission_id] = state
         self._of_sequence |= {request.request_id: state for request in state.sequences}
 
     def unfinished(self, request_id: str | None = None) -> Iterator[tuple[int, Request]]:
-        """Yield the unfinished sequences with their index, of one request or of all requests."""
         known = self._open.values() if request_id is None else (self._open.get(request_id),)
         for state in known:
             for index, request in enumerate(() if state is None else state.sequences):
@@ -374,13 +344,11 @@ class OutputProcessor:
         return self._close(request, self._of(request).end(request, reason, now_s, error))
 
     def search_of(self, request: Request) -> BeamSearch:
-        """Return the beam search that a sequence belongs to."""
         search = self._of(request).search
         assert search is not None
         return search
 
     def end_search(self, request: Request, now_s: float) -> list[OutputDelta]:
-        """End the beam search that a sequence belongs to."""
         return self._close(request, self._of(request).end_search(now_s))
 
     def _of(self, request: Request) -> RequestOutputState:

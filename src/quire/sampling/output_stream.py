@@ -112,7 +112,6 @@ class OutputStream:
     # ---- for the engine's thread ---------------------------------------------------------------
 
     def accept(self, request_ids: Sequence[str]) -> None:
-        """Record the ids of the requests, which the engine has accepted."""
         self.request_ids = tuple(request_ids)
         self._num_open = len(self.request_ids)
 
@@ -121,7 +120,6 @@ class OutputStream:
         return not put_all([(self, item)])
 
     def receive(self, item: OutputDelta | QuireError) -> None:
-        """Add an item, in the event loop."""
         self._items.append(item)
         if not self._must_wake(item):
             return
@@ -140,7 +138,6 @@ class OutputStream:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop that submitted the requests."""
         return self._loop
 
 

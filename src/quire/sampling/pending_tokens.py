@@ -26,12 +26,6 @@ class PendingTokens:
     def write(
         self, inputs: Int[Tensor, " num_tokens"], places: Sequence[int], rows: Sequence[int]
     ) -> None:
-        """Overwrite token ids of a step on the device, without waiting for it.
-
-        Args:
-            inputs: token ids of the step.
-            places: the places to overwrite.
-            rows: for each place, the row of its token in `token_ids`.
-        """
+        """Overwrite token ids of a step on the device, without waiting for it."""
         index = to_device(np.array([places, rows], dtype=np.int64), inputs.device)
         inputs.index_copy_(0, index[0], self.token_ids.index_select(0, index[1]))

@@ -31,14 +31,7 @@ class StepHidden:
 
 
 def pooled_rows(pooling: Pooling, first: int, tokens: int, prompt_tokens: int) -> range:
-    """Rows of a chunk, from its start, whose hidden states are pooled.
-
-    Args:
-        pooling: see `SamplingParams.pooling`.
-        first: position of the chunk's first token.
-        tokens: tokens of the chunk.
-        prompt_tokens: length of the prompt.
-    """
+    """Rows of a chunk, from its start, whose hidden states are pooled."""
     in_prompt = max(0, min(tokens, prompt_tokens - first))
     if pooling == "mean":
         return range(in_prompt)

@@ -202,7 +202,6 @@ class Sampler:
         return found.index_put_(at, logits[at])
 
     def _named(self, row: SamplingRow) -> list[int]:
-        """Undecodable tokens that a row may sample."""
         bias, allowed = row.params.logit_bias or {}, row.params.allowed_token_ids or ()
         raised = [token for token in self.undecodable_ids & bias.keys() if bias[token] >= 0]
         return [*raised, *self.undecodable_ids.intersection(allowed)]
@@ -248,11 +247,9 @@ class Sampler:
         return _report(token_ids, scores, errors)
 
     def search_logits(self, logits: Float[Tensor, "beams vocab"]) -> Float[Tensor, "beams vocab"]:
-        """Return the logits that a beam search continues with: those of the model."""
         return logits
 
     def _is_exact(self, row: SamplingRow) -> bool:
-        """Whether the row needs only an argmax, which has no rounding."""
         return self._is_plain(row) and row.params.logprobs is None
 
     def _is_plain(self, row: SamplingRow) -> bool:

@@ -19,19 +19,13 @@ from quire.tenancy.meter import TenantMeter
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """The tokens of a step that are being sampled on the device.
-
-    Attributes:
-        requests: the request of each row.
-        tokens: the tokens.
-    """
+    """The tokens of a step that are being sampled on the device."""
 
     requests: tuple[Request, ...]
     tokens: LaunchedTokens
 
     @property
     def pending(self) -> PendingTokens:
-        """The tokens as inputs of the next step."""
         rows = {request: row for row, request in enumerate(self.requests)}
         return PendingTokens(self.tokens.token_ids, rows)
 
@@ -45,10 +39,6 @@ class SamplingStep:
         branch: replaces the beams of a group; see `Scheduler.branch`.
         clock: returns seconds.
         meter: counts the tokens of each tenant.
-
-    Attributes:
-        sampler: see above.
-        num_generated_tokens: tokens generated since the start.
     """
 
     def __init__(
@@ -69,13 +59,6 @@ class SamplingStep:
         requests: Sequence[Request],
         forks: Sequence[PlannedFork],
     ) -> Iterator[OutputDelta]:
-        """Yield the deltas of a step as they are computed.
-
-        Args:
-            results: logits and hidden states of the step.
-            requests: requests of the step.
-            forks: forks that were created after the step.
-        """
         logits = [result for result in results if isinstance(result, StepLogits)]
         for result in results:
             if isinstance(result, StepHidden):
@@ -116,7 +99,6 @@ class SamplingStep:
         yield from self._add(zip(launched.requests, tokens, strict=True))
 
     def fail(self, request: Request, error: str) -> list[OutputDelta]:
-        """End a sequence with an error."""
         return self._outputs.end(request, "error", self._clock(), error)
 
     def _score_prompts(self, results: Iterable[StepLogits]) -> Iterator[OutputDelta]:
@@ -187,7 +169,6 @@ class SamplingStep:
 
 
 def _is_ready(request: Request) -> bool:
-    """Whether a token is to be sampled for a request of the step."""
     running = request.is_running
     return running and request.num_uncomputed == 0 and bool(request.params.max_tokens)
 

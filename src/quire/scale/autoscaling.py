@@ -39,7 +39,6 @@ class LoadScaling:
         self._target_kv, self._target_ongoing = target_kv, target_ongoing
 
     def __call__(self, context: ScalingContext) -> tuple[int, dict[str, Any]]:
-        """The number of replicas, and no state."""
         metrics = context.aggregated_metrics or {}
         used_arenas = sum(metrics.get(KV_USED, {}).values())
         by_requests = context.total_num_requests / self._target_ongoing

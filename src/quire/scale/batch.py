@@ -94,7 +94,6 @@ class BatchActor:
         return {NUMBER: list(numbers), RECORD: [json.dumps(record) for record in records]}
 
     def close(self) -> None:
-        """Stop the engine."""
         self._engine.close()
 
     async def _record(self, raw: bytes, number: int) -> Record:
@@ -129,10 +128,6 @@ def lines_of(
 ) -> tuple[list[bytes], Sequence[int]]:
     """The lines of a batch, and their numbers; 0 without a column of numbers.
 
-    Args:
-        batch: columns by name: lists, or arrays of NumPy.
-        prompt_key: name of the column of prompts.
-
     Raises:
         ConfigError: no column of lines or prompts.
     """
@@ -156,7 +151,6 @@ def _json_line(row: Mapping[str, Any]) -> bytes:
 
 
 def _listed(values: Any) -> Any:
-    """Values of Python for those of NumPy."""
     return values.tolist() if hasattr(values, "tolist") else values
 
 
@@ -197,13 +191,7 @@ _FIELDS = tuple(field.name for field in fields(LineBlock))
 
 
 def line_blocks(source: Path, completed: Collection[int], max_lines: int) -> Iterator[LineBlock]:
-    """Divide the lines of a file that have no record and are not blank into blocks.
-
-    Args:
-        source: the file.
-        completed: numbers of lines with a record.
-        max_lines: most lines of a block that run.
-    """
+    """Divide the lines of a file that have no record and are not blank into blocks."""
     start, first, size, offset, num_lines = 0, 1, 0, 0, 0
     skipped: list[str] = []
     with source.open("rb") as lines:
@@ -252,16 +240,7 @@ def batch_records(
     num_left: int,
     seed: int,
 ) -> Iterator[str]:
-    """Run the remaining lines of a batch on a Ray that is connected; yield their records as JSON.
-
-    Args:
-        engine: model and options of each actor.
-        task: the batch.
-        config: number and size of the actors.
-        completed: numbers of lines with a record.
-        num_left: number of the other lines.
-        seed: seed of the batch.
-    """
+    """Run the remaining lines of a batch on a connected Ray; yield their records as JSON."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

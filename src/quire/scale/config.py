@@ -127,10 +127,8 @@ class RayConfig:
 
     @property
     def min_replicas(self) -> int:
-        """Least number of replicas."""
         return self._range()[0]
 
     @property
     def max_replicas(self) -> int:
-        """Greatest number of replicas."""
         return self._range()[1]

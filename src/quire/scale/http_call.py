@@ -66,7 +66,6 @@ class HttpCall:
         return next((value.decode("latin-1") for value in found), None)
 
     def without_body(self) -> "HttpCall":
-        """The same request with an empty body."""
         headers = tuple((name, value) for name, value in self.headers if name != b"content-length")
         return replace(self, body=b"", headers=headers)
 
@@ -92,10 +91,6 @@ async def respond(app: "ASGIApp", call: HttpCall) -> AsyncGenerator[HttpPart, No
     """Run an application for one request and yield the parts of its response.
 
     Closing the iterator disconnects: the application then cancels its requests.
-
-    Args:
-        app: an ASGI application.
-        call: the request.
     """
     exchange = _Exchange(call)
     task = asyncio.create_task(exchange.run(app))

@@ -8,8 +8,6 @@ LABEL = "replica"
 
 @dataclass(slots=True)
 class _Family:
-    """Comment lines of a metric, and its samples."""
-
     comments: list[str] = field(default_factory=list)
     samples: list[str] = field(default_factory=list)
 

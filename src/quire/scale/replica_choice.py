@@ -25,8 +25,6 @@ _LOAD_FIELDS = {field.name for field in fields(ReplicaLoad)} - {"replica_id"}
 
 @dataclass(slots=True)
 class _Open:
-    """A request that was sent and has not ended."""
-
     request: RoutedRequest
     replica_id: str
     is_accepted: bool = False
@@ -57,11 +55,7 @@ class _Replica:
 
 
 class ReplicaChoice:
-    """Chooses replicas and counts the requests that it sent to them.
-
-    Args:
-        router: the router.
-    """
+    """Chooses replicas and counts the requests that it sent to them."""
 
     def __init__(self, router: Router) -> None:
         self._router, self._loads = router, LoadView()
@@ -93,7 +87,6 @@ class ReplicaChoice:
         return [*ranked, *left]
 
     def accepted(self, request_id: str, replica_id: str) -> None:
-        """Note the replica that has accepted a request."""
         found = self._open.get(request_id)
         if found is None:
             return
@@ -143,7 +136,6 @@ class ReplicaChoice:
         return request.prompt_tokens
 
     def _take(self, reports: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take the reports that are new."""
         for replica_id, report in reports.items():
             replica = self._replicas.setdefault(replica_id, _Replica())
             number = report.get(REPORT, 0)  # 0: the replica has not reported yet

@@ -27,11 +27,7 @@ from quire.serve.metrics.observer import HttpRequests
 
 
 class LocalHosts:
-    """ASGI middleware that accepts only `localhost` and loopback addresses as `Host`.
-
-    Args:
-        app: the application.
-    """
+    """ASGI middleware that accepts only `localhost` and loopback addresses as `Host`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -86,11 +82,6 @@ class AccessLog:
     """ASGI middleware that assigns request ids and writes the access log.
 
     The id is stored in `request.state.request_id`.
-
-    Args:
-        app: the application.
-        counts: counts of HTTP requests for the metrics.
-        writes: whether to write the access log.
     """
 
     def __init__(self, app: ASGIApp, counts: HttpRequests, *, writes: bool = True) -> None:
@@ -197,6 +188,5 @@ def _log(scope: Scope, sent: _Sent, seconds: float) -> None:
 
 
 def _shown(path: str) -> str:
-    """A path on one line: clients choose it."""
     shown = path[:_MAX_PATH].encode("ascii", "backslashreplace").decode()
     return "".join(letter if letter.isprintable() else "?" for letter in shown)

@@ -107,12 +107,7 @@ def _concurrency(llm: LLM) -> str:
 
 
 def concurrent_requests(llm: LLM, tokens: int) -> int:
-    """Requests of a length that the KV memory holds at once, with the engine's eviction rule.
-
-    Args:
-        llm: an idle LLM.
-        tokens: prompt and output tokens of each request.
-    """
+    """Requests of a length that the KV memory holds at once, with the engine's eviction rule."""
     peaks, pool = llm.engine.scheduler.peaks, llm.engine.pool
     need = Need(tokens, eviction=pool.eviction.spec)
     counts = peaks.counts([need])[0]

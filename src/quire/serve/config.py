@@ -208,9 +208,6 @@ class ServerConfig:
 
         Without keys every client is the same tenant. Then by default only clients of this machine
         may see the prompts of other clients.
-
-        Args:
-            with_keys: whether tenants have API keys.
         """
         if self.dashboard is not None:
             return self.dashboard
@@ -324,10 +321,6 @@ def _require_readable(flag: str, path: str) -> None:
 
 def check_key(key: str, owner: str) -> None:
     """Refuse an API key that is easily guessed, or that a header cannot contain.
-
-    Args:
-        key: the key.
-        owner: option or tenant of the key, for the error.
 
     Raises:
         ConfigError: a key that is too short or not printable ASCII.

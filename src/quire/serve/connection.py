@@ -91,12 +91,10 @@ class TimedConnection(H11Protocol):
         self._update()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timeout."""
         self._clear()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Process received bytes of a request."""
         if self._expects == "body":
             self._clear()  # the timeout of a body restarts with every received segment
         super().data_received(data)
@@ -261,10 +259,6 @@ def bind(host: str, port: int) -> socket.socket:
 
 def listen(bound: socket.socket, *, scheme: str = "http") -> str:
     """Start to accept connections and return the URL of the API.
-
-    Args:
-        bound: see `bind`.
-        scheme: http or https.
 
     Raises:
         ConfigError: another process has started to listen at the address.

@@ -82,7 +82,6 @@ class EmbeddedServer:
         self._load = EngineLoad()
 
     def start(self) -> None:
-        """Start the engine's thread."""
         self._service.start()
 
     async def stop(self) -> None:
@@ -91,15 +90,10 @@ class EmbeddedServer:
 
     @property
     def has_died(self) -> bool:
-        """Whether the engine has stopped by an error."""
         return self._service.has_died
 
     async def load(self, timeout_s: float) -> EngineLoad:
-        """Read the load between two steps; during a long step return the previous load.
-
-        Args:
-            timeout_s: the longest time to wait for the end of a step.
-        """
+        """Read the load between two steps; during a long step return the previous load."""
         with suppress(TimeoutError, EngineDead):
             self._load = await asyncio.wait_for(self._service.inspect(read_load), timeout_s)
         return self._load

@@ -39,7 +39,6 @@ class EmbeddingEndpoint:
         self._service, self._endpoints = service, endpoints
 
     def router(self) -> APIRouter:
-        """Create the router with the path."""
         router = APIRouter(route_class=JsonRoute)
         router.add_api_route(PATH, self.embeddings, methods=["POST"])
         return router

@@ -51,7 +51,6 @@ class Endpoints:
         self._service = service
 
     def router(self) -> APIRouter:
-        """Create the router with all paths."""
         router = APIRouter(route_class=JsonRoute)
         router.add_api_route(
             "/v1/completions", self.completions, methods=["POST"], responses=STREAM

@@ -103,19 +103,15 @@ class PlainFormat:
     needs_usage = needs_prompt_usage = False
 
     def whole(self, body: JSON) -> JSON:
-        """Return the body."""
         return body
 
     def chunk(self, body: JSON) -> list[str]:
-        """Return the chunk as an event."""
         return [event(body)]
 
     def error(self, body: JSON) -> list[str]:
-        """Return the error as an event."""
         return [event(body)]
 
     def end(self) -> list[str]:
-        """Return the event that ends a stream."""
         return [DONE]
 
 
@@ -240,7 +236,6 @@ def _status(error: QuireError) -> HTTPStatus:
 
 
 def _headers(error: QuireError) -> dict[str, str]:
-    """Headers of the response to an error, such as the time to wait."""
     if isinstance(error, RateLimited):
         return dict(error.headers)
     if isinstance(error, Unauthorized):
@@ -284,27 +279,14 @@ def error_response(
     *,
     path: str = "",
 ) -> JSONResponse:
-    """Response for an error, with a bounded message.
-
-    Args:
-        status: its status.
-        message: its message.
-        param: name of the invalid field.
-        headers: further headers.
-        path: path of the request, which determines the format.
-    """
+    """Response for an error, with a bounded message."""
     if path.startswith(ANTHROPIC_PATHS):
         return JSONResponse(anthropic_error(int(status), message), int(status), headers)
     return JSONResponse(_body(status, message, param), int(status), headers)
 
 
 def refusal_response(error: QuireError, path: str) -> JSONResponse:
-    """Response for a Quire error.
-
-    Args:
-        error: the error.
-        path: path of the request, which determines the format.
-    """
+    """Response for a Quire error."""
     param = getattr(error, "param", None)
     return error_response(_status(error), str(error), param, _headers(error), path=path)
 
@@ -317,10 +299,6 @@ def error_events(error: QuireError, path: str) -> bytes:
     """The last events of a stream that an error ends, in the format of its API.
 
     For streams whose writer is gone, such as that of a lost replica.
-
-    Args:
-        error: the error.
-        path: path of the request, which determines the format.
     """
     if path.startswith(ANTHROPIC_PATHS):
         return event(anthropic_error(int(_status(error)), str(error)), "error").encode()
@@ -372,11 +350,7 @@ _KEY = "[key]"  # pydantic's marker for an invalid key of an object
 
 
 class InvalidBody(HTTPException):
-    """A JSON body with invalid fields.
-
-    Attributes:
-        fields: the invalid fields.
-    """
+    """A JSON body with invalid fields."""
 
     def __init__(self, fields: Sequence["InvalidField"]) -> None:
         super().__init__(HTTPStatus.BAD_REQUEST)
@@ -384,7 +358,6 @@ class InvalidBody(HTTPException):
 
     @classmethod
     def of(cls, error: ValidationError, body: object) -> "InvalidBody":
-        """The error for a body that fails validation."""
         found = error.errors(include_url=False, include_context=False)
         located = [part | {"loc": ("body", *part["loc"])} for part in found]
         return cls(invalid_fields(located, {"body": body}))
@@ -443,12 +416,7 @@ async def _handle_validation_error(request: Request, error: Exception) -> JSONRe
 
 
 def invalid_fields(errors: Sequence[Mapping[str, Any]], value: object) -> list[InvalidField]:
-    """The invalid fields of a value, each with one error.
-
-    Args:
-        errors: errors of pydantic.
-        value: the value to which their locations apply.
-    """
+    """The invalid fields of a value, each with one error."""
     unions: dict[object, list[_Located]] = {}
     for number, error in enumerate(errors):
         found = _located(error, value)

@@ -59,7 +59,6 @@ class JsonRoute(APIRoute):
     """A route with JSON bodies."""
 
     def get_route_handler(self) -> Handler:
-        """Create the handler of the route, with `JsonRequest` as its request."""
         handler = super().get_route_handler()
         field = self.body_field
         model: Any = None if field is None else field.field_info.annotation

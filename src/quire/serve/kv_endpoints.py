@@ -207,12 +207,6 @@ class Subscription:
         self._filled.set()
 
     def start(self, stored: Collection[KVEvent], number: int) -> None:
-        """Queue stored events, then those queued events that are newer.
-
-        Args:
-            stored: events of the log.
-            number: number of the last event of the log, stored or not.
-        """
         queued, self._queue, self._last_number = self._queue, deque(), 0
         for event in stored:
             self.put(event)
@@ -402,7 +396,6 @@ class KVRequestEndpoints:
         self._service = service
 
     def router(self) -> APIRouter:
-        """Create the router with all paths."""
         router = APIRouter(prefix="/v1/kv")
         router.add_api_route("/requests", self.requests, methods=["GET"])
         router.add_api_route("/requests/{request_id}", self.request, methods=["GET"])
@@ -562,7 +555,6 @@ class KVEndpoints:
         self._streams = EventStreams(service)
 
     def router(self) -> APIRouter:
-        """Create the router with all paths."""
         router = APIRouter(prefix="/v1/kv")
         router.add_api_route("/overview", self.overview, methods=["GET"])
         router.add_api_route("/ledger", self.ledger, methods=["GET"])
@@ -729,10 +721,6 @@ def ledger_of(snapshot: Snapshot, tenant: str) -> Snapshot:
 
     Totals of the arena, the swap space and the prefix cache are left out, and the axes are summed
     over the tenant's requests: the totals would reveal the memory use of other tenants.
-
-    Args:
-        snapshot: ledger of the engine.
-        tenant: name of the tenant.
     """
     requests = [row for row in snapshot["requests"] if row["tenant"] == tenant]
     return {

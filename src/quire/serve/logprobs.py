@@ -112,7 +112,6 @@ class TokenPieces:
 
     @cached_property
     def _special_ids(self) -> frozenset[int]:
-        """Tokens that a text may leave out."""
         if self._tokenizer is None:
             return frozenset()
         return frozenset(self._tokenizer.all_special_ids) | {
@@ -159,13 +158,7 @@ Scored = SampledToken | ScoredToken | None  # None: the first token of a prompt 
 def completion_logprobs(
     pieces: TokenPieces, placed: Sequence[tuple[str, int]], scores: Sequence[Scored]
 ) -> dict[str, object]:
-    """The `logprobs` object of the completions API.
-
-    Args:
-        pieces: texts of the model's tokens.
-        placed: text of each token, and its position in the choice's text.
-        scores: one score per token.
-    """
+    """The `logprobs` object of the completions API."""
     return {
         "tokens": [text for text, _ in placed],
         "token_logprobs": [None if score is None else _logprob(score) for score in scores],

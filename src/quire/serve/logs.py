@@ -28,7 +28,6 @@ class JsonFormatter(TextFormatter):
     """Formats records as JSON objects: time, level, logger, message, then the record's fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return one line."""
         line: dict[str, object] = {
             "time": self.formatTime(record),
             "level": record.levelname.lower(),
@@ -42,12 +41,7 @@ class JsonFormatter(TextFormatter):
 
 
 def configure_logs(log_format: LogFormat = "text", level: LogLevel = "info") -> None:
-    """Write the records of Quire's loggers to standard error; replaces an earlier configuration.
-
-    Args:
-        log_format: text or json.
-        level: least level of a written record.
-    """
+    """Write the records of Quire's loggers to standard error; replaces an earlier configuration."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     for name in (ROOT, "uvicorn.error"):

@@ -34,11 +34,6 @@ def completion_params(
 ) -> SamplingParams:
     """Sampling parameters of a completion.
 
-    Args:
-        body: body of the request.
-        temperature: recommended temperature of the model.
-        bad_words: token sequences of the field `bad_words`.
-
     Raises:
         RequestError: an option out of range, or conflicting options.
     """
@@ -70,13 +65,6 @@ def chat_params(
     bad_words: Sequence[tuple[int, ...]] = (),
 ) -> SamplingParams:
     """Sampling parameters of a chat completion.
-
-    Args:
-        body: body of the request.
-        temperature: recommended temperature of the model.
-        available_tokens: default of `max_tokens`: tokens left in the context after the prompt.
-        tools: tools of the chat, which may determine the structure of the output.
-        bad_words: token sequences of the field `bad_words`.
 
     Raises:
         RequestError: an option out of range, or conflicting options.

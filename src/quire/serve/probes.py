@@ -89,7 +89,6 @@ class Probes:
         self._created = int(time.time())
 
     def router(self) -> APIRouter:
-        """Create the router with all paths."""
         router = APIRouter()
         router.add_api_route("/", self.root, methods=["GET"])
         router.add_api_route("/v1/models", self.models, methods=["GET"])

@@ -49,7 +49,6 @@ class Message(BaseModel):
     ) = None
 
     def as_dict(self) -> dict[str, Any]:
-        """The message for `read_messages`."""
         fields = dict(self)
         if isinstance(self.content, list):
             fields["content"] = [text_part(part.text) for part in self.content]
@@ -172,7 +171,6 @@ class PromptBody(Body):
         return value
 
     def request_options(self) -> RequestOptions:
-        """Options of `GenerationRequest` that the body sets."""
         names = OPTION_KINDS.keys() & type(self).model_fields.keys()
         found = {name: getattr(self, name) for name in sorted(names)}
         return cast("RequestOptions", {k: v for k, v in found.items() if v is not None})
@@ -235,11 +233,9 @@ class GenerationBody(PromptBody):
         return value
 
     def structure_fields(self) -> dict[str, Any]:
-        """The fields that set the structure of the output."""
         return {name: getattr(self, name) for name in sorted(STRUCTURE_FIELDS)}
 
     def unknown_fields(self) -> list[str]:
-        """Names of unknown fields of the body and of its stream options."""
         found = super().unknown_fields()
         if self.stream_options is not None and not self.stream:
             raise RequestError("`stream_options` needs `stream` to be true", param="stream_options")

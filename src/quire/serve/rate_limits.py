@@ -61,8 +61,6 @@ class RateLimit:
 
 @dataclass(slots=True)
 class _Bucket:
-    """What is left of one limit, in requests or tokens."""
-
     limit: int
     level: float
     updated_s: float
@@ -73,7 +71,6 @@ class _Bucket:
         self.updated_s = now_s
 
     def wait_s(self, amount: int) -> float:
-        """Seconds until `amount` is available."""
         return max(0.0, (amount - self.level) * _MINUTE_S / self.limit)
 
     def put_back(self, amount: int) -> None:
@@ -98,7 +95,6 @@ class Charge:
             bucket.put_back(amount - used_tokens)
 
     def refund(self) -> None:
-        """Return the whole charge, for a request that was refused afterwards."""
         amounts, self._amounts = self._amounts, {}
         for bucket, amount in amounts.values():
             bucket.put_back(amount)

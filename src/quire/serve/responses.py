@@ -108,7 +108,6 @@ class CompletionWriter:
     _shown: int = 0
 
     def whole(self, output: RequestOutput, choice: outputs.Choice) -> Choice:
-        """Format the choice of a response that is not streamed."""
         logprobs = None
         if self.wants_logprobs:
             scores: list[Scored] = list(choice.logprobs or ())
@@ -145,7 +144,6 @@ class CompletionWriter:
     def _placed(
         self, scores: Sequence[SampledToken], text: str, before: int, start: int = 0
     ) -> list[tuple[str, int]]:
-        """Text and position of tokens of the output, of which `text` begins at `start`."""
         ids = [score.token_id for score in scores]
         offsets = [before + (score.text_offset or 0) for score in scores]
         return self.pieces.placed(ids, offsets, text, before + start)
@@ -181,7 +179,6 @@ class ChatWriter:
     _began: bool = False
 
     def whole(self, output: RequestOutput, choice: outputs.Choice) -> Choice:
-        """Format the choice of a response that is not streamed."""
         message: dict[str, object] = {"role": "assistant", "content": choice.text, "refusal": None}
         message["tool_calls"] = None
         if self.calls is not None:
@@ -270,13 +267,7 @@ class Envelope:
     def of_chat(
         cls, model: str, options: Mapping[str, object], id_prefix: str = "chatcmpl-"
     ) -> "Envelope":
-        """Create the envelope of a response of /v1/chat/completions, or of another chat API.
-
-        Args:
-            model: served model name.
-            options: options of the request.
-            id_prefix: beginning of its id.
-        """
+        """Create the envelope of a response of /v1/chat/completions, or of another chat API."""
         return cls._new(id_prefix, model, "chat.completion", "chat.completion.chunk", options)
 
     @classmethod
@@ -293,7 +284,6 @@ class Envelope:
         )
 
     def body(self, choices: Sequence[Choice], usage: dict[str, object]) -> dict[str, object]:
-        """Body of a response that is not streamed."""
         return self._around(self.whole, choices) | {"usage": usage}
 
     def chunk_body(
@@ -321,9 +311,6 @@ def usage_body(usages: Iterable[Usage]) -> dict[str, object]:
     `kv_peak_bytes` and `evicted_tokens` are extensions of Quire. They are sums over the prompts: of
     the peak KV of each prompt with all its outputs, and of the largest number of tokens evicted
     from one of its outputs.
-
-    Args:
-        usages: one usage per prompt, for all its outputs.
     """
     usage = summed(list(usages))
     return token_counts(usage.prompt_tokens, usage.completion_tokens) | {

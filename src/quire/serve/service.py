@@ -32,20 +32,13 @@ from quire.serve.tracing import open_traces
 
 @dataclass(slots=True)
 class InspectionCost:
-    """Time that the engine's thread spent on views of the engine.
-
-    Attributes:
-        calls: number of views.
-        seconds: their total time.
-        max_seconds: time of the longest.
-    """
+    """Time that the engine's thread spent on views of the engine."""
 
     calls: int = 0
     seconds: float = 0.0
     max_seconds: float = 0.0
 
     def add(self, seconds: float) -> None:
-        """Count one view."""
         self.calls += 1
         self.seconds += seconds
         self.max_seconds = max(self.max_seconds, seconds)
@@ -67,7 +60,6 @@ class Service:
         tenants: rate limits and eviction rules of tenants.
 
     Attributes:
-        llm, config: see above.
         model_name: served model name.
         keys: API keys of the tenants.
         rate_limits: requests and tokens that each tenant may use.
@@ -113,7 +105,6 @@ class Service:
                 raise ConfigError(f"tenant {tenant!r}, evict: {error}") from None
 
     def start(self) -> None:
-        """Start the engine's thread."""
         config = self.config
         queue = QueueLimit(requests=config.max_num_queued_reqs, tokens=config.max_num_queued_tokens)
         self.observer = EngineObserver(self.llm.engine, self.traces)
@@ -143,7 +134,6 @@ class Service:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine runs."""
         return self._engine is not None and self._engine.is_alive
 
     def num_open(self, tenant: str | None) -> int:
@@ -158,12 +148,10 @@ class Service:
 
     @property
     def has_died(self) -> bool:
-        """Whether the engine has stopped by an error."""
         return self._engine is not None and self._engine.has_failed
 
     @property
     def is_ready(self) -> bool:
-        """Whether new requests are accepted."""
         return self.is_alive and not self._is_draining
 
     def check_draining(self) -> None:
@@ -295,13 +283,6 @@ class Service:
         is_estimate: bool = False,
     ) -> Charge:
         """Charge the rate limits of a tenant; see `RateLimits.charge`.
-
-        Args:
-            tenant: tenant of the HTTP request.
-            prompts: token ids of its prompts.
-            params: sampling parameters of each prompt.
-            is_estimate: whether the request has no `max_tokens`, so that `CHARGED_TOKENS` of each
-                output are charged at first.
 
         Raises:
             RequestError: more than the limit of a whole minute.

@@ -64,7 +64,6 @@ class _KeptAlive:
             self.stop()
 
     def stop(self) -> None:
-        """Send no further comments."""
         if self._task is not None:
             self._task.cancel()
 

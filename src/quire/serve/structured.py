@@ -76,7 +76,6 @@ def param_of(body: Mapping[str, Any], param: str | None) -> str | None:
 
 
 def _sources(body: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Options of `StructuredOutputs` by the field that sets them."""
     found: dict[str, Mapping[str, Any]] = {}
     if body.get(FIELD) is not None:
         found[FIELD] = body[FIELD]

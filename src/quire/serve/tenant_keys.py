@@ -85,7 +85,6 @@ class TenantKeys:
 
     @property
     def tells_tenants_apart(self) -> bool:
-        """Whether any tenant has a key."""
         return bool(self._tenants)
 
     def tenant_of(self, authorization: str | None) -> str:
@@ -154,11 +153,6 @@ class KeyGuard:
     """ASGI middleware that checks API keys.
 
     The tenant of a request is stored in `request.state.tenant`.
-
-    Args:
-        app: the application.
-        keys: API keys of the tenants.
-        open_paths: paths that need no key.
     """
 
     def __init__(
@@ -212,13 +206,7 @@ _CHALLENGE = {"WWW-Authenticate": "Bearer"}
 
 @dataclass(frozen=True, slots=True)
 class TenantFile:
-    """Contents of a file of tenants.
-
-    Attributes:
-        keys: API keys of each tenant.
-        rate_limits: limits of the tenants that have their own.
-        evict: default eviction rule of the tenants that have their own.
-    """
+    """Contents of a file of tenants."""
 
     keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     rate_limits: Mapping[str, RateLimit] = field(default_factory=dict)
@@ -244,7 +232,6 @@ _LIMITS = ("requests_per_minute", "tokens_per_minute")
 
 
 def _entry(tenant: str, value: object) -> tuple[tuple[str, ...], RateLimit | None, str | None]:
-    """Keys, rate limit and eviction rule of one tenant."""
     if not isinstance(value, dict):
         return _keys_of(tenant, value), None, None
     unknown = value.keys() - {"keys", "evict", *_LIMITS}
@@ -279,10 +266,6 @@ def require_keys(found: TenantFile, path: Path) -> None:
     Tenant `default` may have none if another tenant has one: `--tenants` determines whether
     requests without a key belong to it.
 
-    Args:
-        found: contents of the file, with the keys of `with_default_keys`.
-        path: the file, for the error.
-
     Raises:
         ConfigError: a tenant without a key, or no key at all.
     """
@@ -309,10 +292,6 @@ def with_default_keys(found: TenantFile, keys: tuple[str, ...]) -> TenantFile:
 
 def open_tenants(config: ServerConfig, specs: Sequence[TenantSpec]) -> TenantFile:
     """The keys, rate limits and rules of tenants: of options, file and environment.
-
-    Args:
-        config: options of the server.
-        specs: tenants of the engine.
 
     Raises:
         ConfigError: invalid keys, or a file that cannot be read.

@@ -47,7 +47,6 @@ class TextLength:
     stripping: tuple[str, ...] = ()
 
     def min_tokens(self, text: str) -> int:
-        """Lower bound of the number of tokens of a text."""
         characters = len(text)
         if any(token in text for token in self.stripping):
             characters = sum(map(len, text.split()))
@@ -118,8 +117,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A job of a tenant, and the future for its result."""
-
     tenant: str
     work: Callable[[], Any]
     done: "asyncio.Future[Any]"
@@ -162,12 +159,6 @@ class FairPool:
         self._executor.shutdown(cancel_futures=True)
 
     async def run(self, tenant: str, work: Callable[[], T]) -> T:
-        """Run a job in a thread and return its result.
-
-        Args:
-            tenant: tenant of the job.
-            work: the job.
-        """
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         turns = self._tenants.setdefault(tenant, _Turns(last=self._num_turns - 1))
         turns.waiting.append(_Job(tenant, work, done))
@@ -225,10 +216,6 @@ def sequences_of_words(
 
     As in vLLM the sequence after a space is used only if it has as many tokens and another first
     token; other tokenizations of a word are not banned.
-
-    Args:
-        tokenizer: tokenizer of the model.
-        words: texts that must not be generated.
 
     Raises:
         FieldError: a word without tokens.
@@ -303,7 +290,6 @@ class Turn:
     max_tokens: int | None
 
     def is_exceeded_by(self, num_tokens: int) -> bool:
-        """Whether a number of tokens exceeds the limit."""
         return self.max_tokens is not None and num_tokens > self.max_tokens
 
 
@@ -338,7 +324,6 @@ class Texts:
         self._long_pool = FairPool(1, "quire-long-text") if is_fast else self._pool
 
     def close(self) -> None:
-        """Stop the threads."""
         self._pool.close()
         self._long_pool.close()
 
@@ -467,7 +452,6 @@ class Texts:
         return await self._in_turn(turn, lambda: self.decode(token_ids))
 
     async def pieces(self, token_ids: list[int], turn: Turn) -> list[str]:
-        """The text of each token."""
         return await self._in_turn(turn, lambda: [self._pieces.text(i) for i in token_ids])
 
     def decode(self, token_ids: list[int]) -> str:

@@ -30,10 +30,6 @@ class RequestTraces:
     """Creates the spans of finished requests.
 
     `begin` and `forget` run in the event loop, `finish` in the engine's thread.
-
-    Args:
-        processor: sends the spans.
-        model_name: the served model's name.
     """
 
     def __init__(self, processor: "SpanProcessor", model_name: str) -> None:
@@ -67,19 +63,12 @@ class RequestTraces:
             self._parents.pop(request_id, None)
 
     def finish(self, sequences: Sequence[FinishedRequest], now_s: float) -> None:
-        """Create the spans of finished sequences.
-
-        Args:
-            sequences: the sequences.
-            now_s: time of the engine's clock.
-        """
         offset_ns = time.time_ns() - int(now_s * 1e9)
         for sequence in sequences:
             self._finish(sequence, lambda seconds: offset_ns + int(seconds * 1e9))
         self.forget({sequence.group for sequence in sequences})
 
     def close(self) -> None:
-        """Send the remaining spans."""
         self._provider.shutdown()
 
     def _finish(self, sequence: FinishedRequest, unix_ns: Callable[[float], int]) -> None:

@@ -94,11 +94,6 @@ class TenantAccounts:
     def refuse_if_never(self, tenant: str, peak_bytes: int, *, param: str = "max_tokens") -> None:
         """Refuse a request whose peak exceeds its tenant's limit.
 
-        Args:
-            tenant: the request's tenant.
-            peak_bytes: most KV bytes that the request may hold.
-            param: the request's option to lower first.
-
         Raises:
             RequestError: an unknown tenant.
             NeverFits: states the bytes needed and the tenant's limit.
@@ -136,7 +131,6 @@ class TenantAccounts:
         self._held[tenant] = held
 
     def held_bytes(self, tenant: str) -> int:
-        """Bytes that a tenant holds."""
         return self._held.get(tenant, 0)
 
     @property
@@ -161,7 +155,6 @@ class TenantAccounts:
         return spec.guaranteed_bytes + int(divided * spec.weight / weights)
 
     def over_quota_bytes(self, tenant: str) -> int:
-        """Bytes that a tenant holds above its guarantee."""
         return max(0, self.held_bytes(tenant) - self.spec(tenant).guaranteed_bytes)
 
     def over_share_bytes(self, tenant: str) -> int:
@@ -194,10 +187,6 @@ class TenantAccounts:
         Within its guarantee, a tenant reclaims what others hold above their guarantee. Within its
         share, it reclaims what others hold above their share. Tenants with the most bytes above it
         per weight come first.
-
-        Args:
-            tenant: the tenant that needs bytes.
-            size_bytes: bytes needed.
 
         Returns:
             (tenant, bytes) pairs in the order to reclaim; their sum is at most `size_bytes`. Empty

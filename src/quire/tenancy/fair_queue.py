@@ -200,12 +200,10 @@ class FairQueue(Generic[R]):
         return request in self._entries
 
     def num_waiting(self, tenant: str) -> int:
-        """Number of waiting requests of a tenant."""
         return self._queues[tenant].num_waiting if tenant in self._queues else 0
 
     @property
     def tenants(self) -> Collection[str]:
-        """Tenants with waiting requests, unordered."""
         return self._queues.keys()
 
     @property
@@ -254,7 +252,6 @@ class FairQueue(Generic[R]):
         output_tokens: int = 0,
         cached_tokens: int = 0,
     ) -> None:
-        """Charge a tenant for served tokens."""
         prices = self._prices
         cost = prices.prompt * prompt_tokens + prices.output * output_tokens
         cost += prices.cached * cached_tokens
@@ -275,9 +272,6 @@ class FairQueue(Generic[R]):
 
         A virtual time at or below the floor has no effect: the tenant is lifted to the floor when
         it submits again. Of the idle tenants above the floor, the `IDLE_KEPT` served most are kept.
-
-        Args:
-            running: tenants with running requests.
         """
         floor, kept = self._floor, {*running, *self._queues, self._last_emptied}
         idle = [tenant for tenant in self._virtual_time if tenant not in kept]

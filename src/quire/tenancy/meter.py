@@ -62,7 +62,6 @@ class _Counts:
         self.queue_s = 0.0
 
     def add(self, other: "_Counts") -> None:
-        """Add the counts of another tenant."""
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
 
@@ -76,15 +75,10 @@ class TenantMeter:
 
     @property
     def num_tenants(self) -> int:
-        """Number of rows."""
         return len(self._counts) + (self._others is not None)
 
     def fold(self, busy: Collection[str]) -> None:
-        """Sum the rows of the least recently seen tenants into `OTHERS`.
-
-        Args:
-            busy: tenants that keep their rows.
-        """
+        """Sum the rows of the least recently seen tenants into `OTHERS`."""
         if len(self._counts) <= len(busy) + IDLE_KEPT:
             return
         idle = [tenant for tenant in self._counts if tenant not in busy]
@@ -93,7 +87,6 @@ class TenantMeter:
             self._others.add(self._counts.pop(tenant))
 
     def submitted(self, tenant: str) -> None:
-        """Count a submitted request."""
         self._of(tenant).num_requests += 1
 
     def admitted(self, tenant: str, waited_s: float) -> None:
@@ -118,7 +111,6 @@ class TenantMeter:
         counts.output_tokens += output_tokens
 
     def preempted(self, tenant: str) -> None:
-        """Count a preempted request."""
         self._of(tenant).num_preemptions += 1
 
     def report(self, accounts: TenantAccounts | None = None) -> tuple[TenantStats, ...]:

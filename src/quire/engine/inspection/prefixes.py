@@ -46,15 +46,7 @@ class PrefixChain:
 
 @dataclass(frozen=True, slots=True)
 class PrefixTree:
-    """Chains of the prefix cache, parents before their children.
-
-    Attributes:
-        enabled: whether the engine has a prefix cache.
-        block_tokens, block_bytes: tokens and bytes of a block.
-        num_blocks: blocks that were read.
-        num_left_out: blocks that were not read.
-        chains: the chains.
-    """
+    """Chains of the prefix cache, parents before their children."""
 
     enabled: bool
     block_tokens: int = 0

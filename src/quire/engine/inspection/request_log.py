@@ -30,7 +30,6 @@ class RequestTimeline:
         self._last: deque[KVEvent] = deque(maxlen=LAST_EVENTS)
 
     def add(self, event: KVEvent) -> None:
-        """Append an event."""
         self.num_events += 1
         if len(self._first) < FIRST_EVENTS:
             self._first.append(event)
@@ -39,7 +38,6 @@ class RequestTimeline:
 
     @property
     def events(self) -> list[KVEvent]:
-        """The stored events, oldest first."""
         return [*self._first, *self._last]
 
 
@@ -111,7 +109,6 @@ class RequestLog:
         events.subscribe(self._record)
 
     def open(self, request_id: str, sequences: Sequence[Request]) -> None:
-        """Start the timelines of a submitted request."""
         self._open[request_id] = _Open(sequences)
         for sequence in sequences:
             self._timelines[sequence.request_id] = RequestTimeline()

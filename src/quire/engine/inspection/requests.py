@@ -88,12 +88,7 @@ def _lanes(group: LaneGroup) -> Iterator[dict[str, object]]:
 
 
 def read_retention(pool: KVPool, request: Request) -> Retention:
-    """Copy the tokens of an open request and the positions in its lanes.
-
-    Args:
-        pool: the KV memory of the engine.
-        request: a request of the engine.
-    """
+    """Copy the tokens of an open request and the positions in its lanes."""
     row = request.memory.row
     tables = pool.kv.memory.tables.values()
     groups = [table.group for table in tables if not table.group.private] if row >= 0 else []

@@ -43,7 +43,6 @@ class BoardEntry:
         return f"{self.rule}{separator}cap={self.budget},when={self.schedule}"
 
     def applied(self, kv: KVConfig) -> KVConfig:
-        """A KV configuration with this rule and codec."""
         return replace(kv, codec=self.codec, evict=self.evict)
 
     def __str__(self) -> str:

@@ -21,14 +21,7 @@ _COLOURS = ("#1f5fa8", "#d1662b", "#3a8a4d", "#8a4da8", "#707070")
 
 
 def page(result: BoardResult, model: str, *, has_chart: bool, section: Sequence[str] = ()) -> str:
-    """The leaderboard as Markdown.
-
-    Args:
-        result: the leaderboard.
-        model: name of the model.
-        has_chart: whether the page shows the chart.
-        section: lines before the table of all entries.
-    """
+    """The leaderboard as Markdown."""
     lines = [*_intro(result, model, has_chart=has_chart), *_rule_lines(result.rows), *section]
     return "\n".join([*lines, *_table(result), *_refused_lines(result)]) + "\n"
 

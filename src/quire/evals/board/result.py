@@ -54,7 +54,6 @@ class Row:
 
     @classmethod
     def stored(cls, values: Mapping[str, Any]) -> "Row":
-        """The row of `as_dict`."""
         fields = {name: values[name] for name in cls.__slots__ if name in values}
         nested = {"entry": BoardEntry(**values["entry"]), "quality": Mean(**values["quality"])}
         return cls(**fields | nested)
@@ -143,12 +142,7 @@ def _unbeaten(rows: Sequence[Row]) -> list[bool]:
 
 
 def best_rules(rows: Sequence[Row], wanted: float) -> dict[str, list[Row]]:
-    """Rows that keep a quality, by budget, the fewest bytes first.
-
-    Args:
-        rows: rows of a leaderboard.
-        wanted: least quality over full KV.
-    """
+    """Rows that keep a quality, by budget, the fewest bytes first."""
     found: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: row.kv_share):
         if row.entry.rule != FULL:
@@ -202,7 +196,6 @@ class BoardResult:
 
     @property
     def num_prompts(self) -> int:
-        """Prompts of each task."""
         return self.count * len(self.seeds)
 
     def arms(self) -> dict[str, object]:
@@ -225,7 +218,6 @@ class BoardResult:
 
     @classmethod
     def of(cls, board: Board) -> "BoardResult":
-        """The result of finished cells."""
         config = board.config
         return cls(
             rows=rows_of(board),
@@ -240,7 +232,6 @@ class BoardResult:
 
     @classmethod
     def stored(cls, run: Mapping[str, Any]) -> "BoardResult":
-        """The result in a JSON object of `quire board`."""
         arms, config = run["arms"], run["config"]
         return cls(
             rows=[Row.stored(row) for row in arms["rows"]],

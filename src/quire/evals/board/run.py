@@ -27,16 +27,7 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoardConfig:
-    """What is compared.
-
-    Attributes:
-        grid: the entries.
-        tasks: the tasks.
-        tokens: length of the prompts.
-        count: prompts of each task and seed.
-        seeds: seeds of the prompts.
-        sanity: whether the sanity check runs.
-    """
+    """What is compared."""
 
     grid: Grid
     tasks: tuple[EvalTask, ...]
@@ -87,16 +78,7 @@ def check_names(grid: Grid) -> None:
 
 
 class BoardRunner:
-    """Runs a leaderboard of one model.
-
-    Args:
-        engines: opens engines.
-        kv: KV memory and page size of all entries.
-        config: what is compared.
-        identity: values that identify the model and its options, for stored cells.
-        stored: stored cells.
-        report: takes lines about the progress.
-    """
+    """Runs a leaderboard of one model."""
 
     def __init__(
         self,
@@ -113,7 +95,6 @@ class BoardRunner:
         self._samples: dict[str, list[Sample]] = {}
 
     def reference(self) -> LLM:
-        """The engine with the reference's configuration."""
         return self._engines.of(self._config.grid.reference.applied(self._kv))
 
     def run(self) -> Board:

@@ -90,7 +90,6 @@ class QuireLM(TemplateLM):  # type: ignore[misc]  # the base class has no types
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a text."""
         if self.tokenizer.eos_token_id is not None:
             return int(self.tokenizer.eos_token_id)
         return self._llm.model.generation.eos_token_ids[0]
@@ -105,7 +104,6 @@ class QuireLM(TemplateLM):  # type: ignore[misc]  # the base class has no types
 
     @property
     def tokenizer_name(self) -> str:
-        """Name of the tokenizer, for the harness' cache of requests."""
         return self._llm.model.name.replace("/", "__")
 
     def tok_encode(
@@ -122,7 +120,6 @@ class QuireLM(TemplateLM):  # type: ignore[misc]  # the base class has no types
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The text of a chat, by the template of the tokenizer."""
         return self._llm.chat_template.render(
             chat_history,
             add_generation_prompt=add_generation_prompt,

@@ -49,7 +49,6 @@ def _places() -> dict[str, _Path]:
 
 
 def _fields_of(config: Any, path: tuple[str, ...]) -> dict[str, _Path]:
-    """The options of a config and of its nested configs, also by their synonyms."""
     found: dict[str, _Path] = {}
     for field in fields(config):
         where, held = (*path, field.name), config_of(field.type)
@@ -104,12 +103,7 @@ def sampling_params(given: Mapping[str, Any], default_max_tokens: int) -> Sampli
 
 
 def log_likelihood(output: RequestOutput, count: int) -> tuple[float, bool]:
-    """Sum of the log-probabilities of the last `count` tokens, and whether all are the likeliest.
-
-    Args:
-        output: output of a request of `_scoring`.
-        count: tokens of the continuation.
-    """
+    """Sum of log-probabilities of the last `count` tokens, and whether all are the likeliest."""
     assert output.logprobs is not None, "requested"
     scored = [(token.logprob, token.rank) for token in output.logprobs]
     if count > 1:

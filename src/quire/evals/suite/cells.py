@@ -40,15 +40,7 @@ class PromptResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellResult:
-    """All prompts of one cell.
-
-    Attributes:
-        task: name of the task.
-        tokens: length of the prompts.
-        arm: name of the configuration.
-        prompts: results in the order of the samples.
-        seconds: time of all prompts in one batch.
-    """
+    """All prompts of one cell."""
 
     task: str
     tokens: int
@@ -58,27 +50,22 @@ class CellResult:
 
     @property
     def name(self) -> str:
-        """Name of the cell: task and length."""
         return f"{self.task}_{self.tokens}"
 
     @property
     def kv_peak_bytes(self) -> int:
-        """Most KV bytes of a request."""
         return max(prompt.kv_peak_bytes for prompt in self.prompts)
 
     @property
     def output_tokens_per_s(self) -> float:
-        """Output tokens (or measured tokens of a perplexity) per second."""
         return sum(prompt.output_tokens for prompt in self.prompts) / self.seconds
 
     @property
     def total_tokens_per_s(self) -> float:
-        """Prompt and output tokens per second."""
         tokens = sum(prompt.prompt_tokens + prompt.output_tokens for prompt in self.prompts)
         return tokens / self.seconds
 
     def values(self, metric: str) -> list[float]:
-        """The scores of one metric, in the order of the prompts."""
         return [prompt.scores[metric] for prompt in self.prompts]
 
     def means(self) -> dict[str, Mean]:

@@ -59,7 +59,6 @@ class Engines:
 
     @property
     def current(self) -> LLM:
-        """The open engine."""
         assert self._open is not None, "an engine was opened before"
         return self._open[1]
 
@@ -81,7 +80,6 @@ class Engines:
         return len(self.current.encode(text)) if text else 0
 
     def close(self) -> None:
-        """Free the KV memory."""
         if self._open is not None:
             self._open[1].close()
             self._open = None

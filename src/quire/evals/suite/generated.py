@@ -15,13 +15,7 @@ _SPARE_TOKENS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratedTask(EvalTask):
-    """Prompts of one family; the output must begin with the answer.
-
-    Attributes:
-        name, summary: see `EvalTask`.
-        family: registered family.
-        options: fields of the family.
-    """
+    """Prompts of one family; the output must begin with the answer."""
 
     name: str
     summary: str
@@ -62,7 +56,6 @@ class FoundTask(GeneratedTask):
     metrics: ClassVar[tuple[str, ...]] = (FOUND,)
 
     def score(self, sample: Sample, output: str) -> dict[str, float]:
-        """Fraction of the answers in the output."""
         return {FOUND: fraction_found(output, sample.references)}
 
 

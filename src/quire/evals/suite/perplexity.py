@@ -43,7 +43,6 @@ class Perplexity(EvalTask):
         return [_window(text[start : start + characters], options) for start in starts]
 
     def score(self, sample: Sample, output: str) -> dict[str, float]:
-        """No score: nothing is generated."""
         return {}
 
 

@@ -51,13 +51,7 @@ TASKS: Mapping[str, EvalTask] = MappingProxyType({task.name: task for task in _A
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suite:
-    """Tasks that run together.
-
-    Attributes:
-        tasks: names of the tasks.
-        tokens: lengths of the prompts that have a length.
-        count: prompts of each task and length.
-    """
+    """Tasks that run together."""
 
     tasks: tuple[str, ...]
     tokens: tuple[int, ...]

@@ -22,12 +22,7 @@ from quire.sampling.outputs import RequestOutput, Usage
 
 
 class SampleRunner:
-    """Runs samples in one engine.
-
-    Args:
-        llm: the engine.
-        kv: its KV configuration.
-    """
+    """Runs samples in one engine."""
 
     def __init__(self, llm: LLM, kv: KVConfig) -> None:
         self._llm, self._kv = llm, kv
@@ -216,7 +211,6 @@ class EvalConfig:
             raise ConfigError(f"expected --data with a text file, got {self.data}: no such file")
 
     def cells(self) -> list[tuple[EvalTask, int]]:
-        """Tasks with lengths, in their order."""
         return [(task, tokens) for task in self.tasks for tokens in self.tokens]
 
 
@@ -255,16 +249,7 @@ def _claims(cell: CellResult, prefix: str) -> dict[str, int | float]:
 
 
 class Evaluator:
-    """Runs an evaluation of one model.
-
-    Args:
-        engines: opens engines.
-        kv: the configured KV.
-        config: what is evaluated.
-        identity: texts that identify the model and its options, for stored cells.
-        stored: stored cells.
-        report: takes lines about the progress.
-    """
+    """Runs an evaluation of one model."""
 
     def __init__(
         self,

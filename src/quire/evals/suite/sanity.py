@@ -48,16 +48,13 @@ class Sanity:
 
     @property
     def passed(self) -> bool:
-        """Whether the model may judge a rule."""
         return self.status == PASSED
 
     @classmethod
     def stored(cls, values: Mapping[str, Any]) -> "Sanity":
-        """The result of `as_dict`."""
         return cls(status=values["status"], reason=values["reason"], cases=tuple(values["cases"]))
 
     def as_dict(self) -> dict[str, object]:
-        """As JSON values."""
         return {"status": self.status, "reason": self.reason, "cases": list(self.cases)}
 
 
@@ -73,16 +70,7 @@ def sanity_of(
     stored: CellFolder,
     report: Callable[[str], None],
 ) -> Sanity:
-    """The result for a model: the stored one, or that of a run.
-
-    Args:
-        engines: opens engines.
-        full: full KV.
-        seed: seed of the prompts.
-        identity: values that identify the model and its options.
-        stored: stored results.
-        report: takes a line about the result.
-    """
+    """The result for a model: the stored one, or that of a run."""
     fingerprint = fingerprint_of(*identity, full, seed)
     values = stored.read(_NAME, fingerprint)
     found = _run(engines, full, seed) if values is None else Sanity.stored(values)
@@ -102,14 +90,7 @@ def _run(engines: Engines, full: KVConfig, seed: int) -> Sanity:
 
 
 def check(answer: AnswerFunction, *, measure: Measure, most_tokens: int, seed: int) -> Sanity:
-    """Run the check.
-
-    Args:
-        answer: generates outputs under a policy text.
-        measure: counts the tokens of a text with the model's tokenizer.
-        most_tokens: the model's context.
-        seed: seed of the prompts.
-    """
+    """Run the check."""
     cases = tuple(
         GateCase(task=task, tokens=min(tokens, most_tokens), n=_PROMPTS)
         for task, tokens in _LENGTHS

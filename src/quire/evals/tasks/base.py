@@ -73,7 +73,6 @@ class Task:
         return "".join(text for text, _ in self.spans)
 
     def prompt(self, index: int = 0) -> str:
-        """The context and one question: the prompt of an evaluation."""
         return self.context + self.queries[index].question
 
     def training_spans(self) -> tuple[Span, ...]:

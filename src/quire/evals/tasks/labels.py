@@ -39,7 +39,6 @@ class Labels(TaskFamily):
     new_words: bool = False
 
     def build(self, rng: random.Random, setting: Setting) -> Task:
-        """Generate one task, determined by the random state and the setting."""
         count = self.classes or (4 if setting.evaluates else rng.choice([2, 3, 4, 5]))
         chosen = rng.sample(CLASS_NAMES, count)
         names = rng.sample(LABELS, count)
@@ -83,7 +82,6 @@ _SENTENCE = re.compile(r'[A-Z][a-z][^.!?\n"]{25,100}[.!?]')
 
 
 def _passage(rng: random.Random, size_tokens: int, setting: Setting) -> str:
-    """Text of about `size_tokens` tokens in one line."""
     text = setting.filler(rng, int(size_tokens * CHARACTERS_PER_TOKEN)).replace("\n", " ").strip()
     while len(text) > 12 and setting.measure(text) > size_tokens:
         cut = min(0.97, size_tokens / setting.measure(text))
@@ -107,7 +105,6 @@ class Copy(TaskFamily):
     passage: int | None = None
 
     def build(self, rng: random.Random, setting: Setting) -> Task:
-        """Generate one task, determined by the random state and the setting."""
         most = setting.tokens // 2 - 12
         size = self.passage or 24
         if self.passage is None and not setting.evaluates:
@@ -139,7 +136,6 @@ class Headline(TaskFamily):
     """An article, then a question for its headline, which is its first line."""
 
     def build(self, rng: random.Random, setting: Setting) -> Task:
-        """Generate one task, determined by the random state and the setting."""
         found = _SENTENCE.search(setting.filler(rng, 900))
         head = found.group(0) if found else setting.filler(rng, 70).replace("\n", " ").strip()
         text = setting.filler(rng, int(max(24, setting.tokens) * CHARACTERS_PER_TOKEN))
@@ -160,7 +156,6 @@ class _Sums:
     steps: bool
 
     def problem(self, rng: random.Random, split: Split) -> tuple[str, str]:
-        """Question and answer with operands of one split."""
         top = 10**self.digits
         while True:
             left, right = rng.randrange(top), rng.randrange(top)
@@ -204,7 +199,6 @@ class Arithmetic(TaskFamily):
     steps: bool | None = None
 
     def build(self, rng: random.Random, setting: Setting) -> Task:
-        """Generate one task, determined by the random state and the setting."""
         digits = self.digits or rng.choice([1, 2])
         steps = rng.random() < 0.4 if self.steps is None else self.steps
         sums = _Sums(digits=digits, steps=steps)

@@ -43,7 +43,6 @@ class Needles(TaskFamily):
     needles: int | None = None
 
     def build(self, rng: random.Random, setting: Setting) -> Task:
-        """Generate one task, determined by the random state and the setting."""
         digits = self.digits or (6 if setting.evaluates else rng.choice([3, 4, 5, 6]))
         wanted = self._wanted(rng, setting)
         needle_tokens = setting.measure(_needle(SAMPLE_KEY, number(rng, digits)))
@@ -97,7 +96,6 @@ class Passkey(TaskFamily):
     digits: int = 5
 
     def build(self, rng: random.Random, setting: Setting) -> Task:
-        """Generate one task, determined by the random state and the setting."""
         key = number(rng, self.digits)
         line = f"The pass key is {key}. Remember it. {key} is the pass key.\n"
         used = setting.measure(_INTRO + line + _QUESTION)
@@ -157,7 +155,6 @@ class Facts(TaskFamily):
     count: int | None = None
 
     def build(self, rng: random.Random, setting: Setting) -> Task:
-        """Generate one task, determined by the random state and the setting."""
         people = vocabulary("name", setting.split)
         count = max(1, min(self._wanted(rng, setting), int(0.6 * setting.tokens / 26), len(people)))
         queries = setting.queries or count
@@ -271,7 +268,6 @@ class Lines(TaskFamily):
     words: str | None = None
 
     def build(self, rng: random.Random, setting: Setting) -> Task:
-        """Generate one task, determined by the random state and the setting."""
         words = self.words or ""
         if self.words is None and setting.split == "train":
             words = rng.choices(["", _LONGEVAL_WORDS], [3, 1])[0]
@@ -298,7 +294,6 @@ class LongEval(TaskFamily):
     share: float = 0.4
 
     def build(self, rng: random.Random, setting: Setting) -> Task:
-        """Generate one task, determined by the random state and the setting."""
         lines = Lines(digits=self.digits, share=self.share, words=_LONGEVAL_WORDS)
         return replace(lines.build(rng, setting), name="longeval")
 
@@ -316,7 +311,6 @@ class KeyValue(TaskFamily):
     share: float = 0.4
 
     def build(self, rng: random.Random, setting: Setting) -> Task:
-        """Generate one task, determined by the random state and the setting."""
         wording = _Wording(
             name="kv",
             intro="Pairs:\n",

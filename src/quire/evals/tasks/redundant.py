@@ -56,7 +56,6 @@ class Repeats(TaskFamily):
     digits: int = 5
 
     def build(self, rng: random.Random, setting: Setting) -> Task:
-        """Generate one task, determined by the random state and the setting."""
         copies = _copies(rng, setting, self.copies)
         line = f"line {SAMPLE_KEY}: <{number(rng, self.digits)}>\n"
         line_tokens = setting.measure(line * 8) / 8
@@ -91,7 +90,6 @@ class Retold(TaskFamily):
     count: int = 3
 
     def build(self, rng: random.Random, setting: Setting) -> Task:
-        """Generate one task, determined by the random state and the setting."""
         copies = _copies(rng, setting, self.copies)
         people = vocabulary("name", setting.split)
         wanted = self.count if setting.queries == 1 else rng.choice([1, 2, 3, 4])
@@ -109,7 +107,6 @@ class Retold(TaskFamily):
 
 
 def _told(rng: random.Random, text: str, facts: list[Fact], copies: int) -> tuple[Span, ...]:
-    """A text with all copies of the facts between its words."""
     order = _shuffled_rounds(rng, len(facts), copies)
     cuts = sorted(snap(text, rng.randrange(len(text) + 1)) for _ in order)
     spans: list[Span] = []
@@ -133,7 +130,6 @@ class Majority(TaskFamily):
     wrong: float = 0.2
 
     def build(self, rng: random.Random, setting: Setting) -> Task:
-        """Generate one task, determined by the random state and the setting."""
         line_tokens = setting.measure("fountain: green\n" * 8) / 8
         queries = setting.queries or max(1, int(0.3 * setting.tokens / line_tokens))
         num_lines = max(6, int(setting.tokens / line_tokens) - queries - 1)
@@ -182,7 +178,6 @@ class Topics(TaskFamily):
     words: int = 2
 
     def build(self, rng: random.Random, setting: Setting) -> Task:
-        """Generate one task, determined by the random state and the setting."""
         count = self.classes if setting.evaluates else rng.randrange(2, 6)
         classes, labels = rng.sample(CLASS_NAMES, count), rng.sample(LABELS, count)
         sample = " ".join(class_words(classes[0], "train")[: self.words]) + ": green\n"

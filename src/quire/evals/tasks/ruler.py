@@ -71,7 +71,6 @@ class Variables(TaskFamily):
     hops: int | None = None
 
     def build(self, rng: random.Random, setting: Setting) -> Task:
-        """Generate one task, determined by the random state and the setting."""
         digits = self.digits or (3 if setting.evaluates else rng.choice([2, 3, 4]))
         line_tokens = setting.measure("VAR ABC = 1234\n" * 8) / 8
         query_tokens = setting.measure("value of ABC is 123\n" * 8) / 8
@@ -115,7 +114,6 @@ def _needle(key: str, value: str) -> str:
 
 
 def _refuse_many(name: str, count: int, tokens: int, setting: Setting) -> None:
-    """Refuse a length that the records exceed."""
     if tokens > _MAX_SHARE * setting.tokens:
         raise ConfigError(
             f"expected more than {int(tokens / _MAX_SHARE)} tokens for {count} records of task "
@@ -150,7 +148,6 @@ class MultiValue(TaskFamily):
     digits: int = 6
 
     def build(self, rng: random.Random, setting: Setting) -> Task:
-        """Generate one task, determined by the random state and the setting."""
         [key] = distinct_keys(rng, 1, setting.split)
         values = _distinct_numbers(rng, self.values, self.digits)
         question = (
@@ -174,7 +171,6 @@ class MultiQuery(TaskFamily):
     digits: int = 6
 
     def build(self, rng: random.Random, setting: Setting) -> Task:
-        """Generate one task, determined by the random state and the setting."""
         keys = distinct_keys(rng, self.keys, setting.split)
         values = _distinct_numbers(rng, self.keys, self.digits)
         listed = ", ".join(keys[:-1]) + f", and {keys[-1]}"
@@ -215,7 +211,6 @@ class VariableTracking(TaskFamily):
     digits: int = 5
 
     def build(self, rng: random.Random, setting: Setting) -> Task:
-        """Generate one task, determined by the random state and the setting."""
         values = _distinct_numbers(rng, self.chains, self.digits)
         names = _distinct_names(rng, self.chains * (self.hops + 1))
         chains = [names[index :: self.chains] for index in range(self.chains)]
@@ -252,7 +247,6 @@ class CommonWords(TaskFamily):
     other_times: int = 3
 
     def build(self, rng: random.Random, setting: Setting) -> Task:
-        """Generate one task, determined by the random state and the setting."""
         intro = (
             "Below is a numbered list of words. In these words, some appear more often than "
             "others. Memorize the ones that appear most often.\n"

@@ -174,7 +174,6 @@ class BookFiller:
     text: str
 
     def __call__(self, rng: random.Random, characters: int) -> str:
-        """A slice of at most `characters` characters from a random position."""
         if characters <= 0:
             return ""
         start = rng.randrange(max(1, len(self.text) - characters - 400))

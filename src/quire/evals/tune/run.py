@@ -170,7 +170,6 @@ class Tuned:
         return self.predicted[self.chosen].rows / self.predicted[self.baseline].rows
 
     def claims(self) -> dict[str, int | float]:
-        """The result as a flat mapping."""
         found, quality = self.predicted[self.chosen], self.held_out[self.chosen]
         numbers: dict[str, int | float] = {
             "requests_gain": self.gain,

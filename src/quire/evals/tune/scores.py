@@ -27,7 +27,6 @@ class PromptScore:
     answered: float | None = None
 
     def quality(self, metric: str) -> float:
-        """The value of one of `METRICS`."""
         if metric == ANSWER:
             assert self.answered is not None, "checked when the prompts were read"
             return self.answered
@@ -91,17 +90,7 @@ def fingerprint_of(*parts: object) -> str:
 
 
 class CandidateScorer:
-    """Measures candidates on prompts; references are generated once in a process.
-
-    Args:
-        model: the model.
-        kv: options of the KV memory that all candidates share.
-        prompts: the prompts.
-        new_tokens: output tokens of each.
-        stored: stored scores.
-        baseline: the candidate that the references are generated with.
-        with_answers: whether outputs are compared with the known answers, which takes a second run.
-    """
+    """Measures candidates on prompts; references are generated once in a process."""
 
     def __init__(
         self,

@@ -31,13 +31,7 @@ FIRST_PROMPTS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """One round.
-
-    Attributes:
-        prompts: number of prompts.
-        quality: quality of each measured candidate.
-        kept: candidates of the next round.
-    """
+    """One round."""
 
     prompts: int
     quality: Mapping[SearchCandidate, Mean]
@@ -66,16 +60,7 @@ def halve(
     prompts: int,
     wanted: float,
 ) -> list[Round]:
-    """Run all rounds.
-
-    Args:
-        candidates: in a fixed order, which breaks ties.
-        rows: requests that each candidate holds.
-        measure: measures a candidate.
-        parts: returns the codec alone and the rule alone.
-        prompts: number of prompts of the last round.
-        wanted: required quality.
-    """
+    """Run all rounds."""
     remaining, rounds = list(candidates), list[Round]()
     sizes = round_sizes(prompts)
     if sizes[0] > FIRST_PROMPTS:

@@ -12,18 +12,12 @@ UNIFORM = "uniform"
 
 @dataclass(frozen=True, slots=True, order=True)
 class SearchCandidate:
-    """One configuration.
-
-    Attributes:
-        codec: KV codec, in the syntax of `--kv-codec`.
-        evict: eviction rule, in the syntax of `--evict`.
-    """
+    """One configuration."""
 
     codec: str
     evict: str
 
     def applied(self, kv: KVConfig) -> KVConfig:
-        """A KV configuration with this codec and rule."""
         return replace(kv, codec=self.codec, evict=self.evict)
 
     def __str__(self) -> str:
@@ -59,11 +53,9 @@ class Space:
 
     @property
     def baseline(self) -> SearchCandidate:
-        """The first codec with all tokens."""
         return SearchCandidate(self.codecs[0], FULL)
 
     def candidates(self) -> list[SearchCandidate]:
-        """All combinations, the baseline first."""
         rules = [text for rule in self.rules for text in self._rules(rule)]
         found = [SearchCandidate(codec, rule) for codec in self.codecs for rule in rules]
         return list(dict.fromkeys((self.baseline, *found)))

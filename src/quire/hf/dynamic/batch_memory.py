@@ -47,17 +47,14 @@ class BatchSlots:
 
     @property
     def live(self) -> list[Query]:
-        """Queries in rows."""
         return [query for query in self.rows if query is not None]
 
     @property
     def columns(self) -> int:
-        """Columns of the longest row."""
         return self.slab.window.width if self.slab else 0
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the slab."""
         return self.slab.num_bytes if self.slab else 0
 
     # ---- number of rows ------------------------------------------------------------------------
@@ -70,12 +67,7 @@ class BatchSlots:
         self.rows = [None] * rows
 
     def resize(self, rows: int, longest: int) -> None:
-        """Change the number of rows, never below the occupied ones; free rows are last.
-
-        Args:
-            rows: requested number.
-            longest: tokens of the longest query to be placed.
-        """
+        """Change the number of rows, never below the occupied ones; free rows are last."""
         if self.slab is None or not self.live:
             window = Window(0, limit=self._limit, planned=self.planned)
             self.start_over(rows, window.new_capacity(max(1, longest)))
@@ -105,7 +97,6 @@ class BatchSlots:
         return self._shape.growing_bytes(rows, columns + spare)
 
     def close(self) -> None:
-        """Free the slab."""
         if self.slab is not None:
             self.slab.free()
         self.slab, self.rows = None, []
@@ -147,7 +138,6 @@ class BatchSlots:
         return found, group
 
     def leave(self, query: Query, *, clear: bool = True) -> None:
-        """Free a query's row."""
         assert self.slab is not None
         assert query.row is not None
         if clear:
@@ -177,11 +167,6 @@ def final_columns(queries: Sequence[Query]) -> int:
 class DensePrefill:
     """A prefill in progress; prompts start at column 0, shorter prompts have pads at their end.
 
-    Args:
-        model: runs the prefill.
-        queries: the group.
-        slab: destination of their KV.
-
     Attributes:
         queries: the group.
         columns: columns of the longest prompt.
@@ -200,17 +185,14 @@ class DensePrefill:
 
     @property
     def done(self) -> bool:
-        """Whether the prefill is complete."""
         return self.columns_done == self.columns
 
     @property
     def columns_done(self) -> int:
-        """Columns processed so far."""
         return self._slab.window.hi - self._first
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all prompts, pads counted."""
         return self.columns * len(self.queries)
 
     def advance(self, tokens: int) -> int:
@@ -243,7 +225,6 @@ class DensePrefill:
             query.kv = kv
 
     def drop(self) -> None:
-        """Free the separate slab."""
         if isinstance(self._slab, DenseSlab):
             self._slab.free()
 
@@ -392,7 +373,6 @@ class BatchMemory:
             batch_slots.resize(rows, 0)
 
     def _fits_in_addition(self, rows: int, columns: int) -> bool:
-        """Whether a partial slab of this size fits in addition to the current slab."""
         assert self._scale_at is not None
         shape = self._model.shape
         part = shape.growing_bytes(rows, columns) - shape.slab_bytes(rows, columns)

@@ -125,12 +125,6 @@ def check_query(
 ) -> None:
     """Refuse a query that can never run.
 
-    Args:
-        query: query with resolved parameters.
-        vocab_size: vocabulary size of the model.
-        context_tokens: longest sequence of the model.
-        capacity_tokens: maximum columns of the slab.
-
     Raises:
         RequestError: an empty prompt, an invalid token id, more tokens than the model's context,
             a priority or deadline that is not a number.

@@ -30,13 +30,6 @@ _PREFILL_AHEAD = 4  # queries, if prompts are prefilled in the background
 class Prefiller:
     """Prefills the prompts of a dynamic batch.
 
-    Args:
-        model: runs the prefill.
-        options: options of the batch.
-        rule: groups prompts.
-        batch_slots, queues, memory: rows, queues and memory of the batch.
-        forking: samples first tokens, and starts the other completions of prompts.
-
     Attributes:
         background: the prefill that runs in the background; None if there is none.
     """
@@ -59,7 +52,6 @@ class Prefiller:
 
     @property
     def in_background(self) -> bool:
-        """Whether prompts are prefilled between steps."""
         return self._options.prefill == ASYNC and self._rule.reads_ahead
 
     def prefill(
@@ -180,11 +172,7 @@ class Prefiller:
 
 
 class SideStream:
-    """A separate CUDA stream; on other devices there is no overlap.
-
-    Args:
-        device: device of the model.
-    """
+    """A separate CUDA stream; on other devices there is no overlap."""
 
     def __init__(self, device: torch.device) -> None:
         cuda = device.type == "cuda"
@@ -222,12 +210,6 @@ class SideStream:
 class Filling:
     """Schedules prefills and assigns rows to queries.
 
-    Args:
-        model: runs the prefill.
-        options: options of the batch.
-        batch_slots, queues, memory: rows, queues and memory of the batch.
-        forking: samples first tokens, and starts the other completions of prompts.
-
     Attributes:
         rule: the batching rule.
         shaped: queries whose prompts are prefilled in the batch's next forward (vector shaping).
@@ -250,7 +232,6 @@ class Filling:
         self._batch_slots, self._queues, self._memory = batch_slots, queues, memory
 
     def view(self) -> BatchView[Query]:
-        """State of the batch for the batching rule."""
         return BatchView(
             size=self._options.batch_size,
             live=self._batch_slots.live,

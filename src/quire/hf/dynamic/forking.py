@@ -20,14 +20,7 @@ from quire.kv.dense.row import RowKV, SharedKV
 
 
 class Forking:
-    """Starts the other completions of a prompt once it is prefilled.
-
-    Args:
-        model: its device.
-        batch_slots, queues: rows and queues of the batch.
-        meter: counts bytes of KV on the device.
-        sampling_step: samples first tokens.
-    """
+    """Starts the other completions of a prompt once it is prefilled."""
 
     def __init__(
         self,
@@ -49,12 +42,7 @@ class Forking:
                 self.fork(query, of_query)
 
     def fork(self, query: Query, logits: Float[Tensor, " vocab"]) -> None:
-        """Start the forks of a query that has just been prefilled.
-
-        Args:
-            query: it has a row, or KV outside of the batch.
-            logits: logits of its first token.
-        """
+        """Start the forks of a query that has just been prefilled."""
         try:
             running = self._start(query, logits)
         except BaseException:

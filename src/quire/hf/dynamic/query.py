@@ -98,17 +98,14 @@ class Query:
 
     @property
     def num_output_tokens(self) -> int:
-        """Number of tokens generated so far."""
         return len(self.output_token_ids)
 
     @property
     def token_ids(self) -> list[int]:
-        """Tokens generated so far."""
         return self.output_token_ids
 
     @property
     def finished(self) -> bool:
-        """Whether the query is finished."""
         return self.state is QueryState.FINISHED
 
     @property
@@ -118,12 +115,10 @@ class Query:
 
     @property
     def num_to_read(self) -> int:
-        """Number of tokens in `to_read`."""
         return len(self.prompt_token_ids) + max(0, len(self.output_token_ids) - 1)
 
     @property
     def tokens_left(self) -> int:
-        """Maximum number of tokens still to be generated."""
         return self.params.max_tokens - len(self.output_token_ids)
 
     @property
@@ -144,7 +139,6 @@ class Query:
         return self.num_to_read if may_end else self.final_tokens
 
     def finish(self, reason: str, now_s: float) -> None:
-        """Mark the query as finished."""
         self.state, self.finish_reason, self.finished_s = QueryState.FINISHED, reason, now_s
 
     def drop_kv(self) -> None:
@@ -166,12 +160,7 @@ _QUEUED = (QueryState.WAITING, QueryState.READY)
 
 
 class QueryQueues:
-    """Two queues, by rank.
-
-    Attributes:
-        waiting: queries that wait for their prefill.
-        ready: prefilled or preempted queries with KV.
-    """
+    """Two queues, by rank."""
 
     def __init__(self) -> None:
         self.waiting: list[Query] = []
@@ -182,11 +171,9 @@ class QueryQueues:
         return len(self.waiting) + len(self.ready)
 
     def wait(self, query: Query) -> None:
-        """Queue a query for its prefill."""
         self._enter(query, self.waiting, QueryState.WAITING)
 
     def add_ready(self, query: Query) -> None:
-        """Queue a query that has its KV."""
         self._enter(query, self.ready, QueryState.READY)
 
     def _enter(self, query: Query, queue: list[Query], state: QueryState) -> None:
@@ -196,13 +183,11 @@ class QueryQueues:
 
     @property
     def certain_tokens(self) -> int:
-        """Maximum of `Query.certain_tokens` over the queued queries."""
         while self._longest and self._longest[0][-1].state not in _QUEUED:
             heappop(self._longest)
         return -self._longest[0][0] if self._longest else 0
 
     def leave(self, query: Query) -> None:
-        """Remove a query from its queue."""
         (self.waiting if query.state is QueryState.WAITING else self.ready).remove(query)
 
     def first(self) -> Query | None:
@@ -215,12 +200,7 @@ class QueryQueues:
 
 
 class NewToken(NamedTuple):
-    """A token of a query.
-
-    Attributes:
-        query: the query of the token.
-        token_id: the token.
-    """
+    """A token of a query."""
 
     query: Query
     token_id: int

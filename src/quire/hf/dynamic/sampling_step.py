@@ -19,9 +19,6 @@ class DenseSampling:
         eos_token_ids: tokens that end a completion.
         undecodable_ids: tokens that are not sampled; see `Sampler`.
         clock: returns seconds.
-
-    Attributes:
-        new: tokens sampled in this step.
     """
 
     def __init__(
@@ -38,7 +35,6 @@ class DenseSampling:
         self._clock = clock
 
     def begin_step(self) -> None:
-        """Clear the tokens of the last step."""
         self.new = []
 
     def first(self, logits: Mapping[Query, Float[Tensor, " vocab"]]) -> None:
@@ -48,7 +44,6 @@ class DenseSampling:
             self.next(fresh, torch.stack([logits[query] for query in fresh]))
 
     def next(self, queries: Sequence[Query], logits: Float[Tensor, "query vocab"]) -> None:
-        """Sample one token for each query."""
         now_s = self._clock()
         for query, token in zip(queries, self._sampler.sample(logits, queries), strict=True):
             if token.error is not None:

@@ -44,7 +44,6 @@ class SlabLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self._slab.window.width + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Columns before the forward."""
         return self._slab.window.width
 
     def get_max_length(self) -> int:
@@ -82,13 +81,7 @@ Masks = Tensor | Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class MaskRule:
-    """The attention masks that a model needs.
-
-    Attributes:
-        kinds: kinds of the model's layers.
-        by_kind: whether the model takes one mask for each kind of layer, or a single mask.
-        window: window of sliding layers, in tokens.
-    """
+    """The attention masks that a model needs."""
 
     kinds: frozenset[str]
     by_kind: bool
@@ -118,14 +111,7 @@ class MaskRule:
         implementation: str,
         dtype: torch.dtype,
     ) -> Masks:
-        """Masks [rows, 1, query, column] of a forward, True if a slot is visible.
-
-        Args:
-            seen: positions of the columns in attention, the forward's own at the end.
-            new_columns: number of columns of the forward.
-            implementation: attention implementation: sdpa uses booleans, eager adds values.
-            dtype: type of the added values.
-        """
+        """Masks [rows, 1, query, column] of a forward, True if a slot is visible."""
         masks = {
             kind: _form(
                 visible(seen, new_columns, self.window if kind == SLIDING else None),
@@ -178,9 +164,6 @@ _CHANGING_ROPES = ("longrope",)
 
 class SlabModel:
     """A user's model, which is not modified.
-
-    Args:
-        model: model in eval mode, on one device.
 
     Attributes:
         shape: shape of a token's KV, measured by a forward of one token.

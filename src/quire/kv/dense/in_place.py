@@ -62,7 +62,6 @@ class SlabRows:
         )
 
     def end(self) -> None:
-        """End the chunk: its columns are in use."""
         self.window.hi += self._new_columns
         self._new_columns, self._pads = 0, None
 

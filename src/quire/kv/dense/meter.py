@@ -20,7 +20,6 @@ class ByteMeter:
         self.used_bytes = self.peak_bytes = 0
 
     def can_reserve(self, num_bytes: int) -> bool:
-        """Return whether `num_bytes` more bytes are within the limit."""
         return self.limit_bytes is None or self.used_bytes + num_bytes <= self.limit_bytes
 
     def reserve(self, num_bytes: int) -> None:
@@ -52,5 +51,4 @@ class ByteMeter:
             raise
 
     def release(self, num_bytes: int) -> None:
-        """Subtract `num_bytes` from the bytes in use."""
         self.used_bytes -= num_bytes

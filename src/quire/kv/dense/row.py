@@ -93,11 +93,9 @@ class RowKV:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of keys and values."""
         return sum(part.numel() * part.element_size() for pair in self.layers for part in pair)
 
     def lies_in(self, meter: ByteMeter) -> bool:
-        """Return whether `meter` counts the bytes of this row."""
         return self._meter is meter
 
     def moved(self, device: torch.device, meter: ByteMeter) -> "RowKV":
@@ -112,7 +110,6 @@ class RowKV:
         return RowKV(layers, meter)
 
     def free(self) -> None:
-        """Free the bytes."""
         self._meter.release(self.num_bytes)
         self.layers = ()
 

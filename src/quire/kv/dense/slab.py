@@ -61,12 +61,10 @@ class DenseSlab:
 
     @property
     def rows(self) -> int:
-        """Rows, empty ones included."""
         return len(self.lengths)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of keys, values and positions."""
         return self._shape.slab_bytes(self.held_rows, self.window.capacity)
 
     @property
@@ -119,18 +117,15 @@ class DenseSlab:
         return self.tensors.keys[layer][rows, :, used], self.tensors.values[layer][rows, :, used]
 
     def end(self) -> None:
-        """End the forward: its columns are in use."""
         self.window.hi += self._new_columns
         self._new_columns, self._pads = 0, None
 
     @property
     def new_columns(self) -> int:
-        """New columns of the current forward."""
         return self._new_columns
 
     @property
     def seen_positions(self) -> Int[Tensor, "rows column"]:
-        """Positions of all columns that the forward attends to, its own at the end."""
         return self.positions[: self.rows, self.window.lo : self.window.hi + self._new_columns]
 
     # ---- rows ----------------------------------------------------------------------------------
@@ -158,7 +153,6 @@ class DenseSlab:
         self.lengths[row], self._starts[row] = tokens, columns.start
 
     def clear(self, row: int) -> None:
-        """Remove the sequence of a row."""
         used = slice(self.window.lo, self.window.hi)
         self.tensors.fill(slice(row, row + 1), used)
         self.positions[row, used] = NOTHING
@@ -166,11 +160,6 @@ class DenseSlab:
 
     def extract(self, row: int, device: torch.device, meter: ByteMeter) -> RowKV:
         """Copy a row's sequence, packed without padding.
-
-        Args:
-            row: a row that holds a sequence.
-            device: device of the copy.
-            meter: byte counter of the copy's memory.
 
         Raises:
             HostMemoryFull: the copy does not fit; nothing changed.
@@ -197,7 +186,6 @@ class DenseSlab:
         return [RowKV(parts, self._meter) for parts in found]
 
     def free(self) -> None:
-        """Free the slab's memory."""
         self.tensors.free()
         self._drop_positions()
 

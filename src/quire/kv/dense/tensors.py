@@ -21,9 +21,6 @@ class SlabTensors:
         rows, capacity: initial size.
         meter: byte counter of the tensors' memory.
         filler: value of slots without a token.
-
-    Attributes:
-        keys, values: one tensor per layer.
     """
 
     def __init__(
@@ -57,13 +54,11 @@ class SlabTensors:
                 target.masked_fill_(pads[:, None, :, None], self._filler)
 
     def put(self, row: int, layers: Sequence[Layer], columns: slice) -> None:
-        """Write columns of one row in all layers."""
         for layer, (keys, values) in enumerate(layers):
             self.keys[layer][row, :, columns] = keys
             self.values[layer][row, :, columns] = values
 
     def fill(self, rows: slice, columns: slice) -> None:
-        """Set slots to the filler, in all layers."""
         for part in (*self.keys, *self.values):
             part[rows, :, columns] = self._filler
 
@@ -73,7 +68,6 @@ class SlabTensors:
             part[row, :, columns] = part[source, :, columns]
 
     def view(self, layer: int, row: int, columns: slice) -> Layer:
-        """Return views (no copies) of columns of one row in one layer."""
         return self.keys[layer][row, :, columns], self.values[layer][row, :, columns]
 
     def move(self, lo: int, hi: int, shift: int, rows: slice = _ALL) -> None:
@@ -114,11 +108,7 @@ class SlabTensors:
                 parts[layer] = new
 
     def split(self, lengths: Sequence[int]) -> list[list[Layer]]:
-        """Split each row's first columns into packed tensors; the slab's tensors are freed.
-
-        Args:
-            lengths: number of columns of each row.
-        """
+        """Split each row's first columns into packed tensors; the slab's tensors are freed."""
         keys = [self._split(self.keys, layer, lengths) for layer in range(len(self.keys))]
         values = [self._split(self.values, layer, lengths) for layer in range(len(self.values))]
         rows = range(len(lengths))
@@ -132,7 +122,6 @@ class SlabTensors:
         return rows
 
     def free(self) -> None:
-        """Free all tensors."""
         for parts in (self.keys, self.values):
             for layer in range(len(parts)):
                 self._drop(parts, layer)

@@ -44,7 +44,6 @@ class Window:
 
     @property
     def width(self) -> int:
-        """Columns in use."""
         return self.hi - self.lo
 
     def has_room(self, columns: int) -> bool:

@@ -95,12 +95,7 @@ class Queries:
 
 
 def positions_of(batch: FlatBatch, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the logical positions [tokens] of the batch's tokens.
-
-    Args:
-        batch: batch of the step.
-        lengths: lengths of all rows, including the step's tokens.
-    """
+    """Return the logical positions [tokens] of the batch's tokens."""
     first = lengths[batch.rows] - batch.shape.tokens
     positions: NDArray[np.int64] = first[batch.token_row] + batch.token_offset
     return positions

@@ -15,12 +15,7 @@ from quire.layout.statistics import QueryMoments, QueryRing
 
 
 class ResidualSimilarityStep:
-    """Records `ResidualSimilarity` of one lane group in a step in which some row uses it.
-
-    Args:
-        place: pages of a `ResidualSimilarity`.
-        batch: batch of the step.
-    """
+    """Records `ResidualSimilarity` of one lane group in a step in which some row uses it."""
 
     def __init__(self, place: StatisticPages, batch: FlatBatch) -> None:
         rows = np.flatnonzero(place.active_rows(batch))
@@ -59,13 +54,7 @@ def moments(
 
 
 class MomentsStep:
-    """Records `QueryMoments` of one lane group in a step in which some row uses them.
-
-    Args:
-        place: pages of a `QueryMoments`.
-        batch: batch of the step.
-        positions: logical positions of the batch's tokens.
-    """
+    """Records `QueryMoments` of one lane group in a step in which some row uses them."""
 
     needs_pre_rope_keys = True
 
@@ -118,13 +107,7 @@ def ring_records(
 
 
 class RingStep:
-    """Records the `QueryRing` of one lane group in a step in which some row uses it.
-
-    Args:
-        place: pages of a `QueryRing`.
-        batch: batch of the step.
-        positions: logical positions of the batch's tokens.
-    """
+    """Records the `QueryRing` of one lane group in a step in which some row uses it."""
 
     needs_pre_rope_keys = False
 

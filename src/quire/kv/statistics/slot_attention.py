@@ -73,7 +73,6 @@ class Watched:
 
     @property
     def needs_sums(self) -> bool:
-        """Whether any row needs column sums."""
         return bool(self.rows) and len(self.rows[0].step_rows) > 0
 
     def tally_of(self, layer: int) -> AttentionStatistic:
@@ -116,7 +115,6 @@ class AttentionStatisticsStep:
 
     @property
     def needs_sums(self) -> bool:
-        """Whether attention must return column sums."""
         return any(watched.needs_sums for watched in self._watched)
 
     def note(

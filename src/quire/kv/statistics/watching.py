@@ -49,7 +49,6 @@ class SumsScratch:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the scratch memory."""
         return self._numbers.nbytes
 
     def sums(self, batch: FlatBatch, num_heads: int, slots: int) -> Tensor:
@@ -103,7 +102,6 @@ class GroupWatch:
 
     @property
     def wants_residual_similarity(self) -> bool:
-        """Whether the model must call `note_residual_similarity`."""
         return bool(self._residual_similarity)
 
     def room_for_sums(self, num_heads: int, scratch: SumsScratch) -> Tensor | None:

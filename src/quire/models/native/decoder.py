@@ -43,9 +43,6 @@ class RopeTable:
     The module takes some fifteen operations for each batch. Its result depends on the position
     alone while its frequencies are the same, so it is stored. The table grows with the largest
     position.
-
-    Args:
-        rotary: a rotary module of Transformers.
     """
 
     def __init__(self, rotary: nn.Module) -> None:
@@ -101,15 +98,7 @@ class LayerCalls:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadCalls:
-    """The calls of the output head.
-
-    Attributes:
-        capacity: rows of the buffers.
-        norm: the last norm.
-        product: the head's product, the last of `chain`.
-        chain: all calls.
-        buffers: the memory that the arguments point to.
-    """
+    """The calls of the output head."""
 
     capacity: int
     norm: NormArgs
@@ -119,14 +108,7 @@ class HeadCalls:
 
 
 class Workspace:
-    """Memory for the activations of one batch, reused by every layer and step.
-
-    Args:
-        model: the fused layers.
-        library: the loaded C library.
-        products: multiplies.
-        dtype: of queries, keys and values.
-    """
+    """Memory for the activations of one batch, reused by every layer and step."""
 
     def __init__(
         self, model: FusedModel, library: NativeLibrary, products: Products, dtype: torch.dtype
@@ -170,7 +152,6 @@ class Workspace:
     # ---- all layers ----------------------------------------------------------------------------
 
     def run_layers(self, attention: Sequence[object]) -> None:
-        """Run all layers in one chain, with attention on `heads`."""
         if not self._chained:
             for layer in self.layers:
                 set_heads(layer.rope, self._heads[:3])
@@ -199,7 +180,6 @@ class Workspace:
         layer.output.run(self._times)
 
     def run_mlp(self, layer: LayerCalls) -> None:
-        """Add the MLP to the residual stream."""
         layer.mlp.run(self._times)
 
     # ---- head ----------------------------------------------------------------------------------
@@ -264,7 +244,6 @@ class Workspace:
         return self._model.layers[0].qkv.weight.kind in CODED
 
     def _calls(self, layer: FusedLayer) -> LayerCalls:
-        """Build the calls of a layer on the buffers."""
         rope = self._functions.heads(self._joint, layer.heads, self._dtype)
         qkv = self._layer_product(layer.qkv, self._normed, self._joint)
         output = self._output(layer)
@@ -344,11 +323,9 @@ class NativeDecoder(TransformersDecoder):
         super().__init__(model)
 
     def prepare(self, statistic: Statistic) -> str | None:
-        """See `Decoder.prepare`; the residual stream after attention is always at hand."""
         return None if isinstance(statistic, ResidualSimilarity) else super().prepare(statistic)
 
     def prepare_hidden_states(self) -> str | None:
-        """See `HiddenStates`; the residual stream is always at hand."""
         return None
 
     def time_parts(self) -> PartTimes:

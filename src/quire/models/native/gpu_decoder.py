@@ -44,11 +44,9 @@ class GpuDecoder(TransformersDecoder):
         super().__init__(model)
 
     def prepare(self, statistic: Statistic) -> str | None:
-        """See `Decoder.prepare`; the residual stream after attention is always at hand."""
         return None if isinstance(statistic, ResidualSimilarity) else super().prepare(statistic)
 
     def prepare_hidden_states(self) -> str | None:
-        """See `HiddenStates`; the residual stream is always at hand."""
         return None
 
     @torch.inference_mode()

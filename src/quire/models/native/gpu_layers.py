@@ -32,7 +32,6 @@ class JointLinear:
     bias: Float[Tensor, " outer"] | None
 
     def __call__(self, rows: Float[Tensor, "row inner"]) -> Float[Tensor, "row outer"]:
-        """Multiply, as `nn.Linear` does."""
         return nn.functional.linear(rows, self.weight, self.bias)
 
 
@@ -66,15 +65,7 @@ class GpuLayer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GpuModel:
-    """All layers, and what is before and after them.
-
-    Attributes:
-        embedding: returns a row for each token.
-        layers: in order.
-        norm: before the output head.
-        head: the output head.
-        rotary: cosines and sines of positions.
-    """
+    """All layers, and what is before and after them."""
 
     embedding: nn.Module
     layers: tuple[GpuLayer, ...]

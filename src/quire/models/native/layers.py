@@ -82,15 +82,7 @@ class FusedLayer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FusedModel:
-    """All layers, and what is before and after them.
-
-    Attributes:
-        embedding: returns a row for each token.
-        layers: in order.
-        norm: before the output head.
-        head: the output head.
-        rotary: cosines and sines of positions.
-    """
+    """All layers, and what is before and after them."""
 
     embedding: nn.Module
     layers: tuple[FusedLayer, ...]

@@ -69,33 +69,20 @@ def check_model(model: PreTrainedModel, codec: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Implementation:
-    """Implementation of a model's layers.
-
-    Attributes:
-        name: native or transformers.
-        reason: why this one is selected.
-    """
+    """Implementation of a model's layers."""
 
     name: str
     reason: str
 
     @property
     def text(self) -> str:
-        """Name and reason, for users."""
         return f"{self.name} ({self.reason})"
 
 
 def choose_implementation(
     model: PreTrainedModel, weights: LayerSource | None, impl: str, ranks: int = 1
 ) -> Implementation:
-    """Return the implementation that `make_decoder` selects, and log it.
-
-    Args:
-        model: not yet given to a decoder.
-        weights: as for `make_decoder`.
-        impl: auto, native or transformers.
-        ranks: number of ranks that share the model.
-    """
+    """Return the implementation that `make_decoder` selects, and log it."""
     if impl == "transformers":
         chosen = Implementation("transformers", "as requested")
     elif (why_not := _why_not_native(model, weights, ranks)) is not None:

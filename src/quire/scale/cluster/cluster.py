@@ -54,7 +54,6 @@ class BlockEventList:
         self.events.append({"type": REMOVED, "block_hashes": list(block_hashes)})
 
     def take(self) -> list[KvEvent]:
-        """Return and forget the collected events."""
         taken, self.events = self.events, []
         return taken
 
@@ -80,7 +79,6 @@ class Replica:
     reported_s: float = -math.inf
 
     def load(self) -> ReplicaLoad:
-        """Its current load."""
         engine = self.engine
         return ReplicaLoad(
             replica_id=self.name,
@@ -135,12 +133,6 @@ def make_cluster(
     trace: Trace, config: SimConfig, cluster: ClusterConfig, router: RouterConfig
 ) -> "Cluster":
     """A cluster ready to run.
-
-    Args:
-        trace: the requests and their arrival times.
-        config: configuration of every replica.
-        cluster: number of replicas, and what the router knows of them.
-        router: the router.
 
     Raises:
         ConfigError: an option is invalid.
@@ -287,7 +279,6 @@ class Cluster:
         self._view.sent(replica.name, dispatch.uncached_tokens)
 
     def _loads(self, now_s: float) -> list[ReplicaLoad]:
-        """Loads as far as the router knows them."""
         if not self._config.report_interval_s:
             return [replica.load() for replica in self._replicas]
         for replica in self._replicas:

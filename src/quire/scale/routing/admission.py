@@ -37,7 +37,6 @@ class WaitingRequest:
 
     @property
     def tenant(self) -> str:
-        """Tenant of the request."""
         return self.request.tenant
 
 

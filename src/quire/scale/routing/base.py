@@ -68,7 +68,6 @@ class ReplicaLoad:
 
     @property
     def num_requests(self) -> int:
-        """Running and waiting requests."""
         return self.running_requests + self.queued_requests
 
 

@@ -34,11 +34,9 @@ class BlockIndex:
 
     @property
     def num_hashes(self) -> int:
-        """Number of distinct blocks."""
         return len(self._holders)
 
     def num_blocks(self, replica_id: str) -> int:
-        """Number of blocks of a replica."""
         found = self._replicas.get(replica_id)
         return 0 if found is None else len(found)
 
@@ -68,7 +66,6 @@ class BlockIndex:
     # ---- changes -------------------------------------------------------------------------------
 
     def expect(self, replica_id: str, prompt_blocks: Sequence[BlockHash]) -> None:
-        """Add the blocks of a request that was sent to a replica."""
         self._apply(self._blocks_of(replica_id).expect(prompt_blocks), replica_id)
 
     def finish(self, replica_id: str, prompt_blocks: Sequence[BlockHash]) -> None:
@@ -78,13 +75,11 @@ class BlockIndex:
             self._apply(found.finish(prompt_blocks), replica_id)
 
     def apply_events(self, replica_id: str, events: Iterable[KvEvent]) -> None:
-        """Follow the KV events of a replica from now on."""
         blocks = self._blocks_of(replica_id)
         for event in events:
             self._apply(blocks.apply_event(event), replica_id)
 
     def forget(self, replica_id: str) -> None:
-        """Remove a replica and its blocks."""
         found = self._replicas.get(replica_id)
         if found is not None:
             self._apply(found.clear(), replica_id)
@@ -123,10 +118,6 @@ class ReplicaBlocks:
 
     Without KV events these are the blocks of the requests sent last. With KV events they are the
     stored blocks, and those of requests that still run.
-
-    Args:
-        bit: position of the replica in the bits of holders.
-        max_blocks: maximum number of blocks.
     """
 
     def __init__(self, bit: int, max_blocks: int) -> None:
@@ -183,7 +174,6 @@ class ReplicaBlocks:
         return added, [*removed, *(block for block in dropped if block not in added)]
 
     def clear(self) -> Changes:
-        """Drop all blocks."""
         removed = [*self._stored, *(b for b in self._expected if b not in self._stored)]
         self._stored.clear()
         self._expected.clear()

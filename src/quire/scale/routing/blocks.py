@@ -55,9 +55,6 @@ def _chain(parent: bytes, token_ids: Sequence[int], block_tokens: int) -> Iterat
 class EventTranslator:
     """Rewrites the KV events of one engine to the hashes of `block_hashes`.
 
-    Args:
-        block_tokens: tokens of a block.
-
     Attributes:
         num_unknown: stored blocks whose parent is unknown because events were missed. They are
             left out, so the router expects no hits on them.

@@ -46,23 +46,15 @@ class LoadView:
             found.num_received += 1
 
     def sent(self, replica_id: str, uncached_tokens: int) -> None:
-        """Add a request that was just sent.
-
-        Args:
-            replica_id: a replica with a report.
-            uncached_tokens: prompt tokens that the replica is expected to compute.
-        """
         found = self._found.get(replica_id)
         if found is not None:  # otherwise it was removed meanwhile
             found.since.append(uncached_tokens)
             found.tokens += uncached_tokens
 
     def remove(self, replica_id: str) -> None:
-        """Remove a replica that accepts no requests any more."""
         self._found.pop(replica_id, None)
 
     def loads(self) -> Mapping[str, ReplicaLoad]:
-        """Current loads by replica, in the order of the first reports."""
         return {name: _current(found) for name, found in self._found.items()}
 
 

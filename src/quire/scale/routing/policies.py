@@ -15,16 +15,16 @@ class WithoutPrefixes:
         return request.prompt_tokens
 
     def note_sent(self, request: RoutedRequest, replica_id: str) -> None:
-        """See `Router.note_sent`."""
+        pass
 
     def note_finished(self, request: RoutedRequest, replica_id: str) -> None:
-        """See `Router.note_finished`."""
+        pass
 
     def note_lost(self, replica_id: str) -> None:
-        """See `Router.note_lost`."""
+        pass
 
     def note_block_events(self, replica_id: str, events: Sequence[KvEvent]) -> None:
-        """See `Router.note_block_events`."""
+        pass
 
 
 class RoundRobin(WithoutPrefixes):
@@ -38,7 +38,6 @@ class RoundRobin(WithoutPrefixes):
         return replicas[self._num_sent % len(replicas)].replica_id
 
     def note_sent(self, request: RoutedRequest, replica_id: str) -> None:
-        """Advance to the next replica."""
         self._num_sent += 1
 
 
@@ -105,7 +104,6 @@ class KvAware:
 
     @property
     def num_sessions(self) -> int:
-        """Number of remembered sessions."""
         return len(self._sessions)
 
     # ---- choice --------------------------------------------------------------------------------
@@ -153,7 +151,6 @@ class KvAware:
         return own + sum(min(scale * tokens, own + uncached) for tokens in others)
 
     def _order(self, replica: ReplicaLoad) -> tuple[int, int]:
-        """Order among replicas of equal cost."""
         sent = self._sent.get(replica.replica_id)
         return replica.num_requests, 0 if sent is None else sent.last
 

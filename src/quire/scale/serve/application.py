@@ -52,7 +52,6 @@ def application(recipe: ServeRecipe) -> "Application":
 
 
 def _engine_options(recipe: ServeRecipe) -> dict[str, Any]:
-    """Options of the deployment of engines."""
     from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
     config = recipe.ray
@@ -103,8 +102,6 @@ class _RayReplica(EngineReplica):
 
 
 class _RayGateway:
-    """The gateway in a process of Ray."""
-
     def __init__(self, engine: "DeploymentHandle", recipe: ServeRecipe) -> None:
         self._gateway = Gateway(
             _HandleReplicas(engine),
@@ -115,17 +112,10 @@ class _RayGateway:
         self._max_body_bytes = recipe.server.max_body
 
     def __serve_build_asgi_app__(self) -> Any:
-        """The application of this process."""
         return guarded(self._gateway, self._max_body_bytes)
 
 
 class _HandleReplicas:
-    """The replicas behind a handle of Ray Serve.
-
-    Args:
-        engine: handle of the deployment of engines.
-    """
-
     def __init__(self, engine: "DeploymentHandle") -> None:
         self._engine = engine
         self._streaming = engine.options(method_name="forward", stream=True)

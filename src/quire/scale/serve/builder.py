@@ -111,7 +111,6 @@ def _llm_options() -> Mapping[str, Any]:
 
 
 def _flags(config: Any) -> Iterator[tuple[str, Any]]:
-    """Flags of a config and of its nested configs, with the annotations of their fields."""
     for field in fields(config):
         held = config_of(field.type)
         if held is not None:
@@ -126,7 +125,6 @@ def _flag(field: Field[Any]) -> str:
 
 
 def _config(config: Any, given: Mapping[str, Any]) -> Any:
-    """Create a config from the options that are given for it and its nested configs."""
     values: dict[str, Any] = {}
     for field in fields(config):
         held, flag = config_of(field.type), _flag(field)

@@ -80,7 +80,6 @@ class Gateway:
         self._retries, self._block_words = retries, block_words
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run one request, or the lifespan of the server."""
         if scope["type"] == "lifespan":
             await _run_lifespan(receive, send)
         elif scope["type"] == "http":
@@ -142,7 +141,6 @@ class Gateway:
                 )
 
     async def _send_metrics(self, call: HttpCall, send: Send) -> None:
-        """Send the metrics of all replicas, with their names as a label."""
         reply = _Reply(call.path, send)
         try:
             found = await self._replicas.ask_all(_plain_metrics(call))
@@ -161,11 +159,7 @@ class Gateway:
 
 
 class _Reply:
-    """The response to the client, over one or more attempts.
-
-    Attributes:
-        has_output: whether more than comments was sent.
-    """
+    """The response to the client, over one or more attempts."""
 
     def __init__(self, path: str, send: Send) -> None:
         self._path, self._send = path, send
@@ -220,7 +214,6 @@ def guarded(gateway: Gateway, max_body_bytes: int) -> ASGIApp:
 
 
 def _call_of(scope: Scope) -> HttpCall:
-    """A request without its body."""
     headers: Headers = tuple((bytes(name), bytes(value)) for name, value in scope["headers"])
     if not any(name == _REQUEST_ID for name, _ in headers):  # equal in all attempts
         headers = (*headers, (_REQUEST_ID, new_request_id().encode()))
@@ -268,7 +261,6 @@ def _plain_metrics(call: HttpCall) -> HttpCall:
 
 
 def _is_comment(body: bytes) -> bool:
-    """Whether bytes of a stream are only comments, which keep it open."""
     return all(line.startswith(b":") or not line for line in body.split(b"\n"))
 
 

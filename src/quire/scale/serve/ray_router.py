@@ -19,12 +19,6 @@ class QuireRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray has no typ
     """Routes requests by `RoutedRequest` and the reports of the replicas."""
 
     def initialize_state(self, *, block_words: int, **options: Any) -> None:
-        """Create the router.
-
-        Args:
-            block_words: words of a block of a prompt.
-            options: fields of `RouterConfig`.
-        """
         router = make_router(RouterConfig(**options), block_tokens=block_words)
         self._choice = ReplicaChoice(router)
 
@@ -54,15 +48,12 @@ class QuireRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray has no typ
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
-        """Note the replica that has accepted a request."""
         self._choice.accepted(pending_request.metadata.internal_request_id, replica_id.unique_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Note the end of a request."""
         self._choice.ended(internal_request_id, replica_id.unique_id)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Forget a replica that died."""
         super().on_replica_actor_died(replica_id)
         self._choice.lost([replica_id.unique_id])
 

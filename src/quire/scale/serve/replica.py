@@ -24,10 +24,6 @@ _LOAD_TIMEOUT_S = 1.0
 class EngineReplica:
     """A replica; the methods are called by Ray Serve.
 
-    Args:
-        recipe: model and options.
-        name: name of the replica, which responses have as a header.
-
     Raises:
         ConfigError: invalid options.
         ModelError: the model cannot be read.
@@ -82,16 +78,13 @@ class EngineReplica:
             raise EngineDead("the engine has stopped by an error; see the log of the replica")
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """The load of the engine, for the router."""
         received = self._num_received  # before the load, which then includes these requests
         load = await self._server.load(_LOAD_TIMEOUT_S)
         return {**asdict(load), RECEIVED: received, REPORT: next(self._reports)}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """The load of the engine, for autoscaling."""
         load = await self._server.load(_LOAD_TIMEOUT_S)
         return {KV_USED: load.active_kv_bytes / max(1, load.kv_capacity_bytes)}
 
     async def close(self) -> None:
-        """Stop the engine."""
         await self._server.stop()

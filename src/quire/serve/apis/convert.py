@@ -27,10 +27,6 @@ assert GenerationBody.model_fields.keys() >= EXTENSIONS - {"chat_template_kwargs
 def chat_of(values: Mapping[str, Any], names: Mapping[str, str]) -> ChatBody:
     """Create the body of a chat.
 
-    Args:
-        values: its fields.
-        names: the client's name of a field that has another name in chats.
-
     Raises:
         FieldError: an invalid value, with the client's name of the field.
     """
@@ -55,10 +51,6 @@ _WRAPPED = re.compile(r"^(tools\.\d+|response_format)\.(?:function|json_schema)\
 def naming(names: Mapping[str, str], origins: Callable[[], list[str]] = list) -> Iterator[None]:
     """Name the client's fields in errors of a chat.
 
-    Args:
-        names: the client's name of each field that has another name in chats.
-        origins: returns the client's field of each message of the chat.
-
     Raises:
         RequestError: the same error with other names.
     """
@@ -82,10 +74,6 @@ def naming(names: Mapping[str, str], origins: Callable[[], list[str]] = list) ->
 def format_of(options: JSON | None, field: str) -> JSON | None:
     """The `format` of an API's options of the output, as `response_format` of a chat.
 
-    Args:
-        options: the object with the format, whose schema is one level higher than in chats.
-        field: path of the format, for errors.
-
     Raises:
         FieldError: not an object.
     """
@@ -103,11 +91,6 @@ def format_of(options: JSON | None, field: str) -> JSON | None:
 def text_of(content: object, field: str, kinds: tuple[str, ...]) -> str:
     """The text of a string or of a list of text parts.
 
-    Args:
-        content: the value.
-        field: name of the field, for errors.
-        kinds: values of `type` that text parts may have.
-
     Raises:
         FieldError: another value, or a part that is not text.
     """
@@ -122,11 +105,6 @@ def text_of(content: object, field: str, kinds: tuple[str, ...]) -> str:
 
 def text_of_part(part: object, field: str, kinds: tuple[str, ...]) -> str:
     """The text of a text part.
-
-    Args:
-        part: the value.
-        field: path of the part, for errors.
-        kinds: values of `type` that text parts may have.
 
     Raises:
         FieldError: another value, or a part that is not text.

@@ -13,17 +13,12 @@ from quire.serve.responses import MESSAGES_ERRORS, STREAM
 
 
 class OtherApis:
-    """Handlers of HTTP requests of other chat APIs, which run as chats.
-
-    Args:
-        endpoints: handlers of chats.
-    """
+    """Handlers of HTTP requests of other chat APIs, which run as chats."""
 
     def __init__(self, endpoints: Endpoints) -> None:
         self._endpoints = endpoints
 
     def router(self) -> APIRouter:
-        """Create the router with all paths."""
         router = APIRouter(route_class=JsonRoute)
         router.add_api_route("/v1/responses", self.responses, methods=["POST"], responses=STREAM)
         streamed = STREAM | MESSAGES_ERRORS

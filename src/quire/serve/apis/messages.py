@@ -101,7 +101,6 @@ class MessagesBody(Body):
         return chat_of(extra | values, NAMES)
 
     def origins(self) -> list[str]:
-        """The field that each message of the chat was made of."""
         system = [] if self.system is None else ["system"]
         return system + [turn.origin for turn in self._turns() for _ in turn.messages()]
 
@@ -180,7 +179,6 @@ class _Turn:
 
     @property
     def text(self) -> str:
-        """The text of all its messages."""
         return "\n".join(text for text in self.texts if text)
 
     @property
@@ -283,7 +281,6 @@ class MessagesFormat:
     # ---- whole ---------------------------------------------------------------------------------
 
     def whole(self, body: JSON) -> JSON:
-        """Convert the body of a chat."""
         [choice] = body["choices"]
         message, content = choice["message"], []
         if message["content"]:
@@ -312,7 +309,6 @@ class MessagesFormat:
     # ---- stream --------------------------------------------------------------------------------
 
     def chunk(self, body: JSON) -> list[str]:
-        """Convert a chunk of a chat to events."""
         events = [] if self._started else self._start(body)
         if body.get("usage"):
             self._usage = _usage(body["usage"])
@@ -327,13 +323,11 @@ class MessagesFormat:
         return events
 
     def error(self, body: JSON) -> list[str]:
-        """Convert an error within a stream."""
         self._failed = True
         found = body["error"]
         return [event(anthropic_error(int(found["code"]), found["message"]), "error")]
 
     def end(self) -> list[str]:
-        """Return the events that end the open block and the message."""
         if self._failed:
             return []
         delta = self._event("message_delta", delta=self._ending, usage=self._usage)

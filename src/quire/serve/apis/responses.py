@@ -100,7 +100,6 @@ class ResponsesBody(Body):
             raise FieldError("include", "`include` is not supported: leave it out")
 
     def origins(self) -> list[str]:
-        """The field that each message of the chat was made of."""
         return [field for field, _ in self._messages()]
 
     def _messages(self) -> list[_Located]:
@@ -174,11 +173,7 @@ _LENGTH = {"reason": "max_output_tokens"}
 
 
 class ResponsesFormat:
-    """Converts one chat response to a response object, or its chunks to typed events.
-
-    Args:
-        body: body of the request, whose options the response repeats.
-    """
+    """Converts one chat response to a response object, or its chunks to typed events."""
 
     id_prefix = "resp_"
     needs_usage, needs_prompt_usage = True, False
@@ -197,7 +192,6 @@ class ResponsesFormat:
     # ---- whole ---------------------------------------------------------------------------------
 
     def whole(self, body: JSON) -> JSON:
-        """Convert the body of a chat."""
         self._begin(body)
         [choice] = body["choices"]
         message = choice["message"]
@@ -253,7 +247,6 @@ class ResponsesFormat:
     # ---- stream --------------------------------------------------------------------------------
 
     def chunk(self, body: JSON) -> list[str]:
-        """Convert a chunk of a chat to events."""
         events = self._start(body) if not self._id else []
         self._usage = body.get("usage") or self._usage
         for choice in body["choices"]:
@@ -274,7 +267,6 @@ class ResponsesFormat:
         return [self._event("response.failed", response=self._response("failed", shown))]
 
     def end(self) -> list[str]:
-        """Return the events that end the open item and the response."""
         if self._failed:
             return []
         events = self._close()
@@ -324,7 +316,6 @@ class ResponsesFormat:
         return {"item_id": self._items[-1]["id"], "output_index": self._open}
 
     def _close(self) -> list[str]:
-        """End the open item."""
         if self._open is None:
             return []
         item, place = self._items[self._open], self._place()

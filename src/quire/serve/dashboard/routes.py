@@ -71,7 +71,6 @@ class Dashboard:
     """Handlers of HTTP requests for the dashboard's files."""
 
     def router(self) -> APIRouter:
-        """Create the router with the paths of all files."""
         router = APIRouter(include_in_schema=False)
         router.add_api_route(PAGE_PATH, self.page, methods=["GET", "HEAD"])
         router.add_api_route(f"{PAGE_PATH}/", self.moved, methods=["GET", "HEAD"])

@@ -31,14 +31,7 @@ VLLM_ENGINE = "0"
 
 
 class Readings(Collector):
-    """The families of one reading.
-
-    Args:
-        reading: the values.
-        model_name: the served model's name, a label of every metric.
-        names: prefix and names of the metrics.
-        constants: labels of the info metrics, by name.
-    """
+    """The families of one reading."""
 
     def __init__(
         self,
@@ -51,7 +44,6 @@ class Readings(Collector):
         self._names, self._constants = names, constants
 
     def collect(self) -> Iterable[Family]:
-        """Return all families that have values."""
         if self._names != "vllm":
             yield from self._families(vllm=False)
         if self._names != "quire":
@@ -126,7 +118,6 @@ class MetricsEndpoint:
         self._key = key
 
     def router(self) -> APIRouter:
-        """Create the router with the path."""
         router = APIRouter()
         router.add_api_route(PATH, self.metrics, methods=["GET"], response_class=Response)
         return router

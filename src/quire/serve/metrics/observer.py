@@ -32,10 +32,6 @@ class Distribution:
 
     Args:
         bounds: largest value of each bucket, ascending; a last bucket has no bound.
-
-    Attributes:
-        bounds: see above.
-        total: sum of the values.
     """
 
     __slots__ = ("_counts", "bounds", "total")
@@ -46,17 +42,10 @@ class Distribution:
         self._counts = [0] * (len(self.bounds) + 1)
 
     def add(self, value: float | int, times: int = 1) -> None:
-        """Count a value.
-
-        Args:
-            value: the value.
-            times: how often it occurred.
-        """
         self._counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
     def add_all(self, values: Iterable[float | int]) -> None:
-        """Count several values."""
         for value in values:
             self.add(value)
 
@@ -109,11 +98,9 @@ class EngineObserver:
         engine.events.subscribe(self._heard)
 
     def close(self) -> None:
-        """Stop to observe the engine."""
         self._engine.events.unsubscribe(self._heard)
 
     def submitted(self, request_id: str, request: GenerationRequest) -> None:
-        """Count a request that the engine has accepted."""
         now_s, params = self._engine.events.now_s(), request.sampling or SamplingParams()
         self._open[request_id] = _Open(now_s, len(request.prompt), {})
         self.distributions["request_max_tokens"].add(params.max_tokens)
@@ -121,7 +108,6 @@ class EngineObserver:
         self.distributions["request_prompt_tokens"].add(len(request.prompt))
 
     def published(self, deltas: Sequence[OutputDelta]) -> None:
-        """Count the outputs of a step."""
         now_s = self._engine.events.now_s()
         self.distributions["step_tokens"].add(sum(len(delta.token_ids) for delta in deltas))
         for delta in deltas:
@@ -152,7 +138,6 @@ class EngineObserver:
         opened.last_s[delta.index] = now_s
 
     def _count_finished(self) -> None:
-        """Count the numbers of the sequences that the step has finished."""
         sequences = self._engine.request_log.newly_finished
         for sequence in sequences:
             self._count_sequence(sequence)
@@ -331,7 +316,6 @@ class HttpRequests:
         self._seconds.add(seconds)
 
     def read_into(self, reading: Reading) -> None:
-        """Add the counts to a reading."""
         reading.labelled["http_requests"] = {k: float(v) for k, v in self._counts.items()}
         reading.histograms["http_request_seconds"] = buckets_of(self._seconds)
 

@@ -20,11 +20,7 @@ _ALPHABET = string.ascii_letters + string.digits
 
 
 def new_call_id(model_parser: str | None = None) -> str:
-    """A random id of a call, in the format that the model's template accepts.
-
-    Args:
-        model_parser: name of the model's parser, also if a forced call needs another one.
-    """
+    """A random id of a call, in the format that the model's template accepts."""
     if model_parser == "mistral":
         return "".join(secrets.choice(_ALPHABET) for _ in range(_MISTRAL_ID))
     return f"call_{secrets.token_hex(12)}"
@@ -32,13 +28,7 @@ def new_call_id(model_parser: str | None = None) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class CallWriter:
-    """Writes the tool calls of one output as OpenAI's deltas or message.
-
-    Attributes:
-        parser: parser of the output.
-        choice: the tools of the request.
-        new_id: creates ids of calls.
-    """
+    """Writes the tool calls of one output as OpenAI's deltas or message."""
 
     parser: ToolParser
     choice: ToolChoice
@@ -46,12 +36,6 @@ class CallWriter:
     _num_calls: int = 0
 
     def deltas(self, text: str, *, is_last: bool) -> list[MessagePart]:
-        """Deltas of the message for new text.
-
-        Args:
-            text: new text of the output.
-            is_last: whether the output ends with it.
-        """
         events = self.parser.push(text) + (self.parser.finish() if is_last else [])
         deltas: list[MessagePart] = []
         for event in events:
@@ -64,7 +48,6 @@ class CallWriter:
         return deltas
 
     def message(self, text: str) -> MessagePart:
-        """The `content` and `tool_calls` of a message, from its whole text."""
         content, calls = "", []
         for delta in self.deltas(text, is_last=True):
             content += delta.get("content", "")
@@ -147,9 +130,6 @@ class ChatTools:
 
     def sampling_options(self, structure: Mapping[str, Any]) -> dict[str, Any]:
         """Sampling options that the tools set.
-
-        Args:
-            structure: fields of the body that set a structure of the output.
 
         Raises:
             RequestError: both the tools and the body determine the format of the output.

@@ -27,13 +27,7 @@ ToolMode = Literal["none", "auto", "required", "named"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """A function that the model may call.
-
-    Attributes:
-        name: name of the function.
-        parameters: JSON schema of its arguments.
-        definition: the tool as in the request, for the chat template.
-    """
+    """A function that the model may call."""
 
     name: str
     parameters: Mapping[str, Any]
@@ -215,7 +209,6 @@ class _Mover:
         return cls(place, closes="allOf" not in json.dumps(schema))
 
     def schema(self, schema: Any) -> Any:
-        """The schema, or a list of schemas, at its new place."""
         if isinstance(schema, list):
             return [self.schema(inner) for inner in schema]
         if not isinstance(schema, Mapping):

@@ -108,7 +108,6 @@ class CallReader:
         next(self._steps)
 
     def feed(self, character: str) -> list[CallEvent]:
-        """Process a character while `state` is "reading"."""
         if not self.has_started:
             self.raw += character
         try:
@@ -187,7 +186,6 @@ class CallReader:
             character = yield
 
     def _skip(self, character: str) -> StepsTo:
-        """Return the first character that is not whitespace."""
         while not character or character in WHITESPACE:
             character = yield
         return character
@@ -246,9 +244,6 @@ class ToolParser(ABC):
     """Finds the tool calls in the text of one output.
 
     A subclass handles the part of the text in `_buffer` that belongs to its current mode.
-
-    Attributes:
-        num_calls: number of calls that began.
     """
 
     marker: str = ""
@@ -293,7 +288,6 @@ class ToolParser(ABC):
         return ""
 
     def _on_call_end(self) -> None:
-        """Choose the mode after a call."""
         return
 
     def _on_failure(self) -> None:
@@ -388,11 +382,7 @@ class RequiredParser(ToolParser):
 
 
 class NamedParser(ToolParser):
-    """Output of a named `tool_choice`: the arguments of the function.
-
-    Args:
-        name: name of the function.
-    """
+    """Output of a named `tool_choice`: the arguments of the function."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
