@@ -24,8 +24,8 @@ from benchmarks.peers.command import peers
 from benchmarks.quant.command import quant
 from benchmarks.rebatch.command import rebatch
 from benchmarks.roofline.command import roofline
-from benchmarks.serve.command import serve
-from benchmarks.server_load.command import server_load
+from benchmarks.serve import serve
+from benchmarks.server_load import server_load
 from benchmarks.soak import soak
 from benchmarks.stack.command import stack
 from benchmarks.throughput.command import throughput

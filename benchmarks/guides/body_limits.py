@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter, sleep
 
-from benchmarks.server_load.server import Server, served
+from benchmarks.common.server import Server, served
 from quire.cli.report import envelope
 from quire.errors import ConfigError
 

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.server import served
 from benchmarks.guides.code_blocks import code_block
-from benchmarks.serve.server import served
 from quire.cli.report import envelope
 from quire.models.source import find_model
 
@@ -87,8 +87,9 @@ def with_servers(folder: str) -> dict[str, float]:
     found: dict[str, float] = {}
     variants: Mapping[str, tuple[str, ...]] = {"serve_40": (), "rule_40": ("--evict", RULE)}
     for name, options in variants.items():
-        with served(folder, (*_OPTIONS, "--served-model-name", "quire-tiny", *options)) as url:
-            arguments = f"model=quire-tiny,base_url={url}/v1/completions,tokenizer={folder}"
+        options = (*_OPTIONS, "--served-model-name", "quire-tiny", *options)
+        with served(options, str(folder)) as server:
+            arguments = f"model=quire-tiny,base_url={server.url}/v1/completions,tokenizer={folder}"
             arguments += ",num_concurrent=8,max_length=2048"
             results = evaluated(PAIRS, None, model="local-completions", model_args=arguments)
         found |= _named(name, results)

@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.server_load.server import served
+from benchmarks.common.server import served
 from quire.models.source import find_model
 from tests.clients.environments import python_of
 from tests.clients.programs import PROGRAMS, SCRIPTS

@@ -1,4 +1,4 @@
-"""Rounds of many streaming clients, and what became of each of them.
+"""`python -m benchmarks server-load`: thousands of streaming clients of `quire serve`.
 
     round 1 | idle | round 2 | idle | round 3 | idle
                  ^              ^              ^      resident bytes, KV bytes of requests
@@ -8,17 +8,27 @@ are faults: no response, an error, a stream without its end, or a wrong number o
 """
 
 import asyncio
+import json
 import random
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from time import perf_counter
+from typing import Annotated
 
+import typer
+
+from benchmarks.common.command import finish, run_named, show_parts
+from benchmarks.common.flags import AsJson
 from benchmarks.common.result import Cell, Numbers, PartResult, Table
-from benchmarks.server_load.server import Server, served
-from benchmarks.server_load.stream_client import ClientPlan, ClientResult, run_client
+from benchmarks.common.server import Server, served
+from benchmarks.common.streams import DONE, OK, Response, stream
+from quire.cli.report import prepare_folder, print_json
+from quire.layout.extras import require_extra
 
+_REFUSED = (429, 503)
 WORDS = ("the", "sea", "was", "calm", "a", "small", "boat", "came", "home", "with", "fish")
 
 
@@ -52,6 +62,42 @@ class LoadConfig:
 
 
 QUICK_LOAD = LoadConfig(clients=40, rounds=2, new_tokens=8, kv_memory="4MiB", max_num_queued_reqs=4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientPlan:
+    """What one client sends.
+
+    Attributes:
+        body: JSON body of the request.
+        starts_s: seconds after the start of the round.
+        leaves_after: number of events after which the client disconnects; None: it stays.
+    """
+
+    body: dict[str, object]
+    starts_s: float
+    leaves_after: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientResult:
+    """What one client received.
+
+    Attributes:
+        outcome: finished, disconnected (by the client), refused (status 429 or 503), or lost.
+        status: HTTP status; 0: no response.
+        tokens: tokens of the usage, or events if the client disconnected.
+        ttft_s: seconds from sending the request to the first event; None: no event.
+        e2e_s: seconds from sending the request to the last event.
+        problem: description of a lost request.
+    """
+
+    outcome: str
+    status: int = 0
+    tokens: int = 0
+    ttft_s: float | None = None
+    e2e_s: float = 0.0
+    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,9 +156,46 @@ def _plan(config: LoadConfig, rng: random.Random, *, leaves: bool) -> ClientPlan
 
 async def _all(server: Server, config: LoadConfig, number: int) -> list[ClientResult]:
     zero_s = perf_counter()
-    host, port = server.address
-    clients = (run_client(host, port, p, zero_s, config.patience_s) for p in plans(config, number))
+    clients = (run_client(server.url, p, zero_s, config.patience_s) for p in plans(config, number))
     return await asyncio.gather(*clients)
+
+
+async def run_client(url: str, plan: ClientPlan, zero_s: float, patience_s: float) -> ClientResult:
+    """Send the request, read its stream, and disconnect when the plan says so."""
+    await asyncio.sleep(max(0.0, zero_s + plan.starts_s - perf_counter()))
+    try:
+        response = await asyncio.wait_for(stream(url, plan.body, plan.leaves_after), patience_s)
+        return judged(response, plan)
+    except TimeoutError:
+        return ClientResult(outcome="lost", problem=f"no end within {patience_s:g} s")
+    except (OSError, ValueError) as error:
+        return ClientResult(outcome="lost", problem=f"{type(error).__name__}: {error}")
+
+
+def judged(response: Response, plan: ClientPlan) -> ClientResult:
+    """What became of a client."""
+    status = response.status
+    if status != OK:
+        outcome = "refused" if status in _REFUSED else "lost"
+        return ClientResult(outcome=outcome, status=status, problem=f"status {status}")
+    events = list(response.events())
+    ttft_s = events[0][0] - response.sent_s if events else None
+    found = [json.loads(event) for _, event in events if event != DONE]
+    for event in found:
+        if "error" in event:
+            return ClientResult(outcome="lost", status=status, problem=str(event["error"]))
+    if response.has_left:
+        return ClientResult(outcome="disconnected", status=status, tokens=len(found), ttft_s=ttft_s)
+    usages = [event["usage"]["completion_tokens"] for event in found if event.get("usage")]
+    tokens = usages[-1] if usages else 0
+    ends, expected = bool(events) and events[-1][1] == DONE, plan.body["max_tokens"]
+    if not ends or tokens != expected:
+        problem = f"{tokens} of {expected} tokens, {'' if ends else 'no '}[DONE]"
+        return ClientResult(outcome="lost", status=status, problem=problem)
+    e2e_s = events[-1][0] - response.sent_s
+    return ClientResult(
+        outcome="finished", status=status, tokens=tokens, ttft_s=ttft_s, e2e_s=e2e_s
+    )
 
 
 def run_round(server: Server, config: LoadConfig, number: int) -> RoundFound:
@@ -218,3 +301,35 @@ def _row(name: str, found: RoundFound) -> tuple[Cell, ...]:
         found.rss_bytes,
         found.requests_bytes,
     )
+
+
+def server_load(
+    *,
+    clients: Annotated[
+        int | None, typer.Option(min=10, help="Streaming clients at once; default: 1,000.")
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=2, help="Rounds of all clients; default: 3.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for tables (Markdown, CSV), pictures and the result as JSON."),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="40 clients. No claims.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Serve quire-tiny to many streaming clients at once, a tenth of which disconnect.
+
+    Counts finished, disconnected, refused and lost clients, and reports times to first token, the
+    KV bytes that are left after each round, and the growth of the server's resident memory. The
+    last round is sent to a server with a limited queue, which refuses clients.
+    """
+    if out is not None:
+        require_extra("report", "--out")
+        prepare_folder(out)
+    config = QUICK_LOAD if quick else LoadConfig()
+    config = replace(config, clients=clients or config.clients, rounds=rounds or config.rounds)
+    results, claims = show_parts(run_named(("load",), {"load": run_load}, config))
+    run = finish("server-load", results, claims, asdict(config), out, quick=quick)
+    if as_json:
+        print_json(run)

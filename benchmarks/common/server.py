@@ -61,14 +61,14 @@ class Server:
         return found
 
 
-def start(options: Sequence[str], port: int = 0) -> Server:
-    """Start a server of quire-tiny and wait until it accepts requests.
+def start(options: Sequence[str], model: str = "quire-tiny") -> Server:
+    """Start a server on a free port and wait until it accepts requests.
 
     Args:
         options: further options of `quire serve`.
-        port: its port; 0: a free one.
+        model: quire-tiny, or the folder of a model.
     """
-    command = [sys.executable, "-m", "quire", "serve", "quire-tiny", "--port", str(port), *options]
+    command = [sys.executable, "-m", "quire", "serve", model, "--port", "0", *options]
     path = os.pathsep.join(filter(None, (str(_SOURCE), os.environ.get("PYTHONPATH"))))
     process = subprocess.Popen(
         command,
@@ -85,9 +85,9 @@ def start(options: Sequence[str], port: int = 0) -> Server:
 
 
 @contextmanager
-def served(options: Sequence[str]) -> Iterator[Server]:
+def served(options: Sequence[str], model: str = "quire-tiny") -> Iterator[Server]:
     """Run a server; it is stopped at the end."""
-    server = start(options)
+    server = start(options, model)
     try:
         yield server
     finally:

@@ -1,1 +1,0 @@
-"""Tokens per second of the server over those of the offline engine."""

@@ -1,1 +1,0 @@
-"""Load of `quire serve`: many streaming clients at once, some of which disconnect."""
