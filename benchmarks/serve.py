@@ -17,8 +17,8 @@ import numpy as np
 import torch
 import typer
 
-from benchmarks.common.command import finish, names_of, run_named, show_parts
-from benchmarks.common.flags import AsJson, Threads
+from benchmarks.common.command import names_of, run_command
+from benchmarks.common.flags import AsJson, Out, Threads
 from benchmarks.common.models import random_weights
 from benchmarks.common.result import Cell, Numbers, PartResult, Table
 from benchmarks.common.server import Server, served
@@ -26,11 +26,9 @@ from benchmarks.common.streams import DONE, OK, Response, stream
 from benchmarks.common.workload import SHAPES
 from quire.api.llm import LLM
 from quire.cli.common import use_threads
-from quire.cli.report import prepare_folder, print_json
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.errors import RequestError
-from quire.layout.extras import require_extra
 
 PACKAGED = "quire-tiny"
 HEADLINE = "125m"
@@ -347,9 +345,7 @@ def serve(  # noqa: PLR0913 - one parameter per option
     files: Annotated[Path, typer.Option(help="Folder of the written models.")] = Path(
         "build/serve"
     ),
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for tables (Markdown, CSV) and the result as JSON.")
-    ] = None,
+    out: Out = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="quire-tiny and few short streams. No claims.")
     ] = False,
@@ -361,9 +357,6 @@ def serve(  # noqa: PLR0913 - one parameter per option
     The claim serve_over_offline is the ratio of output tokens per second. The client of the server
     runs on the same cores.
     """
-    if out is not None:
-        require_extra("report", "--out")
-        prepare_folder(out)
     use_threads(threads)
     names = names_of(models, {**SHAPES, PACKAGED: None}, "model")
     config = with_options(
@@ -375,8 +368,5 @@ def serve(  # noqa: PLR0913 - one parameter per option
         files=files,
         serve_options=tuple(serve_option or ()),
     )
-    results, claims = show_parts(run_named(("serve",), {"serve": run_serve}, config))
-    used = asdict(config) | {"files": str(config.files), "threads": threads}
-    run = finish("serve", results, claims, used, out, quick=quick)
-    if as_json:
-        print_json(run)
+    made, used = {"serve": run_serve}, asdict(config) | {"files": str(config.files)}
+    run_command("serve", made, "", config, used, out, quick=quick, as_json=as_json)

@@ -14,19 +14,16 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from time import perf_counter
 from typing import Annotated
 
 import typer
 
-from benchmarks.common.command import finish, run_named, show_parts
-from benchmarks.common.flags import AsJson
+from benchmarks.common.command import run_command
+from benchmarks.common.flags import AsJson, Out
 from benchmarks.common.result import Cell, Numbers, PartResult, Table
 from benchmarks.common.server import Server, served
 from benchmarks.common.streams import DONE, OK, Response, stream
-from quire.cli.report import prepare_folder, print_json
-from quire.layout.extras import require_extra
 
 _REFUSED = (429, 503)
 WORDS = ("the", "sea", "was", "calm", "a", "small", "boat", "came", "home", "with", "fish")
@@ -311,10 +308,7 @@ def server_load(
     rounds: Annotated[
         int | None, typer.Option(min=2, help="Rounds of all clients; default: 3.")
     ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Folder for tables (Markdown, CSV), pictures and the result as JSON."),
-    ] = None,
+    out: Out = None,
     quick: Annotated[bool, typer.Option("--quick", help="40 clients. No claims.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -324,12 +318,7 @@ def server_load(
     KV bytes that are left after each round, and the growth of the server's resident memory. The
     last round is sent to a server with a limited queue, which refuses clients.
     """
-    if out is not None:
-        require_extra("report", "--out")
-        prepare_folder(out)
     config = QUICK_LOAD if quick else LoadConfig()
     config = replace(config, clients=clients or config.clients, rounds=rounds or config.rounds)
-    results, claims = show_parts(run_named(("load",), {"load": run_load}, config))
-    run = finish("server-load", results, claims, asdict(config), out, quick=quick)
-    if as_json:
-        print_json(run)
+    made = {"load": run_load}
+    run_command("server-load", made, "", config, asdict(config), out, quick=quick, as_json=as_json)

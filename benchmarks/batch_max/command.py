@@ -2,20 +2,17 @@
 
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from benchmarks.common.command import finish, names_of, run_named, show_parts
-from benchmarks.common.flags import AsJson
+from benchmarks.common.command import run_command
+from benchmarks.common.flags import AsJson, Out
 from benchmarks.common.graded_prompts import load, prompt_maker_for
 from quire.cli.options import KV, MODEL
-from quire.cli.report import prepare_folder, print_json
 from quire.cli.settings import Settings, with_settings
 from quire.errors import ConfigError
 from quire.layout.config import dtype_bytes
-from quire.layout.extras import require_extra
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -40,10 +37,7 @@ def batch_max(
             min=1, help="Rounds of the claimed arms, in turn; other arms run in the first round."
         ),
     ] = 5,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Folder for tables (Markdown, CSV), pictures and the result as JSON."),
-    ] = None,
+    out: Out = None,
     quick: Annotated[
         bool,
         typer.Option("--quick", help="A quarter of all lengths, one round. No claims."),
@@ -57,11 +51,6 @@ def batch_max(
     """
     if settings.kv.evict != "full":
         raise ConfigError("expected no --evict: each arm has its own eviction; omit it")
-    if out is not None:
-        require_extra("report", "--out")
-        prepare_folder(out)
-    import torch
-
     from benchmarks.batch_max.speed import run_equal, run_speed
 
     settings.set_threads()
@@ -71,12 +60,8 @@ def batch_max(
         "equal_quality": lambda config: run_equal(config.speed),
         "quality": partial(_quality, settings),
     }
-    found = run_named(names_of(parts, made), made, config)
-    results, claims = show_parts(found)
-    used = asdict(config) | settings.as_dict() | {"threads": torch.get_num_threads()}
-    run = finish("batch-max", results, claims, used, out, quick=quick)
-    if as_json:
-        print_json(run)
+    used = asdict(config) | settings.as_dict()
+    run_command("batch-max", made, parts, config, used, out, quick=quick, as_json=as_json)
 
 
 def _config(settings: Settings, repeats: int, *, quick: bool) -> "BatchMaxConfig":

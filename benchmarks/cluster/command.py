@@ -6,11 +6,9 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.common.command import finish, show_parts
-from benchmarks.common.flags import AsJson
+from benchmarks.common.command import run_command
+from benchmarks.common.flags import AsJson, Out
 from quire.cli.common import use_threads
-from quire.cli.report import prepare_folder, print_json
-from quire.layout.extras import require_extra
 
 
 def cluster(  # noqa: PLR0913 - one parameter per option
@@ -55,10 +53,7 @@ def cluster(  # noqa: PLR0913 - one parameter per option
     processes: Annotated[
         int, typer.Option(min=1, max=64, help="Simulations that run at the same time.")
     ] = 1,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Folder for tables (Markdown, CSV), pictures and the result as JSON."),
-    ] = None,
+    out: Out = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Few requests and replicas, for a trial. No claims.")
     ] = False,
@@ -72,12 +67,7 @@ def cluster(  # noqa: PLR0913 - one parameter per option
     """
     from benchmarks.cluster.parts import PARTS
     from benchmarks.cluster.runs import QUICK_CLUSTER, ClusterBenchConfig, loads_of, sizes_of
-    from benchmarks.common.command import names_of, run_named
 
-    names = names_of(parts, PARTS)
-    if out is not None:
-        require_extra("report", "--out")
-        prepare_folder(out)
     use_threads(1)
     config = QUICK_CLUSTER if quick else ClusterBenchConfig()
     config = replace(
@@ -89,8 +79,5 @@ def cluster(  # noqa: PLR0913 - one parameter per option
         sizes=sizes_of(replicas) if replicas else config.sizes,
         processes=processes,
     )
-    results, claims = show_parts(run_named(names, PARTS, config))
-    used = asdict(config) | {"threads": 1}
-    run = finish("cluster", results, claims, used, out, quick=quick)
-    if as_json:
-        print_json(run)
+    used = asdict(config)
+    run_command("cluster", PARTS, parts, config, used, out, quick=quick, as_json=as_json)

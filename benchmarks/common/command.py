@@ -13,9 +13,10 @@ from typing import TypeVar
 import typer
 
 from benchmarks.common.result import PartResult
-from quire.cli.report import envelope, write_files
+from quire.cli.report import envelope, prepare_folder, print_json, write_files
 from quire.cli.tables import show_table
 from quire.errors import ConfigError, UnknownName
+from quire.layout.extras import require_extra
 
 QUICK_NOTE = (
     "--quick ran small shapes: the command works, and its figures support no claim about full ones."
@@ -93,6 +94,42 @@ def part_files(
 
 
 Config = TypeVar("Config")
+
+
+def run_command(  # noqa: PLR0913 - all that a command resolved
+    bench: str,
+    parts: Mapping[str, Callable[[Config], PartResult]],
+    names: str,
+    config: Config,
+    used: Mapping[str, object],
+    out: Path | None,
+    *,
+    quick: bool,
+    as_json: bool,
+) -> None:
+    """Run the selected parts and print their tables and, with `as_json`, the result.
+
+    Args:
+        bench: name of the command of `python -m benchmarks`.
+        parts: functions that run a part, by name.
+        names: comma-separated names of the selected parts; "": all.
+        config: configuration of all parts.
+        used: every option as resolved.
+        out: output folder; None: do not write files.
+        quick: whether small shapes are run.
+        as_json: whether the last line is the result as JSON.
+    """
+    import torch
+
+    selected = names_of(names, parts)
+    if out is not None:
+        require_extra("report", "--out")
+        prepare_folder(out)
+    results, claims = show_parts(run_named(selected, parts, config))
+    used = {**used, "threads": torch.get_num_threads()}
+    run = finish(bench, results, claims, used, out, quick=quick)
+    if as_json:
+        print_json(run)
 
 
 def names_of(text: str, known: Mapping[str, object], what: str = "part") -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """Options shared by several benchmarks."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,6 +12,10 @@ AsJson = Annotated[
     typer.Option(
         "--json", help="Print the result as one line of JSON; texts go to standard error."
     ),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(help="Folder for tables (Markdown, CSV), pictures and the result as JSON."),
 ]
 Threads = Annotated[int, typer.Option(min=0, help="CPU threads; 0: PyTorch's default.")]
 Attention = Annotated[AttentionName, typer.Option(help="Attention backend.")]

@@ -1,16 +1,13 @@
 """`python -m benchmarks gpu`: kernels and steps on a GPU, against its measured limits."""
 
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from benchmarks.common.command import finish, show_parts
-from benchmarks.common.flags import AsJson, Threads
+from benchmarks.common.command import names_of, run_command
+from benchmarks.common.flags import AsJson, Out, Threads
 from quire.cli.common import use_threads
-from quire.cli.report import prepare_folder, print_json
-from quire.layout.extras import require_extra
 
 
 def gpu(  # noqa: PLR0913 - one parameter per option
@@ -38,9 +35,7 @@ def gpu(  # noqa: PLR0913 - one parameter per option
     others: Annotated[
         str, typer.Option(help="Comma-separated other engines: static, continuous, vllm, or none.")
     ] = "static,continuous,vllm",
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for tables, pictures and the result as JSON.")
-    ] = None,
+    out: Out = None,
     quick: Annotated[
         bool,
         typer.Option("--quick", help="Toy shapes, for a trial on any machine. No claims."),
@@ -53,16 +48,12 @@ def gpu(  # noqa: PLR0913 - one parameter per option
     Weights are random, in real shapes. Limits of the device are measured in the same run: the
     bandwidth of a copy and the rate of a matrix product. --quick runs on a CPU too.
     """
-    import torch
-
-    from benchmarks.common.command import names_of, run_named
     from benchmarks.gpu.bench import GpuBench
     from benchmarks.gpu.config import QUICK_GPU, GpuConfig
     from benchmarks.gpu.others import OTHERS
     from benchmarks.gpu.parts import PARTS
 
     config = replace(QUICK_GPU if quick else GpuConfig(), device=on, attention=attention)
-    names = names_of(parts, PARTS)
     config = replace(
         config,
         rows=rows or config.rows,
@@ -70,12 +61,6 @@ def gpu(  # noqa: PLR0913 - one parameter per option
         others=() if others == "none" else names_of(others, OTHERS, "engine"),
     )
     bench = GpuBench.of(config)
-    if out is not None:
-        require_extra("report", "--out")
-        prepare_folder(out)
     use_threads(threads)
-    results, claims = show_parts(run_named(names, PARTS, bench))
-    used = asdict(config) | {"threads": torch.get_num_threads(), "machine_facts": bench.facts()}
-    run = finish("gpu", results, claims, used, out, quick=quick)
-    if as_json:
-        print_json(run)
+    used = asdict(config) | {"machine_facts": bench.facts()}
+    run_command("gpu", PARTS, parts, bench, used, out, quick=quick, as_json=as_json)

@@ -6,11 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from benchmarks.common.command import finish, show_parts
-from benchmarks.common.flags import AsJson, Threads
+from benchmarks.common.command import run_command
+from benchmarks.common.flags import AsJson, Out, Threads
 from quire.cli.common import use_threads
-from quire.cli.report import prepare_folder, print_json
-from quire.layout.extras import require_extra
 
 if TYPE_CHECKING:
     from benchmarks.memory.config import MemoryBenchConfig
@@ -36,10 +34,7 @@ def memory(
             "requests of Mooncake's conversation trace."
         ),
     ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Folder for tables (Markdown, CSV), pictures and the result as JSON."),
-    ] = None,
+    out: Out = None,
     quick: Annotated[
         bool,
         typer.Option("--quick", help="Few requests and short prompts, for a trial. No claims."),
@@ -52,22 +47,11 @@ def memory(
     Some parts run the engine on random weights; others simulate recorded requests with the engine's
     scheduler and memory.
     """
-    import torch
+    from benchmarks.memory.parts import PARTS
 
-    from benchmarks.memory.parts import parts_of, run_parts
-
-    names = parts_of(parts)
-    if out is not None:
-        require_extra("report", "--out")
-        prepare_folder(out)
     use_threads(threads)
     config = _config(trace, prefix_trace, quick=quick)
-    results, claims = show_parts(run_parts(names, config))
-    run = finish(
-        "memory", results, claims, _used(config, torch.get_num_threads()), out, quick=quick
-    )
-    if as_json:
-        print_json(run)
+    run_command("memory", PARTS, parts, config, _used(config), out, quick=quick, as_json=as_json)
 
 
 def _config(trace: Path | None, prefix_trace: Path | None, *, quick: bool) -> "MemoryBenchConfig":
@@ -80,10 +64,10 @@ def _config(trace: Path | None, prefix_trace: Path | None, *, quick: bool) -> "M
     return replace(config, simulated=simulated)
 
 
-def _used(config: "MemoryBenchConfig", threads: int) -> dict[str, object]:
+def _used(config: "MemoryBenchConfig") -> dict[str, object]:
     """The configuration, with the base names of files."""
     used: dict[str, object] = asdict(config)
     simulated = asdict(config.simulated)
     for name in ("trace", "prefix_trace"):
         simulated[name] = Path(simulated[name]).name
-    return used | {"simulated": simulated, "threads": threads}
+    return used | {"simulated": simulated}

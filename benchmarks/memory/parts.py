@@ -1,8 +1,7 @@
 """Parts of the memory benchmark by name, in run order."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
-from benchmarks.common.command import names_of, run_named
 from benchmarks.common.result import PartResult
 from benchmarks.memory.allocator import run_allocator
 from benchmarks.memory.beam import run_beam
@@ -30,23 +29,3 @@ PARTS: Mapping[str, Part] = {
     "reuse": lambda config: run_reuse(config.reuse, config.simulated),
     "fairness": lambda config: run_fairness(config.fairness, config.simulated),
 }
-
-
-def parts_of(names: str) -> tuple[str, ...]:
-    """Parse comma-separated part names and return them in run order; "" selects all.
-
-    Raises:
-        UnknownName: no part has this name.
-        ConfigError: a part is named twice.
-    """
-    return names_of(names, PARTS)
-
-
-def run_parts(names: Sequence[str], config: MemoryBenchConfig) -> Iterator[tuple[str, PartResult]]:
-    """Run parts one after the other, and yield the result of each.
-
-    Args:
-        names: names in PARTS.
-        config: configuration of all parts.
-    """
-    return run_named(names, PARTS, config)

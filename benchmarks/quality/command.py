@@ -7,11 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.common.command import finish, names_of, run_named, show_parts
+from benchmarks.common.command import run_command
 from benchmarks.common.result import PartResult
-from quire.cli.report import prepare_folder, print_json
 from quire.cli.settings import Settings
-from quire.layout.extras import require_extra
 
 Text = Annotated[
     Path | None, typer.Option(help="Text file to score; default: the books shipped with Quire.")
@@ -53,15 +51,6 @@ def run_parts(  # noqa: PLR0913 - one parameter per option
         quick: whether small shapes are run.
         as_json: whether the last line is the result as JSON.
     """
-    import torch
-
-    if out is not None:
-        require_extra("report", "--out")
-        prepare_folder(out)
     settings.set_threads()
-    known = made()
-    results, claims = show_parts(run_named(names_of(parts, known), known, config))
-    used = settings.as_dict() | asdict(config) | {"threads": torch.get_num_threads()}
-    run = finish(bench, results, claims, used, out, quick=quick)
-    if as_json:
-        print_json(run)
+    used = settings.as_dict() | asdict(config)
+    run_command(bench, made(), parts, config, used, out, quick=quick, as_json=as_json)

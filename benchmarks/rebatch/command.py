@@ -1,16 +1,13 @@
 """`python -m benchmarks rebatch`: batches that change while they run, compared with static ones."""
 
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from benchmarks.common.command import finish, show_parts
-from benchmarks.common.flags import AsJson, Threads
+from benchmarks.common.command import run_command
+from benchmarks.common.flags import AsJson, Out, Threads
 from quire.cli.common import use_threads
-from quire.cli.report import prepare_folder, print_json
-from quire.layout.extras import require_extra
 
 
 def rebatch(  # noqa: PLR0913 - one parameter per option
@@ -35,10 +32,7 @@ def rebatch(  # noqa: PLR0913 - one parameter per option
     clock: Annotated[
         str, typer.Option(help="Clock: wall, or cpu for a trial on a busy machine.")
     ] = "wall",
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Folder for tables (Markdown, CSV), pictures and the result as JSON."),
-    ] = None,
+    out: Out = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Few short queries, a tiny model, one round. No claims.")
     ] = False,
@@ -50,9 +44,6 @@ def rebatch(  # noqa: PLR0913 - one parameter per option
     w1 and w2 are BATON's workloads with scaled lengths, compared with ideal list scheduling of the
     same lengths. trace has recorded arrivals, some urgent, and a small KV memory.
     """
-    import torch
-
-    from benchmarks.common.command import names_of, run_named
     from benchmarks.common.workload import SHAPES
     from benchmarks.rebatch.config import QUICK_REBATCH, RebatchConfig
     from benchmarks.rebatch.parts import PARTS
@@ -61,10 +52,6 @@ def rebatch(  # noqa: PLR0913 - one parameter per option
     for what, name, known in (("model", model, SHAPES), ("clock", clock, ("wall", "cpu"))):
         if name is not None and name not in known:
             raise UnknownName(what, name, known)
-    names = names_of(parts, PARTS)
-    if out is not None:
-        require_extra("report", "--out")
-        prepare_folder(out)
     use_threads(threads)
     config = QUICK_REBATCH if quick else RebatchConfig()
     config = replace(
@@ -74,8 +61,5 @@ def rebatch(  # noqa: PLR0913 - one parameter per option
         repeats=repeats or config.repeats,
         clock=clock,
     )
-    results, claims = show_parts(run_named(names, PARTS, config))
-    used = asdict(config) | {"threads": torch.get_num_threads()}
-    run = finish("rebatch", results, claims, used, out, quick=quick)
-    if as_json:
-        print_json(run)
+    used = asdict(config)
+    run_command("rebatch", PARTS, parts, config, used, out, quick=quick, as_json=as_json)

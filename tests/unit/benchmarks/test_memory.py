@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.common.command import names_of, run_named
 from benchmarks.memory import allocator, beam, fairness, generation, page_sizes, prefix, swapping
 from benchmarks.memory.config import QUICK_MEMORY
-from benchmarks.memory.parts import PARTS, parts_of, run_parts
+from benchmarks.memory.parts import PARTS
 from benchmarks.memory.swapping import SwapConfig
 from benchmarks.overhead import OverheadConfig
 from quire.errors import ConfigError, UnknownName
@@ -18,21 +19,21 @@ from quire.sim.traces.base import Trace
 
 
 def test_parts_run_in_their_own_order():
-    assert parts_of("") == tuple(PARTS)
-    assert parts_of("beam, waste") == ("waste", "beam")
+    assert names_of("", PARTS) == tuple(PARTS)
+    assert names_of("beam, waste", PARTS) == ("waste", "beam")
 
 
 def test_unknown_part_raises():
     with pytest.raises(UnknownName, match="wastes"):
-        parts_of("waste,wastes")
+        names_of("waste,wastes", PARTS)
     with pytest.raises(ConfigError, match="each part once"):
-        parts_of("waste,waste")
+        names_of("waste,waste", PARTS)
 
 
 def test_run_parts_records_each_duration():
     small = replace(QUICK_MEMORY, beam=beam.BeamConfig(tokens=64, apart=8))
 
-    [(name, result)] = run_parts(["beam"], small)
+    [(name, result)] = run_named(["beam"], PARTS, small)
 
     assert name == "beam"
     assert result.seconds > 0
