@@ -67,7 +67,6 @@ class BatchLine:
     """The request of one line.
 
     Attributes:
-        head: identity of the line.
         prompt: first prompt, text or token ids; None for a chat.
         more_prompts: further prompts of a line for /v1/completions.
         messages: messages of a chat; None for a prompt.
@@ -136,9 +135,6 @@ def json_object(raw: bytes, number: int) -> dict[str, Any]:
     Args:
         raw: the line, with or without its line break.
         number: number of the line, from 1.
-
-    Raises:
-        BatchError: the line is not a JSON object, or has an unusable value.
     """
     head = LineHead(number=number)
     try:

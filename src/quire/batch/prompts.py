@@ -25,9 +25,6 @@ def read_prompts(value: Any, prefix: str, *, several: bool) -> list[str | list[i
         value: a prompt, or a list of prompts.
         prefix: text prepended to every text prompt.
         several: whether a list of prompts is allowed: only in a line for /v1/completions.
-
-    Raises:
-        RequestError: not a prompt, or a list of prompts that is not allowed.
     """
     is_list = isinstance(value, list) and bool(value) and isinstance(value[0], str | list)
     if not is_list:

@@ -19,9 +19,7 @@ class BatchTally:
 
     Attributes:
         completed: records of this run, including error records.
-        errors: error records of this run.
         prompt_tokens, completion_tokens, preemptions: sums over the outputs.
-        finish_reasons: number of records by finish reason.
     """
 
     completed: int = 0

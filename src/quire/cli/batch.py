@@ -53,10 +53,7 @@ _LABELS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchFlags:
-    """Options of `quire batch`.
-
-    Attributes are options; see their help.
-    """
+    """Options of `quire batch`."""
 
     prompt_key: str = option(
         "prompt", help="Key of the prompt in a plain line; other keys are ignored."

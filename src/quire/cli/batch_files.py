@@ -36,8 +36,6 @@ class RunState:
     """Identity of a run: a run may resume an output with an equal state.
 
     Attributes:
-        input_sha256: hash of the whole input file.
-        input_lines: number of its lines.
         config: every option that changes outputs, as JSON values.
         seed: seed of lines without one; line n samples with seed + n. A resumed run keeps the seed
             of its first start.
@@ -249,11 +247,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def replace_atomically(path: Path, content: bytes) -> None:
-    """Replace a file atomically: readers see the old or the new content, never a partial one.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Replace a file atomically: readers see the old or the new content, never a partial one."""
     temporary = path.with_name(path.name + ".new")
     try:
         with temporary.open("wb") as file:
@@ -332,8 +326,6 @@ class Survey:
     """Summary of the input file, from one pass over it.
 
     Attributes:
-        sha256: hash of the whole file.
-        lines: number of lines.
         requests: number of lines that are not blank.
         repeated: the first duplicate name; None if all names are unique.
         num_repeated: number of lines with the name of an earlier line.
@@ -374,11 +366,7 @@ def _is_same(one: Path, other: Path) -> bool:
 
 
 def survey_of(source: Path) -> Survey:
-    """Read the input file once.
-
-    Raises:
-        ConfigError: the file is missing or cannot be read.
-    """
+    """Read the input file once."""
     digest, lines, requests, names = hashlib.sha256(), 0, 0, Names()
     try:
         if not source.is_file():
@@ -512,11 +500,7 @@ class RecordGroups:
             self._flush()
 
     def flush_if_due(self) -> None:
-        """Write a group that has waited for long enough.
-
-        Raises:
-            ConfigError: the output can no longer be written.
-        """
+        """Write a group that has waited for long enough."""
         if self._output.num_held and self._waited_s >= GROUP_S:
             self._flush()
 

@@ -52,9 +52,7 @@ class ServerLine:
     """The request of one line.
 
     Attributes:
-        head: identity of the line.
         path: path of the API, such as /v1/completions.
-        body: body of the request.
     """
 
     head: LineHead
@@ -77,9 +75,6 @@ def server_line(
         form: format of plain lines.
         model: model of lines that name none.
         defaults: options of completions and chats that do not set them.
-
-    Raises:
-        BatchError: the line is no request.
     """
     value = json_object(raw, number)
     line = (
@@ -324,12 +319,7 @@ class ServerBatch:
         )
 
     async def _response(self, client: httpx.AsyncClient, line: ServerLine) -> httpx.Response:
-        """Send a request until its response is final.
-
-        Raises:
-            ConfigError: the server cannot be reached.
-            RequestError, InvalidURL: of httpx: a response that cannot be read, or an invalid URL.
-        """
+        """Send a request until its response is final."""
         for retry in range(self._server.max_retries + 1):
             wait_s = min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2**retry) * random.uniform(0.75, 1.25)
             try:
@@ -369,11 +359,7 @@ def _retry_after_s(response: httpx.Response) -> float | None:
 def server_of(
     settings: Settings, base_url: str, api_key: str | None, max_concurrency: int, max_retries: int
 ) -> BatchServer:
-    """The server of a batch.
-
-    Raises:
-        ConfigError: an option of the engine, which the server has not, or an invalid URL or key.
-    """
+    """The server of a batch."""
     engine = sorted(name for name in settings.given if name.partition("_")[0] in _OF_ENGINE)
     if engine:
         flag = engine[0].partition("_")[2].replace("_", "-")

@@ -32,10 +32,7 @@ class _Shape(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchThroughputFlags:
-    """Options of `quire bench throughput`.
-
-    Attributes are options; see their help.
-    """
+    """Options of `quire bench throughput`."""
 
     num_prompts: int = option(32, help="Number of requests.", min_value=1, common=True)
     input_len: int = option(
@@ -72,10 +69,7 @@ def throughput(settings: Settings, *, flags: BenchThroughputFlags) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchLatencyFlags:
-    """Options of `quire bench latency`.
-
-    Attributes are options; see their help.
-    """
+    """Options of `quire bench latency`."""
 
     batch_size: int = option(8, help="Requests per batch.", min_value=1, common=True)
     input_len: int = option(

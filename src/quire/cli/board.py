@@ -30,10 +30,7 @@ _SHOWN = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoardFlags:
-    """Options of `quire board`.
-
-    Attributes are options; see their help.
-    """
+    """Options of `quire board`."""
 
     rules: str = option(
         ";".join(_GRID.rules),

@@ -24,10 +24,7 @@ LONGEST_TOKEN_CHARACTERS = 16  # bounds the text that is tokenized
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrateFlags:
-    """Options of `quire calibrate`.
-
-    Attributes are options; see their help.
-    """
+    """Options of `quire calibrate`."""
 
     text: Path | None = option(
         None,

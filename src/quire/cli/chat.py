@@ -48,10 +48,7 @@ _KEYS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatFlags:
-    """Options of `quire chat`.
-
-    Attributes are options; see their help.
-    """
+    """Options of `quire chat`."""
 
     system: str | None = option(None, help="System message of the conversation.", common=True)
     chat_template: str | None = option(
@@ -185,11 +182,7 @@ class Conversation:
 
 
 def _template_of(llm: "LLM", chat_template: str | None, model: str) -> "ChatTemplate":
-    """Return the chat template to use.
-
-    Raises:
-        ConfigError: the model has no tokenizer or no chat template, or the file is not readable.
-    """
+    """Return the chat template to use."""
     from quire.models.chat_template import ChatTemplate, with_chat_template  # imports torch
 
     tokenizer = with_chat_template(llm.model, chat_template).tokenizer

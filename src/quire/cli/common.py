@@ -53,11 +53,7 @@ def use_threads(threads: int) -> None:
 
 
 def refuse_no_name(model: str | None) -> None:
-    """Refuse an empty model name; None means the command's default.
-
-    Raises:
-        ConfigError: an empty name, for example from an unset shell variable.
-    """
+    """Refuse an empty model name; None means the command's default."""
     if model is not None and not model.strip():
         raise ConfigError(
             "expected a model folder, a hub name or quire-tiny, got an empty name; give a name, or "
@@ -82,11 +78,7 @@ def split_texts(text: str, separator: str = ",") -> tuple[str, ...]:
 
 
 def split_numbers(flag: str, text: str) -> tuple[int, ...]:
-    """Different whole numbers, separated by commas, in their order.
-
-    Raises:
-        ConfigError: a value is no whole number.
-    """
+    """Different whole numbers, separated by commas, in their order."""
     try:
         return tuple(dict.fromkeys(map(int, split_texts(text))))
     except ValueError:

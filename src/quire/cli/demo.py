@@ -22,10 +22,7 @@ _CHECKED = 8  # outputs compared with Transformers: seven questions and one retr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoFlags:
-    """Options of `quire demo`.
-
-    Attributes are options; see their help.
-    """
+    """Options of `quire demo`."""
 
     kv_memory: str = option("8MiB", help="Size of KV memory.", metavar="SIZE", common=True)
     requests: int = option(56, help="Number of requests, 1 to 64.", common=True)

@@ -45,7 +45,6 @@ class DemoPrompt:
     """A prompt of the demo.
 
     Attributes:
-        text: the prompt.
         max_tokens: maximum output tokens.
         answer: expected beginning of the output; None for a question without a check.
     """
@@ -135,7 +134,6 @@ class DemoResult:
     """Result of the demo.
 
     Attributes:
-        prompts: the prompts.
         outputs: the outputs, in the order of the prompts.
         memory_peak: KV memory at the step with the most running requests.
         stats: statistics of the engine at the end.

@@ -41,7 +41,6 @@ class Finding:
     """The result of one check.
 
     Attributes:
-        name: name of the check.
         value: what was found, or the error.
         ok: whether the check passed.
         mark: of a check that passed; `--`: an optional component is missing.
@@ -55,10 +54,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorFlags:
-    """Options of `quire doctor`.
-
-    Attributes are options; see their help.
-    """
+    """Options of `quire doctor`."""
 
     as_json: bool = json_option()
 
@@ -522,11 +518,7 @@ _NEW_TOKENS = 4
 
 
 def generate_with_cache() -> str:
-    """Generate with Transformers' own cache and with a QuireCache; compare the outputs.
-
-    Raises:
-        InvariantError: the outputs differ, or the cache was not used.
-    """
+    """Generate with Transformers' own cache and with a QuireCache; compare the outputs."""
     import torch
     from transformers import AutoConfig
 

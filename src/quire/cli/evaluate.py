@@ -66,10 +66,7 @@ eval_app = typer.Typer(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalTasksFlags:
-    """Options of `quire eval tasks`.
-
-    Attributes are options; see their help.
-    """
+    """Options of `quire eval tasks`."""
 
     as_json: bool = json_option()
 
@@ -104,10 +101,7 @@ def tasks(*, flags: EvalTasksFlags) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalGateFlags:
-    """Options of `quire eval gate`.
-
-    Attributes are options; see their help.
-    """
+    """Options of `quire eval gate`."""
 
     quick: bool = option(False, help="Fewer and shorter prompts.", common=True)
     seed: int = option(1, help="Seed of the prompts.", common=True)

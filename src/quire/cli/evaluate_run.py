@@ -38,10 +38,7 @@ _QUICK = "quick"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalRunFlags:
-    """Options of `quire eval run`.
-
-    Attributes are options; see their help.
-    """
+    """Options of `quire eval run`."""
 
     suite: str | None = option(
         None,
@@ -106,11 +103,7 @@ def run(settings: Settings, *, flags: EvalRunFlags) -> None:
 
 
 def selected(suite: str | None, tasks: str) -> "tuple[tuple[EvalTask, ...], Suite]":
-    """Tasks of the options, and the suite whose lengths and number of prompts are used.
-
-    Raises:
-        ConfigError: an unknown suite or task.
-    """
+    """Tasks of the options, and the suite whose lengths and number of prompts are used."""
     from quire.evals.suite.registry import suite_of, task_of
 
     listed = split_texts(tasks)
@@ -120,11 +113,7 @@ def selected(suite: str | None, tasks: str) -> "tuple[tuple[EvalTask, ...], Suit
 
 
 def refuse_ranks(settings: Settings, config: "EvalConfig") -> None:
-    """Refuse perplexity with a divided model, whose logits are in several processes.
-
-    Raises:
-        ConfigError: both are given.
-    """
+    """Refuse perplexity with a divided model, whose logits are in several processes."""
     size = settings.loading.tensor_parallel_size
     if size > 1 and any(task.name == "perplexity" for task in config.tasks):
         raise ConfigError(
@@ -154,11 +143,7 @@ def opener(settings: Settings) -> "Callable[[KVConfig], LLM]":
 
 
 def evaluation(settings: Settings, config: "EvalConfig", out: Path | None) -> "Evaluation":
-    """Run all cells that are not stored.
-
-    Raises:
-        ConfigError: an invalid file or option.
-    """
+    """Run all cells that are not stored."""
     from quire.evals.suite.cells import CellFolder
     from quire.evals.suite.engines import Engines
     from quire.evals.suite.runner import Evaluator
@@ -211,10 +196,7 @@ def json_bytes(result: dict[str, object]) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalFidelityFlags:
-    """Options of `quire eval fidelity`.
-
-    Attributes are options; see their help.
-    """
+    """Options of `quire eval fidelity`."""
 
     data: Path = option(
         MISSING,
@@ -267,11 +249,7 @@ _Pair = tuple["Reference", "PromptFidelity"]
 def measured(
     settings: Settings, data: Path, max_tokens: int, num_prompts: int | None
 ) -> Sequence[_Pair]:
-    """Reference and fidelity of each prompt.
-
-    Raises:
-        ConfigError: an invalid file or option.
-    """
+    """Reference and fidelity of each prompt."""
     from quire.evals.fidelity import FidelityScorer
     from quire.evals.prompt_file import read_prompts
     from quire.evals.suite.engines import full_kv
@@ -291,11 +269,7 @@ def measured(
 
 
 def refuse_long(prompts: Sequence["UserPrompt"], max_tokens: int, model: "LoadedModel") -> None:
-    """Refuse prompts that exceed the model's context.
-
-    Raises:
-        ConfigError: names the first such prompt.
-    """
+    """Refuse prompts that exceed the model's context."""
     most = model.spec.max_positions - max_tokens
     for number, one in enumerate(prompts, start=1):
         if len(one.token_ids) > most:

@@ -27,10 +27,7 @@ _HOW_TO_PROMPT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateFlags:
-    """Options of `quire generate`.
-
-    Attributes are options; see their help.
-    """
+    """Options of `quire generate`."""
 
     prompt_option: str | None = option(
         None,

@@ -86,10 +86,7 @@ PolicyName = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoliciesFlags:
-    """Options of `quire policies`.
-
-    Attributes are options; see their help.
-    """
+    """Options of `quire policies`."""
 
     as_json: bool = json_option()
 
@@ -277,10 +274,7 @@ CodecName = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecsFlags:
-    """Options of `quire codecs`.
-
-    Attributes are options; see their help.
-    """
+    """Options of `quire codecs`."""
 
     as_json: bool = json_option()
 

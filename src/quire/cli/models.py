@@ -27,7 +27,6 @@ class CachedModel:
     """A model on this machine.
 
     Attributes:
-        name: as MODEL of other commands.
         path: folder or GGUF file; None if it is not installed.
         num_bytes: size of its files.
         kv_bytes_per_token: bytes of keys and values of a token in bfloat16, sliding windows
@@ -46,20 +45,14 @@ class CachedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelsFlags:
-    """Options of `quire models`.
-
-    Attributes are options; see their help.
-    """
+    """Options of `quire models`."""
 
     as_json: bool = json_option()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullFlags:
-    """Options of `quire pull`.
-
-    Attributes are options; see their help.
-    """
+    """Options of `quire pull`."""
 
     revision: str | None = option(
         None, help="Branch, tag or commit of the model. Default: its main branch.", common=True

@@ -21,11 +21,7 @@ if TYPE_CHECKING:
 
 
 def refuse_ray_options(settings: Settings) -> None:
-    """Refuse options of Ray without --ray.
-
-    Raises:
-        ConfigError: names the option.
-    """
+    """Refuse options of Ray without --ray."""
     if settings.ray.enabled:
         return
     for section in (RAY, ROUTER):
@@ -35,11 +31,7 @@ def refuse_ray_options(settings: Settings) -> None:
 
 
 def refuse_on_ray(flag: str, value: object) -> None:
-    """Refuse an option of one engine in this process.
-
-    Raises:
-        ConfigError: the option is given.
-    """
+    """Refuse an option of one engine in this process."""
     if value is not None:
         raise ConfigError(
             f"{flag} is an option of one engine in this process and has no effect with --ray: "

@@ -64,8 +64,6 @@ _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 class ModelConfig:
     """Options of model loading.
 
-    Attributes are options; see their help.
-
     Raises:
         ConfigError: a value of the wrong type or outside the choices.
     """
@@ -140,14 +138,12 @@ class OptionField:
     """One option of the command line and of the TOML file.
 
     Attributes:
-        section: name of its section.
         path: names of the enclosing configs and of the field, such as offload, kv_memory.
         flag: name on the command line, without the leading dashes.
         kind: type on the command line: str, int, float, bool or list[str].
         sized: whether the value may be an integer number of bytes.
         choices: allowed values; empty without a list of choices.
         default: default of the command, else of the field.
-        help: help text.
         group: heading in `--help`.
         common: whether `--help` shows the option; otherwise `--help-all` does.
         synonyms: further names on the command line, without the leading dashes.
@@ -194,7 +190,6 @@ class Section:
     Attributes:
         name: name of the table in a TOML file.
         title: heading of the options in `--help`.
-        config: the dataclass.
         only: flags of the fields that become options; None: all fields.
         shown: whether `--help` shows the common options; otherwise only `--help-all`.
         in_file: whether a TOML file may contain the options.

@@ -33,10 +33,7 @@ LARGEST_BATCH = "Largest batch"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFlags:
-    """Options of `quire plan`.
-
-    Attributes are options; see their help.
-    """
+    """Options of `quire plan`."""
 
     memory: str | None = option(
         None,

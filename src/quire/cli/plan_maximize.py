@@ -231,8 +231,6 @@ class BatchQuestion:
     Attributes:
         prompt_tokens, new_tokens: prompt and output length of each row.
         kv_bytes: size of the KV memory.
-        kv_codec: KV codec.
-        page_tokens: tokens per page.
         evict: eviction rule; None: the rule of Batch-Max.
         cap: replaces the cap of the rule.
         every: replaces the rule's `every`.

@@ -54,7 +54,6 @@ class PlanOptions:
         dtype: dtype of the weights; "auto": dtype of config.json.
         weight_codec: codec of the linear layers' weights: int8 or int4; "auto": none.
         kv_codec: KV codec; None: dtype of the weights.
-        page_tokens: tokens per page.
         sequence_tokens: sequence length; None: 2048 or the model's context.
         batch: batch size in sequences, and rows sampled in a step.
         max_num_batched_tokens: maximum tokens per step.
@@ -85,10 +84,8 @@ class PlanReport:
 
     Attributes:
         model_name: name of the folder or on the hub.
-        model: shape of the model.
         dtype: resolved dtype of the weights.
         weight_codec: codec of the linear layers' weights, or "auto".
-        kv_codec: resolved KV codec.
         batch: batch size in sequences.
         memory: division of the device memory.
         capacity: capacity of the KV memory.
@@ -97,7 +94,6 @@ class PlanReport:
         step: bytes read by a decode step of the batch.
         crossover_batch: the smallest batch whose KV reads exceed the weight reads.
         verdict: assessment of the workload; None without a workload.
-        weights: placement of the weights.
     """
 
     model_name: str
@@ -233,12 +229,7 @@ def _resolve_dtype(dtype: str, config: dict[str, object]) -> str:
 
 
 def _weight_bytes(model: ModelSpec, options: PlanOptions, dtype: str) -> int:
-    """Bytes of all weights.
-
-    Raises:
-        UnknownName: no such codec.
-        ConfigError: offloaded weights cannot be quantized.
-    """
+    """Bytes of all weights."""
     codec = options.weight_codec
     if codec == "auto":
         return model.weight_bytes(dtype_bytes(dtype))

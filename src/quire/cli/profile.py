@@ -28,10 +28,7 @@ DEFAULT_EVICT = "average"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileFlags:
-    """Options of `quire profile`.
-
-    Attributes are options; see their help.
-    """
+    """Options of `quire profile`."""
 
     output: Path | None = option(
         None,

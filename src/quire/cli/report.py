@@ -139,11 +139,7 @@ def print_json(value: Mapping[str, Any]) -> None:
 
 
 def prepare_folder(folder: Path) -> None:
-    """Create a folder for results and check that it is writable, before a long computation.
-
-    Raises:
-        ConfigError: the folder cannot be created or written.
-    """
+    """Create a folder for results and check that it is writable, before a long computation."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -153,11 +149,7 @@ def prepare_folder(folder: Path) -> None:
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write files atomically: readers see the old or the new content of each file.
-
-    Raises:
-        ConfigError: a file cannot be written.
-    """
+    """Write files atomically: readers see the old or the new content of each file."""
     for name, content in files.items():
         try:
             _replace(folder / name, content)

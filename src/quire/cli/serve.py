@@ -17,10 +17,7 @@ from quire.tenancy.tenants import parse_tenants
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeFlags:
-    """Options of `quire serve`.
-
-    Attributes are options; see their help.
-    """
+    """Options of `quire serve`."""
 
     kv_events: Path | None = kv_events_option()
     kv_events_endpoint: str | None = kv_events_endpoint_option()

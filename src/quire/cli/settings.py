@@ -64,14 +64,10 @@ class Settings:
 
     Attributes:
         model: "quire-tiny", a folder or a hub name.
-        loading: options of model loading.
         kv: options of the KV memory.
-        schedule: options of the scheduler.
         sampling: default sampling options of requests.
         trace, machine, cluster: trace, machine and replicas of a simulation.
         router: options of request routing between replicas.
-        server: options of the HTTP server.
-        ray: options of replicas on Ray.
         given: parameters set on the command line or in the file.
         verbose: print details on standard error.
     """
@@ -101,12 +97,7 @@ class Settings:
         }
 
     def open_llm(self) -> "LLM":
-        """Load the model and allocate its KV memory.
-
-        Raises:
-            ConfigError: invalid or conflicting options.
-            ModelError: the model cannot be read.
-        """
+        """Load the model and allocate its KV memory."""
         loading = LoadProgress(self.model)
         with loading.shown():
             llm = self._load()
@@ -176,10 +167,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedFlags:
-    """Options of every command with `Settings`.
-
-    Attributes are options; see their help.
-    """
+    """Options of every command with `Settings`."""
 
     config: Path | None = option(
         None,
@@ -394,11 +382,7 @@ def _resolve(
 
 
 def _sampling(parts: dict[tuple[str, ...], Any]) -> SamplingParams:
-    """Build the sampling options; an error names the flag and what to do.
-
-    Raises:
-        RequestError: an option has the wrong type or is out of range.
-    """
+    """Build the sampling options; an error names the flag and what to do."""
     try:
         built: SamplingParams = SAMPLING.build(parts)
     except RequestError as error:

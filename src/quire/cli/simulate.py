@@ -37,10 +37,7 @@ _ABOUT_MODEL = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateFlags:
-    """Options of `quire simulate`.
-
-    Attributes are options; see their help.
-    """
+    """Options of `quire simulate`."""
 
     trace: Path = option(MISSING, help="Trace file of requests.", common=True)
     out: Path | None = option(
@@ -101,11 +98,7 @@ def simulate(settings: Settings, *, flags: SimulateFlags) -> None:
 
 
 def _refuse_router_alone(settings: Settings) -> None:
-    """Refuse options of routing without a second replica.
-
-    Raises:
-        ConfigError: an option has no effect.
-    """
+    """Refuse options of routing without a second replica."""
     if settings.cluster.replicas > 1:
         return
     for section in (CLUSTER, ROUTER):

@@ -32,11 +32,7 @@ class Simulated:
 
 
 def run_engine(trace: Trace, config: SimConfig) -> Simulated:
-    """Simulate one engine.
-
-    Raises:
-        ConfigError: an option is invalid.
-    """
+    """Simulate one engine."""
     simulator = make_simulator(trace, config)
     started_s = time.perf_counter()
     result = simulator.run(_Progress())
@@ -54,11 +50,7 @@ def run_engine(trace: Trace, config: SimConfig) -> Simulated:
 def run_cluster(
     trace: Trace, config: SimConfig, cluster: ClusterConfig, router: RouterConfig
 ) -> Simulated:
-    """Simulate replicas behind a router.
-
-    Raises:
-        ConfigError: an option is invalid.
-    """
+    """Simulate replicas behind a router."""
     made = make_cluster(trace, config, cluster, router)
     started_s = time.perf_counter()
     result = made.run(_Progress())

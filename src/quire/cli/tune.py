@@ -25,10 +25,7 @@ _SPACE = Space()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneFlags:
-    """Options of `quire tune`.
-
-    Attributes are options; see their help.
-    """
+    """Options of `quire tune`."""
 
     data: Path = option(
         MISSING,
@@ -116,22 +113,14 @@ def tune(settings: Settings, *, flags: TuneFlags) -> None:
 
 
 def refuse_missing(data: Path) -> None:
-    """Refuse a file of prompts that is missing, before options are checked and the model is loaded.
-
-    Raises:
-        ConfigError: no such file.
-    """
+    """Refuse a missing file of prompts before options are checked and the model is loaded."""
     if not data.is_file():
         wrong = "not a regular file" if data.exists() else "no such file"
         raise ConfigError(f"expected --data as a file of prompts, got {data}: {wrong}")
 
 
 def refuse_settings(settings: Settings, command: str = "tune") -> None:
-    """Refuse options that a search sets itself, and a KV memory without a size.
-
-    Raises:
-        ConfigError: names the option.
-    """
+    """Refuse options that a search sets itself, and a KV memory without a size."""
     if settings.kv.memory is None:
         raise ConfigError(
             f"quire {command} needs a KV memory of a fixed size: add --kv-memory, such as 8GiB"
@@ -150,11 +139,7 @@ def refuse_settings(settings: Settings, command: str = "tune") -> None:
 def run_search(
     settings: Settings, config: "TuneConfig", data: Path, out: Path, num_prompts: int | None
 ) -> "Tuned":
-    """Load the model and the prompts, and search.
-
-    Raises:
-        ConfigError: an invalid file or option.
-    """
+    """Load the model and the prompts, and search."""
     from quire.evals.prompt_file import read_prompts
     from quire.evals.tune.run import Tuner, refuse_long
     from quire.evals.tune.scores import ANSWER, CandidateScorer, ScoreFile, fingerprint_of

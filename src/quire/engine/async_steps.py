@@ -158,11 +158,7 @@ class AsyncSteps:
 
 
 def refuse_async(model: LoadedModel, schedule: ScheduleConfig, member: PoolMember | None) -> None:
-    """Refuse required asynchronous scheduling that is not possible, before memory is allocated.
-
-    Raises:
-        ConfigError: states the reason.
-    """
+    """Refuse required asynchronous scheduling that is not possible, before memory is allocated."""
     reason = _why_not_here(model, schedule, member)
     if schedule.async_scheduling and reason is not None:
         raise _refusal(reason)

@@ -129,7 +129,6 @@ class BlockPublisher:
 
     Args:
         endpoint: address to bind, such as tcp://*:5557.
-        topic: the topic that subscribers subscribe to.
 
     Raises:
         ConfigError: the packages are not installed, or the address cannot be bound.
@@ -196,9 +195,6 @@ class EventFile:
 
     Attributes:
         num_lost: events that were neither written nor buffered.
-
-    Raises:
-        ConfigError: the path cannot be written, or is not a regular file, pipe or terminal.
     """
 
     def __init__(self, path: Path) -> None:

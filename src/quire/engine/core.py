@@ -49,7 +49,6 @@ class Engine:
     Args:
         model: loaded weights and tokenizer.
         kv: options of the KV memory.
-        schedule: options of the scheduler.
         pool: membership in a shared KV memory (`SharedPool.join`); one thread must then step all
             engines of the pool. None allocates a separate KV memory.
         return_memory: let the C library return freed CPU memory to the system. By default the
@@ -250,9 +249,6 @@ class Engine:
         other requests continue. After any other exception the step can be repeated: its requests
         are recomputed, except a beam search that was exchanging beams, which ends. An engine with
         several ranks ends after any exception.
-
-        Raises:
-            EngineDead: a rank has failed, and requests are unfinished.
         """
         if self._lockstep.failure is None:
             self._lockstep.call("step")
@@ -356,9 +352,6 @@ class Engine:
         Args:
             request_id: id of an unfinished request or of a recently finished request that recorded
                 its evictions (`record_evictions`); `request#1` is the second of several outputs.
-
-        Raises:
-            RequestError: no eviction trace of this request is stored.
         """
         return self._traces.of(request_id, self.requests())
 
@@ -367,11 +360,7 @@ class Engine:
         return list(dict.fromkeys([*self.scheduler.running, *unfinished]))
 
     def check(self) -> None:
-        """Verify memory accounting and ledger page by page. Slow; for tests and idle engines.
-
-        Raises:
-            InvariantError: the accounts are inconsistent, or an idle engine still holds pages.
-        """
+        """Verify memory accounting and ledger page by page. Slow; for tests and idle engines."""
         (memory := self.pool.kv.memory).check()
         self._ledger.check()
         if not self.has_work and len(memory.live_rows):
@@ -381,11 +370,7 @@ class Engine:
 def _lockstep_of(
     model: LoadedModel, lockstep: Lockstep | None, clock: Callable[[], float]
 ) -> Lockstep:
-    """Return the given lockstep, or that of a model with one rank.
-
-    Raises:
-        ConfigError: the model has several ranks, and the engine knows one.
-    """
+    """Return the given lockstep, or that of a model with one rank."""
     found = Alone(clock) if lockstep is None else lockstep
     if found.size != model.group.size:
         raise ConfigError(

@@ -150,7 +150,6 @@ class GraphStats:
     Attributes:
         replayed: forwards that a graph ran.
         not_replayed: other forwards, such as those with prompt tokens.
-        captures: graphs that were captured.
         off: why no more graphs are used; None while they are.
     """
 
@@ -191,9 +190,6 @@ class DecodeGraphs:
     """Captures and replays the decode steps of one engine.
 
     Args:
-        decoder: the model.
-        kv: the KV memory.
-        capture: captures the steps.
         max_rows: maximum number of rows of a step.
         required: refuse steps that cannot be captured, instead of running them without graphs.
 
@@ -333,11 +329,7 @@ def why_no_graphs(kv: PagedKV) -> str | None:
 
 
 def refuse_graphs(model: LoadedModel, schedule: ScheduleConfig) -> None:
-    """Refuse required graphs that are not possible for a model, before memory is allocated.
-
-    Raises:
-        ConfigError: states the reason.
-    """
+    """Refuse required graphs that are not possible for a model, before memory is allocated."""
     reason = _why_not_here(model, schedule)
     if schedule.cuda_graphs and reason is not None:
         raise _refusal(reason)

@@ -28,11 +28,7 @@ from quire.scheduler.schedule_config import ScheduleConfig
 
 
 def check_pooling(model: LoadedModel, params: SamplingParams) -> None:
-    """Prepare the model for embeddings, at the first request with `pooling`.
-
-    Raises:
-        RequestError: the model has no hidden states.
-    """
+    """Prepare the model for embeddings, at the first request with `pooling`."""
     if params.pooling is None:
         return
     why_not: str | None = "its decoder returns logits only"
@@ -51,9 +47,7 @@ class InputProcessor:
     """Converts generation requests to scheduler requests.
 
     Args:
-        model: model of the engine.
         pool: KV memory of the engine, with the eviction rules that requests may use.
-        schedule: options of the scheduler.
         kv: default of `record_evictions`.
         clock: time in seconds, for time stamps.
 
@@ -123,11 +117,7 @@ class InputProcessor:
         return self._rules.context_tokens(self._rules.rule(evict), prompt_tokens)
 
     def _policy(self, rule: EvictionRule, prompt_tokens: int, final_tokens: int) -> "_Policy":
-        """Resolve the eviction rule of a request.
-
-        Raises:
-            RequestError: the cap is too small, or a page of the statistics is too large.
-        """
+        """Resolve the eviction rule of a request."""
         none = statistics_used(self._pool.kv.memory.layout, ())
         if not rule.evicts:
             return _Policy(memory=RequestMemory(statistics=none))
@@ -200,11 +190,7 @@ MAX_SALT_CHARACTERS = 128
 
 
 def checked_prompt(prompt_token_ids: Sequence[int], spec: ModelSpec) -> list[int]:
-    """Check the token ids of a prompt and return them as a list; `check_context` checks the length.
-
-    Raises:
-        RequestError: an empty prompt, or an id outside the vocabulary.
-    """
+    """Check the token ids of a prompt, return a list; `check_context` checks the length."""
     try:
         prompt = [operator.index(i) for i in prompt_token_ids]
     except TypeError as error:
@@ -223,11 +209,7 @@ def checked_prompt(prompt_token_ids: Sequence[int], spec: ModelSpec) -> list[int
 
 
 def check_context(prompt_tokens: int, context_tokens: int) -> None:
-    """Refuse a prompt that is longer than the context.
-
-    Raises:
-        RequestError: gives both lengths.
-    """
+    """Refuse a prompt that is longer than the context."""
     if prompt_tokens > context_tokens:
         raise RequestError(
             f"the prompt has {prompt_tokens} tokens, the model's context {context_tokens}; shorten "
@@ -237,11 +219,7 @@ def check_context(prompt_tokens: int, context_tokens: int) -> None:
 
 
 def checked_salt(salt: str) -> str:
-    """Check the salt of a request's cached prefixes.
-
-    Raises:
-        RequestError: the salt is too long, or has unprintable characters.
-    """
+    """Check the salt of a request's cached prefixes."""
     if len(salt) > MAX_SALT_CHARACTERS:
         raise RequestError(
             f"expected a cache_salt of at most {MAX_SALT_CHARACTERS} characters, got {len(salt)}",
@@ -257,11 +235,7 @@ def checked_salt(salt: str) -> str:
 
 
 def checked_deadline(deadline_s: float | None) -> float:
-    """Check the deadline of a request in seconds from now; infinity if unset.
-
-    Raises:
-        RequestError: the deadline is not a positive finite number.
-    """
+    """Check the deadline of a request in seconds from now; infinity if unset."""
     if deadline_s is None:
         return math.inf
     if not 0 < deadline_s < math.inf:
@@ -279,9 +253,6 @@ def checked_params(
     """Resolve sampling parameters with the model's defaults and limit `max_tokens` to the context.
 
     At the end of the context the output ends with "length".
-
-    Raises:
-        RequestError: options that do not fit the vocabulary, or no context left for one new token.
     """
     resolved = params.resolve(model.generation)
     resolved.validate_for(model.spec.vocab_size)

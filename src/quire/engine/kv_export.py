@@ -33,7 +33,6 @@ class ExportedKV:
 
     Attributes:
         num_tokens: tokens of the prefix, whole blocks.
-        num_bytes: bytes of their KV and statistics.
         fingerprint: identity of model, precision, codec and layout; those of both engines must be
             equal.
     """
@@ -69,10 +68,6 @@ class KVExport:
         Returns:
             The KV, None if nothing is cached; and whether that are all whole blocks that a request
             can share.
-
-        Raises:
-            RequestError: the request is invalid, or shares no KV.
-            UnsoundCombination: the engine has no prefix cache.
         """
         index, request = self._index(), self._request(requested)
         if request.computes_whole_prompt:

@@ -97,9 +97,6 @@ def swap_space(
         host_bytes: configured size; None for the default size.
         offload_bytes: size of the memory for offloaded KV.
         group: the ranks that share the model.
-
-    Raises:
-        UnsoundCombination: the batcher needs swap space, and there is no memory for it.
     """
     store, layout = store_of(memory), memory.layout
     # ranks must learn equal rates at the same steps, so their copies block

@@ -27,8 +27,6 @@ class HostExtent:
     """Pages of a swapped request in one page class.
 
     Attributes:
-        request: the swapped request.
-        codec: codec of the pages.
         num_bytes: the request's share of the bytes; requests swapped together share pages.
         exact: whether the KV was exact when the request was swapped out.
     """
@@ -54,8 +52,6 @@ class Ledger:
     """Reports the memory accounts of an engine. Stores no counters: see `quire.kv.ledger`.
 
     Args:
-        memory: the arena.
-        requests: returns all unfinished requests.
         host: swap space; None without one.
         in_flight: returns the bytes of pages in in-flight prefix loads.
         offload: offloaded KV of running requests; None without KV offload.
@@ -125,11 +121,7 @@ class Ledger:
         return {name: totals[name] for name in ("offloaded_bytes", "activation_bytes") if totals}
 
     def check(self) -> None:
-        """Verify the ledger against a count of every page. Slow.
-
-        Raises:
-            InvariantError: ledger and pages differ.
-        """
+        """Verify the ledger against a count of every page. Slow."""
         prove_extents(self._memory, extents_of(self._memory))
         if self._offload is not None:
             self._offload.check()

@@ -111,7 +111,6 @@ class OpenedTiers:
     """Open tiers, fastest first, and the identity of the blocks that may be read from them.
 
     Attributes:
-        tiers: at least one tier, with its kind.
         nature: digest of model, precision, codec and layout of readable blocks.
         secret: secret that salts are derived from; None if the prefixes of tenants are not reused
             after the engine ends.
@@ -126,11 +125,7 @@ class OpenedTiers:
     is_required: bool = False
 
     def attach(self, index: PrefixIndex) -> PrefixTier:
-        """Store the blocks of a prefix index in the tiers; on failure the caller closes them.
-
-        Raises:
-            ConfigError: a required tier cannot be used.
-        """
+        """Store the blocks of a prefix index in the tiers; on failure the caller closes them."""
         record_bytes = BlockRecords(index.memory, index.block_tokens).record_bytes
         stores: list[PrefixStore] = []
         rates: list[RateEstimator] = []
@@ -142,11 +137,7 @@ class OpenedTiers:
         return PrefixTier(index, levels, write_through=self.write_through)
 
     def _seconds_per_byte(self, level: int, store: PrefixStore) -> float:
-        """Read speed of a tier; an assumed one if it cannot be used.
-
-        Raises:
-            ConfigError: it cannot be used, and is required.
-        """
+        """Read speed of a tier; an assumed one if it cannot be used."""
         breaker = store.breaker
         if not breaker.num_outages:
             try:
@@ -268,11 +259,7 @@ def _check(config: PrefixCacheConfig) -> None:
 
 
 def _usable_secret(options: PrefixCacheConfig, slowest: Tier) -> bytes | None:
-    """The secret that tenants' salts derive from; None if it cannot be read or written.
-
-    Raises:
-        ConfigError: it cannot be read or written, and the tiers are required.
-    """
+    """The secret that tenants' salts derive from; None if it cannot be read or written."""
     try:
         return slowest.secret()
     except StorageError as error:
@@ -284,11 +271,7 @@ def _usable_secret(options: PrefixCacheConfig, slowest: Tier) -> bytes | None:
 
 
 def _seconds_per_byte(tier: Tier) -> float:
-    """Read speed of a tier, measured with one read; every load refines it.
-
-    Raises:
-        StorageError: the tier cannot be reached.
-    """
+    """Read speed of a tier, measured with one read; every load refines it."""
     into = memoryview(bytearray(_PROBE_BYTES))
     own = f"{_PROBE}-{secrets.token_hex(8)}"  # another engine may measure at the same time
     try:

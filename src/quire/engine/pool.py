@@ -53,7 +53,6 @@ class KVPool:
 
     Attributes:
         kv: bookkeeping, bytes and attention backend.
-        rules: eviction rules.
         eviction: the default rule, resolved for the longest prompt.
         stored_as: storage format of keys and values.
         reason: reason for the selected attention backend.
@@ -183,11 +182,7 @@ class _PoolPlan:
 
 
 def _plan_pool(model: LoadedModel, config: KVConfig, schedule: ScheduleConfig) -> _PoolPlan:
-    """Resolve the options of a pool and refuse conflicting options.
-
-    Raises:
-        ConfigError: invalid or conflicting options.
-    """
+    """Resolve the options of a pool and refuse conflicting options."""
     _refuse_on_ranks(model.group.size, config, schedule)
     refuse_nothing_shared(schedule.objective, offloaded_weights=model.weights is not None)
     stored_as = codec_of(config, model)

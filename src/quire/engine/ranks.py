@@ -35,13 +35,10 @@ class RankOptions:
     """Options of an engine with several ranks; equal on all ranks.
 
     Attributes:
-        size: number of ranks.
         timeout_s: maximum time in seconds that a rank waits for the others within a step.
         model: a folder, a hub name, or "quire-tiny".
         dtype, device, trust_remote_code, verify, model_impl, weight_codec: see `load_model`.
         max_model_len: maximum tokens of a sequence; None: the model's context.
-        kv: options of the KV memory of each rank.
-        schedule: options of the scheduler.
         return_memory: see `Engine`.
     """
 
@@ -70,11 +67,7 @@ class RankOptions:
             raise ConfigError(f"expected tensor_parallel_timeout above 0 s, got {self.timeout_s:g}")
 
     def device_of(self, rank: int) -> torch.device:
-        """Return the device of a rank.
-
-        Raises:
-            ConfigError: there are fewer CUDA devices than ranks.
-        """
+        """Return the device of a rank."""
         name = self.device
         if name == "auto":
             name = "cuda" if torch.cuda.is_available() else "cpu"

@@ -47,7 +47,6 @@ class RowPart:
     """Consecutive tokens of a request in a batch.
 
     Attributes:
-        request: the request.
         done: number of the request's tokens in earlier batches of the step.
         tokens: number of the request's tokens in this batch.
         later: number of the request's tokens in later batches of the step.
@@ -165,8 +164,6 @@ class Runner:
     """Computes the logits of step plans.
 
     Args:
-        decoder: the model.
-        kv: the KV memory.
         times: accumulates the time of input preparation.
         step: batch size; a larger step runs as several batches, layer by layer.
         fixed_rows: rows of every forward pass; None: one row per token of the batch.

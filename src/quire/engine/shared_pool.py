@@ -142,11 +142,7 @@ class SharedPool:
         return scheduler is not None and scheduler.preempt_one()
 
     def refuse_if_not_free(self, name: str) -> None:
-        """Refuse a second engine for a member, and an engine for a member that has left.
-
-        Raises:
-            ConfigError: the member has an engine, or has left the pool.
-        """
+        """Refuse a second engine for a member, and an engine for a member that has left."""
         if name in self._schedulers:
             raise ConfigError(f"two members of the shared pool are named {name!r}")
         if name not in self._promised:
@@ -160,11 +156,7 @@ class SharedPool:
         del self._promised[name]
 
     def check(self) -> None:
-        """Verify that every slab is free or belongs to exactly one member.
-
-        Raises:
-            InvariantError: a slab does not.
-        """
+        """Verify that every slab is free or belongs to exactly one member."""
         self.arena.check()
 
 
@@ -175,8 +167,6 @@ class PoolMember:
     If the construction of the engine fails, the member leaves the pool: join again to retry.
 
     Attributes:
-        pool: the shared pool.
-        name: unique in the pool.
         guaranteed_bytes: bytes always available to the engine.
         burst_bytes: limit of bytes beyond the guarantee; None: no limit.
     """
@@ -225,9 +215,6 @@ def joining(member: PoolMember | None) -> Iterator[Callable[[Scheduler], None]]:
 
     Yields:
         A function that registers the engine's scheduler.
-
-    Raises:
-        ConfigError: the member has an engine, or has left the pool.
     """
     if member is None:
         yield lambda scheduler: None

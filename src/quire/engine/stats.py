@@ -21,7 +21,6 @@ class RequestBytes:
     """KV memory of one running request.
 
     Attributes:
-        request_id: id of the request.
         tokens: logical length: tokens computed so far.
         kv_bytes: bytes of all pages in its page table.
     """
@@ -36,7 +35,6 @@ class TenantBytes:
     """KV memory of the requests of one tenant.
 
     Attributes:
-        tenant: name of the tenant.
         num_requests: running and waiting requests.
         kv_bytes: bytes of all pages of its requests; each request counts shared pages in full.
     """
@@ -53,18 +51,15 @@ class EngineStats:
     Attributes:
         kv_total_bytes: size of the arena; always used + free.
         kv_used_bytes: bytes of pages in use, including the waste at slab boundaries.
-        kv_free_bytes: free bytes of the arena.
         kv_peak_bytes: peak bytes of pages in use, without cached prefixes.
         scratch_peak_bytes: peak bytes of gathered KV, outside the arena.
         weight_bytes: parameters and buffers on the device, including slots for prefetched layers.
         host_weight_bytes: weights of offloaded layers in CPU memory; 0 without weight offload.
         offloaded_weight_bytes: weight bytes transferred to the device.
         num_running, num_waiting: requests with and without KV.
-        num_preemptions, num_steps: preemptions and engine steps.
         num_evictions: evictions of tokens, without those repeated by a recompute.
         evicted_tokens: evicted tokens; for each request the mean over its lanes.
         num_processed_tokens: tokens run through the model, including recomputed tokens.
-        num_generated_tokens: output tokens.
         times: time per phase of the steps.
         requests: KV memory of each running request.
         tenants: KV memory of each tenant.

@@ -160,7 +160,6 @@ class Reference:
         likeliest: the most likely tokens after each position.
         logprobs: their natural log-probabilities.
         kv_peak_bytes: most KV bytes of the request.
-        text: the output as text.
     """
 
     prompt: tuple[int, ...]
@@ -192,14 +191,9 @@ class FidelityScorer:
     """Runs prompts one by one in one configuration.
 
     Args:
-        model: the model.
         kv: KV configuration; its memory and prefix cache are replaced.
         longest_tokens: most tokens of a prompt with its output.
         new_tokens: most output tokens.
-
-    Raises:
-        ConfigError: the configuration is invalid for this model.
-        UnsoundCombination: options of the configuration exclude each other.
     """
 
     def __init__(
@@ -212,11 +206,7 @@ class FidelityScorer:
         self._llm = LLM(replace(model, decoder=self._decoder), kv=alone, verify=False)
 
     def reference(self, prompt: Sequence[int]) -> Reference:
-        """Generate greedily.
-
-        Raises:
-            InvariantError: the request failed.
-        """
+        """Generate greedily."""
         self._decoder.follow(())
         output, logits = self._run(prompt, self._new_tokens)
         logprobs, likeliest = logits.log_softmax(dim=1).topk(min(LIKELIEST, logits.shape[1]))
@@ -230,11 +220,7 @@ class FidelityScorer:
         )
 
     def score(self, reference: Reference) -> PromptFidelity:
-        """Follow a reference.
-
-        Raises:
-            InvariantError: the request failed.
-        """
+        """Follow a reference."""
         self._decoder.follow(reference.output)
         output, logits = self._run(reference.prompt, len(reference.output))
         found = logits.log_softmax(dim=1)
@@ -250,9 +236,6 @@ class FidelityScorer:
         """Mean negative log-probability in nats of the tokens of a continuation.
 
         Each token is a decode step, so that an eviction rule acts as in generation.
-
-        Raises:
-            InvariantError: the request failed.
         """
         self._decoder.follow(continuation)
         output, logits = self._run(prompt, len(continuation))

@@ -33,9 +33,7 @@ class Question:
     """A prompt, its expected answer, and the depth of the answer in the prompt.
 
     Attributes:
-        prompt: text of the prompt.
         answer: text that a greedy continuation must begin with.
-        depth: the requested depth, one of DEPTHS.
         place: the actual depth, 0 (first) to 1 (last). None if the answer has no single location.
         answers: all texts that a correct continuation contains. Empty: the answer only.
         chance: accuracy of random guessing (0 to 1).
@@ -164,7 +162,6 @@ class GateVerdict:
     """The result of one case, compared with the two thresholds.
 
     Attributes:
-        task: the task family.
         tokens: length of a prompt.
         full: fraction of exact answers with the full cache, all depths.
         evicted: fraction of exact answers about old records, with sinks and the newest half only.

@@ -13,7 +13,6 @@ class Mean:
     """A mean with its 95 % interval.
 
     Attributes:
-        mean: of the values.
         low, high: 2.5 and 97.5 percentiles of the means of resampled values.
         count: number of values.
         most: largest value.

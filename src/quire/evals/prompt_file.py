@@ -20,7 +20,6 @@ class UserPrompt:
     """One prompt.
 
     Attributes:
-        token_ids: the prompt.
         answer: text that a correct output contains; empty if unknown.
     """
 
@@ -41,10 +40,6 @@ def read_prompts(
         model: its tokenizer and chat template are used.
         limit: number of prompts; None: all.
         content_format: form of the content of messages; see `ChatTemplate`.
-
-    Raises:
-        ConfigError: the file has no prompts.
-        TraceError: a line is not a prompt.
     """
     found: list[UserPrompt] = []
     chat = None if model.tokenizer is None else ChatTemplate(model.tokenizer, content_format)

@@ -104,9 +104,6 @@ def check_positions(
         position_ids: [rows or 1, columns]; values at pads are ignored.
         counts: new tokens of each row, the last columns.
         lengths: tokens of each row before them.
-
-    Raises:
-        RequestError: names the first row with other positions.
     """
     columns = position_ids.shape[1]
     first = torch.tensor(
@@ -151,9 +148,6 @@ def wanted_columns(logits_to_keep: object, columns: int) -> NDArray[np.int64]:
     Args:
         logits_to_keep: number of last columns (0: all), or a list of columns.
         columns: number of columns of the batch.
-
-    Raises:
-        RequestError: columns that differ from row to row.
     """
     if isinstance(logits_to_keep, Tensor):
         if logits_to_keep.ndim != 1:
@@ -169,11 +163,7 @@ def wanted_columns(logits_to_keep: object, columns: int) -> NDArray[np.int64]:
 
 
 def refuse_unread(arguments: Mapping[str, object]) -> None:
-    """Refuse arguments that would change the output and are not supported.
-
-    Raises:
-        RequestError: names the first such argument.
-    """
+    """Refuse arguments that would change the output and are not supported."""
     if arguments.get("use_cache") is False:
         raise RequestError("use_cache=False and a cache exclude each other; remove one of them")
     if arguments.get("inputs_embeds") is not None:
@@ -192,7 +182,6 @@ class ForkPoint:
     """The rows of a batch before its newest tokens.
 
     Attributes:
-        rows: forks of the rows.
         token_ids: [rows, columns] the tokens processed since then.
     """
 
@@ -312,10 +301,7 @@ class CachePlan:
     """The resolved options of a cache.
 
     Attributes:
-        decoder: the model.
-        rule: eviction rule of all rows.
         rules: the rule and its statistics, for the memory.
-        layout: layout of each sequence.
         stored: storage format of keys and values.
         options: size and pages of the memory.
         rope_variant: RoPE scaling variant of all rows.
@@ -378,11 +364,7 @@ class CacheRows:
         return len(self._sequences.rows) if self._sequences else -1
 
     def opened(self) -> tuple[PagedKV, Sequences]:
-        """The KV and its rows.
-
-        Raises:
-            RequestError: no forward has used the cache yet.
-        """
+        """The KV and its rows."""
         if self.kv is None or self._sequences is None:
             raise RequestError("this cache is empty: no forward has used it yet")
         return self.kv, self._sequences

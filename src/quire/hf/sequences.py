@@ -59,10 +59,8 @@ class Sequences:
     """All rows of a batch.
 
     Args:
-        decoder: the model.
         kv: the paged KV of the cache; its memory has at least twice as many rows as the batch.
         evicting: evicts tokens from the rows.
-        rule: eviction rule of all rows.
         rows: state of each row; no token is processed yet.
     """
 

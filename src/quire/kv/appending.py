@@ -91,9 +91,6 @@ def extend_from_references(
     Returns:
         False if the row cannot share them (see `can_append`), or if the copies of the statistics
         do not fit; nothing was changed.
-
-    Raises:
-        InvariantError: a reference was released, or the references do not follow the row.
     """
     length = int(memory.lengths[row])
     require_chain(memory, cached_references, statistics, start=length)

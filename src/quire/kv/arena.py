@@ -106,10 +106,6 @@ class Arena:
         self._free.append(slab)
 
     def check(self) -> None:
-        """Check that no slab is in the free list twice.
-
-        Raises:
-            InvariantError: a slab is in the free list twice.
-        """
+        """Check that no slab is in the free list twice."""
         if len(set(self._free)) != len(self._free):
             raise InvariantError("a slab is twice in the free list of the arena")

@@ -146,7 +146,6 @@ class CodedLayers:
     """The codec of each layer, with the layer's measured constants.
 
     Args:
-        store: the store that holds the pages.
         measured: measured constants; None if no codec needs any.
     """
 

@@ -53,7 +53,6 @@ class CompactionPlan:
 
     Attributes:
         group: name of the lane group.
-        row: the sequence.
         held_slots: [lanes] slots of each lane when the plan was computed.
         keep: [lanes, slots] True for retained slots; False after the last slot of a lane.
         moves: slot moves, one source to one target.
@@ -216,11 +215,7 @@ def _freed_pages(
 
 
 def require_private_copies(memory: KVMemory, *plans: CompactionPlan) -> None:
-    """Refuse plans whose private copies do not fit, before other data is written for the plans.
-
-    Raises:
-        OutOfPages: too few free pages for the private copies.
-    """
+    """Refuse plans whose private copies do not fit, before other data is written for the plans."""
     needed: dict[PageClass, int] = {}
     for plan in plans:
         for page_class, count in plan.needed_pages.items():

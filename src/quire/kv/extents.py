@@ -98,11 +98,7 @@ class ExtentMap:
         self._free[first:last] = [Extent(start, end - start)]
 
     def check(self, taken: tuple[Extent, ...]) -> None:
-        """Check that free and used extents tile the range and adjacent free extents are joined.
-
-        Raises:
-            InvariantError: a byte is missing or counted twice, or two free extents are not joined.
-        """
+        """Check that free and used extents tile the range and adjacent free extents are joined."""
         if sum(hole.num_bytes for hole in self._free) != self.free_bytes:
             raise InvariantError(f"{self.free_bytes:,} B are counted as free, the holes differ")
         position = 0

@@ -29,7 +29,6 @@ class _Fence:
 
     Attributes:
         first_bytes: int64 [pages] first byte of each page, ascending.
-        page_bytes: bytes of each page.
         copy: reads the pages.
     """
 

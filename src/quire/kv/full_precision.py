@@ -86,7 +86,6 @@ class FullPrecisionStep:
 
     Args:
         buffer: pages of the full-precision tokens.
-        batch: batch of the step.
         lengths: lengths of all rows, including the step's tokens.
         promoted: promoted tokens of the group; None if it has none.
     """

@@ -22,7 +22,6 @@ class GroupStep:
 
     Attributes:
         plans: the backend's plan of each layer.
-        pages: the pages of each layer.
         new_slots: the slots of the new tokens in each layer.
         new_places: pages and offsets of the new tokens, each [layers, tokens, lanes of a layer].
         positions: int32 [pages, tokens] of all pages of the class; None if pages have no positions.

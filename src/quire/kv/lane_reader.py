@@ -41,9 +41,7 @@ class LaneReader:
     """The lanes of some layers of one group for one row. Valid until the row changes.
 
     Args:
-        kv: the paged KV of the engine.
         group: name of the lane group; the group has no window.
-        row: the sequence.
         layers: consecutive indices of layers in the group; None for all.
         whole_window: read every token that is stored in full precision from there, not only those
             that the newest query reads so.

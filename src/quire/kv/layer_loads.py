@@ -32,9 +32,6 @@ class LayerLoads(Protocol):
             group: name of the lane group.
             kept: [lanes, columns] pages of each lane after the cut.
             copies: private copies of pages in the arena that the cuts make.
-
-        Raises:
-            OutOfPages: too few free pages.
         """
         ...
 

@@ -41,7 +41,6 @@ class LedgerExtent:
         codec: codec of keys and values.
         references: references to each page, by sequences and by the prefix index.
         sequences: number of sequences that reference each page.
-        pages: number of pages.
         num_bytes: the owner's share of the pages' bytes; all bytes if the pages are not shared.
         exact: whether every token up to the sequence's length is stored without loss.
     """

@@ -68,9 +68,6 @@ def retained_pages(keep: Mask, num_slots: NDArray[np.int32], page_tokens: int) -
         keep: [lanes, slots] True for retained slots; False after a lane's last slot.
         num_slots: [lanes] slots of each lane.
         page_tokens: slots of a page.
-
-    Raises:
-        ConfigError: a page has both retained and evicted slots.
     """
     lanes, columns = len(keep), -(-keep.shape[1] // page_tokens)
     padded = np.zeros((lanes, columns * page_tokens), dtype=bool)

@@ -327,11 +327,7 @@ class KVMemory:
     # ---- checks --------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Check that every byte is accounted for and all reference counts are correct.
-
-        Raises:
-            InvariantError: an invariant of the arena, the pools or the tables does not hold.
-        """
+        """Check that every byte is accounted for and all reference counts are correct."""
         self.arena.check()
         if sorted(self._free_rows) != np.flatnonzero(~self._live).tolist():
             raise InvariantError("a row is both free and in use, or is twice in the free list")

@@ -23,7 +23,6 @@ class PromotedBuffer:
     """Pages that hold the promoted tokens of a lane group.
 
     Attributes:
-        tokens: number of promoted tokens.
         coded: encodes and decodes the records.
         marks: [page, record] position + 1 of the token in the record; 0 for a free record.
         table: page table of these pages, one page per lane.

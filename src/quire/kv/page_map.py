@@ -45,8 +45,6 @@ class ClassFacts:
     """The pages of one page class in slabs of the class, or in free slabs.
 
     Attributes:
-        page_class: the class.
-        codec: its codec.
         pages: page numbers, ascending.
         owner: [pages] FREE, CACHE, or FIRST_ROW plus the index of a row.
         state: [pages] bits of the state.

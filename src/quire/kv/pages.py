@@ -177,11 +177,7 @@ class PagePool:
         self._arena.free_slab(slab)
 
     def check(self) -> None:
-        """Check that every page of every held slab is either free once or referenced.
-
-        Raises:
-            InvariantError: a page is both, neither, or in the free list twice.
-        """
+        """Check that every page of every held slab is either free once or referenced."""
         used = free = 0
         for slab, stack in self._stacks.items():
             idle = stack[: self._num_free[slab]]

@@ -107,7 +107,6 @@ class BlockChain:
 
     Args:
         identity: root and salt of the keys.
-        block_tokens: tokens of a block.
         read: returns the tokens at positions (start, end); tokens once returned must not change.
     """
 

@@ -20,11 +20,7 @@ def prove_references(
     tables: Mapping[str, LaneTable],
     cached_references: Iterable[Mapping[str, PageNumbers]],
 ) -> None:
-    """Check reference counts against page tables and cached references.
-
-    Raises:
-        InvariantError: a reference count is wrong.
-    """
+    """Check reference counts against page tables and cached references."""
     expected = np.zeros_like(pool.ref_counts)
     own = {n: table for n, table in tables.items() if table.group.page_class == pool.page_class}
     for table in own.values():
@@ -77,11 +73,7 @@ def prove_lanes(
 
 
 def prove_slabs(arena: Arena, pools: Iterable[PagePool]) -> None:
-    """Check that every slab is either free or held by one page pool.
-
-    Raises:
-        InvariantError: a slab is held by two pools, or held and free.
-    """
+    """Check that every slab is either free or held by one page pool."""
     slabs = [slab for pool in pools for slab in pool.held_slabs]
     if len(slabs) != len(set(slabs)) or arena.free_slabs & set(slabs):
         raise InvariantError("a slab serves two page classes, or is held and free at once")

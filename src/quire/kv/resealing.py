@@ -37,8 +37,6 @@ class _Part:
     """The lanes of some layers in a compaction.
 
     Attributes:
-        group: lane group.
-        lanes: lanes of the table.
         pages: [lanes, capacity] page numbers.
         kept: [lanes] slots after the compaction.
         is_changed: [lanes] whether a lane loses slots.
@@ -138,7 +136,6 @@ class Resealing:
     """Moves slots of pages that a codec encodes as a whole, and encodes these pages again.
 
     Args:
-        kv: the paged KV of the engine.
         group: name of the lane group; its codec encodes whole pages.
         scratch_bytes: bound on the copies of keys and values, except for a single layer.
 

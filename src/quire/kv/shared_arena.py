@@ -106,11 +106,7 @@ class SharedArena:
         return member
 
     def leave(self, name: str) -> None:
-        """Remove a member that holds no slabs; it cannot allocate slabs afterwards.
-
-        Raises:
-            InvariantError: the member holds slabs.
-        """
+        """Remove a member that holds no slabs; it cannot allocate slabs afterwards."""
         member = self.members[name]
         if member.held:
             raise InvariantError(f"member {name!r} leaves with slabs {sorted(member.held)}")
@@ -142,11 +138,7 @@ class SharedArena:
                 )
 
     def check(self) -> None:
-        """Check that every slab is either free once or held by one member.
-
-        Raises:
-            InvariantError: a slab is neither, or held or free twice.
-        """
+        """Check that every slab is either free once or held by one member."""
         slabs = [*self.free, *(slab for m in self.members.values() for slab in m.held)]
         if sorted(slabs) != list(range(self.num_slabs)):
             raise InvariantError("a slab of the shared arena is missing, or held twice")
@@ -157,7 +149,6 @@ class MemberArena(Arena):
     """One member's view of a shared arena.
 
     Attributes:
-        name: name of the member.
         size_option: the option that sets the guaranteed bytes; a request must fit into them.
         num_slabs: number of guaranteed slabs; a request must fit into them.
         held: numbers of the slabs that the member holds.
@@ -233,9 +224,5 @@ class MemberArena(Arena):
         self._arena.free.append(slab)
 
     def check(self) -> None:
-        """Check the whole shared arena; see `SharedArena.check`.
-
-        Raises:
-            InvariantError: a slab is missing, or held twice.
-        """
+        """Check the whole shared arena; see `SharedArena.check`."""
         self._arena.check()

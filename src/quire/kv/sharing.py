@@ -134,9 +134,6 @@ def reference_statistics(memory: KVMemory, row: int) -> CachedReference | None:
     A sequence that starts from the cached prefix starts with copies of these statistics. The
     reference holds the private groups that the row uses, except promoted (mixed-precision) tokens:
     there are none before the first eviction.
-
-    Raises:
-        ConfigError: the row has evicted tokens, so its statistics do not describe the prefix.
     """
     private = [table for table in _referenced_tables(memory) if table.active[row]]
     if not private or not memory.fits(referenced_statistics_pages(memory, row)):

@@ -78,7 +78,6 @@ class _GroupInputs:
     """Inputs of one lane group: places in the buffer.
 
     Attributes:
-        group: the lane group.
         is_uniform: see `StaticShape`.
         pages, offsets: of new tokens, [layers, rows, lanes of a layer].
         slots: live slots as int32, [1 or layers, rows, lanes of a layer].
@@ -97,13 +96,7 @@ class _GroupInputs:
 
 
 class StaticInputs:
-    """The inputs of a step, on the CPU and on the device.
-
-    Args:
-        groups: lane groups that attend.
-        shape: shape of the step.
-        device: of the pages.
-    """
+    """The inputs of a step, on the CPU and on the device."""
 
     def __init__(
         self, groups: Sequence[LaneGroup], shape: StaticShape, device: torch.device
@@ -175,8 +168,6 @@ class _StaticGroup:
 
     Attributes:
         distinct: the backend's plans, one for all layers or one for each.
-        plans: the plan of each layer.
-        pages, new_slots: of each layer.
         positions: of all pages of the class; None if pages have no positions.
     """
 

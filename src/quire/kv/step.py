@@ -48,8 +48,6 @@ class PagedKV:
 
     Args:
         memory: bookkeeping; its store is `store`.
-        store: the page bytes.
-        backend: computes attention.
         measured: measured constants of codecs that need them.
         offload: KV offload; None if all KV is in the arena.
         pre_rope: attention of rows whose keys are stored before RoPE, beside rows with keys after
@@ -189,7 +187,6 @@ class StepAttention:
     """Attention for one flat batch, created after the memory has grown by the step's tokens.
 
     Args:
-        kv: the paged KV of the engine.
         rows: [rows] table rows in the order of the flat batch, one-token rows first.
         tokens: [rows] new tokens of each row.
         later: [rows] new tokens of each row in later batches of the same step, whose slots are

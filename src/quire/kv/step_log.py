@@ -20,7 +20,6 @@ class Timed:
         kind: one of the names above.
         layer: index of the layer in the model.
         tokens: tokens that the operation processed.
-        num_bytes: bytes copied.
         start_s: start in seconds since the step began.
         end_s: end in seconds since the step began.
     """

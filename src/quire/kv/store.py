@@ -60,7 +60,6 @@ class PageStore:
 
     Args:
         total_bytes: size of the arena, as rounded by `Arena`.
-        device: device of the arena.
         mover: copies slots; a backend may have a faster implementation than torch.
         arena: bytes that several stores share; None to allocate them.
     """

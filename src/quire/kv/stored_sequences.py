@@ -58,8 +58,6 @@ class TimedCopy:
 
     Attributes:
         back: whether pages were copied into the arena.
-        num_bytes: bytes copied.
-        seconds: duration.
     """
 
     back: bool
@@ -148,8 +146,6 @@ class Swapped:
 
     Attributes:
         sequences: the sequences, in the order of the `swap_out` call.
-        pages: number of stored pages of each class.
-        stored: bytes of the stored pages.
         keep_from: tokens of a head that was not stored and must be recomputed; 0 if all tokens are
             stored.
         offloaded: offloaded first pages of the sequences; None if they have none.

@@ -189,9 +189,6 @@ class LaneTable:
             row: the sequence.
             columns: number of first pages of each lane that the operation does not use; None if it
                 uses all pages.
-
-        Raises:
-            ConfigError: the operation uses offloaded pages.
         """
         staged = int(self.staged[row])
         if staged and (columns is None or columns < staged):
@@ -201,11 +198,7 @@ class LaneTable:
             )
 
     def check(self) -> None:
-        """Check that every lane has exactly the pages that its slots need.
-
-        Raises:
-            InvariantError: a lane has too many or too few pages, or a gap.
-        """
+        """Check that every lane has exactly the pages that its slots need."""
         needed = -(-self.num_slots // self.group.page_class.tokens)
         held = np.count_nonzero(self.pages != NO_PAGE, axis=2)
         dense = (self.pages != NO_PAGE) == (np.arange(self.capacity) < self.num_pages[:, :, None])
@@ -252,9 +245,6 @@ def refuse_too_many_rows(groups: Iterable[LaneGroup], max_rows: int) -> None:
         groups: lane groups of every sequence.
         max_rows: maximum number of concurrent sequences: of a batch, and those that the batcher
             holds in addition.
-
-    Raises:
-        ConfigError: the page tables would be larger than the free CPU memory.
     """
     needed_bytes = sum(table_bytes(group, max_rows) for group in groups)
     free_bytes = free_host_bytes()

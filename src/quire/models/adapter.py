@@ -196,7 +196,6 @@ class LayerMajor:
 
     Args:
         layers: layers of the model; a hook is registered on each.
-        device: device of the model.
     """
 
     def __init__(self, layers: Sequence[nn.Module], device: torch.device) -> None:

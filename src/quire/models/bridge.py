@@ -121,9 +121,6 @@ def attend_through_bridge(
 
     Returns:
         [1, num_tokens, num_heads, head_dim], and None in place of the attention weights.
-
-    Raises:
-        UnsupportedModel: the layer requires attention that paged attention does not compute.
     """
     bridge: Bridge | None = getattr(module, BRIDGE_ATTRIBUTE, None)
     if bridge is None or bridge.attention is None:

@@ -411,11 +411,7 @@ def _read_template(option: str) -> str:
 
 
 def _check_syntax(tokenizer: PreTrainedTokenizerBase, option: str) -> None:
-    """Compile the template, in the sandbox of Transformers.
-
-    Raises:
-        ConfigError: a syntax error, with its line.
-    """
+    """Compile the template, in the sandbox of Transformers."""
     try:
         tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
     except TemplateSyntaxError as error:

@@ -45,12 +45,7 @@ class Checkpoint:
     trust_remote_code: bool = False
 
     def check(self) -> None:
-        """Compare the config with the headers of the weight files.
-
-        Raises:
-            ModelError: files are missing or damaged, or do not fit the config.
-            UnsupportedModel: a quantized format that cannot be decoded.
-        """
+        """Compare the config with the headers of the weight files."""
         coded, headers = coded_layers(self.config), self._headers
         if coded is not None:
             headers = coded.headers(headers)

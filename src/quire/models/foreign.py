@@ -24,11 +24,7 @@ _CLEAR_ERRORS = (
 
 @contextmanager
 def foreign_code(what: str) -> Iterator[None]:
-    """Convert exceptions of the block to a ModelError that begins with `what`.
-
-    Raises:
-        ModelError: the block raised an exception other than a QuireError.
-    """
+    """Convert exceptions of the block to a ModelError that begins with `what`."""
     try:
         yield
     except QuireError:

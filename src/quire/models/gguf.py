@@ -41,8 +41,6 @@ class GgufMetadata:
     """Metadata of a GGUF file.
 
     Attributes:
-        file: the file.
-        values: values by key.
         divisors: divisors of the rotary frequencies by the name of their tensor.
         undecodable: name of the first type of tensors that the package gguf cannot decode; "" if
             it decodes all of them.
@@ -77,12 +75,7 @@ class GgufMetadata:
         return [int(self.values[key]) for key in _END_TOKENS if key in self.values]
 
     def check(self) -> None:
-        """Refuse files that do not hold a whole model in types that can be decoded.
-
-        Raises:
-            ModelError: the file is one part of several.
-            UnsupportedModel: a type of tensors that cannot be decoded.
-        """
+        """Refuse files that do not hold a whole model in types that can be decoded."""
         parts = int(self.values.get("split.count", 1))
         if parts > 1:
             raise ModelError(
@@ -96,11 +89,7 @@ class GgufMetadata:
             )
 
     def set_rope(self, config: PreTrainedConfig) -> None:
-        """Set the file's RoPE scaling in a config, unless Transformers read it.
-
-        Raises:
-            UnsupportedModel: an unknown scaling.
-        """
+        """Set the file's RoPE scaling in a config, unless Transformers read it."""
         parameters = getattr(config, "rope_parameters", None) or {}
         scaled = parameters.get(_SCALED_LAYERS, parameters)  # one set for each kind of layer
         if scaled.get("rope_type", "default") != "default" or "rope_theta" not in scaled:
@@ -184,11 +173,7 @@ DTYPE = torch.bfloat16
 
 
 def find_file(path: str | Path) -> Path | None:
-    """The GGUF file at a path or of a short name; None if the path names no GGUF file.
-
-    Raises:
-        ModelError: there is no such file, or the package with the file is not installed.
-    """
+    """The GGUF file at a path or of a short name; None if the path names no GGUF file."""
     path = file_of(path)
     if not str(path).endswith(SUFFIX):
         return None
@@ -202,11 +187,7 @@ def find_file(path: str | Path) -> Path | None:
 
 
 def refuse_folder(folder: Path) -> None:
-    """Refuse a folder without config.json that has GGUF files.
-
-    Raises:
-        ModelError: names one of the files.
-    """
+    """Refuse a folder without config.json that has GGUF files."""
     files = sorted(folder.glob(f"*{SUFFIX}"))
     if files and not (folder / "config.json").exists():
         raise ModelError(
@@ -233,11 +214,7 @@ def read_config(file: Path) -> tuple[PreTrainedConfig, GgufMetadata]:
 
 
 def load_tokenizer(folder: Path, name: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a GGUF file.
-
-    Raises:
-        ModelError: the file has no tokenizer that Transformers can convert.
-    """
+    """Load the tokenizer of a GGUF file."""
     with foreign_code(f"the tokenizer in {folder / name} cannot be read"), silence(), read_once():
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             folder, gguf_file=name, local_files_only=True
@@ -255,9 +232,6 @@ def read_model(
         name: name of the file.
         config: see `read_config`.
         dtype: type of the weights in memory; None: `DTYPE`.
-
-    Raises:
-        ModelError: the file is damaged, or lacks weights.
     """
     undecodable = foreign_code(f"the weights in {folder / name} cannot be decoded")
     with undecodable, silence(), read_once():

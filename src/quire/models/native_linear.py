@@ -109,7 +109,6 @@ class PackedExperts(nn.Module):
     Args:
         experts: with weights stacked over experts; see `can_pack_experts`. It keeps its activation
             and loses its weights.
-        products: multiplies.
         codec: of the weights: int8 or int4.
     """
 

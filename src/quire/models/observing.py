@@ -75,7 +75,6 @@ class _KVLayer:
     """The attention of a layer.
 
     Attributes:
-        module: attention module of the model.
         args, kwargs: arguments of the module other than hidden states, at position 0.
         hidden_first: whether hidden states are the first positional argument, or a keyword.
         rotary: RoPE of its keys.
@@ -102,9 +101,7 @@ class LayerKV:
 
     Args:
         model: has a bridge; prepared by its decoder.
-        bridge: bridge of the model.
         rotaries: RoPE of the keys of each layer.
-        probe: runs the model.
         weights: prefetches offloaded layers; None if all weights are on the device.
     """
 
@@ -297,9 +294,6 @@ class Observing:
 
     Args:
         model: a Transformers model with a bridge.
-        bridge: bridge of the model.
-        spec: shape of the model.
-        probe: runs the model.
     """
 
     def __init__(

@@ -43,11 +43,7 @@ class QuantizedLayers:
     zero_offset: int
 
     def headers(self, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-        """The headers of the decoded tensors.
-
-        Raises:
-            UnsupportedModel: a coded layer lacks a tensor.
-        """
+        """The headers of the decoded tensors."""
         found = {}
         for name, parts in _layers(stored):
             if parts is None:
@@ -108,11 +104,7 @@ def coded_layers(config: PreTrainedConfig) -> QuantizedLayers | None:
 
 
 def refuse_codec(config: PreTrainedConfig, codec: str) -> None:
-    """Refuse to quantize the weights of a quantized checkpoint that Quire does not decode.
-
-    Raises:
-        UnsupportedModel: states the checkpoint's method.
-    """
+    """Refuse to quantize the weights of a quantized checkpoint that Quire does not decode."""
     options = _options(config)
     if options and codec != "auto" and coded_layers(config) is None:
         raise UnsupportedModel(

@@ -86,11 +86,7 @@ class RopeVariants:
         return int(self._short_tokens is not None and final_tokens > self._short_tokens)
 
     def select(self, variant: int) -> None:
-        """Use the frequencies of this variant until the next `select` or `release`.
-
-        Raises:
-            InvariantError: there is no such variant.
-        """
+        """Use the frequencies of this variant until the next `select` or `release`."""
         if not 0 <= variant < self.count:
             raise InvariantError(f"expected a RoPE variant below {self.count}, got {variant}")
         if variant == self._current:

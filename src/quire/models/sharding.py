@@ -32,7 +32,6 @@ class SummedLinear(nn.Module):
     Args:
         linear: the layer with the columns of this rank; its bias is replaced by None.
         bias: bias of the whole layer, or None.
-        group: the ranks.
     """
 
     def __init__(self, linear: nn.Linear, bias: nn.Parameter | None, group: TensorGroup) -> None:
@@ -93,9 +92,6 @@ def refuse_unshardable(model: PreTrainedModel, spec: ModelSpec, size: int) -> No
         model: the model.
         spec: shape of the whole model.
         size: number of ranks.
-
-    Raises:
-        UnsupportedModel: states the reason and an alternative.
     """
     rank_spec(spec, size)
     name = type(model).__name__
@@ -167,11 +163,7 @@ def _divide_counts(module: nn.Module, size: int) -> None:
 
 
 def _planned(model: PreTrainedModel) -> Iterator[_Planned]:
-    """Yield the linear layers of the plan.
-
-    Raises:
-        UnsupportedModel: the plan has a style that Quire does not implement.
-    """
+    """Yield the linear layers of the plan."""
     base = model.base_model
     plan = _plan_of(model)
     modules = dict(base.named_modules())

@@ -30,7 +30,6 @@ class StoredTensor:
     """One tensor of a weight file.
 
     Attributes:
-        shape: its lengths.
         dtype: as safetensors names it, for example BF16.
     """
 
@@ -119,11 +118,7 @@ def check_shapes(
     *,
     trust_remote_code: bool = False,
 ) -> None:
-    """Compare a config with the headers of the weight files.
-
-    Raises:
-        ModelError: the layers or shapes of the weights differ from the config.
-    """
+    """Compare a config with the headers of the weight files."""
     spec = ModelSpec.from_config(config.to_dict())
     known = model_class(config)
     if known is not None:

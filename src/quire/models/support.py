@@ -57,11 +57,7 @@ _CAPABILITIES: tuple[tuple[Callable[[PreTrainedConfig], bool], Refusal], ...] = 
 
 
 def refuse_config(config: PreTrainedConfig) -> None:
-    """Refuse an unsupported model by its config, before any weight is read.
-
-    Raises:
-        UnsupportedModel: with the reason and what to use instead.
-    """
+    """Refuse an unsupported model by its config, before any weight is read."""
     refuse_model_type(config.model_type)
     for applies, refusal in _CAPABILITIES:
         if applies(config):
@@ -71,11 +67,7 @@ def refuse_config(config: PreTrainedConfig) -> None:
 
 
 def refuse_class(model_class: type[PreTrainedModel]) -> None:
-    """Refuse a model class without Transformers' attention interface or without `position_ids`.
-
-    Raises:
-        UnsupportedModel: with the reason and what to use instead.
-    """
+    """Refuse a model class without Transformers' attention interface or without `position_ids`."""
     module = sys.modules[model_class.__module__]
     if not hasattr(module, "ALL_ATTENTION_FUNCTIONS"):
         family = getattr(model_class.config_class, "model_type", None)

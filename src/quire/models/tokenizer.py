@@ -90,9 +90,6 @@ def encode_prompt(
         text: the prompt.
         add_special_tokens: whether the tokenizer adds its special tokens.
         keep: return only this many last tokens; None: all.
-
-    Raises:
-        RequestError: the text has no tokens, or is not Unicode.
     """
     check_unicode(text, "prompt")
     token_ids = _token_ids(tokenizer, text, keep, add_special_tokens=add_special_tokens)
@@ -106,11 +103,7 @@ def encode_prompt(
 def encode_rendered(
     tokenizer: PreTrainedTokenizerBase, text: str, keep: int | None = None
 ) -> list[int]:
-    """Token ids of a chat text that `ChatTemplate.render` returned.
-
-    Raises:
-        RequestError: the text is empty.
-    """
+    """Token ids of a chat text that `ChatTemplate.render` returned."""
     token_ids = _token_ids(tokenizer, text, keep, add_special_tokens=False)
     if not token_ids:
         raise RequestError(
@@ -181,11 +174,7 @@ def _encode(
 
 
 def check_unicode(text: str, param: str = "messages") -> None:
-    """Refuse a text that UTF-8 cannot encode.
-
-    Raises:
-        RequestError: names the character.
-    """
+    """Refuse a text that UTF-8 cannot encode."""
     # JSON can encode half of a surrogate pair, for which tokenizers raise a TypeError
     try:
         text.encode("utf-8")

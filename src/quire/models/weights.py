@@ -35,10 +35,6 @@ def read_model(
         stored: headers of the folder's weight files, see `read_headers`.
         dtype: type of the weights in memory; None: the dtype of the files and config.
         trust_remote_code: run Python code from the model folder.
-
-    Raises:
-        ModelError: weights do not fit the config, a parameter has no stored weights, or stored
-            weights have no parameter.
     """
     with foreign_code(f"the weights in {folder} cannot be loaded"), silence():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -147,10 +143,6 @@ def check_loaded(
             model class declares as ignorable are absent.
         stored: see `read_headers`.
         folder: folder of the weights.
-
-    Raises:
-        ModelError: a parameter has no stored weights, stored weights have no parameter, or weights
-            are stored as integers without a quantization config.
     """
     missing = sorted(info["missing_keys"])
     if missing:

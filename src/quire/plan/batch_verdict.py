@@ -35,7 +35,6 @@ class RowStep:
         new: tokens processed.
         before: slots of a lane before them, without evicted ones.
         evicted_from: slots that the eviction before the step selected from; 0 without one.
-        decodes: whether the step is a decode step.
     """
 
     new: int
@@ -55,7 +54,6 @@ class RunSeconds:
 
     Attributes:
         prefill_s: until every row has its first token.
-        decode_s: the rest.
         new_tokens: generated tokens of all rows.
     """
 
@@ -79,9 +77,6 @@ def row_steps(spec: EvictionSpec, prompt_tokens: int, new_tokens: int) -> Iterat
         spec: cap and schedule.
         prompt_tokens: length of the prompt.
         new_tokens: length of the output; its last token is not processed.
-
-    Raises:
-        ConfigError: no prompt, or no tokens to generate.
     """
     if min(prompt_tokens, new_tokens) < 1:
         raise ConfigError(
@@ -117,11 +112,7 @@ def _kept(spec: EvictionSpec, held: int, decoded: int, new: int) -> int:
 
 
 def run_seconds(rates: StepRates, steps: Iterable[RowStep], rows: int) -> RunSeconds:
-    """Time of a static batch whose rows all take these steps.
-
-    Raises:
-        ConfigError: no rows.
-    """
+    """Time of a static batch whose rows all take these steps."""
     if rows < 1:
         raise ConfigError(f"expected 1 row or more, got {rows}")
     prefill_s = decode_s = 0.0
@@ -165,7 +156,6 @@ class ArmBatch:
     """The batch of one variant of eviction.
 
     Attributes:
-        arm: one of ARMS.
         rows: rows that fit in memory at once.
         tokens_per_s: predicted at that batch; None if rates were not measured.
     """

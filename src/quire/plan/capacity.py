@@ -57,7 +57,6 @@ class Capacity:
     """The capacity of a KV memory.
 
     Attributes:
-        page_tokens: tokens of a page.
         page_bytes: bytes of a page: keys and values of all heads of one layer.
         pool_pages: whole pages of the KV memory.
         sequence_tokens: sequence length of the question.
@@ -231,9 +230,6 @@ def estimate_activation_peak(
 
     Scratch of the attention kernel, workspaces of matrix libraries and the runtime itself are not
     included. They belong to the headroom, or to a measured peak used instead of this estimate.
-
-    Raises:
-        ConfigError: a negative count.
     """
     if max_num_batched_tokens < 0 or sampled_rows < 0:
         raise ConfigError(
@@ -274,7 +270,6 @@ class Workload:
 
     Attributes:
         input_tokens: length of a prompt.
-        output_tokens: length of an output.
         batch: number of requests wanted at once.
 
     Raises:

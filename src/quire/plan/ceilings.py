@@ -41,7 +41,6 @@ class ProductRate:
 
     Attributes:
         dtype: type of both operands, such as `bfloat16`.
-        rows, inner, columns: the shape.
         flops_per_s: two FLOPs for each multiply-add.
     """
 
@@ -81,11 +80,7 @@ class Ceilings:
     steps: Mapping[str, StepRates] = field(default_factory=dict)
 
     def peak_product_rate(self, dtype: str = "bfloat16") -> float:
-        """The highest measured rate of a product, in FLOP/s.
-
-        Raises:
-            ConfigError: no product was measured in this dtype.
-        """
+        """The highest measured rate of a product, in FLOP/s."""
         return max(product.flops_per_s for product in self._of_dtype(dtype))
 
     def product_rate(
@@ -131,11 +126,7 @@ def default_path(environment: Mapping[str, str]) -> Path:
 
 
 def write_ceilings(ceilings: Ceilings, path: Path) -> None:
-    """Store ceilings atomically: concurrent readers see the whole old file or the whole new one.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Store ceilings atomically: concurrent readers see the whole old file or the whole new one."""
     text = json.dumps({"format": FORMAT} | asdict(ceilings), indent=2) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

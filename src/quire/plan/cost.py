@@ -22,8 +22,6 @@ class Holding:
     """The state of a sequence that preemption costs depend on.
 
     Attributes:
-        tokens: computed tokens.
-        kv_bytes: bytes to swap.
         cached_tokens: leading tokens that the prefix cache retains, which cost nothing.
         page_tokens: granularity of splits; 0 if the sequence cannot be split.
 

@@ -20,7 +20,6 @@ class KnownCosts:
     """Initial costs.
 
     Attributes:
-        costs: all rates.
         notice: assumed rates, and how to measure them; empty if all are measured.
     """
 

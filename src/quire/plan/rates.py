@@ -151,7 +151,6 @@ class StepRates:
         whole: prefill of whole prompts or first blocks, with no tokens before them.
         blocks: prefill of later blocks, including the eviction before each; equal to `whole` if
             none were measured.
-        decode: rates of decode steps.
     """
 
     whole: PrefillRates

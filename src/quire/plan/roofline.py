@@ -200,9 +200,6 @@ def step_parts(
         rows: sequences of the step.
         sampled_rows: rows with logits.
         bytes_per_value: bytes of an element of weights and KV.
-
-    Raises:
-        ConfigError: no rows, or a row without a new token.
     """
     if not rows or min(row.new for row in rows) < 1:
         raise ConfigError("expected rows with 1 or more new tokens each")

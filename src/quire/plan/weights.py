@@ -28,7 +28,6 @@ class WeightsPlacement:
 
     Attributes:
         other_bytes: bytes of weights outside of layers: embeddings, norms, head, buffers.
-        layer_bytes: bytes of each layer.
         offloaded_layers: indices of the layers that are prefetched in every pass.
     """
 

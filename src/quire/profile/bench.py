@@ -43,8 +43,6 @@ class BenchRound:
         total_s: time from the first submission to the last token.
         first_token_s: time to first token of each request.
         kv_peak_bytes: peak bytes of pages in use since the engine started.
-        preemptions: number of preemptions in this round.
-        evicted_tokens: number of evicted tokens in this round.
     """
 
     total_s: float
@@ -59,8 +57,6 @@ class BenchRun:
     """All measured rounds.
 
     Attributes:
-        shape: shape of the requests.
-        kv_total_bytes: bytes of the KV memory.
         rounds: measured rounds, in order.
     """
 

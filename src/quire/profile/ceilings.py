@@ -120,11 +120,9 @@ class AttentionBench:
     """The KV of one layer in pages, and contiguous.
 
     Args:
-        shape: shape of the batch.
         codec: storage format of pages.
 
     Attributes:
-        pages: pages of the layer.
         kv_bytes: bytes that a step reads, including codec metadata.
     """
 
@@ -263,7 +261,6 @@ class SwapProbe:
     """A sequence that is swapped out and in repeatedly.
 
     Args:
-        device: device of the arena.
         num_bytes: bytes of the sequence; rounded down to whole pages.
         scattered: whether another sequence takes every second page.
     """

@@ -107,11 +107,7 @@ def measure_step_rates(
 
 
 def fit_steps(times: Sequence[StepTime]) -> StepRates:
-    """Fit rates to timed steps; without measured blocks, blocks have the rates of whole prompts.
-
-    Raises:
-        ConfigError: no prefill step, or no decode step.
-    """
+    """Fit rates to timed steps; without measured blocks, blocks have the rates of whole prompts."""
     prefill = [time for time in times if not time.step.decodes]
     whole = _prefill([time for time in prefill if not time.step.before])
     blocks = [time for time in prefill if time.step.before]

@@ -22,7 +22,6 @@ class Candidate:
     Attributes:
         score: sum of log-probabilities (nats), this token included.
         parent: index of the open beam that it continues.
-        token_id: the token.
         report: data that the caller attaches to the token for the result, such as logprobs.
     """
 

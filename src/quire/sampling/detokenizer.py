@@ -49,7 +49,6 @@ class Detokenizer:
 
     Args:
         tokenizer: decodes token ids; None for a model without a tokenizer: the text is always "".
-        prompt_token_ids: the prompt.
         skip_special_tokens: leave special tokens out of the text.
 
     Attributes:
@@ -249,7 +248,6 @@ class OutputText:
         eos_token_ids: the model's end-of-sequence tokens.
         tokenizer: None for a model without a tokenizer: there is no text, and only token ids and
             the length end the output.
-        prompt_token_ids: the prompt.
 
     Attributes:
         ending: why the output ended; None while it continues.

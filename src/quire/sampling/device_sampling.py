@@ -65,7 +65,6 @@ class DeviceTokens:
     """Sampled tokens.
 
     Attributes:
-        token_ids: token of each row.
         bad: rows with NaN or infinite logits.
         without_token: rows whose options leave no token, or `bad` ones.
         scores: scores of the rows that requested log-probabilities.
@@ -83,7 +82,6 @@ class LaunchedTokens:
 
     Attributes:
         token_ids: [rows] tokens on the device.
-        wanted: the rows.
         read: waits for the results and returns them as one array.
     """
 

@@ -190,11 +190,7 @@ class GrammarCompiler:
     def _probe(
         self, wanted: StructuredOutputs, matcher: "LLMatcher", choice: random.Random
     ) -> None:
-        """Begin a random output, since most grammars that are too large fail at once.
-
-        Raises:
-            RequestError: the output exceeds a limit.
-        """
+        """Begin a random output, since most grammars that are too large fail at once."""
         for _ in range(_PROBE_TOKENS):
             allowed = np.flatnonzero(self._text_tokens(matcher.compute_bitmask()))
             if len(allowed):
@@ -249,11 +245,7 @@ class GrammarCompiler:
 
 
 def _grammar_text(wanted: StructuredOutputs) -> str:
-    """Convert a structure to the library's format of grammars.
-
-    Raises:
-        ValueError: a grammar whose format cannot be converted.
-    """
+    """Convert a structure to the library's format of grammars."""
     from llguidance import LLMatcher
 
     rewriter = DialectRewriter()
@@ -276,9 +268,6 @@ def _as_lark(text: str) -> str:
     """Convert a grammar from GBNF, if it has rules of that format.
 
     llguidance's own detection of the format takes minutes for many empty lines.
-
-    Raises:
-        ValueError: a grammar whose format cannot be converted.
     """
     from llguidance.gbnf_to_lark import gbnf_to_lark
 

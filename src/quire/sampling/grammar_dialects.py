@@ -135,11 +135,7 @@ class DialectRewriter:
         return json.dumps(_Schema(json.loads(text), self).rewritten(), ensure_ascii=False)
 
     def lark(self, text: str) -> str:
-        """Rewrite the expressions and schemas of a Lark grammar.
-
-        Raises:
-            ValueError: an expression or schema that cannot be kept.
-        """
+        """Rewrite the expressions and schemas of a Lark grammar."""
         _check_terminals(_LARK.sub(lambda found: " " if found[0][0] != "%" else found[0], text))
         parts, position = [], 0
         while (found := _LARK.search(text, position)) is not None:
@@ -465,11 +461,7 @@ class _Schema:
         self._refers_by_name = re.search(r'"\$ref": "(?!#"|#/)', json.dumps(root)) is not None
 
     def rewritten(self) -> Any:
-        """Rewrite the schema and return it.
-
-        Raises:
-            ValueError: a keyword or value that cannot be kept.
-        """
+        """Rewrite the schema and return it."""
         self._schema(self._root, "")
         while self._todo:
             self._refer(*self._todo.pop())

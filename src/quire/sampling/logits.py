@@ -23,11 +23,9 @@ class StepLogits:
     """Logits of one request in a step.
 
     Attributes:
-        request: the request.
         first_position: logical position of the first row's token.
         batch: [batch rows, vocab] logits of all requests of a batch.
         first_row: first row of the request in the batch.
-        num_rows: rows of the request.
     """
 
     request: Request

@@ -21,9 +21,7 @@ class SequenceOutput:
     """Output state of one sequence.
 
     Args:
-        request: the sequence.
         submission_id: id of the submitted request.
-        index: index of the completion.
         text: detokenizes the sequence and applies its stop rules.
         release: frees the resources of the sequence; called at its end.
     """

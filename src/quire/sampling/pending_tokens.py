@@ -17,7 +17,6 @@ class PendingTokens:
 
     Attributes:
         token_ids: [rows] tokens on the device.
-        rows: row of each request.
     """
 
     token_ids: Int[Tensor, " rows"]

@@ -20,7 +20,6 @@ class StepHidden:
     """Hidden states of consecutive prompt tokens of one request in a step.
 
     Attributes:
-        request: the request.
         first_position: position of the first token.
         states: hidden states after the last layer and its norm.
     """

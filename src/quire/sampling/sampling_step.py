@@ -34,10 +34,8 @@ class SamplingStep:
     """Computes output deltas from the logits of steps.
 
     Args:
-        sampler: samples tokens.
         outputs: output states of the unfinished requests.
         branch: replaces the beams of a group; see `Scheduler.branch`.
-        clock: returns seconds.
         meter: counts the tokens of each tenant.
     """
 

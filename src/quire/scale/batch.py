@@ -53,12 +53,7 @@ class BatchActor:
         sampling: sampling options that lines do not set.
         seed: seed of the run; None: random.
         threads: CPU threads of PyTorch; 0: PyTorch's default.
-        form: format of plain lines.
         with_prompt: include prompts in the records of plain lines.
-
-    Raises:
-        ConfigError: invalid options.
-        ModelError: the model cannot be read.
     """
 
     def __init__(
@@ -83,12 +78,7 @@ class BatchActor:
         self._records = RecordFormat(model=self._llm.model.name, with_prompt=with_prompt)
 
     async def __call__(self, batch: Mapping[str, Any]) -> dict[str, list[Any]]:
-        """Run the rows of a batch.
-
-        Raises:
-            ConfigError: a batch without a column of prompts.
-            EngineDead: the engine has stopped.
-        """
+        """Run the rows of a batch."""
         lines, numbers = lines_of(batch, self._form.prompt_key)
         records = await asyncio.gather(*map(self._record, lines, numbers))
         return {NUMBER: list(numbers), RECORD: [json.dumps(record) for record in records]}
@@ -126,11 +116,7 @@ class BatchActor:
 def lines_of(
     batch: Mapping[str, Any], prompt_key: str = "prompt"
 ) -> tuple[list[bytes], Sequence[int]]:
-    """The lines of a batch, and their numbers; 0 without a column of numbers.
-
-    Raises:
-        ConfigError: no column of lines or prompts.
-    """
+    """The lines of a batch, and their numbers; 0 without a column of numbers."""
     columns = {name: _listed(values) for name, values in batch.items()}
     numbers = columns.pop(NUMBER, None)
     if LINE in columns:

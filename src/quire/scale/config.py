@@ -18,8 +18,6 @@ _MIN_STORE_BYTES = 80 * 2**20
 class RayConfig:
     """Options of replicas on Ray.
 
-    Attributes are options; see their help.
-
     Raises:
         ConfigError: a value of the wrong type or out of range.
     """

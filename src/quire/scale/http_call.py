@@ -43,9 +43,7 @@ class HttpCall:
     Attributes:
         method, path, raw_path, query_string, scheme: see ASGI.
         headers: names in lower case, and values.
-        body: the body.
         client: address and port of the client; None: unknown.
-        routed: what the router may know of the request.
         replica_id: the replica that is to run the request; None: the router chooses.
     """
 
@@ -75,7 +73,6 @@ class HttpPart:
     """A part of a response.
 
     Attributes:
-        body: bytes of the body.
         is_last: whether the response ends with this part.
         status: status of the response, in the first part only.
         headers: headers of the response, in the first part only.

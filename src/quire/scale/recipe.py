@@ -23,12 +23,7 @@ class EngineRecipe:
     threads: int = 0
 
     def open(self) -> "LLM":
-        """Load the model and allocate its KV memory.
-
-        Raises:
-            ConfigError: invalid or conflicting options.
-            ModelError: the model cannot be read.
-        """
+        """Load the model and allocate its KV memory."""
         import torch
 
         from quire.api.llm import LLM

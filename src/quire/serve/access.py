@@ -109,7 +109,6 @@ class _Sent:
     """Adds the id to the response, and records its status and size.
 
     Attributes:
-        has_begun: whether the response has begun.
         client_closed: whether the client disconnected before that.
         status: status of the response; 499 for such a client.
         num_bytes: size of the body.

@@ -139,7 +139,6 @@ class DrainingServer(uvicorn.Server):
 
     Args:
         config: its `timeout_graceful_shutdown` is the limit in seconds for open requests.
-        service: the service to drain.
     """
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:

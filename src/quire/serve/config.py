@@ -43,8 +43,6 @@ _ORIGIN = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://(\[[0-9a-fA-F:.]+\]|[a-zA-Z0-9.
 class ServerConfig:
     """Options of the HTTP server.
 
-    Attributes are options; see their help.
-
     Raises:
         ConfigError: a value of the wrong type or out of range.
     """
@@ -225,11 +223,7 @@ class ServerConfig:
         return key
 
     def check_files(self) -> None:
-        """Refuse files that cannot be read, before the model is loaded.
-
-        Raises:
-            ConfigError: a certificate, key or chat template that cannot be opened.
-        """
+        """Refuse files that cannot be read, before the model is loaded."""
         template = None if "{" in (self.chat_template or "") else self.chat_template
         files = {
             "--ssl-certfile": self.ssl_certfile,
@@ -320,11 +314,7 @@ def _require_readable(flag: str, path: str) -> None:
 
 
 def check_key(key: str, owner: str) -> None:
-    """Refuse an API key that is easily guessed, or that a header cannot contain.
-
-    Raises:
-        ConfigError: a key that is too short or not printable ASCII.
-    """
+    """Refuse an API key that is easily guessed, or that a header cannot contain."""
     if len(key) < MIN_KEY_CHARACTERS or not key.isascii() or not key.isprintable():
         raise ConfigError(
             f"{owner}: expected at least {MIN_KEY_CHARACTERS} printable ASCII characters, got "

@@ -71,11 +71,6 @@ class TimedConnection(H11Protocol):
     Headers must be complete within `header_timeout_s` of the connection, or of the first byte of a
     further request. Pauses within a body have the same limit. If the response was sent before the
     end of the body, as for a refused body, the rest is discarded for at most that time.
-
-    Args:
-        arguments: arguments of uvicorn.
-        header_timeout_s: timeout in seconds.
-        options: options of uvicorn.
     """
 
     def __init__(self, *arguments: object, header_timeout_s: float, **options: object) -> None:
@@ -174,7 +169,6 @@ class BodyLimit:
     """ASGI middleware that limits the size of request headers and bodies.
 
     Args:
-        app: the application.
         max_bytes: maximum size of a body, with and without a Content-Length.
     """
 
@@ -239,9 +233,6 @@ def bind(host: str, port: int) -> socket.socket:
     Args:
         host: address to bind.
         port: port to bind; 0 selects a free port.
-
-    Raises:
-        ConfigError: the address cannot be bound.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)

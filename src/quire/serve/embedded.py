@@ -45,8 +45,6 @@ class EngineLoad:
         active_kv_bytes: KV of running requests, without cached prefixes that no request uses.
         kv_capacity_bytes: size of the KV memory.
         queued_prompt_tokens: prompt tokens of running and waiting requests that are not computed.
-        running_requests: requests with KV.
-        queued_requests: waiting requests.
     """
 
     active_kv_bytes: int = 0

@@ -369,7 +369,6 @@ class InvalidField:
 
     Attributes:
         path: path in the body, such as messages.0.content; empty for the body itself.
-        message: what is wrong.
     """
 
     path: str
@@ -384,7 +383,6 @@ class _Located:
     """An error of pydantic with its location in the body.
 
     Attributes:
-        error: the error.
         path: fields and indices.
         union: path of the outermost union around the field; None without one.
     """

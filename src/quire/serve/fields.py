@@ -175,11 +175,7 @@ def unknown_fields(
 
 
 def require_few(extra: Mapping[str, object]) -> None:
-    """Limit the number of unknown fields.
-
-    Raises:
-        RequestError: too many fields.
-    """
+    """Limit the number of unknown fields."""
     if len(extra) > MAX_EXTRA_FIELDS:
         raise RequestError(
             f"expected at most {MAX_EXTRA_FIELDS} unknown fields, got {len(extra)}: leave them out"

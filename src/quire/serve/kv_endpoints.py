@@ -81,11 +81,7 @@ def without_other_tenants(event: Mapping[str, Any], tenant: str | None) -> dict[
 
 
 def refuse_unknown_parameters(request: Request, known: Sequence[str]) -> None:
-    """Refuse query parameters that are similar to a known parameter.
-
-    Raises:
-        FieldError: names the similar parameter.
-    """
+    """Refuse query parameters that are similar to a known parameter."""
     for name in request.query_params:
         near = None if name in known else nearest(name, known)
         if near is not None:
@@ -107,9 +103,6 @@ def plan_for(
         budget_bytes: size of the KV memory; None: the engine's.
         length: tokens of a sequence; None: `DEFAULT_LENGTH` or the model's context, if shorter.
         retained: tokens that an evicting lane without a window retains; None: all.
-
-    Raises:
-        ConfigError: the budget does not hold one sequence of one token.
     """
     memory, model = llm.engine.pool.kv.memory, llm.model.spec
     budget_bytes = memory.total_bytes if budget_bytes is None else budget_bytes

@@ -56,11 +56,7 @@ class Message(BaseModel):
 
 
 def checked_prompts(value: object) -> object:
-    """Check the four formats in one pass; a union would report every element four times.
-
-    Raises:
-        ValueError: another format.
-    """
+    """Check the four formats in one pass; a union would report every element four times."""
     if isinstance(value, str) or (isinstance(value, list) and value and _is_uniform(value)):
         return value
     raise ValueError(

@@ -27,7 +27,6 @@ class RateLimited(QuireError):
 
     Attributes:
         retry_after_s: seconds until the request would be accepted.
-        headers: rate limit headers of the response.
     """
 
     def __init__(self, message: str, retry_after_s: float, headers: Mapping[str, str]) -> None:
@@ -105,7 +104,6 @@ class RateLimits:
 
     Args:
         default: limits of a tenant without its own.
-        own: limits by tenant.
         clock: time in seconds.
     """
 

@@ -92,8 +92,6 @@ class CompletionWriter:
     """Formats a choice of /v1/completions.
 
     Attributes:
-        index: index of the choice.
-        pieces: texts of tokens.
         wants_logprobs: whether log-probabilities were requested.
         echo: text of the prompt if it precedes the output (`echo`); else None.
         scores_prompt: whether the choice contains the scores of the prompt.
@@ -165,8 +163,6 @@ class ChatWriter:
     """Formats a choice of /v1/chat/completions.
 
     Attributes:
-        index: index of the choice.
-        pieces: texts of tokens.
         wants_logprobs: whether log-probabilities were requested.
         calls: finds the tool calls of the output; None: all text is content.
     """
@@ -244,8 +240,6 @@ class Envelope:
     """Metadata of a response, equal in all its chunks.
 
     Attributes:
-        id: unique id of the response.
-        model: served model name.
         whole, chunk: `object` of the whole response and of a chunk.
         created: Unix time in seconds.
         echoed: options of the request that the response contains.

@@ -55,13 +55,10 @@ class Service:
 
     Args:
         llm: an idle LLM; its engine runs in a thread between `start` and `stop`.
-        config: options of the server.
         keys: API keys of the tenants; None: all requests belong to the default tenant.
         tenants: rate limits and eviction rules of tenants.
 
     Attributes:
-        model_name: served model name.
-        keys: API keys of the tenants.
         rate_limits: requests and tokens that each tenant may use.
         texts, pieces: tokenizer of the model.
         tools: parser of the model's tool calls.
@@ -125,11 +122,7 @@ class Service:
         self._is_draining = True
 
     async def end_requests(self) -> None:
-        """End open requests with an error, and refuse those that are not submitted yet.
-
-        Raises:
-            EngineDead: the engine has stopped.
-        """
+        """End open requests with an error, and refuse those that are not submitted yet."""
         await self._running().end_requests(ShutDown)
 
     @property
@@ -155,11 +148,7 @@ class Service:
         return self.is_alive and not self._is_draining
 
     def check_draining(self) -> None:
-        """Refuse a new request during shutdown.
-
-        Raises:
-            Draining: the server is shutting down.
-        """
+        """Refuse a new request during shutdown."""
         if self._is_draining:
             raise Draining
 
@@ -169,27 +158,15 @@ class Service:
         return self._max_tokens
 
     async def ledger(self) -> Snapshot:
-        """Return the ledger of the KV memory; see `LLM.ledger`.
-
-        Raises:
-            EngineDead: the engine has stopped.
-        """
+        """Return the ledger of the KV memory; see `LLM.ledger`."""
         return await self._running().ledger()
 
     async def events(self, kinds: Sequence[str], *, since: int, most: int) -> list[KVEvent]:
-        """Return the newest KV events; see `EventLog.newest`.
-
-        Raises:
-            EngineDead: the engine has stopped.
-        """
+        """Return the newest KV events; see `EventLog.newest`."""
         return await self._running().events(kinds, since=since, most=most)
 
     async def inspect(self, read: Callable[[Engine], T]) -> T:
-        """Read the engine between two steps; see `AsyncLLM.inspect`.
-
-        Raises:
-            EngineDead: the engine has stopped.
-        """
+        """Read the engine between two steps; see `AsyncLLM.inspect`."""
 
         def timed(engine: Engine) -> T:
             started_s = time.perf_counter()
@@ -261,11 +238,7 @@ class Service:
             raise UnknownModel(name, self.model_name)
 
     def check_number(self, num_prompts: int, params: SamplingParams) -> None:
-        """Refuse an HTTP request with too many outputs.
-
-        Raises:
-            FieldError: states the number and the limit.
-        """
+        """Refuse an HTTP request with too many outputs."""
         each = params.num_sequences
         if num_prompts * each > MAX_OUTPUTS:
             raise FieldError(
@@ -282,12 +255,7 @@ class Service:
         *,
         is_estimate: bool = False,
     ) -> Charge:
-        """Charge the rate limits of a tenant; see `RateLimits.charge`.
-
-        Raises:
-            RequestError: more than the limit of a whole minute.
-            RateLimited: the limit of this minute is used up.
-        """
+        """Charge the rate limits of a tenant; see `RateLimits.charge`."""
         each = min(params.max_tokens, CHARGED_TOKENS) if is_estimate else params.max_tokens
         prompt_tokens = sum(len(prompt) for prompt in prompts)
         tokens = prompt_tokens + len(prompts) * each * params.num_sequences
@@ -302,9 +270,6 @@ class Service:
         """Compile the structure of an output in a tokenizer thread; None without a structure.
 
         The engine finds it if the caller keeps the result until `submit` returns.
-
-        Raises:
-            RequestError: the structure is refused.
         """
         if params.structured_outputs is None:
             return None

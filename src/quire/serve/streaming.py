@@ -86,11 +86,7 @@ class GenerationResponse:
     Attributes:
         submission: the requests of the engine, one per prompt.
         writers: one writer per choice; the choices of a prompt are consecutive.
-        envelope: metadata of the response.
-        choices_per_prompt: number of choices per prompt.
-        options: options of a streamed response.
         scores_prompt: whether the body of a chat contains the scores of the prompt.
-        form: format of the response.
         interval: number of tokens of an event, except the first and the last one.
         keep_alive_s: interval of comments in a stream without output, in seconds; 0: none.
     """
@@ -109,12 +105,7 @@ class GenerationResponse:
     _cached_tokens: int = 0
 
     async def whole(self, request: Request) -> Response:
-        """Send one body after all outputs have finished.
-
-        Raises:
-            RequestFailed: a request ended with an error.
-            EngineDead: the engine has stopped.
-        """
+        """Send one body after all outputs have finished."""
         try:
             outputs = await collected(self.submission.outputs, request)
             self._num_tokens = sum(output.usage.completion_tokens for output in outputs)
@@ -197,12 +188,7 @@ class GenerationResponse:
 
 
 async def collected(outputs: OutputStream, request: Request) -> list[RequestOutput]:
-    """Wait for all outputs; they are cancelled if the client disconnects.
-
-    Raises:
-        RequestFailed: a request ended with an error.
-        EngineDead: the engine has stopped.
-    """
+    """Wait for all outputs; they are cancelled if the client disconnects."""
     watcher = asyncio.create_task(_cancel_on_disconnect(outputs, request))
     try:
         found = await outputs.collect()

@@ -44,7 +44,6 @@ class TenantKeys:
     lookup reveals nothing about a key.
 
     Args:
-        keys: the keys of each tenant.
         specs: tenants of the engine; empty: every tenant is allowed.
 
     Raises:
@@ -95,9 +94,6 @@ class TenantKeys:
 
         Args:
             authorization: the header, `Bearer KEY`; None if missing.
-
-        Raises:
-            Unauthorized: an unknown key, or a missing key.
         """
         if self._tenants and authorization is not None:
             key = bearer_key(authorization)
@@ -214,11 +210,7 @@ class TenantFile:
 
 
 def read_tenant_keys(path: Path) -> TenantFile:
-    """Read the keys, rate limits and eviction rule of each tenant from a TOML file.
-
-    Raises:
-        ConfigError: the file cannot be read, is not TOML, or has other contents.
-    """
+    """Read the keys, rate limits and eviction rule of each tenant from a TOML file."""
     table = read_toml(path, "--tenant-keys")
     entries = {tenant: _entry(tenant, value) for tenant, value in table.items()}
     return TenantFile(
@@ -265,9 +257,6 @@ def require_keys(found: TenantFile, path: Path) -> None:
 
     Tenant `default` may have none if another tenant has one: `--tenants` determines whether
     requests without a key belong to it.
-
-    Raises:
-        ConfigError: a tenant without a key, or no key at all.
     """
     for tenant, keys in found.keys.items():
         if not keys and tenant != DEFAULT_TENANT:
@@ -305,11 +294,7 @@ def open_tenants(config: ServerConfig, specs: Sequence[TenantSpec]) -> TenantFil
 
 
 def _default_keys(config: ServerConfig, specs: Sequence[TenantSpec]) -> tuple[str, ...]:
-    """Keys of the default tenant: those of `--api-key` and of the environment.
-
-    Raises:
-        ConfigError: the engine has other tenants only.
-    """
+    """Keys of the default tenant: those of `--api-key` and of the environment."""
     own = os.environ.get(KEY_VARIABLE)
     keys = (*config.api_key, *([own] if own else []))
     names = [spec.name for spec in specs]

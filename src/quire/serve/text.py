@@ -216,9 +216,6 @@ def sequences_of_words(
 
     As in vLLM the sequence after a space is used only if it has as many tokens and another first
     token; other tokenizations of a word are not banned.
-
-    Raises:
-        FieldError: a word without tokens.
     """
     return list(dict.fromkeys(ids for word in words for ids in _sequences(tokenizer, word)))
 
@@ -282,7 +279,6 @@ class Turn:
     """Tenant and length limit for the tokenization of a text.
 
     Attributes:
-        tenant: tenant of the request.
         max_tokens: length of the longest sequence; None: unlimited.
     """
 
@@ -302,7 +298,6 @@ class Texts:
 
     Args:
         model: the model; without a tokenizer it accepts prompts as token ids only.
-        pieces: texts of its tokens.
         threads: maximum number of threads. A tokenizer written in Python gets one thread, because
             it may not be thread-safe.
         content_format: form of the content of messages; see `ChatTemplate`.
@@ -438,11 +433,7 @@ class Texts:
         return await self._in_turn(turn, lambda: sequences_of_words(tokenizer, words))
 
     async def decoded(self, token_ids: list[int], turn: Turn) -> str:
-        """Decode token ids in a thread; see `decode`.
-
-        Raises:
-            RequestError: more ids than the longest sequence has.
-        """
+        """Decode token ids in a thread; see `decode`."""
         if turn.is_exceeded_by(len(token_ids)):
             raise RequestError(
                 f"expected at most {turn.max_tokens:,} token ids (the longest sequence), got "

@@ -92,12 +92,7 @@ class TenantAccounts:
         return self._specs[tenant]
 
     def refuse_if_never(self, tenant: str, peak_bytes: int, *, param: str = "max_tokens") -> None:
-        """Refuse a request whose peak exceeds its tenant's limit.
-
-        Raises:
-            RequestError: an unknown tenant.
-            NeverFits: states the bytes needed and the tenant's limit.
-        """
+        """Refuse a request whose peak exceeds its tenant's limit."""
         limit = self.spec(tenant).limit_bytes
         if limit is not None and peak_bytes > limit:
             raise NeverFits(
@@ -217,11 +212,7 @@ def _open_spec(tenant: str) -> TenantSpec:
 
 
 def checked_tenant(accounts: TenantAccounts, tenant: str) -> str:
-    """Check and return the tenant name of a request.
-
-    Raises:
-        RequestError: an invalid name or an unknown tenant.
-    """
+    """Check and return the tenant name of a request."""
     try:
         check_tenant_name(tenant)
     except ConfigError as error:

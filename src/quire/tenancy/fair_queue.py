@@ -59,8 +59,6 @@ class TokenPrices:
     """Prices of served tokens, in prompt tokens.
 
     Attributes:
-        prompt: price of a computed prompt token.
-        output: price of a generated token.
         cached: price of a prompt token whose KV was found in the prefix cache.
     """
 
@@ -143,9 +141,6 @@ class FairQueue(Generic[R]):
         """Queue a new or preempted request; a preempted one keeps its order of arrival.
 
         Lifts the virtual time of a tenant that had no waiting request.
-
-        Raises:
-            InvariantError: the request is waiting already.
         """
         if request in self._entries:
             raise InvariantError(f"request {request.request_id} is waiting already")
@@ -169,11 +164,7 @@ class FairQueue(Generic[R]):
         return 0.0 if self._last_emptied is None else self.virtual_time(self._last_emptied)
 
     def pop(self, request: R) -> None:
-        """Remove a waiting request.
-
-        Raises:
-            InvariantError: the request is not waiting.
-        """
+        """Remove a waiting request."""
         entry = self._entries.pop(request, None)
         if entry is None:
             raise InvariantError(f"request {request.request_id} is not waiting")

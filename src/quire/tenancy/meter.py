@@ -29,13 +29,11 @@ class TenantStats:
 
     Attributes:
         tenant: the tenant's name; `OTHERS` for the sum of tenants without a row of their own.
-        num_requests: submitted requests.
         num_admitted: admissions, including those after a preemption.
         prompt_tokens: computed prompt tokens; recomputed ones are not counted again.
         cached_tokens: prompt tokens whose KV was found in a prefix cache.
         output_tokens: generated tokens; every beam of a search counts.
         queue_s: seconds that its admitted requests waited.
-        num_preemptions: preemptions of its requests.
         held_bytes, guaranteed_bytes, share_bytes: KV bytes that it holds now, its guarantee, and
             its current share; 0 without tenant accounts.
     """

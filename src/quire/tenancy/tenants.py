@@ -87,11 +87,7 @@ def parse_tenants(text: str) -> tuple[TenantSpec, ...]:
 
 
 def check_distinct(names: Iterable[str]) -> None:
-    """Check that no tenant name is repeated.
-
-    Raises:
-        ConfigError: states the repeated name.
-    """
+    """Check that no tenant name is repeated."""
     seen: set[str] = set()
     for name in names:
         if name in seen:

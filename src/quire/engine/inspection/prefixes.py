@@ -29,7 +29,6 @@ class PrefixChain:
         owner: tenant that published it; "" if all tenants may use it.
         parent: index of the chain before it; -1 for none.
         start: position of its first token.
-        blocks: number of blocks.
         users: leases on its first block.
         idle_since_s: last use on the engine's clock; infinity while a request uses it.
         token_ids: its first tokens.

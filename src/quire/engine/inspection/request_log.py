@@ -46,19 +46,12 @@ class FinishedRequest:
     """Numbers of a finished sequence; its tokens are not stored.
 
     Attributes:
-        request_id: id of the sequence.
         group: id of the request that it belongs to.
-        tenant: the tenant.
-        priority: its priority.
         evict: its eviction policy.
-        finish_reason: reason of its end.
-        prompt_tokens, output_tokens, max_tokens, cached_tokens: token counts.
-        num_preemptions, num_evictions: counts.
         evicted_tokens: evicted tokens, mean over its lanes.
         kv_peak_bytes: most KV bytes that it referred to.
         arrival_s, first_token_s, finish_s: times on the engine's clock; first_token_s is 0 without
             a token.
-        timeline: its events.
     """
 
     request_id: str
@@ -93,7 +86,6 @@ class RequestLog:
     """Timelines of the open requests, and the newest `KEPT_FINISHED` finished sequences.
 
     Args:
-        events: the event log of the engine.
         clock: returns seconds; the clock of the event log.
 
     Attributes:

@@ -26,7 +26,6 @@ class GroupPositions:
     """Logical positions of the slots of one lane group.
 
     Attributes:
-        group: the lane group.
         positions: [lanes, slots] in storage order; undefined past a lane's last slot.
         num_slots: [lanes] slots of each lane.
     """
@@ -52,7 +51,6 @@ class Retention:
 
     Attributes:
         token_ids: its tokens: prompt and output so far.
-        prompt_tokens: tokens of the prompt.
         num_computed: tokens whose KV was computed in this run; evicted ones count.
         groups: positions by lane group; empty while the request has no KV in the arena.
     """

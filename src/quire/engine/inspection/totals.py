@@ -36,7 +36,6 @@ class PageOwners:
     """A copy of the page map and of the names of its owners.
 
     Attributes:
-        facts: owners and states of all pages.
         owners: request id and tenant of each row, in the order of the owners' numbers.
         groups: lane groups by page class, in the order of `facts.classes`.
         totals: bytes outside the map: of CPU memory and of the whole arena.

@@ -22,7 +22,6 @@ class BoardEntry:
         rule: eviction rule without cap; `full` retains all tokens.
         budget: cap as a fraction of the prompt, such as 25%; empty with `full`.
         schedule: when to evict; empty with `full`.
-        codec: KV codec.
         source: whose code runs: `quire`, or another library in a comparison with it.
     """
 

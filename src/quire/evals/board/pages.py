@@ -109,11 +109,7 @@ def _refused_lines(result: BoardResult) -> Iterator[str]:
 
 
 def chart(result: BoardResult) -> bytes:
-    """Quality against KV bytes as SVG.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """Quality against KV bytes as SVG."""
     return drawn(lambda axes: _draw(axes, result.rows))
 
 
@@ -138,11 +134,7 @@ def _draw(axes: "Axes", rows: Sequence[Row]) -> None:
 
 
 def interactive(result: BoardResult, model: str) -> str:
-    """A page without other files: points that show their configuration.
-
-    Raises:
-        ConfigError: plotly is not installed.
-    """
+    """A page without other files: points that show their configuration."""
     require_extra("eval", "the interactive page of quire board")
     import plotly.graph_objects as go
 

@@ -24,9 +24,7 @@ class Row:
     """One entry of a leaderboard.
 
     Attributes:
-        entry: the configuration.
         quality: mean of score over full KV's, with its 95 % interval.
-        scores: score of each task.
         kv_peak_bytes: mean over the prompts of the peak KV bytes of a request.
         kv_share: those bytes over full KV's.
         tokens_per_s: prompt and output tokens per second in the KV memory.
@@ -171,10 +169,8 @@ class BoardResult:
 
     Attributes:
         rows: one row for each entry that ran, the best quality first.
-        tasks: names of the tasks.
         tokens: length of the prompts.
         count: prompts of each task and seed.
-        seeds: seeds of the prompts.
         judged: tasks that quality is over.
         sanity: whether the model may judge a rule.
         refused: why entries do not run, by their text.

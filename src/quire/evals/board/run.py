@@ -51,9 +51,7 @@ class Board:
     """All cells of a leaderboard.
 
     Attributes:
-        config: what was compared.
         cells: results of each entry, in the order of the tasks.
-        refused: why entries do not run, by entry.
         sanity: whether the model may judge a rule.
     """
 
@@ -64,12 +62,7 @@ class Board:
 
 
 def check_names(grid: Grid) -> None:
-    """Check rules and codecs before any entry runs: those at the end would fail after hours.
-
-    Raises:
-        UnknownName: a rule, a codec or one of its options is unknown.
-        ConfigError: an option's value is invalid.
-    """
+    """Check rules and codecs before any entry runs: those at the end would fail after hours."""
     for rule in grid.rules:
         if rule != FULL:
             make_policy(rule)

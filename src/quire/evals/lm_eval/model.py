@@ -50,11 +50,6 @@ class QuireLM(TemplateLM):  # type: ignore[misc]  # the base class has no types
         batch_size, max_batch_size: of the harness; without effect, as the KV memory and
             max_num_seqs limit a batch.
         device: auto, cpu, cuda or cuda:N; the harness' default cuda:0 is auto.
-        options: options of the engine.
-
-    Raises:
-        ConfigError: an invalid option.
-        ModelError: the model cannot be read.
     """
 
     def __init__(  # noqa: PLR0913 - one parameter per argument of the harness

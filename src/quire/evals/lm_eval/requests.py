@@ -24,12 +24,7 @@ _Path = tuple[str, ...]
 
 
 def llm_options(given: Mapping[str, object]) -> dict[str, Any]:
-    """Keyword arguments of `LLM` from options by their flat names.
-
-    Raises:
-        UnknownName: there is no such option.
-        ConfigError: a value is invalid.
-    """
+    """Keyword arguments of `LLM` from options by their flat names."""
     places = _places()
     values: dict[tuple[str, ...], object] = {}
     for name, value in given.items():
@@ -78,12 +73,7 @@ _PENALTIES = ("presence_penalty", "frequency_penalty")
 
 
 def sampling_params(given: Mapping[str, Any], default_max_tokens: int) -> SamplingParams:
-    """Sampling options from the harness' `generation_kwargs`.
-
-    Raises:
-        UnknownName: an argument that Quire does not have.
-        RequestError: an invalid value.
-    """
+    """Sampling options from the harness' `generation_kwargs`."""
     options = dict(given)
     until = options.pop("until", None) or []
     stop = [until] if isinstance(until, str) else list(until)

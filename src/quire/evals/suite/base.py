@@ -16,9 +16,7 @@ class Sample:
     """One prompt and what its output is compared with.
 
     Attributes:
-        prompt: text of the prompt.
         references: correct outputs; what several of them mean is up to the task.
-        max_tokens: output tokens.
         stop: texts that end the output.
         depth: requested location of the answer, 0 (first) to 1 (last); None: it has none.
         chance: score of random guessing.
@@ -39,7 +37,6 @@ class SampleOptions:
     """Which samples a task returns.
 
     Attributes:
-        count: number of samples.
         measure: counts the tokens of a text with the evaluated model's tokenizer.
         tokens: maximum length of a generated prompt and its answer.
         seed: seed of generated prompts.
@@ -57,11 +54,9 @@ class EvalTask(ABC):
     """A task: a frozen dataclass whose fields are its options.
 
     Attributes:
-        name: registered name.
         summary: one line for `quire eval tasks`.
         metrics: names of the scores; the first one is compared.
         needs_full: least score with full KV at which it may judge a rule; None: no bound.
-        lower_is_better: whether a lower score is better.
     """
 
     __slots__ = ()

@@ -21,10 +21,8 @@ class PromptResult:
     """Scores and resources of one prompt.
 
     Attributes:
-        scores: by metric.
         depth: requested location of the answer, 0 to 1; None: it has none.
         chance: score of random guessing.
-        prompt_tokens, output_tokens: tokens computed.
         kv_peak_bytes: most KV bytes of the request.
         output: the generated text.
     """

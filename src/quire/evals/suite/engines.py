@@ -47,11 +47,7 @@ class Engines:
         self._open: tuple[KVConfig, LLM] | None = None
 
     def of(self, kv: KVConfig) -> LLM:
-        """The engine with a configuration.
-
-        Raises:
-            ConfigError: the configuration is invalid for this model.
-        """
+        """The engine with a configuration."""
         if self._open is None or self._open[0] != kv:
             self.close()
             self._open = (kv, self._open_engine(kv))
@@ -63,11 +59,7 @@ class Engines:
         return self._open[1]
 
     def refuse_long(self, tokens: int) -> None:
-        """Refuse a length of prompts beyond the context, before long prompts are generated.
-
-        Raises:
-            ConfigError: the length exceeds the context of the open engine's model.
-        """
+        """Refuse a length of prompts beyond the context, before long prompts are generated."""
         most = self.current.model.spec.max_positions
         if tokens > most:
             raise ConfigError(

@@ -83,22 +83,14 @@ SUITES: Mapping[str, Suite] = MappingProxyType(
 
 
 def task_of(name: str) -> EvalTask:
-    """A task by its name.
-
-    Raises:
-        UnknownName: it is not registered.
-    """
+    """A task by its name."""
     if name not in TASKS:
         raise UnknownName("task", name, TASKS)
     return TASKS[name]
 
 
 def suite_of(name: str) -> Suite:
-    """A suite by its name.
-
-    Raises:
-        UnknownName: it is not registered.
-    """
+    """A suite by its name."""
     if name not in SUITES:
         raise UnknownName("suite", name, SUITES)
     return SUITES[name]

@@ -126,7 +126,6 @@ class TaskVerdict:
     """Comparison of one cell.
 
     Attributes:
-        cell: name of the cell.
         metric: the compared score.
         verdict: one of `WORSE`, `BETTER`, `SAME`, `NONE`.
         difference: score with the configuration minus that with full KV, with its interval over
@@ -180,7 +179,6 @@ class EvalConfig:
     """What is evaluated.
 
     Attributes:
-        tasks: the tasks, in their order.
         tokens: lengths of the prompts.
         count: prompts of each task and length.
         seed: seed of generated prompts.

@@ -97,9 +97,6 @@ def build(name: str, rng: random.Random, setting: Setting, **options: Any) -> Ta
 
     Returns:
         The task.
-
-    Raises:
-        UnknownName: the family is not registered, or has no such option.
     """
     if name not in ALL_FAMILIES:
         raise UnknownName("task", name, ALL_FAMILIES)

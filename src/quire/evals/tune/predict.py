@@ -21,7 +21,6 @@ class PredictedRows:
         rows: most rows that run to completion at once.
         row_bytes: peak KV of a row, in whole pages, including statistics.
         held_tokens: peak tokens of a lane.
-        eviction: eviction of a row.
     """
 
     rows: int

@@ -138,11 +138,7 @@ def pareto_of(tuned: Tuned) -> list[SearchCandidate]:
 
 
 def chart(tuned: Tuned) -> bytes:
-    """Quality against requests as SVG.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """Quality against requests as SVG."""
     return drawn(lambda axes: _draw(axes, tuned))
 
 

@@ -35,7 +35,6 @@ class MeasuredRun:
         running_at_once: most running requests in a step.
         tokens_per_s: output tokens per second, median of the repeats.
         kv_peak_bytes: most KV bytes in use.
-        requests: number of requests.
     """
 
     running_at_once: int
@@ -105,7 +104,6 @@ class TuneConfig:
     """Options of a search.
 
     Attributes:
-        space: the candidates.
         metric: one of `METRICS`.
         min_quality: least mean of the metric, 0 to 1.
         objective: one of `OBJECTIVES`: requests at once, or output tokens per second.
@@ -142,11 +140,9 @@ class Tuned:
     """The result of a search.
 
     Attributes:
-        config: its options.
         baseline, chosen: all tokens in the first codec, and the result; both are equal if no
             candidate holds more requests at the wanted quality.
         predicted: requests in the KV memory, by candidate.
-        rounds: rounds of the search.
         held_out: quality of the chosen candidate, and of better ones that failed, on the prompts
             that the search did not use.
         refused: reason of each candidate that this model or engine refuses.
@@ -190,11 +186,7 @@ class Tuned:
 
 
 def divided(count: int, config: TuneConfig) -> tuple[list[int], list[int]]:
-    """Numbers of the prompts of the search, and of those that check it.
-
-    Raises:
-        ConfigError: too few prompts.
-    """
+    """Numbers of the prompts of the search, and of those that check it."""
     order = np.random.default_rng(config.seed).permutation(count).tolist()
     held = max(1, round(count * config.held_out))
     if count < MIN_PROMPTS or held == count:
@@ -203,11 +195,7 @@ def divided(count: int, config: TuneConfig) -> tuple[list[int], list[int]]:
 
 
 def refuse_long(prompts: Sequence[UserPrompt], config: TuneConfig, model: LoadedModel) -> None:
-    """Refuse prompts that exceed the model's context, and prompts without a needed answer.
-
-    Raises:
-        ConfigError: names the first such prompt.
-    """
+    """Refuse prompts that exceed the model's context, and prompts without a needed answer."""
     most = model.spec.max_positions - config.max_tokens
     for number, one in enumerate(prompts, start=1):
         if len(one.token_ids) > most:
@@ -226,12 +214,7 @@ class Tuner:
     """Searches for one model and one set of prompts.
 
     Args:
-        model: the model.
         kv: options of the KV memory; codec and rule are those of the candidates.
-        schedule: scheduling options of the measured runs.
-        prompts: all prompts.
-        config: options of the search.
-        scorer: measures candidates.
         report: takes lines about the progress.
     """
 

@@ -55,11 +55,7 @@ class ScoreFile:
         return self._known.get((candidate, prompt))
 
     def add(self, candidate: SearchCandidate, prompt: int, score: PromptScore) -> None:
-        """Store a score.
-
-        Raises:
-            ConfigError: the file cannot be written.
-        """
+        """Store a score."""
         self._known[candidate, prompt] = score
         line = {"of": self._fingerprint, "prompt": prompt, **asdict(candidate), **asdict(score)}
         try:
@@ -111,11 +107,7 @@ class CandidateScorer:
         self._references: dict[int, Reference] = {}
 
     def open(self, candidate: SearchCandidate) -> FidelityScorer:
-        """An engine with a candidate.
-
-        Raises:
-            ConfigError: the candidate is invalid for this model.
-        """
+        """An engine with a candidate."""
         return FidelityScorer(
             self._model,
             candidate.applied(self._kv),
@@ -131,11 +123,7 @@ class CandidateScorer:
         return self._references[number]
 
     def scores(self, candidate: SearchCandidate, numbers: Sequence[int]) -> list[PromptScore]:
-        """Scores of prompts, in their order; only those that are not stored are measured.
-
-        Raises:
-            ConfigError: the candidate is invalid for this model.
-        """
+        """Scores of prompts, in their order; only those that are not stored are measured."""
         missing = [n for n in numbers if self._stored.get(candidate, n) is None]
         scorer = self.open(candidate) if missing else None
         for number in missing:

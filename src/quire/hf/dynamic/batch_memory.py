@@ -168,7 +168,6 @@ class DensePrefill:
     """A prefill in progress; prompts start at column 0, shorter prompts have pads at their end.
 
     Attributes:
-        queries: the group.
         columns: columns of the longest prompt.
         logits: logits of each query's last token; set when the token was processed.
     """
@@ -254,10 +253,6 @@ class BatchMemory:
 
     Args:
         model: computes the shape of the KV.
-        options: limits of the batch.
-        batch_slots: rows of the batch.
-        queues: queues for preempted queries.
-        device, host: count bytes.
     """
 
     def __init__(
@@ -277,11 +272,7 @@ class BatchMemory:
     # ---- what fits -----------------------------------------------------------------------------
 
     def refuse_too_large(self, query: Query) -> None:
-        """Refuse a query that exceeds the limit even alone.
-
-        Raises:
-            NeverFits: states the needed and the allowed bytes.
-        """
+        """Refuse a query that exceeds the limit even alone."""
         if self._scale_at is None:
             return
         tokens, shape = query.final_tokens, self._model.shape

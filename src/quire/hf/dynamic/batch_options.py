@@ -97,11 +97,7 @@ def read_params(
 
 
 def dense_params(params: SamplingParams) -> SamplingParams:
-    """Resolve the sampling parameters of a query in a dense row.
-
-    Raises:
-        RequestError: options that only an engine supports.
-    """
+    """Resolve the sampling parameters of a query in a dense row."""
     if (
         params.num_sequences != params.n
         or params.use_beam_search
@@ -123,13 +119,7 @@ def check_query(
     context_tokens: int | None,
     capacity_tokens: int | None,
 ) -> None:
-    """Refuse a query that can never run.
-
-    Raises:
-        RequestError: an empty prompt, an invalid token id, more tokens than the model's context,
-            a priority or deadline that is not a number.
-        NeverFits: more tokens than the slab may have columns.
-    """
+    """Refuse a query that can never run."""
     prompt_token_ids, params = query.prompt_token_ids, query.params
     checked_option("priority", query.priority)
     checked_option("deadline_s", query.deadline_s)

@@ -211,9 +211,7 @@ class Filling:
     """Schedules prefills and assigns rows to queries.
 
     Attributes:
-        rule: the batching rule.
         shaped: queries whose prompts are prefilled in the batch's next forward (vector shaping).
-        prefiller: prefills prompts.
     """
 
     def __init__(

@@ -47,13 +47,11 @@ class Query:
 
     Attributes:
         number: sequence number in the order of arrival.
-        prompt_token_ids: the prompt.
         params: sampling parameters and stop conditions.
         sampling_seed: seed used if `params.seed` is None.
         priority: lower values are scheduled first, as in the engine, and may preempt higher ones.
         deadline_s: deadline on the batch's clock; of equal priorities the earliest runs first.
         output_token_ids: tokens generated so far.
-        state: the query's state.
         text: text of the output that is final; empty without a tokenizer.
         logprobs: a `SampledToken` for each output token, if `params.logprobs` is set.
         choices: the completions of the prompt, this one first; one if n is 1.
@@ -65,7 +63,6 @@ class Query:
         kv: KV outside of the batch; None if it has none.
         times_s: time of each generated token, on the batch's clock.
         submitted_s, started_s, finished_s: likewise; started_s is the start of its prefill.
-        preemptions: number of preemptions.
     """
 
     number: int
@@ -229,7 +226,6 @@ class StepRecord:
     Attributes:
         rows: rows of the slab, free and finished ones included; 0 if no row decoded.
         live: rows with a running query.
-        columns: columns in attention.
         new_columns: columns of the forward; more than 1 if it also prefilled prompts.
         valid_tokens: sum of the live rows' lengths.
         queued: whether queries were queued at the decode forward.

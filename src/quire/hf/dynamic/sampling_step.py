@@ -18,7 +18,6 @@ class DenseSampling:
         vocab_size: vocabulary size of the model.
         eos_token_ids: tokens that end a completion.
         undecodable_ids: tokens that are not sampled; see `Sampler`.
-        clock: returns seconds.
     """
 
     def __init__(

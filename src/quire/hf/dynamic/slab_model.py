@@ -145,11 +145,7 @@ def _form(found: Tensor, implementation: str, dtype: torch.dtype) -> Tensor:
 
 
 def check_implementation(name: str | None) -> str:
-    """Return the attention implementation if its masks are supported.
-
-    Raises:
-        UnsupportedModel: the implementation is not supported.
-    """
+    """Return the attention implementation if its masks are supported."""
     if name not in (_BOOLEAN, _ADDITIVE):
         raise UnsupportedModel(
             f"expected attn_implementation sdpa or eager, which accept a mask per row, got {name}; "

@@ -26,7 +26,6 @@ class SlabRows:
         columns: tokens of the longest prompt.
 
     Attributes:
-        rows: number of rows.
         window: columns prefilled so far.
     """
 

@@ -11,7 +11,6 @@ class ByteMeter:
 
     Attributes:
         limit_bytes: maximum bytes in use; None for no limit.
-        used_bytes: bytes in use.
         peak_bytes: peak of `used_bytes`.
     """
 

@@ -20,7 +20,6 @@ class LayerShape:
     """Shape of one token's keys and values in one layer.
 
     Attributes:
-        num_kv_heads: number of KV heads.
         key_dim, value_dim: elements of a key and of a value per head; they differ in some models.
     """
 
@@ -83,7 +82,6 @@ class RowKV:
 
     Attributes:
         layers: (keys, values) of each layer; empty after `free`.
-        tokens: number of tokens.
     """
 
     def __init__(self, layers: Sequence[Layer], meter: ByteMeter) -> None:

@@ -25,7 +25,6 @@ class DenseSlab:
     """Dense KV of a batch.
 
     Args:
-        shape: shape of a token.
         rows: number of rows, initially empty.
         capacity: initial number of columns.
         meter: byte counter of the slab's memory.

@@ -17,7 +17,6 @@ class SlabTensors:
     """Key and value tensors, [rows, heads, capacity, dim] per layer, with every byte counted.
 
     Args:
-        shape: shape of a token.
         rows, capacity: initial size.
         meter: byte counter of the tensors' memory.
         filler: value of slots without a token.

@@ -19,10 +19,7 @@ class StatisticPages:
     """The pages of one statistic.
 
     Attributes:
-        group: lane group of the statistic's pages.
-        statistic: the statistic.
         numbers: float32 view of all pages of the class.
-        table: page table of the statistic's pages.
         device_table: `table` as a tensor.
     """
 

@@ -58,8 +58,6 @@ class Watched:
     """One per-slot statistic in one step.
 
     Attributes:
-        place: pages of the statistic.
-        count: the measure to accumulate.
         heads: how query heads are reduced; APART if each query head has its own number.
         rows: for each layer of the group, the rows for which column sums suffice.
         again: bool [rows of the step] rows whose weights are recomputed.
@@ -102,7 +100,6 @@ class AttentionStatisticsStep:
 
     Args:
         places: pages of at least one statistic; a statistic may have no active rows.
-        batch: batch of the step.
         slots: [rows, lanes] live slots of the group, the step's tokens included.
     """
 

@@ -71,7 +71,6 @@ class GroupWatch:
 
     Args:
         places: pages of the statistics that some row of the step uses, at least one.
-        batch: batch of the step.
         slots: [rows, lanes] live slots of the group, the step's tokens included.
         lengths: logical lengths of all rows, the step's tokens included.
     """

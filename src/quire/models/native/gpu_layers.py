@@ -24,7 +24,6 @@ class JointLinear:
     """A linear layer.
 
     Attributes:
-        weight: of all outputs.
         bias: of all outputs, or None.
     """
 
@@ -40,10 +39,8 @@ class GpuLayer:
     """One layer.
 
     Attributes:
-        attention_norm, mlp_norm: before attention, before the MLP.
         qkv: queries, keys and values.
         heads: numbers of query and KV heads.
-        head_dim: elements of a head.
         head_norms: norms of query and key heads, or None.
         output: attention's output projection.
         gate_up: both inputs of the gated activation.

@@ -46,7 +46,6 @@ class FusedProduct:
     """A product with a packed weight.
 
     Attributes:
-        weight: packed.
         bias: float32 [columns of all panels], or None.
         finish: STORE, ADD to the output, or GATE_SILU.
     """
@@ -61,11 +60,9 @@ class FusedLayer:
     """One layer.
 
     Attributes:
-        attention_norm, mlp_norm: before attention, before the MLP.
         qkv: joint product of queries, keys and values.
         heads: layout of its output.
         output: attention's output projection, added to the residual stream.
-        gate_up: gated product of the MLP.
         down: the MLP's output projection, added to the residual stream.
         scale: factor on query-key products.
     """

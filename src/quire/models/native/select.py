@@ -58,9 +58,6 @@ def check_model(model: PreTrainedModel, codec: str) -> None:
     Args:
         model: its weights are not read, so they may be on the meta device.
         codec: auto, int8 or int4.
-
-    Raises:
-        ConfigError: states the reason.
     """
     reason = None if codec == "auto" else codec_refusal(model, codec)
     if reason is not None:

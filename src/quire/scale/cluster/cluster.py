@@ -64,10 +64,7 @@ class Replica:
 
     Attributes:
         name: its `replica_id`.
-        engine: the simulated engine.
         events: its KV events; None if the router does not follow them.
-        num_received: requests that it received.
-        steps: whether a step is running.
         reported_s: time of its last load report.
     """
 
@@ -99,8 +96,6 @@ class ClusterResult:
     """The result of a simulated cluster.
 
     Attributes:
-        trace: the simulated trace.
-        replicas: result of each replica.
         placed: number of the replica of each request, in the order of arrival.
         end_s: time when the last request finished.
         router_calls_s: measured duration of each call of the router: choices, ends of requests,
@@ -132,11 +127,7 @@ class _Waiting:
 def make_cluster(
     trace: Trace, config: SimConfig, cluster: ClusterConfig, router: RouterConfig
 ) -> "Cluster":
-    """A cluster ready to run.
-
-    Raises:
-        ConfigError: an option is invalid.
-    """
+    """A cluster ready to run."""
     replicas = []
     for number in range(cluster.replicas):
         events = BlockEventList() if cluster.kv_events else None

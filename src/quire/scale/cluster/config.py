@@ -13,10 +13,7 @@ MAX_REPLICAS = 4096
 @no_type_check  # run-time type checks in tests must not replace Quire's own errors
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
-    """Options of a simulated cluster.
-
-    Attributes are options; see their help.
-    """
+    """Options of a simulated cluster."""
 
     replicas: int = option(1, help="simulated engines behind the router", common=True)
     kv_events: bool = option(

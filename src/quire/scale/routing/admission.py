@@ -26,8 +26,6 @@ class WaitingRequest:
     """A request that waits at the router; see `quire.tenancy.fair_queue.Queued`.
 
     Attributes:
-        request_id: name of the request.
-        request: what the router knows of it.
         order: sort key among the requests of its tenant.
     """
 
@@ -45,9 +43,6 @@ class Dispatch:
     """A request to send now.
 
     Attributes:
-        request_id: name of the request.
-        request: what the router knows of it.
-        replica_id: where to send it.
         uncached_tokens: prompt tokens that the replica is expected to compute.
     """
 

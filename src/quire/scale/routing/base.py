@@ -34,9 +34,7 @@ class RoutedRequest:
     Attributes:
         prompt_blocks: hashes of the whole blocks of the prompt, in order. Each hash covers the
             block and everything before it.
-        prompt_tokens: length of the prompt.
         session: conversation or user that sent the request; None: unknown.
-        tenant: tenant that sent the request.
     """
 
     prompt_blocks: tuple[BlockHash, ...]
@@ -50,7 +48,6 @@ class ReplicaLoad:
     """Load of one replica, as far as the caller knows it.
 
     Attributes:
-        replica_id: name of the replica.
         active_kv_bytes: KV of running requests, without unused blocks of the prefix cache.
         kv_capacity_bytes: size of the KV memory; 0: unknown.
         queued_prompt_tokens: prompt tokens that are not computed yet, of waiting and running
@@ -112,10 +109,6 @@ class Router(Protocol):
 
 
 def require_replicas(replicas: Sequence[ReplicaLoad]) -> None:
-    """Reject a choice among no replicas.
-
-    Raises:
-        ConfigError: no replica is given.
-    """
+    """Reject a choice among no replicas."""
     if not replicas:
         raise ConfigError("expected at least one replica that accepts requests, got none")

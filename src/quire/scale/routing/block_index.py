@@ -153,11 +153,7 @@ class ReplicaBlocks:
         return [], removed
 
     def apply_event(self, event: KvEvent) -> Changes:
-        """Follow a KV event.
-
-        Raises:
-            ConfigError: the event has no known type.
-        """
+        """Follow a KV event."""
         dropped = [] if self._follows_events else self.clear()[1]
         self._follows_events = True
         kind = event.get("type")

@@ -74,13 +74,11 @@ class KvAware:
     """Chooses the replica with the least expected work; see the module.
 
     Args:
-        block_tokens: tokens of a block.
         prefix_weight: cost of an uncached prompt token. Above 1 it counts that a second copy of a
             prefix evicts another one.
         kv_weight: cost of a full KV memory, in prompt tokens.
         max_imbalance_tokens: additional cost up to which a session stays on its replica.
         max_blocks: blocks of a replica that the router remembers.
-        max_sessions: sessions that the router remembers.
     """
 
     def __init__(

@@ -16,10 +16,7 @@ RouterName = Literal["kv_aware", "least_loaded", "round_robin"]
 @no_type_check  # run-time type checks in tests must not replace Quire's own errors
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
-    """Options of request routing.
-
-    Attributes are options; see their help.
-    """
+    """Options of request routing."""
 
     name: RouterName = option(
         "kv_aware",

@@ -136,11 +136,7 @@ def _config(config: Any, given: Mapping[str, Any]) -> Any:
 
 
 def _value(flag: str, value: Any, kind: Any) -> Any:
-    """A value for a field; a text is converted to the field's type.
-
-    Raises:
-        ConfigError: a text that is no such value.
-    """
+    """A value for a field; a text is converted to the field's type."""
     if not isinstance(value, str):
         return value
     members = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)

@@ -67,7 +67,6 @@ class Gateway:
     """ASGI application that forwards requests to replicas.
 
     Args:
-        replicas: the replicas.
         keys: API keys of the tenants; the router treats tenants fairly.
         retries: times that a request is sent again.
         block_words: words of a block of a prompt, see `quire.scale.http_call`.
@@ -167,11 +166,7 @@ class _Reply:
         self.has_output = False
 
     async def add(self, part: HttpPart) -> None:
-        """Send a part; the start of a second attempt continues the response of the first one.
-
-        Raises:
-            ReplicaLost: the second attempt has another status or type.
-        """
+        """Send a part; the start of a second attempt continues the response of the first one."""
         if part.status is not None:
             await self._begin(part)
         self.has_output |= part.is_last or not _is_comment(part.body)

@@ -15,9 +15,6 @@ class ServeRecipe:
 
     Attributes:
         engine: model and engine of each replica.
-        server: options of the HTTP server.
-        ray: options of the replicas.
-        routing: options of request routing.
         keys: digests of the API keys.
         tenants: rate limits and eviction rules of tenants.
     """

@@ -22,12 +22,7 @@ _LOAD_TIMEOUT_S = 1.0
 
 
 class EngineReplica:
-    """A replica; the methods are called by Ray Serve.
-
-    Raises:
-        ConfigError: invalid options.
-        ModelError: the model cannot be read.
-    """
+    """A replica; the methods are called by Ray Serve."""
 
     def __init__(self, recipe: ServeRecipe, name: str) -> None:
         configure_logs(recipe.server.log_format, recipe.server.log_level)
@@ -69,11 +64,7 @@ class EngineReplica:
         return replace(part, headers=(*part.headers, (REPLICA_HEADER, self._name.encode())))
 
     async def check_health(self) -> None:
-        """Tell Ray to replace the replica if its engine has stopped.
-
-        Raises:
-            EngineDead: the engine has stopped by an error.
-        """
+        """Tell Ray to replace the replica if its engine has stopped."""
         if self._server.has_died:
             raise EngineDead("the engine has stopped by an error; see the log of the replica")
 

@@ -49,11 +49,7 @@ _WRAPPED = re.compile(r"^(tools\.\d+|response_format)\.(?:function|json_schema)\
 
 @contextmanager
 def naming(names: Mapping[str, str], origins: Callable[[], list[str]] = list) -> Iterator[None]:
-    """Name the client's fields in errors of a chat.
-
-    Raises:
-        RequestError: the same error with other names.
-    """
+    """Name the client's fields in errors of a chat."""
     try:
         yield
     except RequestError as error:
@@ -72,11 +68,7 @@ def naming(names: Mapping[str, str], origins: Callable[[], list[str]] = list) ->
 
 
 def format_of(options: JSON | None, field: str) -> JSON | None:
-    """The `format` of an API's options of the output, as `response_format` of a chat.
-
-    Raises:
-        FieldError: not an object.
-    """
+    """The `format` of an API's options of the output, as `response_format` of a chat."""
     found = (options or {}).get("format")
     if found is None:
         return None
@@ -89,11 +81,7 @@ def format_of(options: JSON | None, field: str) -> JSON | None:
 
 
 def text_of(content: object, field: str, kinds: tuple[str, ...]) -> str:
-    """The text of a string or of a list of text parts.
-
-    Raises:
-        FieldError: another value, or a part that is not text.
-    """
+    """The text of a string or of a list of text parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -104,11 +92,7 @@ def text_of(content: object, field: str, kinds: tuple[str, ...]) -> str:
 
 
 def text_of_part(part: object, field: str, kinds: tuple[str, ...]) -> str:
-    """The text of a text part.
-
-    Raises:
-        FieldError: another value, or a part that is not text.
-    """
+    """The text of a text part."""
     kind = part.get("type") if isinstance(part, dict) else None
     text = part.get("text", part.get("refusal")) if isinstance(part, dict) else None
     if kind not in kinds or not isinstance(text, str):

@@ -129,11 +129,7 @@ class MessagesBody(Body):
         return found + [message for turn in self._turns() for message in turn.messages()]
 
     def _continues(self) -> bool:
-        """Whether the output continues a last message of the assistant.
-
-        Raises:
-            FieldError: a last message that cannot be continued.
-        """
+        """Whether the output continues a last message of the assistant."""
         turns = self._turns()
         if not turns or turns[-1].role != "assistant":
             return False
@@ -168,7 +164,6 @@ class _Turn:
         origin: path of the first message.
         results: results of tools, as messages of a chat.
         calls: calls of tools, in OpenAI's format.
-        texts: the text of each message that has text blocks.
     """
 
     role: str
@@ -187,11 +182,7 @@ class _Turn:
         return not (self.text or self.calls or self.results)
 
     def add(self, content: object, where: str) -> None:
-        """Add the content of a message.
-
-        Raises:
-            FieldError: neither a text nor a list of blocks, or a block that is not supported.
-        """
+        """Add the content of a message."""
         if isinstance(content, str):
             self.texts.append(content)
             return

@@ -37,8 +37,6 @@ class Asset:
     """A file of the dashboard.
 
     Attributes:
-        content: its bytes.
-        media_type: its Content-Type.
         etag: digest of the content; unchanged files are not sent again.
     """
 

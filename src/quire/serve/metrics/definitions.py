@@ -48,8 +48,6 @@ class Metric:
 
     Attributes:
         name: without prefix, and without `_total`, which counters get.
-        kind: its type.
-        help: its meaning.
         labels: labels beside `model_name`.
         vllm: name in vLLM without prefix; "": vLLM has no such metric.
         buckets: bounds of a histogram.

@@ -106,8 +106,6 @@ class MetricsEndpoint:
     """Handler of GET /metrics.
 
     Args:
-        service: the service.
-        http_requests: counts of HTTP requests.
         key: API key that gives access to the metrics only; None: there is none.
     """
 

@@ -190,7 +190,6 @@ class Reading:
     Attributes:
         numbers: values without labels.
         labelled: values by their labels.
-        histograms: histograms.
     """
 
     numbers: dict[str, float | int] = field(default_factory=dict)

@@ -88,7 +88,6 @@ class ChatTools:
 
     Attributes:
         choice: tools and choice of the request; None without tools.
-        parsers: the parser of the model.
         in_prompt: whether the chat template writes the tools into the prompt.
     """
 

@@ -41,7 +41,6 @@ class ToolChoice:
     Attributes:
         mode: none and auto as in OpenAI's API; required: at least one call; named: one call of
             the only tool in `tools`.
-        tools: tools that may be called.
         definitions: all tools of the request, for the chat template.
         parallel: whether an output may have several calls.
     """

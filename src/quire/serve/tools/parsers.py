@@ -583,7 +583,6 @@ class ToolParsers:
     """The parser of a model.
 
     Args:
-        name: name of a parser, or auto.
         tokenizer: the model's tokenizer; None: no parser is detected.
 
     Attributes:
