@@ -1,6 +1,6 @@
 """From a line of a batch to requests of the engine, and from their outputs to its record."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from quire.batch.lines import BatchLine
@@ -50,15 +50,12 @@ def record_of(
     line: BatchLine, results: Sequence[LineResult], form: RecordFormat
 ) -> tuple[Record, RequestOutput | None]:
     """The record of a line, and its output; None for an error record."""
-    for refusal in _refusals(results):
-        return error_record(line.head, _refusal_text(line, refusal)), None
+    for result in results:
+        if isinstance(result, RequestError):
+            return error_record(line.head, _refusal_text(line, result)), None
     output = merged([result for result in results if isinstance(result, RequestOutput)])
     record = output_record(line, output, model=form.model, with_prompt=form.with_prompt)
     return record, output
-
-
-def _refusals(results: Sequence[LineResult]) -> Iterator[RequestError]:
-    return (result for result in results if isinstance(result, RequestError))
 
 
 def _refusal_text(line: BatchLine, refusal: RequestError) -> str:

@@ -195,8 +195,9 @@ class Stopwatch:
         name = steps_key(key, evict)
         if name not in self.found:
             typer.echo(f"measuring steps with {name.rpartition('; ')[2]}", err=True)
-            most_tokens = model.spec.max_positions
-            shapes = step_rates.usual_shapes(evict, most_tokens=most_tokens, quick=self._quick)
+            shapes = step_rates.usual_shapes(
+                evict, context_tokens=model.spec.max_positions, quick=self._quick
+            )
             self.found[name] = step_rates.measure_step_rates(model, shapes, repeats=self._repeats)
         return self.found[name]
 

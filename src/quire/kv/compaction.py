@@ -13,7 +13,7 @@ copies shared pages first; the attention statistics of a slot move with it. Lane
 retain different numbers of slots.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol, runtime_checkable
@@ -263,15 +263,12 @@ def commit_compaction(
             memory.privatise(memory.tables[plan.group], row, lane, column)
             memory.note_peaks(row[:1])
     for plan in plans:
-        for table in _moved_tables(memory, plan):
+        for name in (plan.group, *plan.statistics):
+            table = memory.tables[name]
             _move(memory, table, plan, mover)
             _cut(memory, table, plan)
         moves = plan.moves if plan.kept_columns is None else None  # None: whole pages were dropped
         memory.listeners.compacted(plan.row, plan.group, moves, int(plan.keep_slots.min()))
-
-
-def _moved_tables(memory: KVMemory, plan: CompactionPlan) -> Iterator[LaneTable]:
-    return (memory.tables[name] for name in (plan.group, *plan.statistics))
 
 
 def _move(

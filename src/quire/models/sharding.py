@@ -168,7 +168,7 @@ def _planned(model: PreTrainedModel) -> Iterator[_Planned]:
     plan = _plan_of(model)
     modules = dict(base.named_modules())
     for path, module in modules.items():
-        style = _style(plan, path)
+        style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", path))
         if style is None or style in _WHOLE:
             continue
         if style not in (COLUMNS, ROWS) or not isinstance(module, nn.Linear):
@@ -183,7 +183,3 @@ def _planned(model: PreTrainedModel) -> Iterator[_Planned]:
 def _plan_of(model: PreTrainedModel) -> Mapping[str, str]:
     config = model.base_model.config
     return dict(getattr(config, "base_model_tp_plan", None) or {})
-
-
-def _style(plan: Mapping[str, str], path: str) -> str | None:
-    return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", path))

@@ -158,7 +158,7 @@ def _decode_amounts(time: StepTime, batches: Sequence[int]) -> tuple[int, ...]:
     return *of_batch, slots, evicting, evicting * step.evicted_from
 
 
-def usual_shapes(evict: str, *, most_tokens: int, quick: bool = False) -> tuple[RunShape, ...]:
+def usual_shapes(evict: str, *, context_tokens: int, quick: bool = False) -> tuple[RunShape, ...]:
     """Shapes that determine the rates of a rule: few rows and many, short and long prompts.
 
     A rule that evicts runs in blocks with a cap of half of each prompt, and token by token while
@@ -166,14 +166,14 @@ def usual_shapes(evict: str, *, most_tokens: int, quick: bool = False) -> tuple[
 
     Args:
         evict: the rule; its cap and schedule are replaced by several.
-        most_tokens: the model's context.
+        context_tokens: the model's context.
         quick: whether to use a few small shapes, for trials.
     """
     new_tokens = 8 if quick else 12
     return tuple(
         RunShape(rows=rows, prompt_tokens=prompt, new_tokens=new_tokens, evict=rule)
         for rows, tokens in (QUICK_SIZES if quick else SIZES)
-        for prompt in (min(tokens, most_tokens - new_tokens),)
+        for prompt in (min(tokens, context_tokens - new_tokens),)
         for rule in _with_caps(evict, prompt // 2)
     )
 

@@ -94,7 +94,7 @@ def test_fit_recovers_the_rates_of_exact_times():
 
 
 def test_without_eviction_block_rates_equal_prefill_rates(model):
-    shapes = usual_shapes("full", most_tokens=1_024, quick=True)
+    shapes = usual_shapes("full", context_tokens=1_024, quick=True)
     rates = measure_step_rates(model, shapes, repeats=1)
 
     assert rates.blocks == rates.whole
@@ -102,7 +102,7 @@ def test_without_eviction_block_rates_equal_prefill_rates(model):
 
 
 def test_usual_shapes_fit_the_context_and_exceed_protected_tokens():
-    shapes = usual_shapes("h2o:recent=100,cap=5", most_tokens=512)
+    shapes = usual_shapes("h2o:recent=100,cap=5", context_tokens=512)
 
     assert all(shape.prompt_tokens + shape.new_tokens <= 512 for shape in shapes)
     assert {shape.evict.partition(":")[0] for shape in shapes} == {"h2o"}
@@ -112,4 +112,4 @@ def test_usual_shapes_fit_the_context_and_exceed_protected_tokens():
 
 def test_unknown_rule_has_no_shapes():
     with pytest.raises(ConfigError):
-        usual_shapes("h3o", most_tokens=512)
+        usual_shapes("h3o", context_tokens=512)

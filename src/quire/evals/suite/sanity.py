@@ -85,14 +85,14 @@ def _run(engines: Engines, full: KVConfig, seed: int) -> Sanity:
         outputs = engines.of(replace(full, evict=evict)).generate(prompts, params)
         return [output.text for output in outputs]
 
-    most_tokens = engines.of(full).model.spec.max_positions
-    return check(answer, measure=engines.measure, most_tokens=most_tokens, seed=seed)
+    context_tokens = engines.of(full).model.spec.max_positions
+    return check(answer, measure=engines.measure, context_tokens=context_tokens, seed=seed)
 
 
-def check(answer: AnswerFunction, *, measure: Measure, most_tokens: int, seed: int) -> Sanity:
+def check(answer: AnswerFunction, *, measure: Measure, context_tokens: int, seed: int) -> Sanity:
     """Run the check."""
     cases = tuple(
-        GateCase(task=task, tokens=min(tokens, most_tokens), n=_PROMPTS)
+        GateCase(task=task, tokens=min(tokens, context_tokens), n=_PROMPTS)
         for task, tokens in _LENGTHS
     )
     try:

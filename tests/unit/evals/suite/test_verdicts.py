@@ -125,7 +125,7 @@ def test_sanity_check_evicts_to_a_quarter_and_states_failures():
         rules.append(evict)
         return ["12345"] * len(prompts)
 
-    found = sanity.check(knows_everything, measure=rough_measure, most_tokens=4096, seed=1)
+    found = sanity.check(knows_everything, measure=rough_measure, context_tokens=4096, seed=1)
 
     assert rules[:2] == ["full", "recent:cap=64,every=16,sinks=4"]
     assert found.status == FAILED
@@ -137,7 +137,7 @@ def test_sanity_check_that_cannot_run_fails():
     def answer(prompts, evict, max_tokens):
         raise AssertionError("no prompt fits")
 
-    found = sanity.check(answer, measure=rough_measure, most_tokens=30, seed=1)
+    found = sanity.check(answer, measure=rough_measure, context_tokens=30, seed=1)
 
     assert found.status == FAILED
     assert "raise tokens" in found.reason
