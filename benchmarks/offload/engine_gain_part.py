@@ -13,19 +13,21 @@ KV takes `r / rho`.
 """
 
 import statistics
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 
 from benchmarks.common.models import random_weights
 from benchmarks.common.result import Numbers, PartResult, Table
 from benchmarks.offload.config import OffloadBenchConfig
 from benchmarks.offload.engine_part import multi_head
-from benchmarks.offload.slow_link import SlowLink, SlowTransferWorker, slowed
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig, OffloadConfig, PrefixCacheConfig
 from quire.config.sampling_params import SamplingParams
@@ -38,6 +40,7 @@ from quire.models.weights import weight_bytes
 from quire.offload.kv.measured_speeds import measure_offload_speeds
 from quire.offload.kv.offload_choice import OffloadChoice
 from quire.offload.split import COPY, MeasuredRates
+from quire.offload.swap.transfer import ThreadTransferWorker, Transfer
 from quire.offload.weights.links import FileLink
 from quire.offload.weights.placement import WeightStream, WithinBudget
 from quire.plan.rates import CopyRate
@@ -53,6 +56,67 @@ _RESIDENT = 0.1  # fraction of a sequence's KV that has room besides its staging
 _MIN_RESIDENT = 24  # least such tokens
 _PAGE_TOKENS = 16
 _BATCHES = 2  # batches of rows that share each layer, if weights are offloaded
+
+
+class SlowLink:
+    """A link that several transfer workers share.
+
+    Args:
+        rate: rate of the link.
+
+    Attributes:
+        is_slow: whether copies take the time of the rate; otherwise they run at full speed.
+    """
+
+    def __init__(self, rate: CopyRate) -> None:
+        self.rate, self.is_slow = rate, False
+        self._turn, self._deadline_s = threading.Lock(), 0.0
+
+    def carry(self, copy: Callable[[], None], num_bytes: int) -> None:
+        """Run a copy and wait until the link would have finished it."""
+        with self._turn:
+            begun_s = max(self._deadline_s, time.perf_counter())
+            copy()
+            if self.is_slow:
+                self._deadline_s = begun_s + self.rate.seconds(num_bytes)
+                time.sleep(max(0.0, self._deadline_s - time.perf_counter()))
+
+
+class SlowTransferWorker(ThreadTransferWorker):
+    """Runs copies on a thread, one after the other, on a slow link.
+
+    Args:
+        link: the link.
+    """
+
+    def __init__(self, link: SlowLink) -> None:
+        super().__init__()
+        self._link = link
+
+    def submit(self, copy: Callable[[], None], num_bytes: int) -> Transfer:
+        """See `TransferWorker`."""
+        return super().submit(lambda: self._link.carry(copy, num_bytes), num_bytes)
+
+
+def slowed(
+    compute: Callable[..., tuple[Tensor, Tensor]], link: SlowLink, token_s: float
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Let the recompute of keys and values take a given time per token while the link is slow.
+
+    Args:
+        compute: recomputes keys and values of a layer from its inputs.
+        link: the link.
+        token_s: seconds of a token; longer than the real time.
+    """
+
+    def run(layer: int, inputs: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        end_s = time.perf_counter() + len(inputs) * token_s
+        found = compute(layer, inputs, *args, **kwargs)
+        if link.is_slow:
+            time.sleep(max(0.0, end_s - time.perf_counter()))
+        return found
+
+    return run
 
 
 @dataclass(frozen=True, slots=True)
