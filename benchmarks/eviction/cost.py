@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
+from benchmarks.common.decoding import decoding_engine
 from benchmarks.common.models import random_model
 from benchmarks.common.result import Cell, Numbers, PartResult, Table
 from benchmarks.common.tables import table_of
@@ -27,16 +28,12 @@ from benchmarks.common.workload import SHAPES
 from benchmarks.eviction.config import CostConfig
 from benchmarks.quality.rules import Rule
 from benchmarks.throughput.arms import all_decode
-from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig, PrefixCacheConfig
-from quire.config.sampling_params import SamplingParams
-from quire.engine.core import Engine
 from quire.errors import InvariantError
 from quire.layout.eviction import PREFILL_AND_DECODE, PRESSURE
 from quire.models.loader import LoadedModel
 from quire.policies.registry import FULL
 from quire.profile.ceilings import random_prompt
-from quire.scheduler.schedule_config import ScheduleConfig
 
 AGAIN, RECENT, RULE = "again", "recent", "rule"
 PRESSURE_RECENT, PRESSURE_RULE = "pressure_recent", "pressure_rule"
@@ -94,16 +91,9 @@ class TimedArm:
         most = (config.repeats + 1) * config.every + config.rows + 2
         memory = 2 * config.rows * model.spec.kv_bytes(config.cap + most, 2) + (8 << 20)
         kv = KVConfig(memory=memory, evict=evict, prefix_cache=PrefixCacheConfig(enabled=False))
-        self._engine = Engine(model, kv, ScheduleConfig(max_num_seqs=config.rows))
-        options = SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True)
-        for row in range(config.rows):
-            self._engine.submit(GenerationRequest(random_prompt(model, config.cap, row), options))
-        while self._engine.has_work and not self._all_decode():
-            self._engine.step()
+        prompts = [random_prompt(model, config.cap, row) for row in range(config.rows)]
+        self._engine = decoding_engine(model, kv, prompts, most)
         self._before = replace(self._engine.times)
-
-    def _all_decode(self) -> bool:
-        return all_decode(self._engine.scheduler.running, self._config.rows)
 
     def start(self) -> None:
         """Start a round."""
@@ -115,7 +105,7 @@ class TimedArm:
 
     def end(self) -> StepCost:
         """Mean costs of the steps since `start`, which cover one eviction of each row."""
-        if not self._all_decode():
+        if not all_decode(self._engine.scheduler.running, self._config.rows):
             raise InvariantError(f"expected all rows of arm {self._arm} to decode, got fewer")
         now, before, steps = self._engine.times, self._before, self._config.every
         return StepCost(

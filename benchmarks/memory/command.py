@@ -1,27 +1,88 @@
 """`python -m benchmarks memory`: costs and savings of KV memory management, part by part."""
 
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from benchmarks.common.command import run_command
 from benchmarks.common.flags import AsJson, Out, Threads
+from benchmarks.common.result import PartResult
+from benchmarks.memory.measured import (
+    BeamConfig,
+    GenerationConfig,
+    PageSizesConfig,
+    PrefixConfig,
+    SwapConfig,
+    run_beam,
+    run_generation,
+    run_page_sizes,
+    run_prefix,
+    run_swap,
+)
+from benchmarks.memory.simulated import (
+    FairnessConfig,
+    ReuseConfig,
+    SimulatedConfig,
+    WasteConfig,
+    WatermarkConfig,
+    run_fairness,
+    run_reuse,
+    run_waste,
+    run_watermarks,
+)
 from quire.cli.common import use_threads
 
-if TYPE_CHECKING:
-    from benchmarks.memory.config import MemoryBenchConfig
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBenchConfig:
+    """Configuration of all parts; `simulated` has the traces and machine of the simulated parts."""
+
+    simulated: SimulatedConfig = field(default_factory=SimulatedConfig)
+    waste: WasteConfig = field(default_factory=WasteConfig)
+    pages: PageSizesConfig = field(default_factory=PageSizesConfig)
+    watermarks: WatermarkConfig = field(default_factory=WatermarkConfig)
+    beam: BeamConfig = field(default_factory=BeamConfig)
+    swap: SwapConfig = field(default_factory=SwapConfig)
+    prefix: PrefixConfig = field(default_factory=PrefixConfig)
+    cache: GenerationConfig = field(default_factory=GenerationConfig)
+    reuse: ReuseConfig = field(default_factory=ReuseConfig)
+    fairness: FairnessConfig = field(default_factory=FairnessConfig)
+
+
+QUICK_MEMORY = MemoryBenchConfig(
+    simulated=SimulatedConfig(requests=150),
+    pages=PageSizesConfig(
+        table_sequences=2, rows=4, prompt_tokens=64, steps=2, repeats=2, requests=50
+    ),
+    watermarks=WatermarkConfig(memory="2GiB"),
+    swap=SwapConfig(model="small", lengths=(64, 256), repeats=2, max_num_batched_tokens=128),
+    prefix=PrefixConfig(sharers=8, system_tokens=400, new_tokens=4, repeats=1),
+    cache=GenerationConfig(model="small", steps=4, repeats=1),
+    reuse=ReuseConfig(memories=("8GiB",), requests=60),
+    fairness=FairnessConfig(time_scale=0.1),
+)
+
+PARTS: Mapping[str, Callable[[MemoryBenchConfig], PartResult]] = {
+    "waste": lambda config: run_waste(config.waste, config.simulated),
+    "pages": lambda config: run_page_sizes(config.pages, config.simulated),
+    "watermarks": lambda config: run_watermarks(config.watermarks, config.simulated),
+    "beam": lambda config: run_beam(config.beam),
+    "swap": lambda config: run_swap(config.swap),
+    "prefix": lambda config: run_prefix(config.prefix),
+    "cache": lambda config: run_generation(config.cache),
+    "reuse": lambda config: run_reuse(config.reuse, config.simulated),
+    "fairness": lambda config: run_fairness(config.fairness, config.simulated),
+}
 
 
 def memory(
     *,
     parts: Annotated[
         str,
-        typer.Option(
-            help="Comma-separated parts: waste, pages, watermarks, beam, swap, prefix, cache, "
-            "allocator, reuse, fairness; default: all."
-        ),
+        typer.Option(help=f"Comma-separated parts: {', '.join(PARTS)}; default: all."),
     ] = "",
     trace: Annotated[
         Path | None,
@@ -47,27 +108,13 @@ def memory(
     Some parts run the engine on random weights; others simulate recorded requests with the engine's
     scheduler and memory.
     """
-    from benchmarks.memory.parts import PARTS
-
     use_threads(threads)
-    config = _config(trace, prefix_trace, quick=quick)
-    run_command("memory", PARTS, parts, config, _used(config), out, quick=quick, as_json=as_json)
-
-
-def _config(trace: Path | None, prefix_trace: Path | None, *, quick: bool) -> "MemoryBenchConfig":
-    from benchmarks.memory.config import QUICK_MEMORY, MemoryBenchConfig
-
     config = QUICK_MEMORY if quick else MemoryBenchConfig()
     simulated = replace(
         config.simulated, trace=str(trace or ""), prefix_trace=str(prefix_trace or "")
     )
-    return replace(config, simulated=simulated)
-
-
-def _used(config: "MemoryBenchConfig") -> dict[str, object]:
-    """The configuration, with the base names of files."""
-    used: dict[str, object] = asdict(config)
-    simulated = asdict(config.simulated)
-    for name in ("trace", "prefix_trace"):
-        simulated[name] = Path(simulated[name]).name
-    return used | {"simulated": simulated}
+    config = replace(config, simulated=simulated)
+    # the result has the base names of files
+    files = {name: Path(getattr(simulated, name)).name for name in ("trace", "prefix_trace")}
+    used = asdict(config) | {"simulated": asdict(simulated) | files}
+    run_command("memory", PARTS, parts, config, used, out, quick=quick, as_json=as_json)

@@ -4,28 +4,24 @@ The memory holds `rows` sequences of plain KV at their final length. A codec has
 pages fit. All prompts are prefilled first; decode steps of all engines are measured in turn.
 """
 
-import random
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 
+from benchmarks.common.decoding import decoding_engine
 from benchmarks.common.models import random_model
 from benchmarks.common.result import Numbers, PartResult, Table
 from benchmarks.common.tables import table_of
 from benchmarks.common.workload import SHAPES
 from benchmarks.quality.texts import PLAIN
 from benchmarks.quant.config import QuantThroughputConfig
-from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig, PrefixCacheConfig
-from quire.config.sampling_params import SamplingParams
-from quire.engine.core import Engine
 from quire.layout.kv_format import fill_plain
 from quire.layout.layout import layout_for
 from quire.models.loader import LoadedModel
-from quire.profile.ceilings import seconds
-from quire.scheduler.schedule_config import ScheduleConfig
+from quire.profile.ceilings import random_prompt, seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +62,16 @@ def measure_rates(config: QuantThroughputConfig) -> list[CodecRate]:
     model = random_model(SHAPES[config.model](), dtype=dtype)
     memory = config.rows * row_bytes(config, model, PLAIN)
     rows = {codec: memory // row_bytes(config, model, codec) for codec in (PLAIN, *config.codecs)}
-    engines = {codec: _engine(model, config, codec, rows[codec], memory) for codec in rows}
-    for engine in engines.values():
-        _prefill_all(engine)
+    engines = {}
+    for codec, num_rows in rows.items():
+        prompts = [random_prompt(model, config.prompt_tokens, row) for row in range(num_rows)]
+        # slabs are not filled to the last byte: one more row is always enough
+        kv = KVConfig(
+            memory=memory + row_bytes(config, model, codec),
+            codec=codec,
+            prefix_cache=PrefixCacheConfig(enabled=False),
+        )
+        engines[codec] = decoding_engine(model, kv, prompts, _new_tokens(config))
     times_s: Mapping[str, list[float]] = {codec: [] for codec in engines}
     for _ in range(config.repeats):
         for codec, engine in engines.items():
@@ -107,34 +110,6 @@ def claims(found: Sequence[CodecRate]) -> Numbers:
 def _new_tokens(config: QuantThroughputConfig) -> int:
     """Enough tokens for the rounds, and for rows that wait until the last prompt is prefilled."""
     return config.repeats * config.steps + 64
-
-
-def _engine(
-    model: LoadedModel, config: QuantThroughputConfig, codec: str, rows: int, memory: int
-) -> Engine:
-    """Create an engine with all its rows submitted."""
-    # slabs are not filled to the last byte: one more row is always enough
-    kv = KVConfig(
-        memory=memory + row_bytes(config, model, codec),
-        codec=codec,
-        prefix_cache=PrefixCacheConfig(enabled=False),
-    )
-    engine = Engine(model, kv, ScheduleConfig(max_num_seqs=rows))
-    rng = random.Random(0)
-    options = SamplingParams(max_tokens=_new_tokens(config), temperature=0.0, ignore_eos=True)
-    for _ in range(rows):
-        prompt = [rng.randrange(model.spec.vocab_size) for _ in range(config.prompt_tokens)]
-        engine.submit(GenerationRequest(prompt, options))
-    return engine
-
-
-def _prefill_all(engine: Engine) -> None:
-    """Step until every row decodes, and one step more."""
-    rows = engine.schedule_config.max_num_seqs
-    running = engine.scheduler.running
-    while len(running) < rows or any(request.num_uncomputed > 1 for request in running):
-        engine.step()
-    engine.step()
 
 
 def _table(config: QuantThroughputConfig, found: Sequence[CodecRate]) -> Table:

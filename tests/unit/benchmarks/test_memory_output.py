@@ -10,10 +10,11 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from benchmarks.__main__ import app
-from benchmarks.common.command import show_parts
+from benchmarks.common.command import names_of, show_parts
 from benchmarks.common.rendering import as_csv, report, shown, svg
 from benchmarks.common.result import Chart, PartResult, Table
-from benchmarks.memory import parts
+from benchmarks.memory import command
+from quire.errors import ConfigError
 
 TABLE = Table(
     name="made",
@@ -80,7 +81,7 @@ def only_made_parts(monkeypatch: pytest.MonkeyPatch):
         return PartResult(claims={"small": small}, tables=(TABLE,), charts=(BARS,))
 
     made = {"waste": first, "beam": lambda _: PartResult(claims={"b": 2}, tables=())}
-    monkeypatch.setattr(parts, "PARTS", made)
+    monkeypatch.setattr(command, "PARTS", made)
 
 
 @pytest.mark.usefixtures("only_made_parts")
@@ -131,3 +132,10 @@ def test_missing_trace_is_named_in_the_error(tmp_path: Path):
 
     assert result.exit_code != 0
     assert "no.csv" in str(result.exception) + result.output
+
+
+def test_parts_run_in_their_own_order_and_once():
+    assert names_of("", command.PARTS) == tuple(command.PARTS)
+    assert names_of("beam, waste", command.PARTS) == ("waste", "beam")
+    with pytest.raises(ConfigError, match="each part once"):
+        names_of("waste,waste", command.PARTS)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.memory import fairness, page_sizes, reuse, waste, watermarks
+from benchmarks.memory import measured, simulated
 from benchmarks.memory.simulated import SimulatedConfig
 from quire.errors import ConfigError
 from quire.sim.models import model_shape
@@ -51,8 +51,8 @@ def test_scales_and_request_limits_apply_to_the_trace(small_traces):
 
 
 def test_all_stores_serve_all_workloads(small_traces):
-    runs = list(waste.measure_waste_of_stores(waste.WasteConfig(), small_traces))
-    claims = waste.claims(runs)
+    runs = list(simulated.measure_waste_of_stores(simulated.WasteConfig(), small_traces))
+    claims = simulated.waste_claims(runs)
 
     assert {(r.workload, r.store) for r in runs} == {
         *((w, s) for w in ("real", "short") for s in ("paged", "contiguous_max")),
@@ -69,8 +69,8 @@ def test_all_stores_serve_all_workloads(small_traces):
 def test_requests_longer_than_a_lane_are_dropped_and_counted():
     def run(
         store: str, reserved: str | None, dropped: int, waste_fraction: float
-    ) -> waste.StoreRun:
-        return waste.StoreRun(
+    ) -> simulated.StoreRun:
+        return simulated.StoreRun(
             workload="real",
             store=store,
             reserved=reserved,
@@ -84,7 +84,7 @@ def test_requests_longer_than_a_lane_are_dropped_and_counted():
 
     runs = [run("paged", None, 0, 0.01), run("contiguous_max", "4096", 3, 0.75)]
 
-    assert waste.claims(runs) == {
+    assert simulated.waste_claims(runs) == {
         "paged_waste_fraction": 0.01,
         "contiguous_waste_fraction_4096": 0.75,
         "contiguous_dropped_4096": 3,
@@ -98,7 +98,7 @@ def test_table_fraction_counts_two_numbers_per_page_and_per_lane():
     """One sequence of 64 tokens, 32 layers: 4 pages of 64 KiB; tables 4 * 2 + 2 numbers of 4 B."""
     model = model_shape("llama-3.1-8b")
 
-    found = page_sizes.table_fraction(model, trace(request(1, 0, 60, 4)), 16, 1)
+    found = measured.table_fraction(model, trace(request(1, 0, 60, 4)), 16, 1)
 
     assert found == (4 * 2 + 2) * 4 / (4 * 65_536)
 
@@ -106,33 +106,27 @@ def test_table_fraction_counts_two_numbers_per_page_and_per_lane():
 # ---- watermarks ----------------------------------------------------------------------------------
 
 
-def mark(per_cent: int, tokens_per_s: float, p99_s: float) -> watermarks.WatermarkRun:
-    return watermarks.WatermarkRun(
+def mark(per_cent: int, tokens_per_s: float, p99_s: float) -> simulated.WatermarkRun:
+    return simulated.WatermarkRun(
         per_cent=per_cent,
         preempts=False,
-        largest_batch=1,
-        mean_batch=1.0,
-        tokens_per_s=tokens_per_s,
-        preemptions_per_minute=per_cent / 10,
-        recomputed_fraction=0.0,
-        numbers={"tpot_p99_s": p99_s},
+        numbers={"generated_tokens_per_s": tokens_per_s, "tpot_p99_s": p99_s},
     )
 
 
 def test_best_watermark_has_max_throughput_then_shorter_tail():
     runs = [mark(70, 500.0, 1.0), mark(90, 999.9, 2.0), mark(95, 1000.0, 3.0), mark(98, 800.0, 9.0)]
 
-    claims = watermarks.claims([*runs, replace(runs[0], preempts=True, tokens_per_s=5000.0)])
+    claims = simulated.watermark_claims([*runs, replace(mark(70, 5000.0, 1.0), preempts=True)])
 
     assert claims["watermark_best"] == 90
     assert claims["throughput_best_over_98"] == 999.9 / 800
-    assert claims["preemptions_per_minute_95"] == 9.5
 
 
 def test_all_low_watermarks_run_with_and_without_a_high_watermark(small_traces):
-    config = watermarks.WatermarkConfig(per_cents=(70, 98), memory="1GiB")
+    config = simulated.WatermarkConfig(per_cents=(70, 98), memory="1GiB")
 
-    runs = list(watermarks.measure_watermarks(config, small_traces))
+    runs = list(simulated.measure_watermarks(config, small_traces))
 
     assert [(r.per_cent, r.preempts) for r in runs] == [
         (70, False),
@@ -140,7 +134,7 @@ def test_all_low_watermarks_run_with_and_without_a_high_watermark(small_traces):
         (70, True),
         (98, True),
     ]
-    assert runs[0].largest_batch <= runs[1].largest_batch
+    assert runs[0].numbers["running_peak"] <= runs[1].numbers["running_peak"]
 
 
 # ---- shared prefixes, tenants --------------------------------------------------------------------
@@ -148,7 +142,7 @@ def test_all_low_watermarks_run_with_and_without_a_high_watermark(small_traces):
 
 def test_unbounded_memory_hits_all_repeated_prefixes(small_traces):
     """Of 9 prompts 7 start with the two blocks of an earlier prompt."""
-    claims = reuse.run_reuse(reuse.ReuseConfig(memories=("1GiB",)), small_traces).claims
+    claims = simulated.run_reuse(simulated.ReuseConfig(memories=("1GiB",)), small_traces).claims
 
     assert claims["mooncake_reusable_token_fraction"] == 7 * 1024 / (9 * 1100)
     assert claims["mooncake_hit_fraction_unbounded"] == 7 * 1024 / (9 * 1100)
@@ -156,9 +150,9 @@ def test_unbounded_memory_hits_all_repeated_prefixes(small_traces):
 
 
 def test_fairness_table_has_rows_of_both_tenants(small_traces):
-    config = fairness.FairnessConfig(times_more=2)
+    config = simulated.FairnessConfig(times_more=2)
 
-    result = fairness.run_fairness(config, small_traces)
+    result = simulated.run_fairness(config, small_traces)
 
     assert {(row[0], row[1]) for row in result.tables[0].rows} == {
         ("alone", "small"),
@@ -169,15 +163,15 @@ def test_fairness_table_has_rows_of_both_tenants(small_traces):
 
 def test_trace_without_a_small_tenant_raises(small_traces):
     with pytest.raises(ConfigError, match="use a longer trace"):
-        fairness.measure_fairness(fairness.FairnessConfig(requests=1), small_traces)
+        simulated.measure_fairness(simulated.FairnessConfig(requests=1), small_traces)
 
 
 def test_one_token_outputs_have_no_time_per_token(small_traces, tmp_path):
     path = tmp_path / "ones.csv"
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2024-01-01 00:00:00.0,9,1\n")
-    config = watermarks.WatermarkConfig(per_cents=(98,))
+    config = simulated.WatermarkConfig(per_cents=(98,))
 
-    result = watermarks.run_watermarks(config, replace(small_traces, trace=str(path)))
+    result = simulated.run_watermarks(config, replace(small_traces, trace=str(path)))
 
     assert result.claims["watermark_best"] == 98
     assert result.tables[0].rows[0][6] is None

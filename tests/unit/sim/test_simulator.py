@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.memory.waste import request_waste
+from benchmarks.memory.simulated import request_waste
 from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError
 from quire.kv.memory import KVMemory
