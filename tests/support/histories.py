@@ -161,25 +161,6 @@ class Rotations:
         return torch.tensor(np.mean(rotations, axis=0)).float()
 
 
-def history_of_rows(rows: list[list[float]]) -> History:
-    """One lane of one query head without evictions: row i has the attention weights of query i."""
-    tokens = len(rows)
-    weights = np.zeros((1, 1, tokens, tokens))
-    for query, row in enumerate(rows):
-        weights[0, 0, query, : len(row)] = row
-    zeros = np.zeros((1, tokens, 2))
-    return History(
-        heads=1,
-        layers=(0,),
-        cached=[list(range(tokens))],
-        keys=zeros,
-        values=zeros,
-        raw=zeros[:, None],
-        weights=weights,
-        num_keys=np.arange(1, tokens + 1)[None],
-    )
-
-
 def scale_of(layer: int, dim: int) -> float:
     """The softmax scale of a layer: a model whose layers differ."""
     return dim**-0.5 * (1 + layer)

@@ -1,7 +1,6 @@
 """The prefix cache in the engine: hits, unchanged outputs, and isolation of tenants."""
 
 import pytest
-import torch
 
 from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
@@ -86,23 +85,6 @@ def test_output_tokens_are_cached_too(model):
     assert usage.cached_tokens == found
     [alone], _ = generate(engine_of(model, kv={"enable_prefix_caching": False}), [whole])
     assert after == alone
-
-
-def test_logits_after_a_cached_prefix_equal_those_of_a_full_prefill(model):
-    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=3)
-
-    def logprobs(engine):
-        engine.submit(GenerationRequest(PROMPT, params))
-        found = []
-        while engine.has_work:
-            for delta in engine.step():
-                found += [token.logprob for token in delta.logprobs or ()]
-        return torch.tensor(found)
-
-    engine = engine_of(model)
-    first, second = logprobs(engine), logprobs(engine)
-
-    assert torch.allclose(first, second, atol=1e-4)
 
 
 def test_prompt_with_prompt_logprobs_is_prefilled_whole(model):

@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +9,6 @@ from hypothesis import strategies as st
 from quire.errors import ConfigError, InvariantError
 from quire.kv.arena import Arena, choose_slab_bytes
 from quire.kv.memory import KVMemory
-from quire.kv.pages import PagePool
 from quire.layout.pages import CacheLayout, LaneGroup
 from quire.layout.sizes import HUGE_PAGE_BYTES
 from support.small_memory import plain_class
@@ -71,44 +69,6 @@ def test_arena_size_is_rounded_down_to_whole_slabs():
     arena = Arena(1000, [128])
 
     assert (arena.num_slabs, arena.total_bytes) == (7, 896)
-
-
-def test_page_classes_of_odd_sizes_share_an_arena_without_overlap():
-    classes = [plain_class(head_dim=8 * dim) for dim in (1, 3, 5, 7)]  # 128, 384, 640, 896 B
-    arena = Arena(128 * 1024, [c.page_bytes for c in classes])
-    pools = [PagePool(arena, c) for c in classes]
-    covered = np.zeros(arena.total_bytes, dtype=np.int32)
-
-    for _ in range(4):
-        for pool in pools:
-            size = pool.page_class.page_bytes
-            for page in pool.allocate(9).tolist():
-                covered[page * size : (page + 1) * size] += 1
-
-    assert arena.slab_bytes % 640
-    assert covered.max() == 1
-    assert covered.sum() == sum(pool.used_bytes for pool in pools)
-    slab_of_byte = np.arange(arena.total_bytes) // arena.slab_bytes
-    held = frozenset().union(*(pool.held_slabs for pool in pools))
-    assert set(slab_of_byte[covered > 0].tolist()) <= held
-    for pool in pools:
-        pool.check()
-
-
-def test_used_and_free_bytes_of_odd_sizes_add_up_to_the_arena():
-    groups = tuple(
-        LaneGroup(name=str(dim), page_class=plain_class(head_dim=8 * dim), layers=(dim,))
-        for dim in (1, 3, 5, 7)
-    )
-    memory = KVMemory(CacheLayout(groups), 64 * 1024, 2)
-    row = memory.start()
-
-    memory.grow(np.array([row]), np.array([37], dtype=np.int32))
-
-    pages = sum(10 * group.page_class.page_bytes for group in groups)
-    assert memory.used_bytes >= pages  # slab borders count as used
-    assert memory.used_bytes + memory.free_bytes == memory.total_bytes
-    memory.check()
 
 
 def test_check_detects_a_slab_freed_twice():

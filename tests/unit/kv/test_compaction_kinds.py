@@ -16,10 +16,8 @@ from support.small_memory import (
     grow,
     keys,
     mask,
-    places,
     plain_class,
     started,
-    used_pages,
     with_groups,
 )
 from support.statistics_rows import KV, NAMES, RING, SUMS
@@ -40,36 +38,6 @@ def compact(memory, row, text, kind):
     return plan
 
 
-@pytest.mark.parametrize(
-    ("kind", "text", "expected", "moves"),
-    [
-        (Kind.FILL_HOLES, "oxooxoxoox", [0, 7, 2, 3, 8, 5], 2),
-        (Kind.KEEP_ORDER, "oxooxoxoox", [0, 2, 3, 5, 7, 8], 5),
-        (Kind.DROP_PAGES, "xxxxoooooo", [4, 5, 6, 7, 8, 9], 0),
-        (Kind.DROP_PAGES, "ooooxxxxoo", [0, 1, 2, 3, 8, 9], 0),
-        (Kind.DROP_PAGES, "ooooooooxx", [0, 1, 2, 3, 4, 5, 6, 7], 0),
-    ],
-)
-def test_statistics_of_slots_move_with_their_slots(kind, text, expected, moves):
-    memory = memory_of()
-    row = row_of(memory, 10)
-
-    compact(memory, row, text, kind)
-
-    for lane in (0, 1):
-        slots = [slot + 100 * lane for slot in expected]
-        assert keys(memory, row, lane) == keys(memory, row, lane, name="kv.sums") == slots
-        assert keys(memory, row, lane, name="kv.ring") == [100 * lane + i for i in range(3)]
-        _, _, positions = memory.store.read_slots(KV.page_class, places_of(memory, row, lane))
-        assert positions.tolist() == expected
-    assert memory.store.moved_slots == 2 * 2 * moves
-    assert used_pages(memory) == 2 * 2 * -(-len(expected) // 4) + 4
-
-
-def places_of(memory, row, lane):
-    return places(memory.tables["kv"], row, lane)
-
-
 def test_statistics_groups_cannot_be_compacted_separately():
     memory = memory_of()
     row = row_of(memory, 12)
@@ -77,17 +45,6 @@ def test_statistics_groups_cannot_be_compacted_separately():
     for name in NAMES:
         with pytest.raises(ConfigError, match="holds statistics"):
             plan_compaction(memory, name, row, np.ones((2, 12), dtype=bool))
-
-
-def test_row_without_statistics_frees_no_statistics_pages():
-    memory = memory_of()
-    row = row_of(memory, 12, {"kv.ring"})
-
-    plan = compact(memory, row, "xxxxxxxxoooo", Kind.FILL_HOLES)
-
-    assert plan.freed_pages == {KV.page_class: 4}
-    assert plan.statistics == ()
-    assert memory.store.moved_slots == 2 * 4
 
 
 def test_only_written_shared_pages_need_copies():
@@ -134,16 +91,6 @@ def test_ordered_lanes_support_drop_pages_only():
     expected = [0, 1, 2, 3, 8, 9, 10, 11, 12, 13]
     assert memory.tables["kv"].slot_positions(row, 1).tolist() == expected
     assert keys(memory, row, name="kv.sums")[:6] == expected[:6]
-
-
-def test_ordered_lane_can_drop_its_last_page():
-    memory = memory_of(replace(KV, ordered=True), SUMS)
-    row = row_of(memory, 10)
-
-    compact(memory, row, "ooooooooxx", Kind.DROP_PAGES)
-    grow(memory, row, 5)
-
-    assert memory.tables["kv"].slot_positions(row, 0).tolist() == [*range(8), *range(10, 15)]
 
 
 # ---- all or nothing ------------------------------------------------------------------------------
@@ -229,20 +176,6 @@ def test_pages_shared_with_the_cache_only_are_written_in_place(kind):
     memory.check()
 
 
-def test_pages_shared_with_another_row_are_copied_even_if_cached():
-    memory = memory_of()
-    row = row_of(memory, 12)
-    cache = Cache(memory)
-    cache.cached_references = [reference_pages(memory, row, 0, 12)]
-    child = fork(memory, row)
-
-    plan = compact(memory, row, "oooooxoooxxo", Kind.FILL_HOLES)
-
-    assert plan.needed_pages == {KV.page_class: 2}
-    assert len(cache.cached_references) == 1
-    assert keys(memory, child) == list(range(12))
-
-
 @given(
     lanes=st.lists(st.lists(st.booleans(), min_size=23, max_size=23), min_size=2, max_size=2),
     kind=st.sampled_from([Kind.FILL_HOLES, Kind.KEEP_ORDER]),
@@ -261,3 +194,17 @@ def test_every_retained_slot_keeps_its_statistics(lanes, kind):
         assert kind is Kind.FILL_HOLES or found == expected
     assert memory.statistics_of(row) == NAMES
     memory.check()
+
+
+def test_pages_shared_with_another_row_are_copied_even_if_cached():
+    memory = memory_of()
+    row = row_of(memory, 12)
+    cache = Cache(memory)
+    cache.cached_references = [reference_pages(memory, row, 0, 12)]
+    child = fork(memory, row)
+
+    plan = compact(memory, row, "oooooxoooxxo", Kind.FILL_HOLES)
+
+    assert plan.needed_pages == {KV.page_class: 2}
+    assert len(cache.cached_references) == 1
+    assert keys(memory, child) == list(range(12))

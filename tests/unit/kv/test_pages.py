@@ -100,19 +100,6 @@ def test_failed_allocation_changes_nothing():
     assert len(pool.allocate(11)) == 11
 
 
-def test_page_is_freed_with_its_last_reference():
-    _, pool = pool_of(2, 8)
-    pages = pool.allocate(3)
-    pool.retain(pages[:2])
-
-    pool.release(pages)
-    assert (pool.num_used, pool.num_shared) == (2, 0)
-    pool.release(pages[:2])
-
-    assert pool.num_used == 0
-    pool.check()
-
-
 def test_duplicate_page_in_release_drops_two_references():
     _, pool = pool_of(2, 8)
     pages = pool.allocate(2)

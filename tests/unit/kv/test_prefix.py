@@ -22,21 +22,6 @@ def close(index, row, lease):
     index.memory.release([row])
 
 
-def test_repeated_prompt_matches_up_to_its_last_whole_page():
-    index = PrefixIndex(one_group(max_rows=4))
-    first = prefill(index, TOKENS[:10])
-
-    row, lease = prefill(index, TOKENS[:11])
-
-    assert lease.tokens == 8
-    assert len(index) == 2
-    assert keys(index.memory, row) == list(range(11))
-    pages = index.memory.tables["kv"].pages
-    assert pages[row, 0, :2].tolist() == pages[first[0], 0, :2].tolist()
-    assert pages[row, 0, 2] != pages[first[0], 0, 2]
-    index.memory.check()
-
-
 def test_requests_of_one_step_share_blocks_before_the_step_runs():
     index = PrefixIndex(one_group())
     memory = index.memory

@@ -15,24 +15,12 @@ from support.small_memory import (
     started,
     used_pages,
     with_groups,
-    write_lane,
 )
 
 KV = LaneGroup(name="kv", page_class=plain_class(), layers=(0,))
 SUMS_CLASS = plain_class(tokens=8, head_dim=32, value=False)
 SUMS = LaneGroup(name="sums", page_class=SUMS_CLASS, layers=(0,), private=True)
 MORE_SUMS = LaneGroup(name="more sums", page_class=SUMS_CLASS, layers=(0,), private=True)
-
-
-def test_fork_shares_every_page_without_copies():
-    memory = one_group(num_lanes=2)
-    row = started(memory, 10)
-
-    child = fork(memory, row)
-
-    assert (used_pages(memory), memory.store.copied_pages) == (6, 0)
-    assert keys(memory, child, 1) == keys(memory, row, 1) == list(range(100, 110))
-    assert memory.row_bytes(child) == memory.peak_bytes[child] == 6 * 128
 
 
 def test_copy_on_write_copies_one_page_only():
@@ -86,20 +74,6 @@ def test_last_writer_of_a_shared_page_keeps_it():
     memory.check()
 
 
-def test_page_shared_with_a_third_row_is_copied_for_both_writers():
-    memory = one_group()
-    row = started(memory, 10)
-    child, reader = fork(memory, row), fork(memory, row)
-
-    memory.grow(np.array([row, child]), np.array([2, 2], dtype=np.int32))
-    write_lane(memory, row, 0)
-    write_lane(memory, child, 0)
-
-    assert memory.store.copied_pages == 2
-    assert keys(memory, reader) == list(range(10))
-    memory.check()
-
-
 def test_growth_without_pages_for_copy_on_write_changes_nothing():
     memory = one_group(total_bytes=4 * 128)
     row = started(memory, 10)
@@ -112,98 +86,6 @@ def test_growth_without_pages_for_copy_on_write_changes_nothing():
     grow(memory, child, 2)
 
     assert keys(memory, row) == keys(memory, child)[:10]
-
-
-def test_fork_without_pages_for_its_statistics_changes_nothing():
-    memory = with_groups(KV, SUMS, total_bytes=4 * 1024)
-    row = started(memory, 40)  # 10 pages of 128 B, 5 of 512 B
-    assert memory.arena.num_free_slabs * memory.arena.slab_bytes < 5 * 512
-
-    with pytest.raises(OutOfPages, match="statistics"):
-        fork(memory, row)
-
-    assert memory.live_rows.tolist() == [row]
-    memory.check()
-
-
-def test_fork_without_a_free_row_changes_nothing():
-    memory = one_group(max_rows=1)
-    row = started(memory, 10)
-
-    with pytest.raises(OutOfPages, match="all 1 rows are in use"):
-        fork(memory, row)
-
-    memory.check()
-
-
-def test_cached_reference_remains_valid_after_its_sequence_is_released():
-    memory = one_group(num_lanes=2)
-    row = started(memory, 10)
-    cached_reference = reference_pages(memory, row, 0, 8)
-    memory.release([row])
-    assert used_pages(memory) == 4
-
-    first, second = (
-        start_from_references(memory, [cached_reference]),
-        start_from_references(memory, [cached_reference]),
-    )
-    memory.store.poison_free(memory)
-    grow(memory, first, 1)
-
-    assert memory.lengths[[first, second]].tolist() == [9, 8]
-    assert keys(memory, second, 1) == keys(memory, first, 1)[:8] == list(range(100, 108))
-    assert memory.tables["kv"].slot_positions(first, 0).tolist() == list(range(9))
-    assert memory.store.copied_pages == 0
-    release_reference(memory, cached_reference)
-    memory.release([first, second])
-    assert used_pages(memory) == 0
-    memory.check()
-
-
-def test_pages_for_all_statistics_are_checked_before_a_start_from_references():
-    memory = with_groups(KV, SUMS, MORE_SUMS, total_bytes=6 * 1024)
-    row = started(memory, 32)
-    cached_reference = reference_pages(memory, row, 0, 32)
-    memory.release([row])
-    blocker = memory.pools[SUMS_CLASS].allocate(6)
-    free_pages = memory.free_bytes // SUMS_CLASS.page_bytes
-    assert 4 <= free_pages < 8  # one group would fit
-
-    with pytest.raises(OutOfPages, match="statistics"):
-        start_from_references(memory, [cached_reference])
-
-    assert memory.num_free_rows == 4
-    memory.pools[SUMS_CLASS].release(blocker)
-    memory.check()
-
-
-@pytest.mark.parametrize("tokens", [0, 3, 12, -4])
-def test_cached_reference_must_be_whole_pages_of_the_sequence(tokens):
-    memory = one_group()
-    row = started(memory, 10)
-
-    with pytest.raises(ConfigError, match="whole pages of 4 tokens up to 10"):
-        reference_pages(memory, row, 0, tokens)
-
-    assert memory.cached_references == {}
-
-
-def test_lane_with_dropped_pages_cannot_be_referenced():
-    memory = one_group()
-    row = started(memory, 12)
-    drop_pages(memory, row, [1])
-
-    with pytest.raises(ConfigError, match="no longer holds every token"):
-        reference_pages(memory, row, 0, 4)
-
-
-def test_lane_with_freed_window_pages_cannot_be_referenced():
-    memory = one_group(window=4)
-    row = started(memory, 12)
-    grow(memory, row, 1)
-
-    with pytest.raises(ConfigError, match="no longer holds every token"):
-        reference_pages(memory, row, 0, 4)
 
 
 def test_cached_reference_is_released_once_and_not_used_after():
@@ -254,3 +136,61 @@ def test_check_detects_an_unaccounted_reference():
 
     with pytest.raises(InvariantError, match="differ from the references"):
         memory.check()
+
+
+def test_fork_without_pages_for_its_statistics_changes_nothing():
+    memory = with_groups(KV, SUMS, total_bytes=4 * 1024)
+    row = started(memory, 40)  # 10 pages of 128 B, 5 of 512 B
+    assert memory.arena.num_free_slabs * memory.arena.slab_bytes < 5 * 512
+
+    with pytest.raises(OutOfPages, match="statistics"):
+        fork(memory, row)
+
+    assert memory.live_rows.tolist() == [row]
+    memory.check()
+
+
+def test_pages_for_all_statistics_are_checked_before_a_start_from_references():
+    memory = with_groups(KV, SUMS, MORE_SUMS, total_bytes=6 * 1024)
+    row = started(memory, 32)
+    cached_reference = reference_pages(memory, row, 0, 32)
+    memory.release([row])
+    blocker = memory.pools[SUMS_CLASS].allocate(6)
+    free_pages = memory.free_bytes // SUMS_CLASS.page_bytes
+    assert 4 <= free_pages < 8  # one group would fit
+
+    with pytest.raises(OutOfPages, match="statistics"):
+        start_from_references(memory, [cached_reference])
+
+    assert memory.num_free_rows == 4
+    memory.pools[SUMS_CLASS].release(blocker)
+    memory.check()
+
+
+@pytest.mark.parametrize("tokens", [0, 3, 12, -4])
+def test_cached_reference_must_be_whole_pages_of_the_sequence(tokens):
+    memory = one_group()
+    row = started(memory, 10)
+
+    with pytest.raises(ConfigError, match="whole pages of 4 tokens up to 10"):
+        reference_pages(memory, row, 0, tokens)
+
+    assert memory.cached_references == {}
+
+
+def test_lane_with_dropped_pages_cannot_be_referenced():
+    memory = one_group()
+    row = started(memory, 12)
+    drop_pages(memory, row, [1])
+
+    with pytest.raises(ConfigError, match="no longer holds every token"):
+        reference_pages(memory, row, 0, 4)
+
+
+def test_lane_with_freed_window_pages_cannot_be_referenced():
+    memory = one_group(window=4)
+    row = started(memory, 12)
+    grow(memory, row, 1)
+
+    with pytest.raises(ConfigError, match="no longer holds every token"):
+        reference_pages(memory, row, 0, 4)

@@ -368,18 +368,6 @@ def test_forked_or_swapped_row_keeps_its_statistics(how):
         assert torch.equal(statistics_of(kv, child)[name], numbers), name
 
 
-def test_parent_and_fork_have_separate_statistics():
-    kv = make_kv((AttentionSum(),))
-    row = start(kv, (AttentionSum(),))
-    step(kv, {row: (Sequence(TOKENS), 0, 9)})
-    child = fork(kv.memory, row)
-    before = statistics_of(kv, row)["attention_sum.mean"].clone()
-    step(kv, {child: (Sequence(TOKENS), 9, 10)})
-
-    assert torch.equal(statistics_of(kv, row)["attention_sum.mean"], before)
-    assert float(statistics_of(kv, child)["attention_sum.mean"][0].sum()) == pytest.approx(10)
-
-
 def test_window_layers_have_no_statistics():
     kv = make_kv(ALL)
     row = start(kv, ALL)

@@ -1,9 +1,8 @@
 """Rows with statistics: the private groups they use, and the number of records."""
 
-import numpy as np
 import pytest
 
-from quire.errors import ConfigError, InvariantError, OutOfPages
+from quire.errors import ConfigError, InvariantError
 from quire.kv.ledger import extents_of, prove_extents
 from quire.kv.memory import KVMemory
 from quire.kv.sharing import (
@@ -15,7 +14,7 @@ from quire.kv.sharing import (
 from quire.kv.swap import append_tail, can_split, split_border, swap_out
 from quire.layout.pages import CacheLayout, LaneGroup
 from support.host_bytes import HostBytes
-from support.small_memory import grow, keys, plain_class, used_pages, with_groups
+from support.small_memory import grow, keys, plain_class, with_groups
 from support.statistics_rows import (
     GROUPS,
     KV,
@@ -24,25 +23,13 @@ from support.statistics_rows import (
     SUMS,
     WINDOW,
     expected,
-    slots,
     started,
-    write,
 )
 
 
 @pytest.fixture
 def memory():
     return KVMemory(CacheLayout(GROUPS), 64 * 1024, 4, store=HostBytes(64 * 1024))
-
-
-def test_row_has_pages_of_its_own_statistics_only(memory):
-    rows = [started(memory, 6, used) for used in (NAMES, {"kv.sums"}, {"kv.ring"}, ())]
-
-    assert [slots(memory, row, "kv") for row in rows] == [[6, 6]] * 4
-    assert [slots(memory, row, "kv.sums") for row in rows] == [[6, 6], [6, 6], [0, 0], [0, 0]]
-    assert [slots(memory, row, "kv.ring") for row in rows] == [[3, 3], [0, 0], [3, 3], [0, 0]]
-    assert [memory.statistics_of(row) for row in rows] == [NAMES, {"kv.sums"}, {"kv.ring"}, set()]
-    memory.check()
 
 
 def test_row_uses_all_statistics_by_default(memory):
@@ -54,18 +41,6 @@ def test_unknown_statistics_name_is_rejected(memory):
         memory.start({"kv"})
 
     assert memory.num_free_rows == 4
-
-
-def test_fixed_records_are_allocated_with_the_first_token_only(memory):
-    row = memory.start()
-    grow(memory, row, 0)
-    assert slots(memory, row, "kv.ring") == [0, 0]
-
-    for tokens in (1, 0, 30):
-        grow(memory, row, tokens)
-        assert slots(memory, row, "kv.ring") == [3, 3]
-        assert memory.tables["kv.ring"].num_pages[row].tolist() == [2, 2]
-    memory.check()
 
 
 def test_bytes_of_a_row_include_only_its_own_statistics():
@@ -80,80 +55,7 @@ def test_bytes_of_a_row_include_only_its_own_statistics():
     prove_extents(memory, extents_of(memory))
 
 
-def test_new_records_are_zero_and_existing_ones_are_retained(memory):
-    memory.release([started(memory, 20)])
-
-    row = memory.start()
-    grow(memory, row, 3)
-    assert keys(memory, row, name="kv.ring") == keys(memory, row, name="kv.sums") == [0] * 3
-    write(memory, row)
-    grow(memory, row, 12)
-
-    assert keys(memory, row, 1, name="kv.ring") == expected(3, 1)
-    assert keys(memory, row, 1, name="kv.sums")[:3] == expected(3, 1)
-    assert not any(keys(memory, row, name="kv.sums")[4:])
-
-
-def test_growth_fails_if_its_statistics_do_not_fit():
-    memory = with_groups(*GROUPS, total_bytes=4 * 1024)
-    rows = [memory.start(), memory.start(())]
-    tokens = next(n for n in range(100) if not can_grow(memory, rows[0], n))
-
-    assert can_grow(memory, rows[1], tokens)
-    with pytest.raises(OutOfPages):
-        grow(memory, rows[0], tokens)
-    assert used_pages(memory) == 0
-    memory.check()
-
-
-def can_grow(memory, row, tokens):
-    return memory.can_grow(np.array([row]), np.array([tokens], dtype=np.int32))
-
-
 # ---- cached references ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("used", [NAMES, {"kv.sums"}, {"kv.ring"}])
-def test_row_from_references_starts_with_copies_of_referenced_statistics(used):
-    memory = with_groups(*GROUPS[:3])
-    row = started(memory, 8, used)
-    cached_reference, statistics = (
-        reference_pages(memory, row, 0, 8),
-        reference_statistics(memory, row),
-    )
-    assert statistics.pages.keys() == used
-    memory.release([row])
-    memory.store.poison_free(memory)
-
-    child = start_from_references(memory, [cached_reference], statistics)
-
-    assert memory.statistics_of(child) == NAMES
-    for name, count in (("kv.sums", 8), ("kv.ring", 3)):
-        zeros = [0] * count
-        assert keys(memory, child, name=name) == (expected(count) if name in used else zeros)
-    release_reference(memory, statistics)
-    grow(memory, child, 3)
-    memory.check()
-
-
-@pytest.mark.parametrize("used", [NAMES, {"kv.sums"}, {"kv.ring"}, frozenset()])
-def test_row_from_references_uses_only_its_own_statistics(used):
-    memory = with_groups(*GROUPS[:3])
-    row = started(memory, 8)
-    cached_reference, statistics = (
-        reference_pages(memory, row, 0, 8),
-        reference_statistics(memory, row),
-    )
-    pages = used_pages(memory)
-
-    child = start_from_references(memory, [cached_reference], statistics, used=used)
-
-    assert memory.statistics_of(child) == used
-    for name in used:
-        assert keys(memory, child, 1, name=name) == expected(8 if name == "kv.sums" else 3, 1)
-    assert used_pages(memory) - pages == 4 * len(used)
-    grow(memory, child, 3)
-    memory.check()
 
 
 def test_row_without_statistics_has_none_to_reference():
@@ -249,3 +151,26 @@ def test_check_detects_records_of_a_row_without_statistics():
 
     with pytest.raises(InvariantError, match="slots of a row that does not use it"):
         memory.check()
+
+
+@pytest.mark.parametrize("used", [NAMES, {"kv.sums"}, {"kv.ring"}])
+def test_row_from_references_starts_with_copies_of_referenced_statistics(used):
+    memory = with_groups(*GROUPS[:3])
+    row = started(memory, 8, used)
+    cached_reference, statistics = (
+        reference_pages(memory, row, 0, 8),
+        reference_statistics(memory, row),
+    )
+    assert statistics.pages.keys() == used
+    memory.release([row])
+    memory.store.poison_free(memory)
+
+    child = start_from_references(memory, [cached_reference], statistics)
+
+    assert memory.statistics_of(child) == NAMES
+    for name, count in (("kv.sums", 8), ("kv.ring", 3)):
+        zeros = [0] * count
+        assert keys(memory, child, name=name) == (expected(count) if name in used else zeros)
+    release_reference(memory, statistics)
+    grow(memory, child, 3)
+    memory.check()

@@ -23,49 +23,6 @@ from support.small_memory import (
 )
 
 
-def test_swapped_sequence_is_restored_byte_for_byte_in_other_pages():
-    memory = one_group(num_lanes=2)
-    row = started(memory, 10)
-    old_pages = memory.tables["kv"].row_pages(row).copy()
-
-    swapped = swap_out(memory, [row])
-    assert used_pages(memory) == 0
-    memory.store.poison_free(memory)
-    started(memory, 7)
-    [row] = swap_in(memory, swapped)
-
-    assert keys(memory, row, 0) == list(range(10))
-    assert keys(memory, row, 1) == list(range(100, 110))
-    assert memory.lengths[row] == 10
-    assert memory.tables["kv"].row_pages(row).tolist() != old_pages.tolist()
-    memory.check()
-
-
-def test_swap_in_without_free_pages_changes_nothing():
-    memory = one_group(total_bytes=4 * 128)
-    swapped = swap_out(memory, [started(memory, 10)])
-    blocker = started(memory, 8)
-
-    with pytest.raises(OutOfPages, match="3 pages needed"):
-        swap_in(memory, swapped)
-    assert memory.live_rows.tolist() == [blocker]
-    memory.release([blocker])
-    [row] = swap_in(memory, swapped)
-
-    assert keys(memory, row) == list(range(10))
-
-
-def test_swap_in_without_a_free_row_raises():
-    memory = one_group(max_rows=1)
-    swapped = swap_out(memory, [started(memory, 10)])
-    started(memory, 1)
-
-    with pytest.raises(OutOfPages, match="0 rows are free, 1 needed"):
-        swap_in(memory, swapped)
-
-    assert used_pages(memory) == 1
-
-
 def test_peak_bytes_are_kept_across_a_swap():
     memory = one_group()
     row = started(memory, 20)
@@ -86,43 +43,6 @@ def test_memory_without_bytes_can_swap():
 
     assert memory.lengths[row] == 10
     assert used_pages(memory) == 3
-    memory.check()
-
-
-def test_shared_pages_are_swapped_once_and_shared_again():
-    """10 tokens are 3 pages; two forks each copy the last page: 2 shared and 3 private pages."""
-    memory = one_group()
-    row = started(memory, 10)
-    family = [row, fork(memory, row), fork(memory, row)]
-    for member in family[1:]:
-        grow(memory, member, 1)
-    assert used_pages(memory) == 5
-
-    swapped = swap_out(memory, family)
-    assert (used_pages(memory), swapped.num_bytes) == (0, 5 * 128)
-    memory.store.poison_free(memory)
-    family = swap_in(memory, swapped)
-
-    assert used_pages(memory) == 5
-    assert [keys(memory, member)[:10] for member in family] == [list(range(10))] * 3
-    assert memory.lengths[family].tolist() == [10, 11, 11]
-    grow(memory, family[1], 5)  # the memory still copies a shared page before it is written
-    memory.check()
-
-
-def test_swap_out_keeps_shared_pages_for_other_rows():
-    memory = one_group()
-    row = started(memory, 10)
-    child = fork(memory, row)
-
-    swapped = swap_out(memory, [row])
-    assert used_pages(memory) == 3
-    grow(memory, child, 2)
-    write_lane(memory, child, 0)
-    [row] = swap_in(memory, swapped)
-
-    assert keys(memory, row) == list(range(10))
-    assert used_pages(memory) == 6
     memory.check()
 
 
@@ -283,4 +203,66 @@ def test_pages_that_fill_slabs_of_different_sizes_are_not_repacked():
     repack(memory, row)
 
     assert keys(memory, row)[:5] == [0, 1, 2, 3, 4]
+    memory.check()
+
+
+def test_swap_in_without_free_pages_changes_nothing():
+    memory = one_group(total_bytes=4 * 128)
+    swapped = swap_out(memory, [started(memory, 10)])
+    blocker = started(memory, 8)
+
+    with pytest.raises(OutOfPages, match="3 pages needed"):
+        swap_in(memory, swapped)
+    assert memory.live_rows.tolist() == [blocker]
+    memory.release([blocker])
+    [row] = swap_in(memory, swapped)
+
+    assert keys(memory, row) == list(range(10))
+
+
+def test_swap_in_without_a_free_row_raises():
+    memory = one_group(max_rows=1)
+    swapped = swap_out(memory, [started(memory, 10)])
+    started(memory, 1)
+
+    with pytest.raises(OutOfPages, match="0 rows are free, 1 needed"):
+        swap_in(memory, swapped)
+
+    assert used_pages(memory) == 1
+
+
+def test_shared_pages_are_swapped_once_and_shared_again():
+    """10 tokens are 3 pages; two forks each copy the last page: 2 shared and 3 private pages."""
+    memory = one_group()
+    row = started(memory, 10)
+    family = [row, fork(memory, row), fork(memory, row)]
+    for member in family[1:]:
+        grow(memory, member, 1)
+    assert used_pages(memory) == 5
+
+    swapped = swap_out(memory, family)
+    assert (used_pages(memory), swapped.num_bytes) == (0, 5 * 128)
+    memory.store.poison_free(memory)
+    family = swap_in(memory, swapped)
+
+    assert used_pages(memory) == 5
+    assert [keys(memory, member)[:10] for member in family] == [list(range(10))] * 3
+    assert memory.lengths[family].tolist() == [10, 11, 11]
+    grow(memory, family[1], 5)  # the memory still copies a shared page before it is written
+    memory.check()
+
+
+def test_swap_out_keeps_shared_pages_for_other_rows():
+    memory = one_group()
+    row = started(memory, 10)
+    child = fork(memory, row)
+
+    swapped = swap_out(memory, [row])
+    assert used_pages(memory) == 3
+    grow(memory, child, 2)
+    write_lane(memory, child, 0)
+    [row] = swap_in(memory, swapped)
+
+    assert keys(memory, row) == list(range(10))
+    assert used_pages(memory) == 6
     memory.check()

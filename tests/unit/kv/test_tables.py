@@ -111,15 +111,22 @@ def test_sliding_window_uses_constant_memory():
     assert memory.lengths[row] == 160
 
 
-def test_window_lane_with_a_gap_keeps_its_visible_pages():
-    memory = one_group(window=8)
-    row = started(memory, 16)
-    table = memory.tables["kv"]
-    drop_pages(memory, row, [1, 2])
+@pytest.mark.parametrize("length", [-1, 15])
+def test_truncation_to_an_invalid_length_is_rejected(length):
+    memory = one_group()
+    row = started(memory, 14)
 
-    grow(memory, row, 1)
+    with pytest.raises(ConfigError, match="cannot truncate a row of 14 tokens"):
+        memory.truncate(row, length)
 
-    assert table.slot_positions(row, 0).tolist() == [12, 13, 14, 15, 16]
+
+def test_check_detects_a_page_without_slots():
+    table = LaneTable(GROUP, 1)
+    table.append(np.array([0]), counts([1, 2]), np.arange(3, dtype=np.int32))
+    table.num_slots[0] = 4
+
+    with pytest.raises(InvariantError, match="pages do not match slots"):
+        table.check()
 
 
 def test_truncation_into_a_dropped_page_continues_at_the_new_length():
@@ -133,15 +140,6 @@ def test_truncation_into_a_dropped_page_continues_at_the_new_length():
     assert memory.tables["kv"].slot_positions(row, 0).tolist() == [0, 1, 2, 3, 6, 7, 8]
 
 
-@pytest.mark.parametrize("length", [-1, 15])
-def test_truncation_to_an_invalid_length_is_rejected(length):
-    memory = one_group()
-    row = started(memory, 14)
-
-    with pytest.raises(ConfigError, match="cannot truncate a row of 14 tokens"):
-        memory.truncate(row, length)
-
-
 def test_truncation_that_needs_a_freed_window_page_is_rejected():
     memory = one_group(window=8)
     row = started(memory, 16)
@@ -152,12 +150,3 @@ def test_truncation_that_needs_a_freed_window_page_is_rejected():
         memory.truncate(row, 14)
 
     assert memory.lengths[row] == 15
-
-
-def test_check_detects_a_page_without_slots():
-    table = LaneTable(GROUP, 1)
-    table.append(np.array([0]), counts([1, 2]), np.arange(3, dtype=np.int32))
-    table.num_slots[0] = 4
-
-    with pytest.raises(InvariantError, match="pages do not match slots"):
-        table.check()

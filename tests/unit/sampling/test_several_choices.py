@@ -281,20 +281,6 @@ def test_request_id_is_reusable_after_all_choices_have_ended(llama):
     assert engine.submit(GenerationRequest(PROMPT, drawn(), request_id="r")) == "r"
 
 
-def test_choice_can_be_cancelled_while_its_group_waits_for_recompute(llama):
-    engine = engine_of(llama, chunk_tokens=4, enable_prefix_caching=False)
-
-    def preempt_twice():
-        engine.scheduler.lifecycle.preempt(engine.scheduler.running[0], "forced")
-        yield from engine.step()  # one is recomputed, the others wait for it
-        engine.scheduler.lifecycle.preempt(engine.scheduler.running[0], "forced")
-
-    output = cancelled(engine, drawn(n=3), 9, 1, before=preempt_twice)
-
-    assert [choice.finish_reason for choice in output.choices] == ["length", "abort", "length"]
-    assert output.choices[2].token_ids == run_single(llama, 7).token_ids
-
-
 # ---- under pressure ----------------------------------------------------------------------------
 
 
@@ -337,19 +323,6 @@ def test_pages_are_shared_again_after_a_preemption(llama):
     while engine.has_work:
         engine.step()
     engine.check()
-
-
-@pytest.mark.parametrize("num_sequences", [4.0, 8.0])
-def test_sequences_with_shared_pages_evict_independently(llama, num_sequences):
-    policy = "recent:cap=16,every=4"
-    engine = engine_of(llama, num_sequences=num_sequences, longest=16, evict=policy)
-    together = run_one(engine, drawn(n=4, max_tokens=20))
-
-    for choice in together.choices:
-        single = run_one(
-            engine_of(llama, evict=policy), drawn(seed=5 + choice.index, max_tokens=20)
-        )
-        assert choice.token_ids == single.token_ids
 
 
 # ---- too many at once --------------------------------------------------------------------------

@@ -90,16 +90,6 @@ def test_average_divides_by_the_queries_seen(group, heads):
     check(Average(heads=heads), history, reference)
 
 
-def test_average_can_protect_sinks_and_newest_tokens():
-    history = make_history(seed=3)
-
-    def reference(lane, keep):
-        scores = {t: np.mean(rows(history, lane, t, "mean")) for t in history.cached[lane]}
-        return best(scores, ends(history, lane, 2, 3), keep)
-
-    check(Average(sinks=2, recent=3), history, reference)
-
-
 def roco_reference(history, sinks, recent, heads):
     def reference(lane, keep):
         cached = history.cached[lane]
