@@ -39,11 +39,9 @@ from quire.scheduler.events import KINDS, KVEvent
 class StepObserver(Protocol):
     """Called by `AsyncLLM`, in the engine's thread. Steps wait for it."""
 
-    def submitted(self, request_id: str, request: GenerationRequest) -> None:
-        """Observe a request that the engine has accepted."""
+    def submitted(self, request_id: str, request: GenerationRequest) -> None: ...
 
-    def published(self, deltas: Sequence[OutputDelta]) -> None:
-        """Observe the outputs of a step."""
+    def published(self, deltas: Sequence[OutputDelta]) -> None: ...
 
 
 _MAX_RETRY_S = 60.0
@@ -61,12 +59,6 @@ class ServedRate:
         self._ended = deque([(0.0, 0)], maxlen=_RATE_OVER)  # busy time after a step, and number
 
     def add(self, step_s: float, num_ended: int) -> None:
-        """Add a step.
-
-        Args:
-            step_s: duration of the step.
-            num_ended: requests that it ended.
-        """
         self._busy_s += step_s
         if num_ended:
             self._ended.append((self._busy_s, num_ended))
@@ -81,26 +73,13 @@ class ServedRate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueLimit:
-    """Most requests that may wait.
+    """Most requests that may wait."""
 
-    Attributes:
-        requests: number of waiting requests; None: no limit.
-        tokens: prompt tokens of waiting requests; None: no limit.
-    """
-
-    requests: int | None = None
-    tokens: int | None = None
+    requests: int | None = None  # None: no limit
+    tokens: int | None = None  # of prompts; None: no limit
 
     def check(self, engine: Engine, served_per_s: float) -> None:
-        """Refuse new requests while the limit is reached.
-
-        Args:
-            engine: the engine, between two steps.
-            served_per_s: requests that end per second; 0: unknown.
-
-        Raises:
-            QueueFull: states the number of waiting requests and when to try again.
-        """
+        """Refuse new requests while the limit is reached; 0 requests per second are unknown."""
         scheduler = engine.scheduler
         waiting = scheduler.num_waiting
         if self.requests is not None and waiting >= self.requests:

@@ -58,9 +58,6 @@ class CallLock:
     The lock is reentrant. Withdrawing requests does not wait for the lock, because Python may close
     an abandoned generator in any thread at any time, also inside a step. The thread that holds the
     lock then cancels these requests when its step or call ends.
-
-    Args:
-        cancel: cancels requests by their ids; called with the lock held and outside of steps.
     """
 
     def __init__(self, cancel: Callable[[list[str]], None]) -> None:
@@ -107,7 +104,6 @@ class CallLock:
             self._in_use = False
 
     def withdraw(self, request_ids: Iterable[str]) -> None:
-        """Cancel requests now, or when the thread that holds the lock ends its step or call."""
         self._withdrawn.extend(request_ids)
         self._cancel_withdrawn()
 
@@ -168,11 +164,7 @@ def as_prompts(prompts: object) -> list[object]:
 
 
 def as_token_ids(prompt: object) -> list[int]:
-    """Return a prompt of token ids as a list.
-
-    Raises:
-        RequestError: the prompt is not a sequence. Its elements are checked at submission.
-    """
+    """Return a prompt of token ids as a list."""
     if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Sequence):
         raise RequestError(
             f"expected a prompt (a text or a list of token ids), got {type(prompt).__name__}"
@@ -187,11 +179,7 @@ def as_token_ids(prompt: object) -> list[int]:
 
 
 def as_options(sampling: object, count: int) -> list[SamplingParams | None]:
-    """Return sampling options for each of `count` prompts; None if unset.
-
-    Raises:
-        RequestError: neither one SamplingParams nor a list of `count` of them.
-    """
+    """Return sampling options for each of `count` prompts; None if unset."""
     if sampling is None or isinstance(sampling, SamplingParams):
         return [sampling] * count
     given = sampling if isinstance(sampling, Sequence) else [sampling]
@@ -211,18 +199,7 @@ def as_options(sampling: object, count: int) -> list[SamplingParams | None]:
 def as_requests(
     prompts: object, sampling: object, options: Mapping[str, object]
 ) -> list[GenerationRequest]:
-    """Create one request per prompt.
-
-    Args:
-        prompts: one or several texts, token id lists, or requests (with their own options).
-        sampling: one for all prompts, or a list with one per prompt.
-        options: options by name, each one value or a list with one per prompt; see
-            `GenerationRequest`.
-
-    Raises:
-        RequestError: an unknown option, a value of the wrong type, a list of the wrong length, or
-            options in addition to a `GenerationRequest`.
-    """
+    """Create one request per prompt."""
     many = as_prompts(prompts)
     params = as_options(sampling, len(many))
     spread = {name: _one_for_each(name, value, len(many)) for name, value in options.items()}
@@ -297,11 +274,7 @@ Conversation = Sequence[Mapping[str, Any]]
 
 
 def as_conversations(messages: object) -> list[Conversation]:
-    """One or several conversations as a list.
-
-    Raises:
-        RequestError: neither messages nor lists of messages.
-    """
+    """One or several conversations as a list."""
     if isinstance(messages, list | tuple) and messages:
         if all(isinstance(one, Mapping) for one in messages):
             return [messages]
@@ -314,15 +287,7 @@ def as_conversations(messages: object) -> list[Conversation]:
 
 
 def embedding_params(model: LoadedModel, pooling: Pooling | None = None) -> SamplingParams:
-    """Sampling parameters of a request for an embedding.
-
-    Args:
-        model: the model.
-        pooling: see `SamplingParams`; None: that of the model, else "last".
-
-    Raises:
-        RequestError: the pooling config of the model cannot be used.
-    """
+    """Sampling parameters of a request for an embedding."""
     chosen = model_pooling(model.folder) if pooling is None else pooling
     return SamplingParams(max_tokens=0, pooling=chosen)
 
@@ -885,11 +850,7 @@ def _refuse_load_options(**options: str) -> None:
 def _divisible(
     model: str | Path | LoadedModel | PreTrainedModel, weights_memory: int | str | None
 ) -> str | Path:
-    """Return the folder or name of a model to divide over ranks.
-
-    Raises:
-        ConfigError: the model is loaded already, or its layers are offloaded.
-    """
+    """The folder or name of a model to divide over ranks; no offloaded layers."""
     if not isinstance(model, str | Path):
         raise ConfigError(
             "tensor_parallel_size needs the folder or name of a model, because each process loads "

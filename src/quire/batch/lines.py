@@ -49,37 +49,24 @@ class BatchError(QuireError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineHead:
-    """Identity of an input line.
-
-    Attributes:
-        number: number of the input line, from 1.
-        kind: determines the format of the record.
-        name: `custom_id` or `id` of the line; None without one.
-    """
+    """Identity of an input line."""
 
     number: int
-    kind: LineKind = "plain"
-    name: str | None = None
+    kind: LineKind = "plain"  # determines the format of the record
+    name: str | None = None  # `custom_id` or `id`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLine:
-    """The request of one line.
-
-    Attributes:
-        prompt: first prompt, text or token ids; None for a chat.
-        more_prompts: further prompts of a line for /v1/completions.
-        messages: messages of a chat; None for a prompt.
-        sampling: sampling options set by this line, by the names of SamplingParams.
-        options: options of `GenerationRequest` set by this line. Priorities apply among submitted
-            lines, and deadlines count from submission.
-    """
+    """The request of one line."""
 
     head: LineHead
-    prompt: str | list[int] | None = None
-    more_prompts: tuple[str | list[int], ...] = ()
+    prompt: str | list[int] | None = None  # the first one; None for a chat
+    more_prompts: tuple[str | list[int], ...] = ()  # of a line for /v1/completions
     messages: list[Message] | None = None
+    # options of SamplingParams set by this line
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    # of `GenerationRequest`; deadlines count from submission
     options: RequestOptions = field(default_factory=RequestOptions)
 
     @property
@@ -90,16 +77,11 @@ class BatchLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineFormat:
-    """Format of plain lines.
+    """Format of plain lines."""
 
-    Attributes:
-        prompt_key: key of the prompt. With any key other than "prompt", lines are data rows: only
-            this key and `id` are read.
-        prefix: text prepended to every text prompt.
-    """
-
+    # other than "prompt": data rows, of which only this key and `id` are read
     prompt_key: str = "prompt"
-    prefix: str = ""
+    prefix: str = ""  # of every text prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,20 +91,11 @@ class BatchTask:
     source: Path
     form: LineFormat
     sampling: SamplingParams
-    with_prompt: bool = False
+    with_prompt: bool = False  # include prompts in the records of plain lines
 
 
 def parse_line(raw: bytes, number: int, form: LineFormat) -> BatchLine:
-    """Parse one line of the input.
-
-    Args:
-        raw: the line, with or without its line break.
-        number: number of the line, from 1.
-        form: format of plain lines.
-
-    Raises:
-        BatchError: the line is not a valid request; states the reason.
-    """
+    """Parse one line of the input."""
     value = json_object(raw, number)
     if "body" in value or "url" in value:
         return _openai_line(value, number, form)
@@ -130,12 +103,7 @@ def parse_line(raw: bytes, number: int, form: LineFormat) -> BatchLine:
 
 
 def json_object(raw: bytes, number: int) -> dict[str, Any]:
-    """The JSON object of a line.
-
-    Args:
-        raw: the line, with or without its line break.
-        number: number of the line, from 1.
-    """
+    """The JSON object of a line."""
     head = LineHead(number=number)
     try:
         value = json.loads(raw.decode("utf-8-sig" if number == 1 else "utf-8"))

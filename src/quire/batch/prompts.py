@@ -19,13 +19,7 @@ _FIELDS = {
 
 
 def read_prompts(value: Any, prefix: str, *, several: bool) -> list[str | list[int]]:
-    """Parse the prompts of a line, each a text or token ids.
-
-    Args:
-        value: a prompt, or a list of prompts.
-        prefix: text prepended to every text prompt.
-        several: whether a list of prompts is allowed: only in a line for /v1/completions.
-    """
+    """Parse the prompts of a line, each a text or token ids."""
     is_list = isinstance(value, list) and bool(value) and isinstance(value[0], str | list)
     if not is_list:
         return [read_prompt(value, prefix)]
@@ -43,11 +37,7 @@ def read_prompts(value: Any, prefix: str, *, several: bool) -> list[str | list[i
 
 
 def read_prompt(value: Any, prefix: str) -> str | list[int]:
-    """Parse one prompt.
-
-    Raises:
-        RequestError: neither text nor token ids, or empty.
-    """
+    """Parse one prompt."""
     if isinstance(value, str) and (prefix or value):
         return prefix + value
     if isinstance(value, list) and value and all(type(token) is int for token in value):

@@ -15,14 +15,9 @@ Record = dict[str, Any]
 
 @dataclass(slots=True)
 class BatchTally:
-    """Tally of the records of a run.
+    """Tally of the records of a run."""
 
-    Attributes:
-        completed: records of this run, including error records.
-        prompt_tokens, completion_tokens, preemptions: sums over the outputs.
-    """
-
-    completed: int = 0
+    completed: int = 0  # including error records
     errors: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0

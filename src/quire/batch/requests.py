@@ -22,20 +22,11 @@ class RecordFormat:
     """What the records of a batch contain."""
 
     model: str
-    with_prompt: bool = False
+    with_prompt: bool = False  # include prompts in the records of plain lines
 
 
 def requests_of(line: BatchLine, sampling: SamplingParams, seed: int) -> list[GenerationRequest]:
-    """The requests of a line, one for each prompt; a chat has one without a prompt.
-
-    Args:
-        line: the line.
-        sampling: sampling options that the line does not set.
-        seed: seed of the run; line n samples with seed + n, whichever engine runs it.
-
-    Raises:
-        RequestError: too many outputs, or an invalid option.
-    """
+    """The requests of a line, one for each prompt; line n samples with seed + n."""
     own = {"seed": (seed + line.head.number) % _SEED_RANGE} | dict(line.sampling)
     params = replace(sampling, **own)
     if len(line.prompts) * params.num_sequences > MAX_OUTPUTS:

@@ -33,17 +33,12 @@ _START_OVER = "use --overwrite to start over, or another output file"
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """Identity of a run: a run may resume an output with an equal state.
-
-    Attributes:
-        config: every option that changes outputs, as JSON values.
-        seed: seed of lines without one; line n samples with seed + n. A resumed run keeps the seed
-            of its first start.
-    """
+    """Identity of a run: a run may resume an output with an equal state."""
 
     input_sha256: str
     input_lines: int
-    config: Mapping[str, Any]
+    config: Mapping[str, Any]  # every option that changes outputs, as JSON values
+    # line n without one samples with seed + n; a resumed run keeps that of its first start
     seed: int
 
     def as_json(self) -> str:
@@ -55,7 +50,6 @@ class RunState:
         return whole
 
     def difference(self, other: Mapping[str, Any]) -> str | None:
-        """Describe how another state differs; None if its records belong to this run."""
         content = self._content()
         if content["input_sha256"] != other.get("input_sha256"):
             return "the records belong to another input, or the input has changed"
@@ -78,9 +72,6 @@ class BatchOutput:
         completed: numbers of the input lines with a record.
         failed: numbers of the input lines with an error record.
         seed: seed of this run, from its first start.
-
-    Raises:
-        ConfigError: the file belongs to another run, is damaged, in use, or cannot be written.
     """
 
     def __init__(
@@ -113,15 +104,10 @@ class BatchOutput:
 
     @property
     def num_held(self) -> int:
-        """Number of buffered records, which a kill would lose."""
         return len(self._held)
 
     def flush(self) -> None:
-        """Write all buffered records to disk.
-
-        Raises:
-            ConfigError: the disk is full or not available; earlier records stay valid.
-        """
+        """Write all buffered records to disk."""
         if not self._held:
             return
         group = memoryview(b"".join(self._held))
@@ -270,20 +256,14 @@ _KEYS = ("custom_id", "id")
 class RepeatedName:
     """A duplicate name."""
 
-    key: str
+    key: str  # custom_id or id
     name: str | int
-    earlier: int
+    earlier: int  # number of the first line with the name
     line: int
 
 
 class Names:
-    """The names of all added lines.
-
-    Attributes:
-        first: the first duplicate name; None if all names are unique.
-        num_repeated: number of lines with the name of an earlier line.
-        models: names of models in the bodies of lines, to the number of the first such line.
-    """
+    """The names of all added lines."""
 
     def __init__(self) -> None:
         self.models: dict[str, int] = {}
@@ -292,7 +272,6 @@ class Names:
         self._lines: dict[tuple[str, str | int], int] = {}
 
     def add(self, raw: bytes, number: int) -> None:
-        """Record the names in a line; an invalid line has none."""
         if b'id"' not in raw and b'"model"' not in raw:
             return
         try:
@@ -323,21 +302,14 @@ class Names:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """Summary of the input file, from one pass over it.
+    """Summary of the input file, from one pass over it."""
 
-    Attributes:
-        requests: number of lines that are not blank.
-        repeated: the first duplicate name; None if all names are unique.
-        num_repeated: number of lines with the name of an earlier line.
-        models: names of models in lines, to the number of the first such line.
-    """
-
-    sha256: str
+    sha256: str  # of the whole file
     lines: int
-    requests: int
-    repeated: RepeatedName | None
-    num_repeated: int
-    models: Mapping[str, int]
+    requests: int  # lines that are not blank
+    repeated: RepeatedName | None  # the first duplicate name
+    num_repeated: int  # lines with the name of an earlier line
+    models: Mapping[str, int]  # model named in a body, to the number of the first such line
 
 
 def refuse_one_file_for_two(source: Path, target: Path, kv_events: Path | None) -> None:
@@ -424,21 +396,13 @@ class FirstFailure:
     """The error record with the lowest line number."""
 
     line: int
-    reason: str
+    reason: str  # shortened
 
 
 def report_failures(
     source: Path, target: Path, failed: Collection[int], requests: int, form: LineFormat | None
 ) -> None:
-    """Print the number of error records, and the first with its reason, on standard error.
-
-    Args:
-        source: the input file.
-        target: the output file, with all records.
-        failed: numbers of the lines with an error record.
-        requests: number of lines that are not blank.
-        form: format of plain lines; None: a server parsed the lines, and may accept them later.
-    """
+    """Print the number of error records and the first one; without `form` a server parsed."""
     first = first_failure(target)
     typer.echo(f"error records: {len(failed)} of {requests} lines, in {target}", err=True)
     typer.echo(f"first error: line {first.line}: {first.reason}", err=True)
@@ -490,17 +454,11 @@ class RecordGroups:
         self._written_s = time.monotonic()
 
     def put(self, record: Mapping[str, Any]) -> None:
-        """Add a record; write the group if it is complete.
-
-        Raises:
-            ConfigError: the output can no longer be written.
-        """
         self._output.write([record])
         if self._output.num_held >= GROUP_RECORDS or self._waited_s >= GROUP_S:
             self._flush()
 
     def flush_if_due(self) -> None:
-        """Write a group that has waited for long enough."""
         if self._output.num_held and self._waited_s >= GROUP_S:
             self._flush()
 

@@ -36,11 +36,6 @@ class BatchRun:
         )
 
     def run(self) -> BatchTally:
-        """Run all remaining lines and write their records to disk.
-
-        Raises:
-            ConfigError: the output can no longer be written.
-        """
         for job, result in self._driver.run(self._jobs()):
             line = self._lines[job.key]
             parts = self._parts.setdefault(job.key, {})
@@ -52,7 +47,6 @@ class BatchRun:
         return self.tally
 
     def _finish(self, line: BatchLine, results: list[LineResult]) -> None:
-        """Write the record of a line after all its prompts have finished."""
         record, output = record_of(line, results, self._form)
         if output is not None and line.options.get("record_evictions"):
             trace = self._llm.engine.eviction_trace(output.request_id)

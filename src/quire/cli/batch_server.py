@@ -49,14 +49,10 @@ OK = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLine:
-    """The request of one line.
-
-    Attributes:
-        path: path of the API, such as /v1/completions.
-    """
+    """The request of one line."""
 
     head: LineHead
-    path: str
+    path: str  # such as /v1/completions
     body: Mapping[str, Any]
 
     @property
@@ -67,15 +63,7 @@ class ServerLine:
 def server_line(
     raw: bytes, number: int, form: LineFormat, model: str, defaults: Mapping[str, Any]
 ) -> ServerLine:
-    """The request of a line.
-
-    Args:
-        raw: the line.
-        number: number of the line, from 1.
-        form: format of plain lines.
-        model: model of lines that name none.
-        defaults: options of completions and chats that do not set them.
-    """
+    """The request of a line."""
     value = json_object(raw, number)
     line = (
         _openai(value, number) if "body" in value or "url" in value else _plain(value, number, form)
@@ -210,21 +198,13 @@ def _json(content: bytes) -> object:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchServer:
-    """The server of a batch.
+    """The server of a batch."""
 
-    Attributes:
-        base_url: URL with or without /v1.
-        api_key: key of the server; None: no key is sent.
-        max_concurrency: most requests in flight.
-        max_retries: most repetitions of a request that failed for the moment.
-        timeout_s: time limit of a response in seconds.
-    """
-
-    base_url: str
+    base_url: str  # with or without /v1
     api_key: str | None = None
-    max_concurrency: int = 64
-    max_retries: int = 8
-    timeout_s: float = 3600.0
+    max_concurrency: int = 64  # requests in flight
+    max_retries: int = 8  # repetitions of a request that failed for the moment
+    timeout_s: float = 3600.0  # of a response
 
     @property
     def url(self) -> str:
@@ -255,12 +235,6 @@ class ServerBatch:
         self.tally = BatchTally()
 
     def run(self) -> BatchTally:
-        """Send all remaining lines and write their records to disk.
-
-        Raises:
-            ConfigError: the server cannot be reached or refuses the key, or the output can no
-                longer be written.
-        """
         try:
             asyncio.run(self._run())
         finally:
@@ -319,7 +293,6 @@ class ServerBatch:
         )
 
     async def _response(self, client: httpx.AsyncClient, line: ServerLine) -> httpx.Response:
-        """Send a request until its response is final."""
         for retry in range(self._server.max_retries + 1):
             wait_s = min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2**retry) * random.uniform(0.75, 1.25)
             try:

@@ -105,11 +105,7 @@ def board(settings: Settings, *, flags: BoardFlags) -> None:
 
 @contextmanager
 def board_runner(settings: Settings, config: "BoardConfig", out: Path) -> "Iterator[BoardRunner]":
-    """What runs all cells that are not stored; its engines are closed at the end.
-
-    Raises:
-        ConfigError: an invalid option, or full KV does not run.
-    """
+    """What runs all cells that are not stored; its engines are closed at the end."""
     from quire.evals.board.run import BoardRunner
     from quire.evals.suite.cells import CellFolder
     from quire.evals.suite.engines import Engines

@@ -93,13 +93,7 @@ def _run_command(command: str, conversation: "Conversation") -> None:
 
 
 class Conversation:
-    """Messages of a chat, and the model that generates responses.
-
-    Args:
-        settings: options of the model and of sampling.
-        system: system message; None for none.
-        chat_template: a file with a chat template, or the template; None: that of the model.
-    """
+    """Messages of a chat, and the model that generates responses."""
 
     def __init__(
         self, settings: Settings, system: str | None, chat_template: str | None = None
@@ -115,12 +109,10 @@ class Conversation:
         self._template = _template_of(self.llm, chat_template, settings.model)
 
     def clear(self) -> None:
-        """Delete all messages except the system message."""
         self._messages = list(self._opening)
         self._prompt_tokens = 0
 
     def stats(self) -> str:
-        """Size of the conversation, the last complete response, and KV memory in use."""
         stats = self.llm.stats()
         context = self.llm.context_tokens(max(1, self._prompt_tokens))
         last = "none yet" if self._usage is None else usage_line(self._usage, self._evict)
@@ -182,7 +174,7 @@ class Conversation:
 
 
 def _template_of(llm: "LLM", chat_template: str | None, model: str) -> "ChatTemplate":
-    """Return the chat template to use."""
+    """The chat template of a file or text, else of the model."""
     from quire.models.chat_template import ChatTemplate, with_chat_template  # imports torch
 
     tokenizer = with_chat_template(llm.model, chat_template).tokenizer
@@ -223,16 +215,12 @@ ReadMessage = Callable[[], str | None]
 
 
 def message_reader(commands: Sequence[str]) -> ReadMessage:
-    """Return the editor on a terminal, else a reader of standard input."""
+    """The editor on a terminal, else a reader of standard input; it completes `commands`."""
     return _editor(commands) if is_terminal(sys.stdin) else read_lines
 
 
 def read_lines() -> str | None:
-    """Read a message from standard input.
-
-    Raises:
-        RequestError: standard input is not UTF-8 text.
-    """
+    """Read a message from standard input."""
     lines: list[str] = []
     try:
         while line := sys.stdin.readline():

@@ -38,11 +38,6 @@ class QuireCommand(TyperCommand):
     """A command that explains missing or misplaced arguments with an example."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse a command line.
-
-        Raises:
-            ConfigError: the model is passed as an option, or an argument is missing.
-        """
         self._refuse_model_option(ctx, args)
         written = [*args]  # click removes what it has parsed
         try:
@@ -141,13 +136,7 @@ def _one_line(text: str) -> str:
 
 
 def register(app: typer.Typer, command: Command, name: str | None = None) -> None:
-    """Add a command to a program or a group.
-
-    Args:
-        app: the program or the group.
-        command: function of the command; its docstring is the help text.
-        name: name of the command; default: the name of the function.
-    """
+    """Add a command to a program or a group."""
     signature = inspect.signature(command)
     hidden = sum(_is_hidden(parameter) for parameter in signature.parameters.values())
 
@@ -366,11 +355,7 @@ def short_flag(name: str, arguments: Sequence[str]) -> str:
 
 
 def instead_of(flag: str) -> str | None:
-    """Return what to use instead of another engine's flag; None if the flag is not known.
-
-    Args:
-        flag: name as written, with leading dashes; underscores count as dashes.
-    """
+    """Return what to use instead of another engine's flag; None if the flag is not known."""
     if flag in SHORT_FLAGS:
         return SHORT_FLAGS[flag]
     return FLAGS.get(flag.lstrip("-").replace("_", "-").lower())

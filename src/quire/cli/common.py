@@ -34,11 +34,7 @@ def threads_option() -> Any:
 
 
 def use_threads(threads: int) -> None:
-    """Set the number of PyTorch threads; 0 keeps PyTorch's default.
-
-    Raises:
-        ConfigError: a negative number, or far more threads than CPUs.
-    """
+    """Set the number of PyTorch threads; 0 keeps PyTorch's default."""
     import torch
 
     num_cpus = os.cpu_count() or 1
@@ -53,7 +49,7 @@ def use_threads(threads: int) -> None:
 
 
 def refuse_no_name(model: str | None) -> None:
-    """Refuse an empty model name; None means the command's default."""
+    """Refuse an empty model name, for example from an unset shell variable."""
     if model is not None and not model.strip():
         raise ConfigError(
             "expected a model folder, a hub name or quire-tiny, got an empty name; give a name, or "

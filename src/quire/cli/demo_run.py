@@ -42,29 +42,16 @@ FACT_SHARE = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoPrompt:
-    """A prompt of the demo.
-
-    Attributes:
-        max_tokens: maximum output tokens.
-        answer: expected beginning of the output; None for a question without a check.
-    """
+    """A prompt of the demo."""
 
     text: str
     max_tokens: int
+    # expected beginning of the output; None for a question without a check
     answer: str | None = None
 
 
 def demo_prompts(count: int, max_tokens: int, measure: Measure) -> list[DemoPrompt]:
-    """Create the prompts of the demo; they are equal on every machine.
-
-    Args:
-        count: number of prompts; one in eight asks for a record in its context.
-        max_tokens: maximum output tokens for a question.
-        measure: returns the number of tokens of a text.
-
-    Raises:
-        ConfigError: the count is below 1 or above the number of questions.
-    """
+    """The prompts, equal on every machine; one in eight asks for a record in its context."""
     if not 1 <= count <= NUM_QUESTIONS:
         raise ConfigError(f"expected 1 to {NUM_QUESTIONS} requests, got {count}")
     texts = questions()
@@ -94,26 +81,19 @@ def fact_prompt(index: int, measure: Measure) -> DemoPrompt:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPeak:
-    """KV memory at the step with the most running requests.
-
-    Attributes:
-        running: number of running requests.
-        used_bytes: bytes of pages in use.
-        reserved_bytes: bytes if prompt and max_tokens of these requests were reserved in advance.
-        contiguous_bytes: bytes if the whole context were reserved for each of these requests.
-    """
+    """KV memory at the step with the most running requests."""
 
     running: int = 0
     used_bytes: int = 0
-    reserved_bytes: int = 0
-    contiguous_bytes: int = 0
+    reserved_bytes: int = 0  # if prompt and max_tokens of these requests were reserved in advance
+    contiguous_bytes: int = 0  # if the whole context were reserved for each of these requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
     """One use of the same KV memory."""
 
-    name: str
+    name: str  # prefix of its claims
     title: str
     codec: str = "none"
     evict: str = "full"
@@ -131,20 +111,13 @@ COMPRESSED = (
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """Result of the demo.
-
-    Attributes:
-        outputs: the outputs, in the order of the prompts.
-        memory_peak: KV memory at the step with the most running requests.
-        stats: statistics of the engine at the end.
-        seconds: run time, without model loading.
-    """
+    """Result of the demo."""
 
     prompts: Sequence[DemoPrompt]
     outputs: Sequence[RequestOutput]
-    memory_peak: MemoryPeak
+    memory_peak: MemoryPeak  # at the step with the most running requests
     stats: EngineStats
-    seconds: float
+    seconds: float  # without model loading
 
     @property
     def facts(self) -> list[bool]:
@@ -204,11 +177,6 @@ class DemoRun:
         self._memory_peak = MemoryPeak()
 
     def run(self) -> DemoResult:
-        """Run all prompts.
-
-        Raises:
-            RequestError: a prompt exceeds the KV memory or the context.
-        """
         start_s = time.monotonic()
         with LivePages(self._title, len(self._prompts), self._page_bytes()) as live:
 
@@ -312,14 +280,7 @@ class LivePages:
 def request_rows(
     requests: tuple[RequestBytes, ...], rows: int, cell_bytes: int, width: int
 ) -> Table:
-    """Build one row for each request: its id, its tokens and a bar of its KV bytes.
-
-    Args:
-        requests: the running requests.
-        rows: most rows; the last one counts the other requests.
-        cell_bytes: bytes of one character of a bar.
-        width: columns of the terminal.
-    """
+    """One row for each request: its id, its tokens and a bar; the last row counts the others."""
     grid = Table.grid(padding=(0, 1))
     grid.add_column(no_wrap=True)
     grid.add_column(no_wrap=True, justify="right")

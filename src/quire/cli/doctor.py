@@ -38,18 +38,12 @@ _FAILURES = (QuireError, OSError, RuntimeError, ImportError, TypeError, ValueErr
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check.
-
-    Attributes:
-        value: what was found, or the error.
-        ok: whether the check passed.
-        mark: of a check that passed; `--`: an optional component is missing.
-    """
+    """The result of one check."""
 
     name: str
-    value: str
+    value: str  # what was found, or the error
     ok: bool = True
-    mark: str = "ok"
+    mark: str = "ok"  # of a check that passed; `--`: an optional component is missing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,11 +93,7 @@ def doctor(
 
 
 def examine(model: str | None = None) -> Iterator[Finding]:
-    """Run all checks, the cheap ones first.
-
-    Args:
-        model: folder or name of a model to load; None: only the packaged one.
-    """
+    """Run all checks, the cheap ones first."""
     for name, version in versions().items():
         yield Finding(name, version or "not installed", ok=version is not None)
     yield from _machine()
@@ -318,19 +308,12 @@ _CPU_FLAGS = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelUse:
-    """The kernel of one operation.
+    """The kernel of one operation."""
 
-    Attributes:
-        operation: such as `linear layers`.
-        storage: type or codec of the weights or the KV; "" if it does not matter.
-        kernel: what runs it; "none" if the operation is not possible.
-        reason: why this kernel is selected, or why a faster one is not.
-    """
-
-    operation: str
-    storage: str
-    kernel: str
-    reason: str
+    operation: str  # such as `linear layers`
+    storage: str  # type or codec of the weights or the KV; "" if it does not matter
+    kernel: str  # "none" if the operation is not possible
+    reason: str  # why this kernel is selected, or why a faster one is not
 
     @property
     def text(self) -> str:

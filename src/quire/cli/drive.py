@@ -17,29 +17,17 @@ OnStep = Callable[[], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientJob:
-    """One request to run.
+    """One request to run."""
 
-    Attributes:
-        key: the caller's number of the job.
-        part: index of the prompt among the caller's prompts with that number.
-        request: the prompt and its options.
-        messages: a chat in OpenAI's format, instead of the request's prompt.
-    """
-
-    key: int
+    key: int  # the caller's number of the job
     request: GenerationRequest
+    # a chat in OpenAI's format, instead of the request's prompt
     messages: Sequence[Mapping[str, Any]] | None = None
-    part: int = 0
+    part: int = 0  # index of the prompt among the prompts with that number
 
 
 class Driver:
-    """Runs jobs through an engine, with at most `window` submitted at any time.
-
-    Args:
-        llm: an idle LLM; its engine is used directly, so that a refused job does not end others.
-        window: maximum number of unfinished jobs in the engine.
-        on_step: called after every step of the engine.
-    """
+    """Runs jobs through an engine, with at most `window` submitted; a refused job ends no other."""
 
     def __init__(self, llm: LLM, *, window: int, on_step: OnStep) -> None:
         self._llm, self._window, self._on_step = llm, window, on_step

@@ -34,7 +34,6 @@ class EvalGroup(TyperGroup):
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the name of the command and leave its arguments."""
         return super().parse_args(ctx, self._with_command(args))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -132,11 +131,7 @@ def gate(settings: Settings, *, flags: EvalGateFlags) -> None:
 
 
 class Judge:
-    """Runs the gate's prompts under any eviction policy; the weights are loaded once.
-
-    Args:
-        settings: options of the model and its KV memory; `evict` is replaced.
-    """
+    """Runs the gate's prompts under any eviction policy; the weights are loaded once."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -144,11 +139,6 @@ class Judge:
         self._evicting: tuple[str, LLM] | None = None
 
     def generate(self, prompts: list[str], evict: str, max_tokens: int) -> list[str]:
-        """Generate greedy outputs, in the order of the prompts.
-
-        Raises:
-            RequestError: a prompt exceeds the model's context or the KV memory.
-        """
         from quire.config.sampling_params import SamplingParams
 
         llm = self._llm if evict == "full" else self._llm_with(evict)
@@ -156,7 +146,6 @@ class Judge:
         return [output.text for output in llm.generate(prompts, params)]
 
     def measure(self, text: str) -> int:
-        """Number of tokens of a text; 0 for an empty text."""
         return len(self._llm.encode(text)) if text else 0
 
     def _llm_with(self, evict: str) -> "LLM":

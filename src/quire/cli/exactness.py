@@ -22,31 +22,19 @@ TIE_LOGITS = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Exactness:
-    """Result of the comparison.
-
-    Attributes:
-        checked: number of compared outputs.
-        equal: number of outputs with equal tokens.
-        ties: number of outputs that are equal up to a tie.
-    """
+    """Result of the comparison."""
 
     checked: int
     equal: int
-    ties: int
+    ties: int  # equal up to a tie
 
     @property
     def passed(self) -> bool:
-        """Whether all outputs are equal or equal up to a tie."""
         return self.equal + self.ties == self.checked
 
 
 def compare_with_generate(model_path: str, outputs: "Sequence[RequestOutput]") -> Exactness:
-    """Compare with `generate` of Transformers: greedy, float32, on the CPU, one prompt at a time.
-
-    Args:
-        model_path: model of the engine.
-        outputs: greedy outputs, computed in float32.
-    """
+    """Compare with `generate` of Transformers: greedy, float32, on the CPU, prompt by prompt."""
     import torch
     from transformers import AutoConfig
 

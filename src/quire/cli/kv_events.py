@@ -51,15 +51,7 @@ class KVWatch:
 
 @contextmanager
 def watching(file: Path | None, endpoint: str | None = None) -> Iterator[KVWatch]:
-    """Open the configured listeners, and close them at the end.
-
-    Args:
-        file: file for all events; None for no file.
-        endpoint: address to publish cached blocks at; None for no publisher.
-
-    Raises:
-        ConfigError: the file cannot be written, or the endpoint cannot be bound.
-    """
+    """Open the configured listeners, and close them at the end."""
     # imported here: --help does not need the engine
     from quire.engine.block_events import BlockPublisher, EventFile
 

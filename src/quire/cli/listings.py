@@ -28,49 +28,28 @@ _FULL = "full"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyRow:
-    """One eviction policy, with its default options.
+    """One eviction policy, with its default options."""
 
-    Attributes:
-        name: as in `--evict name:option=value`.
-        options: options of the policy, name to default.
-        summary: which tokens are retained.
-        statistics: attention statistics that the policy records.
-        scope: `lane`: one retained set per KV head; `layer`: one per layer.
-        cost: computation in addition to attention.
-        source: origin of the policy, such as a paper.
-    """
-
-    name: str
-    options: dict[str, object]
+    name: str  # as in `--evict name:option=value`
+    options: dict[str, object]  # name to default
     summary: str
     statistics: tuple[str, ...]
-    scope: str
-    cost: str
-    source: str
+    scope: str  # `lane`: one retained set per KV head; `layer`: one per layer
+    cost: str  # computation in addition to attention
+    source: str  # such as a paper
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetRow:
-    """One budget, with its default options.
+    """One budget, with its default options."""
 
-    Attributes:
-        name: as in `budget=(name:option=value)`.
-        options: name to default.
-        summary: which lanes get a larger cap.
-        statistics: statistics that it records in addition to those of the policy.
-        needs: when caps are computed from statistics: `never`, `once` after prefill, or `always`,
-            at each eviction.
-        keeps_total: whether the caps add up to lanes * cap.
-        source: origin of the budget, such as a paper.
-    """
-
-    name: str
-    options: dict[str, object]
-    summary: str
-    statistics: tuple[str, ...]
-    needs: str
-    keeps_total: bool
-    source: str
+    name: str  # as in `budget=(name:option=value)`
+    options: dict[str, object]  # name to default
+    summary: str  # which lanes get a larger cap
+    statistics: tuple[str, ...]  # in addition to those of the policy
+    needs: str  # caps are computed `never`, `once` after prefill, or `always`, at each eviction
+    keeps_total: bool  # whether the caps add up to lanes * cap
+    source: str  # such as a paper
 
 
 PolicyName = Annotated[

@@ -44,11 +44,6 @@ class QuireGroup(TyperGroup):
     """Converts expected exceptions to one line of text and an exit code."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the options before the command.
-
-        Raises:
-            typer.Exit: 2 for an unknown option.
-        """
         try:
             return super().parse_args(ctx, args)
         except UsageError as error:
@@ -56,12 +51,6 @@ class QuireGroup(TyperGroup):
             raise
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a command.
-
-        Raises:
-            typer.Exit: 2 for a Quire error, an invalid command line, a failed read or write of a
-                file or stream, or out of memory; 130 for Ctrl-C.
-        """
         try:
             return super().invoke(ctx)
         except BrokenPipeError:  # the reader of the pipe has closed it; click exits silently

@@ -49,11 +49,7 @@ def engine_recipe(settings: Settings) -> "EngineRecipe":
 
 
 def serve_on_ray(settings: Settings) -> None:
-    """Serve a model with replicas on Ray until SIGTERM or SIGINT.
-
-    Raises:
-        ConfigError: a missing package or an invalid option.
-    """
+    """Serve a model with replicas on Ray until SIGTERM or SIGINT."""
     require_extra("ray", "quire serve --ray")
     config = settings.server
     config.check_files()
@@ -71,11 +67,7 @@ def serve_on_ray(settings: Settings) -> None:
 def run_on_ray(
     settings: Settings, task: BatchTask, output: BatchOutput, left: int
 ) -> tuple[BatchTally, float]:
-    """Run the remaining lines on Ray; return the tally and the seconds.
-
-    Raises:
-        ConfigError: a missing package, or the output can no longer be written.
-    """
+    """Run the remaining lines on Ray; return the tally and the seconds."""
     require_extra("ray", "quire batch --ray")
     tally = BatchTally()
     if not left:

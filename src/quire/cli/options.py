@@ -62,11 +62,7 @@ _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 @no_type_check  # run-time type checks in tests must not precede ConfigError
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Options of model loading.
-
-    Raises:
-        ConfigError: a value of the wrong type or outside the choices.
-    """
+    """Options of model loading."""
 
     dtype: Dtype = option(
         "auto", help="dtype of the weights; auto: as stored in the checkpoint", common=True
@@ -135,34 +131,21 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class OptionField:
-    """One option of the command line and of the TOML file.
-
-    Attributes:
-        path: names of the enclosing configs and of the field, such as offload, kv_memory.
-        flag: name on the command line, without the leading dashes.
-        kind: type on the command line: str, int, float, bool or list[str].
-        sized: whether the value may be an integer number of bytes.
-        choices: allowed values; empty without a list of choices.
-        default: default of the command, else of the field.
-        group: heading in `--help`.
-        common: whether `--help` shows the option; otherwise `--help-all` does.
-        synonyms: further names on the command line, without the leading dashes.
-        placeholder: placeholder of the value in `--help`; empty: the choices, or the type.
-        min_value, max_value: range of a number; None: not bounded.
-    """
+    """One option of the command line and of the TOML file."""
 
     section: str
+    # names of the enclosing configs and of the field, such as offload, kv_memory
     path: tuple[str, ...]
-    flag: str
-    kind: type | types.GenericAlias
-    sized: bool
+    flag: str  # without the leading dashes
+    kind: type | types.GenericAlias  # str, int, float, bool or list[str]
+    sized: bool  # whether the value may be an integer number of bytes
     choices: tuple[str, ...]
-    default: Any
+    default: Any  # of the command, else of the field
     help: str
-    group: str
-    common: bool
-    synonyms: tuple[str, ...] = ()
-    placeholder: str = ""
+    group: str  # heading in `--help`
+    common: bool  # in `--help`; others in `--help-all` only
+    synonyms: tuple[str, ...] = ()  # further names, without the leading dashes
+    placeholder: str = ""  # of the value; empty: the choices, or the type
     min_value: int | float | None = None
     max_value: int | float | None = None
 
@@ -177,7 +160,6 @@ class OptionField:
 
     @property
     def metavar(self) -> str | None:
-        """Placeholder of the value in `--help`; None: the name of the type."""
         if self.choices:
             return f"[{'|'.join(self.choices)}]"
         return "SIZE" if self.sized else self.placeholder or None
@@ -185,21 +167,13 @@ class OptionField:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A config dataclass whose fields are options.
+    """A config dataclass whose fields are options."""
 
-    Attributes:
-        name: name of the table in a TOML file.
-        title: heading of the options in `--help`.
-        only: flags of the fields that become options; None: all fields.
-        shown: whether `--help` shows the common options; otherwise only `--help-all`.
-        in_file: whether a TOML file may contain the options.
-    """
-
-    name: str
-    title: str
+    name: str  # table in a TOML file
+    title: str  # heading in `--help`
     config: type
-    only: tuple[str, ...] | None = None
-    shown: bool = True
+    only: tuple[str, ...] | None = None  # flags of the fields that become options; None: all
+    shown: bool = True  # whether `--help` shows the common options
     in_file: bool = True
 
     def options(self) -> Iterator[OptionField]:
@@ -212,12 +186,7 @@ class Section:
 def options_of(
     sections: tuple[Section, ...], defaults: Mapping[str, object] | None = None
 ) -> tuple[OptionField, ...]:
-    """All options of several sections.
-
-    Args:
-        sections: sections in the order of `--help`.
-        defaults: defaults of the command that differ from those of the fields, by flag.
-    """
+    """All options of several sections."""
     defaults = defaults or {}
     return tuple(
         replace(found, default=defaults.get(found.flag, found.default))
@@ -381,12 +350,7 @@ def keyword(name: str, annotation: Any, default: object) -> inspect.Parameter:
 def option_parameter(
     found: OptionField, callback: Callable[..., Any] | None = None
 ) -> inspect.Parameter:
-    """The parameter of an option.
-
-    Args:
-        found: the option.
-        callback: gets the value before other options are read; None: none.
-    """
+    """The parameter of an option; `callback` gets its value before other options are read."""
     declaration = f"--{found.flag}"
     if found.kind is bool and found.default is not False:
         declaration += f"/--no-{found.flag}"
@@ -422,15 +386,7 @@ _NAME_KEY = "name"
 
 
 def read_config_file(path: Path) -> tuple[str | None, dict[str, object]]:
-    """Read a file of options.
-
-    Returns:
-        The model of the file, or None; and the values by `OptionField.parameter`.
-
-    Raises:
-        ConfigError: no such file, not TOML, a value of the wrong type, or a duplicate option.
-        UnknownName: an unknown option; suggests the most similar names.
-    """
+    """The model of a file of options, or None, and its values by `OptionField.parameter`."""
     content = read_toml(path, "config file")
     model: str | None = None
     values: dict[str, object] = {}

@@ -209,11 +209,7 @@ def plan(
 
 
 def parse_workload(text: str) -> Workload:
-    """Parse `in,out,batch`.
-
-    Raises:
-        ConfigError: not three integers of at least 1.
-    """
+    """Parse `in,out,batch`."""
     parts = [part.strip() for part in text.split(",")]
     if len(parts) != 3 or not all(map(is_count, parts)):
         raise ConfigError(

@@ -44,22 +44,15 @@ MEASURED_REPEATS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaximizeOptions:
-    """Options of `--maximize-batch` in addition to those of every plan.
-
-    Attributes:
-        prompt_tokens, new_tokens: prompt and output length of each row.
-        evict, cap, every: see `quire.plan.batch_verdict.arm_rules`.
-        batch: fixed batch size; None: the largest possible.
-        measure: measure the step times now; otherwise use those of `quire profile`.
-    """
+    """Options of `--maximize-batch` in addition to those of every plan."""
 
     prompt_tokens: int
     new_tokens: int
-    evict: str | None = None
+    evict: str | None = None  # with cap and every, see `quire.plan.batch_verdict.arm_rules`
     cap: str | None = None
     every: int | None = None
-    batch: int | None = None
-    measure: bool = False
+    batch: int | None = None  # None: the largest possible
+    measure: bool = False  # measure step times now; otherwise use those of `quire profile`
 
     @classmethod
     def of(
@@ -72,11 +65,7 @@ class MaximizeOptions:
         batch: int | None,
         measure: bool,
     ) -> "MaximizeOptions | None":
-        """Create the options from the command line; None without `--maximize-batch`.
-
-        Raises:
-            ConfigError: invalid lengths, or other options without `--maximize-batch`.
-        """
+        """Create the options from the command line; None without `--maximize-batch`."""
         if lengths is None:
             given = {"evict": evict, "cap": cap, "every": every, "measure": measure or None}
             names = [f"--{name}" for name, value in given.items() if value is not None]
@@ -99,11 +88,7 @@ class MaximizeOptions:
 
 
 def parse_lengths(text: str) -> tuple[int, int]:
-    """Parse `input,output`.
-
-    Raises:
-        ConfigError: not two integers of at least 1.
-    """
+    """Parse `input,output`."""
     parts = [part.strip() for part in text.split(",")]
     if len(parts) != 2 or not all(is_count(part) and int(part) for part in parts):
         raise ConfigError(
@@ -115,17 +100,7 @@ def parse_lengths(text: str) -> tuple[int, int]:
 def maximize(
     folder: Path, plan: PlanReport, options: MaximizeOptions, *, page_tokens: int
 ) -> "BatchReport":
-    """Compute the largest batches of a planned model.
-
-    Args:
-        folder: model folder; the weights are read only if steps are measured.
-        plan: shape, dtypes and KV memory of the model.
-        options: options of `--maximize-batch`.
-        page_tokens: tokens per page.
-
-    Raises:
-        ConfigError: see `quire.cli.plan_maximize.batch_report`.
-    """
+    """Compute the largest batches of a planned model; weights are read only to measure steps."""
     # imported here: rules import torch, which other plans do not need
 
     question = BatchQuestion(
@@ -163,16 +138,7 @@ def load_for(folder: Path, dtype: str, weight_codec: str = "auto") -> "LoadedMod
 
 
 class Stopwatch:
-    """Step rates of a model, measured on first use.
-
-    Args:
-        load: loads the model; called at most once.
-        repeats: measurements per batch.
-        quick: measure a few small batches only.
-
-    Attributes:
-        found: measured step rates by `steps_key`.
-    """
+    """Step rates of a model, measured on first use, by `steps_key`."""
 
     def __init__(
         self, load: "Callable[[], LoadedModel]", *, repeats: int, quick: bool = False
@@ -227,49 +193,30 @@ Rates = Callable[[str], StepRates | NotUsable]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchQuestion:
-    """Input of the computation.
-
-    Attributes:
-        prompt_tokens, new_tokens: prompt and output length of each row.
-        kv_bytes: size of the KV memory.
-        evict: eviction rule; None: the rule of Batch-Max.
-        cap: replaces the cap of the rule.
-        every: replaces the rule's `every`.
-        batch: fixed batch size; None: the largest possible.
-    """
+    """Input of the computation."""
 
     prompt_tokens: int
     new_tokens: int
     kv_bytes: int
     kv_codec: str
     page_tokens: int = 16
-    evict: str | None = None
-    cap: str | None = None
-    every: int | None = None
-    batch: int | None = None
+    evict: str | None = None  # None: the rule of Batch-Max
+    cap: str | None = None  # replaces the cap of the rule
+    every: int | None = None  # replaces the rule's `every`
+    batch: int | None = None  # None: the largest possible
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmPlan:
-    """The result for one eviction variant.
+    """The result for one eviction variant."""
 
-    Attributes:
-        arm: one of `batch_verdict.ARMS`.
-        evict: the rule in the syntax of `--evict`.
-        rows: largest batch in rows.
-        row_bytes: peak KV of a row, in whole pages, including statistics.
-        held_tokens: peak tokens of a lane.
-        seconds: predicted times of a batch of `rows` rows; None without measurements.
-        missing: reason for a missing prediction; empty if there is a prediction.
-    """
-
-    arm: str
-    evict: str
-    rows: int
-    row_bytes: int
-    held_tokens: int
-    seconds: RunSeconds | None = None
-    missing: str = ""
+    arm: str  # one of `batch_verdict.ARMS`
+    evict: str  # in the syntax of `--evict`
+    rows: int  # largest batch
+    row_bytes: int  # peak KV of a row, in whole pages, including statistics
+    held_tokens: int  # peak tokens of a lane
+    seconds: RunSeconds | None = None  # of a batch of `rows` rows; None without measurements
+    missing: str = ""  # reason for a missing prediction
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -279,17 +226,11 @@ class ArmPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchReport:
-    """The result of `quire plan --maximize-batch`.
-
-    Attributes:
-        question: input of the computation.
-        arms: results by variant.
-        verdict: whether eviction in prefill improves throughput.
-    """
+    """The result of `quire plan --maximize-batch`."""
 
     question: BatchQuestion
     arms: tuple[ArmPlan, ...]
-    verdict: BlockVerdict
+    verdict: BlockVerdict  # whether eviction in prefill improves throughput
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -312,17 +253,7 @@ class BatchReport:
 
 
 def batch_report(model: ModelSpec, question: BatchQuestion, rates: Rates) -> BatchReport:
-    """Compute the largest batch and the predicted speed of every variant.
-
-    Args:
-        model: shape of the model.
-        question: input of the computation.
-        rates: step rates by rule.
-
-    Raises:
-        ConfigError: an invalid rule, a row longer than the model's context, or a memory below one
-            token.
-    """
+    """Compute the largest batch and the predicted speed of every variant."""
     held = question.prompt_tokens + question.new_tokens
     if held > model.max_positions:
         raise ConfigError(

@@ -44,71 +44,41 @@ _TOKEN_ID_BYTES = 8  # stored with the KV of a token
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """Options of `quire plan`.
+    """Options of `quire plan`."""
 
-    Attributes:
-        memory_bytes: device memory; None: memory of this machine.
-        kv_memory_bytes: KV memory; None: all remaining memory.
-        disk_kv_bytes: disk space for cached prefixes.
-        headroom_bytes: memory to leave free; None: 10% of the memory.
-        dtype: dtype of the weights; "auto": dtype of config.json.
-        weight_codec: codec of the linear layers' weights: int8 or int4; "auto": none.
-        kv_codec: KV codec; None: dtype of the weights.
-        sequence_tokens: sequence length; None: 2048 or the model's context.
-        batch: batch size in sequences, and rows sampled in a step.
-        max_num_batched_tokens: maximum tokens per step.
-        activation_peak_bytes: measured peak of activation memory; None: estimated.
-        workload: workload to assess; None: no assessment.
-        weights_memory_bytes: device memory for weights; None: no weight offload.
-    """
-
-    memory_bytes: int | None = None
-    kv_memory_bytes: int | None = None
-    disk_kv_bytes: int = 0
-    headroom_bytes: int | None = None
-    dtype: str = "auto"
-    weight_codec: str = "auto"
-    kv_codec: str | None = None
+    memory_bytes: int | None = None  # None: memory of this machine
+    kv_memory_bytes: int | None = None  # None: all remaining memory
+    disk_kv_bytes: int = 0  # for cached prefixes
+    headroom_bytes: int | None = None  # None: 10% of the memory
+    dtype: str = "auto"  # "auto": dtype of config.json
+    weight_codec: str = "auto"  # int8 or int4; "auto": none
+    kv_codec: str | None = None  # None: dtype of the weights
     page_tokens: int = 16
-    sequence_tokens: int | None = None
-    batch: int = 8
+    sequence_tokens: int | None = None  # None: 2048 or the model's context
+    batch: int = 8  # sequences, and rows sampled in a step
     max_num_batched_tokens: int = STEP_TOKENS
-    activation_peak_bytes: int | None = None
+    activation_peak_bytes: int | None = None  # None: estimated
     workload: Workload | None = None
-    weights_memory_bytes: int | None = None
+    weights_memory_bytes: int | None = None  # None: no weight offload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
-    """The result of `quire plan`.
-
-    Attributes:
-        model_name: name of the folder or on the hub.
-        dtype: resolved dtype of the weights.
-        weight_codec: codec of the linear layers' weights, or "auto".
-        batch: batch size in sequences.
-        memory: division of the device memory.
-        capacity: capacity of the KV memory.
-        kv_bytes_per_token: KV bytes of all layers, before sliding windows are full.
-        disk_kv_bytes: disk space for cached prefixes.
-        step: bytes read by a decode step of the batch.
-        crossover_batch: the smallest batch whose KV reads exceed the weight reads.
-        verdict: assessment of the workload; None without a workload.
-    """
+    """The result of `quire plan`."""
 
     model_name: str
     model: ModelSpec
     dtype: str
     weight_codec: str
     kv_codec: str
-    batch: int
+    batch: int  # sequences
     memory: MemoryLayout
     capacity: Capacity
-    kv_bytes_per_token: int
-    disk_kv_bytes: int
-    step: DecodeStep
-    crossover_batch: int
-    verdict: CapacityVerdict | None
+    kv_bytes_per_token: int  # of all layers, before sliding windows are full
+    disk_kv_bytes: int  # for cached prefixes
+    step: DecodeStep  # bytes read by a decode step of the batch
+    crossover_batch: int  # smallest batch whose KV reads exceed the weight reads
+    verdict: CapacityVerdict | None  # None without a workload
     weights: WeightsPlacement
 
     @property
@@ -116,7 +86,6 @@ class PlanReport:
         return self.disk_kv_bytes // (self.kv_bytes_per_token + _TOKEN_ID_BYTES)
 
     def claims(self) -> dict[str, int | float]:
-        """The results as a flat mapping, for JSON."""
         numbers: dict[str, int | float] = {
             "num_parameters": self.model.num_parameters,
             "weights_bytes": self.memory.weights_bytes,
@@ -153,18 +122,7 @@ class PlanReport:
 def plan_report(
     model_folder: Path, options: PlanOptions | None = None, *, name: str | None = None
 ) -> PlanReport:
-    """Plan a model's memory from its config.json; no weights are read.
-
-    Args:
-        model_folder: folder in Hugging Face format, or a GGUF file.
-        options: see `PlanOptions`.
-        name: name of the model in the report; None: name of the folder.
-
-    Raises:
-        ModelError: config.json or the GGUF file is missing or cannot be read.
-        UnsupportedModel: Quire does not support this architecture.
-        ConfigError: an invalid option, or not enough memory; the message states the numbers.
-    """
+    """Plan a model's memory from its config.json or GGUF file; no weights are read."""
     options = options or PlanOptions()
     if options.max_num_batched_tokens < 1:
         raise ConfigError(

@@ -24,13 +24,7 @@ _MIN_BAR_COLUMNS = 120
 
 
 class CountProgress:
-    """A progress line on standard error; disabled if standard error is not a terminal.
-
-    Args:
-        title: description of the task.
-        total: number of requests.
-        refresh_s: shortest time between two updates, in seconds.
-    """
+    """A progress line on standard error; disabled if standard error is not a terminal."""
 
     def __init__(self, title: str, total: int, *, refresh_s: float = REFRESH_S) -> None:
         self._refresh_s = refresh_s
@@ -62,7 +56,6 @@ class CountProgress:
         self._progress.stop()
 
     def count(self, done: int) -> None:
-        """Update the number of finished requests."""
         if self._is_due():
             self._progress.update(self._task, completed=done)
 
@@ -82,12 +75,7 @@ class LiveProgress(CountProgress):
         return self
 
     def show(self, done: int, read: "Callable[[], EngineStats]") -> None:
-        """Update the progress line; cheap enough to be called in every step.
-
-        Args:
-            done: number of finished requests.
-            read: returns the engine's statistics; called at most every `refresh_s` seconds.
-        """
+        """Update the line; `read` is called at most every `refresh_s` seconds."""
         if not self._is_due():
             return
         stats = read()

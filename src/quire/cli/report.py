@@ -38,16 +38,7 @@ def envelope(
     seconds: int | float | None = None,
     quick: bool = False,
 ) -> dict[str, object]:
-    """Add to results the data needed to reproduce them.
-
-    Args:
-        name: name of the command.
-        claims: numbers that documents may cite.
-        arms: raw results, JSON values.
-        config: all resolved options.
-        seconds: run time; default: time since the start of this process.
-        quick: whether small shapes were run, whose numbers are no claims.
-    """
+    """Add the data needed to reproduce results; `claims` are numbers that documents may cite."""
     figures = {"claims": {}, "quick_figures": dict(claims)} if quick else {"claims": dict(claims)}
     return {
         "name": name,
@@ -114,12 +105,7 @@ _STDOUT: ContextVar[TextIO | None] = ContextVar("quire_stdout", default=None)
 
 @contextlib.contextmanager
 def json_only(*, enabled: bool) -> Iterator[None]:
-    """Send what the block prints to standard error, except `print_json`.
-
-    Args:
-        enabled: whether `--json` is given; otherwise, and inside of another such block, nothing
-            changes.
-    """
+    """Send prints of the block to standard error, except `print_json`; nested uses do nothing."""
     if not enabled or _STDOUT.get() is not None:
         yield
         return

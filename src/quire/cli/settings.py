@@ -60,23 +60,13 @@ VERBOSE_KEY = "quire.cli.verbose"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Resolved options of a command.
+    """Resolved options of a command."""
 
-    Attributes:
-        model: "quire-tiny", a folder or a hub name.
-        kv: options of the KV memory.
-        sampling: default sampling options of requests.
-        trace, machine, cluster: trace, machine and replicas of a simulation.
-        router: options of request routing between replicas.
-        given: parameters set on the command line or in the file.
-        verbose: print details on standard error.
-    """
-
-    model: str = PACKAGED_MODEL
+    model: str = PACKAGED_MODEL  # "quire-tiny", a folder or a hub name
     loading: ModelConfig = field(default_factory=ModelConfig)
     kv: KVConfig = field(default_factory=KVConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    sampling: SamplingParams = field(default_factory=SamplingParams)
+    sampling: SamplingParams = field(default_factory=SamplingParams)  # defaults of requests
     trace: TraceOptions = field(default_factory=TraceOptions)
     machine: MachineConfig = field(default_factory=MachineConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -84,7 +74,7 @@ class Settings:
     server: ServerConfig = field(default_factory=ServerConfig)
     ray: RayConfig = field(default_factory=RayConfig)
     verbose: bool = False
-    given: frozenset[str] = frozenset()
+    given: frozenset[str] = frozenset()  # parameters set on the command line or in the file
 
     def as_dict(self) -> dict[str, object]:
         """Options of the engine as JSON values, for the `config` of a result."""
@@ -97,7 +87,6 @@ class Settings:
         }
 
     def open_llm(self) -> "LLM":
-        """Load the model and allocate its KV memory."""
         loading = LoadProgress(self.model)
         with loading.shown():
             llm = self._load()
@@ -139,13 +128,7 @@ class Settings:
             typer.echo(llm.engine.pool.explanation, err=True)
 
     def refuse_other_tenants(self) -> None:
-        """Refuse `--tenants` without the default tenant, before the model is loaded.
-
-        All requests of this command belong to the default tenant.
-
-        Raises:
-            ConfigError: `schedule.tenants` does not name the default tenant.
-        """
+        """Refuse `--tenants` without `default`, to which all requests of this command belong."""
         from quire.config.generation_request import DEFAULT_TENANT
         from quire.tenancy.tenants import parse_tenants
 
@@ -157,11 +140,6 @@ class Settings:
             )
 
     def set_threads(self) -> None:
-        """Set the number of PyTorch threads.
-
-        Raises:
-            ConfigError: a negative number, or far more threads than CPUs.
-        """
         use_threads(self.loading.threads)
 
 
@@ -194,13 +172,6 @@ def with_settings(
 
     The command declares a parameter `settings: Settings`, its own arguments, and its own options as
     a parameter `flags` of a dataclass.
-
-    Args:
-        sections: sections of options; default: model, KV memory, scheduling and sampling.
-        defaults: defaults of this command that differ from those of the fields, by flag.
-        model_default: model if neither the command line nor the file names one.
-        model_required: whether the command line must name a model.
-        about_model: help text of MODEL.
     """
     options = options_of(sections or (MODEL, KV, SCHEDULE, SAMPLING), defaults)
 
@@ -324,13 +295,7 @@ def config_option() -> Any:
 
 
 def is_from_file(path: Path | None, flag: str, value: object) -> bool:
-    """Whether a file contains this value of an option of an engine.
-
-    Args:
-        path: the file; None for none.
-        flag: flag of the option, without dashes.
-        value: value that the command got.
-    """
+    """Whether a file contains this value of an option of an engine."""
     if path is None:
         return False
     parameters = {found.flag: found.parameter for found in options_of(SECTIONS)}

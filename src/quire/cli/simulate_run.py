@@ -25,10 +25,10 @@ class Simulated:
     """Output of a simulation."""
 
     text: str
-    claims: Numbers
+    claims: Numbers  # metrics by name
     arms: Mapping[str, object]
     took_s: float
-    draw: Callable[[], Mapping[str, bytes]]
+    draw: Callable[[], Mapping[str, bytes]]  # SVG files by name
 
 
 def run_engine(trace: Trace, config: SimConfig) -> Simulated:
@@ -83,13 +83,7 @@ _LATENCIES |= {"tpot": "time per output token", "e2e": "end-to-end latency"}
 
 
 def render(result: SimResult, claims: Numbers, took_s: float) -> str:
-    """Render the result as text.
-
-    Args:
-        result: result of a simulation.
-        claims: its numbers by name.
-        took_s: wall-clock time of the simulation in seconds.
-    """
+    """Render the result as text."""
     return "\n".join(
         (
             *_requests(result.trace, claims, took_s),
@@ -101,14 +95,7 @@ def render(result: SimResult, claims: Numbers, took_s: float) -> str:
 
 
 def render_cluster(result: ClusterResult, claims: Numbers, router: str, took_s: float) -> str:
-    """Render the result of a cluster as text.
-
-    Args:
-        result: result of a simulated cluster.
-        claims: its numbers by name.
-        router: name of the router.
-        took_s: wall-clock time of the simulation in seconds.
-    """
+    """Render the result of a cluster as text."""
     return "\n".join(
         (
             f"{claims['replicas']} replicas, router {router} "

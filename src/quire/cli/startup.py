@@ -75,7 +75,6 @@ class LoadProgress:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Show the status line while the block runs."""
         with status(f"loading {self._name}"):
             yield
 

@@ -113,7 +113,7 @@ def tune(settings: Settings, *, flags: TuneFlags) -> None:
 
 
 def refuse_missing(data: Path) -> None:
-    """Refuse a missing file of prompts before options are checked and the model is loaded."""
+    """Refuse a missing file of prompts, before the model is loaded."""
     if not data.is_file():
         wrong = "not a regular file" if data.exists() else "no such file"
         raise ConfigError(f"expected --data as a file of prompts, got {data}: {wrong}")

@@ -32,11 +32,6 @@ def measure_activation_peak(decoder: Decoder, schedule: ScheduleConfig, batches:
     On a CUDA device the peak is read from PyTorch's allocator, and the scratch memory of sampling
     is added, which is allocated after the step. On Linux the peak resident memory is
     reset before the step and read after it. On other systems `quire.plan` estimates the peak.
-
-    Args:
-        decoder: the model.
-        schedule: sets the number of tokens of a batch.
-        batches: number of batches in the step; waiting batches keep their hidden states.
     """
     tokens = min(schedule.forward_tokens, decoder.spec.max_positions)
     if decoder.device.type == "cuda":

@@ -41,21 +41,16 @@ Results = Sequence[StepLogits | StepHidden]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AsyncStats:
-    """Counters of asynchronous scheduling since the engine's start.
+    """Counters of asynchronous scheduling since the engine's start."""
 
-    Attributes:
-        ahead: steps that were launched before the tokens of the last step were read.
-        waited: steps whose tokens were read before the next step was planned, by reason.
-        discarded: rows of requests that had ended with the step before.
-    """
-
-    ahead: int = 0
+    ahead: int = 0  # steps launched before the tokens of the last step were read
+    # steps whose tokens were read before the next step was planned, by reason
     waited: Mapping[str, int] = field(default_factory=dict)
-    discarded: int = 0
+    discarded: int = 0  # rows of requests that had ended with the step before
 
 
 class AsyncSteps:
-    """The step in flight: launched, and its tokens not read."""
+    """The step in flight: launched, and its tokens not read. If not enabled, none ever is."""
 
     def __init__(self, scheduler: Scheduler, sampling_step: SamplingStep, *, enabled: bool) -> None:
         self._scheduler, self._sampling_step = scheduler, sampling_step
@@ -90,14 +85,6 @@ class AsyncSteps:
         """Read the step in flight, and sample the tokens of a step that has been launched.
 
         The tokens are in flight afterwards, unless they must be read at once.
-
-        Args:
-            plan: the launched step; an empty plan only reads.
-            results: see `SamplingStep.deltas`.
-            forks: see `SamplingStep.deltas`.
-
-        Yields:
-            Deltas of the step that was in flight, then those of the launched step if it is read.
         """
         reason = self._why_read(plan, results) if self.enabled else None
         is_read = not self.enabled or reason is not None
@@ -116,11 +103,7 @@ class AsyncSteps:
             self._waited[reason] += 1
 
     def abandon(self, plan: StepPlan) -> StepPlan:
-        """Forget the tokens in flight after an error; they are sampled again, and are the same.
-
-        Returns:
-            A plan to roll back: also has the requests of the tokens; empty if `plan` is.
-        """
+        """Forget the tokens in flight after an error; they are sampled again, and are the same."""
         steps = [step for step in (self._in_flight, self._next) if step is not None]
         requests = list(dict.fromkeys([*plan.requests, *(r for s in steps for r in s.requests)]))
         for request in requests:
@@ -172,18 +155,7 @@ def is_async(
     *,
     has_tiers: bool,
 ) -> bool:
-    """Whether an engine schedules asynchronously, by its options.
-
-    Args:
-        model: the model.
-        pool: its KV memory.
-        schedule: options; `async_scheduling` is None for a CUDA device, if it is possible.
-        member: membership in a shared KV memory.
-        has_tiers: whether cached prefixes are loaded from tiers outside of the KV memory.
-
-    Raises:
-        ConfigError: asynchronous scheduling is required and not possible; states the reason.
-    """
+    """Whether an engine schedules asynchronously, by its options."""
     reason = _why_not_here(model, schedule, member) or _why_not_with(pool, has_tiers=has_tiers)
     if schedule.async_scheduling and reason is not None:
         raise _refusal(reason)

@@ -32,16 +32,7 @@ _EXACT = (QueryRing, SignatureBits, SignedUntil)  # copies and bits, without sum
 
 
 def prepare_batch_invariant(model: LoadedModel, config: KVConfig, codec: str) -> None:
-    """Refuse options whose outputs depend on the batch, and prepare the model for fixed shapes.
-
-    Args:
-        model: its forward passes get a fixed shape.
-        config: options of the KV memory.
-        codec: KV codec.
-
-    Raises:
-        UnsoundCombination: the outputs of another option depend on the batch; states the reason.
-    """
+    """Refuse options whose outputs depend on the batch, and prepare the model for fixed shapes."""
     form = read_format(codec)
     if model.decoder.device.type != "cpu":
         raise limits.refused(limits.INVARIANT_DEVICE, device=model.decoder.device)
@@ -62,11 +53,7 @@ def prepare_batch_invariant(model: LoadedModel, config: KVConfig, codec: str) ->
 
 
 def one_by_one(choice: BackendChoice) -> AttentionBackend:
-    """The attention backend that computes attention for each token separately.
-
-    Raises:
-        UnsoundCombination: the selected backend cannot; states the reason for its selection.
-    """
+    """Attention for each token separately."""
     if not isinstance(choice.backend, NativeAttention):
         why = f"needs native attention, got {choice.backend.name} ({choice.reason})"
         raise limits.refused(limits.INVARIANT_MODEL, why=why)
@@ -91,10 +78,6 @@ def exact_statistics(
 
 
 def refuse_pressure(rule: EvictionRule) -> None:
-    """Refuse a rule that evicts only when the KV memory is full (`when=pressure`).
-
-    Raises:
-        UnsoundCombination: the time of an eviction would depend on other requests.
-    """
+    """Refuse a rule that evicts only when the KV memory is full (`when=pressure`)."""
     if rule.evicts and rule.when == PRESSURE:
         raise limits.refused(limits.INVARIANT_PRESSURE)

@@ -47,13 +47,7 @@ _FIELDS = {
 
 
 class BlockEvents:
-    """A `PrefixListener` that publishes one batch for each call.
-
-    Args:
-        publish: called with each batch.
-        medium: where the blocks are stored; one of the values of `MEDIA`.
-        clock: Unix time in seconds, for time stamps.
-    """
+    """A `PrefixListener` that publishes one batch for each call, with Unix time in seconds."""
 
     def __init__(
         self, publish: Publish, medium: str, clock: Callable[[], float] = time.time
@@ -129,9 +123,7 @@ class BlockPublisher:
 
     Args:
         endpoint: address to bind, such as tcp://*:5557.
-
-    Raises:
-        ConfigError: the packages are not installed, or the address cannot be bound.
+        topic: the topic that subscribers subscribe to.
     """
 
     def __init__(self, endpoint: str, topic: str = DEFAULT_TOPIC) -> None:
@@ -190,9 +182,6 @@ class EventFile:
     before the next line begins. The engine never waits for the reader: lines are buffered as for a
     full disk. `close` waits `CLOSE_WAIT_S` for the reader.
 
-    Args:
-        path: the file to append to; created if missing. A pipe needs a reader that has opened it.
-
     Attributes:
         num_lost: events that were neither written nor buffered.
     """
@@ -215,11 +204,7 @@ class EventFile:
             raise ConfigError(self._lacking("not a regular file, pipe or terminal"))
 
     def __call__(self, event: KVEvent) -> None:
-        """Append one event after the buffered events.
-
-        Raises:
-            ValueError: the file is closed; the event log then drops this listener.
-        """
+        """Append one event after the buffered events."""
         if self._descriptor < 0:
             raise ValueError(f"{self._path} is closed")
         line = json.dumps(event.as_dict(), allow_nan=False).encode() + b"\n"
@@ -236,11 +221,7 @@ class EventFile:
                 logger.warning("%s; events are buffered in memory", self._refusal(error))
 
     def close(self) -> None:
-        """Write the buffered events and close the file. Later events raise `ValueError`.
-
-        Raises:
-            ConfigError: the file still cannot be written; states the number of missing events.
-        """
+        """Write the buffered events and close the file. Later events raise `ValueError`."""
         if self._descriptor < 0:
             return
         try:

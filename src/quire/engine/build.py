@@ -50,23 +50,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """The components of an engine.
-
-    Attributes:
-        pool: the KV memory.
-        scheduler: plans steps.
-        runner: runs steps.
-        graphs: runs decode steps as CUDA graphs; None: all steps run without.
-        prefix_loader: loads prefixes from the tiers outside the KV memory; None without tiers.
-        times: time per phase of the steps.
-        is_async: whether steps are scheduled asynchronously.
-    """
+    """The components of an engine."""
 
     pool: KVPool
     scheduler: Scheduler
     runner: Runner
-    graphs: DecodeGraphs | None
-    prefix_loader: PrefixLoader | None
+    graphs: DecodeGraphs | None  # None: all steps run without
+    prefix_loader: PrefixLoader | None  # None without tiers
     times: StepTimes
     is_async: bool
 
@@ -81,20 +71,7 @@ def build(
     listener: PrefixBroadcast,
     lockstep: Lockstep,
 ) -> EngineParts:
-    """Build the components of an engine.
-
-    Args:
-        model: loaded weights and tokenizer; its KV is not shared with other models.
-        kv: options of the KV memory.
-        schedule: options of the scheduler.
-        member: membership in a shared KV memory; None allocates a separate KV memory.
-        events: receives the events of requests.
-        listener: notified of stored and removed prefix blocks.
-        lockstep: makes the ranks of the model take the same decisions.
-
-    Raises:
-        ConfigError: invalid or conflicting options; raised before the arena is allocated.
-    """
+    """Build the components of an engine."""
     refuse_graphs(model, schedule)
     refuse_async(model, schedule, member)
     with joining(member) as attach, ExitStack() as undo:

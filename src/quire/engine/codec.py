@@ -17,17 +17,11 @@ from quire.models.loader import LoadedModel
 
 @dataclass(frozen=True, slots=True)
 class StoredAs:
-    """The storage format of keys and values.
+    """The storage format of keys and values."""
 
-    Attributes:
-        codec: KV codec, with all defaults resolved.
-        dtype: compute dtype of the model.
-        measured: calibration constants of the codec; None if the codec needs none.
-    """
-
-    codec: str
-    dtype: str
-    measured: MeasuredConstants | None = None
+    codec: str  # with all defaults resolved
+    dtype: str  # compute dtype of the model
+    measured: MeasuredConstants | None = None  # calibration constants; None if the codec needs none
 
     @property
     def fingerprint(self) -> str:
@@ -51,19 +45,7 @@ def stored_as(
     constants: str = "",
     folder: Path | None = None,
 ) -> StoredAs:
-    """Resolve a KV codec and read its calibration constants.
-
-    Args:
-        codec: KV codec, as in `--kv-codec`.
-        decoder: the model.
-        spec: its shape.
-        constants: folder with calibration constants; empty: `folder`.
-        folder: folder of the model's files; None if it has none.
-
-    Raises:
-        ConfigError: the codec is unknown, cannot store this model's vectors on this device, or
-            needs calibration constants that do not exist.
-    """
+    """Resolve a KV codec; read its constants from `constants`, else the model's folder."""
     dtype = plain_codec(decoder.dtype)
     written = stored_codec(codec, dtype)
     form = read_format(written)

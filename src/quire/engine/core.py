@@ -142,7 +142,6 @@ class Engine:
 
     @property
     def failure(self) -> QuireError | None:
-        """The error that has ended an engine with several ranks; None while it runs."""
         return self._lockstep.failure
 
     @property
@@ -150,11 +149,9 @@ class Engine:
         return self._runs_in_thread
 
     def enter_thread(self) -> None:
-        """Record that the thread of an `AsyncLLM` steps the engine."""
         self._runs_in_thread = True
 
     def leave_thread(self) -> None:
-        """Record that no `AsyncLLM` steps the engine."""
         self._runs_in_thread = False
 
     # ---- in ------------------------------------------------------------------------------------
@@ -168,7 +165,6 @@ class Engine:
 
     @property
     def num_generated_tokens(self) -> int:
-        """Output tokens sampled since the start."""
         return self.sampling_step.num_generated_tokens
 
     def submit(self, generation_request: GenerationRequest) -> str:
@@ -327,7 +323,6 @@ class Engine:
     # ---- out -----------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
-        """Counters and memory use of the engine since its start."""
         return stats_of(
             self.pool,
             self.scheduler,

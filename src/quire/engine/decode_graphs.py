@@ -49,19 +49,12 @@ class GraphCapture(Protocol):
     """Captures computations."""
 
     def capture(self, call: Callable[[], Tensor]) -> Captured:
-        """Capture a computation.
-
-        Args:
-            call: the computation; may be called several times, with equal results.
-
-        Raises:
-            RuntimeError: the computation cannot be captured, such as one that reads data.
-        """
+        """Capture a computation."""
         ...
 
 
 class CudaGraph:
-    """A CUDA graph and its output."""
+    """A CUDA graph and its output, in the memory pool of the graphs."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, output: Tensor) -> None:
         self._graph, self._output = graph, output
@@ -145,18 +138,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphStats:
-    """Counters of decode graphs since the engine's start.
+    """Counters of decode graphs since the engine's start."""
 
-    Attributes:
-        replayed: forwards that a graph ran.
-        not_replayed: other forwards, such as those with prompt tokens.
-        off: why no more graphs are used; None while they are.
-    """
-
-    replayed: int = 0
-    not_replayed: int = 0
+    replayed: int = 0  # forwards that a graph ran
+    not_replayed: int = 0  # other forwards, such as those with prompt tokens
     captures: int = 0
-    off: str | None = None
+    off: str | None = None  # why no more graphs are used; None while they are
 
 
 def graph_sizes(max_rows: int) -> tuple[int, ...]:
@@ -172,30 +159,16 @@ class _Key:
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """A captured step, with everything whose memory it reads.
+    """A captured step, with everything whose memory it reads."""
 
-    Attributes:
-        inputs, attention: what a replay reads.
-        call: the captured call; it holds the tensors that were made for it.
-        captured: replays the call.
-    """
-
-    inputs: StaticInputs
+    inputs: StaticInputs  # what a replay reads, with attention
     attention: StaticAttention
     call: Callable[[], Tensor]
     captured: Captured
 
 
 class DecodeGraphs:
-    """Captures and replays the decode steps of one engine.
-
-    Args:
-        max_rows: maximum number of rows of a step.
-        required: refuse steps that cannot be captured, instead of running them without graphs.
-
-    Raises:
-        AssertionError: `why_no_graphs` returns a reason for this decoder and KV memory.
-    """
+    """Captures and replays decode steps; if required, steps that cannot be captured are refused."""
 
     def __init__(
         self,
@@ -227,20 +200,12 @@ class DecodeGraphs:
         )
 
     def note_other(self) -> None:
-        """Count a forward that ran without a graph."""
         self._not_replayed += 1
 
     def run(
         self, batch: DecodeRows, rope_variant: int
     ) -> Float[Tensor, "num_samples vocab"] | None:
-        """Run a decode step as a graph.
-
-        Returns:
-            Logits of each row; None if the step must run without a graph.
-
-        Raises:
-            ConfigError: graphs are required and the step cannot be captured; states the reason.
-        """
+        """Logits of each row, from a graph; None if the step must run without one."""
         count = len(batch.rows)
         if self._off is not None or count > self.sizes[-1] or self._has_statistics(batch):
             return None
@@ -336,16 +301,7 @@ def refuse_graphs(model: LoadedModel, schedule: ScheduleConfig) -> None:
 
 
 def make_graphs(model: LoadedModel, kv: PagedKV, schedule: ScheduleConfig) -> DecodeGraphs | None:
-    """Make the decode graphs of an engine, or none, by its options.
-
-    Args:
-        model: the model.
-        kv: the KV memory.
-        schedule: options; `cuda_graphs` is None for graphs if they are possible.
-
-    Raises:
-        ConfigError: graphs are required and not possible; states the reason.
-    """
+    """Make the decode graphs of an engine, or none, by its options."""
     reason = _why_not_here(model, schedule) or why_no_graphs(kv)
     if schedule.cuda_graphs and reason is not None:
         raise _refusal(reason)

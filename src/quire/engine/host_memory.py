@@ -61,13 +61,7 @@ def keep_freed_memory() -> FreedMemory:
 
 
 def return_freed_memory() -> bool:
-    """Return free heap memory to the system, once.
-
-    For memory of a rare large request. Without glibc there is no effect.
-
-    Returns:
-        Whether memory was returned.
-    """
+    """Return free heap memory to the system after a rare large request; no effect without glibc."""
     glibc = _glibc()
     return glibc is not None and bool(glibc.malloc_trim(0))
 

@@ -44,16 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 class InputProcessor:
-    """Converts generation requests to scheduler requests.
-
-    Args:
-        pool: KV memory of the engine, with the eviction rules that requests may use.
-        kv: default of `record_evictions`.
-        clock: time in seconds, for time stamps.
-
-    Attributes:
-        grammars: compiles structured outputs; thread-safe.
-    """
+    """Converts generation requests to scheduler requests."""
 
     def __init__(
         self,
@@ -72,11 +63,6 @@ class InputProcessor:
         )
 
     def make(self, requested: GenerationRequest, request_id: str, arrival: int) -> Request:
-        """Check a request and resolve its options for the model.
-
-        Raises:
-            RequestError: see `Engine.submit`.
-        """
         model = self._model
         rule, token_ids = self._rules.rule(requested.evict), token_ids_of(requested)
         # the length first: checking the ids of a long prompt delays the next step
@@ -109,11 +95,6 @@ class InputProcessor:
         return Request(spec, memory=policy.memory, eviction=policy.eviction, matcher=matcher)
 
     def context_tokens(self, prompt_tokens: int, evict: str | None = None) -> int:
-        """Maximum length of a sequence in tokens; see `EvictionRules.context_tokens`.
-
-        Raises:
-            RequestError: a policy that the engine does not allow, or whose cap is too small.
-        """
         return self._rules.context_tokens(self._rules.rule(evict), prompt_tokens)
 
     def _policy(self, rule: EvictionRule, prompt_tokens: int, final_tokens: int) -> "_Policy":
@@ -160,15 +141,10 @@ class InputProcessor:
 
 @dataclass(frozen=True, slots=True)
 class _Policy:
-    """The resolved eviction rule of one request.
+    """The resolved eviction rule of one request."""
 
-    Attributes:
-        text: the rule as written in the request.
-        context_tokens: largest position that keys are rotated to; None: length of the sequence.
-        memory, eviction: initial states of the request.
-    """
-
-    text: str = "full"
+    text: str = "full"  # as written in the request
+    # largest position that keys are rotated to; None: length of the sequence
     context_tokens: int | None = None
     memory: RequestMemory = field(default_factory=RequestMemory)
     eviction: RequestEviction = field(default_factory=RequestEviction)
@@ -190,7 +166,7 @@ MAX_SALT_CHARACTERS = 128
 
 
 def checked_prompt(prompt_token_ids: Sequence[int], spec: ModelSpec) -> list[int]:
-    """Check the token ids of a prompt, return a list; `check_context` checks the length."""
+    """Check token ids and return them as a list; `check_context` checks the length."""
     try:
         prompt = [operator.index(i) for i in prompt_token_ids]
     except TypeError as error:

@@ -7,11 +7,7 @@ from quire.scheduler.request import Request
 
 
 class InputTokens:
-    """Token ids of a flat batch. The place of a pending token holds 0 until `write_pending`.
-
-    Args:
-        pending: the pending tokens; None if all tokens are known.
-    """
+    """Token ids of a flat batch; the place of a pending token holds 0 until `write_pending`."""
 
     def __init__(self, pending: PendingTokens | None) -> None:
         self.token_ids: list[int] = []
@@ -30,11 +26,7 @@ class InputTokens:
             self.token_ids.append(0)
 
     def write_pending(self, inputs: Tensor) -> None:
-        """Overwrite the places of pending tokens on the device.
-
-        Args:
-            inputs: [places] ids on the device; further places are padding with the first token.
-        """
+        """Overwrite pending tokens in `inputs` [places], and the padding with the first one."""
         if self._pending is None or not self._places:
             return
         padding = range(len(self.token_ids), len(inputs)) if self._places[0] == 0 else ()

@@ -29,17 +29,11 @@ from quire.scheduler.request import Request
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportedKV:
-    """What was saved to a file or loaded from it.
+    """What was saved to a file or loaded from it."""
 
-    Attributes:
-        num_tokens: tokens of the prefix, whole blocks.
-        fingerprint: identity of model, precision, codec and layout; those of both engines must be
-            equal.
-    """
-
-    num_tokens: int
-    num_bytes: int
-    fingerprint: str
+    num_tokens: int  # whole blocks
+    num_bytes: int  # KV and statistics
+    fingerprint: str  # of model, precision, codec and layout; must be equal in both engines
 
 
 class KVExport:
@@ -60,15 +54,7 @@ class KVExport:
         return self._index().block_tokens
 
     def gather(self, requested: GenerationRequest) -> tuple[PrefixKV | None, bool]:
-        """Copy the cached prefix of a request.
-
-        Args:
-            requested: its prompt is token ids; its options select the prefix and the statistics.
-
-        Returns:
-            The KV, None if nothing is cached; and whether that are all whole blocks that a request
-            can share.
-        """
+        """Copy the cached prefix of a request; and whether it has all whole blocks."""
         index, request = self._index(), self._request(requested)
         if request.computes_whole_prompt:
             raise RequestError(
@@ -112,11 +98,6 @@ class KVExport:
 
     def insert(self, kv: PrefixKV, *, tenant: str, cache_salt: str) -> ExportedKV:
         """Cache a prefix that another engine has computed.
-
-        Args:
-            kv: the prefix.
-            tenant: only its requests share the prefix.
-            cache_salt: only requests of the same salt share it.
 
         Raises:
             RequestError: the KV is that of another model, codec or layout, or of a rule that this

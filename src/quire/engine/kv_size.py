@@ -26,11 +26,7 @@ def kv_memory_bytes(
     layout: CacheLayout,
     eviction: EvictionSpec,
 ) -> int:
-    """Size of the KV memory: as configured, or the memory left by weights and activations.
-
-    Raises:
-        ConfigError: the configured size exceeds the free memory of the device.
-    """
+    """Size of the KV memory: as configured, or the memory left by weights and activations."""
     device = model.decoder.device
     free_bytes = free_device_bytes(device)
     if device.type == "cpu":  # other ranks, swap space and KV offload use the same memory
@@ -89,15 +85,7 @@ def swap_space(
     offload_bytes: int,
     group: TensorGroup = ONE_RANK,
 ) -> HostPool | None:
-    """Allocate the swap space.
-
-    Args:
-        memory: the KV memory.
-        schedule: options of the scheduler.
-        host_bytes: configured size; None for the default size.
-        offload_bytes: size of the memory for offloaded KV.
-        group: the ranks that share the model.
-    """
+    """Allocate the swap space."""
     store, layout = store_of(memory), memory.layout
     # ranks must learn equal rates at the same steps, so their copies block
     worker = swap_worker(store.device) if group.size == 1 else None

@@ -24,17 +24,12 @@ NO_OWNER = ""
 
 @dataclass(frozen=True, slots=True)
 class HostExtent:
-    """Pages of a swapped request in one page class.
-
-    Attributes:
-        num_bytes: the request's share of the bytes; requests swapped together share pages.
-        exact: whether the KV was exact when the request was swapped out.
-    """
+    """Pages of a swapped request in one page class."""
 
     request: Request
     codec: str
-    num_bytes: int
-    exact: bool
+    num_bytes: int  # the request's share; requests swapped together share pages
+    exact: bool  # whether the KV was exact when the request was swapped out
 
 
 @runtime_checkable
@@ -49,13 +44,7 @@ class OnHost(Protocol):
 
 
 class Ledger:
-    """Reports the memory accounts of an engine. Stores no counters: see `quire.kv.ledger`.
-
-    Args:
-        host: swap space; None without one.
-        in_flight: returns the bytes of pages in in-flight prefix loads.
-        offload: offloaded KV of running requests; None without KV offload.
-    """
+    """Reports the memory accounts of an engine. Stores no counters: see `quire.kv.ledger`."""
 
     def __init__(
         self,
@@ -69,10 +58,7 @@ class Ledger:
         self._in_flight, self._offload = in_flight, offload
 
     def snapshot(self) -> Snapshot:
-        """Totals on each axis, then tenants, requests and the prefix cache, as JSON values.
-
-        Keys that end in `bytes` are sizes in bytes. `docs/ledger.md` has an example.
-        """
+        """Keys that end in `bytes` are sizes in bytes. `docs/ledger.md` has an example."""
         requests = sorted(self._requests(), key=lambda r: r.order)
         extents = extents_of(self._memory)
         host = list(_host_extents(requests))
@@ -121,7 +107,7 @@ class Ledger:
         return {name: totals[name] for name in ("offloaded_bytes", "activation_bytes") if totals}
 
     def check(self) -> None:
-        """Verify the ledger against a count of every page. Slow."""
+        """Compare the ledger with a count of every page. Slow."""
         prove_extents(self._memory, extents_of(self._memory))
         if self._offload is not None:
             self._offload.check()

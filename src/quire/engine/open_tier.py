@@ -108,21 +108,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class OpenedTiers:
-    """Open tiers, fastest first, and the identity of the blocks that may be read from them.
+    """Open tiers, fastest first, and the identity of the blocks that may be read from them."""
 
-    Attributes:
-        nature: digest of model, precision, codec and layout of readable blocks.
-        secret: secret that salts are derived from; None if the prefixes of tenants are not reused
-            after the engine ends.
-        write_through: whether blocks are written as soon as they are computed.
-        is_required: whether a tier that cannot be used is refused.
-    """
-
-    tiers: tuple[tuple[TierKind, Tier], ...]
-    nature: str
+    tiers: tuple[tuple[TierKind, Tier], ...]  # fastest first
+    nature: str  # digest of model, precision, codec and layout of readable blocks
+    # salts derive from it; None if tenants' prefixes are not reused after the engine ends
     secret: bytes | None
-    write_through: bool = False
-    is_required: bool = False
+    write_through: bool = False  # whether blocks are written as soon as they are computed
+    is_required: bool = False  # whether a tier that cannot be used is refused
 
     def attach(self, index: PrefixIndex) -> PrefixTier:
         """Store the blocks of a prefix index in the tiers; on failure the caller closes them."""
@@ -158,12 +151,7 @@ class OpenedTiers:
 
 
 def open_tiers(config: KVConfig, pool: KVPool, model: LoadedModel) -> OpenedTiers | None:
-    """Open the configured tiers; None if no tier is configured.
-
-    Raises:
-        ConfigError: conflicting options, a size that exceeds the disk, or a required tier that
-            cannot be used.
-    """
+    """Open the configured tiers; None if no tier is configured."""
     options = config.prefix_cache
     _check(options)
     if not _has_tier(options):

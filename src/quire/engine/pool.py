@@ -49,25 +49,15 @@ MAX_GROUPS = 128  # lane groups with those that requests add: bounds page tables
 
 @dataclass(frozen=True, slots=True)
 class KVPool:
-    """The KV memory of an engine and the resolved options behind it.
-
-    Attributes:
-        kv: bookkeeping, bytes and attention backend.
-        eviction: the default rule, resolved for the longest prompt.
-        stored_as: storage format of keys and values.
-        reason: reason for the selected attention backend.
-        batch_invariant: whether KV depends only on the tokens before it.
-        host: swap space; None if preempted requests are recomputed.
-        offload: offloaded KV of running requests; None without KV offload.
-    """
+    """The KV memory of an engine and the resolved options behind it."""
 
     kv: PagedKV
     rules: EvictionRules
-    eviction: Eviction
+    eviction: Eviction  # the default rule, resolved for the longest prompt
     stored_as: StoredAs
-    reason: str
-    batch_invariant: bool = False
-    host: HostPool | None = None
+    reason: str  # for the selected attention backend
+    batch_invariant: bool = False  # whether KV depends only on the tokens before it
+    host: HostPool | None = None  # swap space; None if preempted requests are recomputed
     offload: KVOffloadComponents | None = None
 
     @property
@@ -90,11 +80,7 @@ class KVPool:
         )
 
     def add_statistics(self, statistics: Sequence[Statistic]) -> None:
-        """Add lane groups for statistics that the layout lacks, for a request's rule.
-
-        Raises:
-            RequestError: the groups are too large, or requests have added too many.
-        """
+        """Add lane groups for statistics that the layout lacks, for a request's rule."""
         layout = self.kv.memory.layout
         added = added_statistics(self.rules.model, layout, statistics)
         if not added:
@@ -120,18 +106,7 @@ def build_pool(
     member: PoolMember | None = None,
     running: Sequence[Request] = (),
 ) -> KVPool:
-    """Allocate the arena, swap space and KV offload of an engine.
-
-    Args:
-        model: model whose KV is stored.
-        config: options of the KV memory.
-        schedule: options of the scheduler.
-        member: membership in a shared KV memory; None allocates a separate arena.
-        running: the scheduler's list of running requests.
-
-    Raises:
-        ConfigError: invalid or conflicting options; raised before the arena is allocated.
-    """
+    """Allocate the arena, swap space and KV offload of an engine."""
     plan = _plan_pool(model, config, schedule)
     layout, device, mover = plan.layout, model.decoder.device, plan.backend.move
     host_bytes, offload_bytes = host_bytes_of(config, layout), stream_bytes_of(config, layout)

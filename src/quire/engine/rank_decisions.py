@@ -68,7 +68,7 @@ class RankCosts(LearnedCosts):
 
 
 def digest(plan: StepPlan, memory: KVMemory) -> int:
-    """Return a number that is equal on ranks with equal plans and equally full memories."""
+    """A number that is equal on ranks with equal plans and equally full memories."""
     rows = np.array([request.memory.row for request in plan.requests], dtype=np.int64)
     counts = (*plan.tokens, memory.used_bytes, memory.free_bytes, memory.copied_bytes)
     found = zlib.crc32(rows.tobytes(), zlib.crc32(np.array(counts, dtype=np.int64).tobytes()))

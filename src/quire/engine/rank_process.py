@@ -25,12 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def main(socket_number: int, rank: int) -> int:
-    """Run a rank; return the exit status.
-
-    Args:
-        socket_number: file number of the socket to rank 0.
-        rank: number of this rank.
-    """
+    """Run a rank with the socket to rank 0; return the exit status."""
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group: rank 0 may drain
         signal.signal(number, signal.SIG_IGN)
     faulthandler.enable()
@@ -59,12 +54,7 @@ def _run(channel: Channel, start: RankStart, rank: int) -> None:
 
 
 def make_calls(engine: Engine, follower: Follower) -> None:
-    """Make the calls of rank 0 until rank 0 closes its engine, or ends.
-
-    Args:
-        engine: engine of this rank.
-        follower: its connection to rank 0.
-    """
+    """Make the calls of rank 0 until rank 0 closes its engine, or ends."""
     while True:
         try:
             name, arguments = follower.next_call()

@@ -32,18 +32,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOptions:
-    """Options of an engine with several ranks; equal on all ranks.
-
-    Attributes:
-        timeout_s: maximum time in seconds that a rank waits for the others within a step.
-        model: a folder, a hub name, or "quire-tiny".
-        dtype, device, trust_remote_code, verify, model_impl, weight_codec: see `load_model`.
-        max_model_len: maximum tokens of a sequence; None: the model's context.
-        return_memory: see `Engine`.
-    """
+    """Options of an engine with several ranks; equal on all ranks."""
 
     size: int
-    timeout_s: float = DEFAULT_TIMEOUT_S
+    timeout_s: float = DEFAULT_TIMEOUT_S  # that a rank waits for the others within a step
     model: str | Path
     dtype: str = "auto"
     device: str = "auto"
@@ -51,10 +43,10 @@ class RankOptions:
     verify: bool = True
     model_impl: str = "auto"
     weight_codec: str = "auto"
-    max_model_len: int | None = None
+    max_model_len: int | None = None  # None: the model's context
     kv: KVConfig
     schedule: ScheduleConfig
-    return_memory: bool = False
+    return_memory: bool = False  # see `Engine`
 
     def __post_init__(self) -> None:
         require_type("tensor_parallel_size", self.size, int)
@@ -67,7 +59,6 @@ class RankOptions:
             raise ConfigError(f"expected tensor_parallel_timeout above 0 s, got {self.timeout_s:g}")
 
     def device_of(self, rank: int) -> torch.device:
-        """Return the device of a rank."""
         name = self.device
         if name == "auto":
             name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -88,18 +79,12 @@ class RankStart:
     """First message to a rank: what to run."""
 
     options: RankOptions
-    folder: Path
+    folder: Path  # temporary, of all ranks
     threads: int
 
 
 def open_ranks(options: RankOptions) -> Engine:
-    """Start the other ranks, load the model on all of them, and build their engines.
-
-    Raises:
-        ConfigError: invalid or conflicting options; on any rank.
-        ModelError: the model cannot be read.
-        RankFailed: a process ended, or did not connect.
-    """
+    """Start the other ranks, load the model on all of them, and build their engines."""
     options.device_of(options.size - 1)  # before processes are started
     threads = max(1, torch.get_num_threads() // options.size)
     torch.set_num_threads(threads)  # the ranks share the cores

@@ -44,27 +44,16 @@ from quire.scheduler.step_size import StepSize
 
 @dataclass(frozen=True, slots=True)
 class RowPart:
-    """Consecutive tokens of a request in a batch.
-
-    Attributes:
-        done: number of the request's tokens in earlier batches of the step.
-        tokens: number of the request's tokens in this batch.
-        later: number of the request's tokens in later batches of the step.
-    """
+    """Consecutive tokens of a request in a batch."""
 
     request: Request
-    done: int
-    tokens: int
-    later: int
+    done: int  # the request's tokens in earlier batches of the step
+    tokens: int  # the request's tokens in this batch
+    later: int  # the request's tokens in later batches of the step
 
 
 def in_parts(rows: Sequence[tuple[Request, int]], batch_tokens: int) -> list[list[RowPart]]:
-    """Split a step into full batches, in the planned order of rows.
-
-    Args:
-        rows: (request, tokens).
-        batch_tokens: tokens of every batch except the last.
-    """
+    """Split a step into full batches, in the planned order of rows."""
     batches: list[list[RowPart]] = [[]]
     left = batch_tokens
     for request, tokens in rows:
@@ -100,7 +89,6 @@ class PaddedBridge:
 
     @property
     def hidden_rows(self) -> Tensor | None:
-        """Rows of the batch whose hidden states are needed."""
         return getattr(self._bridge, "hidden_rows", None)
 
     def note_hidden_states(self, states: Tensor) -> None:
@@ -131,22 +119,14 @@ def _concatenated(parts: Sequence[StepLogits]) -> StepLogits:
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """A batch of a step, ready for the decoder.
-
-    Attributes:
-        batch: input of the decoder.
-        wanted: (request, first position, rows) of the needed logits.
-        pooled: the same of the needed hidden states.
-        bridge: has the hidden states after the forward.
-    """
+    """A batch of a step, ready for the decoder."""
 
     batch: Batch
-    wanted: list[tuple[Request, int, int]]
-    pooled: list[tuple[Request, int, int]]
-    bridge: StepBridge
+    wanted: list[tuple[Request, int, int]]  # (request, first position, rows) of the needed logits
+    pooled: list[tuple[Request, int, int]]  # the same of the needed hidden states
+    bridge: StepBridge  # has the hidden states after the forward
 
     def results(self, logits: Tensor) -> list[StepLogits | StepHidden]:
-        """Split the batch's logits and hidden states by request."""
         results: list[StepLogits | StepHidden] = []
         first = 0
         for request, position, count in self.pooled:
@@ -161,14 +141,7 @@ class _Prepared:
 
 
 class Runner:
-    """Computes the logits of step plans.
-
-    Args:
-        times: accumulates the time of input preparation.
-        step: batch size; a larger step runs as several batches, layer by layer.
-        fixed_rows: rows of every forward pass; None: one row per token of the batch.
-        graphs: runs decode steps as CUDA graphs; None: all steps run without.
-    """
+    """Computes the logits of step plans."""
 
     def __init__(
         self,
@@ -329,11 +302,6 @@ def in_batches(
 
     Rows keep their planned order: a row may read KV that an earlier row of the step writes. Rows
     that share offloaded pages follow the first of them: such pages are written and not published.
-
-    Args:
-        rows: (request, tokens).
-        batch_tokens: maximum tokens of a batch with more than one row that shares no such pages.
-        batch_key: equal for requests that must run in one batch; None for all others.
     """
     batches: list[list[tuple[Request, int]]] = [[]]
     of_key: dict[int, list[tuple[Request, int]]] = {}

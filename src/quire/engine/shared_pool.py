@@ -35,10 +35,6 @@ class SharedPool:
         total_bytes: size of the pool, in bytes or as a size such as 64MiB.
         device: device of the pool and of the members' models.
         slab_bytes: allocation granularity; default: about 2 MiB, at most 1/64 of a small pool.
-
-    Raises:
-        ConfigError: the size exceeds the free memory or is below one slab; raised before
-            allocation.
     """
 
     def __init__(
@@ -74,7 +70,6 @@ class SharedPool:
         return len(self.arena.members[name].held) * self.arena.slab_bytes
 
     def store(self, mover: Callable[[MovedSlots], None]) -> PageStore:
-        """The page store of one member, over the pool's memory."""
         return PageStore(self.arena.total_bytes, self.device, mover, self._bytes.arena)
 
     def join(
@@ -86,9 +81,6 @@ class SharedPool:
             name: unique, of letters, digits, '_', '.' and '-'.
             guaranteed: bytes always available to the engine; every request must fit them.
             burst: limit of bytes beyond the guarantee; None: no limit.
-
-        Raises:
-            ConfigError: a duplicate name, or guarantees that exceed the size of the pool.
         """
         check_tenant_name(name, "member")
         if name in self._promised:
@@ -110,13 +102,6 @@ class SharedPool:
         """Remove a member and drop the cached prefixes of its engine.
 
         The engine accepts no more requests. The member's guarantee is available at once.
-
-        Args:
-            name: name of the member, with or without an engine.
-
-        Raises:
-            ConfigError: an unknown name, or requests of the member's engine are running or
-                waiting.
         """
         if name not in self._promised:
             known = ", ".join(self._promised) or "none"
@@ -165,16 +150,12 @@ class PoolMember:
     """Membership of one engine in a shared pool; created by `SharedPool.join`.
 
     If the construction of the engine fails, the member leaves the pool: join again to retry.
-
-    Attributes:
-        guaranteed_bytes: bytes always available to the engine.
-        burst_bytes: limit of bytes beyond the guarantee; None: no limit.
     """
 
     pool: SharedPool
     name: str
     guaranteed_bytes: int
-    burst_bytes: int | None
+    burst_bytes: int | None  # beyond the guarantee; None: no limit
 
     def make_memory(
         self,
@@ -183,12 +164,7 @@ class PoolMember:
         device: torch.device,
         mover: Callable[[MovedSlots], None],
     ) -> KVMemory:
-        """Create the KV memory of an engine over the pool's bytes.
-
-        Raises:
-            ConfigError: another device, a member that has an engine, pages larger than slabs, or
-                a guarantee below one token.
-        """
+        """Create the KV memory of an engine over the pool's bytes."""
         if device.type != self.pool.device.type:
             raise ConfigError(
                 f"the model is on {device}, the shared pool on {self.pool.device}; give "
@@ -208,14 +184,7 @@ class PoolMember:
 
 @contextmanager
 def joining(member: PoolMember | None) -> Iterator[Callable[[Scheduler], None]]:
-    """Build an engine as a member of a pool; the member leaves the pool if the build fails.
-
-    Args:
-        member: membership in the pool; None for an engine with a separate KV memory.
-
-    Yields:
-        A function that registers the engine's scheduler.
-    """
+    """Build an engine as a member of a pool; the member leaves the pool if the build fails."""
     if member is None:
         yield lambda scheduler: None
         return

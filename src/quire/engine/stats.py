@@ -18,30 +18,20 @@ from quire.tenancy.meter import TenantStats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestBytes:
-    """KV memory of one running request.
-
-    Attributes:
-        tokens: logical length: tokens computed so far.
-        kv_bytes: bytes of all pages in its page table.
-    """
+    """KV memory of one running request."""
 
     request_id: str
-    tokens: int
-    kv_bytes: int
+    tokens: int  # computed so far
+    kv_bytes: int  # of all pages in its page table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantBytes:
-    """KV memory of the requests of one tenant.
-
-    Attributes:
-        num_requests: running and waiting requests.
-        kv_bytes: bytes of all pages of its requests; each request counts shared pages in full.
-    """
+    """KV memory of the requests of one tenant."""
 
     tenant: str
-    num_requests: int
-    kv_bytes: int
+    num_requests: int  # running and waiting
+    kv_bytes: int  # each request counts shared pages in full
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

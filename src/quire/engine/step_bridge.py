@@ -14,10 +14,9 @@ from quire.models.base import AttentionCall
 class StepBridge:
     """Adapter between a decoder's layers and the attention of a step.
 
-    Attributes:
+    Args:
+        step: attention of the step.
         hidden_rows: rows of the batch whose hidden states are needed; None: none.
-        hidden_states: [rows, hidden] after the forward.
-        takes_rope: see `PagedAttention`.
     """
 
     takes_rope = True
@@ -31,7 +30,6 @@ class StepBridge:
         self.hidden_states = states
 
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Forward the call; the lane group sets the window."""
         math = AttentionMath(call.scale, call.softcap, call.sinks)
         return self._step.attend(call.layer, math, query, key, value, call.rotary, call.rope)
 
@@ -44,7 +42,6 @@ class StepBridge:
         return self._step.wants_residual_similarity
 
     def begin_layer(self, layer: int) -> None:
-        """Forward the start of a layer whose weights may still be in transfer."""
         self._step.begin_layer(layer)
 
     @property

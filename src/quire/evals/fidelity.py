@@ -85,7 +85,6 @@ class RecordingDecoder(ForwardingDecoder):
         self._recorded: list[Tensor] = []
 
     def take(self) -> Float[Tensor, "rows vocab"]:
-        """All logits since the last call, in the order in which they were computed."""
         recorded, self._recorded = self._recorded, []
         return torch.cat(recorded)
 
@@ -152,49 +151,28 @@ FREE_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """Greedy output of one prompt with full KV.
-
-    Attributes:
-        prompt: token ids.
-        output: generated token ids.
-        likeliest: the most likely tokens after each position.
-        logprobs: their natural log-probabilities.
-        kv_peak_bytes: most KV bytes of the request.
-    """
+    """Greedy output of one prompt with full KV."""
 
     prompt: tuple[int, ...]
     output: tuple[int, ...]
-    likeliest: Int[Tensor, "token likeliest"]
-    logprobs: Float[Tensor, "token likeliest"]
-    kv_peak_bytes: int
+    likeliest: Int[Tensor, "token likeliest"]  # the most likely tokens after each position
+    logprobs: Float[Tensor, "token likeliest"]  # natural
+    kv_peak_bytes: int  # of the request
     text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptFidelity:
-    """Fidelity of one prompt.
+    """Fidelity of one prompt."""
 
-    Attributes:
-        top_1: fraction of tokens, 0 to 1.
-        exact: 1.0 if the greedy output is the reference's, else 0.0.
-        kl: mean nats of an output token.
-        kv_peak_bytes: most KV bytes of the request.
-    """
-
-    top_1: float
-    exact: float
-    kl: float
+    top_1: float  # fraction of tokens, 0 to 1
+    exact: float  # 1.0 if the greedy output is the reference's, else 0.0
+    kl: float  # mean nats of an output token
     kv_peak_bytes: int
 
 
 class FidelityScorer:
-    """Runs prompts one by one in one configuration.
-
-    Args:
-        kv: KV configuration; its memory and prefix cache are replaced.
-        longest_tokens: most tokens of a prompt with its output.
-        new_tokens: most output tokens.
-    """
+    """Runs prompts one by one in one configuration."""
 
     def __init__(
         self, model: LoadedModel, kv: KVConfig, *, longest_tokens: int, new_tokens: int
@@ -206,7 +184,6 @@ class FidelityScorer:
         self._llm = LLM(replace(model, decoder=self._decoder), kv=alone, verify=False)
 
     def reference(self, prompt: Sequence[int]) -> Reference:
-        """Generate greedily."""
         self._decoder.follow(())
         output, logits = self._run(prompt, self._new_tokens)
         logprobs, likeliest = logits.log_softmax(dim=1).topk(min(LIKELIEST, logits.shape[1]))
@@ -220,7 +197,6 @@ class FidelityScorer:
         )
 
     def score(self, reference: Reference) -> PromptFidelity:
-        """Follow a reference."""
         self._decoder.follow(reference.output)
         output, logits = self._run(reference.prompt, len(reference.output))
         found = logits.log_softmax(dim=1)

@@ -30,21 +30,16 @@ _SHRINK = 0.9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A prompt, its expected answer, and the depth of the answer in the prompt.
-
-    Attributes:
-        answer: text that a greedy continuation must begin with.
-        place: the actual depth, 0 (first) to 1 (last). None if the answer has no single location.
-        answers: all texts that a correct continuation contains. Empty: the answer only.
-        chance: accuracy of random guessing (0 to 1).
-    """
+    """A prompt, its expected answer, and the depth of the answer in the prompt."""
 
     prompt: str
-    answer: str
-    depth: float
+    answer: str  # text that a greedy continuation must begin with
+    depth: float  # requested, one of DEPTHS
+    # actual depth, 0 (first) to 1 (last); None if the answer has no single location
     place: float | None = None
+    # all texts that a correct continuation contains; empty: the answer only
     answers: tuple[str, ...] = ()
-    chance: float = 0.0
+    chance: float = 0.0  # accuracy of random guessing (0 to 1)
 
 
 def make_questions(
@@ -57,24 +52,7 @@ def make_questions(
     seed: int = 1,
     **options: Any,
 ) -> list[Question]:
-    """The first `n` prompts of a task; equal arguments give equal prompts.
-
-    Args:
-        task: a registered family.
-        tokens: maximum length of a prompt and its answer, in tokens.
-        n: number of prompts.
-        measure: counts the tokens of a text with the evaluated model's tokenizer.
-        filler: the haystack; None: the shipped books.
-        seed: seed of the prompts.
-        options: fields of the family, such as `digits`.
-
-    Returns:
-        `n` questions; the depths alternate.
-
-    Raises:
-        UnknownName: the family is not registered.
-        ConfigError: the family's shortest prompt is longer than `tokens`.
-    """
+    """The first `n` prompts of a task; equal arguments give equal prompts."""
     questions = []
     for index in range(n):
         depth = DEPTHS[index % len(DEPTHS)]
@@ -121,17 +99,11 @@ AnswerFunction = Callable[[list[str], str, int], list[str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateCase:
-    """One task at one length.
+    """One task at one length."""
 
-    Attributes:
-        task: a registered task family whose records have a depth.
-        tokens: length of a prompt and its answer.
-        n: number of prompts; the depths alternate, so a multiple of 5 weights them equally.
-    """
-
-    task: str
-    tokens: int
-    n: int
+    task: str  # a registered family whose records have a depth
+    tokens: int  # of a prompt and its answer
+    n: int  # the depths alternate, so a multiple of 5 weights them equally
 
     def __post_init__(self) -> None:
         if self.n < len(DEPTHS):
@@ -159,18 +131,12 @@ class GateRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateVerdict:
-    """The result of one case, compared with the two thresholds.
-
-    Attributes:
-        tokens: length of a prompt.
-        full: fraction of exact answers with the full cache, all depths.
-        evicted: fraction of exact answers about old records, with sinks and the newest half only.
-    """
+    """The result of one case, compared with the two thresholds."""
 
     task: str
     tokens: int
-    full: float
-    evicted: float
+    full: float  # fraction of exact answers with the full cache, all depths
+    evicted: float  # about old records, with sinks and the newest half only
 
     @property
     def passed(self) -> bool:
@@ -233,17 +199,7 @@ QUARTER_OLD_DEPTH = 0.5
 def questions(
     case: GateCase, *, measure: Measure, filler: Filler | None = None, seed: int = 1
 ) -> list[Question]:
-    """The prompts of one case; equal arguments give equal prompts.
-
-    Args:
-        case: task, length and number of prompts.
-        measure: counts the tokens of a text with the evaluated model's tokenizer.
-        filler: the haystack; None: the shipped books.
-        seed: seed of the prompts.
-
-    Returns:
-        `case.n` questions; the depths alternate.
-    """
+    """The prompts of one case; equal arguments give equal prompts."""
     return make_questions(case.task, case.tokens, case.n, measure=measure, filler=filler, seed=seed)
 
 
@@ -261,17 +217,6 @@ def evaluate(
     A hit is a continuation that begins with the expected answer. `answer` is called once for each
     case and variant, with all prompts, so that an engine can batch them. The policy text of a
     variant depends on the length of the case; no prompt is longer.
-
-    Args:
-        cases: the cases to evaluate.
-        arms: name -> policy text for a prompt length in tokens.
-        answer: generates the model's continuations.
-        measure: counts the tokens of a text with the model's tokenizer.
-        filler: the haystack; None: the shipped books.
-        seed: seed of the prompts; all variants get the same prompts.
-
-    Returns:
-        One row for each case, variant and depth, in that order.
     """
     rows: list[GateRow] = []
     for case in cases:
@@ -309,20 +254,7 @@ def run_gate(
     arms: Mapping[str, EvictFor] = GATE_ARMS,
     old_depth: float = OLD_DEPTH,
 ) -> GateReport:
-    """Evaluate the gate's cases with a full cache and with the recent half.
-
-    Args:
-        answer: generates the continuations; `evict` is "full" or "recent:cap=...".
-        measure: counts the tokens of a text with the model's tokenizer.
-        cases: the cases to evaluate.
-        filler: the haystack; None: the shipped books.
-        seed: seed of the prompts.
-        arms: policy texts of the variants "full" and "recent".
-        old_depth: the largest depth that the variant "recent" has certainly evicted.
-
-    Returns:
-        Counts by depth and one verdict per case; `report.passed` is the overall result.
-    """
+    """Evaluate the gate's cases with a full cache and with the recent half."""
     rows = evaluate(cases, arms, answer, measure=measure, filler=filler, seed=seed)
     verdicts = tuple(_judge(case, rows, old_depth) for case in cases)
     return GateReport(rows=rows, verdicts=verdicts)

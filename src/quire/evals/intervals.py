@@ -10,19 +10,13 @@ RESAMPLES = 2_000
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A mean with its 95 % interval.
-
-    Attributes:
-        low, high: 2.5 and 97.5 percentiles of the means of resampled values.
-        count: number of values.
-        most: largest value.
-    """
+    """A mean with its 95 % interval."""
 
     mean: float
-    low: float
-    high: float
+    low: float  # 2.5 percentile of the means of resampled values
+    high: float  # 97.5 percentile
     count: int
-    most: float = float("inf")
+    most: float = float("inf")  # largest value
 
     def __str__(self) -> str:
         return f"{self.mean:.4g} [{self.low:.4g}, {self.high:.4g}]"

@@ -17,14 +17,10 @@ from quire.sim.traces.reading import TraceRow, json_rows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserPrompt:
-    """One prompt.
-
-    Attributes:
-        answer: text that a correct output contains; empty if unknown.
-    """
+    """One prompt."""
 
     token_ids: tuple[int, ...]
-    answer: str = ""
+    answer: str = ""  # text that a correct output contains; empty if unknown
 
     def accepts(self, output: str) -> bool:
         return " ".join(self.answer.split()) in " ".join(output.split())
@@ -33,14 +29,7 @@ class UserPrompt:
 def read_prompts(
     path: Path, model: LoadedModel, *, limit: int | None = None, content_format: str = "auto"
 ) -> tuple[UserPrompt, ...]:
-    """Read the first prompts of a file, in its order.
-
-    Args:
-        path: JSON lines, may be compressed by gzip.
-        model: its tokenizer and chat template are used.
-        limit: number of prompts; None: all.
-        content_format: form of the content of messages; see `ChatTemplate`.
-    """
+    """Read the first prompts of a file, in its order."""
     found: list[UserPrompt] = []
     chat = None if model.tokenizer is None else ChatTemplate(model.tokenizer, content_format)
     for row in json_rows(path):

@@ -31,8 +31,7 @@ class CacheWithoutLayers(Cache):
         super().__init__(layers=[])
 
     @abstractmethod
-    def require_open(self) -> None:
-        """Raise ConfigError if the cache is closed."""
+    def require_open(self) -> None: ...
 
     @property
     def is_linear(self) -> list[bool]:
@@ -181,20 +180,17 @@ class QuireCache(CacheWithoutLayers, ForwardingCache):
 
     @property
     def kv_used_bytes(self) -> int:
-        """Bytes of pages in use, statistics included."""
         kv = self._rows.kv
         pools = kv.memory.pools.values() if kv else ()
         return sum(pool.used_bytes for pool in pools)
 
     @property
     def kv_peak_bytes(self) -> int:
-        """Peak bytes in use since the last `reset`."""
         kv = self._rows.kv
         return kv.memory.arena_peak_bytes if kv else 0
 
     @property
     def batch_size(self) -> int:
-        """Number of rows; -1 before the first forward."""
         return self._rows.batch_size
 
     def retained_positions(self, row: int, layer: int) -> list[list[int]]:
@@ -230,7 +226,6 @@ class QuireCache(CacheWithoutLayers, ForwardingCache):
         return output.to_tuple() if arguments.get("return_dict") is False else output
 
     def require_open(self) -> None:
-        """Raise ConfigError for a cache that was closed."""
         if not self._closing.alive:
             raise ConfigError("this QuireCache is closed; create a new one")
 
@@ -308,13 +303,7 @@ class QuireCache(CacheWithoutLayers, ForwardingCache):
 
 
 def retained_positions(kv: PagedKV, row: int, layer: int) -> list[list[int]]:
-    """Positions in the lanes of a layer, ascending, for each KV head.
-
-    Args:
-        kv: the paged KV of the cache.
-        row: row of the memory.
-        layer: index of the layer.
-    """
+    """Positions in the lanes of a layer, ascending, for each KV head."""
     group, index = kv.place[layer]
     reader = LaneReader(kv, group.name, row, range(index, index + 1))
     return [[position for position in head if position >= 0] for head in reader.positions.tolist()]

@@ -26,31 +26,17 @@ _MIN_ROWS = 64  # rows can be repeated later; an unused row costs table entries,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryOptions:
-    """Size and page layout of a cache's KV memory.
+    """Size and page layout of a cache's KV memory."""
 
-    Attributes:
-        memory: bytes or a size; None: the maximum need of the batch, at most nine tenths of the
-            free memory.
-        max_tokens: maximum length of a sequence.
-        page_tokens: number of slots of a page.
-        attention: name of the attention backend.
-    """
-
+    # bytes or a size; None: the need of the batch, at most nine tenths of the free memory
     memory: int | str | None
-    max_tokens: int
+    max_tokens: int  # of a sequence
     page_tokens: int
     attention: str
 
 
 def make_layout(spec: ModelSpec, codec: str, rules: EvictionRules, page_tokens: int) -> CacheLayout:
-    """Lane groups of a sequence under a rule.
-
-    Args:
-        spec: shape of the model.
-        codec: KV codec with all defaults resolved.
-        rules: the rule of the cache.
-        page_tokens: slots of a page.
-    """
+    """Lane groups of a sequence under a rule."""
     return layout_for(
         spec,
         codec=codec,
@@ -70,11 +56,7 @@ def make_memory(
     eviction: EvictionSpec,
     options: MemoryOptions,
 ) -> PagedKV:
-    """Allocate the arena of a batch.
-
-    Raises:
-        ConfigError: the size exceeds the free memory, or is too small for one token of each row.
-    """
+    """Allocate the arena of a batch."""
     device = decoder.device
     backend = select_backend(
         options.attention,

@@ -47,18 +47,7 @@ _HARMLESS = frozenset({"return_dict", "cache_position"})
 def count_new_tokens(
     attention_mask: object, columns: int, past_columns: int, lengths: Sequence[int]
 ) -> NDArray[np.int32]:
-    """Count the new tokens of each row, pads excluded.
-
-    Args:
-        attention_mask: [rows, past_columns + columns], nonzero for tokens; None: no pads among the
-            new columns.
-        columns: new columns, pads included.
-        past_columns: columns of earlier forwards.
-        lengths: tokens of each row in earlier forwards.
-
-    Raises:
-        RequestError: a mask of another shape, with pads on the right, or that hides cached tokens.
-    """
+    """Count the new tokens of each row, pads excluded."""
     rows = len(lengths)
     if attention_mask is None:
         return np.full(rows, columns, dtype=np.int32)
@@ -98,13 +87,7 @@ def check_positions(
     counts: NDArray[np.int32],
     lengths: Sequence[int],
 ) -> None:
-    """Refuse positions other than 0, 1, 2, ... in each row; the cache counts positions itself.
-
-    Args:
-        position_ids: [rows or 1, columns]; values at pads are ignored.
-        counts: new tokens of each row, the last columns.
-        lengths: tokens of each row before them.
-    """
+    """Refuse positions other than 0, 1, 2, ... in each row; the cache counts positions itself."""
     columns = position_ids.shape[1]
     first = torch.tensor(
         [length + int(count) - columns for length, count in zip(lengths, counts, strict=True)],
@@ -129,11 +112,6 @@ def without_cached(
 
     Transformers 5.23 passes the whole sequence again if its cache already holds a part of it, as in
     the second turn of a conversation.
-
-    Args:
-        token_ids: [1, columns].
-        position_ids: their positions, from 0 on if cached tokens are passed again.
-        past_columns: columns of earlier forwards.
     """
     again = isinstance(position_ids, Tensor) and past_columns and int(position_ids[0, 0]) == 0
     if not again or token_ids.shape[0] != 1 or token_ids.shape[1] <= past_columns:
@@ -143,12 +121,7 @@ def without_cached(
 
 
 def wanted_columns(logits_to_keep: object, columns: int) -> NDArray[np.int64]:
-    """Columns whose logits are requested, by Transformers' definition of `logits_to_keep`.
-
-    Args:
-        logits_to_keep: number of last columns (0: all), or a list of columns.
-        columns: number of columns of the batch.
-    """
+    """Columns whose logits are requested, by Transformers' definition of `logits_to_keep`."""
     if isinstance(logits_to_keep, Tensor):
         if logits_to_keep.ndim != 1:
             raise RequestError(
@@ -179,14 +152,10 @@ def refuse_unread(arguments: Mapping[str, object]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ForkPoint:
-    """The rows of a batch before its newest tokens.
+    """The rows of a batch before its newest tokens."""
 
-    Attributes:
-        token_ids: [rows, columns] the tokens processed since then.
-    """
-
-    rows: list[Request]
-    token_ids: Int[Tensor, "batch columns"]
+    rows: list[Request]  # forks of the rows
+    token_ids: Int[Tensor, "batch columns"]  # [rows, columns] processed since then
 
 
 class Rollback:
@@ -220,11 +189,7 @@ class Rollback:
         return token_ids if pending is None else torch.cat([pending, token_ids], dim=1)
 
     def save(self, sequences: Sequences, token_ids: Int[Tensor, "batch columns"]) -> None:
-        """Fork the rows before these candidates are processed.
-
-        Raises:
-            OutOfPages: no free memory for the forks; nothing was changed.
-        """
+        """Fork the rows before these candidates are processed; nothing is changed on failure."""
         self.forget(sequences)
         if self.forks_rows and token_ids.shape[1]:
             self._checkpoint = ForkPoint(sequences.fork_rows(), token_ids)
@@ -242,16 +207,10 @@ class Rollback:
             self.pending = self.pending[indices]
 
     def reset(self, sequences: Sequences) -> None:
-        """Free the forks and the pending tokens."""
         self.forget(sequences)
         self.pending = None
 
     def crop(self, sequences: Sequences, tokens: int) -> None:
-        """Remove the last tokens of every row.
-
-        Raises:
-            UnsoundCombination: the state before these tokens is not available.
-        """
         pending = self.num_pending
         if pending >= tokens > 0 and self.pending is not None:
             self.pending = self.pending[:, : pending - tokens]
@@ -298,24 +257,16 @@ class Rollback:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachePlan:
-    """The resolved options of a cache.
-
-    Attributes:
-        rules: the rule and its statistics, for the memory.
-        stored: storage format of keys and values.
-        options: size and pages of the memory.
-        rope_variant: RoPE scaling variant of all rows.
-        limit: maximum length of a sequence; None if it was not set.
-    """
+    """The resolved options of a cache."""
 
     decoder: WrappedModel
     rule: EvictionRule
     rules: EvictionRules
     layout: CacheLayout
-    stored: StoredAs
+    stored: StoredAs  # storage format of keys and values
     options: MemoryOptions
     rope_variant: int
-    limit: int | None
+    limit: int | None  # of a sequence in tokens; None if it was not set
 
 
 def rope_variant(
@@ -325,11 +276,7 @@ def rope_variant(
     options: MemoryOptions,
     limit: int | None,
 ) -> int:
-    """RoPE scaling variant of all sequences of a cache.
-
-    Raises:
-        ConfigError: the model has several variants and no maximum length was set.
-    """
+    """RoPE scaling variant of all sequences of a cache."""
     if decoder.num_rope_variants > 1 and limit is None:
         raise ConfigError(
             f"{decoder.spec.architecture} has different rotary frequencies for long and short "
@@ -374,13 +321,7 @@ class CacheRows:
     def forward(
         self, token_ids: Int[Tensor, "batch columns"], arguments: Mapping[str, object]
     ) -> Float[Tensor, "batch wanted vocab"]:
-        """Process the tokens of a forward; if an error occurs meanwhile, all rows are freed.
-
-        Raises:
-            RequestError: inputs that a cache in pages does not support; states the reason.
-            OutOfPages: the memory is too small; states the shortage.
-            PolicyError: the rule broke its contract.
-        """
+        """Process the tokens of a forward; if an error occurs meanwhile, all rows are freed."""
         held = self._lengths(token_ids.shape[0])
         position_ids = arguments.get("position_ids")
         if self._rollback.active:
@@ -484,19 +425,16 @@ class CacheRows:
     # ---- rows ----------------------------------------------------------------------------------
 
     def select(self, indices: list[int]) -> None:
-        """Select rows in this order; see `Sequences.select`."""
         _, sequences = self.opened()
         self._rollback.select(sequences, indices)
         sequences.select(indices)
 
     def activate_rollback(self) -> None:
-        """Make the candidates of each later forward removable."""
         if self._sequences is None and not self._rollback.active:
             self.kv = None  # the forks need more memory
         self._rollback.active = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens of every row; see `QuireCache.crop`."""
         if tokens_to_remove > 0:
             raise RequestError(
                 f"expected the negative number of tokens to remove, got {tokens_to_remove}"
@@ -522,6 +460,5 @@ class CacheRows:
         self.kv.memory.arena_peak_bytes = 0
 
     def close(self) -> None:
-        """Free the memory."""
         self._sequences = self.kv = None
         self.columns = 0

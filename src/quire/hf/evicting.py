@@ -56,12 +56,7 @@ class Evicting:
         return tokens if has_atomic_chunk(row) else min(tokens, BLOCK_TOKENS)
 
     def evict_for_chunk(self, row: Request) -> None:
-        """Evict the tokens that the rule requires before the row's next chunk.
-
-        Raises:
-            PolicyError: the rule broke its contract.
-            OutOfPages: no free pages for private copies of pages that beams share.
-        """
+        """Evict the tokens that the rule requires before the row's next chunk."""
         if self._lanes is None or self._evictor is None or row.eviction.spec.cap is None:
             return
         if division_is_due(row, self._lanes, lookahead(row)):
@@ -112,20 +107,7 @@ def make_rule(
     every: int | None,
     compression_ratio: float | None = None,
 ) -> EvictionRule:
-    """Build the eviction rule from its arguments and check it.
-
-    Args:
-        policy: such as `h2o:recent=64`.
-        budget: limit of a lane, as `cap` in a policy text: tokens, "25%" of the prompt, or "2MiB".
-        when: a schedule.
-        every: tokens evicted at a time.
-        compression_ratio: in place of `budget`, the fraction of the prompt to remove; 0 retains
-            all tokens.
-
-    Raises:
-        ConfigError: an argument is repeated or missing, a name is unknown, or the budget is
-            below the number of protected tokens.
-    """
+    """Build the eviction rule from its arguments and check it."""
     if not isinstance(policy, str):
         raise ConfigError(f"expected policy to be a text such as 'h2o:recent=64', got {policy!r}")
     if compression_ratio is not None:

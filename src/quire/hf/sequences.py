@@ -56,13 +56,7 @@ def start_rows(
 
 
 class Sequences:
-    """All rows of a batch.
-
-    Args:
-        kv: the paged KV of the cache; its memory has at least twice as many rows as the batch.
-        evicting: evicts tokens from the rows.
-        rows: state of each row; no token is processed yet.
-    """
+    """All rows of a batch."""
 
     def __init__(
         self,
@@ -78,15 +72,10 @@ class Sequences:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens that each row has processed."""
         return [row.progress.num_computed for row in self.rows]
 
     def select(self, indices: Sequence[int]) -> None:
-        """Select rows in this order; a repeated row is forked and shares its pages.
-
-        Raises:
-            OutOfPages: no free memory for the forks' statistics; no state was changed.
-        """
+        """Select rows in this order; a repeated row is forked and shares its pages."""
         chosen: list[Request] = []
         forks: list[int] = []
         try:
@@ -105,12 +94,7 @@ class Sequences:
     # ---- turns and rollback --------------------------------------------------------------------
 
     def begin_turn(self, evictions: Sequence[Eviction], counts: Counts) -> None:
-        """The next tokens of each row are a prompt, such as the next message of a conversation.
-
-        Args:
-            evictions: parameters of the rule for each row, with the new prompt.
-            counts: tokens of the prompt of each row.
-        """
+        """The next tokens of each row are a prompt, such as the next message of a conversation."""
         turns = []
         for row, eviction, tokens in zip(self.rows, evictions, counts.tolist(), strict=True):
             prompt = [0] * (row.progress.num_computed + tokens)  # only the count is used
@@ -125,11 +109,7 @@ class Sequences:
         self.rows = turns
 
     def fork_rows(self) -> list[Request]:
-        """Fork all rows; the forks share their pages.
-
-        Raises:
-            OutOfPages: no free rows, or no memory for the forks' statistics; nothing was changed.
-        """
+        """Fork all rows; the forks share their pages."""
         forks: list[Request] = []
         try:
             for row in self.rows:
@@ -149,18 +129,13 @@ class Sequences:
         self._kv.memory.release([row.memory.row for row in rows])
 
     def truncate(self, tokens: int) -> None:
-        """Remove the last tokens of every row.
-
-        Raises:
-            ConfigError: a lane no longer has the state that it had before these tokens.
-        """
+        """Remove the last tokens of every row."""
         for row in self.rows:
             length = row.progress.num_computed - tokens
             self._kv.memory.truncate(row.memory.row, length)
             row.progress.num_computed = length
 
     def close(self) -> None:
-        """Free all pages."""
         self.free(self.rows)
         self.rows = []
 
@@ -172,15 +147,7 @@ class Sequences:
         counts: Counts,
         columns: NDArray[np.int64],
     ) -> Float[Tensor, "batch wanted vocab"]:
-        """Process new tokens.
-
-        Returns:
-            Logits; zeros for pads.
-
-        Raises:
-            OutOfPages: the memory is too small; states the shortage. Earlier chunks are processed.
-            PolicyError: the rule broke its contract.
-        """
+        """Logits of `columns` after the last `counts` tokens of each row; zeros for pads."""
         shape = (len(counts), len(columns), self._decoder.spec.vocab_size)
         logits = torch.zeros(shape, dtype=self._decoder.dtype, device=self._decoder.device)
         done = np.zeros_like(counts)

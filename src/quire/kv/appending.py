@@ -40,14 +40,7 @@ def _is_dense(table: LaneTable, row: int, length: int) -> bool:
 
 
 def append_pages(memory: KVMemory, row: int, pages: Mapping[str, PageNumbers], end: int) -> None:
-    """Append whole pages to a row for which `can_append` holds; the row takes the references.
-
-    Args:
-        memory: the KV memory that holds the pages.
-        row: the sequence.
-        pages: pages [lanes, pages of a lane] of each shared group, for the tokens up to `end`.
-        end: new length of the row.
-    """
+    """Append whole pages to a row for which `can_append` holds; the row takes the references."""
     length = int(memory.lengths[row])
     for name, numbers in pages.items():
         table = memory.tables[name]
@@ -64,14 +57,7 @@ def append_pages(memory: KVMemory, row: int, pages: Mapping[str, PageNumbers], e
 def replace_statistics(
     memory: KVMemory, row: int, pages: Mapping[str, PageNumbers], end: int
 ) -> None:
-    """Replace the pages of private groups of a row; the row takes the references.
-
-    Args:
-        memory: the KV memory that holds the pages.
-        row: the sequence; it has no evicted tokens.
-        pages: pages [lanes, pages of a lane] of each group.
-        end: length of the row.
-    """
+    """Replace the pages of private groups of a row; the row takes the references."""
     for name, numbers in pages.items():
         table = memory.tables[name]
         old = table.cut(row, np.zeros(table.group.num_lanes, dtype=np.int32))
@@ -86,12 +72,7 @@ def extend_from_references(
     cached_references: Sequence[CachedReference],
     statistics: CachedReference | None = None,
 ) -> bool:
-    """Append cached references to a row that ends where they begin; see `start_from_references`.
-
-    Returns:
-        False if the row cannot share them (see `can_append`), or if the copies of the statistics
-        do not fit; nothing was changed.
-    """
+    """Append references; False, without a change, if it cannot share them or copies do not fit."""
     length = int(memory.lengths[row])
     require_chain(memory, cached_references, statistics, start=length)
     if not can_append(memory, row):
@@ -113,7 +94,7 @@ def extend_from_references(
 def _private_copies(
     memory: KVMemory, row: int, statistics: CachedReference | None, end: int
 ) -> dict[str, PageNumbers] | None:
-    """Copies of a snapshot, and zeroed records of promoted tokens; None if they do not fit."""
+    """Private copies of a snapshot, zeroed records of promoted tokens; None if they do not fit."""
     pages = {} if statistics is None else statistics.pages
     empty = [t for t in memory.tables.values() if t.active[row] and t.group.promoted is not None]
     counts = {name: numbers.size for name, numbers in pages.items()}

@@ -17,13 +17,7 @@ PAGES_OF_A_SLAB = 32  # if the arena is large enough: allocating a slab costs mo
 
 
 def choose_slab_bytes(total_bytes: int, page_bytes: Sequence[int]) -> int:
-    """Return the bytes of a slab: about 2 MiB, at most 1/64 of a small arena.
-
-    Pages of more than 64 KiB get larger slabs, of 32 pages.
-
-    A common multiple of the page sizes wastes no bytes at slab boundaries. If the least common
-    multiple is too large for the arena, a slab holds at least four of the largest pages.
-    """
+    """Return the bytes of a slab: about 2 MiB, at most 1/64 of a small arena."""
     wanted = max(HUGE_PAGE_BYTES, PAGES_OF_A_SLAB * max(page_bytes))
     target = min(wanted, total_bytes // SLABS_OF_A_SMALL_ARENA)
     common = math.lcm(*page_bytes)
@@ -47,9 +41,6 @@ class Arena:
     Attributes:
         size_option: the command-line option that sets `total_bytes`.
         fences: copies in flight that read pages.
-
-    Raises:
-        ConfigError: `total_bytes` is less than one slab.
     """
 
     size_option = "--kv-memory"
@@ -67,16 +58,10 @@ class Arena:
         self._free = list(range(self.num_slabs - 1, -1, -1))
 
     def slab_bytes_of(self, total_bytes: int) -> int:
-        """Return the bytes of a slab in an arena of another size with the same page classes."""
         return choose_slab_bytes(total_bytes, self._page_bytes)
 
     def bytes_for(self, total_bytes: int, pages: Sequence[tuple[int, int]]) -> int:
-        """Return the bytes of the slabs that some pages need in an arena of another size.
-
-        Args:
-            total_bytes: size of that arena; it determines the slab size.
-            pages: (bytes of one page, number of pages) of each page class.
-        """
+        """Bytes of the slabs for (page bytes, number of pages) in an arena of `total_bytes`."""
         slab_bytes = self.slab_bytes_of(total_bytes)
         return slab_bytes * sum(
             -(-count // pages_per_slab(slab_bytes, page_bytes)) for page_bytes, count in pages
@@ -106,6 +91,5 @@ class Arena:
         self._free.append(slab)
 
     def check(self) -> None:
-        """Check that no slab is in the free list twice."""
         if len(set(self._free)) != len(self._free):
             raise InvariantError("a slab is twice in the free list of the arena")

@@ -34,12 +34,7 @@ class BlockRecords:
         self.record_bytes = end
 
     def gather(self, blocks: Sequence[Block], pages: Mapping[str, PageNumbers]) -> Records:
-        """Read records [blocks, record_bytes] of blocks whose pages have been written.
-
-        Args:
-            blocks: consecutive blocks of one chain.
-            pages: page numbers [lanes, pages of a lane] of all these blocks, by lane group.
-        """
+        """Read records [blocks, record_bytes]; pages are [lanes, pages of a lane] by lane group."""
         records = np.empty((len(blocks), self.record_bytes), dtype=np.uint8)
         for record, block in zip(records, blocks, strict=True):
             record[: len(block.tokens)] = np.frombuffer(block.tokens, dtype=np.uint8)
@@ -51,7 +46,6 @@ class BlockRecords:
         return records
 
     def scatter(self, records: Records, pages: Mapping[str, PageNumbers]) -> None:
-        """Write the pages of records into pages of the arena; see `gather`."""
         for name, part in self._parts:
             page_class = self._memory.tables[name].group.page_class
             numbers = _by_block(pages[name], len(records))
@@ -76,6 +70,7 @@ class SnapshotRecords:
         self._memory, self._token_bytes = memory, _TOKEN_BYTES * block_tokens
 
     def key(self, block: Block, used: Collection[str]) -> bytes:
+        """Key of the snapshot at the end of a block."""
         groups = "\0".join(map(_identity, statistics_groups(self._memory, used)))
         return hashlib.blake2b(block.key + groups.encode(), digest_size=KEY_BYTES).digest()
 
@@ -85,7 +80,6 @@ class SnapshotRecords:
         return self._token_bytes + sum(pages)
 
     def gather(self, block: Block, snapshot: CachedReference) -> Records:
-        """Read the record [bytes] of a snapshot at the end of a block."""
         record = np.empty(self.num_bytes(block.end, snapshot.pages), dtype=np.uint8)
         record[: self._token_bytes] = np.frombuffer(block.tokens, dtype=np.uint8)
         start = self._token_bytes

@@ -34,12 +34,9 @@ Constants = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class MeasuredConstants:
-    """Measured codec constants of all layers.
+    """Measured codec constants of all layers."""
 
-    Attributes:
-        layers: constants by name for each (layer, side), in CPU memory; side is KEY or VALUE.
-    """
-
+    # by name for each (layer, KEY or VALUE), in CPU memory
     layers: Mapping[tuple[int, str], Constants]
 
     def of(self, layer: int, side: str, device: torch.device) -> Constants:
@@ -86,16 +83,7 @@ def write_constants(
 
 
 def read_constants(folder: Path | None, form: KVFormat, model: ModelSpec) -> MeasuredConstants:
-    """Read the constants that the codecs of a KV format need.
-
-    Args:
-        folder: the model's folder; None if the model has none.
-        form: codecs of keys and values.
-        model: the model whose layers use the constants.
-
-    Raises:
-        ConfigError: a file is missing or damaged, or belongs to another model.
-    """
+    """Read the constants that the codecs of a KV format need."""
     found: dict[tuple[int, str], Constants] = {}
     for side, codec in sides_of(form).items():
         path = None if folder is None else constants_path(folder, side, codec)
@@ -143,11 +131,7 @@ def _checked(path: Path, numbers: Tensor, model: ModelSpec) -> Tensor:
 
 
 class CodedLayers:
-    """The codec of each layer, with the layer's measured constants.
-
-    Args:
-        measured: measured constants; None if no codec needs any.
-    """
+    """The codec of each layer, with the layer's measured constants."""
 
     def __init__(self, store: PageStore, measured: MeasuredConstants | None) -> None:
         self._store, self._measured = store, measured

@@ -49,28 +49,17 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CompactionPlan:
-    """Planned compaction of one row in one lane group; the memory is still unchanged.
-
-    Attributes:
-        group: name of the lane group.
-        held_slots: [lanes] slots of each lane when the plan was computed.
-        keep: [lanes, slots] True for retained slots; False after the last slot of a lane.
-        moves: slot moves, one source to one target.
-        kept_columns: [lanes, columns] retained pages if whole pages are dropped, else None.
-        statistics: names of the groups that mirror this one and that the row uses.
-        needed_pages: private page copies needed before slots move, by page class.
-        freed_pages: pages that will be freed, by page class; shared pages are not counted.
-    """
+    """Planned compaction of one row in one lane group; the memory is still unchanged."""
 
     group: str
     row: int
-    held_slots: NDArray[np.int32]
-    keep: Mask
-    moves: SlotMoves
-    kept_columns: Mask | None
-    statistics: tuple[str, ...]
-    needed_pages: Pages
-    freed_pages: Pages
+    held_slots: NDArray[np.int32]  # [lanes] slots of each lane when the plan was computed
+    keep: Mask  # [lanes, slots] True for retained slots
+    moves: SlotMoves  # one source to one target
+    kept_columns: Mask | None  # [lanes, columns] if whole pages are dropped, else None
+    statistics: tuple[str, ...]  # groups that mirror this one and that the row uses
+    needed_pages: Pages  # private page copies before slots move, by page class
+    freed_pages: Pages  # by page class; shared pages are not counted
 
     @property
     def keep_slots(self) -> NDArray[np.int32]:
@@ -98,14 +87,6 @@ def plan_compaction(
 
     If a move would write a page that is otherwise referenced only by the prefix cache, the page
     may be evicted from the prefix cache.
-
-    Args:
-        memory: the KV memory that holds the row.
-        group: name of a KV lane group. Its slots may be unordered, or whole pages are dropped.
-        row: the sequence.
-        keep: [lanes, slots] True for retained slots; columns past a lane's slots are ignored.
-        kind: how pages are freed.
-        in_place: whether all lanes must be in the arena; False if offloaded lanes retain all slots.
 
     Raises:
         ConfigError: the group is ordered and slots would move, or the group holds statistics; the
@@ -155,13 +136,6 @@ def count_copies(memory: KVMemory, group: str, row: int, keep: Mask, kind: Kind)
     """Count the private copies that a compaction of one layer after another makes.
 
     The offloaded pages that are kept get pages of their own before; they are not counted.
-
-    Args:
-        memory: the KV memory that holds the row.
-        group: name of a KV lane group.
-        row: the sequence; its first pages may be offloaded.
-        keep: [lanes, slots] True for retained slots.
-        kind: how pages are freed.
     """
     table = memory.tables[group]
     keep = _live(table, row, keep)
@@ -232,20 +206,13 @@ def _require_pages(memory: KVMemory, needed: Pages) -> None:
 class SlotMover(Protocol):
     """Moves the slots of KV lanes, for codecs that encode whole pages."""
 
-    def move(self, table: LaneTable, plan: CompactionPlan) -> None:
-        """Move the slots of a plan in a table whose pages are private and not yet freed."""
-        ...
+    def move(self, table: LaneTable, plan: CompactionPlan) -> None: ...
 
 
 def commit_compaction(
     memory: KVMemory, *plans: CompactionPlan, mover: SlotMover | None = None
 ) -> None:
-    """Execute all plans or none: copy shared pages, move slots, free pages.
-
-    Raises:
-        OutOfPages: the private copies do not fit; the memory is unchanged.
-        InvariantError: a row's slots changed after its plan was computed, or slots would be lost.
-    """
+    """Execute all plans or none: copy shared pages, move slots, free pages."""
     shared, needed = [], dict.fromkeys(memory.pools, 0)
     for plan in plans:
         table = memory.tables[plan.group]

@@ -41,15 +41,7 @@ class ExtentMap:
         return sum(hole.num_bytes // unit_bytes for hole in self._free) >= num_units
 
     def allocate(self, num_units: int, unit_bytes: int) -> tuple[Extent, ...] | None:
-        """Allocate whole units: in one extent if a hole is large enough, else in few extents.
-
-        Args:
-            num_units: number of units.
-            unit_bytes: bytes of one unit; an extent holds whole units.
-
-        Returns:
-            Extents that hold all units together; None if they do not fit, with no change.
-        """
+        """One extent if a hole is large enough, else few of whole units; None without a change."""
         if num_units == 0:
             return ()
         if not self.fits(num_units, unit_bytes):
@@ -73,11 +65,6 @@ class ExtentMap:
         return Extent(hole.start, num_bytes)
 
     def release(self, extents: tuple[Extent, ...]) -> None:
-        """Free extents.
-
-        Raises:
-            InvariantError: an extent is already free, partly or wholly, or is outside the range.
-        """
         for extent in extents:
             self._give(extent)
 
@@ -98,7 +85,7 @@ class ExtentMap:
         self._free[first:last] = [Extent(start, end - start)]
 
     def check(self, taken: tuple[Extent, ...]) -> None:
-        """Check that free and used extents tile the range and adjacent free extents are joined."""
+        """Free and used extents must tile the range, and adjacent free extents be joined."""
         if sum(hole.num_bytes for hole in self._free) != self.free_bytes:
             raise InvariantError(f"{self.free_bytes:,} B are counted as free, the holes differ")
         position = 0

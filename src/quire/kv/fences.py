@@ -25,19 +25,13 @@ class CopyInFlight(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Fence:
-    """Pages that a copy reads.
+    """Pages that a copy reads."""
 
-    Attributes:
-        first_bytes: int64 [pages] first byte of each page, ascending.
-        copy: reads the pages.
-    """
-
-    first_bytes: NDArray[np.int64]
-    page_bytes: int
+    first_bytes: NDArray[np.int64]  # int64 [pages] first byte of each page, ascending
+    page_bytes: int  # of each page
     copy: CopyInFlight
 
     def overlaps(self, first_bytes: NDArray[np.int64], num_bytes: int) -> bool:
-        """Return whether a page of the copy overlaps one of these ranges of `num_bytes` bytes."""
         before_end = np.searchsorted(self.first_bytes, first_bytes + num_bytes)
         last = self.first_bytes[np.maximum(before_end - 1, 0)]
         return bool(((before_end > 0) & (last + self.page_bytes > first_bytes)).any())

@@ -20,20 +20,13 @@ class FlatBatch:
 
     While the same sequences decode, consecutive steps have the same batch, so its arrays and
     tensors are built once. Data that changes in every step (slots, positions) is kept elsewhere.
-
-    Attributes:
-        rows: [rows] table rows in the order of the flat batch, one-token rows first.
-        shape: new tokens of each row.
-        token_row: [tokens] index into `rows`.
-        token_offset: [tokens] offset in the row's chunk.
-        row_index: `rows` on the device.
     """
 
-    rows: NDArray[np.int64]
-    shape: StepShape
-    token_row: NDArray[np.int64]
-    token_offset: NDArray[np.int64]
-    row_index: Tensor
+    rows: NDArray[np.int64]  # [rows] table rows, one-token rows first
+    shape: StepShape  # new tokens of each row
+    token_row: NDArray[np.int64]  # [tokens] index into `rows`
+    token_offset: NDArray[np.int64]  # [tokens] offset in the row's chunk
+    row_index: Tensor  # `rows` on the device
 
     @classmethod
     def of(

@@ -29,12 +29,12 @@ from quire.layout.token_precision import FullPrecisionTokens
 class FullPrecisionBuffer:
     """Pages that hold the full-precision tokens of a lane group."""
 
-    tokens: FullPrecisionTokens
-    views: PageViews
-    table: LaneTable
-    device_table: DeviceTable
-    coded: PageViews
-    coded_table: LaneTable
+    tokens: FullPrecisionTokens  # which are kept in full precision
+    views: PageViews  # of the pages that hold them
+    table: LaneTable  # one page per lane
+    device_table: DeviceTable  # `table` as a tensor
+    coded: PageViews  # views of the quantized pages
+    coded_table: LaneTable  # of the quantized pages
 
 
 def full_precision_buffers(
@@ -57,38 +57,20 @@ def full_precision_buffers(
 
 @dataclass(frozen=True, slots=True)
 class FullPages:
-    """Pages of a layer that become full in a step.
+    """Pages of a layer that become full in a step."""
 
-    Attributes:
-        pages: [page] page numbers.
-        full_precision_pages: [page] page with the older full-precision tokens of the same lane.
-        lanes: [page] lane of the layer.
-        is_fresh: [page, token] whether a token belongs to this step.
-        fresh: [page, token] index of the token in the step if it belongs to the step.
-        records: [page, token] record of the token in `full_precision_pages` otherwise.
-        positions: [page, token] positions of the tokens.
-        promoted_pages: [page] page with the records of promoted tokens of the same lane; 0 if the
-            group has none.
-    """
-
-    pages: Tensor
-    full_precision_pages: Tensor
-    lanes: Tensor
-    is_fresh: Tensor
-    fresh: Tensor
-    records: Tensor
-    positions: Tensor
-    promoted_pages: Tensor
+    pages: Tensor  # [page] page numbers
+    full_precision_pages: Tensor  # [page] with the older tokens of the same lane
+    lanes: Tensor  # [page] lane of the layer
+    is_fresh: Tensor  # [page, token] whether it belongs to this step
+    fresh: Tensor  # [page, token] index in the step if fresh
+    records: Tensor  # [page, token] record in `full_precision_pages` otherwise
+    positions: Tensor  # [page, token]
+    promoted_pages: Tensor  # [page] with records of promoted tokens; 0 if the group has none
 
 
 class FullPrecisionStep:
-    """The full-precision tokens of one lane group in one step.
-
-    Args:
-        buffer: pages of the full-precision tokens.
-        lengths: lengths of all rows, including the step's tokens.
-        promoted: promoted tokens of the group; None if it has none.
-    """
+    """The full-precision tokens of one lane group in one step."""
 
     def __init__(
         self,
@@ -105,7 +87,6 @@ class FullPrecisionStep:
         self._full = self._full_pages() if buffer.tokens.page_tokens > 1 else None
 
     def pages(self, fresh: tuple[Tensor, Tensor]) -> FullPrecisionPages:
-        """Return the full-precision input of a layer's attention."""
         views = self._buffer.views
         assert views.value is not None, "full-precision pages hold keys and values"
         return FullPrecisionPages(
@@ -120,11 +101,7 @@ class FullPrecisionStep:
         )
 
     def encode(self, layer: int, slots: NewSlots, key: Tensor, value: Tensor) -> bool:
-        """Encode pages that become full, if the codec encodes whole pages.
-
-        Returns:
-            False if the codec encodes token by token; the backend then writes the codes.
-        """
+        """Encode pages that become full; False if the codec encodes token by token."""
         if self._full is None or slots.coded is None:
             return False
         views = self._buffer.views
@@ -153,11 +130,7 @@ class FullPrecisionStep:
             plane[self._pages[layer], :, self._records] = by_lane[self._chosen]
 
     def _newest(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Select the step's tokens to keep in full precision, with pages and records.
-
-        Returns:
-            Indices of the tokens, pages [layers, tokens, lanes] and records [tokens, 1].
-        """
+        """Indices of the tokens to keep, pages [layers, tokens, lanes] and records [tokens, 1]."""
         batch, tokens = self._batch, self._buffer.tokens
         first = self._lengths - batch.shape.tokens
         position = first[batch.token_row] + batch.token_offset
@@ -209,15 +182,7 @@ class FullPrecisionStep:
         position: NDArray[np.int64],
         is_older: NDArray[np.bool_],
     ) -> NDArray[np.int64]:
-        """Return the records [page, token] of the tokens of filled pages that are not of the step.
-
-        Args:
-            pages: [page] pages that become full.
-            full_precision_pages: [page] pages with the older tokens.
-            position: [page, token] positions, if no older token was evicted; older positions are
-                overwritten with the stored ones.
-            is_older: [page, token] whether a token was stored before the step.
-        """
+        """Records [page, token] of the tokens of filled pages that are not of the step."""
         buffer = self._buffer
         if buffer.coded.positions is not None:
             stored = buffer.coded.positions[self._tensor(pages)].cpu().numpy()

@@ -18,26 +18,17 @@ from quire.kv.statistics.watching import GroupWatch
 
 @dataclass(frozen=True, slots=True)
 class GroupStep:
-    """The state of one lane group in a step.
+    """The state of one lane group in a step."""
 
-    Attributes:
-        plans: the backend's plan of each layer.
-        new_slots: the slots of the new tokens in each layer.
-        new_places: pages and offsets of the new tokens, each [layers, tokens, lanes of a layer].
-        positions: int32 [pages, tokens] of all pages of the class; None if pages have no positions.
-        watch: records the rows' attention statistics; None if no row uses any.
-        full_precision: full-precision tokens; None if the group has none.
-        promoted: mixed-precision tokens, in addition to these; None if the group has none.
-    """
-
-    plans: tuple[object, ...]
+    plans: tuple[object, ...]  # of each layer
     pages: tuple[LayerPages, ...]
-    new_slots: tuple[NewSlots, ...]
-    new_places: tuple[Tensor, Tensor]
+    new_slots: tuple[NewSlots, ...]  # of the new tokens in each layer
+    new_places: tuple[Tensor, Tensor]  # pages and offsets, each [layers, tokens, lanes of a layer]
+    # int32 [pages, tokens] of all pages of the class; None if pages have no positions
     positions: Tensor | None
-    watch: GroupWatch | None
-    full_precision: FullPrecisionStep | None
-    promoted: PromotedBuffer | None
+    watch: GroupWatch | None  # None if no row uses any statistic
+    full_precision: FullPrecisionStep | None  # None if the group has none
+    promoted: PromotedBuffer | None  # in addition to these; None if the group has none
 
     @property
     def is_plain(self) -> bool:
@@ -60,7 +51,7 @@ class LayerStep:
     """A layer in a step."""
 
     group: GroupStep
-    index: int
+    index: int  # of the layer in the group
     math: AttentionMath
 
     @property
@@ -71,11 +62,7 @@ class LayerStep:
 def chained(
     backend: ChainBackend, layers: Sequence[LayerStep], heads: HeadBuffers
 ) -> list[object] | None:
-    """Prepare the calls of layers; layers of one plan are prepared together.
-
-    Returns:
-        The calls of each layer; None if the backend has none for a layer.
-    """
+    """Prepare layers of one plan together; None if the backend has no calls for a layer."""
     by_plan: dict[int, list[int]] = {}
     for number, layer in enumerate(layers):
         by_plan.setdefault(id(layer.plan), []).append(number)
@@ -115,19 +102,7 @@ class ChainedStep:
         slots: NDArray[np.int32],
         places: tuple[PageNumbers, NDArray[np.int64]],
     ) -> GroupStep | None:
-        """Change the state of a lane group to that of the next step.
-
-        Args:
-            backend: made the plans.
-            batch: flat batch of the next step.
-            name: of the group.
-            pages: pages of each layer in the next step.
-            slots: [rows, layers, lanes of a layer] live slots in the next step.
-            places: pages and offsets of the new tokens, each [layers, tokens, lanes of a layer].
-
-        Returns:
-            The state; None if a new one must be made.
-        """
+        """A lane group changed to the next step, places [layers, tokens, lanes]; or None."""
         last = self.groups.get(name)
         if last is None or batch is not self.batch or pages is not last.pages:
             return None

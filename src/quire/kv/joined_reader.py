@@ -29,11 +29,9 @@ class JoinedReader:
         return {name: _joined([of[name] for of in found]) for name in found[0]}
 
     def keys(self) -> Float[Tensor, "lane slot head_dim"]:
-        """Return the stored keys, float32."""
         return _joined([reader.keys() for reader in self._readers])
 
     def values(self) -> Float[Tensor, "lane slot head_dim"]:
-        """Return the stored values, float32."""
         return _joined([reader.values() for reader in self._readers])
 
 

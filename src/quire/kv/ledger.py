@@ -33,26 +33,16 @@ _Counts = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, order=True)
 class LedgerExtent:
-    """Pages of one owner in one lane group with equal reference counts.
+    """Pages of one owner in one lane group with equal reference counts."""
 
-    Attributes:
-        row: the sequence; NO_ROW for the prefix cache.
-        group: name of the lane group; "" for the prefix cache, whose extents are per page class.
-        codec: codec of keys and values.
-        references: references to each page, by sequences and by the prefix index.
-        sequences: number of sequences that reference each page.
-        num_bytes: the owner's share of the pages' bytes; all bytes if the pages are not shared.
-        exact: whether every token up to the sequence's length is stored without loss.
-    """
-
-    row: int
-    group: str
+    row: int  # NO_ROW for the prefix cache
+    group: str  # "" for the prefix cache, whose extents are per page class
     codec: str
-    references: int
-    sequences: int
+    references: int  # to each page, by sequences and by the prefix index
+    sequences: int  # that reference each page
     pages: int
-    num_bytes: int
-    exact: bool
+    num_bytes: int  # the owner's share of the pages' bytes
+    exact: bool  # whether every token of the sequence is stored without loss
 
 
 def extents_of(memory: KVMemory) -> list[LedgerExtent]:
@@ -92,14 +82,7 @@ def codec_name(page_class: PageClass) -> str:
 
 
 class _Counted:
-    """Page counts of one class by group, row, references and number of sequences.
-
-    Attributes:
-        groups: names of the lane groups, in the order of the tables.
-        index: [extents, 4] group, row, references, sequences.
-        pages: [extents] number of pages.
-        idle: [references] number of pages that no sequence references, by reference count.
-    """
+    """Page counts of one class by group, row, references and number of sequences."""
 
     def __init__(self, pool: PagePool, tables: list[LaneTable], rows: NDArray[np.int64]) -> None:
         self.groups = [table.group.name for table in tables]
@@ -205,10 +188,6 @@ def prove_extents(memory: KVMemory, extents: Iterable[LedgerExtent]) -> None:
     """Check extents against page tables and cached references, and that their bytes add up.
 
     Slow: visits every page in Python.
-
-    Raises:
-        InvariantError: pages are missing, counted twice or assigned to the wrong owner, an owner's
-            share is wrong, or extents, free bytes and waste do not add up to the arena.
     """
     found = list(extents)
     expected = _count(memory)
@@ -226,7 +205,6 @@ def prove_extents(memory: KVMemory, extents: Iterable[LedgerExtent]) -> None:
 
 
 def _count(memory: KVMemory) -> dict[_Key, list[int]]:
-    """Return the sizes of the pages of every extent."""
     sizes: defaultdict[_Key, list[int]] = defaultdict(list)
     for page_class in memory.pools:
         holders = _holders(memory, page_class)

@@ -41,11 +41,7 @@ def no_moves() -> SlotMoves:
 
 
 def fill_holes(keep: Mask) -> SlotMoves:
-    """Compute at most min(retained, evicted) moves per lane, for lanes with unordered slots.
-
-    Args:
-        keep: [lanes, slots] True for retained slots.
-    """
+    """Compute at most min(retained, evicted) moves per lane, for lanes with unordered slots."""
     past_end = np.arange(keep.shape[1]) >= keep.sum(axis=1, dtype=np.int32)[:, None]
     width = max(1, keep.shape[1])
     # flatnonzero and divmod: many times faster than nonzero on two axes
@@ -62,13 +58,7 @@ def close_gaps(keep: Mask) -> SlotMoves:
 
 
 def retained_pages(keep: Mask, num_slots: NDArray[np.int32], page_tokens: int) -> Mask:
-    """Return the mask [lanes, columns] of retained pages when whole pages are dropped.
-
-    Args:
-        keep: [lanes, slots] True for retained slots; False after a lane's last slot.
-        num_slots: [lanes] slots of each lane.
-        page_tokens: slots of a page.
-    """
+    """Mask [lanes, columns] of retained pages; ConfigError if a page has evicted slots too."""
     lanes, columns = len(keep), -(-keep.shape[1] // page_tokens)
     padded = np.zeros((lanes, columns * page_tokens), dtype=bool)
     padded[:, : keep.shape[1]] = keep
@@ -85,12 +75,7 @@ def retained_pages(keep: Mask, num_slots: NDArray[np.int32], page_tokens: int) -
 
 
 def prove_one_to_one(keep: Mask, moves: SlotMoves) -> None:
-    """Check that the retained slots are dense after the moves, each in a separate slot.
-
-    Raises:
-        InvariantError: two slots move into one, a slot moves twice, a retained slot is overwritten,
-            or a hole is left.
-    """
+    """Check that the retained slots are dense after the moves, each in a separate slot."""
     filled = keep.copy()
     slots = np.concatenate([moves.source, moves.target])
     if len(slots) and not 0 <= slots.min() <= slots.max() < keep.shape[1]:
@@ -121,14 +106,7 @@ class MemoryListener:
         """Handle the fork of a sequence; the page table of the child holds its pages already."""
 
     def compacted(self, row: int, group: str, moves: SlotMoves | None, slots: int) -> None:
-        """Handle the compaction of a sequence.
-
-        Args:
-            row: the sequence.
-            group: name of the lane group.
-            moves: slot moves; None if whole pages were dropped.
-            slots: smallest number of slots of any lane after the compaction.
-        """
+        """`moves` is None if whole pages were dropped; `slots` is the fewest of any lane."""
 
     def unpublish(self, page_class: PageClass, pages: PageNumbers) -> NDArray[np.bool_]:
         """Release pages that are about to be written; return the mask of released pages."""

@@ -49,9 +49,6 @@ class KVMemory:
         track_changes: record changed table entries, for the device's copy of the tables.
         arena: arena that provides the slabs; None to create one of `total_bytes`.
         unite: returns where the mask of any rank of the model is True; None: the model has one.
-
-    Raises:
-        ConfigError: the arena cannot hold one sequence of one token.
     """
 
     def __init__(
@@ -89,11 +86,7 @@ class KVMemory:
         self.store: PageBytes = _page_bytes(store, self.arena.total_bytes)
 
     def add_groups(self, groups: Sequence[LaneGroup]) -> None:
-        """Add private lane groups, which only sequences that start later can use.
-
-        Raises:
-            ConfigError: a page is larger than a slab.
-        """
+        """Private lane groups, which only sequences that start later can use."""
         layout = CacheLayout((*self.layout.groups, *groups))
         for group in groups:
             if pages_per_slab(self.arena.slab_bytes, group.page_class.page_bytes) < 1:
@@ -161,15 +154,7 @@ class KVMemory:
     # ---- start and release ---------------------------------------------------------------------
 
     def start(self, statistics: Collection[str] | None = None) -> int:
-        """Start an empty sequence; return its row.
-
-        Args:
-            statistics: names of the private groups that the sequence uses; None for all.
-
-        Raises:
-            OutOfPages: all rows are in use.
-            ConfigError: no private group has one of the names.
-        """
+        """Start an empty sequence with private groups of these names; None: all."""
         private = {name for name, table in self.tables.items() if table.group.private}
         used = private if statistics is None else frozenset(statistics)
         if not used <= private:
@@ -187,15 +172,9 @@ class KVMemory:
         return row
 
     def statistics_of(self, row: int) -> frozenset[str]:
-        """Return the names of the private groups that a row uses."""
         return frozenset(n for n, t in self.tables.items() if t.group.private and t.active[row])
 
     def release(self, rows: Rows | Sequence[int]) -> None:
-        """Release the rows of sequences and free their pages.
-
-        Raises:
-            InvariantError: a row is not in use, or is listed twice.
-        """
         rows = np.asarray(rows, dtype=np.int64)
         if not self._live[rows].all() or len(np.unique(rows)) != len(rows):
             raise InvariantError(f"expected distinct rows in use, got {rows.tolist()}")
@@ -244,7 +223,6 @@ class KVMemory:
             self.note_peaks(rows)
 
     def try_grow(self, rows: Rows, tokens: Counts) -> bool:
-        """Grow rows as `grow` does; return whether the pages sufficed."""
         try:
             self.grow(rows, tokens)
         except OutOfPages:
@@ -307,13 +285,7 @@ class KVMemory:
                     self.pools[table.group.page_class].release(pages)
 
     def truncate(self, row: int, length: int) -> None:
-        """Drop the tokens from logical position `length` on; lanes must be in position order.
-
-        Raises:
-            ConfigError: the row is shorter than `length`, a lane is no longer in position order, a
-                window lane has freed pages that the shorter sequence needs, or full-precision
-                tokens that the shorter sequence needs have been overwritten.
-        """
+        """Drop the tokens from logical position `length` on; lanes must be in position order."""
         held = int(self.lengths[row])
         if not 0 <= length <= held:
             raise ConfigError(f"cannot truncate a row of {held} tokens to {length}")
@@ -327,7 +299,7 @@ class KVMemory:
     # ---- checks --------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Check that every byte is accounted for and all reference counts are correct."""
+        """Every byte is accounted for and all reference counts are correct."""
         self.arena.check()
         if sorted(self._free_rows) != np.flatnonzero(~self._live).tolist():
             raise InvariantError("a row is both free and in use, or is twice in the free list")

@@ -20,33 +20,19 @@ from quire.layout.token_precision import PromotedTokens
 
 @dataclass(frozen=True, slots=True)
 class PromotedBuffer:
-    """Pages that hold the promoted tokens of a lane group.
+    """Pages that hold the promoted tokens of a lane group."""
 
-    Attributes:
-        coded: encodes and decodes the records.
-        marks: [page, record] position + 1 of the token in the record; 0 for a free record.
-        table: page table of these pages, one page per lane.
-        device_table: `table` as a tensor.
-    """
-
-    tokens: PromotedTokens
+    tokens: PromotedTokens  # number of promoted tokens
     coded: CodedPages
-    marks: Tensor
-    table: LaneTable
-    device_table: DeviceTable
+    marks: Tensor  # [page, record] position + 1 of the token; 0 for a free record
+    table: LaneTable  # one page per lane
+    device_table: DeviceTable  # `table` as a tensor
 
     def pages(self) -> PromotedPages:
-        """Return the promoted tokens as input of a layer's attention."""
         return PromotedPages(self.coded, self.marks, self.device_table.current())
 
     def records(self, row: int, lanes: slice, positions: NDArray[np.int32]) -> NDArray[np.int64]:
-        """Return the record of each token, [lanes, slots]; -1 for tokens without a record.
-
-        Args:
-            row: the sequence.
-            lanes: slice of the row's lanes.
-            positions: [lanes, slots] positions of the tokens; -1 for no token.
-        """
+        """The record of each token at positions [lanes, slots]; -1 for tokens without one."""
         marks = self.marks[self._pages(row)[lanes]]
         return records_of(marks, torch.from_numpy(positions).to(marks.device)).cpu().numpy()
 
@@ -57,14 +43,7 @@ class PromotedBuffer:
         positions: NDArray[np.integer],
         lost: tuple[Tensor, Tensor],
     ) -> None:
-        """Encode what the codes of tokens lost.
-
-        Args:
-            row: the sequence.
-            place: (lane, record) of each token.
-            positions: position of each token in the sequence.
-            lost: keys and values [token, head, head_dim] in full precision, less the decoded ones.
-        """
+        """Encode what codes lost, [token, head, head_dim], at (lane, record) of each token."""
         device = self.marks.device
         lane, record = (torch.from_numpy(index).to(device) for index in place)
         position = torch.from_numpy(np.asarray(positions, dtype=np.int64)).to(device)
@@ -80,14 +59,7 @@ class PromotedBuffer:
         positions: Tensor,
         lost: Float[Tensor, "page head token head_dim"],
     ) -> None:
-        """Encode what new codes of whole pages lost, for the tokens that have records.
-
-        Args:
-            side: keys or values of the records.
-            pages: [page] pages of the records of the pages' lanes.
-            positions: [page, token] positions of the tokens.
-            lost: keys or values in full precision, less the decoded ones.
-        """
+        """Encode what new codes of whole pages lost, for the tokens that have records."""
         record = records_of(self.marks[pages], positions)
         page, token = (record >= 0).nonzero(as_tuple=True)
         if len(page):

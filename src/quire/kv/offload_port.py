@@ -54,9 +54,7 @@ class StepOffload(Protocol):
         self, out: Tensor, group: LaneGroup, pages: LayerPages, query: Tensor, math: AttentionMath
     ) -> None: ...
 
-    def release_staging(self, group: LaneGroup, index: int) -> None:
-        """Release a layer's staging slot after the layer's attention."""
-        ...
+    def release_staging(self, group: LaneGroup, index: int) -> None: ...
 
 
 @runtime_checkable  # for the type checks in tests

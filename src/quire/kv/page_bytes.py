@@ -28,11 +28,7 @@ class PageBytes(Protocol):
         source: tuple[PageNumbers, NDArray[np.int64]],
         target: tuple[PageNumbers, NDArray[np.int64]],
     ) -> None:
-        """Copy the keys, values and positions of slots; a slot is (page, offset in the page).
-
-        A slot can be the source of one move and the target of another: all sources are read before
-        any target is written.
-        """
+        """A slot is (page, offset); all sources are read before any target is written."""
 
     def read_pages(self, page_class: PageClass, pages: PageNumbers) -> object:
         """Read the bytes of whole pages, in a form that `write_pages` accepts."""
@@ -44,23 +40,20 @@ class PageBytes(Protocol):
 class NoBytes:
     """A `PageBytes` without bytes, for simulations and schedules; every method does nothing."""
 
-    def copy_pages(self, page_class: PageClass, source: PageNumbers, target: PageNumbers) -> None:
-        """Do nothing: there are no bytes to copy."""
+    def copy_pages(
+        self, page_class: PageClass, source: PageNumbers, target: PageNumbers
+    ) -> None: ...
 
-    def clear_pages(self, page_class: PageClass, pages: PageNumbers) -> None:
-        """Do nothing: there are no bytes to zero."""
+    def clear_pages(self, page_class: PageClass, pages: PageNumbers) -> None: ...
 
     def move_slots(
         self,
         page_class: PageClass,
         source: tuple[PageNumbers, NDArray[np.int64]],
         target: tuple[PageNumbers, NDArray[np.int64]],
-    ) -> None:
-        """Do nothing: there are no slots to move."""
+    ) -> None: ...
 
     def read_pages(self, page_class: PageClass, pages: PageNumbers) -> object:
-        """Return None: there are no bytes to read."""
         return None
 
-    def write_pages(self, page_class: PageClass, pages: PageNumbers, payload: object) -> None:
-        """Do nothing: there are no bytes to write."""
+    def write_pages(self, page_class: PageClass, pages: PageNumbers, payload: object) -> None: ...

@@ -42,28 +42,18 @@ States = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class ClassFacts:
-    """The pages of one page class in slabs of the class, or in free slabs.
-
-    Attributes:
-        pages: page numbers, ascending.
-        owner: [pages] FREE, CACHE, or FIRST_ROW plus the index of a row.
-        state: [pages] bits of the state.
-    """
+    """The pages of one page class in slabs of the class, or in free slabs."""
 
     page_class: PageClass
     codec: str
-    pages: PageNumbers
-    owner: Owners
-    state: States
+    pages: PageNumbers  # ascending
+    owner: Owners  # [pages] FREE, CACHE, or FIRST_ROW plus the index of a row
+    state: States  # [pages] bits
 
 
 @dataclass(frozen=True, slots=True)
 class PageFacts:
-    """A copy of the owners and states of all pages.
-
-    Attributes:
-        classes: facts by page class, in the order of the layout.
-    """
+    """A copy of the owners and states of all pages."""
 
     classes: tuple[ClassFacts, ...]
 
@@ -81,14 +71,7 @@ class PageFacts:
 
 
 def read_pages(memory: KVMemory, rows: Sequence[int], *, only_these: bool = False) -> PageFacts:
-    """Copy the owner and state of every page; the cost is linear in the pages of held slabs.
-
-    Args:
-        memory: the KV memory.
-        rows: at most MAX_ROWS rows in use. A page of several rows belongs to the first of them.
-        only_these: leave out all pages of no listed row, free ones too, and count only references
-            of listed rows.
-    """
+    """Copy all owners and states; a page of several rows belongs to the first of them."""
     held = np.array(rows[:MAX_ROWS], dtype=np.int64)
     evicted = ~exact_rows(memory)[held]
     classes = []

@@ -72,11 +72,7 @@ class PagePool:
         return max(0, -(-(num_pages - self.num_free) // self.pages_per_slab))
 
     def allocate(self, num_pages: int) -> PageNumbers:
-        """Allocate `num_pages` pages, each with one reference.
-
-        Raises:
-            OutOfPages: the arena has too few free slabs; nothing changed.
-        """
+        """Each with one reference."""
         if self.slabs_needed(num_pages) > self._arena.num_free_slabs:
             raise OutOfPages(
                 f"expected {num_pages} free pages of {self.page_class.page_bytes:,} B, got "
@@ -177,7 +173,6 @@ class PagePool:
         self._arena.free_slab(slab)
 
     def check(self) -> None:
-        """Check that every page of every held slab is either free once or referenced."""
         used = free = 0
         for slab, stack in self._stacks.items():
             idle = stack[: self._num_free[slab]]

@@ -49,11 +49,6 @@ from quire.layout.pages import PageClass
 class PrefixIndex(MemoryListener):
     """Finds, retains and evicts cached prefixes of one KV memory.
 
-    Args:
-        memory: the KV memory whose pages are shared.
-        listener: notified of stored and removed blocks.
-        clock: returns seconds, for the times of last use.
-
     Attributes:
         block_tokens: tokens of a block; a block is whole pages in every lane.
         queried_tokens: tokens of all prompts that were looked up so far.
@@ -116,16 +111,7 @@ class PrefixIndex(MemoryListener):
         *,
         statistics: frozenset[str] = frozenset(),
     ) -> PrefixLease:
-        """Find and lease the longest published prefix of some tokens.
-
-        Args:
-            identity: identity of the request for sharing.
-            token_ids: known tokens of the sequence. At least one token is left to compute.
-            statistics: names of private groups; the prefix must end at a block with their snapshot.
-
-        Returns:
-            A lease, to be returned with `release`; it has no nodes if no prefix was found.
-        """
+        """Lease the longest published prefix with `statistics` that leaves a token."""
         blocks = blocks_of(identity, token_ids[: len(token_ids) - 1], self.block_tokens)
         return self.match_blocks(identity, blocks, statistics=statistics)
 
@@ -136,7 +122,6 @@ class PrefixIndex(MemoryListener):
         *,
         statistics: frozenset[str] = frozenset(),
     ) -> PrefixLease:
-        """Find and lease the longest published prefix of some blocks; see `match`."""
         nodes = self._nodes_after(None, blocks)
         known_tokens = nodes[-1].block.end if nodes else 0
         while statistics and nodes and statistics not in nodes[-1].statistics:
@@ -154,11 +139,7 @@ class PrefixIndex(MemoryListener):
         self.hit_tokens += lease.tokens
 
     def start(self, lease: PrefixLease, *, statistics: frozenset[str] = frozenset()) -> int:
-        """Start a sequence from a lease that has nodes; return its row.
-
-        Raises:
-            OutOfPages: no row, or no pages for private groups; nothing changed.
-        """
+        """Start a sequence from a lease matched for these statistics; return its row."""
         snapshot = lease.nodes[-1].statistics[statistics] if statistics else None
         cached_references = [node.cached_reference for node in lease.nodes]
         return start_from_references(self.memory, cached_references, snapshot, used=statistics)
@@ -171,15 +152,7 @@ class PrefixIndex(MemoryListener):
         *,
         statistics: frozenset[str] = frozenset(),
     ) -> int:
-        """Append published blocks to a running row that ends with its lease; return its tokens.
-
-        Args:
-            lease: lease of the row.
-            row: the sequence; it holds exactly the tokens of the lease.
-            blocks: blocks of the sequence after the lease's last one.
-            statistics: names of its private groups; the row is extended up to a block with their
-                snapshot.
-        """
+        """Append published blocks to a row that ends with its lease; return its tokens."""
         nodes = self._nodes_after(lease.nodes[-1] if lease.nodes else None, blocks)
         while statistics and nodes and statistics not in nodes[-1].statistics:
             nodes.pop()
@@ -226,13 +199,7 @@ class PrefixIndex(MemoryListener):
     # ---- publishing ----------------------------------------------------------------------------
 
     def publish(self, lease: PrefixLease, row: int, token_ids: Sequence[int]) -> None:
-        """Publish the blocks that a row has filled since the last call.
-
-        Args:
-            lease: lease of the row.
-            row: the sequence; it has grown to hold its tokens, which this step writes.
-            token_ids: tokens from the lease's end up to the row's length.
-        """
+        """Publish the blocks that a row has filled since the last call, which this step writes."""
         parent = lease.nodes[-1] if lease.nodes else None
         key = parent.block.key if parent else None
         size, start = self.block_tokens, lease.tokens
@@ -308,7 +275,6 @@ class PrefixIndex(MemoryListener):
                 self._written([node])
 
     def _free_pages(self, pages: Mapping[PageClass, int]) -> bool:
-        """Evict unused blocks if that can free enough bytes; return whether the pages fit."""
         wanted_bytes = sum(page_class.page_bytes * n for page_class, n in pages.items())
         if self.memory.fits(pages):
             return True
@@ -325,11 +291,7 @@ class PrefixIndex(MemoryListener):
         return self.memory.fits(pages)
 
     def unpublish(self, page_class: PageClass, pages: PageNumbers) -> NDArray[np.bool_]:
-        """Evict unused blocks whose pages are about to be written, if the pages cannot be copied.
-
-        Returns:
-            [pages] mask of the pages that only one row still references.
-        """
+        """Evict unused blocks whose pages are about to be written; mask [pages] of them."""
         if not self.memory.fits({page_class: len(pages)}):
             self._notify_removed(
                 self._drop(blocks_of_pages(self.memory, self._idle, page_class, pages))
@@ -338,7 +300,6 @@ class PrefixIndex(MemoryListener):
         return alone
 
     def clear(self) -> None:
-        """Evict every unused block."""
         self._notify_removed(self._drop(self._idle.oldest(len(self._idle))))
 
     def keep_all(self) -> None:

@@ -34,17 +34,9 @@ class PrefixListener(Protocol):
         token_ids: Sequence[int],
         page_tokens: int,
     ) -> None:
-        """Handle stored blocks: consecutive full blocks of one chain can be shared now.
+        """Consecutive full blocks of one chain can be shared now; None: it starts the prompt."""
 
-        Args:
-            block_hashes: hash of each block, in order.
-            parent_hash: hash of the block before the first; None if the first starts the prompt.
-            token_ids: tokens of these blocks only, len(block_hashes) * page_tokens tokens.
-            page_tokens: tokens of a block.
-        """
-
-    def removed(self, block_hashes: Sequence[bytes]) -> None:
-        """Handle removed blocks: they can no longer be shared."""
+    def removed(self, block_hashes: Sequence[bytes]) -> None: ...
 
 
 class PrefixBroadcast:
@@ -86,28 +78,17 @@ class PrefixBroadcast:
 
 @dataclass(slots=True, eq=False)
 class PrefixNode:
-    """One published block.
-
-    Attributes:
-        block: key, tokens and end.
-        parent: the node before it; None for the first block.
-        cached_reference: the block's pages.
-        statistics: snapshots of the chain's attention statistics, by the names of their private
-            groups; each was copied from a row that ended at this block.
-        is_public: whether all tenants may use the block.
-        num_users: number of leases that hold the block.
-        owner: tenant that published the block; "" if all tenants may use it.
-        idle_since_s: time when the last lease was returned, on the index's clock.
-    """
+    """One published block."""
 
     block: Block
-    parent: "PrefixNode | None"
+    parent: "PrefixNode | None"  # None for the first block
     cached_reference: CachedReference
+    # snapshots by the names of their private groups, of rows that ended at this block
     statistics: dict[frozenset[str], CachedReference] = field(default_factory=dict)
     is_public: bool = False
-    num_users: int = 1
-    owner: str = ""
-    idle_since_s: float = 0.0
+    num_users: int = 1  # leases that hold the block
+    owner: str = ""  # tenant; "" if all may use it
+    idle_since_s: float = 0.0  # when the last lease was returned, on the index's clock
 
     def lacks(self, memory: KVMemory, row: int) -> bool:
         used = memory.statistics_of(row)
@@ -132,20 +113,12 @@ class PrefixNode:
 
 @dataclass(slots=True, eq=False)
 class PrefixLease:
-    """The chain of blocks that one sequence uses and publishes.
-
-    Attributes:
-        identity: identity of the sequence for sharing.
-        nodes: the chain from the first block on.
-        publishes: whether the sequence may extend the chain.
-        known_tokens: tokens of the longest chain that was found, including blocks that cannot be
-            used because they lack the statistics that the sequence needs.
-    """
+    """The chain of blocks that one sequence uses and publishes."""
 
     identity: PrefixIdentity
-    nodes: list[PrefixNode] = field(default_factory=list)
-    publishes: bool = True
-    known_tokens: int = 0
+    nodes: list[PrefixNode] = field(default_factory=list)  # from the first block on
+    publishes: bool = True  # whether the sequence may extend the chain
+    known_tokens: int = 0  # of the longest chain found, also without the needed statistics
 
     @property
     def tokens(self) -> int:
@@ -176,13 +149,7 @@ def notify_stored(listener: PrefixListener, nodes: Sequence[PrefixNode], block_t
 
 
 class IdleNodes:
-    """Unused blocks, which can be evicted without affecting a running request, and their bytes.
-
-    Attributes:
-        block_bytes: bytes of a block's pages.
-        num_bytes: bytes of all unused blocks, statistics snapshots included. Snapshots are only
-            taken of blocks in use, so this sum changes only in `add` and `discard`.
-    """
+    """Unused blocks, which can be evicted without affecting a running request, and their bytes."""
 
     def __init__(self, memory: KVMemory, block_pages: Mapping[PageClass, int]) -> None:
         self._memory, self._block_pages = memory, block_pages

@@ -21,55 +21,32 @@ SALT_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class PrefixIdentity:
-    """The identity that two requests must have in common to share a prefix.
+    """The identity that two requests must have in common to share a prefix."""
 
-    Attributes:
-        root: the key before the first block; see `root_key`.
-        salt: salt of the private part; empty if callers are not separated.
-        public_tokens: number of leading tokens that all tenants share.
-        owner: tenant of the private part, for reports; not part of the identity.
-    """
-
-    root: bytes
-    salt: bytes = b""
-    public_tokens: int = 0
-    owner: str = field(default="", compare=False)
+    root: bytes  # key before the first block
+    salt: bytes = b""  # of the private part; empty if callers are not separated
+    public_tokens: int = 0  # leading tokens that all tenants share
+    owner: str = field(default="", compare=False)  # tenant, for reports; not part of the identity
 
 
 def root_key(*made_by: str) -> bytes:
-    """Return the key before the first block.
-
-    Args:
-        made_by: everything that KV depends on besides the preceding tokens.
-    """
+    """The key before the first block: all that KV depends on besides the preceding tokens."""
     return hashlib.blake2b("\0".join(made_by).encode(), digest_size=KEY_BYTES).digest()
 
 
 def private_salt(secret: bytes, tenant: str, cache_salt: str) -> bytes:
-    """Return a salt that callers cannot choose: only the engine knows the secret.
-
-    Args:
-        secret: the engine's secret, up to 64 bytes.
-        tenant: tenant of the request.
-        cache_salt: salt given by the caller to separate its own users.
-    """
+    """Return a salt that callers cannot choose: only the engine knows the secret."""
     name = f"{tenant}\0{cache_salt}".encode()
     return hashlib.blake2b(name, key=secret, digest_size=SALT_BYTES).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A block of a prompt: whole pages of tokens.
+    """A block of a prompt: whole pages of tokens."""
 
-    Attributes:
-        key: key of the chain up to the block's end.
-        tokens: token ids of the block as int64 bytes.
-        end: position after the block's last token.
-    """
-
-    key: bytes
-    tokens: bytes
-    end: int
+    key: bytes  # of the chain up to the block's end
+    tokens: bytes  # ids as int64 bytes
+    end: int  # position after the block's last token
 
     @property
     def token_ids(self) -> list[int]:
@@ -84,15 +61,7 @@ def blocks_of(
     start: int = 0,
     parent_key: bytes | None = None,
 ) -> Iterator[Block]:
-    """Yield the whole blocks of some tokens, in order.
-
-    Args:
-        identity: root and salt of the keys.
-        token_ids: tokens from position `start` on; a last partial block is ignored.
-        block_tokens: tokens of a block.
-        start: position of the first token, a multiple of `block_tokens`.
-        parent_key: key of the block before `start`; None at position 0.
-    """
+    """Yield the whole blocks of the tokens from `start`, a multiple of `block_tokens`, in order."""
     key = identity.root if parent_key is None else parent_key
     for first in range(0, len(token_ids) - block_tokens + 1, block_tokens):
         # lazy: a lookup stops at the first missing block and hashes no further
@@ -103,12 +72,7 @@ def blocks_of(
 
 
 class BlockChain:
-    """The whole blocks of one sequence; each block is hashed once, on first use.
-
-    Args:
-        identity: root and salt of the keys.
-        read: returns the tokens at positions (start, end); tokens once returned must not change.
-    """
+    """The whole blocks of one sequence; each is hashed once, so tokens must not change."""
 
     def __init__(
         self,

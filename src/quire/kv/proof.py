@@ -38,18 +38,7 @@ def prove_references(
 def prove_lanes(
     tables: Mapping[str, LaneTable], lengths: NDArray[np.int64], live: NDArray[np.bool_]
 ) -> None:
-    """Check the slot counts of all lanes.
-
-    Args:
-        tables: page tables of all groups, by name.
-        lengths: [rows] logical length of each row.
-        live: [rows] whether the row is in use.
-
-    Raises:
-        InvariantError: a closed row or a row that does not use a group has slots in it; a mirroring
-            group has other slots than its source; a group with fixed records lacks some after the
-            first token; or a lane has more slots than tokens.
-    """
+    """Check the slot counts of all lanes."""
     for table in tables.values():
         group, slots = table.group, table.num_slots
         used = live & table.active

@@ -34,21 +34,14 @@ COPIES = 4  # of keys and values, in the order of positions and in that of slots
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The lanes of some layers in a compaction.
-
-    Attributes:
-        pages: [lanes, capacity] page numbers.
-        kept: [lanes] slots after the compaction.
-        is_changed: [lanes] whether a lane loses slots.
-        lane, source, target: slot moves; a lane is counted from the first of the part.
-    """
+    """The lanes of some layers in a compaction."""
 
     group: LaneGroup
     lanes: slice
-    pages: NDArray[np.int32]
-    kept: NDArray[np.int64]
-    is_changed: NDArray[np.bool_]
-    lane: NDArray[np.int64]
+    pages: NDArray[np.int32]  # [lanes, capacity] page numbers
+    kept: NDArray[np.int64]  # [lanes] slots after the compaction
+    is_changed: NDArray[np.bool_]  # [lanes] whether a lane loses slots
+    lane: NDArray[np.int64]  # slot moves; counted from the first of the part
     source: NDArray[np.int64]
     target: NDArray[np.int64]
 
@@ -71,32 +64,21 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Moved:
-    """The retained tokens of a part, in their new slots.
+    """The retained tokens of a part, in their new slots."""
 
-    Attributes:
-        key, value: [lane, head, slot, head_dim], float32.
-        source: [lane, slot] slots before.
-        positions: [lane, slot].
-    """
-
-    key: Float[Tensor, "lane head slot head_dim"]
+    key: Float[Tensor, "lane head slot head_dim"]  # [lane, head, slot, head_dim], float32, as value
     value: Float[Tensor, "lane head slot head_dim"]
-    source: NDArray[np.int64]
-    positions: NDArray[np.int32]
+    source: NDArray[np.int64]  # [lane, slot] slots before
+    positions: NDArray[np.int32]  # [lane, slot]
 
 
 @dataclass(frozen=True, slots=True)
 class _Changed:
-    """Full pages with other tokens than before.
+    """Full pages with other tokens than before."""
 
-    Attributes:
-        lane, column: [page] lane of the part and column of the page table.
-        source: [page, token] slots of the tokens before.
-    """
-
-    lane: NDArray[np.int64]
-    column: NDArray[np.int64]
-    source: NDArray[np.int64]
+    lane: NDArray[np.int64]  # [page] lane of the part
+    column: NDArray[np.int64]  # [page] of the page table
+    source: NDArray[np.int64]  # [page, token] slots of the tokens before
 
     @classmethod
     def of(cls, part: _Part, source: NDArray[np.int64]) -> "_Changed":
@@ -133,15 +115,7 @@ class _Changed:
 
 
 class Resealing:
-    """Moves slots of pages that a codec encodes as a whole, and encodes these pages again.
-
-    Args:
-        group: name of the lane group; its codec encodes whole pages.
-        scratch_bytes: bound on the copies of keys and values, except for a single layer.
-
-    Attributes:
-        num_encoded: pages that were encoded again since the start.
-    """
+    """Moves slots of pages that a codec encodes as a whole, and encodes these pages again."""
 
     def __init__(self, kv: PagedKV, group: str, scratch_bytes: int) -> None:
         self._kv, self._scratch_bytes = kv, scratch_bytes
@@ -152,7 +126,6 @@ class Resealing:
         self.num_encoded = 0
 
     def move(self, table: LaneTable, plan: CompactionPlan) -> None:
-        """Move the slots of a plan; see `quire.kv.compaction.SlotMover`."""
         group = table.group
         page_tokens = group.page_class.tokens
         for layers in self._parts(group, int(plan.held_slots.max(initial=0))):

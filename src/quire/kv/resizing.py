@@ -20,18 +20,12 @@ from quire.layout.pages import CacheLayout, PageClass
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Pages that one lane group needs before some rows can grow.
-
-    Attributes:
-        table: page table of the group.
-        rows: [rows] row numbers.
-        new: [rows, lanes] number of pages to append.
-        shared: [rows, lanes] whether the lane's last page must be copied before it is written.
-    """
+    """Pages that one lane group needs before some rows can grow."""
 
     table: LaneTable
-    rows: Rows
-    new: NDArray[np.int32]
+    rows: Rows  # [rows] row numbers
+    new: NDArray[np.int32]  # [rows, lanes] pages to append
+    # [rows, lanes] whether the lane's last page must be copied before it is written
     shared: NDArray[np.bool_]
 
     @property
@@ -105,11 +99,7 @@ def require_room_for_one_token(
     pools: Mapping[PageClass, PagePool],
     total_bytes: int,
 ) -> None:
-    """Refuse an arena that cannot hold one sequence of one token with all its statistics.
-
-    Raises:
-        ConfigError: the arena is too small; the message states the configured and needed bytes.
-    """
+    """Refuse an arena that cannot hold one sequence of one token with all its statistics."""
     pages = dict.fromkeys(layout.page_classes, 0)
     for group in layout.groups:
         lane_pages = group.page_class.pages_for(group.slots_of(1))
@@ -132,17 +122,7 @@ def require_room_for_one_token(
 def drop_behind_window(
     table: LaneTable, rows: Rows, lengths: NDArray[np.int64], window: int
 ) -> Iterator[PageNumbers]:
-    """Drop the pages that no query from the next position on can attend to.
-
-    Args:
-        table: page table of a group with a window.
-        rows: [n] row numbers.
-        lengths: [n] next position of each row.
-        window: window size in positions, the query's own included.
-
-    Yields:
-        Dropped pages, lane by lane.
-    """
+    """Drop the pages that no query from positions `lengths` [n] on can attend to, lane by lane."""
     per_page = table.group.page_class.tokens
     full_pages = table.num_slots[rows] // per_page
     last_hidden = lengths + 1 - window - per_page  # largest first slot of a page outside the window
@@ -164,11 +144,6 @@ def slots_below(table: LaneTable, row: int, row_length: int, length: int) -> NDA
 
     Lanes that mirror others retain as many slots as their source; for them the result is not used.
     Groups with fixed records retain all of them while the row has a token.
-
-    Raises:
-        ConfigError: a lane is no longer in position order, a window lane has freed pages that a row
-            of `length` tokens needs, or the full-precision window of the shorter row has been
-            overwritten.
     """
     slots: NDArray[np.int32] = table.num_slots[row]
     if not table.active[row] or table.group.mirrors is not None:

@@ -25,17 +25,7 @@ member would need them at its next step, and a request of another member would b
 
 @final
 class SharedArena:
-    """A fixed number of slabs of equal size, and the members that hold them.
-
-    Args:
-        total_bytes: size of the arena; rounded down to whole slabs.
-        slab_bytes: bytes of a slab; None for about 2 MiB, at most 1/64 of a small arena.
-        preempt: called with a member's name to evict its prefix cache or preempt one of its
-            requests; returns False if the member has no more slabs to free.
-
-    Raises:
-        ConfigError: no slab fits, or `slab_bytes` is not a multiple of 64.
-    """
+    """A fixed number of slabs of equal size, and the members that hold them."""
 
     def __init__(
         self,
@@ -72,18 +62,7 @@ class SharedArena:
     def join(
         self, name: str, guaranteed_bytes: int, burst_bytes: int | None, page_bytes: Sequence[int]
     ) -> "MemberArena":
-        """Add a member.
-
-        Args:
-            name: unique name of the member.
-            guaranteed_bytes: guaranteed bytes; rounded down to whole slabs.
-            burst_bytes: maximum bytes above the guarantee; None for no limit.
-            page_bytes: bytes of one page of each page class of the member.
-
-        Raises:
-            ConfigError: the name is in use, the guarantees add up to more than the arena, the
-                guarantee is less than one slab, or a page does not fit into a slab.
-        """
+        """Add a member; its guarantee is rounded down to whole slabs, None is no limit above it."""
         if name in self.members:
             raise ConfigError(f"two members of the shared pool are called {name!r}")
         self._check_pages(name, page_bytes)
@@ -106,7 +85,7 @@ class SharedArena:
         return member
 
     def leave(self, name: str) -> None:
-        """Remove a member that holds no slabs; it cannot allocate slabs afterwards."""
+        """Remove a member that holds no slabs."""
         member = self.members[name]
         if member.held:
             raise InvariantError(f"member {name!r} leaves with slabs {sorted(member.held)}")
@@ -123,11 +102,7 @@ class SharedArena:
             )
 
     def free_up(self, owner: "MemberArena") -> None:
-        """Preempt in other members until a slab is free for a member below its guarantee.
-
-        Raises:
-            InvariantError: no member can free a slab, which indicates wrong bookkeeping.
-        """
+        """Preempt in other members until a slab is free for a member below its guarantee."""
         while not self.free:
             others = (member for member in self.members.values() if member is not owner)
             largest = max(others, key=lambda m: (m.num_borrowed, m.name), default=owner)
@@ -138,7 +113,7 @@ class SharedArena:
                 )
 
     def check(self) -> None:
-        """Check that every slab is either free once or held by one member."""
+        """Every slab is either free once or held by one member."""
         slabs = [*self.free, *(slab for m in self.members.values() for slab in m.held)]
         if sorted(slabs) != list(range(self.num_slabs)):
             raise InvariantError("a slab of the shared arena is missing, or held twice")
@@ -146,13 +121,7 @@ class SharedArena:
 
 @final
 class MemberArena(Arena):
-    """One member's view of a shared arena.
-
-    Attributes:
-        size_option: the option that sets the guaranteed bytes; a request must fit into them.
-        num_slabs: number of guaranteed slabs; a request must fit into them.
-        held: numbers of the slabs that the member holds.
-    """
+    """One member's view of a shared arena."""
 
     size_option = "guaranteed="
 
@@ -209,10 +178,7 @@ class MemberArena(Arena):
         return frozenset(self._arena.free)
 
     def allocate_slab(self) -> int:
-        """Allocate a slab; the caller must have checked `num_free_slabs`.
-
-        Another member may be preempted to free slabs above its guarantee.
-        """
+        """Another member may be preempted to free slabs above its guarantee."""
         if not self._arena.free:
             self._arena.free_up(self)
         slab = self._arena.free.pop()
@@ -224,5 +190,4 @@ class MemberArena(Arena):
         self._arena.free.append(slab)
 
     def check(self) -> None:
-        """Check the whole shared arena; see `SharedArena.check`."""
         self._arena.check()

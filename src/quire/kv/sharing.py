@@ -19,28 +19,18 @@ from quire.layout.pages import PageClass
 
 @dataclass(frozen=True, slots=True)
 class CachedReference:
-    """A reference to pages that keeps them allocated without a sequence.
+    """A reference to pages that keeps them allocated without a sequence."""
 
-    Attributes:
-        key: key in `KVMemory.cached_references`.
-        start: logical position of the first token.
-        end: logical position after the last token.
-        pages: group name -> page numbers [lanes, pages of a lane].
-    """
-
-    key: int
-    start: int
-    end: int
-    pages: Mapping[str, PageNumbers]
+    key: int  # in `KVMemory.cached_references`
+    start: int  # logical position of the first token
+    end: int  # logical position after the last token
+    pages: Mapping[str, PageNumbers]  # group name -> page numbers [lanes, pages of a lane]
 
 
 def fork(memory: KVMemory, row: int) -> int:
     """Start a sequence equal to `row` that shares all its pages except private ones.
 
     Offloaded pages are shared too.
-
-    Raises:
-        OutOfPages: no row, or no pages for the private copies; nothing changed.
     """
     if not memory.fits(statistics_pages(memory, row)):
         raise OutOfPages("too few free pages for the statistics of a fork")
@@ -73,12 +63,7 @@ def _privatise_row(memory: KVMemory, table: LaneTable, row: int) -> None:
 
 
 def reference_pages(memory: KVMemory, row: int, start: int, end: int) -> CachedReference:
-    """Reference the pages of the tokens from `start` to `end`, so they outlive the sequence.
-
-    Raises:
-        ConfigError: the range is not whole pages or exceeds the row, or a lane no longer holds
-            exactly these tokens in order (tokens were evicted, or pages outside a window freed).
-    """
+    """Reference the pages of the tokens from `start` to `end`, so they outlive the sequence."""
     return reference_blocks(memory, row, start, end, end - start)[0]
 
 
@@ -189,18 +174,7 @@ def start_from_references(
     *,
     used: Collection[str] | None = None,
 ) -> int:
-    """Start a sequence from consecutive cached references that begin at position 0.
-
-    Args:
-        memory: the KV memory that holds the pages.
-        cached_references: one or more references.
-        statistics: initial statistics; private groups that are not in it start with zeroed pages.
-        used: names of the private groups of the sequence, as for `KVMemory.start`.
-
-    Raises:
-        OutOfPages: no row, or no pages for the private groups; nothing changed.
-        InvariantError: a reference was released, or the references are not consecutive.
-    """
+    """Start a sequence from consecutive cached references that begin at position 0."""
     require_chain(memory, cached_references, statistics)
     length = cached_references[-1].end
     needed: dict[PageClass, int] = {}
@@ -274,11 +248,7 @@ def begin_lanes(table: LaneTable, row: int, length: int, pages: PageNumbers) -> 
 
 
 def release_reference(memory: KVMemory, cached_reference: CachedReference) -> None:
-    """Release a cached reference; pages that sequences still reference stay allocated.
-
-    Raises:
-        InvariantError: the reference was released before.
-    """
+    """Release a cached reference; pages that sequences still reference stay allocated."""
     release_references(memory, [cached_reference])
 
 

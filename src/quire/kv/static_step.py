@@ -32,32 +32,21 @@ _ALIGNMENT = 2  # elements in 16 bytes: Triton compiles other kernels for other 
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
-    """Rows of a decode step, each with one new token whose slot is allocated.
+    """Rows of a decode step, each with one new token whose slot is allocated."""
 
-    Attributes:
-        rows: int64 [rows] table rows.
-        token_ids: int64 [rows].
-        positions: int64 [rows] logical positions.
-        write_pending: overwrites token ids on the device that the CPU does not know; rows after
-            those of the batch are padding with the first row's id.
-    """
-
-    rows: NDArray[np.int64]
-    token_ids: NDArray[np.int64]
-    positions: NDArray[np.int64]
+    rows: NDArray[np.int64]  # int64 [rows] table rows
+    token_ids: NDArray[np.int64]  # int64 [rows]
+    positions: NDArray[np.int64]  # int64 [rows] logical positions
+    # overwrites ids on the device that the CPU does not know, and padding
     write_pending: Callable[[Tensor], None] = lambda _: None
 
 
 @dataclass(frozen=True, slots=True)
 class StaticShape:
-    """What the kernels of a step depend on.
+    """What the kernels of a step depend on."""
 
-    Attributes:
-        size: number of rows.
-        is_uniform: for each lane group, whether all lanes of a row have equal lengths.
-    """
-
-    size: int
+    size: int  # number of rows
+    # for each lane group, whether all lanes of a row have equal lengths
     is_uniform: tuple[bool, ...]
 
 
@@ -75,19 +64,13 @@ class _Layout:
 
 @dataclass(frozen=True, slots=True)
 class _GroupInputs:
-    """Inputs of one lane group: places in the buffer.
-
-    Attributes:
-        is_uniform: see `StaticShape`.
-        pages, offsets: of new tokens, [layers, rows, lanes of a layer].
-        slots: live slots as int32, [1 or layers, rows, lanes of a layer].
-    """
+    """Inputs of one lane group: places in the buffer."""
 
     group: LaneGroup
     is_uniform: bool
-    pages: slice
+    pages: slice  # of new tokens, as offsets [layers, rows, lanes of a layer]
     offsets: slice
-    slots: slice
+    slots: slice  # live slots as int32, [1 or layers, rows, lanes of a layer]
 
     @property
     def distinct(self) -> int:
@@ -129,11 +112,7 @@ class StaticInputs:
         return flat[: shape[0] * shape[1] * shape[2]].view(shape)
 
     def fill(self, batch: DecodeRows, kv: PagedKV) -> list[NDArray[np.int32]]:
-        """Copy the inputs of a batch of at most `size` rows to the device.
-
-        Returns:
-            For each group, live slots [distinct layers, rows, lanes of a layer].
-        """
+        """Copy the inputs; live slots of groups [distinct layers, rows, lanes of a layer]."""
         size, count = self.shape.size, len(batch.rows)
         source = np.where(np.arange(size) < count, np.arange(size), 0)
         self._host[self._ids] = batch.token_ids[source]
@@ -164,18 +143,13 @@ class StaticInputs:
 
 @dataclass(frozen=True, slots=True)
 class _StaticGroup:
-    """A lane group of a step.
+    """A lane group of a step."""
 
-    Attributes:
-        distinct: the backend's plans, one for all layers or one for each.
-        positions: of all pages of the class; None if pages have no positions.
-    """
-
-    distinct: tuple[object, ...]
-    plans: tuple[object, ...]
+    distinct: tuple[object, ...]  # the backend's plans, one for all layers or one for each
+    plans: tuple[object, ...]  # of each layer
     pages: tuple[LayerPages, ...]
     new_slots: tuple[NewSlots, ...]
-    positions: Tensor | None
+    positions: Tensor | None  # of all pages of the class; None if pages have no positions
 
 
 class StaticAttention:
@@ -217,7 +191,6 @@ class StaticAttention:
         key: Float[Tensor, "num_tokens num_kv_heads head_dim"],
         value: Float[Tensor, "num_tokens num_kv_heads head_dim"],
     ) -> Float[Tensor, "num_tokens num_heads head_dim"]:
-        """Write keys and values, then attend; see `PagedAttention.attend`."""
         group, index = self._kv.place[call.layer]
         own, backend = self._groups[group.name], self._kv.backend
         slots = own.new_slots[index]

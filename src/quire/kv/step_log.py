@@ -14,22 +14,14 @@ PROJECT, ATTEND, LAYER, HOST_ATTEND = "project", "attend", "layer", "attend on t
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A timed operation of a step.
+    """A timed operation of a step."""
 
-    Attributes:
-        kind: one of the names above.
-        layer: index of the layer in the model.
-        tokens: tokens that the operation processed.
-        start_s: start in seconds since the step began.
-        end_s: end in seconds since the step began.
-    """
-
-    kind: str
-    layer: int
+    kind: str  # one of the names above
+    layer: int  # index in the model
     tokens: int
     num_bytes: int
-    start_s: float
-    end_s: float
+    start_s: float  # since the step began
+    end_s: float  # since the step began
 
 
 @runtime_checkable
@@ -73,14 +65,10 @@ class ClockMarks:
 
 @dataclass(frozen=True, slots=True)
 class Excluded:
-    """Parts of an operation that are not its own time.
+    """Parts of an operation that are not its own time."""
 
-    Attributes:
-        waited_s: seconds spent waiting for weights.
-        other: marks of the start and the end of another operation; None if there is none.
-    """
-
-    waited_s: float = 0.0
+    waited_s: float = 0.0  # for weights
+    # marks of the start and the end of another operation
     other: tuple[object, object] | None = None
 
     def seconds(self, marks: Marks) -> float:
@@ -119,7 +107,7 @@ class StepLog:
         end: object,
         excluded: Excluded = NOTHING,
     ) -> None:
-        """Record an operation that has ended, or that is queued on a stream."""
+        """An operation that has ended or is queued on a stream, between two marks."""
         self._operations.append((kind, layer, tokens, num_bytes, start, end, excluded))
 
     def read(self) -> list[Timed]:

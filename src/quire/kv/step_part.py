@@ -5,15 +5,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StepPart:
-    """A batch of a step; several batches share each layer (column by column).
+    """A batch of a step; several batches share each layer (column by column)."""
 
-    Attributes:
-        number: index of the batch in the step.
-        count: number of batches that share a layer.
-    """
-
-    number: int = 0
-    count: int = 1
+    number: int = 0  # index of the batch in the step
+    count: int = 1  # batches that share a layer
 
 
 WHOLE_STEP = StepPart()

@@ -125,7 +125,6 @@ class PageStore:
     # ---- PageBytes -----------------------------------------------------------------------------
 
     def copy_pages(self, page_class: PageClass, source: PageNumbers, target: PageNumbers) -> None:
-        """Copy whole pages, `source[i]` onto `target[i]`."""
         whole = self.views(page_class).whole
         whole[self._index(target)] = whole[self._index(source)]
 
@@ -138,11 +137,7 @@ class PageStore:
         source: tuple[PageNumbers, NDArray[np.int64]],
         target: tuple[PageNumbers, NDArray[np.int64]],
     ) -> None:
-        """Copy the keys, values and positions of slots.
-
-        Raises:
-            InvariantError: the codec shares parameters between the slots of a page.
-        """
+        """InvariantError if the codec shares parameters between the slots of a page."""
         if page_class.per_page:
             raise InvariantError(
                 f"single slots of pages in {page_class.key.name} cannot move: the codec encodes "

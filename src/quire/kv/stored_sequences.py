@@ -20,47 +20,29 @@ PagesByClass = Mapping[PageClass, PageNumbers]
 
 @dataclass(frozen=True, slots=True)
 class SwappedLanes:
-    """One lane group of a sequence outside the arena, pages lane by lane, without offloaded pages.
+    """A lane group of a sequence outside the arena, pages lane by lane, not offloaded ones."""
 
-    Attributes:
-        num_pages: [lanes] pages of each lane.
-        num_slots: [lanes] slots of each lane.
-        page_positions: [pages] logical position of the first slot, valid for ordered lanes.
-        stored: [pages] index of each page among the stored pages of the class.
-    """
-
-    num_pages: NDArray[np.int32]
-    num_slots: NDArray[np.int32]
-    page_positions: NDArray[np.int32]
-    stored: NDArray[np.int32]
+    num_pages: NDArray[np.int32]  # [lanes]
+    num_slots: NDArray[np.int32]  # [lanes]
+    page_positions: NDArray[np.int32]  # [pages] position of the first slot, valid for ordered lanes
+    stored: NDArray[np.int32]  # [pages] index among the stored pages of the class
 
 
 @dataclass(frozen=True, slots=True)
 class SwappedSequence:
-    """The bookkeeping of one sequence outside the arena.
+    """The bookkeeping of one sequence outside the arena."""
 
-    Attributes:
-        length: logical length, including a head that was not stored.
-        peak_bytes: peak bytes of the sequence.
-        lanes: lanes by name of the group.
-        statistics: names of the private groups that the sequence uses.
-    """
-
-    length: int
+    length: int  # logical, including a head that was not stored
     peak_bytes: int
-    lanes: Mapping[str, SwappedLanes]
-    statistics: frozenset[str]
+    lanes: Mapping[str, SwappedLanes]  # by name of the group
+    statistics: frozenset[str]  # private groups that the sequence uses
 
 
 @dataclass(frozen=True, slots=True)
 class TimedCopy:
-    """A copy between the arena and swap space that has ended.
+    """A copy between the arena and swap space that has ended."""
 
-    Attributes:
-        back: whether pages were copied into the arena.
-    """
-
-    back: bool
+    back: bool  # whether pages were copied into the arena
     num_bytes: int
     seconds: float
 
@@ -75,8 +57,7 @@ class StoredPages(Protocol):
     def load(self, memory: KVMemory, pages: PagesByClass) -> None:
         """Copy the stored pages into pages of the arena; later computation has them."""
 
-    def free(self) -> None:
-        """Free the stored bytes."""
+    def free(self) -> None: ...
 
 
 @runtime_checkable
@@ -87,11 +68,7 @@ class SwapSpace(Protocol):
     def free_bytes(self) -> int: ...
 
     def store(self, pages: Mapping[PageClass, int]) -> StoredPages:
-        """Allocate space for a number of pages of each class, all or none.
-
-        Raises:
-            HostMemoryFull: the free space is too small; nothing changed.
-        """
+        """Space for pages of each class, all or none."""
         ...
 
     def timed_copies(self) -> Sequence[TimedCopy] | None:
@@ -142,20 +119,13 @@ class Payloads:
 
 @dataclass(frozen=True, slots=True)
 class Swapped:
-    """Sequences that were swapped out together; shared pages are stored once.
+    """Sequences that were swapped out together; shared pages are stored once."""
 
-    Attributes:
-        sequences: the sequences, in the order of the `swap_out` call.
-        keep_from: tokens of a head that was not stored and must be recomputed; 0 if all tokens are
-            stored.
-        offloaded: offloaded first pages of the sequences; None if they have none.
-    """
-
-    sequences: tuple[SwappedSequence, ...]
-    pages: Mapping[PageClass, int]
-    stored: StoredPages
-    keep_from: int = 0
-    offloaded: OffloadedPages | None = None
+    sequences: tuple[SwappedSequence, ...]  # in the order of the `swap_out` call
+    pages: Mapping[PageClass, int]  # stored pages of each class
+    stored: StoredPages  # bytes of the stored pages
+    keep_from: int = 0  # tokens of a head to recompute; 0 if all tokens are stored
+    offloaded: OffloadedPages | None = None  # first pages of the sequences
 
     @property
     def needed_pages(self) -> dict[PageClass, int]:

@@ -45,19 +45,7 @@ def swap_out(
     keep_from: int = 0,
     offloaded: OffloadedRows | None = None,
 ) -> Swapped:
-    """Copy sequences out of the arena and release their rows.
-
-    Args:
-        memory: the KV memory that holds the sequences.
-        rows: sequences to swap out together; pages they share are stored once.
-        pool: swap space for the bytes; None to allocate separate memory.
-        keep_from: do not store the tokens before this one (see `can_split`); only for one row.
-        offloaded: offloaded pages of the memory; None if it has none.
-
-    Raises:
-        HostMemoryFull: the pool has too little free space; nothing changed.
-        ConfigError: the row cannot be split at `keep_from`; nothing changed.
-    """
+    """Copy sequences out of the arena and release their rows; shared pages are stored once."""
     if keep_from and (len(rows) != 1 or not can_split(memory, int(rows[0]), keep_from)):
         raise ConfigError(
             f"rows {list(rows)} cannot be split at token {keep_from}: expected one row whose lanes "
@@ -89,12 +77,7 @@ def can_swap_in(memory: KVMemory, swapped: Swapped) -> bool:
 
 
 def swap_in(memory: KVMemory, swapped: Swapped) -> list[int]:
-    """Copy sequences into new pages of the arena; return their rows, in order.
-
-    Raises:
-        OutOfPages: too few free rows or pages; nothing changed.
-        ConfigError: only a tail is stored; see `append_tail`.
-    """
+    """Copy sequences into new pages of the arena; return their rows, in order."""
     if swapped.keep_from:
         raise ConfigError(f"the first {swapped.keep_from} tokens were not stored: use append_tail")
     if memory.num_free_rows < len(swapped.sequences):
@@ -138,12 +121,7 @@ def split_border(memory: KVMemory, row: int) -> int:
 
 
 def append_tail(memory: KVMemory, row: int, swapped: Swapped) -> None:
-    """Append a stored tail to the recomputed head of a row.
-
-    Raises:
-        OutOfPages: too few free pages; nothing changed.
-        ConfigError: the row does not hold exactly the head, or uses other statistics.
-    """
+    """Append a stored tail to the recomputed head of a row."""
     held = [int(memory.lengths[row]), *(t.num_slots[row] for t in _kv_tables(memory))]
     if memory.statistics_of(row) != swapped.sequences[0].statistics:
         raise ConfigError(f"row {row} would have no statistics of the stored tail")

@@ -62,16 +62,7 @@ class LaneTable:
     def append(
         self, rows: Rows, counts: NDArray[np.int32], pages: PageNumbers
     ) -> tuple[Rows, Rows, Rows]:
-        """Append pages to the lanes of `rows`.
-
-        Args:
-            rows: [n] distinct row numbers.
-            counts: [n, lanes] number of pages for each lane.
-            pages: [counts.sum()] page numbers, in row-major order of `counts`.
-
-        Returns:
-            Row, lane and column of each new entry.
-        """
+        """Append pages, row-major by counts [n, lanes]; row, lane and column of each new entry."""
         held = self.num_pages[rows]
         needed = int((held + counts).max(initial=0))
         if needed > self.capacity:
@@ -126,12 +117,7 @@ class LaneTable:
         return dropped
 
     def keep_columns(self, row: int, retained: NDArray[np.bool_]) -> PageNumbers:
-        """Remove whole pages of a row's lanes and close the gaps (see `drop`); return the pages.
-
-        Args:
-            row: the sequence; the caller updates its `num_slots`.
-            retained: [lanes, columns] True for retained pages; False after a lane's last page.
-        """
+        """Remove whole pages by a mask [lanes, columns] and close the gaps; return the pages."""
         width = retained.shape[1]
         block = self.pages[row, :, :width]
         named = block != NO_PAGE
@@ -183,13 +169,7 @@ class LaneTable:
         return held - self.repeated[rows]
 
     def require_in_place(self, row: int, columns: int | None = None) -> None:
-        """Refuse an operation that would read or move offloaded pages.
-
-        Args:
-            row: the sequence.
-            columns: number of first pages of each lane that the operation does not use; None if it
-                uses all pages.
-        """
+        """Refuse to read or move offloaded pages; the first `columns` are not used."""
         staged = int(self.staged[row])
         if staged and (columns is None or columns < staged):
             raise ConfigError(
@@ -198,7 +178,7 @@ class LaneTable:
             )
 
     def check(self) -> None:
-        """Check that every lane has exactly the pages that its slots need."""
+        """Every lane has exactly the pages that its slots need."""
         needed = -(-self.num_slots // self.group.page_class.tokens)
         held = np.count_nonzero(self.pages != NO_PAGE, axis=2)
         dense = (self.pages != NO_PAGE) == (np.arange(self.capacity) < self.num_pages[:, :, None])
@@ -239,13 +219,7 @@ def table_bytes(group: LaneGroup, max_rows: int) -> int:
 
 
 def refuse_too_many_rows(groups: Iterable[LaneGroup], max_rows: int) -> None:
-    """Refuse more rows than CPU memory has space for, before page tables are allocated.
-
-    Args:
-        groups: lane groups of every sequence.
-        max_rows: maximum number of concurrent sequences: of a batch, and those that the batcher
-            holds in addition.
-    """
+    """Refuse more rows than CPU memory has space for, before page tables are allocated."""
     needed_bytes = sum(table_bytes(group, max_rows) for group in groups)
     free_bytes = free_host_bytes()
     if needed_bytes > free_bytes:

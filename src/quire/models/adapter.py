@@ -128,11 +128,7 @@ class _OwnRow:
 
 
 def rows_depend(decoder: Decoder, rows: int) -> str | None:
-    """Compare forwards of the same rows in different orders, bit for bit.
-
-    Returns:
-        The reason why a row depends on its index, or None if all logits are equal.
-    """
+    """Compare forwards in different orders bit for bit; why a row depends on its index."""
     generator = torch.Generator().manual_seed(_SEED)
     ids = torch.randint(decoder.spec.vocab_size, (rows,), generator=generator)
     in_order = torch.arange(rows)
@@ -158,17 +154,11 @@ class _Stopped(Exception):
 
 @dataclass(slots=True)
 class _RoundRobin:
-    """Runs forwards one at a time, in round-robin order.
+    """Runs forwards one at a time, in round-robin order."""
 
-    Attributes:
-        may_run: one semaphore for each forward; released when the forward may continue.
-        enter: called with the number of the forward that continues.
-        done: numbers of the finished forwards.
-        failed: whether a forward has raised.
-    """
-
+    # one semaphore for each forward; released when the forward may continue
     may_run: list[threading.Semaphore]
-    enter: Callable[[int], None]
+    enter: Callable[[int], None]  # called with the number of the forward that continues
     done: set[int] = field(default_factory=set)
     failed: bool = False
 
@@ -192,11 +182,7 @@ class _RoundRobin:
 
 
 class LayerMajor:
-    """The layers of one model; forwards switch at the start of each layer.
-
-    Args:
-        layers: layers of the model; a hook is registered on each.
-    """
+    """The layers of one model; forwards switch at the start of each layer."""
 
     def __init__(self, layers: Sequence[nn.Module], device: torch.device) -> None:
         self._device = device
@@ -207,11 +193,7 @@ class LayerMajor:
             layer.register_forward_pre_hook(self._at_layer, prepend=True)
 
     def run(self, forwards: Sequence[Callable[[], T]], enter: Callable[[int], None]) -> list[T]:
-        """Run at most `MAX_BATCHES` forwards and return the result of each.
-
-        Raises:
-            BaseException: the exception of the first failed forward; the others were stopped.
-        """
+        """Run at most `MAX_BATCHES` forwards; `enter` gets a forward's number when it continues."""
         semaphores = [threading.Semaphore(0) for _ in forwards]
         round_robin = self._round_robin = _RoundRobin(semaphores, enter)
         stream = None
@@ -330,7 +312,6 @@ class TransformersDecoder:
 
     @property
     def num_rope_variants(self) -> int:
-        """Number of RoPE scaling variants: 1, or 2 for long-RoPE models."""
         return self._rope.count
 
     def rope_variant(self, final_tokens: int) -> int:
@@ -471,7 +452,6 @@ class TransformersDecoder:
     def reference_logits(
         self, token_ids: Int[Tensor, " num_tokens"]
     ) -> Float[Tensor, "num_tokens vocab"]:
-        """Logits of one sequence, computed with Transformers' own eager attention and masks."""
         with self._forward_lock.held(), torch.inference_mode():
             self._rope.select(0)
             self._model.set_attn_implementation("eager")
@@ -498,11 +478,6 @@ def prepare_linears(
     """Replace the linear layers of a model on a CPU by the fastest ones for this CPU.
 
     Without layers left alone, the other weights are copied, so that no weight file stays mapped.
-
-    Args:
-        model: on its final device.
-        left_alone: modules whose layers are not replaced.
-        codec: of the weights: int8 or int4; None: as they are.
     """
     products = fastest_products() if codec is None else available_products()
     if products is not None:

@@ -38,12 +38,7 @@ _KNOWN_OPTIONS = _HARMLESS_OPTIONS | _READ_OPTIONS
 
 
 class Bridge:
-    """Provides the attention of the forward in progress to the modules of one model.
-
-    Attributes:
-        attention: None outside of a forward.
-        rotaries: RoPE of each layer; empty until it is first requested.
-    """
+    """Provides the attention of the forward in progress to the modules of one model."""
 
     __slots__ = ("attention", "rotaries")
 
@@ -53,7 +48,6 @@ class Bridge:
 
     @contextmanager
     def attending(self, attention: PagedAttention | None) -> Iterator[None]:
-        """Set the attention of every layer for the duration of a forward."""
         before, self.attention = self.attention, attention
         try:
             yield
@@ -78,11 +72,7 @@ def register() -> None:
 
 
 def install(model: nn.Module) -> Bridge:
-    """Set one new bridge on every module that has a `layer_idx`, and return the bridge.
-
-    Raises:
-        InvariantError: the model already belongs to a decoder.
-    """
+    """Set one new bridge on every module that has a `layer_idx`, and return the bridge."""
     bridge = Bridge()
     for module in model.modules():
         if hasattr(module, BRIDGE_ATTRIBUTE):

@@ -96,13 +96,7 @@ class ChatOptions(TypedDict, total=False):
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer.
-
-    Args:
-        tokenizer: tokenizer of the model. Its template may change later.
-        content_format: form of the content of messages: string, openai (a list of parts), or auto
-            (found for each role; a template that reads both gets what the caller gave).
-    """
+    """The chat template of a tokenizer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, content_format: str = "auto") -> None:
         self.tokenizer, self.content_format = tokenizer, content_format
@@ -116,11 +110,7 @@ class ChatTemplate:
     def encode(
         self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]
     ) -> list[int]:
-        """Token ids of a chat; the template writes all special tokens, the tokenizer adds none.
-
-        Raises:
-            RequestError: see `render`.
-        """
+        """Token ids of a chat; the template writes all special tokens, the tokenizer adds none."""
         return encode_rendered(self.tokenizer, self.render(messages, **options))
 
     def render(
@@ -132,12 +122,7 @@ class ChatTemplate:
         template_kwargs: Mapping[str, Any] = NO_KWARGS,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """Render a chat to text.
-
-        Raises:
-            RequestError: invalid messages, a model without a template, or a template that refuses
-                the messages or variables, or that does not write the text of a message.
-        """
+        """Render a chat to text."""
         if not self.tokenizer.chat_template:
             raise RequestError(
                 "this model has no chat template, so messages cannot be converted to a prompt; "
@@ -375,15 +360,7 @@ def _renders(render: Callable[[], object]) -> bool:
 
 
 def with_chat_template(model: LoadedModel, option: str | None) -> LoadedModel:
-    """The model with the chat template of `--chat-template`.
-
-    Args:
-        model: the model; its tokenizer is not changed.
-        option: a file, or a template on one line; None: the template of the model.
-
-    Raises:
-        ConfigError: no file, a syntax error in the template, or a model without a tokenizer.
-    """
+    """The model with the chat template of `--chat-template`."""
     if option is None:
         return model
     if model.tokenizer is None:

@@ -42,7 +42,7 @@ class Checkpoint:
     folder: Path
     config: PreTrainedConfig
     generation: GenerationDefaults
-    trust_remote_code: bool = False
+    trust_remote_code: bool = False  # run Python code from the folder
 
     def check(self) -> None:
         """Compare the config with the headers of the weight files."""
@@ -55,11 +55,9 @@ class Checkpoint:
         return model_without_memory(self._plain_config, trust_remote_code=self.trust_remote_code)
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """Load the tokenizer; None if the folder has none."""
         return load_tokenizer(self.folder, trust_remote_code=self.trust_remote_code)
 
     def read_model(self, dtype: torch.dtype | None) -> PreTrainedModel:
-        """Build the model on the CPU, in a type; None: as stored; see `weights`."""
         coded = coded_layers(self.config)
         if coded is not None:
             return read_coded_model(
@@ -95,8 +93,7 @@ class GgufCheckpoint(Checkpoint):
     file: str
     has_tokenizer: bool
 
-    def check(self) -> None:
-        """The file was checked when it was opened."""
+    def check(self) -> None: ...
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase | None:
         return gguf.load_tokenizer(self.folder, self.file) if self.has_tokenizer else None
@@ -106,13 +103,7 @@ class GgufCheckpoint(Checkpoint):
 
 
 def open_checkpoint(path: str | Path, *, trust_remote_code: bool = False) -> Checkpoint:
-    """Find a model, and read and check its config.
-
-    Raises:
-        ConfigError: the model has Python code that is not trusted, or a package is missing.
-        ModelError: there is no such model, or its config is damaged.
-        UnsupportedModel: the model is not supported.
-    """
+    """Find a model, and read and check its config."""
     file = gguf.find_file(path)
     if file is not None:
         return _open_gguf(file, str(path) if path in NAMES else file.stem)

@@ -25,25 +25,15 @@ _OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults:
-    """A model's own generation defaults. None: unset, the engine's default applies.
+    """A model's own generation defaults. None: unset, the engine's default applies."""
 
-    Attributes:
-        eos_token_ids: tokens that end a completion; empty if no file names one.
-        temperature: 0 if the model requires greedy decoding (`do_sample` false).
-        top_k: keep this many of the likeliest tokens.
-        top_p: keep the likeliest tokens that sum up to this probability.
-        min_p: keep tokens with at least this fraction of the likeliest token's probability.
-        repetition_penalty: divides the logits of tokens seen before; applies to greedy as well.
-        max_tokens: maximum number of new tokens of a completion.
-    """
-
-    eos_token_ids: tuple[int, ...] = ()
-    temperature: float | None = None
+    eos_token_ids: tuple[int, ...] = ()  # tokens that end a completion; empty if no file names one
+    temperature: float | None = None  # 0 if the model requires greedy decoding (`do_sample` false)
     top_k: int | None = None
     top_p: float | None = None
-    min_p: float | None = None
+    min_p: float | None = None  # fraction of the likeliest token's probability
     repetition_penalty: float | None = None
-    max_tokens: int | None = None
+    max_tokens: int | None = None  # new tokens of a completion
 
     def with_end_token(
         self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
@@ -66,11 +56,6 @@ def read_generation_defaults(
     As in Transformers, temperature and top-* depend on `do_sample`: true samples with them, false
     is greedy, and if it is missing they are ignored. An ignored value that is invalid, and an end
     token outside the vocabulary, is logged as a warning.
-
-    Args:
-        folder: the model's folder.
-        config: its parsed config.json.
-        vocab_size: vocabulary size of the model; None: the upper limit of token ids is not checked.
 
     Raises:
         ModelError: the file is not a JSON object, or a value has the wrong type or range.

@@ -38,22 +38,15 @@ _BETAS = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
 
 @dataclass(frozen=True, slots=True)
 class GgufMetadata:
-    """Metadata of a GGUF file.
-
-    Attributes:
-        divisors: divisors of the rotary frequencies by the name of their tensor.
-        undecodable: name of the first type of tensors that the package gguf cannot decode; "" if
-            it decodes all of them.
-    """
+    """Metadata of a GGUF file."""
 
     file: Path
     values: Mapping[str, Any]
-    divisors: Mapping[str, list[float]]
-    undecodable: str
+    divisors: Mapping[str, list[float]]  # of the rotary frequencies by the name of their tensor
+    undecodable: str  # first type of tensors that the package gguf cannot decode
 
     @classmethod
     def read(cls, file: Path) -> "GgufMetadata":
-        """Read the metadata; weights are mapped, but not decoded."""
         header = read_header(file)
         return cls(
             file,
@@ -196,12 +189,7 @@ def refuse_folder(folder: Path) -> None:
 
 
 def read_config(file: Path) -> tuple[PreTrainedConfig, GgufMetadata]:
-    """Read the config of a GGUF file, with its RoPE scaling.
-
-    Raises:
-        ModelError: the file cannot be read, or is a part of a model.
-        UnsupportedModel: an unknown RoPE scaling, or tensors that cannot be decoded.
-    """
+    """Read the config of a GGUF file, with its RoPE scaling."""
     with foreign_code(f"{file} cannot be read"), read_once():
         metadata = GgufMetadata.read(file)
         config: PreTrainedConfig = AutoConfig.from_pretrained(
@@ -225,14 +213,7 @@ def load_tokenizer(folder: Path, name: str) -> PreTrainedTokenizerBase:
 def read_model(
     folder: Path, name: str, config: PreTrainedConfig, dtype: torch.dtype | None
 ) -> PreTrainedModel:
-    """Build the model on the CPU with the decoded weights of a GGUF file.
-
-    Args:
-        folder: folder of the file.
-        name: name of the file.
-        config: see `read_config`.
-        dtype: type of the weights in memory; None: `DTYPE`.
-    """
+    """Build the model on the CPU with the decoded weights of a GGUF file."""
     undecodable = foreign_code(f"the weights in {folder / name} cannot be decoded")
     with undecodable, silence(), read_once():
         loaded: Any = AutoModelForCausalLM.from_pretrained(

@@ -33,26 +33,21 @@ _PATCHING = threading.RLock()
 
 @dataclass(frozen=True, slots=True)
 class _Array:
-    kind: int
+    """Place of an array."""
+
+    kind: int  # of its elements
     count: int
-    start: int
+    start: int  # first byte
 
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor of the file.
+    """A tensor of the file."""
 
-    Attributes:
-        name: name in llama.cpp.
-        shape: in the order of torch; the last dimension is contiguous.
-        kind: type, as numbered in ggml.
-        start: first byte.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    kind: int
-    start: int
+    name: str  # in llama.cpp
+    shape: tuple[int, ...]  # in the order of torch; the last dimension is contiguous
+    kind: int  # type, as numbered in ggml
+    start: int  # first byte
 
 
 class GgufHeader:

@@ -36,9 +36,6 @@ class LastStates:
 
         It is the outermost model without an output head that a forward runs: OPT runs the decoder
         of its base model.
-
-        Returns:
-            The watcher and None; None and the reason if no base model returns hidden states.
         """
         name = type(model).__name__
         for base in model.modules():  # outer modules first

@@ -21,12 +21,10 @@ class LayerSource(Protocol):
     """Prefetches weights of layers that are not on the device, by hooks on the layers."""
 
     @property
-    def place(self) -> WeightsPlacement:
-        """Placement of the weights."""
+    def place(self) -> WeightsPlacement: ...
 
     @property
-    def modules(self) -> Sequence[nn.Module]:
-        """The decoder layers."""
+    def modules(self) -> Sequence[nn.Module]: ...
 
     @property
     def device_s(self) -> float:
@@ -37,8 +35,7 @@ class LayerSource(Protocol):
         """Time of all copies so far in seconds."""
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes transferred so far."""
+    def num_bytes(self) -> int: ...
 
     @property
     def stalled_s(self) -> float:
@@ -61,17 +58,7 @@ class LayerPlacer(Protocol):
     def check(
         self, config: PreTrainedConfig, *, dtype: torch.dtype | None, trust_remote_code: bool
     ) -> None:
-        """Refuse a model that cannot be placed, from its shapes, before any weight is read.
-
-        Args:
-            config: config of the model.
-            dtype: type of the weights; None: the config's dtype.
-            trust_remote_code: run Python code from the model folder.
-
-        Raises:
-            ConfigError: the memory is too small; states the minimum.
-            UnsupportedModel: the layers' weights cannot be prefetched layer by layer.
-        """
+        """Refuse a model that cannot be placed, from its shapes, before any weight is read."""
 
     def place(
         self, model: PreTrainedModel, device: torch.device
@@ -85,9 +72,4 @@ class LayerPlacer(Protocol):
         Returns:
             The placement of the weights, and the source that prefetches offloaded layers; None if
             all layers are on the device.
-
-        Raises:
-            ConfigError: the memory is too small, or the device or the offload target has too
-                little free memory; no weight was moved.
-            UnsupportedModel: the layers' weights cannot be prefetched layer by layer.
         """

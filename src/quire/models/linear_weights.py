@@ -27,12 +27,7 @@ _SUPPORTED = {
 
 
 class WidenedLinear(nn.Module):
-    """A linear layer whose weight is stored and multiplied in float32.
-
-    Args:
-        linear: linear layer in half precision on a CPU.
-        weight: its weight in float32; layers that share a weight share the float32 copy.
-    """
+    """A linear layer whose weight is stored and multiplied in float32."""
 
     def __init__(self, linear: nn.Linear, weight: nn.Parameter) -> None:
         super().__init__()
@@ -42,7 +37,6 @@ class WidenedLinear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias.detach().float(), False)
 
     def forward(self, rows: Float[Tensor, "... inner"]) -> Float[Tensor, "... outer"]:
-        """Multiply, as `nn.Linear` does; the result has the type of `rows`."""
         wide = nn.functional.linear(rows.float(), self.weight, self.bias)
         return wide.to(rows.dtype)
 
@@ -109,11 +103,7 @@ _DTYPE = torch.bfloat16  # no gain for float32: its products are compute-bound
 
 
 class ReorderedLinear(nn.Module):
-    """A linear layer that stores its weight in reordered form only.
-
-    Args:
-        linear: linear layer in bfloat16 on a CPU.
-    """
+    """A linear layer that stores its weight in reordered form only."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -126,7 +116,6 @@ class ReorderedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """A copy in the plain order, for code that reads the weight."""
         return self._packed.to_dense()
 
     @property

@@ -39,42 +39,24 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model ready to run.
-
-    Attributes:
-        decoder: computes logits.
-        tokenizer: None if the folder has none; then prompts are token ids.
-        generation: end tokens and sampling defaults of the model.
-        spec: its shape; with several ranks, the shape of this rank's part.
-        name: display name: the folder's name or the hub's.
-        weight_bytes: memory of parameters and buffers, on the decoder's device.
-        folder: folder of its files; None if the model was built in memory.
-        weights: prefetches layers whose weights are offloaded; None if no layer is offloaded.
-        place: placement of the weights; None if no weight memory limit was set.
-        weight_codec: codec of the linear layers' weights: int8 or int4; "auto": none.
-        implementation: of its layers, with the reason; None if the model was built in memory.
-        group: the ranks that share the model.
-    """
+    """A model ready to run."""
 
     decoder: Decoder
+    # None if the folder has none; then prompts are token ids
     tokenizer: PreTrainedTokenizerBase | None
     generation: GenerationDefaults
-    spec: ModelSpec
-    name: str
-    weight_bytes: int
-    folder: Path | None = None
-    weights: LayerSource | None = None
-    place: WeightsPlacement | None = None
-    weight_codec: str = "auto"
-    implementation: Implementation | None = None
+    spec: ModelSpec  # its shape; with several ranks, the shape of this rank's part
+    name: str  # the folder's name or the hub's
+    weight_bytes: int  # parameters and buffers, on the decoder's device
+    folder: Path | None = None  # None if the model was built in memory
+    weights: LayerSource | None = None  # prefetches offloaded layers; None if no layer is offloaded
+    place: WeightsPlacement | None = None  # None if no weight memory limit was set
+    weight_codec: str = "auto"  # of linear layers: int8 or int4; "auto": none
+    implementation: Implementation | None = None  # None if the model was built in memory
     group: TensorGroup = ONE_RANK
 
     def with_max_model_len(self, tokens: int) -> "LoadedModel":
-        """Return the model with a shorter context; weights are shared.
-
-        Raises:
-            ConfigError: below 1, or above the model's context.
-        """
+        """Return the model with a shorter context; weights are shared."""
         require_type("max_model_len", tokens, int)
         context = self.spec.max_positions
         if not 1 <= tokens <= context:

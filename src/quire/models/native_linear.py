@@ -25,13 +25,7 @@ _MEASURED_ROWS, _MEASURED_WIDTH, _ROUNDS = 256, 1024, 3
 
 
 class PackedLinear(nn.Module):
-    """A linear layer with a packed weight.
-
-    Args:
-        product: with the weight and its bias.
-        products: determines the type of activations.
-        columns: output elements of the layer among those of the product; None: all, in order.
-    """
+    """A linear layer with a packed weight; `columns` are its outputs in a joint product."""
 
     def __init__(self, product: Product, products: Products, columns: Tensor | None = None) -> None:
         super().__init__()
@@ -68,7 +62,6 @@ class PackedEmbedding(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """A decoded copy in the plain order."""
         return self.packed.unpacked().to(self._dtype)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -78,13 +71,7 @@ class PackedEmbedding(nn.Module):
 def pack_linear(
     linear: nn.Linear | Conv1D, products: Products, codec: str | None = None
 ) -> PackedLinear:
-    """Pack one layer.
-
-    Args:
-        linear: on the CPU.
-        products: multiplies.
-        codec: of the packed weight: int8 or int4; None: the type of the weight.
-    """
+    """Pack one layer."""
     kind = codec or KINDS[linear.weight.dtype]
     return _packed_linear(matrix(linear), products, kind, linear._parameters["bias"])
 
@@ -104,13 +91,7 @@ def matrix(linear: nn.Linear | Conv1D) -> Float[Tensor, "outer inner"]:
 
 
 class PackedExperts(nn.Module):
-    """The experts of a mixture, with one packed layer each for every product.
-
-    Args:
-        experts: with weights stacked over experts; see `can_pack_experts`. It keeps its activation
-            and loses its weights.
-        codec: of the weights: int8 or int4.
-    """
+    """The experts of a mixture, with one packed layer each for every product."""
 
     def __init__(self, experts: nn.Module, products: Products, codec: str) -> None:
         super().__init__()

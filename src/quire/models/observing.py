@@ -66,30 +66,22 @@ class _NoQuery(nn.Module):
         self._width = width
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return zeros in the shape of the projection's output."""
         return hidden.new_zeros(()).expand(*hidden.shape[:-1], self._width)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _KVLayer:
-    """The attention of a layer.
-
-    Attributes:
-        args, kwargs: arguments of the module other than hidden states, at position 0.
-        hidden_first: whether hidden states are the first positional argument, or a keyword.
-        rotary: RoPE of its keys.
-        no_query: replaces its query projection; None if queries are part of a joint product.
-    """
+    """The attention of a layer."""
 
     module: nn.Module
-    args: tuple[Any, ...]
+    args: tuple[Any, ...]  # of the module other than hidden states, at position 0
     kwargs: dict[str, Any]
-    hidden_first: bool
+    hidden_first: bool  # whether hidden states are the first positional argument, or a keyword
     rotary: Rotary
+    # replaces its query projection; None if queries are part of a joint product
     no_query: _NoQuery | None = None
 
     def run(self, hidden: Tensor) -> None:
-        """Run the module on hidden states [1, token, hidden]."""
         if self.hidden_first:
             self.module(hidden, *self.args[1:], **self.kwargs)
         else:
@@ -97,13 +89,7 @@ class _KVLayer:
 
 
 class LayerKV:
-    """Recomputes keys and values. The owner must run only one forward of the model at a time.
-
-    Args:
-        model: has a bridge; prepared by its decoder.
-        rotaries: RoPE of the keys of each layer.
-        weights: prefetches offloaded layers; None if all weights are on the device.
-    """
+    """Recomputes keys and values. The owner must run only one forward of the model at a time."""
 
     def __init__(
         self,
@@ -133,11 +119,6 @@ class LayerKV:
 
         Equal to the stored ones up to the summation order of products and, in half precision after
         fused layers, the rounding of cosines and sines.
-
-        Args:
-            layer: index of the layer.
-            inputs: input of the layer's attention, as passed by `watch_inputs`.
-            positions: logical positions.
         """
         found = self._layers[layer]
         self.arrive(layer)
@@ -147,7 +128,6 @@ class LayerKV:
     def first_layer(
         self, token_ids: Int[Tensor, " token"], positions: Int[Tensor, " token"]
     ) -> KeysAndValues:
-        """Keys and values of layer 0, computed from token ids."""
         with self._catching() as caught:
             self._model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
         return caught[0].key, caught[0].value
@@ -175,7 +155,6 @@ class LayerKV:
             self._weights.arrive(layer)
 
     def arrive(self, layer: int) -> None:
-        """Wait for the weights that compute keys and values, which are transferred first."""
         if self._weights is None:
             return
         found = self._layers.get(layer)
@@ -290,11 +269,7 @@ def _near(found: Tensor, expected: Tensor) -> bool:
 
 
 class Observing:
-    """Probes one model and stores the results on its bridge.
-
-    Args:
-        model: a Transformers model with a bridge.
-    """
+    """Probes one model and stores the results on its bridge."""
 
     def __init__(
         self, model: PreTrainedModel, bridge: Bridge, spec: ModelSpec, probe: Probe
@@ -339,7 +314,6 @@ class Observing:
 
     @property
     def recomputation(self) -> LayerKV:
-        """The recomputation of keys and values; set by `prepare_recomputation`."""
         assert self._recomputation is not None, "call prepare_recomputation first"
         return self._recomputation
 

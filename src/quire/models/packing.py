@@ -107,12 +107,6 @@ def pack_linears(
     weight. Not replaced: other shared weights, layers derived from `nn.Linear`, layers with hooks,
     and layers whose input elements do not fill the units of a packed weight. Experts of a mixture
     are packed if they are quantized.
-
-    Args:
-        model: on its final device.
-        products: multiplies.
-        left_alone: modules whose layers are not packed.
-        codec: of the packed weights: int8 or int4; None: the type of each weight.
     """
     alone = {id(part) for module in left_alone for part in module.modules()}
     packable, embeddings = _packable_layers(model, codec)
@@ -153,12 +147,7 @@ def head_codec(codec: str | None) -> str | None:
 
 
 def codec_refusal(model: nn.Module, codec: str) -> str | None:
-    """Return the reason why the weights of a model cannot be quantized; None if they can.
-
-    Args:
-        model: its weights are not read, so they may be on the meta device.
-        codec: int8 or int4.
-    """
+    """Return the reason why the weights of a model cannot be quantized; None if they can."""
     packable, _ = _packable_layers(model, codec)
     packed = set(packable)
     for name, module in model.named_modules():

@@ -12,14 +12,7 @@ _PREFIX = "pooling_mode_"
 
 
 def model_pooling(folder: Path | None) -> Pooling:
-    """The pooling of a model folder; "last" without a pooling config, as for decoders in general.
-
-    Args:
-        folder: folder of the model's files; None if it was built in memory.
-
-    Raises:
-        RequestError: the config cannot be read, or names another pooling or several.
-    """
+    """The pooling of a model folder; "last" without a config, as for decoders in general."""
     path = None if folder is None else folder / FILE
     if path is None or not path.is_file():
         return "last"

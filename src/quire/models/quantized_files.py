@@ -38,9 +38,9 @@ _INSTEAD = (
 class QuantizedLayers:
     """The format of a checkpoint's coded linear layers."""
 
-    method: str
-    bits: int
-    zero_offset: int
+    method: str  # gptq or awq
+    bits: int  # of a code
+    zero_offset: int  # number added to stored zeros
 
     def headers(self, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
         """The headers of the decoded tensors."""
@@ -92,11 +92,7 @@ class _Reader:
 
 
 def coded_layers(config: PreTrainedConfig) -> QuantizedLayers | None:
-    """The format of a checkpoint that Quire decodes; None for any other checkpoint.
-
-    Raises:
-        UnsupportedModel: a variant of GPTQ or AWQ that Quire does not decode.
-    """
+    """The format of a checkpoint that Quire decodes; None for any other checkpoint."""
     options = _options(config)
     read: dict[Any, Callable[[Mapping[str, Any]], QuantizedLayers]] = {GPTQ: _gptq, AWQ: _awq}
     method = options.get("quant_method")
@@ -115,11 +111,7 @@ def refuse_codec(config: PreTrainedConfig, codec: str) -> None:
 
 @contextmanager
 def with_alternative(config: PreTrainedConfig) -> Iterator[None]:
-    """Name checkpoints to use instead, if Transformers cannot load a quantized one.
-
-    Raises:
-        ModelError: the error of the block, with the alternative if the checkpoint is quantized.
-    """
+    """Name checkpoints to use instead, if Transformers cannot load a quantized one."""
     method = _options(config).get("quant_method")
     try:
         yield

@@ -96,7 +96,6 @@ class RopeVariants:
         self._current = variant
 
     def release(self) -> None:
-        """Restore the modules' own frequency selection until the next `select`."""
         for rotary in self._rotary:
             rotary.release()
         self._current = None

@@ -27,12 +27,7 @@ _ONE_RANK = "use --tensor-parallel-size 1"
 
 
 class SummedLinear(nn.Module):
-    """A linear layer of which each rank has some columns: the results of all ranks are summed.
-
-    Args:
-        linear: the layer with the columns of this rank; its bias is replaced by None.
-        bias: bias of the whole layer, or None.
-    """
+    """A linear layer of which each rank has some columns: the results of all ranks are summed."""
 
     def __init__(self, linear: nn.Linear, bias: nn.Parameter | None, group: TensorGroup) -> None:
         super().__init__()
@@ -48,23 +43,17 @@ class SummedLinear(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
+    """A linear layer of the plan."""
+
     parent: nn.Module
-    name: str
+    name: str  # attribute of the parent
     linear: nn.Linear
-    path: str
-    style: str
+    path: str  # in the model
+    style: str  # COLUMNS or ROWS
 
 
 def rank_spec(spec: ModelSpec, size: int) -> ModelSpec:
-    """Return the shape of one rank's part of a model.
-
-    Args:
-        spec: shape of the whole model.
-        size: number of ranks.
-
-    Raises:
-        UnsupportedModel: a number of heads or the MLP's width is not a multiple of `size`.
-    """
+    """Return the shape of one rank's part of a model."""
     counts = {
         "query heads": spec.num_heads,
         "KV heads": spec.num_kv_heads,
@@ -86,13 +75,7 @@ def rank_spec(spec: ModelSpec, size: int) -> ModelSpec:
 
 
 def refuse_unshardable(model: PreTrainedModel, spec: ModelSpec, size: int) -> None:
-    """Refuse a model that cannot run on several ranks; its weights may be on the meta device.
-
-    Args:
-        model: the model.
-        spec: shape of the whole model.
-        size: number of ranks.
-    """
+    """Refuse a model that cannot run on several ranks; its weights may be on the meta device."""
     rank_spec(spec, size)
     name = type(model).__name__
     if spec.mixture is not None:
@@ -112,14 +95,6 @@ def shard(model: PreTrainedModel, spec: ModelSpec, group: TensorGroup) -> None:
     """Replace the linear layers of a model by the part of this rank.
 
     The weights of other ranks are not copied, so a mapped weight file is read in part.
-
-    Args:
-        model: on the CPU; no decoder has it yet.
-        spec: shape of the whole model.
-        group: the ranks.
-
-    Raises:
-        UnsupportedModel: see `refuse_unshardable`.
     """
     refuse_unshardable(model, spec, group.size)
     parents: dict[int, nn.Module] = {}

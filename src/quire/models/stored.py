@@ -27,14 +27,10 @@ _INTEGERS = frozenset({"BOOL", "I8", "I16", "I32", "I64", "U8", "U16", "U32", "U
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of a weight file.
-
-    Attributes:
-        dtype: as safetensors names it, for example BF16.
-    """
+    """One tensor of a weight file."""
 
     shape: tuple[int, ...]
-    dtype: str
+    dtype: str  # as safetensors names it, for example BF16
 
     @property
     def num_values(self) -> int:
@@ -46,14 +42,7 @@ class StoredTensor:
 
 
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
-    """Read every weight file's header, so that damage is reported before memory is allocated.
-
-    Returns:
-        Each stored tensor by its name.
-
-    Raises:
-        ModelError: files are missing, cut short, or not in safetensors format.
-    """
+    """Read every weight file's header, so that damage is reported before memory is allocated."""
     found: dict[str, StoredTensor] = {}
     for path in weight_files(folder):
         if not path.is_file():
@@ -75,11 +64,7 @@ def _header(path: Path) -> dict[str, StoredTensor]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The weight files of a folder.
-
-    Raises:
-        ModelError: there are none in safetensors format.
-    """
+    """The weight files of a folder."""
     index = folder / _INDEX
     if index.is_file():
         return _indexed_files(index)

@@ -32,11 +32,7 @@ _TOKENIZER_FILES = (
 def load_tokenizer(
     folder: Path, *, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase | None:
-    """Load the tokenizer of a model folder; None if the folder has none.
-
-    Raises:
-        ModelError: tokenizer files exist but cannot be read.
-    """
+    """Load the tokenizer of a model folder; None if the folder has none."""
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None
     with foreign_code(f"the tokenizer in {folder} cannot be read"):
@@ -49,12 +45,7 @@ def load_tokenizer(
 
 
 def undecodable_ids(tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> list[int]:
-    """Token ids of a model that have no text: padding of its embedding, and unused ids.
-
-    Args:
-        tokenizer: tokenizer of the model; None: no id is known to have no text.
-        vocab_size: number of token ids of the model.
-    """
+    """Token ids of a model that have no text: padding of its embedding, and unused ids."""
     if tokenizer is None:
         return []
     try:
@@ -83,14 +74,7 @@ def encode_prompt(
     add_special_tokens: bool = True,
     keep: int | None = None,
 ) -> list[int]:
-    """Token ids of a plain prompt.
-
-    Args:
-        tokenizer: tokenizer of the model.
-        text: the prompt.
-        add_special_tokens: whether the tokenizer adds its special tokens.
-        keep: return only this many last tokens; None: all.
-    """
+    """Token ids of a plain prompt, or its last `keep` ones."""
     check_unicode(text, "prompt")
     token_ids = _token_ids(tokenizer, text, keep, add_special_tokens=add_special_tokens)
     if not token_ids:

@@ -34,10 +34,6 @@ def compare_with_transformers(decoder: Comparable, *, quantized: bool = False) -
         decoder: of the model.
         quantized: whether linear layers quantize their inputs: a rounding error of an activation
             can become that of a code, so the tolerance is that of bfloat16.
-
-    Raises:
-        UnsupportedModel: attention calls do not match the config, or logits differ.
-        ModelError: Transformers' own logits are not finite.
     """
     sequences = _prompts(decoder.spec, decoder.device)
     ours = _flat_logits(decoder, sequences)
@@ -153,17 +149,11 @@ def _compare(
 
 @dataclass(slots=True)
 class DenseLane:
-    """Cached keys and values of one sequence in one layer, in the order of arrival.
-
-    Attributes:
-        positions: logical position of each slot.
-        keys: [num_kv_heads, head_dim] each, after RoPE.
-        values: like keys.
-    """
+    """Cached keys and values of one sequence in one layer, in the order of arrival."""
 
     positions: list[int] = field(default_factory=list)
-    keys: list[Tensor] = field(default_factory=list)
-    values: list[Tensor] = field(default_factory=list)
+    keys: list[Tensor] = field(default_factory=list)  # [num_kv_heads, head_dim] each, after RoPE
+    values: list[Tensor] = field(default_factory=list)  # like keys
 
 
 class DenseAttention:
@@ -176,7 +166,6 @@ class DenseAttention:
         return ReferenceBatch(self, tuple(sequences), tuple(positions))
 
     def lane(self, sequence: Hashable, layer: int) -> DenseLane:
-        """Cached keys and values of a sequence in a layer; empty at first."""
         return self._lanes.setdefault((sequence, layer), DenseLane())
 
 

@@ -27,15 +27,7 @@ def read_model(
     dtype: torch.dtype | None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """Build the model on the CPU with every weight from the folder.
-
-    Args:
-        folder: folder of the model.
-        config: config of the model, checked by `check_shapes`.
-        stored: headers of the folder's weight files, see `read_headers`.
-        dtype: type of the weights in memory; None: the dtype of the files and config.
-        trust_remote_code: run Python code from the model folder.
-    """
+    """Build the model on the CPU with every weight from the folder."""
     with foreign_code(f"the weights in {folder} cannot be loaded"), silence():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -60,19 +52,7 @@ def read_coded_model(
     *,
     dtype: torch.dtype | None,
 ) -> PreTrainedModel:
-    """Build the model on the CPU from a checkpoint with coded linear layers.
-
-    Args:
-        folder: folder of the model.
-        config: config of the model without the coded layers, checked by `check_shapes`.
-        stored: headers of the folder's weight files.
-        coded: format of the coded layers.
-        dtype: type of the weights in memory; None: the dtype of the config.
-
-    Raises:
-        ModelError: see `read_model`.
-        UnsupportedModel: Transformers has no class for the config.
-    """
+    """Build the model on the CPU from a checkpoint with coded linear layers."""
     known = model_class(config)
     if known is None:
         raise UnsupportedModel(
@@ -157,11 +137,7 @@ def check_loaded(
 
 
 def check_finite(model: nn.Module) -> None:
-    """Check that all parameters are finite.
-
-    Raises:
-        ModelError: a parameter contains NaN or infinity; names the parameter.
-    """
+    """Check that all parameters are finite."""
     for name, parameter in model.named_parameters():
         found = _not_finite(parameter.detach())
         if found:

@@ -46,8 +46,7 @@ class ForwardingCache(ABC):
     @abstractmethod
     def run_forward(
         self, arguments: Mapping[str, object]
-    ) -> CausalLMOutputWithPast | tuple[object, ...]:
-        """Return the output of `model(**arguments)` with this cache as its cache."""
+    ) -> CausalLMOutputWithPast | tuple[object, ...]: ...
 
 
 class WrappedModel:
@@ -94,7 +93,6 @@ class WrappedModel:
 
     @property
     def num_rope_variants(self) -> int:
-        """Number of RoPE scaling variants: 1, or 2 for long-RoPE models."""
         return self._rope.count
 
     def rope_variant(self, final_tokens: int) -> int:
@@ -141,7 +139,6 @@ class WrappedModel:
     def reference_logits(
         self, token_ids: Int[Tensor, " num_tokens"]
     ) -> Float[Tensor, "num_tokens vocab"]:
-        """Logits of one sequence, computed with Transformers' own eager attention and masks."""
         with self._using("eager", None, 0):
             return self._run(token_ids)
 
@@ -190,12 +187,7 @@ class WrappedModel:
 
 
 def wrap_model(model: PreTrainedModel, *, verify: bool) -> WrappedModel:
-    """Return the model's decoder: the existing one of other caches, or a new one.
-
-    Raises:
-        UnsupportedModel: the model's output would be wrong; states the reason and an alternative.
-        ConfigError: the model is in training mode, on several devices, or belongs to an engine.
-    """
+    """Return the model's decoder: the existing one of other caches, or a new one."""
     found: WrappedModel | None = getattr(model, _ATTRIBUTE, None)
     if found is not None:
         found.enter()
@@ -214,13 +206,7 @@ def wrap_model(model: PreTrainedModel, *, verify: bool) -> WrappedModel:
 def loaded_model(
     model: PreTrainedModel, decoder: WrappedModel, tokenizer: PreTrainedTokenizerBase | None
 ) -> LoadedModel:
-    """A user's model as the model of an engine.
-
-    Args:
-        model: the model.
-        decoder: the wrapped model.
-        tokenizer: for the text of outputs; None: token ids only.
-    """
+    """A user's model as the model of an engine."""
     end = getattr(model.generation_config, "eos_token_id", None)
     ids = tuple(end) if isinstance(end, list | tuple) else () if end is None else (end,)
     return LoadedModel(

@@ -12,59 +12,27 @@ class TensorGroup(Protocol):
     """Collectives of the ranks of one model. All ranks make the same calls in the same order."""
 
     @property
-    def rank(self) -> int:
-        """Number of this rank, from 0."""
-        ...
+    def rank(self) -> int: ...
 
     @property
-    def size(self) -> int:
-        """Number of ranks."""
-        ...
+    def size(self) -> int: ...
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of a tensor over all ranks, bit-identical on every rank.
 
         Args:
             tensor: of the same shape and type on all ranks; may be overwritten.
-
-        Raises:
-            RankFailed: another rank failed or stopped responding.
         """
         ...
 
-    def gather(self, tensor: Tensor) -> list[Tensor]:
-        """Return the tensors of all ranks, in the order of the ranks.
+    def gather(self, tensor: Tensor) -> list[Tensor]: ...
 
-        Args:
-            tensor: of the same shape and type on all ranks.
+    def union(self, mask: NDArray[np.bool_]) -> NDArray[np.bool_]: ...
 
-        Raises:
-            RankFailed: another rank failed or stopped responding.
-        """
-        ...
-
-    def union(self, mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Return a mask that is True where the mask of any rank is.
-
-        Raises:
-            RankFailed: another rank failed or stopped responding.
-        """
-        ...
-
-    def least(self, number: int) -> int:
-        """Return the smallest number of any rank.
-
-        Raises:
-            RankFailed: another rank failed or stopped responding.
-        """
-        ...
+    def least(self, number: int) -> int: ...
 
     def meet(self) -> None:
-        """Wait until all ranks have called this. For phases of very different duration: loading.
-
-        Raises:
-            RankFailed: another rank failed.
-        """
+        """Wait until all ranks have called this. For phases of very different duration: loading."""
         ...
 
 
@@ -85,8 +53,7 @@ class OneRank:
     def least(self, number: int) -> int:
         return number
 
-    def meet(self) -> None:
-        """See `TensorGroup.meet`."""
+    def meet(self) -> None: ...
 
 
 ONE_RANK = OneRank()

@@ -28,9 +28,7 @@ class Lockstep(Protocol):
     """What an engine does so that all ranks take the same decisions."""
 
     @property
-    def size(self) -> int:
-        """Number of ranks."""
-        ...
+    def size(self) -> int: ...
 
     @property
     def failure(self) -> QuireError | None:
@@ -42,45 +40,26 @@ class Lockstep(Protocol):
         ...
 
     def call(self, name: str, *arguments: object) -> None:
-        """Make the other ranks call this method of their engine.
-
-        Raises:
-            RankFailed: another rank failed.
-        """
+        """Make the other ranks call this method of their engine."""
         ...
 
     def agree(self, digest: int) -> None:
-        """Check that all ranks planned the same step.
-
-        Raises:
-            RankFailed: another rank failed.
-            InvariantError: the digests differ.
-        """
+        """Check that all ranks planned the same step."""
         ...
 
     def same(self, compute: Callable[[], T]) -> T:
-        """Return what rank 0 computes; the other ranks do not compute it.
-
-        Raises:
-            RankFailed: another rank failed.
-        """
+        """What rank 0 computes; the other ranks do not compute it."""
         ...
 
     def fail(self, error: BaseException) -> BaseException:
         """Handle an error inside a step; return the error to raise."""
         ...
 
-    def close(self) -> None:
-        """End the other ranks."""
-        ...
+    def close(self) -> None: ...
 
 
 class Alone:
-    """An engine with one rank.
-
-    Args:
-        clock: time in seconds.
-    """
+    """An engine with one rank."""
 
     size, failure = 1, None
 
@@ -90,11 +69,9 @@ class Alone:
     def now_s(self) -> float:
         return self._clock()
 
-    def call(self, name: str, *arguments: object) -> None:
-        """See `Lockstep.call`."""
+    def call(self, name: str, *arguments: object) -> None: ...
 
-    def agree(self, digest: int) -> None:
-        """See `Lockstep.agree`."""
+    def agree(self, digest: int) -> None: ...
 
     def same(self, compute: Callable[[], T]) -> T:
         return compute()
@@ -103,8 +80,7 @@ class Alone:
         """See `Lockstep.fail`: the step can be repeated."""
         return error
 
-    def close(self) -> None:
-        """See `Lockstep.close`."""
+    def close(self) -> None: ...
 
 
 @runtime_checkable  # for the type checks in tests
@@ -117,26 +93,14 @@ class OtherRanks(Protocol):
         ...
 
     def failure(self, seen: BaseException) -> QuireError:
-        """Return the error that names the rank whose failure ended the others.
-
-        Args:
-            seen: the error that rank 0 has seen.
-        """
+        """The error that names the rank whose failure ended the others."""
         ...
 
-    def close(self) -> None:
-        """End all of them."""
-        ...
+    def close(self) -> None: ...
 
 
 class Leader:
-    """Rank 0; see `Lockstep`.
-
-    Args:
-        others: the other ranks.
-        timeout_s: maximum time in seconds that a step waits for them.
-        clock: time in seconds.
-    """
+    """Rank 0; see `Lockstep`."""
 
     def __init__(
         self,
@@ -202,12 +166,7 @@ class Leader:
 
 
 class Follower:
-    """A rank from 1 on; see `Lockstep`.
-
-    Args:
-        channel: to rank 0.
-        size: number of ranks.
-    """
+    """A rank from 1 on; see `Lockstep`."""
 
     failure = None
 
@@ -219,11 +178,7 @@ class Follower:
         return self._now_s
 
     def next_call(self) -> tuple[str, tuple[Any, ...]]:
-        """Wait for the next call; return the method's name and its arguments.
-
-        Raises:
-            RankFailed: rank 0 has ended.
-        """
+        """The method's name and its arguments."""
         message: Call = self._channel.receive()  # type: ignore[assignment]
         name, self._now_s, arguments = message
         return name, arguments
@@ -244,5 +199,4 @@ class Follower:
         """See `Lockstep.fail`: the process reports the error and ends."""
         return error
 
-    def close(self) -> None:
-        """See `Lockstep.close`."""
+    def close(self) -> None: ...

@@ -21,37 +21,15 @@ from quire.errors import QuireError, RankFailed
 class Messages(Protocol):
     """One end of a connection to another rank."""
 
-    def send(self, message: object) -> None:
-        """Send a message.
+    def send(self, message: object) -> None: ...
 
-        Raises:
-            RankFailed: the other end is closed.
-        """
-        ...
+    def receive(self, timeout_s: float | None = None) -> object: ...
 
-    def receive(self, timeout_s: float | None = None) -> object:
-        """Wait for a message.
-
-        Args:
-            timeout_s: maximum time in seconds; None: no limit.
-
-        Raises:
-            RankFailed: the other end is closed, or the time is over.
-        """
-        ...
-
-    def close(self) -> None:
-        """Close this end."""
-        ...
+    def close(self) -> None: ...
 
 
 class Channel:
-    """One end of a socket pair; see `Messages`.
-
-    Args:
-        connection: the connection.
-        peer: name of the process at the other end, for messages.
-    """
+    """One end of a socket pair; see `Messages`."""
 
     def __init__(self, connection: Connection, peer: str) -> None:
         self._connection, self._peer = connection, peer
@@ -76,12 +54,7 @@ class Channel:
 
 
 def channel_of(end: socket.socket, peer: str) -> Channel:
-    """Return the channel of one end of a socket pair; the socket object is used up.
-
-    Args:
-        end: a connected socket.
-        peer: name of the process at the other end.
-    """
+    """The channel of one end of a socket pair; the socket object is used up."""
     return Channel(Connection(end.detach()), peer)
 
 
@@ -93,28 +66,14 @@ _LOOK_S = 0.5  # time in seconds for the report or the exit status of a failed p
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The last message of a rank that failed.
-
-    Attributes:
-        error: its error.
-        is_first: whether it is a failure of its own; False: it saw another rank fail.
-    """
+    """The last message of a rank that failed."""
 
     error: QuireError | str
-    is_first: bool
+    is_first: bool  # whether it is a failure of its own; False: it saw another rank fail
 
 
 class RankProcesses:
-    """The processes of the ranks from 1 on.
-
-    Args:
-        module: module that runs a rank; its arguments are a socket's number and the rank.
-        size: number of ranks, rank 0 included.
-
-    Attributes:
-        folder: temporary folder that all ranks can write to.
-        channels: a channel to each of them, in the order of the ranks.
-    """
+    """The processes of the ranks from 1 on."""
 
     def __init__(self, module: str, size: int) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="quire-ranks-"))
@@ -144,7 +103,6 @@ class RankProcesses:
 
     @property
     def process_ids(self) -> list[int]:
-        """Process ids, in the order of the ranks."""
         return [process.pid for process in self._processes]
 
     def failure(self, seen: BaseException) -> QuireError:

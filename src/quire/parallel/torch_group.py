@@ -35,17 +35,7 @@ class _Backend(Protocol):
 
 
 class TorchGroup:
-    """A process group; see `TensorGroup`.
-
-    Args:
-        group: the process group of torch.
-        device: device of the tensors that the group can send: the CPU for gloo.
-        meet: waits until all ranks have called it, without a time limit.
-
-    Attributes:
-        rank: see `TensorGroup`.
-        size: see `TensorGroup`.
-    """
+    """A process group; the device of its tensors is the CPU for gloo."""
 
     def __init__(self, group: _Backend, device: torch.device, meet: Callable[[], None]) -> None:
         self._group, self._device, self._meet = group, device, meet
@@ -96,20 +86,7 @@ def open_group(
     timeout_s: float,
     meet: Callable[[], None],
 ) -> TorchGroup:
-    """Connect to the other ranks.
-
-    Args:
-        rank: number of this rank.
-        size: number of ranks.
-        device: device of this rank's model.
-        rendezvous: a file that does not exist yet, in a folder that all ranks can write to.
-        timeout_s: maximum time in seconds that a collective waits for the other ranks.
-        meet: see `TorchGroup`.
-
-    Raises:
-        ConfigError: this build of torch has no gloo or nccl.
-        RankFailed: the other ranks did not connect in time.
-    """
+    """Connect to the other ranks."""
     store = dist.FileStore(str(rendezvous), size)  # type: ignore[attr-defined]
     limit = timedelta(seconds=timeout_s)
     try:

@@ -29,17 +29,11 @@ from quire.plan.rates import DecodeRates, PrefillRates, StepRates
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowStep:
-    """Work of one row in a step.
+    """Work of one row in a step."""
 
-    Attributes:
-        new: tokens processed.
-        before: slots of a lane before them, without evicted ones.
-        evicted_from: slots that the eviction before the step selected from; 0 without one.
-    """
-
-    new: int
-    before: int
-    evicted_from: int = 0
+    new: int  # tokens processed
+    before: int  # slots of a lane before them, without evicted ones
+    evicted_from: int = 0  # slots that the eviction before the step selected from; 0 without one
     decodes: bool = False
 
     @property
@@ -50,20 +44,14 @@ class RowStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSeconds:
-    """Time of a static batch.
+    """Time of a static batch."""
 
-    Attributes:
-        prefill_s: until every row has its first token.
-        new_tokens: generated tokens of all rows.
-    """
-
-    prefill_s: float
+    prefill_s: float  # until every row has its first token
     decode_s: float
-    new_tokens: int
+    new_tokens: int  # of all rows
 
     @property
     def tokens_per_s(self) -> float:
-        """New tokens over the whole time, prefill included."""
         return self.new_tokens / (self.prefill_s + self.decode_s)
 
 
@@ -72,11 +60,6 @@ def row_steps(spec: EvictionSpec, prompt_tokens: int, new_tokens: int) -> Iterat
 
     Lanes with unequal caps count as lanes of the common one. `pressure` evicts nothing: a static
     batch fits in memory.
-
-    Args:
-        spec: cap and schedule.
-        prompt_tokens: length of the prompt.
-        new_tokens: length of the output; its last token is not processed.
     """
     if min(prompt_tokens, new_tokens) < 1:
         raise ConfigError(
@@ -153,29 +136,19 @@ ARMS = (FULL, DECODE_ONLY, EXTREME, BOTH_PHASES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmBatch:
-    """The batch of one variant of eviction.
+    """The batch of one variant of eviction."""
 
-    Attributes:
-        rows: rows that fit in memory at once.
-        tokens_per_s: predicted at that batch; None if rates were not measured.
-    """
-
-    arm: str
-    rows: int
-    tokens_per_s: float | None = None
+    arm: str  # one of ARMS
+    rows: int  # that fit in memory at once
+    tokens_per_s: float | None = None  # predicted; None if rates were not measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockVerdict:
-    """The recommendation.
+    """The recommendation."""
 
-    Attributes:
-        pays: whether to evict during prefill; None if that depends on unmeasured times.
-        reasons: sentences with the decisive numbers.
-    """
-
-    pays: bool | None
-    reasons: tuple[str, ...]
+    pays: bool | None  # None if that depends on unmeasured times
+    reasons: tuple[str, ...]  # sentences with the decisive numbers
 
 
 def judge_blocks(
@@ -186,15 +159,7 @@ def judge_blocks(
     new_tokens: int,
     batch: int | None = None,
 ) -> BlockVerdict:
-    """Decide whether eviction during prefill pays.
-
-    Args:
-        arms: all of ARMS.
-        cap: maximum tokens of a lane.
-        prompt_tokens: prompt length of each row.
-        new_tokens: output length of each row.
-        batch: fixed batch size; None: the largest possible.
-    """
+    """Decide whether eviction during prefill pays."""
     rows = {found.arm: found.rows for found in arms}
     held = prompt_tokens + new_tokens - 1
     if held <= cap:
@@ -277,17 +242,7 @@ EXTREME_RULE = f"recent:cap=2,every=1,when={DECODE}"
 
 
 def with_numbers(evict: str, *, cap: int | str, every: int | str | None, when: str) -> str:
-    """Replace the cap and schedule of a rule; its other options are unchanged.
-
-    Args:
-        evict: the rule.
-        cap: new cap.
-        every: new interval; None: unchanged.
-        when: new schedule.
-
-    Raises:
-        ConfigError: `evict` is not a rule.
-    """
+    """Replace the cap and schedule of a rule; its other options are unchanged."""
     parsed = parse_policy(evict)
     numbers = {"cap": str(cap)} | ({} if every is None else {"every": str(every)}) | {"when": when}
     options = ",".join(f"{k}={v}" for k, v in (dict(parsed.options) | numbers).items())
@@ -297,16 +252,7 @@ def with_numbers(evict: str, *, cap: int | str, every: int | str | None, when: s
 def arm_rules(
     evict: str | None = None, *, cap: str | None = None, every: int | None = None
 ) -> dict[str, str]:
-    """The rule of each arm, as text.
-
-    Args:
-        evict: the rule to assess; None: Batch-Max's own.
-        cap: replaces the rule's cap, as `--evict` takes it.
-        every: tokens evicted at a time; None: that of the rule, or the default for the cap.
-
-    Raises:
-        ConfigError: no cap in the rule or in `cap`, or a rule that retains all tokens.
-    """
+    """The rule of each arm, as text; default: Batch-Max's own."""
     parsed = parse_policy(evict or DEFAULT_RULE)
     if parsed.name == FULL:
         raise ConfigError("evict=full retains all tokens: name a rule, such as average:cap=896")

@@ -54,38 +54,23 @@ def bytes_per_value(model: ModelSpec, layout: CacheLayout) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """The capacity of a KV memory.
-
-    Attributes:
-        page_bytes: bytes of a page: keys and values of all heads of one layer.
-        pool_pages: whole pages of the KV memory.
-        sequence_tokens: sequence length of the question.
-        pages_per_sequence: pages of one sequence of that length in all layers.
-        sequences: number of such sequences that fit; 0 if the model's context is shorter.
-        longest_tokens: length of the longest single sequence.
-        longest_limit: limit of that length: the memory or the model's context.
-        limit: limit of a batch of the wanted size; "none" if it fits.
-    """
+    """The capacity of a KV memory."""
 
     page_tokens: int
-    page_bytes: int
-    pool_pages: int
+    page_bytes: int  # keys and values of all heads of one layer
+    pool_pages: int  # whole pages of the KV memory
     sequence_tokens: int
-    pages_per_sequence: int
-    sequences: int
-    longest_tokens: int
-    longest_limit: Limit
-    limit: Limit
+    pages_per_sequence: int  # in all layers
+    sequences: int  # that fit; 0 if the model's context is shorter
+    longest_tokens: int  # of a single sequence
+    longest_limit: Limit  # memory or the model's context
+    limit: Limit  # of a batch of the wanted size; "none" if it fits
 
 
 def capacity(
     model: ModelSpec, kv_bytes: int, *, layout: CacheLayout, sequence_tokens: int, batch: int
 ) -> Capacity:
-    """Compute the capacity of `kv_bytes` of KV memory.
-
-    Raises:
-        ConfigError: a length or batch below 1, or a pool too small for one token.
-    """
+    """Compute the capacity of `kv_bytes` of KV memory."""
     if sequence_tokens < 1 or batch < 1:
         raise ConfigError(
             f"sequence_tokens={sequence_tokens}, batch={batch}: expected 1 or more of each"
@@ -142,11 +127,7 @@ _LOGITS_BYTES = 4  # logits and probabilities are computed in float32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLayout:
-    """Bytes of a device's memory by use.
-
-    Raises:
-        ConfigError: the sizes exceed the total; the message lists them.
-    """
+    """Bytes of a device's memory by use."""
 
     total_bytes: int
     weights_bytes: int
@@ -176,14 +157,7 @@ class MemoryLayout:
 
 
 def coded_weight_bytes(model: ModelSpec, codec: str, bytes_per_value: int | float) -> int:
-    """Return the bytes of all weights with quantized linear layers.
-
-    Args:
-        model: its dimensions.
-        codec: int8, with one scale for each output of a layer, or int4, with one for each output
-            and SCALE_GROUP inputs. The output head is always int8.
-        bytes_per_value: bytes of the other weights: an embedding that no head shares, positions.
-    """
+    """Bytes of all weights: int8 has a scale per output, int4 one per SCALE_GROUP too."""
     scale_bytes = {8: 4 / model.hidden_size, 4: 4 / SCALE_GROUP}
     bits, head = WEIGHT_BITS[codec], model.embedding_parameters
     plain = model.num_parameters - model.layer_parameters - head
@@ -197,11 +171,7 @@ def coded_weight_bytes(model: ModelSpec, codec: str, bytes_per_value: int | floa
 def auto_kv_memory(
     total_bytes: int, weights_bytes: int, activation_peak_bytes: int, headroom_bytes: int
 ) -> int:
-    """Size of KV memory that uses the rest: total - weights - activation peak - headroom.
-
-    Raises:
-        ConfigError: no memory is left; the message lists all four sizes.
-    """
+    """Size of KV memory that uses the rest: total - weights - activation peak - headroom."""
     kv_bytes = total_bytes - weights_bytes - activation_peak_bytes - headroom_bytes
     if kv_bytes <= 0:
         raise ConfigError(
@@ -268,10 +238,6 @@ _PREFILL_DOMINATED = 0.1  # decode share below which a faster or larger decode b
 class Workload:
     """Requests of equal lengths.
 
-    Attributes:
-        input_tokens: length of a prompt.
-        batch: number of requests wanted at once.
-
     Raises:
         ConfigError: a count below 1.
     """
@@ -294,23 +260,14 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityVerdict:
-    """How much KV management matters for a workload, and why.
+    """How much KV management matters for a workload, and why."""
 
-    Attributes:
-        impact: from "low" (simple allocation suffices) to "critical" (the workload needs it).
-        kv_bytes: KV of the whole batch at its longest, in whole pages.
-        kv_share: that over the KV memory; above 1 it does not fit.
-        sequences: number of requests of this length that fit at once.
-        decode_share: fraction (0 to 1) of a request's device time spent in decode.
-        reasons: sentences with the decisive figures.
-    """
-
-    impact: Impact
-    kv_bytes: int
-    kv_share: float
-    sequences: int
-    decode_share: float
-    reasons: tuple[str, ...]
+    impact: Impact  # from "low" (simple allocation suffices) to "critical" (the workload needs it)
+    kv_bytes: int  # of the whole batch at its longest, in whole pages
+    kv_share: float  # of the KV memory; above 1 it does not fit
+    sequences: int  # that fit at once
+    decode_share: float  # fraction (0 to 1) of a request's device time
+    reasons: tuple[str, ...]  # sentences with the decisive figures
 
     @property
     def pays(self) -> bool:
@@ -327,20 +284,7 @@ def assess(
     layout: CacheLayout | None = None,
     flops_per_byte: int | float = DEFAULT_FLOPS_PER_BYTE,
 ) -> CapacityVerdict:
-    """Assess how much KV management matters.
-
-    Args:
-        model: its dimensions.
-        memory: division of the device's memory.
-        input_tokens: length of a prompt.
-        output_tokens: length of an output.
-        batch: number of requests wanted at once.
-        layout: layout of KV pages; default: 16-bit elements in pages of 16 tokens.
-        flops_per_byte: floating-point operations of the device in the time it reads one byte.
-
-    Raises:
-        ConfigError: a count below 1, or a KV memory of 0.
-    """
+    """Assess how much KV management matters."""
     workload = Workload(input_tokens=input_tokens, output_tokens=output_tokens, batch=batch)
     if memory.kv_bytes < 1 or flops_per_byte <= 0:
         raise ConfigError(

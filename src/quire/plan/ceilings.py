@@ -31,56 +31,42 @@ class Machine:
     """Properties of a machine that ceilings depend on."""
 
     cpu: str
-    threads: int
+    threads: int  # torch's
     torch: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductRate:
-    """A measured matrix product [rows, inner] x [inner, columns].
-
-    Attributes:
-        dtype: type of both operands, such as `bfloat16`.
-        flops_per_s: two FLOPs for each multiply-add.
-    """
+    """A measured matrix product [rows, inner] x [inner, columns]."""
 
     dtype: str
     rows: int
     inner: int
     columns: int
-    flops_per_s: float
+    flops_per_s: float  # two FLOPs for each multiply-add
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ceilings:
-    """Measured rates of one machine.
-
-    Attributes:
-        machine: the machine that the rates are valid for.
-        read_bytes_per_s, copy_bytes_per_s: rates for buffers larger than all caches, with all
-            threads; a copy counts its bytes once.
-        one_thread_read_bytes_per_s, one_thread_copy_bytes_per_s: the same rates with one thread.
-        products: rates of matrix products by shape.
-        attention_bytes_per_s: KV bytes of a decoding batch divided by its time, by attention
-            variant.
-        copies: rates of swapped pages, by device; empty in files of older versions.
-        prefill: rates of prefill, by `model_key`; empty if no model was measured.
-        steps: rates of steps under eviction rules, by `steps_key`; empty if no model was measured.
-    """
+    """Measured rates of one machine."""
 
     machine: Machine
-    read_bytes_per_s: float
-    copy_bytes_per_s: float
+    read_bytes_per_s: float  # buffers larger than all caches, all threads
+    copy_bytes_per_s: float  # a copy counts its bytes once
     one_thread_read_bytes_per_s: float
     one_thread_copy_bytes_per_s: float
     products: tuple[ProductRate, ...]
+    # KV bytes of a decoding batch over its time, by attention variant
     attention_bytes_per_s: Mapping[str, float]
+    # rates of swapped pages, by device; empty in files of older versions
     copies: Mapping[str, CopyRates] = field(default_factory=dict)
+    # by `model_key`; empty if no model was measured
     prefill: Mapping[str, PrefillRates] = field(default_factory=dict)
+    # by `steps_key`; empty if no model was measured
     steps: Mapping[str, StepRates] = field(default_factory=dict)
 
     def peak_product_rate(self, dtype: str = "bfloat16") -> float:
-        """The highest measured rate of a product, in FLOP/s."""
+        """In FLOP/s."""
         return max(product.flops_per_s for product in self._of_dtype(dtype))
 
     def product_rate(
@@ -90,9 +76,6 @@ class Ceilings:
 
         Uses the measured matrix [inner, columns] with the nearest shape. The rate is interpolated
         over the logarithm of rows, and constant outside of the measured range.
-
-        Raises:
-            ConfigError: a size below 1, or no product was measured in this dtype.
         """
         if min(rows, inner, columns) < 1:
             raise ConfigError(f"expected sizes of 1 or more, got {rows}, {inner}, {columns}")
@@ -163,12 +146,7 @@ def read_ceilings(path: Path, machine: Machine) -> Ceilings | NotUsable:
 
 
 def ceilings_from(stored: Any) -> Ceilings:
-    """Parse the JSON object of a ceilings file.
-
-    Raises:
-        ValueError: another format, or an invalid rate.
-        KeyError, TypeError: a field is missing or has the wrong type.
-    """
+    """Parse the JSON object of a ceilings file."""
     values = dict(stored)
     if values.pop("format") != FORMAT:
         raise ValueError(f"expected format {FORMAT}")

@@ -21,18 +21,14 @@ How = Literal["swap", "recompute", "hybrid"]
 class Holding:
     """The state of a sequence that preemption costs depend on.
 
-    Attributes:
-        cached_tokens: leading tokens that the prefix cache retains, which cost nothing.
-        page_tokens: granularity of splits; 0 if the sequence cannot be split.
-
     Raises:
         ConfigError: a negative number, or more cached tokens than tokens.
     """
 
-    tokens: int
-    kv_bytes: int
-    cached_tokens: int = 0
-    page_tokens: int = 0
+    tokens: int  # computed
+    kv_bytes: int  # to swap
+    cached_tokens: int = 0  # leading tokens that the prefix cache retains, which cost nothing
+    page_tokens: int = 0  # granularity of splits; 0 if the sequence cannot be split
 
     def __post_init__(self) -> None:
         if min(self.tokens, self.kv_bytes, self.cached_tokens, self.page_tokens) < 0:
@@ -50,23 +46,16 @@ class Holding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreemptionChoice:
-    """Method of a preemption, with its predicted time.
+    """Method of a preemption, with its predicted time."""
 
-    Attributes:
-        how: swap, recompute or hybrid.
-        seconds: predicted time of preemption and resumption.
-        keep_from: first token that a hybrid swaps; else 0.
-        reason: explanation for messages.
-    """
-
-    how: How
-    seconds: int | float
-    keep_from: int = 0
+    how: How  # swap, recompute or hybrid
+    seconds: int | float  # predicted, of preemption and resumption
+    keep_from: int = 0  # first token that a hybrid swaps; else 0
     reason: str = ""
 
 
 def swap_seconds(costs: Costs, num_bytes: int | float, *, pieces: int = 1) -> float:
-    """Time to swap KV out and in."""
+    """Time to swap KV out and in; `pieces` are its extents in host memory."""
     copies = costs.copies
     return copies.out.seconds(num_bytes, pieces) + copies.back.seconds(num_bytes, pieces)
 
@@ -97,10 +86,6 @@ def best_split(costs: Costs, holding: Holding, host_bytes: int) -> int | None:
 
     A swap of a token's KV out and in takes k seconds, prefill of l tokens t * l + a * l^2 seconds.
     The sum t * l + a * l^2 + k * (tokens - l) is lowest at l = (k - t) / (2 a).
-
-    Returns:
-        The first token to swap. None if no boundary is inside the sequence and after the cached
-        tokens, or no page of a tail fits.
     """
     page, prefill = holding.page_tokens, costs.prefill
     if not page or not holding.tokens:
@@ -125,11 +110,6 @@ def choose(costs: Costs, holding: Holding, host_bytes: int) -> PreemptionChoice:
     """Choose the cheapest method to preempt a sequence.
 
     Swap wins ties: only swap restores identical bytes.
-
-    Args:
-        costs: rates.
-        holding: state of the sequence.
-        host_bytes: free bytes of the host pool; 0 without one.
     """
     recompute_s = recompute_seconds(costs, holding.tokens, holding.cached_tokens)
     choices = [PreemptionChoice(how="recompute", seconds=recompute_s)]

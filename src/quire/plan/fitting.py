@@ -50,12 +50,7 @@ class RateEstimator:
         return float(np.dot(self._coefficients, amounts))
 
     def add(self, amounts: Sequence[int | float], seconds: int | float) -> None:
-        """Learn from one measurement; a time of 0 or infinity is ignored.
-
-        Args:
-            amounts: number of units of each kind.
-            seconds: measured time.
-        """
+        """Learn from one measurement; a time of 0 or infinity is ignored."""
         predicted_s = self.predict(amounts)
         if not 0 < seconds < math.inf or predicted_s <= 0:
             return
@@ -94,13 +89,6 @@ def fit_seconds(
     The constrained optimum is an ordinary least-squares fit of its positive coefficients (Lawson
     and Hanson, Solving Least Squares Problems, chapter 23). There are few coefficients, so all
     subsets are tried.
-
-    Args:
-        amounts: number of units of each kind, one row for each measurement.
-        seconds: measured times, above 0.
-
-    Raises:
-        ConfigError: no measurement, or a time of 0.
     """
     if not len(seconds) or min(seconds) <= 0:
         raise ConfigError(f"expected times above 0 to fit, got {list(seconds)}")

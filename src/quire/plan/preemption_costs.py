@@ -17,14 +17,10 @@ ASSUMED_FLOPS_PER_S = 5e10
 
 @dataclass(frozen=True, slots=True)
 class KnownCosts:
-    """Initial costs.
-
-    Attributes:
-        notice: assumed rates, and how to measure them; empty if all are measured.
-    """
+    """Initial costs."""
 
     costs: Costs
-    notice: str
+    notice: str  # assumed rates, and how to measure them; empty if all are measured
 
 
 def known_costs(
@@ -36,16 +32,7 @@ def known_costs(
     chunk_tokens: int,
     weight_codec: str = "auto",
 ) -> KnownCosts:
-    """Costs from stored ceilings where available, and conservative ones for the rest.
-
-    Args:
-        found: result of `read_ceilings`.
-        model: its dimensions, from which an unmeasured prefill is estimated.
-        dtype: type of its weights, such as `bfloat16`.
-        device: `cpu`, or the name of the accelerator.
-        chunk_tokens: prefill tokens of a step.
-        weight_codec: codec of the linear layers' weights, or "auto".
-    """
+    """Costs from stored ceilings where available, and conservative ones for the rest."""
     missing = [found.reason] if isinstance(found, NotUsable) else []
     stored = None if isinstance(found, NotUsable) else found
     copies = stored.copies.get(device) if stored else None
@@ -70,10 +57,6 @@ def assumed_prefill(model: ModelSpec, flops_per_s: int | float) -> PrefillRates:
 
     A token at position p multiplies p keys and p values of each query head: 4 * heads * head_dim
     * p FLOP a layer, which sums up to 2 * heads * head_dim * (b^2 - a^2) from a to b.
-
-    Args:
-        model: its dimensions; the head is computed for a prompt's last row only.
-        flops_per_s: rate of products.
     """
     weights = model.num_active_parameters - model.embedding_parameters
     if not model.tied_embeddings:
@@ -137,7 +120,7 @@ class LearnedCosts:
         self._back.add((1, 1, num_bytes), seconds)
 
     def read(self, tokens: int, before: int, seconds: int | float) -> None:
-        """Learn from a step that only prefilled a chunk of one prompt."""
+        """Learn from a step with one chunk of a prompt, after `before` tokens."""
         self._prefill.add((1, tokens, (before + tokens) ** 2 - before**2), seconds)
 
 

@@ -40,8 +40,8 @@ class CopyRate:
 class CopyRates:
     """Rates of copies in both directions."""
 
-    out: CopyRate
-    back: CopyRate
+    out: CopyRate  # from the arena to host memory
+    back: CopyRate  # from host memory to the arena
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,14 +164,7 @@ _NUMBERS = ("cap", "every", "when")
 
 
 def model_key(model: ModelSpec, *, dtype: str, device: str, weight_codec: str = "auto") -> str:
-    """Key of a model's prefill rates: its dimensions, independent of its folder.
-
-    Args:
-        model: its dimensions.
-        dtype: type of its weights, such as `bfloat16`.
-        device: `cpu`, or the name of the accelerator.
-        weight_codec: codec of the linear layers' weights, or "auto".
-    """
+    """Key of a model's prefill rates: its dimensions, independent of its folder."""
     weights = dtype if weight_codec == "auto" else f"{dtype} and {weight_codec}"
     return (
         f"{model.architecture}, {model.num_layers} layers of {model.hidden_size}, "
@@ -183,9 +176,6 @@ def steps_key(key: str, evict: str) -> str:
     """Key of a model's step rates under an eviction rule.
 
     The rule's cap and schedule are not part of the key: rates are used to compare them.
-
-    Raises:
-        ConfigError: `evict` is not a rule.
     """
     parsed = parse_policy(evict)
     kept = sorted(item for item in parsed.options.items() if item[0] not in _NUMBERS)
@@ -194,12 +184,7 @@ def steps_key(key: str, evict: str) -> str:
 
 
 def copies_from(stored: object) -> dict[str, CopyRates]:
-    """Copy rates by device from their JSON object.
-
-    Raises:
-        ValueError: an invalid rate.
-        KeyError, TypeError: a field is missing or has the wrong type.
-    """
+    """Copy rates by device from their JSON object."""
     return {
         device: CopyRates(
             out=CopyRate(**_table(rates["out"])), back=CopyRate(**_table(rates["back"]))
@@ -209,22 +194,12 @@ def copies_from(stored: object) -> dict[str, CopyRates]:
 
 
 def prefill_from(stored: object) -> dict[str, PrefillRates]:
-    """Prefill rates by `model_key` from their JSON object.
-
-    Raises:
-        ValueError: an invalid rate.
-        KeyError, TypeError: a field is missing or has the wrong type.
-    """
+    """Prefill rates by `model_key` from their JSON object."""
     return {key: PrefillRates(**_table(rates)) for key, rates in _table(stored).items()}
 
 
 def steps_from(stored: object) -> dict[str, StepRates]:
-    """Step rates by `steps_key` from their JSON object.
-
-    Raises:
-        ValueError: an invalid rate.
-        KeyError, TypeError: a field is missing or has the wrong type.
-    """
+    """Step rates by `steps_key` from their JSON object."""
     return {
         key: StepRates(
             whole=PrefillRates(**_table(rates["whole"])),

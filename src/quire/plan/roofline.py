@@ -35,11 +35,7 @@ class DecodeStep:
         return self.kv_read_bytes / self.read_bytes
 
     def seconds(self, read_bytes_per_s: int | float) -> float:
-        """Shortest time of the step at a memory's read rate.
-
-        Raises:
-            ConfigError: a rate of 0 or less.
-        """
+        """Shortest time of the step at a memory's read rate."""
         if read_bytes_per_s <= 0:
             raise ConfigError(f"read_bytes_per_s={read_bytes_per_s}: expected a rate above 0")
         return self.read_bytes / read_bytes_per_s
@@ -57,18 +53,7 @@ def decode_step(
     weight_bytes_per_value: int | float = 2,
     kv_bytes_per_value: int | float = 2,
 ) -> DecodeStep:
-    """Compute the reads of one decode step.
-
-    Args:
-        model: its dimensions.
-        batch: sequences of the step.
-        tokens: length of each; window layers read at most their window.
-        weight_bytes_per_value: bytes of a weight; 2 for fp16 and bf16.
-        kv_bytes_per_value: bytes of a KV element.
-
-    Raises:
-        ConfigError: a batch below 1, or a negative length.
-    """
+    """Compute the reads of one decode step."""
     if batch < 1:
         raise ConfigError(f"batch={batch}: expected 1 or more")
     return DecodeStep(
@@ -104,15 +89,6 @@ def crossover_batch(
 
     Below it the weights dominate, which the batch shares. Above it the KV of each sequence
     dominates, and a smaller KV makes the step faster almost in proportion.
-
-    Args:
-        model: its dimensions.
-        tokens: length of each sequence.
-        weight_bytes_per_value: bytes of a weight; 2 for fp16 and bf16.
-        kv_bytes_per_value: bytes of a KV element.
-
-    Raises:
-        ConfigError: `tokens` below 1.
     """
     if tokens < 1:
         raise ConfigError(f"tokens={tokens}: expected a sequence of 1 token or more")
@@ -138,15 +114,10 @@ def crossover_batch(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowTokens:
-    """One sequence of a step.
+    """One sequence of a step."""
 
-    Attributes:
-        new: tokens processed; 1 while decoding.
-        before: tokens with stored KV.
-    """
-
-    new: int
-    before: int
+    new: int  # 1 while decoding
+    before: int  # tokens with stored KV
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,11 +145,7 @@ class PartCost:
         return self.flops / self.num_bytes if self.num_bytes else 0.0
 
     def floor_s(self, read_bytes_per_s: float, flops_per_s: float) -> float:
-        """Shortest time: the larger of bytes over the read rate and FLOPs over the product rate.
-
-        Raises:
-            ConfigError: a rate of 0 or less.
-        """
+        """Shortest time: the larger of bytes over the read rate and FLOPs over the product rate."""
         if min(read_bytes_per_s, flops_per_s) <= 0:
             raise ConfigError(
                 f"expected rates above 0, got {read_bytes_per_s} B/s, {flops_per_s} FLOP/s"
@@ -193,14 +160,7 @@ def step_parts(
     sampled_rows: int,
     bytes_per_value: int = 2,
 ) -> tuple[PartCost, ...]:
-    """Compute the cost of each component of one step.
-
-    Args:
-        model: its dimensions; a mixture of experts reads the selected experts.
-        rows: sequences of the step.
-        sampled_rows: rows with logits.
-        bytes_per_value: bytes of an element of weights and KV.
-    """
+    """Compute the cost of each component of one step."""
     if not rows or min(row.new for row in rows) < 1:
         raise ConfigError("expected rows with 1 or more new tokens each")
     tokens = sum(row.new for row in rows)

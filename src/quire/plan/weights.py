@@ -24,16 +24,11 @@ MAX_BATCHES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsPlacement:
-    """Placement of a model's weights.
+    """Placement of a model's weights."""
 
-    Attributes:
-        other_bytes: bytes of weights outside of layers: embeddings, norms, head, buffers.
-        offloaded_layers: indices of the layers that are prefetched in every pass.
-    """
-
-    other_bytes: int
+    other_bytes: int  # weights outside of layers: embeddings, norms, head, buffers
     layer_bytes: tuple[int, ...]
-    offloaded_layers: tuple[int, ...] = ()
+    offloaded_layers: tuple[int, ...] = ()  # prefetched in every pass
 
     @property
     def slot_bytes(self) -> int:
@@ -71,16 +66,7 @@ class WeightsPlacement:
 def place_weights(
     layer_bytes: Sequence[int], other_bytes: int, budget_bytes: int | None = None
 ) -> WeightsPlacement:
-    """Keep as many layers on the device as fit in addition to the slots.
-
-    Args:
-        layer_bytes: bytes of each layer.
-        other_bytes: bytes of weights outside of layers, which are resident.
-        budget_bytes: limit of weights on the device; None: no limit.
-
-    Raises:
-        ConfigError: the budget is too small for other weights and two slots; states the minimum.
-    """
+    """Keep as many layers on the device as fit in addition to the slots."""
     all_stay = WeightsPlacement(other_bytes=other_bytes, layer_bytes=tuple(layer_bytes))
     if budget_bytes is None or all_stay.total_bytes <= budget_bytes:
         return all_stay
@@ -106,11 +92,7 @@ def place_weights(
 def planned_weights(
     model: ModelSpec, bytes_per_value: int | float, budget_bytes: int | None
 ) -> WeightsPlacement:
-    """Place weights by a model's dimensions, with layers of equal size.
-
-    Raises:
-        ConfigError: see `place_weights`.
-    """
+    """Place weights by a model's dimensions, with layers of equal size."""
     total_bytes = model.weight_bytes(bytes_per_value)
     each_bytes = int(model.layer_parameters * bytes_per_value) // model.num_layers
     other_bytes = total_bytes - model.num_layers * each_bytes

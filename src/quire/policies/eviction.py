@@ -311,11 +311,7 @@ def make_eviction(text: str) -> EvictionRule:
 
 
 def _refuse_unsound(rule: EvictionRule, policy: EvictionPolicy, name: str, cap: str) -> None:
-    """Refuse components that exclude each other.
-
-    Raises:
-        UnsoundCombination: the message states the reason and an alternative.
-    """
+    """Refuse components that exclude each other."""
     budget, statistics = rule.budget, (*policy.statistics, *rule.budget.statistics)
     limit = None
     if (budget.needs_prompt or budget.ragged) and not isinstance(policy, ScorePolicy):

@@ -16,49 +16,30 @@ PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchShape:
-    """The requests of a benchmark.
+    """The requests of a benchmark."""
 
-    Attributes:
-        requests: submitted at once in each round.
-        input_tokens: length of each prompt.
-        output_tokens: generated for each prompt; an end-of-sequence token does not stop it.
-        rounds: number of measured rounds.
-        warmup_rounds: number of rounds before the measured ones.
-        seed: seed of the prompts; every round has different prompts.
-    """
-
-    requests: int
+    requests: int  # submitted at once in each round
     input_tokens: int
-    output_tokens: int
+    output_tokens: int  # an end-of-sequence token does not stop it
     rounds: int
     warmup_rounds: int
-    seed: int = 0
+    seed: int = 0  # every round has different prompts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchRound:
-    """One measured round.
+    """One measured round."""
 
-    Attributes:
-        total_s: time from the first submission to the last token.
-        first_token_s: time to first token of each request.
-        kv_peak_bytes: peak bytes of pages in use since the engine started.
-    """
-
-    total_s: float
-    first_token_s: tuple[float, ...]
-    kv_peak_bytes: int
+    total_s: float  # from the first submission to the last token
+    first_token_s: tuple[float, ...]  # of each request
+    kv_peak_bytes: int  # since the engine started
     preemptions: int
     evicted_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchRun:
-    """All measured rounds.
-
-    Attributes:
-        rounds: measured rounds, in order.
-    """
+    """All measured rounds."""
 
     shape: BenchShape
     kv_total_bytes: int
@@ -100,17 +81,7 @@ class BenchRun:
 
 
 def run_bench(llm: LLM, shape: BenchShape, sampling: SamplingParams) -> BenchRun:
-    """Run the warm-up rounds and the measured ones.
-
-    Args:
-        llm: an idle LLM. Its prefix cache has no hits, because every prompt is random.
-        shape: shape of the requests.
-        sampling: sampling options of every request; the shape sets the output length.
-
-    Raises:
-        RequestError: the prompt and its output exceed the model's context.
-        NeverFits: one request needs more KV than the whole memory has.
-    """
+    """Run the warm-up rounds and the measured ones."""
     context = llm.context_tokens(shape.input_tokens)
     if shape.input_tokens + shape.output_tokens > context:
         raise RequestError(

@@ -87,7 +87,7 @@ class AttentionShape:
     """A decoding batch: one query per sequence, bfloat16."""
 
     batch: int = 32
-    tokens: int = 2_048
+    tokens: int = 2_048  # of each sequence, the new one included
     num_heads: int = 32
     num_kv_heads: int = 8
     head_dim: int = 128
@@ -117,14 +117,7 @@ class AttentionShape:
 
 
 class AttentionBench:
-    """The KV of one layer in pages, and contiguous.
-
-    Args:
-        codec: storage format of pages.
-
-    Attributes:
-        kv_bytes: bytes that a step reads, including codec metadata.
-    """
+    """The KV of one layer in pages, and contiguous."""
 
     def __init__(self, shape: AttentionShape, codec: str = PLAIN) -> None:
         self._shape, self._codec = shape, codec
@@ -161,11 +154,7 @@ class AttentionBench:
         return variants
 
     def paged(self, name: str, *, statistics: bool = False) -> Callable[[], Tensor]:
-        """Create a call that attends once through a backend, with or without column sums.
-
-        Raises:
-            ConfigError: the backend cannot read these pages here.
-        """
+        """A call that attends once through a backend, with or without column sums."""
         shape = self._shape
         backend: AttentionBackend = select_backend(
             name,
@@ -243,27 +232,16 @@ _MIN_SECONDS_PER_BYTE = 1e-15  # a fit may be 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyTimes:
-    """Median times of one sequence size.
-
-    Attributes:
-        num_bytes: bytes of the sequence's KV.
-        scattered: whether its pages are scattered between another sequence's.
-        out_s, back_s: a swap in each direction, bookkeeping included.
-    """
+    """Median times of one sequence size."""
 
     num_bytes: int
-    scattered: bool
-    out_s: float
+    scattered: bool  # whether its pages are between another sequence's
+    out_s: float  # a swap out, bookkeeping included
     back_s: float
 
 
 class SwapProbe:
-    """A sequence that is swapped out and in repeatedly.
-
-    Args:
-        num_bytes: bytes of the sequence; rounded down to whole pages.
-        scattered: whether another sequence takes every second page.
-    """
+    """A sequence that is swapped repeatedly; scattered pages alternate with another sequence's."""
 
     def __init__(self, device: torch.device, num_bytes: int, *, scattered: bool) -> None:
         plain = codec_spec("bfloat16")
@@ -394,8 +372,8 @@ _MIN_SECONDS_PER_TOKEN = 1e-12  # a fit may be 0
 class ChunkTime:
     """One prefill step of a chunk."""
 
-    tokens: int
-    before: int
+    tokens: int  # of the chunk
+    before: int  # tokens of the prompt before the chunk
     seconds: float
 
     @property
@@ -418,17 +396,7 @@ def kv_memory_for(spec: ModelSpec, tokens: int) -> int:
 def measure_chunks(
     model: LoadedModel, *, chunks: Sequence[int], prompt_tokens: int, repeats: int
 ) -> Iterator[ChunkTime]:
-    """Prefill prompts in chunks of each length; yield every step except those of a first prompt.
-
-    Args:
-        model: loaded.
-        chunks: lengths.
-        prompt_tokens: length of each prompt; at most the model's context minus one.
-        repeats: measured prompts for each length, after a warm-up.
-
-    Raises:
-        ConfigError: a prompt that fills the context, so that no output fits.
-    """
+    """Prefill prompts in chunks of each length; yield every step except those of a first prompt."""
     if not 1 <= prompt_tokens < model.spec.max_positions:
         raise ConfigError(
             f"expected prompts of 1 to {model.spec.max_positions - 1} tokens, got {prompt_tokens}"
@@ -459,11 +427,7 @@ def _steps(engine: Engine, prompt: list[int], chunk: int) -> Iterator[ChunkTime]
 
 
 def prefill_rates(times: Sequence[ChunkTime]) -> PrefillRates:
-    """Fit rates to the steps.
-
-    Raises:
-        ConfigError: `times` is empty.
-    """
+    """Fit rates to the steps."""
     fitted = fit_seconds([time.amounts for time in times], [time.seconds for time in times])
     call_s, token_s, square_s = fitted
     return PrefillRates(
@@ -479,15 +443,7 @@ def measure_prefill_rates(
     repeats: int,
     progress: Callable[[str], None],
 ) -> dict[str, PrefillRates]:
-    """Prefill rates of a model, by its `model_key`.
-
-    Args:
-        model: loaded.
-        chunks: lengths.
-        prompt_tokens: length of each prompt; limited to the model's context minus one.
-        repeats: measured prompts for each length.
-        progress: called with a line for each length and for the fitted rates.
-    """
+    """Prefill rates of a model, by its `model_key`."""
     tokens = min(prompt_tokens, model.spec.max_positions - 1)
     times = list(measure_chunks(model, chunks=chunks, prompt_tokens=tokens, repeats=repeats))
     for chunk in chunks:
@@ -515,25 +471,16 @@ LARGE_BUFFER_BYTES = 256 << 20  # far larger than the caches of common machines
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileConfig:
-    """Measurements to run.
+    """Measurements to run."""
 
-    Attributes:
-        repeats: measured runs of each, after one warm-up; the median counts.
-        buffer_bytes: size of the buffer that is read and copied.
-        rows, matrices, dtypes: rows, matrix shapes and dtypes of the products.
-        attention: shape of the decoding batch.
-        swap_bytes: sizes of swapped sequences.
-        chunks, prompt_tokens: chunk lengths and prompt length of the measured prefill.
-    """
-
-    repeats: int = 7
-    buffer_bytes: int = LARGE_BUFFER_BYTES
+    repeats: int = 7  # after one warm-up; the median counts
+    buffer_bytes: int = LARGE_BUFFER_BYTES  # of the buffer that is read and copied
     rows: tuple[int, ...] = ROWS
     matrices: tuple[tuple[int, int], ...] = MATRICES
     dtypes: tuple[str, ...] = DTYPES
     attention: AttentionShape = field(default_factory=AttentionShape)
-    swap_bytes: tuple[int, ...] = SWAP_BYTES
-    chunks: tuple[int, ...] = CHUNKS
+    swap_bytes: tuple[int, ...] = SWAP_BYTES  # of swapped sequences
+    chunks: tuple[int, ...] = CHUNKS  # prefill lengths
     prompt_tokens: int = 2_048
 
 
@@ -550,11 +497,7 @@ QUICK_PROFILE = ProfileConfig(
 
 
 class MemoryProbe:
-    """Reads and copies one buffer repeatedly.
-
-    Args:
-        num_bytes: size of the buffer; a multiple of 16.
-    """
+    """Reads and copies one buffer repeatedly."""
 
     def __init__(self, num_bytes: int) -> None:
         self._numbers = touched_buffer(num_bytes).view(torch.int64)

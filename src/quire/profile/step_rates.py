@@ -34,10 +34,10 @@ _MIN_SECONDS = 1e-12  # a fit may be 0
 class RunShape:
     """A static batch."""
 
-    rows: int
+    rows: int  # number of rows
     prompt_tokens: int
     new_tokens: int
-    evict: str
+    evict: str  # with its cap and schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,18 +45,12 @@ class StepTime:
     """A timed step of a static batch."""
 
     rows: int
-    step: RowStep
-    seconds: float
+    step: RowStep  # work of each row
+    seconds: float  # of the whole step
 
 
 def static_engine(model: LoadedModel, shape: RunShape, kv_bytes: int | None = None) -> Engine:
-    """Create an engine whose rows are prefilled together and decode together.
-
-    Args:
-        model: loaded.
-        shape: shape of the batch.
-        kv_bytes: size of the KV memory; None: enough for any layout, statistics included.
-    """
+    """Create an engine whose rows are prefilled together and decode together."""
     if kv_bytes is None:
         tokens = shape.rows * (shape.prompt_tokens + shape.new_tokens)
         kv_bytes = 3 * tokens * model.spec.kv_bytes_per_token(4) + (64 << 20)
@@ -65,11 +59,7 @@ def static_engine(model: LoadedModel, shape: RunShape, kv_bytes: int | None = No
 
 
 def timed_steps(model: LoadedModel, shape: RunShape, engine: Engine) -> Iterator[StepTime]:
-    """Run a batch on an idle engine to its end, step by step.
-
-    Raises:
-        InvariantError: the engine's steps differ from those of `row_steps`.
-    """
+    """Run a batch on an idle engine to its end, step by step."""
     rules = engine.pool.rules
     spec = rules.resolve(rules.default, shape.prompt_tokens).spec
     options = SamplingParams(max_tokens=shape.new_tokens, temperature=0.0, ignore_eos=True)
@@ -90,13 +80,7 @@ def timed_steps(model: LoadedModel, shape: RunShape, engine: Engine) -> Iterator
 def measure_step_rates(
     model: LoadedModel, shapes: Sequence[RunShape], *, repeats: int
 ) -> StepRates:
-    """Fit rates to the steps of these batches, which share a rule.
-
-    Args:
-        model: loaded.
-        shapes: shapes of the batches.
-        repeats: measured runs of each batch, after a warm-up.
-    """
+    """Fit rates to the steps of these batches, which share a rule."""
     times: list[StepTime] = []
     for shape in shapes:
         engine = static_engine(model, shape)
@@ -163,11 +147,6 @@ def usual_shapes(evict: str, *, context_tokens: int, quick: bool = False) -> tup
 
     A rule that evicts runs in blocks with a cap of half of each prompt, and token by token while
     decoding.
-
-    Args:
-        evict: the rule; its cap and schedule are replaced by several.
-        context_tokens: the model's context.
-        quick: whether to use a few small shapes, for trials.
     """
     new_tokens = 8 if quick else 12
     return tuple(
@@ -190,11 +169,7 @@ def _with_caps(evict: str, cap: int) -> Iterator[str]:
 
 
 def policy_of_rule(evict: str) -> EvictionPolicy | None:
-    """The policy of a rule, independent of its cap; None for full.
-
-    Raises:
-        ConfigError: `evict` is not a rule.
-    """
+    """The policy of a rule, independent of its cap; None for full."""
     if parse_policy(evict).name == FULL:
         return make_eviction(evict).policy
     return make_eviction(with_numbers(evict, cap=1 << 30, every=1, when=DECODE)).policy

@@ -17,35 +17,33 @@ from quire.config.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A beam with one more token.
+    """A beam with one more token."""
 
-    Attributes:
-        score: sum of log-probabilities (nats), this token included.
-        parent: index of the open beam that it continues.
-        report: data that the caller attaches to the token for the result, such as logprobs.
-    """
-
-    score: float
-    parent: int
+    score: float  # sum of log-probabilities (nats), this token included
+    parent: int  # index of the open beam that it continues
     token_id: int
-    report: object = None
+    report: object = None  # data that the caller attaches, such as logprobs
 
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """An ended sequence.
+    """An ended sequence."""
 
-    Attributes:
-        score: sum of log-probabilities divided by length to the power of the length penalty.
-        path: its tokens, including the last one.
-    """
-
-    score: float
-    path: tuple[Candidate, ...]
+    score: float  # sum of log-probabilities over length to the power of the length penalty
+    path: tuple[Candidate, ...]  # including the last token
 
 
 class BeamSearch:
-    """State of one beam search."""
+    """State of one beam search.
+
+    Attributes:
+        params: see above.
+        width: number of beams.
+        scores: scores of the open beams, best first.
+        beams: tokens of the open beams, as candidates.
+        ended: the best ended sequences, best first.
+        is_done: whether the search is finished.
+    """
 
     def __init__(self, params: SamplingParams, eos_token_ids: Collection[int]) -> None:
         eos = () if params.ignore_eos else eos_token_ids
@@ -62,11 +60,7 @@ class BeamSearch:
         return max(2, 1 + len(self._end_token_ids)) * self.width
 
     def advance(self, candidates: Sequence[Candidate]) -> list[int]:
-        """Add a token to every beam.
-
-        Returns:
-            For each new open beam, the index of the old beam that it continues.
-        """
+        """Add a token to every beam; for each new open beam, the index of the beam it continues."""
         length = len(self.beams[0]) + 1
         ends = [self._ends(candidate, length) for candidate in candidates]
         pairs = list(zip(candidates, ends, strict=True))

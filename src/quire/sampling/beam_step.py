@@ -32,14 +32,6 @@ def best_continuations(
     Masks, biases and penalties change the log-probabilities, which are not normalized again, as in
     Transformers.
 
-    Args:
-        logits: logits of each open beam's last token, finite.
-        rows: the beams.
-        scores: summed log-probability of each beam.
-        count: number of candidates to return, over all beams.
-        sampler: has the end-of-sequence tokens, which `min_tokens` masks, and the tokens that are
-            not sampled.
-
     Returns:
         At most `count` candidates, best first; fewer if masks leave fewer tokens.
     """
@@ -61,18 +53,7 @@ Branch = Callable[[RequestGroup, Sequence[int]], None]
 def advance_beams(
     search: BeamSearch, group: RequestGroup, logits: Tensor, sampler: Sampler, branch: Branch
 ) -> None:
-    """Add a token to every beam, and replace the group's members by the new open beams.
-
-    Args:
-        search: the group's beam search.
-        group: a group whose members are the open beams, in order.
-        logits: [beams, vocab] logits of each member's last token.
-        sampler: supplies vocabulary size, end-of-sequence tokens and undecodable tokens.
-        branch: see `Scheduler.branch`.
-
-    Raises:
-        RequestError: NaN or infinite logits, or masks that leave no token.
-    """
+    """Add a token to every beam, and replace the group's members by the new open beams."""
     logits = logits[:, : sampler.vocab_size]
     if not bool(logits.amax(dim=-1).isfinite().all()):
         raise RequestError(BAD_LOGITS)

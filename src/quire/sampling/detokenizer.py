@@ -47,10 +47,6 @@ class Detokenizer:
 
     A character that starts in the prompt and ends in the output belongs to the output.
 
-    Args:
-        tokenizer: decodes token ids; None for a model without a tokenizer: the text is always "".
-        skip_special_tokens: leave special tokens out of the text.
-
     Attributes:
         num_characters: length of the returned text.
         offset: position of the newest token in the text. The tokens that form one character have
@@ -205,27 +201,18 @@ class StopChecker:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Why an output ended, with the values of the OpenAI API and vLLM.
+    """Why an output ended, with the values of the OpenAI API and vLLM."""
 
-    Attributes:
-        finish_reason: "stop" for an end token or a stop text, "length" at `max_tokens`.
-        stop_reason: the stop text, or the id from `stop_token_ids`, that ended the output; None for
-            the model's end-of-sequence tokens and for "length".
-    """
-
+    # "stop" for an end token or a stop text, "length" at `max_tokens`
     finish_reason: Literal["stop", "length"]
+    # the stop text or stop token id; None for the model's own end tokens
     stop_reason: str | int | None = None
 
 
 def ending_token(
     params: SamplingParams, eos_token_ids: Iterable[int], token_id: int, num_output_tokens: int
 ) -> Ending | None:
-    """Check whether a token ends its output, by its id or by the output's length.
-
-    Returns:
-        The ending; None if the output continues. Ids of the first `min_tokens` tokens do not end
-        the output.
-    """
+    """Whether a token ends its output; ids of the first `min_tokens` tokens do not."""
     if num_output_tokens > params.min_tokens:
         if not params.ignore_eos and token_id in eos_token_ids:
             return Ending("stop")
@@ -242,12 +229,6 @@ class OutputText:
     The text of an end token is left out unless `include_stop_str_in_output` is set. A stop text
     takes precedence over an end token and over the length. A stop text that ends in the text of
     the first `min_tokens` tokens does not end the output.
-
-    Args:
-        params: the sampling options of the request.
-        eos_token_ids: the model's end-of-sequence tokens.
-        tokenizer: None for a model without a tokenizer: there is no text, and only token ids and
-            the length end the output.
 
     Attributes:
         ending: why the output ended; None while it continues.

@@ -28,66 +28,42 @@ SCRATCH_BYTES_OF_TOKEN = 64
 
 @dataclass(frozen=True, slots=True)
 class RowScore:
-    """Scores of a sampled token.
+    """Scores of a sampled token."""
 
-    Attributes:
-        logprob: log-probability (nats) under the unmodified logits.
-        rank: 1 for the likeliest token.
-        top: the likeliest tokens as (token id, log-probability), likeliest first.
-    """
-
-    logprob: float
-    rank: int
-    top: tuple[tuple[int, float], ...]
+    logprob: float  # nats, under the unmodified logits
+    rank: int  # 1 for the likeliest token
+    top: tuple[tuple[int, float], ...]  # (token id, log-probability), likeliest first
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceRows:
-    """Rows to sample.
-
-    Attributes:
-        rows: one per row of the logits.
-        shaped: indices of rows that need more than the likeliest token.
-        is_edited: whether masks, biases or penalties of a shaped row change its logits.
-        uniforms: a random number in [0, 1) for each shaped row; not used for greedy rows.
-        scored: requested number of likeliest tokens, by index of the rows with log-probabilities.
-    """
+    """Rows to sample."""
 
     rows: Sequence[SamplingRow]
-    shaped: Sequence[int] = ()
-    is_edited: bool = False
-    uniforms: Sequence[float] = ()
+    shaped: Sequence[int] = ()  # rows that need more than the likeliest token
+    is_edited: bool = False  # whether masks, biases or penalties change the logits of a shaped row
+    uniforms: Sequence[float] = ()  # in [0, 1), one for each shaped row
+    # requested number of likeliest tokens, by row
     scored: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceTokens:
-    """Sampled tokens.
-
-    Attributes:
-        bad: rows with NaN or infinite logits.
-        without_token: rows whose options leave no token, or `bad` ones.
-        scores: scores of the rows that requested log-probabilities.
-    """
+    """Sampled tokens."""
 
     token_ids: list[int]
-    bad: list[int]
-    without_token: list[int]
+    bad: list[int]  # rows with NaN or infinite logits
+    without_token: list[int]  # rows whose options leave no token, or `bad` ones
     scores: dict[int, RowScore]
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchedTokens:
-    """Tokens that are being sampled on the device.
+    """Tokens that are being sampled on the device."""
 
-    Attributes:
-        token_ids: [rows] tokens on the device.
-        read: waits for the results and returns them as one array.
-    """
-
-    token_ids: Int[Tensor, " rows"]
+    token_ids: Int[Tensor, " rows"]  # [rows] on the device
     wanted: DeviceRows
-    read: ReadNumbers
+    read: ReadNumbers  # waits for the results and returns them as one array
 
     def wait(self) -> DeviceTokens:
         return _unpacked(self.read().tolist(), len(self.wanted.rows), self.wanted.scored)
@@ -102,16 +78,7 @@ def sample_on_device(
     candidates: Float[Tensor, "rows candidates"] | None = None,
     unlisted: Int[Tensor, " unlisted"] | None = None,
 ) -> LaunchedTokens:
-    """Sample one token per row, without waiting for the device.
-
-    Args:
-        logits: [rows, vocab] logits of the model, in any float type.
-        wanted: rows and their options.
-        eos_token_ids: end-of-sequence tokens, which `min_tokens` masks.
-        read: begins to copy the results to the CPU; called once.
-        candidates: logits to sample from, which may have fewer columns; None: `logits`.
-        unlisted: tokens that are not among the likeliest ones in scores; None: none.
-    """
+    """Sample one token per row, without waiting for the device."""
     candidates = logits if candidates is None else candidates
     best, token_ids = candidates.max(dim=-1)
     is_bad = ~best.isfinite()

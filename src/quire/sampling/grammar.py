@@ -85,13 +85,7 @@ class CompiledGrammar:
 
 
 class GrammarCompiler:
-    """Compiles and caches the grammars of a model. Thread-safe.
-
-    Args:
-        tokenizer: the model's tokenizer; None: every grammar is refused.
-        vocab_size: number of token ids of the model.
-        eos_token_ids: end-of-sequence tokens, which are allowed where a grammar may end.
-    """
+    """Compiles and caches the grammars of a model. Thread-safe."""
 
     def __init__(
         self,
@@ -113,11 +107,6 @@ class GrammarCompiler:
         """Return the compiled grammar: from the cache, or one that is in use, else a new one.
 
         A caller that keeps the result compiles in one thread and finds it in another.
-
-        Raises:
-            RequestError: a grammar that is invalid, unsupported, too complex, or that no text or
-                only the empty text matches; a model without a fast tokenizer; a missing package.
-            QueueFull: too many compilations are running.
         """
         with self._lock:
             found = self._in_use.get(wanted)

@@ -239,14 +239,7 @@ class _Writer:
         return self._items(tree.data, tree.state.flags, first=anchors, last=anchors)
 
     def _items(self, items: Any, flags: int, *, first: bool, last: bool) -> tuple[str, int]:
-        """Write a sequence.
-
-        Args:
-            items: items of the tree.
-            flags: flags of `re` that apply.
-            first: at the start of the text; a search then begins with any text, or an anchor.
-            last: at its end.
-        """
+        """Write a sequence."""
         rest, multiline = list(items), flags & re.MULTILINE
         while first and rest and _is_anchor(rest[0], _STARTS) and not multiline:
             rest, first = rest[1:], not self._search
@@ -445,12 +438,7 @@ Node = dict[str, Any]
 
 
 class _Schema:
-    """Rewrites a schema in place, and follows its references to parts of the document.
-
-    Args:
-        root: the schema; it is changed.
-        rewriter: rewrites `pattern`.
-    """
+    """Rewrites a schema in place, and follows its references to parts of the document."""
 
     def __init__(self, root: Any, rewriter: DialectRewriter) -> None:
         self._root, self._rewriter = root, rewriter
@@ -461,7 +449,6 @@ class _Schema:
         self._refers_by_name = re.search(r'"\$ref": "(?!#"|#/)', json.dumps(root)) is not None
 
     def rewritten(self) -> Any:
-        """Rewrite the schema and return it."""
         self._schema(self._root, "")
         while self._todo:
             self._refer(*self._todo.pop())

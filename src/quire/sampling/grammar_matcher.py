@@ -37,11 +37,7 @@ _ADVICE = {
 
 
 class GrammarMatcher:
-    """The state of one sequence in its grammar.
-
-    Attributes:
-        error: why the grammar cannot continue; None while it can.
-    """
+    """The state of one sequence in its grammar."""
 
     def __init__(self, copy: "Callable[[], LLMatcher]", first_mask: bytes) -> None:
         self._copy, self._first_mask = copy, first_mask
@@ -54,16 +50,12 @@ class GrammarMatcher:
         return GrammarMatcher(self._copy, self._first_mask)
 
     def close(self) -> None:
-        """Free the state of a sequence that has ended."""
         self._matcher, self._mask, self._consumed = None, self._first_mask, []
 
     def mask(self, output_token_ids: Sequence[int]) -> UInt8[np.ndarray, " bytes"]:
         """Return the mask of the next token: bit i % 8 of byte i // 8 is token i.
 
         Without any bit if the grammar cannot continue; `error` then has the reason.
-
-        Args:
-            output_token_ids: the output so far, without an end-of-sequence token.
         """
         self._go_to(output_token_ids)
         if self._mask is None:
@@ -139,20 +131,14 @@ def unpacked(
 
 
 class MaskWorker:
-    """Computes the masks of a step in a thread while the model computes its logits.
-
-    llguidance releases the GIL. A step without structured outputs only checks its requests.
-    """
+    """Computes the masks of a step in a thread while the model computes its logits."""
 
     def __init__(self) -> None:
         self._executor: ThreadPoolExecutor | None = None
 
     @contextmanager
     def computed(self, requests: Sequence[Request], tokens: Sequence[int]) -> Iterator[None]:
-        """Compute the masks of the requests that will sample a token, while the body runs.
-
-        The matchers must not be used in the body.
-        """
+        """Compute the masks while the body runs, which must not use the matchers."""
         ready = [
             request
             for request, count in zip(requests, tokens, strict=True)

@@ -20,17 +20,11 @@ from quire.scheduler.request_parts import TokenMatcher
 
 @dataclass(frozen=True, slots=True)
 class StepLogits:
-    """Logits of one request in a step.
-
-    Attributes:
-        first_position: logical position of the first row's token.
-        batch: [batch rows, vocab] logits of all requests of a batch.
-        first_row: first row of the request in the batch.
-    """
+    """Logits of one request in a step."""
 
     request: Request
-    first_position: int
-    batch: Tensor
+    first_position: int  # logical position of the first row's token
+    batch: Tensor  # [batch rows, vocab], of all requests
     first_row: int
     num_rows: int
 
@@ -144,12 +138,7 @@ def _unused_ends(row: SamplingRow, eos_token_ids: tuple[int, ...]) -> tuple[int,
 def narrow(
     logits: Float[Tensor, "rows vocab"], options: Sequence[SamplingParams]
 ) -> Float[Tensor, "rows vocab"]:
-    """Apply temperature, then top-k, top-p and min-p, each to the rows that set it.
-
-    Args:
-        logits: [rows, vocab] in float32, after `edit`.
-        options: one per row, none of them greedy.
-    """
+    """Apply temperature, then top-k, top-p and min-p, each to the rows that set it."""
     temperatures = [option.temperature or 1.0 for option in options]
     logits = sampling.apply_temperature(logits, column(logits, temperatures, logits.dtype))
     top_k = {row: option.top_k for row, option in enumerate(options) if (option.top_k or 0) > 0}
@@ -178,13 +167,7 @@ def _on_rows(
 def column(
     logits: Tensor, values: Sequence[int | float | None], dtype: torch.dtype | None = None
 ) -> Shaped[Tensor, " rows"]:
-    """Create a tensor with one number per row on the device of the logits.
-
-    Args:
-        logits: the logits.
-        values: one number per row.
-        dtype: type of the tensor; default: int64 or float64, by the values.
-    """
+    """A tensor with one number per row on the device of the logits."""
     return to_device(np.asarray(values), logits.device, dtype)
 
 

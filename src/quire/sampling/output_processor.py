@@ -18,13 +18,7 @@ from quire.scheduler.request_parts import RequestState
 
 
 class SequenceOutput:
-    """Output state of one sequence.
-
-    Args:
-        submission_id: id of the submitted request.
-        text: detokenizes the sequence and applies its stop rules.
-        release: frees the resources of the sequence; called at its end.
-    """
+    """Output state of one sequence."""
 
     def __init__(
         self,
@@ -93,6 +87,7 @@ class SequenceOutput:
         return self.end("abort", now_s, text=self._text.abort())
 
     def end(self, reason: FinishReason, now_s: float, **fields: object) -> OutputDelta:
+        """Release the sequence and return its last delta."""
         request = self.request
         self._release(request)
         request.progress.finish_s = now_s
@@ -115,6 +110,10 @@ class RequestOutputState:
     """Output state of one request: returns the deltas of its sequences.
 
     If completions are ranked, only the best ones are returned, after all have ended.
+
+    Attributes:
+        submission_id: see above.
+        sequences: all sequences, including ended ones.
     """
 
     def __init__(
@@ -140,7 +139,6 @@ class RequestOutputState:
 
     @property
     def search(self) -> BeamSearch | None:
-        """The beam search of the sequences; None if they are sampled."""
         return self._search
 
     @property
@@ -148,19 +146,15 @@ class RequestOutputState:
         return self._num_open > 0
 
     def add_scores(self, request: Request, first: int, scores: Sequence[ScoredToken]) -> None:
-        """Add log-probabilities of prompt tokens; see `SequenceOutput`."""
         self._outputs[request.request_id].add_scores(first, scores)
 
     def add_hidden(self, found: StepHidden) -> None:
-        """Add hidden states of prompt tokens; see `SequenceOutput`."""
         self._outputs[found.request.request_id].add_hidden(found)
 
     def add_token(self, request: Request, token: SampledToken, now_s: float) -> list[OutputDelta]:
-        """Add a token to one of the sequences; return the deltas that may be sent."""
         return self._pass(self._outputs[request.request_id].add_token(token, now_s), now_s)
 
     def abort(self, request: Request, now_s: float) -> list[OutputDelta]:
-        """End a cancelled sequence; return the deltas that may be sent."""
         return self._pass(self._outputs[request.request_id].abort(now_s), now_s)
 
     def end(
@@ -174,7 +168,6 @@ class RequestOutputState:
         return [delta for last in ended for delta in self._pass(last, now_s)]
 
     def end_search(self, now_s: float) -> list[OutputDelta]:
-        """End all beams; return the best sequences of the search."""
         assert self._search is not None
         deltas: list[OutputDelta] = []
         best = self._search.ended[: self._params.n]
@@ -275,16 +268,7 @@ class OutputProcessor:
         return request_id in self._open or request_id in self._of_sequence
 
     def free_id(self, wanted: str | None, number: int, num_sequences: int = 1) -> str:
-        """Return an id for a new request that is unused, as are the ids of its sequences.
-
-        Args:
-            wanted: the caller's id; None to generate one.
-            number: first number to try for a generated id.
-            num_sequences: number of sequences of the request.
-
-        Raises:
-            RequestError: the caller's id or the id of one of its sequences is in use.
-        """
+        """An id for a new request that is unused, as are the ids of its sequences."""
         if wanted is None:
             ids = (f"request-{n}" for n in itertools.count(number))
             return next(free for free in ids if self._first_used(free, num_sequences) is None)
@@ -318,19 +302,15 @@ class OutputProcessor:
                     yield index, request
 
     def add_scores(self, request: Request, first: int, scores: Sequence[ScoredToken]) -> None:
-        """Add log-probabilities of prompt tokens from position `first` on."""
         self._of(request).add_scores(request, first, scores)
 
     def add_hidden(self, found: StepHidden) -> None:
-        """Add hidden states of prompt tokens of a request with `pooling`."""
         self._of(found.request).add_hidden(found)
 
     def add_token(self, request: Request, token: SampledToken, now_s: float) -> list[OutputDelta]:
-        """Add a token to a sequence; return the deltas that may be sent."""
         return self._close(request, self._of(request).add_token(request, token, now_s))
 
     def abort(self, request: Request, now_s: float) -> list[OutputDelta]:
-        """End a cancelled sequence; return the deltas that may be sent."""
         return self._close(request, self._of(request).abort(request, now_s))
 
     def end(

@@ -180,13 +180,7 @@ def summed(usages: Sequence[Usage]) -> Usage:
 
 
 class OutputBuilder:
-    """Builds a `RequestOutput` from the deltas of one request.
-
-    Args:
-        request_id: id of the request.
-        prompt_token_ids: the prompt.
-        request: the submitted request, for the output.
-    """
+    """Builds a `RequestOutput` from the deltas of one request."""
 
     def __init__(
         self,

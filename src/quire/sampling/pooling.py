@@ -17,16 +17,11 @@ from quire.scheduler.request import Request
 
 @dataclass(frozen=True, slots=True)
 class StepHidden:
-    """Hidden states of consecutive prompt tokens of one request in a step.
-
-    Attributes:
-        first_position: position of the first token.
-        states: hidden states after the last layer and its norm.
-    """
+    """Hidden states of consecutive prompt tokens of one request in a step."""
 
     request: Request
     first_position: int
-    states: Float[Tensor, "rows hidden"]
+    states: Float[Tensor, "rows hidden"]  # after the last layer and its norm
 
 
 def pooled_rows(pooling: Pooling, first: int, tokens: int, prompt_tokens: int) -> range:
@@ -49,7 +44,6 @@ class PooledStates:
         self._end = self._count = 0
 
     def add(self, found: StepHidden) -> None:
-        """Add hidden states; those before the end of the last addition are skipped."""
         new = found.states[max(0, self._end - found.first_position) :]
         if not len(new):
             return

@@ -36,24 +36,15 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """The token of one row, with its requested log-probabilities.
+    """The token of one row, with its requested log-probabilities."""
 
-    Attributes:
-        token_id: the token; `NO_TOKEN` if `error` is set.
-        logprob: log-probability (nats) under the unmodified logits; None if not requested.
-        top_logprobs: the most likely tokens as (token id, log-probability), most likely first; may
-            not contain the sampled token.
-        rank: rank of the token; 1 for the most likely one.
-        error: why this row has no token; other rows are unaffected.
-        text_offset: position in the output's text at which the token begins; None without
-            requested log-probabilities. If a stop text cut the token, it may be beyond the end.
-    """
-
-    token_id: int
-    logprob: float | None = None
+    token_id: int  # `NO_TOKEN` if `error` is set
+    logprob: float | None = None  # nats, under the unmodified logits
+    # most likely first; may not contain the sampled token
     top_logprobs: tuple[tuple[int, float], ...] | None = None
-    rank: int | None = None
-    error: str | None = None
+    rank: int | None = None  # 1 for the most likely one
+    error: str | None = None  # why this row has no token
+    # position in the output's text; may be beyond the end if a stop text cut the token
     text_offset: int | None = None
 
 
@@ -131,19 +122,7 @@ class Sampler:
     def sample(
         self, logits: Float[Tensor, "rows vocab"], rows: Sequence[SamplingRow]
     ) -> list[SampledToken]:
-        """Sample one token per row.
-
-        Args:
-            logits: [rows, vocab] logits of the model, in any float type.
-            rows: one per row of `logits`.
-
-        Returns:
-            One token per row. A row with NaN or infinite logits, or whose masks leave no token, has
-            `error` set.
-
-        Raises:
-            InvariantError: the shapes of `rows`, `logits` and the vocabulary do not match.
-        """
+        """One token per row; `error` is set for NaN or infinite logits, or without a token left."""
         self._check_shape(logits, rows)
         if not rows:
             return []
@@ -157,15 +136,7 @@ class Sampler:
     def launch(
         self, logits: Float[Tensor, "rows vocab"], rows: Sequence[SamplingRow]
     ) -> LaunchedTokens:
-        """Sample one token per row on the device of the logits, without waiting; see `sample`.
-
-        Args:
-            logits: see `sample`.
-            rows: one per row of `logits`; at least one.
-
-        Returns:
-            The tokens on the device; `waited` returns them as `sample` does.
-        """
+        """Sample on the device of the logits, without waiting."""
         self._check_shape(logits, rows)
         shaped = self._shaped(rows)
         wanted = DeviceRows(
@@ -280,7 +251,6 @@ def waited(launched: LaunchedTokens) -> list[SampledToken]:
 
 
 def _likeliest(native: RowSampling, logits: Float[Tensor, "rows vocab"]) -> SampledRows:
-    """Return the likeliest token of each row, and the rows with NaN or infinite logits."""
     if native.fits(logits):
         return native.likeliest(logits)
     best, token_ids = logits.max(dim=-1)
@@ -296,21 +266,7 @@ def prompt_logprobs(
     one_by_one: bool = False,
     unlisted: Int[Tensor, " unlisted"] | None = None,
 ) -> list[ScoredToken]:
-    """Compute log-probabilities of prompt tokens under the model's unmodified distribution.
-
-    Args:
-        logits: [tokens, vocab], one row per prompt token that has a next one.
-        next_token_ids: the token that follows each of them; the prompt's first token has no score.
-        num_top: number of most likely tokens to report for each token.
-        one_by_one: see `Sampler`.
-        unlisted: tokens that are not among the most likely ones; see `Sampler.unlisted`.
-
-    Returns:
-        One score per row of `logits`.
-
-    Raises:
-        RequestError: the model returned NaN or infinite logits for this prompt.
-    """
+    """Compute log-probabilities of prompt tokens under the model's unmodified distribution."""
     scored: list[ScoredToken] = []
     next_ids = torch.tensor(next_token_ids, dtype=torch.int64, device=logits.device)
     rows = 1 if one_by_one else PROMPT_ROWS_AT_ONCE

@@ -31,13 +31,7 @@ class LaunchedStep:
 
 
 class SamplingStep:
-    """Computes output deltas from the logits of steps.
-
-    Args:
-        outputs: output states of the unfinished requests.
-        branch: replaces the beams of a group; see `Scheduler.branch`.
-        meter: counts the tokens of each tenant.
-    """
+    """Computes output deltas from the logits of steps."""
 
     def __init__(
         self,
@@ -57,6 +51,7 @@ class SamplingStep:
         requests: Sequence[Request],
         forks: Sequence[PlannedFork],
     ) -> Iterator[OutputDelta]:
+        """Yield the deltas of a step as they are computed."""
         logits = [result for result in results if isinstance(result, StepLogits)]
         for result in results:
             if isinstance(result, StepHidden):
@@ -75,15 +70,7 @@ class SamplingStep:
     def launch(
         self, results: Sequence[StepLogits | StepHidden], forks: Sequence[PlannedFork]
     ) -> LaunchedStep | None:
-        """Sample the tokens of a step without waiting for the device.
-
-        Args:
-            results: see `deltas`; no request scores its prompt, is a beam or returns embeddings.
-            forks: see `deltas`.
-
-        Returns:
-            The tokens, for `collect`; None if no token is sampled.
-        """
+        """Sample without waiting for the device; no request scores its prompt or is a beam."""
         logits = [result for result in results if isinstance(result, StepLogits)]
         ready = [r for r in (*logits, *_fork_logits(logits, forks)) if _is_ready(r.request)]
         if not ready:

@@ -78,7 +78,6 @@ class BatchActor:
         self._records = RecordFormat(model=self._llm.model.name, with_prompt=with_prompt)
 
     async def __call__(self, batch: Mapping[str, Any]) -> dict[str, list[Any]]:
-        """Run the rows of a batch."""
         lines, numbers = lines_of(batch, self._form.prompt_key)
         records = await asyncio.gather(*map(self._record, lines, numbers))
         return {NUMBER: list(numbers), RECORD: [json.dumps(record) for record in records]}
@@ -158,19 +157,12 @@ _BLOCKS_PER_ACTOR = 8
 
 @dataclass(frozen=True, slots=True)
 class LineBlock:
-    """Neighbouring lines of a file.
+    """Neighbouring lines of a file."""
 
-    Attributes:
-        start: offset of the first line in bytes.
-        size: bytes from the first line to the last one that runs.
-        first: number of the first line.
-        skipped: numbers of lines between them that have a record, separated by commas.
-    """
-
-    start: int
-    size: int
+    start: int  # offset of the first line in bytes
+    size: int  # bytes from the first line to the last one that runs
     first: int
-    skipped: str
+    skipped: str  # numbers of lines between them that have a record, separated by commas
 
 
 _FIELDS = tuple(field.name for field in fields(LineBlock))

@@ -16,11 +16,7 @@ _MIN_STORE_BYTES = 80 * 2**20
 @no_type_check  # run-time type checks in tests must not precede ConfigError
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayConfig:
-    """Options of replicas on Ray.
-
-    Raises:
-        ConfigError: a value of the wrong type or out of range.
-    """
+    """Options of replicas on Ray."""
 
     enabled: bool = option(False, flag="ray", help="run the engine as replicas on Ray (extra ray)")
     replicas: str = option(

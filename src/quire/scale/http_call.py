@@ -38,28 +38,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpCall:
-    """A received HTTP request with its whole body.
+    """A received HTTP request with its whole body."""
 
-    Attributes:
-        method, path, raw_path, query_string, scheme: see ASGI.
-        headers: names in lower case, and values.
-        client: address and port of the client; None: unknown.
-        replica_id: the replica that is to run the request; None: the router chooses.
-    """
-
-    method: str
+    method: str  # with the next four see ASGI
     path: str
     raw_path: bytes
     query_string: bytes
     scheme: str
-    headers: Headers
+    headers: Headers  # names in lower case, and values
     body: bytes
-    client: tuple[str, int] | None = None
+    client: tuple[str, int] | None = None  # address and port
     routed: RoutedRequest | None = None
-    replica_id: str | None = None
+    replica_id: str | None = None  # None: the router chooses
 
     def header(self, name: bytes) -> str | None:
-        """The first value of a header; None if it is missing."""
         found = (value for key, value in self.headers if key == name)
         return next((value.decode("latin-1") for value in found), None)
 
@@ -70,18 +62,12 @@ class HttpCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpPart:
-    """A part of a response.
-
-    Attributes:
-        is_last: whether the response ends with this part.
-        status: status of the response, in the first part only.
-        headers: headers of the response, in the first part only.
-    """
+    """A part of a response."""
 
     body: bytes
     is_last: bool
-    status: int | None = None
-    headers: Headers = ()
+    status: int | None = None  # in the first part only
+    headers: Headers = ()  # in the first part only
 
 
 async def respond(app: "ASGIApp", call: HttpCall) -> AsyncGenerator[HttpPart, None]:
@@ -172,14 +158,7 @@ _TEXT_FIELDS = ("tools", "instructions", "system", "messages", "input", "prompt"
 
 
 def routed_request(call: HttpCall, tenant: str, block_words: int) -> RoutedRequest:
-    """What a router may know of a request; of one without a prompt only tenant and session.
-
-    Args:
-        call: the request; a body that its replica refuses, such as one that is not JSON, is
-            ignored.
-        tenant: its tenant.
-        block_words: words of a block.
-    """
+    """What a router may know of a request; of one without a prompt only tenant and session."""
     body = _json_object(call)
     words = list(_words(body))
     salt = json.dumps([tenant, body.get("cache_salt"), body.get("model")])

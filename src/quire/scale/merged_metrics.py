@@ -16,9 +16,6 @@ def merged_metrics(texts: Mapping[str, str]) -> str:
     """Merge metrics in Prometheus' text format.
 
     Prometheus needs all samples of a metric together, so they are sorted by metric, not by replica.
-
-    Args:
-        texts: metrics by the name of the replica.
     """
     families: dict[str, _Family] = {}
     for replica, text in texts.items():

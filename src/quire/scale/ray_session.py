@@ -18,12 +18,7 @@ _VARIABLES = {
 
 @contextmanager
 def ray_session(config: RayConfig) -> Iterator[None]:
-    """Connect to a Ray cluster, or start Ray on this machine; disconnect or stop it at the end.
-
-    Args:
-        config: address and sizes. A Ray on this machine has at least the CPU cores that the
-            replicas reserve, as a number: the engines share the cores.
-    """
+    """Connect to a Ray cluster, or start Ray on this machine; disconnect or stop it at the end."""
     import ray
 
     if config.address is None:

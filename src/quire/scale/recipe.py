@@ -10,20 +10,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRecipe:
-    """A model with the options of its engine.
+    """A model with the options of its engine."""
 
-    Attributes:
-        model: "quire-tiny", a folder that every machine has, or a hub name.
-        options: keyword arguments of `quire.LLM`.
-        threads: CPU threads of PyTorch; 0: PyTorch's default.
-    """
-
-    model: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    threads: int = 0
+    model: str  # "quire-tiny", a folder that every machine has, or a hub name
+    options: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of `quire.LLM`
+    threads: int = 0  # 0: PyTorch's default
 
     def open(self) -> "LLM":
-        """Load the model and allocate its KV memory."""
         import torch
 
         from quire.api.llm import LLM

@@ -32,20 +32,12 @@ class _Open:
 
 @dataclass(slots=True)
 class _Replica:
-    """Counts of one replica.
+    """Counts of one replica."""
 
-    Attributes:
-        report: number of its last report; -1: none.
-        num_sent: requests that this proxy sent to it.
-        num_refused: those of them that it did not accept.
-        num_before: requests that it had received from other proxies, or before this one started,
-            at its first report; None: no report.
-    """
-
-    report: int = -1
-    num_sent: int = 0
-    num_refused: int = 0
-    num_before: int | None = None
+    report: int = -1  # number of its last report; -1: none
+    num_sent: int = 0  # requests that this proxy sent to it
+    num_refused: int = 0  # those of them that it did not accept
+    num_before: int | None = None  # received from others before its first report; None: no report
 
     def num_ended_sends(self, num_received: int) -> int:
         """Requests of this proxy that a report includes or that were refused."""
@@ -68,11 +60,6 @@ class ReplicaChoice:
         """Rank the replicas of a request, and count it for the first one.
 
         A second call for a request that has not ended moves it to its new first replica.
-
-        Args:
-            request_id: the proxy's id of the request.
-            request: the request.
-            reports: last report of each replica that accepts requests; at least one.
         """
         self.ended(request_id)
         self._take(reports)
@@ -96,12 +83,7 @@ class ReplicaChoice:
         self._open[request_id].is_accepted = True
 
     def ended(self, request_id: str, replica_id: str | None = None) -> None:
-        """Note that a request has finished, failed or was aborted; unknown ones are ignored.
-
-        Args:
-            request_id: the proxy's id of the request.
-            replica_id: ignore the call if the request was moved from this replica; None: never.
-        """
+        """Finished, failed or aborted; ignored for unknown and moved requests."""
         found = self._open.get(request_id)
         if found is None or replica_id not in (None, found.replica_id):
             return
@@ -121,7 +103,6 @@ class ReplicaChoice:
 
     @property
     def num_open(self) -> int:
-        """Number of requests that were sent and have not ended."""
         return len(self._open)
 
     def _sent(self, request_id: str, request: RoutedRequest, replica_id: str) -> None:

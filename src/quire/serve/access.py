@@ -33,7 +33,6 @@ class LocalHosts:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward the request, or refuse it with status 403."""
         given = None if scope["type"] != "http" else _host(scope)
         if given is None or _is_local(given):
             await self._app(scope, receive, send)
@@ -79,16 +78,12 @@ logger = logging.getLogger("quire.access")
 
 
 class AccessLog:
-    """ASGI middleware that assigns request ids and writes the access log.
-
-    The id is stored in `request.state.request_id`.
-    """
+    """ASGI middleware that sets `request.state.request_id` and writes the access log."""
 
     def __init__(self, app: ASGIApp, counts: HttpRequests, *, writes: bool = True) -> None:
         self._app, self._counts, self._writes = app, counts, writes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward the request; log it when its response has ended."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -106,13 +101,7 @@ class AccessLog:
 
 
 class _Sent:
-    """Adds the id to the response, and records its status and size.
-
-    Attributes:
-        client_closed: whether the client disconnected before that.
-        status: status of the response; 499 for such a client.
-        num_bytes: size of the body.
-    """
+    """Adds the id to the response, and records its status and size."""
 
     def __init__(self, send: Send, request_id: str) -> None:
         self._send, self._request_id = send, request_id

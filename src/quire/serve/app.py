@@ -136,9 +136,6 @@ class DrainingServer(uvicorn.Server):
     Meanwhile `/health` returns 200 and `/ready` 503, so that a load balancer sends requests to
     other servers. At the limit, or on a second signal, open requests end with an error. A third
     signal ends the process at once.
-
-    Args:
-        config: its `timeout_graceful_shutdown` is the limit in seconds for open requests.
     """
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
@@ -149,7 +146,6 @@ class DrainingServer(uvicorn.Server):
 
     @property
     def engine_died(self) -> bool:
-        """Whether the engine's loop ended by an error."""
         return self._red_until_s is not None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -164,11 +160,7 @@ class DrainingServer(uvicorn.Server):
             signal.raise_signal(sig)
 
     async def on_tick(self, counter: int) -> bool:
-        """Check the engine; called ten times a second.
-
-        Returns:
-            Whether the server shuts down.
-        """
+        """Check the engine; called ten times a second."""
         should_exit = await super().on_tick(counter)
         return should_exit or self._has_been_red()
 
@@ -183,7 +175,6 @@ class DrainingServer(uvicorn.Server):
         return now_s >= self._red_until_s
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Wait for open requests, end those that remain, then close the port and connections."""
         self._service.drain()
         timeout_s = self.config.timeout_graceful_shutdown or 0
         if self._num_open:
@@ -218,7 +209,6 @@ class DrainingServer(uvicorn.Server):
             await asyncio.sleep(_POLL_S)
 
     async def _end_requests(self) -> None:
-        """End open requests with an error; close the connections of clients that do not read it."""
         with suppress(EngineDead, TimeoutError):
             await asyncio.wait_for(self._service.end_requests(), _CLOSING_S)
         await self._wait_for_requests(_CLOSING_S)
@@ -235,14 +225,7 @@ def create_app(
     tenant_keys: TenantKeys | None = None,
     tenants: TenantFile | None = None,
 ) -> FastAPI:
-    """Create the application. Its lifespan starts and stops the engine's thread.
-
-    Args:
-        llm: an idle LLM, used only by the application while it runs.
-        config: options of the server; None: the defaults.
-        tenant_keys: API keys of the tenants; None: all requests belong to the default tenant.
-        tenants: rate limits and eviction rules of tenants; its keys are in `tenant_keys`.
-    """
+    """Create the application. Its lifespan starts and stops the engine's thread."""
     config = config or ServerConfig()
     service = Service(llm, config, tenant_keys, tenants)
 
@@ -310,19 +293,7 @@ def run_server(
     tenant_keys: TenantKeys | None = None,
     tenants: TenantFile | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT, then finish open requests.
-
-    Args:
-        llm: an idle LLM.
-        bound: a bound socket; see `quire.serve.connection.bind`.
-        config: options of the server.
-        tenant_keys: API keys of the tenants; None: all requests belong to the default tenant.
-        tenants: rate limits and eviction rules of tenants; its keys are in `tenant_keys`.
-
-    Raises:
-        ConfigError: another process has started to listen at the address.
-        EngineDead: the engine has stopped by an error.
-    """
+    """Serve until SIGTERM or SIGINT, then finish open requests."""
     configure_logs(config.log_format, config.log_level)
     raise_file_limit()
     app = create_app(llm, config, tenant_keys=tenant_keys, tenants=tenants)
@@ -344,11 +315,7 @@ def run_server(
 
 
 def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
-    """Options of uvicorn.
-
-    Raises:
-        ConfigError: a certificate or key cannot be read.
-    """
+    """Options of uvicorn."""
     protocol = partial(TimedConnection, header_timeout_s=config.header_timeout)
     made = uvicorn.Config(
         app,

@@ -41,11 +41,7 @@ _ORIGIN = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://(\[[0-9a-fA-F:.]+\]|[a-zA-Z0-9.
 @no_type_check  # run-time type checks in tests must not precede ConfigError
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """Options of the HTTP server.
-
-    Raises:
-        ConfigError: a value of the wrong type or out of range.
-    """
+    """Options of the HTTP server."""
 
     host: str = option("127.0.0.1", help="address to bind", common=True)
     port: int = option(8000, help="port to bind; 0 selects a free port", common=True)
@@ -212,11 +208,7 @@ class ServerConfig:
         return with_keys or is_loopback(self.host)
 
     def key_of_metrics(self) -> str | None:
-        """The API key of /metrics: the option, else the environment variable; None: unset.
-
-        Raises:
-            ConfigError: a key that is too short or not printable ASCII.
-        """
+        """The API key of /metrics: the option, else the environment variable; None: unset."""
         key = self.metrics_key or os.environ.get(METRICS_KEY_VARIABLE) or None
         if key is not None:
             check_key(key, f"--metrics-key or {METRICS_KEY_VARIABLE}")

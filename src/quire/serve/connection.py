@@ -30,7 +30,6 @@ _TOO_LARGE_HEADERS = (
 
 
 def _is_too_large(connection: h11.Connection) -> bool:
-    """Whether incomplete headers have exceeded the limit."""
     return len(connection.trailing_data[0]) > MAX_HEADER_BYTES
 
 
@@ -81,7 +80,6 @@ class TimedConnection(H11Protocol):
         self._expects = ""
 
     def connection_made(self, transport: Any) -> None:  # those of uvloop have no common base class
-        """Start the timeout for request headers."""
         super().connection_made(transport)
         self._update()
 
@@ -166,11 +164,7 @@ class BodyTooLarge(HTTPException):
 
 
 class BodyLimit:
-    """ASGI middleware that limits the size of request headers and bodies.
-
-    Args:
-        max_bytes: maximum size of a body, with and without a Content-Length.
-    """
+    """ASGI middleware that limits headers and bodies, also without Content-Length."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app, self._max_bytes = app, max_bytes
@@ -228,12 +222,7 @@ def _announced_bytes(scope: Scope) -> int:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Create a socket that is bound but does not accept connections yet.
-
-    Args:
-        host: address to bind.
-        port: port to bind; 0 selects a free port.
-    """
+    """Create a socket that is bound but does not accept connections yet."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -249,11 +238,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def listen(bound: socket.socket, *, scheme: str = "http") -> str:
-    """Start to accept connections and return the URL of the API.
-
-    Raises:
-        ConfigError: another process has started to listen at the address.
-    """
+    """Start to accept connections and return the URL of the API."""
     host, port = bound.getsockname()[:2]
     try:
         bound.listen()

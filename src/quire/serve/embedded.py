@@ -39,33 +39,17 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """Load of an engine between two steps.
+    """Load of an engine between two steps."""
 
-    Attributes:
-        active_kv_bytes: KV of running requests, without cached prefixes that no request uses.
-        kv_capacity_bytes: size of the KV memory.
-        queued_prompt_tokens: prompt tokens of running and waiting requests that are not computed.
-    """
-
-    active_kv_bytes: int = 0
+    active_kv_bytes: int = 0  # without cached prefixes that no request uses
     kv_capacity_bytes: int = 0
-    queued_prompt_tokens: int = 0
-    running_requests: int = 0
+    queued_prompt_tokens: int = 0  # not computed yet, of running and waiting requests
+    running_requests: int = 0  # requests with KV
     queued_requests: int = 0
 
 
 class EmbeddedServer:
-    """An engine with the server's application.
-
-    Args:
-        llm: an idle LLM, used only by this object until `stop`.
-        config: options of the server; those of sockets and TLS have no effect.
-        tenant_keys: API keys of the tenants; None: all requests belong to the default tenant.
-        tenants: rate limits and eviction rules of tenants.
-
-    Attributes:
-        app: the application; requests may be sent to it after `start`.
-    """
+    """An engine with the server's application."""
 
     def __init__(
         self,
@@ -83,7 +67,6 @@ class EmbeddedServer:
         self._service.start()
 
     async def stop(self) -> None:
-        """Stop the engine; open requests end with an error."""
         await self._service.stop()
 
     @property

@@ -28,12 +28,7 @@ PATH = "/v1/embeddings"
 
 
 class EmbeddingEndpoint:
-    """Handler of embeddings. They run in the engine as prompts without output tokens.
-
-    Args:
-        service: the service; it is started before the first request.
-        endpoints: checks bodies and tokenizes prompts.
-    """
+    """Handler of embeddings. They run in the engine as prompts without output tokens."""
 
     def __init__(self, service: Service, endpoints: Endpoints) -> None:
         self._service, self._endpoints = service, endpoints

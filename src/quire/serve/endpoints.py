@@ -41,11 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 class Endpoints:
-    """Handlers of HTTP requests.
-
-    Args:
-        service: the service; it is started before the first request.
-    """
+    """Handlers of HTTP requests."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -98,14 +94,7 @@ class Endpoints:
         *,
         with_text: bool = False,
     ) -> list[Prompt]:
-        """Tokenize and truncate the prompts of a body.
-
-        Args:
-            body: the body.
-            requested: its prompts.
-            turn: tenant and length limit.
-            with_text: whether the text of each prompt is needed.
-        """
+        """Tokenize and truncate the prompts of a body."""
         keep = self._kept_tokens(body, turn)
         return await self._service.texts.prompts(
             requested,
@@ -139,16 +128,7 @@ class Endpoints:
         return await self.chat_as(PlainFormat(), body, request)
 
     async def chat_as(self, form: Format, body: ChatBody, request: Request) -> Response:
-        """Generate chat completions and write them in the format of another API.
-
-        Args:
-            form: the format.
-            body: the chat.
-            request: the HTTP request.
-
-        Raises:
-            RequestError: an invalid field; its name is that in the body of a chat.
-        """
+        """Generate chat completions in another API's format; errors name the fields of a chat."""
         with naming_fields_of(body):
             return await self._chat(form, body, request)
 
@@ -202,13 +182,7 @@ class Endpoints:
         )
 
     def check(self, body: Body, request: Request) -> None:
-        """Refuse another model's name and wrong fields; record the ignored fields.
-
-        Raises:
-            RequestError: a wrong field.
-            UnknownModel: another model.
-            Draining: the server is shutting down.
-        """
+        """Refuse another model's name and wrong fields; record the ignored fields."""
         self._service.check_draining()
         self._service.check_model(body.model)
         texts = self._service.texts

@@ -50,22 +50,13 @@ which the arguments of a model's tool call can have and UTF-8 cannot encode."""
 
 
 def event(body: JSON, name: str | None = None) -> str:
-    """A server-sent event.
-
-    Args:
-        body: its data.
-        name: its type; None: no type.
-    """
+    """A server-sent event."""
     first = "" if name is None else f"event: {name}\n"
     return f"{first}data: {one_line(body)}\n\n"
 
 
 def one_line(value: object) -> str:
-    """JSON that UTF-8 can encode, without line boundaries, not even those of Unicode.
-
-    Raises:
-        ValueError: a number that JSON does not have, such as NaN.
-    """
+    """JSON that UTF-8 can encode, without line boundaries, not even those of Unicode."""
     text = _encode(value)
     return text if text.isascii() else text.translate(_ESCAPED)
 
@@ -365,13 +356,9 @@ class InvalidBody(HTTPException):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InvalidField:
-    """An invalid field.
+    """An invalid field."""
 
-    Attributes:
-        path: path in the body, such as messages.0.content; empty for the body itself.
-    """
-
-    path: str
+    path: str  # such as messages.0.content; empty for the body itself
     message: str
 
     def __str__(self) -> str:
@@ -380,16 +367,11 @@ class InvalidField:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Located:
-    """An error of pydantic with its location in the body.
-
-    Attributes:
-        path: fields and indices.
-        union: path of the outermost union around the field; None without one.
-    """
+    """An error of pydantic with its location in the body."""
 
     error: Mapping[str, Any]
     path: tuple[str, ...]
-    union: tuple[str, ...] | None
+    union: tuple[str, ...] | None  # path of the outermost union around the field
 
 
 def install_validation_handlers(app: FastAPI) -> None:

@@ -152,16 +152,7 @@ _NEAR = 0.8
 def unknown_fields(
     extra: Mapping[str, object], known: Iterable[str], *, inside: str = ""
 ) -> list[str]:
-    """Names in `extra` that are neither known, ignored nor unsupported.
-
-    Args:
-        extra: undeclared fields of a body.
-        known: declared fields.
-        inside: path of the object with these fields, such as "stream_options."; "": the body.
-
-    Raises:
-        RequestError: an unsupported field, a name similar to a known field, or too many fields.
-    """
+    """Names in `extra` that are neither known, ignored nor unsupported."""
     require_few(extra)
     others = {name: value for name, value in extra.items() if value is not None}
     declared = tuple(known)
@@ -183,16 +174,7 @@ def require_few(extra: Mapping[str, object]) -> None:
 
 
 def temperature_of(do_sample: object, temperature: object) -> object:
-    """The temperature of a request; `do_sample` false means 0, as in Transformers.
-
-    Args:
-        do_sample: field of the request; None if unset.
-        temperature: field of the request; None if unset.
-
-    Raises:
-        RequestError: `do_sample` is neither true nor false, or is false with a temperature other
-            than 0.
-    """
+    """The temperature of a request; `do_sample` false means 0, as in Transformers."""
     if do_sample is not None and not isinstance(do_sample, bool):
         raise RequestError("`do_sample` must be true or false", param="do_sample")
     if do_sample is not False:
@@ -242,11 +224,7 @@ def _unsupported(name: str, declared: tuple[str, ...]) -> RequestError:
 def _refuse_near_misses(
     names: Iterable[str], choices: tuple[str, ...], inside: str = ""
 ) -> list[str]:
-    """Refuse names that are similar to a field that changes the output; return names with path.
-
-    Raises:
-        RequestError: a similar name; states the known field.
-    """
+    """Refuse names that are similar to a field that changes the output; return names with path."""
     found = []
     for name in names:
         near = nearest(name[: MAX_NAME_CHARACTERS + 1], choices)

@@ -33,21 +33,12 @@ Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 class JsonRequest(Request):
-    """A request whose body is JSON.
-
-    Attributes:
-        model: model of the body; None for a path without a body.
-    """
+    """A request whose body is JSON."""
 
     model: type[BaseModel] | None = None
 
     async def json(self) -> Any:
-        """Parse the body; a large body is also validated and returned as an object of its model.
-
-        Raises:
-            HTTPException: 400 for a body that is not JSON, with the position.
-            InvalidBody: an unusable value, or a large body that fails validation.
-        """
+        """Parse the body; a large body is also validated and returned as an object of its model."""
         raw = await self.body()
         if len(raw) <= MAX_INLINE_BYTES or self.model is None:
             return _parsed(raw)
@@ -96,12 +87,7 @@ def read_large(raw: bytes, model: type[BaseModel]) -> object:
 
 
 def _parsed(raw: bytes) -> object:
-    """Parse JSON, and refuse values that no endpoint can use, so that none checks its strings.
-
-    Raises:
-        HTTPException: 400 for a body that is not JSON, with the position.
-        InvalidBody: names the field.
-    """
+    """Parse JSON, and refuse values that no endpoint can use, so that none checks its strings."""
     with _naming_the_position():
         value = parse_json(raw)
     fault = find_fault(value)
@@ -119,11 +105,7 @@ def parse_json(raw: bytes) -> object:
 
 
 def refuse_many_nodes(text: str) -> None:
-    """Refuse more than `MAX_NODES` before they are parsed.
-
-    Raises:
-        HTTPException: 400.
-    """
+    """Refuse more than `MAX_NODES` before they are parsed."""
     if _count_nodes(text) > MAX_NODES and _count_nodes(_STRING.sub("", text)) > MAX_NODES:
         raise HTTPException(
             HTTPStatus.BAD_REQUEST,

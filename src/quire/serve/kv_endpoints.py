@@ -60,12 +60,7 @@ def only_tenant(service: Service, request: Request) -> str | None:
 
 
 def event_of(event: KVEvent, tenant: str | None) -> dict[str, Value]:
-    """A KV event as JSON values, without the names of other tenants.
-
-    Args:
-        event: an event that the client may see.
-        tenant: tenant of the client; None: the client may see all tenants.
-    """
+    """A KV event as JSON values, without the names of other tenants."""
     return without_other_tenants(event.as_dict(), tenant)
 
 
@@ -160,13 +155,7 @@ _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # no buffer
 
 
 class Subscription:
-    """The queue of one client.
-
-    Args:
-        kinds: kinds of events to send.
-        tenant: only events of this tenant; None: all.
-        name: tenant of the client.
-    """
+    """The queue of one client."""
 
     def __init__(self, kinds: Collection[str], tenant: str | None, name: str) -> None:
         self._kinds, self._tenant, self.name = frozenset(kinds), tenant, name
@@ -200,6 +189,7 @@ class Subscription:
         self._filled.set()
 
     def start(self, stored: Collection[KVEvent], number: int) -> None:
+        """Queue stored events, then those queued events that are newer than `number`."""
         queued, self._queue, self._last_number = self._queue, deque(), 0
         for event in stored:
             self.put(event)
@@ -231,12 +221,7 @@ class Subscription:
 
 @dataclass(slots=True)
 class _Dropped:
-    """Events that the engine dropped because the event loop was slower: counts by kind and tenant.
-
-    Attributes:
-        counts: number of events by kind and tenant.
-        last_number: number of the last dropped event.
-    """
+    """Events that the engine dropped, as the event loop was slower: counts by kind and tenant."""
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     last_number: int = 0
@@ -261,11 +246,7 @@ class _EventResponse(StreamingResponse):
 
 
 class EventStreams:
-    """Sends KV events to any number of clients; listens to the log only while there are clients.
-
-    Args:
-        service: the service; it is started before the first client.
-    """
+    """Sends KV events to any number of clients; listens to the log only while there are clients."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -280,19 +261,7 @@ class EventStreams:
     async def open(
         self, kinds: Collection[str], *, since: int | None, tenant: str | None, name: str
     ) -> StreamingResponse:
-        """Start a stream.
-
-        Args:
-            kinds: kinds of events to send.
-            since: number of the last event that the client knows; None: only new events.
-            tenant: only events of this tenant; None: all.
-            name: tenant of the client.
-
-        Raises:
-            TooManyStreams: too many streams are open.
-            Draining: the server is shutting down.
-            EngineDead: the engine has stopped.
-        """
+        """Start a stream."""
         self._check(name)
         client = Subscription(kinds, tenant, name)
         self._clients.add(client)
@@ -379,11 +348,7 @@ Body = dict[str, Any]
 
 
 class KVRequestEndpoints:
-    """Handlers of HTTP requests about single requests and prefixes.
-
-    Args:
-        service: the service; it is started before the first request.
-    """
+    """Handlers of HTTP requests about single requests and prefixes."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -537,11 +502,7 @@ _EVENT_PARAMETERS = ("kinds", "since", "limit")
 
 
 class KVEndpoints:
-    """Handlers of HTTP requests about the KV memory.
-
-    Args:
-        service: the service; it is started before the first request.
-    """
+    """Handlers of HTTP requests about the KV memory."""
 
     def __init__(self, service: Service) -> None:
         self._service = service

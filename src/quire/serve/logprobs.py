@@ -20,11 +20,7 @@ SEARCHED_CHARACTERS = 16
 
 
 class TokenPieces:
-    """Texts and bytes of a tokenizer's tokens.
-
-    Args:
-        tokenizer: tokenizer of the model; None: tokens are named by their ids.
-    """
+    """Texts and bytes of a tokenizer's tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._tokenizer = tokenizer
@@ -44,7 +40,6 @@ class TokenPieces:
         return self._texts[token_id]
 
     def raw(self, token_id: int) -> bytes:
-        """The bytes of a token, exact even if they are an incomplete character."""
         text = self.text(token_id)
         if self._tokenizer is None or REPLACEMENT not in text:
             return text.encode()
@@ -97,14 +92,7 @@ class TokenPieces:
     def placed(
         self, token_ids: Iterable[int], offsets: Iterable[int], text: str, start: int = 0
     ) -> list[tuple[str, int]]:
-        """Text and position of tokens in a text.
-
-        Args:
-            token_ids: the tokens.
-            offsets: position of each; beyond the end of the text if a stop text cut the token.
-            text: the text.
-            start: position of the text.
-        """
+        """Text and position of tokens in `text`, which begins at `start`."""
         return [
             (as_shown(self.text(token), text, offset - start), min(offset, start + len(text)))
             for token, offset in zip(token_ids, offsets, strict=True)

@@ -32,11 +32,7 @@ _SHARED = (
 def completion_params(
     body: CompletionBody, temperature: float | None, bad_words: Sequence[tuple[int, ...]] = ()
 ) -> SamplingParams:
-    """Sampling parameters of a completion.
-
-    Raises:
-        RequestError: an option out of range, or conflicting options.
-    """
+    """Sampling parameters of a completion."""
     requested = requested_tokens(body)
     max_tokens = COMPLETION_MAX_TOKENS if requested is None else requested
     if body.echo and body.logprobs is not None and body.stream:
@@ -64,11 +60,7 @@ def chat_params(
     tools: ChatTools,
     bad_words: Sequence[tuple[int, ...]] = (),
 ) -> SamplingParams:
-    """Sampling parameters of a chat completion.
-
-    Raises:
-        RequestError: an option out of range, or conflicting options.
-    """
+    """Sampling parameters of a chat completion."""
     if body.top_logprobs and not body.logprobs:
         raise FieldError("top_logprobs", "`top_logprobs` needs `logprobs` to be true")
     requested = requested_tokens(body)
@@ -140,11 +132,7 @@ _FIELDS_OF: Mapping[str, tuple[str, ...]] = {
 
 @contextmanager
 def naming_fields_of(body: Body) -> Iterator[None]:
-    """Name the field of the body in errors: the prompt of a chat is `messages`.
-
-    Raises:
-        RequestError: the same error with changed `param` and message.
-    """
+    """Name the field of the body in errors: the prompt of a chat is `messages`."""
     try:
         yield
     except RequestError as error:

@@ -78,11 +78,7 @@ class ApiDocs:
 
 
 class Probes:
-    """Handlers of HTTP requests about the server, of clients and of load balancers.
-
-    Args:
-        service: the service; it is started before the first request.
-    """
+    """Handlers of HTTP requests about the server, of clients and of load balancers."""
 
     def __init__(self, service: Service) -> None:
         self._service = service

@@ -122,11 +122,7 @@ class Body(BaseModel):
     model: str | None = None
 
     def unknown_fields(self) -> list[str]:
-        """Names of unknown fields, which have no effect.
-
-        Raises:
-            RequestError: an unsupported field, or a name similar to a known field.
-        """
+        """Names of unknown fields, which have no effect."""
         return unknown_fields(self.model_extra or {}, type(self).model_fields)
 
 

@@ -89,19 +89,13 @@ Choice = dict[str, object]
 
 @dataclass(slots=True, kw_only=True)
 class CompletionWriter:
-    """Formats a choice of /v1/completions.
-
-    Attributes:
-        wants_logprobs: whether log-probabilities were requested.
-        echo: text of the prompt if it precedes the output (`echo`); else None.
-        scores_prompt: whether the choice contains the scores of the prompt.
-    """
+    """Formats a choice of /v1/completions."""
 
     index: int
     pieces: TokenPieces
     wants_logprobs: bool
-    echo: str | None = None
-    scores_prompt: bool = False
+    echo: str | None = None  # text of the prompt if it precedes the output
+    scores_prompt: bool = False  # whether the choice contains the scores of the prompt
     _held: list[SampledToken] = field(default_factory=list)
     _shown: int = 0
 
@@ -160,17 +154,12 @@ class CompletionWriter:
 
 @dataclass(slots=True, kw_only=True)
 class ChatWriter:
-    """Formats a choice of /v1/chat/completions.
-
-    Attributes:
-        wants_logprobs: whether log-probabilities were requested.
-        calls: finds the tool calls of the output; None: all text is content.
-    """
+    """Formats a choice of /v1/chat/completions."""
 
     index: int
     pieces: TokenPieces
     wants_logprobs: bool
-    calls: CallWriter | None = None
+    calls: CallWriter | None = None  # None: all text is content
     _held: list[SampledToken] = field(default_factory=list)
     _began: bool = False
 
@@ -237,31 +226,24 @@ Writer = CompletionWriter | ChatWriter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Envelope:
-    """Metadata of a response, equal in all its chunks.
-
-    Attributes:
-        whole, chunk: `object` of the whole response and of a chunk.
-        created: Unix time in seconds.
-        echoed: options of the request that the response contains.
-    """
+    """Metadata of a response, equal in all its chunks."""
 
     id: str
     model: str
     whole: str
     chunk: str
-    created: int
+    created: int  # Unix time in seconds
+    # options of the request that the response contains
     echoed: Mapping[str, object] = field(default_factory=dict)
 
     @classmethod
     def of_completion(cls, model: str, options: Mapping[str, object]) -> "Envelope":
-        """Create the envelope of a response of /v1/completions."""
         return cls._new("cmpl-", model, "text_completion", "text_completion", options)
 
     @classmethod
     def of_chat(
         cls, model: str, options: Mapping[str, object], id_prefix: str = "chatcmpl-"
     ) -> "Envelope":
-        """Create the envelope of a response of /v1/chat/completions, or of another chat API."""
         return cls._new(id_prefix, model, "chat.completion", "chat.completion.chunk", options)
 
     @classmethod

@@ -53,11 +53,6 @@ CHARGED_TOKENS = 256
 class Service:
     """One served model.
 
-    Args:
-        llm: an idle LLM; its engine runs in a thread between `start` and `stop`.
-        keys: API keys of the tenants; None: all requests belong to the default tenant.
-        tenants: rate limits and eviction rules of tenants.
-
     Attributes:
         rate_limits: requests and tokens that each tenant may use.
         texts, pieces: tokenizer of the model.
@@ -108,7 +103,6 @@ class Service:
         self._engine = AsyncLLM(self.llm.engine, queue_limit=queue, observer=self.observer)
 
     async def stop(self) -> None:
-        """Stop the threads; open requests end with an error."""
         if self._engine is not None:
             await asyncio.to_thread(self._engine.close)
         if self.observer is not None:
@@ -118,7 +112,6 @@ class Service:
         self.texts.close()
 
     def drain(self) -> None:
-        """Start to refuse new requests; open requests continue."""
         self._is_draining = True
 
     async def end_requests(self) -> None:
@@ -130,11 +123,6 @@ class Service:
         return self._engine is not None and self._engine.is_alive
 
     def num_open(self, tenant: str | None) -> int:
-        """Number of requests that run or wait.
-
-        Args:
-            tenant: counts the requests of this tenant; None: of all.
-        """
         if self._engine is None:
             return 0
         return self._engine.num_open if tenant is None else self._engine.num_open_of(tenant)
@@ -148,7 +136,6 @@ class Service:
         return self.is_alive and not self._is_draining
 
     def check_draining(self) -> None:
-        """Refuse a new request during shutdown."""
         if self._is_draining:
             raise Draining
 
@@ -158,16 +145,12 @@ class Service:
         return self._max_tokens
 
     async def ledger(self) -> Snapshot:
-        """Return the ledger of the KV memory; see `LLM.ledger`."""
         return await self._running().ledger()
 
     async def events(self, kinds: Sequence[str], *, since: int, most: int) -> list[KVEvent]:
-        """Return the newest KV events; see `EventLog.newest`."""
         return await self._running().events(kinds, since=since, most=most)
 
     async def inspect(self, read: Callable[[Engine], T]) -> T:
-        """Read the engine between two steps; see `AsyncLLM.inspect`."""
-
         def timed(engine: Engine) -> T:
             started_s = time.perf_counter()
             found = read(engine)
@@ -178,7 +161,6 @@ class Service:
 
     @property
     def is_draining(self) -> bool:
-        """Whether new requests are refused because the server shuts down."""
         return self._is_draining
 
     @property
@@ -201,15 +183,6 @@ class Service:
         return max(1, self._max_tokens - prompt_tokens)
 
     def turn(self, tenant: str, evict: str | None = None) -> Turn:
-        """The tenant and length limit for the tokenization of a prompt.
-
-        Args:
-            tenant: tenant of the request.
-            evict: eviction rule of the request; None: the engine's rule.
-
-        Raises:
-            RequestError: a rule that the engine does not allow.
-        """
         context = self.llm.model.spec.max_positions
         longest = self.llm.context_tokens(context, evict)
         if longest > context:
@@ -217,11 +190,7 @@ class Service:
         return Turn(tenant, self._max_tokens if evict is None else longest)
 
     def rule_of(self, body: PromptBody, tenant: str) -> str | None:
-        """The eviction rule of a request: of its body, else of its tenant; None: the engine's.
-
-        Raises:
-            FieldError: a `kv_budget` without a rule.
-        """
+        """The eviction rule of a request: of its body, else of its tenant; None: the engine's."""
         rule = self._rules.get(tenant) if body.evict is None else body.evict
         if body.kv_budget is None:
             return rule
@@ -229,16 +198,10 @@ class Service:
         return with_budget(default if rule is None else rule, body.kv_budget)
 
     def check_model(self, name: str | None) -> None:
-        """Refuse a model that is not served; None is accepted.
-
-        Raises:
-            UnknownModel: another model; states the name of the served model.
-        """
         if name is not None and name != self.model_name:
             raise UnknownModel(name, self.model_name)
 
     def check_number(self, num_prompts: int, params: SamplingParams) -> None:
-        """Refuse an HTTP request with too many outputs."""
         each = params.num_sequences
         if num_prompts * each > MAX_OUTPUTS:
             raise FieldError(
@@ -255,7 +218,7 @@ class Service:
         *,
         is_estimate: bool = False,
     ) -> Charge:
-        """Charge the rate limits of a tenant; see `RateLimits.charge`."""
+        """Charge the rate limits of a tenant; an estimate is `CHARGED_TOKENS` of each output."""
         each = min(params.max_tokens, CHARGED_TOKENS) if is_estimate else params.max_tokens
         prompt_tokens = sum(len(prompt) for prompt in prompts)
         tokens = prompt_tokens + len(prompts) * each * params.num_sequences
@@ -279,13 +242,7 @@ class Service:
         )
 
     async def submit(self, requests: Sequence[GenerationRequest]) -> OutputStream:
-        """Submit all prompts of an HTTP request to the engine.
-
-        Raises:
-            RequestError: a request is refused; then none of them runs.
-            QueueFull: too many requests are waiting.
-            EngineDead: the engine has stopped.
-        """
+        """Submit all prompts of an HTTP request to the engine."""
         return await self._running().submit(requests)
 
 

@@ -43,12 +43,7 @@ class _Events(StreamingResponse):
 
 
 class _KeptAlive:
-    """Sends a comment whenever a stream has sent nothing for some time.
-
-    Args:
-        send: ASGI's function to send a message.
-        interval_s: that time in seconds; 0: no comments.
-    """
+    """Sends a comment whenever a stream has sent nothing for some time."""
 
     def __init__(self, send: Send, interval_s: float) -> None:
         self._send, self._interval_s = send, interval_s
@@ -81,31 +76,22 @@ class _KeptAlive:
 
 @dataclass(slots=True, kw_only=True)
 class GenerationResponse:
-    """The response of one HTTP request. Its requests are cancelled if the client disconnects.
-
-    Attributes:
-        submission: the requests of the engine, one per prompt.
-        writers: one writer per choice; the choices of a prompt are consecutive.
-        scores_prompt: whether the body of a chat contains the scores of the prompt.
-        interval: number of tokens of an event, except the first and the last one.
-        keep_alive_s: interval of comments in a stream without output, in seconds; 0: none.
-    """
+    """The response of one HTTP request. Its requests are cancelled if the client disconnects."""
 
     submission: Submission
     writers: Sequence[Writer]
     envelope: Envelope
-    choices_per_prompt: int
+    choices_per_prompt: int  # the choices of a prompt are consecutive
     options: StreamOptions
-    interval: int = 1
-    keep_alive_s: float = 0.0
-    scores_prompt: bool = False
+    interval: int = 1  # tokens of an event, except the first and the last one
+    keep_alive_s: float = 0.0  # between comments in a stream without output; 0: none
+    scores_prompt: bool = False  # whether the body of a chat contains the scores of the prompt
     form: Format = field(default_factory=PlainFormat)
     _usages: dict[str, Usage] = field(default_factory=dict)
     _num_tokens: int = 0
     _cached_tokens: int = 0
 
     async def whole(self, request: Request) -> Response:
-        """Send one body after all outputs have finished."""
         try:
             outputs = await collected(self.submission.outputs, request)
             self._num_tokens = sum(output.usage.completion_tokens for output in outputs)
@@ -124,7 +110,6 @@ class GenerationResponse:
         return Response(one_line(self.form.whole(body)), media_type="application/json")
 
     def streamed(self) -> StreamingResponse:
-        """Send server-sent events, beginning with the first delta."""
         self.submission.outputs.wake_interval = self.interval
         return _Events(self._events(), self)
 

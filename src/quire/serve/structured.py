@@ -29,14 +29,7 @@ _FORMATS = ("text", "json_object", "json_schema")
 
 
 def read_structure(body: Mapping[str, Any]) -> StructuredOutputs | None:
-    """Read the structure that a body sets; None if it sets none.
-
-    Args:
-        body: fields of the body; other fields are not read.
-
-    Raises:
-        RequestError: several fields set a structure, or a value is invalid; names the field.
-    """
+    """Read the structure that a body sets; None if it sets none."""
     found = _sources(body)
     if not found:
         if body.get(_WHITESPACE) is not None:
@@ -59,12 +52,7 @@ def read_structure(body: Mapping[str, Any]) -> StructuredOutputs | None:
 
 
 def param_of(body: Mapping[str, Any], param: str | None) -> str | None:
-    """The field of a body that sets an option of `StructuredOutputs`.
-
-    Args:
-        body: fields of the body.
-        param: an option, such as "structured_outputs.json"; others are returned unchanged.
-    """
+    """The field of a body that sets an option of `StructuredOutputs`."""
     if param is None or param.split(".")[0] != FIELD or body.get(FIELD) is not None:
         return param
     if param == f"{FIELD}.whitespace_pattern":

@@ -19,12 +19,7 @@ from quire.serve.text import Prompt
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """Accepted requests.
-
-    Attributes:
-        outputs: output stream, with one request per prompt.
-        charge: tokens charged to the tenant's rate limit.
-    """
+    """Accepted requests."""
 
     outputs: OutputStream
     charge: Charge
@@ -44,22 +39,7 @@ async def submit(
     params: SamplingParams,
     response_id: str,
 ) -> Submission:
-    """Submit all prompts of an HTTP request; all or none run.
-
-    Args:
-        service: the service.
-        request: the HTTP request.
-        body: options of each request.
-        prompts: the prompts.
-        params: sampling parameters of each prompt.
-        response_id: id of the response; ids of the requests begin with it.
-
-    Raises:
-        RequestError: a request is refused.
-        RateLimited: the rate limit of the tenant is used up.
-        QueueFull: too many requests are waiting.
-        EngineDead: the engine has stopped.
-    """
+    """Submit all prompts of an HTTP request; all or none run."""
     request.state.response_id = response_id
     tenant = tenant_of(request)
     generation = [

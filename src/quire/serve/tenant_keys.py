@@ -45,10 +45,6 @@ class TenantKeys:
 
     Args:
         specs: tenants of the engine; empty: every tenant is allowed.
-
-    Raises:
-        ConfigError: an invalid or unknown tenant, a short key, a key of two tenants, or tenants
-            that no request could use.
     """
 
     def __init__(
@@ -92,8 +88,8 @@ class TenantKeys:
         If tenants have keys, a request without a key is refused, unless the tenants of the engine
         include `default` and `default` has no key.
 
-        Args:
-            authorization: the header, `Bearer KEY`; None if missing.
+        Raises:
+            Unauthorized: an unknown key, or a missing key.
         """
         if self._tenants and authorization is not None:
             key = bearer_key(authorization)
@@ -157,7 +153,6 @@ class KeyGuard:
         self._app, self._keys, self._open_paths = app, keys, open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward the request, or refuse it with status 401."""
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
@@ -205,8 +200,9 @@ class TenantFile:
     """Contents of a file of tenants."""
 
     keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # of the tenants that have their own
     rate_limits: Mapping[str, RateLimit] = field(default_factory=dict)
-    evict: Mapping[str, str] = field(default_factory=dict)
+    evict: Mapping[str, str] = field(default_factory=dict)  # of the tenants that have their own
 
 
 def read_tenant_keys(path: Path) -> TenantFile:
@@ -280,11 +276,7 @@ def with_default_keys(found: TenantFile, keys: tuple[str, ...]) -> TenantFile:
 
 
 def open_tenants(config: ServerConfig, specs: Sequence[TenantSpec]) -> TenantFile:
-    """The keys, rate limits and rules of tenants: of options, file and environment.
-
-    Raises:
-        ConfigError: invalid keys, or a file that cannot be read.
-    """
+    """The keys, rate limits and rules of tenants: of options, file and environment."""
     path = None if config.tenant_keys is None else Path(config.tenant_keys)
     found = TenantFile() if path is None else read_tenant_keys(path)
     found = with_default_keys(found, _default_keys(config, specs))

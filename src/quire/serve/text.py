@@ -36,15 +36,10 @@ _PROBE_CHARACTERS = 4096
 
 @dataclass(frozen=True, slots=True)
 class TextLength:
-    """A lower bound of the number of tokens of texts.
+    """A lower bound of the number of tokens of texts."""
 
-    Attributes:
-        characters_per_token: most characters of one token, without spaces next to `stripping`.
-        stripping: added tokens that include adjacent spaces.
-    """
-
-    characters_per_token: int
-    stripping: tuple[str, ...] = ()
+    characters_per_token: int  # most characters of a token, without spaces next to `stripping`
+    stripping: tuple[str, ...] = ()  # added tokens that include adjacent spaces
 
     def min_tokens(self, text: str) -> int:
         characters = len(text)
@@ -137,10 +132,6 @@ class FairPool:
     The next job belongs to the tenant with the fewest running jobs; ties are broken by the oldest
     last turn. A tenant that was idle ranks after tenants that have waited for more than one turn.
     A tenant can use all threads except one, so that it cannot block another tenant's job.
-
-    Args:
-        threads: maximum number of threads; a single thread is shared by all tenants.
-        name: prefix of the thread names.
     """
 
     def __init__(self, threads: int, name: str) -> None:
@@ -151,7 +142,6 @@ class FairPool:
         self._num_turns = 0
 
     def close(self) -> None:
-        """Stop the threads; waiting jobs are cancelled."""
         for turns in self._tenants.values():
             for job in turns.waiting:
                 job.done.cancel()
@@ -241,9 +231,6 @@ def with_budget(rule: str, budget: int | float | str) -> str:
         rule: the rule of the request, or the default of its tenant or of the engine.
         budget: tokens of a lane, a fraction of the prompt such as 0.25 or "25%", or bytes such as
             "2MiB".
-
-    Raises:
-        FieldError: no cap, or a rule that evicts nothing.
     """
     text = str(budget)
     try:
@@ -276,14 +263,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Tenant and length limit for the tokenization of a text.
-
-    Attributes:
-        max_tokens: length of the longest sequence; None: unlimited.
-    """
+    """Tenant and length limit for the tokenization of a text."""
 
     tenant: str
-    max_tokens: int | None
+    max_tokens: int | None  # of the longest sequence; None: unlimited
 
     def is_exceeded_by(self, num_tokens: int) -> bool:
         return self.max_tokens is not None and num_tokens > self.max_tokens
@@ -295,12 +278,6 @@ class Texts:
     Tokenization runs in threads with fair scheduling between tenants, because long texts take
     long. A text of more than `LONG_TEXT_CHARACTERS` runs in a thread of its own, one such text at
     a time, so that other texts do not wait for it.
-
-    Args:
-        model: the model; without a tokenizer it accepts prompts as token ids only.
-        threads: maximum number of threads. A tokenizer written in Python gets one thread, because
-            it may not be thread-safe.
-        content_format: form of the content of messages; see `ChatTemplate`.
     """
 
     def __init__(
@@ -340,9 +317,6 @@ class Texts:
             with_text: decode prompts that are token ids, or truncated.
             keep: number of tokens at the end of each prompt that are used; None: all, and a
                 longer prompt than the limit is refused.
-
-        Raises:
-            RequestError: a text without tokens or over the limit, or a model without a tokenizer.
         """
 
         def read(prompt: str | list[int]) -> Prompt:
@@ -388,10 +362,6 @@ class Texts:
             tools: definitions of tools for the template.
             keep: number of tokens at the end of the prompt that are used; None: all, and a longer
                 prompt than the limit is refused.
-
-        Raises:
-            RequestError: no tokenizer, no template, a template that refuses the messages, or a
-                text over the limit.
         """
         tokenizer, chat = self._tokenizer(), self._chat
         assert chat is not None, "there is a tokenizer"
@@ -418,22 +388,15 @@ class Texts:
         return await self._in_turn(turn, lambda: encoded(text), len(text))
 
     def reads(self, variable: str) -> bool:
-        """Whether the model's chat template uses a variable."""
         return self._chat is not None and self._chat.reads(variable)
 
     async def bad_words(self, words: Sequence[str] | None, turn: Turn) -> list[tuple[int, ...]]:
-        """Token sequences of the field `bad_words`; see `sequences_of_words`.
-
-        Raises:
-            RequestError: a word without tokens, or a model without a tokenizer.
-        """
         if not words:
             return []
         tokenizer = self._tokenizer("bad_words", "use `bad_token_ids`")
         return await self._in_turn(turn, lambda: sequences_of_words(tokenizer, words))
 
     async def decoded(self, token_ids: list[int], turn: Turn) -> str:
-        """Decode token ids in a thread; see `decode`."""
         if turn.is_exceeded_by(len(token_ids)):
             raise RequestError(
                 f"expected at most {turn.max_tokens:,} token ids (the longest sequence), got "
@@ -446,11 +409,7 @@ class Texts:
         return await self._in_turn(turn, lambda: [self._pieces.text(i) for i in token_ids])
 
     def decode(self, token_ids: list[int]) -> str:
-        """Decode token ids, including special tokens.
-
-        Raises:
-            RequestError: an id outside the vocabulary, or a model without a tokenizer.
-        """
+        """Decode token ids, including special tokens."""
         vocab_size = self._model.spec.vocab_size
         wrong = [token for token in token_ids if not 0 <= token < vocab_size]
         if wrong:
@@ -482,7 +441,6 @@ class Texts:
         return self._model.tokenizer
 
     async def in_turn_of(self, tenant: str, work: Callable[[], T]) -> T:
-        """Run a job of a tenant in a thread and return its result."""
         return await self._pool.run(tenant, work)
 
     async def _in_turn(self, turn: Turn, work: Callable[[], T], characters: int = 0) -> T:

@@ -47,7 +47,6 @@ class RequestTraces:
 
     @property
     def num_parents(self) -> int:
-        """Number of open requests whose client sent a span."""
         return len(self._parents)
 
     def begin(self, request_ids: Iterable[str], headers: Mapping[str, str]) -> None:
@@ -58,11 +57,11 @@ class RequestTraces:
         self._parents.update(dict.fromkeys(request_ids, parent))
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Drop the parents of requests that were refused."""
         for request_id in request_ids:
             self._parents.pop(request_id, None)
 
     def finish(self, sequences: Sequence[FinishedRequest], now_s: float) -> None:
+        """Create the spans of finished sequences."""
         offset_ns = time.time_ns() - int(now_s * 1e9)
         for sequence in sequences:
             self._finish(sequence, lambda seconds: offset_ns + int(seconds * 1e9))
@@ -120,11 +119,7 @@ def _attributes(sequence: FinishedRequest, model_name: str) -> dict[str, str | i
 
 
 def open_traces(endpoint: str | None, model_name: str) -> RequestTraces | None:
-    """Create the traces of `--otlp-traces-endpoint`; None without an endpoint.
-
-    Raises:
-        ConfigError: the packages of OpenTelemetry are not installed.
-    """
+    """Create the traces of `--otlp-traces-endpoint`; None without an endpoint."""
     if endpoint is None:
         return None
     require_extra("tracing", "--otlp-traces-endpoint")

@@ -52,10 +52,6 @@ class ServedTokens:
     tenant to finish, and gets no tokens. An interval therefore counts as settled if at least
     `MIN_ENTRIES` requests of every tenant were admitted during it.
 
-    Args:
-        tenants: all tenants of the trace.
-        weights: weights of the tenants; default: 1.
-
     Attributes:
         tokens: tokens of each tenant in all such steps.
         settled: tokens of each tenant in settled intervals.
@@ -72,18 +68,15 @@ class ServedTokens:
         self._entries: Counter[str] = Counter()
 
     def arrived(self, tenant: str) -> None:
-        """Count a request that starts to wait."""
         self._waiting[tenant] += 1
 
     def admitted(self, tenant: str) -> None:
-        """Count a request that was admitted or stopped waiting."""
         if self.all_backlogged:
             self._entries[tenant] += 1
         self._waiting[tenant] -= 1
 
     @property
     def all_backlogged(self) -> bool:
-        """Whether requests of every tenant wait."""
         return all(self._waiting[tenant] > 0 for tenant in self.tokens)
 
     @property
@@ -132,11 +125,6 @@ class StepTimer:
     A step takes its overhead plus, part after part (projections, attention, MLP, head), the larger
     of bytes over the read rate and FLOPs over the product rate: `plan.roofline`, for whole batches.
     Attention over rows of one step is one part; a chunk's products may hide another row's reads.
-
-    Args:
-        model: shape of the model.
-        rates: rates of the machine.
-        bytes_per_value: bytes of an element of weights and KV.
     """
 
     def __init__(self, model: ModelSpec, rates: Rates, *, bytes_per_value: int = 2) -> None:
@@ -145,13 +133,7 @@ class StepTimer:
         self._dense_s: dict[tuple[int, int], float] = {}
 
     def seconds(self, new: Counts, before: Counts, sampled_rows: int) -> float:
-        """Time of a step.
-
-        Args:
-            new: [rows] tokens processed, each 1 or more.
-            before: [rows] tokens whose KV is already computed.
-            sampled_rows: number of rows that sample a token.
-        """
+        """`new` [rows] are tokens processed, `before` [rows] tokens with computed KV."""
         key = int(new.sum()), sampled_rows
         dense_s = self._dense_s.get(key)
         if dense_s is None:
@@ -201,17 +183,12 @@ def _hidden(new: Counts, before: Counts, window: int) -> Counts:
 
 
 class VirtualClock:
-    """Virtual time in seconds since the first arrival.
-
-    Attributes:
-        now_s: the time.
-    """
+    """Virtual time in seconds since the first arrival."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
 
     def __call__(self) -> float:
-        """The current time, in the interface of event logs."""
         return self.now_s
 
 
@@ -221,14 +198,7 @@ class VirtualClock:
 
 
 class TimedCopies:
-    """`HostCopies` in simulated time: a copy takes its bytes divided by the rate.
-
-    Args:
-        bytes_per_s: rate of the link, in each direction.
-
-    Attributes:
-        seconds: total duration of all copies.
-    """
+    """`HostCopies` in simulated time: a copy takes its bytes divided by the rate."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self.seconds = 0.0
@@ -236,19 +206,15 @@ class TimedCopies:
         self._paid_s = 0.0
 
     def __call__(self) -> float:
-        """The clock for timing copies."""
         return self.seconds
 
     def save(self, page_class: PageClass, pages: PageNumbers, start: int) -> None:
-        """Count the time of copies to the host."""
         self.seconds += len(pages) * page_class.page_bytes / self._bytes_per_s
 
     def load(self, page_class: PageClass, pages: PageNumbers, start: int) -> None:
-        """Count the time of copies back."""
         self.save(page_class, pages, start)
 
-    def wait(self) -> None:
-        """Return at once: no copy is pending."""
+    def wait(self) -> None: ...
 
     def unpaid_s(self) -> float:
         """Copy time since the last call; the next step waits for it."""
@@ -297,11 +263,7 @@ def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 class OldestFirstEvictor:
-    """Evicts the oldest slots of a request until its lanes fit their capacities.
-
-    Args:
-        memory: KV memory of the simulation.
-    """
+    """Evicts the oldest slots of a request until its lanes fit their capacities."""
 
     def __init__(self, memory: KVMemory) -> None:
         self._memory = memory
@@ -309,7 +271,6 @@ class OldestFirstEvictor:
     def evict(
         self, request: Request, keep: Slots, *, min_gain: int | None = None
     ) -> Evicted | None:
-        """Retain the last `keep` [lanes] slots of every lane that can evict tokens."""
         memory, lanes = self._memory, evicting_lanes(self._memory)
         assert lanes is not None, "only called for a layout that evicts"
         row = request.memory.row
@@ -351,12 +312,6 @@ def folded_layout(
     Layers of a group hold the same number of slots of every sequence. One table whose pages are as
     large as those of all layers together allocates and frees the same bytes, in less time. If
     layers have different windows, the waste at slab boundaries can differ by a page or two.
-
-    Args:
-        model: the shape.
-        codec: codec of keys and values.
-        page_tokens: slots in a page.
-        evicting: single tokens are evicted from lanes of full attention.
     """
     layout = layout_for(model, codec=codec, page_tokens=page_tokens, evicting=evicting)
     return CacheLayout(tuple(map(_folded, layout.groups)))
@@ -373,17 +328,7 @@ def make_memory(
     lengths: Sequence[int],
     max_num_seqs: int,
 ) -> KVMemory:
-    """Create a KV memory with bookkeeping only: its arena is not allocated.
-
-    Args:
-        layout: lane groups.
-        config: size; an `auto` memory never runs full.
-        lengths: lengths in tokens of the sequences that fit into an `auto` memory.
-        max_num_seqs: maximum number of concurrent sequences.
-
-    Raises:
-        ConfigError: the memory is too small for a token, or exceeds the maximum number of pages.
-    """
+    """Create a KV memory with bookkeeping only: its arena is not allocated."""
     total_bytes = bytes_for_all(layout, lengths) if config.memory is None else config.memory
     _refuse_too_many_pages(layout, total_bytes)
     return KVMemory(layout, total_bytes, max_num_seqs)
@@ -400,12 +345,7 @@ def _refuse_too_many_pages(layout: CacheLayout, total_bytes: int) -> None:
 
 
 def bytes_for_all(layout: CacheLayout, lengths: Sequence[int]) -> int:
-    """Bytes of an arena that holds every request of a trace at once: it never runs full.
-
-    Args:
-        layout: lane groups.
-        lengths: lengths of the requests, in tokens.
-    """
+    """Bytes of an arena that holds every request of a trace at once: it never runs full."""
     total_bytes = 0
     for group in layout.groups:
         pages = sum(group.page_class.pages_for(tokens) + 1 for tokens in lengths)
@@ -423,23 +363,15 @@ _SWAPS = ("swapped_out", "swapped_in")
 
 @dataclass(slots=True)
 class EventTally:
-    """A listener of KV events.
+    """A listener of KV events."""
 
-    Attributes:
-        lost_tokens: tokens whose KV was freed by preemptions.
-        num_swaps_out, num_swaps_in: sequences swapped out and in.
-        swapped_bytes: KV bytes of all swaps, both directions.
-        copied_bytes: KV bytes of pages copied on write because they are shared.
-    """
-
-    lost_tokens: int = 0
+    lost_tokens: int = 0  # KV freed by preemptions
     num_swaps_out: int = 0
     num_swaps_in: int = 0
-    swapped_bytes: int = 0
-    copied_bytes: int = 0
+    swapped_bytes: int = 0  # both directions
+    copied_bytes: int = 0  # pages copied on write because they are shared
 
     def __call__(self, event: KVEvent) -> None:
-        """Count an event."""
         if event.kind in _SWAPS:
             self.swapped_bytes += int(event.data["kv_bytes"])
             self.num_swaps_out += event.kind == "swapped_out"
@@ -452,29 +384,18 @@ class EventTally:
 
 @dataclass(slots=True)
 class SimResult:
-    """The result of a simulated trace.
-
-    Attributes:
-        trace: the simulated trace.
-        memory_bytes: size of the arena.
-        records: one for each request, in the order of arrival.
-        gauges: statistics of the memory and queue, recorded at every step.
-        served: tokens of each tenant while all tenants were backlogged.
-        tally: totals of the events.
-        num_steps: number of steps.
-        processed_tokens: tokens that the steps processed, including recomputed tokens.
-        busy_s: duration of all steps; the rest of the time was idle.
-    """
+    """The result of a simulated trace."""
 
     trace: Trace
-    memory_bytes: int
-    records: list[RequestRecord] = field(default_factory=list)
-    gauges: Gauges = field(default_factory=Gauges)
+    memory_bytes: int  # size of the arena
+    records: list[RequestRecord] = field(default_factory=list)  # in the order of arrival
+    gauges: Gauges = field(default_factory=Gauges)  # recorded at every step
+    # tokens of each tenant while all tenants were backlogged
     served: ServedTokens = field(default_factory=lambda: ServedTokens(()))
     tally: EventTally = field(default_factory=EventTally)
     num_steps: int = 0
-    processed_tokens: int = 0
-    busy_s: float = 0.0
+    processed_tokens: int = 0  # including recomputed tokens
+    busy_s: float = 0.0  # the rest of the time was idle
 
 
 # ---- engine --------------------------------------------------------------------------------------
@@ -482,36 +403,16 @@ class SimResult:
 
 @dataclass(slots=True)
 class Job:
-    """A request of the trace, ready to be delivered.
-
-    Attributes:
-        record: its record.
-        request: the engine's request; None if it was rejected.
-        answer: its output tokens.
-        pending_tokens: prompt tokens that are not computed yet.
-    """
+    """A request of the trace, ready to be delivered."""
 
     record: RequestRecord
-    request: Request | None
-    answer: list[int]
-    pending_tokens: int = 0
+    request: Request | None  # None if it was rejected
+    answer: list[int]  # its output tokens
+    pending_tokens: int = 0  # prompt tokens that are not computed yet
 
 
 class SimulatedEngine:
-    """An engine in virtual time.
-
-    Args:
-        trace: the trace from which its requests come.
-        scheduler: scheduler of an empty simulated memory; its events use the clock's time.
-        timer: computes the duration of steps.
-        clock: the virtual clock, at 0.
-        copies: copies of the host pool; the next step waits for them.
-        eviction: eviction of a request, as a function of its prompt length.
-
-    Attributes:
-        result: records and statistics so far.
-        pending_tokens: prompt tokens of delivered requests that are not computed yet.
-    """
+    """An engine in virtual time; `eviction` depends on a request's prompt length."""
 
     def __init__(
         self,
@@ -541,12 +442,7 @@ class SimulatedEngine:
     # ---- requests ------------------------------------------------------------------------------
 
     def open_job(self, arrived: TraceRequest, number: int) -> Job:
-        """Create the job of a request; it changes nothing in this engine.
-
-        Args:
-            arrived: the request.
-            number: its number in the order of arrival, from 1.
-        """
+        """Create the job of a request; it changes nothing in this engine."""
         record = open_record(arrived, self.timer.model.max_positions)
         if record.refused is not None:
             return Job(record, None, [])
@@ -573,7 +469,6 @@ class SimulatedEngine:
         return tuple(block.key for block in self._blocks(job))
 
     def cached_tokens(self, job: Job) -> int:
-        """Prompt tokens of a job that are in the prefix cache now."""
         prefix = self.scheduler.sequence_memory.sharing.prefix
         return 0 if prefix is None else prefix.cached_tokens(self._blocks(job))
 
@@ -594,7 +489,6 @@ class SimulatedEngine:
         self.pending_tokens += job.pending_tokens
 
     def take_rejected(self) -> list[Job]:
-        """Delivered jobs that were rejected since the last call."""
         taken, self._rejected = self._rejected, []
         return taken
 
@@ -612,17 +506,14 @@ class SimulatedEngine:
 
     @property
     def num_running(self) -> int:
-        """Admitted requests."""
         return len(self.scheduler.running)
 
     @property
     def active_bytes(self) -> int:
-        """KV bytes of running requests."""
         return self.memory.total_bytes - self.scheduler.sequence_memory.sharing.available_bytes
 
     @property
     def has_work(self) -> bool:
-        """Whether requests wait or run."""
         return bool(self._inbox) or self.scheduler.has_work
 
     def _submit(self, job: Job) -> None:
@@ -645,11 +536,7 @@ class SimulatedEngine:
     # ---- a step --------------------------------------------------------------------------------
 
     def begin_step(self) -> bool:
-        """Submit delivered requests, and run a step up to the end of its computation.
-
-        Returns:
-            Whether a step began. Otherwise no request can run before the next one is delivered.
-        """
+        """Run a step up to the end of its computation; False if nothing can run."""
         for job in self._inbox:
             self._submit(job)
         self._inbox.clear()
@@ -720,7 +607,6 @@ class SimulatedEngine:
     # ---- time ----------------------------------------------------------------------------------
 
     def wait(self, until_s: float) -> None:
-        """Advance the clock; no step is running."""
         self.hold(until_s - self.clock.now_s)
         self.clock.now_s = until_s  # exact, without the rounding error of the sum
 

@@ -16,20 +16,14 @@ from quire.plan.ceilings import Ceilings
 class Rates:
     """Rates that determine the duration of a step.
 
-    Attributes:
-        read_bytes_per_s: memory, for weights and KV.
-        flops_per_s: matrix products.
-        copy_bytes_per_s: between device and host, for swapped KV.
-        overhead_s: fixed time of every step: scheduling, launches, sampling.
-
     Raises:
         ConfigError: a rate of 0 or less, or a negative overhead.
     """
 
-    read_bytes_per_s: float
-    flops_per_s: float
-    copy_bytes_per_s: float
-    overhead_s: float = 0.0
+    read_bytes_per_s: float  # memory, for weights and KV
+    flops_per_s: float  # matrix products
+    copy_bytes_per_s: float  # between device and host, for swapped KV
+    overhead_s: float = 0.0  # of every step: scheduling, launches, sampling
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -39,11 +33,7 @@ class Rates:
                 raise ConfigError(f"expected {field.name} above 0, got {value}")
 
     def scaled(self, efficiency: int | float) -> "Rates":
-        """Return these rates multiplied by a fraction (0 to 1).
-
-        Raises:
-            ConfigError: an efficiency outside of 0 to 1.
-        """
+        """Return these rates multiplied by a fraction (0 to 1)."""
         if not 0 < efficiency <= 1:
             raise ConfigError(f"expected an efficiency above 0 and up to 1, got {efficiency}")
         return replace(
@@ -72,10 +62,7 @@ PEAKS: Mapping[str, Rates] = {
 @no_type_check  # run-time type checks in tests must not replace Quire's own errors
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineConfig:
-    """Options of the simulated machine.
-
-    Attributes are options; see their help.
-    """
+    """Options of the simulated machine."""
 
     name: MachineName = option(
         "a100",
@@ -100,11 +87,7 @@ class MachineConfig:
             raise ConfigError(f"expected step_overhead_ms from 0, got {self.step_overhead_ms}")
 
     def rates(self, measured: Rates | None = None) -> Rates:
-        """The rates that steps reach.
-
-        Args:
-            measured: rates of this machine, for `profile`.
-        """
+        """The rates that steps reach; `measured` are those of this machine, for `profile`."""
         peaks = PEAKS.get(self.name, measured)
         assert peaks is not None, "a measured machine needs its rates"
         usual = REACHED_OF_PEAKS if self.name in PEAKS else 1.0
@@ -113,15 +96,7 @@ class MachineConfig:
 
 
 def measured_rates(ceilings: Ceilings, dtype: str) -> Rates:
-    """Convert the measurements of `quire profile` to rates.
-
-    Args:
-        ceilings: measured rates of this machine.
-        dtype: type of weights and KV.
-
-    Raises:
-        ConfigError: products in this dtype were not measured.
-    """
+    """Convert the measurements of `quire profile` to rates."""
     return Rates(
         read_bytes_per_s=ceilings.read_bytes_per_s,
         flops_per_s=ceilings.peak_product_rate(dtype),

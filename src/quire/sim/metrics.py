@@ -42,11 +42,7 @@ def latencies(finished: Sequence[RequestRecord]) -> Numbers:
 
 
 def percentiles(name: str, values: Iterable[float]) -> Numbers:
-    """`NAME_p50_s` and so on, interpolated linearly; NaN values do not count.
-
-    Returns:
-        An empty mapping if no value is left.
-    """
+    """`NAME_p50_s` and so on, interpolated linearly; NaN values do not count."""
     found = np.fromiter(values, dtype=np.float64)
     found = found[~np.isnan(found)]
     if not len(found):
@@ -56,17 +52,7 @@ def percentiles(name: str, values: Iterable[float]) -> Numbers:
 
 
 def cost_of_tokens(summary: Numbers, price_per_hour: float, machines: int) -> Numbers:
-    """Cost of a million tokens.
-
-    Args:
-        summary: metrics of the run.
-        price_per_hour: price of a machine for an hour.
-        machines: number of machines.
-
-    Returns:
-        Cost of a million output tokens, and of a million prompt and output tokens; empty if no
-        request finished.
-    """
+    """Cost of a million tokens; empty if no request finished."""
     outputs, prompts = summary["generated_tokens_per_s"], summary["prompt_tokens_per_s"]
     if not outputs:
         return {}

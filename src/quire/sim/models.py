@@ -76,15 +76,7 @@ CONFIGS: Mapping[str, Mapping[str, object]] = {
 
 
 def model_shape(name: str) -> ModelSpec:
-    """The shape of a model.
-
-    Args:
-        name: one of CONFIGS, quire-tiny, or a folder with a config.json.
-
-    Raises:
-        UnknownName: neither a known name nor a folder.
-        ModelError: the folder's config.json cannot be read.
-    """
+    """The shape of a name of CONFIGS, of quire-tiny, or of a folder with a config.json."""
     if name in CONFIGS:
         return ModelSpec.from_config(CONFIGS[name])
     folder = Path(name)

@@ -18,11 +18,7 @@ _GIB = 1 << 30
 
 
 def pictures(result: SimResult) -> Mapping[str, bytes]:
-    """SVG files of a run by name: `use.svg`, `queue.svg`, `ttft.svg`.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """SVG files of a run by name: `use.svg`, `queue.svg`, `ttft.svg`."""
     samples = result.gauges.samples
     return {
         "use.svg": drawn(lambda axes: _draw_use(axes, samples, result.memory_bytes)),
@@ -31,11 +27,7 @@ def pictures(result: SimResult) -> Mapping[str, bytes]:
 
 
 def ttft_picture(records: Iterable[RequestRecord]) -> dict[str, bytes]:
-    """The SVG file `ttft.svg` of some requests.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """The SVG file `ttft.svg` of some requests."""
     ttft_s = [record.ttft_s for record in records if record.finished]
     return {"ttft.svg": drawn(lambda axes: _draw_ttft(axes, ttft_s))}
 
@@ -79,11 +71,7 @@ def drawn(draw: Callable[["Axes"], None]) -> bytes:
 
 
 def drawn_figure(draw: Callable[["Figure"], None]) -> bytes:
-    """Return an SVG file of the figure that `draw` fills.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """Return an SVG file of the figure that `draw` fills."""
     require_extra("report", "--out")
     import matplotlib as mpl
     from matplotlib.figure import Figure

@@ -12,74 +12,50 @@ NEVER_FITS = "memory"
 
 @dataclass(slots=True)
 class RequestRecord:
-    """Times and lengths of one request, in virtual seconds; NaN for stages it did not reach.
+    """Times and lengths of one request, in virtual seconds; NaN for stages it did not reach."""
 
-    Attributes:
-        line: line number in the trace.
-        tenant: tenant that sent the request.
-        arrival_s: arrival time.
-        prompt_tokens: length of the prompt.
-        answer_tokens: length of the output; an output of 0 tokens counts as 1, because a request
-            that runs samples at least once.
-        cut_tokens: tokens of the recorded output beyond the context length.
-        refused: the reason if the request was rejected: its prompt exceeds the model's context, or
-            its KV exceeds the memory. None if it was accepted.
-        admitted_s: start of the first step with the request.
-        first_token_s, finish_s: ends of the steps with its first and last token.
-        cached_tokens: prompt tokens found in the prefix cache at admission.
-        preemptions: number of preemptions.
-        deadline_s: seconds from arrival to the deadline of the output; None: no deadline.
-    """
-
-    line: int
+    line: int  # in the trace
     tenant: str
     arrival_s: float
     prompt_tokens: int
-    answer_tokens: int
-    cut_tokens: int = 0
-    refused: str | None = None
-    admitted_s: float = math.nan
-    first_token_s: float = math.nan
+    answer_tokens: int  # an output of 0 tokens counts as 1: a request that runs samples once
+    cut_tokens: int = 0  # of the recorded output beyond the context length
+    refused: str | None = None  # the reason if the request was rejected
+    admitted_s: float = math.nan  # start of the first step with the request
+    first_token_s: float = math.nan  # end of a step, as finish_s
     finish_s: float = math.nan
-    cached_tokens: int = 0
+    cached_tokens: int = 0  # found in the prefix cache at admission
     preemptions: int = 0
-    deadline_s: float | None = None
+    deadline_s: float | None = None  # seconds from arrival
 
     @property
     def finished(self) -> bool:
-        """Whether the request finished."""
         return not math.isnan(self.finish_s)
 
     @property
     def due_s(self) -> float:
-        """Time of the deadline; infinity if the request has no deadline."""
         return math.inf if self.deadline_s is None else self.arrival_s + self.deadline_s
 
     @property
     def in_time(self) -> bool:
-        """Whether the request finished by its deadline."""
         return self.finish_s <= self.due_s
 
     @property
     def queue_s(self) -> float:
-        """Queue time: from arrival to the first step."""
         return self.admitted_s - self.arrival_s
 
     @property
     def ttft_s(self) -> float:
-        """Time to first token."""
         return self.first_token_s - self.arrival_s
 
     @property
     def tpot_s(self) -> float:
-        """Time per token after the first; NaN for an output of one token."""
         if self.answer_tokens < 2:
             return math.nan
         return (self.finish_s - self.first_token_s) / (self.answer_tokens - 1)
 
     @property
     def e2e_s(self) -> float:
-        """Latency: from arrival to finish."""
         return self.finish_s - self.arrival_s
 
 
@@ -111,20 +87,12 @@ _SAMPLES_AT_MOST = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedReading:
-    """State of the memory and the queue at one step.
+    """State of the memory and the queue at one step."""
 
-    Attributes:
-        time_s: start of the step.
-        used_bytes: used bytes of the arena, including pages in the prefix cache.
-        allocated_bytes: pages of running sequences; a shared page counts once for each sequence.
-        wasted_bytes: slots without a token in these pages.
-        running, waiting: number of requests.
-    """
-
-    time_s: float
-    used_bytes: int
-    allocated_bytes: int
-    wasted_bytes: int
+    time_s: float  # start of the step
+    used_bytes: int  # including pages in the prefix cache
+    allocated_bytes: int  # pages of running sequences; a shared page counts once for each sequence
+    wasted_bytes: int  # slots without a token in these pages
     running: int
     waiting: int
 
@@ -149,17 +117,10 @@ def read(memory: KVMemory, *, time_s: float, running: int, waiting: int) -> Simu
 
 @dataclass(slots=True)
 class Gauges:
-    """Sums, peaks, and a thinned series of readings.
+    """Sums, peaks, and a thinned series of readings."""
 
-    Attributes:
-        time_s: total duration of the readings.
-        used_byte_s, allocated_byte_s, wasted_byte_s, running_s, waiting_s: readings x seconds.
-        peak_used_bytes, peak_running, peak_waiting: maximum of the readings.
-        samples: readings at regular intervals, at most 4,096.
-    """
-
-    time_s: float = 0.0
-    used_byte_s: float = 0.0
+    time_s: float = 0.0  # total duration of the readings
+    used_byte_s: float = 0.0  # readings x seconds, as the next
     allocated_byte_s: float = 0.0
     wasted_byte_s: float = 0.0
     running_s: float = 0.0
@@ -167,12 +128,12 @@ class Gauges:
     peak_used_bytes: int = 0
     peak_running: int = 0
     peak_waiting: int = 0
+    # at regular intervals, at most 4,096
     samples: list[SimulatedReading] = field(default_factory=list)
     _stride: int = 1
     _held: int = 0
 
     def add(self, reading: SimulatedReading, seconds: float) -> None:
-        """Add a reading that is valid for `seconds`."""
         self.time_s += seconds
         self.used_byte_s += reading.used_bytes * seconds
         self.allocated_byte_s += reading.allocated_bytes * seconds

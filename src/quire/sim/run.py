@@ -49,12 +49,7 @@ _PROGRESS_STEPS = 1000
 
 
 class Simulator:
-    """Simulation of one trace with one KV memory.
-
-    Args:
-        trace: the requests and their arrival times.
-        engine: the engine, at 0 s.
-    """
+    """Simulation of one trace with one KV memory."""
 
     def __init__(self, trace: Trace, engine: SimulatedEngine) -> None:
         self.engine, self.result = engine, engine.result
@@ -62,11 +57,6 @@ class Simulator:
         self._num_arrived = 0
 
     def run(self, progress: Progress | None = None) -> SimResult:
-        """Run until every request is finished or rejected.
-
-        Raises:
-            InvariantError: a request can neither run nor be rejected, or a page was lost.
-        """
         while True:
             self._deliver_arrived()
             if self.engine.begin_step():
@@ -92,11 +82,7 @@ class Simulator:
 
 
 def check_finished(engines: Sequence[SimulatedEngine]) -> None:
-    """Check that all requests ended and all their pages were freed.
-
-    Raises:
-        InvariantError: a request was neither finished nor rejected, or a page was lost.
-    """
+    """Check that all requests ended and all their pages were freed."""
     for engine in engines:
         engine.memory.check()
         records = engine.result.records
@@ -110,68 +96,33 @@ _SECRET = bytes(32)  # a simulation needs no secret salts; a constant makes runs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimConfig:
-    """Configuration of a simulation.
-
-    Attributes:
-        model: shape of the model.
-        rates: rates of the machine.
-        kv: options of the KV memory; an `auto` memory never runs full.
-        schedule: options of steps and queues.
-        dtype: type of weights, and of KV unless `kv.codec` sets another one.
-        eviction: how many tokens a lane may hold, for the longest prompt; the choice of
-            evicted tokens is not simulated.
-        eviction_of: eviction by prompt length, if the cap depends on it; None: `eviction` for all.
-    """
+    """Configuration of a simulation."""
 
     model: ModelSpec
     rates: Rates
-    kv: KVConfig = field(default_factory=KVConfig)
+    kv: KVConfig = field(default_factory=KVConfig)  # an `auto` memory never runs full
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    dtype: str = "bfloat16"
+    dtype: str = "bfloat16"  # of weights, and of KV unless `kv.codec` sets another one
+    # for the longest prompt; which tokens are evicted is not simulated
     eviction: EvictionSpec = KEEP_ALL
+    # by prompt length, if the cap depends on it
     eviction_of: Callable[[int], EvictionSpec] | None = None
 
 
 def simulate(trace: Trace, config: SimConfig, progress: Progress | None = None) -> SimResult:
-    """Run a trace through scheduler and memory.
-
-    Args:
-        trace: the requests and their arrival times.
-        config: the simulated configuration.
-        progress: called at intervals during the run.
-
-    Raises:
-        ConfigError: an option is invalid; raised before the run starts.
-    """
+    """Run a trace through scheduler and memory."""
     return make_simulator(trace, config).run(progress)
 
 
 def make_simulator(trace: Trace, config: SimConfig) -> Simulator:
-    """A simulator ready to run.
-
-    Args:
-        trace: the requests and their arrival times.
-        config: the simulated configuration.
-
-    Raises:
-        ConfigError: an option is invalid.
-    """
+    """A simulator ready to run."""
     return Simulator(trace, make_engine(trace, config))
 
 
 def make_engine(
     trace: Trace, config: SimConfig, listener: PrefixListener | None = None
 ) -> SimulatedEngine:
-    """A simulated engine at 0 s.
-
-    Args:
-        trace: the trace from which its requests come.
-        config: the simulated configuration.
-        listener: notified of the blocks of its prefix cache.
-
-    Raises:
-        ConfigError: an option is invalid.
-    """
+    """A simulated engine at 0 s."""
     refuse_unsimulated(config.kv)
     layout = folded_layout(
         config.model,
@@ -204,15 +155,7 @@ def make_scheduler(
     copies: TimedCopies,
     listener: PrefixListener | None = None,
 ) -> Scheduler:
-    """The engine's scheduler over a memory without bytes.
-
-    Args:
-        memory: an empty KV memory.
-        config: sets schedule, cache, eviction and host pool.
-        clock: clock of the events.
-        copies: copies of the host pool.
-        listener: notified of the blocks of the prefix cache.
-    """
+    """The engine's scheduler over a memory without bytes."""
     prefix = PrefixIndex(memory, listener) if config.kv.prefix_cache.enabled else None
     sharing = PrefixSharing(memory, prefix, PrefixIdentities(secret=_SECRET))
     sequence_memory = SequenceMemory(sharing, events=EventLog(clock, kept=1))
@@ -244,11 +187,7 @@ def _make_swapper(memory: KVMemory, config: SimConfig, copies: TimedCopies) -> S
 
 
 def refuse_unsimulated(kv: KVConfig) -> None:
-    """Reject options that have no effect in a simulation.
-
-    Raises:
-        ConfigError: an option has no effect; the message names it.
-    """
+    """Reject options that have no effect in a simulation."""
     _refuse_changes(kv.offload, OffloadConfig(), "KV offload")
     simulated = PrefixCacheConfig(enabled=kv.prefix_cache.enabled)
     _refuse_changes(kv.prefix_cache, simulated, "prefixes on disk or in a store")

@@ -33,16 +33,10 @@ class Right(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether a tenant may take bytes, and why.
+    """Whether a tenant may take bytes, and why."""
 
-    Attributes:
-        right: REFUSED: no bytes; ABOVE_SHARE: free bytes only; SHARE and GUARANTEED: requests of
-            other tenants may be preempted (see `TenantAccounts.reclaimable_for`).
-        reason: text with the numbers.
-    """
-
-    right: Right
-    reason: str
+    right: Right  # REFUSED: no bytes; ABOVE_SHARE: free bytes only; others may preempt
+    reason: str  # with the numbers
 
     def __bool__(self) -> bool:
         return self.right > Right.REFUSED
@@ -54,9 +48,6 @@ class TenantAccounts:
     Args:
         specs: the tenants; if empty, every name is a tenant of weight 1 without a guarantee.
         pool_bytes: size of the KV memory.
-
-    Raises:
-        ConfigError: a repeated name, or guarantees whose sum exceeds the KV memory.
     """
 
     def __init__(self, specs: Iterable[TenantSpec], pool_bytes: int) -> None:
@@ -78,12 +69,6 @@ class TenantAccounts:
     # ---- specifications ------------------------------------------------------------------------
 
     def spec(self, tenant: str) -> TenantSpec:
-        """Return a tenant's weight and guarantees.
-
-        Raises:
-            RequestError: an unknown tenant; lists the known ones.
-            ConfigError: no tenants are configured and the name is invalid.
-        """
         if not self._specs:
             return _open_spec(tenant)
         if tenant not in self._specs:
@@ -105,21 +90,12 @@ class TenantAccounts:
     # ---- held bytes ----------------------------------------------------------------------------
 
     def note(self, held: Mapping[str, int], waiting: Iterable[str] = ()) -> None:
-        """Replace all accounts by new counts.
-
-        Args:
-            held: bytes of each tenant's private pages, and of public prefixes under `PUBLIC`.
-            waiting: tenants with waiting requests; they count as active.
-        """
+        """Replace all accounts: bytes of private pages, of public prefixes under `PUBLIC`."""
         self._held = {tenant: size for tenant, size in held.items() if size}
         self._waiting = frozenset(waiting)
 
     def add(self, tenant: str, delta_bytes: int) -> None:
-        """Change one account between two calls of `note`.
-
-        Raises:
-            InvariantError: the account would fall below 0.
-        """
+        """Change one account between two calls of `note`."""
         held = self.held_bytes(tenant) + delta_bytes
         if held < 0:
             raise InvariantError(f"tenant {tenant!r} frees {-held:,} B more than it holds")
@@ -182,10 +158,6 @@ class TenantAccounts:
         Within its guarantee, a tenant reclaims what others hold above their guarantee. Within its
         share, it reclaims what others hold above their share. Tenants with the most bytes above it
         per weight come first.
-
-        Returns:
-            (tenant, bytes) pairs in the order to reclaim; their sum is at most `size_bytes`. Empty
-            if the tenant has no right to reclaim.
         """
         right = self.may_take(tenant, size_bytes).right
         if right < Right.SHARE:

@@ -34,12 +34,7 @@ Order = tuple[int, float, int]  # priority, deadline in seconds, arrival
 
 @runtime_checkable  # for the type checks in tests
 class Queued(Protocol):
-    """A request in the queue.
-
-    Attributes:
-        request_id: identifies the request in errors.
-        tenant: the request's tenant.
-    """
+    """A request in the queue."""
 
     @property
     def request_id(self) -> str: ...
@@ -56,15 +51,11 @@ R = TypeVar("R", bound=Queued)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenPrices:
-    """Prices of served tokens, in prompt tokens.
-
-    Attributes:
-        cached: price of a prompt token whose KV was found in the prefix cache.
-    """
+    """Prices of served tokens, in prompt tokens."""
 
     prompt: float = 1.0
     output: float = OUTPUT_TOKEN_PRICE
-    cached: float = 0.0
+    cached: float = 0.0  # of a prompt token whose KV was found in the prefix cache
 
     def __post_init__(self) -> None:
         if min(self.prompt, self.output, self.cached) < 0:
@@ -118,10 +109,6 @@ class FairQueue(Generic[R]):
     """Queue of the waiting requests of all tenants.
 
     With n requests and t tenants: push is O(log n + t), pop is amortized O(1), `heads` is O(t).
-
-    Args:
-        weights: weights by tenant; 1 for all others.
-        prices: prices of tokens; default: `TokenPrices()`.
     """
 
     def __init__(
@@ -164,7 +151,6 @@ class FairQueue(Generic[R]):
         return 0.0 if self._last_emptied is None else self.virtual_time(self._last_emptied)
 
     def pop(self, request: R) -> None:
-        """Remove a waiting request."""
         entry = self._entries.pop(request, None)
         if entry is None:
             raise InvariantError(f"request {request.request_id} is not waiting")
@@ -178,7 +164,6 @@ class FairQueue(Generic[R]):
             self._last_emptied = request.tenant
 
     def discard(self, request: R) -> None:
-        """Remove a request if it is waiting."""
         if request in self._entries:
             self.pop(request)
 
@@ -223,10 +208,7 @@ class FairQueue(Generic[R]):
             yield from self.of_tenant(first.tenant)
 
     def of_tenant(self, tenant: str) -> Iterator[R]:
-        """Yield the requests of a tenant that has some, best first.
-
-        The queue must not change during the iteration.
-        """
+        """Requests of a tenant, best first; the queue must not change during the iteration."""
         return self._queues[tenant].ordered()
 
     def rank(self, request: R) -> tuple[float, int, float, int]:

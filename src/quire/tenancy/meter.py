@@ -25,26 +25,15 @@ OTHERS = "(others)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantStats:
-    """Statistics of one tenant since the engine's start, and its current bytes.
+    """Statistics of one tenant since the engine's start, and its current bytes."""
 
-    Attributes:
-        tenant: the tenant's name; `OTHERS` for the sum of tenants without a row of their own.
-        num_admitted: admissions, including those after a preemption.
-        prompt_tokens: computed prompt tokens; recomputed ones are not counted again.
-        cached_tokens: prompt tokens whose KV was found in a prefix cache.
-        output_tokens: generated tokens; every beam of a search counts.
-        queue_s: seconds that its admitted requests waited.
-        held_bytes, guaranteed_bytes, share_bytes: KV bytes that it holds now, its guarantee, and
-            its current share; 0 without tenant accounts.
-    """
-
-    tenant: str
+    tenant: str  # `OTHERS` for the sum of tenants without a row of their own
     num_requests: int = 0
-    num_admitted: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    queue_s: float = 0.0
+    num_admitted: int = 0  # including those after a preemption
+    prompt_tokens: int = 0  # computed; recomputed ones are not counted again
+    cached_tokens: int = 0  # found in a prefix cache
+    output_tokens: int = 0  # every beam of a search counts
+    queue_s: float = 0.0  # that its admitted requests waited
     num_preemptions: int = 0
     held_bytes: int = 0
     guaranteed_bytes: int = 0
@@ -76,7 +65,7 @@ class TenantMeter:
         return len(self._counts) + (self._others is not None)
 
     def fold(self, busy: Collection[str]) -> None:
-        """Sum the rows of the least recently seen tenants into `OTHERS`."""
+        """Sum the rows of the least recently seen tenants, except `busy` ones, into `OTHERS`."""
         if len(self._counts) <= len(busy) + IDLE_KEPT:
             return
         idle = [tenant for tenant in self._counts if tenant not in busy]
@@ -88,12 +77,7 @@ class TenantMeter:
         self._of(tenant).num_requests += 1
 
     def admitted(self, tenant: str, waited_s: float) -> None:
-        """Count an admitted request.
-
-        Args:
-            tenant: the request's tenant.
-            waited_s: seconds since the request was submitted or preempted.
-        """
+        """`waited_s` since the request was submitted or preempted."""
         counts = self._of(tenant)
         counts.num_admitted += 1
         counts.queue_s += waited_s
@@ -112,14 +96,7 @@ class TenantMeter:
         self._of(tenant).num_preemptions += 1
 
     def report(self, accounts: TenantAccounts | None = None) -> tuple[TenantStats, ...]:
-        """Return the statistics of all tenants, by name.
-
-        Args:
-            accounts: the accounts of bytes; their tenants are reported even without requests.
-
-        Returns:
-            One row per tenant, `OTHERS` last.
-        """
+        """Statistics of all tenants and those of `accounts`, by name, `OTHERS` last."""
         names = self._counts.keys() | (set() if accounts is None else set(accounts.tenants))
         rows = [_row(name, self._counts.get(name, _Counts())) for name in sorted(names)]
         if accounts is not None:
@@ -159,16 +136,6 @@ def bytes_by_tenant(
 
     A page of a public prefix is charged to `PUBLIC`, also while requests use it. If two tenants
     refer to one page otherwise (private salts prevent it), the tenant listed first is charged.
-
-    Args:
-        memory: the KV memory.
-        rows: rows of each tenant's requests.
-        referenced: pages retained without a request (`KVMemory.cached_references`), by tenant;
-            public prefixes under `PUBLIC`.
-        public_tokens: number of first tokens that are a public prefix, by row.
-
-    Returns:
-        Bytes by tenant and of `PUBLIC`; their sum is the bytes of all these pages.
     """
     referenced = referenced or {}
     public_tokens = public_tokens or {}

@@ -51,16 +51,11 @@ class TenantSpec:
 
     @property
     def limit_bytes(self) -> int | None:
-        """Maximum KV bytes of the tenant; None for no limit."""
         return None if self.burst_bytes is None else self.guaranteed_bytes + self.burst_bytes
 
 
 def check_tenant_name(name: str, kind: str = "tenant") -> None:
-    """Check the name of a tenant, or of another account.
-
-    Raises:
-        ConfigError: the name is empty, too long, has other characters, or is `PUBLIC`.
-    """
+    """Check the name of a tenant, or of another account."""
     if _NAME.fullmatch(name) is None:
         raise ConfigError(
             f"expected a {kind} name of 1 to 64 letters, digits, '_', '.' or '-' that begins "
@@ -74,13 +69,7 @@ def check_tenant_name(name: str, kind: str = "tenant") -> None:
 
 
 def parse_tenants(text: str) -> tuple[TenantSpec, ...]:
-    """Parse a list of tenants; an empty text returns none, and then any tenant name is accepted.
-
-    Raises:
-        UnknownName: an unknown option; suggests the closest name.
-        ConfigError: an invalid or repeated name, an option without a value or repeated, a value
-            that is no number or size, a weight of 0.
-    """
+    """Parse a list of tenants; an empty text returns none, and then any tenant name is accepted."""
     specs = tuple(_parse_tenant(part) for part in text.split(";") if part.strip())
     check_distinct(spec.name for spec in specs)
     return specs

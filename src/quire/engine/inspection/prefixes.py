@@ -23,24 +23,15 @@ FIRST_TOKENS = 48
 
 @dataclass(slots=True)
 class PrefixChain:
-    """Consecutive blocks of one prefix.
+    """Consecutive blocks of one prefix."""
 
-    Attributes:
-        owner: tenant that published it; "" if all tenants may use it.
-        parent: index of the chain before it; -1 for none.
-        start: position of its first token.
-        users: leases on its first block.
-        idle_since_s: last use on the engine's clock; infinity while a request uses it.
-        token_ids: its first tokens.
-    """
-
-    owner: str
-    parent: int
-    start: int
+    owner: str  # tenant that published it; "" if all may use it
+    parent: int  # index of the chain before it; -1 for none
+    start: int  # position of its first token
     blocks: int = 0
-    users: int = 0
-    idle_since_s: float = 0.0
-    token_ids: list[int] = field(default_factory=list)
+    users: int = 0  # leases on its first block
+    idle_since_s: float = 0.0  # on the engine's clock; infinity while a request uses it
+    token_ids: list[int] = field(default_factory=list)  # its first tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +41,8 @@ class PrefixTree:
     enabled: bool
     block_tokens: int = 0
     block_bytes: int = 0
-    num_blocks: int = 0
-    num_left_out: int = 0
+    num_blocks: int = 0  # blocks that were read
+    num_left_out: int = 0  # blocks that were not read
     chains: Sequence[PrefixChain] = ()
 
 
@@ -66,15 +57,10 @@ class _Block:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A copy of the blocks of the prefix cache.
+    """A copy of the blocks of the prefix cache."""
 
-    Attributes:
-        tree: the tree without its chains.
-        blocks: the blocks, parents before their children.
-    """
-
-    tree: PrefixTree
-    blocks: Sequence[_Block] = ()
+    tree: PrefixTree  # without its chains
+    blocks: Sequence[_Block] = ()  # parents before their children
 
     def chains(self) -> list[PrefixChain]:
         """Join blocks to chains; can run in another thread, because blocks never change."""
@@ -119,12 +105,7 @@ class Blocks:
 
 
 def read_prefixes(engine: "Engine", tenant: str | None) -> Blocks:
-    """Copy the blocks of the prefix cache.
-
-    Args:
-        engine: the engine, between two steps.
-        tenant: only its blocks and public ones, without the uses of other tenants; None: all.
-    """
+    """Copy the blocks; of a tenant only its own and public ones, without the uses of others."""
     index = engine.scheduler.sequence_memory.sharing.prefix
     if index is None:
         return Blocks(PrefixTree(enabled=False))

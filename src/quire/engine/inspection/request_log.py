@@ -16,11 +16,7 @@ LAST_EVENTS = 192
 
 
 class RequestTimeline:
-    """The first and the last events of one sequence.
-
-    Attributes:
-        num_events: events so far, including those that are no longer stored.
-    """
+    """The first and the last events of one sequence."""
 
     __slots__ = ("_first", "_last", "num_events")
 
@@ -43,19 +39,10 @@ class RequestTimeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedRequest:
-    """Numbers of a finished sequence; its tokens are not stored.
+    """Numbers of a finished sequence; its tokens are not stored."""
 
-    Attributes:
-        group: id of the request that it belongs to.
-        evict: its eviction policy.
-        evicted_tokens: evicted tokens, mean over its lanes.
-        kv_peak_bytes: most KV bytes that it referred to.
-        arrival_s, first_token_s, finish_s: times on the engine's clock; first_token_s is 0 without
-            a token.
-    """
-
-    request_id: str
-    group: str
+    request_id: str  # id of the sequence
+    group: str  # id of the request that it belongs to
     tenant: str
     priority: int
     evict: str
@@ -66,10 +53,10 @@ class FinishedRequest:
     cached_tokens: int
     num_preemptions: int
     num_evictions: int
-    evicted_tokens: float
-    kv_peak_bytes: int
-    arrival_s: float
-    first_token_s: float
+    evicted_tokens: float  # mean over its lanes
+    kv_peak_bytes: int  # most KV bytes that it referred to
+    arrival_s: float  # times on the engine's clock
+    first_token_s: float  # 0 without a token
     finish_s: float
     timeline: RequestTimeline
 
@@ -87,9 +74,6 @@ class RequestLog:
 
     Args:
         clock: returns seconds; the clock of the event log.
-
-    Attributes:
-        newly_finished: all sequences that the last call of `note` finished, in any number.
     """
 
     def __init__(self, events: EventLog, clock: Callable[[], float]) -> None:
@@ -106,7 +90,6 @@ class RequestLog:
             self._timelines[sequence.request_id] = RequestTimeline()
 
     def note(self, deltas: Iterable[OutputDelta]) -> None:
-        """Store the numbers of the requests whose last deltas these are."""
         self.newly_finished = []
         for delta in deltas:
             if delta.finish_reason is not None and delta.request_id in self._open:
@@ -118,12 +101,10 @@ class RequestLog:
         self._finished.extend(self.newly_finished)
 
     def timeline(self, request_id: str) -> RequestTimeline | None:
-        """The timeline of an open sequence; None for another id."""
         return self._timelines.get(request_id)
 
     @property
     def finished(self) -> list[FinishedRequest]:
-        """The finished sequences that are stored, oldest first."""
         return list(self._finished)
 
     def _record(self, event: KVEvent) -> None:

@@ -23,16 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GroupPositions:
-    """Logical positions of the slots of one lane group.
-
-    Attributes:
-        positions: [lanes, slots] in storage order; undefined past a lane's last slot.
-        num_slots: [lanes] slots of each lane.
-    """
+    """Logical positions of the slots of one lane group."""
 
     group: LaneGroup
+    # [lanes, slots] in storage order; undefined past a lane's last slot
     positions: NDArray[np.int32]
-    num_slots: NDArray[np.int32]
+    num_slots: NDArray[np.int32]  # [lanes]
 
     def mask(self, tokens: int) -> NDArray[np.bool_]:
         """Mask [lanes, tokens] of the retained tokens."""
@@ -47,18 +43,12 @@ class GroupPositions:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """A copy of a request's tokens and of the positions in its lanes.
+    """A copy of a request's tokens and of the positions in its lanes."""
 
-    Attributes:
-        token_ids: its tokens: prompt and output so far.
-        num_computed: tokens whose KV was computed in this run; evicted ones count.
-        groups: positions by lane group; empty while the request has no KV in the arena.
-    """
-
-    token_ids: list[int]
+    token_ids: list[int]  # prompt and output so far
     prompt_tokens: int
-    num_computed: int
-    groups: tuple[GroupPositions, ...]
+    num_computed: int  # tokens whose KV was computed in this run; evicted ones count
+    groups: tuple[GroupPositions, ...]  # empty while the request has no KV in the arena
 
     @property
     def lanes(self) -> list[dict[str, object]]:
@@ -116,13 +106,7 @@ LEAVING = ("freed", "preempted", "swapped_out")
 
 
 def request_rows(engine: "Engine", tenant: str | None, most: int) -> Row:
-    """Numbers of the open requests and of the newest finished ones, as JSON values.
-
-    Args:
-        engine: the engine, between two steps.
-        tenant: only requests of this tenant; None: of all tenants.
-        most: maximum number of rows: of running, of waiting and of finished requests.
-    """
+    """Rows of open and newest finished requests of a tenant; at most `most` of each kind."""
     scheduler = engine.scheduler
     running = [r for r in scheduler.running if tenant in (None, r.tenant)]
     waiting = islice(scheduler.waiting_causes.first(most, tenant), most)
@@ -143,13 +127,7 @@ def num_waiting(engine: "Engine", tenant: str | None) -> int:
 
 
 def find_request(engine: "Engine", request_id: str, tenant: str | None) -> Request | None:
-    """Find an open request of a tenant; None if there is none with this id.
-
-    Args:
-        engine: the engine, between two steps.
-        request_id: id of a sequence.
-        tenant: only requests of this tenant; None: of all tenants.
-    """
+    """Find an open request of a tenant; None if there is none with this id."""
     found = (r for r in engine.requests() if r.request_id == request_id)
     return next((r for r in found if tenant in (None, r.tenant)), None)
 
@@ -200,13 +178,7 @@ def _with_waits(events: Iterable[KVEvent], arrival_s: float) -> Iterator[Row]:
 
 
 def open_row(engine: "Engine", request: Request, why: Waiting | None = None) -> Row:
-    """Numbers of an open request as JSON values.
-
-    Args:
-        engine: the engine, between two steps.
-        request: a request of the engine.
-        why: why it waits; None if it runs.
-    """
+    """Numbers of an open request as JSON values."""
     progress, eviction, memory = request.progress, request.eviction, request.memory
     kv, group = engine.pool.kv.memory, request.group or request.split_from
     runs = memory.row >= 0

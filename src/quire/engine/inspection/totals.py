@@ -33,26 +33,15 @@ _LONGEST_RUN = (1 << 16) - 1
 
 @dataclass(frozen=True, slots=True)
 class PageOwners:
-    """A copy of the page map and of the names of its owners.
-
-    Attributes:
-        owners: request id and tenant of each row, in the order of the owners' numbers.
-        groups: lane groups by page class, in the order of `facts.classes`.
-        totals: bytes outside the map: of CPU memory and of the whole arena.
-    """
+    """A copy of the page map and of the names of its owners."""
 
     facts: PageFacts
-    owners: list[Snapshot]
-    groups: list[list[str]]
-    totals: Snapshot
+    owners: list[Snapshot]  # request id and tenant of each row, in the order of the owners' numbers
+    groups: list[list[str]]  # lane groups by page class, in the order of `facts.classes`
+    totals: Snapshot  # bytes outside the map: of CPU memory and of the whole arena
 
     def encode(self, max_cells: int = MAX_CELLS, *, with_map: bool = True) -> Snapshot:
-        """The page map as JSON values; runs of equal cells are base64 of little-endian arrays.
-
-        Args:
-            max_cells: maximum number of cells.
-            with_map: include the runs; without them only the totals are returned.
-        """
+        """The page map as JSON values; runs of equal cells are base64 of little-endian arrays."""
         owner, state, kind = self.facts.in_order()
         sizes = np.array([c.page_class.page_bytes for c in self.facts.classes], dtype=np.int64)
         body = {
@@ -113,13 +102,7 @@ class PageOwners:
 
 
 def read_page_map(engine: "Engine", tenant: str | None) -> PageOwners:
-    """Copy the page map of an engine.
-
-    Args:
-        engine: the engine, between two steps.
-        tenant: copy only the pages of this tenant's requests, without gaps: free pages and the
-            distance of pages would reveal the memory use of other tenants; None: all pages.
-    """
+    """Copy the page map; of a tenant without gaps, which would reveal the use of other tenants."""
     memory = engine.pool.kv.memory
     running = [r for r in engine.scheduler.running if tenant in (None, r.tenant)]
     rows = [request.memory.row for request in running]
@@ -179,12 +162,7 @@ PERCENTILES = (50, 90, 99)
 
 
 def tenant_rows(engine: "Engine", tenant: str | None) -> list[Snapshot]:
-    """Quota, use and counters of each tenant, as JSON values.
-
-    Args:
-        engine: the engine, between two steps.
-        tenant: only this tenant, without its share, which depends on other tenants; None: all.
-    """
+    """Rows of all tenants, or of one without its share, which depends on the others."""
     scheduler = engine.scheduler
     accounts, rows_of = scheduler.fairness.accounts, defaultdict[str, list[int]](list)
     for request in scheduler.running:
@@ -211,12 +189,7 @@ def tenant_rows(engine: "Engine", tenant: str | None) -> list[Snapshot]:
 
 
 def overview(engine: "Engine", tenant: str | None) -> Snapshot:
-    """Counters, latencies and memory of an engine, or of one tenant, as JSON values.
-
-    Args:
-        engine: the engine, between two steps.
-        tenant: only numbers of this tenant; None: of the engine.
-    """
+    """Counters, latencies and memory of an engine, or of one tenant, as JSON values."""
     now_s = engine.events.now_s()
     finished = [
         one

@@ -16,20 +16,13 @@ QUIRE = "quire"
 
 @dataclass(frozen=True, slots=True)
 class BoardEntry:
-    """One configuration of the leaderboard.
+    """One configuration of the leaderboard."""
 
-    Attributes:
-        rule: eviction rule without cap; `full` retains all tokens.
-        budget: cap as a fraction of the prompt, such as 25%; empty with `full`.
-        schedule: when to evict; empty with `full`.
-        source: whose code runs: `quire`, or another library in a comparison with it.
-    """
-
-    rule: str
-    budget: str
-    schedule: str
+    rule: str  # without cap; `full` retains all tokens
+    budget: str  # cap as a fraction of the prompt, such as 25%; empty with `full`
+    schedule: str  # when to evict; empty with `full`
     codec: str
-    source: str = QUIRE
+    source: str = QUIRE  # whose code runs: `quire`, or another library in a comparison with it
 
     @property
     def evict(self) -> str:
@@ -52,14 +45,7 @@ class BoardEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """The values that are combined.
-
-    Attributes:
-        rules: eviction rules without cap.
-        budgets: caps as fractions of the prompt.
-        schedules: values of `when`.
-        codecs: KV codecs; full KV with the first one is the reference of quality.
-    """
+    """The values that are combined."""
 
     rules: tuple[str, ...] = (
         *(
@@ -74,9 +60,10 @@ class Grid:
         ),
         *("expected_attention", "kvcrush:base=(h2o)", "kvcrush:base=(snapkv:window=16),sets=head"),
         "random",
-    )
-    budgets: tuple[str, ...] = ("12.5%", "25%", "50%")
-    schedules: tuple[str, ...] = ("prefill_and_decode", "prefill_end")
+    )  # without cap
+    budgets: tuple[str, ...] = ("12.5%", "25%", "50%")  # caps as fractions of the prompt
+    schedules: tuple[str, ...] = ("prefill_and_decode", "prefill_end")  # values of `when`
+    # full KV with the first one is the reference of quality
     codecs: tuple[str, ...] = ("none", "int8", "int4")
 
     def __post_init__(self) -> None:
@@ -94,7 +81,6 @@ class Grid:
 
     @property
     def reference(self) -> BoardEntry:
-        """Full KV with the first codec."""
         return BoardEntry(FULL, "", "", self.codecs[0])
 
     def entries(self) -> list[BoardEntry]:

@@ -21,28 +21,18 @@ from quire.evals.suite.sanity import Sanity
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One entry of a leaderboard.
-
-    Attributes:
-        quality: mean of score over full KV's, with its 95 % interval.
-        kv_peak_bytes: mean over the prompts of the peak KV bytes of a request.
-        kv_share: those bytes over full KV's.
-        tokens_per_s: prompt and output tokens per second in the KV memory.
-        is_unbeaten: whether no entry has both a higher quality and fewer bytes.
-        retained_share: of another library: mean bytes of its cache after the prefill, over full
-            KV's peak; else None.
-        visible: of another library: fraction of the prompt's keys that the next token can read
-            then; else None.
-    """
+    """One entry of a leaderboard."""
 
     entry: BoardEntry
-    quality: Mean
-    scores: Mapping[str, float]
-    kv_peak_bytes: float
-    kv_share: float
-    tokens_per_s: float
-    is_unbeaten: bool = False
+    quality: Mean  # mean of score over full KV's, with its 95 % interval
+    scores: Mapping[str, float]  # of each task
+    kv_peak_bytes: float  # mean over the prompts of the peak KV bytes of a request
+    kv_share: float  # of full KV's
+    tokens_per_s: float  # prompt and output tokens
+    is_unbeaten: bool = False  # no entry has both a higher quality and fewer bytes
+    # of another library: mean bytes of its cache after the prefill, over full KV's peak
     retained_share: float | None = None
+    # of another library: fraction of the prompt's keys that the next token can read then
     visible: float | None = None
 
     def as_dict(self) -> dict[str, object]:
@@ -165,29 +155,19 @@ def _mean_bytes(cells: Sequence[CellResult]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoardResult:
-    """Rows of a leaderboard and how they were measured.
+    """Rows of a leaderboard and how they were measured."""
 
-    Attributes:
-        rows: one row for each entry that ran, the best quality first.
-        tokens: length of the prompts.
-        count: prompts of each task and seed.
-        judged: tasks that quality is over.
-        sanity: whether the model may judge a rule.
-        refused: why entries do not run, by their text.
-    """
-
-    rows: Sequence[Row]
+    rows: Sequence[Row]  # the best quality first
     tasks: Sequence[str]
     tokens: int
     count: int
     seeds: Sequence[int]
-    judged: Sequence[str]
-    sanity: Sanity
-    refused: Mapping[str, str]
+    judged: Sequence[str]  # tasks that quality is over
+    sanity: Sanity  # whether the model may judge a rule
+    refused: Mapping[str, str]  # why entries do not run, by their text
 
     @property
     def reference(self) -> Row:
-        """The row of full KV with the first codec."""
         return next(r for r in self.rows if r.entry.rule == FULL and r.kv_share == 1.0)
 
     @property
@@ -195,7 +175,6 @@ class BoardResult:
         return self.count * len(self.seeds)
 
     def arms(self) -> dict[str, object]:
-        """Rows and refusals as JSON values."""
         return {
             "rows": [row.as_dict() for row in self.rows],
             "refused": dict(self.refused),
@@ -204,7 +183,6 @@ class BoardResult:
         }
 
     def options(self) -> dict[str, object]:
-        """Tasks and prompts as JSON values."""
         return {
             "tasks": list(self.tasks),
             "tokens": self.tokens,
@@ -241,11 +219,7 @@ class BoardResult:
         )
 
     def joined(self, other: "BoardResult") -> "BoardResult":
-        """This result with the rows of other sources in another run, instead of its own.
-
-        Raises:
-            ConfigError: the other run has no such rows, other prompts, or another full KV.
-        """
+        """This result with the rows of other sources in another run, instead of its own."""
         added = [row for row in other.rows if row.entry.source != QUIRE]
         if not added:
             raise ConfigError("expected a run with rows of another source, got one without")

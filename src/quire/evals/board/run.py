@@ -32,9 +32,9 @@ class BoardConfig:
     grid: Grid
     tasks: tuple[EvalTask, ...]
     tokens: int = 256
-    count: int = 10
+    count: int = 10  # prompts of each task and seed
     seeds: tuple[int, ...] = (1, 2)
-    sanity: bool = True
+    sanity: bool = True  # whether the sanity check runs
 
     def __post_init__(self) -> None:
         if not self.tasks:
@@ -48,17 +48,12 @@ class BoardConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Board:
-    """All cells of a leaderboard.
-
-    Attributes:
-        cells: results of each entry, in the order of the tasks.
-        sanity: whether the model may judge a rule.
-    """
+    """All cells of a leaderboard."""
 
     config: BoardConfig
-    cells: Mapping[BoardEntry, Sequence[CellResult]]
-    refused: Mapping[BoardEntry, str]
-    sanity: Sanity
+    cells: Mapping[BoardEntry, Sequence[CellResult]]  # of each entry, in the order of the tasks
+    refused: Mapping[BoardEntry, str]  # why entries do not run, by entry
+    sanity: Sanity  # whether the model may judge a rule
 
 
 def check_names(grid: Grid) -> None:
@@ -71,7 +66,7 @@ def check_names(grid: Grid) -> None:
 
 
 class BoardRunner:
-    """Runs a leaderboard of one model."""
+    """Runs a leaderboard of one model; `identity` is that of the model of stored cells."""
 
     def __init__(
         self,
@@ -91,11 +86,6 @@ class BoardRunner:
         return self._engines.of(self._config.grid.reference.applied(self._kv))
 
     def run(self) -> Board:
-        """Run all cells that are not stored.
-
-        Raises:
-            ConfigError: a rule or a codec is unknown, or the reference does not run.
-        """
         check_names(self._config.grid)
         sanity = self._sanity()
         cells: dict[BoardEntry, Sequence[CellResult]] = {}

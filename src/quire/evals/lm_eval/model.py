@@ -50,6 +50,7 @@ class QuireLM(TemplateLM):  # type: ignore[misc]  # the base class has no types
         batch_size, max_batch_size: of the harness; without effect, as the KV memory and
             max_num_seqs limit a batch.
         device: auto, cpu, cuda or cuda:N; the harness' default cuda:0 is auto.
+        options: options of the engine.
     """
 
     def __init__(  # noqa: PLR0913 - one parameter per argument of the harness
@@ -91,7 +92,6 @@ class QuireLM(TemplateLM):  # type: ignore[misc]  # the base class has no types
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before texts without a context."""
         if self._prefix_token_id is not None:
             return self._prefix_token_id
         first = self.tokenizer.bos_token_id

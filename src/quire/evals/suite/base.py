@@ -13,41 +13,26 @@ MIN_FULL = 0.9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One prompt and what its output is compared with.
-
-    Attributes:
-        references: correct outputs; what several of them mean is up to the task.
-        stop: texts that end the output.
-        depth: requested location of the answer, 0 (first) to 1 (last); None: it has none.
-        chance: score of random guessing.
-        continuation: text whose log-probability is measured; no output is generated then.
-    """
+    """One prompt and what its output is compared with."""
 
     prompt: str
-    references: tuple[str, ...] = ()
+    references: tuple[str, ...] = ()  # what several of them mean is up to the task
     max_tokens: int = 0
     stop: tuple[str, ...] = ()
-    depth: float | None = None
-    chance: float = 0.0
-    continuation: str = ""
+    depth: float | None = None  # of the answer, 0 (first) to 1 (last); None: it has none
+    chance: float = 0.0  # score of random guessing
+    continuation: str = ""  # text whose log-probability is measured; no output is generated then
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleOptions:
-    """Which samples a task returns.
-
-    Attributes:
-        measure: counts the tokens of a text with the evaluated model's tokenizer.
-        tokens: maximum length of a generated prompt and its answer.
-        seed: seed of generated prompts.
-        data: text file that a perplexity reads; None: packaged books.
-    """
+    """Which samples a task returns."""
 
     count: int
-    measure: Measure
-    tokens: int = 512
+    measure: Measure  # counts the tokens of a text with the evaluated model's tokenizer
+    tokens: int = 512  # maximum of a generated prompt and its answer
     seed: int = 1
-    data: Path | None = None
+    data: Path | None = None  # text file that a perplexity reads; None: packaged books
 
 
 class EvalTask(ABC):

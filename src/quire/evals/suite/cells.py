@@ -18,18 +18,11 @@ FOLDER = "cells"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptResult:
-    """Scores and resources of one prompt.
-
-    Attributes:
-        depth: requested location of the answer, 0 to 1; None: it has none.
-        chance: score of random guessing.
-        kv_peak_bytes: most KV bytes of the request.
-        output: the generated text.
-    """
+    """Scores and resources of one prompt."""
 
     scores: Mapping[str, float]
-    depth: float | None
-    chance: float
+    depth: float | None  # of the answer, 0 to 1; None: it has none
+    chance: float  # score of random guessing
     prompt_tokens: int
     output_tokens: int
     kv_peak_bytes: int
@@ -41,10 +34,10 @@ class CellResult:
     """All prompts of one cell."""
 
     task: str
-    tokens: int
-    arm: str
+    tokens: int  # length of the prompts
+    arm: str  # name of the configuration
     prompts: tuple[PromptResult, ...]
-    seconds: float
+    seconds: float  # of all prompts in one batch
 
     @property
     def name(self) -> str:
@@ -103,11 +96,7 @@ class CellResult:
 
 
 class CellFolder:
-    """A file for each finished cell, written atomically; a later run reads it.
-
-    Args:
-        folder: the folder; None: nothing is stored.
-    """
+    """A file for each finished cell, written atomically; nothing is stored without a folder."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = None if folder is None else folder / FOLDER
@@ -135,11 +124,6 @@ class CellFolder:
         return values if isinstance(values, dict) else None
 
     def write(self, name: str, fingerprint: str, values: Mapping[str, object]) -> None:
-        """Store values.
-
-        Raises:
-            ConfigError: the file cannot be written.
-        """
         if self._folder is None:
             return
         text = json.dumps({"of": fingerprint, "values": values}, indent=1)

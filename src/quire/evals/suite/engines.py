@@ -36,18 +36,13 @@ def is_full(kv: KVConfig) -> bool:
 
 
 class Engines:
-    """Opens an engine for a KV configuration, and closes the one before.
-
-    Args:
-        open_engine: opens an engine; the weights are loaded once.
-    """
+    """Opens an engine for a KV configuration, and closes the one before."""
 
     def __init__(self, open_engine: OpenEngine) -> None:
         self._open_engine = open_engine
         self._open: tuple[KVConfig, LLM] | None = None
 
     def of(self, kv: KVConfig) -> LLM:
-        """The engine with a configuration."""
         if self._open is None or self._open[0] != kv:
             self.close()
             self._open = (kv, self._open_engine(kv))
@@ -68,7 +63,6 @@ class Engines:
             )
 
     def measure(self, text: str) -> int:
-        """Number of tokens of a text; 0 for an empty text."""
         return len(self.current.encode(text)) if text else 0
 
     def close(self) -> None:

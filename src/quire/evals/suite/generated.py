@@ -36,7 +36,6 @@ class GeneratedTask(EvalTask):
         return [self._sample(question, options) for question in questions]
 
     def score(self, sample: Sample, output: str) -> dict[str, float]:
-        """1 if the output begins with the answer."""
         return {ACCURACY: float(output.startswith(sample.references[0]))}
 
     def _sample(self, question: Question, options: SampleOptions) -> Sample:

@@ -54,8 +54,8 @@ class Suite:
     """Tasks that run together."""
 
     tasks: tuple[str, ...]
-    tokens: tuple[int, ...]
-    count: int
+    tokens: tuple[int, ...]  # lengths of the prompts that have a length
+    count: int  # prompts of each task and length
 
 
 _NEEDLES = ("niah", "niah_multikey", "niah_multivalue", "niah_multiquery")

@@ -30,12 +30,7 @@ class SampleRunner:
     def run(
         self, task: EvalTask, samples: Sequence[Sample]
     ) -> tuple[tuple[PromptResult, ...], float]:
-        """Run all samples; return results in their order, and the seconds of the engine.
-
-        Raises:
-            ConfigError: a generated prompt exceeds the model's context.
-            RequestError: a request failed.
-        """
+        """Results in the order of the samples, and the seconds of the engine."""
         if samples[0].continuation:
             return self._score_continuations(samples)
         prompts = [self._prompt(task, sample) for sample in samples]
@@ -123,21 +118,14 @@ WORSE, BETTER, SAME, NONE = "worse", "better", "no difference found", "none"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskVerdict:
-    """Comparison of one cell.
-
-    Attributes:
-        metric: the compared score.
-        verdict: one of `WORSE`, `BETTER`, `SAME`, `NONE`.
-        difference: score with the configuration minus that with full KV, with its interval over
-            the prompts; None without a verdict.
-        reason: why there is no verdict; empty if there is one.
-    """
+    """Comparison of one cell."""
 
     cell: str
     metric: str
-    verdict: str
+    verdict: str  # one of `WORSE`, `BETTER`, `SAME`, `NONE`
+    # from full KV, with its interval over the prompts; None without a verdict
     difference: Mean | None = None
-    reason: str = ""
+    reason: str = ""  # why there is no verdict
 
 
 def compare(
@@ -176,22 +164,14 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalConfig:
-    """What is evaluated.
-
-    Attributes:
-        tokens: lengths of the prompts.
-        count: prompts of each task and length.
-        seed: seed of generated prompts.
-        data: text file that a perplexity reads; None: packaged books.
-        sanity: whether the sanity check runs.
-    """
+    """What is evaluated."""
 
     tasks: tuple[EvalTask, ...]
-    tokens: tuple[int, ...]
-    count: int
+    tokens: tuple[int, ...]  # lengths of the prompts
+    count: int  # prompts of each task and length
     seed: int = 1
-    data: Path | None = None
-    sanity: bool = True
+    data: Path | None = None  # text file that a perplexity reads; None: packaged books
+    sanity: bool = True  # whether the sanity check runs
 
     def __post_init__(self) -> None:
         if not self.tasks:
@@ -214,20 +194,14 @@ class EvalConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """The result of a run.
-
-    Attributes:
-        sanity: result of the sanity check.
-        cells: results by configuration, in the order of the tasks.
-        verdicts: comparison with full KV; empty if nothing differs from full KV.
-    """
+    """The result of a run."""
 
     sanity: Sanity
     cells: Mapping[str, Sequence[CellResult]]
+    # comparison with full KV; empty if nothing differs from full KV
     verdicts: tuple[TaskVerdict, ...]
 
     def claims(self) -> dict[str, int | float]:
-        """Scores with their intervals, KV bytes and tokens/s, as a flat mapping."""
         found: dict[str, int | float] = {}
         for arm, results in self.cells.items():
             for cell in results:
@@ -263,11 +237,6 @@ class Evaluator:
         self._identity, self._stored, self._report = identity, stored, report
 
     def run(self) -> Evaluation:
-        """Run everything that is not stored.
-
-        Raises:
-            ConfigError: an invalid option or file, before any prompt is run where possible.
-        """
         arms = {FULL: full_kv(self._kv)}
         if not is_full(self._kv):
             arms[CONFIGURED] = self._kv

@@ -34,17 +34,11 @@ _NAME = "sanity"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sanity:
-    """Result of the check.
+    """Result of the check."""
 
-    Attributes:
-        status: one of `PASSED`, `FAILED`, `NOT_RUN`.
-        reason: why the model may not judge; empty if it may.
-        cases: task, tokens, and fractions of exact answers, of each case.
-    """
-
-    status: str
-    reason: str = ""
-    cases: tuple[dict[str, object], ...] = ()
+    status: str  # one of `PASSED`, `FAILED`, `NOT_RUN`
+    reason: str = ""  # why the model may not judge; empty if it may
+    cases: tuple[dict[str, object], ...] = ()  # task, tokens, and fractions of exact answers
 
     @property
     def passed(self) -> bool:

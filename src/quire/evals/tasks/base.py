@@ -123,8 +123,7 @@ class TaskFamily(ABC):
     __slots__ = ()
 
     @abstractmethod
-    def build(self, rng: random.Random, setting: Setting) -> Task:
-        """Generate one task, determined by the random state and the setting."""
+    def build(self, rng: random.Random, setting: Setting) -> Task: ...
 
 
 CHARACTERS_PER_TOKEN = 4.2

@@ -15,17 +15,11 @@ from quire.scheduler.admission.peaks import Peaks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedRows:
-    """Rows of equal lengths in a KV memory.
+    """Rows of equal lengths in a KV memory."""
 
-    Attributes:
-        rows: most rows that run to completion at once.
-        row_bytes: peak KV of a row, in whole pages, including statistics.
-        held_tokens: peak tokens of a lane.
-    """
-
-    rows: int
-    row_bytes: int
-    held_tokens: int
+    rows: int  # most that run to completion at once
+    row_bytes: int  # peak KV, in whole pages, including statistics
+    held_tokens: int  # peak tokens of a lane
     eviction: EvictionSpec
 
 
@@ -39,11 +33,7 @@ def predicted_rows(
     prompt_tokens: int,
     new_tokens: int,
 ) -> PredictedRows:
-    """Count the rows of a codec and an eviction rule.
-
-    Raises:
-        ConfigError: an invalid rule or codec, or a memory below one token.
-    """
+    """Count the rows of a codec and an eviction rule."""
     rules = EvictionRules(evict, "none", model=model, page_tokens=page_tokens, codec=codec)
     tokens = prompt_tokens + new_tokens - 1  # the last token is never computed
     eviction = rules.default.for_request(prompt_tokens, rules.lanes_of(rules.default))

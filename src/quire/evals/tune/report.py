@@ -20,14 +20,7 @@ _MAX_REFUSED = 20
 
 
 def config_toml(tuned: Tuned, model: str, kv: KVConfig, dtype: str) -> str:
-    """The chosen options, for `--config` of every command.
-
-    Args:
-        tuned: the result.
-        model: the model, as the command got it.
-        kv: KV options of the search; memory and page size are written.
-        dtype: dtype of the weights. KV bytes depend on it, so it is written unless it is auto.
-    """
+    """The chosen options, for `--config` of every command."""
     quality = tuned.held_out[tuned.chosen]
     lines = [
         f"# Written by `quire tune`: {tuned.config.metric} {quality} on {quality.count} held-out",

@@ -29,18 +29,12 @@ REPEATS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredRun:
-    """A measured run.
+    """A measured run."""
 
-    Attributes:
-        running_at_once: most running requests in a step.
-        tokens_per_s: output tokens per second, median of the repeats.
-        kv_peak_bytes: most KV bytes in use.
-    """
-
-    running_at_once: int
-    tokens_per_s: float
+    running_at_once: int  # in a step
+    tokens_per_s: float  # output tokens, median of the repeats
     kv_peak_bytes: int
-    requests: int
+    requests: int  # number of them
 
 
 def measured_run(
@@ -52,16 +46,7 @@ def measured_run(
     new_tokens: int,
     repeats: int = REPEATS,
 ) -> MeasuredRun:
-    """Run all prompts at once, without a prefix cache.
-
-    Args:
-        model: the model.
-        kv: KV memory, codec and rule.
-        schedule: scheduling options; the number of sequences is at least that of the prompts.
-        prompts: token ids.
-        new_tokens: output tokens of each.
-        repeats: number of runs.
-    """
+    """Run all prompts at once, without a prefix cache."""
     most = max(schedule.max_num_seqs, len(prompts))
     llm = LLM(
         model,
@@ -101,26 +86,16 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneConfig:
-    """Options of a search.
-
-    Attributes:
-        metric: one of `METRICS`.
-        min_quality: least mean of the metric, 0 to 1.
-        objective: one of `OBJECTIVES`: requests at once, or output tokens per second.
-        max_tokens: output tokens of a prompt.
-        held_out: share of the prompts that only check the result.
-        seed: divides the prompts.
-        measure: whether baseline and result run in the KV memory at the end.
-    """
+    """Options of a search."""
 
     space: Space = field(default_factory=Space)
-    metric: str = "top_1"
-    min_quality: float = 0.99
-    objective: str = REQUESTS
+    metric: str = "top_1"  # one of `METRICS`
+    min_quality: float = 0.99  # least mean of the metric, 0 to 1
+    objective: str = REQUESTS  # one of `OBJECTIVES`
     max_tokens: int = 48
-    held_out: float = 0.5
+    held_out: float = 0.5  # share of the prompts that only check the result
     seed: int = 0
-    measure: bool = True
+    measure: bool = True  # whether baseline and result run in the KV memory at the end
 
     def __post_init__(self) -> None:
         if self.metric not in METRICS:
@@ -137,28 +112,19 @@ class TuneConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
-    """The result of a search.
-
-    Attributes:
-        baseline, chosen: all tokens in the first codec, and the result; both are equal if no
-            candidate holds more requests at the wanted quality.
-        predicted: requests in the KV memory, by candidate.
-        held_out: quality of the chosen candidate, and of better ones that failed, on the prompts
-            that the search did not use.
-        refused: reason of each candidate that this model or engine refuses.
-        runs: measured runs in the KV memory, by candidate; empty without measurement.
-        prompt_tokens: mean prompt length, of which `predicted` speaks.
-    """
+    """The result of a search."""
 
     config: TuneConfig
-    baseline: SearchCandidate
+    baseline: SearchCandidate  # all tokens in the first codec
+    # the baseline if no candidate holds more requests at the wanted quality
     chosen: SearchCandidate
-    predicted: Mapping[SearchCandidate, PredictedRows]
+    predicted: Mapping[SearchCandidate, PredictedRows]  # requests in the KV memory, by candidate
     rounds: Sequence[Round]
+    # quality of the chosen candidate, and of better ones that failed, on unused prompts
     held_out: Mapping[SearchCandidate, Mean]
-    refused: Mapping[SearchCandidate, str]
-    runs: Mapping[SearchCandidate, MeasuredRun]
-    prompt_tokens: int
+    refused: Mapping[SearchCandidate, str]  # by this model or engine, with the reason
+    runs: Mapping[SearchCandidate, MeasuredRun]  # in the KV memory; empty without measurement
+    prompt_tokens: int  # mean prompt length, of which `predicted` speaks
 
     @property
     def gain(self) -> float:
@@ -211,12 +177,7 @@ def refuse_long(prompts: Sequence[UserPrompt], config: TuneConfig, model: Loaded
 
 
 class Tuner:
-    """Searches for one model and one set of prompts.
-
-    Args:
-        kv: options of the KV memory; codec and rule are those of the candidates.
-        report: takes lines about the progress.
-    """
+    """Searches for one model and one set of prompts."""
 
     def __init__(
         self,
@@ -238,11 +199,7 @@ class Tuner:
         self._searched, self._held_out = divided(len(prompts), config)
 
     def run(self) -> Tuned:
-        """Search, check on held-out prompts, and measure.
-
-        Raises:
-            ConfigError: the KV memory does not hold one request of the baseline.
-        """
+        """Search, check on held-out prompts, and measure."""
         baseline = self._config.space.baseline
         predicted = self._predict()
         rows = {one: found.rows for one, found in predicted.items()}

@@ -16,14 +16,10 @@ from quire.models.loader import LoadedModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptScore:
-    """Quality of one candidate on one prompt.
+    """Quality of one candidate on one prompt."""
 
-    Attributes:
-        fidelity: agreement with full KV.
-        answered: 1.0 if the output contains the prompt's answer, else 0.0; None without an answer.
-    """
-
-    fidelity: PromptFidelity
+    fidelity: PromptFidelity  # agreement with full KV
+    # 1.0 if the output contains the prompt's answer, else 0.0; None without an answer
     answered: float | None = None
 
     def quality(self, metric: str) -> float:
@@ -39,23 +35,16 @@ METRICS = ("top_1", "exact", ANSWER)
 
 
 class ScoreFile:
-    """A JSON line for each measured pair of candidate and prompt.
-
-    Args:
-        path: the file; it is created.
-        fingerprint: of the model, prompts and options. Lines of others are not read.
-    """
+    """A JSON line for each measured candidate and prompt of one fingerprint."""
 
     def __init__(self, path: Path, fingerprint: str) -> None:
         self._path, self._fingerprint = path, fingerprint
         self._known = self._read()
 
     def get(self, candidate: SearchCandidate, prompt: int) -> PromptScore | None:
-        """The stored score of a prompt; None if it was not measured."""
         return self._known.get((candidate, prompt))
 
     def add(self, candidate: SearchCandidate, prompt: int, score: PromptScore) -> None:
-        """Store a score."""
         self._known[candidate, prompt] = score
         line = {"of": self._fingerprint, "prompt": prompt, **asdict(candidate), **asdict(score)}
         try:
@@ -107,7 +96,6 @@ class CandidateScorer:
         self._references: dict[int, Reference] = {}
 
     def open(self, candidate: SearchCandidate) -> FidelityScorer:
-        """An engine with a candidate."""
         return FidelityScorer(
             self._model,
             candidate.applied(self._kv),
@@ -116,14 +104,13 @@ class CandidateScorer:
         )
 
     def reference(self, number: int) -> Reference:
-        """Output of a prompt with full KV."""
         if number not in self._references:
             prompt = self._prompts[number].token_ids
             self._references[number] = self._reference_scorer.reference(prompt)
         return self._references[number]
 
     def scores(self, candidate: SearchCandidate, numbers: Sequence[int]) -> list[PromptScore]:
-        """Scores of prompts, in their order; only those that are not stored are measured."""
+        """In the order of the prompts; only those that are not stored are measured."""
         missing = [n for n in numbers if self._stored.get(candidate, n) is None]
         scorer = self.open(candidate) if missing else None
         for number in missing:

@@ -35,16 +35,11 @@ class Round:
 
     prompts: int
     quality: Mapping[SearchCandidate, Mean]
-    kept: tuple[SearchCandidate, ...]
+    kept: tuple[SearchCandidate, ...]  # candidates of the next round
 
 
 def round_sizes(prompts: int, *, least: int = 6) -> list[int]:
-    """Number of prompts of each round, ascending; the last one has all prompts.
-
-    Args:
-        prompts: number of prompts, at least 1.
-        least: least prompts of the first round.
-    """
+    """Number of prompts of each round, ascending; the last one has all prompts."""
     sizes = [prompts]
     while sizes[0] // DIVISOR >= least:
         sizes.insert(0, sizes[0] // DIVISOR)
@@ -60,7 +55,7 @@ def halve(
     prompts: int,
     wanted: float,
 ) -> list[Round]:
-    """Run all rounds."""
+    """Run all rounds; the order of candidates breaks ties, `parts` are a codec or rule alone."""
     remaining, rounds = list(candidates), list[Round]()
     sizes = round_sizes(prompts)
     if sizes[0] > FIRST_PROMPTS:

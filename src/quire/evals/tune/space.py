@@ -14,8 +14,8 @@ UNIFORM = "uniform"
 class SearchCandidate:
     """One configuration."""
 
-    codec: str
-    evict: str
+    codec: str  # in the syntax of `--kv-codec`
+    evict: str  # in the syntax of `--evict`
 
     def applied(self, kv: KVConfig) -> KVConfig:
         return replace(kv, codec=self.codec, evict=self.evict)
@@ -26,24 +26,19 @@ class SearchCandidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """The values that are combined.
-
-    Attributes:
-        codecs: KV codecs; the first is the baseline's.
-        rules: eviction rules without cap; `full` retains all tokens.
-        caps: caps, in tokens or as fractions of the prompt such as 50%.
-        schedules: values of `when`.
-        budgets: budgets of a cap over layers and heads; `uniform` for equal caps.
-    """
+    """The values that are combined."""
 
     codecs: tuple[str, ...] = (
         *("none", "int8", "int8/int4+residual=16", "int8/int4"),
         *("int4_hadamard+residual=32", "int4_outliers+residual=32", "int4_hadamard", "int4"),
         "int3_hadamard+residual=32",
-    )
+    )  # the first is the baseline's
+    # without cap; `full` retains all tokens
     rules: tuple[str, ...] = (FULL, "snapkv", "h2o", "keydiff", "expected_attention", "sinks")
+    # in tokens or as fractions of the prompt such as 50%
     caps: tuple[str, ...] = ("75%", "50%", "25%")
-    schedules: tuple[str, ...] = ("prefill_end", "prefill_and_decode")
+    schedules: tuple[str, ...] = ("prefill_end", "prefill_and_decode")  # values of `when`
+    # of a cap over layers and heads; `uniform` for equal caps
     budgets: tuple[str, ...] = (UNIFORM,)
 
     def __post_init__(self) -> None:

@@ -20,13 +20,6 @@ from quire.kv.dense.window import Window, spare_columns
 class BatchSlots:
     """The rows of the slab and their queries.
 
-    Args:
-        shape: shape of a token's KV.
-        meter: counts the slab's bytes.
-        limit: maximum number of columns; None: no limit.
-        holds: whether free rows keep their memory until the last row is freed, so that the slab is
-            not copied when a row is freed.
-
     Attributes:
         slab: None before the first row.
         rows: the query in each row of the slab; None if the row is free.
@@ -42,7 +35,6 @@ class BatchSlots:
         self._shape, self._meter, self._limit = shape, meter, limit
 
     def plan_for(self, columns: int) -> None:
-        """Set the number of columns that queries are certain to need."""
         self.planned = columns
 
     @property
@@ -120,11 +112,7 @@ class BatchSlots:
         return row
 
     def reserve_rows(self, group: Sequence[Query]) -> tuple[SlabRows, Sequence[Query]]:
-        """Place queries in adjacent free rows, in which their prompts will be prefilled.
-
-        Returns:
-            The rows, and the queries from the start of the group that were placed in them.
-        """
+        """Place queries in adjacent free rows, where they are prefilled; returns those placed."""
         assert self.slab is not None
         first = self.rows.index(None)
         taken = (i for i in range(first, len(self.rows)) if self.rows[i] is not None)
@@ -147,11 +135,7 @@ class BatchSlots:
         query.row = None
 
     def swap_out(self, query: Query, device: torch.device, meter: ByteMeter) -> None:
-        """Swap a query's KV out, and free its row.
-
-        Raises:
-            HostMemoryFull: not enough free memory in the pool; no state was changed.
-        """
+        """Swap a query's KV out and free its row; without host memory nothing changes."""
         assert self.slab is not None
         assert query.row is not None
         query.kv = self.slab.extract(query.row, device, meter)
@@ -195,11 +179,7 @@ class DensePrefill:
         return self.columns * len(self.queries)
 
     def advance(self, tokens: int) -> int:
-        """Process at most `tokens` tokens, pads counted, but at least one column.
-
-        Returns:
-            Number of processed columns.
-        """
+        """Process at most `tokens` tokens, pads counted, but at least one column."""
         first = self.columns_done
         columns = min(max(1, tokens // len(self.queries)), self.columns - first)
         chunk = [ids[first : first + columns] for ids in self._token_ids]
@@ -249,11 +229,7 @@ _ADD_ROWS_BELOW = (
 
 
 class BatchMemory:
-    """Byte limits of a batch; preempts queries when memory is short.
-
-    Args:
-        model: computes the shape of the KV.
-    """
+    """Byte limits of a batch; preempts queries when memory is short."""
 
     def __init__(
         self,
@@ -272,7 +248,6 @@ class BatchMemory:
     # ---- what fits -----------------------------------------------------------------------------
 
     def refuse_too_large(self, query: Query) -> None:
-        """Refuse a query that exceeds the limit even alone."""
         if self._scale_at is None:
             return
         tokens, shape = query.final_tokens, self._model.shape
@@ -287,13 +262,7 @@ class BatchMemory:
             )
 
     def fits(self, rows: int, columns: int, *, more: bool = True) -> bool:
-        """Whether a slab of this size is within the limit.
-
-        Args:
-            rows: rows of the slab.
-            columns: columns of the slab.
-            more: whether rows are added; the limit is then lower, to leave memory for growth.
-        """
+        """Whether a slab fits; with `more` rows the limit is lower, to leave memory for growth."""
         if self._scale_at is None:
             return True
         limit = self._scale_at * (_ADD_ROWS_BELOW if more else 1.0)

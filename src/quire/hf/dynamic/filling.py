@@ -97,11 +97,7 @@ class Prefiller:
                 self._finish(self.background)
 
     def drop_all(self) -> list[Query]:
-        """Drop all unfinished prefills after a failed forward.
-
-        Returns:
-            Their queries.
-        """
+        """Drop all unfinished prefills after a failed forward; return their queries."""
         self._side.join()
         prefills, self._unfinished, self.background = self._unfinished, [], None
         for prefill in prefills:
@@ -194,11 +190,7 @@ class SideStream:
             yield
 
     def join(self, results: Iterable[Tensor] = ()) -> None:
-        """Make later work on the current stream wait for the side stream.
-
-        Args:
-            results: tensors of the side stream that later work uses; keeps their memory allocated.
-        """
+        """Make later work on the current stream wait for results of the side stream."""
         if self._stream is None:
             return
         current = torch.cuda.current_stream(self._stream.device)
@@ -257,7 +249,6 @@ class Filling:
             self._memory.preempt(last)
 
     def fill(self, record: StepRecord) -> None:
-        """Fill the free rows that the rule opens."""
         self.shaped = []
         if not self.rule.open_rows(self.view()):
             return

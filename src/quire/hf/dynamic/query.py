@@ -43,48 +43,33 @@ class QueryState(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Query:
-    """One query; `DynamicBatch.submit` returns it as the handle.
-
-    Attributes:
-        number: sequence number in the order of arrival.
-        params: sampling parameters and stop conditions.
-        sampling_seed: seed used if `params.seed` is None.
-        priority: lower values are scheduled first, as in the engine, and may preempt higher ones.
-        deadline_s: deadline on the batch's clock; of equal priorities the earliest runs first.
-        output_token_ids: tokens generated so far.
-        text: text of the output that is final; empty without a tokenizer.
-        logprobs: a `SampledToken` for each output token, if `params.logprobs` is set.
-        choices: the completions of the prompt, this one first; one if n is 1.
-        forks: completions that start when the prompt is prefilled.
-        output_text: detokenizes the output and applies its stop rules.
-        finish_reason: stop, length, cancelled or "error: ..."; None until it is finished.
-        stop_reason: the stop text or token id that ended the output.
-        row: row of the batch; None if it has none.
-        kv: KV outside of the batch; None if it has none.
-        times_s: time of each generated token, on the batch's clock.
-        submitted_s, started_s, finished_s: likewise; started_s is the start of its prefill.
-    """
+    """One query; `DynamicBatch.submit` returns it as the handle."""
 
     number: int
     prompt_token_ids: Sequence[int]
     params: SamplingParams
-    sampling_seed: int = 0
-    priority: int = 0
+    sampling_seed: int = 0  # used if `params.seed` is None
+    priority: int = 0  # lower values first; may preempt higher ones
+    # on the batch's clock; of equal priorities the earliest runs first
     deadline_s: int | float | None = None
     output_token_ids: list[int] = field(default_factory=list)
-    text: str = ""
+    text: str = ""  # final text of the output; empty without a tokenizer
+    # one for each output token, if `params.logprobs` is set
     logprobs: list[Any] = field(default_factory=list)
+    # the completions of the prompt, this one first
     choices: "list[Query]" = field(default_factory=list)
+    # completions that start when the prompt is prefilled
     forks: "list[Query]" = field(default_factory=list)
     output_text: OutputText | None = None
     state: QueryState = QueryState.WAITING
-    stop_reason: str | int | None = None
-    finish_reason: str | None = None
-    row: int | None = None
-    kv: OutsideKV | None = None
+    stop_reason: str | int | None = None  # the stop text or token id that ended the output
+    finish_reason: str | None = None  # stop, length, cancelled or "error: ..."
+    row: int | None = None  # of the batch
+    kv: OutsideKV | None = None  # outside of the batch
+    # of each generated token, on the batch's clock
     times_s: list[float] = field(default_factory=list)
     submitted_s: int | float = 0.0
-    started_s: float | None = None
+    started_s: float | None = None  # start of its prefill
     finished_s: float | None = None
     preemptions: int = 0
 
@@ -139,7 +124,6 @@ class Query:
         self.state, self.finish_reason, self.finished_s = QueryState.FINISHED, reason, now_s
 
     def drop_kv(self) -> None:
-        """Free the query's KV outside of the batch."""
         if self.kv is not None:
             self.kv.free()
             self.kv = None
@@ -205,41 +189,24 @@ class NewToken(NamedTuple):
 
 @dataclass(slots=True)
 class ReadRecord:
-    """A prefill forward.
+    """A prefill forward."""
 
-    Attributes:
-        rows, columns: shape of the forward, pads counted.
-        seen: columns processed before the forward.
-        seconds: duration, sampling excluded.
-    """
-
-    rows: int
+    rows: int  # of the forward, as columns, pads counted
     columns: int
-    seen: int
-    seconds: float
+    seen: int  # columns processed before the forward
+    seconds: float  # sampling excluded
 
 
 @dataclass(slots=True)
 class StepRecord:
-    """One step.
+    """One step."""
 
-    Attributes:
-        rows: rows of the slab, free and finished ones included; 0 if no row decoded.
-        live: rows with a running query.
-        new_columns: columns of the forward; more than 1 if it also prefilled prompts.
-        valid_tokens: sum of the live rows' lengths.
-        queued: whether queries were queued at the decode forward.
-        decode_s: duration of the decode forward and of sampling.
-        reads: separate prefill forwards.
-        kv_bytes: KV bytes on the device at the end of the step.
-    """
-
-    rows: int = 0
-    live: int = 0
-    columns: int = 0
-    new_columns: int = 0
-    valid_tokens: int = 0
-    queued: bool = False
-    decode_s: float = 0.0
-    reads: list[ReadRecord] = field(default_factory=list)
-    kv_bytes: int = 0
+    rows: int = 0  # of the slab, free and finished ones included; 0 if no row decoded
+    live: int = 0  # rows with a running query
+    columns: int = 0  # in attention
+    new_columns: int = 0  # of the forward; more than 1 if it also prefilled prompts
+    valid_tokens: int = 0  # sum of the live rows' lengths
+    queued: bool = False  # whether queries were queued at the decode forward
+    decode_s: float = 0.0  # with sampling
+    reads: list[ReadRecord] = field(default_factory=list)  # separate prefill forwards
+    kv_bytes: int = 0  # on the device at the end of the step

@@ -12,13 +12,7 @@ from quire.sampling.sampler import Sampler
 
 
 class DenseSampling:
-    """Samples the next tokens after every forward.
-
-    Args:
-        vocab_size: vocabulary size of the model.
-        eos_token_ids: tokens that end a completion.
-        undecodable_ids: tokens that are not sampled; see `Sampler`.
-    """
+    """Samples the next tokens after every forward."""
 
     def __init__(
         self,

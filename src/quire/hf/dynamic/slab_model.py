@@ -35,7 +35,6 @@ class SlabLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write the forward's columns; return views of all columns in attention."""
         del args, kwargs
         return self._slab.append(self._layer, key_states, value_states)
 
@@ -47,7 +46,6 @@ class SlabLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self._slab.window.width
 
     def get_max_length(self) -> int:
-        """-1: no maximum."""
         return -1
 
     def crop(self, tokens_to_remove: int) -> NoReturn:
@@ -84,16 +82,12 @@ class MaskRule:
     """The attention masks that a model needs."""
 
     kinds: frozenset[str]
-    by_kind: bool
-    window: int | None
+    by_kind: bool  # whether the model takes one mask for each kind of layer
+    window: int | None  # of sliding layers, in tokens
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> "MaskRule":
-        """Read a config as `create_masks_for_generate` does.
-
-        Raises:
-            UnsupportedModel: layers of other kinds, whose state is not keys and values alone.
-        """
+        """Read a config as `create_masks_for_generate` does."""
         kinds = frozenset(get_layer_types_and_kwargs(config)[0])
         others = kinds - {FULL, SLIDING}
         if others:
@@ -165,10 +159,6 @@ class SlabModel:
         shape: shape of a token's KV, measured by a forward of one token.
         vocab_size: number of tokens of the vocabulary.
         max_tokens: maximum length of a sequence in its config; None if unset.
-
-    Raises:
-        UnsupportedModel: rows of different lengths cannot share its forward; states the reason.
-        ConfigError: it is in training mode.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -187,7 +177,6 @@ class SlabModel:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a completion, by the model's generation config."""
         found = getattr(self._model.generation_config, "eos_token_id", None)
         if found is None:
             return ()
@@ -196,15 +185,7 @@ class SlabModel:
     def decode(
         self, slab: DenseSlab, token_ids: Sequence[Sequence[int]]
     ) -> Float[Tensor, "rows vocab"]:
-        """Process each row's new tokens, right-aligned; return the logits of the last column.
-
-        Args:
-            slab: slab of the batch.
-            token_ids: new tokens of each row; empty for a free row.
-
-        Raises:
-            SlabFull: the slab has too few columns; no state was changed.
-        """
+        """Process new tokens of each row, right-aligned; logits of the last column."""
         columns = max(map(len, token_ids))
         slab.begin([len(ids) for ids in token_ids], columns)
         padded = [[_PAD] * (columns - len(ids)) + list(ids) for ids in token_ids]
@@ -230,12 +211,6 @@ class SlabModel:
 
         The causal mask hides the pads, so no other mask is needed. A row's result equals that of
         the row alone.
-
-        Args:
-            slab: slab of the prompts; its columns in use are already prefilled.
-            token_ids: the next tokens of each row, at most `columns`.
-            columns: number of columns of this chunk.
-            wanted: columns of the chunk whose logits are returned.
         """
         done = slab.window.width
         slab.begin([len(ids) for ids in token_ids], columns, at_start=True)

@@ -17,17 +17,7 @@ from quire.kv.dense.window import Window
 
 
 class SlabRows:
-    """Empty rows of a slab, used as a separate slab during prefill.
-
-    Args:
-        slab: the slab; it must not change before `register`.
-        first: first row.
-        rows: number of consecutive rows.
-        columns: tokens of the longest prompt.
-
-    Attributes:
-        window: columns prefilled so far.
-    """
+    """Empty rows of a slab, used as a separate slab during prefill."""
 
     def __init__(self, slab: DenseSlab, first: int, rows: int, columns: int) -> None:
         slab.reach_back(columns)

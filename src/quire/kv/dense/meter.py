@@ -7,12 +7,7 @@ from quire.errors import HostMemoryFull
 
 
 class ByteMeter:
-    """Byte counter of one memory (device or CPU).
-
-    Attributes:
-        limit_bytes: maximum bytes in use; None for no limit.
-        peak_bytes: peak of `used_bytes`.
-    """
+    """Byte counter of one memory (device or CPU)."""
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         self.limit_bytes = limit_bytes
@@ -22,11 +17,7 @@ class ByteMeter:
         return self.limit_bytes is None or self.used_bytes + num_bytes <= self.limit_bytes
 
     def reserve(self, num_bytes: int) -> None:
-        """Add `num_bytes` to the bytes in use.
-
-        Raises:
-            HostMemoryFull: the limit would be exceeded; nothing changed.
-        """
+        """Nothing changes on `HostMemoryFull`."""
         if not self.can_reserve(num_bytes):
             raise HostMemoryFull(
                 f"expected {num_bytes:,} B more within {self.limit_bytes:,} B of CPU memory, "
@@ -37,11 +28,7 @@ class ByteMeter:
 
     @contextmanager
     def reserving(self, num_bytes: int) -> Iterator[None]:
-        """Count `num_bytes` as in use; undo this if the body of the `with` block raises.
-
-        Raises:
-            HostMemoryFull: see `reserve`.
-        """
+        """Count `num_bytes` as in use; undo this if the body of the `with` block raises."""
         self.reserve(num_bytes)
         try:
             yield

@@ -17,14 +17,10 @@ POSITION_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Shape of one token's keys and values in one layer.
-
-    Attributes:
-        key_dim, value_dim: elements of a key and of a value per head; they differ in some models.
-    """
+    """Shape of one token's keys and values in one layer."""
 
     num_kv_heads: int
-    key_dim: int
+    key_dim: int  # elements per head; keys and values differ in some models
     value_dim: int
 
     @property
@@ -35,25 +31,17 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """Shape of the dense KV of a model.
+    """Shape of the dense KV of a model."""
 
-    Attributes:
-        layers: shape of each layer, first to last.
-        dtype: type of keys and values.
-        device: device of keys and values.
-    """
-
-    layers: tuple[LayerShape, ...]
+    layers: tuple[LayerShape, ...]  # first to last
     dtype: torch.dtype
     device: torch.device
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's keys and values in all layers."""
         return sum(layer.numbers for layer in self.layers) * self.dtype.itemsize
 
     def slab_bytes(self, rows: int, capacity: int) -> int:
-        """Return the bytes of a slab of this size: keys, values, positions."""
         return (self.token_bytes + POSITION_BYTES) * rows * capacity
 
     def growing_bytes(self, rows: int, capacity: int) -> int:
@@ -74,15 +62,7 @@ Layer = tuple[Float[Tensor, "head token key_dim"], Float[Tensor, "head token val
 
 
 class RowKV:
-    """Keys and values of a sequence's first `tokens` tokens, one pair per layer.
-
-    Args:
-        layers: (keys, values) of each layer.
-        meter: byte counter of their memory; it already counts them.
-
-    Attributes:
-        layers: (keys, values) of each layer; empty after `free`.
-    """
+    """Keys and values of a sequence's first `tokens` tokens, one pair per layer."""
 
     def __init__(self, layers: Sequence[Layer], meter: ByteMeter) -> None:
         self.layers = tuple(layers)
@@ -97,11 +77,7 @@ class RowKV:
         return self._meter is meter
 
     def moved(self, device: torch.device, meter: ByteMeter) -> "RowKV":
-        """Copy the row to another memory and free this one.
-
-        Raises:
-            HostMemoryFull: the row does not fit; nothing changed.
-        """
+        """Copy the row to another memory and free this one; nothing changes if it does not fit."""
         with meter.reserving(self.num_bytes):
             layers = [(keys.to(device), values.to(device)) for keys, values in self.layers]
         self.free()
@@ -113,23 +89,14 @@ class RowKV:
 
 
 class SharedKV(RowKV):
-    """One holder's reference to KV that several queries of a prompt share.
-
-    Args:
-        shared: the KV; its bytes are counted once.
-        holders: number of references left, in a list that all references share.
-    """
+    """One holder's reference to KV that several queries share; its bytes are counted once."""
 
     def __init__(self, shared: RowKV, holders: list[int]) -> None:
         super().__init__(shared.layers, shared._meter)
         self._holders = holders
 
     def moved(self, device: torch.device, meter: ByteMeter) -> RowKV:
-        """Return a copy of the KV in another memory, and release this reference.
-
-        Raises:
-            HostMemoryFull: the copy does not fit; nothing changed.
-        """
+        """A copy in another memory, and release this reference."""
         with meter.reserving(self.num_bytes):
             layers = [(k.to(device, copy=True), v.to(device, copy=True)) for k, v in self.layers]
         self.free()
@@ -152,14 +119,7 @@ NOTHING = -1
 def padded_positions(
     known: Int[Tensor, " rows"], counts: Sequence[int], columns: int, *, at_start: bool
 ) -> Int[Tensor, "rows column"]:
-    """Return the positions of new columns, NOTHING for padding.
-
-    Args:
-        known: current number of tokens of each row.
-        counts: new tokens of each row, at most `columns`.
-        columns: number of new columns.
-        at_start: whether a row's tokens are the first of the new columns, otherwise the last.
-    """
+    """Return the positions of new columns, NOTHING for padding."""
     count = torch.tensor(counts, device=known.device)[:, None]
     column = torch.arange(columns, device=known.device)
     offset = column if at_start else column - (columns - count)

@@ -22,20 +22,7 @@ from quire.kv.dense.window import Window
 
 
 class DenseSlab:
-    """Dense KV of a batch.
-
-    Args:
-        rows: number of rows, initially empty.
-        capacity: initial number of columns.
-        meter: byte counter of the slab's memory.
-        limit: maximum number of columns; None for no limit.
-        filler: value of slots without a token; tests use NaN to detect reads of these slots.
-
-    Attributes:
-        window: columns in use.
-        positions: [rows, capacity] logical position of each slot's token, or NOTHING.
-        lengths: tokens of each row, which is also its next position.
-    """
+    """Dense KV of a batch: positions [rows, capacity]; NaN as filler shows reads of free slots."""
 
     def __init__(
         self,
@@ -74,16 +61,7 @@ class DenseSlab:
     # ---- a forward -----------------------------------------------------------------------------
 
     def begin(self, counts: Sequence[int], columns: int, *, at_start: bool = False) -> None:
-        """Begin a forward with new columns; each row's new tokens are right-aligned in them.
-
-        Args:
-            counts: new tokens of each row, at most `columns`.
-            columns: number of new columns.
-            at_start: left-align the new tokens instead, with padding after them.
-
-        Raises:
-            SlabFull: the limit would be exceeded; nothing changed.
-        """
+        """Begin a forward; new tokens are right-aligned in new columns, `at_start` left-aligned."""
         self._ensure_columns(columns)
         lo, hi = self.window.hi, self.window.hi + columns
         self._new_columns, self._pads = columns, None
@@ -105,11 +83,7 @@ class DenseSlab:
         keys: Float[Tensor, "rows head column key_dim"],
         values: Float[Tensor, "rows head column value_dim"],
     ) -> tuple[Tensor, Tensor]:
-        """Write a layer's new columns.
-
-        Returns:
-            Views (no copies) of all columns in use, the new ones included.
-        """
+        """Write a layer's new columns; views (no copies) of all columns in use."""
         lo, hi = self.window.hi, self.window.hi + self._new_columns
         rows, used = slice(0, self.rows), slice(self.window.lo, hi)
         self.tensors.write(layer, keys, values, slice(lo, hi), self._pads, rows)
@@ -130,12 +104,7 @@ class DenseSlab:
     # ---- rows ----------------------------------------------------------------------------------
 
     def embed(self, row: int, kv: RowKV) -> None:
-        """Copy a sequence into an empty row, its last token in the last column in use.
-
-        Args:
-            row: an empty row.
-            kv: KV of the sequence; it can be freed afterwards.
-        """
+        """Copy a sequence into an empty row, its last token in the last column in use."""
         if self._starts[row] is not None:
             raise InvariantError(f"row {row} of the slab holds a sequence already")
         self.reach_back(kv.tokens)
@@ -158,11 +127,7 @@ class DenseSlab:
         self.lengths[row], self._starts[row] = 0, None
 
     def extract(self, row: int, device: torch.device, meter: ByteMeter) -> RowKV:
-        """Copy a row's sequence, packed without padding.
-
-        Raises:
-            HostMemoryFull: the copy does not fit; nothing changed.
-        """
+        """Copy a row's sequence, packed without padding."""
         with meter.reserving(self.lengths[row] * self._shape.token_bytes):
             return RowKV(self._packed(row, device), meter)
 
@@ -196,21 +161,12 @@ class DenseSlab:
         self.window.lo = min(starts, default=self.window.hi)
 
     def select(self, rows: Sequence[int | None], width: int = 0) -> None:
-        """Rebuild the slab with these rows in this order, with the smallest possible capacity.
-
-        Args:
-            rows: old row of each new row; None for an empty row.
-            width: minimum number of columns.
-        """
+        """Rebuild with old rows (None: an empty row) in this order, with the smallest capacity."""
         width = max(width, self.window.width, 1)
         self._rebuild(rows, self.window.new_capacity(width), hi=width)
 
     def take_rows(self, rows: Sequence[int | None]) -> None:
-        """Rearrange the rows in place, without allocating or freeing memory.
-
-        Args:
-            rows: old rows in ascending order, then None for each empty row; at most `held_rows`.
-        """
+        """Rearrange in place: old rows in ascending order, then None for each empty row."""
         retained = [row for row in rows if row is not None]
         used = slice(self.window.lo, self.window.hi)
         for row, old in enumerate(retained):

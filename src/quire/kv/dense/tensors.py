@@ -14,13 +14,7 @@ _MIN_BLOCK = 32  # columns: smaller ones would be many small copies
 
 
 class SlabTensors:
-    """Key and value tensors, [rows, heads, capacity, dim] per layer, with every byte counted.
-
-    Args:
-        rows, capacity: initial size.
-        meter: byte counter of the tensors' memory.
-        filler: value of slots without a token.
-    """
+    """Key and value tensors, [rows, heads, capacity, dim] per layer, with every byte counted."""
 
     def __init__(
         self, shape: KVShape, rows: int, capacity: int, *, meter: ByteMeter, filler: float
@@ -62,7 +56,6 @@ class SlabTensors:
             part[rows, :, columns] = self._filler
 
     def copy(self, row: int, source: int, columns: slice) -> None:
-        """Write a row's columns into another row, in all layers."""
         for part in (*self.keys, *self.values):
             part[row, :, columns] = part[source, :, columns]
 
@@ -70,14 +63,7 @@ class SlabTensors:
         return self.keys[layer][row, :, columns], self.values[layer][row, :, columns]
 
     def move(self, lo: int, hi: int, shift: int, rows: slice = _ALL) -> None:
-        """Move columns lo .. hi by `shift`, block by block; the temporary copy is one block.
-
-        Args:
-            lo: first column to move.
-            hi: column after the last one to move.
-            shift: distance; positive to higher columns, negative to lower columns.
-            rows: rows to move.
-        """
+        """Move columns lo .. hi by `shift`, block by block; the temporary copy is one block."""
         if not shift:
             return
         size = max(abs(shift), _MIN_BLOCK)
@@ -91,14 +77,7 @@ class SlabTensors:
     def rebuild(
         self, rows: Sequence[int | None], capacity: int, source: slice, target: slice
     ) -> None:
-        """Change rows and capacity, one tensor after the other: two whole slabs never exist.
-
-        Args:
-            rows: old row of each new row; None for an empty row.
-            capacity: new number of columns.
-            source: old columns to copy.
-            target: new location of these columns.
-        """
+        """Change rows and capacity, one tensor after the other: two whole slabs never exist."""
         for parts, dims in zip((self.keys, self.values), self._dims(), strict=True):
             for layer, (old, dim) in enumerate(zip(list(parts), dims, strict=True)):
                 new = self._empty(layer, dim, len(rows), capacity)
@@ -148,6 +127,5 @@ def copy_rows(new: Tensor, old: Tensor, rows: Sequence[int | None]) -> None:
 
 
 def _packed(part: Tensor) -> Tensor:
-    """Return the tensor itself if it fills its storage, otherwise a contiguous copy."""
     whole = part.untyped_storage().nbytes() == part.numel() * part.element_size()
     return part if whole else part.clone(memory_format=torch.contiguous_format)

@@ -26,21 +26,13 @@ def spare_columns(width: int) -> int:
 
 @dataclass(slots=True)
 class Window:
-    """The range of columns in use.
-
-    Attributes:
-        capacity: allocated columns.
-        lo: first column in use.
-        hi: column after the last one in use.
-        limit: maximum capacity; None for no limit.
-        planned: columns that are known to be needed; growing allocates at least this many.
-    """
+    """The range of columns in use."""
 
     capacity: int
-    lo: int = 0
-    hi: int = 0
+    lo: int = 0  # first column in use
+    hi: int = 0  # column after the last one in use
     limit: int | None = None
-    planned: int = 0
+    planned: int = 0  # known to be needed; growing allocates at least this many
 
     @property
     def width(self) -> int:
@@ -51,11 +43,7 @@ class Window:
         return self.hi + columns <= self.capacity
 
     def capacity_for(self, columns: int) -> int:
-        """Return the capacity for `columns` more columns; unchanged if moving suffices.
-
-        Raises:
-            SlabFull: the limit would be exceeded.
-        """
+        """Unchanged if moving suffices."""
         needed = self.width + columns
         if self.limit is not None and needed > self.limit:
             raise SlabFull(
@@ -75,10 +63,5 @@ class Window:
         return capacity if self.limit is None else min(capacity, self.limit)
 
     def check(self) -> None:
-        """Check that lo, hi and capacity are consistent.
-
-        Raises:
-            InvariantError: 0 <= lo <= hi <= capacity does not hold.
-        """
         if not 0 <= self.lo <= self.hi <= self.capacity:
             raise InvariantError(f"expected 0 <= lo <= hi <= capacity, got {self}")

@@ -16,18 +16,13 @@ from quire.layout.statistics import Statistic
 
 @dataclass(frozen=True, slots=True)
 class StatisticPages:
-    """The pages of one statistic.
-
-    Attributes:
-        numbers: float32 view of all pages of the class.
-        device_table: `table` as a tensor.
-    """
+    """The pages of one statistic."""
 
     group: LaneGroup
     statistic: Statistic
-    numbers: Float[Tensor, "page head record width"]
+    numbers: Float[Tensor, "page head record width"]  # float32 view of all pages of the class
     table: LaneTable
-    device_table: DeviceTable
+    device_table: DeviceTable  # `table` as a tensor
 
     def active_rows(self, batch: FlatBatch) -> NDArray[np.bool_]:
         """Return a mask [rows of the step] of the rows that use this statistic."""
@@ -37,17 +32,11 @@ class StatisticPages:
 
 @dataclass(frozen=True, slots=True)
 class StatisticRecords:
-    """Distinct records in the lanes of all layers of a group.
+    """Distinct records in the lanes of all layers of a group."""
 
-    Attributes:
-        numbers: float32 view of all pages of the statistic.
-        pages: int64 [layers, records, lanes of a layer] page of each record.
-        offsets: int64 [records, 1] offset of each record in its page.
-    """
-
-    numbers: Float[Tensor, "page head record width"]
-    pages: Tensor
-    offsets: Tensor
+    numbers: Float[Tensor, "page head record width"]  # float32 view of all pages of the statistic
+    pages: Tensor  # int64 [layers, records, lanes of a layer]
+    offsets: Tensor  # int64 [records, 1] in the page
 
     @classmethod
     def of(
@@ -80,19 +69,15 @@ class StatisticRecords:
 
 @dataclass(frozen=True, slots=True)
 class Queries:
-    """Queries of a layer, as input of query statistics.
+    """Queries of a layer, as input of query statistics."""
 
-    Attributes:
-        query: queries of the flat batch after RoPE.
-        before_rope: the same queries before RoPE; None if no statistic needs them.
-    """
-
-    query: Float[Tensor, "num_tokens num_heads head_dim"]
+    query: Float[Tensor, "num_tokens num_heads head_dim"]  # of the flat batch after RoPE
+    # None if no statistic needs them
     before_rope: Float[Tensor, "num_tokens num_heads head_dim"] | None
 
 
 def positions_of(batch: FlatBatch, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the logical positions [tokens] of the batch's tokens."""
+    """Logical positions [tokens] of the batch's tokens; `lengths` include them."""
     first = lengths[batch.rows] - batch.shape.tokens
     positions: NDArray[np.int64] = first[batch.token_row] + batch.token_offset
     return positions

@@ -55,19 +55,13 @@ COUNTS: dict[type[Statistic], AttentionMeasure] = {
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """One per-slot statistic in one step.
-
-    Attributes:
-        heads: how query heads are reduced; APART if each query head has its own number.
-        rows: for each layer of the group, the rows for which column sums suffice.
-        again: bool [rows of the step] rows whose weights are recomputed.
-    """
+    """One per-slot statistic in one step."""
 
     place: StatisticPages
-    count: AttentionMeasure
-    heads: str
-    rows: tuple[StatisticRows, ...]
-    again: NDArray[np.bool_]
+    count: AttentionMeasure  # the measure to accumulate
+    heads: str  # how query heads are reduced; APART if each has its own number
+    rows: tuple[StatisticRows, ...]  # for each layer, those for which column sums suffice
+    again: NDArray[np.bool_]  # bool [rows of the step] whose weights are recomputed
 
     @property
     def needs_sums(self) -> bool:
@@ -96,12 +90,7 @@ class Watched:
 
 
 class AttentionStatisticsStep:
-    """All per-slot statistics of one lane group in one step.
-
-    Args:
-        places: pages of at least one statistic; a statistic may have no active rows.
-        slots: [rows, lanes] live slots of the group, the step's tokens included.
-    """
+    """All per-slot statistics of one lane group in one step; slots are [rows, lanes]."""
 
     def __init__(
         self, places: list[StatisticPages], batch: FlatBatch, slots: NDArray[np.int32]
@@ -205,17 +194,11 @@ BLOCK_NUMBERS = 4 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class LaneWeights:
-    """Attention weights of some queries of one row in one KV head.
-
-    Attributes:
-        kv_head: index of the KV head in the layer.
-        weights: float32; 0 for masked slots.
-        seen: number of slots that each query attends to, its own included.
-    """
+    """Attention weights of some queries of one row in one KV head."""
 
     kv_head: int
-    weights: Float[Tensor, "query group slot"]
-    seen: Int[Tensor, "query 1"]
+    weights: Float[Tensor, "query group slot"]  # float32; 0 for masked slots
+    seen: Int[Tensor, "query 1"]  # slots that each query attends to, its own included
 
 
 def chunk_weights(
@@ -225,15 +208,7 @@ def chunk_weights(
     slots: list[int],
     math: AttentionMath,
 ) -> Iterator[LaneWeights]:
-    """Yield the weights of one row's newest queries, KV head by KV head, block by block.
-
-    Args:
-        query: queries of the row after RoPE; the last slots of each lane are their tokens.
-        pages: pages of the layer, which has no window.
-        row: index of the row in the step.
-        slots: live slots of each of the layer's lanes.
-        math: scale and other attention options.
-    """
+    """Yield the weights of one row's newest queries, KV head by KV head, block by block."""
     heads = pages.key.shape[1]
     group = query.shape[1] // (pages.num_lanes * heads)
     for kv_head in range(pages.num_lanes * heads):

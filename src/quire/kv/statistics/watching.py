@@ -67,13 +67,7 @@ class SumsScratch:
 
 
 class GroupWatch:
-    """Records the attention statistics of one lane group in one step.
-
-    Args:
-        places: pages of the statistics that some row of the step uses, at least one.
-        slots: [rows, lanes] live slots of the group, the step's tokens included.
-        lengths: logical lengths of all rows, the step's tokens included.
-    """
+    """Records attention statistics of one lane group in one step; slots are [rows, lanes]."""
 
     def __init__(
         self,

@@ -74,37 +74,27 @@ NORMS = "norms and RoPE"  # among CHAIN_PARTS
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerCalls:
-    """The calls of one layer.
+    """The calls of one layer."""
 
-    Attributes:
-        before: from the residual stream to queries, keys and values.
-        after: from attention's output to the residual stream of the next layer: `output`, `mlp`.
-        output, mlp: the two parts of `after`.
-        rope: the call that writes queries, keys and values.
-        attended: conversion or quantization of attention's output, or its product.
-        heads: layout of queries, keys and values.
-        scale: factor on query-key products.
-    """
-
-    before: Chain
-    after: Chain
+    before: Chain  # from the residual stream to queries, keys and values
+    after: Chain  # from attention's output to the next layer's residual stream: `output`, `mlp`
     output: Chain
     mlp: Chain
-    rope: RopeArgs
-    attended: RowArgs
-    heads: HeadShape
-    scale: float
+    rope: RopeArgs  # writes queries, keys and values
+    attended: RowArgs  # conversion or quantization of attention's output, or its product
+    heads: HeadShape  # layout of queries, keys and values
+    scale: float  # factor on query-key products
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadCalls:
     """The calls of the output head."""
 
-    capacity: int
-    norm: NormArgs
-    product: LinearArgs
+    capacity: int  # rows of the buffers
+    norm: NormArgs  # the last one
+    product: LinearArgs  # the last of `chain`
     chain: Chain
-    buffers: tuple[Tensor, CodedRows | None]
+    buffers: tuple[Tensor, CodedRows | None]  # the memory that the arguments point to
 
 
 class Workspace:
@@ -125,7 +115,6 @@ class Workspace:
         self._head: HeadCalls | None = None
 
     def time_parts(self) -> PartTimes:
-        """Time the calls of all following batches; return the times."""
         self._times = PartTimes()
         return self._times
 
@@ -170,12 +159,10 @@ class Workspace:
         return heads
 
     def run_after(self, layer: LayerCalls, attended: Tensor) -> None:
-        """Add attention and the MLP to the residual stream."""
         layer.attended.x = attended.data_ptr()
         layer.after.run(self._times)
 
     def run_output(self, layer: LayerCalls, attended: Tensor) -> None:
-        """Add attention to the residual stream."""
         layer.attended.x = attended.data_ptr()
         layer.output.run(self._times)
 
@@ -299,11 +286,6 @@ class Workspace:
 
 class NativeDecoder(TransformersDecoder):
     """A decoder with fused layers; equal to `TransformersDecoder` up to rounding.
-
-    Args:
-        model: a causal language model in float32 or bfloat16 on the CPU; it is changed permanently.
-        library: the loaded C library.
-        kind: of the linear layers' weights: int8 or int4; None: as they are.
 
     Raises:
         UnsupportedModel: the model cannot be fused; states the reason.

@@ -31,9 +31,6 @@ class GpuDecoder(TransformersDecoder):
         model: a causal language model on its final device; it is changed permanently. Its
             parameters are views of the joint weights, which `model.to` and a replaced parameter
             would separate from them.
-
-    Raises:
-        UnsupportedModel: the model cannot be fused; states the reason.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

@@ -21,11 +21,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JointLinear:
-    """A linear layer.
-
-    Attributes:
-        bias: of all outputs, or None.
-    """
+    """A linear layer."""
 
     weight: Float[Tensor, "outer inner"]
     bias: Float[Tensor, " outer"] | None
@@ -36,39 +32,29 @@ class JointLinear:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GpuLayer:
-    """One layer.
+    """One layer."""
 
-    Attributes:
-        qkv: queries, keys and values.
-        heads: numbers of query and KV heads.
-        head_norms: norms of query and key heads, or None.
-        output: attention's output projection.
-        gate_up: both inputs of the gated activation.
-        down: the MLP's output projection.
-        scale: factor on query-key products.
-    """
-
-    attention_norm: Norm
-    mlp_norm: Norm
+    attention_norm: Norm  # before attention
+    mlp_norm: Norm  # before the MLP
     qkv: JointLinear
-    heads: tuple[int, int]
+    heads: tuple[int, int]  # numbers of query and KV heads
     head_dim: int
-    head_norms: tuple[Norm, Norm] | None
-    output: JointLinear
-    gate_up: JointLinear
+    head_norms: tuple[Norm, Norm] | None  # of query and key heads
+    output: JointLinear  # attention's output projection
+    gate_up: JointLinear  # both inputs of the gated activation
     down: JointLinear
-    scale: float
+    scale: float  # factor on query-key products
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GpuModel:
     """All layers, and what is before and after them."""
 
-    embedding: nn.Module
+    embedding: nn.Module  # returns a row for each token
     layers: tuple[GpuLayer, ...]
-    norm: Norm
+    norm: Norm  # before the output head
     head: JointLinear
-    rotary: nn.Module
+    rotary: nn.Module  # cosines and sines of positions
 
 
 def gpu_refusal(model: PreTrainedModel) -> str | None:

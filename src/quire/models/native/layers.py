@@ -43,49 +43,36 @@ class Norm:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FusedProduct:
-    """A product with a packed weight.
-
-    Attributes:
-        bias: float32 [columns of all panels], or None.
-        finish: STORE, ADD to the output, or GATE_SILU.
-    """
+    """A product with a packed weight."""
 
     weight: PackedWeight
-    bias: Tensor | None = None
-    finish: int = STORE
+    bias: Tensor | None = None  # float32 [columns of all panels]
+    finish: int = STORE  # STORE, ADD to the output, or GATE_SILU
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FusedLayer:
-    """One layer.
+    """One layer."""
 
-    Attributes:
-        qkv: joint product of queries, keys and values.
-        heads: layout of its output.
-        output: attention's output projection, added to the residual stream.
-        down: the MLP's output projection, added to the residual stream.
-        scale: factor on query-key products.
-    """
-
-    attention_norm: Norm
-    mlp_norm: Norm
-    qkv: FusedProduct
-    heads: HeadShape
-    output: FusedProduct
-    gate_up: FusedProduct
-    down: FusedProduct
-    scale: float
+    attention_norm: Norm  # before attention
+    mlp_norm: Norm  # before the MLP
+    qkv: FusedProduct  # joint product of queries, keys and values
+    heads: HeadShape  # layout of its output
+    output: FusedProduct  # added to the residual stream
+    gate_up: FusedProduct  # gated product of the MLP
+    down: FusedProduct  # added to the residual stream
+    scale: float  # factor on query-key products
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FusedModel:
     """All layers, and what is before and after them."""
 
-    embedding: nn.Module
+    embedding: nn.Module  # returns a row for each token
     layers: tuple[FusedLayer, ...]
-    norm: Norm
+    norm: Norm  # before the output head
     head: FusedProduct
-    rotary: nn.Module
+    rotary: nn.Module  # cosines and sines of positions
 
 
 def refusal(model: PreTrainedModel) -> str | None:
@@ -138,11 +125,6 @@ def fuse(model: PreTrainedModel, products: Products, kind: str | None = None) ->
     """Pack the weights of a model and replace its linear layers by modules that share them.
 
     Layers are packed one at a time; the original weights are freed before the next.
-
-    Args:
-        model: with no `refusal`.
-        products: multiplies.
-        kind: of the layers' weights: int8 or int4; None: as they are.
     """
     decoder: Any = model.model
     plain = KINDS[model.dtype]

@@ -24,17 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 def check_choices(impl: str, codec: str, device: torch.device, *, offloaded: bool) -> None:
-    """Refuse choices of `make_decoder` that are not possible for any model.
-
-    Args:
-        impl: auto, native or transformers.
-        codec: auto, int8 or int4.
-        device: runs the model.
-        offloaded: whether some layers' weights are not on the device.
-
-    Raises:
-        ConfigError: no such choice, or it is not possible; states the reason.
-    """
+    """Refuse choices of `make_decoder` that are not possible for any model."""
     if impl not in IMPLEMENTATIONS:
         raise UnknownName("model_impl", impl, list(IMPLEMENTATIONS))
     if codec not in WEIGHT_CODECS:
@@ -53,12 +43,7 @@ def check_choices(impl: str, codec: str, device: torch.device, *, offloaded: boo
 
 
 def check_model(model: PreTrainedModel, codec: str) -> None:
-    """Refuse a model whose weights cannot be quantized.
-
-    Args:
-        model: its weights are not read, so they may be on the meta device.
-        codec: auto, int8 or int4.
-    """
+    """Refuse a model whose weights cannot be quantized; it may be on the meta device."""
     reason = None if codec == "auto" else codec_refusal(model, codec)
     if reason is not None:
         raise _no_codec(codec, f"of {type(model).__name__}, {reason}")
@@ -69,7 +54,7 @@ class Implementation:
     """Implementation of a model's layers."""
 
     name: str
-    reason: str
+    reason: str  # why this one is selected
 
     @property
     def text(self) -> str:
@@ -102,10 +87,6 @@ def make_decoder(
         impl: auto, native or transformers.
         codec: of the linear layers' weights: auto (as they are), int8 or int4.
         ranks: number of ranks that share the model; the model is the part of one of them.
-
-    Raises:
-        ConfigError: the model or the device does not support the native decoder or the codec;
-            states the reason.
     """
     check_choices(impl, codec, model.device, offloaded=weights is not None)
     check_model(model, codec)

@@ -63,11 +63,7 @@ class ByLayer(Budget):
         return shape.of_layers(share_out(total, numbers))
 
     def _numbers(self) -> list[Fraction]:
-        """Parse the option to one number per layer.
-
-        Raises:
-            ConfigError: a number is not above 0, or a cap is not whole.
-        """
+        """One number per layer."""
         form = _FACTOR if self.factors else _TOKENS
         parts = [form.fullmatch(part.strip()) for part in (self.caps or self.factors).split("/")]
         numbers = [

@@ -32,11 +32,7 @@ from quire.sim.traces.base import Trace
 
 
 class BlockEventList:
-    """A `PrefixListener` that collects KV events.
-
-    Attributes:
-        events: events since the last call of `take`.
-    """
+    """A `PrefixListener` that collects KV events since the last call of `take`."""
 
     def __init__(self) -> None:
         self.events: list[KvEvent] = []
@@ -60,20 +56,14 @@ class BlockEventList:
 
 @dataclass(slots=True)
 class Replica:
-    """One replica of the cluster.
+    """One replica of the cluster."""
 
-    Attributes:
-        name: its `replica_id`.
-        events: its KV events; None if the router does not follow them.
-        reported_s: time of its last load report.
-    """
-
-    name: str
+    name: str  # its `replica_id`
     engine: SimulatedEngine
-    events: BlockEventList | None
+    events: BlockEventList | None  # None if the router does not follow them
     num_received: int = 0
-    steps: bool = False
-    reported_s: float = -math.inf
+    steps: bool = False  # whether a step is running
+    reported_s: float = -math.inf  # time of its last load report
 
     def load(self) -> ReplicaLoad:
         engine = self.engine
@@ -93,19 +83,13 @@ CHOICE, END, EVENTS = "choice", "end", "events"
 
 @dataclass(slots=True)
 class ClusterResult:
-    """The result of a simulated cluster.
-
-    Attributes:
-        placed: number of the replica of each request, in the order of arrival.
-        end_s: time when the last request finished.
-        router_calls_s: measured duration of each call of the router: choices, ends of requests,
-            KV events.
-    """
+    """The result of a simulated cluster."""
 
     trace: Trace
     replicas: list[SimResult]
-    placed: list[int]
-    end_s: float = 0.0
+    placed: list[int]  # number of the replica of each request, in the order of arrival
+    end_s: float = 0.0  # when the last request finished
+    # measured duration of each call of the router
     router_calls_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     @property
@@ -137,14 +121,7 @@ def make_cluster(
 
 
 class Cluster:
-    """Simulation of a trace with several engines.
-
-    Args:
-        trace: the requests and their arrival times.
-        replicas: engines at 0 s.
-        router: chooses a replica for each request.
-        config: what the router knows of the replicas.
-    """
+    """Simulation of a trace with several engines."""
 
     def __init__(
         self, trace: Trace, replicas: Sequence[Replica], router: Router, config: ClusterConfig
@@ -161,11 +138,6 @@ class Cluster:
         self._waiting = _Waiting()
 
     def run(self, progress: Progress | None = None) -> ClusterResult:
-        """Run until every request is finished or rejected.
-
-        Raises:
-            InvariantError: a request can neither run nor be rejected, or a page was lost.
-        """
         num_events = 0
         while (now_s := self._next_s()) < math.inf:
             changed = self._end_steps(now_s)

@@ -23,15 +23,11 @@ from quire.tenancy.fair_queue import FairQueue, Order
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WaitingRequest:
-    """A request that waits at the router; see `quire.tenancy.fair_queue.Queued`.
+    """A request that waits at the router; see `quire.tenancy.fair_queue.Queued`."""
 
-    Attributes:
-        order: sort key among the requests of its tenant.
-    """
-
-    request_id: str
+    request_id: str  # as `Queued`
     request: RoutedRequest
-    order: Order
+    order: Order  # among the requests of its tenant
 
     @property
     def tenant(self) -> str:
@@ -40,16 +36,12 @@ class WaitingRequest:
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """A request to send now.
-
-    Attributes:
-        uncached_tokens: prompt tokens that the replica is expected to compute.
-    """
+    """A request to send now."""
 
     request_id: str
     request: RoutedRequest
     replica_id: str
-    uncached_tokens: int
+    uncached_tokens: int  # that the replica is expected to compute
 
 
 def _dispatch(
@@ -68,36 +60,15 @@ class GatewayAdmission(Protocol):
     def __len__(self) -> int: ...
 
     def submit(self, request_id: str, request: RoutedRequest, priority: int = 0) -> None:
-        """Queue a request.
+        """Queue a request; lower priorities are sent first within a tenant."""
 
-        Args:
-            request_id: a name that no waiting request has.
-            request: the request.
-            priority: lower values are sent first within a tenant.
-
-        Raises:
-            ConfigError: a request with this name is waiting.
-        """
-
-    def cancel(self, request_id: str) -> bool:
-        """Remove a waiting request; return whether it was waiting."""
+    def cancel(self, request_id: str) -> bool: ...
 
     def next(self, replicas: Sequence[ReplicaLoad]) -> Dispatch | None:
-        """The next request to send now; the router is notified of it.
-
-        Call it again with updated loads until it returns None.
-
-        Args:
-            replicas: current loads of the replicas that accept requests.
-        """
+        """The request to send now, until None; the router is notified of it."""
 
     def finished(self, dispatch: Dispatch, output_tokens: int = 0) -> None:
-        """Note that a sent request finished, failed or was aborted.
-
-        Args:
-            dispatch: returned by `next`.
-            output_tokens: number of generated tokens; they are charged to the tenant.
-        """
+        """Finished, failed or aborted; the output tokens are charged to the tenant."""
 
 
 def make_admission(
@@ -112,11 +83,7 @@ def make_admission(
 
 
 class ImmediateAdmission:
-    """Sends requests in the order of arrival, without a limit.
-
-    Args:
-        router: chooses the replica; it is notified of sent requests.
-    """
+    """Sends requests in the order of arrival, without a limit."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -148,16 +115,7 @@ def _refuse_known(request_id: str, waiting: Container[str]) -> None:
 
 
 class FairAdmission:
-    """Holds requests back while the queues of all replicas are long.
-
-    Args:
-        router: chooses among the replicas with a short queue; it is notified of sent requests.
-        max_queued_requests: a replica with this many waiting requests gets no more.
-        weights: weights of tenants; 1 for all others.
-
-    Raises:
-        ConfigError: a limit below 1.
-    """
+    """Holds requests back while each replica has `max_queued_requests` waiting requests."""
 
     def __init__(
         self,

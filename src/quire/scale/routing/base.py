@@ -29,36 +29,23 @@ DEFAULT_TENANT = "default"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedRequest:
-    """What a router may know of a request.
+    """What a router may know of a request."""
 
-    Attributes:
-        prompt_blocks: hashes of the whole blocks of the prompt, in order. Each hash covers the
-            block and everything before it.
-        session: conversation or user that sent the request; None: unknown.
-    """
-
+    # hashes of the whole blocks, each with everything before it
     prompt_blocks: tuple[BlockHash, ...]
     prompt_tokens: int
-    session: str | None = None
+    session: str | None = None  # conversation or user that sent the request; None: unknown
     tenant: str = DEFAULT_TENANT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaLoad:
-    """Load of one replica, as far as the caller knows it.
-
-    Attributes:
-        active_kv_bytes: KV of running requests, without unused blocks of the prefix cache.
-        kv_capacity_bytes: size of the KV memory; 0: unknown.
-        queued_prompt_tokens: prompt tokens that are not computed yet, of waiting and running
-            requests, without the tokens that the prefix cache is known to serve.
-        running_requests: number of admitted requests.
-        queued_requests: number of waiting requests.
-    """
+    """Load of one replica, as far as the caller knows it."""
 
     replica_id: str
-    active_kv_bytes: int = 0
-    kv_capacity_bytes: int = 0
+    active_kv_bytes: int = 0  # of running requests, without unused blocks of the prefix cache
+    kv_capacity_bytes: int = 0  # 0: unknown
+    # not computed yet, of waiting and running requests, without known cache hits
     queued_prompt_tokens: int = 0
     running_requests: int = 0
     queued_requests: int = 0
@@ -73,29 +60,15 @@ class Router(Protocol):
     """Chooses the replica of each request."""
 
     def choose(self, request: RoutedRequest, replicas: Sequence[ReplicaLoad]) -> str:
-        """The `replica_id` for a request.
-
-        A choice changes nothing: a caller that sends the request calls `note_sent`.
-
-        Args:
-            request: the request.
-            replicas: one or more replicas that accept requests; exclude draining ones.
-
-        Raises:
-            ConfigError: no replica is given.
-        """
+        """The `replica_id`; changes nothing: a caller that sends the request calls `note_sent`."""
 
     def uncached_tokens(self, request: RoutedRequest, replica_id: str) -> int:
         """Prompt tokens that a replica is expected to compute; all, if the router cannot know."""
 
-    def note_sent(self, request: RoutedRequest, replica_id: str) -> None:
-        """Note that a request was sent to a replica."""
+    def note_sent(self, request: RoutedRequest, replica_id: str) -> None: ...
 
     def note_finished(self, request: RoutedRequest, replica_id: str) -> None:
-        """Note that a sent request finished, failed or was aborted.
-
-        Call it with an equal request once for each `note_sent`. Ignored after `note_lost`.
-        """
+        """Finished, failed or aborted; ignored after `note_lost`."""
 
     def note_lost(self, replica_id: str) -> None:
         """Note that a replica died, was drained or restarted: forget everything about it."""

@@ -20,11 +20,7 @@ STORED, REMOVED, CLEARED = "BlockStored", "BlockRemoved", "AllBlocksCleared"
 
 
 class BlockIndex:
-    """Blocks of all replicas.
-
-    Args:
-        max_blocks: maximum blocks of a replica; the least recently sent ones are forgotten first.
-    """
+    """Blocks of all replicas, `max_blocks` each; the least recently sent go first."""
 
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks
@@ -130,7 +126,6 @@ class ReplicaBlocks:
         return len(self._stored) + sum(block not in self._stored for block in self._expected)
 
     def expect(self, blocks: Sequence[BlockHash]) -> Changes:
-        """Add the blocks of a sent request; see `BlockIndex.expect`."""
         if not self._follows_events:
             return self._store(blocks)
         added = []
@@ -153,7 +148,6 @@ class ReplicaBlocks:
         return [], removed
 
     def apply_event(self, event: KvEvent) -> Changes:
-        """Follow a KV event."""
         dropped = [] if self._follows_events else self.clear()[1]
         self._follows_events = True
         kind = event.get("type")

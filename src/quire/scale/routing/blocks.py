@@ -31,9 +31,6 @@ def block_hashes(token_ids: Sequence[int], block_tokens: int, salt: str = "") ->
         block_tokens: tokens of a block; the block size of the engines.
         salt: separates prompts that cannot share KV, such as those of different tenants. Leave it
             empty if the router follows KV events.
-
-    Raises:
-        ConfigError: a block of 0 or fewer tokens.
     """
     if block_tokens < 1:
         raise ConfigError(f"expected block_tokens of 1 or more, got {block_tokens}")
@@ -70,11 +67,7 @@ class EventTranslator:
         return len(self._translated)
 
     def translate(self, events: Iterable[KvEvent]) -> list[KvEvent]:
-        """Events in the router's hashes.
-
-        Raises:
-            ConfigError: the engine's blocks have another size.
-        """
+        """Events in the router's hashes."""
         return [self._translate(event) for event in events]
 
     def _translate(self, event: KvEvent) -> KvEvent:

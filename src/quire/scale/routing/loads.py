@@ -31,14 +31,7 @@ class LoadView:
         self._found: dict[str, _Sent] = {}
 
     def report(self, load: ReplicaLoad, num_received: int | None = None) -> None:
-        """Store the newest load of a replica.
-
-        Args:
-            load: the load.
-            num_received: requests that the replica had received in its life when it made the
-                report; requests sent later are still added to the load. None: the report includes
-                all sent requests.
-        """
+        """Store a load; requests sent after `num_received` are still added; None: it has all."""
         found = self._found.setdefault(load.replica_id, _Sent(load))
         found.load = load
         while found.since and (num_received is None or found.num_received < num_received):

@@ -59,15 +59,10 @@ def _load(replica: ReplicaLoad) -> tuple[int, int, int]:
 
 @dataclass(slots=True)
 class _Sent:
-    """Requests that were sent to one replica.
+    """Requests that were sent to one replica."""
 
-    Attributes:
-        tokens: prompt tokens of unfinished requests, by tenant.
-        last: number of the last request in the order of sending; 0: none.
-    """
-
-    tokens: Counter[str] = field(default_factory=Counter)
-    last: int = 0
+    tokens: Counter[str] = field(default_factory=Counter)  # of unfinished prompts, by tenant
+    last: int = 0  # number of the last request in the order of sending; 0: none
 
 
 class KvAware:

@@ -62,16 +62,7 @@ class RouterConfig:
 
 
 def make_router(config: RouterConfig, *, block_tokens: int) -> Router:
-    """Create a router.
-
-    Args:
-        config: name and options.
-        block_tokens: tokens of a block in `RoutedRequest.prompt_blocks`; the block size of the
-            engines, if their KV events are used.
-
-    Raises:
-        ConfigError: a block of 0 or fewer tokens.
-    """
+    """Create a router."""
     if block_tokens < 1:
         raise ConfigError(f"expected block_tokens of 1 or more, got {block_tokens}")
     return _MAKERS[config.name](config, block_tokens)

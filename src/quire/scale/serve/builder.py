@@ -28,9 +28,6 @@ _OWN = ("model", "threads")
 def recipe_of(args: Mapping[str, Any]) -> ServeRecipe:
     """The recipe of some options; further API keys come from the environment.
 
-    Args:
-        args: `model`, and options of `quire serve` by the names of their flags, with `-` or `_`.
-
     Raises:
         ConfigError: a missing model, a wrong value, or an option of sockets, which Ray has.
         UnknownName: an unknown option.
@@ -65,11 +62,7 @@ def recipe_of(args: Mapping[str, Any]) -> ServeRecipe:
 def recipe_with_keys(
     engine: EngineRecipe, server: ServerConfig, ray: RayConfig, routing: RouterConfig
 ) -> ServeRecipe:
-    """A recipe with digests of the API keys of options, file and environment.
-
-    Raises:
-        ConfigError: invalid keys, or a file that cannot be read.
-    """
+    """A recipe with digests of the API keys of options, file and environment."""
     specs = parse_tenants(engine.options["schedule"].tenants)
     tenants = open_tenants(server, specs)
     keys = TenantKeys(tenants.keys, specs)

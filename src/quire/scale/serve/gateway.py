@@ -49,28 +49,14 @@ class Replicas(Protocol):
     """The replicas of a gateway."""
 
     def forward(self, call: HttpCall) -> AsyncGenerator[HttpPart, None]:
-        """Send a request to one replica and yield its response; closing the iterator cancels it.
-
-        Raises:
-            ReplicaLost: the replica ended before the response did.
-        """
+        """Yield the response of one replica; closing the iterator cancels it."""
 
     async def ask_all(self, call: HttpCall) -> Sequence[tuple[str, HttpPart]]:
-        """Send a request to every replica; return the names and the whole responses.
-
-        Raises:
-            ReplicaLost: no replica answers.
-        """
+        """The names of all replicas and their whole responses."""
 
 
 class Gateway:
-    """ASGI application that forwards requests to replicas.
-
-    Args:
-        keys: API keys of the tenants; the router treats tenants fairly.
-        retries: times that a request is sent again.
-        block_words: words of a block of a prompt, see `quire.scale.http_call`.
-    """
+    """ASGI application that forwards requests to replicas."""
 
     def __init__(
         self, replicas: Replicas, keys: TenantKeys, *, retries: int, block_words: int
@@ -166,7 +152,7 @@ class _Reply:
         self.has_output = False
 
     async def add(self, part: HttpPart) -> None:
-        """Send a part; the start of a second attempt continues the response of the first one."""
+        """The start of a second attempt continues the response of the first one."""
         if part.status is not None:
             await self._begin(part)
         self.has_output |= part.is_last or not _is_comment(part.body)
@@ -185,12 +171,7 @@ class _Reply:
             raise ReplicaLost(f"the repeated request was refused with status {part.status}")
 
     async def fail(self, error: ReplicaLost) -> None:
-        """End the response with an error: as a whole response, or as an event of a stream.
-
-        Raises:
-            ReplicaLost: the response has begun and is no stream of events; the connection is closed
-                without its end, so that the client does not take it for a whole response.
-        """
+        """End the response with an error: as a whole response, or as an event of a stream."""
         if self._start is None:
             await self.add(_part_of(refusal_response(error, self._path)))
         elif self._start[1].startswith(_EVENT_STREAM):

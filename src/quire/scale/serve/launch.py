@@ -23,9 +23,6 @@ def serve_until_signal(recipe: ServeRecipe) -> None:
     """Serve with Ray until SIGTERM or SIGINT, then finish open requests.
 
     On a cluster, the application is deleted at the end and the cluster goes on.
-
-    Args:
-        recipe: the served model; its server has host and port.
     """
     from ray import serve
 
@@ -74,11 +71,7 @@ def start_serve(recipe: ServeRecipe) -> None:
 
 
 def run_application(recipe: ServeRecipe) -> None:
-    """Create the replicas and wait until the proxies send requests to them.
-
-    Raises:
-        EngineDead: no proxy has started in `PROXY_WAIT_S`.
-    """
+    """Create the replicas and wait until the proxies send requests to them."""
     from ray import serve
 
     try:

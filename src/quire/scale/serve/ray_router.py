@@ -58,7 +58,6 @@ class QuireRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray has no typ
         self._choice.lost([replica_id.unique_id])
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Take the present replicas, and forget those that were removed."""
         before = {found.unique_id for found in self.curr_replicas}
         super().update_replicas(replicas)
         self._choice.lost(before - {found.unique_id for found in self.curr_replicas})

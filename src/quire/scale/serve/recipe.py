@@ -11,17 +11,11 @@ from quire.serve.tenant_keys import TenantFile, TenantKeys
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeRecipe:
-    """A served model.
-
-    Attributes:
-        engine: model and engine of each replica.
-        keys: digests of the API keys.
-        tenants: rate limits and eviction rules of tenants.
-    """
+    """A served model."""
 
     engine: EngineRecipe
     server: ServerConfig = field(default_factory=ServerConfig)
     ray: RayConfig = field(default_factory=RayConfig)
     routing: RouterConfig = field(default_factory=RouterConfig)
-    keys: TenantKeys = field(default_factory=TenantKeys)
+    keys: TenantKeys = field(default_factory=TenantKeys)  # digests of the API keys
     tenants: TenantFile = field(default_factory=TenantFile)

@@ -36,12 +36,7 @@ class EngineReplica:
         self._server.start()
 
     async def forward(self, call: HttpCall) -> AsyncGenerator[HttpPart, None]:
-        """Run a request and yield the parts of its response.
-
-        Raises:
-            EngineDead: the engine has stopped before the first output; another replica can run the
-                request.
-        """
+        """Yield the parts of a response; another replica can run it if `EngineDead` comes first."""
         self._num_received += 1
         has_output = False
         async with aclosing(respond(self._server.app, call)) as parts:

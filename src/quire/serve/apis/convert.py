@@ -68,7 +68,7 @@ def naming(names: Mapping[str, str], origins: Callable[[], list[str]] = list) ->
 
 
 def format_of(options: JSON | None, field: str) -> JSON | None:
-    """The `format` of an API's options of the output, as `response_format` of a chat."""
+    """The `format` of an API's output options, whose schema is one level higher than in chats."""
     found = (options or {}).get("format")
     if found is None:
         return None

@@ -53,11 +53,7 @@ class MessagesBody(Body):
     output_config: dict[str, Any] | None = None
 
     def chat(self) -> ChatBody:
-        """Convert the body to a chat.
-
-        Raises:
-            FieldError: a value that has no counterpart, or an invalid one.
-        """
+        """Convert the body to a chat."""
         if self.max_tokens is None:
             raise FieldError("max_tokens", "max_tokens: expected a number of tokens, got none")
         return self._chat()
@@ -157,19 +153,12 @@ class MessagesBody(Body):
 
 @dataclass(slots=True)
 class _Turn:
-    """Consecutive messages of one role.
-
-    Attributes:
-        role: user or assistant.
-        origin: path of the first message.
-        results: results of tools, as messages of a chat.
-        calls: calls of tools, in OpenAI's format.
-    """
+    """Consecutive messages of one role."""
 
     role: str
-    origin: str
-    results: list[JSON] = field(default_factory=list)
-    calls: list[JSON] = field(default_factory=list)
+    origin: str  # path of the first message
+    results: list[JSON] = field(default_factory=list)  # messages of a chat
+    calls: list[JSON] = field(default_factory=list)  # in OpenAI's format
     texts: list[str] = field(default_factory=list)
 
     @property
@@ -178,11 +167,9 @@ class _Turn:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has neither text nor tools."""
         return not (self.text or self.calls or self.results)
 
     def add(self, content: object, where: str) -> None:
-        """Add the content of a message."""
         if isinstance(content, str):
             self.texts.append(content)
             return
@@ -251,11 +238,7 @@ _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"
 
 
 class MessagesFormat:
-    """Converts one chat response to a message, or its chunks to typed events.
-
-    Args:
-        stop_sequences: of the request; the message names the one that ended it.
-    """
+    """Converts one chat response to a message, or its chunks to typed events."""
 
     id_prefix = "msg_"
     needs_usage = needs_prompt_usage = True

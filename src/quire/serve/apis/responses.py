@@ -60,11 +60,7 @@ class ResponsesBody(Body):
     user: str | None = None
 
     def chat(self) -> ChatBody:
-        """Convert the body to a chat.
-
-        Raises:
-            FieldError: a value that has no counterpart, or an invalid one.
-        """
+        """Convert the body to a chat."""
         self._refuse_state()
         extra = dict(self.model_extra or {})
         values = {name: extra.pop(name) for name in EXTENSIONS & extra.keys()}

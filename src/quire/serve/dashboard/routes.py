@@ -34,15 +34,11 @@ HEADERS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Asset:
-    """A file of the dashboard.
-
-    Attributes:
-        etag: digest of the content; unchanged files are not sent again.
-    """
+    """A file of the dashboard."""
 
     content: bytes
     media_type: str
-    etag: str
+    etag: str  # digest of the content
 
 
 @cache

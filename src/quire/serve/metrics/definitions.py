@@ -44,21 +44,14 @@ KV_BYTES = tuple(float(1 << exponent) for exponent in range(14, 40, 2))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """One metric.
-
-    Attributes:
-        name: without prefix, and without `_total`, which counters get.
-        labels: labels beside `model_name`.
-        vllm: name in vLLM without prefix; "": vLLM has no such metric.
-        buckets: bounds of a histogram.
-    """
+    """One metric."""
 
     name: str
     kind: Kind
     help: str
     labels: tuple[str, ...] = ()
-    vllm: str = ""
-    buckets: tuple[float | int, ...] = ()
+    vllm: str = ""  # without prefix; "": vLLM has no such metric
+    buckets: tuple[float | int, ...] = ()  # bounds of a histogram
 
 
 def _gauge(name: str, text: str, *labels: str, vllm: str = "") -> Metric:

@@ -103,11 +103,7 @@ PATH = "/metrics"
 
 
 class MetricsEndpoint:
-    """Handler of GET /metrics.
-
-    Args:
-        key: API key that gives access to the metrics only; None: there is none.
-    """
+    """Handler of GET /metrics."""
 
     def __init__(
         self, service: Service, http_requests: HttpRequests, key: str | None = None
@@ -133,12 +129,7 @@ class MetricsEndpoint:
         return Response(encode(registry_of(readings)), media_type=content_type)
 
     def _check_key(self, request: Request) -> None:
-        """Refuse clients that may not see the numbers of all tenants.
-
-        Raises:
-            Unauthorized: a missing or unknown key, if tenants have keys or the metrics have one.
-            Forbidden: the key of a tenant other than the default one.
-        """
+        """Refuse clients that may not see the numbers of all tenants."""
         keys, header = self._service.keys, authorization_of(request.scope)
         if self._is_metrics_key(header) or not (keys.tells_tenants_apart or self._key):
             return

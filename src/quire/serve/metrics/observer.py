@@ -29,9 +29,6 @@ class Distribution:
     """Counts values by bucket; several times as fast as the histogram of prometheus-client.
 
     That one takes a lock for every value. This one is filled and read in the engine's thread.
-
-    Args:
-        bounds: largest value of each bucket, ascending; a last bucket has no bound.
     """
 
     __slots__ = ("_counts", "bounds", "total")
@@ -72,10 +69,6 @@ class _Open:
 
 class EngineObserver:
     """Observes an engine; all methods run in the engine's thread.
-
-    Args:
-        engine: the engine; its event log is subscribed to.
-        traces: creates spans of finished requests; None: no spans.
 
     Attributes:
         distributions: histograms by the name of the metric.
@@ -185,12 +178,7 @@ OTHER_TENANTS = "(more tenants)"
 
 @dataclass(slots=True)
 class Reading:
-    """Values by the name of the metric.
-
-    Attributes:
-        numbers: values without labels.
-        labelled: values by their labels.
-    """
+    """Values by the name of the metric."""
 
     numbers: dict[str, float | int] = field(default_factory=dict)
     labelled: dict[str, Labelled] = field(default_factory=dict)
@@ -302,14 +290,7 @@ class HttpRequests:
         self._seconds = Distribution(BY_NAME["http_request_seconds"].buckets)
 
     def add(self, scope: Scope, status: int, seconds: float) -> None:
-        """Count a request whose response has ended.
-
-        Args:
-            scope: of the request; its path counts as the path of the route, so that clients
-                cannot create time series.
-            status: status of the response.
-            seconds: time from the request to the end of the response.
-        """
+        """Count an ended request by its route's path, so that clients cannot create time series."""
         method = scope["method"] if scope["method"] in _METHODS else OTHER
         self._counts[method, _path(scope), str(status)] += 1
         self._seconds.add(seconds)

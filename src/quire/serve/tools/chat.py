@@ -20,7 +20,7 @@ _ALPHABET = string.ascii_letters + string.digits
 
 
 def new_call_id(model_parser: str | None = None) -> str:
-    """A random id of a call, in the format that the model's template accepts."""
+    """A random id of a call, in the format that the template of the model's parser accepts."""
     if model_parser == "mistral":
         return "".join(secrets.choice(_ALPHABET) for _ in range(_MISTRAL_ID))
     return f"call_{secrets.token_hex(12)}"
@@ -84,16 +84,11 @@ _WHITESPACE_OF_CALLS = r"[ \t\r\n]{1,8}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatTools:
-    """The tools of one chat.
-
-    Attributes:
-        choice: tools and choice of the request; None without tools.
-        in_prompt: whether the chat template writes the tools into the prompt.
-    """
+    """The tools of one chat."""
 
     choice: ToolChoice | None
     parsers: ToolParsers
-    in_prompt: bool
+    in_prompt: bool  # whether the chat template writes the tools into the prompt
 
     @classmethod
     def of(
@@ -102,10 +97,6 @@ class ChatTools:
         """Check that the model supports the choice.
 
         A forced call needs no support of the model, since a grammar determines the output.
-
-        Raises:
-            RequestError: `tool_choice` auto for a model whose template does not use tools, or whose
-                format of calls is not known.
         """
         if choice is not None and choice.mode == "auto":
             if not template_reads_tools:
@@ -124,15 +115,9 @@ class ChatTools:
 
     @property
     def definitions(self) -> tuple[Mapping[str, Any], ...] | None:
-        """The tools for the chat template; None without tools."""
         return self.choice.definitions if self.choice is not None and self.in_prompt else None
 
     def sampling_options(self, structure: Mapping[str, Any]) -> dict[str, Any]:
-        """Sampling options that the tools set.
-
-        Raises:
-            RequestError: both the tools and the body determine the format of the output.
-        """
         if self.choice is None or self.choice.mode == "none":
             return {}
         if read_structure(structure) is not None:

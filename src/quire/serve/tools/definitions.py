@@ -30,25 +30,18 @@ class Tool:
     """A function that the model may call."""
 
     name: str
-    parameters: Mapping[str, Any]
-    definition: Mapping[str, Any]
+    parameters: Mapping[str, Any]  # JSON schema of the arguments
+    definition: Mapping[str, Any]  # as in the request, for the chat template
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolChoice:
-    """The tools of a chat and which of them the model must call.
+    """The tools of a chat and which of them the model must call."""
 
-    Attributes:
-        mode: none and auto as in OpenAI's API; required: at least one call; named: one call of
-            the only tool in `tools`.
-        definitions: all tools of the request, for the chat template.
-        parallel: whether an output may have several calls.
-    """
-
-    mode: ToolMode
+    mode: ToolMode  # none and auto as in OpenAI's API
     tools: tuple[Tool, ...]
-    definitions: tuple[Mapping[str, Any], ...]
-    parallel: bool = True
+    definitions: tuple[Mapping[str, Any], ...]  # all tools of the request, for the chat template
+    parallel: bool = True  # whether an output may have several calls
 
     @property
     def is_forced(self) -> bool:
@@ -81,16 +74,7 @@ class ToolChoice:
 def read_tools(
     tools: Sequence[object] | None, choice: object, *, parallel: bool | None
 ) -> ToolChoice | None:
-    """Read the fields `tools`, `tool_choice` and `parallel_tool_calls`; None without tools.
-
-    Args:
-        tools: the field `tools`.
-        choice: the field `tool_choice`; None: auto if there are tools.
-        parallel: the field `parallel_tool_calls`; None: true.
-
-    Raises:
-        RequestError: an invalid tool, a repeated name, or a choice that no tool meets.
-    """
+    """Read the fields `tools`, `tool_choice` and `parallel_tool_calls`; None without tools."""
     if not tools:
         if choice not in (None, "none", "auto"):
             raise RequestError("`tool_choice` needs `tools`: add them", param="tool_choice")
@@ -191,16 +175,10 @@ _SCHEMAS_BY_NAME = ("$defs", "definitions", "dependentSchemas", "patternProperti
 
 @dataclass(frozen=True, slots=True)
 class _Mover:
-    """Prepares the schema of a tool for its place in the schema of a forced output.
+    """Prepares the schema of a tool for its place in the schema of a forced output."""
 
-    Attributes:
-        place: where the schema is, such as "#/$defs/tool0"; its references are moved there.
-        closes: whether objects may have no further properties than the listed ones, unless the
-            schema says otherwise. Models otherwise invent arguments that no function has.
-    """
-
-    place: str
-    closes: bool
+    place: str  # such as "#/$defs/tool0"
+    closes: bool  # objects have only the listed properties
 
     @classmethod
     def to(cls, place: str, schema: Mapping[str, Any]) -> "_Mover":

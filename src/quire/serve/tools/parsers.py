@@ -85,16 +85,7 @@ _OTHERS = ("name", "type", "id")
 
 
 class CallReader:
-    """Reads one call, such as {"name": "f", "arguments": {...}}, character by character.
-
-    The arguments are passed on as written. If they precede the name, they are held until the name
-    is known. A string of arguments is decoded.
-
-    Attributes:
-        raw: the characters before the call has started, to restore an object that is no call.
-        state: "reading", "done" after the closing bracket, or "failed" if it is no call.
-        has_started: whether a `CallStart` was returned; then it cannot fail.
-    """
+    """Reads one call, such as {"name": "f", "arguments": {...}}, character by character."""
 
     def __init__(self) -> None:
         self.raw = ""
@@ -144,7 +135,6 @@ class CallReader:
         return self._finish()
 
     def _member(self, key: object, first: str) -> StepsTo:
-        """Read the value of a key; return the next character that is not whitespace."""
         if key in _ARGUMENTS and not self._has_arguments:
             self._has_arguments = True
             after = yield from self._read_arguments(first)
@@ -257,14 +247,12 @@ class ToolParser(ABC):
         self._reader: CallReader | None = None
 
     def push(self, text: str) -> list[Event]:
-        """Add text; return what is certain."""
         self._buffer += text
         while self._buffer and self._advance():
             pass
         return self._taken()
 
     def finish(self) -> list[Event]:
-        """End the text; return the rest. An incomplete call that has not begun is content."""
         rest, self._buffer = self._pending() + self._buffer, ""
         if self._reader is not None and not self._reader.has_started:
             rest = self._opening() + self._reader.raw + rest
@@ -580,14 +568,7 @@ _OTHER_FORMATS = ("<function=", "<arg_key>")
 
 
 class ToolParsers:
-    """The parser of a model.
-
-    Args:
-        tokenizer: the model's tokenizer; None: no parser is detected.
-
-    Attributes:
-        name: name of the parser; None if none was detected.
-    """
+    """The parser of a model."""
 
     def __init__(self, name: ToolParserName, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self.name = _detected(tokenizer) if name == "auto" else name

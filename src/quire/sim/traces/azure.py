@@ -21,11 +21,7 @@ TIME, PROMPT, ANSWER = "TIMESTAMP", "ContextTokens", "GeneratedTokens"
     recognises=lambda head: TIME in head.splitlines()[0] and PROMPT in head.splitlines()[0],
 )
 def read_azure(path: Path, tenant_column: str | None) -> Iterator[TraceRequest]:
-    """Requests of an Azure trace.
-
-    Raises:
-        TraceError: a line is invalid.
-    """
+    """Requests of an Azure trace."""
     columns = (TIME, PROMPT, ANSWER, *([tenant_column] if tenant_column else []))
     for row in csv_rows(path, *columns):
         yield TraceRequest(

@@ -12,13 +12,7 @@ MAX_COPIES = 10_000
 
 
 class TraceSegment(NamedTuple):
-    """A segment of tokens in a prompt or an output.
-
-    Attributes:
-        content: segments of equal content have equal tokens up to the shorter length. Contents from
-            a file are 0 or more; the content of a segment that only one request has is negative.
-        tokens: length.
-    """
+    """A segment of a prompt or output; equal contents have equal tokens at equal offsets."""
 
     content: int
     tokens: int
@@ -26,56 +20,36 @@ class TraceSegment(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceRequest:
-    """One recorded request.
+    """One recorded request."""
 
-    Attributes:
-        line: line number in the file, for errors and for the request's name.
-        arrival_s: seconds; only differences count.
-        prompt: segments of the prompt; at least one token.
-        answer: the generated output; may have 0 tokens.
-        tenant: tenant that sent the request.
-        priority: lower values are scheduled first within a tenant.
-        deadline_s: seconds from arrival to the deadline of the output; None: no deadline.
-    """
-
-    line: int
-    arrival_s: float
-    prompt: tuple[TraceSegment, ...]
-    answer: TraceSegment
+    line: int  # for errors and for the request's name
+    arrival_s: float  # only differences count
+    prompt: tuple[TraceSegment, ...]  # at least one token
+    answer: TraceSegment  # may have 0 tokens
     tenant: str = DEFAULT_TENANT
-    priority: int = 0
-    deadline_s: float | None = None
+    priority: int = 0  # lower values are scheduled first within a tenant
+    deadline_s: float | None = None  # seconds from arrival
 
     @property
     def prompt_tokens(self) -> int:
-        """Length of the prompt."""
         return sum(segment.tokens for segment in self.prompt)
 
     @property
     def tokens(self) -> int:
-        """Length of the prompt and the output."""
         return self.prompt_tokens + self.answer.tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """Requests in the order of their arrival, the first one at 0 s.
+    """Requests in the order of their arrival, the first one at 0 s."""
 
-    Attributes:
-        name: name of the file.
-        format: name of the trace format.
-        requests: at least one.
-        num_dropped: requests skipped because they exceed the maximum length.
-    """
-
-    name: str
+    name: str  # of the file
     format: str
     requests: tuple[TraceRequest, ...]
-    num_dropped: int = 0
+    num_dropped: int = 0  # requests that exceed the maximum length
 
     @property
     def tenants(self) -> tuple[str, ...]:
-        """Names of the tenants, sorted."""
         return tuple(sorted({request.tenant for request in self.requests}))
 
 
@@ -98,10 +72,7 @@ TraceName = Literal["auto", "azure", "mooncake", "sharegpt", "vidur"]
 @no_type_check  # run-time type checks in tests must not replace Quire's own errors
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceOptions:
-    """How a trace is read, thinned and stretched.
-
-    Attributes are options; see their help.
-    """
+    """How a trace is read, thinned and stretched."""
 
     format: TraceName = option(
         AUTO,

@@ -16,10 +16,6 @@ def with_copies(requests: list[TraceRequest], copies: int) -> list[TraceRequest]
 
     Copy k of n starts at k / n of the trace and goes on with the beginning of the trace after its
     end. Copies share no content.
-
-    Args:
-        requests: requests in the order of arrival, from 0 s.
-        copies: number of copies, 1 or more; 1 for the trace alone.
     """
     if copies == 1:
         return requests
@@ -50,16 +46,7 @@ def _moved(segment: TraceSegment, copy: int, copies: int) -> TraceSegment:
 
 
 def load_trace(path: Path, options: TraceOptions | None = None) -> Trace:
-    """Read a trace: the first `requests` by arrival, scaled, without requests that are too long.
-
-    Args:
-        path: path of the file.
-        options: options of the trace.
-
-    Raises:
-        TraceError: the file cannot be read, or no request is left.
-        ConfigError: an option is invalid.
-    """
+    """Read a trace: the first `requests` by arrival, scaled, without requests that are too long."""
     options = options or TraceOptions()
     column = tenant_column(options.tenants)
     found = find_format(options.format, path)
@@ -129,11 +116,7 @@ _FORMS = "column:NAME, round_robin:a,b or share:a=0.9,b=0.1"
 
 
 def tenant_column(text: str) -> str | None:
-    """The column that names the tenant; None if the file has no tenants.
-
-    Raises:
-        ConfigError: the text has none of these forms.
-    """
+    """The column that names the tenant; None if the file has no tenants."""
     kind, _, rest = text.partition(":")
     if not text:
         return None
@@ -145,16 +128,7 @@ def tenant_column(text: str) -> str | None:
 def assign_tenants(
     requests: Sequence[TraceRequest], text: str, *, seed: int
 ) -> Sequence[TraceRequest]:
-    """Assign tenants to requests.
-
-    Args:
-        requests: requests in the order of arrival.
-        text: see above; "" and `column` do not change them.
-        seed: seed of the random assignment of `share`.
-
-    Raises:
-        ConfigError: a name is repeated, or a share is invalid.
-    """
+    """Assign tenants to requests in the order of arrival; "" and `column` do not change them."""
     kind, _, rest = text.partition(":")
     if kind not in (ROUND_ROBIN, SHARE):
         return requests

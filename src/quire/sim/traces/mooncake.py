@@ -30,11 +30,7 @@ _MILLISECONDS = 1000
     recognises=lambda head: head.startswith("{") and '"input_length"' in head.splitlines()[0],
 )
 def read_mooncake(path: Path, tenant_column: str | None) -> Iterator[TraceRequest]:
-    """Requests of a Mooncake trace.
-
-    Raises:
-        TraceError: a line is invalid.
-    """
+    """Requests of a Mooncake trace."""
     for row in json_rows(path):
         yield TraceRequest(
             line=row.line,

@@ -15,47 +15,25 @@ from quire.errors import TraceError
 
 @dataclass(frozen=True, slots=True)
 class TraceRow:
-    """One record of a file.
-
-    Attributes:
-        path: path of the file.
-        line: number of its line, from 1.
-        values: column or key to value.
-    """
+    """One record of a file."""
 
     path: Path
-    line: int
-    values: Mapping[str, object]
+    line: int  # from 1
+    values: Mapping[str, object]  # by column or key
 
     def error(self, expected: str, got: object) -> TraceError:
-        """The error to raise for this row."""
         return TraceError(f"{self.path.name}, line {self.line}: expected {expected}, got {got!r}")
 
     def count(self, name: str, *, least: int) -> int:
-        """A number of tokens.
-
-        Raises:
-            TraceError: missing, not a whole number, or below `least`.
-        """
         value = self._number(name)
         if value != int(value) or value < least:
             raise self.error(f"{name} to be a whole number of {least} or more", self.values[name])
         return int(value)
 
     def number(self, name: str) -> float:
-        """A finite number.
-
-        Raises:
-            TraceError: the value is missing, or not a finite number.
-        """
         return self._number(name)
 
     def text(self, name: str) -> str:
-        """A text that is not empty.
-
-        Raises:
-            TraceError: missing or empty.
-        """
         value = self.values.get(name)
         if not isinstance(value, str) or not value.strip():
             raise self.error(f"a text {name}", value)
@@ -76,11 +54,7 @@ class TraceRow:
 
 @contextmanager
 def opened(path: Path) -> Iterator[TextIO]:
-    """Open a trace as text; a file whose name ends in .gz is decompressed.
-
-    Raises:
-        TraceError: the file cannot be opened, or is not text.
-    """
+    """Open a trace as text; a file whose name ends in .gz is decompressed."""
     opener = gzip.open if path.suffix == ".gz" else open
     try:
         with opener(path, "rt", encoding="utf-8-sig", newline="") as file:
@@ -93,15 +67,7 @@ def opened(path: Path) -> Iterator[TextIO]:
 
 
 def csv_rows(path: Path, *needed: str) -> Iterator[TraceRow]:
-    """Rows of a CSV file with a header.
-
-    Args:
-        path: path of the file.
-        needed: required columns.
-
-    Raises:
-        TraceError: a column is missing, or a line has too few or too many fields.
-    """
+    """Rows of a CSV file with a header."""
     with opened(path) as file:
         reader = csv.reader(file)
         try:
@@ -128,11 +94,7 @@ def _require_columns(path: Path, header: list[str], needed: tuple[str, ...]) -> 
 
 
 def json_rows(path: Path) -> Iterator[TraceRow]:
-    """Rows of a file with one JSON object on each line.
-
-    Raises:
-        TraceError: a line is not a JSON object.
-    """
+    """Rows of a file with one JSON object on each line."""
     with opened(path) as file:
         for line, text in enumerate(file, start=1):
             if not text.strip():

@@ -17,21 +17,13 @@ Recogniser = Callable[[str], bool]  # of the beginning of a file
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceFormat:
-    """A trace format.
-
-    Attributes:
-        name: name of the format.
-        about: description in one sentence.
-        timed: whether the format has arrival times.
-        recognises: detects the format from the beginning of a file.
-        read: yields the requests of a file, in file order.
-    """
+    """A trace format."""
 
     name: str
     about: str
-    timed: bool
-    recognises: Recogniser
-    read: Reader
+    timed: bool  # whether the format has arrival times
+    recognises: Recogniser  # from the beginning of a file
+    read: Reader  # in file order
 
 
 _FORMATS: dict[str, TraceFormat] = {}
@@ -40,11 +32,7 @@ _FORMATS: dict[str, TraceFormat] = {}
 def trace_format(
     name: str, *, about: str, timed: bool, recognises: Recogniser
 ) -> Callable[[Reader], Reader]:
-    """Register a function that reads a format.
-
-    Raises:
-        ConfigError: the name is in use.
-    """
+    """Register a function that reads a format."""
 
     def put(read: Reader) -> Reader:
         if name == AUTO or name in _FORMATS:
@@ -64,12 +52,7 @@ def formats() -> Mapping[str, TraceFormat]:
 
 
 def find_format(name: str, path: Path) -> TraceFormat:
-    """A format by its name, or `auto`: the one that recognises the file.
-
-    Raises:
-        UnknownName: no format has this name.
-        TraceError: the file is empty, or no format recognises it.
-    """
+    """A format by its name, or `auto`: the one that recognises the file."""
     known = formats()
     if name != AUTO:
         if name not in known:

@@ -29,11 +29,7 @@ _TURNS_AT_MOST = 1 << 16  # per conversation, so that contents of conversations 
     recognises=lambda head: head.startswith("[") and '"conversations"' in head,
 )
 def read_sharegpt(path: Path, tenant_column: str | None) -> Iterator[TraceRequest]:
-    """Yield a request for each response, all at 0 s, conversation by conversation.
-
-    Raises:
-        TraceError: not such a list; the message counts conversations from 1.
-    """
+    """Yield a request for each response, all at 0 s, conversation by conversation."""
     with opened(path) as file:
         try:
             conversations = json.load(file)

@@ -20,11 +20,7 @@ PROMPT, ANSWER = "num_prefill_tokens", "num_decode_tokens"
     recognises=lambda head: PROMPT in head.splitlines()[0] and ANSWER in head.splitlines()[0],
 )
 def read_vidur(path: Path, tenant_column: str | None) -> Iterator[TraceRequest]:
-    """Requests of a Vidur trace, all at 0 s.
-
-    Raises:
-        TraceError: a line is invalid.
-    """
+    """Requests of a Vidur trace, all at 0 s."""
     columns = (PROMPT, ANSWER, *([tenant_column] if tenant_column else []))
     for row in csv_rows(path, *columns):
         yield TraceRequest(
