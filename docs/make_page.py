@@ -29,10 +29,8 @@ from benchmarks.common.measured_page import (
 )
 from benchmarks.common.rendering import environment
 from benchmarks.peers.chart import bars, chart_svg
-from benchmarks.roofline.charts import rates_svg, shares_svg
-from benchmarks.roofline.claims import claims_of
-from benchmarks.roofline.measured import Cell
-from benchmarks.roofline.page import roofline_from, values
+from benchmarks.roofline.measured import Cell, claims_of
+from benchmarks.roofline.page import roofline_from, shares_svg, values
 from quire.kernels.native.library import INSTRUCTION_SETS
 from quire.models.native.select import WEIGHT_CODECS
 from quire.sim.plots import drawn_figure
@@ -76,7 +74,6 @@ def write_roofline(runs: Sequence[Run], docs: Path) -> None:
     run = json.loads(stored.read_text(encoding="utf-8"))
     cells = roofline_from(run).cells
     (docs / "images" / "roofline.svg").write_text(shares_svg(cells), encoding="utf-8")
-    (docs / "images" / "roofline-rates.svg").write_text(rates_svg(cells), encoding="utf-8")
     (docs / "roofline.md").write_text(roofline_page(run, read_run(total)), encoding="utf-8")
 
 

@@ -16,7 +16,6 @@ import torch
 
 from benchmarks.common.models import random_model
 from benchmarks.common.workload import SHAPES
-from benchmarks.roofline.costs import Storage, arithmetics_of, step_costs, storage_of
 from benchmarks.roofline.measured import (
     DECODE,
     ENGINE,
@@ -26,6 +25,7 @@ from benchmarks.roofline.measured import (
     StepMeasure,
     floor_s,
 )
+from benchmarks.roofline.parts import Storage, TimedDecoder, TimedSampler, step_costs, storage_of
 from benchmarks.roofline.rates import (
     PRODUCTS,
     QUICK_PRODUCTS,
@@ -34,7 +34,6 @@ from benchmarks.roofline.rates import (
     loaded_path,
     median_rates,
 )
-from benchmarks.roofline.timed import TimedDecoder, TimedSampler
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
@@ -141,7 +140,7 @@ class CellBench:
         self._engine.sampling_step.sampler = self._sampler
         self.storage: Storage = storage_of(self._engine)
         self._probe = RateProbe(
-            arithmetics_of(self.storage),
+            self.storage.arithmetics,
             min(LARGE_BUFFER_BYTES, model.weight_bytes),
             config.products,
         )

@@ -4,25 +4,22 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+import torch
 import typer
 
 from benchmarks.common.command import QUICK_NOTE
 from benchmarks.common.flags import AsJson, Threads
+from benchmarks.roofline.cell import QUICK_CELL, CellConfig
+from benchmarks.roofline.measured import Cell, Claims, claims_of
 from quire.cli.common import use_threads
 from quire.cli.report import envelope, print_json
 from quire.cli.tables import show_claims as show_table_of_claims
 from quire.errors import ConfigError, InvariantError, UnknownName
-from quire.layout.extras import require_extra
-
-if TYPE_CHECKING:
-    from benchmarks.roofline.cell import CellConfig
-    from benchmarks.roofline.claims import Claims
-    from benchmarks.roofline.measured import Cell
+from quire.kernels.native.library import INSTRUCTION_SETS, MAX_CPU_ISA, NotLoaded, load_library
 
 ALL = "all"
 # environment of other libraries, so that they use no higher instruction set either
@@ -51,9 +48,6 @@ def roofline(  # noqa: PLR0913 - one parameter per option
     ] = "1,4,8,16,32",
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 512,
     repeats: Annotated[int, typer.Option(min=1, help="Measured rounds of each cell.")] = 5,
-    page: Annotated[
-        Path | None, typer.Option(help="File for the page (HTML); default: not written.")
-    ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="A tiny model and few tokens, for a trial. No claims.")
     ] = False,
@@ -66,12 +60,7 @@ def roofline(  # noqa: PLR0913 - one parameter per option
     FLOPs over the measured product rates of the arithmetic in use. The model has random weights in
     bfloat16. Each instruction set, weight codec and implementation runs in its own process.
     """
-    from benchmarks.roofline.cell import QUICK_CELL, CellConfig
-    from benchmarks.roofline.claims import claims_of
-
     use_threads(threads)
-    if page is not None:
-        refuse_page(page)
     base = (
         QUICK_CELL
         if quick
@@ -96,11 +85,13 @@ def roofline(  # noqa: PLR0913 - one parameter per option
     show_claims(claims)
     if quick:
         typer.echo(QUICK_NOTE)
-    run = _run_object(found, claims, base, quick=quick)
-    if page is not None:
-        _write(page, run)
     if as_json:
-        print_json(run)
+        arms = {
+            "cells": [asdict(cell) for cell in found],
+            "refused": [asdict(refused) for refused in claims.refused],
+        }
+        used = asdict(base) | {"threads": torch.get_num_threads()}
+        print_json(envelope("bench roofline", claims.values, arms, used, quick=quick))
 
 
 def sets_of(names: str) -> list[str]:
@@ -110,8 +101,6 @@ def sets_of(names: str) -> list[str]:
         ConfigError: this CPU does not have a set.
         UnknownName: there is no such set.
     """
-    from quire.kernels.native.library import INSTRUCTION_SETS, NotLoaded, load_library
-
     library = load_library()
     best = 0 if isinstance(library, NotLoaded) else library.path
     usable = INSTRUCTION_SETS[min(best, 1) : best + 1][::-1]
@@ -125,14 +114,12 @@ def sets_of(names: str) -> list[str]:
     return sorted(_names(names), key=INSTRUCTION_SETS.index, reverse=True)
 
 
-def measure_cell(config: "CellConfig", instruction_set: str) -> "Cell":
+def measure_cell(config: CellConfig, instruction_set: str) -> Cell:
     """Measure a cell in a new process.
 
     Raises:
         InvariantError: the process failed.
     """
-    from benchmarks.roofline.measured import Cell
-
     command = [sys.executable, "-m", "benchmarks.roofline.cell", json.dumps(asdict(config))]
     done = subprocess.run(
         command,
@@ -150,8 +137,6 @@ def measure_cell(config: "CellConfig", instruction_set: str) -> "Cell":
 
 def environment_of(instruction_set: str) -> dict[str, str]:
     """Environment variables that limit Quire, oneDNN and torch to an instruction set."""
-    from quire.kernels.native.library import MAX_CPU_ISA
-
     found = {MAX_CPU_ISA: instruction_set}
     for variable, names in (("ONEDNN_MAX_CPU_ISA", _ONE_DNN), ("ATEN_CPU_CAPABILITY", _TORCH)):
         if instruction_set in names:
@@ -159,7 +144,7 @@ def environment_of(instruction_set: str) -> dict[str, str]:
     return found
 
 
-def cell_line(cell: "Cell") -> str:
+def cell_line(cell: Cell) -> str:
     """Times of a cell's steps, and their ratios to the floor."""
     steps = "  ".join(
         f"{step.kind} {step.rows}: {step.step_s * 1e3:.2f} ms ({step.over_floor:.2f} x floor)"
@@ -168,7 +153,7 @@ def cell_line(cell: "Cell") -> str:
     return f"{cell.name}: {steps}"
 
 
-def show_claims(claims: "Claims") -> None:
+def show_claims(claims: Claims) -> None:
     """Print the claims, and the reasons of those that are refused."""
     show_table_of_claims("Times of steps and their ratios to the floor", claims.values)
     for refused in claims.refused:
@@ -176,12 +161,12 @@ def show_claims(claims: "Claims") -> None:
 
 
 def _variants(
-    base: "CellConfig",
+    base: CellConfig,
     *,
     model_impls: tuple[str, ...],
     weight_codecs: tuple[str, ...],
     kv_codecs: tuple[str, ...],
-) -> Iterator["CellConfig"]:
+) -> Iterator[CellConfig]:
     first = replace(base, implementation=model_impls[0], kv_codec=kv_codecs[0])
     for codec in weight_codecs:
         yield replace(first, weight_codec=codec)
@@ -189,44 +174,6 @@ def _variants(
         yield replace(first, implementation=impl)
     for kv_codec in kv_codecs[1:]:
         yield replace(first, kv_codec=kv_codec)
-
-
-def _run_object(
-    cells: "list[Cell]", claims: "Claims", base: "CellConfig", *, quick: bool
-) -> dict[str, object]:
-    import torch
-
-    return envelope(
-        "bench roofline",
-        claims.values,
-        {
-            "cells": [asdict(cell) for cell in cells],
-            "refused": [asdict(refused) for refused in claims.refused],
-        },
-        asdict(base) | {"threads": torch.get_num_threads()},
-        quick=quick,
-    )
-
-
-def refuse_page(path: Path) -> None:
-    """Raise before the measurement if the page could not be drawn or written.
-
-    Raises:
-        ConfigError: matplotlib or the folder is missing.
-    """
-    require_extra("report", "--page")
-    if not path.parent.is_dir():
-        raise ConfigError(f"--page {path}: there is no folder {path.parent}; create it first")
-
-
-def _write(path: Path, run: Mapping[str, object]) -> None:
-    from benchmarks.roofline.page import page, roofline_from
-
-    try:
-        path.write_text(page(roofline_from(json.loads(json.dumps(run)))), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}; name another file") from error
-    typer.echo(f"written: {path}")
 
 
 def _names(text: str) -> tuple[str, ...]:

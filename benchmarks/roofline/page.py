@@ -4,15 +4,13 @@ The page is rendered from the JSON object of `python -m benchmarks roofline`, so
 rendered again.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
-from benchmarks.common.rendering import environment
-from benchmarks.roofline.charts import rates_svg, shares_svg
-from benchmarks.roofline.claims import Claims, claims_of
+from matplotlib.figure import Figure
+
 from benchmarks.roofline.measured import (
     DECODE,
     ENGINE,
@@ -20,10 +18,13 @@ from benchmarks.roofline.measured import (
     PREFILL,
     SAMPLING,
     Cell,
+    Claims,
     StepMeasure,
+    claims_of,
     part_rows,
 )
 from quire.errors import ConfigError
+from quire.sim.plots import drawn_figure
 
 PART_COLUMNS = (
     *("part", "arithmetic", "MB", "GFLOP", "floor ms"),
@@ -36,7 +37,6 @@ TARGETS = {
     "prefill_over_product_rate": "at least 0.85 (1.1B)",
 }
 _SHOWN_S = 5e-6  # a shorter floor is shown as 0.00 ms, without a ratio
-_TEMPLATES = Path(__file__).resolve().parent / "templates"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +56,7 @@ class Roofline:
     @property
     def sections(self) -> list[tuple[str, list[Cell]]]:
         """Cells by instruction set."""
-        grouped = groupby(self.cells, key=lambda cell: cell.instruction_set)
-        return [(name, list(cells)) for name, cells in grouped]
+        return _sections(self.cells)
 
 
 def roofline_from(run: Mapping[str, Any]) -> Roofline:
@@ -85,17 +84,6 @@ def roofline_from(run: Mapping[str, Any]) -> Roofline:
             "expected the JSON object of `python -m benchmarks roofline --json`; "
             f"{error!r} is missing"
         ) from error
-
-
-def page(roofline: Roofline) -> str:
-    """Render the page as one self-contained HTML file.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
-    template = environment(_TEMPLATES, autoescape=True).get_template("roofline.html.j2")
-    pictures = [shares_svg(roofline.cells), rates_svg(roofline.cells)]
-    return template.render(pictures=pictures, **values(roofline))
 
 
 def values(roofline: Roofline) -> dict[str, Any]:
@@ -202,3 +190,64 @@ def _step_title(kind: str, rows: int) -> str:
 
 def _time(step: StepMeasure | None) -> str:
     return "" if step is None else f"{step.step_s * 1e3:,.1f} ({step.over_floor:.2f})"
+
+
+_COLOURS = dict(
+    zip(
+        (*PARTS, SAMPLING, ENGINE),
+        (
+            *("#1f5f99", "#b3261e", "#5b9bd5", "#1a7f5a", "#c9a227"),
+            *("#7a5195", "#9aa3ad", "#e07b39", "#444444"),
+        ),
+        strict=True,
+    )
+)
+
+
+def shares_svg(cells: Iterable[Cell]) -> str:
+    """Bars of steps: time over floor, divided into components; a panel per instruction set.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    text = drawn_figure(lambda figure: _draw_shares(figure, tuple(cells))).decode()
+    return text[text.index("<svg") :]
+
+
+def _sections(cells: Iterable[Cell]) -> list[tuple[str, list[Cell]]]:
+    return [(key, list(found)) for key, found in groupby(cells, lambda cell: cell.instruction_set)]
+
+
+def _draw_shares(figure: "Figure", cells: Sequence[Cell]) -> None:
+    sections = _sections(cells)
+    bars = [[(cell, step) for cell in found for step in cell.steps] for _, found in sections]
+    heights = [len(found) + 2 for found in bars]
+    figure.set_size_inches(10, 0.22 * sum(heights) + 1)
+    panels = figure.subplots(len(sections), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (name, _), found in zip(panels, sections, bars, strict=True):
+        left = [0.0] * len(found)
+        rows = [{row.cost.name: row for row in part_rows(s, c.rates)} for c, s in found]
+        names = [_bar_name(cell, step) for cell, step in found]
+        for part, colour in _COLOURS.items():
+            # the bar of a step is as long as its time over its floor
+            widths = [
+                row[part].share * step.over_floor
+                for row, (_, step) in zip(rows, found, strict=True)
+            ]
+            axes.barh(names, widths, left=left, color=colour, label=part, height=0.75)
+            left = [start + width for start, width in zip(left, widths, strict=True)]
+        axes.axvline(1.0, color="#000000", linewidth=1, linestyle="--")
+        axes.invert_yaxis()
+        axes.tick_params(labelsize=7)
+        axes.set_title(name, fontsize=9, loc="left")
+    panels[-1].set_xlabel("time of the step over its floor (dashed: the floor)", fontsize=8)
+    panels[0].legend(
+        frameon=False, fontsize=7, ncols=5, loc="lower center", bbox_to_anchor=(0.4, 1.02)
+    )
+
+
+def _bar_name(cell: Cell, step: StepMeasure) -> str:
+    kv_codec = "" if cell.kv_codec == "none" else f" KV {cell.kv_codec}"
+    return (
+        f"{cell.model} {cell.implementation} {cell.weight_codec}{kv_codec}, {step.kind} {step.rows}"
+    )

@@ -14,9 +14,8 @@ import torch
 from benchmarks.common.models import random_model, random_weights
 from benchmarks.common.regret import RegretJudge
 from benchmarks.common.workload import QUICK_WORKLOAD, Workload
-from benchmarks.roofline.claims import MIN_RATIO
-from benchmarks.roofline.costs import Storage, arithmetics_of, step_costs, storage_of
-from benchmarks.roofline.measured import floor_s
+from benchmarks.roofline.measured import MIN_RATIO, floor_s
+from benchmarks.roofline.parts import Storage, step_costs, storage_of
 from benchmarks.roofline.rates import PRODUCTS, QUICK_PRODUCTS, RateProbe, Rates, median_rates
 from benchmarks.throughput.arms import Arm, ArmResult, ContinuousArm, QuireArm, StaticArm
 from quire.config.kv_config import AttentionName
@@ -123,7 +122,7 @@ class ThroughputBench:
         self._attention = AttentionBench(config.attention_shape).variants()
         self._memory = MemoryProbe(config.buffer_bytes)
         self.storage: Storage = storage_of(self._quire.engine)
-        self._probe = RateProbe(arithmetics_of(self.storage), config.buffer_bytes, config.products)
+        self._probe = RateProbe(self.storage.arithmetics, config.buffer_bytes, config.products)
 
     @property
     def attention(self) -> str:

@@ -53,7 +53,7 @@ def _measured(config: "ThroughputConfig", *, quick: bool) -> dict[str, object]:
     """Run the benchmark, print each round and the claims, and return the JSON object."""
     import torch
 
-    from benchmarks.roofline.claims import MIN_RATIO
+    from benchmarks.roofline.measured import MIN_RATIO
     from benchmarks.throughput.bench import ThroughputBench, decode_over_floor, summarise
 
     bench, rounds = ThroughputBench(config), []

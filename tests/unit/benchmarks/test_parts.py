@@ -8,7 +8,7 @@ import torch
 from benchmarks.common.models import llama_tiny, random_model
 from benchmarks.roofline.cell import QUICK_CELL, CellBench
 from benchmarks.roofline.measured import ENGINE, PARTS, SAMPLING, StepMeasure
-from benchmarks.roofline.timed import TimedDecoder
+from benchmarks.roofline.parts import TimedDecoder
 from quire.kernels.native.library import NativeLibrary, load_library
 from quire.kernels.native.linear import has_products
 from quire.models.adapter import TransformersDecoder

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.roofline.claims import MIN_RATIO, claims_of
 from benchmarks.roofline.command import show_claims
+from benchmarks.roofline.measured import MIN_RATIO, claims_of
 from support.roofline_cells import CELL, MEASURE
 
 

@@ -8,7 +8,7 @@ import torch
 from benchmarks.common.models import llama_125m, llama_tiny, random_weights
 from benchmarks.common.regret import RegretJudge
 from benchmarks.common.workload import QUICK_WORKLOAD, Workload
-from benchmarks.roofline.costs import Storage
+from benchmarks.roofline.parts import Storage
 from benchmarks.roofline.rates import Rates
 from benchmarks.throughput.arms import ArmResult
 from benchmarks.throughput.bench import (

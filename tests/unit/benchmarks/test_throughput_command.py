@@ -1,6 +1,5 @@
 """`python -m benchmarks throughput` and `prefill`: quick runs, JSON, invalid options."""
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -47,11 +46,10 @@ def test_throughput_prints_claims():
 
 
 @pytest.mark.slow
-def test_roofline_measures_a_cell_and_writes_the_page(tmp_path: Path):
-    path = tmp_path / "page.html"
+def test_roofline_measures_a_cell():
     names = ("--weight-codecs", "auto", "--model-impls", "auto", "--instruction-sets")
     lowest = sets_of("all")[-1]
-    result = benchmark("roofline", "--quick", "--json", *names, lowest, "--page", str(path))
+    result = benchmark("roofline", "--quick", "--json", *names, lowest)
     run = last_line(result)
 
     assert run["claims"] == {}
@@ -64,9 +62,6 @@ def test_roofline_measures_a_cell_and_writes_the_page(tmp_path: Path):
         ("decode", 4),
     ]
     assert "support no claim" in result.output
-    shown = path.read_text(encoding="utf-8")
-    assert "output projection" in shown
-    assert "small_batch_step_over_floor" not in shown
 
 
 def test_lower_instruction_sets_limit_other_libraries_too():
@@ -101,7 +96,6 @@ def test_invalid_throughput_options_print_one_line(arguments: tuple[str, ...], m
     [
         (("--instruction-sets", "avx3"), "did you mean avx2"),
         (("--rows", "1,0"), "expected numbers of sequences"),
-        (("--page", "nowhere/page.html"), "no folder nowhere"),
     ],
 )
 def test_invalid_roofline_options_print_one_line(arguments: tuple[str, ...], message: str):
@@ -113,22 +107,6 @@ def assert_one_line(result: Result, message: str) -> None:
     assert result.exit_code == 2
     assert message in result.stderr
     assert result.stderr.startswith("error: ")
-
-
-def test_page_without_matplotlib_raises_before_the_measurement(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    real = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name, *rest: None if name == "matplotlib" else real(name, *rest),
-    )
-
-    result = benchmark("roofline", "--quick", "--page", "page.html")
-
-    assert result.exit_code == 2
-    assert "quire-llm[report]" in result.stderr
 
 
 @pytest.mark.parametrize(
