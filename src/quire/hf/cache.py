@@ -180,17 +180,20 @@ class QuireCache(CacheWithoutLayers, ForwardingCache):
 
     @property
     def kv_used_bytes(self) -> int:
+        """Bytes of pages in use, statistics included."""
         kv = self._rows.kv
         pools = kv.memory.pools.values() if kv else ()
         return sum(pool.used_bytes for pool in pools)
 
     @property
     def kv_peak_bytes(self) -> int:
+        """Peak bytes in use since the last `reset`."""
         kv = self._rows.kv
         return kv.memory.arena_peak_bytes if kv else 0
 
     @property
     def batch_size(self) -> int:
+        """Number of rows; -1 before the first forward."""
         return self._rows.batch_size
 
     def retained_positions(self, row: int, layer: int) -> list[list[int]]:
