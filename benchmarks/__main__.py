@@ -27,7 +27,7 @@ from benchmarks.roofline.command import roofline
 from benchmarks.serve import serve
 from benchmarks.server_load import server_load
 from benchmarks.soak import soak
-from benchmarks.stack.command import stack
+from benchmarks.stack import stack
 from benchmarks.throughput.command import throughput
 from benchmarks.weights import weights
 from quire.cli.command import register

@@ -7,9 +7,16 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks.stack.arms import ARMS, StackRun
-from benchmarks.stack.load import StackLoad
-from benchmarks.stack.part import QUICK_STACK, StackConfig, StackFound, claims, measure_stack
+from benchmarks.stack import (
+    ARMS,
+    QUICK_STACK,
+    StackConfig,
+    StackFound,
+    StackLoad,
+    StackRun,
+    claims,
+    measure_stack,
+)
 from quire.errors import ConfigError
 
 

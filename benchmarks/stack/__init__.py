@@ -1,1 +1,0 @@
-"""Combined optimizations of KV memory, each added to the ones before, in equal bytes."""
