@@ -18,14 +18,14 @@ def quant(  # noqa: PLR0913 - one parameter per option
     parts: Annotated[
         str,
         typer.Option(
-            help="Comma-separated parts: capacity, attention, throughput, bandwidth, quality, "
+            help="Comma-separated parts: capacity, attention, throughput, quality, "
             "orderings, eviction; default: all."
         ),
     ] = "",
     codecs: Annotated[
         str,
         typer.Option(
-            help="Codecs of the parts attention, throughput, bandwidth and quality, separated by "
+            help="Codecs of the parts attention, throughput and quality, separated by "
             "semicolons: 'int8; int8/int4:group=32'."
         ),
     ] = "",

@@ -106,27 +106,6 @@ class OrderingsConfig:
     texts: TextsConfig = field(default_factory=lambda: TextsConfig(texts=8))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BandwidthConfig:
-    """Decode steps by batch size.
-
-    Attributes:
-        codecs: codecs compared with plain KV.
-        model: a name in SHAPES.
-        batches: numbers of sequences, ascending.
-        tokens: tokens of each sequence.
-        repeats: rounds of all codecs in turn, after one warm-up round.
-        buffer_bytes: bytes of the buffer that measures the memory bandwidth.
-    """
-
-    codecs: tuple[str, ...] = ("int8", "int4")
-    model: str = "125m"
-    batches: tuple[int, ...] = (1, 4, 16, 64, 256)
-    tokens: int = 1_024
-    repeats: int = 5
-    buffer_bytes: int = 256 << 20
-
-
 EVICTING_CODECS = (
     *("int8+residual=64", "int4+residual=64", "int3+residual=64", "int2+residual=64"),
     *("int4_page/int4+residual=64", "int2_page/int2+residual=64"),
@@ -164,7 +143,7 @@ class QuantBenchConfig:
 
     Attributes:
         model: evaluated model: a folder, a hub name or quire-tiny.
-        attention, capacity, throughput, orderings, evicting, bandwidth: parts of the same names.
+        attention, capacity, throughput, orderings, evicting: parts of the same names.
         texts, task_codecs, tasks: configuration of the part quality.
     """
 
@@ -177,7 +156,6 @@ class QuantBenchConfig:
     tasks: TasksConfig = field(default_factory=TasksConfig)
     orderings: OrderingsConfig = field(default_factory=OrderingsConfig)
     evicting: EvictingConfig = field(default_factory=EvictingConfig)
-    bandwidth: BandwidthConfig = field(default_factory=BandwidthConfig)
 
 
 _TINY = AttentionShape(batch=2, tokens=64, num_heads=4, num_kv_heads=2, head_dim=64)
@@ -203,13 +181,6 @@ QUICK_QUANT = QuantBenchConfig(
             texts=2,
             page_tokens=8,
         ),
-    ),
-    bandwidth=BandwidthConfig(
-        model="tiny",
-        batches=(1, 4),
-        tokens=64,
-        repeats=2,
-        buffer_bytes=16 << 20,
     ),
 )
 
@@ -240,7 +211,6 @@ def configured(
     return replace(
         config,
         attention=replace(config.attention, codecs=selected),
-        bandwidth=replace(config.bandwidth, codecs=selected),
         throughput=replace(config.throughput, codecs=selected),
         texts=replace(config.texts, codecs=selected),
         task_codecs=selected,

@@ -15,7 +15,6 @@ from benchmarks.common.tables import table_of
 from benchmarks.quality.cells import Cell, CellKey, Judge, Material, mean_share, tasks_table
 from benchmarks.quality.texts import PLAIN, TextsConfig, TextScores, cut_texts, score_codecs
 from benchmarks.quant.attention import run_attention
-from benchmarks.quant.bandwidth import run_bandwidth
 from benchmarks.quant.capacity import run_capacity
 from benchmarks.quant.config import EvictingConfig, OrderingsConfig, QuantBenchConfig
 from benchmarks.quant.throughput import run_throughput
@@ -32,7 +31,6 @@ def make_parts(material: Material) -> Mapping[str, Part]:
         "capacity": lambda c: run_capacity(c.capacity),
         "attention": lambda c: run_attention(c.attention),
         "throughput": lambda c: run_throughput(c.throughput),
-        "bandwidth": lambda c: run_bandwidth(c.bandwidth),
         "quality": lambda c: run_quality(c, material),
         "orderings": lambda c: run_orderings(c.orderings, material),
         "eviction": lambda c: run_evicting(c.evicting, material),

@@ -3,15 +3,10 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
-from benchmarks.common.models import random_model
-from benchmarks.common.workload import SHAPES
 from benchmarks.quality.texts import TextScores
 from benchmarks.quant.attention import AttentionTimes, measure_length
 from benchmarks.quant.attention import claims as attention_claims
-from benchmarks.quant.bandwidth import DecodeSteps, StepTime
-from benchmarks.quant.bandwidth import claims as bandwidth_claims
 from benchmarks.quant.capacity import codes_bytes, run_capacity, sequence_bytes
 from benchmarks.quant.config import (
     QUICK_QUANT,
@@ -182,48 +177,6 @@ def test_mixed_codecs_are_compared_with_the_best_uniform_codec():
 
 def test_byte_cap_is_equal_for_all_codecs():
     assert QuantBenchConfig().evicting.evict(4096) == "h2o:recent=32,every=64,cap=4096B"
-
-
-# ---- steps by batch ------------------------------------------------------------------------------
-
-
-def test_gains_at_the_largest_batch_are_ratios_within_rounds():
-    def step(codec, batch, read_s, *step_s):
-        return StepTime(
-            codec=codec,
-            batch=batch,
-            weight_bytes=300,
-            kv_bytes=100,
-            read_s=read_s,
-            step_s=step_s,
-        )
-
-    found = [
-        step("none", 1, 9.0, 9.0),
-        step("int8", 1, 1.0, 1.0),
-        step("none", 8, 3.0, 4.0, 6.0, 10.0),
-        step("int8", 8, 2.0, 2.0, 2.0, 8.0),
-    ]
-    claims = bandwidth_claims(found)
-
-    assert claims == {
-        "bandwidth_batch": 8,
-        "int8_gain_same_batch": 2.0,
-        "int8_predicted_gain": 1.5,
-    }
-    assert found[2].tokens_per_s == pytest.approx(8 / 6)
-
-
-def test_step_adds_a_token_to_every_sequence():
-    model = random_model(SHAPES["tiny"](), dtype=torch.bfloat16)
-    steps = {codec: DecodeSteps(model, codec, 3, 40, 2) for codec in ("none", "int8")}
-    before = {codec: step.kv_bytes for codec, step in steps.items()}
-
-    for step in steps.values():
-        step()
-
-    assert before["none"] == 3 * model.spec.kv_bytes(48, 2)
-    assert before["int8"] < 0.6 * before["none"]
 
 
 def test_claim_names_are_alphanumeric():
