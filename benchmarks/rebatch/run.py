@@ -1,6 +1,7 @@
 """One arm on one load: processes all queries and records the cost of every query and step.
 
-The clock skips time in which no query is waiting or running.
+All arms have equal weights, one clock and one KV memory limit. The clock skips time in which no
+query is waiting or running.
 """
 
 import time
@@ -9,8 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
+from benchmarks.common.models import random_model, random_weights
+from benchmarks.common.workload import SHAPES
 from benchmarks.rebatch.bound import Forwards
+from benchmarks.rebatch.config import CONTINUOUS, EMBEDDING, SHAPING, RebatchConfig
 from benchmarks.rebatch.load import Load, prompt_ids
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig, PrefixCacheConfig
@@ -45,7 +50,6 @@ class SkippingClock:
         self._skipped_s += max(0.0, when_s - self())
 
 
-CONTINUOUS = "continuous"
 _CURVE_POINTS = 48
 
 
@@ -297,15 +301,82 @@ def run_paged(
     return run
 
 
-def check(run: RebatchRun, load: Load) -> None:
-    """Check that every output has its full length, unless the arm stopped early.
+_CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
+_WARMUP_QUERIES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The same weights in both models.
+
+    Attributes:
+        dense: Transformers model with sdpa attention.
+        paged: model in Quire's adapter.
+    """
+
+    dense: Any
+    paged: LoadedModel
+
+    @classmethod
+    def of(cls, shape: str) -> "Models":
+        """Random weights in float32."""
+        config = SHAPES[shape]()
+        dense = random_weights(config, dtype=torch.float32)
+        return cls(dense, random_model(SHAPES[shape](), dtype=torch.float32))
+
+
+def run_arm(
+    models: Models,
+    load: Load,
+    arm: str,
+    batch: int,
+    config: RebatchConfig,
+    *,
+    memory_bytes: int | None = None,
+) -> RebatchRun:
+    """Run one arm on the whole load.
+
+    Args:
+        models: dense and paged model.
+        load: the queries.
+        arm: name of the batcher.
+        batch: number of rows.
+        config: clock, and the limit of vector shaping.
+        memory_bytes: KV bytes above which rows are preempted; None: no limit.
 
     Raises:
         InvariantError: an output is too short or too long.
     """
-    got = [len(answer) for answer in run.answers]
-    if not run.ended and got != [query.new_tokens for query in load]:
+    seconds = _CLOCKS[config.clock]
+    longest = max(query.prompt_tokens for query in load) + max(query.new_tokens for query in load)
+    if arm == CONTINUOUS:
+        spec = models.paged.spec
+        whole = spec.kv_bytes(longest + 2 * 16, 4) * batch  # 32 tokens for partly filled pages
+        run = run_paged(
+            models.paged, load, batch, seconds=seconds, memory_bytes=memory_bytes or whole
+        )
+    else:
+        columns = longest * (config.shaping_columns if arm == SHAPING else 1)
+        run = run_dense(
+            models.dense,
+            load,
+            arm,
+            batch,
+            seconds=seconds,
+            capacity_tokens=columns,
+            scale_at=memory_bytes,
+        )
+    lengths = [len(answer) for answer in run.answers]
+    if not run.ended and lengths != [query.new_tokens for query in load]:
         raise InvariantError(
             f"expected arm {run.arm} of the rebatch benchmark to finish all queries, "
             "got outputs of other lengths"
         )
+    return run
+
+
+def warm_up(models: Models, load: Load, config: RebatchConfig) -> None:
+    """Run a few queries on both models without counting them."""
+    few = tuple(load[:_WARMUP_QUERIES])
+    for arm in (EMBEDDING, CONTINUOUS):
+        run_arm(models, few, arm, 2, config)

@@ -7,7 +7,6 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks.rebatch.arms import Models, run_arm
 from benchmarks.rebatch.bound import Costs, Forwards, fit, ideal_s
 from benchmarks.rebatch.config import (
     ALL_ARMS,
@@ -18,8 +17,8 @@ from benchmarks.rebatch.config import (
     RebatchConfig,
 )
 from benchmarks.rebatch.load import TraceQuery, recorded, workload
-from benchmarks.rebatch.run import RebatchRun, SkippingClock
-from benchmarks.rebatch.workloads import AtBatch, claims, measure
+from benchmarks.rebatch.parts import AtBatch, claims, measure
+from benchmarks.rebatch.run import Models, RebatchRun, SkippingClock, run_arm
 
 CPU = replace(QUICK_REBATCH, clock="cpu")
 FEW = replace(CPU.w1, batches=(2, 4), queries=10)
@@ -207,7 +206,8 @@ def test_command_prints_one_json_object(tmp_path):
     run = json.loads(result.output.strip().splitlines()[-1])
     assert run["name"] == "bench rebatch"
     assert run["quick_figures"]["w2_batonpd_over_static_b4"] > 0
-    assert run["quick_figures"]["trace_baton_pd_peak_over_memory"] <= 1
+    trace = run["arms"]["trace"]["raw"]
+    assert trace["rounds"][0]["baton_pd"]["kv_peak_bytes"] <= trace["memory_bytes"]
     names = {path.name for path in tmp_path.iterdir()}
     assert {"rebatch.json", "rebatch_w2_b10.csv", "rebatch_w2_kv.svg", "rebatch_trace.csv"} <= names
 
