@@ -126,7 +126,7 @@ def test_prompts_option_applies_to_a_quick_run(requested, expected, monkeypatch)
         made.append(config)
         return iter(())
 
-    monkeypatch.setattr("benchmarks.quality.command.run_named", record)
+    monkeypatch.setattr("benchmarks.common.command.run_named", record)
     result = CliRunner().invoke(app, ["eviction", "--quick", *requested])
 
     assert result.exit_code == 0, result.output
