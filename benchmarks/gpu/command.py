@@ -1,5 +1,6 @@
 """`python -m benchmarks gpu`: kernels and steps on a GPU, against its measured limits."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Annotated
 
@@ -7,7 +8,27 @@ import typer
 
 from benchmarks.common.command import names_of, run_command
 from benchmarks.common.flags import AsJson, Out, Threads
+from benchmarks.common.result import PartResult
+from benchmarks.gpu.bench import GpuBench
+from benchmarks.gpu.compute import run_equality, run_kernels, run_prefill, run_step
+from benchmarks.gpu.config import QUICK_GPU, GpuConfig
+from benchmarks.gpu.kvpr import run_kvpr
+from benchmarks.gpu.link import run_link
+from benchmarks.gpu.memory import run_batch_max, run_offload, run_rebatch
+from benchmarks.gpu.others import OTHERS
 from quire.cli.common import use_threads
+
+PARTS: Mapping[str, Callable[[GpuBench], PartResult]] = {
+    "equality": run_equality,
+    "kernels": run_kernels,
+    "step": run_step,
+    "prefill": run_prefill,
+    "batch_max": run_batch_max,
+    "link": run_link,
+    "offload": run_offload,
+    "kvpr": run_kvpr,
+    "rebatch": run_rebatch,
+}
 
 
 def gpu(  # noqa: PLR0913 - one parameter per option
@@ -48,11 +69,6 @@ def gpu(  # noqa: PLR0913 - one parameter per option
     Weights are random, in real shapes. Limits of the device are measured in the same run: the
     bandwidth of a copy and the rate of a matrix product. --quick runs on a CPU too.
     """
-    from benchmarks.gpu.bench import GpuBench
-    from benchmarks.gpu.config import QUICK_GPU, GpuConfig
-    from benchmarks.gpu.others import OTHERS
-    from benchmarks.gpu.parts import PARTS
-
     config = replace(QUICK_GPU if quick else GpuConfig(), device=on, attention=attention)
     config = replace(
         config,

@@ -11,16 +11,12 @@ from typer.testing import CliRunner
 from benchmarks.__main__ import app
 from benchmarks.common.models import llama_tiny, random_model
 from benchmarks.gpu import others
-from benchmarks.gpu.bench import GpuBench, decode_times
+from benchmarks.gpu.bench import GpuBench, Target, decode_times
+from benchmarks.gpu.command import PARTS
+from benchmarks.gpu.compute import DecodeAttention, agrees, floor_seconds, prefill_flops
 from benchmarks.gpu.config import QUICK_GPU, SPECS
-from benchmarks.gpu.equality_part import agrees
-from benchmarks.gpu.kernels_part import DecodeAttention
-from benchmarks.gpu.kvpr_part import equal_share
+from benchmarks.gpu.kvpr import equal_share
 from benchmarks.gpu.others import OTHERS, last_steps
-from benchmarks.gpu.parts import PARTS
-from benchmarks.gpu.prefill_part import prefill_flops
-from benchmarks.gpu.step_part import floor_seconds
-from benchmarks.gpu.target import Target
 from quire.errors import ConfigError
 
 CLAIMS = {

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from benchmarks.common.result import Cell, Chart, Numbers, PartResult, Table
-from benchmarks.gpu.bench import GpuBench
-from benchmarks.gpu.target import Target, rate_gb
+from benchmarks.gpu.bench import GpuBench, Target
 from quire.errors import ConfigError
 from quire.offload.swap.host_store import pin_memory
 from quire.plan.fitting import fit_seconds
@@ -36,28 +36,43 @@ class _Pair:
         return self.host[:num_bytes].copy_(self.device[:num_bytes], non_blocking=True)
 
 
+Rates = dict[int, tuple[float, float]]
+
+
 def run_link(bench: GpuBench) -> PartResult:
-    """Run the part."""
+    """Run the part.
+
+    h2d_*_gb_per_s, d2h_*_gb_per_s: best rate over all sizes. h2d_call_us: fixed time of a copy.
+    """
     kinds = host_kinds(bench)
     largest = max(bench.config.link_bytes)
     bench.target.require(2 * largest, "a copy in each direction", _CHANGE)
     device = torch.ones(largest, dtype=torch.uint8, device=bench.target.device)
-    rows: list[tuple[Cell, ...]] = []
-    lines: dict[str, tuple[tuple[float, float], ...]] = {}
+    found = {kind: _by_size(bench, _Pair(make(largest), device)) for kind, make in kinds.items()}
     claims: Numbers = {}
-    for kind, make in kinds.items():
-        pair = _Pair(make(largest), device)
-        found = _by_size(bench, kind, pair)
-        rows += found
-        lines |= _lines(kind, found)
-        claims |= _claims(kind, found)
-    pair = _Pair(kinds[_best(bench.target)](largest), device)
+    lines: dict[str, tuple[tuple[float, float], ...]] = {}
+    for kind, rates in found.items():
+        for i, direction in enumerate(("h2d", "d2h")):
+            claims[f"{direction}_{kind}_gb_per_s"] = max(both[i] for both in rates.values())
+            words = f"{kind}, {'to the host' if i else 'to the device'}"
+            lines[words] = tuple((size, both[i]) for size, both in rates.items())
+    best = "registered" if bench.target.on_gpu else "pageable"
+    pair = _Pair(kinds[best](largest), device)
     duplex = _duplex(bench, pair)
     pieces = [_pieces(bench, pair, size) for size in bench.config.piece_bytes]
+    chart = Chart(
+        name="gpu-link",
+        title="Copies by size",
+        x_label="bytes",
+        y_label="GB/s",
+        lines=lines,
+        log_x=True,
+        log_y=True,
+    )
     return PartResult(
-        claims=claims | duplex | _call(rows, _best(bench.target)),
-        tables=(_size_table(bench, rows), _duplex_table(bench, duplex), _piece_table(pieces)),
-        charts=(_chart(lines),),
+        claims=claims | duplex | {"h2d_call_us": _call_us(found[best])},
+        tables=(_size_table(bench, found), _duplex_table(bench, duplex), _piece_table(pieces)),
+        charts=(chart,),
     )
 
 
@@ -83,36 +98,24 @@ def host_kinds(bench: GpuBench) -> dict[str, Callable[[int], Tensor]]:
     return {"pinned": pinned, "registered": registered, "pageable": pageable}
 
 
-def _best(target: Target) -> str:
-    return "registered" if target.on_gpu else "pageable"
-
-
-def _by_size(bench: GpuBench, kind: str, pair: _Pair) -> list[tuple[Cell, ...]]:
-    rows: list[tuple[Cell, ...]] = []
+def _by_size(bench: GpuBench, pair: _Pair) -> Rates:
+    """GB/s to the device and to the host by size, of consecutive copies."""
+    found = {}
     for size in bench.config.link_bytes:
         times = min(_MAX_COPIES, max(1, _TIMED_BYTES // size))
-        rates: list[float] = []
-        for call in (lambda: pair.inward(size), lambda: pair.outward(size)):  # noqa: B023
-            copy_s = bench.target.samples(call, bench.config.repeats, times)
-            rates.append(rate_gb(size, copy_s))
-        rows.append((kind, size, *rates))
-    return rows
+        inward, outward = (
+            size / bench.target.median(partial(call, size), bench.config.repeats, times) / 1e9
+            for call in (pair.inward, pair.outward)
+        )
+        found[size] = inward, outward
+    return found
 
 
-def _claims(kind: str, rows: list[tuple[Cell, ...]]) -> Numbers:
-    """h2d_*_gb_per_s, d2h_*_gb_per_s: best rate over all sizes."""
-    return {
-        f"{direction}_{kind}_gb_per_s": max(float(row[column] or 0) for row in rows)
-        for direction, column in (("h2d", 2), ("d2h", 3))
-    }
-
-
-def _call(rows: list[tuple[Cell, ...]], kind: str) -> Numbers:
-    """h2d_call_us: fixed time per copy, independent of its size, from a fit over all sizes."""
-    found = [(float(row[1] or 0), float(row[2] or 1)) for row in rows if row[0] == kind]
-    amounts = [(1.0, size) for size, _ in found]
-    call_s, _ = fit_seconds(amounts, [size / (rate * 1e9) for size, rate in found])
-    return {"h2d_call_us": 1e6 * call_s}
+def _call_us(rates: Rates) -> float:
+    """Fixed time per copy to the device, independent of its size, from a fit over all sizes."""
+    amounts = [(1.0, float(size)) for size in rates]
+    times_s = [size / (inward * 1e9) for size, (inward, _) in rates.items()]
+    return 1e6 * fit_seconds(amounts, times_s)[0]
 
 
 def _require_host(num_bytes: int, what: str) -> None:
@@ -186,7 +189,7 @@ def _pieces(bench: GpuBench, pair: _Pair, size: int) -> tuple[Cell, ...]:
     return size, count, 1e6 * apart_s / count, moved / apart_s, moved / packed_s
 
 
-def _size_table(bench: GpuBench, rows: list[tuple[Cell, ...]]) -> Table:
+def _size_table(bench: GpuBench, found: dict[str, Rates]) -> Table:
     return Table(
         name="gpu-link",
         caption=(
@@ -194,7 +197,7 @@ def _size_table(bench: GpuBench, rows: list[tuple[Cell, ...]]) -> Table:
             "Expected on PCIe 5 x16: pinned 50 to 56 GB/s in each direction, pageable 5 to 12."
         ),
         columns=("host memory", "bytes", "to the device, GB/s", "to the host, GB/s"),
-        rows=tuple(rows),
+        rows=tuple((k, size, *both) for k, rates in found.items() for size, both in rates.items()),
     )
 
 
@@ -216,23 +219,4 @@ def _piece_table(rows: list[tuple[Cell, ...]]) -> Table:
         ),
         columns=("bytes", "copies", "us per copy", "GB/s", "in one copy, GB/s"),
         rows=tuple(rows),
-    )
-
-
-def _lines(kind: str, rows: list[tuple[Cell, ...]]) -> dict[str, tuple[tuple[float, float], ...]]:
-    return {
-        f"{kind}, {direction}": tuple((float(r[1] or 0), float(r[column] or 0)) for r in rows)
-        for direction, column in (("to the device", 2), ("to the host", 3))
-    }
-
-
-def _chart(lines: dict[str, tuple[tuple[float, float], ...]]) -> Chart:
-    return Chart(
-        name="gpu-link",
-        title="Copies by size",
-        x_label="bytes",
-        y_label="GB/s",
-        lines=lines,
-        log_x=True,
-        log_y=True,
     )
