@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from benchmarks.offload.machines import MODELS
+from benchmarks.offload.virtual import MODELS
 from quire.layout.model import ModelSpec
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30

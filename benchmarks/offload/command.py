@@ -1,5 +1,6 @@
 """`python -m benchmarks offload`: variants of a decode step with KV in host memory."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Annotated
 
@@ -7,7 +8,22 @@ import typer
 
 from benchmarks.common.command import run_command
 from benchmarks.common.flags import AsJson, Out
+from benchmarks.common.result import PartResult
+from benchmarks.offload.config import QUICK_OFFLOAD, OffloadBenchConfig
+from benchmarks.offload.engine import run_engine, run_engine_gain
+from benchmarks.offload.restore import run_restore
+from benchmarks.offload.virtual_parts import run_codec, run_latency, run_position, run_weights
 from quire.cli.common import use_threads
+
+PARTS: Mapping[str, Callable[[OffloadBenchConfig], PartResult]] = {
+    "restore": run_restore,
+    "latency": run_latency,
+    "weights": run_weights,
+    "codec": run_codec,
+    "position": run_position,
+    "engine": run_engine,
+    "engine_gain": run_engine_gain,
+}
 
 
 def offload(
@@ -34,9 +50,6 @@ def offload(
     Other parts run at full size on a virtual clock. torch uses one thread; the link uses another
     core.
     """
-    from benchmarks.offload.config import QUICK_OFFLOAD, OffloadBenchConfig
-    from benchmarks.offload.parts import PARTS
-
     config = QUICK_OFFLOAD if quick else OffloadBenchConfig()
     config = replace(config, repeats=repeats or config.repeats)
     use_threads(1)

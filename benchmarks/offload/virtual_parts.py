@@ -3,10 +3,8 @@
 from dataclasses import replace
 
 from benchmarks.common.result import Cell, Chart, Numbers, PartResult, Table
-from benchmarks.offload.arms import BY_NAME
 from benchmarks.offload.config import OffloadBenchConfig
-from benchmarks.offload.machines import MACHINES
-from benchmarks.offload.virtual import Load, case_of, one_by_one
+from benchmarks.offload.virtual import BY_NAME, MACHINES, Load, case_of, one_by_one
 
 _ARMS = tuple(BY_NAME[name] for name in ("prefetch", "lA", "lB"))
 _ROWS = 64  # rows of the paper's latency runs

@@ -11,7 +11,7 @@ from benchmarks.cluster.parts import PARTS as CLUSTER
 from benchmarks.eviction.quality import make_parts as eviction_parts
 from benchmarks.kvcrush.quality import make_parts as kvcrush_parts
 from benchmarks.memory.command import PARTS as MEMORY
-from benchmarks.offload.parts import PARTS as OFFLOAD
+from benchmarks.offload.command import PARTS as OFFLOAD
 from benchmarks.quality.cells import CellFile, Material
 from benchmarks.quant.quality import make_parts as quant_parts
 from benchmarks.rebatch.parts import PARTS as REBATCH

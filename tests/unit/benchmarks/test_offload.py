@@ -6,19 +6,27 @@ import pytest
 
 from benchmarks.common.kvpr import pipelined_gain
 from benchmarks.common.result import PartResult
-from benchmarks.offload.arms import ARMS, BY_NAME, lay_out, step_work
 from benchmarks.offload.config import QUICK_OFFLOAD
-from benchmarks.offload.engine_gain_part import run_engine_gain
-from benchmarks.offload.engine_part import run_engine
-from benchmarks.offload.machines import MACHINES, MODELS, sizes_of, speeds_of
-from benchmarks.offload.restore_part import run_restore
+from benchmarks.offload.engine import run_engine, run_engine_gain
+from benchmarks.offload.restore import run_restore
 from benchmarks.offload.schedule import (
     Sizes,
     Speeds,
     plan_step,
     run_clock,
 )
-from benchmarks.offload.virtual import Load, case_of
+from benchmarks.offload.virtual import (
+    ARMS,
+    BY_NAME,
+    MACHINES,
+    MODELS,
+    Load,
+    case_of,
+    lay_out,
+    sizes_of,
+    speeds_of,
+    step_work,
+)
 from benchmarks.offload.virtual_parts import run_codec, run_latency, run_position, run_weights
 from quire.offload.split import pipelined_seconds
 from quire.plan.rates import CopyRate

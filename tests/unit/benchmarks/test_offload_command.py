@@ -8,13 +8,13 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks.offload import config
+from benchmarks.offload import command
 
 
 @pytest.fixture
 def tiny(monkeypatch):
-    small = replace(config.QUICK_OFFLOAD, layers=2, prompts=(128,), batches=(1,))
-    monkeypatch.setattr(config, "QUICK_OFFLOAD", small)
+    small = replace(command.QUICK_OFFLOAD, layers=2, prompts=(128,), batches=(1,))
+    monkeypatch.setattr(command, "QUICK_OFFLOAD", small)
 
 
 def test_run_writes_tables_and_pictures(tiny, tmp_path: Path):

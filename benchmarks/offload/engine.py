@@ -1,15 +1,20 @@
-"""Part `engine_gain`: decode steps of an engine on a slowed link, with the ratios of the paper.
+"""Parts that run engines whose KV memory is too small.
 
-prefetch     all offloaded KV is transferred, one layer ahead
-lB           the split that measured rates select: part of the KV is recomputed from activations
+engine        cost of storing X during prefill, and decode steps:
+    off       the offloaded pages are transferred
+    auto      the split that measured rates select; on a CPU this is mostly the same as `off`
+    half      half of the offloaded pages is recomputed from X
+    host      half of the offloaded pages is attended to by CPU attention
+engine_gain   decode steps on a slowed link, with the ratios of the paper:
+    prefetch  all offloaded KV is transferred, one layer ahead
+    lB        the split that measured rates select: part of the KV is recomputed from activations
 
-    KV           one batch; weights on the device
-    throughput   weights and KV offloaded; the batches of a step share each layer, column by column
-
-All copies of KV, activations and weights take their turn on one link. Products and copies are real.
-Recompute and link are slowed to the ratios: recompute of a token takes `r`,
-a multiple of its measured time, so that other load does not change the ratios; the transfer of its
-KV takes `r / rho`.
+In `engine`, steps are timed by the wall clock, prefill by CPU seconds; variants are interleaved. In
+`engine_gain` either KV is offloaded (one batch; weights on the device), or weights and KV (the
+batches of a step share each layer, column by column). All copies of KV, activations and weights
+take their turn on one link. Products and copies are real. Recompute and link are slowed to the
+ratios: recompute of a token takes `r`, a multiple of its measured time, so that other load does not
+change the ratios; the transfer of its KV takes `r / rho`.
 """
 
 import statistics
@@ -23,11 +28,11 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
 
-from benchmarks.common.models import random_weights
+from benchmarks.common.models import random_model, random_weights
 from benchmarks.common.result import Numbers, PartResult, Table
 from benchmarks.offload.config import OffloadBenchConfig
-from benchmarks.offload.engine_part import multi_head
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig, OffloadConfig, PrefixCacheConfig
 from quire.config.sampling_params import SamplingParams
@@ -48,7 +53,154 @@ from quire.plan.weights import MAX_BATCHES
 from quire.profile.ceilings import random_prompt
 from quire.scheduler.schedule_config import ScheduleConfig
 
-_ARMS = {"prefetch": "off", "lB": "auto"}
+ARMS: Mapping[str, Mapping[str, str]] = {
+    "off": {"recompute": "off", "cpu_attention": "off"},
+    "auto": {},
+    "half": {"recompute": "0.5", "cpu_attention": "off"},
+    "host": {"recompute": "off", "cpu_attention": "0.5"},
+}
+_LAYERS, _CHUNK = 6, 64
+_MEMORY_SHARE = 0.75  # KV memory over the sequence's KV
+
+
+def run_engine(config: OffloadBenchConfig) -> PartResult:
+    """Run the part."""
+    model = random_model(multi_head(), dtype=torch.float32)
+    tokens = config.engine_tokens
+    prefill = _prefill_times(model, tokens, 2 * config.repeats)
+    steps: dict[str, list[Engine]] = {}
+    times: dict[str, list[float]] = {name: [] for name in ARMS}
+    for _ in range(config.repeats):
+        for name in ARMS:
+            step_s, engine = offloaded_step_s(model, tokens, config.engine_steps, name)
+            times[name].append(step_s)
+            steps.setdefault(name, []).append(engine)
+    ends = {name: engines[-1] for name, engines in steps.items()}
+    claims: Numbers = {
+        "prefill_overhead_fraction": statistics.median(
+            stored / off for off, stored in zip(prefill["off"], prefill["stored"], strict=True)
+        )
+        - 1,
+        "engine_auto_over_off": statistics.median(times["auto"]) / statistics.median(times["off"]),
+        "engine_hosted_bytes": _offloaded_bytes(ends["off"]),
+    }
+    return PartResult(
+        claims=claims,
+        tables=(_table(tokens, times, ends),),
+        raw={"read_cpu_s": prefill, "step_s": times},
+    )
+
+
+def multi_head() -> LlamaConfig:
+    """A shape with as many KV heads as heads, so that X is half of the KV: 6 layers of 512."""
+    return LlamaConfig(
+        vocab_size=4_000,
+        hidden_size=512,
+        intermediate_size=1_376,
+        num_hidden_layers=_LAYERS,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        max_position_embeddings=8_192,
+        tie_word_embeddings=False,
+    )
+
+
+def _engine(model: LoadedModel, memory: int | str, arm: Mapping[str, str]) -> Engine:
+    return Engine(
+        model,
+        KVConfig(
+            memory=memory,
+            offload=OffloadConfig(
+                kv_memory="1GiB",
+                recompute=arm.get("recompute", "auto"),
+                cpu_attention=arm.get("cpu_attention", "auto"),
+            ),
+            prefix_cache=PrefixCacheConfig(enabled=False),
+        ),
+        ScheduleConfig(chunk_tokens=_CHUNK),
+    )
+
+
+def _prefill_times(model: LoadedModel, tokens: int, rounds: int) -> dict[str, list[float]]:
+    """CPU seconds of prefills without and with stored X, in turn, after one warm-up of each."""
+    fractions = {"off": "off", "stored": "1"}
+    found: dict[str, list[float]] = {name: [] for name in fractions}
+    for turn in range(rounds + 1):
+        for name in fractions if turn % 2 else reversed(fractions):
+            seconds = _prefill_cpu_s(model, tokens, fractions[name])
+            if turn:
+                found[name].append(seconds)
+    return found
+
+
+def _prefill_cpu_s(model: LoadedModel, tokens: int, recompute: str) -> float:
+    """CPU seconds to prefill a prompt that fits, in memory that was written before."""
+    engine = _engine(model, "1GiB", {"recompute": recompute, "cpu_attention": "off"})
+    elapsed_s = 0.0
+    for seed in (1, 2):
+        engine.submit(
+            GenerationRequest(random_prompt(model, tokens, seed), SamplingParams(max_tokens=1))
+        )
+        started_s = time.process_time()
+        while engine.has_work:
+            engine.step()
+        elapsed_s = time.process_time() - started_s
+        engine.scheduler.sequence_memory.sharing.drop_cached()
+    return elapsed_s
+
+
+def offloaded_step_s(
+    model: LoadedModel, tokens: int, count: int, name: str
+) -> tuple[float, Engine]:
+    """Median decode-step time of a prompt with an offloaded prefix, in seconds.
+
+    Args:
+        model: any model.
+        tokens: prompt length.
+        count: decode steps.
+        name: a name in ARMS.
+    """
+    token_bytes = model.spec.kv_bytes_per_token(model.decoder.dtype.itemsize)
+    engine = _engine(model, int(_MEMORY_SHARE * (tokens + count) * token_bytes), ARMS[name])
+    params = SamplingParams(max_tokens=count, ignore_eos=True)
+    engine.submit(GenerationRequest(random_prompt(model, tokens, 2), params))
+    found: list[float] = []
+    while engine.has_work:
+        before, started_s = engine.num_generated_tokens, time.perf_counter()
+        engine.step()
+        if before:
+            found.append(time.perf_counter() - started_s)
+    return statistics.median(found), engine
+
+
+def _offloaded_bytes(engine: Engine) -> int:
+    """Peak bytes of offloaded KV."""
+    return 0 if engine.pool.offload is None else engine.pool.offload.prefixes.pool.peak_bytes
+
+
+def _table(tokens: int, times: Mapping[str, list[float]], ends: Mapping[str, Engine]) -> Table:
+    return Table(
+        name="offload-engine",
+        caption=(
+            f"Decode steps of one sequence of {tokens:,} tokens in a KV memory for "
+            f"{_MEMORY_SHARE:.0%} of "
+            f"its KV; {_LAYERS} layers of 512, 8 heads over 8 KV heads, float32."
+        ),
+        columns=("arm", "ms", "recomputed", "CPU attention", "why"),
+        rows=tuple(
+            (
+                name,
+                1e3 * statistics.median(times[name]),
+                ends[name].stats().recomputed_tokens,
+                ends[name].stats().cpu_attended_tokens,
+                "" if (offload := ends[name].pool.offload) is None else offload.why,
+            )
+            for name in ARMS
+        ),
+    )
+
+
+_GAIN_ARMS = {"prefetch": "off", "lB": "auto"}
 _SPEEDS = "quire.offload.kv.offload_choice.measure_offload_speeds"
 _RHO = 0.58  # time of recompute over time of transfer: OPT-13B on an A100 with PCIe 4
 _SLOWED = 3.0  # time of a recompute over its measured time
@@ -167,7 +319,7 @@ def run_engine_gain(config: OffloadBenchConfig) -> PartResult:
         claims[f"engine_gain_{mode.name}_equal"] = int(all(o == outputs[0] for o in outputs))
     return PartResult(
         claims=claims,
-        tables=(_table(config, found),),
+        tables=(_gain_table(config, found),),
         raw={
             f"{mode.name}_{arm}_s": [run.step_s for run in runs]
             for mode, arms in found.items()
@@ -177,16 +329,16 @@ def run_engine_gain(config: OffloadBenchConfig) -> PartResult:
 
 
 def _rounds(config: OffloadBenchConfig, mode: _Mode) -> dict[str, list[_Run]]:
-    model = _model(mode)
+    model = _gain_model(mode)
     speeds = _speeds(model)
-    found: dict[str, list[_Run]] = {arm: [] for arm in _ARMS}
+    found: dict[str, list[_Run]] = {arm: [] for arm in _GAIN_ARMS}
     for _ in range(config.gain_rounds):
-        for arm in _ARMS:
-            found[arm].append(_run(config, mode, model, speeds, _ARMS[arm]))
+        for arm in _GAIN_ARMS:
+            found[arm].append(_run(config, mode, model, speeds, _GAIN_ARMS[arm]))
     return found
 
 
-def _model(mode: _Mode) -> LoadedModel:
+def _gain_model(mode: _Mode) -> LoadedModel:
     model = random_weights(multi_head(), dtype=torch.float32)
     total_bytes, weights = weight_bytes(model), None
     if mode.weights:
@@ -239,7 +391,7 @@ def _run(
     """Generate for all rows, with the link at the rate of `speeds` once prompts are computed."""
     link = SlowLink(speeds.link)
     with _on_link(model, link, speeds):
-        engine = _engine(config, mode, model, recompute)
+        engine = _gain_engine(config, mode, model, recompute)
         params = SamplingParams(max_tokens=config.gain_steps, ignore_eos=True, temperature=0.0)
         for row in range(config.gain_rows):
             prompt = random_prompt(model, config.gain_tokens, row)
@@ -312,7 +464,9 @@ def _on_link(model: LoadedModel, link: SlowLink, speeds: _Speeds) -> Iterator[No
         yield
 
 
-def _engine(config: OffloadBenchConfig, mode: _Mode, model: LoadedModel, recompute: str) -> Engine:
+def _gain_engine(
+    config: OffloadBenchConfig, mode: _Mode, model: LoadedModel, recompute: str
+) -> Engine:
     tokens = config.gain_tokens + config.gain_steps
     held = 2 / model.spec.num_layers * tokens + max(_RESIDENT * tokens, _MIN_RESIDENT)
     rows = config.gain_rows
@@ -334,7 +488,7 @@ def _engine(config: OffloadBenchConfig, mode: _Mode, model: LoadedModel, recompu
     return Engine(model, kv, schedule)
 
 
-def _table(
+def _gain_table(
     config: OffloadBenchConfig, found: Mapping[_Mode, Mapping[str, Sequence[_Run]]]
 ) -> Table:
     rows = config.gain_rows

@@ -17,7 +17,7 @@ from typing import cast
 from benchmarks.common.redis_server import RedisServer
 from benchmarks.common.result import Cell, Numbers, PartResult, Table
 from benchmarks.offload.config import OffloadBenchConfig
-from benchmarks.offload.machines import MACHINES, MODELS
+from benchmarks.offload.virtual import MACHINES, MODELS
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.config.sampling_params import SamplingParams
