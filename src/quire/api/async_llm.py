@@ -39,9 +39,11 @@ from quire.scheduler.events import KINDS, KVEvent
 class StepObserver(Protocol):
     """Called by `AsyncLLM`, in the engine's thread. Steps wait for it."""
 
-    def submitted(self, request_id: str, request: GenerationRequest) -> None: ...
+    def submitted(self, request_id: str, request: GenerationRequest) -> None:
+        """Observe a request that the engine has accepted."""
 
-    def published(self, deltas: Sequence[OutputDelta]) -> None: ...
+    def published(self, deltas: Sequence[OutputDelta]) -> None:
+        """Observe the outputs of a step."""
 
 
 _MAX_RETRY_S = 60.0
@@ -421,7 +423,10 @@ class AsyncLLM:
                     raise self.engine.failure
                 if self.engine.has_work:
                     self._step()
-            self._leave_idle()
+            for request_id in self._streams:
+                self.engine.cancel(request_id)
+            while self.engine.has_work:
+                self.engine.step()
         except BaseException as error:  # open requests get it as `EngineDead`
             self._error = error
             logger.critical("the engine has stopped", exc_info=True)
@@ -491,12 +496,6 @@ class AsyncLLM:
         for stream, delta in items:
             if stream in closed:
                 self.engine.cancel(delta.request_id)
-
-    def _leave_idle(self) -> None:
-        for request_id in self._streams:
-            self.engine.cancel(request_id)
-        while self.engine.has_work:
-            self.engine.step()
 
     def _end(self) -> None:
         with self._state:
