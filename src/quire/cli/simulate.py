@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from quire.layout.model import ModelSpec
     from quire.sim.run import SimConfig
 
+DEFAULT_MODEL = "llama-3.1-8b"
 DTYPE = "bfloat16"
 _ABOUT_MODEL = (
     "Name of a model shape: llama-3-8b, llama-3.1-8b, llama-3.1-70b, llama-3.2-1b, "
@@ -58,7 +59,7 @@ class SimulateFlags:
     MACHINE,
     CLUSTER,
     ROUTER,
-    model_default="llama-3.1-8b",
+    model_default=DEFAULT_MODEL,
     about_model=_ABOUT_MODEL,
 )
 def simulate(settings: Settings, *, flags: SimulateFlags) -> None:
@@ -91,9 +92,7 @@ def simulate(settings: Settings, *, flags: SimulateFlags) -> None:
     used = _used(settings, config, flags.trace) | {"price_per_hour": flags.price_per_hour}
     made = envelope("simulate", claims, found.arms, used, seconds=found.took_s)
     if flags.out is not None:
-        stored = {"simulate.json": (json.dumps(made, indent=2) + "\n").encode()}
-        write_files(flags.out, stored | dict(found.draw()))
-        typer.echo(f"written: {flags.out}")
+        _write(flags.out, found.draw(), made)
     if flags.as_json:
         print_json(made)
 
@@ -171,3 +170,9 @@ def _used(settings: Settings, config: "SimConfig", trace: Path) -> dict[str, obj
         "cluster": asdict(settings.cluster),
         "router": asdict(settings.router),
     }
+
+
+def _write(out: Path, pictures: Mapping[str, bytes], made: dict[str, object]) -> None:
+    stored = {"simulate.json": (json.dumps(made, indent=2) + "\n").encode()}
+    write_files(out, stored | dict(pictures))
+    typer.echo(f"written: {out}")

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from quire.evals.tune.run import TuneConfig, Tuned
     from quire.models.loader import LoadedModel
 
+SCORES_FILE = "scores.jsonl"
 _SPACE = Space()
 
 
@@ -157,7 +158,7 @@ def run_search(
         settings.kv,
         prompts,
         new_tokens=config.max_tokens,
-        stored=ScoreFile(out / "scores.jsonl", identity),
+        stored=ScoreFile(out / SCORES_FILE, identity),
         baseline=config.space.baseline,
         with_answers=with_answers,
     )

@@ -72,14 +72,9 @@ class ForwardingDecoder:
         *,
         rope_variant: int = 0,
     ) -> Float[Tensor, "num_samples vocab"]:
-        return self._measured(
-            self._decoder.forward(
-                token_ids, positions, sample_rows, attention, rope_variant=rope_variant
-            )
+        return self._decoder.forward(
+            token_ids, positions, sample_rows, attention, rope_variant=rope_variant
         )
-
-    def _measured(self, logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows vocab"]:
-        return logits
 
 
 class RecordingDecoder(ForwardingDecoder):
@@ -93,7 +88,18 @@ class RecordingDecoder(ForwardingDecoder):
         recorded, self._recorded = self._recorded, []
         return torch.cat(recorded)
 
-    def _measured(self, logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows vocab"]:
+    def forward(
+        self,
+        token_ids: Int[Tensor, " num_tokens"],
+        positions: Int[Tensor, " num_tokens"],
+        sample_rows: Int[Tensor, " num_samples"],
+        attention: PagedAttention,
+        *,
+        rope_variant: int = 0,
+    ) -> Float[Tensor, "num_samples vocab"]:
+        logits = super().forward(
+            token_ids, positions, sample_rows, attention, rope_variant=rope_variant
+        )
         self._recorded.append(logits.float().cpu())
         return logits
 
@@ -115,8 +121,18 @@ class ForcingDecoder(RecordingDecoder):
         self._tokens, self._count = tuple(tokens), 0
         self._recorded.clear()
 
-    def _measured(self, logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows vocab"]:
-        super()._measured(logits)
+    def forward(
+        self,
+        token_ids: Int[Tensor, " num_tokens"],
+        positions: Int[Tensor, " num_tokens"],
+        sample_rows: Int[Tensor, " num_samples"],
+        attention: PagedAttention,
+        *,
+        rope_variant: int = 0,
+    ) -> Float[Tensor, "num_samples vocab"]:
+        logits = super().forward(
+            token_ids, positions, sample_rows, attention, rope_variant=rope_variant
+        )
         wanted = self._tokens[self._count : self._count + len(logits)]
         self._count += len(logits)
         if not wanted:

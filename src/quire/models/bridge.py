@@ -33,7 +33,8 @@ _HARMLESS_OPTIONS = frozenset(
         "use_cache",
     }
 )
-_KNOWN_OPTIONS = _HARMLESS_OPTIONS | frozenset({"is_causal", "s_aux", "sliding_window", "softcap"})
+_READ_OPTIONS = frozenset({"is_causal", "s_aux", "sliding_window", "softcap"})
+_KNOWN_OPTIONS = _HARMLESS_OPTIONS | _READ_OPTIONS
 
 
 class Bridge:

@@ -18,6 +18,13 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
     from opentelemetry.trace import Span
 
+SPAN = "llm_request"
+DEFAULT_PATH = "/v1/traces"
+"""Path of OTLP over HTTP, used if the URL has none."""
+
+_SKIPPED_EVENTS = frozenset({"chunk"})
+"""Events of every prompt chunk, which the span's times cover."""
+
 
 class RequestTraces:
     """Creates the spans of finished requests.
@@ -67,7 +74,7 @@ class RequestTraces:
         from opentelemetry.trace import SpanKind
 
         span = self._tracer.start_span(
-            "llm_request",
+            SPAN,
             context=self._parents.get(sequence.group),
             kind=SpanKind.SERVER,
             attributes=_attributes(sequence, self._model_name),
@@ -80,7 +87,7 @@ class RequestTraces:
         self, span: "Span", sequence: FinishedRequest, unix_ns: Callable[[float], int]
     ) -> None:
         for event in sequence.timeline.events:
-            if event.kind != "chunk":  # the span's times cover it
+            if event.kind not in _SKIPPED_EVENTS:
                 span.add_event(event.kind, dict(event.data), unix_ns(event.time_s))
 
 
@@ -120,5 +127,5 @@ def open_traces(endpoint: str | None, model_name: str) -> RequestTraces | None:
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     url = urlsplit(endpoint)
-    target = url if url.path.strip("/") else url._replace(path="/v1/traces")
+    target = url if url.path.strip("/") else url._replace(path=DEFAULT_PATH)
     return RequestTraces(BatchSpanProcessor(OTLPSpanExporter(target.geturl())), model_name)

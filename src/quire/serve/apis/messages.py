@@ -19,11 +19,12 @@ NAMES: Mapping[str, str] = {
 }
 """Names in this API of the fields of a chat."""
 
+_BLOCKS = {"type": "array", "items": {"type": "object"}}
 _MESSAGE = {
     "type": "object",
     "properties": {
         "role": {"enum": ["user", "assistant"]},
-        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]},
+        "content": {"anyOf": [{"type": "string"}, _BLOCKS]},
     },
     "required": ["role", "content"],
 }
