@@ -39,11 +39,9 @@ from quire.scheduler.events import KINDS, KVEvent
 class StepObserver(Protocol):
     """Called by `AsyncLLM`, in the engine's thread. Steps wait for it."""
 
-    def submitted(self, request_id: str, request: GenerationRequest) -> None:
-        """Observe a request that the engine has accepted."""
+    def submitted(self, request_id: str, request: GenerationRequest) -> None: ...
 
-    def published(self, deltas: Sequence[OutputDelta]) -> None:
-        """Observe the outputs of a step."""
+    def published(self, deltas: Sequence[OutputDelta]) -> None: ...
 
 
 _MAX_RETRY_S = 60.0
@@ -423,10 +421,7 @@ class AsyncLLM:
                     raise self.engine.failure
                 if self.engine.has_work:
                     self._step()
-            for request_id in self._streams:
-                self.engine.cancel(request_id)
-            while self.engine.has_work:
-                self.engine.step()
+            self._leave_idle()
         except BaseException as error:  # open requests get it as `EngineDead`
             self._error = error
             logger.critical("the engine has stopped", exc_info=True)
@@ -496,6 +491,12 @@ class AsyncLLM:
         for stream, delta in items:
             if stream in closed:
                 self.engine.cancel(delta.request_id)
+
+    def _leave_idle(self) -> None:
+        for request_id in self._streams:
+            self.engine.cancel(request_id)
+        while self.engine.has_work:
+            self.engine.step()
 
     def _end(self) -> None:
         with self._state:

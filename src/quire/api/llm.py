@@ -650,9 +650,7 @@ class LLM:
                 request_ids.append(self._submit(request, inbox.append))
             while not done:
                 while not inbox:
-                    with self._calls.held():
-                        if not inbox:
-                            self._step()
+                    self._step_for(inbox)
                 delta = inbox.popleft()
                 done = delta.is_last
                 yield delta
@@ -815,6 +813,12 @@ class LLM:
                     del self._takers[delta.request_id]
                 take(delta)
         return deltas
+
+    def _step_for(self, inbox: deque[OutputDelta]) -> None:
+        """Run a step, unless another thread has filled the inbox meanwhile."""
+        with self._calls.held():
+            if not inbox:
+                self._step()
 
     @contextmanager
     def _withdrawing(self, request_ids: Collection[str]) -> Iterator[None]:

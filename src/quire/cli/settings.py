@@ -91,11 +91,7 @@ class Settings:
         with loading.shown():
             llm = self._load()
         loading.report(llm)
-        place = llm.model.place
-        if place is not None and (self.verbose or not place.offloaded_layers):
-            typer.echo(place.text, err=True)
-        if self.verbose:
-            typer.echo(llm.engine.pool.explanation, err=True)
+        self._explain(llm)
         return llm
 
     def _load(self) -> "LLM":
@@ -122,6 +118,14 @@ class Settings:
             "tensor_parallel_size": self.loading.tensor_parallel_size,
             "tensor_parallel_timeout": self.loading.tensor_parallel_timeout,
         }
+
+    def _explain(self, llm: "LLM") -> None:
+        """Print the placement of the weights; with --verbose the KV memory too."""
+        place = llm.model.place
+        if place is not None and (self.verbose or not place.offloaded_layers):
+            typer.echo(place.text, err=True)
+        if self.verbose:
+            typer.echo(llm.engine.pool.explanation, err=True)
 
     def refuse_other_tenants(self) -> None:
         """Refuse `--tenants` without `default`, to which all requests of this command belong."""

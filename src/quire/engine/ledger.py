@@ -40,8 +40,7 @@ class OnHost(Protocol):
         """Bytes of offloaded KV and of activation checkpoints, with the names of `EngineStats`."""
         ...
 
-    def check(self) -> None:
-        """Verify these bytes."""
+    def check(self) -> None: ...
 
 
 class Ledger:

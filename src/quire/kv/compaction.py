@@ -206,8 +206,7 @@ def _require_pages(memory: KVMemory, needed: Pages) -> None:
 class SlotMover(Protocol):
     """Moves the slots of KV lanes, for codecs that encode whole pages."""
 
-    def move(self, table: LaneTable, plan: CompactionPlan) -> None:
-        """Move the slots of a plan in a table whose pages are private and not yet freed."""
+    def move(self, table: LaneTable, plan: CompactionPlan) -> None: ...
 
 
 def commit_compaction(
@@ -234,12 +233,7 @@ def commit_compaction(
         for name in (plan.group, *plan.statistics):
             table = memory.tables[name]
             _move(memory, table, plan, mover)
-            if plan.kept_columns is None:
-                freed = cut_slots(table, plan.row, plan.keep_slots)
-            else:
-                freed = table.keep_columns(plan.row, plan.kept_columns)
-                table.num_slots[plan.row] = plan.keep_slots
-            memory.pools[table.group.page_class].release(freed)
+            _cut(memory, table, plan)
         moves = plan.moves if plan.kept_columns is None else None  # None: whole pages were dropped
         memory.listeners.compacted(plan.row, plan.group, moves, int(plan.keep_slots.min()))
 
@@ -259,3 +253,12 @@ def _move(
         (table.pages[plan.row, lane, source // tokens], source % tokens),
         (table.pages[plan.row, lane, target // tokens], target % tokens),
     )
+
+
+def _cut(memory: KVMemory, table: LaneTable, plan: CompactionPlan) -> None:
+    if plan.kept_columns is None:
+        freed = cut_slots(table, plan.row, plan.keep_slots)
+    else:
+        freed = table.keep_columns(plan.row, plan.kept_columns)
+        table.num_slots[plan.row] = plan.keep_slots
+    memory.pools[table.group.page_class].release(freed)

@@ -18,11 +18,9 @@ from numpy.typing import NDArray
 class CopyInFlight(Protocol):
     """A copy out of the arena, as the computation sees it."""
 
-    def result(self) -> None:
-        """Make later computation wait for the copy."""
+    def result(self) -> None: ...
 
-    def done(self) -> bool:
-        """Whether the copy has ended."""
+    def done(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)

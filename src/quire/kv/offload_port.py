@@ -22,8 +22,7 @@ class StepOffload(Protocol):
         """Live slots [rows, lanes] that the backend attends to."""
         ...
 
-    def note_input(self, layer: int, inputs: Tensor) -> None:
-        """Record the input of a layer's attention."""
+    def note_input(self, layer: int, inputs: Tensor) -> None: ...
 
     def begin_layer(
         self,
@@ -38,8 +37,7 @@ class StepOffload(Protocol):
 
     def start_cpu_attention(
         self, group: LaneGroup, index: int, query: Tensor, math: AttentionMath
-    ) -> None:
-        """Begin attention on the CPU."""
+    ) -> None: ...
 
     def wait_for_prefix(
         self,
@@ -54,11 +52,9 @@ class StepOffload(Protocol):
 
     def merge_cpu_attention(
         self, out: Tensor, group: LaneGroup, pages: LayerPages, query: Tensor, math: AttentionMath
-    ) -> None:
-        """Merge the result of CPU attention into the output."""
+    ) -> None: ...
 
-    def release_staging(self, group: LaneGroup, index: int) -> None:
-        """Release a layer's staging slot after the layer's attention."""
+    def release_staging(self, group: LaneGroup, index: int) -> None: ...
 
 
 @runtime_checkable  # for the type checks in tests
@@ -70,8 +66,7 @@ class EngineOffload(Protocol):
         """Bytes of activation staging buffers on the device, in addition to the arena."""
         ...
 
-    def batch_key(self, row: int) -> int | None:
-        """Return a key that rows with common offloaded pages have: they must be in one batch."""
+    def batch_key(self, row: int) -> int | None: ...
 
     def step(self, batch: FlatBatch, part: StepPart = WHOLE_STEP) -> StepOffload | None:
         """Return the offload object of a batch; None if no row of the batch has offloaded KV."""

@@ -36,11 +36,9 @@ class Marks(Protocol):
         """Mark the start of a copy requested at `requested`, after all earlier copies."""
         ...
 
-    def ended(self) -> object:
-        """Mark the end of a copy."""
+    def ended(self) -> object: ...
 
-    def seconds(self, mark: object) -> float:
-        """Return the seconds from the beginning of the step to a mark."""
+    def seconds(self, mark: object) -> float: ...
 
 
 class ClockMarks:

@@ -57,8 +57,7 @@ class StoredPages(Protocol):
     def load(self, memory: KVMemory, pages: PagesByClass) -> None:
         """Copy the stored pages into pages of the arena; later computation has them."""
 
-    def free(self) -> None:
-        """Free the stored bytes."""
+    def free(self) -> None: ...
 
 
 @runtime_checkable
@@ -66,8 +65,7 @@ class SwapSpace(Protocol):
     """Fixed bytes outside the arena, such as `quire.offload.swap.host_pool.HostPool`."""
 
     @property
-    def free_bytes(self) -> int:
-        """Free bytes."""
+    def free_bytes(self) -> int: ...
 
     def store(self, pages: Mapping[PageClass, int]) -> StoredPages:
         """Space for pages of each class, all or none."""
@@ -84,11 +82,9 @@ class OffloadedPages(Protocol):
 
     staging: Mapping[PageClass, int]
 
-    def attach(self, rows: Sequence[int]) -> None:
-        """Append the pages to the empty rows of the resumed sequences."""
+    def attach(self, rows: Sequence[int]) -> None: ...
 
-    def discard(self) -> None:
-        """Free the bytes that no sequence uses."""
+    def discard(self) -> None: ...
 
 
 @runtime_checkable

@@ -21,12 +21,10 @@ class LayerSource(Protocol):
     """Prefetches weights of layers that are not on the device, by hooks on the layers."""
 
     @property
-    def place(self) -> WeightsPlacement:
-        """Placement of the weights."""
+    def place(self) -> WeightsPlacement: ...
 
     @property
-    def modules(self) -> Sequence[nn.Module]:
-        """The decoder layers."""
+    def modules(self) -> Sequence[nn.Module]: ...
 
     @property
     def device_s(self) -> float:
@@ -37,8 +35,7 @@ class LayerSource(Protocol):
         """Time of all copies so far in seconds."""
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes transferred so far."""
+    def num_bytes(self) -> int: ...
 
     @property
     def stalled_s(self) -> float:

@@ -28,8 +28,7 @@ class Lockstep(Protocol):
     """What an engine does so that all ranks take the same decisions."""
 
     @property
-    def size(self) -> int:
-        """Number of ranks."""
+    def size(self) -> int: ...
 
     @property
     def failure(self) -> QuireError | None:
@@ -56,8 +55,7 @@ class Lockstep(Protocol):
         """Handle an error inside a step; return the error to raise."""
         ...
 
-    def close(self) -> None:
-        """End the other ranks."""
+    def close(self) -> None: ...
 
 
 class Alone:
@@ -98,8 +96,7 @@ class OtherRanks(Protocol):
         """The error that names the rank whose failure ended the others."""
         ...
 
-    def close(self) -> None:
-        """End all of them."""
+    def close(self) -> None: ...
 
 
 class Leader:

@@ -21,14 +21,11 @@ from quire.errors import QuireError, RankFailed
 class Messages(Protocol):
     """One end of a connection to another rank."""
 
-    def send(self, message: object) -> None:
-        """Send a message."""
+    def send(self, message: object) -> None: ...
 
-    def receive(self, timeout_s: float | None = None) -> object:
-        """Wait for a message."""
+    def receive(self, timeout_s: float | None = None) -> object: ...
 
-    def close(self) -> None:
-        """Close this end."""
+    def close(self) -> None: ...
 
 
 class Channel:

@@ -195,8 +195,7 @@ class ScorePolicy(EvictionPolicy):
     ) -> Bool[Tensor, "lane slot"]:
         """Convert scores to a retained set according to `scope`; wrapping rules call this."""
         if self.scope == LAYER:
-            by_layer = view.by_layer(score)
-            score = by_layer.mean(dim=1, keepdim=True).expand_as(by_layer).flatten(0, 1)
+            score = _mean_over_heads(score, view)
         if piece_tokens > 1:
             return choose_pieces(score, view.live, protected, keep, piece_tokens)
         return choose_slots(score, view.live, protected, keep)
@@ -272,3 +271,9 @@ def _all_finite(numbers: Tensor) -> bool:
         return True
     least, most = torch.aminmax(numbers)  # NaN if any number is NaN
     return isfinite(float(least)) and isfinite(float(most))
+
+
+def _mean_over_heads(score: Float[Tensor, "lane slot"], view: KVView) -> Float[Tensor, "lane slot"]:
+    """Average the scores over the heads of each layer, whose slots hold the same tokens."""
+    by_layer = view.by_layer(score)
+    return by_layer.mean(dim=1, keepdim=True).expand_as(by_layer).flatten(0, 1)

@@ -29,6 +29,10 @@ _TOO_LARGE_HEADERS = (
 )
 
 
+def _is_too_large(connection: h11.Connection) -> bool:
+    return len(connection.trailing_data[0]) > MAX_HEADER_BYTES
+
+
 def _requested_path(connection: h11.Connection) -> str:
     """Path in the first line of a request that could not be read; empty without one."""
     words = connection.trailing_data[0][:MAX_HEADER_BYTES].split(b" ", 2)
@@ -76,17 +80,14 @@ class TimedConnection(H11Protocol):
         self._expects = ""
 
     def connection_made(self, transport: Any) -> None:  # those of uvloop have no common base class
-        """Start the timeout for request headers."""
         super().connection_made(transport)
         self._update()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timeout."""
         self._clear()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Process received bytes of a request."""
         if self._expects == "body":
             self._clear()  # the timeout of a body restarts with every received segment
         super().data_received(data)
@@ -119,7 +120,7 @@ class TimedConnection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Refuse a message that is not valid HTTP, or whose headers are too large, as JSON."""
         status = HTTPStatus.BAD_REQUEST
-        if len(self.conn.trailing_data[0]) > MAX_HEADER_BYTES:
+        if _is_too_large(self.conn):
             status, msg = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, _TOO_LARGE_HEADERS
         body = error_response(status, msg, path=_requested_path(self.conn)).body
         headers = [("content-type", "application/json"), ("connection", "close")]
