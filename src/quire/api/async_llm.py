@@ -39,9 +39,11 @@ from quire.scheduler.events import KINDS, KVEvent
 class StepObserver(Protocol):
     """Called by `AsyncLLM`, in the engine's thread. Steps wait for it."""
 
-    def submitted(self, request_id: str, request: GenerationRequest) -> None: ...
+    def submitted(self, request_id: str, request: GenerationRequest) -> None:
+        """Observe a request that the engine has accepted."""
 
-    def published(self, deltas: Sequence[OutputDelta]) -> None: ...
+    def published(self, deltas: Sequence[OutputDelta]) -> None:
+        """Observe the outputs of a step."""
 
 
 _MAX_RETRY_S = 60.0

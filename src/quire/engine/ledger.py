@@ -40,7 +40,8 @@ class OnHost(Protocol):
         """Bytes of offloaded KV and of activation checkpoints, with the names of `EngineStats`."""
         ...
 
-    def check(self) -> None: ...
+    def check(self) -> None:
+        """Verify these bytes."""
 
 
 class Ledger:

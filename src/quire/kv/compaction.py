@@ -206,7 +206,8 @@ def _require_pages(memory: KVMemory, needed: Pages) -> None:
 class SlotMover(Protocol):
     """Moves the slots of KV lanes, for codecs that encode whole pages."""
 
-    def move(self, table: LaneTable, plan: CompactionPlan) -> None: ...
+    def move(self, table: LaneTable, plan: CompactionPlan) -> None:
+        """Move the slots of a plan in a table whose pages are private and not yet freed."""
 
 
 def commit_compaction(

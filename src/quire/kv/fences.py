@@ -18,9 +18,11 @@ from numpy.typing import NDArray
 class CopyInFlight(Protocol):
     """A copy out of the arena, as the computation sees it."""
 
-    def result(self) -> None: ...
+    def result(self) -> None:
+        """Make later computation wait for the copy."""
 
-    def done(self) -> bool: ...
+    def done(self) -> bool:
+        """Whether the copy has ended."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 class LayerLoads(Protocol):
     """Access to the offloaded pages of a sequence one layer at a time, between steps."""
 
-    def is_offloaded(self, row: int, group: str) -> bool: ...
+    def is_offloaded(self, row: int, group: str) -> bool:
+        """Whether the first pages of a group's lanes are offloaded."""
 
     def read(self, row: int, group: str, layers: range) -> None:
         """Load offloaded pages of layers (at most one) into staging pages, until the next read."""

@@ -22,7 +22,8 @@ class StepOffload(Protocol):
         """Live slots [rows, lanes] that the backend attends to."""
         ...
 
-    def note_input(self, layer: int, inputs: Tensor) -> None: ...
+    def note_input(self, layer: int, inputs: Tensor) -> None:
+        """Record the input of a layer's attention."""
 
     def begin_layer(
         self,
@@ -37,7 +38,8 @@ class StepOffload(Protocol):
 
     def start_cpu_attention(
         self, group: LaneGroup, index: int, query: Tensor, math: AttentionMath
-    ) -> None: ...
+    ) -> None:
+        """Begin attention on the CPU."""
 
     def wait_for_prefix(
         self,
@@ -52,9 +54,11 @@ class StepOffload(Protocol):
 
     def merge_cpu_attention(
         self, out: Tensor, group: LaneGroup, pages: LayerPages, query: Tensor, math: AttentionMath
-    ) -> None: ...
+    ) -> None:
+        """Merge the result of CPU attention into the output."""
 
-    def release_staging(self, group: LaneGroup, index: int) -> None: ...
+    def release_staging(self, group: LaneGroup, index: int) -> None:
+        """Release a layer's staging slot after the layer's attention."""
 
 
 @runtime_checkable  # for the type checks in tests
@@ -66,7 +70,8 @@ class EngineOffload(Protocol):
         """Bytes of activation staging buffers on the device, in addition to the arena."""
         ...
 
-    def batch_key(self, row: int) -> int | None: ...
+    def batch_key(self, row: int) -> int | None:
+        """Return a key that rows with common offloaded pages have: they must be in one batch."""
 
     def step(self, batch: FlatBatch, part: StepPart = WHOLE_STEP) -> StepOffload | None:
         """Return the offload object of a batch; None if no row of the batch has offloaded KV."""

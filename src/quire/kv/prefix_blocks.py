@@ -36,7 +36,8 @@ class PrefixListener(Protocol):
     ) -> None:
         """Consecutive full blocks of one chain can be shared now; None: it starts the prompt."""
 
-    def removed(self, block_hashes: Sequence[bytes]) -> None: ...
+    def removed(self, block_hashes: Sequence[bytes]) -> None:
+        """Handle removed blocks: they can no longer be shared."""
 
 
 class PrefixBroadcast:

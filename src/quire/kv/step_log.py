@@ -36,9 +36,11 @@ class Marks(Protocol):
         """Mark the start of a copy requested at `requested`, after all earlier copies."""
         ...
 
-    def ended(self) -> object: ...
+    def ended(self) -> object:
+        """Mark the end of a copy."""
 
-    def seconds(self, mark: object) -> float: ...
+    def seconds(self, mark: object) -> float:
+        """Return the seconds from the beginning of the step to a mark."""
 
 
 class ClockMarks:

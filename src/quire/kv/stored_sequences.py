@@ -57,7 +57,8 @@ class StoredPages(Protocol):
     def load(self, memory: KVMemory, pages: PagesByClass) -> None:
         """Copy the stored pages into pages of the arena; later computation has them."""
 
-    def free(self) -> None: ...
+    def free(self) -> None:
+        """Free the stored bytes."""
 
 
 @runtime_checkable
@@ -65,7 +66,8 @@ class SwapSpace(Protocol):
     """Fixed bytes outside the arena, such as `quire.offload.swap.host_pool.HostPool`."""
 
     @property
-    def free_bytes(self) -> int: ...
+    def free_bytes(self) -> int:
+        """Free bytes."""
 
     def store(self, pages: Mapping[PageClass, int]) -> StoredPages:
         """Space for pages of each class, all or none."""
@@ -82,9 +84,11 @@ class OffloadedPages(Protocol):
 
     staging: Mapping[PageClass, int]
 
-    def attach(self, rows: Sequence[int]) -> None: ...
+    def attach(self, rows: Sequence[int]) -> None:
+        """Append the pages to the empty rows of the resumed sequences."""
 
-    def discard(self) -> None: ...
+    def discard(self) -> None:
+        """Free the bytes that no sequence uses."""
 
 
 @runtime_checkable

@@ -21,10 +21,12 @@ class LayerSource(Protocol):
     """Prefetches weights of layers that are not on the device, by hooks on the layers."""
 
     @property
-    def place(self) -> WeightsPlacement: ...
+    def place(self) -> WeightsPlacement:
+        """Placement of the weights."""
 
     @property
-    def modules(self) -> Sequence[nn.Module]: ...
+    def modules(self) -> Sequence[nn.Module]:
+        """The decoder layers."""
 
     @property
     def device_s(self) -> float:
@@ -35,7 +37,8 @@ class LayerSource(Protocol):
         """Time of all copies so far in seconds."""
 
     @property
-    def num_bytes(self) -> int: ...
+    def num_bytes(self) -> int:
+        """Bytes transferred so far."""
 
     @property
     def stalled_s(self) -> float:

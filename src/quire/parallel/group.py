@@ -12,10 +12,12 @@ class TensorGroup(Protocol):
     """Collectives of the ranks of one model. All ranks make the same calls in the same order."""
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """Number of this rank, from 0."""
 
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """Number of ranks."""
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of a tensor over all ranks, bit-identical on every rank.
@@ -25,11 +27,14 @@ class TensorGroup(Protocol):
         """
         ...
 
-    def gather(self, tensor: Tensor) -> list[Tensor]: ...
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """Return the tensors of all ranks, in the order of the ranks."""
 
-    def union(self, mask: NDArray[np.bool_]) -> NDArray[np.bool_]: ...
+    def union(self, mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Return a mask that is True where the mask of any rank is."""
 
-    def least(self, number: int) -> int: ...
+    def least(self, number: int) -> int:
+        """Return the smallest number of any rank."""
 
     def meet(self) -> None:
         """Wait until all ranks have called this. For phases of very different duration: loading."""

@@ -28,7 +28,8 @@ class Lockstep(Protocol):
     """What an engine does so that all ranks take the same decisions."""
 
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """Number of ranks."""
 
     @property
     def failure(self) -> QuireError | None:
@@ -55,7 +56,8 @@ class Lockstep(Protocol):
         """Handle an error inside a step; return the error to raise."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End the other ranks."""
 
 
 class Alone:
@@ -96,7 +98,8 @@ class OtherRanks(Protocol):
         """The error that names the rank whose failure ended the others."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End all of them."""
 
 
 class Leader:

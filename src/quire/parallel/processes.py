@@ -21,11 +21,14 @@ from quire.errors import QuireError, RankFailed
 class Messages(Protocol):
     """One end of a connection to another rank."""
 
-    def send(self, message: object) -> None: ...
+    def send(self, message: object) -> None:
+        """Send a message."""
 
-    def receive(self, timeout_s: float | None = None) -> object: ...
+    def receive(self, timeout_s: float | None = None) -> object:
+        """Wait for a message."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Close this end."""
 
 
 class Channel:

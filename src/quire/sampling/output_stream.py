@@ -55,6 +55,7 @@ class OutputStream:
 
     @property
     def has_ended(self) -> bool:
+        """Whether the last delta of every request has been returned."""
         return not self._num_open
 
     def ready(self) -> Iterator[OutputDelta]:

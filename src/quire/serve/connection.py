@@ -80,14 +80,17 @@ class TimedConnection(H11Protocol):
         self._expects = ""
 
     def connection_made(self, transport: Any) -> None:  # those of uvloop have no common base class
+        """Start the timeout for request headers."""
         super().connection_made(transport)
         self._update()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the timeout."""
         self._clear()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        """Process received bytes of a request."""
         if self._expects == "body":
             self._clear()  # the timeout of a body restarts with every received segment
         super().data_received(data)

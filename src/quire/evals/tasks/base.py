@@ -73,6 +73,7 @@ class Task:
         return "".join(text for text, _ in self.spans)
 
     def prompt(self, index: int = 0) -> str:
+        """The context and one question: the prompt of an evaluation."""
         return self.context + self.queries[index].question
 
     def training_spans(self) -> tuple[Span, ...]:
@@ -123,7 +124,8 @@ class TaskFamily(ABC):
     __slots__ = ()
 
     @abstractmethod
-    def build(self, rng: random.Random, setting: Setting) -> Task: ...
+    def build(self, rng: random.Random, setting: Setting) -> Task:
+        """Generate one task, determined by the random state and the setting."""
 
 
 CHARACTERS_PER_TOKEN = 4.2

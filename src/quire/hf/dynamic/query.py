@@ -80,14 +80,17 @@ class Query:
 
     @property
     def num_output_tokens(self) -> int:
+        """Number of tokens generated so far."""
         return len(self.output_token_ids)
 
     @property
     def token_ids(self) -> list[int]:
+        """Tokens generated so far."""
         return self.output_token_ids
 
     @property
     def finished(self) -> bool:
+        """Whether the query is finished."""
         return self.state is QueryState.FINISHED
 
     @property

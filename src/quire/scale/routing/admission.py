@@ -62,7 +62,8 @@ class GatewayAdmission(Protocol):
     def submit(self, request_id: str, request: RoutedRequest, priority: int = 0) -> None:
         """Queue a request; lower priorities are sent first within a tenant."""
 
-    def cancel(self, request_id: str) -> bool: ...
+    def cancel(self, request_id: str) -> bool:
+        """Remove a waiting request; return whether it was waiting."""
 
     def next(self, replicas: Sequence[ReplicaLoad]) -> Dispatch | None:
         """The request to send now, until None; the router is notified of it."""

@@ -65,7 +65,8 @@ class Router(Protocol):
     def uncached_tokens(self, request: RoutedRequest, replica_id: str) -> int:
         """Prompt tokens that a replica is expected to compute; all, if the router cannot know."""
 
-    def note_sent(self, request: RoutedRequest, replica_id: str) -> None: ...
+    def note_sent(self, request: RoutedRequest, replica_id: str) -> None:
+        """Note that a request was sent to a replica."""
 
     def note_finished(self, request: RoutedRequest, replica_id: str) -> None:
         """Finished, failed or aborted; ignored after `note_lost`."""
