@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar, Unpack, runtime_checkable
 
-from transformers import PreTrainedTokenizerBase
-
 from quire.api.llm import (
     Command,
     Conversation,
@@ -279,7 +277,7 @@ class AsyncLLM:
                 f"expected one conversation, got {len(conversations)}: call chat for each, and "
                 "gather the results"
             )
-        template = ChatTemplate(self._tokenizer(), content_format)
+        template = ChatTemplate(self.engine.model.require_tokenizer(), content_format)
         encode = partial(
             template.encode,
             add_generation_prompt=add_generation_prompt,
@@ -301,17 +299,10 @@ class AsyncLLM:
         [request] = as_requests([prompt], sampling, options)
         if not isinstance(request.prompt, str):
             return replace(request, prompt=as_token_ids(request.prompt))
-        ids = await asyncio.to_thread(encode_prompt, self._tokenizer(), request.prompt)
+        ids = await asyncio.to_thread(
+            encode_prompt, self.engine.model.require_tokenizer(), request.prompt
+        )
         return replace(request, prompt=ids)
-
-    def _tokenizer(self) -> PreTrainedTokenizerBase:
-        model = self.engine.model
-        if model.tokenizer is None:
-            raise RequestError(
-                f"{model.name} has no tokenizer: add tokenizer.json to its folder, "
-                "or give prompts as token ids"
-            )
-        return model.tokenizer
 
     async def stats(self) -> EngineStats:
         """Return the engine's statistics, read between two steps.

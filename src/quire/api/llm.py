@@ -454,7 +454,7 @@ class LLM:
 
     def _encode(self, prompt: object) -> list[int]:
         if isinstance(prompt, str):
-            return encode_prompt(self._tokenizer(), prompt)
+            return encode_prompt(self.model.require_tokenizer(), prompt)
         return as_token_ids(prompt)
 
     def encode_chat(
@@ -481,16 +481,8 @@ class LLM:
             RequestError: a model without a tokenizer.
         """
         if self._chat_template is None:
-            self._chat_template = ChatTemplate(self._tokenizer(), self.content_format)
+            self._chat_template = ChatTemplate(self.model.require_tokenizer(), self.content_format)
         return self._chat_template
-
-    def _tokenizer(self) -> PreTrainedTokenizerBase:
-        if self.model.tokenizer is None:
-            raise RequestError(
-                f"{self.model.name} has no tokenizer: add tokenizer.json to its folder, "
-                "or give prompts as token ids"
-            )
-        return self.model.tokenizer
 
     def context_tokens(self, prompt_tokens: int, evict: str | None = None) -> int:
         """Maximum length of a sequence: the model's context, or more with a streaming policy.

@@ -118,7 +118,7 @@ def packaged_models() -> Iterator[CachedModel]:
 
 
 def cached_models() -> Iterator[CachedModel]:
-    """Models in the cache of huggingface_hub, by name; of several revisions the last used."""
+    """Models in the cache of huggingface_hub, by name; of several revisions the newest."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 

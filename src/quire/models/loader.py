@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from quire.errors import ConfigError, UnknownName, UnsupportedModel
+from quire.errors import ConfigError, RequestError, UnknownName, UnsupportedModel
 from quire.layout import limits
 from quire.layout.model import ModelSpec
 from quire.layout.options import require_type
@@ -54,6 +54,19 @@ class LoadedModel:
     weight_codec: str = "auto"  # of linear layers: int8 or int4; "auto": none
     implementation: Implementation | None = None  # None if the model was built in memory
     group: TensorGroup = ONE_RANK
+
+    def require_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer.
+
+        Raises:
+            RequestError: the model has none.
+        """
+        if self.tokenizer is None:
+            raise RequestError(
+                f"{self.name} has no tokenizer: add tokenizer.json to its folder, "
+                "or give prompts as token ids"
+            )
+        return self.tokenizer
 
     def with_max_model_len(self, tokens: int) -> "LoadedModel":
         """Return the model with a shorter context; weights are shared."""
