@@ -414,7 +414,10 @@ class AsyncLLM:
                     raise self.engine.failure
                 if self.engine.has_work:
                     self._step()
-            self._leave_idle()
+            for request_id in self._streams:
+                self.engine.cancel(request_id)
+            while self.engine.has_work:
+                self.engine.step()
         except BaseException as error:  # open requests get it as `EngineDead`
             self._error = error
             logger.critical("the engine has stopped", exc_info=True)
@@ -484,12 +487,6 @@ class AsyncLLM:
         for stream, delta in items:
             if stream in closed:
                 self.engine.cancel(delta.request_id)
-
-    def _leave_idle(self) -> None:
-        for request_id in self._streams:
-            self.engine.cancel(request_id)
-        while self.engine.has_work:
-            self.engine.step()
 
     def _end(self) -> None:
         with self._state:

@@ -642,7 +642,9 @@ class LLM:
                 request_ids.append(self._submit(request, inbox.append))
             while not done:
                 while not inbox:
-                    self._step_for(inbox)
+                    with self._calls.held():
+                        if not inbox:
+                            self._step()
                 delta = inbox.popleft()
                 done = delta.is_last
                 yield delta
@@ -805,12 +807,6 @@ class LLM:
                     del self._takers[delta.request_id]
                 take(delta)
         return deltas
-
-    def _step_for(self, inbox: deque[OutputDelta]) -> None:
-        """Run a step, unless another thread has filled the inbox meanwhile."""
-        with self._calls.held():
-            if not inbox:
-                self._step()
 
     @contextmanager
     def _withdrawing(self, request_ids: Collection[str]) -> Iterator[None]:

@@ -186,7 +186,11 @@ def _options(body: Mapping[str, Any], head: LineHead) -> RequestOptions:
 
 
 def _sampling(body: Mapping[str, Any], head: LineHead) -> dict[str, Any]:
-    found = _structure(body, head)
+    try:
+        structure = read_structure(body)
+    except RequestError as error:
+        raise BatchError(str(error), head) from None
+    found = {} if structure is None else {"structured_outputs": structure}
     for key, value in body.items():
         if (
             key in STRUCTURE_FIELDS
@@ -208,14 +212,6 @@ def _sampling(body: Mapping[str, Any], head: LineHead) -> dict[str, Any]:
     if "do_sample" in body:
         found |= _greedy(body, head)
     return found
-
-
-def _structure(body: Mapping[str, Any], head: LineHead) -> dict[str, Any]:
-    try:
-        structure = read_structure(body)
-    except RequestError as error:
-        raise BatchError(str(error), head) from None
-    return {} if structure is None else {"structured_outputs": structure}
 
 
 def _greedy(body: Mapping[str, Any], head: LineHead) -> dict[str, Any]:

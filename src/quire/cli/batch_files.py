@@ -283,13 +283,10 @@ class Names:
             if isinstance(name, str | int) and not isinstance(name, bool):
                 self._note(key, name, number)
         if isinstance(value, dict):
-            self._note_model(value, number)
-
-    def _note_model(self, line: dict[str, Any], number: int) -> None:
-        body = line.get("body", line)
-        model = body.get("model") if isinstance(body, dict) else None
-        if isinstance(model, str):
-            self.models.setdefault(model, number)
+            body = value.get("body", value)
+            model = body.get("model") if isinstance(body, dict) else None
+            if isinstance(model, str):
+                self.models.setdefault(model, number)
 
     def _note(self, key: str, name: str | int, number: int) -> None:
         earlier = self._lines.setdefault((key, name), number)
@@ -403,17 +400,6 @@ def report_failures(
     source: Path, target: Path, failed: Collection[int], requests: int, form: LineFormat | None
 ) -> None:
     """Print the number of error records and the first one; without `form` a server parsed."""
-    first = first_failure(target)
-    typer.echo(f"error records: {len(failed)} of {requests} lines, in {target}", err=True)
-    typer.echo(f"first error: line {first.line}: {first.reason}", err=True)
-    hint = "correct the lines in the input, and use --overwrite or another output file"
-    if form is None or _any_request(source, failed, form):
-        hint = _RETRY
-    typer.echo(hint, err=True)
-
-
-def first_failure(target: Path) -> FirstFailure:
-    """Read the error record with the lowest line number; the file has at least one."""
     with target.open("rb") as lines:
         records = (json.loads(line) for line in lines)
         errors = ((record["line"], record["error"]) for record in records if record["error"])
@@ -422,7 +408,13 @@ def first_failure(target: Path) -> FirstFailure:
     reason = " ".join(str(text).split())
     if len(reason) > MAX_REASON_CHARACTERS:
         reason = reason[:MAX_REASON_CHARACTERS] + "..."
-    return FirstFailure(number, reason)
+    first = FirstFailure(number, reason)
+    typer.echo(f"error records: {len(failed)} of {requests} lines, in {target}", err=True)
+    typer.echo(f"first error: line {first.line}: {first.reason}", err=True)
+    hint = "correct the lines in the input, and use --overwrite or another output file"
+    if form is None or _any_request(source, failed, form):
+        hint = _RETRY
+    typer.echo(hint, err=True)
 
 
 def _any_request(source: Path, failed: Collection[int], form: LineFormat) -> bool:

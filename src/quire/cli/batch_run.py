@@ -42,16 +42,14 @@ class BatchRun:
             parts[job.part] = result
             if len(parts) == len(line.prompts):
                 del self._lines[job.key], self._parts[job.key]
-                self._finish(line, [parts[number] for number in sorted(parts)])
+                results = [parts[number] for number in sorted(parts)]
+                record, output = record_of(line, results, self._form)
+                if output is not None and line.options.get("record_evictions"):
+                    trace = self._llm.engine.eviction_trace(output.request_id)
+                    record["evictions"] = [retained.as_dict() for retained in trace]
+                self._put(record, output)
         self._output.flush()
         return self.tally
-
-    def _finish(self, line: BatchLine, results: list[LineResult]) -> None:
-        record, output = record_of(line, results, self._form)
-        if output is not None and line.options.get("record_evictions"):
-            trace = self._llm.engine.eviction_trace(output.request_id)
-            record["evictions"] = [retained.as_dict() for retained in trace]
-        self._put(record, output)
 
     def _jobs(self) -> Iterator[ClientJob]:
         with self._task.source.open("rb") as lines:

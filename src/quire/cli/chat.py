@@ -67,7 +67,7 @@ def chat(settings: Settings, *, flags: ChatFlags) -> None:
         raise RequestError("expected --max-tokens of 1 or more, got 0: a chat needs responses")
     conversation = Conversation(settings, flags.system, flags.chat_template)
     typer.echo(f"{conversation.llm.model.name}: {_GREETING}", err=True)
-    read = message_reader([*_COMMANDS])
+    read = _editor([*_COMMANDS]) if is_terminal(sys.stdin) else read_lines
     while True:
         message = read()
         if message is None or message == "/exit":
@@ -152,7 +152,10 @@ class Conversation:
         deltas = cast("Generator[OutputDelta]", self.llm.stream(token_ids, self._sampling))
         with closing(deltas), _interrupt_noted() as interrupted:  # closing cancels
             for delta in deltas:
-                _show(delta)
+                typer.echo(delta.text, nl=False)
+                sys.stdout.flush()
+                if delta.error is not None:
+                    raise RequestError(delta.error)
                 text += delta.text
                 self._note(builder, delta)
                 if interrupted():
@@ -199,24 +202,12 @@ def _interrupt_noted() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-def _show(delta: "OutputDelta") -> None:
-    typer.echo(delta.text, nl=False)
-    sys.stdout.flush()
-    if delta.error is not None:
-        raise RequestError(delta.error)
-
-
 CONTINUED = "\\"
 PROMPT = "> "
 _NO_EXIT = "(Ctrl-D or /exit exits)"
 
 ReadMessage = Callable[[], str | None]
 """Return the next message without surrounding blanks; None at the end of the input."""
-
-
-def message_reader(commands: Sequence[str]) -> ReadMessage:
-    """The editor on a terminal, else a reader of standard input; it completes `commands`."""
-    return _editor(commands) if is_terminal(sys.stdin) else read_lines
 
 
 def read_lines() -> str | None:
@@ -229,12 +220,7 @@ def read_lines() -> str | None:
                 break
     except UnicodeDecodeError as error:
         raise RequestError(f"standard input is not UTF-8 text: {error}") from error
-    return joined(lines).strip() if lines else None
-
-
-def joined(lines: Sequence[str]) -> str:
-    """Join the lines of a message; a backslash at the end of a line is left out."""
-    return "\n".join(line.removesuffix(CONTINUED) for line in lines)
+    return "\n".join(line.removesuffix(CONTINUED) for line in lines).strip() if lines else None
 
 
 def history_file(environment: Mapping[str, str], home: Path) -> Path:

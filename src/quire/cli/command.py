@@ -54,7 +54,19 @@ class QuireCommand(TyperCommand):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the help; the formatter of click is not used."""
-        show_help(self, ctx)
+        console = Console(highlight=False)
+        usage = " ".join(self.get_usage(ctx).split()[1:]).translate(_WITHOUT_BRACES)
+        console.print(Padding(Text.assemble(("Usage: ", "bold yellow"), (usage, "bold")), (1, 1)))
+        for paragraph in (self.help or "").split("\n\n"):
+            console.print(Padding(Text(paragraph.strip()), (0, 1, 1, 1)))
+        for title, parameters in _groups(self.get_params(ctx)).items():
+            rows = [(_names(p, ctx), _help(p)) for p in parameters]
+            body = (
+                _side_by_side(rows) if console.width >= _SIDE_BY_SIDE else _stacked(rows, console)
+            )
+            console.print(Panel(body, title=title, title_align="left", border_style="dim"))
+        if self.epilog:
+            console.print(Padding(Text(self.epilog), (1, 1)))
 
     def _refuse_model_option(self, ctx: Any, args: list[str]) -> None:
         declared = {name for parameter in self.params for name in parameter.opts}
@@ -193,21 +205,6 @@ _SIDE_BY_SIDE = 120  # columns of the terminal
 _INDENT = 4
 _WITHOUT_BRACES = str.maketrans("", "", "{}")  # typer marks required arguments with them
 _FRAME = 4  # columns of the border and its padding
-
-
-def show_help(command: Any, ctx: Any) -> None:
-    """Print the help of a command on standard output."""
-    console = Console(highlight=False)
-    usage = " ".join(command.get_usage(ctx).split()[1:]).translate(_WITHOUT_BRACES)
-    console.print(Padding(Text.assemble(("Usage: ", "bold yellow"), (usage, "bold")), (1, 1)))
-    for paragraph in (command.help or "").split("\n\n"):
-        console.print(Padding(Text(paragraph.strip()), (0, 1, 1, 1)))
-    for title, parameters in _groups(command.get_params(ctx)).items():
-        rows = [(_names(p, ctx), _help(p)) for p in parameters]
-        body = _side_by_side(rows) if console.width >= _SIDE_BY_SIDE else _stacked(rows, console)
-        console.print(Panel(body, title=title, title_align="left", border_style="dim"))
-    if command.epilog:
-        console.print(Padding(Text(command.epilog), (1, 1)))
 
 
 def _groups(parameters: list[Any]) -> dict[str, list[Any]]:

@@ -57,15 +57,10 @@ def complete_model(incomplete: str) -> list[str]:
     return _starting(incomplete, [*NAMES, *sorted(_model_paths(incomplete))])
 
 
-def complete_choice(choices: tuple[str, ...]) -> Completer:
-    """Return the completer of an option with a list of choices."""
-    return lambda incomplete: _starting(incomplete, list(choices))
-
-
 def completer_of(flag: str, choices: tuple[str, ...]) -> Completer | None:
     """Return the completer of an option; None without a list of values."""
     if choices:
-        return complete_choice(choices)
+        return lambda incomplete: _starting(incomplete, list(choices))
     return {"evict": complete_rule, "kv-codec": complete_codec}.get(flag)
 
 

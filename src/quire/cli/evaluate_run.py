@@ -90,11 +90,16 @@ def run(settings: Settings, *, flags: EvalRunFlags) -> None:
         data=flags.data,
         sanity=flags.sanity_check,
     )
-    refuse_ranks(settings, config)
+    size = settings.loading.tensor_parallel_size
+    if size > 1 and any(task.name == "perplexity" for task in config.tasks):
+        raise ConfigError(
+            f"task 'perplexity' needs a model in one process, got --tensor-parallel-size {size}: "
+            "leave one of them out"
+        )
     if flags.out is not None:
         prepare_folder(flags.out)
     found = evaluation(settings, config, flags.out)
-    show(found)
+    show_evaluation(found)
     result = as_envelope(found, settings, config)
     if flags.out is not None:
         write_files(flags.out, {RESULT_FILE: json_bytes(result)})
@@ -110,16 +115,6 @@ def selected(suite: str | None, tasks: str) -> "tuple[tuple[EvalTask, ...], Suit
     base = suite_of(suite if suite is not None else _QUICK)
     names = listed if suite is None and listed else [*base.tasks, *listed]
     return tuple(map(task_of, dict.fromkeys(names))), base
-
-
-def refuse_ranks(settings: Settings, config: "EvalConfig") -> None:
-    """Refuse perplexity with a divided model, whose logits are in several processes."""
-    size = settings.loading.tensor_parallel_size
-    if size > 1 and any(task.name == "perplexity" for task in config.tasks):
-        raise ConfigError(
-            f"task 'perplexity' needs a model in one process, got --tensor-parallel-size {size}: "
-            "leave one of them out"
-        )
 
 
 def opener(settings: Settings) -> "Callable[[KVConfig], LLM]":
@@ -161,11 +156,6 @@ def evaluation(settings: Settings, config: "EvalConfig", out: Path | None) -> "E
         return evaluator.run()
     finally:
         engines.close()
-
-
-def show(found: "Evaluation") -> None:
-    """Print the table of scores and verdicts."""
-    show_evaluation(found)
 
 
 def as_envelope(found: "Evaluation", settings: Settings, config: "EvalConfig") -> dict[str, object]:
@@ -316,7 +306,10 @@ def show_fidelity(found: Sequence[_Pair]) -> None:
     from quire.layout.sizes import format_size
 
     claims = claims_of(found)
-    show_means(f"Compared with full KV on {len(found)} prompts", means_of(found))
+    title = f"Compared with full KV on {len(found)} prompts"
+    means = means_of(found)
+    rows = [(name, *_mean_cells(mean)) for name, mean in means.items()]
+    show_table(title, ("measure", "mean", "95 % interval"), rows)
     typer.echo(
         f"KV peak of a request: {format_size(int(claims['kv_peak_bytes']))}, with full KV "
         f"{format_size(int(claims['full_kv_peak_bytes']))}"
@@ -337,12 +330,6 @@ def show_evaluation(found: "Evaluation") -> None:
         return
     rows = [_verdict_row(verdict) for verdict in found.verdicts]
     show_table("Compared with full KV", ("task", "score", "difference", "verdict"), rows)
-
-
-def show_means(title: str, means: "Mapping[str, Mean]") -> None:
-    """Print means with their intervals."""
-    rows = [(name, *_mean_cells(mean)) for name, mean in means.items()]
-    show_table(title, ("measure", "mean", "95 % interval"), rows)
 
 
 def _rows(found: "Evaluation") -> list[tuple[str, ...]]:

@@ -133,7 +133,11 @@ def _show_policy(row: PolicyRow | BudgetRow) -> None:
 
 def _option_facts(row: PolicyRow | BudgetRow) -> dict[str, str]:
     """Default and help text of each option; the options of the schedule of a policy last."""
-    helps = _option_helps(row)
+    from quire.policies.registry import registered, registered_budgets
+
+    known: Mapping[str, type] = registered() if isinstance(row, PolicyRow) else registered_budgets()
+    made = known.get(row.name)
+    helps = documented_attributes((made.__doc__ if made is not None else None) or "")
     facts = {
         f"{option}={default}": helps.get(option, "") or "option"
         for option, default in row.options.items()
@@ -149,14 +153,6 @@ def _option_facts(row: PolicyRow | BudgetRow) -> dict[str, str]:
             "quire policies, and what is evicted together (token, chunk, page)"
         )
     return facts
-
-
-def _option_helps(row: PolicyRow | BudgetRow) -> dict[str, str]:
-    from quire.policies.registry import registered, registered_budgets
-
-    known: Mapping[str, type] = registered() if isinstance(row, PolicyRow) else registered_budgets()
-    made = known.get(row.name)
-    return documented_attributes((made.__doc__ if made is not None else None) or "")
 
 
 def policy_rows() -> list[PolicyRow]:
@@ -316,19 +312,14 @@ def _codec_facts(name: str, row: Mapping[str, object]) -> dict[str, str]:
     facts["calibration"] = (
         f"needs quire calibrate MODEL --kv-codec {name}" if codec.constants else ""
     )
-    facts["source"] = _codec_source(codec.rule)
-    facts["example"] = f"quire generate {PACKAGED_MODEL} PROMPT --kv-codec {name}"
-    return facts
-
-
-def _codec_source(rule: str) -> str:
-    """The first paragraph of the documentation of the module that implements a codec."""
     with status("starting"), fast_imports():
         from quire.codecs.registry import registered  # imports torch
 
-    documentation = sys.modules[registered()[rule].__module__].__doc__ or ""
+    documentation = sys.modules[registered()[codec.rule].__module__].__doc__ or ""
     _, _, source = documentation.partition("\nSource: ")
-    return " ".join(source.split())
+    facts["source"] = " ".join(source.split())
+    facts["example"] = f"quire generate {PACKAGED_MODEL} PROMPT --kv-codec {name}"
+    return facts
 
 
 def codec_rows() -> list[dict[str, object]]:

@@ -24,6 +24,7 @@ from typing import Any, TextIO
 import psutil
 
 from quire.errors import ConfigError
+from quire.layout.files import replace_file
 from quire.plan.machine import container_total_bytes, cpu_model, package_version
 
 PACKAGES = ("torch", "transformers", "numpy")
@@ -138,21 +139,9 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
     """Write files atomically: readers see the old or the new content of each file."""
     for name, content in files.items():
         try:
-            _replace(folder / name, content)
+            replace_file(folder / name, content)
         except OSError as error:
             raise _unwritable(folder / name, error) from error
-
-
-def _replace(path: Path, content: bytes) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-    try:
-        with open(handle, "wb") as file:
-            file.write(content)
-        os.chmod(temporary, 0o644)  # only the owner can read a temporary file
-        os.replace(temporary, path)
-    except OSError:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def _unwritable(path: Path, error: OSError) -> ConfigError:

@@ -91,7 +91,11 @@ class Settings:
         with loading.shown():
             llm = self._load()
         loading.report(llm)
-        self._explain(llm)
+        place = llm.model.place
+        if place is not None and (self.verbose or not place.offloaded_layers):
+            typer.echo(place.text, err=True)
+        if self.verbose:
+            typer.echo(llm.engine.pool.explanation, err=True)
         return llm
 
     def _load(self) -> "LLM":
@@ -118,14 +122,6 @@ class Settings:
             "tensor_parallel_size": self.loading.tensor_parallel_size,
             "tensor_parallel_timeout": self.loading.tensor_parallel_timeout,
         }
-
-    def _explain(self, llm: "LLM") -> None:
-        """Print the placement of the weights; with --verbose the KV memory too."""
-        place = llm.model.place
-        if place is not None and (self.verbose or not place.offloaded_layers):
-            typer.echo(place.text, err=True)
-        if self.verbose:
-            typer.echo(llm.engine.pool.explanation, err=True)
 
     def refuse_other_tenants(self) -> None:
         """Refuse `--tenants` without `default`, to which all requests of this command belong."""

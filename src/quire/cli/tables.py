@@ -45,7 +45,11 @@ def with_unit(name: str, value: int | float) -> str:
     if name.endswith("_bytes"):
         return format_size(int(value))
     if name.endswith("_per_s"):
-        return _rate(name.removesuffix("_per_s").rpartition("_")[2], value)
+        counted = name.removesuffix("_per_s").rpartition("_")[2]
+        if counted in _RATES:
+            scale, unit = _RATES[counted]
+            return f"{value / scale:,.1f} {unit}"
+        return f"{value:,.1f} {counted}/s"
     if _SECONDS.search(name):
         return seconds(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
@@ -54,13 +58,6 @@ def with_unit(name: str, value: int | float) -> str:
 def seconds(value: int | float) -> str:
     """Format a time: milliseconds below one second."""
     return f"{value:,.2f} s" if value >= _MIN_WHOLE_S else f"{1e3 * value:,.1f} ms"
-
-
-def _rate(counted: str, value: int | float) -> str:
-    if counted in _RATES:
-        scale, unit = _RATES[counted]
-        return f"{value / scale:,.1f} {unit}"
-    return f"{value:,.1f} {counted}/s"
 
 
 _NAME_STYLE = "bold"

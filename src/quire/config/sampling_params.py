@@ -239,17 +239,6 @@ class BranchOptions(DrawOptions, Protocol):
     def structured_outputs(self) -> StructuredOutputs | None: ...
 
 
-def check_branches(options: BranchOptions) -> None:
-    """Refuse invalid combinations.
-
-    Raises:
-        RequestError: states the conflicting options and what to change.
-    """
-    problems = _beam_problems if options.use_beam_search else _draw_problems
-    for param, problem in problems(options):
-        raise RequestError(problem, param=param)
-
-
 _Problem = tuple[str, str]  # the field and the error message
 
 
@@ -438,7 +427,9 @@ class SamplingParams:
                 "max_tokens=0 and n=1",
                 param="pooling",
             )
-        check_branches(self)
+        problems = _beam_problems if self.use_beam_search else _draw_problems
+        for param, problem in problems(self):
+            raise RequestError(problem, param=param)
 
     @property
     def num_sequences(self) -> int:

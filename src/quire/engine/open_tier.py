@@ -266,17 +266,13 @@ def _seconds_per_byte(tier: Tier) -> float:
         tier.write(own, into)
         return _read_s(tier, own, into)
     except (TierFull, CorruptData):
-        return _read_s_of_entry(tier, into)
+        for key, stored in tier.stored().items():
+            if stored.num_bytes:
+                with contextlib.suppress(StorageError, CorruptData):  # dropped by another engine
+                    return _read_s(tier, key, into[: stored.num_bytes])
+        return 1 / _SLOW_BYTES_PER_S
     finally:
         tier.drop(own)
-
-
-def _read_s_of_entry(tier: Tier, into: memoryview) -> float:
-    for key, stored in tier.stored().items():
-        if stored.num_bytes:
-            with contextlib.suppress(StorageError, CorruptData):  # dropped by another engine
-                return _read_s(tier, key, into[: stored.num_bytes])
-    return 1 / _SLOW_BYTES_PER_S
 
 
 def _read_s(tier: Tier, key: str, into: memoryview) -> float:

@@ -32,7 +32,12 @@ def main(socket_number: int, rank: int) -> int:
     channel = channel_of(socket.socket(fileno=socket_number), "rank 0")
     try:
         start = cast(RankStart, channel.receive())
-        _run(channel, start, rank)
+        torch.set_num_threads(start.threads)
+        follower = Follower(channel, start.options.size)
+        group = join_group(start, rank, channel)
+        engine = open_rank(start.options, rank, group, follower)
+        meet_leader(channel)
+        make_calls(engine, follower)
     except RankFailed as error:
         logger.error("rank %d ends: %s", rank, error)
         return _report(channel, Report(str(error), is_first=False))
@@ -42,15 +47,6 @@ def main(socket_number: int, rank: int) -> int:
         traceback.print_exc()
         return _report(channel, Report(f"{type(error).__name__}: {error}", is_first=True))
     return 0
-
-
-def _run(channel: Channel, start: RankStart, rank: int) -> None:
-    torch.set_num_threads(start.threads)
-    follower = Follower(channel, start.options.size)
-    group = join_group(start, rank, channel)
-    engine = open_rank(start.options, rank, group, follower)
-    meet_leader(channel)
-    make_calls(engine, follower)
 
 
 def make_calls(engine: Engine, follower: Follower) -> None:

@@ -332,7 +332,13 @@ class CacheRows:
             check_positions(position_ids, counts, held)
         kept = arguments.get("logits_to_keep", 0)
         wanted = wanted_columns(kept, columns)
-        self._check_length(int((np.array(held) + counts).max()))
+        longest = int((np.array(held) + counts).max())
+        limit = self._plan.limit
+        if limit is not None and longest > limit:
+            raise RequestError(
+                f"a sequence of {longest} tokens exceeds max_tokens={limit}; create the cache with "
+                "a larger value"
+            )
         candidates = self._num_candidates(kept, counts)
         sequences = self._sequences or self._begin((counts - candidates).tolist())
         try:
@@ -387,14 +393,6 @@ class CacheRows:
                 "cache.reset() before another batch"
             )
         return [length + self._rollback.num_pending for length in self._sequences.lengths]
-
-    def _check_length(self, longest: int) -> None:
-        limit = self._plan.limit
-        if limit is not None and longest > limit:
-            raise RequestError(
-                f"a sequence of {longest} tokens exceeds max_tokens={limit}; create the cache with "
-                "a larger value"
-            )
 
     # ---- prompts -------------------------------------------------------------------------------
 

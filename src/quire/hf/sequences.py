@@ -152,7 +152,12 @@ class Sequences:
         logits = torch.zeros(shape, dtype=self._decoder.dtype, device=self._decoder.device)
         done = np.zeros_like(counts)
         while (done < counts).any():
-            chunk = self._next_chunk(counts - done)
+            left = counts - done
+            sizes = np.zeros_like(left)
+            for i in np.flatnonzero(left):
+                self._evicting.evict_for_chunk(self.rows[i])
+                sizes[i] = self._evicting.chunk_tokens(self.rows[i], int(left[i]))
+            chunk = self._grow(sizes)
             first = token_ids.shape[1] - counts + done
             part, places = self._run(token_ids, first, chunk, columns)
             logits = logits.to(part.dtype)  # some models return float32 for any weight dtype
@@ -163,14 +168,6 @@ class Sequences:
                 if tokens and row.progress.num_computed == len(row.prompt_token_ids):
                     self._evicting.evict_after_prompt(row)
         return logits
-
-    def _next_chunk(self, left: Counts) -> Counts:
-        """Allocate slots for the next tokens of each row, and return the token counts."""
-        sizes = np.zeros_like(left)
-        for i in np.flatnonzero(left):
-            self._evicting.evict_for_chunk(self.rows[i])
-            sizes[i] = self._evicting.chunk_tokens(self.rows[i], int(left[i]))
-        return self._grow(sizes)
 
     def _grow(self, sizes: Counts) -> Counts:
         """Allocate pages for these tokens, or for fewer tokens in rows with when=pressure."""

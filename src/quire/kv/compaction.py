@@ -234,7 +234,12 @@ def commit_compaction(
         for name in (plan.group, *plan.statistics):
             table = memory.tables[name]
             _move(memory, table, plan, mover)
-            _cut(memory, table, plan)
+            if plan.kept_columns is None:
+                freed = cut_slots(table, plan.row, plan.keep_slots)
+            else:
+                freed = table.keep_columns(plan.row, plan.kept_columns)
+                table.num_slots[plan.row] = plan.keep_slots
+            memory.pools[table.group.page_class].release(freed)
         moves = plan.moves if plan.kept_columns is None else None  # None: whole pages were dropped
         memory.listeners.compacted(plan.row, plan.group, moves, int(plan.keep_slots.min()))
 
@@ -254,12 +259,3 @@ def _move(
         (table.pages[plan.row, lane, source // tokens], source % tokens),
         (table.pages[plan.row, lane, target // tokens], target % tokens),
     )
-
-
-def _cut(memory: KVMemory, table: LaneTable, plan: CompactionPlan) -> None:
-    if plan.kept_columns is None:
-        freed = cut_slots(table, plan.row, plan.keep_slots)
-    else:
-        freed = table.keep_columns(plan.row, plan.kept_columns)
-        table.num_slots[plan.row] = plan.keep_slots
-    memory.pools[table.group.page_class].release(freed)

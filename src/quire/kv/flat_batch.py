@@ -72,11 +72,9 @@ class DeviceTable:
             self._version = self._table.version
             self._table.drain_changes()
         elif self._device.type != "cpu":
-            self._apply(self._table.drain_changes())
+            changed = self._table.drain_changes()
+            if len(changed):
+                entries = self._table.pages.reshape(-1)[changed]
+                index, pages = to_device(np.stack([changed, entries]), self._device)
+                self._pages.view(-1)[index] = pages.int()
         return self._pages
-
-    def _apply(self, changed: NDArray[np.int64]) -> None:
-        if len(changed):
-            entries = self._table.pages.reshape(-1)[changed]
-            index, pages = to_device(np.stack([changed, entries]), self._device)
-            self._pages.view(-1)[index] = pages.int()

@@ -99,7 +99,12 @@ class PagePool:
         """Drop one reference per entry of `pages` (duplicates allowed); free unreferenced pages."""
         if len(pages) <= 1:  # frequent: the prefix cache evicts block by block
             for page in pages.tolist():
-                self._release_one(page)
+                left = int(self.ref_counts[page]) - 1
+                self.ref_counts[page] = left
+                if left == 0:
+                    self._push(np.array([page], dtype=np.int32))
+                elif left == 1:
+                    self.num_shared -= 1
             return
         before = self.ref_counts[pages]
         if self.num_shared:
@@ -116,14 +121,6 @@ class PagePool:
     def _before_use(self, pages: PageNumbers) -> None:
         """Order later computation after copies in flight that read these pages."""
         self._arena.fences.before_use(pages, self.page_class.page_bytes)
-
-    def _release_one(self, page: int) -> None:
-        left = int(self.ref_counts[page]) - 1
-        self.ref_counts[page] = left
-        if left == 0:
-            self._push(np.array([page], dtype=np.int32))
-        elif left == 1:
-            self.num_shared -= 1
 
     def _allocate_slab(self) -> int:
         slab = self._arena.allocate_slab()
@@ -162,15 +159,12 @@ class PagePool:
         self._num_free[slab] = free + len(pages)
         self._free_in_slabs += len(pages)
         if self._num_free[slab] == len(self._stacks[slab]):
-            self._free_slab(slab)
+            self._free_in_slabs -= self._num_free.pop(slab)
+            del self._stacks[slab]
+            self._partial.pop(slab, None)
+            self._arena.free_slab(slab)
         else:
             self._partial[slab] = None
-
-    def _free_slab(self, slab: int) -> None:
-        self._free_in_slabs -= self._num_free.pop(slab)
-        del self._stacks[slab]
-        self._partial.pop(slab, None)
-        self._arena.free_slab(slab)
 
     def check(self) -> None:
         used = free = 0

@@ -49,7 +49,17 @@ def repack(memory: KVMemory, *rows: int) -> None:
     for page_class, found in moving.items():
         memory.pools[page_class].release(np.repeat(found.pages, found.times))
     for page_class, found in moving.items():
-        _place(memory, page_class, found, named)
+        pool = memory.pools[page_class]
+        fresh = pool.allocate(len(found.pages))
+        memory.store.write_pages(page_class, fresh, found.payload)
+        for further in range(1, int(found.times.max(initial=1))):
+            pool.retain(fresh[found.times > further])
+        for entries in named:
+            if entries.table.group.page_class == page_class:
+                moved = np.isin(entries.pages, found.pages)
+                place = np.searchsorted(found.pages, entries.pages[moved])
+                row, lane, column = entries.row[moved], entries.lane[moved], entries.column[moved]
+                entries.table.replace(row, lane, column, fresh[place])
 
 
 def _fit_packed(memory: KVMemory, moving: Mapping[PageClass, _Moving]) -> bool:
@@ -80,18 +90,3 @@ def _exclusive(memory: KVMemory, page_class: PageClass, named: list[_Named]) -> 
     own = memory.pools[page_class].ref_counts[pages] == times
     payload = memory.store.read_pages(page_class, pages[own])
     return _Moving(pages[own], times[own], payload)
-
-
-def _place(memory: KVMemory, page_class: PageClass, found: _Moving, named: list[_Named]) -> None:
-    """Write the pages' bytes to new pages and point the entries at them."""
-    pool = memory.pools[page_class]
-    fresh = pool.allocate(len(found.pages))
-    memory.store.write_pages(page_class, fresh, found.payload)
-    for further in range(1, int(found.times.max(initial=1))):
-        pool.retain(fresh[found.times > further])
-    for entries in named:
-        if entries.table.group.page_class == page_class:
-            moved = np.isin(entries.pages, found.pages)
-            place = np.searchsorted(found.pages, entries.pages[moved])
-            row, lane, column = entries.row[moved], entries.lane[moved], entries.column[moved]
-            entries.table.replace(row, lane, column, fresh[place])

@@ -65,7 +65,13 @@ class SharedArena:
         """Add a member; its guarantee is rounded down to whole slabs, None is no limit above it."""
         if name in self.members:
             raise ConfigError(f"two members of the shared pool are called {name!r}")
-        self._check_pages(name, page_bytes)
+        largest = max(page_bytes)
+        cut = 1 if self.slab_bytes % largest else 0  # a page crosses each slab boundary
+        if self.slab_bytes // largest - cut < 1:
+            raise ConfigError(
+                f"pages of {largest:,} B of member {name!r} do not fit into slabs of "
+                f"{self.slab_bytes:,} B; give the shared pool slab_bytes={2 * largest:,} or more"
+            )
         slabs = guaranteed_bytes // self.slab_bytes
         if slabs < 1:
             raise ConfigError(
@@ -91,15 +97,6 @@ class SharedArena:
             raise InvariantError(f"member {name!r} leaves with slabs {sorted(member.held)}")
         member.close()
         del self.members[name]
-
-    def _check_pages(self, name: str, page_bytes: Sequence[int]) -> None:
-        largest = max(page_bytes)
-        cut = 1 if self.slab_bytes % largest else 0  # a page crosses each slab boundary
-        if self.slab_bytes // largest - cut < 1:
-            raise ConfigError(
-                f"pages of {largest:,} B of member {name!r} do not fit into slabs of "
-                f"{self.slab_bytes:,} B; give the shared pool slab_bytes={2 * largest:,} or more"
-            )
 
     def free_up(self, owner: "MemberArena") -> None:
         """Preempt in other members until a slab is free for a member below its guarantee."""

@@ -39,7 +39,8 @@ def fork(memory: KVMemory, row: int) -> int:
         table.copy_row(row, child)
         _retain_row(memory, table, row)
         if table.group.private:
-            _privatise_row(memory, table, child)
+            lane, column = np.nonzero(table.pages[child] >= 0)
+            memory.privatise(table, np.full(len(lane), child), lane, column)
     memory.lengths[child] = memory.lengths[row]
     memory.listeners.forked(row, child)
     memory.note_peaks(np.array([child]))
@@ -55,11 +56,6 @@ def _retain_row(memory: KVMemory, table: LaneTable, row: int) -> None:
     distinct, times = np.unique(pages, return_counts=True)
     for further in range(int(times.max(initial=0))):
         pool.retain(distinct[times > further])
-
-
-def _privatise_row(memory: KVMemory, table: LaneTable, row: int) -> None:
-    lane, column = np.nonzero(table.pages[row] >= 0)
-    memory.privatise(table, np.full(len(lane), row), lane, column)
 
 
 def reference_pages(memory: KVMemory, row: int, start: int, end: int) -> CachedReference:

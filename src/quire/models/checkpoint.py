@@ -148,7 +148,16 @@ def _config(
         )
     refuse_model_type(model_type)
     if model_type not in CONFIG_MAPPING:
-        _refuse_unknown(model_type, raw, trust_remote_code=trust_remote_code)
+        if "auto_map" not in raw:
+            raise UnsupportedModel(
+                f"Transformers {transformers_version} does not know {model_type!r} models; a newer "
+                "version may: pip install --upgrade transformers"
+            )
+        if not trust_remote_code:
+            raise ConfigError(
+                f"{model_type!r} is a model with its own Python code, which would run with your "
+                "permissions; read it, then pass trust_remote_code=True to run it"
+            )
     check_sizes(raw)
     with foreign_code(f"{folder / 'config.json'} cannot be read"):
         config: PreTrainedConfig = AutoConfig.from_pretrained(
@@ -157,19 +166,6 @@ def _config(
         refuse_config(config)
     _refuse_without_class(config, has_code="auto_map" in raw and trust_remote_code)
     return config
-
-
-def _refuse_unknown(model_type: str, raw: Mapping[str, object], *, trust_remote_code: bool) -> None:
-    if "auto_map" not in raw:
-        raise UnsupportedModel(
-            f"Transformers {transformers_version} does not know {model_type!r} models; a newer "
-            "version may: pip install --upgrade transformers"
-        )
-    if not trust_remote_code:
-        raise ConfigError(
-            f"{model_type!r} is a model with its own Python code, which would run with your "
-            "permissions; read it, then pass trust_remote_code=True to run it"
-        )
 
 
 def _refuse_without_class(config: PreTrainedConfig, *, has_code: bool) -> None:

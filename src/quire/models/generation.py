@@ -65,7 +65,10 @@ def read_generation_defaults(
     samples = _read(values, "do_sample")
     for name in _OF_SAMPLING:
         if not samples:
-            _warn_if_wrong(values, name)
+            try:
+                _read(values, name)
+            except ModelError as error:
+                logger.warning("%s; ignored, since 'do_sample' is not true", error)
     text_config = config.get("text_config")
     named = [(_FILE, values), ("config.json", config)]
     if isinstance(text_config, Mapping):
@@ -126,13 +129,6 @@ def _read(values: Mapping[str, object], name: str) -> object:
     if value is not None and value not in _RANGES[name]:
         raise ModelError(f"{_FILE}: {name!r} is {shown(value)}, expected {_RANGES[name]}")
     return value
-
-
-def _warn_if_wrong(values: Mapping[str, object], name: str) -> None:
-    try:
-        _read(values, name)
-    except ModelError as error:
-        logger.warning("%s; ignored, since 'do_sample' is not true", error)
 
 
 def _number(values: Mapping[str, object], name: str, *, neutral: float) -> float | None:

@@ -73,7 +73,12 @@ class GgufHeader:
             self._read()
         except (struct.error, UnicodeDecodeError, KeyError) as error:
             raise ModelError(f"{file} is damaged: its header cannot be read") from error
-        self._check_length()
+        end = max((t.start + _byte_shape(t)[1] for t in self.tensors), default=0)
+        if end > len(self._bytes):
+            raise ModelError(
+                f"{self.file} is incomplete: its tensors end at byte {end:,}, and it has "
+                f"{len(self._bytes):,} B; copy or download it again"
+            )
 
     def _read(self) -> None:
         if self._bytes[:4] != b"GGUF":
@@ -128,14 +133,6 @@ class GgufHeader:
         name = self._text()
         shape = tuple(self._number("Q") for _ in range(self._number("I")))
         return name, shape[::-1], self._number("I"), self._number("Q")
-
-    def _check_length(self) -> None:
-        end = max((t.start + _byte_shape(t)[1] for t in self.tensors), default=0)
-        if end > len(self._bytes):
-            raise ModelError(
-                f"{self.file} is incomplete: its tensors end at byte {end:,}, and it has "
-                f"{len(self._bytes):,} B; copy or download it again"
-            )
 
     def array(self, name: str) -> list[Any]:
         array = self._arrays[name]

@@ -67,7 +67,10 @@ def weight_files(folder: Path) -> list[Path]:
     """The weight files of a folder."""
     index = folder / _INDEX
     if index.is_file():
-        return _indexed_files(index)
+        weight_map = read_json_object(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ModelError(f"{index} is damaged (it has no 'weight_map'); fetch it again")
+        return [index.parent / name for name in sorted({str(name) for name in weight_map.values()})]
     if (folder / _SINGLE).is_file():
         return [folder / _SINGLE]
     if next(folder.glob("*.bin"), None) is not None:
@@ -76,13 +79,6 @@ def weight_files(folder: Path) -> list[Path]:
             "convert them to safetensors (load and save_pretrained with Transformers)"
         )
     raise ModelError(f"{folder} has no weights: expected {_SINGLE} or {_INDEX}")
-
-
-def _indexed_files(index: Path) -> list[Path]:
-    weight_map = read_json_object(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelError(f"{index} is damaged (it has no 'weight_map'); fetch it again")
-    return [index.parent / name for name in sorted({str(name) for name in weight_map.values()})]
 
 
 # Checks that a config describes the stored weights, from the headers of the weight files.
@@ -114,9 +110,15 @@ def check_shapes(
         return  # packed weights have shapes of their own
     if known is not None:
         _check_parameters(spec, stored)
-    _check_tensors(
-        model_without_memory(config, trust_remote_code=trust_remote_code), config, stored
-    )
+    model = model_without_memory(config, trust_remote_code=trust_remote_code)
+    for name, parameter in nn.Module.named_parameters(model):
+        found = next((stored[n] for n in spellings(model, name) if n in stored), None)
+        # equal counts in another order are left to the conversions of Transformers
+        if found is not None and found.num_values != parameter.numel():
+            raise ModelError(
+                f"the weights have {name} of shape {list(found.shape)}, but config.json requires "
+                f"{list(parameter.shape)}{_fields_of(config, parameter, found)}; {_CONFIG_FITS}"
+            )
 
 
 def layer_list(name: str) -> str | None:
@@ -206,19 +208,6 @@ def _named_values(config: PreTrainedConfig) -> Iterator[tuple[str, object]]:
         yield field, value
         if isinstance(value, dict):
             yield from value.items()
-
-
-def _check_tensors(
-    model: PreTrainedModel, config: PreTrainedConfig, stored: Mapping[str, StoredTensor]
-) -> None:
-    for name, parameter in nn.Module.named_parameters(model):
-        found = next((stored[n] for n in spellings(model, name) if n in stored), None)
-        # equal counts in another order are left to the conversions of Transformers
-        if found is not None and found.num_values != parameter.numel():
-            raise ModelError(
-                f"the weights have {name} of shape {list(found.shape)}, but config.json requires "
-                f"{list(parameter.shape)}{_fields_of(config, parameter, found)}; {_CONFIG_FITS}"
-            )
 
 
 def spellings(model: PreTrainedModel, name: str) -> tuple[str, str, str]:

@@ -133,7 +133,18 @@ def check_loaded(
     if getattr(model, "hf_quantizer", None) is not None:
         return  # codes are integers, and scales have no parameter
     _check_unexpected(model, sorted(info["unexpected_keys"]), folder)
-    _check_integers(model, set(info["unexpected_keys"]), stored, folder)
+    unexpected = set(info["unexpected_keys"])
+    unused = [*(model._keys_to_ignore_on_load_unexpected or ()), _COMPUTED]
+    buffers = {name for name, _ in nn.Module.named_buffers(model)}
+    for name, tensor in stored.items():
+        if not tensor.is_integer or name in unexpected or is_ignored(name, unused):
+            continue
+        if not any(spelling in buffers for spelling in spellings(model, name)):
+            raise ModelError(
+                f"{folder} stores {name} as integers ({tensor.dtype}), but config.json has no "
+                "'quantization_config' to decode them; download a checkpoint in bfloat16, "
+                "float16 or float32, or its complete config.json"
+            )
 
 
 def check_finite(model: nn.Module) -> None:
@@ -175,25 +186,6 @@ def _check_unexpected(model: PreTrainedModel, unexpected: Iterable[str], folder:
             "describes has no such parameters, so its output would be wrong; check that "
             "config.json belongs to these weights"
         )
-
-
-def _check_integers(
-    model: PreTrainedModel,
-    unexpected: set[str],
-    stored: Mapping[str, StoredTensor],
-    folder: Path,
-) -> None:
-    unused = [*(model._keys_to_ignore_on_load_unexpected or ()), _COMPUTED]
-    buffers = {name for name, _ in nn.Module.named_buffers(model)}
-    for name, tensor in stored.items():
-        if not tensor.is_integer or name in unexpected or is_ignored(name, unused):
-            continue
-        if not any(spelling in buffers for spelling in spellings(model, name)):
-            raise ModelError(
-                f"{folder} stores {name} as integers ({tensor.dtype}), but config.json has no "
-                "'quantization_config' to decode them; download a checkpoint in bfloat16, "
-                "float16 or float32, or its complete config.json"
-            )
 
 
 def _listed(names: list[str]) -> str:

@@ -62,7 +62,8 @@ class RateEstimator:
         change = np.maximum(1 + gain * error, _MIN_CHANGE)
         self._coefficients *= change
         self._variance /= self._forgetting * np.outer(change, change)
-        self._bound_variance()
+        shrink = np.sqrt(np.minimum(1.0, _MAX_VARIANCE / np.diagonal(self._variance)))
+        self._variance *= np.outer(shrink, shrink)
         self.num_samples += 1
 
     def _weight(self, error: int | float) -> float:
@@ -72,10 +73,6 @@ class RateEstimator:
         self._spread += _SPREAD_PACE * (clipped - self._spread)
         self._spread = max(self._spread, _MIN_SPREAD)
         return limit / error if error > limit else 1.0
-
-    def _bound_variance(self) -> None:
-        shrink = np.sqrt(np.minimum(1.0, _MAX_VARIANCE / np.diagonal(self._variance)))
-        self._variance *= np.outer(shrink, shrink)
 
 
 # Fits of seconds = amounts . coefficients with non-negative coefficients.

@@ -195,7 +195,8 @@ class ScorePolicy(EvictionPolicy):
     ) -> Bool[Tensor, "lane slot"]:
         """Convert scores to a retained set according to `scope`; wrapping rules call this."""
         if self.scope == LAYER:
-            score = _mean_over_heads(score, view)
+            by_layer = view.by_layer(score)
+            score = by_layer.mean(dim=1, keepdim=True).expand_as(by_layer).flatten(0, 1)
         if piece_tokens > 1:
             return choose_pieces(score, view.live, protected, keep, piece_tokens)
         return choose_slots(score, view.live, protected, keep)
@@ -271,9 +272,3 @@ def _all_finite(numbers: Tensor) -> bool:
         return True
     least, most = torch.aminmax(numbers)  # NaN if any number is NaN
     return isfinite(float(least)) and isfinite(float(most))
-
-
-def _mean_over_heads(score: Float[Tensor, "lane slot"], view: KVView) -> Float[Tensor, "lane slot"]:
-    """Average the scores over the heads of each layer, whose slots hold the same tokens."""
-    by_layer = view.by_layer(score)
-    return by_layer.mean(dim=1, keepdim=True).expand_as(by_layer).flatten(0, 1)

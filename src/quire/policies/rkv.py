@@ -83,16 +83,6 @@ class RKV(ScorePolicy):
             keys, view.live, threshold=self.threshold, block_tokens=self.block
         )
         redundancy = softmax_over(similarity[:, None], view.live[:, None])[:, 0]
-        importance = self._importance(view, keys)
-        return self.mix_lambda * importance - (1 - self.mix_lambda) * redundancy
-
-    def protected(self, view: KVView, keep: Int[Tensor, " lane"]) -> Bool[Tensor, "lane slot"]:
-        del keep
-        return view.oldest_positions(self.sinks) | view.newest(self.window)
-
-    def _importance(
-        self, view: KVView, keys: Float[Tensor, "lane slot head_dim"]
-    ) -> Float[Tensor, "lane slot"]:
         queries, query_positions = recorded(view, self._ring)
         lanes, group, window, _ = queries.shape
         scales = view.lane_scales
@@ -103,7 +93,12 @@ class RKV(ScorePolicy):
             logits = queries[part] @ keys[part, None].transpose(2, 3) * scales[part, None]
             sums[part] = softmax_over(logits.amax(dim=1), seen[part]).sum(dim=1)
         mean = sums / (query_positions >= 0).sum(dim=1, keepdim=True)
-        return pool(mean[:, None], self.kernel, MAXIMUM)[:, 0]
+        importance = pool(mean[:, None], self.kernel, MAXIMUM)[:, 0]
+        return self.mix_lambda * importance - (1 - self.mix_lambda) * redundancy
+
+    def protected(self, view: KVView, keep: Int[Tensor, " lane"]) -> Bool[Tensor, "lane slot"]:
+        del keep
+        return view.oldest_positions(self.sinks) | view.newest(self.window)
 
 
 # Similarity of cached keys, computed for a bounded number of pairs at a time.

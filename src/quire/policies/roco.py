@@ -66,17 +66,11 @@ class RoCo(SinksAndRecent):
     ) -> Bool[Tensor, "lane slot"]:
         # raise scores instead of masking: masked slots would retain their whole pieces, and more
         # than `keep` slots would be retained
-        varied = self._varied(view, protected, keep)
-        lifted = torch.where(varied, score + 1 + score.amax(dim=1, keepdim=True), score)
-        return ScorePolicy.choose(self, view, lifted, protected, keep, piece_tokens)
-
-    def _varied(
-        self, view: KVView, protected: Bool[Tensor, "lane slot"], keep: Int[Tensor, " lane"]
-    ) -> Bool[Tensor, "lane slot"]:
-        """Mark the slots whose std is too large to be evicted, including the protected ones."""
         held, fixed = view.num_slots[:, 0], protected.sum(dim=1)
         may_leave = torch.maximum(keep - fixed, held - keep)
-        return choose_slots(self._std(view), view.live, protected, held - may_leave)
+        varied = choose_slots(self._std(view), view.live, protected, held - may_leave)
+        lifted = torch.where(varied, score + 1 + score.amax(dim=1, keepdim=True), score)
+        return ScorePolicy.choose(self, view, lifted, protected, keep, piece_tokens)
 
     def _std(self, view: KVView) -> Float[Tensor, "lane slot"]:
         sums, squares = (view.statistic(statistic) for statistic in self.statistics)

@@ -95,9 +95,6 @@ class RayConfig:
                 f"expected ray-object-store-memory of at least 80MiB, got "
                 f"{self.object_store_memory} bytes"
             )
-        self._check_numbers()
-
-    def _check_numbers(self) -> None:
         if self.retries < 0:
             raise ConfigError(f"expected ray-retries >= 0, got {self.retries}")
         for name in ("max_ongoing", "target_ongoing"):

@@ -191,14 +191,10 @@ def _words(body: Mapping[str, Any]) -> Iterator[int]:
         value = body.get(name)
         if value is None:
             continue
-        if _are_token_ids(value):
+        if isinstance(value, list) and bool(value) and all(type(item) is int for item in value):
             yield from (abs(token_id) % _MAX_ID for token_id in value)
         else:
             yield from _words_of_text(_text(value))
-
-
-def _are_token_ids(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
 
 
 def _text(value: Any) -> str:

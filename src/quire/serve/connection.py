@@ -29,10 +29,6 @@ _TOO_LARGE_HEADERS = (
 )
 
 
-def _is_too_large(connection: h11.Connection) -> bool:
-    return len(connection.trailing_data[0]) > MAX_HEADER_BYTES
-
-
 def _requested_path(connection: h11.Connection) -> str:
     """Path in the first line of a request that could not be read; empty without one."""
     words = connection.trailing_data[0][:MAX_HEADER_BYTES].split(b" ", 2)
@@ -123,7 +119,7 @@ class TimedConnection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Refuse a message that is not valid HTTP, or whose headers are too large, as JSON."""
         status = HTTPStatus.BAD_REQUEST
-        if _is_too_large(self.conn):
+        if len(self.conn.trailing_data[0]) > MAX_HEADER_BYTES:
             status, msg = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, _TOO_LARGE_HEADERS
         body = error_response(status, msg, path=_requested_path(self.conn)).body
         headers = [("content-type", "application/json"), ("connection", "close")]

@@ -153,7 +153,10 @@ def unknown_fields(
     extra: Mapping[str, object], known: Iterable[str], *, inside: str = ""
 ) -> list[str]:
     """Names in `extra` that are neither known, ignored nor unsupported."""
-    require_few(extra)
+    if len(extra) > MAX_EXTRA_FIELDS:
+        raise RequestError(
+            f"expected at most {MAX_EXTRA_FIELDS} unknown fields, got {len(extra)}: leave them out"
+        )
     others = {name: value for name, value in extra.items() if value is not None}
     declared = tuple(known)
     if inside:
@@ -163,14 +166,6 @@ def unknown_fields(
             raise _unsupported(name, declared)
     names = [name for name in others if name not in IGNORED and name not in UNSUPPORTED]
     return _refuse_near_misses(names, (*declared, *IGNORED, *UNSUPPORTED))
-
-
-def require_few(extra: Mapping[str, object]) -> None:
-    """Limit the number of unknown fields."""
-    if len(extra) > MAX_EXTRA_FIELDS:
-        raise RequestError(
-            f"expected at most {MAX_EXTRA_FIELDS} unknown fields, got {len(extra)}: leave them out"
-        )
 
 
 def temperature_of(do_sample: object, temperature: object) -> object:

@@ -104,7 +104,11 @@ def plan_for(
     length = min(DEFAULT_LENGTH, model.max_positions) if length is None else length
     layout, most = _used_layout(llm), llm.engine.schedule_config.max_num_seqs
     held = capacity(model, budget_bytes, layout=layout, sequence_tokens=length, batch=1)
-    each_bytes = _sequence_bytes(layout, length, retained)
+    least = length if retained is None else min(length, retained)
+    each_bytes = sum(
+        group.bytes_at_most(length if group.window is not None else least, 1)
+        for group in layout.groups
+    )
     is_too_long = length > model.max_positions
     sequences = 0 if is_too_long else budget_bytes // each_bytes
     return {
@@ -130,15 +134,6 @@ def _used_layout(llm: LLM) -> CacheLayout:
     layout = llm.engine.pool.kv.memory.layout
     names = statistics_used(layout, llm.engine.pool.eviction.spec.statistics)
     return CacheLayout(tuple(g for g in layout.groups if g.name in names or not g.private))
-
-
-def _sequence_bytes(layout: CacheLayout, length: int, retained: int | None) -> int:
-    """Bytes of one sequence while it decodes, in whole pages of every layer."""
-    least = length if retained is None else min(length, retained)
-    return sum(
-        group.bytes_at_most(length if group.window is not None else least, 1)
-        for group in layout.groups
-    )
 
 
 FLUSH_S = 0.05

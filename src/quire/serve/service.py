@@ -87,9 +87,6 @@ class Service:
         self._max_tokens = llm.engine.scheduler.peaks.longest_sequence(
             llm.model.spec.max_positions, llm.engine.pool.eviction.spec
         )
-        self._check_rules()
-
-    def _check_rules(self) -> None:
         for tenant, rule in self._rules.items():
             try:
                 self.llm.context_tokens(1, rule)

@@ -330,11 +330,6 @@ def make_memory(
 ) -> KVMemory:
     """Create a KV memory with bookkeeping only: its arena is not allocated."""
     total_bytes = bytes_for_all(layout, lengths) if config.memory is None else config.memory
-    _refuse_too_many_pages(layout, total_bytes)
-    return KVMemory(layout, total_bytes, max_num_seqs)
-
-
-def _refuse_too_many_pages(layout: CacheLayout, total_bytes: int) -> None:
     smallest = min(page_class.page_bytes for page_class in layout.page_classes)
     if total_bytes // smallest > MAX_PAGES:
         raise ConfigError(
@@ -342,6 +337,7 @@ def _refuse_too_many_pages(layout: CacheLayout, total_bytes: int) -> None:
             f"expected at most {MAX_PAGES:,}; lower --kv-memory, use fewer or shorter requests, "
             "or raise --block-size"
         )
+    return KVMemory(layout, total_bytes, max_num_seqs)
 
 
 def bytes_for_all(layout: CacheLayout, lengths: Sequence[int]) -> int:

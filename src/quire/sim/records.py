@@ -143,9 +143,6 @@ class Gauges:
         self.peak_used_bytes = max(self.peak_used_bytes, reading.used_bytes)
         self.peak_running = max(self.peak_running, reading.running)
         self.peak_waiting = max(self.peak_waiting, reading.waiting)
-        self._sample(reading)
-
-    def _sample(self, reading: SimulatedReading) -> None:
         if self._held % self._stride == 0:
             self.samples.append(reading)
             if len(self.samples) > _SAMPLES_AT_MOST:

@@ -132,16 +132,13 @@ class FairQueue(Generic[R]):
         if request in self._entries:
             raise InvariantError(f"request {request.request_id} is waiting already")
         if request.tenant not in self._queues:
-            self._lift(request.tenant)
+            self._virtual_time[request.tenant] = max(self.virtual_time(request.tenant), self._floor)
             self._queues[request.tenant] = _TenantQueue()
         entry = _Entry(request.order, next(self._numbers), request)
         queue = self._queues[request.tenant]
         heapq.heappush(queue.entries, entry)
         queue.num_waiting += 1
         self._entries[request] = entry
-
-    def _lift(self, tenant: str) -> None:
-        self._virtual_time[tenant] = max(self.virtual_time(tenant), self._floor)
 
     @property
     def _floor(self) -> float:

@@ -2,8 +2,6 @@
 
 import json
 import math
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 from quire.errors import ConfigError
 from quire.evals.intervals import Mean, mean_of
 from quire.evals.suite.perplexity import NLL, PERPLEXITY
+from quire.layout.files import replace_file
 
 FOLDER = "cells"
 
@@ -130,20 +129,8 @@ class CellFolder:
         path = self._folder / f"{name}.json"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            _replace(path, text)
+            replace_file(path, text.encode())
         except OSError as error:
             raise ConfigError(
                 f"cannot write {path}: {error.strerror}; name another folder with --out"
             ) from error
-
-
-def _replace(path: Path, text: str) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)  # only the owner can read a temporary file
-        os.replace(temporary, path)
-    except OSError:
-        Path(temporary).unlink(missing_ok=True)
-        raise

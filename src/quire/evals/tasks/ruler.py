@@ -212,7 +212,11 @@ class VariableTracking(TaskFamily):
 
     def build(self, rng: random.Random, setting: Setting) -> Task:
         values = _distinct_numbers(rng, self.chains, self.digits)
-        names = _distinct_names(rng, self.chains * (self.hops + 1))
+        count = self.chains * (self.hops + 1)
+        found: dict[str, None] = {}
+        while len(found) < count:
+            found[letters(rng, 5)] = None
+        names = list(found)
         chains = [names[index :: self.chains] for index in range(self.chains)]
         statements = [
             f"\nVAR {chain[hop]} = {f'VAR {chain[hop - 1]}' if hop else value}\n"
@@ -284,11 +288,4 @@ def _distinct_numbers(rng: random.Random, count: int, digits: int) -> list[str]:
     found: dict[str, None] = {}
     while len(found) < count:
         found[number(rng, digits)] = None
-    return list(found)
-
-
-def _distinct_names(rng: random.Random, count: int) -> list[str]:
-    found: dict[str, None] = {}
-    while len(found) < count:
-        found[letters(rng, 5)] = None
     return list(found)

@@ -280,7 +280,9 @@ class DynamicBatch:
         if self._batch_slots.live:
             self._decode(record)
         self._prefiller.prefill_ahead(self._filling.view(), record)
-        self._fetch()
+        soon = any(query.tokens_left <= _PREFETCH_TOKENS for query in self._batch_slots.live)
+        if soon and self._queues.ready:
+            self._memory.fetch(self._queues.ready[0])
         self._close_if_idle()
 
     def _close_if_idle(self) -> None:
@@ -322,9 +324,3 @@ class DynamicBatch:
         if query.started_s is None:
             query.started_s = self.options.clock()
         return [*query.prompt_token_ids, *query.output_token_ids]
-
-    def _fetch(self) -> None:
-        """Prefetch the next query's KV to the device before a row is expected to be free."""
-        soon = any(query.tokens_left <= _PREFETCH_TOKENS for query in self._batch_slots.live)
-        if soon and self._queues.ready:
-            self._memory.fetch(self._queues.ready[0])

@@ -53,7 +53,9 @@ class GpuDecoder(TransformersDecoder):
         if not len(batch.token_ids):
             head = fused.head.weight
             return torch.empty(0, len(head), dtype=self.dtype, device=self.device)
-        rope = self._rope_of(batch.positions)
+        like = torch.empty(1, dtype=torch.float32, device=batch.positions.device)
+        cosine, sine = self._fused.rotary(like, batch.positions[None])
+        rope = CosSin(cosine[0].contiguous(), sine[0].contiguous())
         stream: Tensor = fused.embedding(batch.token_ids)
         first = fused.layers[0].attention_norm
         normed = slot_calls.normed(stream, None, first.weight, first.eps)
@@ -70,11 +72,6 @@ class GpuDecoder(TransformersDecoder):
             normed = slot_calls.normed(stream, added, norm.weight, norm.eps)
         note_hidden_states(attention, normed.__getitem__)
         return fused.head(normed[batch.sample_rows])
-
-    def _rope_of(self, positions: Tensor) -> CosSin:
-        like = torch.empty(1, dtype=torch.float32, device=positions.device)
-        cosine, sine = self._fused.rotary(like, positions[None])
-        return CosSin(cosine[0].contiguous(), sine[0].contiguous())
 
     def _attention(
         self, number: int, layer: GpuLayer, normed: Tensor, rope: CosSin, attention: Any

@@ -102,7 +102,10 @@ class SelectionContext:
         """Whether each query head of a row, with the whole budget, retains an evictable token."""
         columns = self.units.columns
         if type(self.base).choose is ScorePolicy.choose:
-            fresh = self._best_of_heads()
+            units = self.units
+            shared = (units.free_slots[:, None], units.wanted_slots[:, None])
+            free, wanted = (torch.from_numpy(part).to(self.score.device) for part in shared)
+            fresh = best_slots(self.score[:, :, units.columns], free, wanted)
         else:
             fresh = self._chosen_by_heads()[:, :, columns]
         if self.known is None:
@@ -117,13 +120,6 @@ class SelectionContext:
         bits = must[:, None].repeat(1, self.score.shape[1], 1)
         bits[:, :, self.units.columns] |= self.own_bits
         return bits if self.known is None else torch.where(self.known[1], self.known[0], bits)
-
-    def _best_of_heads(self) -> Bool[Tensor, "row head column"]:
-        """Select the best evictable slots of each head, in addition to the protected ones."""
-        units = self.units
-        shared = (units.free_slots[:, None], units.wanted_slots[:, None])
-        free, wanted = (torch.from_numpy(part).to(self.score.device) for part in shared)
-        return best_slots(self.score[:, :, units.columns], free, wanted)
 
     def _chosen_by_heads(self) -> Bool[Tensor, "row head slot"]:
         """Select the slots of each head with a base rule that overrides `choose`."""

@@ -110,7 +110,11 @@ class EngineObserver:
                 self.finished[delta.finish_reason] += 1
             if delta.is_last:
                 self._end(delta)
-        self._count_finished()
+        sequences = self._engine.request_log.newly_finished
+        for sequence in sequences:
+            self._count_sequence(sequence)
+        if sequences and self._traces is not None:
+            self._traces.finish(sequences, self._engine.events.now_s())
 
     def _end(self, delta: OutputDelta) -> None:
         """Forget a request; count its prompt if it has no output tokens, as an embedding."""
@@ -130,13 +134,6 @@ class EngineObserver:
             self.distributions["time_to_first_token_seconds"].add(now_s - opened.arrival_s)
         opened.last_s[delta.index] = now_s
 
-    def _count_finished(self) -> None:
-        sequences = self._engine.request_log.newly_finished
-        for sequence in sequences:
-            self._count_sequence(sequence)
-        if sequences and self._traces is not None:
-            self._traces.finish(sequences, self._engine.events.now_s())
-
     def _count_sequence(self, sequence: FinishedRequest) -> None:
         found = self.distributions
         found["request_latency_seconds"].add(sequence.finish_s - sequence.arrival_s)
@@ -144,7 +141,8 @@ class EngineObserver:
         found["request_preemptions"].add(sequence.num_preemptions)
         found["request_evicted_tokens"].add(sequence.evicted_tokens)
         found["request_kv_peak_bytes"].add(sequence.kv_peak_bytes)
-        admitted_s = _admitted_s(sequence)
+        times = (event.time_s for event in sequence.timeline.events if event.kind == "admitted")
+        admitted_s = next(times, None)
         if admitted_s is None:
             return
         found["request_queue_seconds"].add(admitted_s - sequence.arrival_s)
@@ -160,12 +158,6 @@ class EngineObserver:
     def _heard(self, event: KVEvent) -> None:
         if event.kind in _TRANSFERS:
             self.transferred_bytes[event.kind] += int(event.data["kv_bytes"])
-
-
-def _admitted_s(sequence: FinishedRequest) -> float | None:
-    """Time of the first admission; None if it never ran."""
-    times = (event.time_s for event in sequence.timeline.events if event.kind == "admitted")
-    return next(times, None)
 
 
 Labelled = dict[tuple[str, ...], float | int]

@@ -298,7 +298,10 @@ class ToolParser(ABC):
             self._add_content(before)
             self._buffer = after
             return True
-        held = _possible(self._buffer, self.marker)
+        longest = min(len(self._buffer), len(self.marker) - 1)
+        held = next(
+            (n for n in range(longest, 0, -1) if self.marker.startswith(self._buffer[-n:])), 0
+        )
         self._add_content(self._buffer[: len(self._buffer) - held])
         self._buffer = self._buffer[len(self._buffer) - held :]
         return False
@@ -336,12 +339,6 @@ class ToolParser(ABC):
     def _taken(self) -> list[Event]:
         events, self._events = self._events, []
         return merged(events)
-
-
-def _possible(text: str, marker: str) -> int:
-    """Length of the longest suffix of a text that is a prefix of the marker."""
-    longest = min(len(text), len(marker) - 1)
-    return next((n for n in range(longest, 0, -1) if marker.startswith(text[-n:])), 0)
 
 
 def merged(events: Sequence[Event]) -> list[Event]:
@@ -402,20 +399,17 @@ class HermesParser(ToolParser):
         if self._mode == "call":
             return self._read_call()
         if self._mode == "end":
-            return self._skip_end()
+            if not self._skip_space():
+                return False
+            if self._buffer.startswith(self._END):
+                self._buffer = self._buffer.removeprefix(self._END)
+            elif self._END.startswith(self._buffer):
+                return False
+            self._mode = "content"
+            return True
         if not self._find_marker():
             return False
         self._mode = "call"
-        return True
-
-    def _skip_end(self) -> bool:
-        if not self._skip_space():
-            return False
-        if self._buffer.startswith(self._END):
-            self._buffer = self._buffer.removeprefix(self._END)
-        elif self._END.startswith(self._buffer):
-            return False
-        self._mode = "content"
         return True
 
     def _pending(self) -> str:

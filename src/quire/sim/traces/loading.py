@@ -90,7 +90,10 @@ def _timed(requests: Sequence[TraceRequest], options: TraceOptions) -> list[Trac
     """Return the requests with arrival times from 0 s on."""
     times: Iterator[float]
     if options.request_rate is not None:
-        times = _poisson(options.request_rate, options.seed)
+        draws = random.Random(options.seed)
+        times = itertools.accumulate(
+            (draws.expovariate(options.request_rate) for _ in itertools.count()), initial=0.0
+        )
     else:
         first_s = requests[0].arrival_s
         times = ((r.arrival_s - first_s) * options.time_scale for r in requests)
@@ -98,11 +101,6 @@ def _timed(requests: Sequence[TraceRequest], options: TraceOptions) -> list[Trac
         replace(request, arrival_s=arrival_s)
         for request, arrival_s in zip(requests, times, strict=False)
     ]
-
-
-def _poisson(rate: int | float, seed: int) -> Iterator[float]:
-    draws = random.Random(seed)
-    return itertools.accumulate((draws.expovariate(rate) for _ in itertools.count()), initial=0.0)
 
 
 # Assignment of requests to tenants.
