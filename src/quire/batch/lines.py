@@ -29,7 +29,6 @@ _URLS: dict[str, LineKind] = {"/v1/completions": "completions", "/v1/chat/comple
 _REPORTS = {"logprobs", "prompt_logprobs", "top_logprobs", "pooling"}  # records have no such fields
 SAMPLING_FIELDS = frozenset(f.name for f in fields(SamplingParams)) - _REPORTS
 _OF_ENGINE = OPTION_KINDS.keys() - {"tenant", "request_id"}  # a batch belongs to one tenant
-_PASSED_OVER = IGNORED | {"model", "do_sample"}
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     **UNSUPPORTED,
     "stream": (False,),
@@ -195,7 +194,7 @@ def _sampling(body: Mapping[str, Any], head: LineHead) -> dict[str, Any]:
         if (
             key in STRUCTURE_FIELDS
             or value is None
-            or key in _PASSED_OVER
+            or key in IGNORED | {"model", "do_sample"}
             or _asks_nothing(key, value)
         ):
             continue

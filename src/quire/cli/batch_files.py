@@ -27,7 +27,6 @@ from quire.errors import ConfigError
 if sys.platform != "win32":
     import fcntl
 
-STATE_SUFFIX = ".state"
 _START_OVER = "use --overwrite to start over, or another output file"
 
 
@@ -224,7 +223,7 @@ class BatchOutput:
 
 def state_path(path: Path) -> Path:
     """Path of the state file of an output file, in the same folder."""
-    return path.with_name(path.name + STATE_SUFFIX)
+    return path.with_name(path.name + ".state")
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -247,9 +246,6 @@ def replace_atomically(path: Path, content: bytes) -> None:
 
 def _unwritable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(f"{path} cannot be written: {error.strerror or error}")
-
-
-_KEYS = ("custom_id", "id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +274,7 @@ class Names:
             value = json.loads(raw.decode("utf-8-sig"))
         except (ValueError, RecursionError):  # the line gets an error record when it is run
             return
-        for key in _KEYS if isinstance(value, dict) else ():
+        for key in ("custom_id", "id") if isinstance(value, dict) else ():
             name = value.get(key)
             if isinstance(name, str | int) and not isinstance(name, bool):
                 self._note(key, name, number)
@@ -370,7 +366,11 @@ def warn_of_repeated(survey: Survey) -> None:
 
 def warn_of_other_models(survey: Survey, model: str) -> None:
     """Warn on standard error of lines that name another model: the loaded model runs them too."""
-    others = {name: line for name, line in survey.models.items() if not _is_model(name, model)}
+    others = {
+        name: line
+        for name, line in survey.models.items()
+        if name != model and Path(name).name != Path(model).name
+    }
     if others:
         name, line = next(iter(others.items()))
         more = f"; {len(others) - 1:,} more names in other lines" if len(others) > 1 else ""
@@ -380,12 +380,7 @@ def warn_of_other_models(survey: Survey, model: str) -> None:
         )
 
 
-def _is_model(name: str, model: str) -> bool:
-    return name == model or Path(name).name == Path(model).name
-
-
 MAX_REASON_CHARACTERS = 300
-_RETRY = "--retry-failed runs them again, for example with more memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,7 +408,7 @@ def report_failures(
     typer.echo(f"first error: line {first.line}: {first.reason}", err=True)
     hint = "correct the lines in the input, and use --overwrite or another output file"
     if form is None or _any_request(source, failed, form):
-        hint = _RETRY
+        hint = "--retry-failed runs them again, for example with more memory"
     typer.echo(hint, err=True)
 
 

@@ -39,10 +39,8 @@ _RETRIED = (
     HTTPStatus.GATEWAY_TIMEOUT,
 )
 _JSON = {"content-type": "application/json"}
-_REFUSED_KEYS = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 _KINDS: Mapping[str, LineKind] = {CHAT: "chat"}
-_GENERATES = (COMPLETIONS, CHAT)
 _PATH = re.compile(r"/v1/[!-~]{1,2000}")  # printable ASCII without spaces
 OK = 200
 
@@ -70,7 +68,7 @@ def server_line(
     )
     if line.body.get("stream"):
         raise BatchError("stream=True is not supported in a batch: leave it out", line.head)
-    own = {"model": model} | (dict(defaults) if line.path in _GENERATES else {})
+    own = {"model": model} | (dict(defaults) if line.path in (COMPLETIONS, CHAT) else {})
     if "max_completion_tokens" in line.body:
         own.pop("max_tokens", None)
     return ServerLine(head=line.head, path=line.path, body=own | dict(line.body))
@@ -280,7 +278,7 @@ class ServerBatch:
             response = await self._response(client, line)
         except (httpx.RequestError, httpx.InvalidURL) as error:  # of this line alone
             return error_record(line.head, f"the request failed: {error}")
-        if response.status_code in _REFUSED_KEYS:
+        if response.status_code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
             raise ConfigError(
                 f"{self._server.url} refuses the key (status {response.status_code}): set --api-key"
             )

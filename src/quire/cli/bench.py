@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -17,17 +17,6 @@ from quire.layout.sizes import format_size
 
 if TYPE_CHECKING:
     from quire.profile.bench import BenchRun
-
-
-class _Shape(NamedTuple):
-    """Same fields as `BenchShape`, without importing torch."""
-
-    requests: int
-    input_tokens: int
-    output_tokens: int
-    rounds: int
-    warmup_rounds: int
-    seed: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,15 +37,7 @@ class BenchThroughputFlags:
 @with_settings(MODEL, KV, SCHEDULE, replace(SAMPLING, shown=False))
 def throughput(settings: Settings, *, flags: BenchThroughputFlags) -> None:
     """Measure requests/s and tokens/s of requests that are submitted at once."""
-    shape = _Shape(
-        flags.num_prompts,
-        flags.input_len,
-        flags.output_len,
-        flags.num_iters,
-        flags.num_iters_warmup,
-        flags.prompt_seed,
-    )
-    run = _run(settings, shape)
+    run = _run(settings, flags.num_prompts, flags)
     claims = run.throughput()
     rows = [
         ("requests", f"{claims['requests_per_s']:,.2f} requests/s"),
@@ -85,15 +66,7 @@ class BenchLatencyFlags:
 @with_settings(MODEL, KV, SCHEDULE, replace(SAMPLING, shown=False))
 def latency(settings: Settings, *, flags: BenchLatencyFlags) -> None:
     """Measure the latency of one batch of requests, from submission to its last token."""
-    shape = _Shape(
-        flags.batch_size,
-        flags.input_len,
-        flags.output_len,
-        flags.num_iters,
-        flags.num_iters_warmup,
-        flags.prompt_seed,
-    )
-    run = _run(settings, shape)
+    run = _run(settings, flags.batch_size, flags)
     claims = run.latency()
     rows = [
         ("batch latency, mean", seconds(claims["latency_mean_s"])),
@@ -106,12 +79,22 @@ def latency(settings: Settings, *, flags: BenchLatencyFlags) -> None:
     _finish("latency", settings, run, claims, as_json=flags.as_json)
 
 
-def _run(settings: Settings, shape: _Shape) -> "BenchRun":
+def _run(
+    settings: Settings, requests: int, flags: BenchThroughputFlags | BenchLatencyFlags
+) -> "BenchRun":
     settings.refuse_other_tenants()
     llm = settings.open_llm()
     from quire.profile.bench import BenchShape, run_bench  # imports torch
 
-    return run_bench(llm, BenchShape(**shape._asdict()), settings.sampling)
+    shape = BenchShape(
+        requests=requests,
+        input_tokens=flags.input_len,
+        output_tokens=flags.output_len,
+        rounds=flags.num_iters,
+        warmup_rounds=flags.num_iters_warmup,
+        seed=flags.prompt_seed,
+    )
+    return run_bench(llm, shape, settings.sampling)
 
 
 def _show(title: str, rows: list[tuple[str, str]], claims: Mapping[str, int | float]) -> None:

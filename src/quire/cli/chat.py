@@ -204,10 +204,6 @@ def _interrupt_noted() -> Iterator[Callable[[], bool]]:
 
 CONTINUED = "\\"
 PROMPT = "> "
-_NO_EXIT = "(Ctrl-D or /exit exits)"
-
-ReadMessage = Callable[[], str | None]
-"""Return the next message without surrounding blanks; None at the end of the input."""
 
 
 def read_lines() -> str | None:
@@ -230,7 +226,7 @@ def history_file(environment: Mapping[str, str], home: Path) -> Path:
     return folder / "quire" / "chat_history"
 
 
-def _editor(commands: Sequence[str]) -> ReadMessage:
+def _editor(commands: Sequence[str]) -> Callable[[], str | None]:
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
 
@@ -246,7 +242,7 @@ def _editor(commands: Sequence[str]) -> ReadMessage:
             try:
                 return session.prompt(PROMPT).strip()
             except KeyboardInterrupt:  # the line is discarded, as in other interactive programs
-                typer.echo(_NO_EXIT, err=True)
+                typer.echo("(Ctrl-D or /exit exits)", err=True)
             except EOFError:
                 return None
 

@@ -31,7 +31,6 @@ from quire.layout.packaged import NAMES, PACKAGED_MODEL
 Command = Callable[..., None]
 UsageError: Any = typer.BadParameter.__base__
 """Click's exception for an invalid command line, which typer does not export."""
-_OLD_MODEL_OPTIONS = ("--model", "-m")
 
 
 class QuireCommand(TyperCommand):
@@ -61,9 +60,8 @@ class QuireCommand(TyperCommand):
             console.print(Padding(Text(paragraph.strip()), (0, 1, 1, 1)))
         for title, parameters in _groups(self.get_params(ctx)).items():
             rows = [(_names(p, ctx), _help(p)) for p in parameters]
-            body = (
-                _side_by_side(rows) if console.width >= _SIDE_BY_SIDE else _stacked(rows, console)
-            )
+            stacked = Group(*_lines(rows, console.width - _FRAME))
+            body = _side_by_side(rows) if console.width >= _SIDE_BY_SIDE else stacked
             console.print(Panel(body, title=title, title_align="left", border_style="dim"))
         if self.epilog:
             console.print(Padding(Text(self.epilog), (1, 1)))
@@ -75,7 +73,7 @@ class QuireCommand(TyperCommand):
         options = args[: args.index("--")] if "--" in args else args
         for text in options:
             name = text.partition("=")[0]
-            if name in _OLD_MODEL_OPTIONS and name not in declared:
+            if name in ("--model", "-m") and name not in declared:
                 raise ConfigError(
                     f"{name} is not an option: the model is the first argument, as in "
                     f"{self._usage(ctx)}"
@@ -87,7 +85,7 @@ class QuireCommand(TyperCommand):
         given = shlex.join(str(value) for value in values if value is not None)
         if len(given) == 0 or values.count(None) > 1:
             return f"expected {self._usage(ctx)}, got {given or 'no arguments'}"
-        if _names_a_model(values[0]):
+        if values[0] in NAMES or Path(str(values[0])).is_dir():
             missing = self._arguments()[values.index(None)].metavar
             return f"expected {self._usage(ctx)}, got {given}: {missing} is missing"
         return (
@@ -100,10 +98,6 @@ class QuireCommand(TyperCommand):
 
     def _arguments(self) -> list[Any]:
         return [p for p in self.params if p.param_type_name == "argument"]
-
-
-def _names_a_model(value: object) -> bool:
-    return value in NAMES or Path(str(value)).is_dir()
 
 
 def usage_error_text(error: Any) -> str:
@@ -259,10 +253,6 @@ def _side_by_side(rows: list[tuple[Text, Text]]) -> Table:
     for names, text in rows:
         grid.add_row(names, text)
     return grid
-
-
-def _stacked(rows: list[tuple[Text, Text]], console: Console) -> Group:
-    return Group(*_lines(rows, console.width - _FRAME))
 
 
 def _lines(rows: list[tuple[Text, Text]], width: int) -> Iterator[RenderableType]:

@@ -12,11 +12,9 @@ from pathlib import Path
 from quire.layout.codec_names import AS_COMPUTED, CODECS, PAIRS
 from quire.layout.packaged import NAMES
 
-Completer = Callable[[str], list[str]]
 FULL = "full"
 _CONFIG, _GGUF = "config.json", ".gguf"
 _REGISTERED = re.compile(r'^@register(?:_budget)?\("(\w+)"\)', re.MULTILINE)
-_BUILT_IN_BUDGETS = ("uniform",)
 
 
 def policy_names() -> list[str]:
@@ -26,7 +24,7 @@ def policy_names() -> list[str]:
 
 def budget_names() -> list[str]:
     """Names of the budgets of this package."""
-    return sorted({*_BUILT_IN_BUDGETS, *_registered_in("quire.policies", "budgets")})
+    return sorted({"uniform", *_registered_in("quire.policies", "budgets")})
 
 
 def codec_names() -> list[str]:
@@ -57,7 +55,7 @@ def complete_model(incomplete: str) -> list[str]:
     return _starting(incomplete, [*NAMES, *sorted(_model_paths(incomplete))])
 
 
-def completer_of(flag: str, choices: tuple[str, ...]) -> Completer | None:
+def completer_of(flag: str, choices: tuple[str, ...]) -> Callable[[str], list[str]] | None:
     """Return the completer of an option; None without a list of values."""
     if choices:
         return lambda incomplete: _starting(incomplete, list(choices))

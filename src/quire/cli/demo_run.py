@@ -128,7 +128,8 @@ class DemoResult:
     def claims(self) -> dict[str, int | float]:
         new_tokens = sum(a.usage.completion_tokens for a in self.outputs)
         first_s = [a.usage.first_token_s for a in self.outputs]
-        token_s = [_token_s(a) for a in self.outputs if a.usage.completion_tokens > 1]
+        used = [a.usage for a in self.outputs if a.usage.completion_tokens > 1]
+        token_s = [(u.total_s - u.first_token_s) / (u.completion_tokens - 1) for u in used]
         return {
             "requests": len(self.outputs),
             "prompt_tokens": sum(a.usage.prompt_tokens for a in self.outputs),
@@ -157,11 +158,6 @@ class DemoResult:
         pairs = zip(self.outputs, full.outputs, strict=True)
         equal = sum(ours.token_ids == theirs.token_ids for ours, theirs in pairs)
         return {f"{name}_{key}": own[key] for key in kept} | {f"{name}_equal_outputs": equal}
-
-
-def _token_s(output: RequestOutput) -> float:
-    usage = output.usage
-    return (usage.total_s - usage.first_token_s) / (usage.completion_tokens - 1)
 
 
 def _percentile(values: list[float], percent: int) -> float:

@@ -292,9 +292,7 @@ def _show(findings: list[Finding]) -> None:
     Console().print(table)
 
 
-_WEIGHT_TYPES = ("float32", "bfloat16", "float16", "int8", "int4")
 _HEAD_DIM, _LIKELY_SCRATCH_BYTES = 64, 1 << 20
-_C_EXTENSION = "C extension, "
 _KERNELS = {
     "native": "C extension (native)",
     "triton": "Triton (triton)",
@@ -326,7 +324,7 @@ def kernel_uses() -> Iterator[KernelUse]:
 
     library = load_library()
     missing = why_missing(library)
-    for storage in _WEIGHT_TYPES:
+    for storage in ("float32", "bfloat16", "float16", "int8", "int4"):
         yield _linear(library, storage, missing)
     if missing is None:
         yield _use("RMSNorm and RoPE", "", "C extension", "in the native decoder")
@@ -472,7 +470,7 @@ def _attention_kernels() -> Iterator[KernelUse]:
 
 def _reason(text: str) -> str:
     """The reason without the name of the kernel, which has its own column."""
-    return text.removeprefix(_C_EXTENSION)
+    return text.removeprefix("C extension, ")
 
 
 def _prefill(library: "NativeLibrary | NotLoaded") -> KernelUse:

@@ -12,8 +12,6 @@ from quire.config.generation_request import GenerationRequest
 from quire.errors import RequestError
 from quire.sampling.outputs import OutputBuilder, RequestOutput
 
-OnStep = Callable[[], None]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientJob:
@@ -29,7 +27,7 @@ class ClientJob:
 class Driver:
     """Runs jobs through an engine, with at most `window` submitted; a refused job ends no other."""
 
-    def __init__(self, llm: LLM, *, window: int, on_step: OnStep) -> None:
+    def __init__(self, llm: LLM, *, window: int, on_step: Callable[[], None]) -> None:
         self._llm, self._window, self._on_step = llm, window, on_step
         self._open: dict[str, tuple[ClientJob, OutputBuilder]] = {}
 

@@ -23,9 +23,6 @@ from quire.layout.options import option
 if TYPE_CHECKING:
     from quire.api.llm import LLM
 
-DEFAULT_COMMAND = "run"
-_HELP = ("--help", "-h")
-
 
 class EvalGroup(TyperGroup):
     """Inserts `run` where the first argument is an option or a model.
@@ -40,10 +37,10 @@ class EvalGroup(TyperGroup):
         return super().resolve_command(ctx, self._with_command(args))
 
     def _with_command(self, args: list[str]) -> list[str]:
-        return [DEFAULT_COMMAND, *args] if args and self._is_run(args[0]) else args
+        return ["run", *args] if args and self._is_run(args[0]) else args
 
     def _is_run(self, first: str) -> bool:
-        if first in self.commands or first in _HELP:
+        if first in self.commands or first in ("--help", "-h"):
             return False
         misspelt = nearest(first, list(self.commands)) and not Path(first).exists()
         return first.startswith("-") or not misspelt

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from quire.models.loader import LoadedModel
 
 RESULT_FILE = "result.json"
-_QUICK = "quick"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +111,7 @@ def selected(suite: str | None, tasks: str) -> "tuple[tuple[EvalTask, ...], Suit
     from quire.evals.suite.registry import suite_of, task_of
 
     listed = split_texts(tasks)
-    base = suite_of(suite if suite is not None else _QUICK)
+    base = suite_of(suite if suite is not None else "quick")
     names = listed if suite is None and listed else [*base.tasks, *listed]
     return tuple(map(task_of, dict.fromkeys(names))), base
 

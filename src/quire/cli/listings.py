@@ -279,7 +279,10 @@ def codecs(name: CodecName = None, *, flags: CodecsFlags) -> None:
     show_summaries(
         "KV codecs, as in --kv-codec NAME, or KEYS/VALUES such as int8/int4 (default: none, the "
         "model's dtype)",
-        [(str(row["name"]), _codec_line(row)) for row in rows],
+        [
+            (str(row["name"]), f"{row['summary']} {row['effective_bits']:g} bits per element.")
+            for row in rows
+        ],
     )
     show_summaries(
         "\nPairs of codecs", [(pair, f"keys {k}, values {v}.") for pair, (k, v) in PAIRS.items()]
@@ -296,10 +299,6 @@ def _pair_facts(name: str) -> dict[str, str]:
         "details": f"quire codecs {keys.partition(':')[0]}, {values.partition(':')[0]}",
         "example": f"quire generate {PACKAGED_MODEL} PROMPT --kv-codec {name}+sinks=4+residual=128",
     }
-
-
-def _codec_line(row: Mapping[str, object]) -> str:
-    return f"{row['summary']} {row['effective_bits']:g} bits per element."
 
 
 def _codec_facts(name: str, row: Mapping[str, object]) -> dict[str, str]:

@@ -54,7 +54,6 @@ from quire.sim.machine import MachineConfig
 from quire.sim.traces.base import TraceOptions
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-ModelImpl = Literal["auto", "native", "transformers"]
 WeightCodec = Literal["auto", "int8", "int4"]
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
@@ -74,7 +73,7 @@ class ModelConfig:
     verify: bool = option(
         True, help="compare logits with Transformers' attention when the model is loaded"
     )
-    model_impl: ModelImpl = option(
+    model_impl: Literal["auto", "native", "transformers"] = option(
         "auto",
         help="native: fused layers (Llama, Mistral, Qwen2, Qwen3, Phi-3), on a GPU in Triton; "
         "transformers: the layers of Transformers; auto: native if supported",

@@ -203,7 +203,11 @@ def plan(
     except QuireError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
-    _show(report)
+    from rich.console import Console  # not needed for --help
+
+    from quire.cli.plan_report import render
+
+    Console().print(render(report))
     if flags.as_json:
         print_json(_object(report, options))
 
@@ -230,15 +234,6 @@ def _find(model: str, *, with_weights: bool) -> tuple[Path, str]:
     if file.suffix == GGUF:
         return file, model if model in NAMES else file.stem
     return find_model(model, wanted=WHOLE_MODEL if with_weights else CONFIG_ONLY)
-
-
-def _show(report: PlanReport) -> None:
-    # imported here: not needed for --help
-    from rich.console import Console
-
-    from quire.cli.plan_report import render
-
-    Console().print(render(report))
 
 
 def _object(report: PlanReport, options: PlanOptions) -> dict[str, object]:

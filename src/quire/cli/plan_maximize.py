@@ -330,9 +330,6 @@ def stored_rates(
     return rates
 
 
-_VERDICTS = {True: "yes", False: "no", None: "unknown"}
-
-
 def render_batches(report: BatchReport) -> RenderableType:
     """Render the whole result for a terminal."""
     requested = report.question
@@ -366,7 +363,7 @@ def _rules_text(report: BatchReport) -> Text:
 def verdict_text(verdict: BlockVerdict) -> Text:
     """Whether eviction in prefill improves throughput, with reasons."""
     text = Text("eviction in prefill improves throughput: ")
-    text.append(_VERDICTS[verdict.pays], style="bold")
+    text.append({True: "yes", False: "no", None: "unknown"}[verdict.pays], style="bold")
     for reason in verdict.reasons:
         text.append(f"\n  - {reason}")
     return text

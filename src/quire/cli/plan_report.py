@@ -335,7 +335,8 @@ def capacity_table(report: PlanReport) -> Table:
     possible = fits.limit != "context"
     table.add_row(f"sequences of {fits.sequence_tokens:,} tokens", _sequences(report))
     if possible:
-        table.add_row(f"batch of {report.batch:,}", _limit(report))
+        fit = "fits" if fits.limit == "none" else "does not fit: limited by memory"
+        table.add_row(f"batch of {report.batch:,}", fit)
     table.add_row(
         "longest sequence", f"{fits.longest_tokens:,} tokens, limited by {fits.longest_limit}"
     )
@@ -365,10 +366,6 @@ def _sequences(report: PlanReport) -> str:
     if fits.limit == "context":
         return f"impossible: the model's context is {report.model.max_positions:,} tokens"
     return f"{fits.sequences:,} ({fits.pages_per_sequence:,} pages each)"
-
-
-def _limit(report: PlanReport) -> str:
-    return "fits" if report.capacity.limit == "none" else "does not fit: limited by memory"
 
 
 def _parts(memory: MemoryLayout) -> dict[str, int]:

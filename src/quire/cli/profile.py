@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from quire.profile.ceilings import ProfileConfig
 
 STEP_REPEATS = 3
-DEFAULT_EVICT = "average"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +87,7 @@ def profile(
             f"--evict {evict!r} has no effect without a model: give MODEL "
             f"(quire profile MODEL --evict {evict!r}), or leave --evict out"
         )
-    evict = DEFAULT_EVICT if evict is None else evict
+    evict = "average" if evict is None else evict
     # the results of a quick run are not ceilings and never replace stored ones
     path = default_path(os.environ) if flags.output is None and not flags.quick else flags.output
     use_threads(flags.threads)

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import MISSING, asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from quire.layout.model import ModelSpec
     from quire.sim.run import SimConfig
 
-DEFAULT_MODEL = "llama-3.1-8b"
 DTYPE = "bfloat16"
 _ABOUT_MODEL = (
     "Name of a model shape: llama-3-8b, llama-3.1-8b, llama-3.1-70b, llama-3.2-1b, "
@@ -59,7 +58,7 @@ class SimulateFlags:
     MACHINE,
     CLUSTER,
     ROUTER,
-    model_default=DEFAULT_MODEL,
+    model_default="llama-3.1-8b",
     about_model=_ABOUT_MODEL,
 )
 def simulate(settings: Settings, *, flags: SimulateFlags) -> None:
@@ -92,7 +91,9 @@ def simulate(settings: Settings, *, flags: SimulateFlags) -> None:
     used = _used(settings, config, flags.trace) | {"price_per_hour": flags.price_per_hour}
     made = envelope("simulate", claims, found.arms, used, seconds=found.took_s)
     if flags.out is not None:
-        _write(flags.out, found.draw(), made)
+        stored = {"simulate.json": (json.dumps(made, indent=2) + "\n").encode()}
+        write_files(flags.out, stored | dict(found.draw()))
+        typer.echo(f"written: {flags.out}")
     if flags.as_json:
         print_json(made)
 
@@ -170,9 +171,3 @@ def _used(settings: Settings, config: "SimConfig", trace: Path) -> dict[str, obj
         "cluster": asdict(settings.cluster),
         "router": asdict(settings.router),
     }
-
-
-def _write(out: Path, pictures: Mapping[str, bytes], made: dict[str, object]) -> None:
-    stored = {"simulate.json": (json.dumps(made, indent=2) + "\n").encode()}
-    write_files(out, stored | dict(pictures))
-    typer.echo(f"written: {out}")

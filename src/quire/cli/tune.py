@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from quire.evals.tune.run import TuneConfig, Tuned
     from quire.models.loader import LoadedModel
 
-SCORES_FILE = "scores.jsonl"
 _SPACE = Space()
 
 
@@ -158,7 +157,7 @@ def run_search(
         settings.kv,
         prompts,
         new_tokens=config.max_tokens,
-        stored=ScoreFile(out / SCORES_FILE, identity),
+        stored=ScoreFile(out / "scores.jsonl", identity),
         baseline=config.space.baseline,
         with_answers=with_answers,
     )

@@ -19,8 +19,6 @@ MAX_EXTRA_FIELDS = 64
 """Limit of the names of other fields in the messages of a chat: each may be a misspelled one."""
 
 _FIELDS = ("role", "content")
-_WITHOUT_CONTENT = frozenset({"assistant", "tool", "function"})
-"""Roles whose messages may have no content: those of tool calls and of their results."""
 
 _NEAR = 0.8
 _MAX_SHOWN = 80
@@ -86,7 +84,7 @@ def _read(message: Mapping[str, Any], where: str) -> Message:
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
         raise _wrong(f"{where}.role", "a role such as user", role)
-    if content is None and role in _WITHOUT_CONTENT:
+    if content is None and role in ("assistant", "tool", "function"):  # tool calls and results
         content = ""
     if isinstance(content, Sequence) and not isinstance(content, str | bytes):
         content = [_part(part, f"{where}.content.{index}") for index, part in enumerate(content)]

@@ -108,7 +108,6 @@ _NAMES = {
     bool: "true or false",
     Mapping: "a dictionary",
 }
-_EXAMPLES = {"evict": " such as 'h2o:cap=512'"}
 _MAX_PAIRS, _MAX_NAME, _MAX_VALUE = 16, 64, 512  # metadata: pairs, characters, characters
 
 
@@ -127,7 +126,7 @@ def checked_option(name: str, value: object) -> object:
         return _checked_metadata(value)
     if isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool)):
         return float(value) if Real in kinds and isinstance(value, int) else value
-    expected = _NAMES[kinds[0]] + _EXAMPLES.get(name, "")
+    expected = _NAMES[kinds[0]] + (" such as 'h2o:cap=512'" if name == "evict" else "")
     raise RequestError(f"expected {name} to be {expected}, got {value!r}", param=name)
 
 

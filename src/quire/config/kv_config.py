@@ -17,8 +17,6 @@ from quire.layout.options import (
 )
 from quire.layout.sizes import parse_fraction, parse_size, parse_size_or
 
-WriteName = Literal["back", "through"]
-LoadName = Literal["fastest", "whole"]
 AttentionName = Literal["auto", "native", "triton", "gathered", "reference"]
 
 EVICTION = "Eviction"
@@ -51,9 +49,6 @@ def parse_activation_codec(text: object) -> CodecSpec | None:
     return spec
 
 
-_CODECS_OF_VLLM = {"auto": AS_COMPUTED, "fp8_e4m3": "fp8", "int8_per_token_head": "int8"}
-
-
 def parse_kv_codec(name: object) -> str:
     """Return the name of a KV codec; vLLM's names of the same codecs are accepted.
 
@@ -62,7 +57,7 @@ def parse_kv_codec(name: object) -> str:
     """
     if not isinstance(name, str):
         raise ConfigError(f"expected the name of a codec, got {name!r}")
-    return _CODECS_OF_VLLM.get(name, name)
+    return {"auto": AS_COMPUTED, "fp8_e4m3": "fp8", "int8_per_token_head": "int8"}.get(name, name)
 
 
 @no_type_check  # type checks in tests must not replace the errors of `__post_init__`
@@ -191,13 +186,13 @@ class PrefixCacheConfig:
         help="refuse to start if a disk or a store of cached prefixes cannot be used; default: a "
         "warning is logged, prompts are computed, and the tier is tried again",
     )
-    write: WriteName = option(
+    write: Literal["back", "through"] = option(
         "back",
         help="when cached prefixes are written to the tiers; back: when they are evicted and at "
         "the end; through: also as soon as they are computed, for other engines",
         flag="kv-write",
     )
-    load: LoadName = option(
+    load: Literal["fastest", "whole"] = option(
         "fastest",
         help="how stored prefixes are loaded; fastest: the first tokens are recomputed while the "
         "last are loaded, by measured rates; whole: nothing is recomputed unless a tier stalls, so "

@@ -108,7 +108,6 @@ def _as_array(event: Event) -> list[object]:
 
 # Publishes block events over ZeroMQ: topic, sequence number, MessagePack, as vLLM does.
 
-DEFAULT_TOPIC = "kv-events"
 NUMBER_BYTES = 8
 MAX_UNSENT = 100_000
 """Messages queued for a slow subscriber (ZeroMQ high-water mark); further messages are dropped."""
@@ -126,7 +125,7 @@ class BlockPublisher:
         topic: the topic that subscribers subscribe to.
     """
 
-    def __init__(self, endpoint: str, topic: str = DEFAULT_TOPIC) -> None:
+    def __init__(self, endpoint: str, topic: str = "kv-events") -> None:
         require_extra("events", "--kv-events-endpoint")
         self._zmq: Any = importlib.import_module("zmq")
         self._msgpack: Any = importlib.import_module("msgpack")

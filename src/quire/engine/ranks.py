@@ -22,9 +22,7 @@ from quire.parallel.processes import Channel, RankProcesses, Report
 from quire.parallel.torch_group import open_group
 from quire.scheduler.schedule_config import ScheduleConfig
 
-MODULE = "quire.engine.rank_process"
 MAX_RANKS = 64
-_RENDEZVOUS = "rendezvous"
 _LOADED = "loaded"
 
 logger = logging.getLogger(__name__)
@@ -88,7 +86,7 @@ def open_ranks(options: RankOptions) -> Engine:
     options.device_of(options.size - 1)  # before processes are started
     threads = max(1, torch.get_num_threads() // options.size)
     torch.set_num_threads(threads)  # the ranks share the cores
-    processes = RankProcesses(MODULE, options.size)
+    processes = RankProcesses("quire.engine.rank_process", options.size)
     try:
         start = RankStart(options, processes.folder, threads)
         for channel in processes.channels:
@@ -146,7 +144,7 @@ def _group(start: RankStart, rank: int, meet: Callable[[], None]) -> TensorGroup
         rank,
         options.size,
         device,
-        rendezvous=start.folder / _RENDEZVOUS,
+        rendezvous=start.folder / "rendezvous",
         timeout_s=options.timeout_s,
         meet=meet,
     )

@@ -72,9 +72,14 @@ class ForwardingDecoder:
         *,
         rope_variant: int = 0,
     ) -> Float[Tensor, "num_samples vocab"]:
-        return self._decoder.forward(
-            token_ids, positions, sample_rows, attention, rope_variant=rope_variant
+        return self._measured(
+            self._decoder.forward(
+                token_ids, positions, sample_rows, attention, rope_variant=rope_variant
+            )
         )
+
+    def _measured(self, logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows vocab"]:
+        return logits
 
 
 class RecordingDecoder(ForwardingDecoder):
@@ -88,18 +93,7 @@ class RecordingDecoder(ForwardingDecoder):
         recorded, self._recorded = self._recorded, []
         return torch.cat(recorded)
 
-    def forward(
-        self,
-        token_ids: Int[Tensor, " num_tokens"],
-        positions: Int[Tensor, " num_tokens"],
-        sample_rows: Int[Tensor, " num_samples"],
-        attention: PagedAttention,
-        *,
-        rope_variant: int = 0,
-    ) -> Float[Tensor, "num_samples vocab"]:
-        logits = super().forward(
-            token_ids, positions, sample_rows, attention, rope_variant=rope_variant
-        )
+    def _measured(self, logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows vocab"]:
         self._recorded.append(logits.float().cpu())
         return logits
 
@@ -121,18 +115,8 @@ class ForcingDecoder(RecordingDecoder):
         self._tokens, self._count = tuple(tokens), 0
         self._recorded.clear()
 
-    def forward(
-        self,
-        token_ids: Int[Tensor, " num_tokens"],
-        positions: Int[Tensor, " num_tokens"],
-        sample_rows: Int[Tensor, " num_samples"],
-        attention: PagedAttention,
-        *,
-        rope_variant: int = 0,
-    ) -> Float[Tensor, "num_samples vocab"]:
-        logits = super().forward(
-            token_ids, positions, sample_rows, attention, rope_variant=rope_variant
-        )
+    def _measured(self, logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows vocab"]:
+        super()._measured(logits)
         wanted = self._tokens[self._count : self._count + len(logits)]
         self._count += len(logits)
         if not wanted:

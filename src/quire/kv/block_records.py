@@ -76,8 +76,12 @@ class SnapshotRecords:
 
     def num_bytes(self, end: int, used: Collection[str]) -> int:
         groups = statistics_groups(self._memory, used)
-        pages = (_page_count(group, end) * group.page_class.page_bytes for group in groups)
-        return self._token_bytes + sum(pages)
+        return self._token_bytes + sum(
+            group.page_class.pages_for(group.slots_of(end))
+            * group.num_lanes
+            * group.page_class.page_bytes
+            for group in groups
+        )
 
     def gather(self, block: Block, snapshot: CachedReference) -> Records:
         record = np.empty(self.num_bytes(block.end, snapshot.pages), dtype=np.uint8)
@@ -109,10 +113,6 @@ def statistics_groups(memory: KVMemory, used: Collection[str]) -> list[LaneGroup
 def private_groups(memory: KVMemory, used: Collection[str]) -> list[LaneGroup]:
     """The private groups of a sequence, in the order of the layout."""
     return [group for group in memory.layout.groups if group.private and group.name in used]
-
-
-def _page_count(group: LaneGroup, end: int) -> int:
-    return group.page_class.pages_for(group.slots_of(end)) * group.num_lanes
 
 
 def _identity(group: LaneGroup) -> str:

@@ -34,7 +34,6 @@ from quire.kv.tables import LaneTable, Rows
 from quire.layout.pages import CacheLayout, LaneGroup, PageClass
 
 Counts = NDArray[np.int32]
-Unite = Callable[[NDArray[np.bool_]], NDArray[np.bool_]]
 MakeStore = Callable[[int], PageBytes]  # argument: bytes of the arena
 
 
@@ -60,7 +59,7 @@ class KVMemory:
         store: PageBytes | MakeStore | None = None,
         track_changes: bool = False,
         arena: Arena | None = None,
-        unite: Unite | None = None,
+        unite: Callable[[NDArray[np.bool_]], NDArray[np.bool_]] | None = None,
     ) -> None:
         if max_rows < 1:
             raise ConfigError(f"expected max_rows of at least 1, got {max_rows}")
@@ -83,7 +82,8 @@ class KVMemory:
         self.cached_reference_keys = itertools.count()
         self._free_rows = list(range(max_rows - 1, -1, -1))
         self._live = np.zeros(max_rows, dtype=bool)
-        self.store: PageBytes = _page_bytes(store, self.arena.total_bytes)
+        store = NoBytes() if store is None else store
+        self.store: PageBytes = store(self.arena.total_bytes) if callable(store) else store
 
     def add_groups(self, groups: Sequence[LaneGroup]) -> None:
         """Private lane groups, which only sequences that start later can use."""
@@ -319,9 +319,3 @@ class KVMemory:
 def shared_groups(memory: KVMemory) -> list[LaneGroup]:
     """Return the groups whose pages sequences can share, in the order of the layout."""
     return [group for group in memory.layout.groups if not group.private]
-
-
-def _page_bytes(store: PageBytes | MakeStore | None, total_bytes: int) -> PageBytes:
-    if store is None:
-        return NoBytes()
-    return store(total_bytes) if callable(store) else store

@@ -79,12 +79,10 @@ class PageStore:
         if page_class not in self._views:
             # views created in inference mode could not be written outside of it
             with torch.inference_mode(mode=False):
-                self._views[page_class] = self._make_views(page_class)
+                num_pages = self.arena.numel() // page_class.page_bytes
+                whole = self.arena[: num_pages * page_class.page_bytes]
+                self._views[page_class] = self.views_of(whole, page_class)
         return self._views[page_class]
-
-    def _make_views(self, page_class: PageClass) -> PageViews:
-        num_pages = self.arena.numel() // page_class.page_bytes
-        return self.views_of(self.arena[: num_pages * page_class.page_bytes], page_class)
 
     def views_of(self, whole: Tensor, page_class: PageClass) -> PageViews:
         """Return typed views of a byte tensor that holds only pages of a class, on any device."""

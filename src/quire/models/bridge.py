@@ -33,8 +33,7 @@ _HARMLESS_OPTIONS = frozenset(
         "use_cache",
     }
 )
-_READ_OPTIONS = frozenset({"is_causal", "s_aux", "sliding_window", "softcap"})
-_KNOWN_OPTIONS = _HARMLESS_OPTIONS | _READ_OPTIONS
+_KNOWN_OPTIONS = _HARMLESS_OPTIONS | frozenset({"is_causal", "s_aux", "sliding_window", "softcap"})
 
 
 class Bridge:

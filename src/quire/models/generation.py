@@ -20,8 +20,6 @@ logger = logging.getLogger(__name__)
 _FILE = "generation_config.json"
 _LARGEST = 1e30
 
-_OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults:
@@ -63,7 +61,7 @@ def read_generation_defaults(
     path = folder / _FILE
     values = read_json_object(path) if path.is_file() else {}
     samples = _read(values, "do_sample")
-    for name in _OF_SAMPLING:
+    for name in ("temperature", "top_k", "top_p", "min_p"):
         if not samples:
             try:
                 _read(values, name)

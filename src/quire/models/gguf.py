@@ -33,7 +33,6 @@ _DIVISORS = "rope_freqs.weight"
 _SHORT, _LONG = "rope_factors_short.weight", "rope_factors_long.weight"
 _SCALED_LAYERS = "full_attention"
 _NO_TOKENIZER = "no_vocab"
-_BETAS = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +120,7 @@ class GgufMetadata:
         attention = self._rope("scaling.attn_factor", self._rope("scaling.yarn_attn_factor", 1.0))
         if attention != 1.0:  # a factor on the default of YaRN
             found["attention_factor"] = attention * (0.1 * float(np.log(factor)) + 1.0)
-        for name, key in _BETAS.items():
+        for name, key in {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}.items():
             if (value := self._rope(f"scaling.{key}", None)) is not None:
                 found[name] = value
         return found

@@ -23,7 +23,6 @@ from transformers import modeling_gguf_pytorch_utils
 
 from quire.errors import ModelError, UnsupportedModel
 
-_VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q"}
 _NUMBERS |= {12: "d"}  # type of a value -> its format in `struct`
@@ -84,7 +83,7 @@ class GgufHeader:
         if self._bytes[:4] != b"GGUF":
             raise ModelError(f"{self.file} is not a GGUF file: it does not begin with GGUF")
         version, num_tensors, num_values = struct.unpack_from("<IQQ", self._bytes, 4)
-        if version not in _VERSIONS:
+        if version not in (2, 3):
             raise ModelError(
                 f"{self.file} has version {version} of the format; convert it to version 3 with a "
                 "current llama.cpp"
@@ -95,16 +94,14 @@ class GgufHeader:
             if kind == _ARRAY:
                 self._arrays[name] = self._skip_array()
             else:
-                self.values[name] = self._value(kind)
+                text = kind == _STRING
+                self.values[name] = self._text() if text else self._number(_NUMBERS[kind])
         entries = [self._tensor() for _ in range(num_tensors)]
         alignment = self.values.get("general.alignment", _ALIGNMENT)
         first = -(-self._position // alignment) * alignment
         self.tensors = tuple(
             GgufTensor(name, shape, kind, first + offset) for name, shape, kind, offset in entries
         )
-
-    def _value(self, kind: int) -> Any:
-        return self._text() if kind == _STRING else self._number(_NUMBERS[kind])
 
     def _number(self, form: str) -> Any:
         (value,) = struct.unpack_from(f"<{form}", self._bytes, self._position)

@@ -18,12 +18,7 @@ from torch import Tensor, nn
 # Linear layers in half precision on CPUs that cannot multiply it: float32 copies of their weights.
 
 _log = logging.getLogger(__name__)
-_X86 = ("x86_64", "AMD64")
 _PART_OF_FREE = 0.5  # maximum fraction of the available memory for float32 copies of weights
-_SUPPORTED = {
-    torch.bfloat16: "_is_mkldnn_bf16_supported",
-    torch.float16: "_is_mkldnn_fp16_supported",
-}
 
 
 class WidenedLinear(nn.Module):
@@ -43,8 +38,11 @@ class WidenedLinear(nn.Module):
 
 def multiplies(dtype: torch.dtype) -> bool:
     """Whether this CPU has instructions for products of a type."""
-    name = _SUPPORTED.get(dtype)
-    if name is None or platform.machine() not in _X86:
+    name = {
+        torch.bfloat16: "_is_mkldnn_bf16_supported",
+        torch.float16: "_is_mkldnn_fp16_supported",
+    }.get(dtype)
+    if name is None or platform.machine() not in ("x86_64", "AMD64"):
         return True  # other machines use other libraries; no slow type is known
     if not hasattr(torch.ops.mkldnn, name):
         return True

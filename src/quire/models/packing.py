@@ -91,9 +91,6 @@ def _release_pages(start: int, num_bytes: int) -> None:
         madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)
 
 
-HEAD_CODECS = {"int8": "int8", "int4": "int8"}
-
-
 def pack_linears(
     model: nn.Module,
     products: Products,
@@ -143,7 +140,7 @@ def output_head(model: nn.Module) -> nn.Module | None:
 
 def head_codec(codec: str | None) -> str | None:
     """The codec of the output head's weight, for a codec of the other layers."""
-    return None if codec is None else HEAD_CODECS[codec]
+    return None if codec is None else "int8"
 
 
 def codec_refusal(model: nn.Module, codec: str) -> str | None:

@@ -8,7 +8,7 @@ output head are whole on every rank, so hidden states and logits are equal on al
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -140,7 +140,7 @@ def _divide_counts(module: nn.Module, size: int) -> None:
 def _planned(model: PreTrainedModel) -> Iterator[_Planned]:
     """Yield the linear layers of the plan."""
     base = model.base_model
-    plan = _plan_of(model)
+    plan = getattr(base.config, "base_model_tp_plan", None) or {}
     modules = dict(base.named_modules())
     for path, module in modules.items():
         style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", path))
@@ -153,8 +153,3 @@ def _planned(model: PreTrainedModel) -> Iterator[_Planned]:
             )
         parent, _, name = path.rpartition(".")
         yield _Planned(modules[parent], name, module, path, style)
-
-
-def _plan_of(model: PreTrainedModel) -> Mapping[str, str]:
-    config = model.base_model.config
-    return dict(getattr(config, "base_model_tp_plan", None) or {})

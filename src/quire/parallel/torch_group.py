@@ -18,7 +18,6 @@ from torch import distributed as dist
 from quire.errors import ConfigError, RankFailed
 
 LOCAL_HOST = "127.0.0.1"  # all ranks run on one machine; no port is open to the network
-_HALF = (torch.float16, torch.bfloat16)
 
 
 @runtime_checkable  # for the type checks in tests
@@ -44,7 +43,7 @@ class TorchGroup:
     def sum(self, tensor: Tensor) -> Tensor:
         """See `TensorGroup.sum`. Half-precision numbers are added in float32 on a CPU."""
         wide = tensor.to(self._device)
-        if self._device.type == "cpu" and tensor.dtype in _HALF:
+        if self._device.type == "cpu" and tensor.dtype in (torch.float16, torch.bfloat16):
             wide = wide.float()
         wide = wide.contiguous()
         self._run(lambda: self._group.allreduce([wide], dist.AllreduceOptions()))

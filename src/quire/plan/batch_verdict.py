@@ -238,7 +238,6 @@ def _by_time(arms: Sequence[ArmBatch]) -> tuple[bool | None, str]:
 # Source: Batch-Max (Metel et al. 2025), Algorithm 1 (the last) and Algorithm 2 (the third).
 
 DEFAULT_RULE = "average"
-EXTREME_RULE = f"recent:cap=2,every=1,when={DECODE}"
 
 
 def with_numbers(evict: str, *, cap: int | str, every: int | str | None, when: str) -> str:
@@ -263,6 +262,6 @@ def arm_rules(
     return {
         FULL: FULL,
         DECODE_ONLY: with_numbers(text, cap=found, every=every, when=DECODE),
-        EXTREME: EXTREME_RULE,
+        EXTREME: f"recent:cap=2,every=1,when={DECODE}",
         BOTH_PHASES: with_numbers(text, cap=found, every=every, when=PREFILL_AND_DECODE),
     }

@@ -51,7 +51,6 @@ def cpu_model() -> str:
 _MOUNT = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
 _NO_LIMIT_BYTES = 1 << 60  # version 1 writes the largest multiple of a page
-_V2_FILES = ("memory.max", "memory.current", "inactive_file")
 _V1_FILES = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
@@ -80,7 +79,7 @@ def _limits(mount: Path, own_groups: Path) -> Iterator[tuple[int, int]]:
     for line in lines:
         _, controllers, group = line.split(":", 2)
         if not controllers:
-            yield from _of_groups(mount, group, _V2_FILES)
+            yield from _of_groups(mount, group, ("memory.max", "memory.current", "inactive_file"))
         elif "memory" in controllers.split(","):
             yield from _of_groups(mount / "memory", group, _V1_FILES)
 

@@ -68,11 +68,9 @@ class RoCo(SinksAndRecent):
         # than `keep` slots would be retained
         held, fixed = view.num_slots[:, 0], protected.sum(dim=1)
         may_leave = torch.maximum(keep - fixed, held - keep)
-        varied = choose_slots(self._std(view), view.live, protected, held - may_leave)
-        lifted = torch.where(varied, score + 1 + score.amax(dim=1, keepdim=True), score)
-        return ScorePolicy.choose(self, view, lifted, protected, keep, piece_tokens)
-
-    def _std(self, view: KVView) -> Float[Tensor, "lane slot"]:
         sums, squares = (view.statistic(statistic) for statistic in self.statistics)
         mean = sums / view.queries_seen
-        return (squares / view.queries_seen - mean.square()).clamp_min(0).sqrt()
+        std = (squares / view.queries_seen - mean.square()).clamp_min(0).sqrt()
+        varied = choose_slots(std, view.live, protected, held - may_leave)
+        lifted = torch.where(varied, score + 1 + score.amax(dim=1, keepdim=True), score)
+        return ScorePolicy.choose(self, view, lifted, protected, keep, piece_tokens)

@@ -1,7 +1,6 @@
 """Runs requests of one shape through an LLM, for `quire bench throughput` and `latency`."""
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -9,7 +8,6 @@ import numpy as np
 from quire.api.llm import LLM
 from quire.config.sampling_params import SamplingParams
 from quire.errors import RequestError
-from quire.sampling.outputs import RequestOutput
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 
@@ -104,7 +102,9 @@ def _round(
     start_s = time.perf_counter()
     outputs = llm.generate(prompts, sampling)
     total_s = time.perf_counter() - start_s
-    _refuse_failed(outputs)
+    for output in outputs:
+        if output.error is not None:
+            raise RequestError(output.error)
     return BenchRound(
         total_s=total_s,
         first_token_s=tuple(output.usage.first_token_s for output in outputs),
@@ -112,9 +112,3 @@ def _round(
         preemptions=sum(output.usage.preemptions for output in outputs),
         evicted_tokens=sum(output.usage.evicted_tokens for output in outputs),
     )
-
-
-def _refuse_failed(outputs: Sequence[RequestOutput]) -> None:
-    for output in outputs:
-        if output.error is not None:
-            raise RequestError(output.error)

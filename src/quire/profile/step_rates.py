@@ -26,7 +26,6 @@ from quire.scheduler.schedule_config import ScheduleConfig
 
 # rows and prompt tokens
 SIZES = ((1, 64), (2, 64), (2, 1_024), (4, 64), (8, 64), (8, 512), (16, 64), (32, 64))
-QUICK_SIZES = ((1, 64), (2, 128))
 _MIN_SECONDS = 1e-12  # a fit may be 0
 
 
@@ -151,7 +150,7 @@ def usual_shapes(evict: str, *, context_tokens: int, quick: bool = False) -> tup
     new_tokens = 8 if quick else 12
     return tuple(
         RunShape(rows=rows, prompt_tokens=prompt, new_tokens=new_tokens, evict=rule)
-        for rows, tokens in (QUICK_SIZES if quick else SIZES)
+        for rows, tokens in (((1, 64), (2, 128)) if quick else SIZES)
         for prompt in (min(tokens, context_tokens - new_tokens),)
         for rule in _with_caps(evict, prompt // 2)
     )

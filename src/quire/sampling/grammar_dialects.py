@@ -51,7 +51,6 @@ _LAST = 0x10FFFF
 _SURROGATES: Ranges = ((0xD800, 0xDFFF),)
 _ECMA_LINE_ENDS: Ranges = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
 _STARTS = ("AT_BEGINNING", "AT_BEGINNING_STRING")
-_ENDS = ("AT_END", "AT_END_STRING")
 _REFUSED = {
     "ASSERT": "lookahead and lookbehind `(?=...)`, `(?<=...)`",
     "ASSERT_NOT": "negative lookahead and lookbehind `(?!...)`, `(?<!...)`",
@@ -243,7 +242,7 @@ class _Writer:
         rest, multiline = list(items), flags & re.MULTILINE
         while first and rest and _is_anchor(rest[0], _STARTS) and not multiline:
             rest, first = rest[1:], not self._search
-        while last and rest and _is_anchor(rest[-1], _ENDS) and not multiline:
+        while last and rest and _is_anchor(rest[-1], ("AT_END", "AT_END_STRING")) and not multiline:
             rest, last = rest[:-1], not self._search
         begins = self._search and first and not (rest and _is_group(rest[0]))
         ends = self._search and last and not (rest and _is_group(rest[-1]))

@@ -45,9 +45,6 @@ def last_rows(results: Sequence[StepLogits]) -> Float[Tensor, "rows vocab"]:
     return batch[column(batch, rows)]
 
 
-_ALL = (None, 1.0)
-
-
 @runtime_checkable
 class SamplingRow(Protocol):
     """The request of one row, for the sampler.
@@ -142,7 +139,9 @@ def narrow(
     temperatures = [option.temperature or 1.0 for option in options]
     logits = sampling.apply_temperature(logits, column(logits, temperatures, logits.dtype))
     top_k = {row: option.top_k for row, option in enumerate(options) if (option.top_k or 0) > 0}
-    top_p = {row: option.top_p for row, option in enumerate(options) if option.top_p not in _ALL}
+    top_p = {
+        row: option.top_p for row, option in enumerate(options) if option.top_p not in (None, 1.0)
+    }
     min_p = {row: option.min_p for row, option in enumerate(options) if option.min_p}
     largest = max((count or 0 for count in top_k.values()), default=None)
     logits = _on_rows(partial(sampling.keep_top_k, largest=largest), logits, top_k)

@@ -165,9 +165,6 @@ class LineBlock:
     skipped: str  # numbers of lines between them that have a record, separated by commas
 
 
-_FIELDS = tuple(field.name for field in fields(LineBlock))
-
-
 def line_blocks(source: Path, completed: Collection[int], max_lines: int) -> Iterator[LineBlock]:
     """Divide the lines of a file that have no record and are not blank into blocks."""
     start, first, size, offset, num_lines = 0, 1, 0, 0, 0
@@ -203,7 +200,7 @@ def read_lines(source: Path, block: LineBlock) -> Iterator[tuple[int, bytes]]:
 
 def _read(batch: Mapping[str, Any], source: Path) -> dict[str, list[Any]]:
     """The lines of the blocks of a batch; a function of Ray Data."""
-    columns = [batch[name].tolist() for name in _FIELDS]
+    columns = [batch[field.name].tolist() for field in fields(LineBlock)]
     blocks = [LineBlock(*row) for row in zip(*columns, strict=True)]
     found = [numbered for block in blocks for numbered in read_lines(source, block)]
     return {NUMBER: [number for number, _ in found], LINE: [line for _, line in found]}

@@ -148,13 +148,10 @@ class _Exchange:
         await self.parts.put(part)
 
 
-SESSION_HEADER = b"x-session-id"
 _SESSION_FIELDS = ("prompt_cache_key", "user", "safety_identifier")
 _WORD_BYTES = 4
 _MAX_ID = 2**63
 _MAX_SESSION_CHARACTERS = 256
-_TEXT_FIELDS = ("tools", "instructions", "system", "messages", "input", "prompt")
-"""Fields of the prompt, in the order in which chat templates write them."""
 
 
 def routed_request(call: HttpCall, tenant: str, block_words: int) -> RoutedRequest:
@@ -181,13 +178,14 @@ def _json_object(call: HttpCall) -> Mapping[str, Any]:
 
 
 def _session(call: HttpCall, body: Mapping[str, Any]) -> str | None:
-    named = [call.header(SESSION_HEADER), *(body.get(name) for name in _SESSION_FIELDS)]
+    named = [call.header(b"x-session-id"), *(body.get(name) for name in _SESSION_FIELDS)]
     texts = (name[:_MAX_SESSION_CHARACTERS] for name in named if isinstance(name, str) and name)
     return next(texts, None)
 
 
 def _words(body: Mapping[str, Any]) -> Iterator[int]:
-    for name in _TEXT_FIELDS:
+    # in the order in which chat templates write them
+    for name in ("tools", "instructions", "system", "messages", "input", "prompt"):
         value = body.get(name)
         if value is None:
             continue

@@ -64,8 +64,6 @@ HEADER = "x-request-id"
 
 QUIET_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics"})
 """Paths of probes, which are logged only if they fail."""
-QUIET_PREFIXES = ("/dashboard", "/v1/kv/")
-"""Paths that the dashboard reads every second; they are logged only if they are refused or fail."""
 
 CLIENT_CLOSED = 499
 """Status in the log if the client disconnected before the response began, as in nginx."""
@@ -152,7 +150,8 @@ def _log(scope: Scope, sent: _Sent, seconds: float) -> None:
     path = scope["path"]
     if path in QUIET_PATHS and sent.status < _SERVER_ERROR:
         return
-    if path.startswith(QUIET_PREFIXES) and sent.status < _CLIENT_ERROR:
+    # the dashboard reads these every second
+    if path.startswith(("/dashboard", "/v1/kv/")) and sent.status < _CLIENT_ERROR:
         return
     state = scope["state"]
     client = scope.get("client") or ("-", 0)

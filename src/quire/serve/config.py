@@ -13,7 +13,6 @@ from quire.layout.sizes import parse_size
 from quire.layout.values import find_fault
 from quire.serve.logs import LogFormat, LogLevel
 
-UnknownFields = Literal["refuse", "warn"]
 MetricNames = Literal["quire", "vllm", "both"]
 ToolParserName = Literal["auto", "hermes", "llama3_json", "mistral"]
 MAX_OUTPUTS = 2048
@@ -168,7 +167,7 @@ class ServerConfig:
         "(detected from the chat template)",
         synonyms=("tool-call-parser",),
     )
-    unknown_fields: UnknownFields = option(
+    unknown_fields: Literal["refuse", "warn"] = option(
         "warn",
         help="response to unknown request fields: refuse (status 400) or warn (a log line and the "
         "response header X-Ignored-Fields)",

@@ -282,10 +282,6 @@ def refusal_response(error: QuireError, path: str) -> JSONResponse:
     return error_response(_status(error), str(error), param, _headers(error), path=path)
 
 
-RESPONSES_PATH = "/v1/responses"
-"""Path whose streams have typed events, also for errors."""
-
-
 def error_events(error: QuireError, path: str) -> bytes:
     """The last events of a stream that an error ends, in the format of its API.
 
@@ -293,7 +289,7 @@ def error_events(error: QuireError, path: str) -> bytes:
     """
     if path.startswith(ANTHROPIC_PATHS):
         return event(anthropic_error(int(_status(error)), str(error)), "error").encode()
-    if path.startswith(RESPONSES_PATH):
+    if path.startswith("/v1/responses"):  # typed events, also for errors
         body = {"type": "error", "code": "server_error", "message": bounded(str(error))}
         return event(body | {"param": None}, "error").encode()
     return (event(error_body(error)) + DONE).encode()
@@ -334,8 +330,6 @@ MAX_SHOWN = 60  # characters of a value that is wrong
 _MAX_PATH = 100  # characters of a path: clients choose the keys
 _COUNTED = re.compile(r"should have (at (?:least|most) \d+ items?)")
 _EXPECTED = "Input should be "
-_OBJECTS = frozenset({"model_attributes_type", "model_type", "dict_type"})
-"""Kinds of pydantic's errors for a value that is no JSON object."""
 
 _KEY = "[key]"  # pydantic's marker for an invalid key of an object
 
@@ -453,7 +447,8 @@ def _not_expected(errors: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _expected(error: Mapping[str, Any]) -> str:
-    if error.get("type") in _OBJECTS:
+    # the value is no JSON object
+    if error.get("type") in ("model_attributes_type", "model_type", "dict_type"):
         return "a JSON object"
     expected = str(error["msg"]).removeprefix(_EXPECTED).partition(", ")[0]
     return f"a number {expected}" if expected.startswith(("less", "greater")) else expected

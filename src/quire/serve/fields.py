@@ -138,8 +138,6 @@ INSTEAD: Mapping[str, str] = {
 }
 """Field names of other servers, and the equivalent field of this server."""
 
-NESTED = frozenset({"extra_body", "options"})
-"""Objects in which some clients send fields that belong at the top level of the body."""
 
 MAX_NAMES = 20
 MAX_NAME_CHARACTERS = 64
@@ -211,7 +209,7 @@ def listed(names: Sequence[str]) -> str:
 def _unsupported(name: str, declared: tuple[str, ...]) -> RequestError:
     instead = INSTEAD.get(name)
     hint = f"use `{instead}`" if instead in declared else "leave it out"
-    if name in NESTED:
+    if name in ("extra_body", "options"):  # for fields of the top level
         hint = "send its fields at the top level of the body"
     return RequestError(f"`{name}` is not supported: {hint}", param=name)
 

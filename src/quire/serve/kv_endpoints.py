@@ -141,8 +141,6 @@ FLUSH_S = 0.05
 MAX_QUEUED = 1024
 """Events that wait for one slow client."""
 MAX_STREAMS, MAX_STREAMS_PER_TENANT = 128, 32
-_RETRY = "retry: 2000\n\n"
-_KEEP_ALIVE = ": keep-alive\n\n"
 _POLL_S = 0.5
 _BATCH = 256
 
@@ -278,14 +276,14 @@ class EventStreams:
 
     async def _events(self, client: Subscription) -> AsyncIterator[str]:
         interval_s = self._service.config.sse_keep_alive_interval or math.inf
-        yield _RETRY
+        yield "retry: 2000\n\n"
         sent_s = time.monotonic()
         while self._service.is_ready:
             await client.wait()
             text, now_s = client.take(), time.monotonic()
             if text or now_s - sent_s > interval_s:
                 sent_s = now_s
-                yield text or _KEEP_ALIVE
+                yield text or ": keep-alive\n\n"
 
     def _leave(self, client: Subscription) -> None:
         """Remove a client; after the last one stop to listen, in a task: this one may be over."""
@@ -493,7 +491,6 @@ def _largest(chains: Sequence[PrefixChain], limit: int) -> list[int]:
 
 
 DEFAULT_EVENTS = 256
-_EVENT_PARAMETERS = ("kinds", "since", "limit")
 
 
 class KVEndpoints:
@@ -605,7 +602,7 @@ class KVEndpoints:
     ) -> Response:
         """Return the newest events, oldest first; with `Accept: text/event-stream`, stream them."""
         tenant = only_tenant(self._service, request)
-        refuse_unknown_parameters(request, _EVENT_PARAMETERS)
+        refuse_unknown_parameters(request, ("kinds", "since", "limit"))
         if "text/event-stream" in request.headers.get("accept", ""):
             return await self._stream(request, kinds)
         events = await self._service.events(_wanted(kinds), since=since, most=KEPT_EVENTS)

@@ -119,11 +119,10 @@ def _params(
 # Maps an invalid option of the engine to the field of the body that sets it.
 
 _PROMPT = ("prompt", "messages", "tokens", "input")
-_BEAMS = ("beam_width", "best_of", "n", "use_beam_search")
 _FIELDS_OF: Mapping[str, tuple[str, ...]] = {
     "prompt": _PROMPT,
     "max_tokens": ("max_completion_tokens", "max_tokens", *_PROMPT),
-    "beam_width": _BEAMS,
+    "beam_width": ("beam_width", "best_of", "n", "use_beam_search"),
     "evict": ("kv_budget", "evict", *_PROMPT),
     "bad_token_ids": ("bad_words", "bad_token_ids"),
 }

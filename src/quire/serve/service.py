@@ -72,7 +72,13 @@ class Service:
         self.llm, self.config = llm, config
         tenants = tenants or TenantFile()
         self.keys = keys or TenantKeys()
-        self.rate_limits = RateLimits(_default_limit(config), tenants.rate_limits)
+        self.rate_limits = RateLimits(
+            RateLimit(
+                requests_per_minute=config.requests_per_minute,
+                tokens_per_minute=config.tokens_per_minute,
+            ),
+            tenants.rate_limits,
+        )
         self.model_name = config.served_model_name or llm.model.name
         self._rules = dict(tenants.evict)
         model = with_chat_template(llm.model, config.chat_template)
@@ -241,9 +247,3 @@ class Service:
     async def submit(self, requests: Sequence[GenerationRequest]) -> OutputStream:
         """Submit all prompts of an HTTP request to the engine."""
         return await self._running().submit(requests)
-
-
-def _default_limit(config: ServerConfig) -> RateLimit:
-    return RateLimit(
-        requests_per_minute=config.requests_per_minute, tokens_per_minute=config.tokens_per_minute
-    )

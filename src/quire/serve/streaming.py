@@ -20,9 +20,6 @@ from quire.serve.protocol import StreamOptions
 from quire.serve.responses import Envelope, Writer, token_counts, usage_body
 from quire.serve.submission import Submission
 
-KEEP_ALIVE = b": keep-alive\n\n"
-"""A comment, which clients of server-sent events skip."""
-
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # no buffering in proxies
 
 
@@ -70,7 +67,7 @@ class _KeptAlive:
                 await asyncio.sleep(left_s)
                 continue
             self._last_s = loop.time()
-            comment = {"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True}
+            comment = {"type": "http.response.body", "body": b": keep-alive\n\n", "more_body": True}
             await self._send(comment)
 
 
@@ -131,7 +128,8 @@ class GenerationResponse:
                     yield "".join(texts)
                     texts.clear()
             if self.options.include_usage or form.needs_usage:
-                texts += form.chunk(self.envelope.chunk_body([], self._usage()))
+                in_order = [self._usages[name] for name in self.submission.outputs.request_ids]
+                texts += form.chunk(self.envelope.chunk_body([], usage_body(in_order)))
         except QuireError as error:
             texts += form.error(error_body(error))
         yield "".join([*texts, *form.end()])
@@ -162,10 +160,6 @@ class GenerationResponse:
         if self.form.needs_prompt_usage:  # of APIs with one prompt and one choice
             counts["prompt_tokens_details"] = {"cached_tokens": self._cached_tokens}
         return counts
-
-    def _usage(self) -> dict[str, object]:
-        in_order = [self._usages[request_id] for request_id in self.submission.outputs.request_ids]
-        return usage_body(in_order)
 
     def _writers_of(self, prompt: int) -> Sequence[Writer]:
         first = prompt * self.choices_per_prompt

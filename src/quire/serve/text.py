@@ -29,7 +29,6 @@ _COMPOSED_CHARACTERS = 4
 """Most characters that Unicode composes into one: U+1F82 is a letter with 3 marks."""
 
 _SHRINKAGE = {"NFC": _COMPOSED_CHARACTERS, "NFKC": _COMPOSED_CHARACTERS}
-_KEEP_LENGTH = frozenset({"NFD", "NFKD", "Prepend", "ByteLevel"})
 _PROBES = (" ", "\n", "\t", "a", "ab ", "0", "\u00e9", "\u4f60", "\U0001f600", "\u200b")
 _PROBE_CHARACTERS = 4096
 
@@ -104,7 +103,7 @@ def _shrinkage(normalizer: Mapping[str, Any] | None) -> int | None:
         replaced = normalizer["pattern"].get("String")
         is_shorter = replaced is None or len(normalizer["content"]) < len(replaced)
         return None if is_shorter else 1
-    return 1 if kind in _KEEP_LENGTH else _SHRINKAGE.get(kind)
+    return 1 if kind in ("NFD", "NFKD", "Prepend", "ByteLevel") else _SHRINKAGE.get(kind)
 
 
 T = TypeVar("T")

@@ -18,13 +18,6 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
     from opentelemetry.trace import Span
 
-SPAN = "llm_request"
-DEFAULT_PATH = "/v1/traces"
-"""Path of OTLP over HTTP, used if the URL has none."""
-
-_SKIPPED_EVENTS = frozenset({"chunk"})
-"""Events of every prompt chunk, which the span's times cover."""
-
 
 class RequestTraces:
     """Creates the spans of finished requests.
@@ -74,7 +67,7 @@ class RequestTraces:
         from opentelemetry.trace import SpanKind
 
         span = self._tracer.start_span(
-            SPAN,
+            "llm_request",
             context=self._parents.get(sequence.group),
             kind=SpanKind.SERVER,
             attributes=_attributes(sequence, self._model_name),
@@ -87,7 +80,7 @@ class RequestTraces:
         self, span: "Span", sequence: FinishedRequest, unix_ns: Callable[[float], int]
     ) -> None:
         for event in sequence.timeline.events:
-            if event.kind not in _SKIPPED_EVENTS:
+            if event.kind != "chunk":  # the span's times cover it
                 span.add_event(event.kind, dict(event.data), unix_ns(event.time_s))
 
 
@@ -127,5 +120,5 @@ def open_traces(endpoint: str | None, model_name: str) -> RequestTraces | None:
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     url = urlsplit(endpoint)
-    target = url if url.path.strip("/") else url._replace(path=DEFAULT_PATH)
+    target = url if url.path.strip("/") else url._replace(path="/v1/traces")
     return RequestTraces(BatchSpanProcessor(OTLPSpanExporter(target.geturl())), model_name)

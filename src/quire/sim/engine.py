@@ -115,7 +115,6 @@ def jain_index(served: Mapping[str, float]) -> float | None:
     return total * total / (len(served) * squares) if squares else None
 
 
-_ATTENTION = "attention"
 Counts = NDArray[np.int64]
 
 
@@ -152,7 +151,7 @@ class StepTimer:
         return sum(
             part.floor_s(rates.read_bytes_per_s, rates.flops_per_s)
             for part in parts
-            if part.name != _ATTENTION
+            if part.name != "attention"
         )
 
     def _attention_seconds(self, new: Counts, before: Counts) -> float:
@@ -354,8 +353,6 @@ def bytes_for_all(layout: CacheLayout, lengths: Sequence[int]) -> int:
 
 # ---- result --------------------------------------------------------------------------------------
 
-_SWAPS = ("swapped_out", "swapped_in")
-
 
 @dataclass(slots=True)
 class EventTally:
@@ -368,7 +365,7 @@ class EventTally:
     copied_bytes: int = 0  # pages copied on write because they are shared
 
     def __call__(self, event: KVEvent) -> None:
-        if event.kind in _SWAPS:
+        if event.kind in ("swapped_out", "swapped_in"):
             self.swapped_bytes += int(event.data["kv_bytes"])
             self.num_swaps_out += event.kind == "swapped_out"
             self.num_swaps_in += event.kind == "swapped_in"

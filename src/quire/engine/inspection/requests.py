@@ -101,9 +101,6 @@ def _read_group(pool: KVPool, group: LaneGroup, row: int) -> GroupPositions:
 
 Row = dict[str, Any]
 
-LEAVING = ("freed", "preempted", "swapped_out")
-"""Events after which a request waits, unless it has finished."""
-
 
 def request_rows(engine: "Engine", tenant: str | None, most: int) -> Row:
     """Rows of open and newest finished requests of a tenant; at most `most` of each kind."""
@@ -172,7 +169,7 @@ def _with_waits(events: Iterable[KVEvent], arrival_s: float) -> Iterator[Row]:
         if event.kind == "admitted" and queued_s is not None:
             shown["waited_s"] = event.time_s - queued_s
             queued_s = None
-        elif event.kind in LEAVING:
+        elif event.kind in ("freed", "preempted", "swapped_out"):  # it waits, or has finished
             queued_s = event.time_s
         yield shown
 
@@ -253,13 +250,9 @@ def _times(arrival_s: float, first_token_s: float, finish_s: float) -> Mapping[s
 
 def retained_tokens(memory: KVMemory, row: int) -> float:
     """Tokens that a lane of a row retains, mean over the lanes of keys and values."""
-    slots = [t.num_slots[row] for t in _kv_tables(memory)]
+    slots = [t.num_slots[row] for t in memory.tables.values() if not t.group.private]
     lanes = sum(len(lane_slots) for lane_slots in slots)
     return float(sum(int(lane_slots.sum()) for lane_slots in slots)) / max(1, lanes)
-
-
-def _kv_tables(memory: KVMemory) -> Iterator[Any]:
-    return (table for table in memory.tables.values() if not table.group.private)
 
 
 def _peak_bytes(memory: KVMemory, request: Request) -> int:

@@ -8,15 +8,13 @@ from quire.evals.lm_eval import EXTRA, NAME
 from quire.layout.extras import require_extra
 
 RUN = "run"
-_HELP = {"--help", "-h"}
-_MODEL = ("--model", "-M")
 
 
 def with_model(arguments: Sequence[str]) -> list[str]:
     """Arguments of a run with `--model quire`, if they name no model and no config file."""
     runs = bool(arguments) and (arguments[0] == RUN or arguments[0].startswith("-"))
     names = {text.partition("=")[0] for text in arguments}
-    if not runs or names & {*_HELP, *_MODEL, "--config", "-C"}:
+    if not runs or names & {"--help", "-h", "--model", "-M", "--config", "-C"}:
         return [*arguments]
     return [RUN, "--model", NAME, *arguments[arguments[0] == RUN :]]
 

@@ -25,9 +25,6 @@ from quire.evals.lm_eval import NAME
 from quire.evals.lm_eval.requests import llm_options, log_likelihood, sampling_params
 from quire.sampling.outputs import RequestOutput
 
-HARNESS_DEVICE = "cuda:0"
-"""Default of the harness' `--device`: the first CUDA device, else the CPU, which is our auto."""
-
 REQUESTS_AT_ONCE = 512
 """Requests that are submitted together; the engine forms batches of them."""
 
@@ -68,7 +65,8 @@ class QuireLM(TemplateLM):  # type: ignore[misc]  # the base class has no types
     ) -> None:
         super().__init__()
         if device is not None:
-            options["device"] = "auto" if device == HARNESS_DEVICE else device
+            # the harness' default means the first CUDA device, else the CPU
+            options["device"] = "auto" if device == "cuda:0" else device
         self._llm = LLM(pretrained, **_built(options))
         self._context = self._llm.model.spec.max_positions
         if max_length is not None and not 2 <= max_length <= self._context:

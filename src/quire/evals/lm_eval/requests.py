@@ -68,7 +68,6 @@ def _build(config: Any, path: tuple[str, ...], values: Mapping[tuple[str, ...], 
 
 
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-_SAMPLING = ("top_p", "top_k", "min_p", "seed", "repetition_penalty")
 _PENALTIES = ("presence_penalty", "frequency_penalty")
 
 
@@ -81,7 +80,7 @@ def sampling_params(given: Mapping[str, Any], default_max_tokens: int) -> Sampli
     temperature = options.pop("temperature", None)
     if options.pop("do_sample", None) is False or temperature is None:
         temperature = 0.0
-    known = (*_SAMPLING, *_PENALTIES)
+    known = ("top_p", "top_k", "min_p", "seed", "repetition_penalty", *_PENALTIES)
     for name in options.keys() - set(known):
         raise UnknownName("argument of generation_kwargs", name, known)
     return SamplingParams(

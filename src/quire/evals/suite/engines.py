@@ -10,8 +10,6 @@ from quire.errors import ConfigError
 FULL, CONFIGURED = "full", "configured"
 """Names of the configurations: full KV, and the options of the command."""
 
-OpenEngine = Callable[[KVConfig], LLM]
-
 
 def full_kv(kv: KVConfig) -> KVConfig:
     """The same KV memory without eviction and without codecs."""
@@ -38,7 +36,7 @@ def is_full(kv: KVConfig) -> bool:
 class Engines:
     """Opens an engine for a KV configuration, and closes the one before."""
 
-    def __init__(self, open_engine: OpenEngine) -> None:
+    def __init__(self, open_engine: Callable[[KVConfig], LLM]) -> None:
         self._open_engine = open_engine
         self._open: tuple[KVConfig, LLM] | None = None
 

@@ -27,7 +27,6 @@ from quire.evals.tasks import Measure
 from quire.evals.tune.scores import fingerprint_of
 
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
-_LENGTHS = (("lines", 256), ("kv", 256), ("niah", 512))
 _PROMPTS = 10
 _NAME = "sanity"
 
@@ -87,7 +86,7 @@ def check(answer: AnswerFunction, *, measure: Measure, context_tokens: int, seed
     """Run the check."""
     cases = tuple(
         GateCase(task=task, tokens=min(tokens, context_tokens), n=_PROMPTS)
-        for task, tokens in _LENGTHS
+        for task, tokens in (("lines", 256), ("kv", 256), ("niah", 512))
     )
     try:
         report = run_gate(

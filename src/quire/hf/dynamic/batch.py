@@ -140,17 +140,13 @@ class DynamicBatch:
             for index in range(params.n)
         )
         self._check(query)
+        eos, tokenizer = self._model.eos_token_ids, self.options.tokenizer
         for found in (query, *forks):
-            found.output_text = self._text_of(found)
+            found.output_text = OutputText(found.params, eos, tokenizer, found.prompt_token_ids)
         query.forks, query.choices = forks, [query, *forks]
         self._count += params.n
         self._queues.wait(query)
         return query
-
-    def _text_of(self, query: Query) -> OutputText:
-        tokenizer = self.options.tokenizer
-        eos = self._model.eos_token_ids
-        return OutputText(query.params, eos, tokenizer, query.prompt_token_ids)
 
     def _check(self, query: Query) -> None:
         check_query(

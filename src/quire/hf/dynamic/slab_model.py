@@ -149,7 +149,6 @@ def check_implementation(name: str | None) -> str:
 
 
 _PAD = 0  # any token id: its KV is never attended to
-_CHANGING_ROPES = ("longrope",)
 
 
 class SlabModel:
@@ -279,7 +278,7 @@ def _refuse(model: PreTrainedModel, parameters: tuple[str, ...], config: object)
         )
     for rope_type in _rope_types(config):
         refuse_dynamic(rope_type)
-        if rope_type in _CHANGING_ROPES:
+        if rope_type == "longrope":
             raise UnsupportedModel(
                 f"{name} has {rope_type} rotary frequencies, which Transformers selects by the "
                 "longest row of a batch: a long query would change the others; use quire.LLM"

@@ -16,8 +16,6 @@ from transformers import PreTrainedModel
 from quire.kernels.row_kernels import RowShape
 from quire.models.native.layers import Norm, architecture_refusal, rotary_dim
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JointLinear:
@@ -62,7 +60,7 @@ def gpu_refusal(model: PreTrainedModel) -> str | None:
     reason = architecture_refusal(model)
     if reason is not None:
         return reason
-    if model.dtype not in _DTYPES:
+    if model.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"its weights are {model.dtype}; fused layers take float32, bfloat16 and float16"
     decoder: Any = model.model
     fused = [*decoder.layers.named_modules(), ("norm", decoder.norm), ("lm_head", model.lm_head)]

@@ -29,7 +29,6 @@ FAMILIES = frozenset(
         "Qwen3ForCausalLM",
     }
 )
-ACTIVATIONS = ("silu", "swish")
 KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
@@ -93,7 +92,7 @@ def architecture_refusal(model: PreTrainedModel) -> str | None:
     if name not in FAMILIES:
         return f"{name} is not among the fused architectures ({', '.join(sorted(FAMILIES))})"
     config: Any = model.config
-    if config.hidden_act not in ACTIVATIONS:
+    if config.hidden_act not in ("silu", "swish"):
         return f"its activation is {config.hidden_act!r}; fused layers compute silu"
     return None
 

@@ -22,7 +22,6 @@ from quire.serve.tenant_keys import TenantKeys, open_tenants
 from quire.tenancy.tenants import parse_tenants
 
 _NO_SOCKET = ("host", "port", "ssl-certfile", "ssl-keyfile", "ssl-ca-certs")
-_OWN = ("model", "threads")
 
 
 def recipe_of(args: Mapping[str, Any]) -> ServeRecipe:
@@ -85,7 +84,7 @@ _CONFIGS = (KVConfig, ScheduleConfig, ServerConfig, RayConfig, RouterConfig)
 
 def _refuse_unknown(given: Mapping[str, Any]) -> None:
     known = {flag for config in _CONFIGS for flag, _ in _flags(config)}
-    known |= {*_OWN, *_llm_options()}
+    known |= {"model", "threads", *_llm_options()}
     for name in given:
         if name not in known:
             raise UnknownName("option", name, known - set(_NO_SOCKET))

@@ -18,7 +18,6 @@ from http import HTTPStatus
 from typing import Protocol, runtime_checkable
 
 from starlette.datastructures import MutableHeaders
-from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -38,7 +37,6 @@ from quire.serve.tenant_keys import TenantKeys, authorization_of
 METRICS_PATH = "/metrics"
 _SMALL_BODY_BYTES = 1 << 16
 """Larger bodies are parsed in a thread, so that other requests do not wait."""
-_EVENT_STREAM = b"text/event-stream"
 _REQUEST_ID = HEADER.encode()
 
 logger = logging.getLogger(__name__)
@@ -74,7 +72,9 @@ class Gateway:
         try:
             call = await self._call(scope, receive)
         except BodyTooLarge as error:
-            await _refused(error, scope["path"])(scope, receive, send)
+            status = HTTPStatus(error.status_code)
+            refusal = error_response(status, error.detail, path=scope["path"])
+            await refusal(scope, receive, send)
             return
         if call is None:  # the client disconnected
             return
@@ -174,7 +174,7 @@ class _Reply:
         """End the response with an error: as a whole response, or as an event of a stream."""
         if self._start is None:
             await self.add(_part_of(refusal_response(error, self._path)))
-        elif self._start[1].startswith(_EVENT_STREAM):
+        elif self._start[1].startswith(b"text/event-stream"):
             await self._body(error_events(error, self._path), is_last=True)
         else:
             raise error
@@ -243,10 +243,6 @@ def _is_comment(body: bytes) -> bool:
 def _content_type(headers: Headers) -> bytes:
     found = (value for name, value in headers if name.lower() == b"content-type")
     return next(found, b"")
-
-
-def _refused(error: HTTPException, path: str) -> Response:
-    return error_response(HTTPStatus(error.status_code), error.detail, path=path)
 
 
 def _part_of(response: Response) -> HttpPart:

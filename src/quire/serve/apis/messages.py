@@ -19,12 +19,11 @@ NAMES: Mapping[str, str] = {
 }
 """Names in this API of the fields of a chat."""
 
-_BLOCKS = {"type": "array", "items": {"type": "object"}}
 _MESSAGE = {
     "type": "object",
     "properties": {
         "role": {"enum": ["user", "assistant"]},
-        "content": {"anyOf": [{"type": "string"}, _BLOCKS]},
+        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]},
     },
     "required": ["role", "content"],
 }

@@ -29,7 +29,6 @@ _STATE = {
 }
 """Fields that need stored responses or prompts, and what to do instead."""
 
-_ROLES = {"developer": "system"}
 
 _Located = tuple[str, JSON]
 """A message with the field that it was made of."""
@@ -77,7 +76,9 @@ class ResponsesBody(Body):
             "top_k": self.top_k,
             "stream": self.stream,
             "response_format": format_of(self.text, "text.format"),
-            "tools": None if self.tools is None else [_tool(t, i) for i, t in _numbered(self)],
+            "tools": None
+            if self.tools is None
+            else [_tool(t, i) for i, t in enumerate(self.tools)],
             "tool_choice": _choice(self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": (self.reasoning or {}).get("effort"),
@@ -111,10 +112,6 @@ class ResponsesBody(Body):
         return messages
 
 
-def _numbered(body: ResponsesBody) -> enumerate[JSON]:
-    return enumerate(body.tools or ())
-
-
 def _message(role: str, text: str) -> JSON:
     return {"role": role, "content": text}
 
@@ -127,7 +124,7 @@ def _append(messages: list[_Located], item: JSON, field: str) -> None:
         if not isinstance(role, str):
             raise FieldError(f"{field}.role", f"{field}.role: expected a role such as user")
         text = text_of(item.get("content"), f"{field}.content", _TEXTS)
-        messages.append((field, _message(_ROLES.get(role, role), text)))
+        messages.append((field, _message("system" if role == "developer" else role, text)))
     elif kind == "function_call":
         if not messages or messages[-1][1]["role"] != "assistant":
             messages.append((field, {"role": "assistant", "content": None}))

@@ -55,9 +55,6 @@ class Distribution:
         return found
 
 
-_TRANSFERS = frozenset({"swapped_out", "swapped_in", "offloaded"})
-
-
 @dataclass(slots=True)
 class _Open:
     """A request that runs: the time of its submission, and of the last token of each output."""
@@ -156,7 +153,7 @@ class EngineObserver:
             found["time_per_output_token_seconds"].add(decode_s / (sequence.output_tokens - 1))
 
     def _heard(self, event: KVEvent) -> None:
-        if event.kind in _TRANSFERS:
+        if event.kind in ("swapped_out", "swapped_in", "offloaded"):
             self.transferred_bytes[event.kind] += int(event.data["kv_bytes"])
 
 

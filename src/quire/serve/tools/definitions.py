@@ -20,7 +20,6 @@ MAX_CALLS = 32
 """Limit of the calls of one output with `tool_choice` required."""
 
 _NAME = re.compile(r"[a-zA-Z0-9_][a-zA-Z0-9_.:/-]{0,127}")
-_ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 ToolMode = Literal["none", "auto", "required", "named"]
 
@@ -126,7 +125,7 @@ def _tool(value: object, number: int) -> Tool:
             f"expected parameters nested at most {MAX_NESTING} levels deep, got more",
             param=f"tools.{number}.function.parameters",
         )
-    return Tool(name=name, parameters=parameters or _ANY_OBJECT, definition=value)
+    return Tool(name=name, parameters=parameters or {"type": "object"}, definition=value)
 
 
 def _choice(choice: object, tools: list[Tool]) -> tuple[ToolMode, list[Tool]]:
@@ -166,10 +165,6 @@ def _call(name: str, number: int) -> dict[str, Any]:
     }
 
 
-_VALUES = ("const", "enum")
-_ANNOTATIONS = ("$comment", "default", "description", "examples", "title")
-"""Keywords that do not change which values are valid; the model reads them in the prompt."""
-
 _SCHEMAS_BY_NAME = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
 
 
@@ -193,7 +188,8 @@ class _Mover:
         moved = {
             key: self._member(key, value)
             for key, value in schema.items()
-            if key not in _ANNOTATIONS
+            # not the keywords that the model reads in the prompt
+            if key not in ("$comment", "default", "description", "examples", "title")
         }
         is_open = not moved.keys() & {"additionalProperties", "patternProperties"}
         if self.closes and is_open and isinstance(moved.get("properties"), Mapping):
@@ -203,7 +199,7 @@ class _Mover:
     def _member(self, key: str, value: Any) -> Any:
         if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
             return self.place + value[1:]
-        if key in _VALUES:
+        if key in ("const", "enum"):
             return value
         if key in _SCHEMAS_BY_NAME and isinstance(value, Mapping):
             return {name: self.schema(inner) for name, inner in value.items()}

@@ -78,7 +78,6 @@ class ValueEnd:
 
 Steps = Generator[None, str, None]
 StepsTo = Generator[None, str, str]
-StepsToValue = Generator[None, str, tuple[str, str]]
 
 _ARGUMENTS = ("arguments", "parameters")
 _OTHERS = ("name", "type", "id")
@@ -163,7 +162,7 @@ class CallReader:
                 return ""
             character = yield
 
-    def _value(self, first: str) -> StepsToValue:
+    def _value(self, first: str) -> Generator[None, str, tuple[str, str]]:
         """Read a value; return its text, and the character after it or ""."""
         end, text, character = ValueEnd(), "", first
         while True:
@@ -557,8 +556,6 @@ PARSERS: Mapping[str, type[ToolParser]] = {
     "llama3_json": Llama3Parser,
     "mistral": MistralParser,
 }
-_OTHER_FORMATS = ("<function=", "<arg_key>")
-"""Texts in templates that use a marker of PARSERS for another format."""
 
 
 class ToolParsers:
@@ -586,7 +583,8 @@ def _detected(tokenizer: PreTrainedTokenizerBase | None) -> str | None:
         return None
     template = tokenizer.chat_template or ""
     texts = list(template.values()) if isinstance(template, dict) else [template]
-    if any(other in text for text in texts for other in _OTHER_FORMATS):
+    # these use a marker of PARSERS for another format
+    if any(other in text for text in texts for other in ("<function=", "<arg_key>")):
         return None
     for name, kind in PARSERS.items():
         if any(kind.marker in text for text in texts):
