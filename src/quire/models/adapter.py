@@ -276,13 +276,13 @@ class TransformersDecoder:
         refuse_class(type(model))
         register()
         nn.Module.eval(model)
-        self._model = model
-        self._dtype: torch.dtype = model.dtype
-        self._device: torch.device = model.device
-        self._spec = rank_spec(ModelSpec.from_config(model.config.to_dict()), ranks)
+        self.model = model
+        self.dtype: torch.dtype = model.dtype
+        self.device: torch.device = model.device
+        self.spec = rank_spec(ModelSpec.from_config(model.config.to_dict()), ranks)
         self._rope = RopeVariants(model)
         self._bridge = install(model)
-        if self._device.type != "meta":  # without data, there is nothing to pack
+        if self.device.type != "meta":  # without data, there is nothing to pack
             prepare_linears(model, () if weights is None else weights.modules, codec)
         self._forward_lock = ForwardLock()
         self._head_takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -292,23 +292,7 @@ class TransformersDecoder:
         for number, layer in enumerate(() if weights is None else weights.modules):
             hook = partial(self._begin_layer, number)
             layer.register_forward_pre_hook(hook, prepend=True)  # before it waits for its weights
-        self._observing = Observing(model, self._bridge, self._spec, self._probe)
-
-    @property
-    def model(self) -> PreTrainedModel:
-        return self._model
-
-    @property
-    def spec(self) -> ModelSpec:
-        return self._spec
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
+        self._observing = Observing(model, self._bridge, self.spec, self._probe)
 
     @property
     def num_rope_variants(self) -> int:
@@ -325,13 +309,13 @@ class TransformersDecoder:
 
     def prepare_hidden_states(self) -> str | None:
         if self._last_states is None:
-            self._last_states, why_not = LastStates.of(self._model, self._probe)
+            self._last_states, why_not = LastStates.of(self.model, self._probe)
             return why_not
         return None
 
     def prepare_fixed_shapes(self, rows: int) -> str | None:
         with self._forward_lock.held():
-            make_activations_rowwise(self._model)
+            make_activations_rowwise(self.model)
             return rows_depend(self, rows)
 
     def prepare_recomputation(self) -> str | None:
@@ -391,8 +375,8 @@ class TransformersDecoder:
 
     def _probe(self, positions: Sequence[int], attention: PagedAttention) -> None:
         """Run the model on one token at each of these positions, without computing logits."""
-        places = torch.tensor(positions, device=self._device)
-        token = torch.full_like(places, self._spec.vocab_size // 2)
+        places = torch.tensor(positions, device=self.device)
+        token = torch.full_like(places, self.spec.vocab_size // 2)
         with self._forward_lock.held():
             self._rope.select(0)
             with self._bridge.attending(attention):
@@ -429,7 +413,7 @@ class TransformersDecoder:
     @cached_property
     def _layer_major(self) -> LayerMajor:
         assert self._weights is not None, "checked by forward_together"
-        return LayerMajor(self._weights.modules, self._device)
+        return LayerMajor(self._weights.modules, self.device)
 
     def _logits(self, batch: Batch) -> Tensor:
         return self._module_logits(batch)
@@ -437,7 +421,7 @@ class TransformersDecoder:
     @torch.inference_mode()
     def _module_logits(self, batch: Batch) -> Tensor:
         head = {"logits_to_keep": batch.sample_rows} if self._head_takes_rows else {}
-        output = self._model(
+        output = self.model(
             input_ids=batch.token_ids.unsqueeze(0),
             position_ids=batch.positions.unsqueeze(0),
             use_cache=False,
@@ -454,20 +438,20 @@ class TransformersDecoder:
     ) -> Float[Tensor, "num_tokens vocab"]:
         with self._forward_lock.held(), torch.inference_mode():
             self._rope.select(0)
-            self._model.set_attn_implementation("eager")
+            self.model.set_attn_implementation("eager")
             try:
-                output = self._model(token_ids.unsqueeze(0), use_cache=False, return_dict=True)
+                output = self.model(token_ids.unsqueeze(0), use_cache=False, return_dict=True)
             finally:
                 self._use_quire_attention()
         logits: Tensor = output.logits[0]
         return logits
 
     def _use_quire_attention(self) -> None:
-        self._model.set_attn_implementation(ATTENTION_NAME)
-        in_use = self._model.config._attn_implementation
+        self.model.set_attn_implementation(ATTENTION_NAME)
+        in_use = self.model.config._attn_implementation
         if in_use != ATTENTION_NAME:
             raise UnsupportedModel(
-                f"{type(self._model).__name__} uses attention {in_use!r} and does not support "
+                f"{type(self.model).__name__} uses attention {in_use!r} and does not support "
                 "Transformers' attention interface; run it with Transformers itself"
             )
 

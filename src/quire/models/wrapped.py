@@ -60,7 +60,7 @@ class WrappedModel:
     def __init__(self, model: PreTrainedModel) -> None:
         _refuse(model)
         self._model = model
-        self._spec = ModelSpec.from_config(model.config.to_dict())
+        self.spec = ModelSpec.from_config(model.config.to_dict())
         self._rope = RopeVariants(model)
         self._rope.release()
         self._configs = _configs(model)
@@ -72,14 +72,10 @@ class WrappedModel:
         self._users = 0
         register()
         self._bridge = install(model)
-        self._observing = Observing(model, self._bridge, self._spec, self._probe)
+        self._observing = Observing(model, self._bridge, self.spec, self._probe)
         self._wrapper = _wrapper(self._forward, names)
         vars(model)["forward"] = self._wrapper
         setattr(model, _ATTRIBUTE, self)
-
-    @property
-    def spec(self) -> ModelSpec:
-        return self._spec
 
     @property
     def dtype(self) -> torch.dtype:
@@ -119,7 +115,7 @@ class WrappedModel:
     def _probe(self, positions: Sequence[int], attention: PagedAttention) -> None:
         """Run the model on one token at each of these positions, without computing logits."""
         places = torch.tensor(positions, device=self.device)
-        token = torch.full_like(places, self._spec.vocab_size // 2)
+        token = torch.full_like(places, self.spec.vocab_size // 2)
         self.forward(token, places, places[:0], attention)
 
     def forward(

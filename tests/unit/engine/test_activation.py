@@ -20,7 +20,7 @@ STEP_BYTES = 5_000
 def cuda(monkeypatch):
     """A decoder on a CUDA device whose steps take `STEP_BYTES`."""
     decoder = random_model(llama_tiny(), dtype=torch.float32).decoder
-    monkeypatch.setattr(type(decoder), "device", torch.device("cuda"))
+    monkeypatch.setattr(decoder, "device", torch.device("cuda"))
     monkeypatch.setattr(activation, "run_largest_step", lambda *args: None)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1_000)

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from quire.errors import ModelError, UnsupportedModel
-from quire.layout.model import LayerSpec, ModelSpec
+from quire.layout.model import LayerSpec
 from quire.models import bridge
 from quire.models.adapter import TransformersDecoder
 from quire.models.verify import ReferenceBatch, compare_with_transformers
@@ -21,11 +21,7 @@ class DecoderWithSpec(TransformersDecoder):
 
     def __init__(self, model: PreTrainedModel, **changes: Any) -> None:
         super().__init__(model)
-        self.changes = changes
-
-    @property
-    def spec(self) -> ModelSpec:
-        return replace(super().spec, **self.changes)
+        self.spec = replace(self.spec, **changes)
 
 
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
