@@ -47,6 +47,7 @@ def test_policy_in_one_file(run) -> None:
     assert kv_bytes(long_values) < kv_bytes(full) / 2
 
 
+@pytest.mark.slow
 def test_compare_policies(run, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     printed = run("compare_policies.py").splitlines()

@@ -174,6 +174,7 @@ def test_claims_use_the_first_cap():
     assert made["continuous_bm_112_tokens_per_s"] == 80.0
 
 
+@pytest.mark.slow
 def test_all_arms_run_once_and_the_claimed_ones_in_every_round(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(speed, "rows_that_fit", partial(rows_that_fit, most=16))
     result = run_speed(replace(TINY, prompt_tokens=112, new_tokens=16, caps=(28, 56), repeats=2))

@@ -121,7 +121,7 @@ PARTS = (
     run_codec,
     run_position,
     run_engine,
-    run_engine_gain,
+    pytest.param(run_engine_gain, marks=pytest.mark.slow),
 )
 CLAIMS = {
     run_restore: {"restore_gain_vs_load", "restore_gain_vs_load_10gb", "restore_over_alone"},

@@ -159,7 +159,9 @@ def test_tokens_with_quantized_kv_equal_those_of_one_rank(codec: str, evict: str
 
 
 @pytest.mark.parametrize("evict", ["full", H2O, CRUSH, "recent:cap=24,every=8"])
-@pytest.mark.parametrize("preempt", ["recompute", "swap", "auto"])
+@pytest.mark.parametrize(
+    "preempt", ["recompute", "swap", pytest.param("auto", marks=pytest.mark.slow)]
+)
 def test_ranks_preempt_the_same_requests(evict: str, preempt: str) -> None:
     schedule = ScheduleConfig(max_num_batched_tokens=48, preempt=preempt)
 

@@ -211,7 +211,10 @@ def test_engines_give_the_tokens_of_the_modules(kv, monkeypatch):
         {"evict": "streaming:cap=12,sinks=2"},
         {"evict": "expected_attention:cap=16"},
         {"evict": "snapkv:cap=16,window=4,when=prefill_end"},
-        {"offload_memory": "1MiB", "offload_recompute": "1", "memory": "42KiB"},
+        pytest.param(
+            {"offload_memory": "1MiB", "offload_recompute": "1", "memory": "42KiB"},
+            marks=pytest.mark.slow,
+        ),
         {"offload_memory": "1MiB", "offload_cpu_attention": "0.5", "memory": "42KiB"},
     ],
     ids=str,
