@@ -31,6 +31,7 @@ from quire.evals.board.result import BoardResult, Row
 from quire.evals.board.run import Board, BoardConfig, Report
 from quire.evals.suite.base import EvalTask, Sample
 from quire.evals.suite.cells import CellFolder, CellResult, PromptResult
+from quire.evals.suite.runner import split_at_question
 from quire.evals.tune.scores import fingerprint_of
 from quire.layout.eviction import DECODE, PREFILL_AND_DECODE, PREFILL_END, parse_policy
 from quire.models.loader import LoadedModel
@@ -445,7 +446,7 @@ class PressRunner:
         self, press: str, budget: str, schedule: str, task: EvalTask, limit: int | None = None
     ) -> PressCell:
         config = self._config
-        options = (config.tokens, config.count, config.seeds, limit)
+        options = (config.tokens, config.count, config.seeds, config.evict_before_question, limit)
         fingerprint = fingerprint_of(*self._identity, press, budget, schedule, task, options)
         name = f"kvpress-{task.name}-{fingerprint}"
         values = self._stored.read(name, fingerprint)
@@ -459,7 +460,10 @@ class PressRunner:
         self, press: str, budget: str, schedule: str, task: EvalTask, limit: int | None
     ) -> PressCell:
         samples = self._samples(task)[:limit]
-        prompts = [self._llm.encode(sample.prompt) for sample in samples]
+        before = self._config.evict_before_question
+        before = schedule == PREFILL_END if before is None else before
+        split = [split_at_question(self._llm, sample) for sample in samples]
+        prompts = [context + question for context, question in split]
         job = {
             "press": spec_of(press) if press else None,
             "removed": removed_of(budget),
@@ -467,8 +471,13 @@ class PressRunner:
             "eos_token_ids": list(self._llm.model.generation.eos_token_ids),
             "undecodable_ids": sorted(self._llm.engine.sampling_step.sampler.undecodable_ids),
             "requests": [
-                {"token_ids": ids, "max_tokens": sample.max_tokens, "stop": list(sample.stop)}
-                for ids, sample in zip(prompts, samples, strict=True)
+                {
+                    "token_ids": context + question,
+                    "question_tokens": len(question) * before,
+                    "max_tokens": sample.max_tokens,
+                    "stop": list(sample.stop),
+                }
+                for (context, question), sample in zip(split, samples, strict=True)
             ],
         }
         answer = self._process.run(job)
@@ -610,12 +619,13 @@ def _explanation(about: PressRun) -> Iterator[str]:
     )
     yield ""
     yield (
-        "* **Prompt**: kvpress computes the whole prompt with all tokens and compresses each layer "
-        "after its attention, so the first output token is that of full KV. With `prefill_end` of "
-        "Quire it is too, but all layers are evicted after the whole prompt, so the peak is that "
-        "of full KV. `prefill_and_decode` adds a `DecodingPress` that compresses to the "
-        "cap after every token. Quire's schedule of that name also evicts during the prefill, "
-        "which bounds the memory of the prompt; the press sees more."
+        "* **Prompt**: with `prefill_end` kvpress and Quire compute the context with all tokens, "
+        "evict, and compute the question after it. kvpress compresses each layer after its "
+        "attention; Quire evicts all layers after the context, so its peak is that of full KV. "
+        "With `prefill_and_decode` a press compresses the whole prompt, whose first output token "
+        "is that of full KV, and a `DecodingPress` compresses to the cap after every token. "
+        "Quire's schedule of that name also evicts during the prefill, which bounds the memory of "
+        "the prompt; the press sees more."
     )
     yield (
         "* **Positions**: retained keys keep their original RoPE positions, and output tokens "
@@ -631,9 +641,8 @@ def _explanation(about: PressRun) -> Iterator[str]:
     )
     yield (
         "* **Not comparable**: tokens/s, because kvpress runs one prompt at a time in "
-        "Transformers; the time of `KVzipPress` and `KVgradPress`, which compute the prompt again "
-        "before they compress; and kvpress's published scores, which compress a context without "
-        "its question."
+        "Transformers; and the time of `KVzipPress` and `KVgradPress`, which compute the prompt "
+        "again before they compress."
     )
 
 

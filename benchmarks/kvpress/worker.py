@@ -3,8 +3,9 @@
 It imports nothing of Quire: that environment has its own version of Transformers. It reads JSON
 lines from standard input, first the model, then jobs, and writes one JSON line for each of them.
 
-As in kvpress's pipeline a press acts on the prefill of the whole prompt, and the tokens after it
-get the positions that follow the prompt; the retained keys keep theirs. Only `KeyRerotationPress`
+As in kvpress's pipeline a press acts on the prefill of the context. The question (the last
+`question_tokens` of a prompt) is computed after it, without a press. These and later tokens get the
+positions that follow the context; the retained keys keep theirs. Only `KeyRerotationPress`
 re-rotates keys, and tokens then follow the retained ones.
 """
 
@@ -164,7 +165,7 @@ class Worker:
         started = time.perf_counter()
         outputs, self._undecodable_ids = [], job["undecodable_ids"]
         for request in job["requests"]:
-            num_tokens = len(request["token_ids"])
+            num_tokens = len(request["token_ids"]) - request["question_tokens"]
             pressed = (
                 self._presses.of(spec, job, num_tokens) if spec else Pressed(None, None, False)
             )
@@ -182,13 +183,18 @@ class Worker:
         from transformers import DynamicCache
 
         prompt, cache = request["token_ids"], DynamicCache()
+        num_tokens = len(prompt) - request["question_tokens"]
+        context, question = prompt[:num_tokens], prompt[num_tokens:]
         self._cache, self._peak_bytes = cache, 0
         for layer in self._model.model.layers:  # eager attention does not reset it
             layer.self_attn.masked_key_indices = None
         with self._applied(pressed.prefill):
-            logits = self._logits(prompt, range(len(prompt)), cache)
-        retained_bytes, visible = stored_bytes(cache), self._visible(cache, len(prompt))
-        first = cache.get_seq_length() if pressed.is_rerotated else len(prompt)
+            logits = self._logits(context, range(num_tokens), cache)
+        retained_bytes, visible = stored_bytes(cache), self._visible(cache, num_tokens)
+        first = cache.get_seq_length() if pressed.is_rerotated else num_tokens
+        if question:
+            logits = self._logits(question, range(first, first + len(question)), cache)
+            first += len(question)
         token_ids = [int(logits.argmax())]
         with self._applied(pressed.decode):
             while not self._is_finished(token_ids, request, eos_token_ids):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from quire.cli.common import json_option, split_numbers, split_texts
-from quire.cli.evaluate_run import json_bytes, opener
+from quire.cli.evaluate_run import json_bytes, opener, question_option
 from quire.cli.options import KV, MODEL, SCHEDULE
 from quire.cli.report import envelope, prepare_folder, print_json, write_files
 from quire.cli.settings import Settings, with_settings
@@ -58,6 +58,7 @@ class BoardFlags:
     tokens: int = option(256, help="Length of the prompts.", common=True)
     num_prompts: int = option(10, help="Prompts of each task and seed.", common=True)
     seeds: str = option("1,2", help="Seeds of the prompts.")
+    evict_before_question: bool | None = question_option()
     sanity_check: bool = option(True, help="Check that the model may judge a rule.")
     out: Path = option(
         Path("board"),
@@ -91,6 +92,7 @@ def board(settings: Settings, *, flags: BoardFlags) -> None:
         count=flags.num_prompts,
         seeds=split_numbers("--seeds", flags.seeds),
         sanity=flags.sanity_check,
+        evict_before_question=flags.evict_before_question,
     )
     refuse_settings(settings, "board")
     prepare_folder(flags.out)

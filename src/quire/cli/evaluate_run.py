@@ -7,7 +7,7 @@ with full KV on prompts of a file.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -33,6 +33,15 @@ if TYPE_CHECKING:
     from quire.models.loader import LoadedModel
 
 RESULT_FILE = "result.json"
+
+
+def question_option() -> Any:
+    """`--evict-before-question` of `run` and of `quire board`."""
+    return option(
+        None,
+        help="Evict the KV of the context before the question is computed. Default: only with "
+        "when=prefill_end, where else the first output token is that of full KV.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +74,7 @@ class EvalRunFlags:
     sanity_check: bool = option(
         True, help="Check that the model may judge a rule; without it there are no verdicts."
     )
+    evict_before_question: bool | None = question_option()
     out: Path | None = option(
         None, help="Folder for the result and its cells; a later run continues there.", common=True
     )
@@ -88,6 +98,7 @@ def run(settings: Settings, *, flags: EvalRunFlags) -> None:
         seed=flags.seed,
         data=flags.data,
         sanity=flags.sanity_check,
+        evict_before_question=flags.evict_before_question,
     )
     size = settings.loading.tensor_parallel_size
     if size > 1 and any(task.name == "perplexity" for task in config.tasks):
@@ -172,6 +183,7 @@ def as_envelope(found: "Evaluation", settings: Settings, config: "EvalConfig") -
         "num_prompts": config.count,
         "seed": config.seed,
         "data": None if config.data is None else config.data.name,
+        "evict_before_question": config.evict_before_question,
     }
     return envelope("eval", found.claims(), arms | more, settings.as_dict() | options)
 

@@ -11,8 +11,9 @@ KL          sum over tokens of p_full log(p_full / p), nats, mean over the outpu
 Works with any model and any prompts; the model needs no trained weights to be compared with itself.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -27,6 +28,7 @@ from quire.layout.statistics import Statistic
 from quire.models.base import Decoder, MeanRotations, PagedAttention
 from quire.models.loader import LoadedModel
 from quire.sampling.outputs import RequestOutput, Usage
+from quire.sampling.sampler import SampledToken, Sampler
 
 
 class ForwardingDecoder:
@@ -87,43 +89,54 @@ class RecordingDecoder(ForwardingDecoder):
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__(decoder)
-        self._recorded: list[Tensor] = []
+        self.recorded: list[Tensor] = []
 
     def take(self) -> Float[Tensor, "rows vocab"]:
-        recorded, self._recorded = self._recorded, []
+        recorded, self.recorded = self.recorded, []
         return torch.cat(recorded)
 
     def _measured(self, logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows vocab"]:
-        self._recorded.append(logits.float().cpu())
+        self.recorded.append(logits.float().cpu())
         return logits
 
 
-class ForcingDecoder(RecordingDecoder):
-    """Records logits, and makes the given tokens the most likely ones.
+class ForcingSampler(Sampler):
+    """Makes given tokens the most likely ones, so that greedy requests begin with them.
 
-    A greedy request thus follows a given output, so that the distributions of two configurations
-    are compared after equal tokens. One request at a time.
+    Distributions of two configurations are thus compared after equal tokens, and a question is
+    appended to a context whose KV is evicted already. The logits are edited, not the tokens: with
+    tensor parallelism all ranks get what the inner sampler returns.
     """
 
-    def __init__(self, decoder: Decoder) -> None:
-        super().__init__(decoder)
-        self._tokens: tuple[int, ...] = ()
-        self._count = 0
+    def __init__(self, inner: Sampler, tokens: Mapping[str, Sequence[int]]) -> None:
+        super().__init__(inner.vocab_size, inner.eos_token_ids, one_by_one=inner.one_by_one)
+        self._inner, self._tokens = inner, tokens  # of each request, by its id
 
-    def follow(self, tokens: Sequence[int]) -> None:
-        """Force these output tokens in the next request, and forget recorded logits."""
-        self._tokens, self._count = tuple(tokens), 0
-        self._recorded.clear()
+    def sample(
+        self, logits: Float[Tensor, "rows vocab"], rows: Sequence[Any]
+    ) -> list[SampledToken]:
+        logits = logits.clone()
+        for own, row in zip(logits, rows, strict=True):
+            for token in self._tokens[row.request_id][row.num_output_tokens :][:1]:
+                own.fill_(torch.finfo(own.dtype).min)[token] = 0.0
+        return self._inner.sample(logits, rows)
 
-    def _measured(self, logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows vocab"]:
-        super()._measured(logits)
-        wanted = self._tokens[self._count : self._count + len(logits)]
-        self._count += len(logits)
-        if not wanted:
-            return logits
-        forced = torch.full_like(logits, torch.finfo(logits.dtype).min)
-        forced[torch.arange(len(wanted)), torch.tensor(wanted)] = 0.0
-        return forced
+
+def generate_after(
+    llm: LLM,
+    prompts: Sequence[Sequence[int]],
+    forced: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams] | SamplingParams,
+) -> list[RequestOutput]:
+    """Generate outputs that begin with the forced tokens; `max_tokens` includes these."""
+    step, ids = llm.engine.sampling_step, [f"forced-{index}" for index in range(len(prompts))]
+    inner = step.sampler
+    if any(forced):
+        step.sampler = ForcingSampler(inner, dict(zip(ids, forced, strict=True)))
+    try:
+        return llm.generate(list(map(list, prompts)), params, request_id=ids)
+    finally:
+        step.sampler = inner
 
 
 LIKELIEST = 256
@@ -161,14 +174,13 @@ class FidelityScorer:
     def __init__(
         self, model: LoadedModel, kv: KVConfig, *, longest_tokens: int, new_tokens: int
     ) -> None:
-        self._decoder, self._new_tokens = ForcingDecoder(model.decoder), new_tokens
+        self._decoder, self._new_tokens = RecordingDecoder(model.decoder), new_tokens
         itemsize = model.decoder.dtype.itemsize
         memory = 3 * model.spec.kv_bytes(longest_tokens, max(itemsize, 4)) + FREE_BYTES
         alone = replace(kv, memory=memory, prefix_cache=PrefixCacheConfig(enabled=False))
         self._llm = LLM(replace(model, decoder=self._decoder), kv=alone, verify=False)
 
     def reference(self, prompt: Sequence[int]) -> Reference:
-        self._decoder.follow(())
         output, logits = self._run(prompt, self._new_tokens)
         logprobs, likeliest = logits.log_softmax(dim=1).topk(min(LIKELIEST, logits.shape[1]))
         return Reference(
@@ -181,8 +193,7 @@ class FidelityScorer:
         )
 
     def score(self, reference: Reference) -> PromptFidelity:
-        self._decoder.follow(reference.output)
-        output, logits = self._run(reference.prompt, len(reference.output))
+        output, logits = self._run(reference.prompt, len(reference.output), forced=reference.output)
         found = logits.log_softmax(dim=1)
         agrees = found.argmax(dim=1) == torch.tensor(reference.output)
         return PromptFidelity(
@@ -197,17 +208,17 @@ class FidelityScorer:
 
         Each token is a decode step, so that an eviction rule acts as in generation.
         """
-        self._decoder.follow(continuation)
-        output, logits = self._run(prompt, len(continuation))
+        output, logits = self._run(prompt, len(continuation), forced=continuation)
         tokens = torch.tensor(continuation).unsqueeze(1)
         found = logits.double().log_softmax(dim=1).gather(1, tokens)
         return -float(found.mean()), output.usage
 
     def _run(
-        self, prompt: Sequence[int], new_tokens: int
+        self, prompt: Sequence[int], new_tokens: int, *, forced: Sequence[int] = ()
     ) -> tuple[RequestOutput, Float[Tensor, "token vocab"]]:
         params = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
-        [output] = self._llm.generate([list(prompt)], params)
+        self._decoder.recorded.clear()
+        [output] = generate_after(self._llm, [prompt], [forced], params)
         logits = self._decoder.take()
         if output.error is not None or len(logits) != len(output.token_ids):
             raise InvariantError(f"expected logits of each token, got the error {output.error}")

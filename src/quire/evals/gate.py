@@ -33,6 +33,7 @@ class Question:
     """A prompt, its expected answer, and the depth of the answer in the prompt."""
 
     prompt: str
+    question: str = ""  # end of the prompt, after the context
     answer: str  # text that a greedy continuation must begin with
     depth: float  # requested, one of DEPTHS
     # actual depth, 0 (first) to 1 (last); None if the answer has no single location
@@ -66,6 +67,7 @@ def _question(task: Task, depth: float) -> Question:
     query = task.queries[0]
     return Question(
         prompt=DOCUMENT_START + task.prompt(),
+        question=query.question,
         answer=query.answer,
         depth=depth,
         place=query.depth,

@@ -17,6 +17,16 @@ PAGE_FILE, CHART_FILE, INTERACTIVE_FILE = "board.md", "board.svg", "board.html"
 WANTED = 0.975
 """Quality over full KV that the list of rules requires, as in Batch-Max's evaluation."""
 
+_BEFORE_QUESTION = {
+    None: "With `prefill_end` the context is evicted before the question is computed; a cap is a "
+    "fraction of the context. With other schedules the prompt ends with the question.",
+    True: "Every rule evicts the context before the question is computed; a cap is a fraction of "
+    "the context.",
+    False: "The prompt ends with the question. With `prefill_end` the first output token is that "
+    "of full KV, so tasks whose answers are one token (`majority`, `topics`, `labels`) show no "
+    "loss there, and of other answers the first token is free.",
+}
+
 _COLOURS = ("#1f5fa8", "#d1662b", "#3a8a4d", "#8a4da8", "#707070")
 
 
@@ -39,6 +49,8 @@ def _intro(result: BoardResult, model: str, *, has_chart: bool) -> Iterator[str]
         f"and output, all prompts at once in the KV memory. Pareto: no entry has both a higher "
         f"quality and fewer bytes."
     )
+    yield ""
+    yield _BEFORE_QUESTION[result.evict_before_question]
     yield ""
     scores = ", ".join(f"`{task}` {reference.scores[task]:.3g}" for task in result.tasks)
     judged = ", ".join(result.judged)

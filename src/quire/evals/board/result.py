@@ -165,6 +165,7 @@ class BoardResult:
     judged: Sequence[str]  # tasks that quality is over
     sanity: Sanity  # whether the model may judge a rule
     refused: Mapping[str, str]  # why entries do not run, by their text
+    evict_before_question: bool | None = None  # as in `SampleRunner`
 
     @property
     def reference(self) -> Row:
@@ -188,6 +189,7 @@ class BoardResult:
             "tokens": self.tokens,
             "num_prompts": self.count,
             "seeds": list(self.seeds),
+            "evict_before_question": self.evict_before_question,
         }
 
     @classmethod
@@ -202,6 +204,7 @@ class BoardResult:
             judged=judged_tasks(board),
             sanity=board.sanity,
             refused={str(entry): why for entry, why in board.refused.items()},
+            evict_before_question=config.evict_before_question,
         )
 
     @classmethod
@@ -216,6 +219,8 @@ class BoardResult:
             judged=arms["judged_tasks"],
             sanity=Sanity.stored(arms["sanity_check"]),
             refused=arms["refused"],
+            # earlier runs evicted the question with the context
+            evict_before_question=config.get("evict_before_question", False),
         )
 
     def joined(self, other: "BoardResult") -> "BoardResult":

@@ -35,6 +35,7 @@ class BoardConfig:
     count: int = 10  # prompts of each task and seed
     seeds: tuple[int, ...] = (1, 2)
     sanity: bool = True  # whether the sanity check runs
+    evict_before_question: bool | None = None  # as in `SampleRunner`
 
     def __post_init__(self) -> None:
         if not self.tasks:
@@ -116,7 +117,7 @@ class BoardRunner:
 
     def _cell(self, entry: BoardEntry, task: EvalTask) -> CellResult:
         kv, config = entry.applied(self._kv), self._config
-        options = (config.tokens, config.count, config.seeds)
+        options = (config.tokens, config.count, config.seeds, config.evict_before_question)
         fingerprint = fingerprint_of(*self._identity, kv, task, options)
         name = f"{task.name}-{fingerprint}"
         found = self.stored.cell(name, fingerprint)
@@ -128,7 +129,9 @@ class BoardRunner:
     def _measured(self, entry: BoardEntry, kv: KVConfig, task: EvalTask) -> CellResult:
         llm = self._engines.of(kv)
         samples = self.samples(task)
-        prompts, seconds = SampleRunner(llm, kv).run(task, samples)
+        before = self._config.evict_before_question
+        runner = SampleRunner(llm, kv, evict_before_question=before)
+        prompts, seconds = runner.run(task, samples)
         return CellResult(
             task=task.name,
             tokens=self._config.tokens,

@@ -16,6 +16,7 @@ class Sample:
     """One prompt and what its output is compared with."""
 
     prompt: str
+    question: str = ""  # end of the prompt, after the context; empty: the prompt is one text
     references: tuple[str, ...] = ()  # what several of them mean is up to the task
     max_tokens: int = 0
     stop: tuple[str, ...] = ()

@@ -41,6 +41,7 @@ class GeneratedTask(EvalTask):
     def _sample(self, question: Question, options: SampleOptions) -> Sample:
         return Sample(
             prompt=question.prompt,
+            question=question.question,
             references=question.answers or (question.answer,),
             max_tokens=options.measure(question.answer) + _SPARE_TOKENS * len(question.answers),
             depth=None if question.place is None else question.depth,

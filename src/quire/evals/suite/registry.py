@@ -26,7 +26,10 @@ _ONE_ANSWER = (
     ("retold", "a fact about a person, told four times in running text"),
     ("majority", "the most frequent label of a word, a fifth of whose lines have another one"),
     ("topics", "the label of two words of a class, of which many lines are labelled"),
-    ("arithmetic", "few-shot sums with held-out operands"),
+    (
+        "arithmetic",
+        "few-shot sums; the answer follows from the question alone, so eviction loses little",
+    ),
 )
 _SEVERAL_ANSWERS = (
     ("niah_multivalue", "four numbers of one key in running text (RULER)"),

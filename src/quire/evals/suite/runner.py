@@ -3,14 +3,14 @@
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from quire.api.llm import LLM
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.errors import ConfigError, RequestError
-from quire.evals.fidelity import FidelityScorer
+from quire.evals.fidelity import FidelityScorer, generate_after
 from quire.evals.intervals import Mean, mean_of
 from quire.evals.suite.base import EvalTask, Sample, SampleOptions
 from quire.evals.suite.cells import CellFolder, CellResult, PromptResult
@@ -18,14 +18,27 @@ from quire.evals.suite.engines import CONFIGURED, FULL, Engines, full_kv, is_ful
 from quire.evals.suite.perplexity import NLL, PERPLEXITY
 from quire.evals.suite.sanity import SKIPPED, Sanity, sanity_of
 from quire.evals.tune.scores import fingerprint_of
+from quire.layout.eviction import PREFILL_END
+from quire.policies.eviction import make_eviction
+from quire.sampling.detokenizer import Detokenizer
 from quire.sampling.outputs import RequestOutput, Usage
 
 
 class SampleRunner:
-    """Runs samples in one engine."""
+    """Runs samples in one engine.
 
-    def __init__(self, llm: LLM, kv: KVConfig) -> None:
-        self._llm, self._kv = llm, kv
+    Before a question, the KV of the context is evicted, and the question's tokens follow as forced
+    outputs. The default, None, is to do so if a rule evicts at the end of the prefill only: else
+    the first output token is that of full KV.
+    """
+
+    def __init__(
+        self, llm: LLM, kv: KVConfig, *, evict_before_question: bool | None = None
+    ) -> None:
+        self._llm, self._kv, rule = llm, kv, make_eviction(kv.evict)
+        self._before = rule.when == PREFILL_END
+        if evict_before_question is not None:
+            self._before = rule.evicts and evict_before_question
 
     def run(
         self, task: EvalTask, samples: Sequence[Sample]
@@ -33,26 +46,40 @@ class SampleRunner:
         """Results in the order of the samples, and the seconds of the engine."""
         if samples[0].continuation:
             return self._score_continuations(samples)
-        prompts = [self._prompt(task, sample) for sample in samples]
+        split = [self._prompt(task, sample) for sample in samples]
         params = [
-            SamplingParams(max_tokens=sample.max_tokens, temperature=0.0, stop=sample.stop)
-            for sample in samples
+            SamplingParams(
+                max_tokens=len(question) + sample.max_tokens, temperature=0.0, stop=sample.stop
+            )
+            for sample, (_, question) in zip(samples, split, strict=True)
         ]
+        prompts, questions = zip(*split, strict=True)
         started = time.perf_counter()
-        outputs = self._llm.generate(prompts, params)
+        outputs = generate_after(self._llm, prompts, questions, params)
         seconds = time.perf_counter() - started
         results = tuple(
-            _result(
-                sample,
-                task.score(sample, _text(output)),
-                output.usage,
-                output=output.text,
-            )
-            for sample, output in zip(samples, outputs, strict=True)
+            self._scored(task, sample, output, question)
+            for sample, output, question in zip(samples, outputs, questions, strict=True)
         )
         return results, seconds
 
-    def _prompt(self, task: EvalTask, sample: Sample) -> list[int]:
+    def _scored(
+        self, task: EvalTask, sample: Sample, output: RequestOutput, question: Sequence[int]
+    ) -> PromptResult:
+        if output.error is not None:
+            raise RequestError(f"a request of the evaluation failed: {output.error}")
+        tokenizer, usage, count = self._llm.model.tokenizer, output.usage, len(question)
+        texts = Detokenizer(tokenizer, output.prompt_token_ids, skip_special_tokens=True)
+        text = output.text[sum(len(texts.push(token)) for token in question) :]
+        usage = replace(
+            usage,
+            prompt_tokens=usage.prompt_tokens + count,
+            completion_tokens=usage.completion_tokens - count,
+        )
+        return _result(sample, task.score(sample, text), usage, output=text)
+
+    def _prompt(self, task: EvalTask, sample: Sample) -> tuple[list[int], list[int]]:
+        """Token ids of the prompt, and of the question that follows its eviction, if any."""
         ids = self._llm.encode(sample.prompt)
         most = self._llm.model.spec.max_positions - sample.max_tokens
         if len(ids) > most:
@@ -61,7 +88,7 @@ class SampleRunner:
                 f"{sample.max_tokens} output tokens the model's context holds {most}: lower "
                 "--tokens"
             )
-        return ids
+        return split_at_question(self._llm, sample) if self._before else (ids, [])
 
     def _score_continuations(
         self, samples: Sequence[Sample]
@@ -89,10 +116,11 @@ class SampleRunner:
         return ids[:count], ids[count:]
 
 
-def _text(output: RequestOutput) -> str:
-    if output.error is not None:
-        raise RequestError(f"a request of the evaluation failed: {output.error}")
-    return output.text
+def split_at_question(llm: LLM, sample: Sample) -> tuple[list[int], list[int]]:
+    """Token ids of the context and of the question, encoded as one text."""
+    ids = llm.encode(sample.prompt)
+    count = len(llm.encode(sample.prompt.removesuffix(sample.question)))
+    return ids[:count], ids[count:]
 
 
 def _result(
@@ -172,6 +200,7 @@ class EvalConfig:
     seed: int = 1
     data: Path | None = None  # text file that a perplexity reads; None: packaged books
     sanity: bool = True  # whether the sanity check runs
+    evict_before_question: bool | None = None  # as in `SampleRunner`
 
     def __post_init__(self) -> None:
         if not self.tasks:
@@ -288,14 +317,16 @@ class Evaluator:
             data=self._config.data if task.name == PERPLEXITY else None,
         )
         samples = task.samples(options)
-        prompts, seconds = SampleRunner(llm, kv).run(task, samples)
+        before = self._config.evict_before_question
+        runner = SampleRunner(llm, kv, evict_before_question=before)
+        prompts, seconds = runner.run(task, samples)
         return CellResult(task=task.name, tokens=tokens, arm=arm, prompts=prompts, seconds=seconds)
 
     def _fingerprint(self, task: EvalTask, tokens: int, kv: KVConfig) -> str:
         config = self._config
         data = config.data if task.name == PERPLEXITY else None
         content = "" if data is None else _digest(data)
-        options = (tokens, config.count, config.seed)
+        options = (tokens, config.count, config.seed, config.evict_before_question)
         return fingerprint_of(*self._identity, kv, task, options, content)
 
 

@@ -3,12 +3,15 @@
 import pytest
 from typer.testing import CliRunner
 
+from quire.api.llm import LLM
 from quire.cli.main import app
+from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError
 from quire.evals.gate import DEPTHS
 from quire.evals.suite.base import SampleOptions
 from quire.evals.suite.generated import fraction_found
 from quire.evals.suite.registry import SUITES, TASKS, suite_of, suites_with, task_of
+from quire.evals.suite.runner import SampleRunner
 from quire.evals.tasks import ALL_FAMILIES, FAMILIES, make, rough_measure
 
 GENERATED = [task.name for task in TASKS.values() if task.name != "perplexity"]
@@ -29,6 +32,54 @@ def test_samples_fit_the_length_and_are_deterministic(name):
     for sample in found:
         assert rough_measure(sample.prompt) <= 700
         assert sample.max_tokens >= rough_measure(sample.references[0])
+
+
+@pytest.mark.parametrize("name", [name for name in GENERATED if name != "arithmetic"])
+def test_the_prompt_ends_with_a_question_that_does_not_contain_the_answer(name):
+    for sample in task_of(name).samples(options()):
+        assert sample.question
+        assert sample.prompt.endswith(sample.question)
+        for answer in sample.references:
+            assert answer.strip() not in sample.question.split()
+
+
+@pytest.fixture(scope="module")
+def scores_of():
+    """Scores of a task under a rule, and the results of its prompts."""
+    llm = LLM("quire-tiny", dtype="float32", kv=KVConfig(memory="8MiB"))
+
+    def found(name, evict, before=None):
+        kv = KVConfig(memory="8MiB", evict=evict)
+        task, runner = task_of(name), LLM(llm.model, kv=kv)
+        measure = lambda text: len(llm.encode(text))  # noqa: E731
+        samples = task.samples(options(measure=measure, tokens=256))
+        results, _ = SampleRunner(runner, kv, evict_before_question=before).run(task, samples)
+        return sum(result.scores["accuracy"] for result in results), results
+
+    return found
+
+
+@pytest.mark.parametrize("name", ["majority", "topics", "labels", "retold", "lines"])
+def test_a_rule_that_evicts_nearly_all_tokens_loses_every_task(name, scores_of):
+    """Also tasks whose answer is one token: the first output token is not that of full KV."""
+    assert scores_of(name, "full")[0] == 5
+    assert scores_of(name, "sinks:cap=5,when=prefill_end")[0] <= 2
+
+
+def test_only_an_eviction_before_the_question_can_lose_an_answer_of_one_token(scores_of):
+    rule = "random:cap=12.5%,when=prefill_end"
+
+    assert scores_of("majority", rule, before=False)[0] == 5
+    assert scores_of("majority", rule)[0] <= 2
+
+
+def test_a_question_after_a_context_that_fits_the_cap_gets_the_outputs_of_full_kv(scores_of):
+    _, full = scores_of("retold", "full")
+    _, after = scores_of("retold", "snapkv:window=16,cap=100%,when=prefill_end")
+
+    for one, other in zip(full, after, strict=True):
+        assert (one.output, one.prompt_tokens) == (other.output, other.prompt_tokens)
+        assert one.output_tokens == other.output_tokens
 
 
 @pytest.mark.parametrize("name", GENERATED)
