@@ -1,5 +1,7 @@
 """`quire chat`: commands, the editor on a terminal, interrupts, and models without a template."""
 
+import io
+import json
 import shutil
 import signal
 import stat
@@ -38,12 +40,91 @@ def test_commands_are_explained_and_unknown_ones_refused(quire):
     assert result.exit_code == 0
     for name in ("/help", "/clear", "/stats", "/exit", "Alt+Enter", "Ctrl-C"):
         assert f"\n{name} " in result.stderr
-    assert "unknown command '/stat': expected /help, /clear, /stats, /exit" in result.stderr
+    assert "error: unknown command '/stat': expected /help, /retry, /clear" in result.stderr
     assert "last response: none yet" in result.stderr
     assert "conversation: 2 messages, 9 of 4,096 tokens of context" in result.stderr
     assert "5 output tokens" in result.stderr
     assert "of 2.00 MiB" in result.stderr
     assert len(result.stdout.splitlines()) == 1
+
+
+def test_saved_messages_are_a_request_body_and_are_loaded_again(quire, tmp_path):
+    file = tmp_path / "chat.json"
+    first = quire("chat", *QUICK, input=f"/system Be short.\nhello\n/save {file}\n/load\n/save .\n")
+    again = quire("chat", *QUICK, input=f"/load {file}\n/retry\n")
+
+    roles = [message["role"] for message in json.loads(file.read_text())["messages"]]
+    assert roles == ["system", "user", "assistant"]
+    assert json.loads(file.read_text())["model"] == "quire-tiny"
+    assert "(system message set)" in first.stderr
+    assert "error: expected /load FILE, got /load" in first.stderr
+    assert "error: . cannot be written" in first.stderr
+    assert again.stdout == first.stdout
+    assert f"(3 messages loaded from {file})" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [(None, "cannot be read"), ("[", "not valid JSON"), ("{}", "expected a list of messages")],
+)
+def test_invalid_saved_file_leaves_the_conversation_as_it_was(quire, tmp_path, content, problem):
+    file = tmp_path / "chat.json"
+    if content is not None:
+        file.write_text(content)
+
+    result = quire("chat", *QUICK, input=f"hello\n/load {file}\n/stats\n/clear\n/retry\n")
+
+    assert problem in result.stderr
+    assert "conversation: 2 messages" in result.stderr
+    assert "error: expected a message before /retry, got none" in result.stderr
+
+
+def test_sampling_options_are_set_in_the_chat(quire):
+    wrong = "/set temperature warm\n/set n 2\n/set temperature\n"
+    result = quire("chat", *QUICK, input=f"/set max-tokens 2\n/set\nhello\n{wrong}/stats\n")
+
+    assert result.stderr.startswith("quire-tiny: max_tokens 5, temperature 0 (the model's); /set")
+    assert result.stderr.count("max_tokens 2, temperature 0 (the model's)") == 2
+    assert "2 output tokens" in result.stderr
+    assert "error: temperature must be a finite number in [0, inf), got 'warm'" in result.stderr
+    assert "got ''" in result.stderr
+    assert "unknown sampling option 'n'" in result.stderr
+
+
+def test_model_that_names_no_temperature_gets_that_of_a_chat(quire, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(ASSETS / "quire-tiny", folder)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
+
+    unset = quire("chat", folder, *QUICK, input="/set temperature 0.5\n")
+    given = quire("chat", folder, *QUICK, "--temperature", "0.7", "--seed", "1", input="")
+
+    first, _, after = unset.stderr.splitlines()
+    assert "temperature 0.2, top_p 0.9 (chat's defaults: the model names none); /set" in first
+    assert after == "max_tokens 5, temperature 0.5; /set changes them"
+    assert given.stderr.splitlines()[0] == (
+        "model: max_tokens 5, temperature 0.7, seed 1; /set changes them"
+    )
+
+
+def test_lines_break_between_words_on_a_terminal(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    def shown(stream: io.StringIO, *parts: str) -> str:
+        wrap = chat_module.WordWrap(stream)
+        for part in parts:
+            wrap.write(part)
+        wrap.end()
+        return stream.getvalue()
+
+    monkeypatch.setenv("COLUMNS", "10")
+    assert shown(Terminal(), "one tw", "o thr", "ee\n  four") == "one two\nthree\n  four\n"
+    assert shown(Terminal(), "0123456789 a bcd") == "0123456789\na bcd\n"  # a full line
+    assert shown(Terminal(), "a 0123456789012 bc defgh") == "a\n0123456789012 bc\ndefgh\n"
+    assert shown(Terminal(), "漢字漢字漢字") == "漢字漢字漢\n字\n"
+    assert shown(io.StringIO(), "one two three", " four") == "one two three four\n"
 
 
 def test_two_slashes_send_a_message(quire):
@@ -116,7 +197,24 @@ def test_editor_keys(history):
     assert typed("one\r", 1) == ["one"]
     assert typed("one\x1b\rtwo\r", 1) == ["one\ntwo"]  # Alt+Enter
     assert typed("one\\\rtwo\r", 1) == ["one\ntwo"]
-    assert typed("\x04", 1) == [None]  # Ctrl-D
+    assert typed("\x04", 1) == typed("draft\x04", 1) == [None]  # Ctrl-D
+
+
+@pytest.mark.parametrize(
+    ("pressed", "stops", "ends"), [("next\r", 0, 0), ("x\x03", 1, 0), ("x\x04", 1, 1)]
+)
+def test_keys_pressed_during_a_response_are_input_of_the_next_prompt(
+    pressed, stops, ends, history, monkeypatch
+):
+    monkeypatch.setattr(chat_module, "is_terminal", lambda stream: True)
+    keyboard = chat_module.Keyboard()
+    with create_pipe_input() as pipe, create_app_session(input=pipe, output=DummyOutput()):
+        read = chat._editor([])
+        with keyboard.watched() as stopped:
+            pipe.send_text(pressed)
+            assert (stopped(), keyboard.ended) == (bool(stops), bool(ends))
+        if not stops:
+            assert read() == "next"
 
 
 def test_interrupt_at_the_prompt_discards_the_line(history, capsys):

@@ -32,6 +32,18 @@ def test_output_is_on_stdout_and_usage_on_stderr(quire, expected):
     assert "5 output tokens" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("options", "rows"), [((), 1), (("--n", "3"), 3), (("--max-num-seqs", "2"), 2)]
+)
+def test_automatic_kv_memory_is_that_of_the_sequences_of_one_prompt(quire, options, rows):
+    quick = ("--no-verify", "--max-tokens", "2", "--dtype", "float32", "--max-model-len", "1024")
+    result = quire("generate", "--prompt", PROMPT, *quick, *options, "-v")
+
+    kv_bytes = int(result.stderr.split(" B of KV")[0].split("\n")[-1].replace(",", ""))
+    assert result.exit_code == 0
+    assert kv_bytes == rows * 1024 * 8192  # tokens, and bytes of a token in float32
+
+
 def test_an_unusable_tier_is_a_warning_or_with_require_tiers_an_error(
     quire, expected, tmp_path, caplog
 ):

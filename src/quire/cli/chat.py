@@ -5,27 +5,35 @@ Input of `quire chat`: an editor with history on a terminal, else lines of stand
 A message ends at Enter. Alt+Enter, or a backslash at the end of a line, continues it on a new line.
 """
 
+import json
 import os
 import shlex
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
+from unicodedata import east_asian_width
 
 import typer
 
 from quire.cli.generate import usage_line
+from quire.cli.options import KV, MODEL, SAMPLING, SCHEDULE
 from quire.cli.settings import Settings, with_settings
 from quire.cli.startup import is_terminal
-from quire.errors import ConfigError, RequestError
+from quire.config.chat_messages import Message, read_messages
+from quire.config.sampling_params import SamplingParams
+from quire.errors import ConfigError, ModelError, RequestError, UnknownName
+from quire.layout.config import read_json_object
 from quire.layout.options import option
 from quire.layout.sizes import format_size
 
 if TYPE_CHECKING:
     from prompt_toolkit.history import History
+    from prompt_toolkit.input import Input
     from prompt_toolkit.key_binding import KeyBindings
 
     from quire.api.llm import LLM
@@ -33,17 +41,22 @@ if TYPE_CHECKING:
     from quire.sampling.outputs import OutputBuilder, OutputDelta, Usage
 
 _GREETING = "/help shows the commands, /exit or Ctrl-D exits, Ctrl-C stops a response"
-_COMMANDS = {
-    "/help": "show this list",
-    "/clear": "delete all messages except the system message",
-    "/stats": "show tokens, times and KV memory",
-    "/exit": "exit; so does Ctrl-D",
-}
 _KEYS = {
     "Ctrl-C": "stop a response; at the prompt: discard the line",
+    "Ctrl-D": "exit, also during a response",
     "Alt+Enter": "start a new line; so does Enter after a backslash",
     "//TEXT": "send a message that starts with a slash",
 }
+TEMPERATURE, TOP_P = 0.2, 0.9
+"""Defaults for a model that names no temperature: those of SmolLM2's model card. A small model
+repeats itself with temperature 0 and loses the thread with 1."""
+
+_ONE_RESPONSE = SAMPLING.without("n", "best-of", "use-beam-search", "beam-width", "length-penalty")
+_OPTIONS = {found.name: found for found in _ONE_RESPONSE.options()}
+_ONE_CONVERSATION = SCHEDULE.without(
+    *("max-num-seqs", "admission", "low-watermark", "high-watermark", "scale-down-at"),
+    *("preempt", "batcher", "urgent", "tenants"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,38 +71,48 @@ class ChatFlags:
     )
 
 
-@with_settings(defaults={"max-tokens": 512})
+@with_settings(
+    MODEL,
+    KV.without("swap-space", "evict-allow", "record-evictions"),
+    _ONE_CONVERSATION,
+    _ONE_RESPONSE,
+    defaults={"max-tokens": 512},
+)
 def chat(settings: Settings, *, flags: ChatFlags) -> None:
-    """Chat with a model; the model needs a chat template."""
-    if settings.sampling.n > 1:
-        raise RequestError(f"a chat needs one response per message, got n={settings.sampling.n}")
+    """Chat with a model; the model needs a chat template.
+
+    If neither the model nor an option sets a temperature, it is 0.2, with top-p 0.9.
+    """
     if not settings.sampling.max_tokens:
         raise RequestError("expected --max-tokens of 1 or more, got 0: a chat needs responses")
     conversation = Conversation(settings, flags.system, flags.chat_template)
-    typer.echo(f"{conversation.llm.model.name}: {_GREETING}", err=True)
-    read = _editor([*_COMMANDS]) if is_terminal(sys.stdin) else read_lines
-    while True:
+    notes = WordWrap(sys.stderr)
+    notes.line(f"{conversation.llm.model.name}: {conversation.sampling_line()}")
+    notes.line(_GREETING)
+    read = _editor(list(_COMMANDS)) if is_terminal(sys.stdin) else read_lines
+    while not conversation.keyboard.ended:
         message = read()
         if message is None or message == "/exit":
             return
-        if message.startswith("/") and not message.startswith("//"):
-            _run_command(message, conversation)
-        elif message:
-            conversation.respond(message.removeprefix("/"))
+        try:
+            if message.startswith("/") and not message.startswith("//"):
+                note = _run_command(message, conversation)
+                if note:
+                    notes.line(note)
+            elif message:
+                conversation.respond(message.removeprefix("/"))
+        except (ConfigError, ModelError, RequestError) as error:
+            notes.line(f"error: {error}")
 
 
-def _run_command(command: str, conversation: "Conversation") -> None:
-    if command == "/clear":
-        conversation.clear()
-        typer.echo("(conversation cleared)", err=True)
-    elif command == "/stats":
-        typer.echo(conversation.stats(), err=True)
-    elif command == "/help":
-        for name, meaning in (_COMMANDS | _KEYS).items():
-            typer.echo(f"{name:10} {meaning}", err=True)
-    else:
-        known = ", ".join(_COMMANDS)
-        typer.echo(f"error: unknown command {command.split()[0]!r}: expected {known}", err=True)
+def _run_command(line: str, conversation: "Conversation") -> str:
+    name, _, argument = line.partition(" ")
+    if name not in _COMMANDS:
+        raise RequestError(f"unknown command {name!r}: expected {', '.join(_COMMANDS)}")
+    command = _COMMANDS[name]
+    if command.argument == "FILE" and not argument.strip():
+        raise RequestError(f"expected {name} {command.argument}, got {name}")
+    return command.run(conversation, argument.strip())
 
 
 class Conversation:
@@ -98,21 +121,86 @@ class Conversation:
     def __init__(
         self, settings: Settings, system: str | None, chat_template: str | None = None
     ) -> None:
-        self._opening = [] if system is None else [{"role": "system", "content": system}]
-        self._messages = list(self._opening)
-        self._sampling = settings.sampling
+        self._messages: list[Message] = []
+        self.set_system(system or "")
         self._evict = settings.kv.evict
         self._usage: Usage | None = None
         self._prompt_tokens = self._responses = 0
-        settings.refuse_other_tenants()
-        self.llm: LLM = settings.open_llm()
+        self.keyboard = Keyboard()
+        self.llm: LLM = settings.for_one_request().open_llm()
         self._template = _template_of(self.llm, chat_template, settings.model)
+        self._sampling = settings.sampling
 
-    def clear(self) -> None:
-        self._messages = list(self._opening)
+    def _resolved(self) -> SamplingParams:
+        """The sampling options: as set, else the model's, else those of a chat."""
+        resolved = self._sampling.resolve(self.llm.model.generation)
+        if self._temperature_of() != "chat":
+            return resolved
+        top_p = self._sampling.top_p or self.llm.model.generation.top_p or TOP_P
+        return replace(resolved, temperature=TEMPERATURE, top_p=top_p)
+
+    def _temperature_of(self) -> str:
+        if self._sampling.temperature is not None:
+            return "user"
+        return "chat" if self.llm.model.generation.temperature is None else "model"
+
+    def sampling_line(self) -> str:
+        """The options that responses are sampled with, except neutral ones."""
+        neutral = SamplingParams().resolve(SamplingParams())
+        used = self._resolved()
+        values = {name: getattr(used, name) for name in _OPTIONS}
+        shown = ", ".join(
+            f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
+            for name, value in values.items()
+            if value != getattr(neutral, name) or name == "temperature"
+        )
+        origin = {"model": " (the model's)", "chat": " (chat's defaults: the model names none)"}
+        return f"{shown}{origin.get(self._temperature_of(), '')}; /set changes them"
+
+    def set_option(self, argument: str) -> str:
+        """Set a sampling option to a JSON value; null: unset."""
+        name, _, text = argument.partition(" ")
+        if argument:
+            found = _OPTIONS.get(name.replace("-", "_"))
+            if found is None:
+                raise UnknownName("sampling option", name, _OPTIONS)
+            value: Any = text
+            with suppress(ValueError):  # a text is a stop string, or refused
+                value = json.loads(text)
+            self._sampling = replace(self._sampling, **{found.name: value})
+        return self.sampling_line()
+
+    def set_system(self, text: str) -> str:
+        others = [message for message in self._messages if message["role"] != "system"]
+        self._messages = [{"role": "system", "content": text}] * bool(text) + others
+        return f"(system message {'set' if text else 'deleted'})"
+
+    def clear(self, _: str) -> str:
+        self._messages = [message for message in self._messages if message["role"] == "system"]
         self._prompt_tokens = 0
+        return "(conversation cleared)"
 
-    def stats(self) -> str:
+    def save(self, file: str) -> str:
+        body = {"model": self.llm.model.name, "messages": self._messages}
+        try:
+            text = json.dumps(body, ensure_ascii=False, indent=2)
+            Path(file).expanduser().write_text(f"{text}\n", "utf-8")
+        except OSError as error:
+            raise RequestError(f"{file} cannot be written: {error.strerror}") from error
+        return f"({len(self._messages)} messages saved to {file})"
+
+    def load(self, file: str) -> str:
+        content = read_json_object(Path(file).expanduser())
+        self._messages = read_messages(content.get("messages"))
+        self._prompt_tokens = 0
+        return f"({len(self._messages)} messages loaded from {file})"
+
+    def help(self, _: str) -> str:
+        commands = {f"{name} {of.argument}": of.meaning for name, of in _COMMANDS.items()}
+        lines = [f"{name:18} {meaning}" for name, meaning in (commands | _KEYS).items()]
+        return "\n".join([*lines, f"Options of /set: {', '.join(_OPTIONS)}"])
+
+    def stats(self, _: str) -> str:
         stats = self.llm.stats()
         context = self.llm.context_tokens(max(1, self._prompt_tokens))
         last = "none yet" if self._usage is None else usage_line(self._usage, self._evict)
@@ -126,17 +214,20 @@ class Conversation:
 
     def respond(self, message: str) -> None:
         """Generate and stream the response to a message; a refused message is deleted."""
-        self._messages.append({"role": "user", "content": message})
-        try:
-            text = self._stream()
-        except RequestError as error:
-            self._messages.pop()
-            typer.echo(f"error: {error}", err=True)
-            return
-        self._messages.append({"role": "assistant", "content": text})
+        self._respond_to([*self._messages, {"role": "user", "content": message}])
 
-    def _stream(self) -> str:
-        token_ids = self._template.encode(self._messages)
+    def retry(self, _: str) -> str:
+        asked = [i for i, message in enumerate(self._messages) if message["role"] == "user"]
+        if not asked:
+            raise RequestError("expected a message before /retry, got none: send one first")
+        self._respond_to(self._messages[: asked[-1] + 1])
+        return ""
+
+    def _respond_to(self, messages: list[Message]) -> None:
+        text = self._stream(self._template.encode(messages))
+        self._messages = [*messages, {"role": "assistant", "content": text}]
+
+    def _stream(self, token_ids: list[int]) -> str:
         context = self.llm.context_tokens(len(token_ids))
         if len(token_ids) >= context:
             raise RequestError(
@@ -146,25 +237,26 @@ class Conversation:
         from quire.sampling.outputs import OutputBuilder  # imports torch
 
         text = ""
+        error: str | None = None
         self._responses += 1
         self._prompt_tokens = len(token_ids)
         builder = OutputBuilder(f"chat-{self._responses}", tuple(token_ids))
-        deltas = cast("Generator[OutputDelta]", self.llm.stream(token_ids, self._sampling))
-        with closing(deltas), _interrupt_noted() as interrupted:  # closing cancels
+        shown = WordWrap(sys.stdout)
+        deltas = cast("Generator[OutputDelta]", self.llm.stream(token_ids, self._resolved()))
+        with closing(deltas), self.keyboard.watched() as stopped:  # closing cancels
             for delta in deltas:
-                typer.echo(delta.text, nl=False)
-                sys.stdout.flush()
-                if delta.error is not None:
-                    raise RequestError(delta.error)
+                shown.write(delta.text)
                 text += delta.text
+                error = delta.error
                 self._note(builder, delta)
-                if interrupted():
+                if error is not None or stopped():
                     break
-        typer.echo()
+        shown.end()
+        if error is not None:
+            raise RequestError(error)
         if len(token_ids) + self._sampling.max_tokens > context:
-            typer.echo(
-                f"(the context of {context} tokens is nearly full: use /clear to start over)",
-                err=True,
+            WordWrap(sys.stderr).line(
+                f"(the context of {context} tokens is nearly full: use /clear to start over)"
             )
         return text
 
@@ -174,6 +266,30 @@ class Conversation:
         if output is not None:
             self._usage = output.usage
             self._prompt_tokens += output.usage.completion_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _ChatCommand:
+    argument: str
+    meaning: str
+    run: Callable[[Conversation, str], str]  # returns what is printed
+
+
+_COMMANDS = {
+    "/help": _ChatCommand("", "show this list", Conversation.help),
+    "/retry": _ChatCommand("", "generate the last response again", Conversation.retry),
+    "/clear": _ChatCommand("", "delete all messages except the system message", Conversation.clear),
+    "/system": _ChatCommand(
+        "[TEXT]", "set the system message; without TEXT: delete it", Conversation.set_system
+    ),
+    "/set": _ChatCommand(
+        "[NAME VALUE]", "set a sampling option; without NAME: show all", Conversation.set_option
+    ),
+    "/save": _ChatCommand("FILE", "write the messages to a JSON file", Conversation.save),
+    "/load": _ChatCommand("FILE", "continue the messages of such a file", Conversation.load),
+    "/stats": _ChatCommand("", "show tokens, times and KV memory", Conversation.stats),
+    "/exit": _ChatCommand("", "exit; so does Ctrl-D", Conversation.help),
+}
 
 
 def _template_of(llm: "LLM", chat_template: str | None, model: str) -> "ChatTemplate":
@@ -191,15 +307,100 @@ def _template_of(llm: "LLM", chat_template: str | None, model: str) -> "ChatTemp
     )
 
 
-@contextmanager
-def _interrupt_noted() -> Iterator[Callable[[], bool]]:
-    # Ctrl-C ends a response between two steps, not within a step: the engine is used again
-    presses: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: presses.append(number))
-    try:
-        yield lambda: bool(presses)
-    finally:
-        signal.signal(signal.SIGINT, before)
+class Keyboard:
+    """Keys that are pressed during a response, which are not echoed into it.
+
+    Ctrl-C ends the response and Ctrl-D the chat, between two steps: the engine is used again. The
+    next prompt gets all other keys.
+    """
+
+    def __init__(self) -> None:
+        self.ended = self._interrupted = False
+
+    @contextmanager
+    def watched(self) -> Iterator[Callable[[], bool]]:
+        """Yield a function that returns whether to end the response."""
+        self._interrupted = False
+        with ExitStack() as stack:
+            before = signal.signal(signal.SIGINT, lambda number, frame: self._interrupt())
+            stack.callback(signal.signal, signal.SIGINT, before)
+            if not is_terminal(sys.stdin):
+                yield lambda: self._interrupted
+                return
+            from prompt_toolkit.application import get_app_session
+
+            terminal = get_app_session().input
+            stack.enter_context(terminal.raw_mode())
+            stack.callback(self._read, terminal)
+            yield lambda: self._read(terminal)
+
+    def _interrupt(self) -> None:
+        self._interrupted = True
+
+    def _read(self, terminal: "Input") -> bool:
+        from prompt_toolkit.input.typeahead import store_typeahead
+        from prompt_toolkit.keys import Keys
+
+        pressed = terminal.read_keys()
+        self.ended |= any(press.key == Keys.ControlD for press in pressed)
+        self._interrupted |= any(press.key == Keys.ControlC for press in pressed)
+        others = [press for press in pressed if press.key not in (Keys.ControlC, Keys.ControlD)]
+        store_typeahead(terminal, others)
+        return self._interrupted or self.ended
+
+
+class WordWrap:
+    """Text that arrives in parts; on a terminal, lines break between words.
+
+    A word is written when it is complete.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self._column = stream, 0
+        self._space = self._word = ""
+
+    def line(self, text: str) -> None:
+        self.write(text)
+        self.end()
+
+    def write(self, text: str) -> None:
+        if not is_terminal(self._stream):
+            self._echo(text)
+            return
+        for char in text:
+            if char == "\n":
+                self.end()
+            elif char.isspace():
+                self._put_word()
+                self._space += char.expandtabs(4)
+            else:
+                self._word += char
+                if east_asian_width(char) in "WF":  # Chinese and Japanese have no spaces
+                    self._put_word()
+
+    def end(self) -> None:
+        """Write the last word and end the line."""
+        self._put_word()
+        self._echo("\n")
+        self._column, self._space = 0, ""
+
+    def _put_word(self) -> None:
+        if not self._word:
+            return
+        from prompt_toolkit.utils import get_cwidth
+
+        width = shutil.get_terminal_size().columns
+        if self._column and self._column + get_cwidth(self._space + self._word) > width:
+            self._echo("\n")
+            self._column, self._space = 0, ""
+        self._echo(self._space + self._word)
+        self._column += get_cwidth(self._space + self._word)
+        self._column = (self._column - 1) % width + 1  # a long word takes several lines
+        self._space = self._word = ""
+
+    def _echo(self, text: str) -> None:
+        typer.echo(text, file=self._stream, nl=False)
+        self._stream.flush()
 
 
 CONTINUED = "\\"
@@ -272,6 +473,10 @@ def _keys() -> "KeyBindings":
     @keys.add("escape", "enter")
     def _(event: Any) -> None:
         event.current_buffer.insert_text("\n")
+
+    @keys.add("c-d")  # with a draft, too
+    def _(event: Any) -> None:
+        event.app.exit(exception=EOFError)
 
     @keys.add("enter")
     def _(event: Any) -> None:

@@ -63,6 +63,7 @@ def generate(
             "expected --max-tokens of 1 or more, got 0: to score a prompt, use prompt_logprobs in "
             "Python or in a request to quire serve"
         )
+    settings = settings.for_one_request()
     text = _prompt(settings, prompt, flags.prompt_option)
     with watching(flags.kv_events) as watch:
         output = _stream(settings, text, watch)

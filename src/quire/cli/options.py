@@ -178,6 +178,10 @@ class Section:
     def options(self) -> Iterator[OptionField]:
         yield from _option_fields(self, self.config, (), self.title)
 
+    def without(self, *flags: str) -> "Section":
+        kept = tuple(found.flag for found in self.options() if found.flag not in flags)
+        return replace(self, only=kept)
+
     def build(self, values: Mapping[tuple[str, ...], object]) -> Any:
         return _build(self.config, values)
 
@@ -307,12 +311,7 @@ SIMULATED_KV = Section(
     ),
 )
 """Options of the KV memory for a simulation, which has no data, transfers or kernels."""
-SIMULATED_SCHEDULE = Section(
-    "schedule",
-    "Scheduling",
-    ScheduleConfig,
-    tuple(found.flag for found in SCHEDULE.options() if found.flag != "objective"),
-)
+SIMULATED_SCHEDULE = SCHEDULE.without("objective")
 SAMPLING = Section(
     "sampling",
     "Sampling",

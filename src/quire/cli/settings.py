@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, no_type_check
 
@@ -122,6 +122,13 @@ class Settings:
             "tensor_parallel_size": self.loading.tensor_parallel_size,
             "tensor_parallel_timeout": self.loading.tensor_parallel_timeout,
         }
+
+    def for_one_request(self) -> "Settings":
+        """Batch slots of one request unless set: they bound the automatic size of the KV memory."""
+        if "schedule_max_num_seqs" in self.given:
+            return self
+        rows = self.sampling.num_sequences
+        return replace(self, schedule=replace(self.schedule, max_num_seqs=rows))
 
     def refuse_other_tenants(self) -> None:
         """Refuse `--tenants` without `default`, to which all requests of this command belong."""

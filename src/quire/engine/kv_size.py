@@ -18,6 +18,10 @@ from quire.scheduler.preemption.swapper import refuse_unused_swap_space, uses_sw
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.step_size import most_batches
 
+_UNMEASURED_SHARE = 0.25
+"""If all requests of an engine need at most this fraction of the free memory for KV, the rest is
+enough for activations, and the start takes no time to measure them."""
+
 
 def kv_memory_bytes(
     model: LoadedModel,
@@ -41,6 +45,9 @@ def kv_memory_bytes(
                 f"on {device}; lower --kv-memory or use auto"
             )
         return config.memory
+    max_bytes = max_kv_bytes(layout, model.spec.max_positions, schedule, eviction)
+    if max_bytes <= _UNMEASURED_SHARE * model.group.least(free_bytes):
+        return max_bytes
     total_bytes = free_bytes + model.weight_bytes
     offloaded_weights = None if config.offload.kv_memory else model.weights
     left_bytes = auto_kv_memory(
@@ -51,7 +58,6 @@ def kv_memory_bytes(
         ),
         headroom_bytes=int(DEFAULT_HEADROOM_SHARE * total_bytes),
     )
-    max_bytes = max_kv_bytes(layout, model.spec.max_positions, schedule, eviction)
     return model.group.least(min(left_bytes, max_bytes))  # page tables are equal on all ranks
 
 

@@ -6,6 +6,7 @@ import psutil
 import pytest
 import torch
 
+import quire.engine.kv_size
 import quire.engine.pool
 import quire.plan.machine
 from quire.config.kv_config import KVConfig
@@ -36,6 +37,22 @@ def test_kv_memory_above_free_memory_is_rejected_before_allocation(model, reques
     with pytest.raises(ConfigError, match=r"exceeds the [\d,]+ B that are free on cpu; lower"):
         build_pool(model, KVConfig(memory=requested), ScheduleConfig())
     assert resident_bytes() - before < GIB // 16
+
+
+@pytest.mark.parametrize(("free", "measured"), [(GIB, 0), (MIB, 1)])
+def test_automatic_memory_for_few_requests_measures_no_activations(
+    model, free, measured, monkeypatch
+):
+    peaks = []
+    monkeypatch.setattr(quire.engine.kv_size, "free_device_bytes", lambda device: free)
+    monkeypatch.setattr(
+        quire.engine.kv_size, "measure_activation_peak", lambda *_: peaks.append(0) or 0
+    )
+
+    pool = build_pool(model, KVConfig(swap_space=0), ScheduleConfig(max_num_seqs=1))
+
+    assert len(peaks) == measured
+    assert pool.kv.memory.total_bytes <= 2 * MIB  # one sequence of the model's context
 
 
 @pytest.mark.parametrize("requested", ["4000000GiB", psutil.virtual_memory().total + GIB])
