@@ -86,11 +86,12 @@ def test_model_that_fails_the_sanity_check_gives_no_verdict(judge):
     done = invoke(*arguments)
     found = result(*LINES, *RULE)
 
-    assert "Sanity check: failed." in done.stdout
-    assert "No verdict about the configuration: lines at 256 tokens" in done.stdout
-    assert "Compared with full KV" not in done.stdout
+    assert "Sanity check: failed: lines at 256 tokens: 10% with full KV." in done.stdout
+    assert f"{RULE[1]} compared with full KV" in done.stdout
+    assert "configured" not in done.output
     assert found["arms"]["verdicts"][0]["verdict"] == "none"
-    assert found["arms"]["verdicts"][0]["difference"] is None
+    assert found["arms"]["verdicts"][0]["difference"]["high"] < 0
+    assert [found["arms"][arm][0]["kv"] for arm in ("full", "configured")] == ["full", RULE[1]]
     assert found["claims"]["sanity_check_passed"] == 0
 
 

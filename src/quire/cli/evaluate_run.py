@@ -72,7 +72,7 @@ class EvalRunFlags:
     )
     seed: int = option(1, help="Seed of generated prompts.")
     sanity_check: bool = option(
-        True, help="Check that the model may judge a rule; without it there are no verdicts."
+        True, help="Check which tasks may judge a rule; without it there are no verdicts."
     )
     evict_before_question: bool | None = question_option()
     out: Path | None = option(
@@ -86,7 +86,8 @@ def run(settings: Settings, *, flags: EvalRunFlags) -> None:
     """Measure a model on tasks, and compare an eviction rule or KV codec with full KV.
 
     Every score has a 95 % interval, KV bytes and tokens/s. With --evict or --kv-codec the same
-    prompts also run with full KV. A verdict is given only if the model passes the sanity check.
+    prompts also run with full KV. Their paired difference is always printed; a task gives a verdict
+    only if the model solves it with full KV and passes the sanity check of this task.
     """
     from quire.evals.suite.runner import EvalConfig
 
@@ -333,14 +334,13 @@ _SCORES = ("task", "KV", "prompts", "score", "mean", "95 % interval", "KV peak",
 def show_evaluation(found: "Evaluation") -> None:
     """Print scores, the result of the sanity check, and verdicts if there are any."""
     show_table("Scores", _SCORES, _rows(found))
-    typer.echo(f"Sanity check: {found.sanity.status}.")
+    reason = found.sanity.reason
+    typer.echo(f"Sanity check: {found.sanity.status}{reason and f': {reason}'}.")
     if not found.verdicts:
         return
-    if not found.sanity.passed:
-        typer.echo(f"No verdict about the configuration: {found.sanity.reason}.")
-        return
     rows = [_verdict_row(verdict) for verdict in found.verdicts]
-    show_table("Compared with full KV", ("task", "score", "difference", "verdict"), rows)
+    title = f"{next(reversed(found.cells.values()))[0].arm} compared with full KV"
+    show_table(title, ("task", "score", "difference", "verdict"), rows)
 
 
 def _rows(found: "Evaluation") -> list[tuple[str, ...]]:
@@ -348,16 +348,16 @@ def _rows(found: "Evaluation") -> list[tuple[str, ...]]:
     return [
         row
         for index in range(count)
-        for arm, cells in found.cells.items()
-        for row in _cell_rows(arm, cells[index])
+        for cells in found.cells.values()
+        for row in _cell_rows(cells[index])
     ]
 
 
-def _cell_rows(arm: str, cell: "CellResult") -> list[tuple[str, ...]]:
+def _cell_rows(cell: "CellResult") -> list[tuple[str, ...]]:
     resources = (format_size(cell.kv_peak_bytes), f"{cell.output_tokens_per_s:,.0f}")
     count = str(len(cell.prompts))
     return [
-        (cell.name, arm, count, metric, *_mean_cells(mean), *resources)
+        (cell.name, cell.arm, count, metric, *_mean_cells(mean), *resources)
         for metric, mean in cell.means().items()
     ]
 
@@ -367,6 +367,5 @@ def _mean_cells(mean: "Mean") -> tuple[str, str]:
 
 
 def _verdict_row(verdict: "TaskVerdict") -> tuple[str, str, str, str]:
-    if verdict.difference is None:
-        return verdict.cell, verdict.metric, "", f"none: {verdict.reason}"
-    return verdict.cell, verdict.metric, str(verdict.difference), verdict.verdict
+    text = verdict.verdict + (verdict.reason and f": {verdict.reason}")
+    return verdict.cell, verdict.metric, str(verdict.difference), text

@@ -56,8 +56,10 @@ def _intro(result: BoardResult, model: str, *, has_chart: bool) -> Iterator[str]
     judged = ", ".join(result.judged)
     yield f"Scores with full KV: {scores}. Quality is over {judged or 'all tasks'}."
     if not result.sanity.passed:
+        whole = not result.sanity.cases or not judged
+        what = "This model may not judge a rule" if whole else "Sanity check failed on some tasks"
         yield ""
-        yield f"**This model may not judge a rule**: {result.sanity.reason}."
+        yield f"**{what}**: {result.sanity.reason}."
     yield ""
     if has_chart:
         yield f"![Quality over full KV against KV bytes]({CHART_FILE})"

@@ -48,9 +48,10 @@ class Row:
 
 
 def judged_tasks(board: Board) -> list[str]:
-    """Tasks whose score with full KV is high enough to judge a rule."""
-    reference = board.cells[board.config.grid.reference]
-    return [cell.task for cell in reference if _score(cell) >= MIN_FULL]
+    """Tasks whose score with full KV is high enough to judge a rule, and whose check passed."""
+    reference, sanity = board.cells[board.config.grid.reference], board.sanity
+    passed = [cell for cell in reference if not (sanity.cases and sanity.refusal(cell.task))]
+    return [cell.task for cell in passed if _score(cell) >= MIN_FULL]
 
 
 def rows_of(board: Board) -> list[Row]:

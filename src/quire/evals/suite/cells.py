@@ -81,6 +81,7 @@ class CellResult:
         return {
             "task": self.task,
             "tokens": self.tokens,
+            "kv": self.arm,
             "prompts": len(self.prompts),
             "scores": {name: asdict(mean) for name, mean in self.means().items()},
             "by_depth": self.by_depth(first),

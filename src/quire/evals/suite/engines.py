@@ -33,6 +33,15 @@ def is_full(kv: KVConfig) -> bool:
     return same and kv.offload == full.offload
 
 
+def kv_name(kv: KVConfig) -> str:
+    """The codec and the rule of a configuration as in its options; `full` for full KV."""
+    full = full_kv(kv)
+    changed = [
+        own for own, plain in ((kv.codec, full.codec), (kv.evict, full.evict)) if own != plain
+    ]
+    return " ".join(changed) or (FULL if is_full(kv) else CONFIGURED)
+
+
 class Engines:
     """Opens an engine for a KV configuration, and closes the one before."""
 

@@ -14,7 +14,7 @@ from quire.evals.fidelity import FidelityScorer, generate_after
 from quire.evals.intervals import Mean, mean_of
 from quire.evals.suite.base import EvalTask, Sample, SampleOptions
 from quire.evals.suite.cells import CellFolder, CellResult, PromptResult
-from quire.evals.suite.engines import CONFIGURED, FULL, Engines, full_kv, is_full
+from quire.evals.suite.engines import CONFIGURED, FULL, Engines, full_kv, is_full, kv_name
 from quire.evals.suite.perplexity import NLL, PERPLEXITY
 from quire.evals.suite.sanity import SKIPPED, Sanity, sanity_of
 from quire.evals.tune.scores import fingerprint_of
@@ -151,8 +151,7 @@ class TaskVerdict:
     cell: str
     metric: str
     verdict: str  # one of `WORSE`, `BETTER`, `SAME`, `NONE`
-    # from full KV, with its interval over the prompts; None without a verdict
-    difference: Mean | None = None
+    difference: Mean  # from full KV, with its interval over the prompts
     reason: str = ""  # why there is no verdict
 
 
@@ -161,22 +160,19 @@ def compare(
 ) -> TaskVerdict:
     """Compare two cells of the same prompts."""
     metric = task.metrics[0]
-    reason = _why_none(task, full, sanity)
-    if reason:
-        return TaskVerdict(cell=full.name, metric=metric, verdict=NONE, reason=reason)
     pairs = zip(configured.values(metric), full.values(metric), strict=True)
     difference = mean_of([found - reference for found, reference in pairs])
     verdict = _direction(difference, lower_is_better=task.lower_is_better)
-    return TaskVerdict(cell=full.name, metric=metric, verdict=verdict, difference=difference)
-
-
-def _why_none(task: EvalTask, full: CellResult, sanity: Sanity) -> str:
-    if not sanity.passed:
-        return sanity.reason
-    score = mean_of(full.values(task.metrics[0])).mean
-    if task.needs_full is not None and score < task.needs_full:
-        return f"expected at least {task.needs_full:g} with full KV, got {score:.2f}"
-    return ""
+    reason, score = sanity.refusal(task.name), mean_of(full.values(metric)).mean
+    if not reason and task.needs_full is not None and score < task.needs_full:
+        reason = f"expected at least {task.needs_full:g} with full KV, got {score:.2f}"
+    return TaskVerdict(
+        cell=full.name,
+        metric=metric,
+        verdict=NONE if reason else verdict,
+        difference=difference,
+        reason=reason,
+    )
 
 
 def _direction(difference: Mean, *, lower_is_better: bool) -> str:
@@ -300,13 +296,15 @@ class Evaluator:
         fingerprint = self._fingerprint(task, tokens, kv)
         found = self._stored.cell(name, fingerprint)
         if found is None:
-            found = self._measured(task, tokens, arm, kv)
+            found = self._measured(task, tokens, kv)
             self._stored.write(name, fingerprint, asdict(found))
         metric, mean = next(iter(found.means().items()))
-        self._report(f"{name}: {metric} {mean}, {found.seconds:.1f} s")
+        self._report(
+            f"{task.name} at {tokens} tokens, {found.arm}: {metric} {mean}, {found.seconds:.1f} s"
+        )
         return found
 
-    def _measured(self, task: EvalTask, tokens: int, arm: str, kv: KVConfig) -> CellResult:
+    def _measured(self, task: EvalTask, tokens: int, kv: KVConfig) -> CellResult:
         llm = self._engines.of(kv)
         self._engines.refuse_long(tokens)
         options = SampleOptions(
@@ -320,7 +318,9 @@ class Evaluator:
         before = self._config.evict_before_question
         runner = SampleRunner(llm, kv, evict_before_question=before)
         prompts, seconds = runner.run(task, samples)
-        return CellResult(task=task.name, tokens=tokens, arm=arm, prompts=prompts, seconds=seconds)
+        return CellResult(
+            task=task.name, tokens=tokens, arm=kv_name(kv), prompts=prompts, seconds=seconds
+        )
 
     def _fingerprint(self, task: EvalTask, tokens: int, kv: KVConfig) -> str:
         config = self._config

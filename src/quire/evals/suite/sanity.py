@@ -3,7 +3,8 @@
     full KV                                  at least 0.90 exact answers, all depths
     sinks and the newest quarter, no more    at most 0.05 exact answers, depths 0 to 0.5
 
-See `quire.evals.gate`. A model that fails does not use its context, or answers without it.
+See `quire.evals.gate`. A model that fails on a task does not use its context there, or answers
+without it. Its verdicts about this task are left out; those about other tasks are not.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +43,12 @@ class Sanity:
     @property
     def passed(self) -> bool:
         return self.status == PASSED
+
+    def refusal(self, task: str) -> str:
+        """Why the model may not judge a rule on a task; empty if no case of the task failed."""
+        if not self.cases:
+            return self.reason
+        return _failures([case for case in self.cases if case["task"] == task])
 
     @classmethod
     def stored(cls, values: Mapping[str, Any]) -> "Sanity":
@@ -105,16 +112,16 @@ def check(answer: AnswerFunction, *, measure: Measure, context_tokens: int, seed
 def judged(report: GateReport) -> Sanity:
     """The result of a finished gate."""
     cases = tuple(asdict(verdict) | {"passed": verdict.passed} for verdict in report.verdicts)
-    if report.passed:
-        return Sanity(status=PASSED, cases=cases)
+    status = PASSED if report.passed else FAILED
+    return Sanity(status=status, reason=_failures(cases), cases=cases)
+
+
+def _failures(cases: Sequence[Mapping[str, Any]]) -> str:
     failed = "; ".join(
-        f"{each.task} at {each.tokens} tokens: {each.full:.0%} with full KV, {each.evicted:.0%} "
-        "with the records evicted"
-        for each in report.verdicts
-        if not each.passed
+        f"{case['task']} at {case['tokens']} tokens: {case['full']:.0%} with full KV, "
+        f"{case['evicted']:.0%} with the records evicted"
+        for case in cases
+        if not case["passed"]
     )
-    return Sanity(
-        status=FAILED,
-        reason=f"expected at least 90% with full KV and at most 5% after eviction, got {failed}",
-        cases=cases,
-    )
+    expected = "expected at least 90% with full KV and at most 5% after eviction, got "
+    return failed and expected + failed

@@ -1,5 +1,7 @@
 """The leaderboard: its grid, its rows and its pages."""
 
+from dataclasses import replace
+
 import pytest
 
 from quire.config.kv_config import KVConfig
@@ -10,7 +12,7 @@ from quire.evals.board.result import BoardResult, best_rules, judged_tasks, rows
 from quire.evals.board.run import Board, BoardConfig, check_names
 from quire.evals.suite.cells import CellResult, PromptResult
 from quire.evals.suite.registry import task_of
-from quire.evals.suite.sanity import SKIPPED
+from quire.evals.suite.sanity import FAILED, SKIPPED, Sanity
 
 GRID = Grid(
     rules=("sinks", "kvcrush:base=(h2o)"), budgets=("25%",), schedules=("decode",), codecs=("none",)
@@ -83,6 +85,20 @@ def test_quality_is_over_the_tasks_that_full_kv_answers():
     assert rows[SINKS].quality.mean == 0.75
     assert rows[SINKS].quality.low < 0.75 < rows[SINKS].quality.high
     assert rows[SINKS].scores == {"lines": 0.75, "labels": 1.0}
+
+
+def test_a_task_whose_sanity_check_failed_does_not_count():
+    case = {"task": "lines", "tokens": 256, "full": 0.5, "evicted": 0.0, "passed": False}
+    failed = Sanity(status=FAILED, reason="lines at 256 tokens", cases=(case,))
+    found = replace(board(), sanity=failed)
+
+    text = page(BoardResult.of(found), "quire-tiny", has_chart=False)
+
+    assert judged_tasks(found) == []
+    assert judged_tasks(
+        replace(found, sanity=replace(failed, cases=({**case, "task": "kv"},)))
+    ) == ["lines"]
+    assert "**This model may not judge a rule**: lines at 256 tokens." in text
 
 
 def test_bytes_are_over_full_kv_and_the_best_are_unbeaten():

@@ -9,7 +9,7 @@ from quire.config.kv_config import KVConfig
 from quire.evals.gate import GateCase, run_gate
 from quire.evals.suite import sanity
 from quire.evals.suite.cells import CellFolder, CellResult, PromptResult
-from quire.evals.suite.engines import full_kv, is_full
+from quire.evals.suite.engines import full_kv, is_full, kv_name
 from quire.evals.suite.registry import task_of
 from quire.evals.suite.runner import compare
 from quire.evals.suite.sanity import FAILED, PASSED, SKIPPED, Sanity
@@ -59,15 +59,36 @@ def test_lower_perplexity_is_better():
 def test_without_passed_sanity_check_there_is_no_verdict(check):
     found = compare(task_of("lines"), cell([1.0] * 10), cell([0.0] * 10), check)
 
-    assert (found.verdict, found.difference) == ("none", None)
+    assert (found.verdict, found.difference.mean) == ("none", -1.0)
     assert found.reason == check.reason
+
+
+def test_a_failed_task_of_the_check_takes_its_own_verdict_only():
+    """SmolLM2 finds needles, but fails on lines: its verdicts about needles are given."""
+    cases = (
+        {"task": "lines", "tokens": 256, "full": 0.1, "evicted": 0.0, "passed": False},
+        {"task": "niah", "tokens": 512, "full": 1.0, "evicted": 0.0, "passed": True},
+    )
+    check = Sanity(status=FAILED, reason="lines", cases=cases)
+
+    found = {
+        task: compare(task_of(task), cell([1.0] * 10), cell([0.0] * 10), check)
+        for task in ("lines", "niah", "retold")
+    }
+    assert {task: one.verdict for task, one in found.items()} == {
+        "lines": "none",
+        "niah": "worse",
+        "retold": "worse",
+    }
+    assert {one.difference.mean for one in found.values()} == {-1.0}
+    assert "got lines at 256 tokens: 10% with full KV" in found["lines"].reason
 
 
 def test_task_that_full_kv_does_not_solve_gets_no_verdict():
     half = [0.0, 1.0] * 5
 
     found = compare(task_of("lines"), cell(half), cell(half), GOOD)
-    assert (found.verdict, found.difference) == ("none", None)
+    assert (found.verdict, found.difference.mean) == ("none", 0.0)
     assert found.reason == "expected at least 0.9 with full KV, got 0.50"
     nll = compare(task_of("perplexity"), cell(half, "nll"), cell(half, "nll"), GOOD)
     assert nll.verdict == "no difference found"  # a perplexity has no bound
@@ -114,6 +135,7 @@ def test_full_kv_has_no_rule_and_no_codec():
 
     assert not is_full(kv)
     assert is_full(full_kv(kv))
+    assert (kv_name(kv), kv_name(full_kv(kv))) == ("int8 recent:cap=64", "full")
     assert full_kv(kv).memory == kv.memory
     assert is_full(KVConfig(memory="2MiB"))
 
