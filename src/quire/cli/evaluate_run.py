@@ -333,13 +333,15 @@ _SCORES = ("task", "KV", "prompts", "score", "mean", "95 % interval", "KV peak",
 
 def show_evaluation(found: "Evaluation") -> None:
     """Print scores, the result of the sanity check, and verdicts if there are any."""
+    from quire.evals.suite.engines import CONFIGURED
+
     show_table("Scores", _SCORES, _rows(found))
     reason = found.sanity.reason
     typer.echo(f"Sanity check: {found.sanity.status}{reason and f': {reason}'}.")
     if not found.verdicts:
         return
     rows = [_verdict_row(verdict) for verdict in found.verdicts]
-    title = f"{next(reversed(found.cells.values()))[0].arm} compared with full KV"
+    title = f"{found.cells[CONFIGURED][0].arm} compared with full KV"
     show_table(title, ("task", "score", "difference", "verdict"), rows)
 
 
