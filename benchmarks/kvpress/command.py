@@ -15,6 +15,7 @@ from quire.cli.options import KV, MODEL, SCHEDULE
 from quire.cli.report import envelope, prepare_folder, print_json, write_files
 from quire.cli.settings import Settings, with_settings
 from quire.evals.board.grid import FULL, NO_CODEC, Grid
+from quire.evals.pace import Pace
 
 RESULT_FILE = "kvpress.json"
 _GRID = Grid()
@@ -67,7 +68,8 @@ def kvpress(  # noqa: PLR0913 - one parameter per option
     )
     chosen = chosen_presses(presses, grid.budgets)
     prepare_folder(out)
-    with board_runner(settings, config, out) as runner:
+    pace = Pace(report=lambda line: typer.echo(line, err=True))
+    with board_runner(settings, config, out, pace) as runner:
         llm = runner.reference()
         message = model_message(llm.model, settings.loading.dtype)
         with PressProcess(python, message) as process:
@@ -79,7 +81,7 @@ def kvpress(  # noqa: PLR0913 - one parameter per option
                 samples=runner.samples,
                 identity=(settings.model, settings.loading, settings.schedule),
                 stored=runner.stored,
-                report=lambda line: typer.echo(line, err=True),
+                report=pace.report,
             )
             found = result_of(press_runner.run(runner.run()))
             about = press_runner.about

@@ -28,7 +28,8 @@ from quire.api.llm import LLM
 from quire.errors import ConfigError, RequestError
 from quire.evals.board.grid import NO_CODEC, BoardEntry
 from quire.evals.board.result import BoardResult, Row
-from quire.evals.board.run import Board, BoardConfig, Report
+from quire.evals.board.run import Board, BoardConfig
+from quire.evals.pace import Report
 from quire.evals.suite.base import EvalTask, Sample
 from quire.evals.suite.cells import CellFolder, CellResult, PromptResult
 from quire.evals.suite.runner import split_at_question

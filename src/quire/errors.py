@@ -150,6 +150,10 @@ class RankFailed(EngineDead):
     """A process of a tensor-parallel engine failed or stopped responding; the engine has ended."""
 
 
+class TimeLimitReached(QuireError):
+    """A search reached its time limit; what it measured is stored."""
+
+
 class PolicyError(QuireError):
     """An eviction policy returned a result that breaks its contract."""
 

@@ -1,6 +1,7 @@
 """`quire board`: a run that resumes, and options that are refused."""
 
 import json
+import re
 
 import pytest
 
@@ -25,6 +26,17 @@ def test_a_run_resumes_and_reports_what_is_refused(quire, tmp_path):
     assert "Refused: 1, such as --kv-codec none --evict kvcrush_openvino:cap=50%" in first.stderr
     assert json.loads(again.stdout.splitlines()[-1])["arms"] == result["arms"]  # tokens/s too
     assert {"board.md", "board.json"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_a_run_ends_at_its_time_limit_and_its_pages_say_so(quire, tmp_path):
+    stopped = quire(*SMALL, "--out", tmp_path, "--time-limit", "0.001")
+
+    result = json.loads(stopped.stdout.splitlines()[-1])
+    assert (result["claims"]["entries"], result["arms"]["entries_left"]) == (1, 2)
+    assert re.search(r"1/3 .*full: repeats 1\.00, about \d:\d\d:\d\d left\n", stopped.stderr)
+    assert "time limit: 1 of 3 entries are done" in stopped.stderr
+    page = (tmp_path / "board.md").read_text(encoding="utf-8")
+    assert "**2 entries did not run before the time limit.**" in page
 
 
 def test_a_memory_of_a_fixed_size_is_required(quire):
@@ -69,7 +81,7 @@ def test_the_documents_get_the_rows_of_kvpress_of_another_run(tmp_path):
     board_page.main(arguments, tmp_path)
 
     written = json.loads((tmp_path / "results" / "board.json").read_text(encoding="utf-8"))
-    assert written["arms"] == run["arms"]
+    assert written["arms"] == {"entries_left": 0, **run["arms"]}
     assert written["claims"]["kvpress_entries"] == len(run["arms"]["rows"]) - len(rows)
     page = (tmp_path / "board-measured.md").read_text(encoding="utf-8")
     assert "Rows of [kvpress](#presses-of-kvpress): `bash runs/kvpress.sh`" in page

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,8 +15,9 @@ from quire.cli.options import KV, MODEL, SCHEDULE
 from quire.cli.report import envelope, prepare_folder, print_json, write_files
 from quire.cli.settings import Settings, with_settings
 from quire.cli.tables import show_table
-from quire.cli.tune import refuse_settings
+from quire.cli.tune import refuse_settings, time_limit_option
 from quire.evals.board.grid import Grid
+from quire.evals.pace import Pace
 from quire.layout.extras import has_extra
 from quire.layout.options import option
 
@@ -60,6 +62,7 @@ class BoardFlags:
     seeds: str = option("1,2", help="Seeds of the prompts.")
     evict_before_question: bool | None = question_option()
     sanity_check: bool = option(True, help="Check that the model may judge a rule.")
+    time_limit: float | None = time_limit_option()
     out: Path = option(
         Path("board"),
         help="Folder for the pages and the cells; a later run continues there.",
@@ -73,7 +76,8 @@ def board(settings: Settings, *, flags: BoardFlags) -> None:
     """Compare eviction rules, budgets, schedules and KV codecs on equal prompts.
 
     Writes a table, a chart and an interactive page of quality against KV bytes. Finished cells are
-    stored in the folder of --out, so that an interrupted run goes on.
+    stored in the folder of --out, so that an interrupted run goes on. --time-limit ends a run after
+    the entry that exceeds it; the pages have the entries so far.
     """
     from quire.evals.board.result import BoardResult
     from quire.evals.board.run import BoardConfig
@@ -96,7 +100,8 @@ def board(settings: Settings, *, flags: BoardFlags) -> None:
     )
     refuse_settings(settings, "board")
     prepare_folder(flags.out)
-    with board_runner(settings, config, flags.out) as runner:
+    pace = Pace(flags.time_limit, partial(typer.echo, err=True))
+    with board_runner(settings, config, flags.out, pace) as runner:
         found = BoardResult.of(runner.run())
     result = _result(found, settings)
     write_pages(found, settings.model, flags.out, json_bytes(result))
@@ -106,7 +111,9 @@ def board(settings: Settings, *, flags: BoardFlags) -> None:
 
 
 @contextmanager
-def board_runner(settings: Settings, config: "BoardConfig", out: Path) -> "Iterator[BoardRunner]":
+def board_runner(
+    settings: Settings, config: "BoardConfig", out: Path, pace: Pace
+) -> "Iterator[BoardRunner]":
     """What runs all cells that are not stored; its engines are closed at the end."""
     from quire.evals.board.run import BoardRunner
     from quire.evals.suite.cells import CellFolder
@@ -117,14 +124,15 @@ def board_runner(settings: Settings, config: "BoardConfig", out: Path) -> "Itera
     kv = replace(settings.kv, prefix_cache=replace(settings.kv.prefix_cache, enabled=False))
     try:
         yield BoardRunner(
-            engines, kv, config, identity=identity, stored=CellFolder(out), report=_report
+            engines,
+            kv,
+            config,
+            identity=identity,
+            stored=CellFolder(out),
+            pace=pace,
         )
     finally:
         engines.close()
-
-
-def _report(line: str) -> None:
-    typer.echo(line, err=True)
 
 
 def write_pages(found: "BoardResult", model: str, out: Path, result: bytes) -> None:

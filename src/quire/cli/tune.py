@@ -1,8 +1,9 @@
 """`quire tune`: finds the codec and eviction rule that run most requests at a wanted quality."""
 
 from dataclasses import MISSING, dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -11,6 +12,7 @@ from quire.cli.options import KV, MODEL, SCHEDULE
 from quire.cli.report import envelope, prepare_folder, print_json, write_files
 from quire.cli.settings import Settings, with_settings
 from quire.errors import ConfigError
+from quire.evals.pace import Pace
 from quire.evals.tune.space import Space
 from quire.layout.extras import has_extra
 from quire.layout.options import option
@@ -20,6 +22,13 @@ if TYPE_CHECKING:
     from quire.models.loader import LoadedModel
 
 _SPACE = Space()
+
+
+def time_limit_option() -> Any:
+    """`--time-limit` of `quire tune` and of `quire board`."""
+    return option(
+        None, help="Stop after this time; the same command goes on.", unit="seconds", common=True
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +78,7 @@ class TuneFlags:
     held_out: float = option(0.5, help="Share of the prompts that only check the result.")
     seed: int = option(0, help="Divides the prompts.")
     measure: bool = option(True, help="Run baseline and result in the KV memory at the end.")
+    time_limit: float | None = time_limit_option()
     out: Path = option(
         Path("tuned"), help="Folder for the configuration, the page and all scores.", common=True
     )
@@ -80,7 +90,8 @@ def tune(settings: Settings, *, flags: TuneFlags) -> None:
     """Find the KV codec and eviction rule that hold most requests at a wanted quality.
 
     Each candidate follows the outputs of the full KV cache on your prompts. Scores are stored in
-    the folder of --out, so that an interrupted search goes on. The result is a file for --config.
+    the folder of --out, so that an interrupted search goes on, as after --time-limit. The result is
+    a file for --config.
     --data and --kv-memory are required.
     """
     from quire.evals.tune.run import TuneConfig
@@ -105,7 +116,8 @@ def tune(settings: Settings, *, flags: TuneFlags) -> None:
     refuse_missing(flags.data)
     refuse_settings(settings)
     prepare_folder(flags.out)
-    tuned = run_search(settings, config, flags.data, flags.out, flags.num_prompts)
+    pace = Pace(flags.time_limit, partial(typer.echo, err=True))
+    tuned = run_search(settings, config, flags.data, flags.out, flags.num_prompts, pace)
     write_result(tuned, settings, flags.out)
     if flags.as_json:
         print_json(envelope("tune", tuned.claims(), arms_of(tuned), settings.as_dict()))
@@ -136,7 +148,12 @@ def refuse_settings(settings: Settings, command: str = "tune") -> None:
 
 
 def run_search(
-    settings: Settings, config: "TuneConfig", data: Path, out: Path, num_prompts: int | None
+    settings: Settings,
+    config: "TuneConfig",
+    data: Path,
+    out: Path,
+    num_prompts: int | None,
+    pace: Pace,
 ) -> "Tuned":
     """Load the model and the prompts, and search."""
     from quire.evals.prompt_file import read_prompts
@@ -168,7 +185,7 @@ def run_search(
         prompts,
         config,
         scorer=scorer,
-        report=lambda line: typer.echo(line, err=True),
+        pace=pace,
     )
     return tuner.run()
 

@@ -32,6 +32,7 @@ from quire.evals.board.grid import BoardEntry, Grid
 from quire.evals.board.pages import chart, interactive, page
 from quire.evals.board.result import BoardResult
 from quire.evals.board.run import BoardConfig, BoardRunner
+from quire.evals.pace import Pace
 from quire.evals.suite.cells import CellFolder
 from quire.evals.suite.engines import Engines
 from quire.evals.suite.registry import task_of
@@ -71,7 +72,7 @@ def full(llm, tmp_path_factory):
         CONFIG,
         identity=(),
         stored=CellFolder(tmp_path_factory.mktemp("board")),
-        report=lambda line: None,
+        pace=Pace(),
     )
     return runner.run(), runner
 

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from quire.cli.main import app
 from quire.errors import ConfigError
 from quire.evals.intervals import Mean
+from quire.evals.pace import Pace
 from quire.evals.tune.run import TuneConfig, divided
 from quire.evals.tune.search import FIRST_PROMPTS, first_round, halve, pareto, round_sizes
 from quire.evals.tune.space import SearchCandidate, Space
@@ -113,6 +114,36 @@ def test_the_first_round_removes_what_no_prompt_speaks_for():
     assert [count for one, count in measured if one == poor] == [FIRST_PROMPTS]
 
 
+def test_the_place_of_the_search_and_the_prompts_left_are_noted():
+    notes = []
+    rows, few = dict.fromkeys(CANDIDATES, 10), CANDIDATES[:6]
+
+    def note(*found):
+        notes.append(found)
+
+    halve(few, rows, lambda *_: exact(1.0), parts=alone, prompts=18, wanted=0.9, note=note)
+
+    first, then = 6 * 4, 2 * (6 - 4) + 1 * (18 - 6)
+    assert notes[0] == ("round 1/3, 1/6", first - 4 + then)
+    assert notes[5] == ("round 1/3, 6/6", then)
+    assert notes[6] == ("round 2/3, 1/6", 5 * 2 + 2 * 12)  # all six passed the first round
+    assert notes[-1][1] == 0
+
+
+def test_the_time_that_is_left_follows_from_what_was_measured():
+    now = iter([0.0, 10.0, 40.0, 40.0, 100.0])
+    pace = Pace(100.0, clock=lambda: next(now))
+
+    assert pace.left(5) == ""
+    with pace.measuring(3):
+        pass
+    assert pace.left(5) == ", about 0:00:50 left"
+    assert pace.left(0) == ""
+    assert [pace.is_over, pace.is_over] == [False, True]
+    with pytest.raises(ConfigError, match="--time-limit above 0, in seconds, got 0"):
+        Pace(0.0)
+
+
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=30))
 def test_pareto_front_is_not_beaten(found):
     candidates = CANDIDATES[: len(found)]
@@ -186,6 +217,23 @@ def test_an_interrupted_search_goes_on_with_the_same_result(tmp_path, data):
         assert again["claims"][name] == whole["claims"][name]
     assert again["arms"]["chosen"] == whole["arms"]["chosen"]
     assert again["arms"]["rounds"] == whole["arms"]["rounds"]
+
+
+def test_a_search_ends_at_its_time_limit_with_the_best_candidate_so_far(
+    tmp_path, data, monkeypatch
+):
+    line = [*SMALL, "--data", str(data), "--out", str(tmp_path / "out"), "--time-limit", "3600"]
+    checks = iter([False, False])
+    monkeypatch.setattr(Pace, "is_over", property(lambda _: next(checks, True)))
+
+    ended = CliRunner().invoke(app, line)
+
+    assert ended.exit_code == 2
+    lines = ended.stderr.splitlines()
+    assert re.fullmatch(r"round 1/2, 1/\d: .* on 4 prompts, about \d:\d\d:\d\d left", lines[1])
+    assert "error: time limit at round 1/2, 3/" in lines[-1]
+    assert "best so far: --kv-codec " in lines[-1]
+    assert (tmp_path / "out" / "scores.jsonl").exists()
 
 
 def test_the_result_holds_more_requests_and_its_file_is_a_configuration(tmp_path, data):

@@ -51,6 +51,9 @@ def _intro(result: BoardResult, model: str, *, has_chart: bool) -> Iterator[str]
     )
     yield ""
     yield _BEFORE_QUESTION[result.evict_before_question]
+    if result.entries_left:
+        yield ""
+        yield f"**{result.entries_left} entries did not run before the time limit.**"
     yield ""
     scores = ", ".join(f"`{task}` {reference.scores[task]:.3g}" for task in result.tasks)
     judged = ", ".join(result.judged)

@@ -167,6 +167,7 @@ class BoardResult:
     sanity: Sanity  # whether the model may judge a rule
     refused: Mapping[str, str]  # why entries do not run, by their text
     evict_before_question: bool | None = None  # as in `SampleRunner`
+    entries_left: int = 0  # that did not run before the time limit
 
     @property
     def reference(self) -> Row:
@@ -181,6 +182,7 @@ class BoardResult:
             "rows": [row.as_dict() for row in self.rows],
             "refused": dict(self.refused),
             "judged_tasks": list(self.judged),
+            "entries_left": self.entries_left,
             "sanity_check": self.sanity.as_dict(),
         }
 
@@ -206,6 +208,7 @@ class BoardResult:
             sanity=board.sanity,
             refused={str(entry): why for entry, why in board.refused.items()},
             evict_before_question=config.evict_before_question,
+            entries_left=board.entries_left,
         )
 
     @classmethod
@@ -220,6 +223,7 @@ class BoardResult:
             judged=arms["judged_tasks"],
             sanity=Sanity.stored(arms["sanity_check"]),
             refused=arms["refused"],
+            entries_left=arms.get("entries_left", 0),
             # earlier runs evicted the question with the context
             evict_before_question=config.get("evict_before_question", False),
         )

@@ -5,13 +5,14 @@ KV memory of the leaderboard, so its tokens/s are those of a fixed memory. Finis
 stored.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from quire.api.llm import LLM
 from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError, QuireError
 from quire.evals.board.grid import FULL, BoardEntry, Grid
+from quire.evals.pace import Pace
 from quire.evals.suite.base import EvalTask, Sample, SampleOptions
 from quire.evals.suite.cells import CellFolder, CellResult
 from quire.evals.suite.engines import Engines
@@ -20,9 +21,6 @@ from quire.evals.suite.sanity import SKIPPED, Sanity, sanity_of
 from quire.evals.tune.scores import fingerprint_of
 from quire.layout.kv_format import fill_plain, read_format
 from quire.policies.registry import make_policy
-
-Report = Callable[[str], None]
-"""Takes a line about the progress."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +53,7 @@ class Board:
     cells: Mapping[BoardEntry, Sequence[CellResult]]  # of each entry, in the order of the tasks
     refused: Mapping[BoardEntry, str]  # why entries do not run, by entry
     sanity: Sanity  # whether the model may judge a rule
+    entries_left: int = 0  # that did not run before the time limit
 
 
 def check_names(grid: Grid) -> None:
@@ -77,10 +76,10 @@ class BoardRunner:
         *,
         identity: Sequence[object],
         stored: CellFolder,
-        report: Report,
+        pace: Pace,
     ) -> None:
         self._engines, self._kv, self._config = engines, kv, config
-        self._identity, self.stored, self._report = identity, stored, report
+        self._identity, self.stored, self._pace = identity, stored, pace
         self._samples: dict[str, list[Sample]] = {}
 
     def reference(self) -> LLM:
@@ -91,17 +90,36 @@ class BoardRunner:
         sanity = self._sanity()
         cells: dict[BoardEntry, Sequence[CellResult]] = {}
         refused: dict[BoardEntry, str] = {}
-        entries = self._config.grid.entries()
+        entries, tasks = self._config.grid.entries(), self._config.tasks
         for index, entry in enumerate(entries, 1):
+            if cells and self._pace.is_over:
+                break
             try:
-                cells[entry] = [self._cell(entry, task) for task in self._config.tasks]
+                cells[entry] = [self._cell(entry, task) for task in tasks]
             except QuireError as error:
                 if entry == self._config.grid.reference:
                     raise
                 refused[entry] = str(error)
-            why = f": {refused[entry]}" if entry in refused else ""
-            self._report(f"{index}/{len(entries)} {entry}{why}")
-        return Board(config=self._config, cells=cells, refused=refused, sanity=sanity)
+            scores = (
+                f"{cell.task} {next(iter(cell.means().values())).mean:.2f}"
+                for cell in cells.get(entry, ())
+            )
+            left = self._pace.left(len(tasks) * (len(entries) - index))
+            found = refused.get(entry) or ", ".join(scores)
+            self._pace.report(f"{index}/{len(entries)} {entry}: {found}{left}")
+        done = len(cells) + len(refused)
+        if done < len(entries):
+            self._pace.report(
+                f"time limit: {done} of {len(entries)} entries are done; the same command with the "
+                "same --out goes on"
+            )
+        return Board(
+            config=self._config,
+            cells=cells,
+            refused=refused,
+            sanity=sanity,
+            entries_left=len(entries) - done,
+        )
 
     def _sanity(self) -> Sanity:
         if not self._config.sanity:
@@ -112,7 +130,7 @@ class BoardRunner:
             seed=self._config.seeds[0],
             identity=self._identity,
             stored=self.stored,
-            report=self._report,
+            report=self._pace.report,
         )
 
     def _cell(self, entry: BoardEntry, task: EvalTask) -> CellResult:
@@ -131,7 +149,8 @@ class BoardRunner:
         samples = self.samples(task)
         before = self._config.evict_before_question
         runner = SampleRunner(llm, kv, evict_before_question=before)
-        prompts, seconds = runner.run(task, samples)
+        with self._pace.measuring():
+            prompts, seconds = runner.run(task, samples)
         return CellResult(
             task=task.name,
             tokens=self._config.tokens,

@@ -3,7 +3,7 @@
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -13,8 +13,9 @@ from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.codec import codec_of
 from quire.engine.stats import EngineStats
-from quire.errors import ConfigError
+from quire.errors import ConfigError, TimeLimitReached
 from quire.evals.intervals import Mean, mean_of
+from quire.evals.pace import Pace
 from quire.evals.prompt_file import UserPrompt
 from quire.evals.tune.predict import PredictedRows, predicted_rows
 from quire.evals.tune.scores import ANSWER, METRICS, CandidateScorer
@@ -79,9 +80,6 @@ FINALISTS = 4
 """Candidates whose throughput is measured, if that is the objective."""
 
 MIN_PROMPTS = 4
-
-Report = Callable[[str], None]
-"""Takes a line about the progress."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,11 +186,13 @@ class Tuner:
         config: TuneConfig,
         *,
         scorer: CandidateScorer,
-        report: Report,
+        pace: Pace,
     ) -> None:
+        self._pace, self._place, self._left = pace, "", 0
+        self._found: dict[SearchCandidate, Mean] = {}
         assert kv.memory is not None, "the command requires a size"
         self._model, self._kv, self._schedule = model, kv, schedule
-        self._prompts, self._config, self._scorer, self._report = prompts, config, scorer, report
+        self._prompts, self._config, self._scorer = prompts, config, scorer
         self._kv_bytes = kv.memory
         self._prompt_tokens = math.ceil(np.mean([len(one.token_ids) for one in prompts]))
         self._refused: dict[SearchCandidate, str] = {}
@@ -204,7 +204,7 @@ class Tuner:
         predicted = self._predict()
         rows = {one: found.rows for one, found in predicted.items()}
         more = [one for one in predicted if one == baseline or rows[one] > rows[baseline]]
-        self._report(
+        self._pace.report(
             f"{len(more) - 1} of {len(self._config.space.candidates()) - 1} candidates hold more "
             f"requests than the baseline's {rows[baseline]}; {len(self._refused)} are refused"
         )
@@ -215,7 +215,9 @@ class Tuner:
             parts=self._config.space.parts,
             prompts=len(self._searched),
             wanted=self._config.min_quality,
+            note=self._note,
         )
+        self._note("held-out prompts", 0)
         finalists = [one for one in rounds[-1].kept if one not in self._refused]
         runs = self._runs(finalists, baseline)
         if self._config.objective == THROUGHPUT:
@@ -265,17 +267,37 @@ class Tuner:
             new_tokens=self._config.max_tokens,
         )
 
+    def _note(self, place: str, prompts: int) -> None:
+        """Record the place of the search; end it at the time limit."""
+        self._place, self._left = place, prompts
+        if not self._pace.is_over:
+            return
+        good = [o for o, found in self._found.items() if found.mean >= self._config.min_quality]
+        best = max(good, key=lambda o: self._rows_of(o).rows, default=None)
+        so_far = "no candidate reaches --min-quality so far"
+        if best is not None:
+            found, rows = self._found[best], self._rows_of(best).rows
+            so_far = f"best so far: {best}, {found} on {found.count} prompts, {rows} requests"
+        raise TimeLimitReached(
+            f"time limit at {place}: {so_far}; the same command with the same --out goes on"
+        )
+
     def _quality(self, one: SearchCandidate, count: int) -> Mean:
         return self._quality_on(one, self._searched[:count], "prompts")
 
     def _quality_on(self, one: SearchCandidate, numbers: Sequence[int], kind: str) -> Mean:
         try:
-            scores = self._scorer.scores(one, numbers)
+            with self._pace.measuring(self._scorer.num_missing(one, numbers)):
+                scores = self._scorer.scores(one, numbers)
         except ConfigError as error:  # what only an engine finds out
             self._refused[one] = str(error)
             return Mean(0.0, 0.0, 0.0, 0, most=0.0)
         found = mean_of([score.quality(self._config.metric) for score in scores])
-        self._report(f"{one}: {self._config.metric} {found} on {found.count} {kind}")
+        self._found[one] = found
+        self._pace.report(
+            f"{self._place}: {one}: {self._config.metric} {found} on {found.count} {kind}"
+            f"{self._pace.left(self._left)}"
+        )
         return found
 
     def _checked(
@@ -305,7 +327,7 @@ class Tuner:
             prompts,
             new_tokens=self._config.max_tokens,
         )
-        self._report(
+        self._pace.report(
             f"{one}: {found.running_at_once} requests at once, {found.tokens_per_s:.0f} tokens/s"
         )
         return found

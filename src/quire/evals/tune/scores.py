@@ -109,6 +109,10 @@ class CandidateScorer:
             self._references[number] = self._reference_scorer.reference(prompt)
         return self._references[number]
 
+    def num_missing(self, candidate: SearchCandidate, numbers: Sequence[int]) -> int:
+        """Number of the prompts whose score is not stored."""
+        return sum(self._stored.get(candidate, number) is None for number in numbers)
+
     def scores(self, candidate: SearchCandidate, numbers: Sequence[int]) -> list[PromptScore]:
         """In the order of the prompts; only those that are not stored are measured."""
         missing = [n for n in numbers if self._stored.get(candidate, n) is None]

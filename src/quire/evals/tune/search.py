@@ -10,8 +10,9 @@ Differs from the paper: the order is that of the requests, which are known witho
 quality only has to be reached.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from quire.evals.intervals import Mean
 from quire.evals.tune.space import SearchCandidate
@@ -21,6 +22,9 @@ Measure = Callable[[SearchCandidate, int], Mean]
 
 Parts = Callable[[SearchCandidate], Sequence[SearchCandidate]]
 """Returns the candidates that have only the codec, or only the rule, of a candidate."""
+
+Note = Callable[[str, int], None]
+"""Takes the place of the search before each candidate, and about how many prompts follow it."""
 
 DIVISOR = 3
 """A round keeps a third of the candidates, and the next one has three times as many prompts."""
@@ -54,23 +58,42 @@ def halve(
     parts: Parts,
     prompts: int,
     wanted: float,
+    note: Note = lambda place, prompts: None,
 ) -> list[Round]:
     """Run all rounds; the order of candidates breaks ties, `parts` are a codec or rule alone."""
     remaining, rounds = list(candidates), list[Round]()
     sizes = round_sizes(prompts)
-    if sizes[0] > FIRST_PROMPTS:
-        rounds.append(first_round(remaining, measure, parts, wanted))
+    first = [FIRST_PROMPTS] * (sizes[0] > FIRST_PROMPTS)
+    if first:
+        noted = _noted(remaining, first + sizes, 0, note)
+        rounds.append(first_round(noted, measure, parts, wanted))
         remaining = list(rounds[-1].kept)
-    for size in sizes:
-        quality = {one: measure(one, size) for one in remaining}
+    for number, size in enumerate(sizes, len(first)):
+        noted = _noted(remaining, first + sizes, number, note)
+        quality = {one: measure(one, size) for one in noted}
         kept = _kept(quality, rows, wanted, is_last=size == prompts)
         rounds.append(Round(prompts=size, quality=quality, kept=tuple(kept)))
         remaining = kept
     return rounds
 
 
+def _noted(
+    candidates: Sequence[SearchCandidate], sizes: Sequence[int], number: int, note: Note
+) -> Iterator[SearchCandidate]:
+    """The candidates of a round, each after its note. A round runs its new prompts only."""
+    new = [size - before for before, size in pairwise([0, *sizes])]
+    later = sum(
+        -(-len(candidates) // DIVISOR**rounds) * prompts
+        for rounds, prompts in enumerate(new[number + 1 :], 1)
+    )
+    for index, one in enumerate(candidates):
+        place = f"round {number + 1}/{len(sizes)}, {index + 1}/{len(candidates)}"
+        note(place, new[number] * (len(candidates) - index - 1) + later)
+        yield one
+
+
 def first_round(
-    candidates: Sequence[SearchCandidate], measure: Measure, parts: Parts, wanted: float
+    candidates: Iterable[SearchCandidate], measure: Measure, parts: Parts, wanted: float
 ) -> Round:
     """Remove what is below the wanted quality on all of the first prompts; parts run first."""
     quality: dict[SearchCandidate, Mean] = {}
