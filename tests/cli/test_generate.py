@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from quire import LLM, KVConfig, SamplingParams
+from quire.policies.registry import temporary_registrations
 from quire.serve.config import ServerConfig
 from quire.serve.errors import Unauthorized
 from support import zoo
@@ -42,6 +43,49 @@ def test_automatic_kv_memory_is_that_of_the_sequences_of_one_prompt(quire, optio
     kv_bytes = int(result.stderr.split(" B of KV")[0].split("\n")[-1].replace(",", ""))
     assert result.exit_code == 0
     assert kv_bytes == rows * 1024 * 8192  # tokens, and bytes of a token in float32
+
+
+RULE = """
+from dataclasses import dataclass
+from quire.policies.recent import Recent
+from quire.policies.registry import register
+
+@register("of_file")
+@dataclass(frozen=True, slots=True)
+class OfFile(Recent):
+    pass
+"""
+
+
+def test_rule_of_a_policy_file_is_known_to_the_command(quire, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("my_rule.py").write_text(RULE)
+    Path("options.toml").write_text("[kv]\npolicy_file = 'my_rule.py'\nevict = 'of_file:cap=3'\n")
+    runs = (["--policy-file", "my_rule.py", "--evict", "of_file:cap=3"], ["--config=options.toml"])
+    plan = [
+        "plan",
+        "quire-tiny",
+        "--maximize-batch",
+        "512,128",
+        "--evict",
+        "of_file:cap=128",
+        "--json",
+    ]
+    for options in runs:
+        with temporary_registrations():
+            result = quire("generate", "--prompt", PROMPT, *QUICK, *options)
+            assert result.exit_code == 0, result.stderr
+            assert "tokens evicted" in result.stderr
+            assert "0 tokens evicted" not in result.stderr
+    for command in (["policies", "of_file"], plan):
+        with temporary_registrations():
+            known = quire(*command, "--policy-file", "my_rule.py")
+            assert known.exit_code == 0, known.stderr
+    missing = quire("generate", "--prompt", PROMPT, *QUICK, "--policy-file", "no.py")
+    unknown = quire("generate", "--prompt", PROMPT, *QUICK, "--evict", "of_file:cap=3")
+
+    assert "expected --policy-file as a Python file, got" in missing.stderr
+    assert (missing.exit_code, unknown.exit_code) == (2, 2)
 
 
 def test_an_unusable_tier_is_a_warning_or_with_require_tiers_an_error(

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -32,6 +33,19 @@ def generate(*options: str) -> list[int]:
 @pytest.mark.parametrize("flag", ["--tensor-parallel", "-tp"])
 def test_generate_prints_the_text_of_one_rank(flag: str) -> None:
     assert generate(flag, "2") == generate()
+
+
+def test_ranks_load_the_policy_file(tmp_path: Path) -> None:
+    file = tmp_path / "my_rule.py"
+    file.write_text(
+        "from quire.policies.recent import Recent\n"
+        "from quire.policies.registry import register\n"
+        "register('of_file')(type('OfFile', (Recent,), {'__dataclass_fields__': "
+        "Recent.__dataclass_fields__}))\n"
+    )
+    rule = ("--evict", "of_file:cap=8", "--policy-file", str(file))
+
+    assert generate("-tp", "2", *rule) == generate("--evict", "recent:cap=8")
 
 
 def test_server_answers_and_ends_with_its_ranks() -> None:

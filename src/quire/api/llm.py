@@ -47,6 +47,7 @@ from quire.models.wrapped import loaded_model, wrap_model
 from quire.offload.prefix_store.prefix_kv import PrefixKV, read_file, write_file
 from quire.offload.weights.placement import ALL_WEIGHTS, place_beyond
 from quire.parallel.lockstep import DEFAULT_TIMEOUT_S
+from quire.policies.registry import load_policy_file
 from quire.sampling.outputs import OutputBuilder, OutputDelta, RequestOutput, Usage
 from quire.sampling.pooling import normalized
 from quire.scheduler.schedule_config import ScheduleConfig
@@ -375,6 +376,7 @@ class LLM:
             "chat-template-content-format", chat_template_content_format, get_args(ContentFormat)
         )
         kv = kv or KVConfig()
+        load_policy_file(kv.policy_file)
         check_rules(kv.evict, kv.evict_allow)
         require_type("model", model, str, Path, LoadedModel, PreTrainedModel)
         if isinstance(model, str | Path):

@@ -14,6 +14,7 @@ from quire.cli.options import documented_attributes
 from quire.cli.report import print_json
 from quire.cli.settings import with_flags
 from quire.cli.startup import fast_imports, status
+from quire.config.kv_config import policy_file_option
 from quire.errors import UnknownName
 from quire.layout.codec_names import CODECS, PAIRS
 from quire.layout.eviction import MAX_DEFAULT_EVERY
@@ -67,6 +68,7 @@ PolicyName = Annotated[
 class PoliciesFlags:
     """Options of `quire policies`."""
 
+    policy_file: str = policy_file_option()
     as_json: bool = json_option()
 
 

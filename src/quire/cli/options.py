@@ -306,7 +306,7 @@ SIMULATED_KV = Section(
     "KV memory",
     KVConfig,
     (
-        *("kv-memory", "swap-space", "block-size", "kv-codec", "evict"),
+        *("kv-memory", "swap-space", "block-size", "kv-codec", "evict", "policy-file"),
         "enable-prefix-caching",
     ),
 )

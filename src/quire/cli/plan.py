@@ -12,6 +12,7 @@ from quire.cli.plan_maximize import MaximizeOptions, maximize, show
 from quire.cli.plan_report import STEP_TOKENS, PlanOptions, PlanReport, plan_report
 from quire.cli.report import envelope, print_json
 from quire.cli.settings import config_option, is_from_file, with_flags
+from quire.config.kv_config import policy_file_option
 from quire.errors import ConfigError, QuireError
 from quire.layout.options import option, parse_named
 from quire.layout.packaged import NAMES, PACKAGED_MODEL, file_of
@@ -124,6 +125,7 @@ class PlanFlags:
         group=LARGEST_BATCH,
         common=True,
     )
+    policy_file: str = policy_file_option()
     cap: str | None = option(
         None,
         help="Cap of the rule: tokens per lane, 25% of the prompt, or 2MiB.",

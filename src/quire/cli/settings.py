@@ -186,6 +186,7 @@ def with_settings(
             ctx.meta[VERBOSE_KEY] = shared.verbose or ctx.meta.get(VERBOSE_KEY, False)
             file = (None, {}) if shared.config is None else read_config_file(shared.config)
             settings = _resolve(ctx, given, options, file, model_default)
+            _load_policies(settings.kv)
             passed = {argument.name: given[argument.name] for argument in arguments}
             typed = {name for name in given if _is_typed(ctx, name)}
             values = given | {name: value for name, value in file[1].items() if name not in typed}
@@ -247,7 +248,16 @@ def _flags(own: Section | None, given: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     flags = own.build(_given(own, given))
     check_options(flags)
+    _load_policies(flags)
     return {"flags": flags}
+
+
+def _load_policies(options: Any) -> None:
+    """Load the file of --policy-file of a command that has this option."""
+    if getattr(options, "policy_file", ""):
+        from quire.policies.registry import load_policy_file  # imports torch
+
+        load_policy_file(options.policy_file)
 
 
 def _json_only(flags: Mapping[str, Any]) -> AbstractContextManager[None]:

@@ -1,7 +1,8 @@
 """The options of the KV memory: size, pages, codec, eviction, offload, prefix caching."""
 
 from dataclasses import dataclass
-from typing import Literal, no_type_check
+from pathlib import Path
+from typing import Any, Literal, no_type_check
 
 from quire.config.store_url import StoreURL, parse_folder, parse_store_url
 from quire.errors import ConfigError
@@ -58,6 +59,29 @@ def parse_kv_codec(name: object) -> str:
     if not isinstance(name, str):
         raise ConfigError(f"expected the name of a codec, got {name!r}")
     return {"auto": AS_COMPUTED, "fp8_e4m3": "fp8", "int8_per_token_head": "int8"}.get(name, name)
+
+
+def parse_policy_file(file: object) -> str:
+    """Return the absolute path of a file of policies, for processes with other folders; "": unset.
+
+    Raises:
+        ConfigError: neither a text nor a path.
+    """
+    if not isinstance(file, str | Path):
+        raise ConfigError(f"expected the path of a Python file, got {file!r}")
+    return str(Path(file).expanduser().absolute()) if file != "" else ""
+
+
+def policy_file_option() -> Any:
+    """The option --policy-file; a command loads the file before it runs."""
+    return option(
+        "",
+        help="Python file that registers eviction policies or budgets, which can then be named "
+        "like those of Quire",
+        group=EVICTION,
+        metavar="FILE.py",
+        parse=parse_policy_file,
+    )
 
 
 @no_type_check  # type checks in tests must not replace the errors of `__post_init__`
@@ -260,8 +284,8 @@ class KVConfig:
     )
     evict: str = option(
         "full",
-        help="default eviction policy of requests, such as recent:cap=512,every=64,sinks=4; full: "
-        "no eviction",
+        help="default eviction policy of requests, such as recent:cap=512,every=64,sinks=4, or one "
+        "of --policy-file; full: no eviction",
         group=EVICTION,
         common=True,
     )
@@ -271,6 +295,7 @@ class KVConfig:
         "none; unset: the policy of --evict with any option values. full is always allowed",
         group=EVICTION,
     )
+    policy_file: str = policy_file_option()
     record_evictions: bool = option(
         False,
         help="record which tokens were evicted from each request, for analysis",

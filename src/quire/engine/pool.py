@@ -39,6 +39,7 @@ from quire.offload.kv.build import KVOffloadComponents, build_kv_offload
 from quire.offload.kv.offload_choice import OffloadChoice
 from quire.offload.swap.host_pool import HostPool
 from quire.policies.eviction import Eviction
+from quire.policies.registry import load_policy_file
 from quire.scheduler.preemption.swapper import refuse_unused_swap_space
 from quire.scheduler.request import Request
 from quire.scheduler.schedule_config import ScheduleConfig
@@ -207,6 +208,7 @@ def _refuse_on_ranks(ranks: int, config: KVConfig, schedule: ScheduleConfig) -> 
 def _make_rules(
     model: LoadedModel, config: KVConfig, schedule: ScheduleConfig, codec: str
 ) -> EvictionRules:
+    load_policy_file(config.policy_file)  # an engine of another rank or without an `LLM`
     prepare = model.decoder.prepare
     rules = EvictionRules(
         config.evict,

@@ -3,6 +3,7 @@
 import weakref
 from abc import abstractmethod
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from quire.config.kv_config import parse_policy_file
 from quire.engine.codec import stored_as
 from quire.errors import ConfigError, RequestError, UnsoundCombination
 from quire.eviction.eviction_rules import EvictionRules, Provided, check_pre_rope
@@ -22,6 +24,7 @@ from quire.kv.lane_reader import LaneReader
 from quire.kv.step import PagedKV
 from quire.models.cache_argument import output_with_cache
 from quire.models.wrapped import ForwardingCache, folder_of, wrap_model
+from quire.policies.registry import load_policy_file
 
 
 class CacheWithoutLayers(Cache):
@@ -89,6 +92,7 @@ class QuireCache(CacheWithoutLayers, ForwardingCache):
         model: a causal language model of Transformers, in eval mode, on one device.
         policy: an eviction rule with its options, such as `snapkv:window=32`; `full` retains all
             tokens.
+        policy_file: Python file that registers the rule, if the process has not imported it.
         budget: limit of a lane (one KV head of one layer): tokens, "25%" of the prompt, or bytes
             of a sequence such as "2MiB".
         when: prefill_and_decode (the default), prefill_end, decode or pressure; see
@@ -133,9 +137,11 @@ class QuireCache(CacheWithoutLayers, ForwardingCache):
         max_tokens: int | None = None,
         page_tokens: int = 16,
         attention: str = "auto",
+        policy_file: str | Path = "",
         verify: bool = True,
     ) -> None:
         super().__init__()
+        load_policy_file(parse_policy_file(policy_file))
         self._rule = make_rule(policy, budget, when, every, compression_ratio)
         self._decoder = wrap_model(model, verify=verify)
         self._closing = weakref.finalize(self, self._decoder.leave)

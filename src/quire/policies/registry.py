@@ -1,11 +1,15 @@
 """Registry of policies and budgets by name, and construction of them from text.
 
 Policies are the modules of `quire.policies`, budgets those of `quire.policies.budgets`. Other
-packages list their modules under the entry-point groups `quire.policies` and `quire.budgets`.
+packages list their modules under the entry-point groups `quire.policies` and `quire.budgets`. The
+option --policy-file names a file that registers more.
 """
 
 import importlib
+import importlib.util
+import os
 import pkgutil
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import entry_points
@@ -77,6 +81,37 @@ def registered_budgets() -> Mapping[str, type[Budget]]:
     return dict(sorted(_BUDGETS.items()))
 
 
+def load_policy_file(file: str) -> None:
+    """Import a file that registers policies or budgets, unless this process has imported it.
+
+    Args:
+        file: the path; "" for none.
+
+    Raises:
+        ConfigError: there is no such file, its import fails, it registers nothing, or a name is
+            taken.
+    """
+    others = [module for name, module in [*sys.modules.items()] if name != file]
+    if not file or file in _loaded | {getattr(module, "__file__", None) for module in others}:
+        return
+    known = {**registered(), **registered_budgets()}
+    spec = importlib.util.spec_from_file_location(file, file)  # the path is the module's name
+    if spec is None or spec.loader is None or not os.path.isfile(file):
+        raise ConfigError(f"expected --policy-file as a Python file, got {file}: no such .py file")
+    sys.modules[file] = module = importlib.util.module_from_spec(spec)
+    saved = dict(_POLICIES), dict(_BUDGETS)
+    try:
+        spec.loader.exec_module(module)
+        if known.keys() == _POLICIES.keys() | _BUDGETS.keys():
+            raise ConfigError('it registers no policy: put @register("NAME") above a class')
+    except Exception as error:
+        del sys.modules[file]
+        _restore(*saved)
+        kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
+        raise ConfigError(f"cannot load --policy-file {file}: {kind}{error}") from error
+    _loaded.add(file)
+
+
 @contextmanager
 def temporary_registrations() -> Iterator[None]:
     """Discard what the block registers; entry points are reloaded in the block and after it."""
@@ -87,11 +122,17 @@ def temporary_registrations() -> Iterator[None]:
     try:
         yield
     finally:
-        _POLICIES.clear()
-        _POLICIES.update(saved_policies)
-        _BUDGETS.clear()
-        _BUDGETS.update(saved_budgets)
+        _restore(saved_policies, saved_budgets)
         _loaded.clear()
+
+
+def _restore(
+    saved_policies: Mapping[str, type[EvictionPolicy]], saved_budgets: Mapping[str, type[Budget]]
+) -> None:
+    _POLICIES.clear()
+    _POLICIES.update(saved_policies)
+    _BUDGETS.clear()
+    _BUDGETS.update(saved_budgets)
 
 
 def make_policy(text: str) -> EvictionPolicy:

@@ -96,6 +96,43 @@ def test_package_that_cannot_be_loaded_is_named(monkeypatch, code: str, message:
     assert message in str(refused.value)
 
 
+@pytest.mark.usefixtures("temporary_registrations")
+def test_policy_file_is_loaded_once(tmp_path) -> None:
+    file = tmp_path / "my_rule.py"
+    file.write_text(INSTALLED_RULE + INSTALLED_BUDGET)
+
+    registry.load_policy_file("")
+    registry.load_policy_file(str(file))
+    registry.load_policy_file(str(file))
+
+    assert registry.make_policy("installed:more=5,sinks=2").more == 5
+    assert registry.make_budget("installed_budget:more=5").more == 5
+
+
+@pytest.mark.usefixtures("temporary_registrations")
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (None, "expected --policy-file as a Python file, got .*: no such .py file"),
+        ("x = 1", r'registers no policy: put @register\("NAME"\) above a class'),
+        ("import no_such_module_anywhere", "ModuleNotFoundError: No module named"),
+        (INSTALLED_RULE + "1 / 0", "ZeroDivisionError: division by zero"),
+        (INSTALLED_RULE.replace("installed", "recent"), "two policies are called 'recent'"),
+        ("def (", "SyntaxError: "),
+    ],
+)
+def test_policy_file_that_cannot_be_loaded_is_named(tmp_path, code, message) -> None:
+    file = tmp_path / "my_rule.py"
+    if code is not None:
+        file.write_text(code)
+
+    with pytest.raises(ConfigError, match=message) as refused:
+        registry.load_policy_file(str(file))
+
+    assert str(file) in str(refused.value)
+    assert "installed" not in registry.registered()
+
+
 def test_registered_rules_and_budgets_are_sorted_without_full() -> None:
     assert list(registry.registered()) == sorted(registry.registered())
     assert list(registry.registered_budgets()) == sorted(registry.registered_budgets())

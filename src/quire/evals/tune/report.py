@@ -33,6 +33,7 @@ def config_toml(tuned: Tuned, model: str, kv: KVConfig, dtype: str) -> str:
         f"page_tokens = {kv.page_tokens}",
         f"codec = {json.dumps(tuned.chosen.codec)}",
         f"evict = {json.dumps(tuned.chosen.evict)}",
+        *([f"policy_file = {json.dumps(kv.policy_file)}"] if kv.policy_file else []),
     ]
     return "\n".join(lines) + "\n"
 
