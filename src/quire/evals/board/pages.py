@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from quire.evals.board.grid import FULL, QUIRE
 from quire.evals.board.result import BoardResult, Row, best_rules
 from quire.evals.intervals import Mean
+from quire.layout.eviction import PREFILL_END
 from quire.layout.extras import require_extra
 from quire.sim.plots import drawn
 
@@ -49,8 +50,9 @@ def _intro(result: BoardResult, model: str, *, has_chart: bool) -> Iterator[str]
         f"and output, all prompts at once in the KV memory. Pareto: no entry has both a higher "
         f"quality and fewer bytes."
     )
-    yield ""
-    yield _BEFORE_QUESTION[result.evict_before_question]
+    if result.evict_before_question or any(r.entry.schedule == PREFILL_END for r in result.rows):
+        yield ""
+        yield _BEFORE_QUESTION[result.evict_before_question]
     if result.entries_left:
         yield ""
         yield f"**{result.entries_left} entries did not run before the time limit.**"

@@ -129,6 +129,27 @@ def test_page_has_every_row_and_says_whether_the_model_may_judge():
     )
 
 
+@pytest.mark.parametrize(
+    ("schedule", "before", "expected"),
+    [
+        ("prefill_end", None, "the context is evicted before the question"),
+        ("prefill_end", False, "show no loss there"),
+        ("decode", True, "Every rule evicts the context before the question"),
+        ("decode", None, ""),
+    ],
+)
+def test_page_says_whether_the_question_is_evicted(schedule, before, expected):
+    found = BoardResult.of(board())
+    rows = [replace(r, entry=replace(r.entry, schedule=schedule)) for r in found.rows]
+
+    text = page(
+        replace(found, rows=rows, evict_before_question=before), "quire-tiny", has_chart=False
+    )
+
+    assert expected in text
+    assert ("question" in text) == bool(expected)
+
+
 def test_interactive_page_has_every_entry():
     pytest.importorskip("plotly", reason="the extra eval is not installed")
 
