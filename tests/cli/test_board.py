@@ -40,7 +40,7 @@ def test_a_run_ends_at_its_time_limit_and_its_pages_say_so(quire, tmp_path):
 
 
 def test_a_memory_of_a_fixed_size_is_required(quire):
-    result = quire("board", "quire-tiny", "--evict", "h2o:cap=8")
+    result = quire("board", "quire-tiny")
 
     assert result.exit_code == 2
     assert "quire board needs a KV memory of a fixed size" in result.stderr

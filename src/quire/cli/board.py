@@ -71,7 +71,7 @@ class BoardFlags:
     as_json: bool = json_option()
 
 
-@with_settings(MODEL, KV, SCHEDULE)
+@with_settings(MODEL, KV.without("kv-codec", "evict", "evict-allow"), SCHEDULE)
 def board(settings: Settings, *, flags: BoardFlags) -> None:
     """Compare eviction rules, budgets, schedules and KV codecs on equal prompts.
 

@@ -114,6 +114,7 @@ class ModelConfig:
     threads: int = option(
         0,
         help="CPU threads; 0: PyTorch's default. A small model is fastest with 1 on a busy machine",
+        common=True,
     )
     return_memory: bool = option(
         False,

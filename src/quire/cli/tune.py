@@ -85,7 +85,7 @@ class TuneFlags:
     as_json: bool = json_option()
 
 
-@with_settings(MODEL, KV, SCHEDULE)
+@with_settings(MODEL, KV.without("kv-codec", "evict", "evict-allow"), SCHEDULE)
 def tune(settings: Settings, *, flags: TuneFlags) -> None:
     """Find the KV codec and eviction rule that hold most requests at a wanted quality.
 
@@ -131,20 +131,11 @@ def refuse_missing(data: Path) -> None:
 
 
 def refuse_settings(settings: Settings, command: str = "tune") -> None:
-    """Refuse options that a search sets itself, and a KV memory without a size."""
+    """Refuse a KV memory without a size."""
     if settings.kv.memory is None:
         raise ConfigError(
             f"quire {command} needs a KV memory of a fixed size: add --kv-memory, such as 8GiB"
         )
-    for flag, value, default in (
-        ("--evict", settings.kv.evict, "full"),
-        ("--kv-codec", settings.kv.codec, "none"),
-    ):
-        if value != default:
-            raise ConfigError(
-                f"quire {command} chooses {flag} itself, got {value!r}: leave it out, or list "
-                "values with the options of this command"
-            )
 
 
 def run_search(

@@ -263,9 +263,7 @@ class KVConfig:
         common=True,
         parse=parse_size_or("auto"),
     )
-    page_tokens: int = option(
-        16, help="tokens in a page (block)", unit="tokens", flag="block-size", common=True
-    )
+    page_tokens: int = option(16, help="tokens in a page (block)", unit="tokens", flag="block-size")
     codec: str = option(
         "none",
         help="codec of keys and values, such as int8, int8/int4:group=32 (keys/values), or "

@@ -55,6 +55,16 @@ def test_help_is_short_and_reports_the_number_of_hidden_options(command):
     assert (f"--help-all shows {more} more options." in shown(command, "--help")) == bool(more)
 
 
+def test_options_that_a_search_chooses_are_not_in_its_help():
+    for command in ("tune", "board"):
+        assert {"--evict", "--kv-codec"}.isdisjoint(flags(shown(command, "--help-all")))
+
+
+@pytest.mark.parametrize("command", [*COMMON, "chat", "tune", "board"])
+def test_help_names_the_number_of_threads(command):
+    assert "--threads" in flags(shown(command, "--help"))
+
+
 @pytest.mark.parametrize("command", COMMON)
 def test_help_all_lists_every_engine_option(command):
     listed = flags(shown(command, "--help-all"))

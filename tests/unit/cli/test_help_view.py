@@ -45,7 +45,7 @@ def test_help_shows_values_defaults_and_the_help_option():
 def test_wide_help_has_names_and_help_on_one_line():
     lines = help_of("generate", "--help", 160).splitlines()
 
-    assert any("--block-size" in line and "Tokens in a page" in line for line in lines)
+    assert any("--max-num-seqs" in line and "Maximum number of seq" in line for line in lines)
 
 
 def test_help_marks_required_arguments_without_braces():

@@ -289,7 +289,7 @@ def test_a_line_without_prompt_shows_what_it_has(tmp_path, line, got):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (("--kv-memory", "4MiB", "--evict", "h2o:cap=9"), "chooses --evict itself"),
+        (("--kv-memory", "4MiB", "--evict", "h2o:cap=9"), "unknown option '--evict'"),
         ((), "needs a KV memory of a fixed size"),
         (("--kv-memory", "16KiB"), "one"),
         (
