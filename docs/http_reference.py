@@ -261,6 +261,7 @@ QUERIES = {
     "/v1/kv/plan.budget_bytes": "size of the KV memory; unset: the server's",
     "/v1/kv/plan.length": "tokens of a sequence; unset: 2,048, or the context if that is shorter",
     "/v1/kv/plan.retained": "tokens that an evicting lane retains; unset: all",
+    "/v1/kv/plan.codec": "codec of keys and values, as in `--kv-codec`; unset: the server's",
     "/v1/kv/events.limit": "number of events, the newest ones",
     "/v1/kv/requests.limit": "number of running, of waiting and of finished requests",
     "/v1/kv/requests/{request_id}/tokens.first": "position of the first token",

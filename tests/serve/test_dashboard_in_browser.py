@@ -128,6 +128,96 @@ def test_page_map_changes_under_load(open_page, url):
     page.wait_for_selector("#view-pages tbody th:has-text('Tokens evicted')")
 
 
+def module(page, name, body):
+    """The value of an expression about a module of the page."""
+    return page.evaluate(f"import('./dashboard/assets/{name}.js').then((m) => {body})")
+
+
+def test_numbers_are_written_with_units_and_ordinals(open_page, url):
+    page = open_page(f"{url}/dashboard")
+
+    ordinals = module(page, "format", "[1, 2, 3, 4, 11, 12, 13, 21, 102].map(m.ordinal)")
+    assert ordinals == ["1st", "2nd", "3rd", "4th", "11th", "12th", "13th", "21st", "102nd"]
+    times = module(page, "format", "[59.94, 60, 200, 3600, 9000].map(m.seconds)")
+    assert times == ["59.9 s", "1 min", "3 min 20 s", "1 h", "2 h 30 min"]
+
+
+def test_area_of_a_page_is_in_proportion_to_its_bytes(open_page, url):
+    page = open_page(f"{url}/dashboard")
+    sizes = [4224, 64, 64, 64, 50_000, 192, 4224] * 40
+
+    areas = module(
+        page,
+        "pages",
+        f"""{{
+      const sizes = {sizes}, view = new m.Pages(null), ends = [0];
+      for (const size of sizes) ends.push(ends.at(-1) + size);
+      view.body = {{ page_classes: [{{}}, {{}}] }};
+      view.cells = {{ ends, squares: sizes.reduce((sum, size) => sum + size * size, 0) }};
+      view.snap = (x) => x;
+      view.measure(600);
+      return sizes.map((_, cell) => {{
+        let area = 0;
+        view.parts(cell, (x, y, width) => {{ area += width; }});
+        return [area, view.at(ends[cell]) === cell];
+      }});
+    }}""",
+    )
+
+    total = sum(area for area, _ in areas)
+    for size, (area, is_found) in zip(sizes, areas, strict=True):
+        assert area / total == pytest.approx(size / sum(sizes))
+        assert is_found
+
+
+def test_axis_labels_are_not_clipped(open_page, url):
+    page = open_page(f"{url}/dashboard")
+
+    labels = module(
+        page,
+        "chart",
+        """import('./dashboard/assets/format.js').then(({ seconds }) => {
+      const format = (value) => `about ${seconds(value)}`;
+      const chart = new m.TimeChart("x", [{ name: "a", color: "red" }], { format });
+      document.getElementById("main").append(chart.node);
+      const drawn = [], fill = CanvasRenderingContext2D.prototype.fillText;
+      CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+        if (this.textAlign === "right") drawn.push([text, x - this.measureText(text).width]);
+        fill.call(this, text, x, y);
+      };
+      chart.add(1, [390]);
+      chart.draw();
+      CanvasRenderingContext2D.prototype.fillText = fill;
+      return drawn;
+    })""",
+    )
+
+    assert [text for text, _ in labels[:2]] == ["0", "about 4 min 10 s"]
+    assert all(left >= 0 for _, left in labels)
+
+
+def test_charts_and_events_begin_before_the_page_was_opened(open_page, url):
+    page = open_page(f"{url}/dashboard")
+    page.wait_for_selector(".feed li")
+    page.wait_for_function(
+        "fetch('v1/kv/history').then((r) => r.json()).then((b) => b.data.length > 5)"
+    )
+    page.reload()
+    page.wait_for_selector(".status[data-kind=live]")
+
+    page.click("#pause")
+    assert page.locator(".feed li").count() == 10
+    # the line of running requests goes on to the left of now
+    assert page.evaluate(
+        """() => {
+      const canvas = document.querySelectorAll('.charts canvas')[1], scale = devicePixelRatio;
+      const at = canvas.width - Math.round(18 * scale), height = canvas.height - 26 * scale;
+      const data = canvas.getContext('2d').getImageData(at, 0, 1, height).data;
+      return data.some((value, i) => i % 4 === 2 && value > 120 && data[i - 2] < 80);
+    }"""
+    )
+
+
 def test_page_map_is_read_with_the_keyboard(open_page, url):
     page = open_page(f"{url}/dashboard#pages")
     page.wait_for_selector("#view-pages tbody tr a")
@@ -181,6 +271,10 @@ def test_what_if_slider_changes_the_number_of_sequences(open_page, url):
     )
     page.check("#plan-evicts")
     page.wait_for_function("() => !document.querySelector('#plan-retained').disabled")
+    found = "document.querySelector('.notes').textContent"
+    first = page.evaluate(found)
+    page.select_option("#plan-codec", "int4")
+    page.wait_for_function(f"before => {found} !== before", arg=first)
 
 
 def test_navigation_by_keyboard_shows_the_focus(open_page, url):

@@ -1,10 +1,13 @@
 """Page map, overview, tenants and what-if plans through HTTP."""
 
+import asyncio
 import base64
 
 import numpy as np
 import pytest
 
+from quire.cli.plan_report import PlanOptions, plan_report
+from quire.serve import service
 from quire.serve.kv_endpoints import without_other_tenants
 from serve.conftest import refused
 from support.kv_load import BLUE, RED, read, running, two_tenants
@@ -92,6 +95,31 @@ def test_overview_counts_requests_and_tokens(serve):
     assert busy["inspection"]["calls"] >= 1
 
 
+def test_history_has_rows_from_before_the_request(serve, monkeypatch):
+    monkeypatch.setattr(service, "HISTORY_INTERVAL_S", 0.01)
+    keys = two_tenants()
+
+    async def main(client, headers=None):
+        async with running(client, headers=headers):
+            found = []
+            while not (found and found[0]["data"][-1][1]):
+                await asyncio.sleep(0.01)
+                found = [await read(client, "history", headers=h) for h in (headers, BLUE)]
+            return found
+
+    [body, _] = serve(main)
+    own, other = serve(lambda client: main(client, RED), tenant_keys=keys)
+
+    for one in (body, own):
+        last = dict(zip(one["columns"], one["data"][-1], strict=True))
+        assert (last["num_running"], last["num_waiting"]) == (1, 0)
+        assert last["requests_bytes"] > 0
+        times = [row[0] for row in one["data"]]
+        assert times == sorted(times)
+        assert 2 <= len(times) <= service.HISTORY_POINTS
+    assert not any(row[1] for row in other["data"])
+
+
 def test_overview_of_a_tenant_has_only_its_own_numbers(serve):
     async def main(client):
         async with running(client, headers=RED):
@@ -160,8 +188,27 @@ def test_plan_counts_the_sequences_that_fit(serve, llm):
     assert now["bytes_per_sequence"] == each_bytes
     assert now["sequences"] == memory.total_bytes // each_bytes
     assert twice["sequences"] == 2 * now["sequences"]
-    assert evicting["bytes_per_sequence"] == each_bytes // 2
+    assert each_bytes // 2 < evicting["bytes_per_sequence"] < each_bytes  # pages store positions
+    assert evicting["longest_tokens"] == now["max_positions"]
     assert (too_long["sequences"], too_long["limit"]) == (0, "context")
+
+
+@pytest.mark.parametrize("codec", ["none", "int8", "int4:group=32", "kivi4+sinks=4+residual=32"])
+def test_plan_in_a_codec_equals_that_of_quire_plan(serve, llm, codec):
+    total_bytes = llm.engine.pool.kv.memory.total_bytes
+    options = {"dtype": "float32", "kv_codec": codec, "kv_memory_bytes": total_bytes}
+    report = plan_report(llm.model.folder, PlanOptions(sequence_tokens=100, **options))
+
+    written = codec.replace("+", "%2B")
+    body = serve(lambda client: read(client, f"plan?length=100&codec={written}"))
+
+    assert body["codec"] == report.kv_codec
+    pages = body["bytes_per_sequence"] // report.capacity.page_bytes
+    assert pages == report.capacity.pages_per_sequence
+    assert body["sequences"] == report.capacity.sequences
+    assert body["longest_tokens"] == report.capacity.longest_tokens
+    assert body["codecs"][0] == "float32"
+    assert {"int8", "kivi4"} < set(body["codecs"])
 
 
 @pytest.mark.parametrize(
@@ -175,6 +222,8 @@ def test_plan_counts_the_sequences_that_fit(serve, llm):
         ("plan?budget_bytes=1GiB", "budget_bytes"),
         ("plan?length=0", "length"),
         ("plan?retained=-1", "retained"),
+        ("plan?codec=int9", "codec"),
+        ("plan?codec=float16", "codec"),
         ("plan?budget_byte=5", "budget_byte"),
         ("requests?limit=0", "limit"),
         ("requests?limit=100000", "limit"),

@@ -75,8 +75,10 @@ def test_waiting_requests_have_a_cause(serve):
 
     first, second, *_ = body["waiting"]
     assert first["waiting"]["cause"] == "memory"
-    assert first["waiting"]["needed_bytes"] > 0
+    why = first["waiting"]
+    assert 0 <= why["free_bytes"] < why["needed_bytes"] + why["promised_bytes"]
     assert (second["waiting"]["cause"], second["waiting"]["ahead"]) == ("queue", 1)
+    assert second["waiting"]["after"] == first["request_id"]
     assert first["state"] == "waiting"
     assert len(body["waiting"]) <= 3
     assert first["kv_bytes"] == 0
@@ -156,6 +158,7 @@ def test_tokens_of_an_evicting_request_match_its_lanes(serve_evicting, evicting)
         for lane in body["bitmaps"]
     ]
     assert np.sum(masks, axis=0).tolist() == body["retained"]
+    assert body["retained_tokens"] == round(np.mean(masks) * computed, 2) <= CAP
     assert min(body["retained"]) < body["num_lanes"]
     assert all(0 < mask.sum() <= CAP for mask in masks), [mask.sum() for mask in masks]
     assert body["retained"][-1] == body["num_lanes"]
@@ -198,6 +201,7 @@ def test_pages_of_the_tokens_are_given_in_parts(serve):
     assert second["first"] == 2
     assert second["token_ids"][0] == first["token_ids"][2]
     assert "bitmaps" not in first
+    assert all(body["retained_tokens"] == body["computed_tokens"] > 3 for body in (first, second))
 
 
 @pytest.mark.parametrize(

@@ -143,12 +143,17 @@ class KVMemory:
     def _slabs_needed(self, pages: Mapping[PageClass, int]) -> int:
         return sum(self.pools[c].slabs_needed(n) for c, n in pages.items())
 
+    def slab_bytes_for(self, pages: Mapping[PageClass, int]) -> tuple[int, int]:
+        """Bytes of the further slabs that pages need, and of the free slabs."""
+        slab_bytes = self.arena.slab_bytes
+        return self._slabs_needed(pages) * slab_bytes, self.arena.num_free_slabs * slab_bytes
+
     def shortage(self, pages: Mapping[PageClass, int]) -> str:
         """Return an error text for pages that do not fit: needed and free bytes in whole slabs."""
-        slab_bytes, free = self.arena.slab_bytes, self.arena.num_free_slabs
+        needed_bytes, free_bytes = self.slab_bytes_for(pages)
         return (
-            f"{self._slabs_needed(pages) * slab_bytes:,} B more in slabs of {slab_bytes:,} B are "
-            f"needed, {free * slab_bytes:,} of {self.arena.total_bytes:,} B are free"
+            f"{needed_bytes:,} B more in slabs of {self.arena.slab_bytes:,} B are "
+            f"needed, {free_bytes:,} of {self.arena.total_bytes:,} B are free"
         )
 
     # ---- start and release ---------------------------------------------------------------------

@@ -25,9 +25,18 @@ WEIGHT_BITS = {"int8": 8, "int4": 4}
 SCALE_GROUP = 128  # inputs that share a scale of an int4 weight
 
 
-def sequence_bytes(layout: CacheLayout, tokens: int) -> int:
-    """Bytes of one sequence of `tokens` tokens while it decodes, in whole pages of every layer."""
-    return sum(group.bytes_at_most(tokens, 1) for group in layout.groups)
+def sequence_bytes(layout: CacheLayout, tokens: int, retained: int | None = None) -> int:
+    """Bytes of one sequence of `tokens` tokens while it decodes, in whole pages of every layer.
+
+    Args:
+        layout: lane groups of the sequence.
+        tokens: its length.
+        retained: tokens that a lane without a window retains; None: no eviction.
+    """
+    least = tokens if retained is None else min(tokens, retained)
+    return sum(
+        group.bytes_at_most(least if group.window is None else tokens, 1) for group in layout.groups
+    )
 
 
 def token_bytes(layout: CacheLayout) -> Fraction:
@@ -68,9 +77,15 @@ class Capacity:
 
 
 def capacity(
-    model: ModelSpec, kv_bytes: int, *, layout: CacheLayout, sequence_tokens: int, batch: int
+    model: ModelSpec,
+    kv_bytes: int,
+    *,
+    layout: CacheLayout,
+    sequence_tokens: int,
+    batch: int,
+    retained: int | None = None,
 ) -> Capacity:
-    """Compute the capacity of `kv_bytes` of KV memory."""
+    """Compute the capacity of `kv_bytes` of KV memory; `retained` as in `sequence_bytes`."""
     if sequence_tokens < 1 or batch < 1:
         raise ConfigError(
             f"sequence_tokens={sequence_tokens}, batch={batch}: expected 1 or more of each"
@@ -84,10 +99,10 @@ def capacity(
             f" page of {page.page_bytes:,} B in each of {model.num_layers} layers"
             f" = {layout.smallest_sequence_bytes:,} B; raise --kv-memory or lower --block-size"
         )
-    needed_bytes = sequence_bytes(layout, sequence_tokens)
+    needed_bytes = sequence_bytes(layout, sequence_tokens, retained)
     too_long = sequence_tokens > model.max_positions
     sequences = 0 if too_long else usable_bytes // needed_bytes
-    longest = _longest(layout, usable_bytes, model.max_positions)
+    longest = _longest(layout, usable_bytes, model.max_positions, retained)
     return Capacity(
         page_tokens=page.tokens,
         page_bytes=page.page_bytes,
@@ -101,11 +116,11 @@ def capacity(
     )
 
 
-def _longest(layout: CacheLayout, pool_bytes: int, max_positions: int) -> int:
+def _longest(layout: CacheLayout, pool_bytes: int, max_positions: int, retained: int | None) -> int:
     fits, too_long = 0, max_positions + 1
     while too_long - fits > 1:
         middle = (fits + too_long) // 2
-        if sequence_bytes(layout, middle) <= pool_bytes:
+        if sequence_bytes(layout, middle, retained) <= pool_bytes:
             fits = middle
         else:
             too_long = middle

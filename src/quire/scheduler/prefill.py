@@ -21,6 +21,10 @@ class Prefill:
     Args:
         components: the scheduler's components.
         admission: admits new requests.
+
+    Attributes:
+        unserved: a running request that got no tokens of the last step; none is admitted before it.
+        is_full: whether the last step had no tokens left for a new request.
     """
 
     def __init__(self, components: SchedulerComponents, admission: Admission) -> None:
@@ -31,6 +35,8 @@ class Prefill:
         self._batcher, self._running = components.batcher, components.state.running
         self._lanes = evicting_lanes(components.sequence_memory.memory)
         self._admission = admission
+        self.unserved: Request | None = None
+        self.is_full = False
 
     def plan(self, plan: StepPlan, budget: int | None = None) -> None:
         """Add chunks of prompts to the step, then admit new requests.
@@ -56,10 +62,10 @@ class Prefill:
 
     def _plan(self, plan: StepPlan, budget: int) -> None:
         queue = sorted(self._unplanned(plan), key=self._fairness.prefill_order, reverse=True)
-        all_served = True
+        self.unserved, self.is_full = None, False
         while budget > 0:
             new_request = None
-            if (not queue and all_served) or (queue and self._is_before(queue[-1])):
+            if (not queue and self.unserved is None) or (queue and self._is_before(queue[-1])):
                 new_request = self._admission.admit(budget)
             if new_request is None and not queue:
                 return
@@ -70,7 +76,9 @@ class Prefill:
                 continue  # it was swapped in completely and waits for a batch row
             tokens = self.chunk(plan, request, min(budget, self._fraction(request, queue)))
             budget -= tokens
-            all_served &= tokens > 0 or self._waits_for_prefix(request)
+            if not (tokens or self._waits_for_prefix(request)):
+                self.unserved = request
+        self.is_full = True
 
     def _waits_for_prefix(self, request: Request) -> bool:
         """Whether a request gets no tokens because its prefix is being loaded."""

@@ -54,7 +54,7 @@ class Scheduler:
         self._forks = Forks(components)
         self.ahead = Ahead(components, self._decode, self._prefill)
         self._unblocking = Unblocking(components, self._decode, self._prefill, self._forks)
-        self.waiting_causes = WaitingCauses(components, self._admission)
+        self.waiting_causes = WaitingCauses(components, self._admission, self._prefill)
 
     # ---- a step --------------------------------------------------------------------------------
 

@@ -232,9 +232,11 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         service.start()
+        recording = asyncio.create_task(service.record_history())
         try:
             yield
         finally:
+            recording.cancel()
             await service.stop()
 
     app = FastAPI(

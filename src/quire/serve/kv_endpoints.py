@@ -37,12 +37,21 @@ from quire.engine.inspection.requests import (
     read_retention,
     request_rows,
 )
-from quire.engine.inspection.totals import MAX_CELLS, overview, read_page_map, tenant_rows
+from quire.engine.inspection.totals import (
+    HISTORY_COLUMNS,
+    MAX_CELLS,
+    overview,
+    read_page_map,
+    tenant_rows,
+)
 from quire.engine.ledger import Snapshot
 from quire.errors import ConfigError, EngineDead
-from quire.layout.layout import statistics_used
+from quire.layout.codec_names import CODECS, PAIRS
+from quire.layout.codec_refusals import stored_codec
+from quire.layout.kv_format import read_format
+from quire.layout.layout import layout_for
 from quire.layout.pages import CacheLayout
-from quire.plan.capacity import capacity
+from quire.plan.capacity import capacity, sequence_bytes
 from quire.scheduler.events import KEPT_EVENTS, KINDS, KVEvent, Value
 from quire.serve.errors import Draining, FieldError, TooManyStreams, UnknownRequest, bounded
 from quire.serve.fields import nearest, shown_name
@@ -89,51 +98,76 @@ DEFAULT_LENGTH = 2048
 
 
 def plan_for(
-    llm: LLM, budget_bytes: int | None, length: int | None, retained: int | None
+    llm: LLM,
+    budget_bytes: int | None,
+    length: int | None,
+    retained: int | None,
+    codec: str | None = None,
 ) -> dict[str, Any]:
-    """Sequences of a length that fit in a budget, as JSON values.
+    """Sequences of a length that fit in a budget, as JSON values; without `retained` as quire plan.
 
     Args:
-        llm: the served model; its page layout is used.
+        llm: the served model; its page size and eviction policy are used.
         budget_bytes: size of the KV memory; None: the engine's.
         length: tokens of a sequence; None: `DEFAULT_LENGTH` or the model's context, if shorter.
-        retained: tokens that an evicting lane without a window retains; None: all.
+        retained: tokens that an evicting lane without a window retains; None: no eviction.
+        codec: codec of keys and values; None: the engine's.
+
+    Raises:
+        FieldError: the codec is unknown, or the budget holds no sequence.
     """
-    memory, model = llm.engine.pool.kv.memory, llm.model.spec
-    budget_bytes = memory.total_bytes if budget_bytes is None else budget_bytes
+    engine, model = llm.engine, llm.model.spec
+    total_bytes, dtype = engine.pool.kv.memory.total_bytes, engine.pool.stored_as.dtype
+    budget_bytes = total_bytes if budget_bytes is None else budget_bytes
     length = min(DEFAULT_LENGTH, model.max_positions) if length is None else length
-    layout, most = _used_layout(llm), llm.engine.schedule_config.max_num_seqs
-    held = capacity(model, budget_bytes, layout=layout, sequence_tokens=length, batch=1)
-    least = length if retained is None else min(length, retained)
-    each_bytes = sum(
-        group.bytes_at_most(length if group.window is not None else least, 1)
-        for group in layout.groups
-    )
-    is_too_long = length > model.max_positions
-    sequences = 0 if is_too_long else budget_bytes // each_bytes
+    most, field = engine.schedule_config.max_num_seqs, "codec"
+    try:
+        codec = engine.pool.codec if codec is None else stored_codec(codec, dtype)
+        layout, field = _layout_with(llm, codec, retained), "budget_bytes"
+        held = capacity(
+            model,
+            budget_bytes,
+            layout=layout,
+            sequence_tokens=length,
+            batch=most,
+            retained=retained,
+        )
+    except ConfigError as error:
+        raise FieldError(field, str(error)) from None
+    free_of_constants = [c.name for c in CODECS.values() if not (c.is_plain or c.constants)]
     return {
         "object": "kv.plan",
         "budget_bytes": budget_bytes,
         "length": length,
         "retained": retained,
-        "bytes_per_sequence": each_bytes,
-        "sequences": sequences,
+        "codec": codec,
+        "codecs": list(dict.fromkeys([engine.pool.codec, dtype, *free_of_constants, *PAIRS])),
+        "bytes_per_sequence": sequence_bytes(layout, length, retained),
+        "sequences": held.sequences,
         "max_num_seqs": most,
-        "concurrency": min(sequences, most),
-        "limit": "context" if is_too_long else "memory" if sequences < most else "max_num_seqs",
+        "concurrency": min(held.sequences, most),
+        "limit": "max_num_seqs" if held.limit == "none" else held.limit,
         "longest_tokens": held.longest_tokens,
         "longest_limit": held.longest_limit,
-        "current_bytes": memory.total_bytes,
+        "current_bytes": total_bytes,
         "smallest_bytes": layout.smallest_sequence_bytes,
         "max_positions": model.max_positions,
     }
 
 
-def _used_layout(llm: LLM) -> CacheLayout:
-    """Lane groups of a request with the server's eviction policy: no statistics of other rules."""
-    layout = llm.engine.pool.kv.memory.layout
-    names = statistics_used(layout, llm.engine.pool.eviction.spec.statistics)
-    return CacheLayout(tuple(g for g in layout.groups if g.name in names or not g.private))
+def _layout_with(llm: LLM, codec: str, retained: int | None) -> CacheLayout:
+    """Lane groups of a sequence in another codec; with eviction those of the server's policy."""
+    rules, evicts = llm.engine.pool.rules, retained is not None
+    layout = layout_for(
+        llm.model.spec,
+        codec=codec,
+        page_tokens=llm.engine.kv_config.page_tokens,
+        evicting=evicts or read_format(codec).promoted is not None,
+        heads_apart=evicts and rules.heads_apart,
+        rotated=not (evicts and rules.rerotates_keys),
+        statistics=llm.engine.pool.eviction.spec.statistics if evicts else (),
+    )
+    return rules.fitted(layout) if evicts else layout
 
 
 FLUSH_S = 0.05
@@ -406,8 +440,8 @@ class KVRequestEndpoints:
         return JSONResponse({"object": "kv.tokens", "request_id": request_id, **body})
 
     def _tokens(self, found: Retention, first: int, limit: int, *, with_lanes: bool) -> Body:
-        shown = found.token_ids[first : first + limit]
-        mask = found.mask()[:, first : first + limit]
+        shown, whole = found.token_ids[first : first + limit], found.mask()
+        mask = whole[:, first : first + limit]
         pieces = self._service.pieces
         texts = [pieces.text(token) for token in shown] if self._service.shows_texts else None
         body = {
@@ -416,6 +450,7 @@ class KVRequestEndpoints:
             "prompt_tokens": found.prompt_tokens,
             "computed_tokens": found.num_computed,
             "num_lanes": len(mask),
+            "retained_tokens": round(float(whole.sum()) / max(1, len(mask)), 2),
             "token_ids": shown if self._service.shows_texts else None,
             "texts": texts,
             "retained": mask.sum(axis=0).tolist(),
@@ -503,6 +538,7 @@ class KVEndpoints:
     def router(self) -> APIRouter:
         router = APIRouter(prefix="/v1/kv")
         router.add_api_route("/overview", self.overview, methods=["GET"])
+        router.add_api_route("/history", self.history, methods=["GET"])
         router.add_api_route("/ledger", self.ledger, methods=["GET"])
         router.add_api_route("/pages", self.pages, methods=["GET"])
         router.add_api_route("/tenants", self.tenants, methods=["GET"])
@@ -525,6 +561,12 @@ class KVEndpoints:
         tenant = only_tenant(self._service, request)
         found = await self._timed(lambda engine: overview(engine, tenant))
         return JSONResponse({"object": "kv.overview", **found, **self._server(tenant)})
+
+    async def history(self, request: Request) -> JSONResponse:
+        """Return numbers of the last three minutes, one row per second, oldest first."""
+        tenant = only_tenant(self._service, request)
+        points = [one[tenant] for one in self._service.history if tenant in one]
+        return JSONResponse({"object": "list", "columns": HISTORY_COLUMNS, "data": points})
 
     async def ledger(self, request: Request) -> JSONResponse:
         """Return the ledger between two steps; a tenant with a key gets its own part."""
@@ -560,13 +602,11 @@ class KVEndpoints:
         budget_bytes: Annotated[int | None, Query(ge=1, le=MAX_BUDGET_BYTES)] = None,
         length: Annotated[int | None, Query(ge=1, le=1 << 31)] = None,
         retained: Annotated[int | None, Query(ge=1, le=1 << 31)] = None,
+        codec: Annotated[str | None, Query(max_length=200)] = None,
     ) -> JSONResponse:
-        """Return how many sequences of a length a KV memory of another size would hold."""
-        refuse_unknown_parameters(request, ("budget_bytes", "length", "retained"))
-        try:
-            return JSONResponse(plan_for(self._service.llm, budget_bytes, length, retained))
-        except ConfigError as error:
-            raise FieldError("budget_bytes", str(error)) from None
+        """Return how many sequences a KV memory of another size or codec would hold."""
+        refuse_unknown_parameters(request, ("budget_bytes", "length", "retained", "codec"))
+        return JSONResponse(plan_for(self._service.llm, budget_bytes, length, retained, codec))
 
     async def _timed(self, read: Any) -> Snapshot:
         """Read the engine; add the time of its clock, and the time of day."""

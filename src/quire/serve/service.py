@@ -2,7 +2,9 @@
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -12,6 +14,12 @@ from quire.api.llm import LLM
 from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
+from quire.engine.inspection.totals import (
+    HISTORY_INTERVAL_S,
+    HISTORY_POINTS,
+    Point,
+    history_points,
+)
 from quire.engine.ledger import Snapshot
 from quire.errors import ConfigError, EngineDead, RequestError
 from quire.models.chat_template import with_chat_template
@@ -58,6 +66,7 @@ class Service:
         texts, pieces: tokenizer of the model.
         tools: parser of the model's tool calls.
         inspection: cost of the views that `inspect` returned.
+        history: points of the dashboard's charts by tenant, one per second.
         observer: counts for the metrics; None before the start.
         traces: spans of requests; None without `--otlp-traces-endpoint`.
     """
@@ -86,6 +95,7 @@ class Service:
         self.texts = Texts(model, self.pieces, config.tokenizer_threads, llm.content_format)
         self.tools = ToolParsers(config.tool_parser, model.tokenizer)
         self.inspection = InspectionCost()
+        self.history: deque[dict[str | None, Point]] = deque(maxlen=HISTORY_POINTS)
         self.observer: EngineObserver | None = None
         self.traces = open_traces(config.otlp_traces_endpoint, self.model_name)
         self._engine: AsyncLLM | None = None
@@ -104,6 +114,14 @@ class Service:
         queue = QueueLimit(requests=config.max_num_queued_reqs, tokens=config.max_num_queued_tokens)
         self.observer = EngineObserver(self.llm.engine, self.traces)
         self._engine = AsyncLLM(self.llm.engine, queue_limit=queue, observer=self.observer)
+
+    async def record_history(self) -> None:
+        """Append to `history` until the engine stops."""
+        read = partial(history_points, by_tenant=self.keys.tells_tenants_apart)
+        with suppress(EngineDead):
+            while True:
+                self.history.append(await self._running().inspect(read))
+                await asyncio.sleep(HISTORY_INTERVAL_S)
 
     async def stop(self) -> None:
         if self._engine is not None:

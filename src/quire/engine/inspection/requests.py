@@ -110,7 +110,7 @@ def request_rows(engine: "Engine", tenant: str | None, most: int) -> Row:
     finished = [f for f in reversed(engine.request_log.finished) if tenant in (None, f.tenant)]
     return {
         "running": [open_row(engine, request) for request in running[:most]],
-        "waiting": [open_row(engine, request, why) for request, why in waiting],
+        "waiting": [open_row(engine, request, _waiting(why, tenant)) for request, why in waiting],
         "finished": [finished_row(one) for one in finished[:most]],
         "num_running": len(running),
         "num_waiting": num_waiting(engine, tenant),
@@ -133,7 +133,8 @@ def one_request(engine: "Engine", request_id: str, tenant: str | None) -> Row | 
     """Numbers and timeline of an open or recently finished request; None if it is unknown."""
     request = find_request(engine, request_id, tenant)
     if request is not None:
-        row = open_row(engine, request, _why(engine, request))
+        why = _why(engine, request)
+        row = open_row(engine, request, None if why is None else _waiting(why, tenant))
         return row | _timeline(engine, engine.request_log.timeline(request_id), row["arrival_s"])
     for one in reversed(engine.request_log.finished):
         if one.request_id == request_id and tenant in (None, one.tenant):
@@ -174,7 +175,7 @@ def _with_waits(events: Iterable[KVEvent], arrival_s: float) -> Iterator[Row]:
         yield shown
 
 
-def open_row(engine: "Engine", request: Request, why: Waiting | None = None) -> Row:
+def open_row(engine: "Engine", request: Request, waiting: Row | None = None) -> Row:
     """Numbers of an open request as JSON values."""
     progress, eviction, memory = request.progress, request.eviction, request.memory
     kv, group = engine.pool.kv.memory, request.group or request.split_from
@@ -184,7 +185,7 @@ def open_row(engine: "Engine", request: Request, why: Waiting | None = None) -> 
         "group": request.request_id if group is None else group.request_id,
         "tenant": request.tenant,
         "state": progress.state.value,
-        "waiting": None if why is None else _waiting(why),
+        "waiting": waiting,
         "priority": request.priority,
         "prompt_tokens": len(request.prompt_token_ids),
         "output_tokens": len(request.output_token_ids),
@@ -235,8 +236,17 @@ def finished_row(one: FinishedRequest) -> Row:
     }
 
 
-def _waiting(why: Waiting) -> Row:
-    return {"cause": why.cause, "ahead": why.ahead, "needed_bytes": why.needed_bytes}
+def _waiting(why: Waiting, tenant: str | None) -> Row:
+    """Cause of waiting; for one tenant without the bytes and requests of the others."""
+    after = why.after if tenant is None or (why.after and why.after.tenant == tenant) else None
+    return {
+        "cause": why.cause,
+        "ahead": why.ahead,
+        "needed_bytes": why.needed_bytes,
+        "promised_bytes": why.promised_bytes if tenant is None else None,
+        "free_bytes": why.free_bytes if tenant is None else None,
+        "after": None if after is None else after.request_id,
+    }
 
 
 def _times(arrival_s: float, first_token_s: float, finish_s: float) -> Mapping[str, float | None]:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from quire.engine.core import Engine
 
 Snapshot = dict[str, Any]
+Point = tuple[float | int | None, ...]
+"""Values of `HISTORY_COLUMNS`."""
 
 MAX_CELLS = 100_000
 """Largest number of cells of a map; of more pages, every n-th is shown."""
@@ -190,14 +192,38 @@ def tenant_rows(engine: "Engine", tenant: str | None) -> list[Snapshot]:
 
 def overview(engine: "Engine", tenant: str | None) -> Snapshot:
     """Counters, latencies and memory of an engine, or of one tenant, as JSON values."""
-    now_s = engine.events.now_s()
-    finished = [
-        one
-        for one in engine.request_log.finished
-        if tenant in (None, one.tenant) and one.finish_s >= now_s - WINDOW_S
-    ]
-    numbers = _of_engine(engine) if tenant is None else _of_tenant(engine, tenant)
-    return numbers | {"latency": latencies(finished)}
+    numbers = _of_engine(engine)
+    if tenant is not None:
+        [row] = tenant_rows(engine, tenant) or [{}]
+        numbers = _of_tenant(row)
+    return numbers | {"latency": _recent_latencies(engine, tenant)}
+
+
+def _recent_latencies(engine: "Engine", tenant: str | None) -> Snapshot:
+    since_s = engine.events.now_s() - WINDOW_S
+    own = (one for one in engine.request_log.finished if tenant in (None, one.tenant))
+    return latencies([one for one in own if one.finish_s >= since_s])
+
+
+HISTORY_INTERVAL_S, HISTORY_POINTS = 1.0, 180
+HISTORY_COLUMNS = (
+    *("time_s", "num_running", "num_waiting", "requests_bytes", "generated_tokens"),
+    *("ttft_p50_s", "ttft_p90_s"),
+)
+
+
+def history_points(engine: "Engine", *, by_tenant: bool) -> dict[str | None, Point]:
+    """A point of the charts for the engine (None), and for each tenant if they are told apart."""
+    found: dict[str | None, Snapshot] = {None: _of_engine(engine)}
+    if by_tenant:
+        found |= {row["tenant"]: _of_tenant(row) for row in tenant_rows(engine, None)}
+    now_s, points = engine.events.now_s(), dict[str | None, Point]()
+    for tenant, one in found.items():
+        ttft = _recent_latencies(engine, tenant)["ttft_s"] or {}
+        counts = (now_s, one["num_running"], one["num_waiting"])
+        sums = (one["memory"]["requests_bytes"], one["counters"]["generated_tokens"])
+        points[tenant] = (*counts, *sums, ttft.get("p50"), ttft.get("p90"))
+    return points
 
 
 def _of_engine(engine: "Engine") -> Snapshot:
@@ -230,8 +256,7 @@ def _of_engine(engine: "Engine") -> Snapshot:
     }
 
 
-def _of_tenant(engine: "Engine", tenant: str) -> Snapshot:
-    [row] = tenant_rows(engine, tenant) or [{}]
+def _of_tenant(row: Snapshot) -> Snapshot:
     return {
         "memory": {
             "requests_bytes": row.get("used_bytes", 0),

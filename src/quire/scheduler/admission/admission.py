@@ -82,9 +82,13 @@ class Admission:
         if above or not self._running:
             return above
         head = next(self._fairness.waiting.heads(), None)
-        if head is None or head not in self._rejections:
+        if head is None or not self.has_rejected(head):
             return False
         return self._free.has_rows(head, self._running) and not self._free.fits(head, 0)
+
+    def has_rejected(self, request: Request) -> bool:
+        """Whether the request was rejected when it was last tried."""
+        return request in self._rejections
 
     # ---- tenants -------------------------------------------------------------------------------
 

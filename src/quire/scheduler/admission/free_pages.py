@@ -1,6 +1,6 @@
 """Checks whether a waiting request fits: rows, promised pages, pages for its swapped KV."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -71,6 +71,18 @@ class FreePages:
         promised = self._promised(self._rule, request, cached_tokens, staying)
         return not staying or self._leaves_enough(request, cached_tokens, staying, promised)
 
+    def shortages(self, request: Request) -> Iterator[tuple[int, float]]:
+        """Yield bytes that a request needs and bytes that are free: below the watermarks, in slabs.
+
+        Evicts nothing: prefixes that can be evicted count as free, but not as free slabs.
+        """
+        promised = self._promised(self._rule, request, 0, self._running)
+        yield min(self._needs(request, 0, self._running, promised), key=lambda n: n[1] - n[0])
+        pages, swapped = self._rule.peaks.by_class(promised), request.memory.swapped
+        if swapped is not None and not swapped.keep_from:
+            pages = swapped.needed_pages
+        yield self._memory.slab_bytes_for(pages)
+
     def _promised(
         self,
         rule: AdmissionRule,
@@ -98,11 +110,17 @@ class FreePages:
         self, request: Request, cached_tokens: int, staying: Sequence[Request], promised: Counts
     ) -> bool:
         """Whether promised pages fit below the watermarks if only `staying` keep running."""
+        needs = self._needs(request, cached_tokens, staying, promised)
+        return all(needed <= free for needed, free in needs)
+
+    def _needs(
+        self, request: Request, cached_tokens: int, staying: Sequence[Request], promised: Counts
+    ) -> Iterator[tuple[int, float]]:
+        """Yield promised bytes and the bytes that are free for them below each watermark."""
         left_bytes = self._sharing.available_bytes
         if len(staying) < len(self._running):
             left_bytes += bytes_of(self._running, self._memory) - bytes_of(staying, self._memory)
         if self._rule.promises_growth:
-            if left_bytes - self._peaks.num_bytes(promised) < self._reserved_at_peak_bytes:
-                return False
+            yield self._peaks.num_bytes(promised), left_bytes - self._reserved_at_peak_bytes
             promised = self._promised(self._known, request, cached_tokens, staying)
-        return left_bytes - self._peaks.num_bytes(promised) >= self.reserved_bytes
+        yield self._peaks.num_bytes(promised), left_bytes - self.reserved_bytes

@@ -5,7 +5,8 @@ import { resolved } from "./palette.js";
 
 const WINDOW_S = 180;
 const HEIGHT = 132;
-const LEFT = 58, BOTTOM = 20, TOP = 8, RIGHT = 8;
+export const FONT = '11px system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif';
+const SIDE = 58, BOTTOM = 20, TOP = 8, RIGHT = 8;
 
 /** Fit a canvas to its width on the page and to the pixels of the screen. */
 export function fit(canvas, height) {
@@ -35,13 +36,16 @@ export class TimeChart {
   /**
    * @param title heading of the chart
    * @param lines [{name, color, dash}]
-   * @param options format of values; binary: ticks are powers of two; integer: ticks are whole
+   * @param options format of values; binary: ticks are powers of two; integer: ticks are whole;
+   *   duration: ticks above a minute are whole minutes or simple fractions
    */
-  constructor(title, lines, { format, binary = false, integer = false } = {}) {
+  constructor(title, lines, { format, binary = false, integer = false, duration = false } = {}) {
     this.lines = lines;
     this.format = format;
     this.binary = binary;
     this.integer = integer;
+    this.duration = duration;
+    this.most = null; // top of the vertical axis; null: the largest value
     this.points = [];
     this.value = h("span", { class: "chart-value" });
     this.canvas = h("canvas", { role: "img" });
@@ -70,11 +74,15 @@ export class TimeChart {
     const { context: c, width, height } = fit(this.canvas, HEIGHT);
     const last = this.points.at(-1);
     const most = Math.max(0, ...this.points.flatMap((p) => p.values.map((v) => v ?? 0)));
-    let top = ceiling(most, this.binary);
+    const unit = this.duration && most > 50 ? 60 : 1;
+    let top = this.most ?? unit * ceiling(most / unit, this.binary);
     if (this.integer) top = Math.max(4, Math.ceil(top / 4) * 4);
-    const x = (timeS) => width - RIGHT - ((last.timeS - timeS) / WINDOW_S) * (width - LEFT - RIGHT);
+    c.font = FONT;
+    const labels = [0, 0.5, 1].map((part) => (part ? this.format(top * part) : "0"));
+    const left = Math.max(SIDE, 12 + Math.ceil(Math.max(...labels.map((label) => c.measureText(label).width))));
+    const x = (timeS) => width - RIGHT - ((last.timeS - timeS) / WINDOW_S) * (width - left - RIGHT);
     const y = (value) => height - BOTTOM - (value / top) * (height - BOTTOM - TOP);
-    this.#axes(c, width, height, top, y);
+    this.#axes(c, width, height, left, labels, (i) => y((top * i) / 2));
     if (!last) return;
     this.lines.forEach((line, i) => {
       c.strokeStyle = resolved(line.color.replace(/^var\((.*)\)$/, "$1"));
@@ -95,25 +103,24 @@ export class TimeChart {
     c.setLineDash([]);
   }
 
-  #axes(c, width, height, top, y) {
-    c.font = "11px system-ui, sans-serif";
+  #axes(c, width, height, left, labels, y) {
     c.textBaseline = "middle";
     c.textAlign = "right";
-    for (const part of [0, 0.5, 1]) {
-      const at = Math.round(y(top * part)) + 0.5;
+    labels.forEach((label, i) => {
+      const at = Math.round(y(i)) + 0.5;
       c.strokeStyle = resolved("--line");
       c.lineWidth = 1;
       c.beginPath();
-      c.moveTo(LEFT, at);
+      c.moveTo(left, at);
       c.lineTo(width - RIGHT, at);
       c.stroke();
       c.fillStyle = resolved("--muted");
-      c.fillText(part ? this.format(top * part) : "0", LEFT - 8, at);
-    }
+      c.fillText(label, left - 8, at);
+    });
     c.textBaseline = "alphabetic";
     for (const [minutes, align] of [[3, "left"], [2, "center"], [1, "center"], [0, "right"]]) {
       c.textAlign = align;
-      const at = LEFT + (1 - (minutes * 60) / WINDOW_S) * (width - LEFT - RIGHT);
+      const at = left + (1 - (minutes * 60) / WINDOW_S) * (width - left - RIGHT);
       c.fillText(minutes ? `−${minutes} min` : "now", at, height - 4);
     }
   }

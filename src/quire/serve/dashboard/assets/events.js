@@ -31,8 +31,10 @@ function detailOf(event) {
     case "chunk": return `${plural(event.tokens, "token")}, now ${bytes(event.kv_bytes)}`;
     case "shared": return `${plural(event.tokens, "token")} from the prefix cache`;
     case "copied": return `${bytes(event.kv_bytes)}, copy on write`;
-    case "evicted":
-      return `${count(event.tokens)} tokens of each lane, freed ${bytes(event.freed_bytes)}${because}`;
+    case "evicted": {
+      const freed = event.freed_bytes < 0 ? `${bytes(-event.freed_bytes)} more for copies of shared pages` : `freed ${bytes(event.freed_bytes)}`;
+      return `${count(event.tokens)} tokens of each lane, ${freed}${because}`;
+    }
     case "swapped_out": case "swapped_in": return `${bytes(event.kv_bytes)} in ${seconds(event.seconds)}`;
     case "offloaded": return bytes(event.kv_bytes);
     case "preempted":

@@ -17,6 +17,12 @@ export const count = (value) => grouped.format(Math.round(value));
 /** A number with its noun: 1 page, 2 pages. */
 export const plural = (value, noun) => `${count(value)} ${noun}${value === 1 ? "" : "s"}`;
 
+/** An ordinal number: 1st, 2nd, 3rd, 4th, 11th. */
+export function ordinal(value) {
+  const last = value % 100 > 10 && value % 100 < 14 ? 0 : value % 10;
+  return `${count(value)}${["th", "st", "nd", "rd"][last] ?? "th"}`;
+}
+
 /** Seconds with a fitting unit: 850 µs, 12 ms, 3.2 s, 4 min 10 s. */
 export function seconds(value) {
   if (value === null || value === undefined) return "–";
@@ -25,8 +31,9 @@ export function seconds(value) {
   if (value < 10) return `${Number(value.toFixed(2))} s`;
   if (value < 60) return `${value.toFixed(1)} s`;
   const whole = Math.round(value);
-  if (whole < 3600) return `${Math.floor(whole / 60)} min ${whole % 60} s`;
-  return `${Math.floor(whole / 3600)} h ${Math.floor((whole % 3600) / 60)} min`;
+  const [size, large, small] = whole < 3600 ? [60, "min", "s"] : [3600, "h", "min"];
+  const rest = Math.floor((whole % size) / (size / 60));
+  return `${Math.floor(whole / size)} ${large}${rest ? ` ${rest} ${small}` : ""}`;
 }
 
 /** A rate with at most three digits. */

@@ -81,10 +81,9 @@ export class Inspector {
   }
 
   summaryOf(body) {
-    const shown = body.retained.reduce((sum, one) => sum + one, 0);
-    const share = body.retained.length && body.num_lanes ? (100 * shown) / (body.retained.length * body.num_lanes) : 0;
-    const kept = `${share.toFixed(share < 99.95 && share > 0 ? 1 : 0)} % of them are retained`;
-    text(this.summary, (body.num_lanes ? `${plural(body.retained.length, "token")} in each of ${plural(body.num_lanes, "lane")} · ${kept}`
+    const computed = body.computed_tokens, share = computed ? (100 * body.retained_tokens) / computed : 0;
+    const kept = `${share.toFixed(share < 99.95 && share > 0 ? 1 : 0)}\u00a0% of the whole sequence retained`;
+    text(this.summary, (body.num_lanes ? `${plural(computed, "computed token")} in each of ${plural(body.num_lanes, "lane")} · ${kept}`
       : plural(body.num_tokens, "token"))
       + (body.texts === null ? " · texts are withheld: start the server with --dashboard or with keys" : ""));
     const many = body.num_tokens > PART;

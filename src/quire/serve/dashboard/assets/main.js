@@ -9,7 +9,7 @@ import { Prefixes } from "./prefixes.js";
 import { Requests } from "./requests.js";
 import { Tenants } from "./tenants.js";
 
-const TICK_MS = 1000;
+const TICK_MS = 1000, MOST_EVENTS = 200;
 const THEME = "quire.theme";
 const THEMES = ["system", "light", "dark"];
 const byId = (id) => document.getElementById(id);
@@ -41,8 +41,8 @@ class App {
     this.bindKey();
     new ResizeObserver(() => this.view?.draw?.()).observe(byId("main"));
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.view?.draw?.());
-    this.show(false);
     this.resume();
+    this.show(false);
   }
 
   /** Show the view of the address; `#requests/ID` also selects a request. */
@@ -86,20 +86,33 @@ class App {
     }
     this.stream = new AbortController();
     follow((event, name) => this.receive(event, name), this.stream.signal);
+    this.isFilled = false;
     this.tick();
+  }
+
+  /** Read what happened before the page was opened, or while it was hidden or paused. */
+  async fill() {
+    const overview = this.views[0], signal = this.stream.signal;
+    const [history, stored] = await Promise.all([read("history"), read(`events?limit=${MOST_EVENTS}`)]);
+    if (signal.aborted || this.isFilled) return;
+    this.isFilled = true;
+    for (const point of history.data) overview.plot(...point);
+    const events = new Map([...stored.data, ...this.events].map((event) => [event.number, event]));
+    this.events = [...events.values()].sort((a, b) => b.number - a.number).slice(0, MOST_EVENTS);
   }
 
   receive(event, name) {
     if (name !== "message") return;
     this.events.unshift(event);
-    this.events.length = Math.min(this.events.length, 200);
+    this.events.length = Math.min(this.events.length, MOST_EVENTS);
   }
 
   async tick() {
     clearTimeout(this.timer);
-    if (!this.runs) return;
+    if (!this.runs || !this.view) return;
     const view = this.view;
     try {
+      if (!this.isFilled) await this.fill();
       this.overview = await read("overview");
       text(byId("model"), this.overview.model);
       for (const one of this.views) one.note?.(this.overview);

@@ -42,10 +42,10 @@ export class Overview {
       memory: new TimeChart("KV memory of requests", [{ name: "bytes", color: "var(--series-1)" }], { format: bytes, binary: true }),
       latency: new TimeChart("Time to first token, last 60 s", [
         { name: "median", color: "var(--series-1)" }, { name: "90th percentile", color: "var(--series-2)", dash: true },
-      ], { format: seconds }),
+      ], { format: seconds, duration: true }),
     };
     this.events = h("ol", { class: "feed" });
-    this.noEvents = h("p", { class: "empty" }, "No events since this page was opened.");
+    this.noEvents = h("p", { class: "empty" }, "No events yet.");
     this.facts = h("p", { class: "facts" });
     return [
       this.facts,
@@ -59,18 +59,22 @@ export class Overview {
   }
 
   /** Add a point to the charts; called in every view, so that the charts have no gaps. */
-  note(overview) {
-    const { counters, latency, memory } = overview, timeS = overview.time_s;
-    if (this.last && timeS > this.last.timeS) {
-      const spent = timeS - this.last.timeS;
-      this.tokensPerS = Math.max(0, (counters.generated_tokens - this.last.generated) / spent);
-    }
-    this.last = { timeS, generated: counters.generated_tokens };
-    this.charts.tokens.add(timeS, [this.tokensPerS]);
-    this.charts.requests.add(timeS, [overview.num_running, overview.num_waiting]);
-    this.charts.memory.add(timeS, [memory.requests_bytes]);
+  note({ time_s: timeS, num_running: running, num_waiting: waiting, memory, counters, latency }) {
     const ttft = latency.ttft_s;
-    this.charts.latency.add(timeS, [ttft?.p50 ?? null, ttft?.p90 ?? null]);
+    this.charts.memory.most = memory.total_bytes ?? memory.limit_bytes ?? null;
+    this.plot(timeS, running, waiting, memory.requests_bytes, counters.generated_tokens, ttft?.p50 ?? null, ttft?.p90 ?? null);
+  }
+
+  /** Add a point of /v1/kv/history, whose columns have this order. */
+  plot(timeS, running, waiting, held, generated, median, slow) {
+    const spent = timeS - (this.last?.timeS ?? timeS);
+    if (this.last && spent <= 0) return;
+    if (this.last) this.tokensPerS = Math.max(0, (generated - this.last.generated) / spent);
+    this.last = { timeS, generated };
+    this.charts.tokens.add(timeS, [this.tokensPerS]);
+    this.charts.requests.add(timeS, [running, waiting]);
+    this.charts.memory.add(timeS, [held]);
+    this.charts.latency.add(timeS, [median, slow]);
   }
 
   async refresh(overview) {
@@ -112,7 +116,7 @@ export class Overview {
 
   factsOf(overview) {
     const parts = [`codec ${overview.codec}`, `eviction ${overview.evict}`,
-      `longest sequence ${count(overview.max_model_len)} tokens`];
+      `longest accepted request ${count(overview.max_model_len)} tokens`];
     if (overview.tenant) parts.unshift(`tenant ${overview.tenant}`);
     text(this.facts, parts.join(" · "));
   }

@@ -1,9 +1,10 @@
-// The page map: a cell for each page of the arena, coloured by owner or by state.
+// The page map: the pages of the arena by address, coloured by owner or by state. The area of a
+// page is in proportion to its bytes.
 
 import { read } from "./api.js";
 import { fit } from "./chart.js";
 import { h, keyed, text } from "./dom.js";
-import { bytes, count, plural, shortId } from "./format.js";
+import { bytes, count, ordinal, plural, shortId } from "./format.js";
 import { fillOf, lookOf, STATES, stateOf, swatch } from "./palette.js";
 
 const MOST_HEIGHT = 460, LARGEST_CELL = 16, SMALLEST_CELL = 3;
@@ -40,7 +41,7 @@ export class Pages {
     this.head = h("tr");
     this.classes = h("tbody");
     this.classCard = h("div", { class: "card scroll", tabindex: "0", role: "region", "aria-label": "Page classes" },
-      h("table", {}, h("caption", {}, "Page classes"), h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Lane groups"),
+      h("table", { class: "classes" }, h("caption", {}, "Page classes"), h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Lane groups"),
         h("th", { scope: "col" }, "Codec"), h("th", { scope: "col", class: "number" }, "Tokens"),
         h("th", { scope: "col", class: "number" }, "Page size"))), this.classes));
     this.empty = h("p", { class: "empty" }, "No request of your tenant holds pages.");
@@ -66,12 +67,12 @@ export class Pages {
     this.canvas.hidden = this.body.num_pages === 0;
     const classes = this.body.page_classes;
     const sizes = classes.length === 1 ? `${bytes(classes[0].page_bytes)} each, ${classes[0].page_tokens} tokens in ${classes[0].codec}`
-      : `${count(classes.length)} page classes, whose pages differ in size`;
+      : `${count(classes.length)} page classes, drawn in proportion to the bytes of their pages`;
     keyed(this.classes, classes.map((one, i) => ({ ...one, i })), (one) => one.i, (one) => h("tr", {},
       h("th", { scope: "row" }, one.groups.join(", ")), h("td", {}, one.codec), h("td", { class: "number" }, count(one.page_tokens)),
       h("td", { class: "number" }, bytes(one.page_bytes))), () => {});
     this.classCard.hidden = classes.length === 1;
-    const every = this.body.pages_per_cell > 1 ? ` · every ${this.body.pages_per_cell}th page is shown` : "";
+    const every = this.body.pages_per_cell > 1 ? ` · every ${ordinal(this.body.pages_per_cell)} page is shown` : "";
     text(this.summary, `${plural(this.body.num_pages, "page")} · ${sizes}${every}`);
     this.legends();
   }
@@ -91,9 +92,9 @@ export class Pages {
   legends() {
     if (!this.body) return;
     const byOwner = this.mode === "owner";
-    const titles = byOwner ? ["Owner", "Tenant", "Pages", "Bytes"] : ["State", "Pages shown"];
+    const titles = byOwner ? ["Owner", "Tenant", "Pages", "Bytes"] : ["State", "Pages", "Bytes"];
     keyed(this.head, titles, (title) => title, (title) => h("th", {
-      scope: "col", class: ["Pages", "Bytes", "Pages shown"].includes(title) ? "number" : "",
+      scope: "col", class: ["Pages", "Bytes"].includes(title) ? "number" : "",
     }, title), () => {});
     if (byOwner) this.ownerRows();
     else this.stateRows();
@@ -115,45 +116,73 @@ export class Pages {
   }
 
   stateRows() {
-    const found = new Array(STATES.length).fill(0);
-    for (let cell = 0; cell < this.cells.owner.length; cell += 1) found[this.groupOf(cell)] += 1;
-    const rows = STATES.map((look, state) => ({ look, state, pages: found[state] })).filter((row) => row.pages);
-    keyed(this.legend, rows, (row) => `state ${row.state}`, (row) => h("tr", {},
-      h("th", { scope: "row" }, h("span", swatch(row.look)), row.look.name), h("td", { class: "number" })),
-    (node, row) => text(node.children[1], count(row.pages * this.body.pages_per_cell)));
+    const { page_classes: classes, pages_per_cell: each } = this.body;
+    const rows = STATES.map((look, state) => ({ look, state, pages: 0, bytes: 0 }));
+    this.cells.kind.forEach((kind, cell) => {
+      const row = rows[this.groupOf(cell)];
+      row.pages += each;
+      row.bytes += each * classes[kind].page_bytes;
+    });
+    keyed(this.legend, rows.filter((row) => row.pages), (row) => `state ${row.state}`, (row) => h("tr", {},
+      h("th", { scope: "row" }, h("span", swatch(row.look)), row.look.name),
+      h("td", { class: "number" }), h("td", { class: "number" })),
+    (node, row) => {
+      text(node.children[1], count(row.pages));
+      text(node.children[2], bytes(row.bytes));
+    });
   }
 
   // ---- drawing ----
 
-  draw() {
-    if (!this.cells || this.canvas.hidden || !this.canvas.clientWidth) return;
-    const number = this.cells.owner.length, width = this.canvas.clientWidth;
+  /** Bytes of a row and its pixels: a page of usual size is a square. */
+  measure(width) {
+    const { ends } = this.cells, total = ends.at(-1);
+    const usual = this.cells.squares / total, number = total / usual;
     let size = LARGEST_CELL;
     while (size > SMALLEST_CELL && Math.ceil(number / Math.floor(width / size)) * size > MOST_HEIGHT) size -= 1;
-    this.columns = Math.floor(width / size);
+    const columns = Math.floor(width / size);
     this.size = size;
-    const height = Math.ceil(number / this.columns) * size;
-    const { context: c, scale } = fit(this.canvas, height);
-    const gap = size >= 6 ? 1 : size >= 4 ? 0.5 : 0;
+    this.rowWidth = this.body.page_classes.length === 1 ? columns * size : width;
+    this.rowBytes = Math.round(columns * usual);
+    return Math.ceil(total / this.rowBytes) * size;
+  }
+
+  /** Call draw(x, y, width) for each part of a cell: it can continue in the next row. */
+  parts(cell, draw) {
+    const { ends } = this.cells, to = ends[cell + 1], scale = this.rowWidth / this.rowBytes;
+    for (let from = ends[cell]; from < to;) {
+      const row = Math.floor(from / this.rowBytes), start = row * this.rowBytes;
+      const end = Math.min(to, start + this.rowBytes), x = this.snap((from - start) * scale);
+      draw(x, row * this.size, this.snap((end - start) * scale) - x);
+      from = end;
+    }
+  }
+
+  draw() {
+    if (!this.cells?.owner.length || this.canvas.hidden || !this.canvas.clientWidth) return;
+    const { context: c, scale } = fit(this.canvas, this.measure(this.canvas.clientWidth));
+    this.snap = (x) => Math.round(x * scale) / scale;
+    const number = this.cells.owner.length, size = this.size;
+    const gapOf = (side) => (side >= 6 ? 1 : side >= 4 ? 0.5 : 0), height = size - gapOf(size);
     const fills = new Map();
-    for (let cell = 0; cell < number; cell += 1) {
+    for (let cell = 0, last = -1; cell < number; cell += 1) {
       const group = this.groupOf(cell);
       if (!fills.has(group)) {
         const look = this.lookOfGroup(group);
         fills.set(group, fillOf(c, size >= PATTERN_FROM ? look : { ...look, pattern: "solid" }, scale));
       }
-      c.fillStyle = fills.get(group);
-      c.fillRect((cell % this.columns) * size, Math.floor(cell / this.columns) * size, size - gap, size - gap);
+      if (group !== last) c.fillStyle = fills.get(group);
+      last = group;
+      this.parts(cell, (x, y, width) => { if (width > 0) c.fillRect(x, y, width - gapOf(width), height); });
     }
     if (this.cursor >= 0 && this.cursor < number) this.outline(c);
     this.label();
   }
 
   outline(c) {
-    const x = (this.cursor % this.columns) * this.size, y = Math.floor(this.cursor / this.columns) * this.size;
     c.lineWidth = 2;
     c.strokeStyle = getComputedStyle(document.documentElement).getPropertyValue("--text");
-    c.strokeRect(x - 1, y - 1, this.size + 1, this.size + 1);
+    this.parts(this.cursor, (x, y, width) => c.strokeRect(x - 1, y - 1, Math.max(width, 2) + 1, this.size + 1));
   }
 
   label() {
@@ -170,25 +199,39 @@ export class Pages {
     const bits = BITS.filter(([bit]) => this.cells.state[cell] & bit).map(([, name]) => name);
     const name = owner.request_id ? `request ${shortId(owner.request_id)}` : STATES[owner.owner].name.toLowerCase();
     const page = cell * this.body.pages_per_cell;
-    return [`Page ${count(page)}`, name, owner.owner ? kind.codec : null, ...bits].filter(Boolean).join(" · ");
+    return [`Page ${count(page)}`, name, bytes(kind.page_bytes), owner.owner ? kind.codec : null, ...bits].filter(Boolean).join(" · ");
   }
 
   // ---- cursor ----
 
   point(event) {
-    const box = this.canvas.getBoundingClientRect();
-    const column = Math.floor((event.clientX - box.left) / this.size);
-    const cell = Math.floor((event.clientY - box.top) / this.size) * this.columns + column;
-    this.set(column < this.columns && cell < this.cells.owner.length ? cell : -1);
+    const box = this.canvas.getBoundingClientRect(), x = (event.clientX - box.left) / this.rowWidth;
+    const row = Math.floor((event.clientY - box.top) / this.size);
+    this.set(x < 1 ? this.at((row + x) * this.rowBytes) : -1);
+  }
+
+  /** The cell at a byte of the map; -1: none. */
+  at(byte) {
+    const { ends } = this.cells;
+    let low = 0, high = ends.length - 1;
+    if (byte < 0 || byte >= ends[high]) return -1;
+    while (high - low > 1) {
+      const middle = (low + high) >> 1;
+      if (ends[middle] <= byte) low = middle;
+      else high = middle;
+    }
+    return low;
   }
 
   move(event) {
-    const step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: this.columns, ArrowUp: -this.columns,
-      Home: -Infinity, End: Infinity }[event.key];
-    if (step === undefined || !this.cells) return;
+    if (!this.cells) return;
+    const { ends } = this.cells, last = this.cells.owner.length - 1, now = Math.max(0, this.cursor);
+    const above = (rows) => this.at((ends[now] + ends[now + 1]) / 2 + rows * this.rowBytes);
+    const to = { ArrowRight: now + 1, ArrowLeft: now - 1, ArrowDown: above(1), ArrowUp: above(-1), Home: 0, End: last }[event.key];
+    if (to === undefined) return;
     event.preventDefault();
-    const last = this.cells.owner.length - 1;
-    this.set(this.cursor < 0 ? 0 : Math.max(0, Math.min(last, this.cursor + step)));
+    if (this.cursor < 0) this.set(0);
+    else if (to >= 0) this.set(Math.min(last, to));
   }
 
   set(cell) {
@@ -198,19 +241,25 @@ export class Pages {
   }
 }
 
-/** The cells of a page map: owner, state and page class of each. */
-function decode({ runs }) {
+/** The cells of a page map: owner, state and page class of each, and the bytes before each. */
+function decode({ runs, page_classes: classes }) {
   const raw = Object.fromEntries(Object.entries(runs).map(([name, encoded]) =>
     [name, Uint8Array.from(atob(encoded), (character) => character.charCodeAt(0))]));
   const counts = new Uint16Array(raw.count.buffer), owners = new Uint16Array(raw.owner.buffer);
   const total = counts.reduce((sum, one) => sum + one, 0);
-  const cells = { owner: new Uint16Array(total), state: new Uint8Array(total), kind: new Uint8Array(total) };
+  const cells = { owner: new Uint16Array(total), state: new Uint8Array(total), kind: new Uint8Array(total),
+    ends: new Float64Array(total + 1), squares: 0 };
   let at = 0;
   counts.forEach((number, run) => {
     cells.owner.fill(owners[run], at, at + number);
     cells.state.fill(raw.state[run], at, at + number);
     cells.kind.fill(raw.page_class[run], at, at + number);
     at += number;
+  });
+  cells.kind.forEach((kind, cell) => {
+    const size = classes[kind].page_bytes;
+    cells.ends[cell + 1] = cells.ends[cell] + size;
+    cells.squares += size * size;
   });
   return cells;
 }

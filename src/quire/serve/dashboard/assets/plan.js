@@ -1,7 +1,7 @@
 // What if: how many sequences fit in another KV memory, at another length, with eviction.
 
 import { read } from "./api.js";
-import { ceiling, fit } from "./chart.js";
+import { ceiling, fit, FONT } from "./chart.js";
 import { h, text } from "./dom.js";
 import { bytes, count, plural } from "./format.js";
 import { resolved } from "./palette.js";
@@ -11,6 +11,8 @@ const LIMITS = {
   memory: "KV memory is the limit.", max_num_seqs: "--max-num-seqs is the limit.",
   context: "The model's context is shorter than this length.",
 };
+
+const LONGEST = { memory: "limited by the KV memory", context: "the model's context" };
 
 export class Plan {
   id = "plan";
@@ -28,16 +30,18 @@ export class Plan {
       budget: this.slider("KV memory", "budget"), length: this.slider("Tokens of a sequence", "length"),
       retained: this.slider("Tokens that eviction retains in each lane", "retained"),
     };
+    this.codec = h("select", { id: "plan-codec", onchange: () => this.changed() });
     this.evicts = h("input", { type: "checkbox", id: "plan-evicts", onchange: () => this.changed() });
     this.result = h("p", { class: "result", "aria-live": "polite" });
     this.notes = h("ul", { class: "notes" });
     this.canvas = h("canvas", { role: "img" });
     this.error = h("p", { class: "error", role: "alert" });
     return [
-      h("p", { class: "facts" }, "Sequences that fit at once in whole pages of the served model, without shared prefixes."),
+      h("p", { class: "facts" }, "Sequences that fit at once in whole pages, without shared prefixes, computed as by quire plan."),
       h("div", { class: "split even" },
         h("form", { class: "card plan-form", onsubmit: (event) => event.preventDefault() },
           this.sliders.budget.node, this.sliders.length.node,
+          h("div", { class: "field" }, h("label", { for: "plan-codec" }, "KV codec"), this.codec),
           h("label", { class: "choice", for: "plan-evicts" }, this.evicts, "Evict tokens"), this.sliders.retained.node),
         h("div", { class: "card" }, this.result, this.notes, this.error,
           h("figure", { class: "chart" }, h("figcaption", {}, h("span", { class: "chart-title" }, "Sequences over KV memory")), this.canvas))),
@@ -53,7 +57,8 @@ export class Plan {
   async refresh() {
     if (this.base !== null) return;
     this.base = await read("plan");
-    const { current_bytes: now, max_positions: most } = this.base;
+    const { current_bytes: now, max_positions: most, codec, codecs } = this.base;
+    this.codec.append(...codecs.map((name) => h("option", { value: name }, name === codec ? `${name} (server)` : name)));
     this.least = this.base.smallest_bytes;
     this.most = now * 8;
     this.sliders.budget.input.value = toStep(now, this.least, this.most);
@@ -83,7 +88,7 @@ export class Plan {
     this.sliders.retained.input.disabled = !this.evicts.checked;
     const more = this.evicts.checked ? `&retained=${retained}` : "";
     try {
-      const found = await read(`plan?budget_bytes=${budget}&length=${length}${more}`);
+      const found = await read(`plan?budget_bytes=${budget}&length=${length}&codec=${encodeURIComponent(this.codec.value)}${more}`);
       if (number !== this.number) return; // a later answer is on its way
       this.found = found;
       text(this.error, "");
@@ -103,7 +108,7 @@ export class Plan {
     const notes = [
       `${bytes(found.bytes_per_sequence)} for each sequence of ${count(found.length)} tokens`,
       ratio === 1 ? "The KV memory is that of the server." : `The KV memory is ${Number(ratio.toPrecision(2))} times that of the server (${bytes(found.current_bytes)}).`,
-      `The longest single sequence without eviction has ${plural(found.longest_tokens, "token")}.`,
+      `A single sequence fits up to ${plural(found.longest_tokens, "token")}, ${LONGEST[found.longest_limit]}.`,
       found.sequences > found.max_num_seqs ? `The server runs at most ${count(found.max_num_seqs)} at once (--max-num-seqs).` : LIMITS[found.limit],
     ];
     this.notes.replaceChildren(...notes.map((note) => h("li", {}, note)));
@@ -118,7 +123,7 @@ export class Plan {
     const top = ceiling(Math.max(4, fitting(this.most)));
     const x = (size) => LEFT + (size / this.most) * (width - LEFT - RIGHT);
     const y = (value) => height - BOTTOM - (value / top) * (height - BOTTOM - TOP);
-    c.font = "11px system-ui, sans-serif";
+    c.font = FONT;
     c.fillStyle = resolved("--muted");
     c.strokeStyle = resolved("--line");
     c.lineWidth = 1;
@@ -160,10 +165,10 @@ export class Plan {
     c.fillText("now", x(found.current_bytes) + (x(found.current_bytes) > width / 2 ? -5 : 5), TOP + 8);
     c.fillStyle = color;
     c.beginPath();
-    c.arc(x(found.budget_bytes), y(fitting(found.budget_bytes)), 5, 0, 7);
+    c.arc(x(found.budget_bytes), y(found.sequences), 5, 0, 7);
     c.fill();
     this.canvas.setAttribute("aria-label", `Sequences over KV memory up to ${bytes(this.most)}: `
-      + `${count(fitting(found.budget_bytes))} at ${bytes(found.budget_bytes)}, ${count(fitting(this.most))} at ${bytes(this.most)}`);
+      + `${count(found.sequences)} at ${bytes(found.budget_bytes)}, ${count(fitting(this.most))} at ${bytes(this.most)}`);
   }
 }
 

@@ -8,13 +8,18 @@ import { lookOf, swatch } from "./palette.js";
 import { Timeline } from "./timeline.js";
 
 const CAUSES = {
-  queue: (why) => `behind ${plural(why.ahead, "request")} of its tenant`,
+  queue: (why) => `behind ${plural(why.ahead, "request")}`,
   tenant_limit: () => "its tenant is at its KV limit",
-  slots: () => "all batch slots are in use",
-  memory: (why) => `needs ${bytes(why.needed_bytes)} of free KV memory`,
+  slots: () => "all batch slots are in use (--max-num-seqs)",
+  memory: (why) => `needs ${bytes(why.needed_bytes)} of KV memory, ${freeOf(why)}`
+    + (why.promised_bytes ? `; running requests will need ${bytes(why.promised_bytes)}` : ""),
+  slabs: (why) => `needs ${bytes(why.needed_bytes)} of free slabs, ${freeOf(why)}; other free memory has pages of other sizes`,
+  prefill: (why) => `the prompt of ${why.after ? shortId(why.after) : "a running request"} waits for pages before it`,
+  tokens: () => "the last step had no tokens left (--max-num-batched-tokens)",
   batch: () => "the batching rule admits none now",
   next_step: () => "is tried in the next step",
 };
+const freeOf = (why) => (why.free_bytes === null ? "too little is free" : `${bytes(why.free_bytes)} free`);
 const COLUMNS = [
   ["request", "Request", ""], ["state", "State", ""], ["tenant", "Tenant", "wide"],
   ["tokens", "Tokens", "number"], ["retained", "Retained", "number wide"], ["kv", "KV", "number"],
