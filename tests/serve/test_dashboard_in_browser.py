@@ -199,9 +199,9 @@ def test_axis_labels_are_not_clipped(open_page, url):
 def test_charts_and_events_begin_before_the_page_was_opened(open_page, url):
     page = open_page(f"{url}/dashboard")
     page.wait_for_selector(".feed li")
-    page.wait_for_function(
-        "fetch('v1/kv/history').then((r) => r.json()).then((b) => b.data.length > 5)"
-    )
+    rows = "fetch('v1/kv/history').then((r) => r.json()).then((body) => body.data.length)"
+    while page.evaluate(rows) < 20:
+        page.wait_for_timeout(500)
     page.reload()
     page.wait_for_selector(".status[data-kind=live]")
 
@@ -211,9 +211,9 @@ def test_charts_and_events_begin_before_the_page_was_opened(open_page, url):
     assert page.evaluate(
         """() => {
       const canvas = document.querySelectorAll('.charts canvas')[1], scale = devicePixelRatio;
-      const at = canvas.width - Math.round(18 * scale), height = canvas.height - 26 * scale;
-      const data = canvas.getContext('2d').getImageData(at, 0, 1, height).data;
-      return data.some((value, i) => i % 4 === 2 && value > 120 && data[i - 2] < 80);
+      const at = canvas.width - Math.round(48 * scale), height = canvas.height - 26 * scale;
+      const data = canvas.getContext('2d').getImageData(at, 0, 30 * scale, height).data;
+      return data.some((value, i) => i % 4 === 2 && value - data[i - 2] > 60);
     }"""
     )
 
