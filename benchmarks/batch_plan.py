@@ -17,6 +17,7 @@ from quire.cli.tables import show_table
 from quire.errors import UnknownName
 from quire.models.loader import LoadedModel
 from quire.plan.batch_verdict import RunSeconds
+from quire.profile.ceilings import THOROUGH_PROFILE
 from quire.profile.step_rates import RunShape, static_engine, timed_steps
 
 
@@ -106,7 +107,8 @@ def _predict(model: LoadedModel, config: BatchPlanConfig) -> BatchReport:
         cap=str(config.cap),
         every=config.every,
     )
-    timed = Stopwatch(lambda: model, repeats=config.repeats)
+    profile = replace(THOROUGH_PROFILE, step_repeats=config.repeats)
+    timed = Stopwatch(lambda: model, config=profile)
     return batch_report(model.spec, question, timed)
 
 

@@ -6,7 +6,14 @@ from typing import Annotated
 
 import typer
 
-from quire.cli.common import ABOUT_MODEL, GGUF, json_option, refuse_no_name
+from quire.cli.common import (
+    ABOUT_MODEL,
+    GGUF,
+    json_option,
+    refuse_no_name,
+    threads_option,
+    use_threads,
+)
 from quire.cli.completion import complete_model
 from quire.cli.plan_maximize import MaximizeOptions, maximize, show
 from quire.cli.plan_report import STEP_TOKENS, PlanOptions, PlanReport, plan_report
@@ -141,10 +148,16 @@ class PlanFlags:
     )
     measure: bool = option(
         False,
-        help="Measure step times now. Default: use those of quire profile.",
+        help="Measure step times that quire profile did not store, and store them.",
         group=LARGEST_BATCH,
         common=True,
     )
+    thorough: bool = option(
+        False,
+        help="With --measure: measure more batches, several times each.",
+        group=LARGEST_BATCH,
+    )
+    threads: int = threads_option()
     config: Path | None = config_option()
     as_json: bool = json_option()
 
@@ -197,8 +210,10 @@ def plan(
             every=flags.every,
             batch=flags.batch,
             measure=flags.measure,
+            thorough=flags.thorough,
         )
         if requested is not None:
+            use_threads(flags.threads)
             batches = maximize(folder, report, requested, page_tokens=flags.page_tokens)
             show(report, batches, as_json=flags.as_json)
             return

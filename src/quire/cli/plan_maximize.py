@@ -1,6 +1,7 @@
 """`quire plan --maximize-batch`: options, step rates and output."""
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from quire.cli.plan_report import PlanReport
+from quire.cli.progress import CountProgress
 from quire.cli.report import envelope, print_json
 from quire.errors import ConfigError
 from quire.layout.eviction import EvictionSpec
@@ -32,14 +34,19 @@ from quire.plan.batch_verdict import (
     row_steps,
     run_seconds,
 )
-from quire.plan.ceilings import Ceilings, NotUsable, default_path, read_ceilings
+from quire.plan.ceilings import (
+    Ceilings,
+    NotUsable,
+    default_path,
+    read_ceilings,
+    write_ceilings,
+)
 from quire.plan.machine import this_machine
 from quire.plan.rates import StepRates, model_key, steps_key
 
 if TYPE_CHECKING:
     from quire.models.loader import LoadedModel
-
-MEASURED_REPEATS = 3
+    from quire.profile.ceilings import ProfileConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +59,8 @@ class MaximizeOptions:
     cap: str | None = None
     every: int | None = None
     batch: int | None = None  # None: the largest possible
-    measure: bool = False  # measure step times now; otherwise use those of `quire profile`
+    measure: bool = False  # measure step times that `quire profile` did not store
+    thorough: bool = False  # measure more batches, repeatedly
 
     @classmethod
     def of(
@@ -64,10 +72,12 @@ class MaximizeOptions:
         every: int | None,
         batch: int | None,
         measure: bool,
+        thorough: bool,
     ) -> "MaximizeOptions | None":
         """Create the options from the command line; None without `--maximize-batch`."""
         if lengths is None:
-            given = {"evict": evict, "cap": cap, "every": every, "measure": measure or None}
+            given = {"evict": evict, "cap": cap, "every": every}
+            given |= {"measure": measure or None, "thorough": thorough or None}
             names = [f"--{name}" for name, value in given.items() if value is not None]
             if names:
                 raise ConfigError(
@@ -75,6 +85,8 @@ class MaximizeOptions:
                     "as --maximize-batch 3584,512"
                 )
             return None
+        if thorough and not measure:
+            raise ConfigError("--thorough needs --measure: without it nothing is measured")
         prompt_tokens, new_tokens = parse_lengths(lengths)
         return cls(
             prompt_tokens=prompt_tokens,
@@ -84,6 +96,7 @@ class MaximizeOptions:
             every=every,
             batch=batch,
             measure=measure,
+            thorough=thorough,
         )
 
 
@@ -101,8 +114,6 @@ def maximize(
     folder: Path, plan: PlanReport, options: MaximizeOptions, *, page_tokens: int
 ) -> "BatchReport":
     """Compute the largest batches of a planned model; weights are read only to measure steps."""
-    # imported here: rules import torch, which other plans do not need
-
     question = BatchQuestion(
         prompt_tokens=options.prompt_tokens,
         new_tokens=options.new_tokens,
@@ -114,20 +125,29 @@ def maximize(
         every=options.every,
         batch=options.batch,
     )
-    return batch_report(plan.model, question, _rates(folder, plan, options))
+    import torch  # rules import it; other plans do not need it
 
-
-def _rates(folder: Path, plan: PlanReport, options: MaximizeOptions) -> "Rates":
-    import torch
-
+    path = default_path(os.environ)
+    ceilings = read_ceilings(path, this_machine(torch.get_num_threads()))
+    stored = stored_rates(ceilings, plan.model, dtype=plan.dtype, weight_codec=plan.weight_codec)
     if not options.measure:
-        path = default_path(os.environ)
-        ceilings = read_ceilings(path, this_machine(torch.get_num_threads()))
-        codec = plan.weight_codec
-        return stored_rates(ceilings, plan.model, dtype=plan.dtype, weight_codec=codec)
-    return Stopwatch(
-        lambda: load_for(folder, plan.dtype, plan.weight_codec), repeats=MEASURED_REPEATS
+        return batch_report(plan.model, question, stored)
+    from quire.profile.ceilings import THOROUGH_PROFILE, ProfileConfig
+
+    timed = Stopwatch(
+        lambda: load_for(folder, plan.dtype, plan.weight_codec),
+        config=THOROUGH_PROFILE if options.thorough else ProfileConfig(),
     )
+
+    def rates(evict: str) -> StepRates | NotUsable:
+        found = NotUsable("a thorough measurement") if options.thorough else stored(evict)
+        return timed(evict) if isinstance(found, NotUsable) else found
+
+    report = batch_report(plan.model, question, rates)
+    if isinstance(ceilings, Ceilings) and timed.found:
+        write_ceilings(replace(ceilings, steps={**ceilings.steps, **timed.found}), path)
+        typer.echo(f"written: {path}", err=True)
+    return report
 
 
 def load_for(folder: Path, dtype: str, weight_codec: str = "auto") -> "LoadedModel":
@@ -141,9 +161,14 @@ class Stopwatch:
     """Step rates of a model, measured on first use, by `steps_key`."""
 
     def __init__(
-        self, load: "Callable[[], LoadedModel]", *, repeats: int, quick: bool = False
+        self,
+        load: "Callable[[], LoadedModel]",
+        *,
+        config: "ProfileConfig",
+        token_s: float | None = None,
     ) -> None:
-        self._load, self._repeats, self._quick = load, repeats, quick
+        self._load, self._config = load, config
+        self._token_s = token_s  # of prefill, for estimates of time
         self._model: LoadedModel | None = None
         self.found: dict[str, StepRates] = {}
 
@@ -160,11 +185,26 @@ class Stopwatch:
         key = model_key(model.spec, dtype=dtype, device=device, weight_codec=model.weight_codec)
         name = steps_key(key, evict)
         if name not in self.found:
-            typer.echo(f"measuring steps with {name.rpartition('; ')[2]}", err=True)
             shapes = step_rates.usual_shapes(
-                evict, context_tokens=model.spec.max_positions, quick=self._quick
+                evict, context_tokens=model.spec.max_positions, config=self._config
             )
-            self.found[name] = step_rates.measure_step_rates(model, shapes, repeats=self._repeats)
+            repeats = self._config.step_repeats
+            total = repeats * sum(shape.work_tokens for shape in shapes)
+            title = f"measuring steps with {name.rpartition('; ')[2]}"
+            start_s, done = time.monotonic(), 0
+            estimate = f", about {total * self._token_s:.0f} s" if self._token_s else ""
+            typer.echo(f"{title}{estimate}", err=True)
+            with CountProgress(title, total) as bar:
+
+                def ran(shape: "step_rates.RunShape") -> None:
+                    nonlocal done
+                    done += repeats * shape.work_tokens
+                    bar.count(done)
+
+                self.found[name] = step_rates.measure_step_rates(
+                    model, shapes, repeats=repeats, done=ran
+                )
+            self._token_s = (time.monotonic() - start_s) / total
         return self.found[name]
 
 
@@ -324,8 +364,10 @@ def stored_rates(
             model_key(model, dtype=dtype, device="cpu", weight_codec=weight_codec), evict
         )
         rule = key.rpartition("; ")[2]
-        why_not = f"steps of this model with {rule} were not measured: run `quire profile MODEL"
-        return ceilings.steps.get(key) or NotUsable(f"{why_not} --evict {rule}`")
+        why_not = f"steps of this model with {rule} were not measured: give --measure, or run"
+        return ceilings.steps.get(key) or NotUsable(
+            f"{why_not} `quire profile MODEL --evict {rule}`"
+        )
 
     return rates
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from quire.plan.rates import PrefillRates, StepRates
     from quire.profile.ceilings import ProfileConfig
 
-STEP_REPEATS = 3
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileFlags:
@@ -43,6 +41,9 @@ class ProfileFlags:
     )
     weight_codec: str = option(
         "auto", help="Codec of the model's weights: int8 or int4; auto: as stored.", common=True
+    )
+    thorough: bool = option(
+        False, help="Measure more batches and longer prompts, several times each.", common=True
     )
     quick: bool = option(
         False,
@@ -80,7 +81,12 @@ def profile(
         import torch
 
         from quire.plan.ceilings import default_path, write_ceilings
-        from quire.profile.ceilings import QUICK_PROFILE, ProfileConfig, measure_ceilings
+        from quire.profile.ceilings import (
+            QUICK_PROFILE,
+            THOROUGH_PROFILE,
+            ProfileConfig,
+            measure_ceilings,
+        )
 
     if evict is not None and model is None:
         raise ConfigError(
@@ -91,14 +97,15 @@ def profile(
     # the results of a quick run are not ceilings and never replace stored ones
     path = default_path(os.environ) if flags.output is None and not flags.quick else flags.output
     use_threads(flags.threads)
-    config = QUICK_PROFILE if flags.quick else ProfileConfig()
+    if flags.quick and flags.thorough:
+        raise ConfigError("--quick and --thorough exclude each other: leave one out")
+    config = ProfileConfig()
+    if flags.quick or flags.thorough:
+        config = QUICK_PROFILE if flags.quick else THOROUGH_PROFILE
     machine = this_machine(torch.get_num_threads())
     # the model first: a wrong name fails at once
-    prefill, steps = (
-        _of_model(model, evict, config, flags.weight_codec, quick=flags.quick)
-        if model
-        else ({}, {})
-    )
+    prefill, steps = _of_model(model, evict, config, flags.weight_codec) if model else ({}, {})
+    typer.echo("measuring memory, matrix products and copies of this machine", err=True)
     ceilings = measure_ceilings(config, machine, progress=typer.echo)
     ceilings = _with_known(ceilings, path, prefill, steps)
     if path is not None:
@@ -135,15 +142,29 @@ def _claims(ceilings: "Ceilings", dtypes: Sequence[str]) -> dict[str, int | floa
 
 
 def _of_model(
-    name: str, evict: str, config: "ProfileConfig", weight_codec: str, *, quick: bool
+    name: str, evict: str, config: "ProfileConfig", weight_codec: str
 ) -> "tuple[dict[str, PrefillRates], dict[str, StepRates]]":
     from quire.cli.plan_maximize import Stopwatch
     from quire.models.loader import load_model
-    from quire.profile.ceilings import measure_prefill_rates
+    from quire.profile.ceilings import measure_chunks, measure_prefill_rates
+    from quire.profile.step_rates import usual_shapes
 
     rules = ["full", "recent", *(rule.strip() for rule in evict.split(";") if rule.strip())]
     with status(f"loading {name}"):
         model = load_model(name, weight_codec=weight_codec)
+    context_tokens = model.spec.max_positions
+    [chunk] = measure_chunks(model, chunks=(64,), prompt_tokens=64, repeats=1)
+    work = sum(
+        config.step_repeats * shape.work_tokens
+        for rule in rules
+        for shape in usual_shapes(rule, context_tokens=context_tokens, config=config)
+    )
+    work += len(config.chunks) * (config.repeats + 1) * min(config.prompt_tokens, context_tokens)
+    token_s = chunk.seconds / chunk.tokens
+    typer.echo(
+        f"measuring prefill and steps of {name}: about {work * token_s:.0f} s, then the machine",
+        err=True,
+    )
     prefill = measure_prefill_rates(
         model,
         chunks=config.chunks,
@@ -151,7 +172,7 @@ def _of_model(
         repeats=config.repeats,
         progress=typer.echo,
     )
-    timed = Stopwatch(lambda: model, repeats=1 if quick else STEP_REPEATS, quick=quick)
+    timed = Stopwatch(lambda: model, config=config, token_s=token_s)
     for rule in rules:
         timed(rule)
     return prefill, timed.found

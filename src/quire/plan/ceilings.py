@@ -141,7 +141,9 @@ def read_ceilings(path: Path, machine: Machine) -> Ceilings | NotUsable:
     for part in fields(Machine):
         stored, here = getattr(ceilings.machine, part.name), getattr(machine, part.name)
         if stored != here:
-            return NotUsable(f"{path} was measured with {part.name} {stored}, not {here}: {again}")
+            use = f"give --threads {stored}, or " if part.name == "threads" else ""
+            was = f"{path} was measured with {part.name} {stored}, not {here}"
+            return NotUsable(f"{was}: {use}{again}")
     return ceilings
 
 

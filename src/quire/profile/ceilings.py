@@ -396,7 +396,7 @@ def kv_memory_for(spec: ModelSpec, tokens: int) -> int:
 def measure_chunks(
     model: LoadedModel, *, chunks: Sequence[int], prompt_tokens: int, repeats: int
 ) -> Iterator[ChunkTime]:
-    """Prefill prompts in chunks of each length; yield every step except those of a first prompt."""
+    """Prefill prompts in chunks of each length; yield every step after a warm-up of one chunk."""
     if not 1 <= prompt_tokens < model.spec.max_positions:
         raise ConfigError(
             f"expected prompts of 1 to {model.spec.max_positions - 1} tokens, got {prompt_tokens}"
@@ -409,8 +409,8 @@ def measure_chunks(
             model, KVConfig(memory=memory, prefix_cache=PrefixCacheConfig(enabled=False)), schedule
         )
         for repeat in range(repeats + 1):
-            prompt = random_prompt(model, prompt_tokens, next(seeds))
-            steps = list(_steps(engine, prompt, chunk))
+            tokens = prompt_tokens if repeat else min(chunk, prompt_tokens)
+            steps = list(_steps(engine, random_prompt(model, tokens, next(seeds)), chunk))
             yield from steps if repeat else ()
 
 
@@ -445,9 +445,11 @@ def measure_prefill_rates(
 ) -> dict[str, PrefillRates]:
     """Prefill rates of a model, by its `model_key`."""
     tokens = min(prompt_tokens, model.spec.max_positions - 1)
-    times = list(measure_chunks(model, chunks=chunks, prompt_tokens=tokens, repeats=repeats))
+    times: list[ChunkTime] = []
     for chunk in chunks:
-        whole = [time for time in times if time.tokens == chunk]
+        found = list(measure_chunks(model, chunks=(chunk,), prompt_tokens=tokens, repeats=repeats))
+        times += found
+        whole = [time for time in found if time.tokens == chunk]
         if whole:
             median_s = statistics.median(time.seconds for time in whole)
             progress(f"prefill in chunks of {chunk} tokens: {chunk / median_s:,.0f} tokens/s")
@@ -469,11 +471,25 @@ DTYPES = ("bfloat16", "float32")
 LARGE_BUFFER_BYTES = 256 << 20  # far larger than the caches of common machines
 
 
+# rows and prompt tokens of static batches
+STEP_SIZES = ((1, 64), (2, 64), (2, 512), (4, 64), (8, 128), (32, 64))
+THOROUGH_STEP_SIZES = (
+    (1, 64),
+    (2, 64),
+    (2, 1_024),
+    (4, 64),
+    (8, 64),
+    (8, 512),
+    (16, 64),
+    (32, 64),
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileConfig:
-    """Measurements to run."""
+    """Measurements to run; of a small model on two cores they take under two minutes."""
 
-    repeats: int = 7  # after one warm-up; the median counts
+    repeats: int = 3  # after one warm-up; the median counts
     buffer_bytes: int = LARGE_BUFFER_BYTES  # of the buffer that is read and copied
     rows: tuple[int, ...] = ROWS
     matrices: tuple[tuple[int, int], ...] = MATRICES
@@ -481,9 +497,15 @@ class ProfileConfig:
     attention: AttentionShape = field(default_factory=AttentionShape)
     swap_bytes: tuple[int, ...] = SWAP_BYTES  # of swapped sequences
     chunks: tuple[int, ...] = CHUNKS  # prefill lengths
-    prompt_tokens: int = 2_048
+    prompt_tokens: int = 1_024
+    step_sizes: tuple[tuple[int, int], ...] = STEP_SIZES
+    step_new_tokens: int = 12
+    step_repeats: int = 1
 
 
+THOROUGH_PROFILE = ProfileConfig(
+    repeats=7, prompt_tokens=2_048, step_sizes=THOROUGH_STEP_SIZES, step_repeats=3
+)
 QUICK_PROFILE = ProfileConfig(
     repeats=5,
     buffer_bytes=64 << 20,
@@ -493,6 +515,8 @@ QUICK_PROFILE = ProfileConfig(
     swap_bytes=(256 << 10, 1 << 20),
     chunks=(16, 32),
     prompt_tokens=64,
+    step_sizes=((1, 64), (2, 128)),
+    step_new_tokens=8,
 )
 
 

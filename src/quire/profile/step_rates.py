@@ -6,7 +6,7 @@ according to `row_steps`; the work is checked against the engine's own count of 
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig, PrefixCacheConfig
@@ -21,12 +21,11 @@ from quire.plan.rates import DecodeRates, PrefillRates, StepRates
 from quire.policies.base import EvictionPolicy
 from quire.policies.eviction import make_eviction
 from quire.policies.registry import FULL
-from quire.profile.ceilings import random_prompt, seconds
+from quire.profile.ceilings import ProfileConfig, random_prompt, seconds
 from quire.scheduler.schedule_config import ScheduleConfig
 
-# rows and prompt tokens
-SIZES = ((1, 64), (2, 64), (2, 1_024), (4, 64), (8, 64), (8, 512), (16, 64), (32, 64))
 _MIN_SECONDS = 1e-12  # a fit may be 0
+_STEP_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +36,11 @@ class RunShape:
     prompt_tokens: int
     new_tokens: int
     evict: str  # with its cap and schedule
+
+    @property
+    def work_tokens(self) -> int:
+        """Estimate of a run's work; reading the weights in a step costs as much as some tokens."""
+        return self.rows * self.prompt_tokens + self.new_tokens * (self.rows + _STEP_TOKENS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,15 +81,25 @@ def timed_steps(model: LoadedModel, shape: RunShape, engine: Engine) -> Iterator
 
 
 def measure_step_rates(
-    model: LoadedModel, shapes: Sequence[RunShape], *, repeats: int
+    model: LoadedModel,
+    shapes: Sequence[RunShape],
+    *,
+    repeats: int,
+    done: Callable[[RunShape], None] = lambda _: None,
 ) -> StepRates:
-    """Fit rates to the steps of these batches, which share a rule."""
+    """Fit rates to the steps of these batches, which share a rule.
+
+    Each batch runs first with short prompts as a warm-up, and the first two, which may differ in
+    schedule only, also whole. `done` is called after each batch.
+    """
     times: list[StepTime] = []
-    for shape in shapes:
+    for index, shape in enumerate(shapes):
         engine = static_engine(model, shape)
-        for repeat in range(repeats + 1):
-            steps = list(timed_steps(model, shape, engine))
-            times += steps if repeat else ()
+        short = replace(shape, prompt_tokens=min(16, shape.prompt_tokens), new_tokens=2)
+        list(timed_steps(model, shape if index < 2 else short, engine))
+        for _ in range(repeats):
+            times += timed_steps(model, shape, engine)
+        done(shape)
     return fit_steps(times)
 
 
@@ -141,16 +155,16 @@ def _decode_amounts(time: StepTime, batches: Sequence[int]) -> tuple[int, ...]:
     return *of_batch, slots, evicting, evicting * step.evicted_from
 
 
-def usual_shapes(evict: str, *, context_tokens: int, quick: bool = False) -> tuple[RunShape, ...]:
+def usual_shapes(evict: str, *, context_tokens: int, config: ProfileConfig) -> tuple[RunShape, ...]:
     """Shapes that determine the rates of a rule: few rows and many, short and long prompts.
 
     A rule that evicts runs in blocks with a cap of half of each prompt, and token by token while
     decoding.
     """
-    new_tokens = 8 if quick else 12
+    new_tokens = config.step_new_tokens
     return tuple(
         RunShape(rows=rows, prompt_tokens=prompt, new_tokens=new_tokens, evict=rule)
-        for rows, tokens in (((1, 64), (2, 128)) if quick else SIZES)
+        for rows, tokens in config.step_sizes
         for prompt in (min(tokens, context_tokens - new_tokens),)
         for rule in _with_caps(evict, prompt // 2)
     )

@@ -196,7 +196,9 @@ def test_throughput_is_predicted_from_measured_steps_without_a_profile(
     """Each rule is timed once, independent of its parameters; the stopwatch returns a constant."""
     timed = []
 
-    def stopwatch(model: LoadedModel, shapes: Sequence[RunShape], *, repeats: int) -> StepRates:
+    def stopwatch(
+        model: LoadedModel, shapes: Sequence[RunShape], *, repeats: int, done: object
+    ) -> StepRates:
         timed.append({shape.evict.partition(":")[0] for shape in shapes})
         return RATES
 
@@ -209,7 +211,9 @@ def test_throughput_is_predicted_from_measured_steps_without_a_profile(
 
 
 def test_invalid_rule_is_refused_before_measuring(monkeypatch: pytest.MonkeyPatch):
-    def stopwatch(model: LoadedModel, shapes: Sequence[RunShape], *, repeats: int) -> StepRates:
+    def stopwatch(
+        model: LoadedModel, shapes: Sequence[RunShape], *, repeats: int, done: object
+    ) -> StepRates:
         raise AssertionError("no rule should be timed")
 
     monkeypatch.setattr(step_rates, "measure_step_rates", stopwatch)

@@ -10,6 +10,7 @@ from quire.errors import ConfigError, InvariantError
 from quire.layout.eviction import DECODE, PREFILL_AND_DECODE, EvictionSpec
 from quire.plan.batch_verdict import decode_step_seconds, prefill_step_seconds, row_steps
 from quire.plan.rates import DecodeRates, PrefillRates, StepRates
+from quire.profile.ceilings import QUICK_PROFILE, THOROUGH_PROFILE
 from quire.profile.step_rates import (
     RunShape,
     StepTime,
@@ -94,7 +95,7 @@ def test_fit_recovers_the_rates_of_exact_times():
 
 
 def test_without_eviction_block_rates_equal_prefill_rates(model):
-    shapes = usual_shapes("full", context_tokens=1_024, quick=True)
+    shapes = usual_shapes("full", context_tokens=1_024, config=QUICK_PROFILE)
     rates = measure_step_rates(model, shapes, repeats=1)
 
     assert rates.blocks == rates.whole
@@ -102,7 +103,7 @@ def test_without_eviction_block_rates_equal_prefill_rates(model):
 
 
 def test_usual_shapes_fit_the_context_and_exceed_protected_tokens():
-    shapes = usual_shapes("h2o:recent=100,cap=5", context_tokens=512)
+    shapes = usual_shapes("h2o:recent=100,cap=5", context_tokens=512, config=THOROUGH_PROFILE)
 
     assert all(shape.prompt_tokens + shape.new_tokens <= 512 for shape in shapes)
     assert {shape.evict.partition(":")[0] for shape in shapes} == {"h2o"}
@@ -112,4 +113,4 @@ def test_usual_shapes_fit_the_context_and_exceed_protected_tokens():
 
 def test_unknown_rule_has_no_shapes():
     with pytest.raises(ConfigError):
-        usual_shapes("h3o", context_tokens=512)
+        usual_shapes("h3o", context_tokens=512, config=QUICK_PROFILE)
