@@ -8,7 +8,7 @@ The last line of each file is a run. If several files are given, parts of later 
 of earlier files, and versions and hardware are those of the last run. The runs are stored without
 their repeats in docs/results/NAME.json. `roofline` takes runs of `python -m benchmarks roofline
 --json`, whose cells are merged, and of `python -m benchmarks throughput --json`. `demo` takes one
-run of `quire demo --json` and draws its chart only. `peers` draws the README's chart too.
+run of `quire demo --json`, which has no page. `peers` draws the README's chart too.
 """
 
 import json
@@ -33,14 +33,13 @@ from benchmarks.roofline.measured import Cell, claims_of
 from benchmarks.roofline.page import roofline_from, shares_svg, values
 from quire.kernels.native.library import INSTRUCTION_SETS
 from quire.models.native.select import WEIGHT_CODECS
-from quire.sim.plots import drawn_figure
 
 DOCS = Path(__file__).resolve().parent
 TEMPLATES = environment(DOCS / "templates")
 LISTED: dict[str, Any] = tomllib.loads((DOCS / "templates" / "pages.toml").read_text("utf-8"))
 ROOFLINE = LISTED.pop("roofline")
 PAGES = {name: MeasuredPage(**listed) for name, listed in LISTED.items()}
-MIB = 1024 * 1024
+DEMO = Path("results", "demo.json")
 
 
 def main(arguments: Sequence[str], docs: Path = DOCS) -> None:
@@ -53,7 +52,8 @@ def main(arguments: Sequence[str], docs: Path = DOCS) -> None:
     if chosen.name == "roofline":
         write_roofline(runs, docs)
     elif chosen.name == "demo":
-        draw_demo(runs, docs)
+        for run in runs:
+            store({key: value for key, value in run.items() if key != "arms"}, docs / DEMO)
     else:
         write_measured_page(chosen.name, PAGES[chosen.name], runs, docs, TEMPLATES)
         if chosen.name == "peers" and (found := bars(read_run(docs / "results" / "peers.json"))):
@@ -143,39 +143,6 @@ def variant_rows(claims: Mapping[str, float]) -> list[tuple[str, ...]]:
         for name, words in ROOFLINE["variants"].items()
         if f"{name}_total_s" in claims
     ]
-
-
-def draw_demo(runs: Sequence[Run], docs: Path) -> None:
-    """Draw the chart of the README; a test compares its figures with the stored ones."""
-    stored = docs / "results" / "demo.json"
-    for run in runs:
-        store({key: value for key, value in run.items() if key != "arms"}, stored)
-    claims = json.loads(stored.read_text(encoding="utf-8"))["claims"]
-    picture = drawn_figure(lambda figure: draw_bars(figure, claims))
-    (docs / "images" / "memory.svg").write_bytes(picture)
-
-
-def draw_bars(figure: Any, claims: Mapping[str, float]) -> None:
-    """Draw three bars: bytes of the concurrent requests, by allocation method."""
-    bars = [
-        ("Quire: pages in use", claims["crowd_used_bytes"] / MIB, "#1a7f5a"),
-        ("prompt + max_tokens\nreserved ahead", claims["crowd_reserved_bytes"] / MIB, "#9aa3ad"),
-        ("whole context\nreserved ahead", claims["crowd_contiguous_bytes"] / MIB, "#9aa3ad"),
-    ]
-    figure.set_size_inches(8, 2.6)
-    axes = figure.add_subplot()
-    names, sizes, colours = zip(*reversed(bars), strict=True)
-    drawn = axes.barh(names, sizes, color=colours, height=0.62)
-    axes.bar_label(drawn, [f"{size:,.2f} MiB" for size in sizes], padding=4)
-    memory = claims["kv_total_bytes"] / MIB
-    axes.axvline(memory, color="#b3261e", linewidth=1, linestyle="--")
-    axes.set_title(
-        f"KV of the same {claims['most_running']} requests; dashed: the KV memory, {memory:g} MiB",
-        fontsize=10,
-        loc="left",
-    )
-    axes.set_xlim(0, max(sizes) * 1.18)
-    axes.set_xlabel("MiB")
 
 
 if __name__ == "__main__":

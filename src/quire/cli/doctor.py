@@ -32,6 +32,7 @@ _CPU_FEATURES = (
     *("amx_tile", "amx_int8", "amx_bf16", "asimd", "sve"),
 )
 _SCRATCH_BYTES = 1 << 20
+_TEST_TOKENS = 256
 _FAILURES = (QuireError, OSError, RuntimeError, ImportError, TypeError, ValueError, AttributeError)
 """Errors that fail a check; the last three: an interface of a package that has changed."""
 
@@ -242,15 +243,21 @@ def _tried(name: str, action: Callable[[], str]) -> Finding:
 def _test_request(model: "LoadedModel") -> str:
     """Run a retrieval prompt; compare with Transformers and check that all pages are freed."""
     from quire.api.llm import LLM
-    from quire.cli.demo_run import fact_prompt
     from quire.cli.exactness import compare_with_generate
     from quire.config.kv_config import KVConfig
     from quire.config.sampling_params import SamplingParams
+    from quire.evals.gate import DOCUMENT_START
+    from quire.evals.tasks import make
+    from quire.evals.tasks.words import haystack
 
     llm = LLM(model, kv=KVConfig(memory="8MiB"))
-    prompt = fact_prompt(0, lambda text: len(llm.encode(text)))
-    params = SamplingParams(max_tokens=prompt.max_tokens, temperature=0.0)
-    (output,) = llm.generate(prompt.text, params)
+
+    def measure(text: str) -> int:
+        return len(llm.encode(text))
+
+    task = make("kv", 0, _TEST_TOKENS, filler=haystack(), measure=measure)
+    params = SamplingParams(max_tokens=measure(task.queries[0].answer), temperature=0.0)
+    (output,) = llm.generate(DOCUMENT_START + task.prompt(), params)
     llm.engine.check()
     if not compare_with_generate(model.name, [output]).passed:
         raise InvariantError(

@@ -6,7 +6,6 @@ logits are equal up to rounding. Such a position is a tie; the comparison of tha
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.errors import InvariantError
@@ -36,26 +35,20 @@ class Exactness:
 def compare_with_generate(model_path: str, outputs: "Sequence[RequestOutput]") -> Exactness:
     """Compare with `generate` of Transformers: greedy, float32, on the CPU, prompt by prompt."""
     import torch
-    from transformers import AutoConfig
 
-    from quire.models.source import find_model
-    from quire.models.stored import read_headers
-    from quire.models.tokenizer import load_tokenizer, undecodable_ids
-    from quire.models.weights import read_model
+    from quire.models.checkpoint import open_checkpoint
+    from quire.models.tokenizer import undecodable_ids
 
-    folder, _ = find_model(model_path)
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    model = read_model(folder, config, read_headers(folder), dtype=torch.float32)  # in eval mode
-    unsampled = undecodable_ids(load_tokenizer(folder), model.config.vocab_size)
-    verdicts = [_verdict(model, folder, output, unsampled) for output in outputs]
+    checkpoint = open_checkpoint(model_path)
+    model = checkpoint.read_model(torch.float32)  # in eval mode
+    unsampled = undecodable_ids(checkpoint.load_tokenizer(), model.config.vocab_size)
+    verdicts = [_verdict(model, output, unsampled) for output in outputs]
     return Exactness(
         checked=len(verdicts), equal=verdicts.count("equal"), ties=verdicts.count("tie")
     )
 
 
-def _verdict(
-    model: "PreTrainedModel", folder: Path, output: "RequestOutput", unsampled: list[int]
-) -> str:
+def _verdict(model: "PreTrainedModel", output: "RequestOutput", unsampled: list[int]) -> str:
     import torch
 
     prompt = torch.tensor([output.prompt_token_ids])
@@ -73,7 +66,7 @@ def _verdict(
         return "equal"
     index = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
     if index is None:
-        raise InvariantError(f"{folder}: one output is a prefix of the other: {ours}, {theirs}")
+        raise InvariantError(f"one output is a prefix of the other: {ours}, {theirs}")
     with torch.inference_mode():
         logits = model(whole[:, : prompt.shape[1] + index]).logits[0, -1]
     gap = float(logits[theirs[index]] - logits[ours[index]])
