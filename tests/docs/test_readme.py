@@ -73,16 +73,16 @@ def test_commands_and_client_of_the_server_run(capsys: pytest.CaptureFixture[str
     [serve] = [b.strip() for b in blocks("sh") if b.startswith("quire serve")]
     [curl] = [b.strip() for b in blocks("sh") if b.startswith("curl")]
     [client] = [block for block in blocks("python") if "openai" in block]
-    answer = " three, three, three, three,"
+    answer = "The capital of France is Paris."
     server = Program("support.forking:run_quire", *shlex.split(serve)[1:], "--port", "0")
     with closing(server):
         url = next(line for line in server.stdout if line.startswith("Serving ")).split()[-1]
         body = json.loads(shlex.split(curl)[-1])
-        found = httpx.post(f"{url}/completions", json=body).json()
+        found = httpx.post(f"{url}/chat/completions", json=body, timeout=60).json()
         exec(client.replace("http://127.0.0.1:8000/v1", url), {})
 
-    assert found["choices"][0]["text"] == answer
-    assert f'"text": "{answer}"' in README
+    assert found["choices"][0]["message"]["content"] == answer
+    assert f'"content": "{answer}"' in README
     assert f'"kv_peak_bytes": {found["usage"]["kv_peak_bytes"]}' in README
     assert capsys.readouterr().out == answer + "\n"
 

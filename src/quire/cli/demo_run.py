@@ -38,7 +38,7 @@ DOCUMENTS = {
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question about a document; an output that contains one of the answers is right."""
+    """A question, about a document or in a chat; outputs that contain an answer are right."""
 
     document: str
     text: str
@@ -70,11 +70,10 @@ QUESTIONS = (
     Question("society", "What is the name of the president?", ("Sir Francis",)),
 )
 CHAT = (
-    "Hello! My name is Anna and I live in Lisbon.",
-    "What is the capital of France?",
-    "What is my name?",
+    Question("", "What is the capital of France?", ("Paris",)),
+    Question("", "Which river flows through it?", ("Seine",)),
+    Question("", "Name a famous tower in that city.", ("Eiffel",)),
 )
-CHAT_ANSWERS = ((), ("Paris",), ("Anna",))
 
 
 def document_text(name: str) -> str:
@@ -115,17 +114,11 @@ class DemoResult:
 
     @property
     def right(self) -> list[bool]:
-        """Whether each answer, and each reply that has an answer, is right."""
-        questions = [
-            question.is_right(answer.text)
-            for question, answer in zip(QUESTIONS, self.answers, strict=True)
+        """Whether each answer and each reply is right."""
+        asked, outputs = [*QUESTIONS, *CHAT], [*self.answers, *self.chat]
+        return [
+            question.is_right(output.text) for question, output in zip(asked, outputs, strict=True)
         ]
-        replies = [
-            Question("", "", answers).is_right(reply.text)
-            for answers, reply in zip(CHAT_ANSWERS, self.chat, strict=True)
-            if answers
-        ]
-        return questions + replies
 
     def claims(self, prefix: str = "") -> dict[str, int | float]:
         outputs = [*self.answers, *self.chat]
@@ -191,7 +184,7 @@ class DemoRun:
         messages: list[dict[str, str]] = []
         replies: list[RequestOutput] = []
         for turn in CHAT:
-            messages.append({"role": "user", "content": turn})
+            messages.append({"role": "user", "content": turn.text})
             [reply] = self._llm.chat(messages, self._params)
             replies.append(reply)
             messages.append({"role": "assistant", "content": reply.text})
@@ -277,7 +270,7 @@ def show_demo(results: Mapping[Variant, DemoResult], exactness: Exactness) -> No
     for question, answer in zip(QUESTIONS, full.answers, strict=True):
         console.print(f"[bold]{escape(question.text)}[/] {escape(_line(answer.text))}")
     for turn, reply in zip(CHAT, full.chat, strict=True):
-        console.print(f"[bold]> {escape(turn)}[/] {escape(_line(reply.text))}")
+        console.print(f"[bold]> {escape(turn.text)}[/] {escape(_line(reply.text))}")
     total = format_size(full.stats.kv_total_bytes)
     table = Table(
         title=f"{len(QUESTIONS)} questions about {len(DOCUMENTS)} documents and a chat, in the "
@@ -300,20 +293,14 @@ def show_demo(results: Mapping[Variant, DemoResult], exactness: Exactness) -> No
     console.print(table)
     console.print(_caption(results), highlight=False)
     for variant, result in results.items():
-        for asked, given, right in _answered(result):
+        asked, outputs = [*QUESTIONS, *CHAT], [*result.answers, *result.chat]
+        for question, output, right in zip(asked, outputs, result.right, strict=True):
             if not right:
                 console.print(
-                    f"[red]wrong with {variant.title}:[/] {escape(asked)} {escape(_line(given))}"
+                    f"[red]wrong with {variant.title}:[/] {escape(question.text)} "
+                    f"{escape(_line(output.text))}"
                 )
     console.print(_comparison(exactness))
-
-
-def _answered(result: DemoResult) -> list[tuple[str, str, bool]]:
-    asked = [question.text for question in QUESTIONS]
-    asked += [turn for turn, answers in zip(CHAT, CHAT_ANSWERS, strict=True) if answers]
-    replies = [r for r, answers in zip(result.chat, CHAT_ANSWERS, strict=True) if answers]
-    given = [output.text for output in (*result.answers, *replies)]
-    return list(zip(asked, given, result.right, strict=True))
 
 
 def _line(text: str) -> str:
