@@ -102,9 +102,9 @@ def test_value_of_a_table_is_checked_and_a_flag_precedes_it(quire, tmp_path):
 
     assert refused.exit_code == 2
     assert "expected batch-size of 1 or more, got 0" in refused.stderr
-    path.write_text("[demo]\nrequests = 2\n")
-    refused = quire("demo", "--config", path, "--requests", "65")
-    assert "65" in refused.stderr
+    path.write_text('[demo]\nkv-memory = "8MiB"\n')
+    refused = quire("demo", "quire-tiny", "--config", path, "--kv-memory", "65KiBit")
+    assert "65KiBit" in refused.stderr
 
 
 def test_option_of_another_type_in_a_table_is_refused(tmp_path):

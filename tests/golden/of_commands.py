@@ -145,7 +145,7 @@ def doctor(workshop: Workshop) -> object:
 
 @case(loose=("claims.exactness_*",))
 def demo(workshop: Workshop) -> object:
-    return workshop.run("demo", "quire-tiny", "--max-tokens=2")
+    return workshop.run("demo", "quire-tiny", "--max-tokens=2", "--kv-memory=24MiB")
 
 
 @case()

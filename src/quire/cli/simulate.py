@@ -77,7 +77,9 @@ def simulate(settings: Settings, *, flags: SimulateFlags) -> None:
         require_extra("report", "--out")
         prepare_folder(flags.out)
     _refuse_router_alone(settings)
-    config, requests = sim_config(settings), load_trace(flags.trace, settings.trace)
+    config, machine = sim_config(settings)
+    requests = load_trace(flags.trace, settings.trace)
+    typer.echo(machine)
     if settings.cluster.replicas > 1:
         found = run_cluster(requests, config, settings.cluster, settings.router)
     else:
@@ -111,8 +113,8 @@ def _refuse_router_alone(settings: Settings) -> None:
                 )
 
 
-def sim_config(settings: Settings) -> "SimConfig":
-    """Create the config of a simulation."""
+def sim_config(settings: Settings) -> "tuple[SimConfig, str]":
+    """Create the config of a simulation, and a line that names the machine."""
     from quire.scheduler.preemption.swapper import refuse_unused_swap_space  # NumPy: not for --help
     from quire.sim.models import model_shape
     from quire.sim.run import SimConfig
@@ -120,26 +122,31 @@ def sim_config(settings: Settings) -> "SimConfig":
     if settings.kv.swap_space is not None:
         refuse_unused_swap_space(settings.kv.swap_space, settings.schedule)
     model = model_shape(settings.model)
-    return SimConfig(
+    rates, machine = _rates(settings.machine)
+    config = SimConfig(
         model=model,
-        rates=_rates(settings.machine),
+        rates=rates,
         kv=settings.kv,
         schedule=settings.schedule,
         dtype=DTYPE,
         eviction=_eviction(settings, model)(model.max_positions),
         eviction_of=_eviction(settings, model),
     )
+    return config, machine
 
 
-def _rates(machine: MachineConfig) -> Rates:
-    if machine.name != PROFILE:
-        return machine.rates()
+def _rates(machine: MachineConfig) -> tuple[Rates, str]:
+    path = default_path(os.environ)
+    if machine.name not in (None, PROFILE) or (machine.name is None and not path.exists()):
+        return machine.resolved()
     import torch  # measured rates are valid for one version of PyTorch
 
-    found = read_ceilings(default_path(os.environ), this_machine(torch.get_num_threads()))
-    if isinstance(found, NotUsable):
+    found = read_ceilings(path, this_machine(torch.get_num_threads()))
+    if not isinstance(found, NotUsable):
+        return machine.resolved(measured_rates(found, DTYPE))
+    if machine.name == PROFILE:
         raise ConfigError(f"--machine profile: {found.reason}")
-    return machine.rates(measured_rates(found, DTYPE))
+    return machine.resolved()
 
 
 def _eviction(settings: Settings, model: "ModelSpec") -> Callable[[int], EvictionSpec]:

@@ -44,7 +44,7 @@ class Rates:
         )
 
 
-PROFILE = "profile"
+PROFILE, ASSUMED = "profile", "a100"
 MachineName = Literal["a100", "h100", "h200", "profile"]
 REACHED_OF_PEAKS = 0.6
 """Fraction of a data sheet's peaks that steps reach. This is assumed: decode steps of engines read
@@ -64,9 +64,10 @@ PEAKS: Mapping[str, Rates] = {
 class MachineConfig:
     """Options of the simulated machine."""
 
-    name: MachineName = option(
-        "a100",
-        help="machine to simulate; profile: this machine, as measured by `quire profile`",
+    name: MachineName | None = option(
+        None,
+        help="machine to simulate; profile: this machine, as measured by `quire profile`; unset: "
+        f"profile if it was measured, else {ASSUMED}",
         flag="machine",
         common=True,
     )
@@ -87,12 +88,25 @@ class MachineConfig:
             raise ConfigError(f"expected step_overhead_ms from 0, got {self.step_overhead_ms}")
 
     def rates(self, measured: Rates | None = None) -> Rates:
-        """The rates that steps reach; `measured` are those of this machine, for `profile`."""
-        peaks = PEAKS.get(self.name, measured)
+        """The rates that steps reach; `measured` are those of this machine, if it was measured."""
+        return self.resolved(measured)[0]
+
+    def resolved(self, measured: Rates | None = None) -> tuple[Rates, str]:
+        """The rates that steps reach, and a line that names the machine."""
+        name = self.name or (ASSUMED if measured is None else PROFILE)
+        peaks = PEAKS.get(name, measured)
         assert peaks is not None, "a measured machine needs its rates"
-        usual = REACHED_OF_PEAKS if self.name in PEAKS else 1.0
-        reached = peaks.scaled(usual if self.efficiency is None else self.efficiency)
-        return replace(reached, overhead_s=self.step_overhead_ms / 1000)
+        usual = REACHED_OF_PEAKS if name in PEAKS else 1.0
+        efficiency = usual if self.efficiency is None else self.efficiency
+        rates = replace(peaks.scaled(efficiency), overhead_s=self.step_overhead_ms / 1000)
+        source = f"{efficiency:.0%} of its peaks" if name in PEAKS else "this machine as measured"
+        text = (
+            f"machine: {name} ({source}): reads {rates.read_bytes_per_s / 1e9:,.0f} GB/s, products "
+            f"{rates.flops_per_s / 1e12:,.1f} TFLOP/s"
+        )
+        if self.name is None and name == ASSUMED:
+            text += "; assumed: run `quire profile` to simulate this machine, or give --machine"
+        return rates, text
 
 
 def measured_rates(ceilings: Ceilings, dtype: str) -> Rates:

@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 import quire.cli.main as cli
+from quire.sim.machine import MachineConfig
 from support.command_line import last_json
 
 TRACE = "num_prefill_tokens,num_decode_tokens\n" + "".join(
@@ -30,6 +31,32 @@ def test_text_report_has_percentiles_and_memory(trace: Path):
 
     for text in ("40 requests", "time to first token", "p99", "KV memory", "preemptions"):
         assert text in shown
+
+
+@pytest.mark.parametrize(
+    ("given", "profiled", "named"),
+    [
+        ((), False, "a100 (60% of its peaks)"),
+        ((), True, "profile (this machine as measured)"),
+        (("--machine", "h100"), True, "h100 (60% of its peaks)"),
+        (("--machine", "a100", "--efficiency", "0.5"), False, "a100 (50% of its peaks)"),
+    ],
+)
+def test_report_names_the_simulated_machine(
+    trace: Path, tmp_path, monkeypatch, given, profiled, named
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if profiled:
+        rates = MachineConfig(name="h200").rates()
+        monkeypatch.setattr("quire.cli.simulate.read_ceilings", lambda *_: object())
+        monkeypatch.setattr("quire.cli.simulate.measured_rates", lambda *_: rates)
+        (tmp_path / "quire").mkdir()
+        (tmp_path / "quire" / "ceilings.json").touch()
+
+    [line] = [x for x in simulate("--trace", trace, *given).stdout.splitlines() if "machine:" in x]
+
+    assert line.startswith(f"machine: {named}: reads ")
+    assert ("quire profile" in line) is (not given and not profiled)
 
 
 def test_engine_and_trace_options_apply_to_the_run(trace: Path):
