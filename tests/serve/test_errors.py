@@ -37,8 +37,17 @@ def error_of(response: httpx.Response, status: int) -> dict[str, object]:
         ({"prompt": [5_000]}, "prompt", "from 0 to 2047"),
         ({"prompt": [-1], "echo": True}, "prompt", "2047"),
         ({"prompt": [3] * 5_000}, "prompt", "context"),
-        ({"max_tokens": 1_000}, "max_tokens", "B of KV, the whole KV memory has"),
-        ({"max_tokens": 1_000, "stream": True}, "max_tokens", "the whole KV memory has"),
+        (
+            {"max_tokens": 1_000, "limit_max_tokens": False},
+            "max_tokens",
+            "B of KV, the whole KV memory has",
+        ),
+        (
+            {"max_tokens": 1_000, "stream": True, "limit_max_tokens": False},
+            "max_tokens",
+            "the whole KV memory has",
+        ),
+        ({"max_tokens": 5_000, "limit_max_tokens": False}, "max_tokens", "remain of the context"),
         ({"max_tokens": 0}, "max_tokens", "max_tokens=0"),
         ({"max_tokens": "many"}, "max_tokens", "integer"),
         ({"temperature": -1}, "temperature", "temperature"),
@@ -61,14 +70,22 @@ def error_of(response: httpx.Response, status: int) -> dict[str, object]:
         ({"best_of": 2, "n": 3}, "best_of", "less than n=3"),
         ({"suffix": "the end"}, "suffix", "not supported"),
         ({"length_penalty": 2.0}, "length_penalty", "is an option of beam search"),
-        ({"max_completion_tokens": 1_000}, "max_completion_tokens", "lower max_completion_tokens"),
+        (
+            {"max_completion_tokens": 1_000, "limit_max_tokens": False},
+            "max_completion_tokens",
+            "lower max_completion_tokens",
+        ),
         ({"max_completion_tokens": 1, "min_tokens": 2}, "min_tokens", "min_tokens=2 is more than"),
         ({"min_tokens": 17}, "min_tokens", "more than max_tokens=16"),
         ({"prompt": [3] * 600, "max_tokens": 1}, "prompt", "600 prompt tokens"),
         ({"prompt": [3] * 600, "max_tokens": 0, "echo": True}, "prompt", "600 prompt tokens"),
         ({"prompt": [3] * 4_096}, "prompt", "fill the model's whole context"),
-        ({"prompt": [3] * 500, "max_tokens": 100}, "max_tokens", "500 prompt tokens"),
-        ({"prompt": [3] * 500}, "prompt", "500 prompt tokens"),
+        (
+            {"prompt": [3] * 500, "max_tokens": 100, "limit_max_tokens": False},
+            "max_tokens",
+            "500 prompt tokens",
+        ),
+        ({"prompt": [3] * 500, "limit_max_tokens": False}, "prompt", "500 prompt tokens"),
         ({"evict": "nothing"}, "evict", "unknown eviction policy"),
         ({"evict": ""}, "evict", "expected a policy"),
         ({"evict": "h2o:cap=4"}, "evict", "this engine serves full"),
@@ -108,6 +125,32 @@ def test_invalid_completion_is_refused(post, options, param, message):
 
 
 @pytest.mark.parametrize(
+    ("endpoint", "body"),
+    [
+        (COMPLETIONS, {"prompt": PROMPT, "max_tokens": 1_000}),
+        (COMPLETIONS, {"prompt": PROMPT, "max_tokens": 1_000, "n": 2, "seed": 1}),
+        (COMPLETIONS, {"prompt": PROMPT, "max_tokens": 1_000, "use_beam_search": True}),
+        (COMPLETIONS, {"prompt": [3] * 500, "max_tokens": 100}),
+        (CHATS, {"messages": MESSAGES, "max_completion_tokens": 1_000}),
+    ],
+)
+def test_output_longer_than_the_kv_memory_is_limited_and_says_so(post, endpoint, body):
+    answer = post(endpoint, **body, ignore_eos=True).json()
+
+    usage, finish = answer["usage"], {choice["finish_reason"] for choice in answer["choices"]}
+    assert usage["max_tokens_limit"] == "kv_memory"
+    assert 1 <= usage["max_tokens"] < 1_000
+    assert usage["completion_tokens"] == usage["max_tokens"] * len(answer["choices"])
+    assert finish == {"length"}
+
+
+def test_output_that_fits_has_no_limit(post):
+    usage = post(COMPLETIONS, prompt=PROMPT, max_tokens=4).json()["usage"]
+
+    assert not {"max_tokens", "max_tokens_limit"} & set(usage)
+
+
+@pytest.mark.parametrize(
     ("options", "param", "message"),
     [
         ({"messages": []}, "messages", "messages: expected at least 1 item, got 0"),
@@ -136,7 +179,7 @@ def test_invalid_completion_is_refused(post, options, param, message):
             "not Unicode",
         ),
         ({"messages": [{"role": "user", "content": "a"}] * 3_000}, "messages", "prompt tokens"),
-        ({"max_tokens": 1_000}, "max_tokens", "lower max_tokens"),
+        ({"max_tokens": 1_000, "limit_max_tokens": False}, "max_tokens", "lower max_tokens"),
         ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens=0"),
         ({"top_logprobs": 2}, "top_logprobs", "needs `logprobs`"),
     ],

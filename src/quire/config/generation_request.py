@@ -34,6 +34,9 @@ class GenerationRequest:
         cache_salt: only requests of the same tenant and salt share cached prefixes.
         evict: eviction policy, such as "h2o:cap=512"; default: `KVConfig.evict`.
         record_evictions: record which tokens are evicted; default: `KVConfig.record_evictions`.
+        limit_max_tokens: what follows from a `max_tokens` that does not fit. True: the output ends
+            at the end of the context or of the KV memory, and `Usage.max_tokens_limit` names it;
+            None: at the end of the context only, else NeverFits; False: RequestError.
         metadata: strings of the client, repeated in the output and in responses: at most 16 pairs,
             names up to 64 characters, values up to 512, as in OpenAI's API.
     """
@@ -48,6 +51,7 @@ class GenerationRequest:
     cache_salt: str = ""
     evict: str | None = None
     record_evictions: bool | None = None
+    limit_max_tokens: bool | None = None
     metadata: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
@@ -70,6 +74,7 @@ class RequestOptions(TypedDict, total=False):
     cache_salt: str
     evict: str | None
     record_evictions: bool | None
+    limit_max_tokens: bool | None
     metadata: Mapping[str, str] | None
 
 
@@ -83,6 +88,7 @@ class OptionsOfMany(TypedDict, total=False):
     cache_salt: str | Sequence[str]
     evict: str | Sequence[str | None] | None
     record_evictions: bool | Sequence[bool | None] | None
+    limit_max_tokens: bool | Sequence[bool | None] | None
     metadata: Mapping[str, str] | Sequence[Mapping[str, str] | None] | None
 
 
@@ -94,6 +100,7 @@ OPTION_KINDS: Mapping[str, tuple[type, ...]] = {
     "cache_salt": (str,),
     "evict": (str, type(None)),
     "record_evictions": (bool, type(None)),
+    "limit_max_tokens": (bool, type(None)),
     "metadata": (Mapping, type(None)),
 }
 """Types of each option. A bool is not accepted as a number."""

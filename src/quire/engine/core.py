@@ -1,6 +1,7 @@
 """The engine: queues requests, runs steps and returns output deltas. Not thread-safe."""
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,12 @@ from quire.engine.activation import is_out_of_memory, no_memory_text
 from quire.engine.async_steps import AsyncSteps
 from quire.engine.build import build
 from quire.engine.host_memory import keep_freed_memory
-from quire.engine.input_processor import InputProcessor, check_context, checked_prompt
+from quire.engine.input_processor import (
+    InputProcessor,
+    check_context,
+    checked_prompt,
+    with_max_tokens,
+)
 from quire.engine.inspection.request_log import RequestLog
 from quire.engine.kv_export import KVExport
 from quire.engine.ledger import Ledger, Snapshot
@@ -35,10 +41,12 @@ from quire.sampling.outputs import OutputDelta
 from quire.sampling.pooling import StepHidden
 from quire.sampling.sampler import Sampler
 from quire.sampling.sampling_step import SamplingStep
+from quire.scheduler.admission.need import need_of
 from quire.scheduler.events import EventLog
 from quire.scheduler.eviction_trace import RetainedSets
 from quire.scheduler.group import make_sequences
 from quire.scheduler.request import PlannedFork, Request
+from quire.scheduler.request_parts import KV_MEMORY
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.step import StepPlan
 
@@ -183,6 +191,8 @@ class Engine:
             generation_request.request_id, arrival, sampling.num_sequences
         )
         request = self.input_processor.make(generation_request, request_id, arrival)
+        if generation_request.limit_max_tokens:
+            request = self._limited(request, generation_request)
         sequences = make_sequences(request)
         reply = self._outputs.make(request.request_id, request.params, sequences)
         self._arrivals += len(sequences)
@@ -191,6 +201,27 @@ class Engine:
         self.request_log.open(request.request_id, sequences)
         self._outputs.open(reply)
         return request.request_id
+
+    def _limited(self, request: Request, requested: GenerationRequest) -> Request:
+        """Lower `max_tokens` to what fits into the KV memory, unless not one token fits."""
+        peaks, prompt_tokens = self.scheduler.peaks, len(request.prompt_token_ids)
+        width = request.params.beam_width if request.params.use_beam_search else 1
+
+        def too_many(max_tokens: int) -> bool:
+            need = need_of(request, prompt_tokens + max_tokens)
+            return not peaks.fit_alone(peaks.whole_counts(need, width))
+
+        if not too_many(request.params.max_tokens):
+            return request
+        fitting = bisect_left(range(request.params.max_tokens), True, key=too_many) - 1
+        if fitting < 1:
+            return request
+        sampling = with_max_tokens(request.params, fitting)
+        made = self.input_processor.make(
+            replace(requested, sampling=sampling), request.request_id, request.spec.arrival
+        )
+        made.spec = replace(made.spec, max_tokens_limit=KV_MEMORY)
+        return made
 
     def _open_text(self, request: Request) -> OutputText:
         model, prompt = self.model, request.prompt_token_ids

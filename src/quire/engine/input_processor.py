@@ -23,7 +23,7 @@ from quire.policies.base import LAYER
 from quire.policies.eviction import Eviction, EvictionRule
 from quire.sampling.grammar import GrammarCompiler
 from quire.scheduler.request import Request
-from quire.scheduler.request_parts import RequestEviction, RequestMemory, RequestSpec
+from quire.scheduler.request_parts import CONTEXT, RequestEviction, RequestMemory, RequestSpec
 from quire.scheduler.schedule_config import ScheduleConfig
 
 
@@ -69,7 +69,9 @@ class InputProcessor:
         context = self._rules.context_tokens(rule, len(token_ids))
         check_context(len(token_ids), context)
         prompt = checked_prompt(token_ids, model.spec)
-        params = checked_params(requested.sampling or SamplingParams(), len(prompt), model, context)
+        asked = (requested.sampling or SamplingParams()).resolve(model.generation)
+        strict = requested.limit_max_tokens is False
+        params = checked_params(asked, len(prompt), model, context, strict=strict)
         check_pooling(model, params)
         seed, records = params.seed, requested.record_evictions
         now_s, final_tokens = self._clock(), len(prompt) + params.max_tokens
@@ -89,6 +91,7 @@ class InputProcessor:
             cache_salt=checked_salt(requested.cache_salt),
             evict=policy.text,
             records_evictions=self._records_evictions if records is None else records,
+            max_tokens_limit=CONTEXT if params.max_tokens < asked.max_tokens else "",
         )
         wanted = params.structured_outputs
         matcher = None if wanted is None else self.grammars.compile(wanted).matcher()
@@ -224,13 +227,17 @@ def checked_deadline(deadline_s: float | None) -> float:
 
 
 def checked_params(
-    params: SamplingParams, prompt_tokens: int, model: LoadedModel, context_tokens: int
+    resolved: SamplingParams,
+    prompt_tokens: int,
+    model: LoadedModel,
+    context_tokens: int,
+    *,
+    strict: bool = False,
 ) -> SamplingParams:
-    """Resolve sampling parameters with the model's defaults and limit `max_tokens` to the context.
+    """Check sampling parameters and limit `max_tokens` to the context, or refuse it if `strict`.
 
     At the end of the context the output ends with "length".
     """
-    resolved = params.resolve(model.generation)
     resolved.validate_for(model.spec.vocab_size)
     available = context_tokens - prompt_tokens
     if resolved.max_tokens and not available:
@@ -241,4 +248,16 @@ def checked_params(
         )
     if resolved.max_tokens <= available:
         return resolved
-    return replace(resolved, max_tokens=available, min_tokens=min(resolved.min_tokens, available))
+    if strict:
+        raise RequestError(
+            f"max_tokens={resolved.max_tokens} exceeds the {available} tokens that remain of the "
+            f"context after a prompt of {prompt_tokens}; lower it, or leave out "
+            "limit_max_tokens=False",
+            param="max_tokens",
+        )
+    return with_max_tokens(resolved, available)
+
+
+def with_max_tokens(params: SamplingParams, max_tokens: int) -> SamplingParams:
+    """Lower `max_tokens`, and `min_tokens` if it is larger."""
+    return replace(params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens))

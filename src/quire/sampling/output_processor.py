@@ -247,6 +247,8 @@ def _usage(sequences: Iterable[Request], now_s: float) -> Usage:
         kv_peak_bytes=max(peaks),
         first_token_s=min(started, default=now_s) - first.spec.arrival_s,
         total_s=now_s - first.spec.arrival_s,
+        max_tokens=first.params.max_tokens,
+        max_tokens_limit=first.spec.max_tokens_limit,
     )
 
 

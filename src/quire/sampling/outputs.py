@@ -25,6 +25,8 @@ class Usage:
         kv_peak_bytes: peak KV bytes; pages shared by its sequences count once.
         first_token_s: seconds from submission to the first token.
         total_s: seconds from submission to the end.
+        max_tokens: maximum tokens of each output that the request ran with.
+        max_tokens_limit: why it is less than requested: "context" or "kv_memory"; "": it is not.
     """
 
     prompt_tokens: int
@@ -35,6 +37,8 @@ class Usage:
     kv_peak_bytes: int
     first_token_s: float
     total_s: float
+    max_tokens: int = 0
+    max_tokens_limit: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,8 +169,9 @@ def summed(usages: Sequence[Usage]) -> Usage:
     """Sum the usage of several prompts.
 
     Token counts, preemptions and KV peaks are summed, because each prompt has its own KV. Times are
-    the maximum.
+    the maximum, and the limit of `max_tokens` is that of the prompt with the fewest.
     """
+    limited = min(usages, key=lambda usage: (not usage.max_tokens_limit, usage.max_tokens))
     return Usage(
         prompt_tokens=sum(usage.prompt_tokens for usage in usages),
         completion_tokens=sum(usage.completion_tokens for usage in usages),
@@ -176,6 +181,8 @@ def summed(usages: Sequence[Usage]) -> Usage:
         kv_peak_bytes=sum(usage.kv_peak_bytes for usage in usages),
         first_token_s=max(usage.first_token_s for usage in usages),
         total_s=max(usage.total_s for usage in usages),
+        max_tokens=limited.max_tokens,
+        max_tokens_limit=limited.max_tokens_limit,
     )
 
 

@@ -45,6 +45,10 @@ class RequestState(enum.Enum):
     FINISHED = "finished"
 
 
+CONTEXT, KV_MEMORY = "context", "kv_memory"
+"""Limits of an output."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSpec:
     """Immutable specification of a request, resolved for the model.
@@ -65,6 +69,8 @@ class RequestSpec:
         cache_salt: client's salt in the identity of its cached prefixes.
         evict: its eviction policy as text.
         records_evictions: whether the eviction trace is requested.
+        max_tokens_limit: why `params.max_tokens` is less than requested: `CONTEXT` or `KV_MEMORY`;
+            "": it is not.
     """
 
     request_id: str
@@ -81,6 +87,7 @@ class RequestSpec:
     cache_salt: str = ""
     evict: str = "full"
     records_evictions: bool = False
+    max_tokens_limit: str = ""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -182,6 +182,7 @@ class GenerationBody(PromptBody):
     stream_interval: int | None = Field(default=None, ge=1, le=MAX_INTERVAL)
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
+    limit_max_tokens: bool | None = None
     min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None

@@ -286,13 +286,16 @@ def usage_body(usages: Iterable[Usage]) -> dict[str, object]:
 
     `kv_peak_bytes` and `evicted_tokens` are extensions of Quire. They are sums over the prompts: of
     the peak KV of each prompt with all its outputs, and of the largest number of tokens evicted
-    from one of its outputs.
+    from one of its outputs. `max_tokens` and `max_tokens_limit` are added if the context or the KV
+    memory limited the output.
     """
     usage = summed(list(usages))
+    limit = {"max_tokens": usage.max_tokens, "max_tokens_limit": usage.max_tokens_limit}
     return token_counts(usage.prompt_tokens, usage.completion_tokens) | {
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         "kv_peak_bytes": usage.kv_peak_bytes,
         "evicted_tokens": usage.evicted_tokens,
+        **(limit if usage.max_tokens_limit else {}),
     }
 
 

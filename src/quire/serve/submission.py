@@ -42,9 +42,11 @@ async def submit(
     """Submit all prompts of an HTTP request; all or none run."""
     request.state.response_id = response_id
     tenant = tenant_of(request)
+    options = body.request_options()
+    options.setdefault("limit_max_tokens", True)
     generation = [
         replace(
-            GenerationRequest(prompt.token_ids, params, **body.request_options()),
+            GenerationRequest(prompt.token_ids, params, **options),
             request_id=f"{response_id}-{number}",
             tenant=tenant,
             evict=service.rule_of(body, tenant),
