@@ -20,7 +20,7 @@ from quire.layout.packaged import SMOLLM2
 class DemoFlags:
     """Options of `quire demo`."""
 
-    kv_memory: str = option("128MiB", help="Size of KV memory.", metavar="SIZE", common=True)
+    kv_memory: str = option("120MiB", help="Size of KV memory.", metavar="SIZE", common=True)
     max_tokens: int = option(32, help="Maximum output tokens per request.", common=True)
     threads: int = option(0, help="CPU threads; 0: PyTorch's default.", min_value=0, common=True)
     config: Path | None = config_option()

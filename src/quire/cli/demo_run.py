@@ -72,7 +72,7 @@ QUESTIONS = (
 CHAT = (
     Question("", "What is the capital of France?", ("Paris",)),
     Question("", "Which river flows through it?", ("Seine",)),
-    Question("", "Name a famous tower in that city.", ("Eiffel",)),
+    Question("", "Which language do people speak there?", ("French",)),
 )
 
 
@@ -94,7 +94,7 @@ class Variant:
 
 
 FULL = Variant(name="full", title="full KV")
-_EVICT = "snapkv:cap=50%,when=prefill_end"
+_EVICT = "kvcrush:base=snapkv,cap=512,when=prefill_end"
 COMPRESSED = (
     Variant(name="int8", title="int8 pages", codec="int8"),
     Variant(name="evict", title="eviction", evict=_EVICT),

@@ -21,7 +21,7 @@ from quire.layout.kv_format import read_format
 from quire.layout.options import option, option_values
 from quire.plan.ceilings import NotUsable, default_path, read_ceilings
 from quire.plan.machine import this_machine
-from quire.sim.machine import PROFILE, MachineConfig, Rates, measured_rates
+from quire.sim.machine import AUTO, PROFILE, MachineConfig, Rates, measured_rates
 
 if TYPE_CHECKING:
     from quire.layout.model import ModelSpec
@@ -137,7 +137,7 @@ def sim_config(settings: Settings) -> "tuple[SimConfig, str]":
 
 def _rates(machine: MachineConfig) -> tuple[Rates, str]:
     path = default_path(os.environ)
-    if machine.name not in (None, PROFILE) or (machine.name is None and not path.exists()):
+    if machine.name not in (AUTO, PROFILE) or (machine.name == AUTO and not path.exists()):
         return machine.resolved()
     import torch  # measured rates are valid for one version of PyTorch
 

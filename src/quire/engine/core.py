@@ -205,7 +205,7 @@ class Engine:
     def _limited(self, request: Request, requested: GenerationRequest) -> Request:
         """Lower `max_tokens` to what fits into the KV memory, unless not one token fits."""
         peaks, prompt_tokens = self.scheduler.peaks, len(request.prompt_token_ids)
-        width = request.params.beam_width if request.params.use_beam_search else 1
+        width = request.params.num_sequences if request.params.use_beam_search else 1
 
         def too_many(max_tokens: int) -> bool:
             need = need_of(request, prompt_tokens + max_tokens)

@@ -218,7 +218,7 @@ def _by_time(arms: Sequence[ArmBatch]) -> tuple[bool | None, str]:
     own = speeds.pop(BOTH_PHASES)
     others = [speed for speed in speeds.values() if speed is not None]
     if own is None or len(others) < len(speeds):
-        return None, "step times were not measured on this machine (run `quire profile MODEL`)"
+        return None, "step times of these rules were not measured on this machine: give --measure"
     if not others:
         return True, "no row fits with the other variants"
     best = max(others)

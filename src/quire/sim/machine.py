@@ -44,8 +44,8 @@ class Rates:
         )
 
 
-PROFILE, ASSUMED = "profile", "a100"
-MachineName = Literal["a100", "h100", "h200", "profile"]
+AUTO, PROFILE, ASSUMED = "auto", "profile", "a100"
+MachineName = Literal["auto", "a100", "h100", "h200", "profile"]
 REACHED_OF_PEAKS = 0.6
 """Fraction of a data sheet's peaks that steps reach. This is assumed: decode steps of engines read
 at 60 to 80 % of the memory's peak, and prefills multiply at 40 to 60 % of the products'."""
@@ -64,9 +64,9 @@ PEAKS: Mapping[str, Rates] = {
 class MachineConfig:
     """Options of the simulated machine."""
 
-    name: MachineName | None = option(
-        None,
-        help="machine to simulate; profile: this machine, as measured by `quire profile`; unset: "
+    name: MachineName = option(
+        "auto",
+        help="machine to simulate; profile: this machine, as measured by `quire profile`; auto: "
         f"profile if it was measured, else {ASSUMED}",
         flag="machine",
         common=True,
@@ -93,7 +93,9 @@ class MachineConfig:
 
     def resolved(self, measured: Rates | None = None) -> tuple[Rates, str]:
         """The rates that steps reach, and a line that names the machine."""
-        name = self.name or (ASSUMED if measured is None else PROFILE)
+        name: str = self.name
+        if name == AUTO:
+            name = ASSUMED if measured is None else PROFILE
         peaks = PEAKS.get(name, measured)
         assert peaks is not None, "a measured machine needs its rates"
         usual = REACHED_OF_PEAKS if name in PEAKS else 1.0
@@ -104,7 +106,7 @@ class MachineConfig:
             f"machine: {name} ({source}): reads {rates.read_bytes_per_s / 1e9:,.0f} GB/s, products "
             f"{rates.flops_per_s / 1e12:,.1f} TFLOP/s"
         )
-        if self.name is None and name == ASSUMED:
+        if self.name == AUTO and name == ASSUMED:
             text += "; assumed: run `quire profile` to simulate this machine, or give --machine"
         return rates, text
 
