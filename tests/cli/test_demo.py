@@ -54,7 +54,12 @@ def test_demo_prints_a_table_and_every_wrong_answer(demo_result):
     claims = last_json(demo_result)["claims"]
     printed = " ".join(demo_result.stderr.split())
 
-    for text in ("prefix hits", "right answers", "base=snapkv,cap=512", "compared with Transformers"):
+    for text in (
+        "prefix hits",
+        "right answers",
+        "base=snapkv,cap=512",
+        "compared with Transformers",
+    ):
         assert text in printed
     wrong = sum(
         claims[f"{name}_answers"] - claims[f"{name}_right"]
