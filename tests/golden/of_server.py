@@ -217,7 +217,7 @@ REFUSED: Posts = {
     "near_miss": completion(temperatur=1),
     "empty_prompt": completion(prompt=""),
     "context": completion(prompt=[3] * 5_000),
-    "never_fits": completion(max_tokens=1_000),
+    "never_fits": completion(max_tokens=1_000, limit_max_tokens=False),
     "eviction_rule": completion(evict="h2o:cap=16"),
     "unknown_model": completion(model="gpt-9"),
     "unknown_token": ("/detokenize", {"tokens": [100_000]}),

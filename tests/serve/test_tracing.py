@@ -92,7 +92,7 @@ def test_refused_request_leaves_nothing(serve, spans):
 
     async def main(client):
         app = client._transport.app
-        wrong = BODY | {"max_tokens": 10**6}
+        wrong = BODY | {"max_tokens": 10**6, "limit_max_tokens": False}
         response = await client.post("/v1/completions", json=wrong, headers=PARENT)
         kept.append(app.state.service.traces.num_parents)
         return response

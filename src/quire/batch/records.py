@@ -1,7 +1,7 @@
 """The records of `quire batch` for outputs and errors, and their tally."""
 
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from quire.batch.lines import BatchLine, LineHead
@@ -59,7 +59,7 @@ def output_record(
         "finish_reason": output.finish_reason,
         **_all_texts(output),
         **echoed_options(line.options),
-        "usage": asdict(output.usage),
+        "usage": output.usage.as_dict(),
         "error": None,
     }
 

@@ -2,7 +2,7 @@
 
 import shlex
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -164,6 +164,6 @@ def _object(settings: Settings, output: "RequestOutput") -> dict[str, object]:
             }
             for choice in output.choices
         ],
-        "usage": asdict(output.usage),
+        "usage": output.usage.as_dict(),
         "config": settings.as_dict(),
     }

@@ -142,9 +142,11 @@ def _rates(machine: MachineConfig) -> tuple[Rates, str]:
     import torch  # measured rates are valid for one version of PyTorch
 
     found = read_ceilings(path, this_machine(torch.get_num_threads()))
-    if not isinstance(found, NotUsable):
+    # `auto` does not use a profile of other dtypes
+    known = not isinstance(found, NotUsable) and DTYPE in {p.dtype for p in found.products}
+    if not isinstance(found, NotUsable) and (known or machine.name == PROFILE):
         return machine.resolved(measured_rates(found, DTYPE))
-    if machine.name == PROFILE:
+    if isinstance(found, NotUsable) and machine.name == PROFILE:
         raise ConfigError(f"--machine profile: {found.reason}")
     return machine.resolved()
 

@@ -1,7 +1,7 @@
 """Outputs of requests: deltas for streaming, and complete outputs."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
 from quire.config.generation_request import GenerationRequest
@@ -39,6 +39,13 @@ class Usage:
     total_s: float
     max_tokens: int = 0
     max_tokens_limit: str = ""
+
+    def as_dict(self) -> dict[str, object]:
+        """All fields; those on `max_tokens` only if it was limited."""
+        found = asdict(self)
+        if not self.max_tokens_limit:
+            del found["max_tokens"], found["max_tokens_limit"]
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

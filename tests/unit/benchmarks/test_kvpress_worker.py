@@ -118,7 +118,8 @@ def worker(model):
 def job(
     press, removed=0.5, schedule="prefill_end", *, stop=(), eos=(), undecodable=(), max_tokens=4
 ):
-    request = {"token_ids": PROMPT, "max_tokens": max_tokens, "stop": list(stop)}
+    request = {"token_ids": PROMPT, "question_tokens": 0, "max_tokens": max_tokens}
+    request["stop"] = list(stop)
     return {
         "press": press,
         "removed": removed,

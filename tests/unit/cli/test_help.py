@@ -94,7 +94,7 @@ def test_choices_are_shown_and_an_invalid_value_suggests_the_nearest(found):
         (Dtype, {"auto", *DTYPE_BYTES}),
         (kv_config.AttentionName, {"auto", *BACKENDS}),
         (schedule_config.Admission, {AUTO_ADMISSION, *RULES}),
-        (MachineName, {*PEAKS, PROFILE}),
+        (MachineName, {AUTO, *PEAKS, PROFILE}),
         (TraceName, {AUTO, *formats()}),
     ],
 )

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -48,7 +49,8 @@ def test_report_names_the_simulated_machine(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if profiled:
         rates = MachineConfig(name="h200").rates()
-        monkeypatch.setattr("quire.cli.simulate.read_ceilings", lambda *_: object())
+        found = SimpleNamespace(products=[SimpleNamespace(dtype="bfloat16")])
+        monkeypatch.setattr("quire.cli.simulate.read_ceilings", lambda *_: found)
         monkeypatch.setattr("quire.cli.simulate.measured_rates", lambda *_: rates)
         (tmp_path / "quire").mkdir()
         (tmp_path / "quire" / "ceilings.json").touch()
@@ -102,7 +104,7 @@ def test_results_and_plots_are_written_to_the_output_folder(trace: Path, tmp_pat
         (("llama-9",), "unknown model shape"),
         (
             ("--machine", "a10"),
-            "expected machine to be one of a100, h100, h200, profile, got 'a10'",
+            "expected machine to be one of auto, a100, h100, h200, profile, got 'a10'",
         ),
         (("--kv-memory", "1kB"), "expected a KV memory"),
         (("--kv-memory", "7999999TiB"), "pages, expected at most 268,435,456"),
