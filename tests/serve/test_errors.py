@@ -140,6 +140,11 @@ def test_output_longer_than_the_kv_memory_is_limited_and_says_so(post, endpoint,
     usage, finish = answer["usage"], {choice["finish_reason"] for choice in answer["choices"]}
     assert usage["max_tokens_limit"] == "kv_memory"
     assert 1 <= usage["max_tokens"] < 1_000
+    strict = body | {"limit_max_tokens": False, "ignore_eos": True}
+    strict.pop("max_completion_tokens", None)
+    for more, status in ((0, 200), (1, 400)):  # the limit fits exactly
+        response = post(endpoint, **strict | {"max_tokens": usage["max_tokens"] + more})
+        assert response.status_code == status, response.text
     assert usage["completion_tokens"] == usage["max_tokens"] * len(answer["choices"])
     assert finish == {"length"}
 

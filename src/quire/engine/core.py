@@ -208,7 +208,8 @@ class Engine:
         width = request.params.num_sequences if request.params.use_beam_search else 1
 
         def too_many(max_tokens: int) -> bool:
-            need = need_of(request, prompt_tokens + max_tokens)
+            # the KV of the last token is never computed
+            need = need_of(request, prompt_tokens + max(0, max_tokens - 1))
             return not peaks.fit_alone(peaks.whole_counts(need, width))
 
         if not too_many(request.params.max_tokens):
