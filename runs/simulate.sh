@@ -4,4 +4,4 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 exec .venv/bin/python -m quire simulate --trace src/quire/assets/azure_conversation.csv.gz --kv-memory 16GiB \
-    --no-enable-prefix-caching --json "$@"
+    --no-enable-prefix-caching --machine a100 --json "$@"

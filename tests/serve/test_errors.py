@@ -131,6 +131,7 @@ def test_invalid_completion_is_refused(post, options, param, message):
         (COMPLETIONS, {"prompt": PROMPT, "max_tokens": 1_000, "n": 2, "seed": 1}),
         (COMPLETIONS, {"prompt": PROMPT, "max_tokens": 1_000, "use_beam_search": True}),
         (COMPLETIONS, {"prompt": [3] * 500, "max_tokens": 100}),
+        (COMPLETIONS, {"prompt": [PROMPT, PROMPT], "max_tokens": 1_000}),
         (CHATS, {"messages": MESSAGES, "max_completion_tokens": 1_000}),
     ],
 )

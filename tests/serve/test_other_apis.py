@@ -52,6 +52,22 @@ def chat_text(post, **body):
     return response.json()["choices"][0]["message"]["content"]
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (RESPONSES, {"input": "Once", "max_output_tokens": 1_000}),
+        (MESSAGES, {"messages": [USER], "max_tokens": 1_000}),
+    ],
+)
+def test_output_longer_than_the_kv_memory_is_limited_and_says_so(post, path, body):
+    answer = post(path, **body, ignore_eos=True).json()
+    refused = post(path, **body, ignore_eos=True, limit_max_tokens=False)
+
+    assert answer["usage"]["max_tokens_limit"] == "kv_memory"
+    assert answer["usage"]["max_tokens"] == answer["usage"]["output_tokens"] < 1_000
+    assert refused.status_code == 400, refused.text
+
+
 # ---- responses -----------------------------------------------------------------------------------
 
 

@@ -71,11 +71,15 @@ def test_echoed_prompt_is_streamed_first(stream, complete):
 
 def test_usage_is_in_a_last_chunk_without_choices(stream, complete, chat):
     options = {"include_usage": True}
+    long = {"max_tokens": 1_000, "ignore_eos": True}
 
+    limited = stream(COMPLETIONS, prompt=PROMPT, **long, stream_options=options)
     completion = stream(COMPLETIONS, prompt=PROMPT, max_tokens=4, stream_options=options)
     chat_chunks = stream(CHATS, **CHAT, stream_options=options)
 
     assert completion[-1]["choices"] == chat_chunks[-1]["choices"] == []
+    assert limited[-1]["usage"]["max_tokens_limit"] == "kv_memory"
+    assert limited[-1]["usage"] == complete(**long)["usage"]
     assert completion[-1]["usage"] == complete()["usage"]
     assert chat_chunks[-1]["usage"] == chat(**CHAT)["usage"]
     assert all("usage" not in chunk for chunk in completion[:-1] + chat_chunks[:-1])

@@ -123,6 +123,7 @@ def _body(line: BatchLine, output: "RequestOutput", model: str) -> Record:
             "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
             "kv_peak_bytes": usage.kv_peak_bytes,
             "evicted_tokens": usage.evicted_tokens,
+            **usage.limit(),
         },
         **echoed_options(line.options),
     }

@@ -42,8 +42,8 @@ def demo(
 
     SmolLM2 answers eight questions about four passages of books in the public domain and holds a
     chat of three turns, with full KV, int8 pages, eviction, and both. On a terminal, a live view
-    shows the KV of each running request. Exit code 1 if an output with full KV differs from
-    Transformers.
+    shows the KV of each running request. One answer and the chat with full KV are compared with
+    Transformers; exit code 1 if one differs.
     """
     settings = Settings(
         model=model,

@@ -115,9 +115,10 @@ class DemoResult:
     @property
     def right(self) -> list[bool]:
         """Whether each answer and each reply is right."""
-        asked, outputs = [*QUESTIONS, *CHAT], [*self.answers, *self.chat]
+        questions, outputs = [*QUESTIONS, *CHAT], [*self.answers, *self.chat]
         return [
-            question.is_right(output.text) for question, output in zip(asked, outputs, strict=True)
+            question.is_right(output.text)
+            for question, output in zip(questions, outputs, strict=True)
         ]
 
     def claims(self, prefix: str = "") -> dict[str, int | float]:
@@ -278,7 +279,7 @@ def show_demo(results: Mapping[Variant, DemoResult], exactness: Exactness) -> No
         title_justify="left",
     )
     table.add_column("KV memory", overflow="fold")
-    for column in ("requests at once", "output tokens/s", "peak KV", "prefix hits", "right"):
+    for column in ("requests at once", "tokens/s of answers", "peak KV", "prefix hits", "right"):
         table.add_column(column, justify="right", overflow="fold")
     for variant, result in results.items():
         claims = result.claims()
@@ -293,8 +294,8 @@ def show_demo(results: Mapping[Variant, DemoResult], exactness: Exactness) -> No
     console.print(table)
     console.print(_caption(results), highlight=False)
     for variant, result in results.items():
-        asked, outputs = [*QUESTIONS, *CHAT], [*result.answers, *result.chat]
-        for question, output, right in zip(asked, outputs, result.right, strict=True):
+        questions, outputs = [*QUESTIONS, *CHAT], [*result.answers, *result.chat]
+        for question, output, right in zip(questions, outputs, result.right, strict=True):
             if not right:
                 console.print(
                     f"[red]wrong with {variant.title}:[/] {escape(question.text)} "
@@ -312,7 +313,8 @@ def _caption(results: Mapping[Variant, DemoResult]) -> str:
     faster = [
         variant.title
         for variant, result in results.items()
-        if result.claims()["completion_tokens_per_s"] > full["completion_tokens_per_s"]
+        if full["right"]
+        and result.claims()["completion_tokens_per_s"] > full["completion_tokens_per_s"]
         and result.claims()["right"] >= full["right"]
     ]
     verdict = ", ".join(faster) if faster else "none"

@@ -148,7 +148,7 @@ class PlanFlags:
     )
     measure: bool = option(
         False,
-        help="Measure step times that quire profile did not store, and store them.",
+        help="Measure step times that quire profile did not store, and add them to its file.",
         group=LARGEST_BATCH,
         common=True,
     )
@@ -211,6 +211,7 @@ def plan(
             batch=flags.batch,
             measure=flags.measure,
             thorough=flags.thorough,
+            threads=flags.threads,
         )
         if requested is not None:
             use_threads(flags.threads)

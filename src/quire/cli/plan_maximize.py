@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Group, RenderableType
@@ -64,40 +64,29 @@ class MaximizeOptions:
 
     @classmethod
     def of(
-        cls,
-        lengths: str | None,
-        *,
-        evict: str | None,
-        cap: str | None,
-        every: int | None,
-        batch: int | None,
-        measure: bool,
-        thorough: bool,
+        cls, lengths: str | None, *, batch: int | None, threads: int, **options: Any
     ) -> "MaximizeOptions | None":
-        """Create the options from the command line; None without `--maximize-batch`."""
+        """Create the options from the command line; None without `--maximize-batch`.
+
+        Args:
+            lengths: input and output tokens.
+            batch: `--batch`, which other plans have too.
+            threads: `--threads`; 0 if it is not given.
+            options: the fields `evict`, `cap`, `every`, `measure` and `thorough`.
+        """
         if lengths is None:
-            given = {"evict": evict, "cap": cap, "every": every}
-            given |= {"measure": measure or None, "thorough": thorough or None}
-            names = [f"--{name}" for name, value in given.items() if value is not None]
+            given = options | {"threads": threads}
+            names = [f"--{name}" for name, value in given.items() if value]
             if names:
                 raise ConfigError(
                     f"{', '.join(names)} needs --maximize-batch with input and output tokens, such "
                     "as --maximize-batch 3584,512"
                 )
             return None
-        if thorough and not measure:
+        if options["thorough"] and not options["measure"]:
             raise ConfigError("--thorough needs --measure: without it nothing is measured")
         prompt_tokens, new_tokens = parse_lengths(lengths)
-        return cls(
-            prompt_tokens=prompt_tokens,
-            new_tokens=new_tokens,
-            evict=evict,
-            cap=cap,
-            every=every,
-            batch=batch,
-            measure=measure,
-            thorough=thorough,
-        )
+        return cls(prompt_tokens=prompt_tokens, new_tokens=new_tokens, batch=batch, **options)
 
 
 def parse_lengths(text: str) -> tuple[int, int]:
@@ -144,9 +133,14 @@ def maximize(
         return timed(evict) if isinstance(found, NotUsable) else found
 
     report = batch_report(plan.model, question, rates)
-    if isinstance(ceilings, Ceilings) and timed.found:
-        write_ceilings(replace(ceilings, steps={**ceilings.steps, **timed.found}), path)
-        typer.echo(f"written: {path}", err=True)
+    if timed.found:
+        # `quire profile` may have written it since
+        known = read_ceilings(path, this_machine(torch.get_num_threads()))
+        if isinstance(known, Ceilings):
+            write_ceilings(replace(known, steps={**known.steps, **timed.found}), path)
+            typer.echo(f"written: {path}", err=True)
+        else:
+            typer.echo(f"the step times are not stored: {known.reason}", err=True)
     return report
 
 

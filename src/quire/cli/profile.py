@@ -153,13 +153,15 @@ def _of_model(
     with status(f"loading {name}"):
         model = load_model(name, weight_codec=weight_codec)
     context_tokens = model.spec.max_positions
-    [chunk] = measure_chunks(model, chunks=(64,), prompt_tokens=64, repeats=1)
+    tokens = min(64, context_tokens - 1)
+    [chunk] = measure_chunks(model, chunks=(tokens,), prompt_tokens=tokens, repeats=1)
     work = sum(
         config.step_repeats * shape.work_tokens
         for rule in rules
         for shape in usual_shapes(rule, context_tokens=context_tokens, config=config)
     )
-    work += len(config.chunks) * (config.repeats + 1) * min(config.prompt_tokens, context_tokens)
+    prompt_tokens = config.repeats * min(config.prompt_tokens, context_tokens)
+    work += sum(chunk_tokens + prompt_tokens for chunk_tokens in config.chunks)
     token_s = chunk.seconds / chunk.tokens
     typer.echo(
         f"measuring prefill and steps of {name}: about {work * token_s:.0f} s, then the machine",

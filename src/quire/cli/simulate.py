@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Callable
-from dataclasses import MISSING, asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -77,9 +77,10 @@ def simulate(settings: Settings, *, flags: SimulateFlags) -> None:
         require_extra("report", "--out")
         prepare_folder(flags.out)
     _refuse_router_alone(settings)
-    config, machine = sim_config(settings)
-    requests = load_trace(flags.trace, settings.trace)
-    typer.echo(machine)
+    machine, rates, named = _machine(settings.machine)
+    settings = replace(settings, machine=machine)
+    config, requests = sim_config(settings, rates), load_trace(flags.trace, settings.trace)
+    typer.echo(named)
     if settings.cluster.replicas > 1:
         found = run_cluster(requests, config, settings.cluster, settings.router)
     else:
@@ -113,8 +114,8 @@ def _refuse_router_alone(settings: Settings) -> None:
                 )
 
 
-def sim_config(settings: Settings) -> "tuple[SimConfig, str]":
-    """Create the config of a simulation, and a line that names the machine."""
+def sim_config(settings: Settings, rates: Rates) -> "SimConfig":
+    """Create the config of a simulation."""
     from quire.scheduler.preemption.swapper import refuse_unused_swap_space  # NumPy: not for --help
     from quire.sim.models import model_shape
     from quire.sim.run import SimConfig
@@ -122,8 +123,7 @@ def sim_config(settings: Settings) -> "tuple[SimConfig, str]":
     if settings.kv.swap_space is not None:
         refuse_unused_swap_space(settings.kv.swap_space, settings.schedule)
     model = model_shape(settings.model)
-    rates, machine = _rates(settings.machine)
-    config = SimConfig(
+    return SimConfig(
         model=model,
         rates=rates,
         kv=settings.kv,
@@ -132,23 +132,37 @@ def sim_config(settings: Settings) -> "tuple[SimConfig, str]":
         eviction=_eviction(settings, model)(model.max_positions),
         eviction_of=_eviction(settings, model),
     )
-    return config, machine
 
 
-def _rates(machine: MachineConfig) -> tuple[Rates, str]:
+def _machine(machine: MachineConfig) -> tuple[MachineConfig, Rates, str]:
+    """The machine that `auto` stands for, its rates, and a line that names it."""
+    if machine.name not in (AUTO, PROFILE):
+        rates = machine.rates()
+        return machine, rates, machine.text(rates)
+    measured = _measured()
+    if isinstance(measured, Rates):
+        machine = replace(machine, name="profile")
+        rates = machine.rates(measured)
+        return machine, rates, machine.text(rates)
+    if machine.name == PROFILE:
+        raise ConfigError(f"--machine profile: {measured.reason}")
+    machine = replace(machine, name="a100")
+    rates = machine.rates()
+    return machine, rates, f"{machine.text(rates)}; assumed, as {measured.reason}"
+
+
+def _measured() -> Rates | NotUsable:
     path = default_path(os.environ)
-    if machine.name not in (AUTO, PROFILE) or (machine.name == AUTO and not path.exists()):
-        return machine.resolved()
+    if not path.exists():  # without importing torch
+        return NotUsable(f"{path} does not exist: run `quire profile`")
     import torch  # measured rates are valid for one version of PyTorch
 
     found = read_ceilings(path, this_machine(torch.get_num_threads()))
-    # `auto` does not use a profile of other dtypes
-    known = not isinstance(found, NotUsable) and DTYPE in {p.dtype for p in found.products}
-    if not isinstance(found, NotUsable) and (known or machine.name == PROFILE):
-        return machine.resolved(measured_rates(found, DTYPE))
-    if isinstance(found, NotUsable) and machine.name == PROFILE:
-        raise ConfigError(f"--machine profile: {found.reason}")
-    return machine.resolved()
+    if isinstance(found, NotUsable):
+        return found
+    if DTYPE not in {product.dtype for product in found.products}:
+        return NotUsable(f"{path} has no matrix products in {DTYPE}: run `quire profile`")
+    return measured_rates(found, DTYPE)
 
 
 def _eviction(settings: Settings, model: "ModelSpec") -> Callable[[int], EvictionSpec]:

@@ -34,9 +34,9 @@ class GenerationRequest:
         cache_salt: only requests of the same tenant and salt share cached prefixes.
         evict: eviction policy, such as "h2o:cap=512"; default: `KVConfig.evict`.
         record_evictions: record which tokens are evicted; default: `KVConfig.record_evictions`.
-        limit_max_tokens: what follows from a `max_tokens` that does not fit. True: the output ends
-            at the end of the context or of the KV memory, and `Usage.max_tokens_limit` names it;
-            None: at the end of the context only, else NeverFits; False: RequestError.
+        limit_max_tokens: lower `max_tokens` to what fits into the context and the KV memory; such
+            an output ends with "length", and `Usage.max_tokens_limit` names the cause. None: lower
+            it to the context only. False: raise RequestError instead.
         metadata: strings of the client, repeated in the output and in responses: at most 16 pairs,
             names up to 64 characters, values up to 512, as in OpenAI's API.
     """

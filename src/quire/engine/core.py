@@ -203,14 +203,18 @@ class Engine:
         return request.request_id
 
     def _limited(self, request: Request, requested: GenerationRequest) -> Request:
-        """Lower `max_tokens` to what fits into the KV memory, unless not one token fits."""
-        peaks, prompt_tokens = self.scheduler.peaks, len(request.prompt_token_ids)
+        """Lower `max_tokens` to the KV memory and its tenant's limit, unless not one token fits."""
+        scheduler = self.scheduler
+        peaks, prompt_tokens = scheduler.peaks, len(request.prompt_token_ids)
         width = request.params.num_sequences if request.params.use_beam_search else 1
 
         def too_many(max_tokens: int) -> bool:
             # the KV of the last token is never computed
             need = need_of(request, prompt_tokens + max(0, max_tokens - 1))
-            return not peaks.fit_alone(peaks.whole_counts(need, width))
+            counts = peaks.whole_counts(need, width)
+            if not peaks.fit_alone(counts):
+                return True
+            return not scheduler.fairness.may_hold(request, peaks.num_bytes(counts))
 
         if not too_many(request.params.max_tokens):
             return request

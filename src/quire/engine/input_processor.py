@@ -69,9 +69,9 @@ class InputProcessor:
         context = self._rules.context_tokens(rule, len(token_ids))
         check_context(len(token_ids), context)
         prompt = checked_prompt(token_ids, model.spec)
-        asked = (requested.sampling or SamplingParams()).resolve(model.generation)
+        resolved = (requested.sampling or SamplingParams()).resolve(model.generation)
         strict = requested.limit_max_tokens is False
-        params = checked_params(asked, len(prompt), model, context, strict=strict)
+        params = checked_params(resolved, len(prompt), model, context, strict=strict)
         check_pooling(model, params)
         seed, records = params.seed, requested.record_evictions
         now_s, final_tokens = self._clock(), len(prompt) + params.max_tokens
@@ -91,7 +91,7 @@ class InputProcessor:
             cache_salt=checked_salt(requested.cache_salt),
             evict=policy.text,
             records_evictions=self._records_evictions if records is None else records,
-            max_tokens_limit=CONTEXT if params.max_tokens < asked.max_tokens else "",
+            max_tokens_limit=CONTEXT if params.max_tokens < resolved.max_tokens else "",
         )
         wanted = params.structured_outputs
         matcher = None if wanted is None else self.grammars.compile(wanted).matcher()

@@ -6,14 +6,13 @@ and torch version. For any other machine it is not used, and the reason is repor
 
 import json
 import math
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from quire.errors import ConfigError
+from quire.layout.files import replace_file
 from quire.plan.rates import (
     CopyRates,
     PrefillRates,
@@ -113,14 +112,7 @@ def write_ceilings(ceilings: Ceilings, path: Path) -> None:
     text = json.dumps({"format": FORMAT} | asdict(ceilings), indent=2) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-        try:
-            with open(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.replace(name, path)
-        except OSError:
-            Path(name).unlink(missing_ok=True)
-            raise
+        replace_file(path, text.encode())
     except OSError as error:
         raise ConfigError(
             f"cannot write {path}: {error.strerror}; name another file with --output"
@@ -141,9 +133,7 @@ def read_ceilings(path: Path, machine: Machine) -> Ceilings | NotUsable:
     for part in fields(Machine):
         stored, here = getattr(ceilings.machine, part.name), getattr(machine, part.name)
         if stored != here:
-            use = f"give --threads {stored}, or " if part.name == "threads" else ""
-            was = f"{path} was measured with {part.name} {stored}, not {here}"
-            return NotUsable(f"{was}: {use}{again}")
+            return NotUsable(f"{path} was measured with {part.name} {stored}, not {here}: {again}")
     return ceilings
 
 

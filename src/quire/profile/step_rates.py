@@ -89,8 +89,8 @@ def measure_step_rates(
 ) -> StepRates:
     """Fit rates to the steps of these batches, which share a rule.
 
-    Each batch runs first with short prompts as a warm-up, and the first two, which may differ in
-    schedule only, also whole. `done` is called after each batch.
+    A warm-up precedes each batch: the whole batch for the first two, which may differ in schedule
+    only, and short prompts for the others. `done` is called after each batch.
     """
     times: list[StepTime] = []
     for index, shape in enumerate(shapes):

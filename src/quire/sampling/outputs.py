@@ -41,11 +41,16 @@ class Usage:
     max_tokens_limit: str = ""
 
     def as_dict(self) -> dict[str, object]:
-        """All fields; those on `max_tokens` only if it was limited."""
+        """All fields; those of `limit` only if `max_tokens` was limited."""
         found = asdict(self)
+        del found["max_tokens"], found["max_tokens_limit"]
+        return found | self.limit()
+
+    def limit(self) -> dict[str, object]:
+        """`max_tokens` and `max_tokens_limit`; empty if `max_tokens` was not limited."""
         if not self.max_tokens_limit:
-            del found["max_tokens"], found["max_tokens_limit"]
-        return found
+            return {}
+        return {"max_tokens": self.max_tokens, "max_tokens_limit": self.max_tokens_limit}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -290,12 +290,11 @@ def usage_body(usages: Iterable[Usage]) -> dict[str, object]:
     memory limited the output.
     """
     usage = summed(list(usages))
-    limit = {"max_tokens": usage.max_tokens, "max_tokens_limit": usage.max_tokens_limit}
     return token_counts(usage.prompt_tokens, usage.completion_tokens) | {
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         "kv_peak_bytes": usage.kv_peak_bytes,
         "evicted_tokens": usage.evicted_tokens,
-        **(limit if usage.max_tokens_limit else {}),
+        **usage.limit(),
     }
 
 

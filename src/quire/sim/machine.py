@@ -88,27 +88,24 @@ class MachineConfig:
             raise ConfigError(f"expected step_overhead_ms from 0, got {self.step_overhead_ms}")
 
     def rates(self, measured: Rates | None = None) -> Rates:
-        """The rates that steps reach; `measured` are those of this machine, if it was measured."""
-        return self.resolved(measured)[0]
-
-    def resolved(self, measured: Rates | None = None) -> tuple[Rates, str]:
-        """The rates that steps reach, and a line that names the machine."""
-        name: str = self.name
-        if name == AUTO:
-            name = ASSUMED if measured is None else PROFILE
-        peaks = PEAKS.get(name, measured)
+        """The rates that steps reach; `measured` are those of this machine, for `profile`."""
+        peaks = PEAKS.get(ASSUMED if self.name == AUTO else self.name, measured)
         assert peaks is not None, "a measured machine needs its rates"
-        usual = REACHED_OF_PEAKS if name in PEAKS else 1.0
-        efficiency = usual if self.efficiency is None else self.efficiency
-        rates = replace(peaks.scaled(efficiency), overhead_s=self.step_overhead_ms / 1000)
-        source = f"{efficiency:.0%} of its peaks" if name in PEAKS else "this machine as measured"
-        text = (
-            f"machine: {name} ({source}): reads {rates.read_bytes_per_s / 1e9:,.0f} GB/s, products "
+        return replace(peaks.scaled(self._reached), overhead_s=self.step_overhead_ms / 1000)
+
+    @property
+    def _reached(self) -> float:
+        usual = 1.0 if self.name == PROFILE else REACHED_OF_PEAKS
+        return usual if self.efficiency is None else self.efficiency
+
+    def text(self, rates: Rates) -> str:
+        """A line that names the machine and the rates that steps reach."""
+        source = "this machine as measured" if self.name == PROFILE else "peaks of a data sheet"
+        return (
+            f"machine: {self.name} ({self._reached:.0%} of {source}): reads "
+            f"{rates.read_bytes_per_s / 1e9:,.0f} GB/s, products "
             f"{rates.flops_per_s / 1e12:,.1f} TFLOP/s"
         )
-        if self.name == AUTO and name == ASSUMED:
-            text += "; assumed: run `quire profile` to simulate this machine, or give --machine"
-        return rates, text
 
 
 def measured_rates(ceilings: Ceilings, dtype: str) -> Rates:

@@ -72,6 +72,49 @@ def test_evict_applies_to_all_prompts_or_per_prompt(model):
 
 
 @pytest.mark.parametrize(
+    ("memory", "evict", "sampling", "limit"),
+    [
+        ("1MiB", None, {}, "context"),
+        ("64KiB", None, {}, "kv_memory"),
+        ("64KiB", None, {"min_tokens": 500}, "kv_memory"),
+        ("64KiB", "recent:cap=24,every=6", {}, "context"),
+        ("1MiB", None, {"max_tokens": 492}, ""),
+        ("64KiB", "recent:cap=24,every=6", {"max_tokens": 492}, ""),
+    ],
+)
+def test_max_tokens_is_limited_to_the_context_and_the_kv_memory(
+    model, memory, evict, sampling, limit
+):
+    llm = LLM(model, kv=KVConfig(memory=memory, page_tokens=4, evict_allow="recent"))
+    params = SamplingParams(**{"max_tokens": 1_000} | sampling, ignore_eos=True, temperature=0)
+
+    [output] = llm.generate([3] * 20, params, evict=evict, limit_max_tokens=True)
+
+    assert output.usage.max_tokens_limit == limit
+    assert len(output.token_ids) == output.usage.max_tokens == (205 if "kv" in limit else 492)
+    assert output.finish_reason == "length"
+    if limit:
+        with pytest.raises(RequestError):
+            llm.generate([3] * 20, params, evict=evict, limit_max_tokens=False)
+
+
+def test_max_tokens_is_limited_to_the_memory_of_a_tenant(model):
+    schedule = ScheduleConfig(tenants="a:guaranteed=32KiB,burst=0;b")
+    llm = LLM(model, kv=KVConfig(memory="64KiB", page_tokens=4), schedule=schedule)
+    params = SamplingParams(max_tokens=1_000, ignore_eos=True, temperature=0)
+    limited = {"limit_max_tokens": True}
+
+    [[own], [other]] = [llm.generate([3] * 20, params, tenant=t, **limited) for t in "ab"]
+
+    assert own.usage.max_tokens_limit == other.usage.max_tokens_limit == "kv_memory"
+    assert len(own.token_ids) < len(other.token_ids)
+    assert 28 * 1024 < own.usage.kv_peak_bytes <= 32 * 1024
+    with pytest.raises(RequestError, match="tenant 'a'"):
+        params = SamplingParams(max_tokens=own.usage.max_tokens + 1)
+        llm.generate([3] * 20, params, tenant="a")
+
+
+@pytest.mark.parametrize(
     "options",
     [{"priority": [2, 0, 1]}, {"deadline_s": [None, 50.0, 60]}, {"priority": [1, 0, 0]}],
 )

@@ -210,6 +210,43 @@ def test_throughput_is_predicted_from_measured_steps_without_a_profile(
     assert timed == [{"full"}, {"average"}, {"recent"}]
 
 
+def test_missing_step_times_are_measured_once_and_stored(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+):
+    timed: list[str] = []
+
+    def stopwatch(
+        model: LoadedModel, shapes: Sequence[RunShape], *, repeats: int, done: object
+    ) -> StepRates:
+        timed.append(f"{shapes[0].evict.partition(':')[0]} x{repeats}")
+        return RATES
+
+    def plan(*more: str) -> Result:
+        lengths = ("--maximize-batch", "200,20", "--kv-memory", "8MiB")
+        rule = ("--cap", "64", "--every", "8")
+        return quire_plan("quire-tiny", *lengths, *rule, "--measure", *more)
+
+    monkeypatch.setattr(step_rates, "measure_step_rates", stopwatch)
+    assert "the step times are not stored: " in plan().stderr  # there is no profile
+    store(cache, {})
+    timed.clear()
+
+    assert "written: " in plan().stderr
+    assert "written: " not in plan().stderr
+    assert timed == ["full x1", "average x1", "recent x1"]
+    plan("--evict", "h2o")
+    assert timed[3:] == ["h2o x1"]
+    plan("--thorough")
+    assert timed[4:] == ["full x3", "average x3", "recent x3"]
+
+
+def test_thorough_without_a_measurement_is_refused(folder: Path):
+    result = quire_plan(*arguments_of(folder, "--thorough"))
+
+    assert result.exit_code == 2
+    assert "--thorough needs --measure" in result.output
+
+
 def test_invalid_rule_is_refused_before_measuring(monkeypatch: pytest.MonkeyPatch):
     def stopwatch(
         model: LoadedModel, shapes: Sequence[RunShape], *, repeats: int, done: object
@@ -254,7 +291,15 @@ def test_invalid_input_is_refused(folder: Path, more, message):
 
 
 @pytest.mark.parametrize(
-    "alone", [("--evict", "tova:cap=9"), ("--cap", "9"), ("--every", "9"), ("--measure",)]
+    "alone",
+    [
+        ("--evict", "tova:cap=9"),
+        ("--cap", "9"),
+        ("--every", "9"),
+        ("--measure",),
+        ("--thorough",),
+        ("--threads", "1"),
+    ],
 )
 def test_batch_options_without_maximize_batch_are_refused(folder: Path, alone):
     result = quire_plan(str(folder), *alone)

@@ -20,6 +20,12 @@ def simulate(*arguments):
     return CliRunner().invoke(cli.app, ["simulate", *map(str, arguments)])
 
 
+@pytest.fixture(autouse=True)
+def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """No profile."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
     path = tmp_path / "trace.csv"
@@ -37,16 +43,19 @@ def test_text_report_has_percentiles_and_memory(trace: Path):
 @pytest.mark.parametrize(
     ("given", "profiled", "named"),
     [
-        ((), False, "a100 (60% of its peaks)"),
-        ((), True, "profile (this machine as measured)"),
-        (("--machine", "h100"), True, "h100 (60% of its peaks)"),
-        (("--machine", "a100", "--efficiency", "0.5"), False, "a100 (50% of its peaks)"),
+        ((), False, "a100 (60% of peaks of a data sheet)"),
+        ((), True, "profile (100% of this machine as measured)"),
+        (("--machine", "h100"), True, "h100 (60% of peaks of a data sheet)"),
+        (
+            ("--machine", "a100", "--efficiency", "0.5"),
+            False,
+            "a100 (50% of peaks of a data sheet)",
+        ),
     ],
 )
 def test_report_names_the_simulated_machine(
     trace: Path, tmp_path, monkeypatch, given, profiled, named
 ):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if profiled:
         rates = MachineConfig(name="h200").rates()
         found = SimpleNamespace(products=[SimpleNamespace(dtype="bfloat16")])

@@ -193,7 +193,7 @@ def test_failed_write_keeps_the_old_file_only(tmp_path: Path, monkeypatch: pytes
 
     path = tmp_path / "c.json"
     write_ceilings(CEILINGS, path)
-    monkeypatch.setattr("quire.plan.ceilings.os.replace", fail)
+    monkeypatch.setattr("quire.layout.files.os.replace", fail)
 
     with pytest.raises(ConfigError, match="No space left"):
         write_ceilings(replace(CEILINGS, read_bytes_per_s=1.0), path)

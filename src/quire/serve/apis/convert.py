@@ -15,6 +15,7 @@ JSON = dict[str, Any]
 
 EXTENSIONS = frozenset(
     {"priority", "deadline_s", "cache_salt", "evict", "kv_budget", "min_tokens", "ignore_eos"}
+    | {"limit_max_tokens"}
     | {"min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty"}
     | {"logit_bias", "bad_words", "structured_outputs", "truncate_prompt_tokens"}
     | {"chat_template_kwargs"}
@@ -22,6 +23,11 @@ EXTENSIONS = frozenset(
 """Fields of chats that the bodies of other APIs accept with the same meaning."""
 
 assert GenerationBody.model_fields.keys() >= EXTENSIONS - {"chat_template_kwargs"}
+
+
+def limit_of(usage: Mapping[str, Any]) -> dict[str, Any]:
+    """The limit of `max_tokens` in the usage of a chat, if there was one."""
+    return {name: usage[name] for name in ("max_tokens", "max_tokens_limit") if name in usage}
 
 
 def chat_of(values: Mapping[str, Any], names: Mapping[str, str]) -> ChatBody:
