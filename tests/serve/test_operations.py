@@ -378,6 +378,15 @@ def test_banner_counts_requests_that_fit(llm):
     assert concurrent_requests(llm, 100_000) == 0
 
 
+def test_banner_names_what_pages_of_each_size_hold():
+    kv = KVConfig(memory="4MiB", evict="h2o:cap=64")
+    llm = LLM("quire-tiny", dtype="float32", kv=kv, verify=False)
+
+    text = banner(Service(llm, ServerConfig()))
+
+    assert "KV pages of 4,224 B, eviction statistics in pages of 64 B, float32" in text
+
+
 def test_banner_names_the_longest_request_and_the_memory_of_the_whole_context():
     def lines(memory: str) -> list[str]:
         llm = LLM("quire-tiny", dtype="float32", kv=KVConfig(memory=memory), verify=False)
@@ -389,6 +398,11 @@ def test_banner_names_the_longest_request_and_the_memory_of_the_whole_context():
     assert re.match(r"Longest request: [\d,]+ of the 4,096 tokens of the model's context; ", line)
     assert found is not None
     whole = int(found[1])
+    assert not any("Warning" in line for line in lines("4MiB"))
+    assert any(
+        "Warning: the KV memory is too small for one request of 512 tokens" in line
+        for line in lines("1MiB")
+    )
     assert not any("Longest request" in line for line in lines(f"{whole}MiB"))
     assert any("Longest request" in line for line in lines(f"{whole - 1}MiB"))
 

@@ -35,6 +35,8 @@ _SCRATCH_BYTES = 1 << 20
 _TEST_TOKENS = 256
 _FAILURES = (QuireError, OSError, RuntimeError, ImportError, TypeError, ValueError, AttributeError)
 """Errors that fail a check; the last three: an interface of a package that has changed."""
+_OFF = "--"
+"""Mark of an optional component that is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class Finding:
     name: str
     value: str  # what was found, or the error
     ok: bool = True
-    mark: str = "ok"  # of a check that passed; `--`: an optional component is missing
+    mark: str = "ok"  # of a check that passed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,8 +128,9 @@ def _machine() -> Iterator[Finding]:
     features = cpu_features(cpuinfo.read_text(errors="replace")) if cpuinfo.is_file() else []
     yield Finding("instructions", ", ".join(features) or "unknown")
     text, runs = instruction_set()
-    yield Finding("C extension", text, mark="ok" if runs else "--")
-    yield Finding("huge pages", huge_pages())
+    yield Finding("C extension", text, mark="ok" if runs else _OFF)
+    pages = huge_pages()
+    yield Finding("huge pages", pages, mark=_OFF if pages.startswith("not") else "ok")
     memory = psutil.virtual_memory()
     yield Finding("memory", f"{format_size(memory.available)} free of {format_size(memory.total)}")
     yield Finding("freed memory", keep_freed_memory().explanation)
@@ -160,7 +163,9 @@ def _attention() -> Iterator[Finding]:
                 name, device, dtype=dtype, head_dim=64, scratch_bytes=_SCRATCH_BYTES
             )
         except QuireError as error:
-            yield Finding(f"attention {name}", f"not available: {error}", ok=name != "auto")
+            yield Finding(
+                f"attention {name}", f"not available: {error}", ok=name != "auto", mark=_OFF
+            )
         else:
             if name == "auto":
                 yield Finding(f"attention {name}", f"{choice.backend.name}: {choice.reason}")

@@ -79,6 +79,9 @@ def _longest(llm: LLM) -> Iterator[str]:
     peaks, eviction = llm.engine.scheduler.peaks, llm.engine.pool.eviction.spec
     context = llm.model.spec.max_positions
     longest = peaks.longest_sequence(context, eviction)
+    usual = min(LENGTHS[0], context)
+    if longest < usual:
+        yield f"Warning: the KV memory is too small for one request of {usual:,} tokens"
     if longest < context:
         [counts] = peaks.counts([Need(context, eviction=eviction, may_offload=True)])
         needed_mib = -(-peaks.slab_bytes(counts) // 2**20)
@@ -94,7 +97,14 @@ def _pages(llm: LLM) -> str:
     sizes = [page_class.page_bytes for page_class in memory.layout.page_classes]
     if len(sizes) == 1:
         return f"{memory.total_bytes // sizes[0]:,} pages of {sizes[0]:,} B"
-    return f"pages of {', '.join(f'{size:,}' for size in sizes[:-1])} and {sizes[-1]:,} B"
+    kinds = [("KV pages of", False), ("eviction statistics in pages of", True)]
+    texts = []
+    for text, private in kinds:
+        found = {g.page_class.page_bytes for g in memory.layout.groups if g.private == private}
+        if found:
+            sizes_text = ", ".join(f"{size:,}" for size in sorted(found, reverse=True))
+            texts.append(f"{text} {sizes_text} B")
+    return ", ".join(texts)
 
 
 def _concurrency(llm: LLM) -> str:

@@ -109,8 +109,8 @@ def test_max_tokens_is_limited_to_the_memory_of_a_tenant(model):
     assert own.usage.max_tokens_limit == other.usage.max_tokens_limit == "kv_memory"
     assert len(own.token_ids) < len(other.token_ids)
     assert 28 * 1024 < own.usage.kv_peak_bytes <= 32 * 1024
+    params = SamplingParams(max_tokens=own.usage.max_tokens + 1)
     with pytest.raises(RequestError, match="tenant 'a'"):
-        params = SamplingParams(max_tokens=own.usage.max_tokens + 1)
         llm.generate([3] * 20, params, tenant="a")
 
 

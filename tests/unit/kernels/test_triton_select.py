@@ -274,4 +274,5 @@ def test_doctor_reports_why_triton_is_missing(monkeypatch):
     findings = {finding.name: finding for finding in doctor._attention()}
 
     assert findings["attention triton"].ok
+    assert findings["attention triton"].mark == "--"
     assert "Triton's kernels run on NVIDIA GPUs" in findings["attention triton"].value

@@ -115,7 +115,8 @@ export class Overview {
   }
 
   factsOf(overview) {
-    const parts = [`codec ${overview.codec}`, `eviction ${overview.evict}`,
+    const eviction = overview.evict === "full" ? "no eviction" : `eviction ${overview.evict}`;
+    const parts = [`codec ${overview.codec}`, eviction,
       `longest accepted request ${count(overview.max_model_len)} tokens`];
     if (overview.tenant) parts.unshift(`tenant ${overview.tenant}`);
     text(this.facts, parts.join(" · "));
@@ -153,7 +154,7 @@ function withRest(parts, pages, overview) {
   if (total === undefined) return { parts, total: overview.memory.limit_bytes ?? null };
   const cached = pages.owners[1].bytes;
   if (cached) parts.push({ name: "Prefix cache", bytes: cached, look: STATES[1] });
-  if (overview.memory.border_bytes) parts.push({ name: "Slab borders", bytes: overview.memory.border_bytes, look: BORDERS });
+  if (overview.memory.border_bytes) parts.push({ name: "Lost between pages of different sizes", bytes: overview.memory.border_bytes, look: BORDERS });
   parts.push({ name: "Free", bytes: pages.free_bytes, look: STATES[0] });
   return { parts, total, note: outside(pages) };
 }
