@@ -1,6 +1,6 @@
 r"""Rewrites the regular expressions, JSON schemas and Lark grammars of clients for llguidance.
 
-    regex          meaning of Python's `re.fullmatch`
+    regex          meaning of Python's `re.fullmatch`, but `\d`, `\w` and `\s` are ASCII
     pattern        meaning of `re.search`, and of ECMA-262 too: the output matches in both dialects
     JSON Schema    keywords of drafts 4 to 2020-12 with the form that the library reads
     Lark grammar   the same for its `/regex/` and its `%json {...}`
@@ -27,7 +27,7 @@ MAX_REGEX_LENGTH = 50_000
 minimum: a mask takes up to 20 ms at this length."""
 
 MAX_REGEX_TEXT = 1 << 22
-"""Limit of the characters of all rewritten classes of a structure; `\\w` of Unicode has 13,000."""
+"""Limit of the characters of all rewritten classes of a structure; `\\W` of Unicode has 13,000."""
 
 MAX_TERMINAL_DEPTH = 64
 """Limit of the terminals of a Lark grammar that use each other in a row."""
@@ -100,7 +100,7 @@ class DialectRewriter:
             text: the expression, in the syntax of Python's `re`; `\p{...}`, `\x{...}` and
                 `(?<name>...)` of other dialects are read too.
             search: the expression may match any part of a text, as `pattern` of JSON Schema does;
-                classes then have only what both Python and ECMA-262 have.
+                `.` then has only what both Python and ECMA-262 have.
             anchors: `^` and `$` may stand at the ends.
             flags: flags of `re`.
 
@@ -266,7 +266,7 @@ class _Writer:
                 if self.left < 0:
                     raise ValueError(
                         "the regex is too large: it has too many classes of Unicode: use fewer, "
-                        r"or write `[0-9A-Za-z_]` for `\w`"
+                        r"or write `[^0-9A-Za-z_]` for `\W`"
                     )
                 return self._classes[key], 1
             case "BRANCH":
@@ -296,6 +296,7 @@ class _Writer:
         negated = kind == "NOT_LITERAL" or str(members[0][0]) == "NEGATE"
         ranges: list[tuple[int, int]] = []
         properties = []
+        categories = {str(member) for name, member in members if str(name) == "CATEGORY"}
         for name, member in members:
             match str(name):
                 case "LITERAL" if member in self._properties:
@@ -307,7 +308,9 @@ class _Writer:
                         raise ValueError(r"a range of a set ends in a property `\p{...}`")
                     ranges += _with_cases(member[0], member[1], flags)
                 case "CATEGORY":
-                    ranges += _category(str(member), flags, is_common=self._search, negated=negated)
+                    ranges += _category(str(member), flags, negated=negated)
+                    if "_NOT_" in str(member) and str(member).replace("_NOT_", "_") in categories:
+                        ranges.append((0, _LAST))  # `[\w\W]` has every character
                 case _:  # that the set is negated
                     pass
         if properties:
@@ -372,16 +375,17 @@ def _matched(pattern: str, flags: int) -> Ranges:
     return _merged((start, end - 1) for start, end in spans)
 
 
-def _category(name: str, flags: int, *, is_common: bool, negated: bool) -> Ranges:
+def _category(name: str, flags: int, *, negated: bool) -> Ranges:
     r"""The characters of `\d`, `\s`, `\w` or their complements.
 
-    With `is_common` those that Python and ECMA-262 both have, or in a negated set either has.
+    Those that Python and ECMA-262 both have, or in a negated set either has: ASCII digits for `\d`,
+    and no digit of Unicode for `\D` and `[^\d]`. With `(?a)` all are those of Python.
     """
     letter = name.rsplit("_", 1)[-1][0].lower()
     is_inverse = "_NOT_" in name
-    is_ascii = bool(flags & re.ASCII) if not is_common else negated == is_inverse
+    is_ascii = bool(flags & re.ASCII) or negated == is_inverse
     found = _matched(f"\\{letter}", re.ASCII if is_ascii else 0)
-    if is_common and not is_ascii and letter == "s":
+    if not is_ascii and letter == "s":
         found = _merged((*found, (0xFEFF, 0xFEFF)))  # whitespace of ECMA-262 only
     return _complement(found) if is_inverse else found
 
