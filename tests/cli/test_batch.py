@@ -116,7 +116,7 @@ def test_line_that_never_fits_is_named_in_its_error(batch):
     assert not any("request-" in error for error in (errors[2], errors[3]))
 
 
-def test_retry_is_not_suggested_if_every_failed_line_is_invalid(batch):
+def test_correction_is_suggested_if_every_failed_line_is_invalid(batch):
     result, target = batch([*prompts(1), {"promt": [1]}, "{"])
 
     errors = " ".join(result.stderr.split())
@@ -124,8 +124,11 @@ def test_retry_is_not_suggested_if_every_failed_line_is_invalid(batch):
     assert f"error records: 2 of 3 lines, in {target}" in errors
     assert "first error: line 2: " in errors
     assert "unknown field `promt`: did you mean `prompt`?" in errors
-    assert "--overwrite" in errors
-    assert "--retry-failed" not in errors
+    assert "correct them in the input and use --retry-failed" in errors
+
+    batch([{"promt": [1]}], "--overwrite")
+    corrected, _ = batch([{"prompt": [1]}], "--retry-failed")
+    assert corrected.exit_code == 0, corrected.output
 
 
 def test_retry_failed_runs_only_the_failed_lines(batch):
@@ -200,17 +203,71 @@ def test_other_input_or_options_are_refused_without_overwrite(batch):
     _, target = batch(prompts(3))
     before = target.read_bytes()
 
-    refused, _ = batch(prompts(4))
+    for arguments in ((), ("--retry-failed",)):
+        refused, _ = batch(prompts(7)[3:], *arguments)
+        assert refused.exit_code == 2
+        assert "another input" in refused.stderr
+    refused, _ = batch(prompts(4)[1:])
     assert refused.exit_code == 2
-    assert "another input" in refused.stderr
+    assert "1 of 3 records belong to lines that were changed or removed" in " ".join(
+        refused.stderr.split()
+    )
+    assert "--retry-failed discards" in " ".join(refused.stderr.split())
     refused, _ = batch(prompts(3), "--temperature", "1")
     assert refused.exit_code == 2
     assert "temperature: None before, 1.0 now" in refused.stderr
     assert target.read_bytes() == before
 
-    result, _ = batch(prompts(4), "--overwrite")
+    result, _ = batch(prompts(7)[3:], "--overwrite")
     assert result.exit_code == 0
     assert len(read_records(target)) == 4
+
+
+def test_added_lines_run_and_the_others_keep_their_records(batch):
+    def texts(target: Path) -> dict[str, str]:
+        return {record["id"]: record["text"] for record in read_records(target)}
+
+    _, target = batch(prompts(3), "--temperature", "1.5")
+    first = target.read_bytes(), texts(target)
+
+    appended, _ = batch(prompts(5), "--temperature", "1.5")
+    second = target.read_bytes(), texts(target)
+    inserted, _ = batch(["", *prompts(6)[::-1]], "--temperature", "1.5")
+
+    assert (appended.exit_code, inserted.exit_code) == (0, 0)
+    assert second[0].startswith(first[0])
+    assert texts(target).items() >= second[1].items() >= first[1].items()
+    lines = {record["id"]: record["line"] for record in read_records(target)}
+    assert lines == {f"p{number}": 7 - number for number in range(6)}
+    again, _ = batch(None, "--temperature", "1.5")
+    assert "nothing to do" in again.stderr
+
+
+def test_retry_failed_runs_corrected_and_new_lines_and_the_others_keep_their_records(batch):
+    unnamed = {"prompt": [9, 9]}
+    lines = [*prompts(3), unnamed, openai_line("c", prompt=[3]), {"id": "x", "promt": [1]}, unnamed]
+    result, target = batch([*lines, {"id": "line-8", "prompt": [8]}], "--temperature", "1.5")
+    assert "correct them in the input" in " ".join(result.stderr.split())
+    before = {record["line"]: record for record in read_records(target)}
+
+    edited = [*prompts(2), {"id": "new", "prompt": [4]}, {"id": "new", "prompt": [5]}, *lines[3:5]]
+    edited += [{"id": "x", "prompt": [1]}, unnamed, {"id": "line-8", "prompt": [8]}]
+    result, _ = batch(edited, "--retry-failed", "--temperature", "1.5", "--json")
+
+    assert result.exit_code == 0, result.output
+    assert "6 of 8 records are kept; 2 of changed or removed lines are discarded" in " ".join(
+        result.stderr.split()
+    )
+    claims = last_json(result)["claims"]
+    assert (claims["requests_completed"], claims["requests_completed_before"]) == (3, 6)
+    after = {record["line"]: record for record in read_records(target)}
+    assert sorted(after) == list(range(1, 10))
+    ids = [after[line]["id"] for line in sorted(after)]
+    assert ids == [*("p0", "p1", "new", "new", "line-5", "batch_req_6"), *("x", "line-8", "line-8")]
+    for old, new in ((1, 1), (2, 2), (4, 5), (7, 8), (8, 9)):
+        assert after[new]["text"] == before[old]["text"]
+    assert after[6]["response"]["body"]["choices"] == before[5]["response"]["body"]["choices"]
+    assert after[6]["response"]["body"]["id"] == "cmpl-6"
 
 
 def test_output_path_equal_to_the_input_is_refused(quire, zoo_folder: Path, tmp_path: Path):

@@ -321,7 +321,8 @@ def _read_batch(workshop: Workshop, folder: Path) -> object:
     path = folder / "out.jsonl"
     before = path.read_bytes().rpartition(b"\n")[0]
     state = json.loads(state_path(path).read_text(encoding="utf-8"))
-    with BatchOutput(path, RunState(**state | {"seed": 1}), overwrite=False) as output:
+    current = RunState(**state | {"seed": 1})
+    with BatchOutput(path, folder / "in.jsonl", current, overwrite=False) as output:
         assert output.seed == state["seed"] != 1, "lines that are left would draw other tokens"
     run: Any = workshop.run("batch", "quire-tiny", folder / "in.jsonl", path, *_BATCH, exit_code=1)
     after = path.read_bytes()

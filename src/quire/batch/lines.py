@@ -119,6 +119,14 @@ def json_object(raw: bytes, number: int) -> dict[str, Any]:
     return value
 
 
+def line_head(raw: bytes, number: int) -> LineHead:
+    """The identity of a line, which may be invalid."""
+    try:
+        return _head(json_object(raw, number), number)
+    except BatchError as error:
+        return error.head
+
+
 def _head(value: Mapping[str, Any], number: int) -> LineHead:
     if "body" not in value and "url" not in value:
         name = value.get("id")

@@ -87,6 +87,20 @@ def error_record(head: LineHead, message: str) -> Record:
     }
 
 
+def moved_record(record: Record, head: LineHead) -> Record:
+    """A record of a line that has another number now; its texts stay."""
+    old, new = record["line"], head.number
+    if "response" not in record:
+        return record | {"line": new, "id": _name(head)}
+    response = dict(record["response"])
+    if response["request_id"] == f"req_{old}":  # else the server's
+        response["request_id"] = f"req_{new}"
+    for prefix in ("cmpl", "chatcmpl"):
+        if response["body"].get("id") == f"{prefix}-{old}":
+            response["body"] = response["body"] | {"id": f"{prefix}-{new}"}
+    return record | {"line": new, "id": f"batch_req_{new}", "response": response}
+
+
 def is_error(record: Record) -> bool:
     """Whether a record is an error record."""
     return record["error"] is not None

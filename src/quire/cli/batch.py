@@ -62,7 +62,9 @@ class BatchFlags:
     with_prompt: bool = option(False, help="Include the prompt in records of plain lines.")
     overwrite: bool = option(False, help="Discard existing records in OUTPUT.", common=True)
     retry_failed: bool = option(
-        False, help="Run lines with error records again, for example with more memory."
+        False,
+        help="Run lines again that have error records, for example with more memory, and lines "
+        "that were changed in INPUT; records of lines that are gone are discarded.",
     )
     base_url: str | None = option(
         None,
@@ -104,8 +106,9 @@ def batch(
     A line is a request in OpenAI's batch format, or an object with a prompt (or messages) and
     sampling options. A line with a cache_salt shares KV only with lines of the same cache_salt. An
     invalid line gets an error record; the other lines run. A killed batch resumes if it is started
-    again with the same arguments. In bfloat16, the remaining outputs may then differ from those of
-    an uninterrupted run, except with --batch-invariant. Exit code 1 if OUTPUT has error records.
+    again with the same arguments; INPUT may have further lines. In bfloat16, the remaining outputs
+    may then differ from those of an uninterrupted run, except with --batch-invariant. Exit code 1
+    if OUTPUT has error records.
 
     With --ray, engines in actors of Ray Data run the requests, and the records have the order of
     the lines.
@@ -142,7 +145,7 @@ def batch(
         )
     state = _state(settings, task, survey, flags.base_url)
     with BatchOutput(
-        target, state, overwrite=flags.overwrite, retry_failed=flags.retry_failed
+        target, source, state, overwrite=flags.overwrite, retry_failed=flags.retry_failed
     ) as output:
         left = survey.requests - len(output.completed)
         failed = len(output.failed)  # in earlier runs; the run adds its own
@@ -210,6 +213,7 @@ def _state(
             **({} if base_url is None else {"base-url": base_url}),
         },
         seed=secrets.randbits(_SEED_BITS) if seed is None else seed,
+        line_digests=survey.line_digests,
     )
 
 

@@ -1,10 +1,13 @@
 """The files of `quire batch`: the input, and the output with one record per input line.
 
-    OUT.jsonl         records, appended in groups: one write, then fsync
-    OUT.jsonl.state   input and options of the run, written before the first record
+    OUT.jsonl           records, appended in groups: one write, then fsync
+    OUT.jsonl.state     input and options of the run, written before the first record
+    OUT.jsonl.changed   the records with the line numbers of a changed input, for a moment
 
 A kill can leave an incomplete last line; the next start truncates it. Completed lines are read from
-the records themselves, so that no second file can contradict them.
+the records themselves, so that no second file can contradict them. If the input has changed, its
+lines find their records by their content. The new records and then the new state are complete on
+disk before they replace the old records: the next start completes a replacement after a kill.
 """
 
 import hashlib
@@ -13,18 +16,26 @@ import os
 import stat
 import sys
 import time
+from collections import defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import typer
 
-from quire.batch.lines import BatchError, LineFormat, parse_line
+from quire.batch.lines import BatchError, LineFormat, line_head, parse_line
+from quire.batch.records import moved_record
 from quire.errors import ConfigError
 
 if sys.platform != "win32":
     import fcntl
+
+DIGEST_CHARACTERS = 16
+"""Hexadecimal characters of the digest of a line."""
+
+_CHANGED = "changed"
+"""Suffix of the file with changed records, and the member of the state while they are replaced."""
 
 _START_OVER = "use --overwrite to start over, or another output file"
 
@@ -38,20 +49,16 @@ class RunState:
     config: Mapping[str, Any]  # every option that changes outputs, as JSON values
     # line n without one samples with seed + n; a resumed run keeps that of its first start
     seed: int
+    line_digests: str = ""  # DIGEST_CHARACTERS of each line; empty in files of earlier versions
 
-    def as_json(self) -> str:
-        return json.dumps(self._content()) + "\n"
-
-    def _content(self) -> dict[str, Any]:
+    def content(self) -> dict[str, Any]:
         # through JSON and back: tuples become lists, as in the file
         whole: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return whole
 
     def difference(self, other: Mapping[str, Any]) -> str | None:
-        content = self._content()
-        if content["input_sha256"] != other.get("input_sha256"):
-            return "the records belong to another input, or the input has changed"
-        current, earlier = content["config"], other.get("config")
+        """The options that differ."""
+        current, earlier = self.content()["config"], other.get("config")
         earlier = earlier if isinstance(earlier, dict) else {}
         changed = [
             f"{key}: {earlier.get(key)!r} before, {current.get(key)!r} now"
@@ -73,10 +80,16 @@ class BatchOutput:
     """
 
     def __init__(
-        self, path: Path, state: RunState, *, overwrite: bool, retry_failed: bool = False
+        self,
+        path: Path,
+        source: Path,
+        state: RunState,
+        *,
+        overwrite: bool,
+        retry_failed: bool = False,
     ) -> None:
         self.path = path
-        self._state = state
+        self._source, self._state = source, state
         self._held: list[bytes] = []
         self.completed: set[int] = set()
         self.failed: set[int] = set()
@@ -86,7 +99,7 @@ class BatchOutput:
         except OSError as error:
             raise _unwritable(path, error) from error
         try:
-            self._open(overwrite=overwrite)
+            self._open(overwrite=overwrite, may_discard=retry_failed)
             if retry_failed and self.failed:
                 self._drop_failed()
         except OSError as error:
@@ -128,7 +141,7 @@ class BatchOutput:
 
     # ---- opening -------------------------------------------------------------------------------
 
-    def _open(self, *, overwrite: bool) -> None:
+    def _open(self, *, overwrite: bool, may_discard: bool) -> None:
         if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
             raise ConfigError(f"{self.path} is not a regular file, so a run could not be resumed")
         self._lock()
@@ -136,10 +149,91 @@ class BatchOutput:
             # truncated before the state changes: records must never appear with another run's state
             self._file.truncate(0)
         if not self._file.seek(0, os.SEEK_END):
-            write_atomically(self._state_path, self._state.as_json())
+            self._write_state(self._state.content())
             return
-        self._check_state()
-        self.completed = self._scan()
+        found = self._earlier_state()
+        if found.pop(_CHANGED, False):  # a kill interrupted the replacement of the records
+            self._replace_records(found)
+        earlier = str(found.get("line_digests") or "")
+        is_same = found.get("input_sha256") == self._state.input_sha256
+        if not is_same and not earlier:
+            raise self._of_another_input()
+        last = self._state.input_lines if is_same else len(earlier) // DIGEST_CHARACTERS
+        self.completed = self._scan(last)
+        if not is_same:
+            self._follow_input(_digests(earlier), may_discard=may_discard)
+
+    def _of_another_input(self) -> ConfigError:
+        return ConfigError(
+            f"{self.path} cannot be resumed: the records belong to another input, or the input "
+            f"has changed; {_START_OVER}"
+        )
+
+    def _follow_input(self, earlier: Sequence[str], *, may_discard: bool) -> None:
+        """Give the records the numbers that their lines have in the changed input."""
+        current = _digests(self._state.line_digests)
+        pairs = enumerate(zip(earlier, current, strict=False), start=1)
+        numbers = {n: n for n, (old, new) in pairs if old == new and n in self.completed}
+        free: dict[str, deque[int]] = defaultdict(deque)
+        for number, digest in enumerate(current, start=1):
+            if number not in numbers:
+                free[digest].append(number)
+        for number in sorted(self.completed - numbers.keys()):
+            if lines := free[earlier[number - 1]]:
+                numbers[number] = lines.popleft()
+        total, gone = len(self.completed), len(self.completed) - len(numbers)
+        if not numbers and self.completed - self.failed:
+            raise self._of_another_input()
+        if gone and not may_discard:
+            raise ConfigError(
+                f"{self.path} cannot be resumed: {gone:,} of {total:,} records belong to "
+                "lines that were changed or removed; --retry-failed discards them and runs changed "
+                f"lines; {_START_OVER}"
+            )
+        replace_atomically(self._changed_path, self._moved(numbers))
+        content = replace(self._state, seed=self.seed).content()
+        self._write_state(content | {_CHANGED: True})
+        self._replace_records(content)
+        self.failed = {numbers[n] for n in self.failed if n in numbers}
+        self.completed = set(numbers.values())
+        discarded = f"; {gone:,} of changed or removed lines are discarded" if gone else ""
+        kept = f"{len(numbers):,} of {total:,} records are kept{discarded}"
+        typer.echo(f"the input has changed: {kept}", err=True)
+
+    def _moved(self, numbers: Mapping[int, int]) -> bytes:
+        """The records of these lines, with new numbers."""
+        moved = {new for old, new in numbers.items() if old != new}
+        with self._source.open("rb") as lines:
+            heads = {n: line_head(raw, n) for n, raw in enumerate(lines, start=1) if n in moved}
+        written = []
+        with self.path.open("rb") as lines:
+            for line in lines:
+                record = json.loads(line)
+                new = numbers.get(record["line"])
+                if new in heads:
+                    written.append(json.dumps(moved_record(record, heads[new])).encode() + b"\n")
+                elif new is not None:
+                    written.append(line)
+        return b"".join(written)
+
+    def _replace_records(self, state: Mapping[str, Any]) -> None:
+        """Put the changed records into place, if that is not done yet, and then their state."""
+        if self._changed_path.exists():
+            self._changed_path.replace(self.path)
+            self._reopen()
+        self._write_state(state)
+
+    def _write_state(self, content: Mapping[str, Any]) -> None:
+        write_atomically(self._state_path, json.dumps(content) + "\n")
+
+    def _reopen(self) -> None:
+        self._file.close()  # file and lock of the replaced file
+        self._file = self.path.open("ab+", buffering=0)
+        self._lock()
+
+    @property
+    def _changed_path(self) -> Path:
+        return self.path.with_name(f"{self.path.name}.{_CHANGED}")
 
     @property
     def _state_path(self) -> Path:
@@ -153,7 +247,7 @@ class BatchOutput:
         except BlockingIOError as error:
             raise ConfigError(f"{self.path} is being written by another quire batch") from error
 
-    def _check_state(self) -> None:
+    def _earlier_state(self) -> dict[str, Any]:
         try:
             found = json.loads(self._state_path.read_text(encoding="utf-8"))
         except FileNotFoundError as error:
@@ -171,8 +265,9 @@ class BatchOutput:
             raise ConfigError(f"{self.path} cannot be resumed: {difference}; {_START_OVER}")
         seed = found.get("seed")
         self.seed = seed if isinstance(seed, int) else self.seed
+        return found
 
-    def _scan(self) -> set[int]:
+    def _scan(self, last: int) -> set[int]:
         completed: set[int] = set()
         whole_bytes = 0
         self._file.seek(0)
@@ -180,12 +275,12 @@ class BatchOutput:
             for count, line in enumerate(lines, start=1):
                 if not line.endswith(b"\n"):
                     break
-                completed.add(self._number(line, count, completed))
+                completed.add(self._number(line, count, completed, last))
                 whole_bytes += len(line)
         self._file.truncate(whole_bytes)
         return completed
 
-    def _number(self, line: bytes, count: int, completed: set[int]) -> int:
+    def _number(self, line: bytes, count: int, completed: set[int], last: int) -> int:
         try:
             record = json.loads(line)
         except ValueError:
@@ -193,7 +288,6 @@ class BatchOutput:
         number, error = None, None
         if isinstance(record, dict):
             number, error = record.get("line"), record.get("error")
-        last = self._state.input_lines
         if not isinstance(number, int) or not 1 <= number <= last or number in completed:
             raise ConfigError(
                 f"{self.path} is damaged: line {count} is not a record, or a second record of an "
@@ -208,11 +302,13 @@ class BatchOutput:
         with self.path.open("rb") as lines:
             retained = [line for line in lines if json.loads(line)["line"] not in self.failed]
         replace_atomically(self.path, b"".join(retained))
-        self._file.close()  # file and lock of the replaced file
-        self._file = self.path.open("ab+", buffering=0)
-        self._lock()
+        self._reopen()
         self.completed -= self.failed
         self.failed.clear()
+
+
+def _digests(text: str) -> list[str]:
+    return [text[i : i + DIGEST_CHARACTERS] for i in range(0, len(text), DIGEST_CHARACTERS)]
 
 
 def state_path(path: Path) -> Path:
@@ -297,6 +393,7 @@ class Survey:
     repeated: RepeatedName | None  # the first duplicate name
     num_repeated: int  # lines with the name of an earlier line
     models: Mapping[str, int]  # model named in a body, to the number of the first such line
+    line_digests: str  # DIGEST_CHARACTERS of each line
 
 
 def refuse_one_file_for_two(source: Path, target: Path, kv_events: Path | None) -> None:
@@ -327,6 +424,7 @@ def _is_same(one: Path, other: Path) -> bool:
 def survey_of(source: Path) -> Survey:
     """Read the input file once."""
     digest, lines, requests, names = hashlib.sha256(), 0, 0, Names()
+    line_digests = []
     try:
         if not source.is_file():
             wrong = "not a regular file" if source.exists() else "no such file"
@@ -334,13 +432,21 @@ def survey_of(source: Path) -> Survey:
         with source.open("rb") as file:
             for line in file:
                 digest.update(line)
+                own = hashlib.blake2b(line.strip(), digest_size=DIGEST_CHARACTERS // 2)
+                line_digests.append(own.hexdigest())
                 lines += 1
                 requests += bool(line.strip())
                 names.add(line, lines)
     except OSError as error:
         raise ConfigError(f"{source} cannot be read: {error.strerror}") from error
     return Survey(
-        digest.hexdigest(), lines, requests, names.first, names.num_repeated, names.models
+        sha256=digest.hexdigest(),
+        lines=lines,
+        requests=requests,
+        repeated=names.first,
+        num_repeated=names.num_repeated,
+        models=names.models,
+        line_digests="".join(line_digests),
     )
 
 
@@ -400,7 +506,7 @@ def report_failures(
     first = FirstFailure(number, reason)
     typer.echo(f"error records: {len(failed)} of {requests} lines, in {target}", err=True)
     typer.echo(f"first error: line {first.line}: {first.reason}", err=True)
-    hint = "correct the lines in the input, and use --overwrite or another output file"
+    hint = "correct them in the input and use --retry-failed: the other lines keep their records"
     if form is None or _any_request(source, failed, form):
         hint = "--retry-failed runs them again, for example with more memory"
     typer.echo(hint, err=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.cli.batch_files import BatchOutput, RunState, write_atomically
+from quire.cli.batch_files import BatchOutput, RunState, survey_of, write_atomically
 from quire.errors import ConfigError
 
 STATE = RunState(input_sha256="abc", input_lines=9, config={"model": "m", "stop": ("a",)}, seed=5)
@@ -18,7 +18,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def start(path: Path, state: RunState = STATE, *, overwrite: bool = False) -> BatchOutput:
-    return BatchOutput(path, state, overwrite=overwrite)
+    return BatchOutput(path, path.with_name("in.jsonl"), state, overwrite=overwrite)
 
 
 def fill(path: Path, *numbers: int) -> bytes:
@@ -110,6 +110,43 @@ def test_file_not_written_by_batch_is_refused_and_unchanged(path: Path):
     with pytest.raises(ConfigError, match="not an output of quire batch"):
         start(path)
     assert path.read_text() == "my notes\n"
+
+
+@pytest.mark.parametrize("failing", range(1, 5))
+def test_change_of_the_input_survives_a_fault_at_any_write(path: Path, monkeypatch, failing):
+    source = path.with_name("in.jsonl")
+
+    def state_of(*ids: str) -> RunState:
+        source.write_text("".join(f'{{"id": "{name}"}}\n' for name in ids))
+        survey = survey_of(source)
+        return RunState(survey.sha256, survey.lines, STATE.config, 5, survey.line_digests)
+
+    with start(path, state_of("a", "b", "c")) as output:
+        output.write([{"line": 2, "id": "b"}, {"line": 1, "id": "a"}])
+    changed, calls = state_of("x", "a", "b"), iter(range(1, 9))
+    replace = Path.replace
+
+    def fail_once(one: Path, other: Path) -> Path:
+        if next(calls) == failing:
+            raise OSError(28, "No space left on device")
+        return replace(one, other)
+
+    monkeypatch.setattr(Path, "replace", fail_once)
+    with pytest.raises(ConfigError, match="No space left"):
+        start(path, changed)
+
+    with start(path, changed) as output:
+        assert output.completed == {2, 3}
+        assert output.seed == 5
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"line": 3, "id": "b"},
+        {"line": 2, "id": "a"},
+    ]
+    assert {one.name for one in path.parent.iterdir()} == {
+        source.name,
+        path.name,
+        "out.jsonl.state",
+    }
 
 
 def test_empty_file_is_accepted(path: Path):
@@ -215,7 +252,7 @@ def test_retry_drops_failed_lines_and_keeps_the_lock(path: Path):
     with start(path) as output:
         output.write(ERRORS)
 
-    with BatchOutput(path, STATE, overwrite=False, retry_failed=True) as output:
+    with BatchOutput(path, path, STATE, overwrite=False, retry_failed=True) as output:
         assert (output.completed, output.failed) == ({1}, set())
         assert [json.loads(line)["line"] for line in path.read_text().splitlines()] == [1]
         with pytest.raises(ConfigError, match="being written"):
@@ -235,6 +272,6 @@ def test_failed_retry_keeps_the_output_file(path: Path, monkeypatch):
 
     monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(ConfigError, match="No space left"):
-        BatchOutput(path, STATE, overwrite=False, retry_failed=True)
+        BatchOutput(path, path, STATE, overwrite=False, retry_failed=True)
 
     assert path.read_bytes() == before
