@@ -40,7 +40,8 @@ MEANINGS = {
     "fields of a message are passed to the chat template",
     "max_tokens": "maximum tokens to generate. Default: 16 for completions, the rest of "
     "the context for chats",
-    "temperature": "divides the logits; 0 (or below 1e-5) is greedy. Default: the model's, else 1",
+    "temperature": "divides the logits; 0 (or below 1e-5) is greedy. Default: the model's, "
+    "else 0.2 with `top_p` 0.9",
     "evict": "eviction policy, such as `h2o:cap=512`, of those that `--evict-allow` lists. "
     "Default: that of `--evict`",
     "kv_budget": "cap of the request's eviction rule: tokens of a lane, a fraction of the prompt "

@@ -100,7 +100,7 @@ def test_model_that_names_no_temperature_gets_that_of_a_chat(quire, tmp_path):
     given = quire("chat", folder, *QUICK, "--temperature", "0.7", "--seed", "1", input="")
 
     first, _, after = unset.stderr.splitlines()
-    assert "temperature 0.2, top_p 0.9 (chat's defaults: the model names none); /set" in first
+    assert "temperature 0.2, top_p 0.9 (Quire's defaults: the model names none); /set" in first
     assert after == "max_tokens 5, temperature 0.5; /set changes them"
     assert given.stderr.splitlines()[0] == (
         "model: max_tokens 5, temperature 0.7, seed 1; /set changes them"

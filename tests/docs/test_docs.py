@@ -70,9 +70,10 @@ def test_every_command_has_its_help_in_the_reference() -> None:
 
 
 def test_every_path_of_the_server_is_in_the_reference() -> None:
+    from quire.config.sampling_params import RESPONSE_TEMPERATURE, RESPONSE_TOP_P
     from quire.serve.endpoints import Endpoints
     from quire.serve.kv_endpoints import KVEndpoints
-    from quire.serve.params import COMPLETION_MAX_TOKENS, OPENAI_TEMPERATURE
+    from quire.serve.params import COMPLETION_MAX_TOKENS
     from quire.serve.service import Service
 
     service = Service.__new__(Service)  # the routes are listed, not called
@@ -85,7 +86,8 @@ def test_every_path_of_the_server_is_in_the_reference() -> None:
         [method] = route.methods  # type: ignore[attr-defined]
         assert f"`{method} {route.path.replace(':path', '')}`" in page  # type: ignore[attr-defined]
     assert f"Default: {COMPLETION_MAX_TOKENS} for completions" in page
-    assert f"the model's, else {OPENAI_TEMPERATURE:g} |" in page
+    defaults = f"{RESPONSE_TEMPERATURE:g} with `top_p` {RESPONSE_TOP_P:g}"
+    assert f"the model's, else {defaults} |" in page
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from quire.config.sampling_params import SamplingParams
+from quire.models.generation import GenerationDefaults
 
 PROMPT = "<|doc|>Once upon a time"
 
@@ -134,6 +135,18 @@ def test_sampling_options_apply(complete, llm, options):
 
     assert complete(**options)["choices"][0]["text"] == expected.text
     assert expected.text != plain.text, "the option must matter for this prompt and seed"
+
+
+def test_model_that_names_no_temperature_is_sampled_as_in_a_chat(complete, chat, llm, monkeypatch):
+    monkeypatch.setattr(GenerationDefaults, "temperature", None)
+    options = {"seed": 3, "max_tokens": 24}
+
+    expected = python_output(llm, temperature=0.2, top_p=0.9, **options).text
+
+    assert complete(**options)["choices"][0]["text"] == expected
+    assert complete(temperature=1.0, **options)["choices"][0]["text"] != expected
+    named = chat(temperature=0.2, top_p=0.9, **options)
+    assert chat(**options)["choices"] == named["choices"]
 
 
 def test_echo_includes_the_prompt(complete, llm):

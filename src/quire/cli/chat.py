@@ -25,7 +25,6 @@ from quire.cli.options import KV, MODEL, SAMPLING, SCHEDULE
 from quire.cli.settings import Settings, with_settings
 from quire.cli.startup import is_terminal
 from quire.config.chat_messages import Message, read_messages
-from quire.config.sampling_params import SamplingParams
 from quire.errors import ConfigError, ModelError, RequestError, UnknownName
 from quire.layout.config import read_json_object
 from quire.layout.options import option
@@ -47,10 +46,6 @@ _KEYS = {
     "Alt+Enter": "start a new line; so does Enter after a backslash",
     "//TEXT": "send a message that starts with a slash",
 }
-TEMPERATURE, TOP_P = 0.2, 0.9
-"""Defaults for a model that names no temperature: those of SmolLM2's model card. A small model
-repeats itself with temperature 0 and loses the thread with 1."""
-
 _ONE_RESPONSE = SAMPLING.without("n", "best-of", "use-beam-search", "beam-width", "length-penalty")
 _OPTIONS = {found.name: found for found in _ONE_RESPONSE.options()}
 _ONE_CONVERSATION = SCHEDULE.without(
@@ -131,31 +126,10 @@ class Conversation:
         self._template = _template_of(self.llm, chat_template, settings.model)
         self._sampling = settings.sampling
 
-    def _resolved(self) -> SamplingParams:
-        """The sampling options: as set, else the model's, else those of a chat."""
-        resolved = self._sampling.resolve(self.llm.model.generation)
-        if self._temperature_of() != "chat":
-            return resolved
-        top_p = self._sampling.top_p or self.llm.model.generation.top_p or TOP_P
-        return replace(resolved, temperature=TEMPERATURE, top_p=top_p)
-
-    def _temperature_of(self) -> str:
-        if self._sampling.temperature is not None:
-            return "user"
-        return "chat" if self.llm.model.generation.temperature is None else "model"
-
     def sampling_line(self) -> str:
         """The options that responses are sampled with, except neutral ones."""
-        neutral = SamplingParams().resolve(SamplingParams())
-        used = self._resolved()
-        values = {name: getattr(used, name) for name in _OPTIONS}
-        shown = ", ".join(
-            f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
-            for name, value in values.items()
-            if value != getattr(neutral, name) or name == "temperature"
-        )
-        origin = {"model": " (the model's)", "chat": " (chat's defaults: the model names none)"}
-        return f"{shown}{origin.get(self._temperature_of(), '')}; /set changes them"
+        text = self._sampling.response_text(self.llm.model.generation, _OPTIONS)
+        return f"{text}; /set changes them"
 
     def set_option(self, argument: str) -> str:
         """Set a sampling option to a JSON value; null: unset."""
@@ -242,7 +216,8 @@ class Conversation:
         self._prompt_tokens = len(token_ids)
         builder = OutputBuilder(f"chat-{self._responses}", tuple(token_ids))
         shown = WordWrap(sys.stdout)
-        deltas = cast("Generator[OutputDelta]", self.llm.stream(token_ids, self._resolved()))
+        params = self._sampling.with_response_defaults(self.llm.model.generation)
+        deltas = cast("Generator[OutputDelta]", self.llm.stream(token_ids, params))
         with closing(deltas), self.keyboard.watched() as stopped:  # closing cancels
             for delta in deltas:
                 shown.write(delta.text)

@@ -309,6 +309,11 @@ GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy, because dividing by them would overflow."""
 
 
+RESPONSE_TEMPERATURE, RESPONSE_TOP_P = 0.2, 0.9
+"""Defaults of the chat and the server for a model that names no temperature: those of SmolLM2's
+model card. A small model repeats itself with temperature 0 and loses the thread with 1."""
+
+
 @runtime_checkable
 class SamplingDefaults(DrawOptions, Protocol):
     """Generation defaults of a model; `None` if it has none."""
@@ -497,6 +502,32 @@ class SamplingParams:
             min_p=neutral.min_p,
             repetition_penalty=neutral.repetition_penalty,
         )
+
+    def with_response_defaults(self, defaults: SamplingDefaults) -> "SamplingParams":
+        """Fill temperature and top-p if neither this request nor the model names a temperature."""
+        has_temperature = self.temperature is not None or defaults.temperature is not None
+        if has_temperature or self.use_beam_search:
+            return self
+        top_p = _first(self.top_p, defaults.top_p, RESPONSE_TOP_P)
+        return replace(self, temperature=RESPONSE_TEMPERATURE, top_p=top_p)
+
+    def response_text(self, defaults: SamplingDefaults, names: Iterable[str]) -> str:
+        """The values that a response is sampled with, and the source of its temperature.
+
+        Neutral values are left out, except the temperature.
+        """
+        used = self.with_response_defaults(defaults).resolve(defaults)
+        neutral = SamplingParams().resolve(SamplingParams())
+        shown = ", ".join(
+            f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
+            for name, value in ((name, getattr(used, name)) for name in names)
+            if value != getattr(neutral, name) or name == "temperature"
+        )
+        if self.temperature is not None or self.use_beam_search:
+            return shown
+        if defaults.temperature is not None:
+            return f"{shown} (the model's)"
+        return f"{shown} (Quire's defaults: the model names none)"
 
     def validate_for(self, vocab_size: int) -> None:
         """Check token ids and logprobs counts against the size of the vocabulary.

@@ -19,6 +19,7 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 from quire.api.llm import LLM
+from quire.config.sampling_params import SamplingParams
 from quire.errors import ConfigError, EngineDead
 from quire.layout.sizes import format_size
 from quire.layout.values import raise_file_limit
@@ -70,8 +71,14 @@ def banner(service: Service) -> str:
             f"{_pages(llm)}, {pool.codec}, attention {pool.kv.backend.name}",
             f"Maximum concurrent requests: {_concurrency(llm)}",
             *_longest(llm),
+            f"Sampling of requests that set none: {_sampling(llm)}",
         )
     )
+
+
+def _sampling(llm: LLM) -> str:
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    return SamplingParams().response_text(llm.model.generation, names)
 
 
 def _longest(llm: LLM) -> Iterator[str]:

@@ -69,7 +69,7 @@ class Endpoints:
         tenant = tenant_of(request)
         turn = service.turn(tenant, service.rule_of(body, tenant))
         bad_words = await service.texts.bad_words(body.bad_words, turn)
-        params = completion_params(body, service.llm.model.generation.temperature, bad_words)
+        params = completion_params(body, service.llm.model.generation, bad_words)
         service.check_number(len(body.prompts), params)
         prompts = await self.prompts(body, body.prompts, turn, with_text=bool(body.echo))
         echoes = [prompt.text if body.echo else None for prompt in prompts]
@@ -148,8 +148,8 @@ class Endpoints:
         prompt = await self._chat_prompt(body, tools, turn)
         bad_words = await service.texts.bad_words(body.bad_words, turn)
         available_tokens = service.available_tokens(len(prompt.token_ids))
-        temperature = service.llm.model.generation.temperature
-        params = chat_params(body, temperature, available_tokens, tools, bad_words)
+        defaults = service.llm.model.generation
+        params = chat_params(body, defaults, available_tokens, tools, bad_words)
         writers = [
             ChatWriter(
                 index=index,

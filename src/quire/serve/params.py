@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from quire.config.sampling_params import SamplingParams
+from quire.config.sampling_params import SamplingDefaults, SamplingParams
 from quire.config.structured_outputs import FIELD
 from quire.errors import RequestError
 from quire.serve.errors import FieldError
@@ -17,9 +17,6 @@ from quire.serve.tools.chat import ChatTools
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for completions."""
 
-OPENAI_TEMPERATURE = 1.0
-"""OpenAI's default, for models without a recommended temperature."""
-
 _SHARED = (
     {"min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
     | {"presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "stop"}
@@ -30,7 +27,7 @@ _SHARED = (
 
 
 def completion_params(
-    body: CompletionBody, temperature: float | None, bad_words: Sequence[tuple[int, ...]] = ()
+    body: CompletionBody, defaults: SamplingDefaults, bad_words: Sequence[tuple[int, ...]] = ()
 ) -> SamplingParams:
     """Sampling parameters of a completion."""
     requested = requested_tokens(body)
@@ -45,7 +42,7 @@ def completion_params(
     echoed = (body.logprobs or 0) if scores_prompt else None
     return _params(
         body,
-        temperature,
+        defaults,
         bad_words,
         max_tokens=max_tokens,
         logprobs=body.logprobs,
@@ -55,7 +52,7 @@ def completion_params(
 
 def chat_params(
     body: ChatBody,
-    temperature: float | None,
+    defaults: SamplingDefaults,
     available_tokens: int,
     tools: ChatTools,
     bad_words: Sequence[tuple[int, ...]] = (),
@@ -66,7 +63,7 @@ def chat_params(
     requested = requested_tokens(body)
     return _params(
         body,
-        temperature,
+        defaults,
         bad_words,
         max_tokens=available_tokens if requested is None else requested,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
@@ -98,7 +95,7 @@ def _most(*numbers: int | None) -> int | None:
 
 def _params(
     body: GenerationBody,
-    temperature: float | None,
+    defaults: SamplingDefaults,
     bad_words: Sequence[tuple[int, ...]],
     **options: Any,
 ) -> SamplingParams:
@@ -106,14 +103,12 @@ def _params(
     own = temperature_of(body.do_sample, body.temperature)
     if own is not None:
         requested["temperature"] = own
-    if temperature is None and not body.use_beam_search:
-        requested.setdefault("temperature", OPENAI_TEMPERATURE)
     if bad_words:
         requested["bad_token_ids"] = [*requested.get("bad_token_ids", ()), *bad_words]
     structure = read_structure(body.structure_fields())
     if structure is not None:
         requested["structured_outputs"] = structure
-    return SamplingParams(**requested | options)
+    return SamplingParams(**requested | options).with_response_defaults(defaults)
 
 
 # Maps an invalid option of the engine to the field of the body that sets it.

@@ -131,6 +131,28 @@ def test_max_tokens_zero_is_accepted_with_prompt_logprobs():
     assert SamplingParams(max_tokens=0, prompt_logprobs=0).max_tokens == 0
 
 
+@pytest.mark.parametrize(
+    ("model", "given", "used", "text"),
+    [
+        ({}, {}, (0.2, 0.9), "temperature 0.2, top_p 0.9 (Quire's defaults: the model names none)"),
+        ({"top_p": 0.8}, {}, (0.2, 0.8), "top_p 0.8 (Quire's defaults: the model names none)"),
+        ({}, {"top_p": 0.5}, (0.2, 0.5), "top_p 0.5 (Quire's defaults: the model names none)"),
+        ({}, {"temperature": 1.0}, (1.0, 1.0), "temperature 1"),
+        ({}, {"temperature": 0.0, "top_p": 0.5}, (0.0, 0.5), "temperature 0, top_p 0.5"),
+        ({"temperature": 0.0}, {}, (0.0, 1.0), "temperature 0 (the model's)"),
+        ({"temperature": 0.6, "top_p": 0.95}, {}, (0.6, 0.95), "top_p 0.95 (the model's)"),
+        ({}, {"use_beam_search": True, "beam_width": 2}, (0.0, 1.0), "temperature 0"),
+    ],
+)
+def test_response_has_a_temperature_if_the_model_names_none(model, given, used, text):
+    defaults, params = Defaults(**model), SamplingParams(**given)
+
+    resolved = params.with_response_defaults(defaults).resolve(defaults)
+
+    assert (resolved.temperature, resolved.top_p) == used
+    assert text in params.response_text(defaults, ("temperature", "top_p"))
+
+
 def test_unset_options_are_resolved_from_the_model_defaults():
     defaults = Defaults(temperature=0.7, top_k=20, top_p=0.8, min_p=0.1, repetition_penalty=1.05)
 
