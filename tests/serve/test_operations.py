@@ -385,7 +385,7 @@ def test_banner_names_what_pages_of_each_size_hold():
 
     text = banner(Service(llm, ServerConfig()))
 
-    assert "KV pages of 4,224 B, eviction statistics in pages of 64 B, float32" in text
+    assert "KV in pages of 4,224 B, eviction statistics in pages of 64 B, float32" in text
 
 
 def test_banner_names_the_longest_request_and_the_memory_of_the_whole_context():

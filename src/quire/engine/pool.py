@@ -69,8 +69,8 @@ class KVPool:
     def explanation(self) -> str:
         memory = self.kv.memory
         pages = ", ".join(
-            f"{g.name}: {len(g.layers)} layers, {g.page_class.page_bytes:,} B pages of "
-            f"{g.page_class.tokens} tokens"
+            f"{g.contents} of {len(g.layers)} layers in pages of {g.page_class.page_bytes:,} B "
+            f"for {g.page_class.tokens} tokens"
             for g in memory.layout.groups
         )
         offload = "" if self.offload is None else f"; KV offload: {self.offload.why}"

@@ -152,8 +152,8 @@ class KVMemory:
         """Return an error text for pages that do not fit: needed and free bytes in whole slabs."""
         needed_bytes, free_bytes = self.slab_bytes_for(pages)
         return (
-            f"{needed_bytes:,} B more in slabs of {self.arena.slab_bytes:,} B are "
-            f"needed, {free_bytes:,} of {self.arena.total_bytes:,} B are free"
+            f"{needed_bytes:,} B more of KV memory are needed, {free_bytes:,} of "
+            f"{self.arena.total_bytes:,} B are free"
         )
 
     # ---- start and release ---------------------------------------------------------------------

@@ -108,8 +108,8 @@ def require_room_for_one_token(
     if slabs > arena.num_slabs:
         raise ConfigError(
             f"a KV memory of {total_bytes:,} B cannot hold one token of one sequence: "
-            f"{slabs * arena.slab_bytes:,} B are needed (pages of "
-            f"{layout.smallest_sequence_bytes:,} B in {slabs} slabs); "
+            f"{slabs * arena.slab_bytes:,} B are needed for its pages of "
+            f"{layout.smallest_sequence_bytes:,} B; "
             "raise --kv-memory or lower --block-size"
         )
 

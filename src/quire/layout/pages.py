@@ -226,6 +226,15 @@ class LaneGroup:
             )
 
     @property
+    def contents(self) -> str:
+        """What its pages hold, in the words of messages."""
+        if self.full_precision is not None:
+            return "full-precision tokens"
+        if self.promoted is not None:
+            return "promoted tokens"
+        return "eviction statistics" if self.private else "KV"
+
+    @property
     def num_lanes(self) -> int:
         """Number of lanes of one sequence in this group."""
         return len(self.layers) * self.lanes_per_layer

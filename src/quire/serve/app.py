@@ -104,14 +104,13 @@ def _pages(llm: LLM) -> str:
     sizes = [page_class.page_bytes for page_class in memory.layout.page_classes]
     if len(sizes) == 1:
         return f"{memory.total_bytes // sizes[0]:,} pages of {sizes[0]:,} B"
-    kinds = [("KV pages of", False), ("eviction statistics in pages of", True)]
-    texts = []
-    for text, private in kinds:
-        found = {g.page_class.page_bytes for g in memory.layout.groups if g.private == private}
-        if found:
-            sizes_text = ", ".join(f"{size:,}" for size in sorted(found, reverse=True))
-            texts.append(f"{text} {sizes_text} B")
-    return ", ".join(texts)
+    kinds: dict[str, set[int]] = {}
+    for group in memory.layout.groups:
+        kinds.setdefault(group.contents, set()).add(group.page_class.page_bytes)
+    return ", ".join(
+        f"{contents} in pages of {', '.join(f'{size:,}' for size in sorted(found))} B"
+        for contents, found in kinds.items()
+    )
 
 
 def _concurrency(llm: LLM) -> str:

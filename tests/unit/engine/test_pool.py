@@ -121,6 +121,7 @@ def test_pool_has_no_host_pool_without_swap_space(model):
     pool = build_pool(model, KVConfig(memory="1MiB", swap_space=0), ScheduleConfig())
 
     assert pool.host is None
+    assert "(KV of " in pool.explanation
     assert "no swap space" in pool.explanation
 
 

@@ -45,8 +45,7 @@ def _why_never(peaks: Peaks, request: Request) -> str:
         f"{len(request.prompt_token_ids)} prompt tokens and "
         f"{request.params.max_tokens} to generate{beams} "
         f"need {peaks.slab_bytes(peaks.whole_counts(need, width)):,} B of KV, the whole KV memory "
-        f"has {arena.num_slabs * arena.slab_bytes:,} B, both in slabs of "
-        f"{arena.slab_bytes:,} B; {offload_text(peaks, need)}"
+        f"has {arena.num_slabs * arena.slab_bytes:,} B; {offload_text(peaks, need)}"
         f"{possible_changes(peaks, need, width)}"
     )
 

@@ -9,7 +9,7 @@ const LABELS = {
   prefix_stored: "Prefix stored", prefix_loaded: "Prefix loaded",
   submitted: "Submitted", first_token: "First token", finished: "Finished",
 };
-const REASONS = { cap: "its lanes are full", replay: "repeated after a recompute" };
+const REASONS = { cap: "the cap is reached", replay: "repeated after a recompute" };
 
 /** Label, detail and one-letter mark of an event. */
 export function describe(event) {

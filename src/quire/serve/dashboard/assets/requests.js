@@ -13,7 +13,7 @@ const CAUSES = {
   slots: () => "all batch slots are in use (--max-num-seqs)",
   memory: (why) => `needs ${bytes(why.needed_bytes)} of KV memory, ${freeOf(why)}`
     + (why.promised_bytes ? `; running requests will need ${bytes(why.promised_bytes)}` : ""),
-  slabs: (why) => `needs ${bytes(why.needed_bytes)} of free slabs, ${freeOf(why)}; other free memory has pages of other sizes`,
+  slabs: (why) => `needs ${bytes(why.needed_bytes)} of KV memory, ${freeOf(why)}; the rest is divided into pages of other sizes`,
   prefill: (why) => `the prompt of ${why.after ? shortId(why.after) : "a running request"} waits for pages before it`,
   tokens: () => "the last step had no tokens left (--max-num-batched-tokens)",
   batch: () => "the batching rule admits none now",
