@@ -597,7 +597,7 @@ CHARACTERS = "adeé1\u0663²_. \x85\ufeff"
 NO_DIGITS, NO_SPACES = "adeé²_. \x85\ufeff", "adeé1\u0663²_."
 
 
-@pytest.mark.parametrize("form", ["regex", "grammar", "pattern"])
+@pytest.mark.parametrize("form", ["regex", "grammar", "pattern", "schema of a grammar"])
 @pytest.mark.parametrize(
     ("regex", "expected"),
     [
@@ -628,10 +628,12 @@ NO_DIGITS, NO_SPACES = "adeé²_. \x85\ufeff", "adeé1\u0663²_."
 def test_classes_are_ascii_and_their_complements_exclude_unicode_too(
     compiler, llm, regex, expected, form
 ):
+    schema = {"type": "string", "pattern": f"^{regex}$"}
     wanted, written = {
         "regex": ({"regex": regex}, "{}"),
         "grammar": ({"grammar": f"start: /{regex}/"}, "{}"),
-        "pattern": ({"json": {"type": "string", "pattern": f"^{regex}$"}}, '"{}"'),
+        "pattern": ({"json": schema}, '"{}"'),
+        "schema of a grammar": ({"grammar": f"start: %json {json.dumps(schema)}"}, '"{}"'),
     }[form]
 
     matched = [c for c in CHARACTERS if accepts(compiler, llm, wanted, written.format(c))]
