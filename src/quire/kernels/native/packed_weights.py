@@ -157,23 +157,23 @@ def _pack_panel(rows: Tensor, packed: PackedWeight, number: int) -> None:
     """Pack up to PANEL_COLUMNS rows of a weight as one panel; missing rows are zeros."""
     if len(rows) < PANEL_COLUMNS:
         rows = torch.cat([rows, rows.new_zeros(PANEL_COLUMNS - len(rows), rows.shape[1])])
-    panel = packed.panels[number]
     if packed.kind in ("float32", "bfloat16"):
-        dtype = torch.float32 if packed.kind == "float32" else torch.bfloat16
-        units = rows.to(dtype).contiguous().view(torch.uint8).view(PANEL_COLUMNS, -1, 4)
-        panel.copy_(units.transpose(0, 1))
-        return
-    assert packed.scales is not None, "codes have scales"
-    if packed.kind == "int8":
-        codes, scales = _int8_codes(rows.float())
-        packed.scales[number] = scales[:, 0]
-        panel.copy_(codes.view(PANEL_COLUMNS, -1, 4).transpose(0, 1))
-        return
-    groups = torch.nn.functional.pad(rows.float(), (0, -rows.shape[1] % GROUP_CODES))
-    codes, scales = _int4_codes(groups.view(PANEL_COLUMNS, -1, GROUP_CODES))
-    packed.scales[number] = scales[..., 0].T
-    halves = codes.view(PANEL_COLUMNS, -1)[:, : rows.shape[1]].reshape(PANEL_COLUMNS, -1, 2, 4)
-    panel.copy_((halves[:, :, 0] | halves[:, :, 1] << 4).transpose(0, 1))
+        units = rows.to(torch.float32 if packed.kind == "float32" else torch.bfloat16)
+    else:
+        assert packed.scales is not None, "codes have scales"
+        if packed.kind == "int8":
+            units, scales = _int8_codes(rows.float())
+            packed.scales[number] = scales[:, 0]
+        else:
+            groups = torch.nn.functional.pad(rows.float(), (0, -rows.shape[1] % GROUP_CODES))
+            codes, scales = _int4_codes(groups.view(PANEL_COLUMNS, -1, GROUP_CODES))
+            packed.scales[number] = scales[..., 0].T
+            halves = codes.view(PANEL_COLUMNS, -1)[:, : rows.shape[1]]
+            halves = halves.reshape(PANEL_COLUMNS, -1, 2, 4)
+            units = (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
+    # PyTorch transposes a matrix of int32 in blocks: 30 times faster than units of four uint8
+    panel = packed.panels[number].view(torch.int32)[..., 0]
+    panel.copy_(units.contiguous().view(torch.int32).t())
 
 
 def _int8_codes(numbers: Tensor) -> tuple[Tensor, Tensor]:
