@@ -1,5 +1,6 @@
 """`quire plan`: estimates memory use and batch sizes of a model without loading it."""
 
+import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +17,7 @@ from quire.cli.common import (
 )
 from quire.cli.completion import complete_model
 from quire.cli.plan_maximize import MaximizeOptions, maximize, show
-from quire.cli.plan_report import STEP_TOKENS, PlanOptions, PlanReport, plan_report
+from quire.cli.plan_report import RETAINED, STEP_TOKENS, PlanOptions, PlanReport, plan_report
 from quire.cli.report import envelope, print_json
 from quire.cli.settings import config_option, is_from_file, with_flags
 from quire.config.kv_config import policy_file_option
@@ -45,7 +46,14 @@ class PlanFlags:
 
     memory: str | None = option(
         None,
-        help="Device memory, e.g. 16GiB. Default: memory of this machine.",
+        help="Memory of the device, e.g. 16GiB. Default: memory of this machine.",
+        group=MEMORY,
+        common=True,
+    )
+    device: str = option(
+        "auto",
+        help="Device of the model: cpu, where the memory of the process counts too, or cuda. auto: "
+        "cpu.",
         group=MEMORY,
         common=True,
     )
@@ -157,6 +165,12 @@ class PlanFlags:
         help="With --measure: measure more batches, several times each.",
         group=LARGEST_BATCH,
     )
+    board: Path | None = option(
+        None,
+        help="Result of quire board with this model: its quality is shown beside the codecs.",
+        metavar="board.json",
+        group=REQUESTS,
+    )
     threads: int = threads_option()
     config: Path | None = config_option()
     as_json: bool = json_option()
@@ -183,6 +197,7 @@ def plan(
             raise ConfigError(f"--batch: expected 1 or more, got {flags.batch}")
         options = PlanOptions(
             memory_bytes=_size("memory", flags.memory),
+            device="cpu" if flags.device == "auto" else flags.device,
             kv_memory_bytes=parse_named(parse_size_or("auto"), "kv-memory", flags.kv_memory),
             disk_kv_bytes=parse_named(parse_size, "disk-kv-memory", flags.disk_kv_memory),
             headroom_bytes=_size("headroom", flags.headroom),
@@ -201,6 +216,7 @@ def plan(
         )
         folder, name = _find(model, with_weights=flags.measure)
         report = plan_report(folder, options, name=name)
+        quality = None if flags.board is None else board_quality(flags.board, model, report)
         if flags.maximize_batch is None and is_from_file(flags.config, "evict", evict):
             evict = None  # the rule of an engine; only --maximize-batch uses it here
         requested = MaximizeOptions.of(
@@ -225,7 +241,7 @@ def plan(
 
     from quire.cli.plan_report import render
 
-    Console().print(render(report))
+    Console().print(render(report, quality))
     if flags.as_json:
         print_json(_object(report, options))
 
@@ -239,6 +255,32 @@ def parse_workload(text: str) -> Workload:
         )
     input_tokens, output_tokens, batch = map(int, parts)
     return Workload(input_tokens=input_tokens, output_tokens=output_tokens, batch=batch)
+
+
+def board_quality(file: Path, model: str, report: PlanReport) -> dict[str, str]:
+    """The best quality of a board for each KV codec, by retained tokens."""
+    from quire.evals.board.grid import QUIRE
+    from quire.evals.board.result import Row  # NumPy: not for --help
+
+    try:
+        result = json.loads(file.read_text(encoding="utf-8"))
+        measured, rows = result["config"]["model"], [Row.stored(r) for r in result["arms"]["rows"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"--board {file}: expected the JSON result of quire board") from error
+    if measured != model:
+        raise ConfigError(f"--board {file} measured {measured}, not {model}")
+    found = {}
+    for codec in dict.fromkeys(choice.kv_codec for choice in report.choices):
+        stored = "none" if codec == report.dtype else codec
+        of_codec = [r for r in rows if (r.entry.codec, r.entry.source) == (stored, QUIRE)]
+        found[codec] = " / ".join(
+            f"{max(means):.2f}" if means else "-"
+            for name, share in RETAINED.items()
+            for means in [
+                [r.quality.mean for r in of_codec if r.entry.budget == ("" if share == 1 else name)]
+            ]
+        )
+    return found
 
 
 def _size(name: str, text: str | None) -> int | None:

@@ -1,6 +1,8 @@
 """Computes the memory plan of `quire plan` from a model folder and options."""
 
 import math
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
@@ -31,12 +33,15 @@ from quire.plan.capacity import (
     capacity,
     coded_weight_bytes,
     estimate_activation_peak,
+    estimate_process,
     token_bytes,
 )
 from quire.plan.roofline import DecodeStep, crossover_batch, decode_step
 from quire.plan.weights import WeightsPlacement, planned_weights
 from quire.scheduler.schedule_config import ScheduleConfig
 
+RETAINED = {"all tokens": 1.0, "50%": 0.5, "25%": 0.25}
+DEVICES = ("cpu", "cuda")
 STEP_TOKENS: int = {f.name: f.default for f in fields(ScheduleConfig)}["max_num_batched_tokens"]  # type: ignore[assignment]
 _USUAL_SEQUENCE_TOKENS = 2048
 _TOKEN_ID_BYTES = 8  # stored with the KV of a token
@@ -60,6 +65,22 @@ class PlanOptions:
     activation_peak_bytes: int | None = None  # None: estimated
     workload: Workload | None = None
     weights_memory_bytes: int | None = None  # None: no weight offload
+    device: str = "cpu"  # cpu or cuda
+
+    def __post_init__(self) -> None:
+        if self.device not in DEVICES:
+            raise UnknownName("device", self.device, DEVICES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What the memory holds with one codec of weights and one of KV."""
+
+    weight_codec: str  # or the dtype of the weights
+    kv_codec: str
+    kv_bytes: int  # of the KV memory; 0: nothing fits
+    tokens: int  # with all tokens retained
+    sequences: dict[str, int]  # that decode at once, by the share of tokens that eviction retains
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +101,7 @@ class PlanReport:
     crossover_batch: int  # smallest batch whose KV reads exceed the weight reads
     verdict: CapacityVerdict | None  # None without a workload
     weights: WeightsPlacement
+    choices: tuple[Choice, ...]
 
     @property
     def disk_tokens(self) -> int:
@@ -88,6 +110,7 @@ class PlanReport:
     def claims(self) -> dict[str, int | float]:
         numbers: dict[str, int | float] = {
             "num_parameters": self.model.num_parameters,
+            "process_bytes": self.memory.process_bytes,
             "weights_bytes": self.memory.weights_bytes,
             "offloaded_weight_bytes": self.weights.host_bytes,
             "activation_peak_bytes": self.memory.activation_peak_bytes,
@@ -115,6 +138,7 @@ class PlanReport:
             "memory": asdict(self.memory),
             "capacity": asdict(self.capacity),
             "decode_step": asdict(self.step),
+            "choices": [asdict(choice) for choice in self.choices],
             "workload": None if self.verdict is None else asdict(self.verdict),
         }
 
@@ -177,7 +201,64 @@ def plan_report(
         ),
         verdict=_verdict(model, memory, layout, options.workload, weights),
         weights=weights,
+        choices=tuple(_choices(model, options, dtype, tokens)),
     )
+
+
+def _choices(
+    model: ModelSpec, options: PlanOptions, dtype: str, sequence_tokens: int
+) -> Iterator[Choice]:
+    """The capacity of the memory with each codec of weights and of KV."""
+    coded = options.weights_memory_bytes is None  # offloaded layers are as stored
+    for weight_codec in ("auto", *(WEIGHT_BITS if coded else ())):
+        planned = replace(options, weight_codec=weight_codec)
+        weights_bytes = _weight_bytes(model, planned, dtype)
+        if not coded:
+            weights = planned_weights(
+                model, weights_bytes / model.num_parameters, options.weights_memory_bytes
+            )
+            weights_bytes = weights.device_bytes
+        for kv_codec in (dtype, "int8", "int4"):
+            found = Choice(
+                weight_codec=dtype if weight_codec == "auto" else weight_codec,
+                kv_codec=kv_codec,
+                kv_bytes=0,
+                tokens=0,
+                sequences=dict.fromkeys(RETAINED, 0),
+            )
+            with suppress(ConfigError):  # it does not fit
+                memory = _divide(model, planned, dtype_bytes(dtype), weights_bytes)
+                yield _measured(found, model, options, memory, dtype, sequence_tokens)
+                continue
+            yield found
+
+
+def _measured(
+    choice: Choice,
+    model: ModelSpec,
+    options: PlanOptions,
+    memory: MemoryLayout,
+    dtype: str,
+    sequence_tokens: int,
+) -> Choice:
+    sequences, tokens = {}, 0
+    for name, share in RETAINED.items():
+        layout = layout_for(
+            model,
+            page_tokens=options.page_tokens,
+            codec=fill_plain(choice.kv_codec, dtype),
+            evicting=share < 1,
+        )
+        tokens = tokens or int(memory.kv_bytes / token_bytes(layout))
+        sequences[name] = capacity(
+            model,
+            memory.kv_bytes,
+            layout=layout,
+            sequence_tokens=sequence_tokens,
+            batch=options.batch,
+            retained=None if share == 1 else math.ceil(share * sequence_tokens),
+        ).sequences
+    return replace(choice, kv_bytes=memory.kv_bytes, tokens=tokens, sequences=sequences)
 
 
 def _resolve_dtype(dtype: str, config: dict[str, object]) -> str:
@@ -218,15 +299,19 @@ def _divide(
             sampled_rows=options.batch,
             bytes_per_value=bytes_per_value,
         )
+    process_bytes = estimate_process(model) if options.device == "cpu" else 0
     kv_bytes = options.kv_memory_bytes
     if kv_bytes is None:
-        kv_bytes = auto_kv_memory(total_bytes, weights_bytes, peak_bytes, headroom_bytes)
+        kv_bytes = auto_kv_memory(
+            total_bytes, weights_bytes, peak_bytes, headroom_bytes, process_bytes
+        )
     return MemoryLayout(
         total_bytes=total_bytes,
         weights_bytes=weights_bytes,
         activation_peak_bytes=peak_bytes,
         headroom_bytes=headroom_bytes,
         kv_bytes=kv_bytes,
+        process_bytes=process_bytes,
     )
 
 
@@ -256,6 +341,7 @@ def _verdict(
 
 _BAR_CELLS = 64
 _STYLES = {
+    "process": "cyan",
     "weights": "blue",
     "activations": "yellow",
     "KV": "green",
@@ -263,11 +349,18 @@ _STYLES = {
     "unassigned": "bright_black",
 }
 # letters make the bar readable without colour
-_LETTERS = {"weights": "W", "activations": "A", "KV": "K", "headroom": "H", "unassigned": "."}
+_LETTERS = {"process": "P", "weights": "W", "activations": "A", "KV": "K", "headroom": "H"} | {
+    "unassigned": "."
+}
 
 
-def render(report: PlanReport) -> RenderableType:
-    """Render the whole result for a terminal."""
+def render(report: PlanReport, quality: Mapping[str, str] | None = None) -> RenderableType:
+    """Render the whole result for a terminal.
+
+    Args:
+        report: the result.
+        quality: of each KV codec, of a board; None without one.
+    """
     coded = report.weight_codec != "auto"
     weights = f"{report.dtype}, quantized to {report.weight_codec}" if coded else report.dtype
     title = Text(
@@ -281,6 +374,7 @@ def render(report: PlanReport) -> RenderableType:
         memory_bar(report.memory),
         memory_table(report.memory),
         capacity_table(report),
+        choices_table(report, quality),
     ]
     if report.weights.offloaded_layers:
         size = format_size(report.weights.host_bytes)
@@ -352,6 +446,28 @@ def capacity_table(report: PlanReport) -> Table:
     return table
 
 
+def choices_table(report: PlanReport, quality: Mapping[str, str] | None = None) -> Table:
+    """What the memory holds with other codecs, and with eviction."""
+    tokens = report.capacity.sequence_tokens
+    table = Table("weights", "KV", "KV memory", "tokens", title_justify="left")
+    table.title = f"Sequences of {tokens:,} tokens at once, by codec and by retained tokens"
+    table.caption = "50% and 25%: with an eviction rule of this cap"
+    for name in RETAINED:
+        table.add_column(name)
+    if quality is not None:
+        table.add_column("quality of the board: " + " / ".join(RETAINED))
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for choice in report.choices:
+        sizes = [format_size(choice.kv_bytes), f"{choice.tokens:,}"]
+        counts = [f"{count:,}" for count in choice.sequences.values()]
+        more = [] if quality is None else [quality.get(choice.kv_codec, "")]
+        if not choice.kv_bytes:
+            sizes, counts, more = ["does not fit", ""], ["" for _ in counts], ["" for _ in more]
+        table.add_row(choice.weight_codec, choice.kv_codec, *sizes, *counts, *more)
+    return table
+
+
 def verdict_text(verdict: CapacityVerdict) -> Text:
     """The assessment of a workload with its reasons."""
     text = Text("benefit of KV management: ")
@@ -370,10 +486,13 @@ def _sequences(report: PlanReport) -> str:
 
 def _parts(memory: MemoryLayout) -> dict[str, int]:
     parts = {
+        "process": memory.process_bytes,
         "weights": memory.weights_bytes,
         "activations": memory.activation_peak_bytes,
         "KV": memory.kv_bytes,
         "headroom": memory.headroom_bytes,
         "unassigned": memory.unassigned_bytes,
     }
-    return {name: size for name, size in parts.items() if size or name != "unassigned"}
+    return {
+        name: size for name, size in parts.items() if size or name not in ("process", "unassigned")
+    }

@@ -226,4 +226,5 @@ def read_model(
         )
     model: PreTrainedModel = loaded[0]
     check_loaded(model, loaded[1], {}, folder / name)
+    read_header(folder / name).release_pages()
     return model

@@ -151,6 +151,11 @@ class GgufHeader:
         shaped: np.ndarray = data.view(dtype).reshape(shape)
         return shaped
 
+    def release_pages(self) -> None:
+        """Remove the pages of the file from resident memory; the next access reads the file."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._bytes.madvise(mmap.MADV_DONTNEED)
+
     def fields(self) -> dict[str, Any]:
         """Metadata in the form of `gguf.GGUFReader.fields`, but with parsed parts."""
         return {

@@ -1,6 +1,9 @@
 """`quire plan`: the report, printed text, JSON, and invalid input."""
 
 import json
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +11,14 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from quire.cli.plan import PlanOptions, plan, plan_report
+from quire.cli.plan import PlanOptions, board_quality, plan, plan_report
+from quire.cli.plan_report import DEVICES, RETAINED
 from quire.errors import ConfigError, ModelError, UnknownName
 from quire.models.loader import load_model
 from quire.models.source import find_model
 from quire.scheduler.schedule_config import ScheduleConfig
 
+GIB = 2**30
 TINY: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 64,
@@ -43,7 +48,10 @@ def test_kv_memory_is_the_remainder_of_device_memory(folder: Path):
     report = plan_report(
         folder,
         PlanOptions(
-            memory_bytes=10_000_000, headroom_bytes=1_000_000, activation_peak_bytes=500_000
+            device="cuda",
+            memory_bytes=10_000_000,
+            headroom_bytes=1_000_000,
+            activation_peak_bytes=500_000,
         ),
     )
 
@@ -51,6 +59,106 @@ def test_kv_memory_is_the_remainder_of_device_memory(folder: Path):
     assert report.dtype == "float16"
     assert report.memory.weights_bytes == weights_bytes
     assert report.memory.kv_bytes == 10_000_000 - 1_000_000 - 500_000 - weights_bytes
+
+
+def test_process_counts_on_a_cpu_only(folder: Path):
+    cpu, cuda = (
+        plan_report(folder, PlanOptions(device=name, memory_bytes=GIB)) for name in DEVICES
+    )
+
+    assert cuda.memory.process_bytes == 0 < 400 * 2**20 < cpu.memory.process_bytes < 600 * 2**20
+    assert cpu.memory.kv_bytes == cuda.memory.kv_bytes - cpu.memory.process_bytes
+    with pytest.raises(UnknownName, match="device"):
+        plan_report(folder, PlanOptions(device="tpu"))
+
+
+def test_choices_are_plans_with_other_codecs_and_retained_tokens(folder: Path):
+    options = PlanOptions(memory_bytes=GIB)
+    choices = plan_report(folder, options).choices
+
+    assert [(choice.weight_codec, choice.kv_codec) for choice in choices] == [
+        (weights, kv)
+        for weights in ("float16", "int8", "int4")
+        for kv in ("float16", "int8", "int4")
+    ]
+    for choice in choices:
+        weight_codec = "auto" if choice.weight_codec == "float16" else choice.weight_codec
+        planned = plan_report(
+            folder, replace(options, weight_codec=weight_codec, kv_codec=choice.kv_codec)
+        )
+        assert choice.kv_bytes == planned.memory.kv_bytes
+        assert choice.sequences["all tokens"] == planned.capacity.sequences
+        assert choice.tokens == int(planned.memory.kv_bytes / planned.kv_bytes_per_token)
+        full, half, quarter = choice.sequences.values()
+        assert 1.8 * full < half < 2.1 * full
+        assert 1.8 * half < quarter < 2.1 * half
+
+
+def test_choices_that_do_not_fit_say_so(folder: Path):
+    process_bytes = plan_report(folder, PlanOptions(memory_bytes=GIB)).memory.process_bytes
+    memory_bytes = process_bytes + 300_000  # more than int4 weights, less than float16
+    sizes = {"headroom_bytes": 0, "activation_peak_bytes": 1, "memory_bytes": memory_bytes}
+    report = plan_report(folder, PlanOptions(**sizes, weight_codec="int4"))
+    stored, *_, coded = report.choices
+
+    assert coded.kv_bytes > 0 == stored.kv_bytes
+    assert stored.sequences == dict.fromkeys(RETAINED, 0)
+    with pytest.raises(ConfigError, match=r"--weight-codec int8 or int4.*--weights-memory"):
+        plan_report(folder, PlanOptions(**sizes))
+    arguments = ("--headroom", "0B", "--activation-peak", "1B", "--memory", f"{memory_bytes}B")
+    shown = quire_plan(str(folder), *arguments, "--weight-codec", "int4").stdout
+    assert "does not fit" in shown
+
+
+def test_board_adds_the_quality_of_its_model(folder: Path, tmp_path: Path):
+    def row(codec: str, budget: str, mean: float, source: str = "quire") -> dict[str, Any]:
+        entry = {"rule": "x", "budget": budget, "schedule": "", "codec": codec, "source": source}
+        quality = {"mean": mean, "low": 0.0, "high": 1.0, "count": 1, "most": 1.0}
+        sizes = {"kv_peak_bytes": 1.0, "kv_share": 1.0, "tokens_per_s": 1.0}
+        return {"entry": entry, "quality": quality, "scores": {}} | sizes
+
+    rows = [row("none", "", 1.0), row("int8", "50%", 0.5), row("int8", "50%", 0.75)]
+    rows.append(row("int8", "25%", 1.0, "kvpress"))
+    board = tmp_path / "board.json"
+    board.write_text(json.dumps({"config": {"model": str(folder)}, "arms": {"rows": rows}}))
+    report = plan_report(folder, PlanOptions(memory_bytes=GIB))
+
+    assert board_quality(board, str(folder), report) == {
+        "float16": "1.00 / - / -", "int8": "- / 0.75 / -", "int4": "- / - / -",
+    }  # fmt: skip
+    assert "0.75" in quire_plan(str(folder), "--memory", "1GiB", "--board", str(board)).stdout
+    refused = quire_plan(str(folder), "--memory", "1GiB", "--board", str(folder / "config.json"))
+    assert (refused.exit_code, "expected the JSON result" in refused.stderr) == (2, True)
+    with pytest.raises(ConfigError, match="not another"):
+        board_quality(board, "another", report)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "dtype", "memory", "requests"),
+    [
+        ("quire-tiny", "float32", "20MiB", 8),
+        ("smollm2", "bfloat16", "64MiB", 4),
+        ("smollm2", "float32", "128MiB", 4),
+    ],
+)
+def test_planned_memory_is_within_a_tenth_of_the_resident_memory(model, dtype, memory, requests):
+    run = f"""
+from quire import LLM, KVConfig, SamplingParams
+llm = LLM({model!r}, dtype={dtype!r}, kv=KVConfig(memory={memory!r}))
+prompts = [[row + 100 + token for token in range(600)] for row in range({requests})]
+llm.generate(prompts, SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.0))
+status = open("/proc/self/status").read()
+print(int(status.partition("VmHWM:")[2].split()[0]) * 1024, llm.stats().kv_peak_bytes)
+"""
+    done = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, check=True)
+    resident_bytes, kv_bytes = map(int, done.stdout.split())
+    plan = quire_plan(model, "--dtype", dtype, "--memory", "8GiB", "--kv-memory", memory, "--json")
+    claims = json.loads(plan.stdout.splitlines()[-1])["claims"]
+    names = ("process_bytes", "weights_bytes", "activation_peak_bytes")
+    planned_bytes = kv_bytes + sum(claims[name] for name in names)
+
+    assert planned_bytes == pytest.approx(resident_bytes, rel=0.1)
 
 
 def test_pages_and_sequences_follow_from_the_kv_memory(folder: Path):
@@ -174,7 +282,7 @@ def test_memory_bar_is_proportional(folder: Path):
     """64 cells for 2 MiB: KV 512 KiB, 1 B of activations; half (up to rounding) headroom."""
     result = quire_plan(
         str(folder), "--memory", "2MiB", "--headroom", "1MiB", "--kv-memory", "512KiB",
-        "--activation-peak", "1B",
+        "--activation-peak", "1B", "--device", "cuda",
     )  # fmt: skip
     bar = bar_of(result)
 

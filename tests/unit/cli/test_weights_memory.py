@@ -113,7 +113,7 @@ def test_weights_memory_of_a_loaded_model_is_refused():
 
 def test_plan_gives_freed_weight_memory_to_kv():
     folder = Path(load_model(TINY, verify=False).folder or "")
-    options = {"memory_bytes": 64 << 20, "dtype": "float32"}
+    options = {"device": "cuda", "memory_bytes": 64 << 20, "dtype": "float32"}
     whole = plan_report(folder, PlanOptions(**options))
     limited = plan_report(folder, PlanOptions(**options, weights_memory_bytes=12 << 20))
 

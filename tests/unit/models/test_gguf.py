@@ -193,11 +193,22 @@ def test_a_file_without_a_tokenizer_runs_on_token_ids(tmp_path: Path) -> None:
     assert load_model(tmp_path / "tiny.gguf", device="cpu").tokenizer is None
 
 
+def test_pages_of_the_file_are_released_after_the_load(tmp_path: Path) -> None:
+    file = tmp_path / "tiny.gguf"
+    write_file(file, build(), "Q8_0")
+    model = load_model(file, device="cpu")
+
+    _, _, mapped = Path("/proc/self/smaps").read_text().partition(file.name)
+    resident = mapped.partition("Rss:")[2].split()[0] if mapped else "0"
+    assert model.decoder is not None
+    assert int(resident) * 1024 < file.stat().st_size / 2
+
+
 def test_a_plan_reads_the_config_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_file(tmp_path / "tiny.gguf", build(), "Q4_0")
     monkeypatch.setattr(gguf_files, "read_model", None)
 
-    report = plan_report(tmp_path / "tiny.gguf", PlanOptions(memory_bytes=1 << 24))
+    report = plan_report(tmp_path / "tiny.gguf", PlanOptions(device="cuda", memory_bytes=1 << 24))
 
     assert report.dtype == "bfloat16"
     assert report.memory.weights_bytes == build().num_parameters() * 2

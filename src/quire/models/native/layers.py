@@ -18,7 +18,7 @@ from quire.kernels.native.packed_weights import PackedWeight, can_pack, pack, pa
 from quire.kernels.native.row_functions import NARROW_LANES, HeadShape
 from quire.layout.model import ModelSpec
 from quire.models.native_linear import PackedEmbedding, PackedLinear
-from quire.models.packing import MappedFiles, head_codec
+from quire.models.packing import MappedFiles, head_codec, trim_free_memory
 
 FAMILIES = frozenset(
     {
@@ -134,6 +134,8 @@ def fuse(model: PreTrainedModel, products: Products, kind: str | None = None) ->
         weights = [weight.detach() for weight in layer.parameters()]
         layers.append(_fuse_layer(layer, products, kind or plain, model.config, rotary))
         files.release_pages(weights)
+        del weights
+        trim_free_memory()  # else all weights are in memory twice
     weights = [model.lm_head.weight.detach()]
     head = _fuse_head(model, products, head_codec(kind) or plain)
     files.release_pages(weights)
