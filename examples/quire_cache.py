@@ -21,7 +21,7 @@ def main() -> None:
     for policy, ratio in (("full", None), ("recent:sinks=4", 0.5), ("snapkv", 0.5)):
         when = None if ratio is None else "prefill_end"
         with QuireCache(model, policy, compression_ratio=ratio, when=when) as cache:
-            tokens = model.generate(**inputs, max_new_tokens=5, past_key_values=cache)
+            tokens = model.generate(**inputs, max_new_tokens=5, cache=cache)
             print(f"{policy:16} {tokenizer.decode(tokens[0, -5:]):8} {cache.kv_used_bytes:>10,} B")
 
 

@@ -82,9 +82,9 @@ class QuireCache(CacheWithoutLayers, ForwardingCache):
     """KV in pages of a fixed memory; an eviction rule removes tokens permanently.
 
         with QuireCache(model, policy="h2o:recent=64", budget=512) as cache:
-            model.generate(**inputs, past_key_values=cache)
+            model.generate(**inputs, cache=cache)
 
-    Transformers 5.24 calls the argument `cache`; it warns of the former name.
+    Before Transformers 5.24 the argument is called `past_key_values`.
     While the cache is open, forwards of the model with this cache run with Quire's attention; all
     others are unchanged. Rows of a batch may be padded on the left; pads take no slots.
 

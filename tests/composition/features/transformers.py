@@ -10,7 +10,7 @@ FEATURES = (
     Feature(
         name="QuireCache",
         group="Transformers",
-        option="`model.generate(..., past_key_values=quire.hf.QuireCache(model, ...))`",
+        option="`model.generate(..., cache=quire.hf.QuireCache(model, ...))`",
         draw=setting(),
         acted=lambda ran: True,
         alone_in="Transformers",
