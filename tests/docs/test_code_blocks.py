@@ -12,6 +12,8 @@ from types import ModuleType
 import pytest
 import yaml
 
+from quire.errors import ModelError
+from quire.layout.packaged import SMOLLM2, file_of
 from support.snippets import ROOT, snippets
 
 DOCS = ROOT / "docs"
@@ -71,8 +73,20 @@ def test_exceptions_name_pages() -> None:
     assert NOT_RUN.keys() <= {name(path) for path in PAGES}
 
 
+def needs_smollm2(path: Path) -> bool:
+    return any(f'"{SMOLLM2}"' in snippet.code for snippet in snippets(path))
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("path", [path for path in PAGES if snippets(path)], ids=name)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=[pytest.mark.slow] if needs_smollm2(path) else [])
+        for path in PAGES
+        if snippets(path)
+    ],
+    ids=name,
+)
 def test_blocks_of_a_page_print_the_shown_output(
     path: Path,
     tmp_path: Path,
@@ -82,6 +96,11 @@ def test_blocks_of_a_page_print_the_shown_output(
     """Blocks of a page run in one namespace, in their order and in an empty folder."""
     from quire.policies import registry
 
+    if needs_smollm2(path):
+        try:
+            file_of(SMOLLM2)
+        except ModelError as error:
+            pytest.skip(str(error))
     page = ModuleType("page")  # a dataclass looks up its module
     monkeypatch.setitem(sys.modules, "page", page)
     monkeypatch.chdir(tmp_path)
