@@ -63,8 +63,8 @@ MEANINGS = {
     "else `last`",
     "normalize": "scale the embedding to length 1. Default: true",
     "stream_options": "only with `stream`: see [stream_options](#stream_options)",
-    "limit_max_tokens": "lower `max_tokens` to what fits into the context and the KV memory; "
-    "false: refuse such a request with status 400. Default: true",
+    "limit_max_tokens": "lower `max_tokens` to what fits into the context, the KV memory and the "
+    "tenant's limit; false: refuse such a request with status 400. Default: true",
     "max_completion_tokens": "the same as `max_tokens`, and takes precedence",
     "do_sample": "false is `temperature` 0",
     "reasoning_effort": "a variable of the chat template if the template uses it; else ignored",

@@ -1,5 +1,6 @@
 """`quire batch` on a random model: every input line has exactly one record."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -268,6 +269,18 @@ def test_retry_failed_runs_corrected_and_new_lines_and_the_others_keep_their_rec
         assert after[new]["text"] == before[old]["text"]
     assert after[6]["response"]["body"]["choices"] == before[5]["response"]["body"]["choices"]
     assert after[6]["response"]["body"]["id"] == "cmpl-6"
+
+
+def test_ids_of_moved_lines_stay_those_of_their_first_run(batch):
+    """A mark of the byte order before the first line, and an id that is no name."""
+    lines = [{"id": "q", "prompt": [5]}, {"id": True, "prompt": [6]}]
+    texts = [json.dumps(line) for line in lines]
+    _, target = batch(["\ufeff" + texts[0], texts[1]])
+    result, _ = batch([{"id": "new", "prompt": [7]}, *texts])
+
+    assert "2 of 2 records are kept" in " ".join(result.stderr.split())
+    ids = {record["line"]: record["id"] for record in read_records(target)}
+    assert ids == {1: "new", 2: "q", 3: "line-3"}
 
 
 def test_output_path_equal_to_the_input_is_refused(quire, zoo_folder: Path, tmp_path: Path):

@@ -130,7 +130,8 @@ def line_head(raw: bytes, number: int) -> LineHead:
 def _head(value: Mapping[str, Any], number: int) -> LineHead:
     if "body" not in value and "url" not in value:
         name = value.get("id")
-        return LineHead(number=number, name=str(name) if isinstance(name, str | int) else None)
+        is_name = isinstance(name, str | int) and not isinstance(name, bool)
+        return LineHead(number=number, name=str(name) if is_name else None)
     url, name = value.get("url"), value.get("custom_id")
     kind = _URLS.get(url, "completions") if isinstance(url, str) else "completions"
     return LineHead(number=number, kind=kind, name=name if isinstance(name, str) else None)

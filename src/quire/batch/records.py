@@ -91,7 +91,8 @@ def moved_record(record: Record, head: LineHead) -> Record:
     """A record of a line that has another number now; its texts stay."""
     old, new = record["line"], head.number
     if "response" not in record:
-        return record | {"line": new, "id": _name(head)}
+        is_numbered = record["id"] == f"line-{old}" and head.name is None
+        return record | {"line": new, "id": _name(head) if is_numbered else record["id"]}
     response = dict(record["response"])
     if response["request_id"] == f"req_{old}":  # else the server's
         response["request_id"] = f"req_{new}"

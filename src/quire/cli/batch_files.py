@@ -10,6 +10,7 @@ lines find their records by their content. The new records and then the new stat
 disk before they replace the old records: the next start completes a replacement after a kill.
 """
 
+import codecs
 import hashlib
 import json
 import os
@@ -146,6 +147,7 @@ class BatchOutput:
             raise ConfigError(f"{self.path} is not a regular file, so a run could not be resumed")
         self._lock()
         if overwrite:
+            self._changed_path.unlink(missing_ok=True)
             # truncated before the state changes: records must never appear with another run's state
             self._file.truncate(0)
         if not self._file.seek(0, os.SEEK_END):
@@ -154,12 +156,15 @@ class BatchOutput:
         found = self._earlier_state()
         if found.pop(_CHANGED, False):  # a kill interrupted the replacement of the records
             self._replace_records(found)
+        self._changed_path.unlink(missing_ok=True)  # of a replacement that did not begin
         earlier = str(found.get("line_digests") or "")
         is_same = found.get("input_sha256") == self._state.input_sha256
         if not is_same and not earlier:
             raise self._of_another_input()
         last = self._state.input_lines if is_same else len(earlier) // DIGEST_CHARACTERS
         self.completed = self._scan(last)
+        if is_same and not earlier:
+            self._write_state(replace(self._state, seed=self.seed).content())
         if not is_same:
             self._follow_input(_digests(earlier), may_discard=may_discard)
 
@@ -205,6 +210,8 @@ class BatchOutput:
         moved = {new for old, new in numbers.items() if old != new}
         with self._source.open("rb") as lines:
             heads = {n: line_head(raw, n) for n, raw in enumerate(lines, start=1) if n in moved}
+        if moved - heads.keys():
+            raise ConfigError(f"{self._source} has changed while it was read; start again")
         written = []
         with self.path.open("rb") as lines:
             for line in lines:
@@ -246,6 +253,8 @@ class BatchOutput:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigError(f"{self.path} is being written by another quire batch") from error
+        if os.fstat(self._file.fileno()).st_ino != self.path.stat().st_ino:
+            raise ConfigError(f"another quire batch has replaced {self.path}; start this one again")
 
     def _earlier_state(self) -> dict[str, Any]:
         try:
@@ -432,7 +441,8 @@ def survey_of(source: Path) -> Survey:
         with source.open("rb") as file:
             for line in file:
                 digest.update(line)
-                own = hashlib.blake2b(line.strip(), digest_size=DIGEST_CHARACTERS // 2)
+                text = line.removeprefix(codecs.BOM_UTF8) if not lines else line
+                own = hashlib.blake2b(text.strip(), digest_size=DIGEST_CHARACTERS // 2)
                 line_digests.append(own.hexdigest())
                 lines += 1
                 requests += bool(line.strip())

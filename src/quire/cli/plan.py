@@ -17,7 +17,14 @@ from quire.cli.common import (
 )
 from quire.cli.completion import complete_model
 from quire.cli.plan_maximize import MaximizeOptions, maximize, show
-from quire.cli.plan_report import RETAINED, STEP_TOKENS, PlanOptions, PlanReport, plan_report
+from quire.cli.plan_report import (
+    RETAINED,
+    STEP_TOKENS,
+    PlanOptions,
+    PlanReport,
+    Quality,
+    plan_report,
+)
 from quire.cli.report import envelope, print_json
 from quire.cli.settings import config_option, is_from_file, with_flags
 from quire.config.kv_config import policy_file_option
@@ -167,7 +174,8 @@ class PlanFlags:
     )
     board: Path | None = option(
         None,
-        help="Result of quire board with this model: its quality is shown beside the codecs.",
+        help="Result of quire board with this model: shows the quality of its best rules for each "
+        "KV codec.",
         metavar="board.json",
         group=REQUESTS,
     )
@@ -197,7 +205,7 @@ def plan(
             raise ConfigError(f"--batch: expected 1 or more, got {flags.batch}")
         options = PlanOptions(
             memory_bytes=_size("memory", flags.memory),
-            device="cpu" if flags.device == "auto" else flags.device,
+            device=_device(flags),
             kv_memory_bytes=parse_named(parse_size_or("auto"), "kv-memory", flags.kv_memory),
             disk_kv_bytes=parse_named(parse_size, "disk-kv-memory", flags.disk_kv_memory),
             headroom_bytes=_size("headroom", flags.headroom),
@@ -227,9 +235,14 @@ def plan(
             batch=flags.batch,
             measure=flags.measure,
             thorough=flags.thorough,
-            threads=flags.threads,
+            # `threads` in a file is for all commands
+            threads=0
+            if is_from_file(flags.config, "threads", str(flags.threads))
+            else flags.threads,
         )
         if requested is not None:
+            if flags.board is not None:
+                raise ConfigError("--board is for the table of codecs: leave out --maximize-batch")
             use_threads(flags.threads)
             batches = maximize(folder, report, requested, page_tokens=flags.page_tokens)
             show(report, batches, as_json=flags.as_json)
@@ -243,7 +256,7 @@ def plan(
 
     Console().print(render(report, quality))
     if flags.as_json:
-        print_json(_object(report, options))
+        print_json(_object(report, options, quality))
 
 
 def parse_workload(text: str) -> Workload:
@@ -257,8 +270,8 @@ def parse_workload(text: str) -> Workload:
     return Workload(input_tokens=input_tokens, output_tokens=output_tokens, batch=batch)
 
 
-def board_quality(file: Path, model: str, report: PlanReport) -> dict[str, str]:
-    """The best quality of a board for each KV codec, by retained tokens."""
+def board_quality(file: Path, model: str, report: PlanReport) -> Quality:
+    """The quality of the best rule of a board for each KV codec, by retained tokens."""
     from quire.evals.board.grid import QUIRE
     from quire.evals.board.result import Row  # NumPy: not for --help
 
@@ -269,22 +282,30 @@ def board_quality(file: Path, model: str, report: PlanReport) -> dict[str, str]:
         raise ConfigError(f"--board {file}: expected the JSON result of quire board") from error
     if measured != model:
         raise ConfigError(f"--board {file} measured {measured}, not {model}")
-    found = {}
+    found: dict[str, dict[str, float]] = {}
     for codec in dict.fromkeys(choice.kv_codec for choice in report.choices):
-        stored = "none" if codec == report.dtype else codec
-        of_codec = [r for r in rows if (r.entry.codec, r.entry.source) == (stored, QUIRE)]
-        found[codec] = " / ".join(
-            f"{max(means):.2f}" if means else "-"
-            for name, share in RETAINED.items()
-            for means in [
-                [r.quality.mean for r in of_codec if r.entry.budget == ("" if share == 1 else name)]
+        of_codec = ("none" if codec == report.dtype else codec, QUIRE)
+        for name, share in RETAINED.items():
+            budget = "" if share == 1 else name
+            means = [
+                row.quality.mean
+                for row in rows
+                if (row.entry.codec, row.entry.source) == of_codec and row.entry.budget == budget
             ]
-        )
+            if means:
+                found.setdefault(codec, {})[name] = max(means)
     return found
 
 
 def _size(name: str, text: str | None) -> int | None:
     return None if text is None else parse_named(parse_size, name, text)
+
+
+def _device(flags: PlanFlags) -> str:
+    kind = flags.device.partition(":")[0]  # as in cuda:0
+    if kind == "cuda" and flags.memory is None:
+        raise ConfigError("--device cuda needs --memory with the memory of the GPU, such as 24GiB")
+    return "cpu" if kind == "auto" else kind
 
 
 def _find(model: str, *, with_weights: bool) -> tuple[Path, str]:
@@ -296,7 +317,7 @@ def _find(model: str, *, with_weights: bool) -> tuple[Path, str]:
     return find_model(model, wanted=WHOLE_MODEL if with_weights else CONFIG_ONLY)
 
 
-def _object(report: PlanReport, options: PlanOptions) -> dict[str, object]:
+def _object(report: PlanReport, options: PlanOptions, quality: Quality | None) -> dict[str, object]:
     resolved = {
         "model": report.model_name,
         "dtype": report.dtype,
@@ -309,4 +330,5 @@ def _object(report: PlanReport, options: PlanOptions) -> dict[str, object]:
         "activation_peak_bytes": report.memory.activation_peak_bytes,
         "sequence_tokens": report.capacity.sequence_tokens,
     }
-    return envelope("plan", report.claims(), report.arms(), asdict(options) | resolved)
+    arms = report.arms() | ({} if quality is None else {"quality": quality})
+    return envelope("plan", report.claims(), arms, asdict(options) | resolved)

@@ -40,6 +40,9 @@ from quire.plan.roofline import DecodeStep, crossover_batch, decode_step
 from quire.plan.weights import WeightsPlacement, planned_weights
 from quire.scheduler.schedule_config import ScheduleConfig
 
+Quality = Mapping[str, Mapping[str, float]]
+"""Quality, full KV = 1, by KV codec and by the name of the retained share."""
+
 RETAINED = {"all tokens": 1.0, "50%": 0.5, "25%": 0.25}
 DEVICES = ("cpu", "cuda")
 STEP_TOKENS: int = {f.name: f.default for f in fields(ScheduleConfig)}["max_num_batched_tokens"]  # type: ignore[assignment]
@@ -168,10 +171,21 @@ def plan_report(
     kv_bytes_per_value = bytes_per_value(model, layout)
     weight_bytes_per_value = _weight_bytes(model, options, dtype) / model.num_parameters
     weights = planned_weights(model, weight_bytes_per_value, options.weights_memory_bytes)
-    memory = _divide(model, options, dtype_bytes(dtype), weights.device_bytes)
     tokens = options.sequence_tokens
     if tokens is None:
         tokens = min(_USUAL_SEQUENCE_TOKENS, model.max_positions)
+    choices = tuple(_choices(model, options, dtype, tokens))
+    try:
+        memory = _divide(model, options, dtype_bytes(dtype), weights.device_bytes)
+    except ConfigError as error:
+        fitting = [choice for choice in choices if choice.kv_bytes]
+        if not fitting:
+            raise
+        found = max(fitting, key=lambda choice: choice.kv_bytes)
+        raise ConfigError(
+            f"{error}; --weight-codec {found.weight_codec} leaves {format_size(found.kv_bytes)} "
+            "for KV"
+        ) from error
     fits = capacity(
         model, memory.kv_bytes, layout=layout, sequence_tokens=tokens, batch=options.batch
     )
@@ -201,64 +215,56 @@ def plan_report(
         ),
         verdict=_verdict(model, memory, layout, options.workload, weights),
         weights=weights,
-        choices=tuple(_choices(model, options, dtype, tokens)),
+        choices=choices,
     )
 
 
 def _choices(
     model: ModelSpec, options: PlanOptions, dtype: str, sequence_tokens: int
 ) -> Iterator[Choice]:
-    """The capacity of the memory with each codec of weights and of KV."""
-    coded = options.weights_memory_bytes is None  # offloaded layers are as stored
+    """The capacity of the memory with each codec of weights and of KV that the model can use."""
+    # offloaded layers are as stored, and quantized weights run on a CPU
+    coded = options.weights_memory_bytes is None and options.device == "cpu"
     for weight_codec in ("auto", *(WEIGHT_BITS if coded else ())):
         planned = replace(options, weight_codec=weight_codec)
-        weights_bytes = _weight_bytes(model, planned, dtype)
-        if not coded:
-            weights = planned_weights(
-                model, weights_bytes / model.num_parameters, options.weights_memory_bytes
-            )
-            weights_bytes = weights.device_bytes
+        bytes_per_weight = _weight_bytes(model, planned, dtype) / model.num_parameters
+        weights = planned_weights(model, bytes_per_weight, options.weights_memory_bytes)
         for kv_codec in (dtype, "int8", "int4"):
-            found = Choice(
+            try:
+                layouts = {
+                    name: layout_for(
+                        model,
+                        page_tokens=options.page_tokens,
+                        codec=fill_plain(kv_codec, dtype),
+                        evicting=share < 1,
+                    )
+                    for name, share in RETAINED.items()
+                }
+            except ConfigError:  # for example a head_dim that int4 cannot halve
+                continue
+            kv_bytes, tokens, sequences = 0, 0, dict.fromkeys(RETAINED, 0)
+            with suppress(ConfigError):  # it does not fit
+                memory = _divide(model, planned, dtype_bytes(dtype), weights.device_bytes)
+                sequences = {
+                    name: capacity(
+                        model,
+                        memory.kv_bytes,
+                        layout=layouts[name],
+                        sequence_tokens=sequence_tokens,
+                        batch=options.batch,
+                        retained=None if share == 1 else math.ceil(share * sequence_tokens),
+                    ).sequences
+                    for name, share in RETAINED.items()
+                }
+                kv_bytes = memory.kv_bytes
+                tokens = int(kv_bytes / token_bytes(next(iter(layouts.values()))))
+            yield Choice(
                 weight_codec=dtype if weight_codec == "auto" else weight_codec,
                 kv_codec=kv_codec,
-                kv_bytes=0,
-                tokens=0,
-                sequences=dict.fromkeys(RETAINED, 0),
+                kv_bytes=kv_bytes,
+                tokens=tokens,
+                sequences=sequences,
             )
-            with suppress(ConfigError):  # it does not fit
-                memory = _divide(model, planned, dtype_bytes(dtype), weights_bytes)
-                yield _measured(found, model, options, memory, dtype, sequence_tokens)
-                continue
-            yield found
-
-
-def _measured(
-    choice: Choice,
-    model: ModelSpec,
-    options: PlanOptions,
-    memory: MemoryLayout,
-    dtype: str,
-    sequence_tokens: int,
-) -> Choice:
-    sequences, tokens = {}, 0
-    for name, share in RETAINED.items():
-        layout = layout_for(
-            model,
-            page_tokens=options.page_tokens,
-            codec=fill_plain(choice.kv_codec, dtype),
-            evicting=share < 1,
-        )
-        tokens = tokens or int(memory.kv_bytes / token_bytes(layout))
-        sequences[name] = capacity(
-            model,
-            memory.kv_bytes,
-            layout=layout,
-            sequence_tokens=sequence_tokens,
-            batch=options.batch,
-            retained=None if share == 1 else math.ceil(share * sequence_tokens),
-        ).sequences
-    return replace(choice, kv_bytes=memory.kv_bytes, tokens=tokens, sequences=sequences)
 
 
 def _resolve_dtype(dtype: str, config: dict[str, object]) -> str:
@@ -274,6 +280,8 @@ def _weight_bytes(model: ModelSpec, options: PlanOptions, dtype: str) -> int:
         return model.weight_bytes(dtype_bytes(dtype))
     if codec not in WEIGHT_BITS:
         raise UnknownName("weight-codec", codec, ["auto", *WEIGHT_BITS])
+    if options.device != "cpu":
+        raise ConfigError(f"weight-codec={codec}: quantized weights run on a CPU; use --device cpu")
     if options.weights_memory_bytes is not None:
         raise ConfigError(
             f"weight-codec={codec}: offloaded layers are copied as they are stored; use "
@@ -354,12 +362,12 @@ _LETTERS = {"process": "P", "weights": "W", "activations": "A", "KV": "K", "head
 }
 
 
-def render(report: PlanReport, quality: Mapping[str, str] | None = None) -> RenderableType:
+def render(report: PlanReport, quality: Quality | None = None) -> RenderableType:
     """Render the whole result for a terminal.
 
     Args:
         report: the result.
-        quality: of each KV codec, of a board; None without one.
+        quality: of a board; None without one.
     """
     coded = report.weight_codec != "auto"
     weights = f"{report.dtype}, quantized to {report.weight_codec}" if coded else report.dtype
@@ -374,8 +382,10 @@ def render(report: PlanReport, quality: Mapping[str, str] | None = None) -> Rend
         memory_bar(report.memory),
         memory_table(report.memory),
         capacity_table(report),
-        choices_table(report, quality),
+        choices_table(report),
     ]
+    if quality is not None:
+        parts.append(quality_table(quality))
     if report.weights.offloaded_layers:
         size = format_size(report.weights.host_bytes)
         parts.append(Text(f"{report.weights.text}: {size} transferred to the device per step"))
@@ -446,7 +456,7 @@ def capacity_table(report: PlanReport) -> Table:
     return table
 
 
-def choices_table(report: PlanReport, quality: Mapping[str, str] | None = None) -> Table:
+def choices_table(report: PlanReport) -> Table:
     """What the memory holds with other codecs, and with eviction."""
     tokens = report.capacity.sequence_tokens
     table = Table("weights", "KV", "KV memory", "tokens", title_justify="left")
@@ -454,17 +464,24 @@ def choices_table(report: PlanReport, quality: Mapping[str, str] | None = None) 
     table.caption = "50% and 25%: with an eviction rule of this cap"
     for name in RETAINED:
         table.add_column(name)
-    if quality is not None:
-        table.add_column("quality of the board: " + " / ".join(RETAINED))
-    for column in table.columns[2:]:
-        column.justify = "right"
+    for column in table.columns:
+        column.justify = "right" if column.header not in ("weights", "KV") else "left"
     for choice in report.choices:
         sizes = [format_size(choice.kv_bytes), f"{choice.tokens:,}"]
         counts = [f"{count:,}" for count in choice.sequences.values()]
-        more = [] if quality is None else [quality.get(choice.kv_codec, "")]
         if not choice.kv_bytes:
-            sizes, counts, more = ["does not fit", ""], ["" for _ in counts], ["" for _ in more]
-        table.add_row(choice.weight_codec, choice.kv_codec, *sizes, *counts, *more)
+            sizes, counts = ["does not fit", ""], ["" for _ in counts]
+        table.add_row(choice.weight_codec, choice.kv_codec, *sizes, *counts)
+    return table
+
+
+def quality_table(quality: Quality) -> Table:
+    """The quality of the best rules of a board."""
+    table = Table("KV", title="Quality of the best rule of the board, by retained tokens")
+    for name in RETAINED:
+        table.add_column(name, justify="right")
+    for codec, means in quality.items():
+        table.add_row(codec, *(f"{means[name]:.2f}" if name in means else "-" for name in RETAINED))
     return table
 
 

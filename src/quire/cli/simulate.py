@@ -21,7 +21,7 @@ from quire.layout.kv_format import read_format
 from quire.layout.options import option, option_values
 from quire.plan.ceilings import NotUsable, default_path, read_ceilings
 from quire.plan.machine import this_machine
-from quire.sim.machine import AUTO, PROFILE, MachineConfig, Rates, measured_rates
+from quire.sim.machine import ASSUMED, AUTO, PROFILE, MachineConfig, Rates, measured_rates
 
 if TYPE_CHECKING:
     from quire.layout.model import ModelSpec
@@ -141,12 +141,12 @@ def _machine(machine: MachineConfig) -> tuple[MachineConfig, Rates, str]:
         return machine, rates, machine.text(rates)
     measured = _measured()
     if isinstance(measured, Rates):
-        machine = replace(machine, name="profile")
+        machine = replace(machine, name=PROFILE)
         rates = machine.rates(measured)
         return machine, rates, machine.text(rates)
     if machine.name == PROFILE:
         raise ConfigError(f"--machine profile: {measured.reason}")
-    machine = replace(machine, name="a100")
+    machine = replace(machine, name=ASSUMED)
     rates = machine.rates()
     return machine, rates, f"{machine.text(rates)}; assumed, as {measured.reason}"
 

@@ -46,7 +46,7 @@ from quire.scheduler.events import EventLog
 from quire.scheduler.eviction_trace import RetainedSets
 from quire.scheduler.group import make_sequences
 from quire.scheduler.request import PlannedFork, Request
-from quire.scheduler.request_parts import KV_MEMORY
+from quire.scheduler.request_parts import KV_MEMORY, TENANT
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.step import StepPlan
 
@@ -208,24 +208,26 @@ class Engine:
         peaks, prompt_tokens = scheduler.peaks, len(request.prompt_token_ids)
         width = request.params.num_sequences if request.params.use_beam_search else 1
 
-        def too_many(max_tokens: int) -> bool:
+        def limit(max_tokens: int) -> str:
             # the KV of the last token is never computed
             need = need_of(request, prompt_tokens + max(0, max_tokens - 1))
             counts = peaks.whole_counts(need, width)
             if not peaks.fit_alone(counts):
-                return True
-            return not scheduler.fairness.may_hold(request, peaks.num_bytes(counts))
+                return KV_MEMORY
+            may_hold = scheduler.fairness.may_hold(request, peaks.num_bytes(counts))
+            return "" if may_hold else TENANT
 
-        if not too_many(request.params.max_tokens):
+        if not limit(request.params.max_tokens):
             return request
-        fitting = bisect_left(range(request.params.max_tokens), True, key=too_many) - 1
+        lengths = range(request.params.max_tokens)
+        fitting = bisect_left(lengths, True, key=lambda length: bool(limit(length))) - 1
         if fitting < 1:
             return request
         sampling = with_max_tokens(request.params, fitting)
         made = self.input_processor.make(
             replace(requested, sampling=sampling), request.request_id, request.spec.arrival
         )
-        made.spec = replace(made.spec, max_tokens_limit=KV_MEMORY)
+        made.spec = replace(made.spec, max_tokens_limit=limit(fitting + 1))
         return made
 
     def _open_text(self, request: Request) -> OutputText:

@@ -471,4 +471,4 @@ def prepare_linears(
     widen_linears(model)
     if not left_alone:
         MappedFiles().copy_weights(model)
-        trim_free_memory()
+    trim_free_memory()

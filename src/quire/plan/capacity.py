@@ -136,7 +136,7 @@ def _longest(layout: CacheLayout, pool_bytes: int, max_positions: int, retained:
 # |<------------------------------------ total ------------------------------------------>|
 
 DEFAULT_HEADROOM_SHARE = 0.1
-"""Default fraction of the total left free for the allocator, the runtime and other programs."""
+"""Default fraction of the total left free for the allocator and other programs."""
 
 _IMPORTED_BYTES = 500 * 2**20  # Python, PyTorch for CPUs, Transformers and Quire after a step
 _TOKENIZER_BYTES = 1024  # per token of its vocabulary
@@ -204,8 +204,8 @@ def auto_kv_memory(
             f"no memory is left for KV: total {total_bytes:,} B{process} - weights"
             f" {weights_bytes:,} B - activation peak {activation_peak_bytes:,} B - headroom"
             f" {headroom_bytes:,} B = {kv_bytes:,} B; quantize the weights (--weight-codec int8 or"
-            " int4), offload layers (--weights-memory), lower --max-num-batched-tokens or the"
-            " headroom, or take more memory or a smaller model"
+            " int4, on a CPU), offload layers (--weights-memory), lower --max-num-batched-tokens or"
+            " the headroom, or take more memory or a smaller model"
         )
     return kv_bytes
 

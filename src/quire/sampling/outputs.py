@@ -26,7 +26,8 @@ class Usage:
         first_token_s: seconds from submission to the first token.
         total_s: seconds from submission to the end.
         max_tokens: maximum tokens of each output that the request ran with.
-        max_tokens_limit: why it is less than requested: "context" or "kv_memory"; "": it is not.
+        max_tokens_limit: why it is less than requested: "context", "kv_memory",
+            or "tenant_kv_memory"; "": it is not.
     """
 
     prompt_tokens: int

@@ -45,7 +45,7 @@ class RequestState(enum.Enum):
     FINISHED = "finished"
 
 
-CONTEXT, KV_MEMORY = "context", "kv_memory"
+CONTEXT, KV_MEMORY, TENANT = "context", "kv_memory", "tenant_kv_memory"
 """Limits of an output."""
 
 
@@ -69,8 +69,8 @@ class RequestSpec:
         cache_salt: client's salt in the identity of its cached prefixes.
         evict: its eviction policy as text.
         records_evictions: whether the eviction trace is requested.
-        max_tokens_limit: why `params.max_tokens` is less than requested: `CONTEXT` or `KV_MEMORY`;
-            "": it is not.
+        max_tokens_limit: why `params.max_tokens` is less than requested: `CONTEXT`, `KV_MEMORY` or
+            `TENANT`; "": it is not.
     """
 
     request_id: str

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Literal, no_type_check
+from typing import Final, Literal, no_type_check
 
 from quire.errors import ConfigError
 from quire.layout.options import check_options, option
@@ -44,7 +44,9 @@ class Rates:
         )
 
 
-AUTO, PROFILE, ASSUMED = "auto", "profile", "a100"
+AUTO: Final = "auto"
+PROFILE: Final = "profile"
+ASSUMED: Final = "a100"
 MachineName = Literal["auto", "a100", "h100", "h200", "profile"]
 REACHED_OF_PEAKS = 0.6
 """Fraction of a data sheet's peaks that steps reach. This is assumed: decode steps of engines read

@@ -185,6 +185,18 @@ def test_second_concurrent_run_is_refused(path: Path):
     start(path).__exit__(None, None, None)
 
 
+def test_file_that_was_replaced_before_it_was_locked_is_refused(path: Path, monkeypatch):
+    fill(path, 1)
+
+    def replaced(*_: object) -> None:
+        path.with_name("other").write_bytes(path.read_bytes())
+        path.with_name("other").replace(path)
+
+    monkeypatch.setattr("quire.cli.batch_files.fcntl.flock", replaced)
+    with pytest.raises(ConfigError, match="another quire batch has replaced"):
+        start(path)
+
+
 def test_output_path_that_is_not_a_regular_file_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="cannot be written"):
         start(tmp_path)

@@ -103,11 +103,29 @@ def test_choices_that_do_not_fit_say_so(folder: Path):
 
     assert coded.kv_bytes > 0 == stored.kv_bytes
     assert stored.sequences == dict.fromkeys(RETAINED, 0)
-    with pytest.raises(ConfigError, match=r"--weight-codec int8 or int4.*--weights-memory"):
+    refused = (
+        r"--weight-codec int8 or int4, on a CPU.*--weights-memory.*--weight-codec int4 leaves \d+"
+    )
+    with pytest.raises(ConfigError, match=refused):
         plan_report(folder, PlanOptions(**sizes))
     arguments = ("--headroom", "0B", "--activation-peak", "1B", "--memory", f"{memory_bytes}B")
     shown = quire_plan(str(folder), *arguments, "--weight-codec", "int4").stdout
     assert "does not fit" in shown
+
+
+def test_choices_leave_out_codecs_that_the_model_or_device_cannot_use(folder: Path):
+    config = TINY | {"head_dim": 27}
+    (folder / "config.json").write_text(json.dumps(config))
+    options = PlanOptions(memory_bytes=GIB, device="cuda")
+
+    choices = plan_report(folder, options).choices
+    assert [(c.weight_codec, c.kv_codec) for c in choices] == [
+        ("float16", "float16"), ("float16", "int8"),
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match="--device cpu"):
+        plan_report(folder, replace(options, weight_codec="int8"))
+    refused = quire_plan(str(folder), "--device", "cuda:0")
+    assert (refused.exit_code, "needs --memory" in refused.stderr) == (2, True)
 
 
 def test_board_adds_the_quality_of_its_model(folder: Path, tmp_path: Path):
@@ -124,11 +142,13 @@ def test_board_adds_the_quality_of_its_model(folder: Path, tmp_path: Path):
     report = plan_report(folder, PlanOptions(memory_bytes=GIB))
 
     assert board_quality(board, str(folder), report) == {
-        "float16": "1.00 / - / -", "int8": "- / 0.75 / -", "int4": "- / - / -",
+        "float16": {"all tokens": 1.0}, "int8": {"50%": 0.75},
     }  # fmt: skip
     assert "0.75" in quire_plan(str(folder), "--memory", "1GiB", "--board", str(board)).stdout
     refused = quire_plan(str(folder), "--memory", "1GiB", "--board", str(folder / "config.json"))
     assert (refused.exit_code, "expected the JSON result" in refused.stderr) == (2, True)
+    refused = quire_plan(str(folder), "--board", str(board), "--maximize-batch", "100,10")
+    assert (refused.exit_code, "leave out" in refused.stderr) == (2, True)
     with pytest.raises(ConfigError, match="not another"):
         board_quality(board, "another", report)
 
@@ -257,7 +277,7 @@ def test_values_of_a_config_file_are_defaults_and_flags_take_precedence(
     file = tmp_path / "engine.toml"
     file.write_text(
         f'model = "{folder}"\nkv-codec = "int8"\nkv-memory = "1MiB"\nblock-size = 32\n'
-        'evict = "h2o:cap=64"\nmax-num-seqs = 4\n'
+        'evict = "h2o:cap=64"\nmax-num-seqs = 4\nthreads = 1\n'
     )
 
     result = quire_plan("--config", str(file), "--kv-memory", "2MiB", "--json")

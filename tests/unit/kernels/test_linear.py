@@ -197,6 +197,8 @@ def test_gated_product_of_many_rows_equals_that_of_a_row(
 def test_unpacked_weight_is_the_weight(kind: str) -> None:
     weight = seeded(70, 272).to(torch.float32 if kind == "float32" else torch.bfloat16)
     assert torch.equal(pack(weight, kind).unpacked(), weight)
+    part = torch.cat([weight.new_zeros(1), weight.flatten()])[1:].view(70, 272)  # at an odd offset
+    assert torch.equal(pack(part, kind).unpacked(), weight)
 
 
 def test_activation_codes_round_to_nearest(products: Products) -> None:

@@ -189,7 +189,7 @@ def test_refusal_with_kv_offload_states_the_needs_of_each_memory():
         for offload_memory in ("4MiB", "32KiB")
     )
     numbers = [int(n.replace(",", "")) for n in re.findall(r"([\d,]+) B", ample)]
-    _, _, _, staging, rest, offloaded, offload = numbers
+    _, _, staging, rest, offloaded, offload = numbers
 
     assert "with KV offload the KV memory must hold" in ample
     assert "B of staging (one layer of 336 offloaded tokens)" in ample

@@ -173,7 +173,10 @@ def _pack_panel(rows: Tensor, packed: PackedWeight, number: int) -> None:
             units = (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
     # PyTorch transposes a matrix of int32 in blocks: 30 times faster than units of four uint8
     panel = packed.panels[number].view(torch.int32)[..., 0]
-    panel.copy_(units.contiguous().view(torch.int32).t())
+    units = units.contiguous()
+    if units.storage_offset() * units.element_size() % 4:  # no view as int32
+        units = units.clone()
+    panel.copy_(units.view(torch.int32).t())
 
 
 def _int8_codes(numbers: Tensor) -> tuple[Tensor, Tensor]:

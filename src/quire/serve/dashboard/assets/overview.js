@@ -154,7 +154,7 @@ function withRest(parts, pages, overview) {
   if (total === undefined) return { parts, total: overview.memory.limit_bytes ?? null };
   const cached = pages.owners[1].bytes;
   if (cached) parts.push({ name: "Prefix cache", bytes: cached, look: STATES[1] });
-  if (overview.memory.border_bytes) parts.push({ name: "Lost between pages of different sizes", bytes: overview.memory.border_bytes, look: BORDERS });
+  if (overview.memory.border_bytes) parts.push({ name: "Too small for a page", bytes: overview.memory.border_bytes, look: BORDERS });
   parts.push({ name: "Free", bytes: pages.free_bytes, look: STATES[0] });
   return { parts, total, note: outside(pages) };
 }
