@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from quire.errors import UnsoundCombination
+from quire.errors import ConfigError, UnsoundCombination
 from quire.layout import limits
 from quire.layout.eviction import parse_policy
 from quire.layout.statistics import Statistic
@@ -87,6 +87,11 @@ def announced(allow: str) -> Iterable[RuleRequirements]:
     if allow.strip() == ALL:
         return [_served(name, policy(), None) for name, policy in registered().items()]
     texts = [text.strip() for text in allow.split(";")]
+    if any("," in text.partition(":")[0] for text in texts):
+        raise ConfigError(
+            "evict_allow: expected policies separated by semicolons, as in "
+            f"'h2o;snapkv:window=16', got {allow!r}"
+        )
     return [_read(text) for text in texts if text and text not in (NONE, FULL)]
 
 

@@ -115,6 +115,11 @@ def test_max_tokens_is_limited_to_the_memory_of_a_tenant(model):
         llm.generate([3] * 20, params, tenant="a")
 
 
+def test_rules_to_choose_from_are_separated_by_semicolons(model):
+    with pytest.raises(ConfigError, match=r"separated by semicolons.*'h2o,snapkv'"):
+        LLM(model, kv=KVConfig(memory="1MiB", evict_allow="h2o,snapkv"))
+
+
 @pytest.mark.parametrize(
     "options",
     [{"priority": [2, 0, 1]}, {"deadline_s": [None, 50.0, 60]}, {"priority": [1, 0, 0]}],
