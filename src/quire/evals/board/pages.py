@@ -1,13 +1,12 @@
 """Files of a leaderboard: a Markdown table, a chart, and an interactive page."""
 
 from collections.abc import Iterator, Sequence
-from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from quire.evals.board.grid import FULL, QUIRE
 from quire.evals.board.result import BoardResult, Row, best_rules
 from quire.evals.intervals import Mean
-from quire.layout.eviction import PREFILL_END
+from quire.layout.eviction import DECODE, PREFILL_AND_DECODE, PREFILL_END
 from quire.layout.extras import require_extra
 from quire.sim.plots import drawn
 
@@ -28,7 +27,13 @@ _BEFORE_QUESTION = {
     "loss there, and of other answers the first token is free.",
 }
 
-_COLOURS = ("#1f5fa8", "#d1662b", "#3a8a4d", "#8a4da8", "#707070")
+_COLOURS = {
+    "": "#707070",
+    PREFILL_END: "#1f5fa8",
+    PREFILL_AND_DECODE: "#d1662b",
+    DECODE: "#8a4da8",
+}
+_OTHER, _PARETO = "#3a8a4d", "#444444"
 
 
 def page(result: BoardResult, model: str, *, has_chart: bool, section: Sequence[str] = ()) -> str:
@@ -133,23 +138,57 @@ def chart(result: BoardResult) -> bytes:
 
 
 def _draw(axes: "Axes", rows: Sequence[Row]) -> None:
-    groups: dict[str, list[Row]] = {}
-    for row in sorted(rows, key=lambda row: (row.entry.source != QUIRE, row.entry.schedule)):
-        source = f"{row.entry.source}, " * (row.entry.source != QUIRE)
-        groups.setdefault(source + (row.entry.schedule or "full KV"), []).append(row)
-    for (label, own), colour in zip(groups.items(), cycle(_COLOURS), strict=False):
-        shares = [row.kv_share for row in own]
-        axes.scatter(shares, [r.quality.mean for r in own], label=label, color=colour, s=14)
-    best = sorted((row for row in rows if row.is_unbeaten), key=lambda row: row.kv_share)
+    for label, own in _groups(rows).items():
+        colour, is_own = _colour(own[0]), own[0].entry.source == QUIRE
+        axes.scatter(
+            [row.kv_share for row in own],
+            [row.quality.mean for row in own],
+            label=label,
+            edgecolors=colour,
+            facecolors=colour if is_own else "none",
+            s=14,
+        )
+    best = _best(rows)
     axes.plot(
         [row.kv_share for row in best],
         [row.quality.mean for row in best],
-        color="#444444",
+        color=_PARETO,
         linewidth=1,
         label="Pareto-optimal",
     )
+    names: dict[tuple[float, float], str] = {}
+    for row in best:
+        place = (row.kv_share, row.quality.mean)
+        names[place] = f"{names[place]}; {_name(row)}" if place in names else _name(row)
+    for number, (place, _) in enumerate(names.items(), start=1):
+        axes.annotate(f"{number}", place, (-7, 3), textcoords="offset points", fontsize=8)
+    listed = [f"{number}  {name}" for number, name in enumerate(names.values(), start=1)]
+    axes.text(1.02, 0.02, "\n".join(listed), transform=axes.transAxes, fontsize=7)
     axes.set(xlabel="peak KV bytes of a request, over full KV", ylabel="quality over full KV")
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
+
+
+def _groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows by source and schedule, with the name of the group."""
+    found: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: (row.entry.source != QUIRE, row.entry.schedule)):
+        source = f"{row.entry.source}, " * (row.entry.source != QUIRE)
+        found.setdefault(source + (row.entry.schedule or "full KV"), []).append(row)
+    return found
+
+
+def _colour(row: Row) -> str:
+    """The colour of a schedule, the same in the picture and in the interactive page."""
+    return _COLOURS.get(row.entry.schedule, _OTHER)
+
+
+def _best(rows: Sequence[Row]) -> list[Row]:
+    return sorted((row for row in rows if row.is_unbeaten), key=lambda row: row.kv_share)
+
+
+def _name(row: Row) -> str:
+    rule = row.entry.rule if row.entry.rule == FULL else f"{row.entry.rule} {row.entry.budget}"
+    return f"{rule}, {row.entry.codec}" if row.entry.source == QUIRE else rule
 
 
 def interactive(result: BoardResult, model: str) -> str:
@@ -158,21 +197,17 @@ def interactive(result: BoardResult, model: str) -> str:
     import plotly.graph_objects as go
 
     rows = result.rows
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        source = row.entry.codec if row.entry.source == QUIRE else row.entry.source
-        groups.setdefault(f"{source}, {row.entry.schedule or FULL}", []).append(row)
     figure = go.Figure()
-    for name, own in sorted(groups.items()):
+    for name, own in _groups(rows).items():
         figure.add_trace(go.Scatter(**_points(own, name)))
-    best = sorted((row for row in rows if row.is_unbeaten), key=lambda row: row.kv_share)
+    best = _best(rows)
     figure.add_trace(
         go.Scatter(
             x=[row.kv_share for row in best],
             y=[row.quality.mean for row in best],
             mode="lines",
             name="Pareto-optimal",
-            line={"color": "#444444", "width": 1},
+            line={"color": _PARETO, "width": 1},
             hoverinfo="skip",
         )
     )
@@ -203,6 +238,10 @@ def _points(rows: Sequence[Row], name: str) -> dict[str, Any]:
             for row in rows
         ],
         "mode": "markers",
+        "marker": {
+            "color": _colour(rows[0]),
+            "symbol": "circle" if rows[0].entry.source == QUIRE else "circle-open",
+        },
         "name": name,
         "hovertemplate": "%{text}<br>quality %{y:.3f}, KV %{x:.3f}<extra></extra>",
     }
