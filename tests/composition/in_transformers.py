@@ -30,7 +30,7 @@ def run_cache(draft: Draft) -> Ran:
         found = model.generate(
             torch.tensor(rows),
             attention_mask=torch.tensor(mask),
-            past_key_values=cache,
+            cache=cache,
             max_new_tokens=NEW_TOKENS,
             do_sample=False,
             pad_token_id=0,
