@@ -107,7 +107,8 @@ def json_object(raw: bytes, number: int) -> dict[str, Any]:
     try:
         value = json.loads(raw.decode("utf-8-sig" if number == 1 else "utf-8"))
     except json.JSONDecodeError as error:  # str(error) has a line number relative to this line
-        message = f"the line is not JSON: {error.msg} at character {error.pos + 1}"
+        reason = error.msg.removesuffix(" at")
+        message = f"the line is not JSON: {reason} at character {error.pos + 1}"
         raise BatchError(message, head) from error
     except (ValueError, RecursionError) as error:
         raise BatchError(f"the line is not JSON: {error}", head) from error

@@ -87,14 +87,20 @@ def _longest(llm: LLM) -> Iterator[str]:
     context = llm.model.spec.max_positions
     longest = peaks.longest_sequence(context, eviction)
     usual = min(LENGTHS[0], context)
+
+    def needed_mib(tokens: int) -> int:
+        [counts] = peaks.counts([Need(tokens, eviction=eviction, may_offload=True)])
+        return -(-peaks.slab_bytes(counts) // 2**20)
+
     if longest < usual:
-        yield f"Warning: the KV memory is too small for one request of {usual:,} tokens"
+        yield (
+            f"Warning: the KV memory is too small for one request of {usual:,} tokens; "
+            f"--kv-memory {needed_mib(usual)}MiB holds one"
+        )
     if longest < context:
-        [counts] = peaks.counts([Need(context, eviction=eviction, may_offload=True)])
-        needed_mib = -(-peaks.slab_bytes(counts) // 2**20)
         yield (
             f"Longest request: {longest:,} of the {context:,} tokens of the model's context; "
-            f"--kv-memory {needed_mib}MiB holds the whole context"
+            f"--kv-memory {needed_mib(context)}MiB holds the whole context"
         )
 
 

@@ -283,8 +283,10 @@ def test_any_json_object_parses_or_is_refused(value: dict):
     [
         (b'{"prompt": \n', r"not JSON: Expecting value at character 13$"),
         (b"[" * 200_000, "not JSON"),
+        (b'{"prompt": "a', "Unterminated string starting at character 12"),
+        (b'{"prompt": "a\t"}', "Invalid control character at character 14"),
     ],
-    ids=["position", "nested"],
+    ids=["position", "nested", "text", "control"],
 )
 def test_line_that_is_not_json_is_refused(raw, message):
     with pytest.raises(BatchError, match=message):
