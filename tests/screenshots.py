@@ -28,7 +28,9 @@ def main():
     folder = Path(names[0]) if names else FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     views = (*VIEWS, "timeline", "inspector") if "--all" in sys.argv else COMMITTED
-    with served() as url, Load(url), sync_playwright() as play:
+    load = {"clients": 14, "without": "<|doc|>"}  # a mark of quire-tiny's training
+    server = served("--kv-memory", "24MiB", "--swap-space", "8MiB", model="smollm2")
+    with server as url, Load(url, **load), sync_playwright() as play:
         browser = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         time.sleep(LOAD_S)
         for size, viewport in SIZES.items():

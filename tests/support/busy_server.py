@@ -34,9 +34,11 @@ class Load:
         url: base URL of the server.
         headers: headers of every request.
         clients: number of requests at once.
+        without: prefix that is left out of each prompt.
     """
 
-    def __init__(self, url, headers=None, clients=22):
+    def __init__(self, url, headers=None, clients=22, without=""):
+        self._without = without
         self._url, self._headers, self._clients = url, headers, clients
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
         self._stopping = threading.Event()
@@ -61,6 +63,7 @@ class Load:
     async def _send(self, client, number):
         while True:
             prompt, options = PROMPTS[number % len(PROMPTS)]
+            prompt = prompt.removeprefix(self._without)
             tokens = LONG_TOKENS if number % len(PROMPTS) == 1 else 60 + 37 * (number % 7)
             body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "seed": number}
             body |= {"temperature": 0.9, "stream": True} | options
@@ -73,16 +76,16 @@ class Load:
 
 
 @contextmanager
-def served(*options):
-    """Run `quire serve quire-tiny` with a small KV memory; yields its URL."""
-    with server_process(*options) as (_, url):
+def served(*options, model="quire-tiny"):
+    """Run `quire serve` with a small KV memory; yields its URL."""
+    with server_process(*options, model=model) as (_, url):
         yield url
 
 
 @contextmanager
-def server_process(*options, stderr=subprocess.DEVNULL):
-    """Run `quire serve quire-tiny` with a small KV memory; yields its process and its URL."""
-    command = [sys.executable, "-m", "quire", "serve", "quire-tiny", "--port", "0"]
+def server_process(*options, model="quire-tiny", stderr=subprocess.DEVNULL):
+    """Run `quire serve` with a small KV memory; yields its process and its URL."""
+    command = [sys.executable, "-m", "quire", "serve", model, "--port", "0"]
     command += ["--kv-memory", "4MiB", "--swap-space", "3MiB", "--evict-allow", "all", *options]
     source = Path(__file__).parents[2] / "src"
     environment = os.environ | {
