@@ -399,6 +399,8 @@ def test_banner_names_the_longest_request_and_the_memory_of_the_whole_context():
     assert re.match(r"Longest request: [\d,]+ of the 4,096 tokens of the model's context; ", line)
     assert found is not None
     whole = int(found[1])
+    for memory in ("1MiB", "3MiB", "16MiB"):  # whose slabs have other sizes
+        assert any(f"--kv-memory {whole}MiB holds the whole" in line for line in lines(memory))
     assert not any("Warning" in line for line in lines("4MiB"))
     [warning] = [line for line in lines("1MiB") if line.startswith("Warning: ")]
     usual = re.search(r"too small for one request of 512 tokens; --kv-memory (\d+)MiB", warning)

@@ -34,10 +34,9 @@ class GenerationRequest:
         cache_salt: only requests of the same tenant and salt share cached prefixes.
         evict: eviction policy, such as "h2o:cap=512"; default: `KVConfig.evict`.
         record_evictions: record which tokens are evicted; default: `KVConfig.record_evictions`.
-        limit_max_tokens: lower `max_tokens` to what fits into the context, the KV memory and its
-            tenant's limit; such
-            an output ends with "length", and `Usage.max_tokens_limit` names the cause. None: lower
-            it to the context only. False: raise RequestError instead.
+        limit_max_tokens: lower `max_tokens` to what fits into the context, the KV memory and the
+            limit of the tenant; `Usage.max_tokens_limit` names the cause. None: lower it to the
+            context only. False: raise RequestError instead.
         metadata: strings of the client, repeated in the output and in responses: at most 16 pairs,
             names up to 64 characters, values up to 512, as in OpenAI's API.
     """

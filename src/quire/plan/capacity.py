@@ -156,11 +156,12 @@ class MemoryLayout:
 
     def __post_init__(self) -> None:
         if self.unassigned_bytes < 0:
+            held = format_size(self.process_bytes)
+            process = f"the process {held}, " if self.process_bytes else ""
             raise ConfigError(
                 f"kv_memory={format_size(self.kv_bytes)} does not fit: "
                 f"{_sum(self.total_bytes, self._overhead_bytes)} remain of"
-                f" {format_size(self.total_bytes)} after the process"
-                f" {format_size(self.process_bytes)}, weights"
+                f" {format_size(self.total_bytes)} after {process}weights"
                 f" {format_size(self.weights_bytes)}, activations"
                 f" {format_size(self.activation_peak_bytes)} and headroom"
                 f" {format_size(self.headroom_bytes)}; lower kv_memory or the headroom"

@@ -24,6 +24,7 @@ from quire.errors import ConfigError, EngineDead
 from quire.layout.sizes import format_size
 from quire.layout.values import raise_file_limit
 from quire.scheduler.admission.need import Need
+from quire.scheduler.admission.never_fits import fitting_memory
 from quire.serve.access import HEADER, AccessLog, LocalHosts
 from quire.serve.apis.endpoints import OtherApis
 from quire.serve.config import ServerConfig, is_loopback
@@ -88,19 +89,18 @@ def _longest(llm: LLM) -> Iterator[str]:
     longest = peaks.longest_sequence(context, eviction)
     usual = min(LENGTHS[0], context)
 
-    def needed_mib(tokens: int) -> int:
-        [counts] = peaks.counts([Need(tokens, eviction=eviction, may_offload=True)])
-        return -(-peaks.slab_bytes(counts) // 2**20)
+    def memory(tokens: int) -> str:
+        return fitting_memory(peaks, Need(tokens, eviction=eviction, may_offload=True))
 
     if longest < usual:
         yield (
             f"Warning: the KV memory is too small for one request of {usual:,} tokens; "
-            f"--kv-memory {needed_mib(usual)}MiB holds one"
+            f"--kv-memory {memory(usual)} holds one"
         )
     if longest < context:
         yield (
             f"Longest request: {longest:,} of the {context:,} tokens of the model's context; "
-            f"--kv-memory {needed_mib(context)}MiB holds the whole context"
+            f"--kv-memory {memory(context)} holds the whole context"
         )
 
 

@@ -171,7 +171,7 @@ def _pack_panel(rows: Tensor, packed: PackedWeight, number: int) -> None:
             halves = codes.view(PANEL_COLUMNS, -1)[:, : rows.shape[1]]
             halves = halves.reshape(PANEL_COLUMNS, -1, 2, 4)
             units = (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
-    # PyTorch transposes a matrix of int32 in blocks: 30 times faster than units of four uint8
+    # PyTorch transposes a matrix of int32 in blocks, units of four uint8 one by one
     panel = packed.panels[number].view(torch.int32)[..., 0]
     units = units.contiguous()
     if units.storage_offset() * units.element_size() % 4:  # no view as int32

@@ -60,7 +60,7 @@ def possible_changes(peaks: Peaks, need: Need, width: int) -> str:
     """
     changes = [
         *_smaller_requests(peaks, need, width),
-        _memory(peaks, need, width),
+        f"raise {peaks.memory.arena.size_option} to {fitting_memory(peaks, need, width)}",
         *_offload(peaks, need, width),
         *_evictions(peaks, need, width),
     ]
@@ -71,8 +71,8 @@ def _fits(peaks: Peaks, need: Need, width: int) -> bool:
     return peaks.fit_alone(peaks.whole_counts(need, width))
 
 
-def _memory(peaks: Peaks, need: Need, width: int) -> str:
-    """The KV memory size that fits the request, with unchanged offload memory.
+def fitting_memory(peaks: Peaks, need: Need, width: int = 1) -> str:
+    """The KV memory size, as an option value, that fits a request with unchanged offload memory.
 
     A KV memory of another size may have slabs of another size, so the size is searched for.
     """
@@ -83,7 +83,7 @@ def _memory(peaks: Peaks, need: Need, width: int) -> str:
     while needed > total_bytes:
         total_bytes = needed
         needed = _round_up(arena.bytes_for(total_bytes, pages))
-    return f"raise {arena.size_option} to {_size(total_bytes)}"
+    return _size(total_bytes)
 
 
 def _round_up(num_bytes: int) -> int:

@@ -115,7 +115,7 @@ export class Overview {
   }
 
   factsOf(overview) {
-    const eviction = overview.evict === "full" ? "no eviction by default" : `eviction by default ${overview.evict}`;
+    const eviction = overview.evict === "full" ? "no eviction by default" : `default eviction ${overview.evict}`;
     const parts = [`codec ${overview.codec}`, eviction,
       `longest accepted request ${count(overview.max_model_len)} tokens`];
     if (overview.tenant) parts.unshift(`tenant ${overview.tenant}`);
