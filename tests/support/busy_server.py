@@ -34,7 +34,7 @@ class Load:
         url: base URL of the server.
         headers: headers of every request.
         clients: number of requests at once.
-        without: prefix that is left out of each prompt.
+        without: text that is left out of each prompt.
     """
 
     def __init__(self, url, headers=None, clients=22, without=""):
@@ -63,7 +63,7 @@ class Load:
     async def _send(self, client, number):
         while True:
             prompt, options = PROMPTS[number % len(PROMPTS)]
-            prompt = prompt.removeprefix(self._without)
+            prompt = prompt.replace(self._without, "")
             tokens = LONG_TOKENS if number % len(PROMPTS) == 1 else 60 + 37 * (number % 7)
             body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "seed": number}
             body |= {"temperature": 0.9, "stream": True} | options

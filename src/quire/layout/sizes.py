@@ -102,6 +102,17 @@ def format_size(size_bytes: int) -> str:
     return f"{value / 1024:.2f} TiB"
 
 
+def rounded_size(num_bytes: int) -> int:
+    """Round up to whole KiB, and from 64 MiB on to whole MiB."""
+    unit = 1024 if num_bytes < 64 * 2**20 else 2**20
+    return -(-num_bytes // unit) * unit
+
+
+def option_size(num_bytes: int) -> str:
+    """Format a multiple of 1 KiB as the value of an option, such as 11520KiB or 182MiB."""
+    return f"{num_bytes // 1024}KiB" if num_bytes % 2**20 else f"{num_bytes // 2**20}MiB"
+
+
 def _not_a_size(text: object) -> ConfigError:
     is_long = isinstance(text, int) and text.bit_length() > _MAX_BITS
     shown = "an integer of more than 63 bits" if is_long else f"{text!r:.60}"

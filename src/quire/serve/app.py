@@ -21,10 +21,9 @@ from fastapi.middleware.cors import CORSMiddleware
 from quire.api.llm import LLM
 from quire.config.sampling_params import SamplingParams
 from quire.errors import ConfigError, EngineDead
-from quire.layout.sizes import format_size
+from quire.layout.sizes import format_size, option_size
 from quire.layout.values import raise_file_limit
 from quire.scheduler.admission.need import Need
-from quire.scheduler.admission.never_fits import fitting_memory
 from quire.serve.access import HEADER, AccessLog, LocalHosts
 from quire.serve.apis.endpoints import OtherApis
 from quire.serve.config import ServerConfig, is_loopback
@@ -90,7 +89,8 @@ def _longest(llm: LLM) -> Iterator[str]:
     usual = min(LENGTHS[0], context)
 
     def memory(tokens: int) -> str:
-        return fitting_memory(peaks, Need(tokens, eviction=eviction, may_offload=True))
+        need = Need(tokens, eviction=eviction, may_offload=True)
+        return option_size(peaks.fitting_bytes(need))
 
     if longest < usual:
         yield (

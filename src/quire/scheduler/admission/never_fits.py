@@ -8,15 +8,13 @@ from dataclasses import replace
 from quire.errors import NeverFits
 from quire.layout.eviction import PREFILL_AND_DECODE, PRESSURE
 from quire.layout.layout import offloaded_token_bytes
+from quire.layout.sizes import option_size, rounded_size
 from quire.scheduler.admission.lane_peaks import UNBOUNDED
 from quire.scheduler.admission.need import Need, need_of
 from quire.scheduler.admission.offload_split import offload_text
 from quire.scheduler.admission.peaks import Peaks
 from quire.scheduler.group import num_rows
 from quire.scheduler.request import Request
-
-_KIB = 1024
-_MANY_KIB = 64 * 1024  # sizes from here on are rounded to MiB
 
 
 def refuse_if_never(peaks: Peaks, request: Request) -> None:
@@ -58,9 +56,10 @@ def possible_changes(peaks: Peaks, need: Need, width: int) -> str:
         need: need of each sequence of the request, with its prompt length.
         width: number of sequences that share the prompt.
     """
+    memory = option_size(peaks.fitting_bytes(need, width))
     changes = [
         *_smaller_requests(peaks, need, width),
-        f"raise {peaks.memory.arena.size_option} to {fitting_memory(peaks, need, width)}",
+        f"raise {peaks.memory.arena.size_option} to {memory}",
         *_offload(peaks, need, width),
         *_evictions(peaks, need, width),
     ]
@@ -69,31 +68,6 @@ def possible_changes(peaks: Peaks, need: Need, width: int) -> str:
 
 def _fits(peaks: Peaks, need: Need, width: int) -> bool:
     return peaks.fit_alone(peaks.whole_counts(need, width))
-
-
-def fitting_memory(peaks: Peaks, need: Need, width: int = 1) -> str:
-    """The KV memory size, as an option value, that fits a request with unchanged offload memory.
-
-    A KV memory of another size may have slabs of another size, so the size is searched for.
-    """
-    counts, arena = peaks.whole_counts(need, width), peaks.memory.arena
-    sizes = [page_class.page_bytes for page_class in peaks.page_classes]
-    pages = list(zip(sizes, counts.tolist(), strict=True))
-    total_bytes, needed = 0, _round_up(peaks.num_bytes(counts))
-    while needed > total_bytes:
-        total_bytes = needed
-        needed = _round_up(arena.bytes_for(total_bytes, pages))
-    return _size(total_bytes)
-
-
-def _round_up(num_bytes: int) -> int:
-    unit = _KIB if num_bytes < _MANY_KIB * _KIB else _KIB**2
-    return -(-num_bytes // unit) * unit
-
-
-def _size(num_bytes: int) -> str:
-    """Format a multiple of 1 KiB as an option value."""
-    return f"{num_bytes // _KIB}KiB" if num_bytes % _KIB**2 else f"{num_bytes // _KIB**2}MiB"
 
 
 def _smaller_requests(peaks: Peaks, need: Need, width: int) -> Iterator[str]:
@@ -127,10 +101,10 @@ def _offload(peaks: Peaks, need: Need, width: int) -> Iterator[str]:
     tokens = bisect_left(range(need.tokens), True, key=fits)
     if peaks.offloaded_tokens:
         num_bytes = -(-tokens * peaks.offload_bytes // peaks.offloaded_tokens)
-        yield f"raise --kv-offload-memory to {_size(_round_up(num_bytes))}"
+        yield f"raise --kv-offload-memory to {option_size(rounded_size(num_bytes))}"
     else:  # activation checkpoints may use a fraction of it, by rates that are measured later
         num_bytes = tokens * offloaded_token_bytes(peaks.memory.layout)
-        yield f"set --kv-offload-memory to {_size(_round_up(num_bytes))}"
+        yield f"set --kv-offload-memory to {option_size(rounded_size(num_bytes))}"
 
 
 def _evictions(peaks: Peaks, need: Need, width: int) -> Iterator[str]:
