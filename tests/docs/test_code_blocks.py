@@ -13,7 +13,8 @@ import pytest
 import yaml
 
 from quire.errors import ModelError
-from quire.layout.packaged import SMOLLM2, file_of
+from quire.layout.packaged import SMOLLM2
+from quire.models.source import find_model
 from support.snippets import ROOT, snippets
 
 DOCS = ROOT / "docs"
@@ -98,7 +99,7 @@ def test_blocks_of_a_page_print_the_shown_output(
 
     if needs_smollm2(path):
         try:
-            file_of(SMOLLM2)
+            find_model(SMOLLM2)
         except ModelError as error:
             pytest.skip(str(error))
     page = ModuleType("page")  # a dataclass looks up its module

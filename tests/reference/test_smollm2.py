@@ -12,8 +12,9 @@ import torch
 
 from quire import LLM, KVConfig, SamplingParams, ScheduleConfig
 from quire.errors import ModelError
-from quire.layout.packaged import SMOLLM2, file_of
+from quire.layout.packaged import SMOLLM2
 from quire.models import gguf
+from quire.models.source import find_model
 from support.engines import Expected
 
 NEW = 16
@@ -35,7 +36,7 @@ CHATS = [
 def transformers_model() -> Any:
     """The model as Transformers loads the file, with its own attention."""
     try:
-        file = gguf.find_file(SMOLLM2)
+        file, _ = find_model(SMOLLM2)
     except ModelError as error:
         pytest.skip(str(error))
     config, _ = gguf.read_config(file)
@@ -78,7 +79,7 @@ def expected() -> list[Expected]:
     ids=["ample", "swap", "requests wait", "prefix hit"],
 )
 def test_chats_are_answered_as_by_transformers(kv, rows, acts):
-    assert file_of(SMOLLM2)
+    assert find_model(SMOLLM2)
     sampling = SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True)
     llm = LLM(
         SMOLLM2, dtype="float32", kv=KVConfig(**kv), schedule=ScheduleConfig(max_num_seqs=rows)
@@ -103,7 +104,7 @@ def test_next_tokens_are_distributed_as_by_llama_cpp():
     sampling = SamplingParams(max_tokens=1, temperature=0.0, logprobs=num_tokens)
     ours = llm.chat(CHATS, sampling)
     params = xllamacpp.CommonParams()
-    params.model.path, params.n_ctx = str(file_of(SMOLLM2)), 1_024
+    params.model.path, params.n_ctx = str(find_model(SMOLLM2)[0]), 1_024
     server = xllamacpp.Server(params)
     divergences = []
     for output in ours:

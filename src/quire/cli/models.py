@@ -15,7 +15,7 @@ from quire.errors import ConfigError, ModelError, QuireError
 from quire.layout.config import check_sizes
 from quire.layout.model import ModelSpec
 from quire.layout.options import option
-from quire.layout.packaged import NAMES, PACKAGED_MODEL, SMOLLM2, file_of
+from quire.layout.packaged import NAMES, PACKAGED_MODEL, SMOLLM2
 from quire.layout.sizes import format_size
 
 _VALUE_BYTES = 2  # of keys and values in bfloat16
@@ -109,11 +109,10 @@ def packaged_models() -> Iterator[CachedModel]:
 
     for name in NAMES:
         try:
-            found = file_of(name)
+            path, _ = find_model(name)
         except ModelError:
             yield CachedModel(name=name, problem=_how(name))
             continue
-        path = find_model(name)[0] if found == name else Path(found)
         yield described(CachedModel(name=name, path=str(path), num_bytes=_size(path)))
 
 

@@ -9,7 +9,6 @@ import typer
 
 from quire.cli.common import (
     ABOUT_MODEL,
-    GGUF,
     json_option,
     refuse_no_name,
     threads_option,
@@ -30,7 +29,7 @@ from quire.cli.settings import config_option, is_from_file, with_flags
 from quire.config.kv_config import policy_file_option
 from quire.errors import ConfigError, QuireError
 from quire.layout.options import option, parse_named
-from quire.layout.packaged import NAMES, PACKAGED_MODEL, file_of
+from quire.layout.packaged import PACKAGED_MODEL
 from quire.layout.sizes import parse_size, parse_size_or
 from quire.layout.values import is_count
 from quire.plan.capacity import Workload
@@ -311,9 +310,6 @@ def _device(flags: PlanFlags) -> str:
 def _find(model: str, *, with_weights: bool) -> tuple[Path, str]:
     from quire.models.source import CONFIG_ONLY, WHOLE_MODEL, find_model
 
-    file = Path(file_of(model))
-    if file.suffix == GGUF:
-        return file, model if model in NAMES else file.stem
     return find_model(model, wanted=WHOLE_MODEL if with_weights else CONFIG_ONLY)
 
 

@@ -21,7 +21,6 @@ from transformers import __version__ as transformers_version
 
 from quire.errors import ConfigError, ModelError, UnsupportedModel
 from quire.layout.config import check_sizes, read_config
-from quire.layout.packaged import NAMES
 from quire.layout.refusals import refuse_model_type
 from quire.models import gguf
 from quire.models.foreign import foreign_code
@@ -104,10 +103,9 @@ class GgufCheckpoint(Checkpoint):
 
 def open_checkpoint(path: str | Path, *, trust_remote_code: bool = False) -> Checkpoint:
     """Find a model, and read and check its config."""
-    file = gguf.find_file(path)
-    if file is not None:
-        return _open_gguf(file, str(path) if path in NAMES else file.stem)
     folder, name = find_model(path)
+    if folder.is_file():  # of GGUF
+        return _open_gguf(folder, name)
     gguf.refuse_folder(folder)
     raw = read_config(folder)
     config = _config(folder, raw, trust_remote_code=trust_remote_code)

@@ -23,10 +23,10 @@ from transformers import (
 )
 
 from quire.errors import ModelError, UnsupportedModel
-from quire.layout.packaged import file_of
 from quire.models.foreign import foreign_code
 from quire.models.gguf_header import GgufHeader, read_header, read_once
 from quire.models.rope import LONGROPE
+from quire.models.source import GGUF
 from quire.models.weights import check_loaded, silence
 
 _DIVISORS = "rope_freqs.weight"
@@ -159,28 +159,13 @@ def _undecodable(header: GgufHeader) -> str:
     return ""
 
 
-SUFFIX = ".gguf"
 DTYPE = torch.bfloat16
 """Type of the decoded weights in memory, unless another one is requested."""
 
 
-def find_file(path: str | Path) -> Path | None:
-    """The GGUF file at a path or of a short name; None if the path names no GGUF file."""
-    path = file_of(path)
-    if not str(path).endswith(SUFFIX):
-        return None
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise ModelError(
-            f"expected a GGUF file, got {str(path)!r}: there is no such file; GGUF files are not "
-            "downloaded from the hub"
-        )
-    return file
-
-
 def refuse_folder(folder: Path) -> None:
     """Refuse a folder without config.json that has GGUF files."""
-    files = sorted(folder.glob(f"*{SUFFIX}"))
+    files = sorted(folder.glob(f"*{GGUF}"))
     if files and not (folder / "config.json").exists():
         raise ModelError(
             f"{folder} has no config.json, but GGUF files: pass one of them, as in {files[0]}"

@@ -19,6 +19,7 @@ from quire.models import gguf as gguf_files
 from quire.models.gguf_header import read_header
 from quire.models.loader import load_model
 from quire.models.native_linear import available_products
+from quire.models.source import find_model
 from support.flat import flat_logits, sequences
 
 VOCAB = 64
@@ -315,3 +316,4 @@ def test_smollm2_is_the_file_of_an_installed_package(
     write_file(package / "SmolLM2.gguf", build(), "Q8_0")
 
     assert load_model("smollm2", device="cpu").name == "smollm2"
+    assert find_model("smollm2") == (package / "SmolLM2.gguf", "smollm2")

@@ -220,6 +220,8 @@ def test_missing_folder_is_not_requested_from_the_hub(
 
     with pytest.raises(ModelError, match="no such folder"):
         load_model(path)
+    with pytest.raises(ModelError, match=r"'\./smolm2' \(did you mean smollm2\?\): there is no"):
+        load_model("./smolm2")
 
 
 def test_unreachable_hub_raises_a_model_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,6 +232,8 @@ def test_unreachable_hub_raises_a_model_error(monkeypatch: pytest.MonkeyPatch) -
 
     with pytest.raises(ModelError, match=r"'org/model'.*cannot reach the hub\); download it"):
         load_model("org/model")
+    with pytest.raises(ModelError, match=r"no folder 'smolm2' \(did you mean smollm2\?\), and"):
+        load_model("smolm2")
 
 
 def test_hub_model_is_downloaded_without_pickles(
