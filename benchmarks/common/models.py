@@ -1,5 +1,7 @@
 """Models with random weights, for speed measurements only."""
 
+from typing import Any
+
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
@@ -10,6 +12,33 @@ from quire.models.native.select import make_decoder
 from quire.models.weights import weight_bytes
 
 _CPU = torch.device("cpu")
+
+
+def _spec(model_type: str, hidden: int, layers: int, heads: int, **more: Any) -> ModelSpec:
+    return ModelSpec.from_config(
+        {
+            "model_type": model_type,
+            "hidden_size": hidden,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            **more,
+        }
+    )
+
+
+OPT_6_7B = _spec(
+    "opt", 4096, 32, 32, ffn_dim=16_384, vocab_size=50_272, max_position_embeddings=2048
+)
+LLAMA_3_8B = _spec(
+    "llama",
+    4096,
+    32,
+    32,
+    num_key_value_heads=8,
+    intermediate_size=14_336,
+    vocab_size=128_256,
+    max_position_embeddings=8192,
+)
 
 
 def llama_125m() -> LlamaConfig:

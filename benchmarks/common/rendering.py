@@ -1,8 +1,7 @@
 """Render results as text and pictures.
 
-Tables become Markdown or CSV; pages come from Jinja2 templates; lines, bars,
-heat maps and spans become SVG.
-
+Tables become Markdown or CSV; pages come from Jinja2 templates; lines, bars and heat
+maps become SVG.
 """
 
 import csv
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from benchmarks.common.result import Cell, Chart, HeatMap, Spans, Table
+from benchmarks.common.result import Cell, Chart, HeatMap, Table
 from quire.sim.plots import drawn, drawn_figure
 
 if TYPE_CHECKING:
@@ -72,16 +71,14 @@ _PANELS_ACROSS, _PANEL_INCHES = 3, 2.4
 _COLOURS = ("#1f5fa8", "#d1662b", "#1a7f5a", "#8a3ea8", "#444444")
 
 
-def svg(chart: Chart | HeatMap | Spans) -> bytes:
-    """Render a chart, a heat map or spans as an SVG file.
+def svg(chart: Chart | HeatMap) -> bytes:
+    """Render a chart or a heat map as an SVG file.
 
     Raises:
         ConfigError: matplotlib is not installed.
     """
     if isinstance(chart, Chart):
         return drawn(lambda axes: _draw(axes, chart))
-    if isinstance(chart, Spans):
-        return drawn_figure(lambda figure: _draw_spans(figure, chart))
     return drawn_figure(lambda figure: _draw_map(figure, chart))
 
 
@@ -97,27 +94,6 @@ def _draw_map(figure: "Figure", found: HeatMap) -> None:
     figure.suptitle(found.title)
     figure.supxlabel(found.x_label)
     figure.supylabel(found.y_label)
-
-
-def _draw_spans(figure: "Figure", found: Spans) -> None:
-    kinds = dict.fromkeys(
-        kind for lanes in found.panels.values() for spans in lanes.values() for *_, kind in spans
-    )
-    colours = dict(zip(kinds, _COLOURS * len(kinds), strict=False))
-    figure.set_size_inches(figure.get_figwidth(), 1.1 * len(found.panels) + 1)
-    panels = figure.subplots(len(found.panels), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, (label, lanes) in zip(panels, found.panels.items(), strict=True):
-        for row, spans in enumerate(lanes.values()):
-            bars = [(begin, end - begin) for begin, end, _ in spans]
-            faces = [colours[kind] for *_, kind in spans]
-            axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=faces, edgecolor="white", lw=0.3)
-        axes.set_yticks(range(len(lanes)), list(lanes))
-        axes.set_title(label, fontsize="medium", loc="left")
-    for kind, colour in colours.items():
-        panels[0].plot([], [], color=colour, label=kind, linewidth=6)
-    figure.legend(frameon=False, loc="outside lower center", ncols=len(colours))
-    figure.suptitle(found.title)
-    panels[-1].set_xlabel(found.x_label)
 
 
 def _draw(axes: "Axes", chart: Chart) -> None:

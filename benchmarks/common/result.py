@@ -63,22 +63,6 @@ class HeatMap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spans:
-    """A timeline picture, with one panel per run and one row of bars per stream or queue.
-
-    Attributes:
-        name: name of its file.
-        title, x_label: texts, with the unit of time.
-        panels: lanes by label; a lane maps a queue to its operations (begin, end, kind).
-    """
-
-    name: str
-    title: str
-    x_label: str
-    panels: Mapping[str, Mapping[str, tuple[tuple[int | float, int | float, str], ...]]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PartResult:
     """Result of one part.
 
@@ -87,7 +71,6 @@ class PartResult:
         tables: tables in page order.
         charts: charts of the results.
         maps: heat maps of the results.
-        spans: timelines of the results.
         raw: values of every repeat, as JSON values.
         seconds: duration of the part.
     """
@@ -96,14 +79,13 @@ class PartResult:
     tables: tuple[Table, ...]
     charts: tuple[Chart, ...] = ()
     maps: tuple[HeatMap, ...] = ()
-    spans: tuple[Spans, ...] = ()
     raw: Mapping[str, Any] = field(default_factory=dict)
     seconds: int | float = 0
 
     @property
-    def pictures(self) -> "tuple[Chart | HeatMap | Spans, ...]":
-        """Charts, then maps, then spans."""
-        return (*self.charts, *self.maps, *self.spans)
+    def pictures(self) -> tuple[Chart | HeatMap, ...]:
+        """Charts, then maps."""
+        return (*self.charts, *self.maps)
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values."""
@@ -117,7 +99,6 @@ class PartResult:
             tables=tuple(_table(found) for found in stored["tables"]),
             charts=tuple(_chart(found) for found in stored["charts"]),
             maps=tuple(_map(found) for found in stored.get("maps", ())),
-            spans=tuple(_spans(found) for found in stored.get("spans", ())),
             raw=stored.get("raw", {}),
             seconds=stored["seconds"],
         )
@@ -136,17 +117,6 @@ def _chart(stored: Mapping[str, Any]) -> Chart:
 def _map(stored: Mapping[str, Any]) -> HeatMap:
     panels = {label: tuple(map(tuple, rows)) for label, rows in stored["panels"].items()}
     return HeatMap(**{**stored, "panels": panels})
-
-
-def _spans(stored: Mapping[str, Any]) -> Spans:
-    panels = {
-        label: {
-            lane: tuple((begin, end, kind) for begin, end, kind in found)
-            for lane, found in lanes.items()
-        }
-        for label, lanes in stored["panels"].items()
-    }
-    return Spans(**{**stored, "panels": panels})
 
 
 def _points(stored: Iterable[Any]) -> tuple[tuple[str | int | float, int | float], ...]:

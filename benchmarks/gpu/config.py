@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from benchmarks.offload.virtual import MODELS
+from benchmarks.common.models import LLAMA_3_8B, OPT_6_7B
 from quire.layout.model import ModelSpec
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -24,7 +24,8 @@ def _toy(kv_heads: int, num_layers: int = 3) -> ModelSpec:
 
 
 SPECS: Mapping[str, ModelSpec] = {
-    **MODELS,
+    "Llama-3-8B": LLAMA_3_8B,
+    "OPT-6.7B": OPT_6_7B,
     "toy": _toy(4),
     "toy-grouped": _toy(1),
     "toy-deep": _toy(4, 8),

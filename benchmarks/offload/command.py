@@ -12,15 +12,10 @@ from benchmarks.common.result import PartResult
 from benchmarks.offload.config import QUICK_OFFLOAD, OffloadBenchConfig
 from benchmarks.offload.engine import run_engine, run_engine_gain
 from benchmarks.offload.restore import run_restore
-from benchmarks.offload.virtual_parts import run_codec, run_latency, run_position, run_weights
 from quire.cli.common import use_threads
 
 PARTS: Mapping[str, Callable[[OffloadBenchConfig], PartResult]] = {
     "restore": run_restore,
-    "latency": run_latency,
-    "weights": run_weights,
-    "codec": run_codec,
-    "position": run_position,
     "engine": run_engine,
     "engine_gain": run_engine_gain,
 }
@@ -30,25 +25,21 @@ def offload(
     *,
     parts: Annotated[
         str,
-        typer.Option(
-            help="Comma-separated parts: restore, latency, weights, codec, position, engine, "
-            "engine_gain; default: all."
-        ),
+        typer.Option(help="Comma-separated parts: restore, engine, engine_gain; default: all."),
     ] = "",
     repeats: Annotated[
         int | None, typer.Option(min=1, help="Rounds of the part restore; default: 5.")
     ] = None,
     out: Out = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Fewer tokens, layers, rounds and cells. No claims.")
+        bool, typer.Option("--quick", help="Fewer tokens and rounds. No claims.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare prefetch and partial recompute for decoding with KV in host memory.
 
     The parts engine and engine_gain run engines, restore loads prefixes from a slowed Redis server.
-    Other parts run at full size on a virtual clock. torch uses one thread; the link uses another
-    core.
+    torch uses one thread; the link uses another core.
     """
     config = QUICK_OFFLOAD if quick else OffloadBenchConfig()
     config = replace(config, repeats=repeats or config.repeats)

@@ -10,10 +10,6 @@ class OffloadBenchConfig:
     Attributes:
         repeats: rounds of the part `restore`.
         restore_tokens: length of the prefix that the part `restore` loads.
-        batches: batch sizes of the tables on the virtual clock.
-        prompts: prompt lengths of these tables.
-        generated: output lengths of these tables.
-        layers: layers of models on the virtual clock; 0: all.
         engine_tokens: prompt length of the part `engine`.
         engine_steps: decode steps of the part `engine`.
         gain_rounds: rounds of the part `engine_gain`.
@@ -24,10 +20,6 @@ class OffloadBenchConfig:
 
     repeats: int = 5
     restore_tokens: int = 2048
-    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 48)
-    prompts: tuple[int, ...] = (128, 256, 512, 1024)
-    generated: tuple[int, ...] = (32, 128)
-    layers: int = 0
     engine_tokens: int = 2048
     engine_steps: int = 24
     gain_rounds: int = 5
@@ -39,10 +31,6 @@ class OffloadBenchConfig:
 QUICK_OFFLOAD = OffloadBenchConfig(
     repeats=2,
     restore_tokens=1024,
-    batches=(1, 8, 32),
-    prompts=(128, 1024),
-    generated=(32,),
-    layers=6,
     engine_tokens=512,
     engine_steps=8,
     gain_rounds=1,

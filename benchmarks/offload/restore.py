@@ -14,10 +14,10 @@ import time
 from contextlib import suppress
 from typing import cast
 
+from benchmarks.common.models import LLAMA_3_8B, OPT_6_7B
 from benchmarks.common.redis_server import RedisServer
 from benchmarks.common.result import Cell, Numbers, PartResult, Table
 from benchmarks.offload.config import OffloadBenchConfig
-from benchmarks.offload.virtual import MACHINES, MODELS
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.config.sampling_params import SamplingParams
@@ -32,6 +32,7 @@ from quire.sampling.outputs import OutputDelta
 _LINKS = (("PCIe 5", 55e9), ("NVMe", 6.9e9), ("100 Gb", 11e9), ("10 Gb", 1.1e9))
 _PRESETS = (("disk", 6.9e9), ("10gb", 1.1e9))
 _SHEET_TOKENS = 16_384
+_H200_FLOPS_PER_S = 650e12  # of large products in half precision, below the peak
 _SLOW_PREFILL = PrefillRates(token_s=1e6)
 _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
@@ -61,9 +62,9 @@ def run_restore(config: OffloadBenchConfig) -> PartResult:
 
 def _sheet() -> Table:
     rows: list[tuple[Cell, ...]] = []
-    for model, tokens in (("Llama-3-8B", 16_384), ("OPT-6.7B", 4096)):
-        spec = MODELS[model]
-        prefill = assumed_prefill(spec, MACHINES["h200"].flops_per_s)
+    sheets = (("Llama-3-8B", LLAMA_3_8B, _SHEET_TOKENS), ("OPT-6.7B", OPT_6_7B, 4096))
+    for model, spec, tokens in sheets:
+        prefill = assumed_prefill(spec, _H200_FLOPS_PER_S)
         for name, rate in _LINKS:
             loading = Loading(token_s=spec.kv_bytes_per_token(2) / rate)
             split = restore_split(prefill, loading, tokens)
@@ -137,9 +138,8 @@ def _formula_s(model: LoadedModel, tokens: int, load_s: float, prefill_s: float)
 
 def _ratio(bytes_per_s: float) -> float:
     """Load time over prefill time, by data sheets."""
-    spec = MODELS["Llama-3-8B"]
-    prefill = assumed_prefill(spec, MACHINES["h200"].flops_per_s)
-    loading = Loading(token_s=spec.kv_bytes_per_token(2) / bytes_per_s)
+    prefill = assumed_prefill(LLAMA_3_8B, _H200_FLOPS_PER_S)
+    loading = Loading(token_s=LLAMA_3_8B.kv_bytes_per_token(2) / bytes_per_s)
     return loading.seconds(_SHEET_TOKENS) / read_seconds(prefill, _SHEET_TOKENS)
 
 

@@ -97,7 +97,7 @@ def test_every_path_of_the_server_is_in_the_reference() -> None:
         ("maximize-batch.md", 11),
         ("tenants.md", 20),
         ("eviction.md", 7),
-        ("kv-offload.md", 23),
+        ("kv-offload.md", 17),
         ("weights.md", 7),
     ],
 )

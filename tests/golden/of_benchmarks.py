@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from benchmarks.__main__ import app
-from benchmarks.common.result import Chart, HeatMap, PartResult, Spans, Table
+from benchmarks.common.result import Chart, HeatMap, PartResult, Table
 from benchmarks.quality.cells import Cell, CellFile, CellKey
 from golden.cases import case
 from golden.stored import stored
@@ -61,7 +61,6 @@ _RESULT = PartResult(
         Chart(name="c", title="T", x_label="x", y_label="y", lines={"a": ((1, 2.5),)}, log_y=True),
     ),
     maps=(HeatMap(name="m", title="T", x_label="x", y_label="y", panels={"p": ((0.0, 1.0),)}),),
-    spans=(Spans(name="s", title="T", x_label="x", panels={"p": {"l": ((0, 1.5, "copy"),)}}),),
     raw={"repeats": [1, 2]},
     seconds=2.5,
 )
