@@ -51,9 +51,9 @@ class ConfigError(QuireError, ValueError):
 
 
 class UnknownName(ConfigError):
-    """A name is not registered; the message suggests the closest ones."""
+    """A name is not registered; the message suggests the closest ones, and `more` other ways."""
 
-    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+    def __init__(self, kind: str, name: str, known: Iterable[str], *, more: str = "") -> None:
         choices = sorted(known)
         near = nearest(name, choices)
         hint = f"choose from {', '.join(choices)}" if choices else "there is none; leave it out"
@@ -61,7 +61,7 @@ class UnknownName(ConfigError):
             hint = f"none of {len(choices)} known names is similar; see --help-all of the command"
         if near:
             hint = f"did you mean {' or '.join(near)}?"
-        super().__init__(f"unknown {kind} {name!r}: {hint}")
+        super().__init__(f"unknown {kind} {name!r}: {hint}{more and f' ({more})'}")
         self.kind = kind
         self.name = name
 

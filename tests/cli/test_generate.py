@@ -77,15 +77,22 @@ def test_rule_of_a_policy_file_is_known_to_the_command(quire, tmp_path, monkeypa
             assert result.exit_code == 0, result.stderr
             assert "tokens evicted" in result.stderr
             assert "0 tokens evicted" not in result.stderr
+    shown = ""
     for command in (["policies", "of_file"], plan):
         with temporary_registrations():
             known = quire(*command, "--policy-file", "my_rule.py")
             assert known.exit_code == 0, known.stderr
+            shown = shown or known.stdout
+    example = " ".join(shown.split()).partition("example quire ")[2].split()
+    with temporary_registrations():
+        as_printed = quire(*example, *QUICK)
     missing = quire("generate", "--prompt", PROMPT, *QUICK, "--policy-file", "no.py")
     unknown = quire("generate", "--prompt", PROMPT, *QUICK, "--evict", "of_file:cap=3")
 
     assert "expected --policy-file as a Python file, got" in missing.stderr
     assert (missing.exit_code, unknown.exit_code) == (2, 2)
+    assert as_printed.exit_code == 0, as_printed.stderr
+    assert "--policy-file" in unknown.stderr
 
 
 def test_an_unusable_tier_is_a_warning_or_with_require_tiers_an_error(

@@ -1,9 +1,11 @@
 """`quire policies`: lists the eviction policies and budgets."""
 
+import os
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -81,17 +83,20 @@ def policies(name: PolicyName = None, *, flags: PoliciesFlags) -> None:
         rules = [row for row in rules if row.name == name]
         budgets = [row for row in budgets if row.name == name]
         if not rules and not budgets:
-            raise UnknownName("policy or budget", name, [*_names(policy_rows(), budget_rows())])
+            from quire.policies.registry import RULE_BY_FILE  # imports torch
+
+            known = _names(policy_rows(), budget_rows())
+            raise UnknownName("policy or budget", name, known, more=RULE_BY_FILE)
+    path = flags.policy_file.removeprefix(f"{Path.cwd()}{os.sep}")
+    file = f" --policy-file {shlex.quote(path)}" if path else ""
     if flags.as_json:
         found = {"policies": [asdict(row) for row in rules], "budgets": [*map(asdict, budgets)]}
         print_json({"name": "policies", **found})
     elif name is None:
-        _list_policies(rules, budgets)
+        _list_policies(rules, budgets, file)
     else:
-        for rule in rules:
-            _show_policy(rule)
-        for budget in budgets:
-            _show_policy(budget)
+        for row in (*rules, *budgets):
+            _show_policy(row, file)
 
 
 def _names(*listed: "Sequence[PolicyRow | BudgetRow]") -> Iterator[str]:
@@ -99,7 +104,7 @@ def _names(*listed: "Sequence[PolicyRow | BudgetRow]") -> Iterator[str]:
         yield from (row.name for row in rows)
 
 
-def _list_policies(rules: Sequence[PolicyRow], budgets: Sequence[BudgetRow]) -> None:
+def _list_policies(rules: Sequence[PolicyRow], budgets: Sequence[BudgetRow], file: str) -> None:
     from quire.cli.tables import show_summaries, show_text
 
     show_summaries("Eviction policies, as in --evict NAME:cap=512", _summaries(rules))
@@ -107,14 +112,14 @@ def _list_policies(rules: Sequence[PolicyRow], budgets: Sequence[BudgetRow]) -> 
         "\nBudgets divide a cap over layers and heads, as in --evict 'h2o:cap=512,budget=(NAME)'",
         _summaries(budgets),
     )
-    show_text("\nquire policies NAME shows options, defaults, source and an example.")
+    show_text(f"\nquire policies NAME{file} shows options, defaults, source and an example.")
 
 
 def _summaries(rows: "Sequence[PolicyRow | BudgetRow]") -> Iterator[tuple[str, str]]:
     yield from ((row.name, row.summary) for row in rows)
 
 
-def _show_policy(row: PolicyRow | BudgetRow) -> None:
+def _show_policy(row: PolicyRow | BudgetRow, file: str) -> None:
     from quire.cli.tables import show_entry
 
     facts = _option_facts(row)
@@ -129,7 +134,7 @@ def _show_policy(row: PolicyRow | BudgetRow) -> None:
         rule = row.name if row.name == _FULL else f"{row.name}:cap=512"
     facts["statistics"] = ", ".join(row.statistics)
     facts["source"] = row.source
-    facts["example"] = f"quire generate {PACKAGED_MODEL} PROMPT --evict {shlex.quote(rule)}"
+    facts["example"] = f"quire generate {PACKAGED_MODEL} PROMPT --evict {shlex.quote(rule)}{file}"
     show_entry(row.name, row.summary, facts)
 
 

@@ -28,6 +28,8 @@ from quire.policies.options import Nested, check_options, make_with_options
 
 FULL = "full"
 SCHEDULE_OPTIONS = ("cap", "every", "when", "budget", "granularity", "chunk_tokens")
+_BY_FILE = "of your own: --policy-file FILE, in Python policy_file=FILE"
+RULE_BY_FILE, _BUDGET_BY_FILE = f"a rule {_BY_FILE}", f"a budget {_BY_FILE}"
 P = TypeVar("P", bound=EvictionPolicy)
 B = TypeVar("B", bound=Budget)
 _POLICIES: dict[str, type[EvictionPolicy]] = {}
@@ -162,7 +164,7 @@ def policy_of(name: str, options: Mapping[str, str]) -> EvictionPolicy:
     """Build a rule from its name and its own options; see `make_policy`."""
     known = registered()
     if name not in known:
-        raise UnknownName("eviction policy", name, (FULL, *known))
+        raise UnknownName("eviction policy", name, (FULL, *known), more=RULE_BY_FILE)
     if known[name].extra:
         require_extra(known[name].extra, f"the eviction rule {name}")
     return make_with_options(
@@ -179,7 +181,7 @@ def make_budget(text: str) -> Budget:
     """
     parsed, known = parse_policy(text, "budget"), registered_budgets()
     if parsed.name not in known:
-        raise UnknownName("eviction budget", parsed.name, known)
+        raise UnknownName("eviction budget", parsed.name, known, more=_BUDGET_BY_FILE)
     what = f"budget {parsed.name!r}"
     return make_with_options(what, known[parsed.name], parsed.options, others=(), nested={})
 

@@ -126,6 +126,7 @@ def test_json_of_one_entry_has_only_this_entry():
     ("arguments", "hint"),
     [
         (("policies", "h3o"), "did you mean h2o?"),
+        (("policies", "by_length"), "(a rule of your own: --policy-file FILE, in Python"),
         (("codecs", "in4"), "did you mean int4?"),
         (("codecs", "kivi5"), "did you mean kivi4"),
     ],

@@ -153,6 +153,13 @@ def test_nested_rules_are_parsed_with_and_without_parentheses() -> None:
 def test_unknown_name_suggests_the_nearest() -> None:
     with pytest.raises(UnknownName, match="unknown eviction policy 'h20': did you mean h2o"):
         registry.make_policy("h20")
+    own = r"h2o.*\? \(a rule of your own: --policy-file FILE, in Python policy_file=FILE\)"
+    with pytest.raises(UnknownName, match=own):
+        registry.make_policy("h20")
+    with pytest.raises(UnknownName, match=r"(tova|h2o).*, value_norm.*\(a rule of your own: --pol"):
+        registry.make_policy("by_length")
+    with pytest.raises(UnknownName, match=r"did you mean pyramid\? \(a budget of your own: --pol"):
+        registry.make_budget("pyramide")
     with pytest.raises(UnknownName, match="unknown eviction budget 'pyramide': did you mean"):
         registry.make_budget("pyramide")
     with pytest.raises(UnknownName, match="unknown option of budget 'ada' 'flor': did you mean"):
