@@ -95,6 +95,19 @@ def test_rule_of_a_policy_file_is_known_to_the_command(quire, tmp_path, monkeypa
     assert "--policy-file" in unknown.stderr
 
 
+def test_rule_that_fails_is_an_error_without_a_count_of_evicted_tokens(quire, tmp_path):
+    file = tmp_path / "broken.py"
+    file.write_text(RULE.replace("pass", "def score(self, view): return view.positions[0] * 1.0"))
+    rule = ("--evict", "of_file:cap=3", "--policy-file", file)
+    with temporary_registrations():
+        failed = quire("generate", "--prompt", PROMPT, *QUICK, *rule)
+
+    assert failed.exit_code != 0
+    assert "of shape [lanes, slots] = [" in failed.stderr
+    assert "prompt tokens" in failed.stderr
+    assert "evicted" not in failed.stderr
+
+
 def test_an_unusable_tier_is_a_warning_or_with_require_tiers_an_error(
     quire, expected, tmp_path, caplog
 ):

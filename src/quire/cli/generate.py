@@ -67,7 +67,9 @@ def generate(
     text = _prompt(settings, prompt, flags.prompt_option)
     with watching(flags.kv_events) as watch:
         output = _stream(settings, text, watch)
-        typer.echo(usage_line(output.usage, settings.kv.evict), err=True)
+        # a rule that failed has not evicted, though it was needed
+        evict = settings.kv.evict if output.error is None else "full"
+        typer.echo(usage_line(output.usage, evict), err=True)
         if flags.as_json:
             print_json(_object(settings, output))
         if output.error is not None:

@@ -95,7 +95,8 @@ def policies(name: PolicyName = None, *, flags: PoliciesFlags) -> None:
     elif name is None:
         _list_policies(rules, budgets, file)
     else:
-        for row in (*rules, *budgets):
+        rows: list[PolicyRow | BudgetRow] = [*rules, *budgets]
+        for row in rows:
             _show_policy(row, file)
 
 

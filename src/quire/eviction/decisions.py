@@ -101,15 +101,13 @@ def checked_mask(mask: object, eviction: Eviction, view: KVView, keep: Tensor) -
         PolicyError: wrong type or shape, or a wrong number of slots.
     """
     name, shape = type(eviction.policy).__name__, list(view.positions.shape)
-    if not isinstance(mask, Tensor):
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or list(mask.shape) != shape:
+        got = f"a {type(mask).__name__}"
+        if isinstance(mask, Tensor):
+            got = f"{mask.dtype} {list(mask.shape)}"
         raise PolicyError(
-            f"policy {name} must return a mask, a tensor of type torch.bool {shape}, got a "
-            f"{type(mask).__name__}"
-        )
-    if mask.dtype != torch.bool or list(mask.shape) != shape:
-        raise PolicyError(
-            f"policy {name} must return a mask of type torch.bool {shape}, got {mask.dtype} "
-            f"{list(mask.shape)}"
+            f"policy {name} must return a mask of type torch.bool and shape [lanes, slots] = "
+            f"{shape}, got {got}"
         )
     kept = (mask & view.live).sum(dim=1)
     if eviction.spec.ragged:  # heads of a layer share the number of retained slots

@@ -207,7 +207,7 @@ class ScorePolicy(EvictionPolicy):
         Raises:
             PolicyError: the shape is wrong, or a score is not finite.
         """
-        score = self._shaped(self.score(view), view)
+        score = self._shaped("score", self.score(view), view)
         if not _all_finite(score) and not bool((torch.isfinite(score) | ~view.live).all()):
             raise PolicyError(f"{type(self).__name__} returned a score that is not finite")
         return score
@@ -224,7 +224,7 @@ class ScorePolicy(EvictionPolicy):
             # in lanes that lose slots, each end of the protected range may widen to a whole piece
             edges = 2 * (piece_tokens - 1)
             keep = torch.where(keep < view.num_slots[:, 0], keep - edges, keep)
-        protected = self._shaped(self.protected(view, keep), view)
+        protected = self._shaped("protected", self.protected(view, keep), view)
         over = protected.sum(dim=1) - keep
         if bool((over > 0).any()):
             lane = int(over.argmax())
@@ -234,12 +234,14 @@ class ScorePolicy(EvictionPolicy):
             )
         return protected
 
-    def _shaped(self, given: Tensor, view: KVView) -> Tensor:
-        if given.shape != view.shape:
-            raise PolicyError(
-                f"{type(self).__name__}: expected {list(view.shape)}, got {list(given.shape)}"
-            )
-        return given
+    def _shaped(self, method: str, given: object, view: KVView) -> Tensor:
+        if isinstance(given, Tensor) and given.shape == view.shape:
+            return given
+        got = list(given.shape) if isinstance(given, Tensor) else f"a {type(given).__name__}"
+        raise PolicyError(
+            f"{type(self).__name__}.{method} must return a tensor of shape [lanes, slots] = "
+            f"{list(view.shape)}, got {got}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

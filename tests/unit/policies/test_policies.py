@@ -64,6 +64,24 @@ def test_non_finite_score_of_a_live_slot_is_refused():
         Scored(scores).select(VIEW, both_lanes(2))
 
 
+@pytest.mark.parametrize(
+    ("scores", "found"),
+    [
+        (torch.zeros(3, 5), "[3, 5]"),
+        (torch.zeros(4), "[4]"),
+        ([0.0], "a list"),
+        (None, "a NoneType"),
+    ],
+)
+def test_score_of_a_wrong_shape_is_refused_with_the_names_of_the_dimensions(scores, found):
+    with pytest.raises(PolicyError) as refused:
+        Scored(scores).select(VIEW, both_lanes(2))
+
+    wanted = "Scored.score must return a tensor of shape [lanes, slots] = [2, 4], got "
+    assert str(refused.value).startswith(wanted)
+    assert str(refused.value).endswith(found)
+
+
 def test_too_many_protected_slots_are_refused():
     with pytest.raises(PolicyError, match="protects 3 slots of a lane, but only 2 may be retained"):
         Scored(torch.zeros(2, 4), num_protected=3).select(VIEW, both_lanes(2))
@@ -89,7 +107,10 @@ def submit_with_policy(engine: Engine, policy: EvictionPolicy) -> None:
     ("make_mask", "hint"),
     [
         (lambda view, keep: view.live, "must retain 18"),
-        (lambda view, keep: torch.zeros(3, 5, dtype=torch.bool), "bool [4, 24]"),
+        (
+            lambda view, keep: torch.zeros(3, 5, dtype=torch.bool),
+            "bool and shape [lanes, slots] = [4, 24]",
+        ),
         (lambda view, keep: view.positions.double(), "got torch.float64"),
         (lambda view, keep: view.live.tolist(), "got a list"),
         (lambda view, keep: view.positions[7], "policy Masked raised IndexError: "),
