@@ -19,7 +19,7 @@ from quire.layout.layout import layout_for
 from quire.layout.model import ModelSpec
 from quire.layout.pages import CacheLayout
 from quire.layout.refusals import refuse_model_type
-from quire.layout.sizes import format_size
+from quire.layout.sizes import format_size, option_size, rounded_size
 from quire.plan.capacity import (
     DEFAULT_HEADROOM_SHARE,
     WEIGHT_BITS,
@@ -34,6 +34,7 @@ from quire.plan.capacity import (
     coded_weight_bytes,
     estimate_activation_peak,
     estimate_process,
+    sequence_bytes,
     token_bytes,
 )
 from quire.plan.roofline import DecodeStep, crossover_batch, decode_step
@@ -178,14 +179,16 @@ def plan_report(
     try:
         memory = _divide(model, options, dtype_bytes(dtype), weights.device_bytes)
     except ConfigError as error:
-        fitting = [choice for choice in choices if choice.kv_bytes]
-        if not fitting:
-            raise
-        found = max(fitting, key=lambda choice: choice.kv_bytes)
-        raise ConfigError(
-            f"{error}; --weight-codec {found.weight_codec} leaves {format_size(found.kv_bytes)} "
-            "for KV"
-        ) from error
+        changes = [
+            f"--weight-codec {found.weight_codec} leaves {format_size(found.kv_bytes)} for KV"
+            for found in [max(choices, key=lambda choice: choice.kv_bytes)]
+            if found.kv_bytes
+        ]
+        if not changes:
+            kv_bytes = options.kv_memory_bytes or sequence_bytes(layout, tokens)
+            least = _least_memory(model, options, dtype, kv_bytes)
+            changes = [f"{format_size(kv_bytes)} of KV need {least}"]
+        raise ConfigError(f"{error}; {changes[0]}") from error
     fits = capacity(
         model, memory.kv_bytes, layout=layout, sequence_tokens=tokens, batch=options.batch
     )
@@ -223,9 +226,7 @@ def _choices(
     model: ModelSpec, options: PlanOptions, dtype: str, sequence_tokens: int
 ) -> Iterator[Choice]:
     """The capacity of the memory with each codec of weights and of KV that the model can use."""
-    # offloaded layers are as stored, and quantized weights run on a CPU
-    coded = options.weights_memory_bytes is None and options.device == "cpu"
-    for weight_codec in ("auto", *(WEIGHT_BITS if coded else ())):
+    for weight_codec in _weight_codecs(options):
         planned = replace(options, weight_codec=weight_codec)
         bytes_per_weight = _weight_bytes(model, planned, dtype) / model.num_parameters
         weights = planned_weights(model, bytes_per_weight, options.weights_memory_bytes)
@@ -245,7 +246,7 @@ def _choices(
             kv_bytes, tokens, sequences = 0, 0, dict.fromkeys(RETAINED, 0)
             with suppress(ConfigError):  # it does not fit
                 memory = _divide(model, planned, dtype_bytes(dtype), weights.device_bytes)
-                sequences = {
+                held = {
                     name: capacity(
                         model,
                         memory.kv_bytes,
@@ -253,11 +254,11 @@ def _choices(
                         sequence_tokens=sequence_tokens,
                         batch=options.batch,
                         retained=None if share == 1 else math.ceil(share * sequence_tokens),
-                    ).sequences
+                    )
                     for name, share in RETAINED.items()
                 }
-                kv_bytes = memory.kv_bytes
-                tokens = int(kv_bytes / token_bytes(next(iter(layouts.values()))))
+                sequences = {name: found.sequences for name, found in held.items()}
+                kv_bytes, tokens = memory.kv_bytes, next(iter(held.values())).pool_tokens
             yield Choice(
                 weight_codec=dtype if weight_codec == "auto" else weight_codec,
                 kv_codec=kv_codec,
@@ -299,15 +300,7 @@ def _divide(
     headroom_bytes = options.headroom_bytes
     if headroom_bytes is None:
         headroom_bytes = int(total_bytes * DEFAULT_HEADROOM_SHARE)
-    peak_bytes = options.activation_peak_bytes
-    if peak_bytes is None:
-        peak_bytes = estimate_activation_peak(
-            model,
-            max_num_batched_tokens=options.max_num_batched_tokens,
-            sampled_rows=options.batch,
-            bytes_per_value=bytes_per_value,
-        )
-    process_bytes = estimate_process(model) if options.device == "cpu" else 0
+    process_bytes, peak_bytes = _run_bytes(model, options, bytes_per_value)
     kv_bytes = options.kv_memory_bytes
     if kv_bytes is None:
         kv_bytes = auto_kv_memory(
@@ -321,6 +314,44 @@ def _divide(
         kv_bytes=kv_bytes,
         process_bytes=process_bytes,
     )
+
+
+def _run_bytes(model: ModelSpec, options: PlanOptions, bytes_per_value: int) -> tuple[int, int]:
+    """Bytes of the process and of activations."""
+    peak_bytes = options.activation_peak_bytes
+    if peak_bytes is None:
+        peak_bytes = estimate_activation_peak(
+            model,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            sampled_rows=options.batch,
+            bytes_per_value=bytes_per_value,
+        )
+    return estimate_process(model) if options.device == "cpu" else 0, peak_bytes
+
+
+def _least_memory(model: ModelSpec, options: PlanOptions, dtype: str, kv_bytes: int) -> str:
+    """The memory that leaves `kv_bytes` for KV, with stored and with the smallest weights."""
+    needed: dict[str, str] = {}
+    for codec in dict.fromkeys((options.weight_codec, *_weight_codecs(options))):
+        weight_bytes = _weight_bytes(model, replace(options, weight_codec=codec), dtype)
+        weights = planned_weights(
+            model, weight_bytes / model.num_parameters, options.weights_memory_bytes
+        )
+        total_bytes = sum(_run_bytes(model, options, dtype_bytes(dtype))) + kv_bytes
+        total_bytes += weights.device_bytes
+        if options.headroom_bytes is None:
+            total_bytes = math.ceil(total_bytes / (1 - DEFAULT_HEADROOM_SHARE))
+        total_bytes += options.headroom_bytes or 0
+        needed[codec] = f"--memory {option_size(rounded_size(total_bytes))}"
+        if codec != "auto":
+            needed[codec] += f" with --weight-codec {codec}"
+    return ", or ".join(dict.fromkeys((next(iter(needed.values())), needed[codec])))
+
+
+def _weight_codecs(options: PlanOptions) -> tuple[str, ...]:
+    # offloaded layers are as stored, and quantized weights run on a CPU
+    coded = options.weights_memory_bytes is None and options.device == "cpu"
+    return ("auto", *(WEIGHT_BITS if coded else ()))
 
 
 def _verdict(

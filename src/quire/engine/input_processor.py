@@ -251,8 +251,8 @@ def checked_params(
     if strict:
         raise RequestError(
             f"max_tokens={resolved.max_tokens} exceeds the {available} tokens that remain of the "
-            f"context after a prompt of {prompt_tokens}; lower it, or leave out "
-            "limit_max_tokens=False",
+            f"context after a prompt of {prompt_tokens}; lower it, or omit "
+            "limit_max_tokens",
             param="max_tokens",
         )
     return with_max_tokens(resolved, available)

@@ -3,7 +3,7 @@
 from quire.config.kv_config import KVConfig
 from quire.engine.activation import measure_activation_peak
 from quire.errors import ConfigError
-from quire.kv.arena import choose_slab_bytes
+from quire.kv.arena import choose_slab_bytes, slabs_for
 from quire.kv.memory import KVMemory
 from quire.kv.store import store_of
 from quire.layout.eviction import EvictionSpec
@@ -78,9 +78,8 @@ def max_kv_bytes(
     sizes = [page_class.page_bytes for page_class in pages]
     # an upper bound for the slab size of an arena of any size
     slab_bytes = choose_slab_bytes(1 << 60, sizes)
-    return slab_bytes * sum(
-        -(-count // (slab_bytes // page.page_bytes - bool(slab_bytes % page.page_bytes)))
-        for page, count in pages.items()
+    return slab_bytes * slabs_for(
+        slab_bytes, ((page.page_bytes, count) for page, count in pages.items())
     )
 
 

@@ -5,12 +5,12 @@ time, so page classes of different sizes share the arena without a static split.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from quire.errors import ConfigError, InvariantError
 from quire.kv.fences import CopyFences
 from quire.layout.pages import PAGE_ALIGNMENT_BYTES
-from quire.layout.sizes import HUGE_PAGE_BYTES
+from quire.layout.sizes import HUGE_PAGE_BYTES, rounded_size
 
 SLABS_OF_A_SMALL_ARENA = 64
 PAGES_OF_A_SLAB = 32  # if the arena is large enough: allocating a slab costs more than a page
@@ -33,6 +33,11 @@ def choose_slab_bytes(total_bytes: int, page_bytes: Sequence[int]) -> int:
 def pages_per_slab(slab_bytes: int, page_bytes: int) -> int:
     """Return the minimum number of whole pages in a slab; a page can cross a slab boundary."""
     return slab_bytes // page_bytes - (1 if slab_bytes % page_bytes else 0)
+
+
+def slabs_for(slab_bytes: int, pages: Iterable[tuple[int, int]]) -> int:
+    """Return the maximum number of slabs for (page bytes, number of pages) of each page class."""
+    return sum(-(-count // pages_per_slab(slab_bytes, page_bytes)) for page_bytes, count in pages)
 
 
 class Arena:
@@ -60,12 +65,17 @@ class Arena:
     def slab_bytes_of(self, total_bytes: int) -> int:
         return choose_slab_bytes(total_bytes, self._page_bytes)
 
-    def bytes_for(self, total_bytes: int, pages: Sequence[tuple[int, int]]) -> int:
-        """Bytes of the slabs for (page bytes, number of pages) in an arena of `total_bytes`."""
-        slab_bytes = self.slab_bytes_of(total_bytes)
-        return slab_bytes * sum(
-            -(-count // pages_per_slab(slab_bytes, page_bytes)) for page_bytes, count in pages
-        )
+    def fitting_bytes(self, pages: Sequence[tuple[int, int]]) -> int:
+        """The smallest size of an arena for (page bytes, number of pages), rounded up.
+
+        An arena of another size may have slabs of another size, so the size is searched for.
+        """
+        total_bytes, needed_bytes = 0, rounded_size(sum(size * count for size, count in pages))
+        while needed_bytes > total_bytes:
+            total_bytes = needed_bytes
+            slab_bytes = self.slab_bytes_of(total_bytes)
+            needed_bytes = rounded_size(slab_bytes * slabs_for(slab_bytes, pages))
+        return total_bytes
 
     @property
     def total_bytes(self) -> int:

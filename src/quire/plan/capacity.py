@@ -6,15 +6,18 @@ pages that W tokens can touch.
 """
 
 import math
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
 
 from quire.errors import ConfigError
+from quire.kv.arena import Arena, slabs_for
 from quire.layout.layout import layout_for
 from quire.layout.model import ModelSpec
-from quire.layout.pages import CacheLayout
+from quire.layout.pages import CacheLayout, PageClass
 from quire.layout.sizes import format_size
 from quire.plan.roofline import decode_step
 
@@ -25,8 +28,12 @@ WEIGHT_BITS = {"int8": 8, "int4": 4}
 SCALE_GROUP = 128  # inputs that share a scale of an int4 weight
 
 
-def sequence_bytes(layout: CacheLayout, tokens: int, retained: int | None = None) -> int:
-    """Bytes of one sequence of `tokens` tokens while it decodes, in whole pages of every layer.
+Pages = Mapping[PageClass, int]
+"""Number of pages by page class."""
+
+
+def sequence_pages(layout: CacheLayout, tokens: int, retained: int | None = None) -> Pages:
+    """Pages of one sequence of `tokens` tokens while it decodes.
 
     Args:
         layout: lane groups of the sequence.
@@ -34,9 +41,17 @@ def sequence_bytes(layout: CacheLayout, tokens: int, retained: int | None = None
         retained: tokens that a lane without a window retains; None: no eviction.
     """
     least = tokens if retained is None else min(tokens, retained)
-    return sum(
-        group.bytes_at_most(least if group.window is None else tokens, 1) for group in layout.groups
-    )
+    pages: Counter[PageClass] = Counter()
+    for group in layout.groups:
+        slots = group.slots_at_most(least if group.window is None else tokens, 1)
+        pages[group.page_class] += group.page_class.pages_for(slots) * group.num_lanes
+    return pages
+
+
+def sequence_bytes(layout: CacheLayout, tokens: int, retained: int | None = None) -> int:
+    """Bytes of the pages of `sequence_pages`."""
+    pages = sequence_pages(layout, tokens, retained)
+    return sum(page.page_bytes * count for page, count in pages.items())
 
 
 def token_bytes(layout: CacheLayout) -> Fraction:
@@ -67,7 +82,8 @@ class Capacity:
 
     page_tokens: int
     page_bytes: int  # keys and values of all heads of one layer
-    pool_pages: int  # whole pages of the KV memory
+    pool_pages: int  # whole pages of the KV memory's slabs
+    pool_tokens: int  # of all sequences in whole pages, before windows are full
     sequence_tokens: int
     pages_per_sequence: int  # in all layers
     sequences: int  # that fit; 0 if the model's context is shorter
@@ -91,22 +107,35 @@ def capacity(
             f"sequence_tokens={sequence_tokens}, batch={batch}: expected 1 or more of each"
         )
     page = layout.groups[0].page_class
-    pool_pages = kv_bytes // page.page_bytes
-    usable_bytes = pool_pages * page.page_bytes
-    if usable_bytes < layout.smallest_sequence_bytes:
-        raise ConfigError(
-            f"a KV memory of {kv_bytes:,} B does not hold one sequence: its first token needs a"
-            f" page of {page.page_bytes:,} B in each of {model.num_layers} layers"
-            f" = {layout.smallest_sequence_bytes:,} B; raise --kv-memory or lower --block-size"
+    too_small = ConfigError(
+        f"a KV memory of {kv_bytes:,} B does not hold one sequence: its first token needs a"
+        f" page of {page.page_bytes:,} B in each of {model.num_layers} layers"
+        f" = {layout.smallest_sequence_bytes:,} B; raise --kv-memory or lower --block-size"
+    )
+    if kv_bytes < layout.smallest_sequence_bytes:
+        raise too_small
+    arena = Arena(kv_bytes, [page_class.page_bytes for page_class in layout.page_classes])
+
+    def fits(tokens: int, number: int = 1) -> bool:
+        pages = sequence_pages(layout, tokens, retained).items()
+        return arena.num_slabs >= slabs_for(
+            arena.slab_bytes, ((each.page_bytes, count * number) for each, count in pages)
         )
+
+    if not fits(1):
+        raise too_small
     needed_bytes = sequence_bytes(layout, sequence_tokens, retained)
     too_long = sequence_tokens > model.max_positions
-    sequences = 0 if too_long else usable_bytes // needed_bytes
-    longest = _longest(layout, usable_bytes, model.max_positions, retained)
+    numbers = range(1, 0 if too_long else arena.total_bytes // needed_bytes + 1)
+    sequences = bisect_left(numbers, True, key=lambda number: not fits(sequence_tokens, number))
+    lengths = range(1, model.max_positions + 1)
+    longest = bisect_left(lengths, True, key=lambda tokens: not fits(tokens))
+    tokens = int(arena.total_bytes / token_bytes(layout))
     return Capacity(
         page_tokens=page.tokens,
         page_bytes=page.page_bytes,
-        pool_pages=pool_pages,
+        pool_pages=arena.total_bytes // page.page_bytes,
+        pool_tokens=tokens // page.tokens * page.tokens,
         sequence_tokens=sequence_tokens,
         pages_per_sequence=needed_bytes // page.page_bytes,
         sequences=sequences,
@@ -114,17 +143,6 @@ def capacity(
         longest_limit="context" if longest == model.max_positions else "memory",
         limit="context" if too_long else "memory" if sequences < batch else "none",
     )
-
-
-def _longest(layout: CacheLayout, pool_bytes: int, max_positions: int, retained: int | None) -> int:
-    fits, too_long = 0, max_positions + 1
-    while too_long - fits > 1:
-        middle = (fits + too_long) // 2
-        if sequence_bytes(layout, middle, retained) <= pool_bytes:
-            fits = middle
-        else:
-            too_long = middle
-    return fits
 
 
 # ---- memory --------------------------------------------------------------------------------------
@@ -164,7 +182,7 @@ class MemoryLayout:
                 f" {format_size(self.total_bytes)} after {process}weights"
                 f" {format_size(self.weights_bytes)}, activations"
                 f" {format_size(self.activation_peak_bytes)} and headroom"
-                f" {format_size(self.headroom_bytes)}; lower kv_memory or the headroom"
+                f" {format_size(self.headroom_bytes)}; lower --kv-memory or --headroom"
             )
 
     @property
@@ -205,8 +223,8 @@ def auto_kv_memory(
             f"no memory is left for KV: total {total_bytes:,} B{process} - weights"
             f" {weights_bytes:,} B - activation peak {activation_peak_bytes:,} B - headroom"
             f" {headroom_bytes:,} B = {kv_bytes:,} B; quantize the weights (--weight-codec int8 or"
-            " int4, on a CPU), offload layers (--weights-memory), lower --max-num-batched-tokens or"
-            " the headroom, or take more memory or a smaller model"
+            " int4, on a CPU), offload layers (--weights-memory), lower --max-num-batched-tokens,"
+            " or take more memory or a smaller model"
         )
     return kv_bytes
 

@@ -7,9 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError, UnknownName
+from quire.kv.memory import KVMemory
+from quire.layout.eviction import KEEP_ALL, PREFILL_AND_DECODE, EvictionSpec
 from quire.layout.layout import layout_for
 from quire.layout.model import LayerSpec, ModelSpec
 from quire.plan.capacity import capacity, sequence_bytes
+from quire.scheduler.admission.need import Need
+from quire.scheduler.admission.peaks import Peaks
 
 
 def model_of(*windows: int | None, **changes: Any) -> ModelSpec:
@@ -94,6 +98,26 @@ def test_longest_sequence_is_limited_by_memory_or_context():
 
     assert (by_memory.longest_tokens, by_memory.longest_limit) == (240, "memory")
     assert (by_context.longest_tokens, by_context.longest_limit) == (1000, "context")
+
+
+@given(
+    kv_bytes=st.integers(1 << 16, 1 << 28),
+    tokens=st.integers(1, 900),
+    codec=st.sampled_from(["float16", "int8", "int4"]),
+    cap=st.none() | st.integers(16, 600),
+)
+def test_the_engine_holds_what_is_planned(kv_bytes: int, tokens: int, codec: str, cap: int | None):
+    """Slabs of the arena are counted: a plan of bytes alone would promise more."""
+    model = model_of(None, None, None)
+    layout = layout_for(model, page_tokens=16, codec=codec, evicting=cap is not None)
+    held = capacity(model, kv_bytes, layout=layout, sequence_tokens=tokens, batch=1, retained=cap)
+    peaks = Peaks(KVMemory(layout, kv_bytes, 4), 1)
+    eviction = EvictionSpec(cap=cap, every=1, when=PREFILL_AND_DECODE) if cap else KEEP_ALL
+    counts = peaks.counts([Need(tokens, eviction=eviction)])[0]
+
+    assert peaks.longest_sequence(1000, eviction) == held.longest_tokens
+    assert held.sequences == 0 or peaks.fit_alone(counts * held.sequences)
+    assert not peaks.fit_alone(counts * (held.sequences + 1))
 
 
 def test_no_sequence_longer_than_the_context_fits():

@@ -42,7 +42,7 @@ def _why_never(peaks: Peaks, request: Request) -> str:
     return (
         f"{len(request.prompt_token_ids)} prompt tokens and "
         f"{request.params.max_tokens} to generate{beams} "
-        f"need {peaks.slab_bytes(peaks.whole_counts(need, width)):,} B of KV, the whole KV memory "
+        f"need {peaks.fitting_bytes(need, width):,} B of KV, the whole KV memory "
         f"has {arena.num_slabs * arena.slab_bytes:,} B; {offload_text(peaks, need)}"
         f"{possible_changes(peaks, need, width)}"
     )

@@ -12,7 +12,6 @@ from quire.layout.evicting import evicting_layers
 from quire.layout.eviction import KEEP_ALL, PRESSURE, EvictionSpec
 from quire.layout.layout import can_be_offloaded, statistics_used
 from quire.layout.pages import CacheLayout, LaneGroup, PageClass
-from quire.layout.sizes import rounded_size
 from quire.layout.statistics import Statistic
 from quire.scheduler.admission.lane_peaks import UNBOUNDED, LaneOffload, evicting_pages
 from quire.scheduler.admission.need import (
@@ -377,10 +376,6 @@ class Peaks:
         per_slab = np.array([self.memory.pools[c].pages_per_slab for c in self.page_classes])
         return np.asarray((-(-counts // per_slab)).sum(axis=-1))
 
-    def slab_bytes(self, counts: Counts) -> int:
-        """Bytes of the slabs that these pages occupy: the KV memory they need."""
-        return int(self._num_slabs(counts)) * self.memory.arena.slab_bytes
-
     def longest_sequence(self, max_positions: int, eviction: EvictionSpec) -> int:
         """Tokens of the longest prompt that fits alone, up to `max_positions`."""
 
@@ -401,18 +396,10 @@ class Peaks:
         return self.fit_alone(self.whole_counts(need, num_rows(request)))
 
     def fitting_bytes(self, need: Need, width: int = 1) -> int:
-        """The KV memory size that fits a request, with unchanged offload memory.
-
-        A KV memory of another size may have slabs of another size, so the size is searched for.
-        """
-        counts = self.whole_counts(need, width)
+        """The KV memory size that fits a request, with unchanged offload memory."""
         sizes = [page_class.page_bytes for page_class in self.page_classes]
-        pages = list(zip(sizes, counts.tolist(), strict=True))
-        total_bytes, needed_bytes = 0, rounded_size(self.num_bytes(counts))
-        while needed_bytes > total_bytes:
-            total_bytes = needed_bytes
-            needed_bytes = rounded_size(self.memory.arena.bytes_for(total_bytes, pages))
-        return total_bytes
+        counts = self.whole_counts(need, width).tolist()
+        return self.memory.arena.fitting_bytes(list(zip(sizes, counts, strict=True)))
 
     def whole_counts(self, need: Need, width: int) -> Counts:
         """Pages [page classes] of sequences that share a prompt, at their peak.

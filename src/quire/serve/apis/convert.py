@@ -25,9 +25,10 @@ EXTENSIONS = frozenset(
 assert GenerationBody.model_fields.keys() >= EXTENSIONS - {"chat_template_kwargs"}
 
 
-def limit_of(usage: Mapping[str, Any]) -> dict[str, Any]:
-    """The limit of `max_tokens` in the usage of a chat, if there was one."""
-    return {name: usage[name] for name in ("max_tokens", "max_tokens_limit") if name in usage}
+def usage_extensions(usage: Mapping[str, Any]) -> dict[str, Any]:
+    """Quire's fields in the usage of a chat; the limit of `max_tokens` if there was one."""
+    names = ("kv_peak_bytes", "evicted_tokens", "max_tokens", "max_tokens_limit")
+    return {name: usage[name] for name in names if name in usage}
 
 
 def chat_of(values: Mapping[str, Any], names: Mapping[str, str]) -> ChatBody:

@@ -12,9 +12,9 @@ from quire.serve.apis.convert import (
     JSON,
     chat_of,
     format_of,
-    limit_of,
     text_of,
     text_of_part,
+    usage_extensions,
 )
 from quire.serve.errors import FieldError, anthropic_error, event, one_line
 from quire.serve.protocol import MAX_MESSAGES, MAX_STOPS, Body, ChatBody, Tools
@@ -392,5 +392,5 @@ def _usage(usage: JSON) -> JSON:
         "output_tokens": usage["completion_tokens"],
         "cache_read_input_tokens": cached_tokens,
         "cache_creation_input_tokens": 0,
-        **limit_of(usage),
+        **usage_extensions(usage),
     }

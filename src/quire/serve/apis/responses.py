@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from quire.serve.apis.convert import EXTENSIONS, JSON, chat_of, format_of, limit_of, text_of
+from quire.serve.apis.convert import EXTENSIONS, JSON, chat_of, format_of, text_of, usage_extensions
 from quire.serve.errors import FieldError, event
 from quire.serve.fields import MAX_EXTRA_FIELDS
 from quire.serve.protocol import MAX_MESSAGES, MAX_TOP_LOGPROBS, Body, ChatBody, Tools
@@ -349,7 +349,5 @@ def _usage(usage: JSON) -> JSON:
         "output_tokens": usage["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": usage["total_tokens"],
-        "kv_peak_bytes": usage["kv_peak_bytes"],
-        "evicted_tokens": usage["evicted_tokens"],
-        **limit_of(usage),
+        **usage_extensions(usage),
     }
