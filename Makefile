@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-all test-ray check fmt docs claims screenshots bench peers clients clean
+.PHONY: setup demo test test-all test-ray check fmt docs claims screenshots peers clients clean
 
 setup: $(STAMP)
 
@@ -54,9 +54,6 @@ claims: setup
 # pictures of the dashboard for docs/dashboard.md; needs Debian's chromium (apt-get install chromium)
 screenshots: setup
 	PYTHONPATH=src:. $(BIN)/python -m tests.screenshots
-
-bench: setup
-	bash runs/overhead.sh
 
 # other engines, for `python -m benchmarks peers`; PEERS is the folder of their environments
 PEERS ?= build/peers

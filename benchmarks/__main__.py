@@ -9,7 +9,6 @@ from typing import Any
 import typer
 
 from benchmarks.batch_max.command import batch_max
-from benchmarks.batch_plan import batch_plan
 from benchmarks.cluster.command import cluster
 from benchmarks.differences import differences
 from benchmarks.eviction.command import eviction
@@ -19,15 +18,10 @@ from benchmarks.kvcrush.command import kvcrush
 from benchmarks.kvpress.command import kvpress
 from benchmarks.memory.command import memory
 from benchmarks.offload.command import offload
-from benchmarks.overhead import overhead
 from benchmarks.peers.command import peers
 from benchmarks.quant.command import quant
 from benchmarks.rebatch.command import rebatch
 from benchmarks.roofline.command import roofline
-from benchmarks.serve import serve
-from benchmarks.server_load import server_load
-from benchmarks.soak import soak
-from benchmarks.stack import stack
 from benchmarks.throughput.command import throughput
 from benchmarks.weights import weights
 from quire.cli.command import register
@@ -46,11 +40,7 @@ _COMMANDS: dict[str, Callable[..., Any]] = {
     "throughput": throughput,
     "peers": peers,
     "roofline": roofline,
-    "overhead": overhead,
     "kvpress": kvpress,
-    "serve": serve,
-    "soak": soak,
-    "server-load": server_load,
     "memory": memory,
     "cluster": cluster,
     "batch-max": batch_max,
@@ -61,10 +51,8 @@ _COMMANDS: dict[str, Callable[..., Any]] = {
     "quant": quant,
     "weights": weights,
     "rebatch": rebatch,
-    "stack": stack,
     "offload": offload,
     "gpu": gpu,
-    "batch-plan": batch_plan,
 }
 for _name, _command in _COMMANDS.items():
     register(app, _command, _name)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from benchmarks.batch_plan import run_batch
 from benchmarks.common.models import random_model
 from benchmarks.common.workload import SHAPES
 from quire.errors import ConfigError, InvariantError
@@ -48,16 +47,7 @@ def test_rows_that_do_not_run_concurrently_are_detected(model):
     """A row of 103 tokens needs 28 KiB: 64 KiB hold two rows, not three."""
     shape = RunShape(rows=3, prompt_tokens=100, new_tokens=4, evict="full")
     with pytest.raises(InvariantError, match="3 rows"):
-        run_batch(model, shape, 64 << 10)
-
-
-def test_run_batch_runs_to_completion(model):
-    shape = RunShape(rows=2, prompt_tokens=40, new_tokens=5, evict=RULES[2])
-    run = run_batch(model, shape, 1 << 20)
-
-    assert run.new_tokens == 10
-    assert run.prefill_s > 0
-    assert run.decode_s > 0
+        list(timed_steps(model, shape, static_engine(model, shape, 64 << 10)))
 
 
 def exact_times(rates, rows):
