@@ -42,7 +42,7 @@ def test_commands_are_explained_and_unknown_ones_refused(quire):
         assert f"\n{name} " in result.stderr
     assert "error: unknown command '/stat': expected /help, /retry, /clear" in result.stderr
     assert "last response: none yet" in result.stderr
-    assert "conversation: 2 messages, 9 of 4,096 tokens of context" in result.stderr
+    assert "conversation: 2 messages, 9 of 257 tokens that fit into the KV memory" in result.stderr
     assert "5 output tokens" in result.stderr
     assert "of 2.00 MiB" in result.stderr
     assert len(result.stdout.splitlines()) == 1
@@ -87,8 +87,33 @@ def test_sampling_options_are_set_in_the_chat(quire):
     assert result.stderr.count("max_tokens 2, temperature 0 (the model's)") == 2
     assert "2 output tokens" in result.stderr
     assert "error: temperature must be a finite number in [0, inf), got 'warm'" in result.stderr
-    assert "got ''" in result.stderr
+    assert "\ntemperature null (divides the logits; " in result.stderr
+    assert "0); /set temperature VALUE changes it\n" in result.stderr
     assert "unknown sampling option 'n'" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("memory", "tokens", "note", "stats"),
+    [
+        (
+            "512KiB",
+            61,
+            "61, the rest of the KV memory: /clear starts over]",
+            "65 of 65 tokens that",
+        ),
+        ("40MiB", 512, "512: /set max_tokens N raises it]", "516 of 4,096 tokens of context"),
+    ],
+)
+def test_responses_are_limited_to_the_kv_memory_and_cut_ones_marked(
+    quire, memory, tokens, note, stats
+):
+    options = ("--kv-memory", memory, "--no-verify", "--dtype", "float32", "--ignore-eos")
+    result = quire("chat", *options, input="hello\n/stats\n" + "word " * 5_000 + "\n/stats\n")
+
+    assert f"\n[cut at max_tokens={note}\n" in result.stderr
+    assert f"[4 prompt tokens, {tokens} output tokens" in result.stderr
+    assert result.stderr.count(f"conversation: 2 messages, {stats}") == 2
+    assert ", or start over with /clear\n" in result.stderr
 
 
 def test_model_that_names_no_temperature_gets_that_of_a_chat(quire, tmp_path):
@@ -148,8 +173,8 @@ def test_backslash_continues_a_message_on_the_next_line(quire, monkeypatch):
 def test_interrupt_stops_the_response_and_not_the_chat(quire, monkeypatch):
     stream, sent = LLM.stream, []
 
-    def interrupted(self, *arguments):
-        for delta in stream(self, *arguments):
+    def interrupted(self, *arguments, **options):
+        for delta in stream(self, *arguments, **options):
             sent.append(delta.text)
             if len(sent) == 2:
                 signal.raise_signal(signal.SIGINT)

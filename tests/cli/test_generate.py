@@ -30,6 +30,7 @@ def test_output_is_on_stdout_and_usage_on_stderr(quire, expected):
 
     assert result.exit_code == 0
     assert result.stdout == expected.text + "\n"
+    assert result.stderr.startswith("[cut at max_tokens=5: --max-tokens N raises it]\n")
     assert "5 output tokens" in result.stderr
 
 
@@ -442,6 +443,9 @@ def test_max_model_len_limits_prompt_and_output(quire):
     assert "the model's context 32" in short.stderr
     usage = last_json(result)["usage"]
     assert usage["prompt_tokens"] + usage["completion_tokens"] == 9
+    assert "[cut at max_tokens=4, the rest of the context: a shorter prompt leaves more]" in (
+        result.stderr
+    )
     assert "expected max_model_len (--max-model-len) from 1 to 4096" in long.stderr
 
 

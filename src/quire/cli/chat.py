@@ -20,7 +20,7 @@ from unicodedata import east_asian_width
 
 import typer
 
-from quire.cli.generate import usage_line
+from quire.cli.generate import cut_note, usage_line
 from quire.cli.options import KV, MODEL, SAMPLING, SCHEDULE
 from quire.cli.settings import Settings, with_settings
 from quire.cli.startup import is_terminal
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from quire.api.llm import LLM
     from quire.models.chat_template import ChatTemplate
-    from quire.sampling.outputs import OutputBuilder, OutputDelta, Usage
+    from quire.sampling.outputs import OutputDelta, Usage
 
 _GREETING = "/help shows the commands, /exit or Ctrl-D exits, Ctrl-C stops a response"
 _KEYS = {
@@ -77,6 +77,9 @@ def chat(settings: Settings, *, flags: ChatFlags) -> None:
     """Chat with a model; the model needs a chat template.
 
     If neither the model nor an option sets a temperature, it is 0.2, with top-p 0.9.
+
+    A response of more than 512 tokens is cut, and marked as such; `/set max_tokens N` in the chat
+    raises the limit. The rest of the context and of the KV memory can lower it.
     """
     if not settings.sampling.max_tokens:
         raise RequestError("expected --max-tokens of 1 or more, got 0: a chat needs responses")
@@ -139,6 +142,10 @@ class Conversation:
             if found is None:
                 raise UnknownName("sampling option", name, _OPTIONS)
             value: Any = text
+            if not text:
+                value = json.dumps(getattr(self._sampling, found.name))
+                meaning = found.help.rstrip(".")
+                return f"{found.name} {value} ({meaning}); /set {found.name} VALUE changes it"
             with suppress(ValueError):  # a text is a stop string, or refused
                 value = json.loads(text)
             self._sampling = replace(self._sampling, **{found.name: value})
@@ -177,10 +184,16 @@ class Conversation:
     def stats(self, _: str) -> str:
         stats = self.llm.stats()
         context = self.llm.context_tokens(max(1, self._prompt_tokens))
+        engine = self.llm.engine
+        # the KV of the last token is never computed
+        fitting = 1 + engine.scheduler.peaks.longest_sequence(
+            context - 1, engine.pool.eviction.spec
+        )
+        limit = "that fit into the KV memory" if fitting < context else "of context"
         last = "none yet" if self._usage is None else usage_line(self._usage, self._evict)
         return (
-            f"conversation: {len(self._messages)} messages, {self._prompt_tokens:,} of {context:,} "
-            f"tokens of context\nlast response: {last}\n"
+            f"conversation: {len(self._messages)} messages, {self._prompt_tokens:,} of {fitting:,} "
+            f"tokens {limit}\nlast response: {last}\n"
             f"KV memory: {format_size(stats.kv_used_bytes)} in use "
             f"({format_size(stats.cached_bytes)} of cached prefixes) of "
             f"{format_size(stats.kv_total_bytes)}"
@@ -202,45 +215,39 @@ class Conversation:
         self._messages = [*messages, {"role": "assistant", "content": text}]
 
     def _stream(self, token_ids: list[int]) -> str:
-        context = self.llm.context_tokens(len(token_ids))
-        if len(token_ids) >= context:
-            raise RequestError(
-                f"with this message the conversation has {len(token_ids)} tokens, the model's "
-                f"context {context}: use /clear to start over, or send a shorter message"
-            )
         from quire.sampling.outputs import OutputBuilder  # imports torch
 
-        text = ""
-        error: str | None = None
+        text, output = "", None
         self._responses += 1
-        self._prompt_tokens = len(token_ids)
+        num_tokens = len(token_ids)
         builder = OutputBuilder(f"chat-{self._responses}", tuple(token_ids))
         shown = WordWrap(sys.stdout)
         params = self._sampling.with_response_defaults(self.llm.model.generation)
-        deltas = cast("Generator[OutputDelta]", self.llm.stream(token_ids, params))
+        stream = self.llm.stream(token_ids, params, limit_max_tokens=True)
+        deltas = cast("Generator[OutputDelta]", stream)
         with closing(deltas), self.keyboard.watched() as stopped:  # closing cancels
-            for delta in deltas:
-                shown.write(delta.text)
-                text += delta.text
-                error = delta.error
-                self._note(builder, delta)
-                if error is not None or stopped():
-                    break
+            try:
+                for delta in deltas:
+                    shown.write(delta.text)
+                    text += delta.text
+                    num_tokens += len(delta.token_ids)
+                    output = builder.add(delta)
+                    if stopped():
+                        break
+            except RequestError as error:
+                if error.param != "prompt":
+                    raise
+                raise RequestError(f"{error}, or start over with /clear") from error
         shown.end()
-        if error is not None:
-            raise RequestError(error)
-        if len(token_ids) + self._sampling.max_tokens > context:
-            WordWrap(sys.stderr).line(
-                f"(the context of {context} tokens is nearly full: use /clear to start over)"
-            )
-        return text
-
-    def _note(self, builder: "OutputBuilder", delta: "OutputDelta") -> None:
-        """Store the usage of a response that is complete."""
-        output = builder.add(delta)
+        if output is not None and output.error is not None:
+            raise RequestError(output.error)
+        self._prompt_tokens = num_tokens
         if output is not None:
             self._usage = output.usage
-            self._prompt_tokens += output.usage.completion_tokens
+            cut = cut_note(output, "/set max_tokens N raises it", "/clear starts over")
+            if cut:
+                WordWrap(sys.stderr).line(cut)
+        return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +265,7 @@ _COMMANDS = {
         "[TEXT]", "set the system message; without TEXT: delete it", Conversation.set_system
     ),
     "/set": _ChatCommand(
-        "[NAME VALUE]", "set a sampling option; without NAME: show all", Conversation.set_option
+        "[NAME VALUE]", "set a sampling option; without VALUE: show it", Conversation.set_option
     ),
     "/save": _ChatCommand("FILE", "write the messages to a JSON file", Conversation.save),
     "/load": _ChatCommand("FILE", "continue the messages of such a file", Conversation.load),

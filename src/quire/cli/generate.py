@@ -67,6 +67,8 @@ def generate(
     text = _prompt(settings, prompt, flags.prompt_option)
     with watching(flags.kv_events) as watch:
         output = _stream(settings, text, watch)
+        cut = cut_note(output, "--max-tokens N raises it", "a shorter prompt leaves more")
+        typer.echo(cut, err=True, nl=bool(cut))
         # a rule that failed has not evicted, though it was needed
         evict = settings.kv.evict if output.error is None else "full"
         typer.echo(usage_line(output.usage, evict), err=True)
@@ -86,6 +88,22 @@ def usage_line(usage: "Usage", evict: str) -> str:
         f"time to first token {1000 * usage.first_token_s:,.0f} ms, total {usage.total_s:.2f} s, "
         f"{format_size(usage.kv_peak_bytes)} of KV{evicted}]"
     )
+
+
+def cut_note(output: "RequestOutput", raising: str, freeing: str) -> str:
+    """A line about an output that ended at its maximum length; empty if none did.
+
+    Args:
+        output: a finished output.
+        raising: how to raise `max_tokens`.
+        freeing: how to free what lowered it: the context, or the KV memory.
+    """
+    if all(choice.finish_reason != "length" for choice in output.choices):
+        return ""
+    usage = output.usage
+    limit = usage.max_tokens_limit.replace("kv_", "KV ").replace("_", " ")
+    change = f", the rest of the {limit}: {freeing}" if limit else f": {raising}"
+    return f"[cut at max_tokens={usage.max_tokens}{change}]"
 
 
 def _prompt(settings: Settings, argument: str | None, option: str | None) -> str:
