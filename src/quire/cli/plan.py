@@ -149,7 +149,8 @@ class PlanFlags:
     policy_file: str = policy_file_option()
     cap: str | None = option(
         None,
-        help="Cap of the rule: tokens per lane, 25% of the prompt, or 2MiB.",
+        help="Cap of the rule: tokens per lane, a fraction of the prompt, or 2MiB. Default: that "
+        "of --evict, else 25%.",
         group=LARGEST_BATCH,
         common=True,
     )

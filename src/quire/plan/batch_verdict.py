@@ -237,7 +237,7 @@ def _by_time(arms: Sequence[ArmBatch]) -> tuple[bool | None, str]:
 #
 # Source: Batch-Max (Metel et al. 2025), Algorithm 1 (the last) and Algorithm 2 (the third).
 
-DEFAULT_RULE = "average"
+DEFAULT_RULE, DEFAULT_CAP = "average", "25%"  # of 3,584 tokens: the 896 of Batch-Max
 
 
 def with_numbers(evict: str, *, cap: int | str, every: int | str | None, when: str) -> str:
@@ -251,13 +251,11 @@ def with_numbers(evict: str, *, cap: int | str, every: int | str | None, when: s
 def arm_rules(
     evict: str | None = None, *, cap: str | None = None, every: int | None = None
 ) -> dict[str, str]:
-    """The rule of each arm, as text; default: Batch-Max's own."""
+    """The rule of each arm, as text; default: Batch-Max's own, and its fraction of the prompt."""
     parsed = parse_policy(evict or DEFAULT_RULE)
     if parsed.name == FULL:
-        raise ConfigError("evict=full retains all tokens: name a rule, such as average:cap=896")
-    found = cap or parsed.options.get("cap")
-    if found is None:
-        raise ConfigError("expected a cap: --cap 896, or --evict average:cap=896")
+        raise ConfigError("evict=full retains all tokens: name a rule, such as average:cap=25%")
+    found = cap or parsed.options.get("cap", DEFAULT_CAP)
     text = evict or DEFAULT_RULE
     return {
         FULL: FULL,

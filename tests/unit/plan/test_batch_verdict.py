@@ -83,7 +83,11 @@ def test_cap_alone_selects_average_and_overrides_the_cap_of_a_rule():
     )
 
 
-@pytest.mark.parametrize("evict", [None, "tova", "full"])
-def test_missing_cap_is_refused(evict):
-    with pytest.raises(ConfigError, match="cap=896"):
-        arm_rules(evict)
+def test_default_cap_is_a_fraction_of_the_prompt_at_any_length():
+    assert arm_rules()["decode"] == "average:cap=25%,when=decode"
+    assert arm_rules("tova:every=2")["decode"] == "tova:every=2,cap=25%,when=decode"
+
+
+def test_full_is_refused_as_the_rule():
+    with pytest.raises(ConfigError, match="such as average:cap=25%"):
+        arm_rules("full")
