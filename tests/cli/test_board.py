@@ -46,6 +46,16 @@ def test_a_memory_of_a_fixed_size_is_required(quire):
     assert "quire board needs a KV memory of a fixed size" in result.stderr
 
 
+@pytest.mark.parametrize("command", ["board", "eval"])
+def test_a_length_that_is_too_short_is_refused_before_the_sanity_check(quire, command, tmp_path):
+    tasks = ("--tasks", "repeats,lines", "--tokens", "30", "--kv-memory", "8MiB")
+    result = quire(command, "quire-tiny", *tasks, "--out", tmp_path)
+
+    assert result.exit_code == 2
+    assert re.search(r"into 30 tokens: expected --tokens of \d+ or more", result.stderr)
+    assert "sanity check" not in result.stderr
+
+
 def test_the_documents_get_page_chart_and_rows(quire, tmp_path):
     out, docs = tmp_path / "board", tmp_path / "docs"
     for folder in (out, docs / "images", docs / "results"):

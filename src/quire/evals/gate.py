@@ -53,13 +53,23 @@ def make_questions(
     seed: int = 1,
     **options: Any,
 ) -> list[Question]:
-    """The first `n` prompts of a task; equal arguments give equal prompts."""
-    questions = []
+    """The first `n` prompts of a task; equal arguments give equal prompts.
+
+    Raises:
+        ConfigError: a prompt is longer; states the length that the `n` prompts need.
+    """
+    questions, least = [], 0
     for index in range(n):
         depth = DEPTHS[index % len(DEPTHS)]
         shared = {"measure": measure, "filler": filler or haystack(), "depth": depth}
-        found = _fitting(task, seed * 10_000 + index, tokens, shared | options)
+        found, size = _fitting(task, seed * 10_000 + index, tokens, shared | options)
         questions.append(_question(found, depth))
+        least = max(least, size)
+    if least > tokens:
+        raise ConfigError(
+            f"no prompt of task {task!r} fits into {tokens} tokens: expected --tokens of {least} "
+            "or more"
+        )
     return questions
 
 
@@ -76,15 +86,17 @@ def _question(task: Task, depth: float) -> Question:
     )
 
 
-def _fitting(task: str, seed: int, tokens: int, options: dict[str, Any]) -> Task:
+def _fitting(task: str, seed: int, tokens: int, options: dict[str, Any]) -> tuple[Task, int]:
+    """A task and its length with the answer; the shortest task if none fits."""
     measure: Measure = options["measure"]
     target_tokens = tokens - 2  # the start of the document, and a token that is split at a boundary
-    while target_tokens >= _MIN_TOKENS:
+    while True:
+        target_tokens = max(target_tokens, _MIN_TOKENS)
         found = make(task, seed, target_tokens, **options)
-        if measure(DOCUMENT_START + found.prompt() + found.queries[0].answer) <= tokens:
-            return found
+        size = measure(DOCUMENT_START + found.prompt() + found.queries[0].answer)
+        if size <= tokens or target_tokens == _MIN_TOKENS:
+            return found, size
         target_tokens = int(_SHRINK * target_tokens)
-    raise ConfigError(f"no prompt of task {task!r} fits into {tokens} tokens; raise tokens")
 
 
 OLD_DEPTH = 0.25

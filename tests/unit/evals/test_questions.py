@@ -1,5 +1,7 @@
 """Prompts of all tasks at a fixed length."""
 
+import re
+
 import pytest
 
 from quire.errors import ConfigError
@@ -20,5 +22,13 @@ def test_prompt_and_answer_fit_the_requested_length(task: str):
 
 
 def test_too_small_length_is_refused():
-    with pytest.raises(ConfigError, match="'niah' fits into 20 tokens"):
-        make_questions("niah", 20, 1, measure=rough_measure)
+    short = r"'niah' fits into 20 tokens: expected --tokens of (\d+) or more"
+    with pytest.raises(ConfigError, match=short) as refused:
+        make_questions("niah", 20, 10, measure=rough_measure)
+    found = re.search(short, str(refused.value))
+    assert found is not None
+    least = int(found[1])
+
+    assert len(make_questions("niah", least, 10, measure=rough_measure)) == 10
+    with pytest.raises(ConfigError, match=f"expected --tokens of {least} or more"):
+        make_questions("niah", least - 1, 10, measure=rough_measure)

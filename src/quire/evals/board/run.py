@@ -131,6 +131,7 @@ class BoardRunner:
             identity=self._identity,
             stored=self.stored,
             report=self._pace.report,
+            make_prompts=lambda: [self.samples(task) for task in self._config.tasks],
         )
 
     def _cell(self, entry: BoardEntry, task: EvalTask) -> CellResult:

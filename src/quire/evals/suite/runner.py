@@ -286,6 +286,7 @@ class Evaluator:
             identity=self._identity,
             stored=self._stored,
             report=self._report,
+            make_prompts=lambda: [self._samples(*cell) for cell in self._config.cells()],
         )
 
     def _cells(self, arm: str, kv: KVConfig) -> list[CellResult]:
@@ -306,6 +307,16 @@ class Evaluator:
 
     def _measured(self, task: EvalTask, tokens: int, kv: KVConfig) -> CellResult:
         llm = self._engines.of(kv)
+        samples = self._samples(task, tokens)
+        before = self._config.evict_before_question
+        runner = SampleRunner(llm, kv, evict_before_question=before)
+        prompts, seconds = runner.run(task, samples)
+        return CellResult(
+            task=task.name, tokens=tokens, arm=kv_name(kv), prompts=prompts, seconds=seconds
+        )
+
+    def _samples(self, task: EvalTask, tokens: int) -> list[Sample]:
+        """The prompts of a task; an engine must be open."""
         self._engines.refuse_long(tokens)
         options = SampleOptions(
             count=self._config.count,
@@ -314,13 +325,7 @@ class Evaluator:
             seed=self._config.seed,
             data=self._config.data if task.name == PERPLEXITY else None,
         )
-        samples = task.samples(options)
-        before = self._config.evict_before_question
-        runner = SampleRunner(llm, kv, evict_before_question=before)
-        prompts, seconds = runner.run(task, samples)
-        return CellResult(
-            task=task.name, tokens=tokens, arm=kv_name(kv), prompts=prompts, seconds=seconds
-        )
+        return task.samples(options)
 
     def _fingerprint(self, task: EvalTask, tokens: int, kv: KVConfig) -> str:
         config = self._config

@@ -69,10 +69,18 @@ def sanity_of(
     identity: Sequence[object],
     stored: CellFolder,
     report: Callable[[str], None],
+    make_prompts: Callable[[], object],
 ) -> Sanity:
-    """The result for a model: the stored one, or that of a run."""
+    """The result for a model: the stored one, or that of a run.
+
+    `make_prompts` makes the prompts that the model answers after it, in an open engine. A length
+    that they do not fit is refused before the check, which can take minutes.
+    """
     fingerprint = fingerprint_of(*identity, full, seed)
     values = stored.read(_NAME, fingerprint)
+    if values is None:
+        engines.of(full)
+        make_prompts()
     found = _run(engines, full, seed) if values is None else Sanity.stored(values)
     stored.write(_NAME, fingerprint, found.as_dict())
     report(f"sanity check: {found.status}{found.reason and f': {found.reason}'}")

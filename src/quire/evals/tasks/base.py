@@ -108,7 +108,7 @@ class Setting:
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
-            raise ConfigError(f"expected tokens >= 1, got {self.tokens}; raise tokens")
+            raise ConfigError(f"expected tokens >= 1, got {self.tokens}; raise --tokens")
         if self.depth is not None and not 0 <= self.depth <= 1:
             raise ConfigError(f"expected depth in [0, 1], got {self.depth}; 0 is the first record")
 

@@ -117,7 +117,7 @@ def _refuse_many(name: str, count: int, tokens: int, setting: Setting) -> None:
     if tokens > _MAX_SHARE * setting.tokens:
         raise ConfigError(
             f"expected more than {int(tokens / _MAX_SHARE)} tokens for {count} records of task "
-            f"{name!r}, got {setting.tokens}; raise tokens"
+            f"{name!r}, got {setting.tokens}; raise --tokens"
         )
 
 
@@ -277,7 +277,7 @@ class CommonWords(TaskFamily):
         if left < self.other_times:
             raise ConfigError(
                 f"expected room for {times * self.common + self.other_times} words of task 'cwe', "
-                f"got {max(0, room)}; raise tokens"
+                f"got {max(0, room)}; raise --tokens"
             )
         listed = common * times + others[: left // self.other_times] * self.other_times
         rng.shuffle(listed)

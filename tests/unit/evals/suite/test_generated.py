@@ -146,7 +146,7 @@ def test_common_words_are_the_max_frequent():
 
 @pytest.mark.parametrize("name", ["niah_multivalue", "tracking", "cwe"])
 def test_too_small_length_is_refused(name):
-    with pytest.raises(ConfigError, match="raise tokens"):
+    with pytest.raises(ConfigError, match="--tokens"):
         make(name, 1, 40)
 
 

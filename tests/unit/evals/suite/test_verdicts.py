@@ -162,7 +162,7 @@ def test_sanity_check_that_cannot_run_fails():
     found = sanity.check(answer, measure=rough_measure, context_tokens=30, seed=1)
 
     assert found.status == FAILED
-    assert "raise tokens" in found.reason
+    assert "--tokens" in found.reason
 
 
 def test_old_depth_decides_which_records_count():
