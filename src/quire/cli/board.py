@@ -11,11 +11,11 @@ import typer
 
 from quire.cli.common import json_option, split_numbers, split_texts
 from quire.cli.evaluate_run import json_bytes, opener, question_option
-from quire.cli.options import KV, MODEL, SCHEDULE
+from quire.cli.options import MODEL, SCHEDULE
 from quire.cli.report import envelope, prepare_folder, print_json, write_files
 from quire.cli.settings import Settings, with_settings
 from quire.cli.tables import show_table
-from quire.cli.tune import refuse_settings, time_limit_option
+from quire.cli.tune import NO_AUTO, SEARCHED_KV, refuse_settings, time_limit_option
 from quire.evals.board.grid import Grid
 from quire.evals.pace import Pace
 from quire.layout.extras import has_extra
@@ -71,7 +71,7 @@ class BoardFlags:
     as_json: bool = json_option()
 
 
-@with_settings(MODEL, KV.without("kv-codec", "evict", "evict-allow"), SCHEDULE)
+@with_settings(MODEL, SEARCHED_KV, SCHEDULE, defaults=NO_AUTO)
 def board(settings: Settings, *, flags: BoardFlags) -> None:
     """Compare eviction rules, budgets, schedules and KV codecs on equal prompts.
 

@@ -85,7 +85,11 @@ class TuneFlags:
     as_json: bool = json_option()
 
 
-@with_settings(MODEL, KV.without("kv-codec", "evict", "evict-allow"), SCHEDULE)
+SEARCHED_KV = KV.without("kv-codec", "evict", "evict-allow")  # by `quire board` too
+NO_AUTO = {"kv-memory": None}  # its size could differ in a later run, which could not go on
+
+
+@with_settings(MODEL, SEARCHED_KV, SCHEDULE, defaults=NO_AUTO)
 def tune(settings: Settings, *, flags: TuneFlags) -> None:
     """Find the KV codec and eviction rule that hold most requests at a wanted quality.
 
@@ -134,7 +138,8 @@ def refuse_settings(settings: Settings, command: str = "tune") -> None:
     """Refuse a KV memory without a size."""
     if settings.kv.memory is None:
         raise ConfigError(
-            f"quire {command} needs a KV memory of a fixed size: add --kv-memory, such as 8GiB"
+            f"quire {command} needs a KV memory of a fixed size: add --kv-memory, such as 64MiB; "
+            "auto may be another size in a later run, which could not go on"
         )
 
 

@@ -248,7 +248,7 @@ class KVConfig:
     memory: MaybeSize = option(
         "auto",
         help="size of the KV memory, fixed for the engine's life: bytes, a size such as 64MiB, or "
-        "auto (the free memory of the device)",
+        "auto (the free memory of the device; quire tune and quire board need a size)",
         unit="bytes",
         flag="kv-memory",
         common=True,

@@ -60,6 +60,15 @@ def test_options_that_a_search_chooses_are_not_in_its_help():
         assert {"--evict", "--kv-codec"}.isdisjoint(flags(shown(command, "--help-all")))
 
 
+@pytest.mark.parametrize("command", ["tune", "board"])
+def test_help_of_the_kv_memory_says_where_a_size_is_required(command):
+    words = " ".join(shown(command, "--help").replace("│", " ").split())
+    text = words.partition("--kv-memory SIZE ")[2].partition(" --swap-space")[0]
+
+    assert "or auto (the free memory of the device; quire tune and quire board need a size)" in text
+    assert "default" not in text
+
+
 @pytest.mark.parametrize("command", [*COMMON, "chat", "tune", "board"])
 def test_help_names_the_number_of_threads(command):
     assert "--threads" in flags(shown(command, "--help"))

@@ -291,6 +291,7 @@ def test_a_line_without_prompt_shows_what_it_has(tmp_path, line, got):
     [
         (("--kv-memory", "4MiB", "--evict", "h2o:cap=9"), "unknown option '--evict'"),
         ((), "needs a KV memory of a fixed size"),
+        (("--kv-memory", "auto"), "add --kv-memory, such as 64MiB; auto may be another size in a"),
         (("--kv-memory", "16KiB"), "one"),
         (
             ("--kv-memory", "4MiB", "--metric", "answer", "--max-tokens", "5000"),
