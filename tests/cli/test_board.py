@@ -25,6 +25,8 @@ def test_a_run_resumes_and_reports_what_is_refused(quire, tmp_path):
     assert "evicts whole pages or chunks, not single tokens" in why
     assert "Refused: 1, such as --kv-codec none --evict kvcrush_openvino:cap=50%" in first.stderr
     assert json.loads(again.stdout.splitlines()[-1])["arms"] == result["arms"]  # tokens/s too
+    assert f"resumes: 2 of 3 results are stored in {tmp_path / 'cells'}\n" in again.stderr
+    assert "resumes: " not in first.stderr
     assert {"board.md", "board.json"} <= {path.name for path in tmp_path.iterdir()}
 
 

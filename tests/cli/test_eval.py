@@ -122,6 +122,8 @@ def test_later_run_continues_with_stored_cells(judge, tmp_path, monkeypatch):
     assert json.loads((tmp_path / "result.json").read_text(encoding="utf-8")) == third
     result(*two, "--seed", "2")
     assert ran == ["kv", "lines", "kv"]
+    again = invoke(*two, "--seed", "2")
+    assert f"resumes: 2 of 2 results are stored in {tmp_path / 'cells'}\n" in again.stderr
 
 
 def test_perplexity_of_a_codec_is_higher(judge):

@@ -165,12 +165,15 @@ def run_search(
         *(settings.model, model.spec, settings.loading, settings.kv),
         *(config.max_tokens, with_answers, prompts),
     )
+    stored = ScoreFile(out / "scores.jsonl", identity)
+    for line in stored.resumption():
+        pace.report(line)
     scorer = CandidateScorer(
         model,
         settings.kv,
         prompts,
         new_tokens=config.max_tokens,
-        stored=ScoreFile(out / "scores.jsonl", identity),
+        stored=stored,
         baseline=config.space.baseline,
         with_answers=with_answers,
     )

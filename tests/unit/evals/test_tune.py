@@ -193,6 +193,7 @@ SMALL = (
 def run(folder, *more):
     result = CliRunner().invoke(app, [*SMALL, *more, "--out", str(folder / "out")])
     assert result.exit_code == 0, result.output
+    print(result.stderr)
     return json.loads(result.stdout.splitlines()[-1])
 
 
@@ -203,7 +204,7 @@ def data(tmp_path):
     return path
 
 
-def test_an_interrupted_search_goes_on_with_the_same_result(tmp_path, data):
+def test_an_interrupted_search_goes_on_with_the_same_result(tmp_path, data, capsys):
     whole = run(tmp_path, "--data", str(data))
     scores = tmp_path / "out" / "scores.jsonl"
     lines = scores.read_text().splitlines()
@@ -217,6 +218,9 @@ def test_an_interrupted_search_goes_on_with_the_same_result(tmp_path, data):
         assert again["claims"][name] == whole["claims"][name]
     assert again["arms"]["chosen"] == whole["arms"]["chosen"]
     assert again["arms"]["rounds"] == whole["arms"]["rounds"]
+    assert (
+        f"\nresumes: {len(lines) // 2} results are stored in {scores}\n" in capsys.readouterr().out
+    )
 
 
 def test_a_search_ends_at_its_time_limit_with_the_best_candidate_so_far(

@@ -87,10 +87,13 @@ class BoardRunner:
 
     def run(self) -> Board:
         check_names(self._config.grid)
+        entries, tasks = self._config.grid.entries(), self._config.tasks
+        listed = [self._key(entry, task) for entry in entries for task in tasks]
+        for line in self.stored.resumption(listed):
+            self._pace.report(line)
         sanity = self._sanity()
         cells: dict[BoardEntry, Sequence[CellResult]] = {}
         refused: dict[BoardEntry, str] = {}
-        entries, tasks = self._config.grid.entries(), self._config.tasks
         for index, entry in enumerate(entries, 1):
             if cells and self._pace.is_over:
                 break
@@ -135,17 +138,22 @@ class BoardRunner:
         )
 
     def _cell(self, entry: BoardEntry, task: EvalTask) -> CellResult:
+        key = self._key(entry, task)
+        found = self.stored.cell(*key)
+        if found is None:
+            found = self._measured(entry, task)
+            self.stored.write(*key, asdict(found))
+        return found
+
+    def _key(self, entry: BoardEntry, task: EvalTask) -> tuple[str, str]:
+        """Name and fingerprint of a stored cell."""
         kv, config = entry.applied(self._kv), self._config
         options = (config.tokens, config.count, config.seeds, config.evict_before_question)
         fingerprint = fingerprint_of(*self._identity, kv, task, options)
-        name = f"{task.name}-{fingerprint}"
-        found = self.stored.cell(name, fingerprint)
-        if found is None:
-            found = self._measured(entry, kv, task)
-            self.stored.write(name, fingerprint, asdict(found))
-        return found
+        return f"{task.name}-{fingerprint}", fingerprint
 
-    def _measured(self, entry: BoardEntry, kv: KVConfig, task: EvalTask) -> CellResult:
+    def _measured(self, entry: BoardEntry, task: EvalTask) -> CellResult:
+        kv = entry.applied(self._kv)
         llm = self._engines.of(kv)
         samples = self.samples(task)
         before = self._config.evict_before_question

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -100,6 +100,12 @@ class CellFolder:
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = None if folder is None else folder / FOLDER
+
+    def resumption(self, cells: Iterable[tuple[str, str]]) -> Iterator[str]:
+        """A line with the number of stored cells, by name and fingerprint, if there are any."""
+        found = [self.cell(*cell) is not None for cell in cells]
+        if any(found):
+            yield f"resumes: {sum(found)} of {len(found)} results are stored in {self._folder}"
 
     def cell(self, name: str, fingerprint: str) -> CellResult | None:
         """The stored cell of equal options; None if there is none."""

@@ -266,6 +266,9 @@ class Evaluator:
         if not is_full(self._kv):
             arms[CONFIGURED] = self._kv
             self._engines.of(self._kv)  # refuses an invalid rule or codec at once
+        listed = [self._key(*cell, *one) for one in arms.items() for cell in self._config.cells()]
+        for line in self._stored.resumption(listed):
+            self._report(line)
         sanity = self._sanity()
         cells = {arm: self._cells(arm, kv) for arm, kv in arms.items()}
         verdicts = tuple(
@@ -293,12 +296,11 @@ class Evaluator:
         return [self._cell(task, tokens, arm, kv) for task, tokens in self._config.cells()]
 
     def _cell(self, task: EvalTask, tokens: int, arm: str, kv: KVConfig) -> CellResult:
-        name = f"{task.name}-{tokens}-{arm}"
-        fingerprint = self._fingerprint(task, tokens, kv)
-        found = self._stored.cell(name, fingerprint)
+        key = self._key(task, tokens, arm, kv)
+        found = self._stored.cell(*key)
         if found is None:
             found = self._measured(task, tokens, kv)
-            self._stored.write(name, fingerprint, asdict(found))
+            self._stored.write(*key, asdict(found))
         metric, mean = next(iter(found.means().items()))
         self._report(
             f"{task.name} at {tokens} tokens, {found.arm}: {metric} {mean}, {found.seconds:.1f} s"
@@ -327,12 +329,14 @@ class Evaluator:
         )
         return task.samples(options)
 
-    def _fingerprint(self, task: EvalTask, tokens: int, kv: KVConfig) -> str:
+    def _key(self, task: EvalTask, tokens: int, arm: str, kv: KVConfig) -> tuple[str, str]:
+        """Name and fingerprint of a stored cell."""
         config = self._config
         data = config.data if task.name == PERPLEXITY else None
         content = "" if data is None else _digest(data)
         options = (tokens, config.count, config.seed, config.evict_before_question)
-        return fingerprint_of(*self._identity, kv, task, options, content)
+        fingerprint = fingerprint_of(*self._identity, kv, task, options, content)
+        return f"{task.name}-{tokens}-{arm}", fingerprint
 
 
 def _digest(path: Path) -> str:

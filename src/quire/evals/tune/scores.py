@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -43,6 +43,11 @@ class ScoreFile:
 
     def get(self, candidate: SearchCandidate, prompt: int) -> PromptScore | None:
         return self._known.get((candidate, prompt))
+
+    def resumption(self) -> Iterator[str]:
+        """A line with the number of stored scores, if there are any."""
+        if self._known:
+            yield f"resumes: {len(self._known)} results are stored in {self._path}"
 
     def add(self, candidate: SearchCandidate, prompt: int, score: PromptScore) -> None:
         self._known[candidate, prompt] = score
