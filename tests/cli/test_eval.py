@@ -11,7 +11,7 @@ from quire.evals.suite.registry import TASKS
 from quire.evals.suite.sanity import FAILED, PASSED, Sanity
 from support.texts import lines_prompts
 
-SMALL = ("--kv-memory", "8MiB", "--num-prompts", "5", "--tokens", "128", "--json")
+SMALL = ("--kv-memory", "8MiB", "--num-prompts", "10", "--tokens", "128", "--json")
 LINES = ("--tasks", "lines", *SMALL)
 RULE = ("--evict", "recent:cap=25%,sinks=4,every=8")
 

@@ -283,12 +283,12 @@ def refuse_long(prompts: Sequence["UserPrompt"], max_tokens: int, model: "Loaded
 
 def means_of(found: Sequence[_Pair]) -> "Mapping[str, Mean]":
     """Means over the prompts, with their intervals."""
-    from quire.evals.intervals import mean_of
+    from quire.evals.intervals import SHARE, mean_of
 
     scores = [score for _, score in found]
     return {
-        "top_1": mean_of([score.top_1 for score in scores]),
-        "exact": mean_of([score.exact for score in scores]),
+        "top_1": mean_of([score.top_1 for score in scores], limits=SHARE),
+        "exact": mean_of([score.exact for score in scores], limits=SHARE),
         "kl_nats": mean_of([score.kl for score in scores]),
     }
 

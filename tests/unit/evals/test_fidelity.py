@@ -10,7 +10,7 @@ from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.errors import TraceError
 from quire.evals.fidelity import LIKELIEST, FidelityScorer, Reference, bounded_kl
-from quire.evals.intervals import mean_of
+from quire.evals.intervals import MIN_PROMPTS, SHARE, mean_of
 from quire.evals.prompt_file import UserPrompt, read_prompts
 from quire.models.loader import load_model
 
@@ -101,6 +101,29 @@ def test_mean_of_equal_values_has_no_interval():
     found = mean_of([0.5] * 9)
 
     assert (found.mean, found.low, found.high, found.count) == (0.5, 0.5, 0.5, 9)
+
+
+@pytest.mark.parametrize(
+    ("values", "limits", "low", "high"),
+    [
+        ([1.0] * 4, SHARE, 0.025**0.25, 1.0),  # Clopper and Pearson: 4 of 4
+        ([0.0] * 20, SHARE, 0.0, 1 - 0.025**0.05),
+        ([0.5] * 4, SHARE, 0.5 * 0.025**0.25, 1 - 0.5 * 0.025**0.25),
+        ([0.0] * 20, (-1.0, 1.0), 0.025**0.05 - 1, 1 - 0.025**0.05),
+    ],
+)
+def test_equal_values_between_limits_have_an_exact_interval(values, limits, low, high):
+    found = mean_of(values, limits=limits)
+
+    assert (found.mean, found.count) == (values[0], len(values))
+    assert (found.low, found.high) == (pytest.approx(low), pytest.approx(high))
+
+
+def test_six_equal_differences_are_the_fewest_that_exclude_no_difference():
+    highs = [mean_of([-1.0] * count, limits=(-1.0, 1.0)).high for count in (5, 6)]
+
+    assert highs[0] > 0 > highs[1]
+    assert MIN_PROMPTS == 6
 
 
 def test_interval_contains_the_mean_and_narrows_with_more_values():

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from quire.errors import ConfigError
 from quire.evals.board.grid import FULL, QUIRE, BoardEntry
 from quire.evals.board.run import Board
-from quire.evals.intervals import RESAMPLES, Mean
+from quire.evals.intervals import RESAMPLES, Mean, bounded
 from quire.evals.suite.base import MIN_FULL
 from quire.evals.suite.cells import CellResult
 from quire.evals.suite.sanity import Sanity
@@ -44,7 +44,17 @@ class Row:
     def stored(cls, values: Mapping[str, Any]) -> "Row":
         fields = {name: values[name] for name in cls.__slots__ if name in values}
         nested = {"entry": BoardEntry(**values["entry"]), "quality": Mean(**values["quality"])}
-        return cls(**fields | nested)
+        return cls(**fields | nested).with_exact_interval()
+
+    @property
+    def is_reference(self) -> bool:
+        return self.entry.rule == FULL and self.kv_share == 1.0
+
+    def with_exact_interval(self) -> "Row":
+        """This row with an interval if all its prompts are equal; the reference has none."""
+        limits = (0.0, max(1.0, self.quality.most))
+        found = self.quality if self.is_reference else bounded(self.quality, limits)
+        return replace(self, quality=found)
 
 
 def judged_tasks(board: Board) -> list[str]:
@@ -95,7 +105,7 @@ def _row(
         kv_peak_bytes=peak_bytes,
         kv_share=peak_bytes / full_bytes,
         tokens_per_s=tokens / sum(cell.seconds for cell in cells),
-    )
+    ).with_exact_interval()
 
 
 def _quality(
@@ -171,7 +181,7 @@ class BoardResult:
 
     @property
     def reference(self) -> Row:
-        return next(r for r in self.rows if r.entry.rule == FULL and r.kv_share == 1.0)
+        return next(row for row in self.rows if row.is_reference)
 
     @property
     def num_prompts(self) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import ConfigError
-from quire.evals.intervals import Mean, mean_of
+from quire.evals.intervals import SHARE, Mean, mean_of
 from quire.evals.suite.perplexity import NLL, PERPLEXITY
 from quire.layout.files import replace_file
 
@@ -60,7 +60,10 @@ class CellResult:
 
     def means(self) -> dict[str, Mean]:
         """Mean and interval of each metric; with `nll` also the perplexity."""
-        found = {name: mean_of(self.values(name)) for name in self.prompts[0].scores}
+        found = {
+            name: mean_of(self.values(name), limits=None if name == NLL else SHARE)
+            for name in self.prompts[0].scores
+        }
         if NLL in found:
             nll = found[NLL]
             ends = (math.exp(nll.mean), math.exp(nll.low), math.exp(nll.high))

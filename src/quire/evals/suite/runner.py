@@ -11,7 +11,7 @@ from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.errors import ConfigError, RequestError
 from quire.evals.fidelity import FidelityScorer, generate_after
-from quire.evals.intervals import Mean, mean_of
+from quire.evals.intervals import DIFFERENCE, MIN_PROMPTS, Mean, mean_of
 from quire.evals.suite.base import EvalTask, Sample, SampleOptions
 from quire.evals.suite.cells import CellFolder, CellResult, PromptResult
 from quire.evals.suite.engines import CONFIGURED, FULL, Engines, full_kv, is_full, kv_name
@@ -161,11 +161,19 @@ def compare(
     """Compare two cells of the same prompts."""
     metric = task.metrics[0]
     pairs = zip(configured.values(metric), full.values(metric), strict=True)
-    difference = mean_of([found - reference for found, reference in pairs])
+    difference = mean_of(
+        [found - reference for found, reference in pairs],
+        limits=None if metric == NLL else DIFFERENCE,
+    )
     verdict = _direction(difference, lower_is_better=task.lower_is_better)
     reason, score = sanity.refusal(task.name), mean_of(full.values(metric)).mean
     if not reason and task.needs_full is not None and score < task.needs_full:
         reason = f"expected at least {task.needs_full:g} with full KV, got {score:.2f}"
+    if not reason and difference.count < MIN_PROMPTS:
+        reason = (
+            f"expected {MIN_PROMPTS} prompts or more for a verdict, got {difference.count}: raise "
+            "--num-prompts"
+        )
     return TaskVerdict(
         cell=full.name,
         metric=metric,

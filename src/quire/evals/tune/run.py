@@ -14,7 +14,7 @@ from quire.config.sampling_params import SamplingParams
 from quire.engine.codec import codec_of
 from quire.engine.stats import EngineStats
 from quire.errors import ConfigError, TimeLimitReached
-from quire.evals.intervals import Mean, mean_of
+from quire.evals.intervals import SHARE, Mean, mean_of
 from quire.evals.pace import Pace
 from quire.evals.prompt_file import UserPrompt
 from quire.evals.tune.predict import PredictedRows, predicted_rows
@@ -292,7 +292,7 @@ class Tuner:
         except ConfigError as error:  # what only an engine finds out
             self._refused[one] = str(error)
             return Mean(0.0, 0.0, 0.0, 0, most=0.0)
-        found = mean_of([score.quality(self._config.metric) for score in scores])
+        found = mean_of([one.quality(self._config.metric) for one in scores], limits=SHARE)
         self._found[one] = found
         self._pace.report(
             f"{self._place}: {one}: {self._config.metric} {found} on {found.count} {kind}"

@@ -1,5 +1,6 @@
 """The leaderboard: its grid, its rows and its pages."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -124,8 +125,14 @@ def test_page_has_every_row_and_says_whether_the_model_may_judge():
     assert "**This model may not judge a rule**" in text
     assert "| `sinks` | 25% | decode | `none` | 0.750" in text
     assert (
-        "* Cap 25% of the prompt: `kvcrush:base=(h2o)` (decode, none) **1.000 (1.000 to 1.000)**, "
+        "* Cap 25% of the prompt: `kvcrush:base=(h2o)` (decode, none) 1.000 (0.398 to 1.000), "
         f"KV {share}\n" in text
+    )
+    assert "at or above 0.975, for which 146 prompts without a loss are needed" in text
+    assert re.search(r"\| `full` \|.*\| 1.000 \(1.000 to 1.000\)", text)
+    assert (
+        BoardResult.stored({"arms": result.arms(), "config": result.options()}).rows[0]
+        == (result.rows[0])
     )
 
 

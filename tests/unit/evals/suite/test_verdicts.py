@@ -49,6 +49,20 @@ def test_verdict_follows_from_the_interval_of_the_difference(values, verdict):
     assert found.difference.mean == pytest.approx(sum(values) / 10 - 1)
 
 
+@pytest.mark.parametrize(("count", "verdict"), [(5, "none"), (6, "worse")])
+def test_a_verdict_needs_six_prompts(count, verdict):
+    full, found = cell([1.0] * count), cell([0.0] * count)
+    nlls = cell([2.0] * count, "nll"), cell([3.0] * count, "nll")
+
+    scored = compare(task_of("lines"), full, found, GOOD)
+    measured = compare(task_of("perplexity"), *nlls, GOOD)
+
+    assert (scored.verdict, measured.verdict) == (verdict, verdict)
+    expected = "expected 6 prompts or more for a verdict, got 5: raise --num-prompts"
+    assert scored.reason == measured.reason == (expected if count < 6 else "")
+    assert full.means()["accuracy"].low < 1 == full.means()["accuracy"].high
+
+
 def test_lower_perplexity_is_better():
     found = compare(task_of("perplexity"), cell([2.0] * 9, "nll"), cell([1.0] * 9, "nll"), GOOD)
 
