@@ -16,10 +16,9 @@ import typer
 from benchmarks.common.cells import material_of
 from benchmarks.common.flags import AsJson
 from benchmarks.common.graded_prompts import load
-from benchmarks.common.models import random_model
+from benchmarks.common.models import SHAPES, random_model
 from benchmarks.common.result import Numbers, PartResult, Table
 from benchmarks.common.tables import table_of
-from benchmarks.common.workload import SHAPES
 from benchmarks.quality.cells import (
     Cell,
     CellKey,

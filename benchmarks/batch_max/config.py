@@ -13,7 +13,7 @@ from benchmarks.batch_max.arms import (
     decode_only,
     full_kv,
 )
-from benchmarks.common.workload import SHAPES
+from benchmarks.common.models import SHAPES
 from quire.errors import ConfigError
 
 TASKS = (

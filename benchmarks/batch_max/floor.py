@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from benchmarks.batch_max.arms import ED, FKV, bm_name
 from benchmarks.batch_max.config import SpeedConfig
+from benchmarks.common.models import SHAPES
 from benchmarks.common.result import Numbers
-from benchmarks.common.workload import SHAPES
 from benchmarks.roofline.rates import RateProbe
 from quire.layout.config import dtype_bytes
 from quire.layout.model import ModelSpec

@@ -11,7 +11,8 @@ from itertools import pairwise
 
 from benchmarks.batch_max.arms import FKV, EvictionArm, bm_name, decode_name
 from benchmarks.batch_max.config import QualityConfig
-from benchmarks.batch_max.running import batch_sizes, generate_all, largest_of, rows_that_fit
+from benchmarks.batch_max.running import batch_sizes, largest_of, rows_that_fit
+from benchmarks.common.decoding import generate_all
 from benchmarks.common.graded_prompts import GradedPrompt, PromptMaker
 from benchmarks.common.result import Chart, Numbers, PartResult, Table
 from quire.config.kv_config import KVConfig, PrefixCacheConfig

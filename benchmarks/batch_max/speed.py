@@ -15,10 +15,10 @@ import torch
 from benchmarks.batch_max.arms import ED, FKV, EvictionArm, bm_name
 from benchmarks.batch_max.config import SpeedConfig
 from benchmarks.batch_max.floor import floor_claims, measure_limits
-from benchmarks.batch_max.running import batch_sizes, generate_all, largest_of, rows_that_fit
-from benchmarks.common.models import random_model
+from benchmarks.batch_max.running import batch_sizes, largest_of, rows_that_fit
+from benchmarks.common.decoding import generate_all
+from benchmarks.common.models import SHAPES, random_model
 from benchmarks.common.result import Chart, Numbers, PartResult, Table
-from benchmarks.common.workload import SHAPES
 from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.engine.core import Engine
 from quire.errors import ConfigError

@@ -1,11 +1,14 @@
-"""Engines whose requests all decode, for measurements of decode steps."""
+"""Timed runs of prompts with outputs of one length, and engines whose requests all decode."""
 
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
+from quire.errors import InvariantError
 from quire.models.loader import LoadedModel
 from quire.scheduler.schedule_config import ScheduleConfig
 
@@ -29,3 +32,88 @@ def decoding_engine(
     while len(running) < len(prompts) or any(r.num_uncomputed > 1 for r in running):
         engine.step()
     return engine
+
+
+def all_decode(engine: Engine, rows: int) -> bool:
+    """Whether all requests run and have one token left to compute."""
+    running = engine.scheduler.running
+    return len(running) == rows and all(request.num_uncomputed == 1 for request in running)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """Results of prompts that were submitted together.
+
+    Attributes:
+        total_s: time from the first submission to the last token.
+        prefill_s: time until every prompt has its first token.
+        step_s: times of the steps in which every prompt decodes.
+        rows_peak: most requests with KV at once.
+        preemptions: number of preempted requests.
+        answers: output token ids, in the order of the prompts.
+    """
+
+    total_s: float
+    prefill_s: float
+    step_s: tuple[float, ...]
+    rows_peak: int
+    preemptions: int
+    answers: tuple[tuple[int, ...], ...]
+
+    @property
+    def decode_s(self) -> float:
+        """Time after all prompts have their first token."""
+        return self.total_s - self.prefill_s
+
+    @property
+    def new_tokens(self) -> int:
+        """Number of generated tokens."""
+        return sum(map(len, self.answers))
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens over the whole time, with prefill."""
+        return self.new_tokens / self.total_s
+
+
+def generate_all(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int) -> Finished:
+    """Submit all prompts and step until all outputs are complete; end tokens are ignored.
+
+    Args:
+        engine: idle engine.
+        prompts: token ids of each prompt.
+        new_tokens: tokens of each output.
+
+    Raises:
+        InvariantError: a request failed, or an output is too short.
+    """
+    options = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
+    before = engine.scheduler.num_preemptions
+    started_s = time.perf_counter()
+    ids = [engine.submit(GenerationRequest(prompt, options)) for prompt in prompts]
+    answers: dict[str, list[int]] = {key: [] for key in ids}
+    waiting, rows_peak, prefill_s, step_s = set(ids), 0, 0.0, []
+    while engine.has_work:
+        decoding, step_started_s = all_decode(engine, len(ids)), time.perf_counter()
+        for delta in engine.step():
+            answers[delta.request_id] += delta.token_ids
+            waiting.discard(delta.request_id)
+            if delta.error is not None:
+                raise InvariantError(f"expected no failed request, got: {delta.error}")
+        if decoding:
+            step_s.append(time.perf_counter() - step_started_s)
+        rows_peak = max(rows_peak, len(engine.scheduler.running))
+        if not waiting and not prefill_s:
+            prefill_s = time.perf_counter() - started_s
+    total_s = time.perf_counter() - started_s
+    lengths = {len(answer) for answer in answers.values()}
+    if lengths != {new_tokens}:
+        raise InvariantError(f"expected outputs of {new_tokens} tokens, got {sorted(lengths)}")
+    return Finished(
+        total_s=total_s,
+        prefill_s=prefill_s,
+        step_s=tuple(step_s),
+        rows_peak=rows_peak,
+        preemptions=engine.scheduler.num_preemptions - before,
+        answers=tuple(tuple(answers[key]) for key in ids),
+    )

@@ -1,5 +1,7 @@
 """Models with random weights, for speed measurements only."""
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,8 +12,10 @@ from quire.models.generation import GenerationDefaults
 from quire.models.loader import LoadedModel
 from quire.models.native.select import make_decoder
 from quire.models.weights import weight_bytes
+from quire.offload.weights.placement import WithinBudget
 
 _CPU = torch.device("cpu")
+_SLACK_BYTES = 1 << 16
 
 
 def _spec(model_type: str, hidden: int, layers: int, heads: int, **more: Any) -> ModelSpec:
@@ -41,108 +45,58 @@ LLAMA_3_8B = _spec(
 )
 
 
-def llama_125m() -> LlamaConfig:
-    """The reference shape of the throughput bench: 12 layers of 768, 12 heads over 4 KV heads."""
+def llama(
+    vocab_size: int,
+    hidden_size: int,
+    intermediate_size: int,
+    *,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    context: int = 8_192,
+    **more: Any,
+) -> LlamaConfig:
+    """A Llama of this shape whose embeddings and head are not tied; `more`: further fields."""
     return LlamaConfig(
-        vocab_size=32_000,
-        hidden_size=768,
-        intermediate_size=2_048,
-        num_hidden_layers=12,
-        num_attention_heads=12,
-        num_key_value_heads=4,
-        head_dim=64,
-        max_position_embeddings=8_192,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=context,
         tie_word_embeddings=False,
+        **more,
     )
 
 
-def llama_15m() -> LlamaConfig:
-    """A shape of 15M parameters: 7 layers of 256, 4 heads over 2 KV heads."""
-    return LlamaConfig(
-        vocab_size=16_000,
-        hidden_size=256,
-        intermediate_size=1_024,
-        num_hidden_layers=7,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=8_192,
-        tie_word_embeddings=False,
-    )
-
-
-def llama_1100m() -> LlamaConfig:
-    """The shape of TinyLlama, 1.1B parameters: 22 layers of 2,048, 32 heads over 4 KV heads."""
-    return LlamaConfig(
-        vocab_size=32_000,
-        hidden_size=2_048,
-        intermediate_size=5_632,
-        num_hidden_layers=22,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=64,
-        max_position_embeddings=8_192,
-        tie_word_embeddings=False,
-    )
-
-
-def llama_tiny() -> LlamaConfig:
-    """A shape for quick trials: 2 layers of 64, 4 heads over 2 KV heads."""
-    return LlamaConfig(
-        vocab_size=500,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=1_024,
-        tie_word_embeddings=False,
-    )
-
-
-def llama_small() -> LlamaConfig:
-    """A shape with slow long prompts: 4 layers of 256, 8 heads over 4 KV heads."""
-    return LlamaConfig(
-        vocab_size=4_000,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=32,
-        max_position_embeddings=8_192,
-        tie_word_embeddings=False,
-    )
-
-
-def llama_wide() -> LlamaConfig:
-    """A shape with steps dominated by weight reads: 4 layers of 512, 8 heads over 2 KV heads."""
-    return LlamaConfig(
-        vocab_size=4_000,
-        hidden_size=512,
-        intermediate_size=2_048,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=16_384,
-        tie_word_embeddings=False,
-    )
+SHAPES: Mapping[str, Callable[[], LlamaConfig]] = {
+    # TinyLlama
+    "1100m": partial(llama, 32_000, 2_048, 5_632, layers=22, heads=32, kv_heads=4),
+    # the reference shape of the throughput benchmark
+    "125m": partial(llama, 32_000, 768, 2_048, layers=12, heads=12, kv_heads=4),
+    "15m": partial(llama, 16_000, 256, 1_024, layers=7, heads=4, kv_heads=2),
+    # steps dominated by weight reads
+    "wide": partial(llama, 4_000, 512, 2_048, layers=4, heads=8, kv_heads=2, context=16_384),
+    # slow long prompts
+    "small": partial(llama, 4_000, 256, 512, layers=4, heads=8, kv_heads=4),
+    # quick trials
+    "tiny": partial(llama, 500, 64, 128, layers=2, heads=4, kv_heads=2, context=1_024),
+}
+"""Shapes of models with random weights."""
 
 
 def llama_of(spec: ModelSpec, context: int) -> LlamaConfig:
     """A Llama with the shape of a given model and a context of at least `context` tokens."""
-    return LlamaConfig(
-        vocab_size=spec.vocab_size,
-        hidden_size=spec.hidden_size,
-        intermediate_size=spec.intermediate_size,
-        num_hidden_layers=spec.num_layers,
-        num_attention_heads=spec.num_heads,
-        num_key_value_heads=spec.num_kv_heads,
+    return llama(
+        spec.vocab_size,
+        spec.hidden_size,
+        spec.intermediate_size,
+        layers=spec.num_layers,
+        heads=spec.num_heads,
+        kv_heads=spec.num_kv_heads,
+        context=max(context, spec.max_positions),
         head_dim=spec.head_dim,
-        max_position_embeddings=max(context, spec.max_positions),
-        tie_word_embeddings=False,
     )
 
 
@@ -168,15 +122,33 @@ def random_model(
     device: torch.device = _CPU,
     impl: str = "transformers",
     codec: str = "auto",
+    offloads: bool = False,
 ) -> LoadedModel:
-    """A random model of this shape, without a tokenizer; `impl` and `codec` as in `load_model`."""
+    """A random model of this shape, without a tokenizer.
+
+    Args:
+        config: the shape.
+        dtype: type of the weights.
+        seed: seed of the weights.
+        device: device of the model.
+        impl: as in `load_model`.
+        codec: as in `load_model`.
+        offloads: whether the weights of all layers are offloaded.
+    """
     model = random_weights(config, dtype=dtype, seed=seed, device=device)
-    decoder = make_decoder(model, None, impl=impl, codec=codec)
+    num_bytes, weights = weight_bytes(model), None
+    if offloads:
+        layers = model.model.layers
+        layer_bytes = sum(p.numel() * p.element_size() for p in layers.parameters())
+        slot_bytes = -(-2 * layer_bytes // len(layers)) + _SLACK_BYTES
+        _, weights = WithinBudget(num_bytes - layer_bytes + slot_bytes).place(model, device)
+    decoder = make_decoder(model, weights, impl=impl, codec=codec)
     return LoadedModel(
         decoder=decoder,
         tokenizer=None,
         generation=GenerationDefaults(),
         spec=decoder.spec,
         name="random llama",
-        weight_bytes=weight_bytes(model),
+        weight_bytes=num_bytes,
+        weights=weights,
     )

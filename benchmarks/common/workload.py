@@ -5,24 +5,10 @@ from dataclasses import dataclass
 
 from transformers import LlamaConfig
 
-from benchmarks.common.models import (
-    llama_125m,
-    llama_1100m,
-    llama_small,
-    llama_tiny,
-    llama_wide,
-)
+from benchmarks.common.models import SHAPES
 from quire.config.kv_config import AttentionName, KVConfig, PrefixCacheConfig
 from quire.errors import ConfigError
 from quire.layout.model import ModelSpec
-
-SHAPES = {
-    "1100m": llama_1100m,
-    "125m": llama_125m,
-    "wide": llama_wide,
-    "small": llama_small,
-    "tiny": llama_tiny,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

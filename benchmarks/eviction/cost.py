@@ -20,14 +20,12 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from benchmarks.common.decoding import decoding_engine
-from benchmarks.common.models import random_model
+from benchmarks.common.decoding import all_decode, decoding_engine
+from benchmarks.common.models import SHAPES, random_model
 from benchmarks.common.result import Cell, Numbers, PartResult, Table
 from benchmarks.common.tables import table_of
-from benchmarks.common.workload import SHAPES
 from benchmarks.eviction.config import CostConfig
 from benchmarks.quality.rules import Rule
-from benchmarks.throughput.arms import all_decode
 from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.errors import InvariantError
 from quire.layout.eviction import PREFILL_AND_DECODE, PRESSURE
@@ -105,7 +103,7 @@ class TimedArm:
 
     def end(self) -> StepCost:
         """Mean costs of the steps since `start`, which cover one eviction of each row."""
-        if not all_decode(self._engine.scheduler.running, self._config.rows):
+        if not all_decode(self._engine, self._config.rows):
             raise InvariantError(f"expected all rows of arm {self._arm} to decode, got fewer")
         now, before, steps = self._engine.times, self._before, self._config.every
         return StepCost(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
+from benchmarks.common.decoding import all_decode
 from benchmarks.common.models import llama_of, random_model
 from benchmarks.gpu.config import GpuConfig
 from quire.config.generation_request import GenerationRequest
@@ -310,12 +311,6 @@ def decode_times(
     while engine.has_work:
         engine.step()
     return times_s
-
-
-def all_decode(engine: Engine, rows: int) -> bool:
-    """Whether all requests run and have one token left to compute."""
-    running = engine.scheduler.running
-    return len(running) == rows and all(request.num_uncomputed == 1 for request in running)
 
 
 def new_tokens_of(rows: int, prompt_tokens: int, steps: int) -> int:

@@ -5,17 +5,15 @@ with the measured rate of a matrix product.
 """
 
 import statistics
-import time
 from collections.abc import Mapping
 
 import torch
 
-from benchmarks.common.models import llama_15m, llama_tiny
+from benchmarks.common.decoding import generate_all
+from benchmarks.common.models import SHAPES
 from benchmarks.common.result import Cell, Numbers, PartResult, Table
 from benchmarks.gpu.bench import GpuBench, decode_times, new_tokens_of
 from benchmarks.gpu.others import OTHERS
-from quire.config.generation_request import GenerationRequest
-from quire.config.sampling_params import SamplingParams
 from quire.errors import ConfigError
 from quire.kernels.backend import AttentionMath, LaneSlots, LayerPages, StepShape
 from quire.kernels.select import select_backend
@@ -37,7 +35,7 @@ def run_equality(bench: GpuBench) -> PartResult:
     tokens.
     """
     config = bench.config
-    shape = llama_15m() if bench.target.on_gpu else llama_tiny()
+    shape = SHAPES["15m" if bench.target.on_gpu else "tiny"]()
     rows: list[tuple[Cell, ...]] = []
     for graphs in (None, False):
         model = bench.model_of(shape, dtype=torch.float32)
@@ -45,14 +43,10 @@ def run_equality(bench: GpuBench) -> PartResult:
         prompts = [prompt[: 5 + 3 * n] for n, prompt in enumerate(prompts)]
         kv_bytes = 4 * bench.kv_bytes(model, len(prompts), 64 + config.equal_tokens)
         engine = bench.engine(model, kv_bytes, len(prompts), cuda_graphs=graphs)
-        options = SamplingParams(max_tokens=config.equal_tokens, temperature=0.0, ignore_eos=True)
-        ids = [engine.submit(GenerationRequest(prompt, options)) for prompt in prompts]
-        tokens: dict[str, list[int]] = {name: [] for name in ids}
-        while engine.has_work:
-            for delta in engine.step():
-                tokens[delta.request_id] += delta.token_ids
+        outputs = generate_all(engine, prompts, config.equal_tokens).answers
         found = [
-            agrees(model, prompt, tokens[name]) for prompt, name in zip(prompts, ids, strict=True)
+            agrees(model, prompt, [*tokens])
+            for prompt, tokens in zip(prompts, outputs, strict=True)
         ]
         stats = engine.stats().graphs
         replayed = 0 if stats is None else stats.replayed
@@ -299,14 +293,8 @@ def run_prefill(bench: GpuBench) -> PartResult:
     config = bench.config
     model = bench.large_model(config.prefill_tokens + 64)
     engine = bench.engine(model, bench.kv_bytes(model, 2, config.prefill_tokens), 2)
-    options = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-    times_s = []
-    for prompt in bench.prompts(config.repeats + 1, config.prefill_tokens, model.spec.vocab_size):
-        started_s = time.perf_counter()
-        engine.submit(GenerationRequest(prompt, options))
-        while engine.has_work:
-            engine.step()
-        times_s.append(time.perf_counter() - started_s)
+    prompts = bench.prompts(config.repeats + 1, config.prefill_tokens, model.spec.vocab_size)
+    times_s = [generate_all(engine, [prompt], 1).total_s for prompt in prompts]
     prefill_s = statistics.median(times_s[1:])
     rate = prefill_flops(config.spec, config.prefill_tokens) / prefill_s
     share = rate / bench.product_flops_per_s

@@ -13,30 +13,27 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import StoppingCriteriaList
 
-from benchmarks.common.models import llama_of, random_weights
+from benchmarks.common.models import llama_of, random_model, random_weights
 from benchmarks.common.result import Cell, Numbers, PartResult, Table
+from benchmarks.common.transformers_runs import greedy, median_gap
 from benchmarks.gpu.bench import GpuBench
 from benchmarks.gpu.config import SPECS
-from benchmarks.gpu.others import FAILURES, StepClock, greedy, last_steps
+from benchmarks.gpu.others import FAILURES, step_clock
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig, OffloadConfig, PrefixCacheConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.models.adapter import TransformersDecoder
-from quire.models.generation import GenerationDefaults
 from quire.models.loader import LoadedModel
-from quire.models.weights import weight_bytes
-from quire.offload.weights.placement import WithinBudget
 from quire.plan.weights import MAX_BATCHES
 from quire.scheduler.schedule_config import ScheduleConfig
 
 _ALONE, _PARTIAL = "transfer alone", "partial recompute"
 _RESIDENT, _MIN_RESIDENT = 0.1, 24  # tokens of a row whose KV has room besides its staging
-_SLACK_BYTES = 1 << 16
 _THEIRS = "Transformers, offloaded cache"
 _SHARING_BATCHES = 2  # batches of rows that share each layer in a decode step
 
@@ -135,7 +132,12 @@ def equal_share(left: Outputs, right: Outputs) -> float:
 
 
 def _own(bench: GpuBench, mode: _Mode, recompute: str) -> _Steps:
-    model = _model(bench, mode)
+    model = random_model(
+        llama_of(SPECS[bench.config.kvpr_model], _context(bench)),
+        dtype=bench.dtype,
+        device=bench.target.device,
+        offloads=mode.weights,
+    )
     engine = _engine(bench, mode, model, recompute)
     config = bench.config
     count = config.warm_steps + config.steps
@@ -157,29 +159,6 @@ def _own(bench: GpuBench, mode: _Mode, recompute: str) -> _Steps:
     share = None if splits is None else splits.recomputed_tokens / max(1, splits.tokens)
     return _Steps(
         statistics.median(times_s[-config.steps :]), [outputs[name] for name in ids], share
-    )
-
-
-def _model(bench: GpuBench, mode: _Mode) -> LoadedModel:
-    config, device = bench.config, bench.target.device
-    shape = llama_of(SPECS[config.kvpr_model], _context(bench))
-    model = random_weights(shape, dtype=bench.dtype, device=device)
-    total_bytes, weights = weight_bytes(model), None
-    if mode.weights:
-        layers = model.model.layers
-        layer_bytes = sum(p.numel() * p.element_size() for p in layers.parameters())
-        slot_bytes = -(-2 * layer_bytes // len(layers)) + _SLACK_BYTES
-        budget = WithinBudget(total_bytes - layer_bytes + slot_bytes)
-        _, weights = budget.place(model, device)
-    decoder = TransformersDecoder(model, weights)
-    return LoadedModel(
-        decoder=decoder,
-        tokenizer=None,
-        generation=GenerationDefaults(),
-        spec=decoder.spec,
-        name="random llama",
-        weight_bytes=total_bytes,
-        weights=weights,
     )
 
 
@@ -230,8 +209,8 @@ def _transformers(bench: GpuBench, mode: _Mode) -> _Steps:
     assert model.generation_config is not None
     model.generation_config.eos_token_id = None
     prompts = bench.prompts(mode.rows, config.kvpr_tokens, shape.vocab_size)
-    ids, clock = torch.tensor(prompts, device=bench.target.device), StepClock(bench)
-    cache = {"cache_implementation": "offloaded"} if bench.target.on_gpu else {}
+    ids, clock = torch.tensor(prompts, device=bench.target.device), step_clock(bench)
+    cache: dict[str, Any] = {"cache_implementation": "offloaded"} if bench.target.on_gpu else {}
     try:
         with torch.inference_mode():
             found = model.generate(  # type: ignore[operator]
@@ -244,7 +223,7 @@ def _transformers(bench: GpuBench, mode: _Mode) -> _Steps:
         return _Steps(None, note=f"failed: {error}"[:80])
     note = None if cache else "not offloaded: it needs a CUDA device"
     outputs = found[:, ids.shape[1] :].tolist()
-    return _Steps(last_steps(clock.times_s, config.steps), outputs, note=note)
+    return _Steps(median_gap(clock.times_s[-config.steps - 1 :]), outputs, note=note)
 
 
 # ---- table ---------------------------------------------------------------------------------------

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 import torch
 
 from benchmarks.batch_max.arms import batch_max, full_kv
-from benchmarks.batch_max.running import generate_all
-from benchmarks.common.models import random_weights
+from benchmarks.common.decoding import generate_all
+from benchmarks.common.models import SHAPES, random_weights
 from benchmarks.common.result import Cell, Numbers, PartResult, Table
-from benchmarks.common.workload import SHAPES
+from benchmarks.common.transformers_runs import greedy
 from benchmarks.gpu.bench import GpuBench
-from benchmarks.gpu.others import FAILURES, PAGE_TOKENS, batching_options, greedy
+from benchmarks.gpu.others import FAILURES, PAGE_TOKENS, batching_options
 from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine

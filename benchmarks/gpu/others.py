@@ -2,24 +2,21 @@
 
 import importlib.util
 import json
-import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from itertools import pairwise
 from pathlib import Path
 
 import torch
 from transformers import (
     ContinuousBatchingConfig,
-    GenerationConfig,
     PreTrainedModel,
-    StoppingCriteria,
     StoppingCriteriaList,
 )
 
 from benchmarks.common.models import llama_of, random_weights
+from benchmarks.common.transformers_runs import StepClock, greedy, median_gap
 from benchmarks.gpu.bench import GpuBench
 
 FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, ImportError, LookupError)
@@ -44,18 +41,14 @@ class OtherStep:
     note: str | None = None
 
 
-class StepClock(StoppingCriteria):
-    """Records the time of each step of `generate`; stops no generation."""
+def step_clock(bench: GpuBench) -> StepClock:
+    """A clock that waits for the device."""
 
-    def __init__(self, bench: GpuBench) -> None:
-        self.times_s: list[float] = []
-        self._bench = bench
+    def now() -> float:
+        bench.target.wait()
+        return time.perf_counter()
 
-    def __call__(self, input_ids: torch.Tensor, scores: object, **_options: object) -> torch.Tensor:
-        """See StoppingCriteria."""
-        self._bench.target.wait()
-        self.times_s.append(time.perf_counter())
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+    return StepClock(now)
 
 
 def static_cache(bench: GpuBench) -> OtherStep:
@@ -104,13 +97,6 @@ def model_of(bench: GpuBench, context: int) -> PreTrainedModel:
     return model
 
 
-def greedy(new_tokens: int, **options: object) -> GenerationConfig:
-    """Options of greedy generation that no token ends."""
-    return GenerationConfig(  # type: ignore[no-untyped-call]
-        max_new_tokens=new_tokens, do_sample=False, pad_token_id=0, eos_token_id=None, **options
-    )
-
-
 def _guarded(label: str, run: Callable[[], float]) -> OtherStep:
     try:
         return OtherStep(label, run())
@@ -123,7 +109,7 @@ def _generate(bench: GpuBench, cache: str) -> float:
     new_tokens = config.warm_steps + config.steps + _WARM
     model = model_of(bench, config.step_context + new_tokens)
     prompts = bench.prompts(config.rows, config.step_context, config.spec.vocab_size)
-    clock = StepClock(bench)
+    clock = step_clock(bench)
     ids = torch.tensor(prompts, device=bench.target.device)
     with torch.inference_mode():
         model.generate(  # type: ignore[operator]
@@ -132,7 +118,7 @@ def _generate(bench: GpuBench, cache: str) -> float:
             generation_config=greedy(new_tokens, cache_implementation=cache),
             stopping_criteria=StoppingCriteriaList([clock]),
         )
-    return last_steps(clock.times_s, config.steps)
+    return median_gap(clock.times_s[-config.steps - 1 :])
 
 
 def _generate_batch(bench: GpuBench) -> float:
@@ -160,7 +146,7 @@ def _generate_batch(bench: GpuBench) -> float:
         raise RuntimeError(getattr(failed, "error", None) or "an output has no timestamps")
     # the last prompt to start decodes together with all others
     last = max(found.values(), key=lambda output: output.timestamps[0])
-    return last_steps(last.timestamps[:new_tokens], config.steps)
+    return median_gap(last.timestamps[:new_tokens][-config.steps - 1 :])
 
 
 def _vllm(bench: GpuBench) -> float:
@@ -193,9 +179,3 @@ def _vllm(bench: GpuBench) -> float:
             llm.generate(inputs, options, use_tqdm=False)
             times_s.append(time.perf_counter() - started_s)
     return float(times_s[2] - times_s[1]) / (new_tokens - 1)
-
-
-def last_steps(times_s: Sequence[float], steps: int) -> float:
-    """Median time between the last tokens."""
-    last = times_s[-steps - 1 :]
-    return statistics.median(b - a for a, b in pairwise(last))

@@ -116,24 +116,22 @@ def step_bytes(config: LayerBatchesConfig, batches: int) -> StepBytes:
     the first layers of the next step, which then transfers each offloaded layer once.
     """
     import torch
-    from transformers import LlamaConfig
 
-    from benchmarks.common.models import random_weights
+    from benchmarks.common.models import llama, random_weights
     from quire.engine.activation import measure_activation_peak
     from quire.models.native.select import make_decoder
     from quire.offload.weights.placement import WeightStream, WithinBudget
     from quire.scheduler.schedule_config import ScheduleConfig
 
     torch.set_num_threads(1)
-    shape = LlamaConfig(
-        vocab_size=_VOCABULARY,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.layers,
-        num_attention_heads=config.heads,
-        num_key_value_heads=config.heads,
-        max_position_embeddings=config.step_tokens,
-        tie_word_embeddings=False,
+    shape = llama(
+        _VOCABULARY,
+        config.hidden_size,
+        config.intermediate_size,
+        layers=config.layers,
+        heads=config.heads,
+        kv_heads=config.heads,
+        context=config.step_tokens,
     )
     model = random_weights(shape, dtype=torch.float32)
     place, weights = WithinBudget(_budget_bytes(config, model)).place(model, torch.device("cpu"))

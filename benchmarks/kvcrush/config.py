@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 
 from benchmarks.common.cells import parts_of_budgets
 from benchmarks.common.command import names_of
-from benchmarks.common.workload import SHAPES
+from benchmarks.common.models import SHAPES
 from benchmarks.quality.cells import TasksConfig
 from benchmarks.quality.rules import Rule, rules_of
 from benchmarks.quality.texts import TextsConfig

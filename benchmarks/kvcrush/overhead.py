@@ -27,9 +27,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.models import random_model
+from benchmarks.common.models import SHAPES, random_model
 from benchmarks.common.result import Numbers, PartResult, Table
-from benchmarks.common.workload import SHAPES
 from benchmarks.kvcrush.arms import BEST, HEAD_FORMS, around, crushed
 from benchmarks.kvcrush.config import OverheadConfig
 from quire.config.generation_request import GenerationRequest

@@ -19,10 +19,9 @@ import numpy as np
 import torch
 
 from benchmarks.common.decoding import decoding_engine
-from benchmarks.common.models import random_model
+from benchmarks.common.models import SHAPES, random_model
 from benchmarks.common.result import Chart, Numbers, PartResult
 from benchmarks.common.tables import table_of
-from benchmarks.common.workload import SHAPES
 from benchmarks.memory.simulated import SimulatedConfig
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig, PrefixCacheConfig

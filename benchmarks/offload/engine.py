@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from benchmarks.common.models import random_model, random_weights
+from benchmarks.common.models import llama, random_model
 from benchmarks.common.result import Numbers, PartResult, Table
 from benchmarks.offload.config import OffloadBenchConfig
 from quire.config.generation_request import GenerationRequest
@@ -39,15 +39,13 @@ from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.kv.step_log import PROJECT
 from quire.models.adapter import TransformersDecoder
-from quire.models.generation import GenerationDefaults
 from quire.models.loader import LoadedModel
-from quire.models.weights import weight_bytes
 from quire.offload.kv.measured_speeds import measure_offload_speeds
 from quire.offload.kv.offload_choice import OffloadChoice
 from quire.offload.split import COPY, MeasuredRates
 from quire.offload.swap.transfer import ThreadTransferWorker, Transfer
 from quire.offload.weights.links import FileLink
-from quire.offload.weights.placement import WeightStream, WithinBudget
+from quire.offload.weights.placement import WeightStream
 from quire.plan.rates import CopyRate
 from quire.plan.weights import MAX_BATCHES
 from quire.profile.ceilings import random_prompt
@@ -93,16 +91,7 @@ def run_engine(config: OffloadBenchConfig) -> PartResult:
 
 def multi_head() -> LlamaConfig:
     """A shape with as many KV heads as heads, so that X is half of the KV: 6 layers of 512."""
-    return LlamaConfig(
-        vocab_size=4_000,
-        hidden_size=512,
-        intermediate_size=1_376,
-        num_hidden_layers=_LAYERS,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        max_position_embeddings=8_192,
-        tie_word_embeddings=False,
-    )
+    return llama(4_000, 512, 1_376, layers=_LAYERS, heads=8, kv_heads=8)
 
 
 def _engine(model: LoadedModel, memory: int | str, arm: Mapping[str, str]) -> Engine:
@@ -329,32 +318,13 @@ def run_engine_gain(config: OffloadBenchConfig) -> PartResult:
 
 
 def _rounds(config: OffloadBenchConfig, mode: _Mode) -> dict[str, list[_Run]]:
-    model = _gain_model(mode)
+    model = random_model(multi_head(), dtype=torch.float32, offloads=mode.weights)
     speeds = _speeds(model)
     found: dict[str, list[_Run]] = {arm: [] for arm in _GAIN_ARMS}
     for _ in range(config.gain_rounds):
         for arm in _GAIN_ARMS:
             found[arm].append(_run(config, mode, model, speeds, _GAIN_ARMS[arm]))
     return found
-
-
-def _gain_model(mode: _Mode) -> LoadedModel:
-    model = random_weights(multi_head(), dtype=torch.float32)
-    total_bytes, weights = weight_bytes(model), None
-    if mode.weights:
-        layers = sum(p.numel() for p in model.model.layers.parameters()) * 4
-        slots = -(-2 * layers // len(model.model.layers)) + (1 << 16)
-        _, weights = WithinBudget(total_bytes - layers + slots).place(model, torch.device("cpu"))
-    decoder = TransformersDecoder(model, weights)
-    return LoadedModel(
-        decoder=decoder,
-        tokenizer=None,
-        generation=GenerationDefaults(),
-        spec=decoder.spec,
-        name="random llama",
-        weight_bytes=total_bytes,
-        weights=weights,
-    )
 
 
 @dataclass(frozen=True, slots=True)

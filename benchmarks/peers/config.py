@@ -1,22 +1,11 @@
 """Configuration of the comparison: shapes of work, models, engines, and memory."""
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import LlamaConfig
-
-from benchmarks.common.models import llama_15m, llama_125m, llama_1100m, llama_tiny
+from benchmarks.common.models import SHAPES
 from quire.errors import ConfigError, UnknownName
-
-MODELS: dict[str, Callable[[], LlamaConfig]] = {
-    "tiny": llama_tiny,
-    "15m": llama_15m,
-    "125m": llama_125m,
-    "1100m": llama_1100m,
-}
-"""Shapes of the models with random weights."""
 
 MAIN_MODEL = "125m"
 TRACE = "trace"
@@ -127,7 +116,7 @@ class PeersConfig:
     """Configuration of a run.
 
     Attributes:
-        models: names in MODELS.
+        models: names in SHAPES.
         shapes: shapes of work; every model runs each that its context allows.
         engines: names of engines, Quire's first.
         environments: folder with an environment per engine.
@@ -158,9 +147,9 @@ class PeersConfig:
 
     def __post_init__(self) -> None:
         for model in self.models:
-            if model not in MODELS:
-                raise UnknownName("model", model, MODELS)
-            context = MODELS[model]().max_position_embeddings
+            if model not in SHAPES:
+                raise UnknownName("model", model, SHAPES)
+            context = SHAPES[model]().max_position_embeddings
             for shape in self.shapes:
                 if shape.longest_tokens > context:
                     raise ConfigError(

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.json_lines import JsonLines
+from benchmarks.common.models import SHAPES
 from benchmarks.common.result import Numbers
-from benchmarks.peers.config import ELEMENT_BYTES, MAIN_MODEL, MODELS, PeersConfig, Shape
+from benchmarks.peers.config import ELEMENT_BYTES, MAIN_MODEL, PeersConfig, Shape
 from benchmarks.peers.engines import (
     OPENVINO,
     OPENVINO_EVICT,
@@ -27,7 +28,7 @@ WARMUP_PROMPTS, WARMUP_TOKENS = 4, 4
 
 def kv_bytes_per_token(model: str) -> int:
     """KV bytes of a token of this model, with elements of 2 bytes."""
-    config = MODELS[model]()
+    config = SHAPES[model]()
     heads = config.num_key_value_heads or config.num_attention_heads
     head_dim: int = config.head_dim or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * heads * head_dim * ELEMENT_BYTES
@@ -49,7 +50,7 @@ def build_job(config: PeersConfig, model: str, shape: Shape, engine: Engine, rou
         engine: the engine.
         round_: number of the round, which seeds the prompts.
     """
-    vocab_size = MODELS[model]().vocab_size
+    vocab_size = SHAPES[model]().vocab_size
     lengths = [prompt for prompt, _ in shape.lengths]
     warmup = random_prompts(lengths[:WARMUP_PROMPTS], vocab_size, seed=-1 - round_)
     token_bytes = kv_bytes_per_token(model)

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.models import SHAPES
 from benchmarks.common.result import Cell as TableCell
 from benchmarks.common.result import Chart, PartResult, Table
-from benchmarks.peers.config import MODELS, PeersConfig, Shape
+from benchmarks.peers.config import PeersConfig, Shape
 from benchmarks.peers.engines import Engine, preloaded, python_of
 from benchmarks.peers.environments import FOLDER
 from benchmarks.peers.measures import (
@@ -167,7 +168,7 @@ def make_model(name: str, files: Path) -> Path:
     if not folder.exists():
         files.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=files) as made:
-            model = random_weights(MODELS[name](), dtype=torch.bfloat16)
+            model = random_weights(SHAPES[name](), dtype=torch.bfloat16)
             model.save_pretrained(f"{made}/model")
             (Path(made) / "model").rename(folder)
     return folder

@@ -21,7 +21,6 @@ from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.config.sampling_params import SamplingParams
 from quire.errors import ConfigError, InvariantError
 from quire.evals.fidelity import RecordingDecoder
-from quire.evals.gate import DOCUMENT_START
 from quire.models.loader import LoadedModel
 from quire.models.tokenizer import encode_prompt
 from quire.policies.registry import FULL
@@ -69,14 +68,6 @@ def cut_texts(model: LoadedModel, running: RunningText, tokens: int, n: int) -> 
             f"{running.name} has {len(ids):,}; name a longer text, or request less"
         )
     return [start + ids[i * length : (i + 1) * length] for i in range(n)]
-
-
-def encoded_prompt(model: LoadedModel, text: str) -> list[int]:
-    """Token ids of a prompt, with quire-tiny's document token if the tokenizer has it."""
-    if model.tokenizer is None:
-        raise ConfigError(f"{model.name} has no tokenizer; texts cannot be encoded")
-    known = len(encode_prompt(model.tokenizer, DOCUMENT_START)) == 1
-    return encode_prompt(model.tokenizer, (DOCUMENT_START if known else "") + text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

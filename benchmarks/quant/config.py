@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
-from benchmarks.common.workload import SHAPES
+from benchmarks.common.models import SHAPES
 from benchmarks.quality.cells import TasksConfig
 from benchmarks.quality.texts import TextsConfig
 from quire.cli.settings import Settings

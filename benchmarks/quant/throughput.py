@@ -11,10 +11,9 @@ from dataclasses import asdict, dataclass
 import torch
 
 from benchmarks.common.decoding import decoding_engine
-from benchmarks.common.models import random_model
+from benchmarks.common.models import SHAPES, random_model
 from benchmarks.common.result import Numbers, PartResult, Table
 from benchmarks.common.tables import table_of
-from benchmarks.common.workload import SHAPES
 from benchmarks.quality.texts import PLAIN
 from benchmarks.quant.config import QuantThroughputConfig
 from quire.config.kv_config import KVConfig, PrefixCacheConfig

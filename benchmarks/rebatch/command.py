@@ -44,7 +44,7 @@ def rebatch(  # noqa: PLR0913 - one parameter per option
     w1 and w2 are BATON's workloads with scaled lengths, compared with ideal list scheduling of the
     same lengths. trace has recorded arrivals, some urgent, and a small KV memory.
     """
-    from benchmarks.common.workload import SHAPES
+    from benchmarks.common.models import SHAPES
     from benchmarks.rebatch.config import QUICK_REBATCH, RebatchConfig
     from benchmarks.rebatch.parts import PARTS
     from quire.errors import UnknownName

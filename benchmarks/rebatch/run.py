@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.common.models import random_model, random_weights
-from benchmarks.common.workload import SHAPES
+from benchmarks.common.models import SHAPES, random_model, random_weights
 from benchmarks.rebatch.bound import Forwards
 from benchmarks.rebatch.config import CONTINUOUS, EMBEDDING, SHAPING, RebatchConfig
 from benchmarks.rebatch.load import Load, prompt_ids

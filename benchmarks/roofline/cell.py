@@ -14,8 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 import torch
 
-from benchmarks.common.models import random_model
-from benchmarks.common.workload import SHAPES
+from benchmarks.common.models import SHAPES, random_model
 from benchmarks.roofline.measured import (
     DECODE,
     ENGINE,

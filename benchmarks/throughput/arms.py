@@ -3,28 +3,31 @@
 import statistics
 import time
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import (
     ContinuousBatchingConfig,
-    GenerationConfig,
     PreTrainedModel,
-    StoppingCriteria,
     StoppingCriteriaList,
 )
 
+from benchmarks.common.decoding import generate_all
+from benchmarks.common.transformers_runs import (
+    PAGE_TOKENS,
+    STEP_REQUESTS,
+    STEP_TOKENS,
+    StepClock,
+    greedy,
+    median_gap,
+)
 from benchmarks.common.workload import Workload
-from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import AttentionName
-from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import InvariantError
 from quire.layout.model import ModelSpec
 from quire.models.loader import LoadedModel
-from quire.scheduler.request import Request
 from quire.scheduler.schedule_config import ScheduleConfig
 
 
@@ -90,51 +93,24 @@ class QuireArm:
         attention: AttentionName = "auto",
         batch_invariant: bool = False,
     ) -> None:
-        self._workload, self._prompts = workload, workload.prompt_ids()
+        self._prompts, self._new_tokens = workload.prompt_ids(), workload.new_tokens
         schedule = ScheduleConfig(low_watermark=1.0, batch_invariant=batch_invariant)
         self.engine = Engine(model, workload.kv_config(model.spec, attention=attention), schedule)
 
     def run(self) -> ArmResult:
         """Submit all prompts and step until all outputs are complete."""
-        options = SamplingParams(
-            max_tokens=self._workload.new_tokens, temperature=0.0, ignore_eos=True
-        )
-        started_s = time.perf_counter()
-        ids = [self.engine.submit(GenerationRequest(prompt, options)) for prompt in self._prompts]
-        answers: dict[str, list[int]] = {key: [] for key in ids}
-        decode_s, prefill_s = [], 0.0
-        while self.engine.has_work:
-            decoding = all_decode(self.engine.scheduler.running, len(ids))
-            step_started_s = time.perf_counter()
-            for delta in self.engine.step():
-                answers[delta.request_id] += delta.token_ids
-            ended_s = time.perf_counter()
-            if decoding:
-                decode_s.append(ended_s - step_started_s)
-            if not prefill_s and all(answers.values()):
-                prefill_s = ended_s - started_s
-        total_s = time.perf_counter() - started_s
+        found = generate_all(self.engine, self._prompts, self._new_tokens)
         return ArmResult(
             arm=self.name,
-            total_s=total_s,
-            prefill_s=prefill_s,
-            decode_step_s=statistics.median(decode_s) if decode_s else 0.0,
+            total_s=found.total_s,
+            prefill_s=found.prefill_s,
+            decode_step_s=statistics.median(found.step_s or (0.0,)),
             kv_bytes=self.engine.stats().kv_peak_bytes,
-            tokens=tuple(tuple(answers[key]) for key in ids),
+            tokens=found.answers,
         )
-
-
-def all_decode(running: list[Request], expected: int) -> bool:
-    """Whether the next step processes one token of each of `expected` sequences."""
-    return len(running) == expected and all(r.num_uncomputed == 1 for r in running)
 
 
 # ---- Transformers --------------------------------------------------------------------------------
-
-
-# Its attention multiplies every query of a step with every key of the step, across all requests, so
-# on a CPU few requests at once are fastest: of 2, 4, 8 and all, 4 in steps of 512 tokens.
-CB_PAGE_TOKENS, CB_STEP_TOKENS, CB_REQUESTS = 64, 512, 4
 
 
 class StaticArm:
@@ -157,13 +133,13 @@ class StaticArm:
 
     def run(self) -> ArmResult:
         """Generate once."""
-        clock = _TokenClock()
+        clock = StepClock()
         started_s = time.perf_counter()
         with torch.inference_mode():
             out = self._model.generate(
                 self._ids,
                 attention_mask=torch.ones_like(self._ids),
-                generation_config=_greedy(self._workload.new_tokens, end_token=None),
+                generation_config=greedy(self._workload.new_tokens),
                 stopping_criteria=StoppingCriteriaList([clock]),
             )
         total_s = time.perf_counter() - started_s
@@ -174,7 +150,7 @@ class StaticArm:
             arm=self.name,
             total_s=total_s,
             prefill_s=clock.times_s[0] - started_s,
-            decode_step_s=_median_gap(clock.times_s),
+            decode_step_s=median_gap(clock.times_s),
             kv_bytes=cached,
             tokens=tuple(tuple(answer) for answer in answers),
         )
@@ -194,7 +170,7 @@ class ContinuousArm:
     def __init__(self, model: PreTrainedModel, workload: Workload, spec: ModelSpec) -> None:
         self._model: Any = model  # its generation is not typed
         self._workload, self._spec = workload, spec
-        pages = -(-workload.final_tokens // CB_PAGE_TOKENS)
+        pages = -(-workload.final_tokens // PAGE_TOKENS)
         self._blocks = workload.prompts * pages
 
     def run(self) -> ArmResult:
@@ -206,15 +182,15 @@ class ContinuousArm:
         prompts, new_tokens = self._workload.prompt_ids(), self._workload.new_tokens
         config = ContinuousBatchingConfig(
             num_blocks=self._blocks,
-            page_size=CB_PAGE_TOKENS,
-            max_batch_tokens=CB_STEP_TOKENS,
-            max_requests_per_batch=CB_REQUESTS,
+            page_size=PAGE_TOKENS,
+            max_batch_tokens=STEP_TOKENS,
+            max_requests_per_batch=STEP_REQUESTS,
             allow_block_sharing=False,  # no two prompts share a prefix
         )
         started_s = time.perf_counter()
         found = self._model.generate_batch(
             prompts,
-            generation_config=_greedy(new_tokens, end_token=-1),  # None would print a warning
+            generation_config=greedy(new_tokens, end_token=-1),  # None would print a warning
             continuous_batching_config=config,
             record_timestamps=True,
             progress_bar=False,
@@ -227,37 +203,14 @@ class ContinuousArm:
                 f"expected {len(prompts)} outputs of {new_tokens} tokens from Transformers' "
                 f"continuous batching, got {len(answers)} of {sorted(map(len, answers))} tokens"
             )
-        slots = self._blocks * CB_PAGE_TOKENS
+        slots = self._blocks * PAGE_TOKENS
         # the request that was prefilled last: after its first token, all steps decode only
         last: list[float] = max((output.timestamps for output in found.values()), key=min)
         return ArmResult(
             arm=self.name,
             total_s=total_s,
             prefill_s=last[0] - started_s,
-            decode_step_s=_median_gap(last),
+            decode_step_s=median_gap(last),
             kv_bytes=slots * self._spec.kv_bytes_per_token(2),
             tokens=tuple(answers),
         )
-
-
-class _TokenClock(StoppingCriteria):
-    """Records the time of each token; stops no generation."""
-
-    def __init__(self) -> None:
-        self.times_s: list[float] = []
-
-    def __call__(self, input_ids: Tensor, scores: object, **_options: object) -> Tensor:
-        """See StoppingCriteria."""
-        self.times_s.append(time.perf_counter())
-        return torch.zeros(len(input_ids), dtype=torch.bool)
-
-
-def _greedy(new_tokens: int, *, end_token: int | None) -> GenerationConfig:
-    return GenerationConfig(  # type: ignore[no-untyped-call]
-        max_new_tokens=new_tokens, do_sample=False, pad_token_id=0, eos_token_id=end_token
-    )
-
-
-def _median_gap(times_s: list[float]) -> float:
-    gaps = [after - before for before, after in pairwise(times_s)]
-    return statistics.median(gaps) if gaps else 0.0

@@ -7,12 +7,15 @@ import torch
 import transformers
 from transformers import ContinuousBatchingConfig
 
+from benchmarks.common.transformers_runs import (
+    PAGE_TOKENS,
+    STEP_REQUESTS,
+    STEP_TOKENS,
+    greedy,
+)
 from benchmarks.peers.workers.protocol import Job, Outputs, Result, peak_rss_bytes, serve
-from benchmarks.peers.workers.transformers_static import greedy, load_model, weight_bytes
+from benchmarks.peers.workers.transformers_static import load_model, weight_bytes
 
-# Its attention multiplies every query of a step with every key of the step, across all requests, so
-# on a CPU few requests at once are fastest: of 2, 4, 8 and all, 4 in steps of 512 tokens.
-PAGE_TOKENS, STEP_TOKENS, STEP_REQUESTS = 64, 512, 4
 _WAIT_S = 1.0
 
 

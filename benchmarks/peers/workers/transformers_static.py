@@ -4,28 +4,10 @@ import time
 
 import torch
 import transformers
-from transformers import (
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PreTrainedModel,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import AutoModelForCausalLM, PreTrainedModel, StoppingCriteriaList
 
+from benchmarks.common.transformers_runs import StepClock, greedy
 from benchmarks.peers.workers.protocol import Job, Outputs, Result, peak_rss_bytes, serve
-
-
-class _TokenClock(StoppingCriteria):
-    """Records the time of each step; stops no generation."""
-
-    def __init__(self, outputs: Outputs) -> None:
-        self.times_s: list[float] = []
-        self._outputs = outputs
-
-    def __call__(self, input_ids: torch.Tensor, scores: object, **_options: object) -> torch.Tensor:
-        """See StoppingCriteria."""
-        self.times_s.append(self._outputs.elapsed_s())
-        return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
 def load_model(job: Job) -> PreTrainedModel:
@@ -44,13 +26,6 @@ def load_model(job: Job) -> PreTrainedModel:
 def weight_bytes(model: PreTrainedModel) -> int:
     """Bytes of all parameters."""
     return sum(weight.numel() * weight.element_size() for weight in model.parameters())
-
-
-def greedy(new_tokens: int | None, *, end_token: int | None) -> GenerationConfig:
-    """Options of greedy generation."""
-    return GenerationConfig(  # type: ignore[no-untyped-call]
-        max_new_tokens=new_tokens, do_sample=False, pad_token_id=0, eos_token_id=end_token
-    )
 
 
 def batches(job: Job) -> list[list[int]]:
@@ -97,12 +72,12 @@ def generate(
     longest = max(map(len, prompts))
     padded = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
     mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    clock = _TokenClock(outputs)
+    clock = StepClock(outputs.elapsed_s)
     with torch.inference_mode():
         found = model.generate(  # type: ignore[operator]
             torch.tensor(padded),
             attention_mask=torch.tensor(mask),
-            generation_config=greedy(max(new_tokens), end_token=None),
+            generation_config=greedy(max(new_tokens)),
             stopping_criteria=StoppingCriteriaList([clock]),
         )
     answers = found[:, longest:].tolist()

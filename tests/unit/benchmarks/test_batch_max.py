@@ -26,7 +26,7 @@ from benchmarks.batch_max.quality import (
     min_good_share,
 )
 from benchmarks.batch_max.quality import claims as quality_claims
-from benchmarks.batch_max.running import batch_sizes, generate_all, largest_of, rows_that_fit
+from benchmarks.batch_max.running import batch_sizes, largest_of, rows_that_fit
 from benchmarks.batch_max.speed import (
     CONTINUOUS,
     STATIC,
@@ -36,8 +36,9 @@ from benchmarks.batch_max.speed import (
     ratio,
     run_speed,
 )
+from benchmarks.common.decoding import generate_all
 from benchmarks.common.graded_prompts import GradedPrompt
-from benchmarks.common.models import llama_tiny, random_model
+from benchmarks.common.models import SHAPES, random_model
 from quire.engine.core import Engine
 from quire.models.loader import LoadedModel
 from quire.policies.eviction import make_eviction
@@ -56,7 +57,7 @@ TINY = SpeedConfig(
 
 @pytest.fixture(scope="module")
 def model() -> LoadedModel:
-    return random_model(llama_tiny(), dtype=torch.bfloat16)
+    return random_model(SHAPES["tiny"](), dtype=torch.bfloat16)
 
 
 # ---- arms ----------------------------------------------------------------------------------------

@@ -9,14 +9,15 @@ import torch
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks.common.models import llama_tiny, random_model
+from benchmarks.common.models import SHAPES, random_model
+from benchmarks.common.transformers_runs import median_gap
 from benchmarks.gpu import others
 from benchmarks.gpu.bench import GpuBench, Target, decode_times
 from benchmarks.gpu.command import PARTS
 from benchmarks.gpu.compute import DecodeAttention, agrees, floor_seconds, prefill_flops
 from benchmarks.gpu.config import QUICK_GPU, SPECS
 from benchmarks.gpu.kvpr import equal_share
-from benchmarks.gpu.others import OTHERS, last_steps
+from benchmarks.gpu.others import OTHERS
 from quire.errors import ConfigError
 
 CLAIMS = {
@@ -72,7 +73,7 @@ def test_share_of_equal_tokens_counts_places():
 
 
 def test_wrong_tokens_do_not_agree_with_transformers():
-    model = random_model(llama_tiny(), dtype=torch.float32)
+    model = random_model(SHAPES["tiny"](), dtype=torch.float32)
     reference = model.decoder.reference_logits(torch.tensor([5, 6, 7]))
     best, worst = int(reference[-1].argmax()), int(reference[-1].argmin())
 
@@ -109,7 +110,7 @@ def test_prefill_flops_are_two_per_weight_and_token_with_attention():
 
 def test_measured_steps_decode_all_rows_and_leave_the_engine_idle():
     bench = cpu_bench()
-    model = bench.model_of(llama_tiny(), dtype=torch.float32)
+    model = bench.model_of(SHAPES["tiny"](), dtype=torch.float32)
     engine = bench.engine(model, 4 << 20, 3)
 
     times_s = decode_times(engine, bench.prompts(3, 20, 500), warm_steps=2, steps=5)
@@ -121,7 +122,7 @@ def test_measured_steps_decode_all_rows_and_leave_the_engine_idle():
 
 
 def test_steps_are_the_last_ones_of_a_run():
-    assert last_steps([0, 50, 51, 53, 56], 3) == 2
+    assert median_gap([50, 51, 53, 56]) == 2
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.common.models import llama_tiny, random_model
+from benchmarks.common.models import SHAPES, random_model
 from benchmarks.roofline.cell import QUICK_CELL, CellBench
 from benchmarks.roofline.measured import ENGINE, PARTS, SAMPLING, StepMeasure
 from benchmarks.roofline.parts import TimedDecoder
@@ -81,7 +81,7 @@ def test_coded_weights_and_kv_count_their_stored_bytes(codec: str, bits: int):
 
 
 def test_timed_decoder_forwards_all_properties():
-    model = random_model(llama_tiny(), dtype=torch.float32)
+    model = random_model(SHAPES["tiny"](), dtype=torch.float32)
     assert isinstance(model.decoder, TransformersDecoder)
     timed = TimedDecoder(model.decoder)
 

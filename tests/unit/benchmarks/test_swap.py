@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.common.models import llama_tiny, random_model
+from benchmarks.common.models import SHAPES, random_model
 from benchmarks.memory.measured import (
     SwapConfig,
     SwapTime,
@@ -35,7 +35,7 @@ QUICK_SWAP = SwapConfig(lengths=(32, 96), repeats=2, max_num_batched_tokens=64)
 
 @pytest.fixture(scope="module")
 def model():
-    return random_model(llama_tiny(), dtype=torch.float32)
+    return random_model(SHAPES["tiny"](), dtype=torch.float32)
 
 
 @pytest.mark.parametrize("scattered", [True, False])

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.common.models import llama_125m, llama_tiny, random_weights
+from benchmarks.common.models import SHAPES, random_weights
 from benchmarks.common.regret import RegretJudge
 from benchmarks.common.workload import QUICK_WORKLOAD, Workload
 from benchmarks.roofline.parts import Storage
@@ -62,7 +62,7 @@ def round_of(quire_s: float, static_s: float, **changes: object) -> Round:
 def test_ratio_is_median_of_ratios_within_rounds():
     """Of 1/2, 8/16 and 9/10 the median is 0.5; the ratio of the median times would be 8/10."""
     rounds = [round_of(1.0, 2.0), round_of(8.0, 16.0), round_of(9.0, 10.0)]
-    spec = ModelSpec.from_config(llama_125m().to_dict())
+    spec = ModelSpec.from_config(SHAPES["125m"]().to_dict())
     regrets = {"quire": 0.25, "hf_static": 0.5}
     claims = summarise(ThroughputConfig(), spec, STORAGE, rounds, regrets)
 
@@ -84,7 +84,7 @@ def test_decode_floor_matches_hand_computation():
     written: 32 * 546 * 12,288 = 214,695,936 B. At 20 GB/s the 414,930,432 B take 20.75 ms; the
     FLOPs at 500 GFLOP/s take less.
     """
-    spec = ModelSpec.from_config(llama_125m().to_dict())
+    spec = ModelSpec.from_config(SHAPES["125m"]().to_dict())
     found = round_of(1.0, 1.0)
 
     floor_s = decode_floor_s(spec, STORAGE, Workload(), found.rates)
@@ -97,7 +97,7 @@ def test_decode_floor_matches_hand_computation():
 
 def test_a_decode_step_below_its_floor_has_no_claim():
     """At 20 GB/s the floor is 20.75 ms; a step of 20 ms is 0.964 of it."""
-    spec = ModelSpec.from_config(llama_125m().to_dict())
+    spec = ModelSpec.from_config(SHAPES["125m"]().to_dict())
     found = round_of(1.0, 1.0, arms=(result("quire", 1.0, decode_step_s=0.02),))
 
     claims = summarise(ThroughputConfig(), spec, STORAGE, [found], {"quire": 0.0})
@@ -159,7 +159,7 @@ def test_kv_bytes_of_arms_match_hand_computation():
 
 def test_wrong_output_has_regret():
     prompts = QUICK_WORKLOAD.prompt_ids()
-    model = random_weights(llama_tiny(), dtype=torch.float32)
+    model = random_weights(SHAPES["tiny"](), dtype=torch.float32)
     judge = RegretJudge(model)
     with torch.inference_mode():
         logits = model(torch.tensor(prompts[:1])).logits[0, -1]

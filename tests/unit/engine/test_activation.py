@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.common.models import llama_tiny, random_model
+from benchmarks.common.models import SHAPES, random_model
 from quire.engine import activation
 from quire.engine.activation import measure_activation_peak
 from quire.sampling.device_sampling import (
@@ -19,7 +19,7 @@ STEP_BYTES = 5_000
 @pytest.fixture
 def cuda(monkeypatch):
     """A decoder on a CUDA device whose steps take `STEP_BYTES`."""
-    decoder = random_model(llama_tiny(), dtype=torch.float32).decoder
+    decoder = random_model(SHAPES["tiny"](), dtype=torch.float32).decoder
     monkeypatch.setattr(decoder, "device", torch.device("cuda"))
     monkeypatch.setattr(activation, "run_largest_step", lambda *args: None)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.common.models import random_model
-from benchmarks.common.workload import SHAPES
+from benchmarks.common.models import SHAPES, random_model
 from quire.errors import ConfigError, InvariantError
 from quire.layout.eviction import DECODE, PREFILL_AND_DECODE, EvictionSpec
 from quire.plan.batch_verdict import decode_step_seconds, prefill_step_seconds, row_steps
