@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import ConfigError, InvariantError, OutOfPages
-from quire.kv.arena import Arena, pages_per_slab
+from quire.kv.arena import Arena
 from quire.kv.listeners import MemoryListeners
 from quire.kv.page_bytes import NoBytes, PageBytes
 from quire.kv.pages import PageNumbers, PagePool
@@ -32,6 +32,7 @@ from quire.kv.resizing import (
 )
 from quire.kv.tables import LaneTable, Rows
 from quire.layout.pages import CacheLayout, LaneGroup, PageClass
+from quire.layout.slabs import pages_per_slab
 
 Counts = NDArray[np.int32]
 MakeStore = Callable[[int], PageBytes]  # argument: bytes of the arena

@@ -14,11 +14,11 @@ from fractions import Fraction
 from typing import Literal
 
 from quire.errors import ConfigError
-from quire.kv.arena import Arena, slabs_for
 from quire.layout.layout import layout_for
 from quire.layout.model import ModelSpec
 from quire.layout.pages import CacheLayout, PageClass
 from quire.layout.sizes import format_size
+from quire.layout.slabs import choose_slab_bytes, slabs_for
 from quire.plan.roofline import decode_step
 
 # Capacity: pages of a sequence, sequences in a pool, the longest sequence, and the limit.
@@ -114,27 +114,30 @@ def capacity(
     )
     if kv_bytes < layout.smallest_sequence_bytes:
         raise too_small
-    arena = Arena(kv_bytes, [page_class.page_bytes for page_class in layout.page_classes])
+    sizes = [page_class.page_bytes for page_class in layout.page_classes]
+    slab_bytes = choose_slab_bytes(kv_bytes, sizes)
+    slabs = kv_bytes // slab_bytes
+    usable_bytes = slabs * slab_bytes
 
     def fits(tokens: int, number: int = 1) -> bool:
         pages = sequence_pages(layout, tokens, retained).items()
-        return arena.num_slabs >= slabs_for(
-            arena.slab_bytes, ((each.page_bytes, count * number) for each, count in pages)
+        return slabs >= slabs_for(
+            slab_bytes, ((each.page_bytes, count * number) for each, count in pages)
         )
 
     if not fits(1):
         raise too_small
     needed_bytes = sequence_bytes(layout, sequence_tokens, retained)
     too_long = sequence_tokens > model.max_positions
-    numbers = range(1, 0 if too_long else arena.total_bytes // needed_bytes + 1)
+    numbers = range(1, 0 if too_long else usable_bytes // needed_bytes + 1)
     sequences = bisect_left(numbers, True, key=lambda number: not fits(sequence_tokens, number))
     lengths = range(1, model.max_positions + 1)
     longest = bisect_left(lengths, True, key=lambda tokens: not fits(tokens))
-    tokens = int(arena.total_bytes / token_bytes(layout))
+    tokens = int(usable_bytes / token_bytes(layout))
     return Capacity(
         page_tokens=page.tokens,
         page_bytes=page.page_bytes,
-        pool_pages=arena.total_bytes // page.page_bytes,
+        pool_pages=usable_bytes // page.page_bytes,
         pool_tokens=tokens // page.tokens * page.tokens,
         sequence_tokens=sequence_tokens,
         pages_per_sequence=needed_bytes // page.page_bytes,

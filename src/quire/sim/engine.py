@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.errors import ConfigError, InvariantError, NeverFits
-from quire.kv.arena import choose_slab_bytes
 from quire.kv.compaction import commit_compaction, plan_compaction
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
@@ -27,6 +26,7 @@ from quire.layout.eviction import KEEP_ALL, EvictionSpec
 from quire.layout.layout import layout_for, statistics_used
 from quire.layout.model import ModelSpec
 from quire.layout.pages import CacheLayout, LaneGroup, PageClass
+from quire.layout.slabs import choose_slab_bytes
 from quire.plan.roofline import RowTokens, step_parts
 from quire.scheduler.events import KVEvent
 from quire.scheduler.eviction_trace import EvictionEntry
