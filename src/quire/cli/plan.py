@@ -1,9 +1,8 @@
 """`quire plan`: estimates memory use and batch sizes of a model without loading it."""
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -27,7 +26,8 @@ from quire.cli.plan_report import (
 from quire.cli.report import envelope, print_json
 from quire.cli.settings import config_option, is_from_file, with_flags
 from quire.config.kv_config import policy_file_option
-from quire.errors import ConfigError, QuireError
+from quire.errors import ConfigError, ModelError, QuireError
+from quire.layout.config import read_json_object
 from quire.layout.options import option, parse_named
 from quire.layout.packaged import PACKAGED_MODEL
 from quire.layout.sizes import parse_size, parse_size_or
@@ -276,10 +276,11 @@ def board_quality(file: Path, model: str, report: PlanReport) -> Quality:
     from quire.evals.board.result import Row  # NumPy: not for --help
 
     try:
-        result = json.loads(file.read_text(encoding="utf-8"))
+        result: Any = read_json_object(file)
         measured, rows = result["config"]["model"], [Row.stored(r) for r in result["arms"]["rows"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"--board {file}: expected the JSON result of quire board") from error
+    except (ValueError, KeyError, TypeError) as error:
+        why = error if isinstance(error, ModelError) else f"{file} is another file"
+        raise ConfigError(f"--board: expected the board.json of quire board: {why}") from error
     if measured != model:
         raise ConfigError(f"--board {file} measured {measured}, not {model}")
     found: dict[str, dict[str, float]] = {}

@@ -19,9 +19,11 @@ from quire.layout.eviction import KEEP_ALL, EvictionSpec, parse_policy
 from quire.layout.extras import require_extra
 from quire.layout.kv_format import read_format
 from quire.layout.options import option, option_values
+from quire.layout.packaged import PACKAGED_MODEL
 from quire.plan.ceilings import NotUsable, default_path, read_ceilings
 from quire.plan.machine import this_machine
 from quire.sim.machine import ASSUMED, AUTO, PROFILE, MachineConfig, Rates, measured_rates
+from quire.sim.models import CONFIGS
 
 if TYPE_CHECKING:
     from quire.layout.model import ModelSpec
@@ -29,8 +31,8 @@ if TYPE_CHECKING:
 
 DTYPE = "bfloat16"
 _ABOUT_MODEL = (
-    "Name of a model shape: llama-3-8b, llama-3.1-8b, llama-3.1-70b, llama-3.2-1b, "
-    "qwen2.5-7b, opt-6.7b, quire-tiny; or a folder with a config.json. No weights are read."
+    f"Name of a model shape: {', '.join(CONFIGS)}, {PACKAGED_MODEL}; or a folder with a "
+    "config.json. No weights are read."
 )
 
 

@@ -14,6 +14,7 @@ from quire.kv.arena import Arena
 from quire.kv.pages import PageNumbers, PagePool
 from quire.kv.tables import LaneTable, Rows
 from quire.layout.pages import CacheLayout, PageClass
+from quire.layout.sizes import option_size
 
 # Demands of a row's tables before more tokens can be written: new pages and copies of shared pages.
 
@@ -106,11 +107,11 @@ def require_room_for_one_token(
         pages[group.page_class] += lane_pages * group.num_lanes
     slabs = sum(pools[c].slabs_needed(n) for c, n in pages.items())
     if slabs > arena.num_slabs:
+        needed_bytes = arena.fitting_bytes([(c.page_bytes, n) for c, n in pages.items()])
         raise ConfigError(
             f"a KV memory of {total_bytes:,} B cannot hold one token of one sequence: "
-            f"{slabs * arena.slab_bytes:,} B are needed for its pages of "
-            f"{layout.smallest_sequence_bytes:,} B; "
-            "raise --kv-memory or lower --block-size"
+            f"{slabs * arena.slab_bytes:,} B are needed; raise {arena.size_option} to "
+            f"{option_size(needed_bytes)} or lower --block-size"
         )
 
 

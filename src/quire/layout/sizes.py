@@ -103,14 +103,14 @@ def format_size(size_bytes: int) -> str:
 
 
 def rounded_size(num_bytes: int) -> int:
-    """Round up to whole KiB, and from 64 MiB on to whole MiB."""
-    unit = 1024 if num_bytes < 64 * 2**20 else 2**20
+    """Round up to whole KiB, from 1 MiB on to quarters of a MiB, from 64 MiB on to whole MiB."""
+    unit = 2**10 if num_bytes < 2**20 else 2**18 if num_bytes < 64 * 2**20 else 2**20
     return -(-num_bytes // unit) * unit
 
 
 def option_size(num_bytes: int) -> str:
-    """Format a multiple of 1 KiB as the value of an option, such as 11520KiB or 182MiB."""
-    return f"{num_bytes // 1024}KiB" if num_bytes % 2**20 else f"{num_bytes // 2**20}MiB"
+    """Format a size of `rounded_size` as the value of an option: 100KiB, 12.5MiB or 182MiB."""
+    return f"{num_bytes // 2**10}KiB" if num_bytes < 2**20 else f"{num_bytes / 2**20:.10g}MiB"
 
 
 def _not_a_size(text: object) -> ConfigError:

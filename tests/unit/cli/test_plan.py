@@ -156,8 +156,11 @@ def test_board_adds_the_quality_of_its_model(folder: Path, tmp_path: Path):
         "float16": {"all tokens": 1.0}, "int8": {"50%": 0.75},
     }  # fmt: skip
     assert "0.75" in quire_plan(str(folder), "--memory", "1GiB", "--board", str(board)).stdout
-    refused = quire_plan(str(folder), "--memory", "1GiB", "--board", str(folder / "config.json"))
-    assert (refused.exit_code, "expected the JSON result" in refused.stderr) == (2, True)
+    for other, reason in (("config.json", "is another file"), ("no.json", "No such file")):
+        refused = quire_plan(str(folder), "--memory", "1GiB", "--board", str(folder / other))
+        assert refused.exit_code == 2
+        assert "--board: expected the board.json of quire board" in refused.stderr
+        assert reason in refused.stderr
     refused = quire_plan(str(folder), "--board", str(board), "--maximize-batch", "100,10")
     assert (refused.exit_code, "leave out" in refused.stderr) == (2, True)
     with pytest.raises(ConfigError, match="not another"):

@@ -61,7 +61,10 @@ def test_arena_below_one_slab_is_rejected_with_needed_and_given_bytes():
 def test_arena_below_one_token_is_rejected_with_needed_and_given_bytes():
     group = LaneGroup(name="kv", page_class=plain_class(), layers=(0, 1, 2))  # 128 B pages
 
-    with pytest.raises(ConfigError, match=r"256 B cannot hold one token .*: 384 B are needed"):
+    with pytest.raises(
+        ConfigError,
+        match=r"256 B cannot hold one token .*: 384 B are needed; raise --kv-memory to 1KiB",
+    ):
         KVMemory(CacheLayout((group,)), 256, 1)
     assert KVMemory(CacheLayout((group,)), 384, 1).total_bytes == 384
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError
-from quire.layout.sizes import format_size, parse_size
+from quire.layout.sizes import format_size, option_size, parse_size, rounded_size
 
 
 @pytest.mark.parametrize(
@@ -72,3 +72,20 @@ def test_format_size_uses_binary_units(size_bytes: int, text: str):
 @given(st.integers(min_value=0, max_value=1 << 50))
 def test_parse_size_of_format_size_is_equal_within_rounding(size_bytes: int):
     assert parse_size(format_size(size_bytes)) == pytest.approx(size_bytes, rel=0.006, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [
+        (1, "1KiB"),
+        (1024 * 1000, "1000KiB"),
+        (2**20, "1MiB"),
+        (12672 * 1024, "12.5MiB"),
+        (2**26 - 1, "64MiB"),
+        (2**26 + 1, "65MiB"),
+        (2**44, "16777216MiB"),
+    ],
+)
+def test_size_of_an_option_is_rounded_up_and_read_back(size_bytes: int, text: str):
+    assert option_size(rounded_size(size_bytes)) == text
+    assert parse_size(text) == rounded_size(size_bytes) >= size_bytes
