@@ -10,7 +10,7 @@ import torch
 import typer
 
 from benchmarks.common.command import QUICK_NOTE
-from benchmarks.common.flags import AsJson, Threads
+from benchmarks.common.flags import AsJson, Threads, quick_option
 from quire.cli.common import use_threads
 from quire.cli.report import envelope, print_json
 from quire.cli.tables import show_table
@@ -210,9 +210,7 @@ def differences_of(
 def differences(
     *,
     model: Annotated[str, typer.Option(help="Name or folder of the model.")] = "quire-tiny",
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Two codecs, few requests, one seed. No claims.")
-    ] = False,
+    quick: Annotated[bool, quick_option("Two codecs, few requests, one seed.")] = False,
     threads: Threads = 0,
     as_json: AsJson = False,
 ) -> None:

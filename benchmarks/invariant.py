@@ -9,7 +9,7 @@ import torch
 import typer
 
 from benchmarks.common.command import QUICK_NOTE
-from benchmarks.common.flags import AsJson, Threads
+from benchmarks.common.flags import AsJson, Threads, quick_option
 from benchmarks.common.models import random_model
 from benchmarks.common.workload import Workload
 from benchmarks.throughput.arms import ArmResult, QuireArm
@@ -119,9 +119,7 @@ def invariant(
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 512,
     new_tokens: Annotated[int, typer.Option(min=2, help="Generated tokens per prompt.")] = 32,
     repeats: Annotated[int, typer.Option(min=1, help="Measured rounds.")] = 5,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="A tiny model and short prompts. No claims.")
-    ] = False,
+    quick: Annotated[bool, quick_option("A tiny model and short prompts.")] = False,
     threads: Threads = 0,
     as_json: AsJson = False,
 ) -> None:

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 import torch
-import typer
 
 from benchmarks.common.cells import material_of
-from benchmarks.common.flags import AsJson
+from benchmarks.common.flags import AsJson, parts_option
 from benchmarks.common.graded_prompts import load
 from benchmarks.common.models import SHAPES, random_model
 from benchmarks.common.result import Numbers, PartResult, Table
@@ -293,9 +292,7 @@ def _steps_table(config: WeightsBenchConfig, times: Sequence[StepTimes], models:
 def weights(
     settings: Settings,
     *,
-    parts: Annotated[
-        str, typer.Option(help="Comma-separated parts: quality, random, decode; default: all.")
-    ] = "",
+    parts: Annotated[str, parts_option("quality", "random", "decode")] = "",
     prompts: Prompts = None,
     text: Text = None,
     out: Out = None,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from benchmarks.common.command import run_command
-from benchmarks.common.flags import AsJson, Out
+from benchmarks.common.flags import AsJson, Out, parts_option, quick_option
 from benchmarks.common.graded_prompts import load, prompt_maker_for
 from quire.cli.options import KV, MODEL
 from quire.cli.settings import Settings, with_settings
@@ -27,10 +27,7 @@ if TYPE_CHECKING:
 def batch_max(
     settings: Settings,
     *,
-    parts: Annotated[
-        str,
-        typer.Option(help="Comma-separated parts: speed, equal_quality, quality; default: all."),
-    ] = "",
+    parts: Annotated[str, parts_option("speed", "equal_quality", "quality")] = "",
     repeats: Annotated[
         int,
         typer.Option(
@@ -38,10 +35,7 @@ def batch_max(
         ),
     ] = 5,
     out: Out = None,
-    quick: Annotated[
-        bool,
-        typer.Option("--quick", help="A quarter of all lengths, one round. No claims."),
-    ] = False,
+    quick: Annotated[bool, quick_option("A quarter of all lengths, one round.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare full KV, decode-only eviction and Batch-Max in equal KV memory.

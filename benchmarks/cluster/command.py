@@ -7,18 +7,13 @@ from typing import Annotated
 import typer
 
 from benchmarks.common.command import run_command
-from benchmarks.common.flags import AsJson, Out
+from benchmarks.common.flags import AsJson, Out, parts_option, quick_option
 from quire.cli.common import use_threads
 
 
 def cluster(  # noqa: PLR0913 - one parameter per option
     *,
-    parts: Annotated[
-        str,
-        typer.Option(
-            help="Comma-separated parts: pool, large_pool, scale, reports, tenants; default: all."
-        ),
-    ] = "",
+    parts: Annotated[str, parts_option("pool", "large_pool", "scale", "reports", "tenants")] = "",
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -54,9 +49,7 @@ def cluster(  # noqa: PLR0913 - one parameter per option
         int, typer.Option(min=1, max=64, help="Simulations that run at the same time.")
     ] = 1,
     out: Out = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Few requests and replicas, for a trial. No claims.")
-    ] = False,
+    quick: Annotated[bool, quick_option("Few requests and replicas, for a trial.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Simulate replicas behind a router: hit rate, latency, throughput and cost of each router.

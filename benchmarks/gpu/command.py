@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.common.command import names_of, run_command
-from benchmarks.common.flags import AsJson, Out, Threads
+from benchmarks.common.flags import AsJson, Out, Threads, parts_option, quick_option
 from benchmarks.common.result import PartResult
 from benchmarks.gpu.bench import GpuBench
 from benchmarks.gpu.compute import run_equality, run_kernels, run_prefill, run_step
@@ -33,13 +33,7 @@ PARTS: Mapping[str, Callable[[GpuBench], PartResult]] = {
 
 def gpu(  # noqa: PLR0913 - one parameter per option
     *,
-    parts: Annotated[
-        str,
-        typer.Option(
-            help="Comma-separated parts: equality, kernels, step, prefill, batch_max, link, "
-            "offload, kvpr, rebatch; default: all."
-        ),
-    ] = "",
+    parts: Annotated[str, parts_option(*PARTS)] = "",
     on: Annotated[
         str,
         typer.Option("--device", help="Device: auto (a GPU if there is one), cpu, cuda or cuda:N."),
@@ -57,10 +51,7 @@ def gpu(  # noqa: PLR0913 - one parameter per option
         str, typer.Option(help="Comma-separated other engines: static, continuous, vllm, or none.")
     ] = "static,continuous,vllm",
     out: Out = None,
-    quick: Annotated[
-        bool,
-        typer.Option("--quick", help="Toy shapes, for a trial on any machine. No claims."),
-    ] = False,
+    quick: Annotated[bool, quick_option("Toy shapes, for a trial on any machine.")] = False,
     threads: Threads = 0,
     as_json: AsJson = False,
 ) -> None:

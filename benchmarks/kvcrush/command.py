@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.common.cells import material_of
-from benchmarks.common.flags import AsJson
+from benchmarks.common.flags import AsJson, parts_option
 from benchmarks.quality.command import Out, Prompts, Quick, Text, run_parts
 from quire.cli.options import MODEL
 from quire.cli.settings import Settings, with_settings
@@ -16,12 +16,7 @@ from quire.cli.settings import Settings, with_settings
 def kvcrush(  # noqa: PLR0913 - one parameter per option
     settings: Settings,
     *,
-    parts: Annotated[
-        str,
-        typer.Option(
-            help="Comma-separated parts: quality, heads, fidelity, long, overhead; default: all."
-        ),
-    ] = "",
+    parts: Annotated[str, parts_option("quality", "heads", "fidelity", "long", "overhead")] = "",
     bases: Annotated[
         str,
         typer.Option(

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.common.command import run_command
-from benchmarks.common.flags import AsJson, Out, Threads
+from benchmarks.common.flags import AsJson, Out, Threads, parts_option, quick_option
 from benchmarks.common.result import PartResult
 from benchmarks.memory.measured import (
     BeamConfig,
@@ -80,10 +80,7 @@ PARTS: Mapping[str, Callable[[MemoryBenchConfig], PartResult]] = {
 
 def memory(
     *,
-    parts: Annotated[
-        str,
-        typer.Option(help=f"Comma-separated parts: {', '.join(PARTS)}; default: all."),
-    ] = "",
+    parts: Annotated[str, parts_option(*PARTS)] = "",
     trace: Annotated[
         Path | None,
         typer.Option(help="Trace of conversations to simulate; default: the shipped Azure trace."),
@@ -96,10 +93,7 @@ def memory(
         ),
     ] = None,
     out: Out = None,
-    quick: Annotated[
-        bool,
-        typer.Option("--quick", help="Few requests and short prompts, for a trial. No claims."),
-    ] = False,
+    quick: Annotated[bool, quick_option("Few requests and short prompts, for a trial.")] = False,
     threads: Threads = 0,
     as_json: AsJson = False,
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.common.command import run_command
-from benchmarks.common.flags import AsJson, Out
+from benchmarks.common.flags import AsJson, Out, parts_option, quick_option
 from benchmarks.common.result import PartResult
 from benchmarks.offload.config import QUICK_OFFLOAD, OffloadBenchConfig
 from benchmarks.offload.engine import run_engine, run_engine_gain
@@ -23,17 +23,12 @@ PARTS: Mapping[str, Callable[[OffloadBenchConfig], PartResult]] = {
 
 def offload(
     *,
-    parts: Annotated[
-        str,
-        typer.Option(help="Comma-separated parts: restore, engine, engine_gain; default: all."),
-    ] = "",
+    parts: Annotated[str, parts_option(*PARTS)] = "",
     repeats: Annotated[
         int | None, typer.Option(min=1, help="Rounds of the part restore; default: 5.")
     ] = None,
     out: Out = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Fewer tokens and rounds. No claims.")
-    ] = False,
+    quick: Annotated[bool, quick_option("Fewer tokens and rounds.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare prefetch and partial recompute for decoding with KV in host memory.

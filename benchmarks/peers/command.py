@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from benchmarks.common.command import finish, show_parts
-from benchmarks.common.flags import AsJson, Threads
+from benchmarks.common.flags import AsJson, Threads, quick_option
 from benchmarks.common.result import PartResult
 from quire.cli.common import use_threads
 from quire.cli.report import commit, prepare_folder, print_json
@@ -65,9 +65,7 @@ def peers(  # noqa: PLR0913 - one parameter per option
         Path | None,
         typer.Option(help="Folder for tables, pictures and finished cells (resumable)."),
     ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="A small model and few tokens, for a trial. No claims.")
-    ] = False,
+    quick: Annotated[bool, quick_option("A small model and few tokens, for a trial.")] = False,
     threads: Threads = 0,
     as_json: AsJson = False,
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.common.command import run_command
+from benchmarks.common.flags import quick_option
 from benchmarks.common.result import PartResult
 from quire.cli.settings import Settings
 
@@ -21,10 +22,7 @@ Out = Annotated[
         "there, so that an interrupted run can continue."
     ),
 ]
-Quick = Annotated[
-    bool,
-    typer.Option("--quick", help="Small shapes, few short prompts and texts. No claims."),
-]
+Quick = Annotated[bool, quick_option("Small shapes, few short prompts and texts.")]
 Prompts = Annotated[int | None, typer.Option(min=1, help="Prompts of each cell.")]
 
 

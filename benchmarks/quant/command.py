@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.common.cells import material_of
-from benchmarks.common.flags import AsJson
+from benchmarks.common.flags import AsJson, parts_option
 from benchmarks.quality.command import Out, Prompts, Quick, Text, run_parts
 from quire.cli.options import MODEL
 from quire.cli.settings import Settings, with_settings
@@ -16,11 +16,7 @@ def quant(  # noqa: PLR0913 - one parameter per option
     settings: Settings,
     *,
     parts: Annotated[
-        str,
-        typer.Option(
-            help="Comma-separated parts: capacity, attention, throughput, quality, "
-            "orderings, eviction; default: all."
-        ),
+        str, parts_option("capacity", "attention", "throughput", "quality", "orderings", "eviction")
     ] = "",
     codecs: Annotated[
         str,

@@ -6,15 +6,13 @@ from typing import Annotated
 import typer
 
 from benchmarks.common.command import run_command
-from benchmarks.common.flags import AsJson, Out, Threads
+from benchmarks.common.flags import AsJson, Out, Threads, parts_option, quick_option
 from quire.cli.common import use_threads
 
 
 def rebatch(  # noqa: PLR0913 - one parameter per option
     *,
-    parts: Annotated[
-        str, typer.Option(help="Comma-separated parts: w1, w2, trace; default: all.")
-    ] = "",
+    parts: Annotated[str, parts_option("w1", "w2", "trace")] = "",
     model: Annotated[
         str | None, typer.Option(help="Shape: 125m, small, tiny or wide; default: wide.")
     ] = None,
@@ -33,9 +31,7 @@ def rebatch(  # noqa: PLR0913 - one parameter per option
         str, typer.Option(help="Clock: wall, or cpu for a trial on a busy machine.")
     ] = "wall",
     out: Out = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Few short queries, a tiny model, one round. No claims.")
-    ] = False,
+    quick: Annotated[bool, quick_option("Few short queries, a tiny model, one round.")] = False,
     threads: Threads = 0,
     as_json: AsJson = False,
 ) -> None:

@@ -12,7 +12,7 @@ import torch
 import typer
 
 from benchmarks.common.command import QUICK_NOTE
-from benchmarks.common.flags import AsJson, Threads
+from benchmarks.common.flags import AsJson, Threads, quick_option
 from benchmarks.roofline.cell import QUICK_CELL, CellConfig
 from benchmarks.roofline.measured import Cell, Claims, claims_of
 from quire.cli.common import use_threads
@@ -48,9 +48,7 @@ def roofline(  # noqa: PLR0913 - one parameter per option
     ] = "1,4,8,16,32",
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 512,
     repeats: Annotated[int, typer.Option(min=1, help="Measured rounds of each cell.")] = 5,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="A tiny model and few tokens, for a trial. No claims.")
-    ] = False,
+    quick: Annotated[bool, quick_option("A tiny model and few tokens, for a trial.")] = False,
     threads: Threads = 0,
     as_json: AsJson = False,
 ) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from benchmarks.common.command import QUICK_NOTE
-from benchmarks.common.flags import AsJson, Attention, Threads
+from benchmarks.common.flags import AsJson, Attention, Threads, quick_option
 from quire.cli.common import use_threads
 from quire.cli.report import envelope, print_json
 from quire.cli.tables import show_claims
@@ -27,9 +27,7 @@ def throughput(  # noqa: PLR0913 - one parameter per option
         str,
         typer.Option(help="Comma-separated peers: hf_static, hf_cb or none."),
     ] = "hf_static,hf_cb",
-    quick: Annotated[
-        bool, typer.Option("--quick", help="A tiny model and few tokens, for a trial. No claims.")
-    ] = False,
+    quick: Annotated[bool, quick_option("A tiny model and few tokens, for a trial.")] = False,
     threads: Threads = 0,
     as_json: AsJson = False,
 ) -> None:
