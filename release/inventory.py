@@ -122,7 +122,7 @@ def registries() -> dict[str, list[str]]:
 
 
 def _dense_batchers() -> list[str]:
-    from quire.scheduler.batchers.registry import DENSE_BATCHERS
+    from quire.scheduler.batchers import DENSE_BATCHERS
 
     return sorted(DENSE_BATCHERS)
 

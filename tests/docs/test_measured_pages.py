@@ -16,7 +16,7 @@ from benchmarks.quality.cells import CellFile, Material
 from benchmarks.quant.quality import make_parts as quant_parts
 from benchmarks.rebatch.parts import PARTS as REBATCH
 from quire.scale.routing.registry import ROUTERS
-from quire.scheduler.batchers.registry import DENSE_BATCHERS
+from quire.scheduler.batchers import DENSE_BATCHERS
 from support.measured_pages import load_maker
 from support.snippets import ROOT
 

@@ -15,7 +15,7 @@ from quire.engine.core import Engine
 from quire.errors import ConfigError, NeverFits
 from quire.models.loader import LoadedModel
 from quire.scheduler.admission.need import need_of
-from quire.scheduler.batchers.registry import BATCHERS
+from quire.scheduler.batchers import BATCHERS
 from quire.scheduler.preemption.limits import SCALED_DOWN
 from quire.scheduler.schedule_config import ScheduleConfig
 from support.engines import load, make_prompts

@@ -28,7 +28,7 @@ from quire.offload.swap.host_pool import HostPool, NoCopies
 from quire.plan.preemption_costs import LearnedCosts
 from quire.plan.rates import CopyRate, CopyRates, Costs, PrefillRates
 from quire.scheduler.admission.need import need_of
-from quire.scheduler.batchers.registry import parse_batcher
+from quire.scheduler.batchers import parse_batcher
 from quire.scheduler.components import make_components
 from quire.scheduler.events import EventLog
 from quire.scheduler.eviction_trace import EvictionEntry

@@ -135,7 +135,7 @@ class ScheduleConfig:
         Raises:
             ConfigError: see `parse_batcher`.
         """
-        from quire.scheduler.batchers.registry import parse_batcher  # imports NumPy; --help doesn't
+        from quire.scheduler.batchers import parse_batcher  # imports NumPy; --help doesn't
 
         return parse_batcher(self.batcher)
 

@@ -5,14 +5,13 @@ from dataclasses import dataclass
 import pytest
 
 from quire.errors import ConfigError, UnknownName, UnsoundCombination
-from quire.scheduler.batchers.base import BatchView
-from quire.scheduler.batchers.registry import (
+from quire.scheduler.batchers import (
     BATCHERS,
     DENSE_BATCHERS,
     parse_batcher,
     parse_dense_batcher,
 )
-from quire.scheduler.batchers.units import is_prefilled, unit_of
+from quire.scheduler.batchers.base import BatchView, is_prefilled, unit_of
 from quire.scheduler.request_parts import RequestState
 from quire.scheduler.schedule_config import ScheduleConfig
 from support.scheduler_load import SchedulerLoad, Setting

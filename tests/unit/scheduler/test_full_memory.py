@@ -10,7 +10,7 @@ from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import NeverFits, OutOfPages
 from quire.scheduler.admission.need import Need
-from quire.scheduler.batchers.registry import BATCHERS
+from quire.scheduler.batchers import BATCHERS
 from quire.scheduler.forks import NEVER
 from quire.scheduler.request_parts import RequestState
 from quire.scheduler.sequence_memory import SequenceMemory

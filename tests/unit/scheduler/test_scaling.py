@@ -6,7 +6,7 @@ from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
 from quire.errors import ConfigError
-from quire.scheduler.batchers.registry import BATCHERS
+from quire.scheduler.batchers import BATCHERS
 from quire.scheduler.preemption.limits import SCALED_DOWN
 from quire.scheduler.schedule_config import ScheduleConfig
 from support.engines import greedy, load

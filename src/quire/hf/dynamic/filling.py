@@ -21,8 +21,8 @@ from quire.hf.dynamic.forking import Forking
 from quire.hf.dynamic.query import Query, QueryQueues, QueryState, ReadRecord, StepRecord
 from quire.hf.dynamic.slab_model import SlabModel
 from quire.kv.dense.in_place import SlabRows
+from quire.scheduler.batchers import parse_dense_batcher
 from quire.scheduler.batchers.base import BatchView, DenseRule
-from quire.scheduler.batchers.registry import parse_dense_batcher
 
 _PREFILL_AHEAD = 4  # queries, if prompts are prefilled in the background
 

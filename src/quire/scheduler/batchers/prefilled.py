@@ -1,19 +1,35 @@
-"""Batcher that fills free rows from a queue of prefilled queries.
+"""BATON: a free row is filled with a new query at once.
+
+baton               a new prompt is prefilled in the free row, in the batch's own forward
+baton_pd            a free row is filled from a queue of prefilled queries
+baton_pd_best_fit   as `baton_pd`, but the query is chosen by length
 
 waiting --- prefill, in groups ---> queue --- a row is free ---> batch, decodes
                                      ^  |
                        needed soon   |  v   hold=host
                                    swap space
+
+step   row 0         row 1             prefill in the same step
+7      decodes a     decodes b, ends   chunks of c, d and e, for the queue
+8      decodes a     decodes c         next chunks
 """
 
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import TypeVar
 
-from quire.scheduler.batchers.base import Batcher, BatchState, BatchSwaps
-from quire.scheduler.batchers.insertion import Insertion
-from quire.scheduler.batchers.prefill_order import SimilarLengths
-from quire.scheduler.batchers.units import (
+from quire.errors import UnknownName
+from quire.policies.options import check_at_least
+from quire.scheduler.batchers.base import (
+    Batcher,
+    BatchState,
+    BatchSwaps,
+    BatchView,
+    DenseRule,
+    PagedRule,
+    Q,
     Unit,
     count_rows,
     first_member,
@@ -27,8 +43,79 @@ from quire.scheduler.batchers.units import (
     waits_to_decode,
     was_preempted,
 )
+from quire.scheduler.batchers.phases import SimilarLengths, similar_group
 from quire.scheduler.request import Request
 from quire.tenancy.fair_queue import Order
+
+# ---- the next query of the queue -----------------------------------------------------------------
+
+
+T = TypeVar("T")
+
+
+def best_fit(queue: Sequence[T], num_tokens: Callable[[T], int], longest: int) -> T | None:
+    """Return the longest query that is not longer than the longest row; None if there is none.
+
+    Args:
+        queue: prefilled queries, best first; the first of equal lengths is returned.
+        num_tokens: returns the tokens of a query.
+        longest: tokens of the longest row.
+    """
+    fitting = [each for each in queue if num_tokens(each) <= longest]
+    return max(fitting, key=num_tokens, default=None)
+
+
+class Insertion(ABC):
+    """Chooses the next query from the queue of prefilled queries."""
+
+    @abstractmethod
+    def choose(self, queue: Sequence[Unit], longest: int) -> Unit:
+        """Return the query to insert next.
+
+        Args:
+            queue: prefilled queries, at least one, best first.
+            longest: tokens of the longest row of the batch; 0 for an empty batch.
+        """
+
+    @abstractmethod
+    def inserted(self, unit: Unit, first: Unit) -> None:
+        """Record that a query was inserted while `first` was the first of the queue."""
+
+
+class FirstPrefilled(Insertion):
+    """The order of the queue."""
+
+    def choose(self, queue: Sequence[Unit], longest: int) -> Unit:
+        return queue[0]
+
+    def inserted(self, unit: Unit, first: Unit) -> None:
+        """See `Insertion`."""
+
+
+class BestFit(Insertion):
+    """The longest query that is not longer than the longest row; if none is, the first.
+
+    Args:
+        patience: maximum queries that may be inserted before the first one.
+    """
+
+    def __init__(self, patience: int) -> None:
+        self._patience = patience
+        self._first: Unit | None = None
+        self._passed = 0
+
+    def choose(self, queue: Sequence[Unit], longest: int) -> Unit:
+        if queue[0] is self._first and self._passed >= self._patience:
+            return queue[0]
+        return best_fit(queue, lambda unit: first_member(unit).num_tokens, longest) or queue[0]
+
+    def inserted(self, unit: Unit, first: Unit) -> None:
+        if first is not self._first:
+            self._first, self._passed = first, 0
+        self._passed += unit is not first
+
+
+# ---- the queue -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,3 +314,148 @@ def _steps_left(unit: Unit) -> int | float:
     """Maximum steps until the first of its sequences ends."""
     left = (m.params.max_tokens - len(m.output_token_ids) for m in members_of(unit))
     return min(left, default=inf)
+
+
+# ---- baton ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Baton(DenseRule):
+    """All free rows are filled at once; every row is padded to the longest new prompt.
+
+    The padded columns are never removed. The rule is for comparison: a slab with padding may exceed
+    its capacity, which raises `SlabFull`.
+
+    Source: Cong et al., BATON, section 4.1 (vector shaping).
+    """
+
+    name = "baton"
+
+    shapes = True
+
+    def next_group(self, view: BatchView[Q]) -> list[Q]:
+        """See `DenseRule`: as many queries as there are free rows."""
+        return list(view.waiting[: view.free])
+
+
+# ---- baton_pd ------------------------------------------------------------------------------------
+
+
+PREFILLS = ("async", "sync")
+LOCATIONS = ("device", "host")
+_MIN_GROUP_DIVISOR = 4  # of the batch's rows
+
+
+@dataclass(frozen=True, slots=True)
+class BatonPD(PagedRule, DenseRule):
+    """Free rows are filled from a queue of prefilled queries; no row is idle while it has any.
+
+    Source: Cong et al., BATON, section 4.2 (vector embedding with prefill and decoding apart).
+
+    Differs from the paper: with paged KV, inserting a query needs no padding and no copy. The queue
+    is prefilled in the same steps as the batch, within a token budget. On dense rows, prompts of
+    similar length are prefilled separately and inserted without padding; the queue is that of the
+    `DynamicBatch`.
+
+    Attributes:
+        queue: maximum rows of prefilled queries, in addition to the batch; 0: as many as the batch.
+        tokens: maximum prompt tokens of a step with a full batch; 0: all tokens that are left.
+        prefill: async (in the steps of the batch), sync (the whole queue whenever it is empty;
+            no request decodes meanwhile).
+        hold: where KV of the queue is held: device, or host (swapped in before a row ends).
+        lead: number of steps before a row's end at which KV is swapped in.
+        window: maximum waiting requests searched for similar lengths.
+    """
+
+    name = "baton_pd"
+
+    reads_ahead = True
+
+    queue: int = 0
+    tokens: int = 256
+    prefill: str = "async"
+    hold: str = "device"
+    lead: int = 4
+    window: int = 64
+
+    def __post_init__(self) -> None:
+        check_at_least(0, queue=self.queue, tokens=self.tokens, lead=self.lead)
+        check_at_least(1, window=self.window)
+        if self.prefill not in PREFILLS:
+            raise UnknownName("prefill mode", self.prefill, PREFILLS)
+        if self.hold not in LOCATIONS:
+            raise UnknownName("location of prefilled KV", self.hold, LOCATIONS)
+
+    def queue_options(self, max_num_seqs: int) -> QueueOptions:
+        """Return the options of the queue for a batch of `max_num_seqs` rows."""
+        return QueueOptions(
+            rows=self.queue or max_num_seqs,
+            tokens=self.tokens,
+            prefills_apart=self.prefill == "sync",
+            on_host=self.hold == "host",
+            lead_steps=self.lead,
+            window=self.window,
+        )
+
+    @property
+    def swaps_out_prefilled(self) -> bool:
+        return self.hold == "host"
+
+    def num_rows(self, max_num_seqs: int) -> int:
+        return max_num_seqs + self.queue_options(max_num_seqs).rows
+
+    def make(self, state: BatchState) -> Batcher:
+        return PrefilledQueue(state, self.queue_options(state.max_num_seqs), FirstPrefilled())
+
+    def next_group(self, view: BatchView[Q]) -> list[Q]:
+        """See `DenseRule`: the first query and similar ones, as many as there are free rows.
+
+        At least a quarter of a batch is prefilled together. Larger groups would need fewer
+        forwards, but their KV would be held for longer.
+        """
+        most = max(1, view.free, view.size // _MIN_GROUP_DIVISOR)
+        return similar_group(view.waiting, most, view.group_tokens)
+
+
+# ---- baton_pd_best_fit ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class BatonPDBestFit(BatonPD):
+    """As `baton_pd`, but the query is chosen by length.
+
+    On dense rows this reduces padding. If no query fits, the shortest is inserted. A query that
+    `patience` later ones have overtaken is inserted next. Paged KV has no padding; there the rows
+    of the batch keep similar lengths.
+
+    Attributes:
+        queue, tokens, prefill, hold, lead, window: see `BatonPD`.
+        patience: maximum queries that may be inserted before the first of the queue.
+    """
+
+    name = "baton_pd_best_fit"
+
+    min_ready = 3
+    dense_options = ("patience",)
+
+    patience: int = 8
+
+    def __post_init__(self) -> None:
+        BatonPD.__post_init__(self)  # not super(): `slots=True` creates a new class
+        check_at_least(0, patience=self.patience)
+
+    def make(self, state: BatchState) -> Batcher:
+        options = self.queue_options(state.max_num_seqs)
+        return PrefilledQueue(state, options, BestFit(self.patience))
+
+    def choose(self, view: BatchView[Q]) -> Q | None:
+        """See `DenseRule`: the best fit among the ready queries of the best priority."""
+        first = BatonPD.choose(self, view)
+        if first is None:
+            return None
+        equals = [query for query in view.ready if query.priority == first.priority]
+        if max(query.number for query in (*equals, *view.live)) - first.number > self.patience:
+            return first
+        equals.sort(key=lambda query: query.number)
+        fitting = best_fit(equals, lambda query: query.num_to_read, view.columns)
+        return fitting or min(equals, key=lambda query: query.num_to_read)

@@ -15,7 +15,7 @@ from quire.errors import (
 from quire.hf import DynamicBatch
 from quire.hf.dynamic.filling import SideStream
 from quire.hf.dynamic.query import QueryState
-from quire.scheduler.batchers.registry import DENSE_BATCHERS
+from quire.scheduler.batchers import DENSE_BATCHERS
 from support import zoo
 from support.dynamic import CHANGING, RULES, build, check_empty, run
 from support.engines import make_prompts
