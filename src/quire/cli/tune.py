@@ -223,12 +223,19 @@ def write_result(tuned: "Tuned", settings: Settings, out: Path) -> None:
         write_files(out, {report.CHART_FILE: report.chart(tuned)})
     quality = tuned.held_out[tuned.chosen]
     typer.echo(
-        f"{tuned.chosen}: {tuned.predicted[tuned.chosen].rows} requests at once, "
+        f"{tuned.chosen}: the KV memory holds {tuned.predicted[tuned.chosen].rows} requests of "
+        f"{tuned.prompt_tokens} prompt and {tuned.config.max_tokens} output tokens, "
         f"{tuned.gain:.2f} times the baseline; {tuned.config.metric} {quality} on {quality.count} "
         f"held-out prompts"
     )
+    if tuned.doubt:
+        typer.echo(tuned.doubt)
     if tuned.chosen == tuned.baseline:
-        typer.echo("No candidate holds more requests at this quality; lower --min-quality.")
+        typer.echo(
+            "No candidate that holds more requests reached --min-quality "
+            f"{tuned.config.min_quality:g} on the {tuned.rounds[-1].prompts} prompts of the "
+            f"search and the {quality.count} others: use more prompts, or lower --min-quality."
+        )
     typer.echo(
         f"Use it with --config {out / report.CONFIG_FILE}; details: {out / report.PAGE_FILE}"
     )

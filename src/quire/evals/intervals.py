@@ -1,5 +1,6 @@
 """Confidence interval of a mean by the bootstrap (Efron 1979); exact if all values are equal."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -42,6 +43,11 @@ def mean_of(
     low, high = np.percentile(numbers[drawn].mean(axis=1), [2.5, 97.5])
     found = Mean(float(numbers.mean()), float(low), float(high), len(numbers), float(numbers.max()))
     return found if limits is None else bounded(found, limits)
+
+
+def prompts_to_show(share: float) -> int:
+    """Number of equal prompts whose exact interval (`bounded`) begins at a share below 1."""
+    return math.ceil(math.log(TAIL) / math.log(share))
 
 
 def bounded(found: Mean, limits: tuple[float, float]) -> Mean:

@@ -266,6 +266,34 @@ def test_the_file_has_the_dtype_and_the_page_size_of_the_search(tmp_path, data):
     assert found["kv"]["page_tokens"] == 32
 
 
+def test_a_conclusion_from_few_prompts_says_how_many_show_the_quality(tmp_path, data):
+    line = [*SMALL, "--data", str(data), "--out", str(tmp_path / "out")]
+
+    stderr = " ".join(CliRunner().invoke(app, line).stderr.split())
+    page = (tmp_path / "out" / "tuned.md").read_text()
+
+    holds = r"the KV memory holds (\d+) requests of \d+ prompt and 6 output tokens, (\S+) times the"
+    assert re.search(holds, stderr)
+    assert re.search(r"6 held-out prompts ran, 6 of them at once, \d+ tokens/s", stderr)
+    few = "6 held-out prompts do not show a top_1 of 0.9: the interval begins at 0.5407; 36 equal"
+    assert few in stderr
+    assert few in page
+    assert "reached on these prompts" in page
+
+
+def test_a_baseline_that_is_chosen_is_measured_once(tmp_path, data):
+    line = [*SMALL, "--data", str(data), "--out", str(tmp_path / "out"), "--codecs", "none,int2"]
+
+    stderr = CliRunner().invoke(app, [*line, "--rules", "full", "--min-quality", "1"]).stderr
+
+    assert stderr.count("--kv-codec none --evict full: 6 held-out prompts ran") == 1
+    assert (
+        "No candidate that holds more requests reached --min-quality 1 on the 6 prompts of the "
+        "search and the 6 others: use more prompts, or lower --min-quality" in stderr
+    )
+    assert "do not show" not in stderr
+
+
 def test_progress_counts_other_candidates_and_names_held_out_prompts(tmp_path, data):
     line = [*SMALL, "--data", str(data), "--no-measure", "--out", str(tmp_path / "out")]
 

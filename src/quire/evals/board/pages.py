@@ -1,12 +1,11 @@
 """Files of a leaderboard: a Markdown table, a chart, and an interactive page."""
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from quire.evals.board.grid import FULL, QUIRE
 from quire.evals.board.result import BoardResult, Row, best_rules
-from quire.evals.intervals import TAIL, Mean
+from quire.evals.intervals import Mean, prompts_to_show
 from quire.layout.eviction import DECODE, PREFILL_AND_DECODE, PREFILL_END
 from quire.layout.extras import require_extra
 from quire.sim.plots import drawn
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
 PAGE_FILE, CHART_FILE, INTERACTIVE_FILE = "board.md", "board.svg", "board.html"
 WANTED = 0.975
 """Quality over full KV that the list of rules requires, as in Batch-Max's evaluation."""
-MIN_PROMPTS = math.ceil(math.log(TAIL) / math.log(WANTED))
-"""Equal prompts whose exact interval (`bounded`) begins at `WANTED`."""
 
 _BEFORE_QUESTION = {
     None: "With `prefill_end` the context is evicted before the question is computed; a cap is a "
@@ -84,8 +81,8 @@ def _rule_lines(rows: Sequence[Row]) -> Iterator[str]:
     yield ""
     yield (
         "Means with 95 % intervals; those in bold have the whole interval at or above "
-        f"{WANTED}, for which {MIN_PROMPTS} prompts without a loss are needed. The fewest bytes "
-        "first."
+        f"{WANTED}, for which {prompts_to_show(WANTED)} prompts without a loss are needed. The "
+        "fewest bytes first."
     )
     yield ""
     for budget, good in best_rules(rows, WANTED).items():

@@ -84,7 +84,10 @@ def _held_out_lines(tuned: Tuned) -> Iterator[str]:
     yield ""
     for one, found in tuned.held_out.items():
         verdict = "reached" if found.mean >= tuned.config.min_quality else "missed"
-        yield f"* `{one}`: {found}, {verdict}"
+        yield f"* `{one}`: {found}, {verdict} on these prompts"
+    if tuned.doubt:
+        yield ""
+        yield tuned.doubt
 
 
 def _run_lines(tuned: Tuned) -> Iterator[str]:

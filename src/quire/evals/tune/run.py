@@ -14,7 +14,7 @@ from quire.config.sampling_params import SamplingParams
 from quire.engine.codec import codec_of
 from quire.engine.stats import EngineStats
 from quire.errors import ConfigError, TimeLimitReached
-from quire.evals.intervals import SHARE, Mean, mean_of
+from quire.evals.intervals import SHARE, Mean, mean_of, prompts_to_show
 from quire.evals.pace import Pace
 from quire.evals.prompt_file import UserPrompt
 from quire.evals.tune.predict import PredictedRows, predicted_rows
@@ -129,6 +129,18 @@ class Tuned:
         """Requests at once over those of the baseline."""
         return self.predicted[self.chosen].rows / self.predicted[self.baseline].rows
 
+    @property
+    def doubt(self) -> str:
+        """Why the held-out prompts do not show the wanted quality; empty if they do."""
+        quality, wanted = self.held_out[self.chosen], self.config.min_quality
+        if self.chosen == self.baseline or quality.low >= wanted:
+            return ""
+        needed = f"; {prompts_to_show(wanted)} equal ones would" if wanted < 1 else ""
+        return (
+            f"{quality.count} held-out prompts do not show a {self.config.metric} of {wanted:g}: "
+            f"the interval begins at {quality.low:.4g}{needed}."
+        )
+
     def claims(self) -> dict[str, int | float]:
         found, quality = self.predicted[self.chosen], self.held_out[self.chosen]
         numbers: dict[str, int | float] = {
@@ -225,7 +237,8 @@ class Tuner:
         chosen, checked = self._checked([*finalists, baseline])
         if self._config.measure:
             for one in (baseline, chosen):
-                runs.setdefault(one, self._measured(one))
+                if one not in runs:
+                    runs[one] = self._measured(one)
         return Tuned(
             config=self._config,
             baseline=baseline,
@@ -328,6 +341,7 @@ class Tuner:
             new_tokens=self._config.max_tokens,
         )
         self._pace.report(
-            f"{one}: {found.running_at_once} requests at once, {found.tokens_per_s:.0f} tokens/s"
+            f"{one}: {found.requests} held-out prompts ran, {found.running_at_once} of them at "
+            f"once, {found.tokens_per_s:.0f} tokens/s"
         )
         return found
