@@ -34,6 +34,15 @@ def test_output_is_on_stdout_and_usage_on_stderr(quire, expected):
     assert "5 output tokens" in result.stderr
 
 
+@pytest.mark.parametrize("options", [(), ("--max-tokens", "300"), ("--n", "2")])
+def test_max_tokens_is_lowered_to_the_kv_memory(quire, options):
+    quick = ("--no-verify", "--dtype", "float32", "--kv-memory", "512KiB", "--ignore-eos")
+    result = quire("generate", "--prompt", PROMPT, *quick, *options)
+
+    assert result.exit_code == 0, result.stderr
+    assert ", the rest of the KV memory: a shorter prompt leaves more]\n" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "rows"), [((), 1), (("--n", "3"), 3), (("--max-num-seqs", "2"), 2)]
 )

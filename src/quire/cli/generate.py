@@ -146,7 +146,7 @@ def _stream(settings: Settings, text: str, watch: KVWatch) -> "RequestOutput":
     token_ids = llm.encode(text)
     builder = OutputBuilder("generate", tuple(token_ids))
     several = settings.sampling.n > 1
-    for delta in llm.stream(token_ids, settings.sampling):
+    for delta in llm.stream(token_ids, settings.sampling, limit_max_tokens=True):
         if not several:
             typer.echo(delta.text, nl=False)
             sys.stdout.flush()
