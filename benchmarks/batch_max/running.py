@@ -29,7 +29,7 @@ def rows_that_fit(
 
     The engine itself decides: `most` requests are submitted and one step is planned but not run.
     The result is the number of admitted requests. `quire plan` computes the same number without an
-    engine (`quire.scheduler.admission.batches`) and is checked against this function.
+    engine (`quire.scheduler.peaks`) and is checked against this function.
 
     Args:
         model: any weights; they are not used.

@@ -8,8 +8,7 @@ from quire.kv.page_bytes import NoBytes
 from quire.kv.sharing import fork
 from quire.layout.codec_names import codec_spec
 from quire.layout.pages import CacheLayout, LaneGroup, PageClass
-from quire.scheduler.admission.need import Need
-from quire.scheduler.admission.peaks import Peaks
+from quire.scheduler.peaks import Need, Peaks
 
 pytestmark = pytest.mark.paper
 

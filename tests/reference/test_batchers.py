@@ -14,10 +14,10 @@ from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import ConfigError, NeverFits
 from quire.models.loader import LoadedModel
-from quire.scheduler.admission.need import need_of
 from quire.scheduler.batchers import BATCHERS
-from quire.scheduler.preemption.limits import SCALED_DOWN
+from quire.scheduler.peaks import need_of
 from quire.scheduler.schedule_config import ScheduleConfig
+from quire.scheduler.scheduler import SCALED_DOWN
 from support.engines import load, make_prompts
 from support.kv_options import kv_config
 

@@ -8,7 +8,7 @@ from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
 from quire.errors import ConfigError, UnsoundCombination
 from quire.models.loader import LoadedModel
-from quire.scheduler.admission.need import Need
+from quire.scheduler.peaks import Need
 from quire.scheduler.schedule_config import ScheduleConfig
 from support import zoo
 from support.engines import greedy, load, make_prompts

@@ -18,7 +18,7 @@ from quire.errors import ConfigError, NeverFits, RequestError
 from quire.eviction.rule_requirements import without_numbers
 from quire.models.loader import LoadedModel
 from quire.policies.registry import policy_of, registered
-from quire.scheduler.admission.need import need_of
+from quire.scheduler.peaks import need_of
 from quire.scheduler.schedule_config import ScheduleConfig
 from reference.test_eviction import Recorder, largest_difference
 from support.engines import greedy, load, make_prompts

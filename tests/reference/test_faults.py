@@ -50,7 +50,7 @@ def pressed(architecture: str, host_room: float) -> Watched:
     ],
 )
 def test_requests_with_failed_copies_are_recomputed(architecture, method, caplog):
-    caplog.set_level(logging.CRITICAL, "quire.scheduler.preemption.swapper")
+    caplog.set_level(logging.CRITICAL, "quire.scheduler.preemption")
     watched = pressed(architecture, host_room=4.0)
     pool = watched.engine.pool.host
     pool.copies = failing = Failing(pool.copies, [method], 3, OSError("the link is gone"))

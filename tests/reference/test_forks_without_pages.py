@@ -10,8 +10,8 @@ from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import NeverFits, OutOfPages
 from quire.models.loader import LoadedModel
-from quire.scheduler.admission.need import Need
 from quire.scheduler.forks import NO_PAGES
+from quire.scheduler.peaks import Need
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.sequence_memory import SequenceMemory
 from support import zoo

@@ -15,7 +15,7 @@ from quire.config.generation_request import GenerationRequest
 from quire.errors import ConfigError
 from quire.kv.prefix_blocks import PrefixListener
 from quire.offload.tiers.redis_tier import PREFIX
-from quire.scheduler.prefix_sharing import PrefixSharing
+from quire.scheduler.sequence_memory import PrefixSharing
 from reference.test_eviction import Recorder, largest_difference
 from reference.test_prefix_tier import (
     NEW_TOKENS,

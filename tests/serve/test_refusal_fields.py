@@ -8,8 +8,8 @@ import quire
 SOURCE = Path(quire.__file__).parent
 MODULES = (
     *("config/sampling_params.py", "config/sampling_params.py", "config/sampling_params.py"),
-    *("engine/input_processor.py", "eviction/eviction_rules.py", "scheduler/group.py"),
-    *("scheduler/admission/never_fits.py", "tenancy/accounts.py", "models/tokenizer.py"),
+    *("engine/input_processor.py", "eviction/eviction_rules.py", "scheduler/request.py"),
+    *("scheduler/peaks.py", "tenancy/accounts.py", "models/tokenizer.py"),
     *sorted(str(path.relative_to(SOURCE)) for path in (SOURCE / "serve").glob("*.py")),
 )
 WITHOUT_A_FIELD = {

@@ -11,7 +11,7 @@ from quire.engine.core import Engine
 from quire.models.generation import GenerationDefaults
 from quire.models.loader import LoadedModel
 from quire.models.native.select import make_decoder
-from quire.scheduler.admission.need import Need
+from quire.scheduler.peaks import Need
 from quire.scheduler.schedule_config import ScheduleConfig
 from support import zoo
 from support.kv_options import kv_config

@@ -5,8 +5,7 @@ from typing import Any
 
 from quire.config.sampling_params import SamplingParams
 from quire.layout.eviction import KEEP_ALL, EvictionSpec
-from quire.scheduler.request import Request
-from quire.scheduler.request_parts import RequestEviction, RequestMemory, RequestSpec
+from quire.scheduler.request import Request, RequestEviction, RequestMemory, RequestSpec
 
 
 def make_request(

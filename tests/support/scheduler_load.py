@@ -27,23 +27,24 @@ from quire.offload.kv.offloader import PrefixOffloader
 from quire.offload.swap.host_pool import HostPool, NoCopies
 from quire.plan.preemption_costs import LearnedCosts
 from quire.plan.rates import CopyRate, CopyRates, Costs, PrefillRates
-from quire.scheduler.admission.need import need_of
 from quire.scheduler.batchers import parse_batcher
 from quire.scheduler.components import make_components
 from quire.scheduler.events import EventLog
 from quire.scheduler.eviction_trace import EvictionEntry
-from quire.scheduler.group import distinct_bytes, have_moved_on
-from quire.scheduler.lane_capacities import Evicted, Evictor
-from quire.scheduler.lane_slots import Slots
-from quire.scheduler.preemption.limits import SCALED_DOWN
-from quire.scheduler.preemption.swapper import Swapper
-from quire.scheduler.prefix_sharing import PrefixSharing
-from quire.scheduler.request import Request, RequestGroup
-from quire.scheduler.request_parts import RequestState
+from quire.scheduler.lanes import Evicted, Evictor, Slots
+from quire.scheduler.peaks import need_of
+from quire.scheduler.preemption import Swapper
+from quire.scheduler.request import (
+    Request,
+    RequestGroup,
+    RequestState,
+    SchedulerState,
+    distinct_bytes,
+    have_moved_on,
+)
 from quire.scheduler.schedule_config import ScheduleConfig
-from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.sequence_memory import SequenceMemory
-from quire.scheduler.state import SchedulerState
+from quire.scheduler.scheduler import SCALED_DOWN, Scheduler
+from quire.scheduler.sequence_memory import PrefixSharing, SequenceMemory
 from quire.scheduler.step import StepPlan
 from quire.tenancy.tenants import PUBLIC, parse_tenants
 from support.requests import make_request
@@ -219,7 +220,7 @@ class SchedulerLoad:
         self.requests: dict[str, Request] = {}
         self.arrivals = self.num_steps = self.processed_tokens = self.without_progress = 0
         # copy errors are intended
-        logging.getLogger("quire.scheduler.preemption.swapper").disabled = True
+        logging.getLogger("quire.scheduler.preemption").disabled = True
 
     def _make_memory(self, setting: Setting, *, with_statistics: bool) -> KVMemory:
         layout = make_layout(

@@ -15,7 +15,7 @@ from jaxtyping import Float, TypeCheckError
 from torch import Tensor
 
 from quire.kernels.sampling import apply_temperature
-from quire.scheduler.admission.need import Need, group_needs
+from quire.scheduler.peaks import Need, group_needs
 from quire.scheduler.schedule_config import ScheduleConfig
 from support.scheduler_load import make_scheduler
 from support.small_memory import one_group

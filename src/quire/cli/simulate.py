@@ -118,7 +118,7 @@ def _refuse_router_alone(settings: Settings) -> None:
 
 def sim_config(settings: Settings, rates: Rates) -> "SimConfig":
     """Create the config of a simulation."""
-    from quire.scheduler.preemption.swapper import refuse_unused_swap_space  # NumPy: not for --help
+    from quire.scheduler.preemption import refuse_unused_swap_space  # NumPy: not for --help
     from quire.sim.models import model_shape
     from quire.sim.run import SimConfig
 

@@ -8,7 +8,7 @@ request has ended with step 1, its row in step 2 is discarded. Its pages are fre
 read: the device runs operations on KV in the order of their launches. The length of an output is
 known before, so that a request at `max_tokens` has no further row.
 
-A step is not planned if it may preempt or evict (see `quire.scheduler.ahead`): then the tokens are
+A step is not planned if it may preempt or evict (see `Scheduler.plan_ahead`): then the tokens are
 read first. The tokens of a step are read in the same call if it advances a beam search, scores a
 prompt or computes embeddings. If sampling depends on the values of earlier tokens (penalties,
 banned sequences, structured outputs), these are read between the launches of the forward and of
@@ -27,8 +27,7 @@ from quire.sampling.logits import StepLogits
 from quire.sampling.outputs import OutputDelta
 from quire.sampling.pooling import StepHidden
 from quire.sampling.sampling_step import LaunchedStep, SamplingStep
-from quire.scheduler.request import PlannedFork
-from quire.scheduler.request_parts import RequestState
+from quire.scheduler.request import PlannedFork, RequestState
 from quire.scheduler.schedule_config import CONTINUOUS, ScheduleConfig
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.step import StepPlan

@@ -34,15 +34,13 @@ from quire.plan.machine import this_machine
 from quire.plan.preemption_costs import known_costs
 from quire.scheduler.components import make_components
 from quire.scheduler.events import EventLog, PrefixEvents
-from quire.scheduler.lane_capacities import Evictor
-from quire.scheduler.preemption.swapper import Swapper
-from quire.scheduler.prefix_sharing import PrefixIdentities, PrefixSharing
+from quire.scheduler.lanes import Evictor
+from quire.scheduler.preemption import Swapper
+from quire.scheduler.request import SchedulerState
 from quire.scheduler.schedule_config import INVARIANT_ROWS, ScheduleConfig
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.sequence_memory import SequenceMemory
-from quire.scheduler.state import SchedulerState
-from quire.scheduler.step import StepTimes
-from quire.scheduler.step_size import StepSize
+from quire.scheduler.sequence_memory import PrefixIdentities, PrefixSharing, SequenceMemory
+from quire.scheduler.step import StepSize, StepTimes
 from quire.tenancy.tenants import parse_tenants
 
 logger = logging.getLogger(__name__)

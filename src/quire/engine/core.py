@@ -41,12 +41,10 @@ from quire.sampling.outputs import OutputDelta
 from quire.sampling.pooling import StepHidden
 from quire.sampling.sampler import Sampler
 from quire.sampling.sampling_step import SamplingStep
-from quire.scheduler.admission.need import need_of
 from quire.scheduler.events import EventLog
 from quire.scheduler.eviction_trace import RetainedSets
-from quire.scheduler.group import make_sequences
-from quire.scheduler.request import PlannedFork, Request
-from quire.scheduler.request_parts import KV_MEMORY, TENANT
+from quire.scheduler.peaks import need_of
+from quire.scheduler.request import KV_MEMORY, TENANT, PlannedFork, Request, make_sequences
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.step import StepPlan
 

@@ -22,8 +22,7 @@ from quire.models.loader import LoadedModel
 from quire.policies.base import LAYER
 from quire.policies.eviction import Eviction, EvictionRule
 from quire.sampling.grammar import GrammarCompiler
-from quire.scheduler.request import Request
-from quire.scheduler.request_parts import CONTEXT, RequestEviction, RequestMemory, RequestSpec
+from quire.scheduler.request import CONTEXT, Request, RequestEviction, RequestMemory, RequestSpec
 from quire.scheduler.schedule_config import ScheduleConfig
 
 

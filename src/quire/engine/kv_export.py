@@ -23,8 +23,8 @@ from quire.kv.prefix_blocks import PrefixLease
 from quire.layout import limits
 from quire.models.loader import LoadedModel
 from quire.offload.prefix_store.prefix_kv import PrefixKV, gather, insert
-from quire.scheduler.prefix_sharing import PrefixSharing
 from quire.scheduler.request import Request
+from quire.scheduler.sequence_memory import PrefixSharing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

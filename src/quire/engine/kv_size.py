@@ -14,9 +14,9 @@ from quire.offload.host_side import auto_swap_pool, free_swap_bytes, swap_pool, 
 from quire.offload.swap.host_pool import HostPool, auto_swap_bytes
 from quire.parallel.group import ONE_RANK, TensorGroup
 from quire.plan.capacity import DEFAULT_HEADROOM_SHARE, auto_kv_memory
-from quire.scheduler.preemption.swapper import refuse_unused_swap_space, uses_swap_space
+from quire.scheduler.preemption import refuse_unused_swap_space, uses_swap_space
 from quire.scheduler.schedule_config import ScheduleConfig
-from quire.scheduler.step_size import most_batches
+from quire.scheduler.step import most_batches
 
 _UNMEASURED_SHARE = 0.25
 """If all requests of an engine need at most this fraction of the free memory for KV, the rest is

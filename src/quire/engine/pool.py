@@ -40,10 +40,10 @@ from quire.offload.kv.offload_choice import OffloadChoice
 from quire.offload.swap.host_pool import HostPool
 from quire.policies.eviction import Eviction
 from quire.policies.registry import load_policy_file
-from quire.scheduler.preemption.swapper import refuse_unused_swap_space
+from quire.scheduler.preemption import refuse_unused_swap_space
 from quire.scheduler.request import Request
 from quire.scheduler.schedule_config import ScheduleConfig
-from quire.scheduler.step_size import refuse_nothing_shared
+from quire.scheduler.step import refuse_nothing_shared
 
 MAX_GROUPS = 128  # lane groups with those that requests add: bounds page tables
 

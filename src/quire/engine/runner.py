@@ -38,8 +38,7 @@ from quire.sampling.logits import StepLogits
 from quire.sampling.pending_tokens import PendingTokens
 from quire.sampling.pooling import StepHidden, pooled_rows
 from quire.scheduler.request import Request
-from quire.scheduler.step import StepPlan, StepTimes
-from quire.scheduler.step_size import StepSize
+from quire.scheduler.step import StepPlan, StepSize, StepTimes
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,8 +40,7 @@ from quire.parallel.group import ONE_RANK, TensorGroup
 from quire.policies.eviction import Eviction
 from quire.policies.view import KVView, Rotation
 from quire.scheduler.eviction_trace import EvictionEntry
-from quire.scheduler.lane_capacities import Evicted
-from quire.scheduler.lane_slots import Slots, evicting_lanes
+from quire.scheduler.lanes import Evicted, Slots, evicting_lanes
 from quire.scheduler.request import Request
 
 FLOAT_BYTES = 4
@@ -88,7 +87,7 @@ class PolicyEvictor:
     def evict(
         self, request: Request, keep: Slots, *, min_gain: int | None = None
     ) -> Evicted | None:
-        """Evict tokens from a request's lanes; see `quire.scheduler.lane_capacities.Evictor`.
+        """Evict tokens from a request's lanes; see `quire.scheduler.lanes.Evictor`.
 
         Raises:
             PolicyError: the policy broke its contract.

@@ -20,7 +20,7 @@ from quire.layout.eviction import PREFILL_END, PRESSURE, parse_policy
 from quire.models.base import Decoder
 from quire.policies.eviction import EvictionRule, make_eviction
 from quire.policies.registry import FULL
-from quire.scheduler.lane_slots import (
+from quire.scheduler.lanes import (
     Slots,
     division_is_due,
     evicting_lanes,

@@ -20,8 +20,7 @@ from quire.layout.eviction import PRESSURE, UNLIMITED
 from quire.layout.layout import statistics_used
 from quire.models.base import Decoder
 from quire.policies.eviction import Eviction, EvictionRule
-from quire.scheduler.request import Request
-from quire.scheduler.request_parts import RequestEviction, RequestMemory, RequestSpec
+from quire.scheduler.request import Request, RequestEviction, RequestMemory, RequestSpec
 
 Counts = NDArray[np.int32]
 

@@ -14,8 +14,7 @@ from quire.config.sampling_params import SamplingParams
 from quire.kernels import sampling
 from quire.kernels.device_copies import to_device
 from quire.sampling.grammar_matcher import unpacked
-from quire.scheduler.request import Request
-from quire.scheduler.request_parts import TokenMatcher
+from quire.scheduler.request import Request, TokenMatcher
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,7 @@ from quire.sampling.detokenizer import OutputText
 from quire.sampling.outputs import FinishReason, OutputDelta, Usage
 from quire.sampling.pooling import PooledStates, StepHidden
 from quire.sampling.sampler import SampledToken, ScoredToken
-from quire.scheduler.group import sequence_id
-from quire.scheduler.request import Request
-from quire.scheduler.request_parts import RequestState
+from quire.scheduler.request import Request, RequestState, sequence_id
 
 
 class SequenceOutput:

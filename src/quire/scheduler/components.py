@@ -6,18 +6,17 @@ object with the shared rules, accounts and state.
 
 from dataclasses import dataclass
 
-from quire.scheduler.admission.peaks import Peaks
-from quire.scheduler.admission.rules import AdmissionRule, make_admission
+from quire.scheduler.admission_rules import AdmissionRule, make_admission
 from quire.scheduler.batchers.base import Batcher, BatchState
 from quire.scheduler.fairness import Fairness
-from quire.scheduler.lane_capacities import Evictor, LaneCapacities
+from quire.scheduler.lanes import Evictor, LaneCapacities
 from quire.scheduler.lifecycle import Lifecycle
-from quire.scheduler.preemption.preempter import Preempter
-from quire.scheduler.preemption.swapper import Swapper
+from quire.scheduler.peaks import Peaks
+from quire.scheduler.preemption import Preempter, Swapper
+from quire.scheduler.request import SchedulerState
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.sequence_memory import SequenceMemory
-from quire.scheduler.state import SchedulerState
-from quire.scheduler.step_size import StepSize, refuse_nothing_shared
+from quire.scheduler.step import StepSize, refuse_nothing_shared
 from quire.tenancy.accounts import TenantAccounts
 from quire.tenancy.tenants import parse_tenants
 

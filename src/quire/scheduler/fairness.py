@@ -7,8 +7,8 @@ tenants that are neither configured nor active are tracked.
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
-from quire.scheduler.prefix_sharing import PrefixSharing
 from quire.scheduler.request import Request
+from quire.scheduler.sequence_memory import PrefixSharing
 from quire.tenancy.accounts import Right, TenantAccounts, checked_tenant
 from quire.tenancy.fair_queue import FairQueue
 from quire.tenancy.meter import TenantMeter, TenantStats, bytes_by_tenant

@@ -19,9 +19,18 @@ from quire.errors import NeverFits, OutOfPages, RequestError
 from quire.kv.sharing import statistics_pages
 from quire.layout.pages import PageClass
 from quire.scheduler.components import SchedulerComponents
-from quire.scheduler.group import branch, due_forks, leave, not_continued, same_group, together
-from quire.scheduler.request import PlannedFork, Request, RequestGroup
-from quire.scheduler.request_parts import RequestState
+from quire.scheduler.request import (
+    PlannedFork,
+    Request,
+    RequestGroup,
+    RequestState,
+    branch,
+    due_forks,
+    leave,
+    not_continued,
+    same_group,
+    together,
+)
 from quire.scheduler.sequence_memory import rows_of, share_evictions
 
 NO_PAGES = "no pages for the statistics of a fork"

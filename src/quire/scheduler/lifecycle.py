@@ -12,14 +12,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from quire.errors import QuireError
-from quire.scheduler.admission.rules import AdmissionRule
+from quire.scheduler.admission_rules import AdmissionRule
 from quire.scheduler.fairness import Fairness
-from quire.scheduler.group import leave, together
-from quire.scheduler.preemption.preempter import Preempter
-from quire.scheduler.request import Request
-from quire.scheduler.request_parts import RequestState
+from quire.scheduler.preemption import Preempter
+from quire.scheduler.request import Request, RequestState, SchedulerState, leave, together
 from quire.scheduler.sequence_memory import FINISHED, SequenceMemory
-from quire.scheduler.state import SchedulerState
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,25 @@
-"""The plan of a step, and the time spent in steps."""
+"""A step: its plan, its size, and the time spent in steps.
+
+With weight offload a step is one batch, or several batches that share each prefetched layer:
+
+    latency      one batch of `max_num_batched_tokens`; every batch transfers all offloaded layers
+                 (row by row)
+    throughput   the maximum number of batches; each layer is transferred once for all of them, and
+                 hidden states wait between layers (column by column)
+    auto         the fewest batches whose computation hides the transfers, by measured times
+
+The size of a batch, and so of its activations, does not change. Without weight offload a step is
+one batch. With KV offload, each batch waits for its own offloaded pages only.
+"""
 
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
+from quire.layout import limits
+from quire.plan.weights import MAX_BATCHES, WeightsPlacement, best_batches
 from quire.scheduler.request import Request
+
+# ---- plan and times ------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -64,3 +81,110 @@ class StepTimes:
     def bookkeeping_share(self) -> float:
         """Fraction (0 to 1) of the steps' time that is spent outside of the model forward."""
         return (self.schedule_s + self.prepare_s) / self.steps_s if self.steps_s else 0.0
+
+
+# ---- size ----------------------------------------------------------------------------------------
+
+
+_NEW_SHARE = 0.2  # weight of the newest sample in the moving average of batch times
+_FULL = 0.5  # least fraction of a full batch that is sampled
+
+
+@runtime_checkable
+class WeightTransfers(Protocol):
+    """Measurements of weight transfers that step sizes depend on."""
+
+    @property
+    def place(self) -> WeightsPlacement:
+        """Placement of the weights in device and host memory."""
+
+    @property
+    def device_s(self) -> float:
+        """Seconds of computation on the device since the start, without waiting for layers."""
+
+    @property
+    def copied_s(self) -> float:
+        """Seconds of transfers since the start."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes transferred since the start."""
+
+
+class StepSize:
+    """Maximum number of tokens of the next step.
+
+    Args:
+        batch_tokens: maximum tokens of one batch.
+        objective: see above.
+        offloaded_weights: transfers of offloaded layers; None without weight offload.
+
+    Attributes:
+        batch_tokens: see above.
+        num_batches: maximum number of batches in the next step.
+    """
+
+    def __init__(
+        self,
+        batch_tokens: int,
+        objective: str = "auto",
+        offloaded_weights: WeightTransfers | None = None,
+    ) -> None:
+        self.batch_tokens, self._objective = batch_tokens, objective
+        self._offloaded_weights = offloaded_weights
+        self.num_batches = (
+            most_batches(objective, offloaded_weights) if objective == "throughput" else 1
+        )
+        self._batch_s: float | None = None  # computation time of a full batch
+        self._seen_s = 0.0 if offloaded_weights is None else offloaded_weights.device_s
+
+    @property
+    def tokens(self) -> int:
+        """Maximum number of tokens of the next step."""
+        return self.batch_tokens * self.num_batches
+
+    @property
+    def shares_layers(self) -> bool:
+        """Whether batches of a step can share prefetched layers."""
+        return self._offloaded_weights is not None
+
+    def learn(self, tokens: int) -> None:
+        """Update the number of batches after a step.
+
+        Args:
+            tokens: number of tokens of the step.
+        """
+        offloaded_weights = self._offloaded_weights
+        if offloaded_weights is None or self._objective != "auto":
+            return
+        step_s, self._seen_s = offloaded_weights.device_s - self._seen_s, offloaded_weights.device_s
+        if step_s > 0 and tokens >= _FULL * self.batch_tokens:
+            batch_s = step_s * self.batch_tokens / tokens
+            old_s = batch_s if self._batch_s is None else self._batch_s
+            self._batch_s = old_s + _NEW_SHARE * (batch_s - old_s)
+        if self._batch_s is not None and offloaded_weights.num_bytes:
+            copy_s = (
+                offloaded_weights.copied_s
+                * offloaded_weights.place.host_bytes
+                / offloaded_weights.num_bytes
+            )
+            self.num_batches = best_batches(copy_s, self._batch_s)
+
+
+def most_batches(objective: str, offloaded_weights: WeightTransfers | None) -> int:
+    """Maximum number of batches in one step."""
+    return 1 if offloaded_weights is None or objective == "latency" else MAX_BATCHES
+
+
+def refuse_nothing_shared(objective: str, *, offloaded_weights: bool) -> None:
+    """Refuse the objective `throughput` if it would have no effect.
+
+    Args:
+        objective: `ScheduleConfig.objective`.
+        offloaded_weights: whether weights are offloaded.
+
+    Raises:
+        UnsoundCombination: `throughput` without weight offload.
+    """
+    if objective == "throughput" and not offloaded_weights:
+        raise limits.refused(limits.NOTHING_SHARED)

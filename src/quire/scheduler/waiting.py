@@ -3,13 +3,15 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import TYPE_CHECKING
 
-from quire.scheduler.admission.admission import Admission
-from quire.scheduler.admission.free_pages import FreePages
+from quire.scheduler.admission import Admission, FreePages
 from quire.scheduler.components import SchedulerComponents
-from quire.scheduler.prefill import Prefill
 from quire.scheduler.request import Request
 from quire.tenancy.accounts import Right
+
+if TYPE_CHECKING:
+    from quire.scheduler.scheduler import Prefill
 
 QUEUE, LIMIT, SLOTS, MEMORY, SLABS, PREFILL, TOKENS, BATCH, NEXT_STEP = (
     *("queue", "tenant_limit", "slots", "memory", "slabs"),
@@ -56,7 +58,7 @@ class WaitingCauses:
     """
 
     def __init__(
-        self, components: SchedulerComponents, admission: Admission, prefill: Prefill
+        self, components: SchedulerComponents, admission: Admission, prefill: "Prefill"
     ) -> None:
         self._fairness, self._admission = components.fairness, admission
         self._running, self._peaks = components.state.running, components.admission_rule.peaks

@@ -23,7 +23,7 @@ from quire.config.sampling_params import SamplingParams
 from quire.errors import ConfigError, EngineDead
 from quire.layout.sizes import format_size, option_size
 from quire.layout.values import raise_file_limit
-from quire.scheduler.admission.need import Need
+from quire.scheduler.peaks import Need
 from quire.serve.access import HEADER, AccessLog, LocalHosts
 from quire.serve.apis.endpoints import OtherApis
 from quire.serve.config import ServerConfig, is_loopback

@@ -30,10 +30,8 @@ from quire.layout.slabs import choose_slab_bytes
 from quire.plan.roofline import RowTokens, step_parts
 from quire.scheduler.events import KVEvent
 from quire.scheduler.eviction_trace import EvictionEntry
-from quire.scheduler.lane_capacities import Evicted
-from quire.scheduler.lane_slots import Slots, evicting_lanes
-from quire.scheduler.request import Request
-from quire.scheduler.request_parts import RequestEviction, RequestMemory, RequestSpec
+from quire.scheduler.lanes import Evicted, Slots, evicting_lanes
+from quire.scheduler.request import Request, RequestEviction, RequestMemory, RequestSpec
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.step import StepPlan
 from quire.sim.machine import Rates

@@ -22,15 +22,14 @@ from quire.plan.preemption_costs import LearnedCosts, assumed_prefill
 from quire.plan.rates import CopyRate, CopyRates, Costs
 from quire.scheduler.components import make_components
 from quire.scheduler.events import EventLog
-from quire.scheduler.preemption.swapper import (
+from quire.scheduler.preemption import (
     Swapper,
     refuse_unused_swap_space,
     uses_swap_space,
 )
-from quire.scheduler.prefix_sharing import PrefixIdentities, PrefixSharing
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.sequence_memory import SequenceMemory
+from quire.scheduler.sequence_memory import PrefixIdentities, PrefixSharing, SequenceMemory
 from quire.sim.engine import (
     OldestFirstEvictor,
     SimResult,

@@ -17,7 +17,7 @@ from quire.kv.swap import swap_in, swap_out
 from quire.layout.codec_names import codec_spec
 from quire.layout.pages import CacheLayout, LaneGroup, PageClass
 from quire.offload.swap.host_pool import HostPool
-from quire.scheduler.request_parts import RequestState
+from quire.scheduler.request import RequestState
 from quire.scheduler.schedule_config import ScheduleConfig
 from support import engines
 from support.ledger_sums import check_sums

@@ -14,7 +14,7 @@ from quire.engine.core import Engine
 from quire.engine.pool import build_pool
 from quire.errors import ConfigError, UnsoundCombination
 from quire.kv.store import PageStore
-from quire.scheduler.admission.need import Need
+from quire.scheduler.peaks import Need
 from quire.scheduler.schedule_config import ScheduleConfig
 from support import engines
 from support.pairwise import every_pair

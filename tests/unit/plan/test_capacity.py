@@ -12,8 +12,7 @@ from quire.layout.eviction import KEEP_ALL, PREFILL_AND_DECODE, EvictionSpec
 from quire.layout.layout import layout_for
 from quire.layout.model import LayerSpec, ModelSpec
 from quire.plan.capacity import capacity, sequence_bytes
-from quire.scheduler.admission.need import Need
-from quire.scheduler.admission.peaks import Peaks
+from quire.scheduler.peaks import Need, Peaks
 
 
 def model_of(*windows: int | None, **changes: Any) -> ModelSpec:

@@ -11,10 +11,9 @@ from quire.config.sampling_params import SamplingParams
 from quire.errors import ConfigError, UnknownName
 from quire.kv.memory import KVMemory
 from quire.layout.eviction import DECODE, KEEP_ALL, EvictionSpec
-from quire.scheduler.admission.need import Need
-from quire.scheduler.admission.peaks import Peaks
-from quire.scheduler.admission.rules import RULES, Estimated, highest_point, make_admission
-from quire.scheduler.request_parts import RequestState
+from quire.scheduler.admission_rules import RULES, Estimated, highest_point, make_admission
+from quire.scheduler.peaks import Need, Peaks
+from quire.scheduler.request import RequestState
 from quire.scheduler.schedule_config import ScheduleConfig
 from support.requests import make_request
 from support.scheduler_load import make_layout, make_scheduler

@@ -12,7 +12,7 @@ from quire.scheduler.batchers import (
     parse_dense_batcher,
 )
 from quire.scheduler.batchers.base import BatchView, is_prefilled, unit_of
-from quire.scheduler.request_parts import RequestState
+from quire.scheduler.request import RequestState
 from quire.scheduler.schedule_config import ScheduleConfig
 from support.scheduler_load import SchedulerLoad, Setting
 

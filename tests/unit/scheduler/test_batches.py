@@ -13,9 +13,7 @@ from quire.kv.memory import KVMemory
 from quire.layout.eviction import DECODE, KEEP_ALL, PREFILL_AND_DECODE, EvictionSpec
 from quire.layout.layout import layout_for, statistics_used
 from quire.layout.statistics import AttentionSum, QueryMoments, QueryRing
-from quire.scheduler.admission.batches import rows_at_once
-from quire.scheduler.admission.need import Need
-from quire.scheduler.admission.peaks import Peaks
+from quire.scheduler.peaks import Need, Peaks, rows_at_once
 from quire.scheduler.schedule_config import ScheduleConfig
 from support.engines import load
 from support.kv_options import kv_config

@@ -15,8 +15,8 @@ from quire.kv.memory import KVMemory
 from quire.layout.eviction import DECODE, KEEP_ALL, PREFILL_AND_DECODE, PREFILL_END, PRESSURE
 from quire.layout.layout import layout_for, statistics_used
 from quire.layout.model import LayerSpec
-from quire.scheduler.admission.need import need_of
-from quire.scheduler.group import num_rows
+from quire.scheduler.peaks import need_of
+from quire.scheduler.request import num_rows
 from support.model_specs import small_spec
 from support.scheduler_load import RING, SUMS, EvictionSpec, SchedulerLoad, Setting
 

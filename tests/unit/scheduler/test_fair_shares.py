@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from quire.errors import NeverFits
-from quire.scheduler.request import Request, RequestGroup
-from quire.scheduler.request_parts import RequestState
+from quire.scheduler.request import Request, RequestGroup, RequestState
 from quire.sim.engine import jain_index
 from support.scheduler_load import SchedulerLoad, Setting
 

@@ -7,11 +7,10 @@ from quire.kv.memory import KVMemory
 from quire.kv.prefix import PrefixIndex
 from quire.scheduler.components import make_components
 from quire.scheduler.fairness import FORGET_FROM
-from quire.scheduler.prefix_sharing import PrefixSharing
 from quire.scheduler.request import Request
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.sequence_memory import SequenceMemory
+from quire.scheduler.sequence_memory import PrefixSharing, SequenceMemory
 from quire.scheduler.step import StepPlan
 from quire.tenancy import meter
 from quire.tenancy.meter import OTHERS

@@ -9,10 +9,10 @@ from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import NeverFits, OutOfPages
-from quire.scheduler.admission.need import Need
 from quire.scheduler.batchers import BATCHERS
 from quire.scheduler.forks import NEVER
-from quire.scheduler.request_parts import RequestState
+from quire.scheduler.peaks import Need
+from quire.scheduler.request import RequestState
 from quire.scheduler.sequence_memory import SequenceMemory
 from support.engines import load
 from support.kv_options import kv_config

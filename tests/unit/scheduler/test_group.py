@@ -12,7 +12,10 @@ from quire.layout.codec_names import codec_spec
 from quire.layout.eviction import PRESSURE, EvictionSpec
 from quire.layout.pages import CacheLayout, LaneGroup, PageClass
 from quire.scheduler.eviction_trace import EvictionEntry
-from quire.scheduler.group import (
+from quire.scheduler.request import (
+    Request,
+    RequestGroup,
+    RequestState,
     branch,
     dissolve,
     distinct_bytes,
@@ -25,11 +28,8 @@ from quire.scheduler.group import (
     reserved_rows,
     whole_groups,
 )
-from quire.scheduler.prefix_sharing import PrefixSharing
-from quire.scheduler.request import Request, RequestGroup
-from quire.scheduler.request_parts import RequestState
 from quire.scheduler.schedule_config import ScheduleConfig
-from quire.scheduler.sequence_memory import SequenceMemory
+from quire.scheduler.sequence_memory import PrefixSharing, SequenceMemory
 from support.requests import make_request
 
 PROMPT = [7] * 5

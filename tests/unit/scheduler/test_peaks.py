@@ -8,8 +8,7 @@ from quire.kv.memory import KVMemory
 from quire.layout.eviction import DECODE, PREFILL_AND_DECODE, PREFILL_END, SCHEDULES, EvictionSpec
 from quire.layout.layout import layout_for
 from quire.layout.statistics import AttentionSum, QueryRing
-from quire.scheduler.admission.need import Need
-from quire.scheduler.admission.peaks import Peaks
+from quire.scheduler.peaks import Need, Peaks
 from support.model_specs import small_spec
 
 PAGE_TOKENS, WINDOW, CHUNK = 4, 10, 8

@@ -5,9 +5,7 @@ import pytest
 from quire.kv.memory import KVMemory
 from quire.layout.eviction import DECODE, KEEP_ALL, PRESSURE, EvictionSpec
 from quire.layout.layout import layout_for
-from quire.scheduler.admission.need import Need
-from quire.scheduler.admission.never_fits import possible_changes
-from quire.scheduler.admission.peaks import Peaks
+from quire.scheduler.peaks import Need, Peaks, possible_changes
 from support.model_specs import small_spec
 
 FULL, WINDOW = None, 24

@@ -5,7 +5,7 @@ import pytest
 from quire.offload.swap.host_pool import NoCopies
 from quire.offload.swap.streamed_copies import StreamedCopies
 from quire.plan.preemption_costs import LearnedCosts
-from quire.scheduler.request_parts import RequestState
+from quire.scheduler.request import RequestState
 from support.lazy_copies import LazyWorker
 from support.pairwise import every_pair
 from support.scheduler_load import SchedulerLoad, Setting

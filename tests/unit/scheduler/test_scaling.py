@@ -7,8 +7,8 @@ from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
 from quire.errors import ConfigError
 from quire.scheduler.batchers import BATCHERS
-from quire.scheduler.preemption.limits import SCALED_DOWN
 from quire.scheduler.schedule_config import ScheduleConfig
+from quire.scheduler.scheduler import SCALED_DOWN
 from support.engines import greedy, load
 from support.scheduler_load import SchedulerLoad, Setting
 

@@ -8,11 +8,10 @@ import pytest
 from quire.config.sampling_params import SamplingParams
 from quire.kv.memory import KVMemory
 from quire.layout.eviction import EvictionSpec
-from quire.scheduler.admission.need import Need
-from quire.scheduler.prefill import SCORED_TOKENS
-from quire.scheduler.request import Request
-from quire.scheduler.request_parts import RequestState
+from quire.scheduler.peaks import Need
+from quire.scheduler.request import Request, RequestState
 from quire.scheduler.schedule_config import ScheduleConfig
+from quire.scheduler.scheduler import SCORED_TOKENS
 from quire.scheduler.step import StepPlan
 from support.requests import make_request
 from support.scheduler_load import RetainsNewest, make_layout, make_scheduler

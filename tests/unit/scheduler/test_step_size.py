@@ -7,7 +7,7 @@ import pytest
 from quire.errors import ConfigError
 from quire.plan.weights import MAX_BATCHES, WeightsPlacement
 from quire.scheduler.schedule_config import ScheduleConfig
-from quire.scheduler.step_size import StepSize, most_batches
+from quire.scheduler.step import StepSize, most_batches
 
 
 @dataclass

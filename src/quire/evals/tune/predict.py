@@ -8,9 +8,7 @@ from quire.layout.eviction import KEEP_ALL, EvictionSpec
 from quire.layout.layout import layout_for
 from quire.layout.model import ModelSpec
 from quire.plan.batch_verdict import row_steps
-from quire.scheduler.admission.batches import rows_at_once
-from quire.scheduler.admission.need import Need
-from quire.scheduler.admission.peaks import Peaks
+from quire.scheduler.peaks import Need, Peaks, rows_at_once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

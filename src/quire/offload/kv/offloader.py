@@ -17,14 +17,13 @@ from quire.errors import HostMemoryFull, OutOfPages
 from quire.kv.memory import KVMemory
 from quire.layout.layout import can_be_offloaded, offloaded_token_bytes
 from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
-from quire.scheduler.admission.need import can_offload_request
 from quire.scheduler.events import EventLog
 from quire.scheduler.eviction_trace import EvictionEntry
-from quire.scheduler.lane_capacities import Evicted, Evictor
-from quire.scheduler.lane_slots import Slots
+from quire.scheduler.lanes import Evicted, Evictor, Slots
 from quire.scheduler.offload_port import KVOffloader
-from quire.scheduler.prefix_sharing import PrefixSharing
+from quire.scheduler.peaks import can_offload_request
 from quire.scheduler.request import Request
+from quire.scheduler.sequence_memory import PrefixSharing
 
 T = TypeVar("T")
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.scheduler.admission.need import can_offload_request
+from quire.scheduler.peaks import can_offload_request
 from quire.scheduler.request import Request
 
 

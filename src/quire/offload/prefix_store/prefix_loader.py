@@ -45,9 +45,8 @@ from quire.offload.split import Loading, restore_split
 from quire.plan.preemption_costs import LearnedCosts
 from quire.plan.rates import PrefillRates
 from quire.scheduler.events import EventLog
-from quire.scheduler.group import prefillable_tokens
-from quire.scheduler.prefix_sharing import PrefixSharing
-from quire.scheduler.request import Request
+from quire.scheduler.request import Request, prefillable_tokens
+from quire.scheduler.sequence_memory import PrefixSharing
 
 
 @dataclass(slots=True, eq=False)

@@ -23,8 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 
-from quire.scheduler.request import Request, RequestGroup
-from quire.scheduler.request_parts import RequestState
+from quire.scheduler.request import Request, RequestGroup, RequestState
 from quire.tenancy.fair_queue import FairQueue
 
 

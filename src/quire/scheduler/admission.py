@@ -4,17 +4,149 @@ tenants    first those within their share, then those above it
 memory     free pages, then cached prefixes that no request uses, then KV of tenants above their
            share
 order      preempted and new requests alternate
+urgent     admitted before a step is planned; they preempt requests of lower priority
 """
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from quire.errors import OutOfPages
 from quire.kv.prefix_blocks import PrefixLease
-from quire.scheduler.admission.free_pages import FreePages
+from quire.scheduler.admission_rules import AdmissionRule, Optimistic
 from quire.scheduler.components import SchedulerComponents
-from quire.scheduler.group import plan_prefill, together
-from quire.scheduler.request import Request
+from quire.scheduler.peaks import Counts
+from quire.scheduler.request import (
+    Request,
+    bytes_of,
+    copies_to_come,
+    num_rows,
+    plan_prefill,
+    reserved_rows,
+    together,
+)
 from quire.tenancy.accounts import Right
+
+# ---- rows and pages ------------------------------------------------------------------------------
+
+
+AHEAD_TOKENS = 16  # further tokens for which pages must be free with `scale_down_at`
+
+
+class FreePages:
+    """Free rows and pages of the KV memory.
+
+    Args:
+        components: the scheduler's components.
+    """
+
+    def __init__(self, components: SchedulerComponents) -> None:
+        self._config, self._rule = components.config, components.admission_rule
+        self._peaks = components.admission_rule.peaks
+        self._known = Optimistic(self._peaks)
+        self._preempter, self._running = components.preempter, components.state.running
+        self._memory = components.sequence_memory.memory
+        self._sharing = components.sequence_memory.sharing
+        self._num_rows = components.config.num_rows
+
+    @property
+    def reserved_bytes(self) -> float:
+        """Bytes above the low watermark; an admission leaves them free while other requests run."""
+        return (1 - self._config.full_at) * self._memory.total_bytes
+
+    @property
+    def _reserved_at_peak_bytes(self) -> float:
+        """Bytes above the levels at which running requests are preempted."""
+        most = min(self._config.high_watermark, self._config.scale_down_at or 1.0)
+        return (1 - most) * self._memory.total_bytes
+
+    def has_rows(self, request: Request, staying: Sequence[Request]) -> bool:
+        """Whether there are rows for a request and its group if only `staying` keep running."""
+        num_leaving = len(self._running) - len(staying)
+        free = self._memory.num_free_rows + num_leaving
+        free = min(self._num_rows - len(staying), free)
+        return num_rows(request) + reserved_rows(staying) <= free
+
+    def fits(self, request: Request, cached_tokens: int) -> bool:
+        """Whether there are rows and pages for a request, and pages for its swapped KV.
+
+        Pages of known tokens must fit below the low watermark, pages promised for tokens to come
+        below the high one. A request that would run alone may use all of the KV memory.
+        """
+        if not self.has_rows(request, self._running):
+            return False
+        if self._running:
+            promised = self._promised(self._rule, request, cached_tokens, self._running)
+            by_class = self._rule.peaks.by_class(promised)
+            if not self._leaves_enough(request, cached_tokens, self._running, promised):
+                return False
+            if not self._sharing.free_pages(by_class):
+                return False
+        return self._preempter.can_swap_in(request)
+
+    def would_fit(self, request: Request, cached_tokens: int, staying: Sequence[Request]) -> bool:
+        """Whether a request would fit if only `staying` keep running."""
+        if not self.has_rows(request, staying):
+            return False
+        promised = self._promised(self._rule, request, cached_tokens, staying)
+        return not staying or self._leaves_enough(request, cached_tokens, staying, promised)
+
+    def shortages(self, request: Request) -> Iterator[tuple[int, float]]:
+        """Yield bytes that a request needs and bytes that are free: below the watermarks, in slabs.
+
+        Evicts nothing: prefixes that can be evicted count as free, but not as free slabs.
+        """
+        promised = self._promised(self._rule, request, 0, self._running)
+        yield min(self._needs(request, 0, self._running, promised), key=lambda n: n[1] - n[0])
+        pages, swapped = self._rule.peaks.by_class(promised), request.memory.swapped
+        if swapped is not None and not swapped.keep_from:
+            pages = swapped.needed_pages
+        yield self._memory.slab_bytes_for(pages)
+
+    def _promised(
+        self,
+        rule: AdmissionRule,
+        request: Request,
+        cached_tokens: int,
+        staying: Sequence[Request],
+    ) -> Counts:
+        peaks = rule.peaks
+        promised = rule.promised(request, staying, cached_tokens)
+        if self._config.scale_down_at is not None:
+            promised = np.maximum(promised, self._ahead(request, staying, cached_tokens))
+        for copy in copies_to_come([request, *staying]):
+            promised = promised + rule.promised(copy, [], peaks.shared_tokens(copy))
+        return promised
+
+    def _ahead(self, request: Request, staying: Sequence[Request], cached_tokens: int) -> Counts:
+        """Pages for `AHEAD_TOKENS` of all requests, so that none is preempted at once again."""
+        tokens = min(request.num_tokens + AHEAD_TOKENS, request.final_tokens)
+        new_request = self._rule.new_request(request, tokens, cached_tokens)
+        then = [min(r.num_tokens + AHEAD_TOKENS, r.final_tokens) for r in staying]
+        ahead: Counts = new_request + self._rule.peaks.further_pages(staying, then).sum(axis=0)
+        return ahead
+
+    def _leaves_enough(
+        self, request: Request, cached_tokens: int, staying: Sequence[Request], promised: Counts
+    ) -> bool:
+        """Whether promised pages fit below the watermarks if only `staying` keep running."""
+        needs = self._needs(request, cached_tokens, staying, promised)
+        return all(needed <= free for needed, free in needs)
+
+    def _needs(
+        self, request: Request, cached_tokens: int, staying: Sequence[Request], promised: Counts
+    ) -> Iterator[tuple[int, float]]:
+        """Yield promised bytes and the bytes that are free for them below each watermark."""
+        left_bytes = self._sharing.available_bytes
+        if len(staying) < len(self._running):
+            left_bytes += bytes_of(self._running, self._memory) - bytes_of(staying, self._memory)
+        if self._rule.promises_growth:
+            yield self._peaks.num_bytes(promised), left_bytes - self._reserved_at_peak_bytes
+            promised = self._promised(self._known, request, cached_tokens, staying)
+        yield self._peaks.num_bytes(promised), left_bytes - self.reserved_bytes
+
+
+# ---- admission -----------------------------------------------------------------------------------
 
 
 class Admission:
@@ -302,3 +434,69 @@ class Rejections:
     def forget(self, request: Request) -> None:
         """Remove a request that is tried again."""
         self._rejected.pop(request, None)
+
+
+# ---- urgent requests -----------------------------------------------------------------------------
+
+
+URGENT_WAITING = "an urgent request is waiting"
+
+
+class UrgentAdmission:
+    """Admits urgent requests.
+
+    Only requests of lower priority are preempted; with several tenants, only those of the same
+    tenant. None is preempted if that would not free enough memory.
+
+    Args:
+        components: the scheduler's components.
+        admission: admits the requests.
+    """
+
+    def __init__(self, components: SchedulerComponents, admission: Admission) -> None:
+        self._free, self._urgent = FreePages(components), components.config.urgent
+        self._fairness, self._preempter = components.fairness, components.preempter
+        self._running, self._lifecycle = components.state.running, components.lifecycle
+        self._admission = admission
+
+    def admit(self) -> None:
+        """Admit all urgent requests that the batcher accepts; call before a step is planned."""
+        if self._urgent is None:
+            return
+        for head in list(self._fairness.waiting.heads()):
+            request: Request | None = head
+            while request is not None and self._admit(request, self._urgent):
+                request = next(self._queue(head.tenant), None)
+
+    def _queue(self, tenant: str) -> Iterator[Request]:
+        waiting = self._fairness.waiting
+        return waiting.of_tenant(tenant) if tenant in waiting.tenants else iter(())
+
+    def _admit(self, request: Request, urgent: int) -> bool:
+        if request.priority > urgent or not self._admission.is_turn_of(request):
+            return False
+        if self._admission.admit_now(request):
+            return True
+        later = self._later_requests(request)
+        staying = [other for other in self._running if other not in later]
+        if not (later and self._free.would_fit(request, 0, staying)):
+            return False
+        return self._preempt_until_admitted(request)
+
+    def _preempt_until_admitted(self, request: Request) -> bool:
+        while later := self._later_requests(request):
+            victim = self._preempter.victim_among(later)
+            victim = victim or self._preempter.victim_among(later, even_resumed=True)
+            assert victim is not None, "there are candidates"
+            self._lifecycle.preempt(victim, URGENT_WAITING)
+            if self._admission.admit_now(request):
+                return True
+        return False
+
+    def _later_requests(self, request: Request) -> list[Request]:
+        several = self._fairness.has_several
+        return [
+            other
+            for other in self._running
+            if other.priority > request.priority and (not several or other.tenant == request.tenant)
+        ]

@@ -1,30 +1,285 @@
-"""Peak page counts of requests, and whether the KV memory can ever hold them."""
+r"""Peak page counts of requests, and whether the KV memory can ever hold them.
+
+What the page count of a sequence depends on is its `Need` (tokens and evictions) and the sizes of
+its steps. Step shapes, the preferred ones first; a later one is used if the sequence does not fit
+otherwise:
+
+    2 staging slots   prefill chunks of 2048, 1024, ... 1 token, whose KV is completely in the arena
+    1 staging slot    the same chunks; a layer's prefetch waits until the previous layer is computed
+
+Evicting lanes have two peaks, at the end of prefill and at the end of decoding. Lanes peak at
+different times, so the sum of the lanes' peaks would overestimate the pages.
+
+    slots  |        ______  <- decoding: up to the cap, or as far as the eviction schedule allows
+           |   /\__/
+           |  /               prefill: the whole prompt, or chunk by chunk under the cap
+           +----------------- tokens
+"""
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.errors import NeverFits
 from quire.kv.memory import KVMemory
 from quire.layout.evicting import evicting_layers
-from quire.layout.eviction import KEEP_ALL, PRESSURE, EvictionSpec
-from quire.layout.layout import can_be_offloaded, statistics_used
-from quire.layout.pages import CacheLayout, LaneGroup, PageClass
-from quire.layout.statistics import Statistic
-from quire.scheduler.admission.lane_peaks import UNBOUNDED, LaneOffload, evicting_pages
-from quire.scheduler.admission.need import (
-    Need,
-    NeedGroup,
-    StepShape,
-    group_needs,
-    need_of,
-    step_shapes,
+from quire.layout.eviction import (
+    DECODE,
+    KEEP_ALL,
+    PREFILL_AND_DECODE,
+    PREFILL_END,
+    PRESSURE,
+    EvictionSpec,
 )
-from quire.scheduler.admission.offload_split import OffloadSplit
-from quire.scheduler.group import num_rows
-from quire.scheduler.request import Request
+from quire.layout.layout import SLOTS, can_be_offloaded, offloaded_token_bytes, statistics_used
+from quire.layout.pages import CacheLayout, LaneGroup, PageClass
+from quire.layout.sizes import option_size, rounded_size
+from quire.layout.statistics import Statistic
+from quire.scheduler.request import Request, num_rows
+
+# ---- needs of sequences, and shapes of their steps -----------------------------------------------
+
+
+Tokens = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Length and eviction specification of a sequence, which determine its page count.
+
+    Attributes:
+        tokens: its length.
+        prompt_tokens: length of its prompt; None: `tokens`.
+        eviction: its eviction specification, including the statistics of its tokens.
+        may_offload: whether its oldest pages may be offloaded, if the engine has offload memory.
+        decodes: whether its prompt is computed, so that only its pages in decoding count.
+    """
+
+    tokens: int
+    prompt_tokens: int | None = None
+    eviction: EvictionSpec = KEEP_ALL
+    may_offload: bool = False
+    decodes: bool = False
+
+    @property
+    def evicts(self) -> bool:
+        """Whether a lane evicts tokens before the sequence has this length."""
+        return self.eviction.cap is not None and self.tokens > self.eviction.least_cap
+
+
+def need_of(request: Request, tokens: int) -> Need:
+    """Return the need of a request at a length of `tokens`."""
+    # caps that are set after the prompt need all pages in the KV memory, and shared prefixes too
+    may_offload = (
+        can_offload_request(request)
+        and (request.eviction.spec.cap is None or not request.eviction.pending)
+        and not request.progress.cached_tokens
+    )
+    prompt_tokens = len(request.prompt_token_ids)
+    return Need(
+        tokens,
+        prompt_tokens,
+        request.eviction.spec,
+        may_offload,
+        decodes=request.is_running and prompt_tokens <= request.progress.num_computed < tokens,
+    )
+
+
+def can_offload_request(request: Request) -> bool:
+    """Whether the oldest pages of a request may be offloaded while it runs.
+
+    False after a request could not load its pages back for an eviction, except that recorded
+    evictions are replayed after as many tokens as before, which may fit only with KV offload.
+    """
+    replays = request.eviction.next_replay is not None
+    return request.memory.may_offload or (request.memory.may_offload_replays and replays)
+
+
+@dataclass(frozen=True, slots=True)
+class NeedGroup:
+    """Needs with the same eviction specification, as arrays.
+
+    Attributes:
+        eviction: the common eviction specification.
+        may_offload, decodes: the common values of `Need.may_offload` and `Need.decodes`.
+        index: [n] positions in the original list.
+        tokens, prompts: [n] lengths of sequences and of their prompts; prompt <= sequence.
+    """
+
+    eviction: EvictionSpec
+    may_offload: bool
+    decodes: bool
+    index: Tokens
+    tokens: Tokens
+    prompts: Tokens
+
+
+def group_needs(needs: Sequence[Need]) -> Iterator[NeedGroup]:
+    """Group needs by eviction specification, to count the pages of many at once."""
+    indices: dict[tuple[int, bool, bool], list[int]] = {}
+    for i, need in enumerate(needs):
+        key = (id(need.eviction), need.may_offload, need.decodes)
+        indices.setdefault(key, []).append(i)
+    for members in indices.values():
+        tokens = np.array([needs[i].tokens for i in members], dtype=np.int64)
+        given = [needs[i].prompt_tokens for i in members]
+        prompts = np.array([t if p is None else p for t, p in zip(tokens, given, strict=True)])
+        first = needs[members[0]]
+        index, prompts = np.array(members), np.minimum(prompts, tokens)
+        yield NeedGroup(first.eviction, first.may_offload, first.decodes, index, tokens, prompts)
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """Sizes of a sequence's steps, on which its page count depends.
+
+    Attributes:
+        chunk_tokens: size of its largest prefill chunk.
+        staging_slots: number of layers whose offloaded pages are staged in the arena at a time.
+    """
+
+    chunk_tokens: int
+    staging_slots: int = SLOTS
+
+
+def step_shapes(chunk_tokens: int) -> tuple[StepShape, ...]:
+    """Return the step shapes, the preferred one first, the one with the fewest pages last.
+
+    Args:
+        chunk_tokens: largest prefill chunk of the schedule.
+    """
+    chunks = [chunk_tokens]
+    while chunks[-1] > 1:
+        chunks.append(-(-chunks[-1] // 2))
+    return tuple(StepShape(chunk, slots) for slots in (SLOTS, 1) for chunk in chunks)
+
+
+# ---- evicting lanes ------------------------------------------------------------------------------
+
+
+UNBOUNDED = 1 << 60
+
+
+@dataclass(frozen=True, slots=True)
+class LaneOffload:
+    """Offload of the oldest pages of evicting lanes.
+
+    Attributes:
+        max_pages: most offloaded pages of a lane.
+        rest_pages: newest pages of a lane that stay in the arena.
+        staging_slots: layers whose offloaded pages are staged at a time.
+    """
+
+    max_pages: int
+    rest_pages: int
+    staging_slots: int
+
+    def saved_pages(self, group: LaneGroup, lane_pages: Tokens, retained_pages: int) -> Tokens:
+        """Pages of a sequence that are not in the arena.
+
+        Args:
+            group: the lane group.
+            lane_pages: pages of the shortest lane, resident and offloaded.
+            retained_pages: pages of a lane after an eviction; 0 without evictions. An eviction
+                settles them while the staging of all offloaded pages is in the arena too. It copies
+                the offloaded ones of a layer before it frees other pages of that layer.
+        """
+        rest = max(self.rest_pages, retained_pages)
+        offloaded = np.clip(lane_pages - (0 if retained_pages else rest), 0, self.max_pages)
+        resident = np.minimum(lane_pages, np.maximum(rest, lane_pages - offloaded))
+        copied = np.minimum(offloaded, retained_pages)
+        added = (offloaded * self.staging_slots + copied) * group.lanes_per_layer
+        saved: Tokens = np.maximum(0, (lane_pages - resident) * group.num_lanes - added)
+        return saved
+
+
+def evicting_pages(
+    group: LaneGroup,
+    sequences: NeedGroup,
+    layers: tuple[int, ...],
+    offload: LaneOffload | None = None,
+) -> Tokens:
+    """Peak pages [n] of a group of evicting lanes, or of the statistics of such lanes.
+
+    If a budget moves slots between lanes, each lane may need one more, partly filled page.
+
+    Args:
+        group: the lane group.
+        sequences: the sequences.
+        layers: layers of all evicting lanes.
+        offload: offload of their oldest pages; None if all pages are in the arena.
+    """
+    pages: Tokens | int = 0
+    least: Tokens | None = None  # pages of the shortest lane
+    ragged = sequences.eviction.ragged or sequences.eviction.divided
+    caps = lanes_by_cap(group, sequences.eviction, layers)
+    for cap, num_lanes in caps:
+        slots = np.stack(list(_peak_slots(sequences, cap)))
+        of_lane = -(-slots // group.page_class.tokens)
+        least = of_lane if least is None else np.minimum(least, of_lane)
+        pages = pages + (of_lane + (ragged & (slots < sequences.tokens))) * num_lanes
+    if offload is not None and least is not None:
+        pages = pages - offload.saved_pages(group, least, _retained_pages(group, sequences, caps))
+    most: Tokens = np.max(pages, axis=0)
+    return most
+
+
+def _retained_pages(
+    group: LaneGroup, sequences: NeedGroup, caps: Sequence[tuple[int | None, int]]
+) -> int:
+    """Pages of the longest lane after an eviction, which stay in the arena; 0 without evictions."""
+    kept = [cap for cap, _ in caps if cap is not None]
+    if not kept:
+        return 0
+    return group.page_class.pages_for(max(kept)) + sequences.eviction.ragged
+
+
+def _peak_slots(sequences: NeedGroup, cap: int | None) -> Iterator[Tokens]:
+    """Yield the maximum slots of a lane in prefill, unless it is over, then in decoding."""
+    tokens, prompts, when = sequences.tokens, sequences.prompts, sequences.eviction.when
+    if cap is None:
+        yield prompts
+        yield tokens
+        return
+    if not sequences.decodes:
+        yield prompts if when in (PREFILL_END, DECODE) else np.minimum(prompts, cap)
+    outputs = tokens - prompts
+    if when == PREFILL_END:
+        yield np.minimum(prompts, cap) + outputs
+    else:
+        yield np.minimum(tokens, cap)
+
+
+@lru_cache(maxsize=1024)
+def lanes_by_cap(
+    group: LaneGroup, eviction: EvictionSpec, layers: tuple[int, ...]
+) -> tuple[tuple[int | None, int], ...]:
+    """Return the distinct caps of a group's lanes and the number of lanes with each cap.
+
+    The cap of a lane with several heads is the lowest cap of its heads. Caps that are divided again
+    are counted as equal: their sum does not change.
+
+    Args:
+        group: the lane group.
+        eviction: the eviction specification; its caps are those of all evicting lanes.
+        layers: layers of all evicting lanes.
+    """
+    if eviction.cap is None or eviction.lane_capacities is None or eviction.divided:
+        return ((eviction.cap, group.num_lanes),)
+    by_layer = np.array(eviction.lane_capacities, dtype=np.int64).reshape(len(layers), -1)
+    own = by_layer[[layers.index(layer) for layer in group.layers]]
+    caps = own.reshape(group.num_lanes, -1).min(axis=1)
+    distinct, lanes = np.unique(caps, return_counts=True)
+    return tuple(zip(distinct.tolist(), lanes.tolist(), strict=True))
+
+
+# ---- all lanes -----------------------------------------------------------------------------------
+
 
 Counts = NDArray[np.int64]
 
@@ -72,6 +327,23 @@ def _cuts_by_layer(layout: CacheLayout) -> bool:
     if any(group.promoted is not None for group in layout.groups) or len(movable) > 1:
         return False
     return not any(group.page_class.per_page for group in movable)
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadSplit:
+    """Bytes of one sequence at its peak, with the smallest steps.
+
+    Attributes:
+        staging_bytes: KV memory for one layer of the offloaded pages.
+        rest_bytes: KV memory for pages that are not offloaded.
+        offloaded_bytes: offload memory.
+        offloaded_tokens: tokens of the offloaded pages.
+    """
+
+    staging_bytes: int
+    rest_bytes: int
+    offloaded_bytes: int
+    offloaded_tokens: int
 
 
 class Peaks:
@@ -425,3 +697,198 @@ class Peaks:
             pages = self._group_pages(group, sequence, self._shapes[-1])
             counts[self._index[group.page_class]] += int(pages[0])
         return counts
+
+
+# ---- requests that never fit ---------------------------------------------------------------------
+
+
+def offload_text(peaks: Peaks, need: Need) -> str:
+    """Describe the memory that a request with KV offload needs, for an error message.
+
+    Args:
+        peaks: page arithmetic of the KV memory.
+        need: need of the request's single sequence.
+
+    Returns:
+        A clause that ends in "; "; empty if no page is offloaded.
+    """
+    if not peaks.offloads(need):
+        return ""
+    split, unlimited = peaks.offload_split(need), copy(peaks)
+    unlimited.offloaded_tokens = UNBOUNDED
+    is_full = split.offloaded_bytes < unlimited.offload_split(need).offloaded_bytes
+    rest = "tokens that do not fit in the offload memory" if is_full else "the last chunk"
+    return (
+        f"with KV offload the KV memory must hold {split.staging_bytes:,} B of staging (one layer "
+        f"of {split.offloaded_tokens:,} offloaded tokens) and {split.rest_bytes:,} B of pages that "
+        f"are not offloaded ({rest}), and the offload memory {split.offloaded_bytes:,} B of its "
+        f"{peaks.offload_bytes:,} B; "
+    )
+
+
+def refuse_if_never(peaks: Peaks, request: Request) -> None:
+    """Refuse a request that does not fit in the KV memory even alone.
+
+    Raises:
+        NeverFits: states the bytes needed and the bytes of the KV memory.
+    """
+    if not peaks.fit_whole(request):
+        raise NeverFits(_why_never(peaks, request), param=_field_at_fault(peaks, request))
+
+
+def _field_at_fault(peaks: Peaks, request: Request) -> str:
+    """The option to lower first."""
+    if not peaks.fits_alone(need_of(request, len(request.prompt_token_ids))):
+        return "prompt"
+    if num_rows(request) > 1 and peaks.fits_alone(need_of(request, request.final_tokens)):
+        return "beam_width"
+    return "max_tokens"
+
+
+def _why_never(peaks: Peaks, request: Request) -> str:
+    need, width = need_of(request, request.final_tokens), num_rows(request)
+    beams, arena = f" in {width} beams" if width > 1 else "", peaks.memory.arena
+    return (
+        f"{len(request.prompt_token_ids)} prompt tokens and "
+        f"{request.params.max_tokens} to generate{beams} "
+        f"need {peaks.fitting_bytes(need, width):,} B of KV, the whole KV memory "
+        f"has {arena.num_slabs * arena.slab_bytes:,} B; {offload_text(peaks, need)}"
+        f"{possible_changes(peaks, need, width)}"
+    )
+
+
+def possible_changes(peaks: Peaks, need: Need, width: int) -> str:
+    """List the changes that would each make the request fit, for an error message.
+
+    Args:
+        peaks: page arithmetic of the KV memory.
+        need: need of each sequence of the request, with its prompt length.
+        width: number of sequences that share the prompt.
+    """
+    memory = option_size(peaks.fitting_bytes(need, width))
+    changes = [
+        *_smaller_requests(peaks, need, width),
+        f"raise {peaks.memory.arena.size_option} to {memory}",
+        *_offload(peaks, need, width),
+        *_evictions(peaks, need, width),
+    ]
+    return " or ".join(filter(None, (", ".join(changes[:-1]), changes[-1])))
+
+
+def _fits(peaks: Peaks, need: Need, width: int) -> bool:
+    return peaks.fit_alone(peaks.whole_counts(need, width))
+
+
+def _smaller_requests(peaks: Peaks, need: Need, width: int) -> Iterator[str]:
+    prompt = need.tokens if need.prompt_tokens is None else need.prompt_tokens
+    if width > 1 and _fits(peaks, need, 1):
+        yield "use fewer beams"
+    shorter = replace(need, tokens=1 + need.tokens - prompt, prompt_tokens=1)
+    fewer = replace(need, tokens=prompt)
+    helps = [_fits(peaks, shorter, width), _fits(peaks, fewer, width)]
+    if helps[0]:
+        yield "shorten the prompt"
+    if helps[1]:
+        yield "lower max_tokens"
+    if not any(helps) and _fits(peaks, replace(need, tokens=1, prompt_tokens=1), width):
+        yield "shorten the prompt and lower max_tokens"
+
+
+def _offload(peaks: Peaks, need: Need, width: int) -> Iterator[str]:
+    """The offload memory size that fits the request, if any does.
+
+    Some pages of every sequence always remain in the KV memory.
+    """
+    larger = copy(peaks)
+
+    def fits(tokens: int) -> bool:
+        larger.offloaded_tokens = tokens
+        return _fits(larger, need, width)
+
+    if not fits(UNBOUNDED):
+        return
+    tokens = bisect_left(range(need.tokens), True, key=fits)
+    if peaks.offloaded_tokens:
+        num_bytes = -(-tokens * peaks.offload_bytes // peaks.offloaded_tokens)
+        yield f"raise --kv-offload-memory to {option_size(rounded_size(num_bytes))}"
+    else:  # activation checkpoints may use a fraction of it, by rates that are measured later
+        num_bytes = tokens * offloaded_token_bytes(peaks.memory.layout)
+        yield f"set --kv-offload-memory to {option_size(rounded_size(num_bytes))}"
+
+
+def _evictions(peaks: Peaks, need: Need, width: int) -> Iterator[str]:
+    if need.eviction.cap is None:
+        if peaks.fit_alone(width * peaks.capped_counts(need.tokens)):
+            yield "evict tokens with --evict RULE:cap=TOKENS"
+        return
+    smaller = replace(need.eviction, cap=2, every=1, lane_capacities=None)
+    if _fits(peaks, replace(need, eviction=smaller), width):
+        yield "lower cap= of its eviction rule"
+    blocks = replace(need.eviction, when=PREFILL_AND_DECODE)
+    if need.eviction.when == PRESSURE and _fits(peaks, replace(need, eviction=blocks), width):
+        yield "set when=prefill_and_decode in its eviction rule"
+    elif need.eviction.when != PREFILL_AND_DECODE and _fits(
+        peaks, replace(need, eviction=replace(smaller, when=PREFILL_AND_DECODE)), width
+    ):
+        yield "set when=prefill_and_decode and a lower cap= in its eviction rule"
+
+
+# ---- equal requests at once ----------------------------------------------------------------------
+
+
+Pages = Mapping[PageClass, int]
+
+
+def rows_at_once(memory: KVMemory, need: Need, *, first_tokens: int, chunk_tokens: int) -> int:
+    """Return the number of equal requests that run to completion at the same time.
+
+    Args:
+        memory: an empty KV memory with any number of rows; it is not changed.
+        need: need of each request at its end.
+        first_tokens: prompt tokens that a request computes in its first step.
+        chunk_tokens: maximum prefill chunk of a request that evicts no tokens.
+    """
+    peaks = Peaks(memory, chunk_tokens)
+    if not peaks.fits_alone(need):
+        return 0
+    peak = peaks.peak_pages(need)
+    first = peaks.peak_pages(Need(first_tokens, first_tokens, need.eviction))
+    slabs = _Slabs(memory)
+    rows = 0
+    while not rows or slabs.fit({c: peak[c] + rows * max(0, peak[c] - first[c]) for c in peak}):
+        for page_class in memory.layout.page_classes:
+            slabs.take(page_class, first[page_class])
+        rows += 1
+    return rows
+
+
+class _Slabs:
+    """Simulated slabs of an empty arena, in the order in which its pools would take them.
+
+    Args:
+        memory: the KV memory with the arena.
+    """
+
+    def __init__(self, memory: KVMemory) -> None:
+        self._slab_bytes, self._num_slabs = memory.arena.slab_bytes, memory.arena.num_slabs
+        self._guaranteed = {c: pool.pages_per_slab for c, pool in memory.pools.items()}
+        self._free_pages = dict.fromkeys(memory.pools, 0)
+        self._next_slab = 0
+
+    def fit(self, pages: Pages) -> bool:
+        """Whether this many more pages of each class are sure to fit."""
+        missing = ((n - self._free_pages[c], self._guaranteed[c]) for c, n in pages.items())
+        slabs = sum(max(0, -(-n // per_slab)) for n, per_slab in missing)
+        return slabs <= self._num_slabs - self._next_slab
+
+    def take(self, page_class: PageClass, pages: int) -> None:
+        """Take pages; they must fit."""
+        while self._free_pages[page_class] < pages:
+            self._free_pages[page_class] += self._pages_in(page_class, self._next_slab)
+            self._next_slab += 1
+        self._free_pages[page_class] -= pages
+
+    def _pages_in(self, page_class: PageClass, slab: int) -> int:
+        page_bytes = page_class.page_bytes
+        first = -(-slab * self._slab_bytes // page_bytes)
+        return (slab + 1) * self._slab_bytes // page_bytes - first

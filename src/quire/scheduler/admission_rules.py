@@ -17,8 +17,7 @@ from dataclasses import replace
 import numpy as np
 
 from quire.errors import UnknownName
-from quire.scheduler.admission.need import need_of
-from quire.scheduler.admission.peaks import Counts, Peaks
+from quire.scheduler.peaks import Counts, Peaks, need_of
 from quire.scheduler.request import Request
 
 

@@ -1,1 +1,0 @@
-"""Admission of waiting requests: rules, page arithmetic, checks of free pages."""

@@ -1,1 +1,0 @@
-"""Preemption: victims, and swap or recomputation of their KV."""
