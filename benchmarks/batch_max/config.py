@@ -110,7 +110,6 @@ class QualityConfig:
         decode_shares: caps of decode-only eviction by the same rule, as fractions of `tokens`,
             ascending; the one with the quality of Batch-Max is interpolated between them.
         every: tokens evicted at a time.
-        wanted: required fraction (0 to 1) of full KV's quality.
     """
 
     model: str = "quire-tiny"
@@ -122,7 +121,6 @@ class QualityConfig:
     shares: tuple[float, ...] = (0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
     decode_shares: tuple[float, ...] = (0.125, 0.1875, 0.25)
     every: int = 16
-    wanted: float = 0.975
 
     @property
     def caps(self) -> tuple[int, ...]:

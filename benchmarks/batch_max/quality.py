@@ -202,16 +202,6 @@ def tokens_per_s(found: Sequence[Judged], arm: str) -> float:
     return sum(cell.new_tokens for cell in cells) / sum(cell.total_s for cell in cells)
 
 
-def min_good_share(config: QualityConfig, found: Sequence[Judged]) -> float | None:
-    """Smallest cap (fraction of the prompt) that, like all larger ones, has the wanted quality."""
-    best = None
-    for share, cap in sorted(zip(config.shares, config.caps, strict=True), reverse=True):
-        if quality_over_full(found, bm_name(cap)) < config.wanted:
-            break
-        best = share
-    return best
-
-
 def equal_decode_share(config: QualityConfig, found: Sequence[Judged]) -> float | None:
     """Cap of decode-only eviction (fraction of the prompt) with the quality of Batch-Max.
 
@@ -231,16 +221,12 @@ def equal_decode_share(config: QualityConfig, found: Sequence[Judged]) -> float 
 def claims(config: QualityConfig, found: Sequence[Judged]) -> Numbers:
     """Quality over full KV at every cap; `bm_quality_over_fkv` uses the first cap.
 
-    `bm_good_cap_share` exists if some cap and every larger one have the wanted quality.
     `equal_quality_decode_share`: see `equal_decode_share`.
     """
     made: Numbers = {"bm_quality_over_fkv": quality_over_full(found, bm_name(config.caps[0]))}
     for arm in config.arms():
         made[f"{_key(config, arm)}_quality_over_fkv"] = quality_over_full(found, arm.name)
         made[f"tiny_{_key(config, arm)}_tokens_per_s"] = tokens_per_s(found, arm.name)
-    share = min_good_share(config, found)
-    if share is not None:
-        made["bm_good_cap_share"] = share
     equal = equal_decode_share(config, found)
     if equal is not None:
         made["equal_quality_decode_share"] = equal

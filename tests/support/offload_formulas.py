@@ -1,4 +1,4 @@
-"""Formulas of KV offload that no engine evaluates: tests compare schedules and plans with them."""
+"""Formulas of KV offload that no engine evaluates: tests compare splits with them."""
 
 from quire.errors import ConfigError
 from quire.offload.split import OffloadRates, pipelined_seconds

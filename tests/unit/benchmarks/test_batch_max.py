@@ -23,7 +23,6 @@ from benchmarks.batch_max.quality import (
     Judged,
     equal_decode_share,
     judge,
-    min_good_share,
 )
 from benchmarks.batch_max.quality import claims as quality_claims
 from benchmarks.batch_max.running import batch_sizes, largest_of, rows_that_fit
@@ -266,15 +265,6 @@ def judged_arms(bm_50: tuple[float, float, float]) -> list[Judged]:
     )
 
 
-def test_min_good_share_is_smallest_cap_with_all_larger_caps_good():
-    assert min_good_share(SMALL, judged_arms((1.0, 0.5, 0.0))) == 0.5
-    assert min_good_share(SMALL, judged_arms((0.9, 0.5, 0.0))) == 0.75
-    with_one_bad_cap = [
-        replace(c, score=0.0) if c.arm == "bm_75" else c for c in judged_arms((1.0, 0.5, 0.0))
-    ]
-    assert min_good_share(SMALL, with_one_bad_cap) is None
-
-
 def test_equal_share_is_interpolated_between_measured_caps():
     """Qualities 1.25 / 3 and 3 / 3; Batch-Max has 2.5 / 3, five sevenths of the way."""
     found = judged_arms((1.0, 0.5, 0.0))
@@ -291,7 +281,6 @@ def test_quality_claims_match_hand_computation():
     assert found["bm_50_quality_over_fkv"] == 1.0
     assert found["end_25_quality_over_fkv"] == pytest.approx((0.25 + 0 + 1) / 3)
     assert found["ed_2_quality_over_fkv"] == pytest.approx(1 / 3)
-    assert found["bm_good_cap_share"] == 0.5
     assert found["tasks_full_kv_fails"] == 1
     assert found["tiny_bm_25_tokens_per_s"] == 50.0
 

@@ -15,10 +15,7 @@ from benchmarks.common.kvpr import (
 )
 from quire.errors import ConfigError
 from quire.offload.split import OffloadRates, pipelined_seconds, pipelined_split, share_rows
-from support.offload_formulas import (
-    serial_seconds,
-    step_seconds,
-)
+from support.offload_formulas import serial_seconds, step_seconds
 from support.offload_shapes import LLAMA_3_8B, OPT_6_7B, OPT_13B, OPT_30B
 
 SECONDS = st.floats(1e-3, 1e3)
