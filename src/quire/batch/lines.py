@@ -260,6 +260,12 @@ def _plain_line(value: Mapping[str, Any], number: int, form: LineFormat) -> Batc
             return BatchLine(head=head, prompt=read_prompt(value[form.prompt_key], form.prefix))
         except RequestError as error:
             raise BatchError(str(error), head) from None
+    if "custom_id" in value:
+        raise BatchError(
+            "custom_id belongs to a line with url and body, whose body is missing: add them, or "
+            "name a line of a prompt with id",
+            head,
+        )
     if ("prompt" in value) == ("messages" in value):
         raise BatchError(no_prompt(value), head)
     requested: Literal["messages", "prompt"] = "messages" if "messages" in value else "prompt"

@@ -210,7 +210,7 @@ def _state(
             "with-prompt": task.with_prompt,
             **asdict(task.form),
             **asdict(task.sampling),
-            **({} if base_url is None else {"base-url": base_url}),
+            "base-url": base_url,
         },
         seed=secrets.randbits(_SEED_BITS) if seed is None else seed,
         line_digests=survey.line_digests,

@@ -38,6 +38,9 @@ DIGEST_CHARACTERS = 16
 _CHANGED = "changed"
 """Suffix of the file with changed records, and the member of the state while they are replaced."""
 
+_MAX_NEW = 3
+"""Options of later versions that a message names."""
+
 _START_OVER = "use --overwrite to start over, or another output file"
 
 
@@ -62,11 +65,20 @@ class RunState:
         current, earlier = self.content()["config"], other.get("config")
         earlier = earlier if isinstance(earlier, dict) else {}
         changed = [
-            f"{key}: {earlier.get(key)!r} before, {current.get(key)!r} now"
+            key
             for key in sorted(current.keys() | earlier.keys())
             if current.get(key) != earlier.get(key)
         ]
-        return f"other options ({'; '.join(changed)})" if changed else None
+        new = [key for key in changed if key not in earlier]
+        listed = [
+            f"{key}: {earlier[key]!r} before, {current.get(key)!r} now"
+            for key in changed
+            if key in earlier
+        ]
+        if new:  # of a version of Quire after that which wrote the file
+            more = f" and {len(new) - _MAX_NEW} more" if len(new) > _MAX_NEW else ""
+            listed.append(f"{', '.join(new[:_MAX_NEW])}{more}: new since the file was written")
+        return f"other options ({'; '.join(listed)})" if listed else None
 
 
 class BatchOutput:
@@ -516,18 +528,27 @@ def report_failures(
     first = FirstFailure(number, reason)
     typer.echo(f"error records: {len(failed)} of {requests} lines, in {target}", err=True)
     typer.echo(f"first error: line {first.line}: {first.reason}", err=True)
-    hint = "correct them in the input and use --retry-failed: the other lines keep their records"
-    if form is None or _any_request(source, failed, form):
-        hint = "--retry-failed runs them again, for example with more memory"
+    invalid = 0 if form is None else _num_invalid(source, failed, form)
+    hint = "--retry-failed runs them again, for example with more memory"
+    if invalid == len(failed):
+        hint = (
+            "correct them in the input and use --retry-failed: the other lines keep their records"
+        )
+    elif invalid or form is None:
+        some = f"{invalid} of them" if invalid else "invalid ones"
+        hint = (
+            f"correct {some} in the input; --retry-failed runs all again, for example with "
+            "more memory"
+        )
     typer.echo(hint, err=True)
 
 
-def _any_request(source: Path, failed: Collection[int], form: LineFormat) -> bool:
+def _num_invalid(source: Path, failed: Collection[int], form: LineFormat) -> int:
     with source.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if number in failed and _is_request(line, number, form):
-                return True
-    return False
+        return sum(
+            number in failed and not _is_request(line, number, form)
+            for number, line in enumerate(lines, start=1)
+        )
 
 
 def _is_request(line: bytes, number: int, form: LineFormat) -> bool:

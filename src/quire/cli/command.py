@@ -159,7 +159,9 @@ def register(app: typer.Typer, command: Command, name: str | None = None) -> Non
         name,
         cls=QuireCommand,
         help=reflowed(command.__doc__ or ""),
-        epilog=f"--help-all shows {hidden} more options." if hidden else None,
+        epilog=f"--help-all shows {hidden} more option{'s' if hidden > 1 else ''}."
+        if hidden
+        else None,
     )
     add(run)
 

@@ -248,6 +248,17 @@ def test_invalid_request_is_refused_with_its_line_number(value):
     assert refusal(value).head.number == 3
 
 
+@pytest.mark.parametrize("value", [{}, {"prompt": "x"}, {"method": "POST", "id": "a"}])
+def test_custom_id_without_a_body_is_told_where_it_belongs(value):
+    error = refusal({"custom_id": "c"} | value)
+
+    assert str(error) == (
+        "custom_id belongs to a line with url and body, whose body is missing: add them, or name a "
+        "line of a prompt with id"
+    )
+    assert error.head.name == value.get("id")
+
+
 def test_error_in_a_chat_line_is_a_chat_error():
     error = refusal(CHAT | {"body": {"messages": []}})
 

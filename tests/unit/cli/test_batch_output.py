@@ -82,6 +82,10 @@ def test_restarted_run_keeps_its_first_seed(path: Path):
         (RunState("other", 9, STATE.config, 5), "another input"),
         (RunState("abc", 9, {"model": "n", "stop": ["a"]}, 5), "model: 'm' before, 'n' now"),
         (RunState("abc", 9, {"model": "m"}, 5), "stop"),
+        (
+            RunState("abc", 9, {**STATE.config, **dict.fromkeys("edcba", 1), "f": None}, 5),
+            r"other options \(a, b, c and 2 more: new since the file was written\); use",
+        ),
     ],
 )
 def test_output_of_another_run_is_refused_and_unchanged(path: Path, state, reason):

@@ -52,7 +52,8 @@ def test_help_is_short_and_reports_the_number_of_hidden_options(command):
     assert len(some) <= MAX_OPTIONS
     assert set(some) <= set(every)
     more = len(every) - len(some)
-    assert (f"--help-all shows {more} more options." in shown(command, "--help")) == bool(more)
+    options = "option" if more == 1 else "options"
+    assert (f"--help-all shows {more} more {options}." in shown(command, "--help")) == bool(more)
 
 
 def test_options_that_a_search_chooses_are_not_in_its_help():
