@@ -27,7 +27,7 @@ from quire.kv.memory import KVMemory
 from quire.kv.page_map import read_pages
 from quire.kv.sharing import fork
 from quire.layout.codec_names import codec_spec
-from quire.layout.pages import CacheLayout, LaneGroup, PageClass
+from quire.layout.pages import CacheLayout, LaneGroup, kv_pages
 
 PAGE_TOKENS = 16
 
@@ -138,7 +138,7 @@ def _grow_in_chunks(memory: KVMemory, rows: Iterable[int], pages: int, chunk: in
 
 def _memory(config: PageMapConfig, started: int | None = None) -> KVMemory:
     """A memory of this number of pages, and requests without tokens in the rows from 0 on."""
-    one = PageClass(
+    one = kv_pages(
         key=codec_spec("bfloat16"),
         value=codec_spec("bfloat16"),
         heads=1,

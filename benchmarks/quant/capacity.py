@@ -71,7 +71,7 @@ def sequence_bytes(config: CapacityConfig, codec: str) -> int:
     )
     total = 0
     for group in layout.groups:
-        slots = group.fixed_slots if group.fixed_slots is not None else config.tokens
+        slots = group.records if group.records is not None else config.tokens
         pages = ceil(slots / group.page_class.tokens)
         total += group.num_lanes * pages * (group.page_class.page_bytes + _TABLE_ENTRY_BYTES)
     return total

@@ -222,7 +222,7 @@ class Watched:
     def _poison(self) -> None:
         memory, store = self.engine.pool.kv.memory, self.engine.pool.kv.store
         layout = memory.layout
-        plain = not any(group.private or group.fixed_slots for group in layout.groups)
+        plain = not any(group.private for group in layout.groups)
         if plain and self.engine.pool.codec == "float32":
             poison(memory, store)  # also the slots of a page that are not written yet
             return

@@ -7,7 +7,7 @@ from quire.kv.memory import KVMemory
 from quire.kv.page_bytes import NoBytes
 from quire.kv.sharing import fork
 from quire.layout.codec_names import codec_spec
-from quire.layout.pages import CacheLayout, LaneGroup, PageClass
+from quire.layout.pages import CacheLayout, LaneGroup, kv_pages
 from quire.scheduler.peaks import Need, Peaks
 
 pytestmark = pytest.mark.paper
@@ -25,7 +25,7 @@ class CountedCopies(NoBytes):
 def beams_in_memory(page_tokens: int) -> KVMemory:
     """Four beams of 2048 tokens, the last 50 of which differ."""
     codec = codec_spec("bfloat16")
-    page = PageClass(key=codec, value=codec, head_dim=64, heads=1, tokens=page_tokens)
+    page = kv_pages(key=codec, value=codec, head_dim=64, heads=1, tokens=page_tokens)
     layout = CacheLayout((LaneGroup(name="full", page_class=page, layers=(0,)),))
     memory = KVMemory(layout, 2 * WIDTH * TOKENS * page.page_bytes, WIDTH, store=CountedCopies())
     rows = [memory.start()]

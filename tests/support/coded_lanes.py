@@ -7,7 +7,7 @@ import torch
 from quire.kernels.coded import decode_slots
 from quire.kv.store import PageStore
 from quire.layout.codec_names import codec_pair
-from quire.layout.pages import PageClass
+from quire.layout.pages import kv_pages
 
 
 def coded_twin(lanes, codec):
@@ -19,7 +19,7 @@ def coded_twin(lanes, codec):
     """
     key, value = codec_pair(codec)
     num_pages, heads, tokens, head_dim = lanes.pages.key.shape
-    page_class = PageClass(key=key, value=value, head_dim=head_dim, heads=heads, tokens=tokens)
+    page_class = kv_pages(key=key, value=value, head_dim=head_dim, heads=heads, tokens=tokens)
     store = PageStore(num_pages * page_class.page_bytes, torch.device("cpu"))
     store.arena.fill_(255)  # not a number as float16 and float32
     views = store.views(page_class)

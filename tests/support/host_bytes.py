@@ -16,7 +16,7 @@ def vector_bytes(codec: CodecSpec, head_dim: int) -> tuple[int, int]:
 class HostBytes:
     """Pages in CPU memory with the planes of `quire.layout.pages`, initialized with poison.
 
-    A slot is addressed as (pages, offsets), two arrays; its key and value are raw bytes
+    A slot is addressed as (pages, offsets), two arrays; its planes are raw bytes
     [slots, heads, codes + metadata].
 
     Attributes:
@@ -45,8 +45,7 @@ class HostBytes:
 
     def move_slots(self, page_class, source, target):
         self.moved_slots += len(source[0])
-        key, value, positions = self.read_slots(page_class, source)
-        self.write_slots(page_class, target, key, value, positions)
+        self.write_slots(page_class, target, *self.read_slots(page_class, source))
 
     def read_pages(self, page_class, pages):
         return self.pages_of(page_class)[pages]
@@ -56,10 +55,10 @@ class HostBytes:
 
     # ---- slots ---------------------------------------------------------------------------------
 
-    def write_slots(self, page_class, places, key, value, positions):
-        """Write slots; `value` and `positions` are ignored if the class has none."""
+    def write_slots(self, page_class, places, planes, positions):
+        """Write the vectors of each plane; `positions` are ignored if the class has none."""
         page, offset = places
-        for placed, vectors in ((page_class.key_planes, key), (page_class.value_planes, value)):
+        for placed, vectors in zip(page_class.placed, planes, strict=True):
             first = 0
             for plane in self._planes(page_class, placed):
                 plane[page, :, offset] = vectors[..., first : first + plane.shape[3]]
@@ -68,21 +67,16 @@ class HostBytes:
             self._positions(page_class)[page, offset] = positions
 
     def read_slots(self, page_class, places):
-        """Key, value and positions of slots; empty arrays if the class has none."""
+        """The vectors of each plane, and the positions of slots; empty if the class has none."""
         page, offset = places
-        key = self._read_planes(page_class, page_class.key_planes, places)
-        value = np.empty((len(page), page_class.heads, 0), dtype=np.uint8)
-        if page_class.value:
-            value = self._read_planes(page_class, page_class.value_planes, places)
+        planes = [
+            np.concatenate([of[page, :, offset] for of in self._planes(page_class, placed)], axis=2)
+            for placed in page_class.placed
+        ]
         positions = np.empty(0, dtype=np.int32)
         if page_class.positions:
             positions = self._positions(page_class)[page, offset]
-        return key, value, positions
-
-    def _read_planes(self, page_class, placed, places):
-        page, offset = places
-        planes = [plane[page, :, offset] for plane in self._planes(page_class, placed)]
-        return planes[0] if len(planes) == 1 else np.concatenate(planes, axis=2)
+        return planes, positions
 
     # ---- views ---------------------------------------------------------------------------------
 
@@ -93,8 +87,6 @@ class HostBytes:
         return self.arena[: num_pages * size].reshape(num_pages, size)
 
     def _planes(self, page_class, placed):
-        if not placed:
-            return []  # pages of one plane
         first = placed[0].offset_bytes
         if (page_class, first) not in self._views:
             self._views[page_class, first] = [self._make_plane(page_class, p) for p in placed]

@@ -35,7 +35,7 @@ from quire.kv.sharing import (
 from quire.kv.stored_sequences import Swapped
 from quire.kv.swap import can_swap_in, swap_in, swap_out
 from quire.layout.codec_names import codec_spec
-from quire.layout.pages import CacheLayout, LaneGroup, PageClass
+from quire.layout.pages import KEY, NUMBERS, VALUE, CacheLayout, LaneGroup, PageClass, PlaneSpec
 from support.host_bytes import HostBytes, vector_bytes
 from support.small_memory import drop_pages
 
@@ -44,20 +44,20 @@ WINDOW = 13
 SHARED_TOKENS = 8  # whole pages of every shared group
 
 
-def page_class(codec, *, value=True, **shape):
-    spec = codec_spec(codec)
-    return PageClass(key=spec, value=spec if value else None, **shape)
+def page_class(codec, *names, heads, head_dim, **shape):
+    planes = (PlaneSpec(name, codec_spec(codec), head_dim, heads) for name in names or (KEY, VALUE))
+    return PageClass(planes=tuple(planes), **shape)
 
 
 BODY = page_class("bfloat16", heads=2, tokens=4, head_dim=2)
 RAGGED = page_class("bfloat16", heads=1, tokens=8, head_dim=4, positions=True)
 INT8 = page_class("int8", heads=3, tokens=4, head_dim=6)
 NARROW = page_class("float16", heads=5, tokens=2, head_dim=7, positions=True)
-SUMS = page_class("float32", value=False, heads=2, tokens=3, head_dim=4)
+SUMS = page_class("float32", NUMBERS, heads=2, tokens=3, head_dim=4)
 SUMS_SLOT_BYTES = 2 * 4 * 4
-SLOT_SUMS = page_class("float32", value=False, heads=1, tokens=8, head_dim=3)
+SLOT_SUMS = page_class("float32", NUMBERS, heads=1, tokens=8, head_dim=3)
 SLOT_SUMS_BYTES = 3 * 4
-RING = page_class("float32", value=False, heads=1, tokens=2, head_dim=5)
+RING = page_class("float32", NUMBERS, heads=1, tokens=2, head_dim=5)
 RING_SLOTS = 3
 LAYOUT = CacheLayout(
     (
@@ -68,11 +68,9 @@ LAYOUT = CacheLayout(
         LaneGroup(name="sums", page_class=SUMS, layers=(0, 1, 2, 3, 4), private=True),
         LaneGroup(name="more sums", page_class=SUMS, layers=(1,), private=True),
         LaneGroup(
-            name="slot sums", page_class=SLOT_SUMS, layers=(1,), lanes_per_layer=3, mirrors="ragged"
+            name="slot sums", page_class=SLOT_SUMS, layers=(1,), lanes_per_layer=3, of="ragged"
         ),
-        LaneGroup(
-            name="ring", page_class=RING, layers=(1,), lanes_per_layer=3, fixed_slots=RING_SLOTS
-        ),
+        LaneGroup(name="ring", page_class=RING, layers=(1,), lanes_per_layer=3, records=RING_SLOTS),
     )
 )
 STATISTICS = ("sums", "more sums", "slot sums", "ring")
@@ -578,7 +576,8 @@ class MemoryMachine(RuleBasedStateMachine):
         per_page = table.group.page_class.tokens
         slots = np.arange(-(-start // per_page) * per_page, end)
         places = table.pages[row, lane, slots // per_page], slots % per_page
-        assert not self.store.read_slots(table.group.page_class, places)[0].any()
+        planes, _ = self.store.read_slots(table.group.page_class, places)
+        assert not any(plane.any() for plane in planes)
 
     def write(self, table, row, lane, start, end):
         """Write new bytes into slots [start, end) of a lane; its pages must be unshared."""
@@ -592,10 +591,10 @@ class MemoryMachine(RuleBasedStateMachine):
             self.random.integers(
                 0,
                 256,
-                (len(slots), page_class.heads, sum(vector_bytes(codec, page_class.head_dim))),
+                (len(slots), plane.heads, sum(vector_bytes(plane.codec, plane.width))),
                 dtype=np.uint8,
             )
-            for codec in (page_class.key, page_class.value or page_class.key)
+            for plane in page_class.planes
         ]
         tokens = self.rows[row].lanes[table.group.name, lane]
         length = self.rows[row].length
@@ -604,9 +603,7 @@ class MemoryMachine(RuleBasedStateMachine):
             positions = self.positions("ragged", row, lane)[start:end]
         elif table.group.private:
             positions = slots
-        self.store.write_slots(page_class, (page, offset), *planes, positions)
-        if not page_class.value:
-            planes.pop()
+        self.store.write_slots(page_class, (page, offset), planes, positions)
         tokens.update(zip(positions.tolist(), rows_of_bytes(planes), strict=True))
 
     def positions(self, name, row, lane):
@@ -614,7 +611,7 @@ class MemoryMachine(RuleBasedStateMachine):
         table = self.memory.tables[name]
         per_page, slots = table.group.page_class.tokens, np.arange(table.num_slots[row, lane])
         places = table.pages[row, lane, slots // per_page], slots % per_page
-        return self.store.read_slots(table.group.page_class, places)[2]
+        return self.store.read_slots(table.group.page_class, places)[1]
 
     def read(self, name, row):
         """For each lane [(position, bytes)], in slot order."""
@@ -624,7 +621,7 @@ class MemoryMachine(RuleBasedStateMachine):
         ends = np.cumsum(num_slots)
         slot = np.arange(len(lane)) - np.repeat(ends - num_slots, num_slots)
         page = table.pages[row, lane, slot // page_class.tokens]
-        key, value, positions = self.store.read_slots(page_class, (page, slot % page_class.tokens))
+        planes, positions = self.store.read_slots(page_class, (page, slot % page_class.tokens))
         if name == "ring":
             positions = slot
         if name == "slot sums":
@@ -636,7 +633,7 @@ class MemoryMachine(RuleBasedStateMachine):
             by_table = first + slot % page_class.tokens
             assert not page_class.positions or (by_table == positions).all()
             positions = by_table
-        tokens = list(zip(positions.tolist(), rows_of_bytes([key, value]), strict=True))
+        tokens = list(zip(positions.tolist(), rows_of_bytes(planes), strict=True))
         return [tokens[end - count : end] for end, count in zip(ends, num_slots, strict=True)]
 
 

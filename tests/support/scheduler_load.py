@@ -20,7 +20,7 @@ from quire.kv.prefix import PrefixIndex
 from quire.layout.codec_names import codec_spec
 from quire.layout.eviction import KEEP_ALL, PREFILL_AND_DECODE, PRESSURE, SCHEDULES, EvictionSpec
 from quire.layout.layout import statistics_name, statistics_used
-from quire.layout.pages import CacheLayout, LaneGroup, PageClass
+from quire.layout.pages import NUMBERS, CacheLayout, LaneGroup, PageClass, PlaneSpec, kv_pages
 from quire.layout.statistics import AttentionSum, QueryRing
 from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
 from quire.offload.kv.offloader import PrefixOffloader
@@ -72,19 +72,19 @@ def make_layout(
     page_tokens: int, window: int | None, *, evicting: bool, with_statistics: bool = False
 ) -> CacheLayout:
     numbers = codec_spec("float32")
-    full = PageClass(
+    full = kv_pages(
         key=numbers, value=numbers, head_dim=4, heads=2, tokens=page_tokens, positions=evicting
     )
     groups = [LaneGroup(name="full", page_class=full, layers=(0, 1), ordered=not evicting)]
     if window is not None:
-        ordered = PageClass(key=numbers, value=numbers, head_dim=4, heads=2, tokens=page_tokens)
+        ordered = kv_pages(key=numbers, value=numbers, head_dim=4, heads=2, tokens=page_tokens)
         groups.append(LaneGroup(name="window", page_class=ordered, layers=(2,), window=window))
     if with_statistics:
-        shape = PageClass(key=numbers, value=None, head_dim=1, heads=2, tokens=page_tokens)
+        shape = PageClass(planes=(PlaneSpec(NUMBERS, numbers, 1, 2),), tokens=page_tokens)
         sums, ring = (statistics_name("full", statistic) for statistic in (SUMS, RING))
         groups += [
-            LaneGroup(name=sums, page_class=shape, layers=(0, 1), mirrors="full", statistic=SUMS),
-            LaneGroup(name=ring, page_class=shape, layers=(0, 1), fixed_slots=4, statistic=RING),
+            LaneGroup(name=sums, page_class=shape, layers=(0, 1), of="full", statistic=SUMS),
+            LaneGroup(name=ring, page_class=shape, layers=(0, 1), records=4, statistic=RING),
         ]
     return CacheLayout(tuple(groups))
 

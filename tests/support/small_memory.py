@@ -5,7 +5,15 @@ import numpy as np
 from quire.kv.compaction import Kind, commit_compaction, plan_compaction
 from quire.kv.memory import KVMemory
 from quire.layout.codec_names import codec_spec
-from quire.layout.pages import CacheLayout, LaneGroup, PageClass
+from quire.layout.pages import (
+    KEY,
+    NUMBERS,
+    VALUE,
+    CacheLayout,
+    LaneGroup,
+    PageClass,
+    PlaneSpec,
+)
 from support.host_bytes import HostBytes
 
 PLAIN = codec_spec("float16")
@@ -13,14 +21,9 @@ PLAIN = codec_spec("float16")
 
 def plain_class(*, tokens=4, heads=1, head_dim=8, positions=False, value=True):
     """Pages of `heads * tokens * head_dim * 4` bytes (keys and values)."""
-    return PageClass(
-        key=PLAIN,
-        value=PLAIN if value else None,
-        head_dim=head_dim,
-        heads=heads,
-        tokens=tokens,
-        positions=positions,
-    )
+    names = (KEY, VALUE) if value else (NUMBERS,)
+    planes = tuple(PlaneSpec(name, PLAIN, head_dim, heads) for name in names)
+    return PageClass(planes=planes, tokens=tokens, positions=positions)
 
 
 def one_group(page_class=None, *, num_lanes=1, total_bytes=64 * 1024, max_rows=4, **rules):
@@ -74,7 +77,8 @@ def write_lane(memory, row, lane, *, name="kv"):
     page_class, slots = table.group.page_class, np.arange(table.num_slots[row, lane])
     shape = (len(slots), page_class.heads, 2 * page_class.head_dim)
     vectors = np.broadcast_to((slots + 100 * lane).astype(np.uint8)[:, None, None], shape)
-    memory.store.write_slots(page_class, places(table, row, lane), vectors, vectors, slots)
+    planes = [vectors] * len(page_class.planes)
+    memory.store.write_slots(page_class, places(table, row, lane), planes, slots)
 
 
 def places(table, row, lane):
@@ -87,7 +91,7 @@ def places(table, row, lane):
 def keys(memory, row, lane=0, *, name="kv"):
     """The first byte of each slot's key, in slot order."""
     table = memory.tables[name]
-    key, _, _ = memory.store.read_slots(table.group.page_class, places(table, row, lane))
+    (key, *_), _ = memory.store.read_slots(table.group.page_class, places(table, row, lane))
     return key[:, 0, 0].tolist()
 
 

@@ -102,7 +102,7 @@ def evict(kv, row, keep):
     """Compact a row to `keep` [lanes, slots] of the full group."""
     commit_compaction(kv.memory, plan_compaction(kv.memory, "full", row, keep))
     held = kv.memory.tables["full"].num_slots[row]
-    for group in kv.memory.layout.mirrors_of("full"):
+    for group in kv.memory.layout.followers_of("full"):
         table = kv.memory.tables[group.name]
         if table.active[row] and (table.num_slots[row] != held).any():
             commit_compaction(kv.memory, plan_compaction(kv.memory, group.name, row, keep))

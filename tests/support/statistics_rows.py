@@ -4,9 +4,9 @@ from quire.layout.pages import LaneGroup
 from support.small_memory import grow, plain_class, write_lane
 
 KV = LaneGroup(name="kv", page_class=plain_class(positions=True), layers=(0, 1), ordered=False)
-SUMS = LaneGroup(name="kv.sums", page_class=plain_class(value=False), layers=(0, 1), mirrors="kv")
+SUMS = LaneGroup(name="kv.sums", page_class=plain_class(value=False), layers=(0, 1), of="kv")
 RING = LaneGroup(
-    name="kv.ring", page_class=plain_class(tokens=2, value=False), layers=(0, 1), fixed_slots=3
+    name="kv.ring", page_class=plain_class(tokens=2, value=False), layers=(0, 1), records=3
 )
 WINDOW = LaneGroup(name="window", page_class=plain_class(), layers=(2,), window=9)
 GROUPS = (KV, SUMS, RING, WINDOW)

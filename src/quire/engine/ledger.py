@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from quire.errors import InvariantError
-from quire.kv.ledger import NO_ROW, LedgerExtent, codec_name, extents_of, is_plain, prove_extents
+from quire.kv.ledger import NO_ROW, LedgerExtent, extents_of, prove_extents
 from quire.kv.memory import KVMemory
 from quire.kv.stored_sequences import Swapped
 from quire.offload.swap.host_pool import HostPool
@@ -133,8 +133,8 @@ def _host_extents(requests: list[Request]) -> Iterator[HostExtent]:
             num_bytes = pages * page_class.page_bytes
             for i, request in enumerate(together):
                 share_bytes = num_bytes * (i + 1) // len(together) - num_bytes * i // len(together)
-                exact = request.eviction.exact and is_plain(page_class)
-                yield HostExtent(request, codec_name(page_class), share_bytes, exact)
+                exact = request.eviction.exact and page_class.is_plain
+                yield HostExtent(request, page_class.codec_name, share_bytes, exact)
 
 
 def _rows(

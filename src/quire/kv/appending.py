@@ -96,7 +96,7 @@ def _private_copies(
 ) -> dict[str, PageNumbers] | None:
     """Private copies of a snapshot, zeroed records of promoted tokens; None if they do not fit."""
     pages = {} if statistics is None else statistics.pages
-    empty = [t for t in memory.tables.values() if t.active[row] and t.group.promoted is not None]
+    empty = [t for t in memory.tables.values() if t.active[row] and not t.group.checkpointed]
     counts = {name: numbers.size for name, numbers in pages.items()}
     for group in (table.group for table in empty):
         counts[group.name] = group.page_class.pages_for(group.slots_of(end)) * group.num_lanes

@@ -107,7 +107,7 @@ class SnapshotRecords:
 
 def statistics_groups(memory: KVMemory, used: Collection[str]) -> list[LaneGroup]:
     """The private groups of a snapshot, in the order of the layout."""
-    return [group for group in private_groups(memory, used) if group.promoted is None]
+    return [group for group in private_groups(memory, used) if group.checkpointed]
 
 
 def private_groups(memory: KVMemory, used: Collection[str]) -> list[LaneGroup]:
@@ -119,5 +119,5 @@ def _identity(group: LaneGroup) -> str:
     page, layers = group.page_class, ",".join(map(str, group.layers))
     return (
         f"{group.name} layers={layers} lanes_per_layer={group.lanes_per_layer} "
-        f"slots={group.fixed_slots} page={page.tokens}x{page.page_bytes}"
+        f"slots={group.records} page={page.tokens}x{page.page_bytes}"
     )

@@ -107,8 +107,8 @@ def plan_compaction(
             "instead"
         )
     moves = no_moves() if kept_columns is not None else _moves(keep, kind)
-    mirrors = (mirror.name for mirror in memory.layout.mirrors_of(group))
-    statistics = tuple(name for name in mirrors if memory.tables[name].active[row])
+    followers = (follower.name for follower in memory.layout.followers_of(group))
+    statistics = tuple(name for name in followers if memory.tables[name].active[row])
     tables = [table, *(memory.tables[name] for name in statistics)]
     return CompactionPlan(
         group=group,

@@ -42,16 +42,16 @@ def full_precision_buffers(
 ) -> dict[str, FullPrecisionBuffer]:
     """Return the full-precision buffer of each lane group that has one, by the group's name."""
     return {
-        group.full_precision.of: FullPrecisionBuffer(
+        group.of: FullPrecisionBuffer(
             tokens=group.full_precision,
             views=store.views(group.page_class),
             table=memory.tables[group.name],
             device_table=tables[group.name],
-            coded=store.views(memory.tables[group.full_precision.of].group.page_class),
-            coded_table=memory.tables[group.full_precision.of],
+            coded=store.views(memory.tables[group.of].group.page_class),
+            coded_table=memory.tables[group.of],
         )
         for group in memory.layout.groups
-        if group.full_precision is not None
+        if group.full_precision is not None and group.of is not None
     }
 
 
@@ -88,7 +88,6 @@ class FullPrecisionStep:
 
     def pages(self, fresh: tuple[Tensor, Tensor]) -> FullPrecisionPages:
         views = self._buffer.views
-        assert views.value is not None, "full-precision pages hold keys and values"
         return FullPrecisionPages(
             tokens=self._buffer.tokens,
             key=views.key,
@@ -105,7 +104,6 @@ class FullPrecisionStep:
         if self._full is None or slots.coded is None:
             return False
         views = self._buffer.views
-        assert views.value is not None, "full-precision pages hold keys and values"
         sides = ((slots.coded.key, views.key, key), (slots.coded.value, views.value, value))
         for number, (coded, full_precision, fresh) in enumerate(sides):
             if not coded.codec.spec.per_page:
@@ -123,7 +121,6 @@ class FullPrecisionStep:
     def keep(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Write the step's tokens in full precision over tokens that have left the window."""
         views = self._buffer.views
-        assert views.value is not None, "full-precision pages hold keys and values"
         for plane, fresh in ((views.key, key), (views.value, value)):
             heads, head_dim = plane.shape[1], plane.shape[3]
             by_lane = fresh.reshape(len(fresh), self._shape[1], heads, head_dim)

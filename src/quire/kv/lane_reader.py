@@ -117,7 +117,6 @@ class LaneReader:
     def values(self) -> Float[Tensor, "lane slot head_dim"]:
         """Return the stored values, decoded to float32; zeros past a lane's last slot."""
         views = self._views
-        assert views.value is not None, "lanes that attend have a value plane"
         kept = None if self._kept is None else self._kept.views.value
         return self._gather(views.value, _value, kept)
 
@@ -132,7 +131,6 @@ class LaneReader:
         """
         kept = self._kept
         assert kept is not None, "the group keeps full-precision tokens"
-        assert kept.views.value is not None, "full-precision pages hold keys and values"
         at, tokens = (self._tensor(lane), self._tensor(index)), self._group.page_class.tokens
         places = self._places(tokens)
         pages = self._tensor(kept.table.pages[self.row, self.lanes, 0])[at[0]]
@@ -207,7 +205,7 @@ class LaneReader:
     def _statistic(self, place: StatisticPages) -> Tensor:
         if place.statistic.per_slot:
             return self._gather_numbers(place.numbers, place.table.pages)
-        records = place.group.fixed_slots
+        records = place.group.records
         assert records is not None, "what is not per slot has a fixed number of records"
         column, offset = np.divmod(np.arange(records), place.group.page_class.tokens)
         pages = self._tensor(self._pages(place.table.pages)[:, column])

@@ -70,17 +70,6 @@ def exact_rows(memory: KVMemory) -> NDArray[np.bool_]:
     return exact
 
 
-def is_plain(page_class: PageClass) -> bool:
-    """Return whether KV is stored unquantized, in a floating-point type that models compute in."""
-    return page_class.is_plain
-
-
-def codec_name(page_class: PageClass) -> str:
-    """Return the key codec, or "key/value" if the value codec differs."""
-    key, value = page_class.key.name, page_class.value
-    return key if value is None or value.name == key else f"{key}/{value.name}"
-
-
 class _Counted:
     """Page counts of one class by group, row, references and number of sequences."""
 
@@ -142,7 +131,7 @@ def _split(
     page_class: PageClass, counted: _Counted, exact: NDArray[np.bool_]
 ) -> Iterator[LedgerExtent]:
     """Yield the extents of sequences; the shares of shared pages add up to all their bytes."""
-    plain, codec = is_plain(page_class), codec_name(page_class)
+    plain, codec = page_class.is_plain, page_class.codec_name
     found = zip(counted.index.tolist(), counted.pages.tolist(), strict=True)
     by_references = sorted(found, key=lambda item: item[0][2:])
     for (references, sequences), items in groupby(by_references, key=lambda item: item[0][2:]):
@@ -170,12 +159,12 @@ def _cached(page_class: PageClass, idle: _Counts) -> Iterator[LedgerExtent]:
             yield LedgerExtent(
                 row=NO_ROW,
                 group="",
-                codec=codec_name(page_class),
+                codec=page_class.codec_name,
                 references=references,
                 sequences=0,
                 pages=pages,
                 num_bytes=pages * page_class.page_bytes,
-                exact=is_plain(page_class),
+                exact=page_class.is_plain,
             )
 
 

@@ -297,8 +297,8 @@ class KVMemory:
             raise ConfigError(f"cannot truncate a row of {held} tokens to {length}")
         kept = {name: slots_below(t, row, held, length) for name, t in self.tables.items()}
         for name, table in self.tables.items():
-            if table.group.mirrors is not None and table.active[row]:
-                kept[name] = kept[table.group.mirrors]
+            if table.group.follows is not None and table.active[row]:
+                kept[name] = kept[table.group.follows]
             self.pools[table.group.page_class].release(cut_slots(table, row, kept[name]))
         self.lengths[row] = length
 

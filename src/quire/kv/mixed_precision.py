@@ -82,7 +82,8 @@ def promoted_buffers(
         views = store.views(group.page_class)
         assert views.coded is not None, "records hold codes"
         assert views.positions is not None, "records hold the positions of their tokens"
-        places[group.promoted.of] = PromotedBuffer(
+        assert group.of is not None, "promoted tokens are of a group"
+        places[group.of] = PromotedBuffer(
             tokens=group.promoted,
             coded=views.coded,
             marks=views.positions,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.kv.ledger import codec_name, exact_rows
+from quire.kv.ledger import exact_rows
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers, PagePool
 from quire.kv.tables import NO_PAGE, LaneTable, Rows
@@ -126,7 +126,7 @@ class _ClassReader:
             state[(references > 1) & own_pages] |= SHARED
             if not only_these:
                 state[(references > 0) & (used > references) & own_pages] |= CACHED
-        return ClassFacts(page_class, codec_name(page_class), pages, owner, state)
+        return ClassFacts(page_class, page_class.codec_name, pages, owner, state)
 
     def _claim(self, table: LaneTable) -> None:
         rows = self._rows

@@ -46,16 +46,16 @@ def prove_lanes(
             raise InvariantError(f"group {group.name!r}: a closed row still has slots")
         if slots[~used].any():
             raise InvariantError(f"group {group.name!r}: slots of a row that does not use it")
-        if group.mirrors is not None:
-            if (slots != tables[group.mirrors].num_slots)[used].any():
+        if group.follows is not None:
+            if (slots != tables[group.follows].num_slots)[used].any():
                 raise InvariantError(
-                    f"group {group.name!r}: slot counts differ from group {group.mirrors!r}"
+                    f"group {group.name!r}: slot counts differ from group {group.follows!r}"
                 )
-        elif group.fixed_slots is not None:
-            records = np.where(used & (lengths > 0), group.fixed_slots, 0)
+        elif group.records is not None:
+            records = np.where(used & (lengths > 0), group.records, 0)
             if (slots != records[:, None]).any():
                 raise InvariantError(
-                    f"group {group.name!r}: expected {group.fixed_slots} records in every lane"
+                    f"group {group.name!r}: expected {group.records} records in every lane"
                 )
         elif (slots > lengths[:, None]).any():
             raise InvariantError(f"group {group.name!r}: more slots than tokens")

@@ -227,7 +227,6 @@ class Resealing:
         at = self._tensor(buffer.table.pages[row, part.lanes, 0][lane])
         record = self._tensor(tokens.first_relocated + offset)
         marks[at, record] = self._tensor(moved.positions[lane, slot] + 1).to(marks.dtype)
-        assert buffer.views.value is not None, "full-precision pages hold keys and values"
         for plane, vectors in ((buffer.views.key, moved.key), (buffer.views.value, moved.value)):
             found = vectors[self._tensor(lane), :, self._tensor(slot)]
             plane[at, :, record] = found.to(plane.dtype)

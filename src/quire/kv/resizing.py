@@ -56,8 +56,8 @@ def grown_slots(table: LaneTable, rows: Rows, tokens: NDArray[np.int32]) -> NDAr
     if not table.group.private:
         return held + tokens[:, None]
     grows = table.active[rows] & (tokens > 0)
-    if table.group.fixed_slots is not None:
-        return np.where(grows[:, None], np.int32(table.group.fixed_slots), held)
+    if table.group.records is not None:
+        return np.where(grows[:, None], np.int32(table.group.records), held)
     return held + np.where(grows, tokens, np.int32(0))[:, None]
 
 
@@ -147,7 +147,7 @@ def slots_below(table: LaneTable, row: int, row_length: int, length: int) -> NDA
     Groups with fixed records retain all of them while the row has a token.
     """
     slots: NDArray[np.int32] = table.num_slots[row]
-    if not table.active[row] or table.group.mirrors is not None:
+    if not table.active[row] or table.group.follows is not None:
         return slots.copy()
     if length < row_length:
         table.require_in_place(row, length // table.group.page_class.tokens)
@@ -157,7 +157,7 @@ def slots_below(table: LaneTable, row: int, row_length: int, length: int) -> NDA
             f"a row that keeps its newest {recent} tokens in full precision cannot be truncated "
             f"from {row_length} to {length}: older tokens are no longer in full precision"
         )
-    if table.group.fixed_slots is not None:
+    if table.group.records is not None:
         return np.full_like(slots, table.group.slots_of(length))
     if not table.group.ordered:
         if (slots != row_length).any():

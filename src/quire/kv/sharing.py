@@ -152,7 +152,7 @@ def _private_tables(memory: KVMemory) -> list[LaneTable]:
 
 
 def _referenced_tables(memory: KVMemory) -> list[LaneTable]:
-    return [table for table in _private_tables(memory) if table.group.promoted is None]
+    return [table for table in _private_tables(memory) if table.group.checkpointed]
 
 
 def copy_private_pages(memory: KVMemory, table: LaneTable, pages: PageNumbers) -> PageNumbers:

@@ -35,7 +35,7 @@ from quire.kv.statistics.pages import StatisticPages, positions_of
 from quire.kv.statistics.watching import SumsScratch, Unrotates, watch_group
 from quire.kv.step_part import WHOLE_STEP, StepPart
 from quire.kv.store import PageStore, store_of
-from quire.layout.pages import CacheLayout, LaneGroup, PageClass
+from quire.layout.pages import NUMBERS, CacheLayout, LaneGroup, PageClass
 
 
 @runtime_checkable  # for the shape checks in tests
@@ -117,7 +117,7 @@ class PagedKV:
                 place = StatisticPages(
                     group=group,
                     statistic=group.statistic,
-                    numbers=self.store.views(group.page_class).key,
+                    numbers=self.store.views(group.page_class).planes[NUMBERS][0],
                     table=self.memory.tables[group.name],
                     device_table=self.tables[group.name],
                 )
@@ -143,7 +143,6 @@ class PagedKV:
         self, group: LaneGroup, table: Tensor, rows: Tensor
     ) -> tuple[LayerPages, ...]:
         views = self.store.views(group.page_class)
-        assert views.value is not None, "lanes that attend have a value plane"
         return tuple(
             LayerPages(
                 key=views.key,

@@ -1,6 +1,6 @@
 """The page store: one tensor of bytes per arena, and typed views of it for each page class."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,7 @@ from quire.kernels.huge_pages import zero_memory
 from quire.kernels.paging import move_slots
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
-from quire.layout.pages import PageClass, PlacedPlane
+from quire.layout.pages import KEY, VALUE, PageClass, PlacedPlane
 
 PLAIN_DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -34,20 +34,29 @@ class PageViews:
 
     Attributes:
         whole: uint8 [pages, page_bytes].
-        key: [pages, heads, tokens, head_dim] keys, or packed codes of quantized keys.
-        value: [pages, heads, tokens, head_dim] values, or packed codes; None for one-plane pages.
+        planes: the data of each plane by name, [pages, heads, tokens, width] each: its vectors, or
+            packed codes followed by scales, zeros and outliers.
         positions: int32 [pages, tokens] logical positions; None if pages have none.
-        coded: encodes and decodes the pages; None if they are not quantized.
-        by_slot: planes with a record per slot, each [pages, heads, tokens, width], positions
-            included: the data that moves with a slot.
+        coded: encodes and decodes keys and values; None if the pages are not quantized.
+        by_slot: data with a record per slot, each [pages, heads, tokens, width], positions
+            included: what moves with a slot.
     """
 
     whole: Tensor
-    key: Tensor
-    value: Tensor | None
+    planes: Mapping[str, tuple[Tensor, ...]]
     positions: Tensor | None
     coded: CodedPages | None
     by_slot: tuple[Tensor, ...]
+
+    @property
+    def key(self) -> Tensor:
+        """Keys, or packed codes of quantized keys."""
+        return self.planes[KEY][0]
+
+    @property
+    def value(self) -> Tensor:
+        """Values, or packed codes of quantized values."""
+        return self.planes[VALUE][0]
 
 
 class PageStore:
@@ -87,8 +96,10 @@ class PageStore:
     def views_of(self, whole: Tensor, page_class: PageClass) -> PageViews:
         """Return typed views of a byte tensor that holds only pages of a class, on any device."""
         num_pages = whole.numel() // page_class.page_bytes
-        key = tuple(self._plane(whole, page_class, placed) for placed in page_class.key_planes)
-        value = tuple(self._plane(whole, page_class, placed) for placed in page_class.value_planes)
+        planes = {
+            plane.name: tuple(self._plane(whole, page_class, placed) for placed in parts)
+            for plane, parts in zip(page_class.planes, page_class.placed, strict=True)
+        }
         positions = None
         if page_class.positions:
             typed = whole.view(torch.int32)
@@ -97,16 +108,19 @@ class PageStore:
                 (page_class.page_bytes // 4, 1),
                 typed.storage_offset() + page_class.positions_offset_bytes // 4,
             )
-        placed = (*page_class.key_planes, *page_class.value_planes)
-        by_slot = [v for v, p in zip((*key, *value), placed, strict=True) if not p.plane.per_page]
+        by_slot = [
+            view
+            for views, parts in zip(planes.values(), page_class.placed, strict=True)
+            for view, placed in zip(views, parts, strict=True)
+            if not placed.plane.per_page
+        ]
         if positions is not None:
             by_slot.append(positions[:, None, :, None])
         return PageViews(
             whole=whole.view(num_pages, page_class.page_bytes),
-            key=key[0],
-            value=value[0] if value else None,
+            planes=planes,
             positions=positions,
-            coded=None if page_class.is_plain else _coded(page_class, key, value),
+            coded=None if page_class.is_plain else _coded(page_class, planes),
             by_slot=tuple(by_slot),
         )
 
@@ -138,7 +152,7 @@ class PageStore:
         """InvariantError if the codec shares parameters between the slots of a page."""
         if page_class.per_page:
             raise InvariantError(
-                f"single slots of pages in {page_class.key.name} cannot move: the codec encodes "
+                f"single slots of pages in {page_class.codec_name} cannot move: the codec encodes "
                 "whole pages"
             )
         self.move_records(page_class, source, target)
@@ -193,11 +207,11 @@ def zero_bytes(total_bytes: int, device: torch.device) -> Tensor:
     return zero_memory(total_bytes)
 
 
-def _coded(page_class: PageClass, key: tuple[Tensor, ...], value: tuple[Tensor, ...]) -> CodedPages:
-    assert page_class.value is not None, "statistics pages are not quantized"
-    codecs = (make_codec(spec, page_class.head_dim) for spec in (page_class.key, page_class.value))
-    sides = (CodedPlanes(*side) for side in zip(codecs, (key, value), strict=True))
-    return CodedPages(*sides)
+def _coded(page_class: PageClass, planes: Mapping[str, tuple[Tensor, ...]]) -> CodedPages | None:
+    if not {KEY, VALUE} <= set(planes):
+        return None
+    codecs = {p.name: make_codec(p.codec, p.width) for p in page_class.planes}
+    return CodedPages(*(CodedPlanes(codecs[name], planes[name]) for name in (KEY, VALUE)))
 
 
 def store_of(memory: KVMemory) -> PageStore:

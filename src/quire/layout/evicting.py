@@ -37,4 +37,4 @@ def _without_relocated(group: LaneGroup) -> LaneGroup:
         return group
     tokens = replace(tokens, relocated=0)
     page_class = replace(group.page_class, tokens=tokens.records, positions=False)
-    return replace(group, page_class=page_class, fixed_slots=tokens.records, full_precision=tokens)
+    return replace(group, page_class=page_class, records=tokens.records, full_precision=tokens)

@@ -7,7 +7,16 @@ from quire.layout.codec_names import codec_spec
 from quire.layout.codecs import CodecSpec
 from quire.layout.kv_format import KVFormat, read_format
 from quire.layout.model import ModelSpec
-from quire.layout.pages import CacheLayout, LaneGroup, PageClass
+from quire.layout.pages import (
+    KEY,
+    NUMBERS,
+    VALUE,
+    CacheLayout,
+    LaneGroup,
+    PageClass,
+    PlaneSpec,
+    kv_pages,
+)
 from quire.layout.statistics import Statistic
 from quire.layout.token_precision import FullPrecisionTokens, PromotedTokens, Records
 
@@ -47,7 +56,7 @@ def layout_for(
         key, value = part.codecs
         group = LaneGroup(
             name=part.name,
-            page_class=PageClass(
+            page_class=kv_pages(
                 key=key,
                 value=value,
                 head_dim=model.head_dim,
@@ -101,7 +110,6 @@ def _full_precision_group(group: LaneGroup, form: KVFormat) -> LaneGroup:
     if group.window is not None:  # no query attends to tokens outside the window
         form = replace(form, residual=min(form.residual, group.window))
     full_precision = FullPrecisionTokens(
-        of=group.name,
         sinks=form.sinks,
         residual=form.residual,
         recent=form.recent(page_tokens),
@@ -110,7 +118,7 @@ def _full_precision_group(group: LaneGroup, form: KVFormat) -> LaneGroup:
     )
     return LaneGroup(
         name=f"{group.name}.full_precision",
-        page_class=PageClass(
+        page_class=kv_pages(
             key=form.required_plain,
             value=form.required_plain,
             head_dim=group.page_class.head_dim,
@@ -121,7 +129,8 @@ def _full_precision_group(group: LaneGroup, form: KVFormat) -> LaneGroup:
         ),
         layers=group.layers,
         lanes_per_layer=group.lanes_per_layer,
-        fixed_slots=full_precision.records,
+        of=group.name,
+        records=full_precision.records,
         full_precision=full_precision,
     )
 
@@ -130,7 +139,7 @@ def _promoted_group(group: LaneGroup, records: Records) -> LaneGroup:
     """Build the group of a group's promoted tokens, with their positions: one page per lane."""
     return LaneGroup(
         name=f"{group.name}.promoted",
-        page_class=PageClass(
+        page_class=kv_pages(
             key=records.key,
             value=records.value,
             head_dim=group.page_class.head_dim,
@@ -141,8 +150,10 @@ def _promoted_group(group: LaneGroup, records: Records) -> LaneGroup:
         ),
         layers=group.layers,
         lanes_per_layer=group.lanes_per_layer,
-        fixed_slots=records.count,
-        promoted=PromotedTokens(of=group.name, count=records.count),
+        of=group.name,
+        records=records.count,
+        checkpointed=False,  # no token is promoted before the first eviction
+        promoted=PromotedTokens(count=records.count),
     )
 
 
@@ -154,16 +165,21 @@ def _statistics_groups(
         yield LaneGroup(
             name=statistics_name(group.name, statistic),
             page_class=PageClass(
-                key=codec_spec(STATISTICS_CODEC),
-                value=None,
-                head_dim=statistic.width(model),
-                heads=group.page_class.heads * statistic.heads_each(model),
+                planes=(
+                    PlaneSpec(
+                        NUMBERS,
+                        codec_spec(STATISTICS_CODEC),
+                        statistic.width(model),
+                        group.page_class.heads * statistic.heads_each(model),
+                    ),
+                ),
                 tokens=group.page_class.tokens if slots is None else slots,
             ),
             layers=group.layers,
             lanes_per_layer=group.lanes_per_layer,
-            mirrors=group.name if slots is None else None,
-            fixed_slots=slots,
+            of=group.name,
+            records=slots,
+            optional=True,
             statistic=statistic,
         )
 
@@ -201,9 +217,9 @@ def page_and_fixed_bytes(layout: CacheLayout) -> tuple[int, int]:
     in_order = {group.name for group in layout.groups if group.ordered}
     for group in layout.groups:
         lanes_bytes = group.num_lanes * group.page_class.page_bytes
-        if group.full_precision is not None and group.full_precision.of in in_order:
+        if group.of in in_order:
             continue  # a window group: no rule evicts its tokens
-        if group.fixed_slots is not None:
+        if group.records is not None:
             fixed_bytes += lanes_bytes
         elif not group.ordered:
             page_bytes += lanes_bytes
@@ -213,8 +229,8 @@ def page_and_fixed_bytes(layout: CacheLayout) -> tuple[int, int]:
 def statistics_used(layout: CacheLayout, statistics: Collection[Statistic]) -> frozenset[str]:
     """Return the names of the private groups of a sequence that uses these statistics.
 
-    The result is an argument of `KVMemory.start`. Groups of full-precision and promoted tokens are
-    always included. A layout without layers with eviction has no statistics groups.
+    The result is an argument of `KVMemory.start`. Groups that are not optional are always included.
+    A layout without layers with eviction has no statistics groups.
     """
     wanted = {
         statistics_name(group.name, statistic)
@@ -222,11 +238,8 @@ def statistics_used(layout: CacheLayout, statistics: Collection[Statistic]) -> f
         if not group.private
         for statistic in statistics
     }
-    private = {group.name for group in layout.groups if group.private}
-    always = {
-        g.name for g in layout.groups if g.full_precision is not None or g.promoted is not None
-    }
-    return frozenset(wanted & private | always)
+    private = {group.name: group.optional for group in layout.groups if group.private}
+    return frozenset(name for name, optional in private.items() if not optional or name in wanted)
 
 
 def layout_fingerprint(layout: CacheLayout) -> str:
@@ -249,9 +262,12 @@ def _group_fingerprint(group: LaneGroup) -> str:
 
 def _page_fingerprint(page: PageClass) -> str:
     """Identity of a page's bytes: codecs, dimensions and the locations of planes."""
-    placed = (*page.key_planes, *page.value_planes)
+    placed = (one for parts in page.placed for one in parts)
     planes = ",".join(f"{p.plane.name}:{p.plane.dtype}:{p.offset_bytes}" for p in placed)
-    codecs = [codec.fingerprint for codec in (page.key, page.value) if codec is not None]
+    codecs = [plane.codec.fingerprint for plane in page.planes]
+    vectors = [(plane.name, plane.heads, plane.width) for plane in page.planes]
+    if vectors != [(name, page.heads, page.head_dim) for name in (KEY, VALUE)]:
+        planes += f" vectors={vectors}"
     return (
         f"{' / '.join(codecs)}; head_dim={page.head_dim} heads={page.heads} tokens={page.tokens} "
         f"positions={page.positions} rotated={page.rotated} layers={page.layers} planes={planes} "

@@ -1,9 +1,9 @@
-"""Page classes: the contents of a page and its bytes. Page bytes are computed only here.
+"""Planes, page classes and lane groups: the declaration of every kind of cache.
 
-A page of `tokens` slots consists of consecutive planes:
+A page of `tokens` slots consists of consecutive planes, in the order of their declaration:
 
-    | keys [heads, tokens, head_dim] | values [heads, tokens, head_dim] | positions [tokens] |
-      codec `key`                      codec `value` (may be absent)      int32, if stored
+    | key [heads, tokens, width] | value [heads, tokens, width] | ... | positions [tokens] |
+      codec of the plane           codec of the plane                   int32, if stored
     and padding to a multiple of 64 bytes and of a vector
 
 Quantizing codecs store codes there, followed by the data that decodes them:
@@ -11,12 +11,15 @@ Quantizing codecs store codes there, followed by the data that decodes them:
     | codes of keys | codes of values | scales, zeros, outliers of keys | of values | positions |
 
 The codes of one head and token are contiguous, the codes of a head's tokens are adjacent, and all
-scales of a page are together. Full-precision sinks, an INT4 body, lanes per KV head, statistics:
-each is one `PageClass`. No other part of Quire depends on the contents of a page.
+scales of a page are together. Planes of one page move, are copied and are freed together. Planes
+that only some sequences use, or that have a fixed number of records, are in a lane group of their
+own. Page bytes are computed only here, and no other part of Quire depends on the planes of a page
+to copy, move, store or count it.
 """
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from quire.errors import ConfigError
 from quire.layout.codecs import ELEMENT_BYTES, CodecSpec, Plane
@@ -52,40 +55,64 @@ class PlacedPlane:
         return self.offset_bytes + heads * records * self.plane.record_bytes
 
 
+KEY, VALUE, NUMBERS = "key", "value", "numbers"
+"""Names of planes: keys and values of tokens, and statistics."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneSpec:
+    """A plane of a page: vectors of one kind, one for each head and slot.
+
+    Attributes:
+        name: unique in the page, such as KEY.
+        codec: codec of the vectors.
+        width: elements of a vector.
+        heads: vectors of a slot.
+    """
+
+    name: str
+    codec: CodecSpec
+    width: int
+    heads: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("width", "heads"):
+            if getattr(self, name) < 1:
+                raise ConfigError(
+                    f"expected plane {self.name!r} with {name} >= 1, got {getattr(self, name)}"
+                )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageClass:
     """A class of pages with the same planes and the same bytes; each class has one page pool.
 
     Attributes:
-        key: codec of the first plane.
-        value: codec of the second plane; None for one-plane pages (statistics).
-        head_dim: elements of a vector.
-        heads: heads in a page (all KV heads of a layer, or one for lanes per KV head).
+        planes: the planes, in the order of their codes in the page.
         tokens: slots in a page.
         positions: whether a page stores the logical position of each slot (unordered lanes).
         rotated: whether keys are stored after RoPE; otherwise before RoPE. Pages of the two kinds
             are never mixed.
         layers: number of layers whose pages are counted as one page, for simulations without bytes.
         page_bytes: bytes of a page, padding included; derived from the other attributes.
-        key_planes, value_planes: locations of the planes; derived.
+        placed: locations of the data of each plane; derived.
     """
 
-    key: CodecSpec
-    value: CodecSpec | None
-    head_dim: int
-    heads: int
+    planes: tuple[PlaneSpec, ...]
     tokens: int
     positions: bool = False
     rotated: bool = True
     layers: int = 1
     page_bytes: int = field(init=False, repr=False, compare=False)  # cached: read in every step
-    key_planes: tuple[PlacedPlane, ...] = field(init=False, repr=False, compare=False)
-    value_planes: tuple[PlacedPlane, ...] = field(init=False, repr=False, compare=False)
+    placed: tuple[tuple[PlacedPlane, ...], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("head_dim", "heads", "tokens", "layers"):
+        for name in ("tokens", "layers"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"expected a page with {name} >= 1, got {getattr(self, name)}")
+        names = [plane.name for plane in self.planes]
+        if len(set(names)) != len(names) or not names:
+            raise ConfigError(f"expected a page of planes with unique names, got {names}")
         self._place_planes()
         end = self.positions_offset_bytes + (POSITION_BYTES * self.tokens if self.positions else 0)
         page_bytes = self.layers * _round_up(end, self.alignment_bytes)
@@ -96,68 +123,93 @@ class PageClass:
         return hash((self.head_dim, self.heads, self.tokens, self.positions, self.rotated))
 
     def _place_planes(self) -> None:
-        """Place the codes of keys and values first, then scales, zeros and outliers."""
-        sides = [codec.planes(self.head_dim) for codec in (self.key, self.value) if codec]
-        placed: list[list[PlacedPlane]] = [[] for _ in sides]
+        """Place the codes of all planes first, then scales, zeros and outliers."""
+        parts = [plane.codec.planes(plane.width) for plane in self.planes]
+        placed: list[list[PlacedPlane]] = [[] for _ in parts]
         offset = 0
         for part in (slice(0, 1), slice(1, None)):
-            for planes, place in zip(sides, placed, strict=True):
+            for spec, planes, place in zip(self.planes, parts, placed, strict=True):
                 for plane in planes[part]:
                     records = 1 if plane.per_page else self.tokens
                     offset = _round_up(offset, ELEMENT_BYTES[plane.dtype])
-                    place.append(PlacedPlane(plane, offset, (self.heads, records, plane.width)))
+                    place.append(PlacedPlane(plane, offset, (spec.heads, records, plane.width)))
                     offset = place[-1].end_bytes
-        object.__setattr__(self, "key_planes", tuple(placed[0]))
-        object.__setattr__(self, "value_planes", tuple(placed[1]) if self.value else ())
+        object.__setattr__(self, "placed", tuple(map(tuple, placed)))
+
+    @property
+    def heads(self) -> int:
+        """Vectors of a slot in the first plane: KV heads."""
+        return self.planes[0].heads
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a vector of the first plane."""
+        return self.planes[0].width
+
+    def index(self, name: str) -> int | None:
+        """The place of a plane in `planes`; None if a page has no such plane."""
+        names = [plane.name for plane in self.planes]
+        return names.index(name) if name in names else None
 
     @property
     def is_plain(self) -> bool:
-        """Whether keys and values are unquantized."""
-        return self.key.is_plain and (self.value is None or self.value.is_plain)
+        """Whether all planes are unquantized."""
+        return all(plane.codec.is_plain for plane in self.planes)
 
     @property
     def per_page(self) -> bool:
         """Whether slots share decoding data, so single slots cannot be moved or evicted."""
-        return self.key.per_page or (self.value is not None and self.value.per_page)
+        return any(plane.codec.per_page for plane in self.planes)
 
     @property
-    def key_bytes(self) -> int:
-        """Bytes of a page's keys, with scales, zeros and outliers."""
-        return (
-            sum(p.plane.num_bytes(self.heads, self.tokens) for p in self.key_planes) * self.layers
+    def codec_name(self) -> str:
+        """The codec of the planes, or all their codecs, such as "int8/int4"."""
+        return "/".join(dict.fromkeys(plane.codec.name for plane in self.planes))
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of all planes with scales, zeros and outliers, without positions and padding."""
+        return self.layers * sum(
+            placed.plane.num_bytes(spec.heads, self.tokens)
+            for spec, parts in zip(self.planes, self.placed, strict=True)
+            for placed in parts
         )
-
-    @property
-    def value_bytes(self) -> int:
-        """Bytes of a page's values, with scales, zeros and outliers."""
-        one = sum(p.plane.num_bytes(self.heads, self.tokens) for p in self.value_planes)
-        return one * self.layers
 
     @property
     def positions_offset_bytes(self) -> int:
         """Offset of the positions, a multiple of their size."""
-        end = max(p.end_bytes for p in (*self.key_planes, *self.value_planes))
+        end = max(placed.end_bytes for parts in self.placed for placed in parts)
         return _round_up(end, POSITION_BYTES)
 
     @property
     def alignment_bytes(self) -> int:
-        """Alignment of page_bytes: a cache line and, for unquantized KV, a vector.
+        """Alignment of page_bytes: a cache line and, for unquantized KV, the vectors.
 
-        Every page is then aligned in a view of the arena as vectors. Statistics need no such view.
+        Every page is then aligned in a view of the arena as vectors. A single plane (statistics)
+        needs no such view.
         """
-        if self.value is None or not self.is_plain:
+        if len(self.planes) == 1 or not self.is_plain:
             return PAGE_ALIGNMENT_BYTES
-        return math.lcm(PAGE_ALIGNMENT_BYTES, self.key_planes[0].plane.record_bytes)
+        vectors = (parts[0].plane.record_bytes for parts in self.placed)
+        return math.lcm(PAGE_ALIGNMENT_BYTES, *vectors)
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of one slot, without the padding of the page."""
         position_bytes = POSITION_BYTES * self.layers if self.positions else 0
-        return (self.key_bytes + self.value_bytes) // self.tokens + position_bytes
+        return self.data_bytes // self.tokens + position_bytes
 
     def pages_for(self, slots: int) -> int:
         """Return the number of pages that hold `slots` slots."""
         return -(-slots // self.tokens)
+
+
+def kv_pages(
+    *, key: CodecSpec, value: CodecSpec, head_dim: int, heads: int, tokens: int, **options: Any
+) -> PageClass:
+    """Pages of keys and values; `options` are further attributes of `PageClass`."""
+    planes = (PlaneSpec(KEY, key, head_dim, heads), PlaneSpec(VALUE, value, head_dim, heads))
+    return PageClass(planes=planes, tokens=tokens, **options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,15 +227,18 @@ class LaneGroup:
         window: tokens that a query attends to, its own included; None for all. Pages outside the
             window are freed.
         ordered: whether slots stay in position order (whole pages are dropped, slots never move).
-        private: never shared: copied on fork, not part of cached prefixes (statistics). A sequence
-            need not use the group.
-        mirrors: name of the group whose slots this group describes one to one: same lanes, same
-            slots, moved and freed together. Such a group is private.
-        fixed_slots: fixed number of records per lane, allocated with the row's first token. Such a
-            group is private and unordered.
-        statistic: statistic in its records; only for private groups.
-        full_precision: set if its records are full-precision tokens of another group.
-        promoted: set if its records are promoted tokens of another group, in a finer codec.
+        private: never shared: copied on fork, not part of the blocks of cached prefixes.
+        of: name of the group whose tokens this group describes; such a group is private.
+        records: fixed number of records per lane, allocated with the row's first token; None: one
+            record per token. Such a group is private and unordered. With `of` and without
+            `records`, the slots follow those of the other group one to one: same lanes, same slots,
+            moved and freed together.
+        optional: only the sequences that ask for the group use it.
+        checkpointed: whether its records are kept with a cached prefix, so that a sequence can
+            continue after it. Otherwise the records of a cached prefix are zeros.
+        statistic: set if its records are an attention statistic.
+        full_precision: set if its records are full-precision tokens of `of`.
+        promoted: set if its records are promoted tokens of `of`, in a finer codec.
     """
 
     name: str
@@ -193,17 +248,27 @@ class LaneGroup:
     window: int | None = None
     ordered: bool = True
     private: bool = False
-    mirrors: str | None = None
-    fixed_slots: int | None = None
+    of: str | None = None
+    records: int | None = None
+    optional: bool = False
+    checkpointed: bool = True
     statistic: Statistic | None = None
     full_precision: FullPrecisionTokens | None = None
     promoted: PromotedTokens | None = None
 
     def __post_init__(self) -> None:
-        if self.mirrors is not None or self.fixed_slots is not None:
+        if self.of is not None or self.records is not None:
             object.__setattr__(self, "private", True)
             object.__setattr__(self, "ordered", False)
-            self._check_statistics()
+        if self.private and self.window is not None:
+            raise ConfigError(
+                f"lane group {self.name!r}: expected a private group without a window, got "
+                f"window={self.window}"
+            )
+        if self.records is not None and self.records < 1:
+            raise ConfigError(
+                f"lane group {self.name!r}: expected records of 1 or more, got {self.records}"
+            )
         if self.window is not None and (self.window < 1 or not self.ordered):
             raise ConfigError(
                 f"lane group {self.name!r}: a window needs ordered lanes and at least 1 token, "
@@ -215,15 +280,10 @@ class LaneGroup:
                 "set PageClass(positions=True)"
             )
 
-    def _check_statistics(self) -> None:
-        both = self.mirrors is not None and self.fixed_slots is not None
-        no_slots = self.fixed_slots is not None and self.fixed_slots < 1
-        if both or no_slots or self.window is not None:
-            raise ConfigError(
-                f"lane group {self.name!r}: expected either mirrors or fixed_slots of 1 or more, "
-                f"and no window; got mirrors={self.mirrors!r}, fixed_slots={self.fixed_slots}, "
-                f"window={self.window}"
-            )
+    @property
+    def follows(self) -> str | None:
+        """Name of the group whose slots this group follows one to one."""
+        return self.of if self.records is None else None
 
     @property
     def contents(self) -> str:
@@ -232,7 +292,11 @@ class LaneGroup:
             return "full-precision tokens"
         if self.promoted is not None:
             return "promoted tokens"
-        return "eviction statistics" if self.private else "KV"
+        if self.statistic is not None:
+            return "eviction statistics"
+        return (
+            " and ".join(plane.name for plane in self.page_class.planes) if self.private else "KV"
+        )
 
     @property
     def num_lanes(self) -> int:
@@ -241,7 +305,7 @@ class LaneGroup:
 
     def slots_of(self, tokens: int) -> int:
         """Return the slots of a lane with `tokens` tokens and no evictions."""
-        return tokens if self.fixed_slots is None else min(tokens, 1) * self.fixed_slots
+        return tokens if self.records is None else min(tokens, 1) * self.records
 
     def slots_at_most(self, tokens: int, chunk_tokens: int) -> int:
         """Return the peak slots of a lane while `tokens` tokens are processed in chunks.
@@ -276,12 +340,12 @@ class CacheLayout:
             raise ConfigError(f"expected lane groups with unique names, got {names}")
         by_name = {group.name: group for group in self.groups}
         for group in self.groups:
-            if group.mirrors is not None:
-                _check_mirror(group, by_name.get(group.mirrors))
+            if group.follows is not None:
+                _check_follower(group, by_name.get(group.follows))
 
-    def mirrors_of(self, name: str) -> tuple[LaneGroup, ...]:
-        """Return the groups that hold per-slot statistics of a group."""
-        return tuple(group for group in self.groups if group.mirrors == name)
+    def followers_of(self, name: str) -> tuple[LaneGroup, ...]:
+        """Return the groups whose slots follow those of a group."""
+        return tuple(group for group in self.groups if group.follows == name)
 
     @property
     def page_classes(self) -> tuple[PageClass, ...]:
@@ -294,16 +358,16 @@ class CacheLayout:
         return sum(group.bytes_at_most(1, 1) for group in self.groups)
 
 
-def _check_mirror(group: LaneGroup, mirrored: LaneGroup | None) -> None:
+def _check_follower(group: LaneGroup, followed: LaneGroup | None) -> None:
     if (
-        mirrored is None
-        or mirrored.private
-        or mirrored.window is not None
-        or group.num_lanes != mirrored.num_lanes
-        or group.page_class.tokens != mirrored.page_class.tokens
+        followed is None
+        or followed.private
+        or followed.window is not None
+        or group.num_lanes != followed.num_lanes
+        or group.page_class.tokens != followed.page_class.tokens
     ):
         raise ConfigError(
-            f"lane group {group.name!r} mirrors {group.mirrors!r}: expected a group of KV without "
+            f"lane group {group.name!r} follows {group.follows!r}: expected a group of KV without "
             f"a window, {group.num_lanes} lanes and {group.page_class.tokens} slots a page, got "
-            f"{mirrored}"
+            f"{followed}"
         )

@@ -29,7 +29,6 @@ class FullPrecisionTokens:
     """The full-precision tokens of a lane group.
 
     Attributes:
-        of: name of the group that holds the tokens' codes; it has the same lanes.
         sinks: number of first tokens.
         residual: number of newest tokens that a query reads in full precision, its own included.
         recent: number of newest tokens that are stored; at least `residual`.
@@ -37,7 +36,6 @@ class FullPrecisionTokens:
         relocated: number of records for older tokens in a page that is not full; 0 if none moves.
     """
 
-    of: str
     sinks: int
     residual: int
     recent: int
@@ -87,11 +85,9 @@ class PromotedTokens:
     """The promoted tokens of a lane group.
 
     Attributes:
-        of: name of the group that holds all tokens; it has the same lanes.
         count: number of records of a lane.
     """
 
-    of: str
     count: int
 
     def quota(self, candidates: int, kept: int) -> int:

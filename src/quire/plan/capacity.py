@@ -62,7 +62,7 @@ def token_bytes(layout: CacheLayout) -> Fraction:
     """
     return sum(
         (
-            Fraction(page.key_bytes + page.value_bytes, page.tokens) * group.num_lanes
+            Fraction(page.data_bytes, page.tokens) * group.num_lanes
             for group in layout.groups
             if not group.private
             for page in [group.page_class]

@@ -38,7 +38,7 @@ from quire.kv.swap import swap_in, swap_out
 from quire.layout.codec_names import codec_spec
 from quire.layout.layout import layout_for
 from quire.layout.model import LayerSpec, ModelSpec
-from quire.layout.pages import CacheLayout, LaneGroup, PageClass
+from quire.layout.pages import CacheLayout, LaneGroup, PageClass, kv_pages
 from quire.models.loader import LoadedModel
 from quire.offload.swap.host_pool import HostPool
 from quire.offload.swap.host_store import device_name, host_copies
@@ -128,7 +128,6 @@ class AttentionBench:
         self.kv_bytes = shape.batch * per_row * self._page_class.page_bytes
         self._store = PageStore(self.kv_bytes, _CPU)
         views = self._store.views(self._page_class)
-        assert views.value is not None, "attention layers have a value plane"
         generator = torch.Generator().manual_seed(0)
         fill_pages(views, shape.head_dim, generator)
         scattered = torch.randperm(shape.batch * per_row, generator=generator)
@@ -204,7 +203,6 @@ class AttentionBench:
 
 def fill_pages(views: PageViews, head_dim: int, generator: torch.Generator) -> None:
     """Fill all pages of a class with random vectors, or with the codes of random vectors."""
-    assert views.value is not None, "attention layers have a value plane"
     if views.coded is None:
         for plane in (views.key, views.value):
             plane.normal_(generator=generator)
@@ -245,7 +243,7 @@ class SwapProbe:
 
     def __init__(self, device: torch.device, num_bytes: int, *, scattered: bool) -> None:
         plain = codec_spec("bfloat16")
-        page = PageClass(key=plain, value=plain, head_dim=64, heads=4, tokens=16)
+        page = kv_pages(key=plain, value=plain, head_dim=64, heads=4, tokens=16)
         # one lane: with several, swapped-in pages would form runs of their number
         group = LaneGroup(name="kv", page_class=page, layers=(0,))
         pages = max(1, num_bytes // page.page_bytes)

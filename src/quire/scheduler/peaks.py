@@ -322,7 +322,7 @@ def _cuts_by_layer(layout: CacheLayout) -> bool:
     Promoted tokens are written, and pages with common scales encoded again, for all layers
     together; so are the lanes of several groups.
     """
-    movable = [g for g in layout.groups if g.fixed_slots is None and g.mirrors is None]
+    movable = [g for g in layout.groups if g.records is None and g.follows is None]
     movable = [group for group in movable if not group.ordered]
     if any(group.promoted is not None for group in layout.groups) or len(movable) > 1:
         return False
@@ -432,19 +432,19 @@ class Peaks:
             used[eviction.statistics] = [
                 g
                 for g in layout.groups
-                if g.name in names or (g.mirrors is None and g.fixed_slots is None)
+                if g.name in names or (g.follows is None and g.records is None)
             ]
         return used[eviction.statistics]
 
     def _group_pages(self, group: LaneGroup, sequences: NeedGroup, shape: StepShape) -> Counts:
         eviction = sequences.eviction
-        if group.fixed_slots is None and not group.ordered:
+        if group.records is None and not group.ordered:
             offload = self._offload(sequences, group, shape)
             layers = self._now.evicting_layers
             return evicting_pages(group, sequences, layers, offload)
         slots, chunk = sequences.tokens, shape.chunk_tokens
-        if group.fixed_slots is not None:
-            slots = np.minimum(slots, 1) * group.fixed_slots
+        if group.records is not None:
+            slots = np.minimum(slots, 1) * group.records
         if eviction.cap is not None:  # above the cap a prompt is computed `every` tokens at once
             chunk = max(chunk, eviction.every)
         most = group.slots_at_most(UNBOUNDED, chunk)
@@ -575,7 +575,7 @@ class Peaks:
         An eviction gives a sequence private copies of shared pages. The others still share the
         prompt, whose first pages may be offloaded.
         """
-        if group.private or group.fixed_slots is not None or group.ordered:
+        if group.private or group.records is not None or group.ordered:
             return int(self._group_pages(group, sequences, shape).sum())
         prompt = replace(sequences, tokens=sequences.prompts)
         own = replace(sequences, may_offload=False, decodes=True)

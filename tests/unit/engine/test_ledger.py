@@ -15,7 +15,7 @@ from quire.kv.memory import KVMemory
 from quire.kv.sharing import fork
 from quire.kv.swap import swap_in, swap_out
 from quire.layout.codec_names import codec_spec
-from quire.layout.pages import CacheLayout, LaneGroup, PageClass
+from quire.layout.pages import CacheLayout, LaneGroup, kv_pages
 from quire.offload.swap.host_pool import HostPool
 from quire.scheduler.request import RequestState
 from quire.scheduler.schedule_config import ScheduleConfig
@@ -24,8 +24,8 @@ from support.ledger_sums import check_sums
 from support.requests import make_request
 
 FLOAT = codec_spec("float32")
-PAGE = PageClass(key=FLOAT, value=FLOAT, heads=1, head_dim=8, tokens=4)  # 256 B
-ODD = PageClass(key=FLOAT, value=FLOAT, heads=1, head_dim=8, tokens=5, positions=True)  # 384 B
+PAGE = kv_pages(key=FLOAT, value=FLOAT, heads=1, head_dim=8, tokens=4)  # 256 B
+ODD = kv_pages(key=FLOAT, value=FLOAT, heads=1, head_dim=8, tokens=5, positions=True)  # 384 B
 LAYOUT = CacheLayout(
     (
         LaneGroup(name="full", page_class=PAGE, layers=(0, 1)),

@@ -34,7 +34,7 @@ def test_leaving_window_selects_tokens_that_leave_before_the_next_eviction(
 ):
     """The request has 20 processed tokens."""
     sinks, recent = window
-    tokens = FullPrecisionTokens(of="full", sinks=sinks, residual=recent, recent=recent)
+    tokens = FullPrecisionTokens(sinks=sinks, residual=recent, recent=recent)
     spec = EvictionSpec(cap=16, every=every, when=when)
 
     found = leaving_window(tokens, Eviction(spec=spec, piece_tokens=piece_tokens), POSITIONS, 20)

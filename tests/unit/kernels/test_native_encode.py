@@ -14,7 +14,7 @@ from quire.kernels.native.backend import NativeAttention
 from quire.kernels.native.library import NativeLibrary, load_library
 from quire.kv.store import PageStore
 from quire.layout.codec_names import codec_pair
-from quire.layout.pages import PageClass
+from quire.layout.pages import kv_pages
 from support.pairwise import every_pair
 
 LIBRARY = load_library()
@@ -30,7 +30,7 @@ class Written:
 
     def __init__(self, backend, codec, key, value) -> None:
         names = codec_pair(codec)
-        page_class = PageClass(
+        page_class = kv_pages(
             key=names[0], value=names[1], head_dim=key.shape[2], heads=HEADS, tokens=TOKENS
         )
         store = PageStore(PAGES * page_class.page_bytes, torch.device("cpu"))

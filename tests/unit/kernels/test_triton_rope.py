@@ -11,7 +11,7 @@ from quire.kernels.reference_backend import ReferenceAttention
 from quire.kernels.rope_write import CosSin, rotated_and_written
 from quire.kv.store import PageStore
 from quire.layout.codec_names import codec_pair
-from quire.layout.pages import PageClass
+from quire.layout.pages import kv_pages
 from support.interpreted import CPU, interpreted, triton_backend
 from support.pairwise import every_pair
 from unit.kernels.test_triton_slots import HEADS, LANES, TOKENS, new_slots, places_of
@@ -44,7 +44,7 @@ class Arena:
 
     def __init__(self, codec, head_dim):
         specs = codec_pair(codec)
-        self.page_class = PageClass(
+        self.page_class = kv_pages(
             key=specs[0], value=specs[1], head_dim=head_dim, heads=HEADS, tokens=TOKENS
         )
         self.store = PageStore(12 * self.page_class.page_bytes, CPU)

@@ -13,7 +13,7 @@ from quire.kernels.gathered import GatheredAttention
 from quire.kernels.reference_backend import ReferenceAttention
 from quire.kv.store import PageStore
 from quire.layout.codec_names import codec_pair
-from quire.layout.pages import PageClass
+from quire.layout.pages import kv_pages
 from support.interpreted import CPU, Refusing, interpreted, triton_backend
 
 slot_calls = interpreted("slot_calls")
@@ -30,7 +30,7 @@ def new_slots(store, page_class, places):
 def written(backend, codec, key, value, places):
     """The arena after a backend wrote keys and values."""
     specs = codec_pair(codec)
-    page_class = PageClass(
+    page_class = kv_pages(
         key=specs[0], value=specs[1], head_dim=key.shape[2], heads=HEADS, tokens=TOKENS
     )
     store = PageStore(12 * page_class.page_bytes, CPU)
@@ -106,7 +106,7 @@ def test_a_nan_stays_visible_in_its_vector_only(codec):
     key, value = vectors_of(2, 16)
     key[1, 0, 3] = torch.nan
     specs = codec_pair(codec)
-    page_class = PageClass(key=specs[0], value=specs[1], head_dim=16, heads=HEADS, tokens=TOKENS)
+    page_class = kv_pages(key=specs[0], value=specs[1], head_dim=16, heads=HEADS, tokens=TOKENS)
     store = PageStore(12 * page_class.page_bytes, CPU)
     store.arena.zero_()
     slots = new_slots(store, page_class, places_of(2))

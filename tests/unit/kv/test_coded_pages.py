@@ -22,7 +22,7 @@ from quire.kv.sharing import fork
 from quire.kv.step import PagedKV, StepAttention, allocate_kv
 from quire.kv.swap import swap_in, swap_out
 from quire.layout.codec_names import CODECS, codec_pair
-from quire.layout.pages import CacheLayout, LaneGroup, PageClass
+from quire.layout.pages import CacheLayout, LaneGroup, PageClass, kv_pages
 
 HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, NUM_LAYERS = 16, 4, 2, 3
 PAGE = 4
@@ -45,7 +45,7 @@ def make_kv(codec: str, backend, page_tokens: int) -> PagedKV:
     key, value = codec_pair(codec)
 
     def pages(heads: int, *, positions: bool) -> PageClass:
-        return PageClass(
+        return kv_pages(
             key=key,
             value=value,
             head_dim=HEAD_DIM,

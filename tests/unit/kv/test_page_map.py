@@ -7,14 +7,14 @@ from quire.kv.memory import KVMemory
 from quire.kv.page_map import CACHE, CACHED, EVICTED, FIRST_ROW, FREE, SHARED, read_pages
 from quire.kv.sharing import fork
 from quire.layout.codec_names import codec_spec
-from quire.layout.pages import CacheLayout, LaneGroup, PageClass
+from quire.layout.pages import CacheLayout, LaneGroup, kv_pages
 
 PAGE_TOKENS = 4
 
 
 def page_class(codec="float32", **shape):
     sizes = {"heads": 1, "head_dim": 8, "tokens": PAGE_TOKENS} | shape
-    return PageClass(key=codec_spec(codec), value=codec_spec(codec), **sizes)
+    return kv_pages(key=codec_spec(codec), value=codec_spec(codec), **sizes)
 
 
 FULL = LaneGroup(name="full", page_class=page_class(), layers=(0, 1))

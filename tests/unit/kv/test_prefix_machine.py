@@ -175,7 +175,7 @@ class PrefixMachine(RuleBasedStateMachine):
             values = np.array(sequence.tokens)[positions[new]].astype(np.uint8)
             vectors = np.broadcast_to(values[:, None, None], shape)
             target = (page[new], offset[new])
-            self.memory.store.write_slots(FULL.page_class, target, vectors, vectors, None)
+            self.memory.store.write_slots(FULL.page_class, target, [vectors] * 2, None)
 
     # ---- invariants ----------------------------------------------------------------------------
 
@@ -187,7 +187,7 @@ class PrefixMachine(RuleBasedStateMachine):
         for sequence in self.open:
             for table in self.memory.tables.values():
                 slots = places(table, sequence.row, 0)
-                key, value, _ = self.memory.store.read_slots(FULL.page_class, slots)
+                (key, value), _ = self.memory.store.read_slots(FULL.page_class, slots)
                 positions = table.slot_positions(sequence.row, 0)
                 expected = np.array(sequence.tokens)[positions]
                 assert (key[:, 0] == expected[:, None]).all()

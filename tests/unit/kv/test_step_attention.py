@@ -13,7 +13,7 @@ from quire.kernels.select import select_backend
 from quire.kv.compaction import commit_compaction, plan_compaction
 from quire.kv.step import PagedKV, StepAttention, allocate_kv
 from quire.layout.codec_names import codec_spec
-from quire.layout.pages import CacheLayout, LaneGroup, PageClass
+from quire.layout.pages import CacheLayout, LaneGroup, PageClass, kv_pages
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 8
 CPU = torch.device("cpu")
@@ -24,7 +24,7 @@ def make_layout(page_tokens: int, dtype: str) -> CacheLayout:
     numbers = codec_spec(dtype)
 
     def pages(heads: int, *, positions: bool) -> PageClass:
-        return PageClass(
+        return kv_pages(
             key=numbers,
             value=numbers,
             head_dim=HEAD_DIM,

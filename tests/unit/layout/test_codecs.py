@@ -4,7 +4,7 @@ import pytest
 
 from quire.errors import ConfigError, UnknownName
 from quire.layout.codec_names import CODECS, PAIRS, codec_pair, codec_spec
-from quire.layout.pages import PageClass
+from quire.layout.pages import kv_pages
 
 FLOAT16_BYTES = 2 * 128  # a vector of 128 elements
 
@@ -45,7 +45,7 @@ def test_effective_bits_count_scales():
 def test_codec_stores_at_min_this_multiple_of_half_precision_tokens(codec, least):
     """A page of 8 heads of 128 and 16 tokens, padding included."""
     page_bytes = {
-        name: PageClass(
+        name: kv_pages(
             key=codec_spec(name), value=codec_spec(name), head_dim=128, heads=8, tokens=16
         ).page_bytes
         for name in ("bfloat16", codec)

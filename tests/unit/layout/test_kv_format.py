@@ -128,7 +128,7 @@ def test_full_precision_group_has_the_lanes_and_heads_of_its_group(heads_apart):
     )
     full, exact = layout.groups[:2]
 
-    assert exact.full_precision.of == full.name == "full"
+    assert exact.of == full.name == "full"
     assert (exact.num_lanes, exact.page_class.heads) == (
         full.num_lanes,
         full.page_class.heads,
@@ -151,7 +151,7 @@ def test_promoted_tokens_use_one_page_per_evicting_lane(heads_apart):
     [group] = [group for group in layout.groups if group.promoted is not None]
     full, exact = layout.groups[:2]
 
-    assert (group.name, group.promoted.of, group.fixed_slots) == (
+    assert (group.name, group.of, group.records) == (
         "full.promoted",
         "full",
         7,

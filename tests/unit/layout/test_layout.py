@@ -8,7 +8,7 @@ from quire.errors import ConfigError
 from quire.layout.codec_names import CODECS, codec_spec
 from quire.layout.codecs import CodecSpec
 from quire.layout.layout import layout_fingerprint, layout_for, statistics_used
-from quire.layout.pages import CacheLayout, LaneGroup, PageClass
+from quire.layout.pages import KEY, NUMBERS, VALUE, CacheLayout, LaneGroup, PageClass, PlaneSpec
 from quire.layout.statistics import (
     AttentionSum,
     QueryMoments,
@@ -97,13 +97,13 @@ def test_statistics_have_one_lane_per_head_with_heads_apart():
     }
 
 
-def test_slot_statistics_mirror_their_group_and_others_have_fixed_records():
+def test_slot_statistics_follow_their_group_and_others_have_fixed_records():
     layout = layout_of(None, evicting=True, statistics=STATISTICS)
     sums, ring, moments, shift = layout.groups[1:]
 
-    assert layout.mirrors_of("full") == (sums,)
+    assert layout.followers_of("full") == (sums,)
     assert sums.page_class.tokens == layout.groups[0].page_class.tokens
-    assert [group.fixed_slots for group in (sums, ring, moments, shift)] == [None, 8, 1, 1]
+    assert [group.records for group in (sums, ring, moments, shift)] == [None, 8, 1, 1]
     assert [group.page_class.tokens for group in (ring, moments, shift)] == [8, 1, 1]
     assert all(group.private and not group.ordered for group in layout.groups[1:])
 
@@ -146,39 +146,32 @@ def test_model_with_window_layers_only_has_no_statistics():
 
 
 def page_class(*, tokens=4, value=True, positions=False):
-    numbers = codec_spec("float32")
-    return PageClass(
-        key=numbers,
-        value=numbers if value else None,
-        head_dim=4,
-        heads=1,
-        tokens=tokens,
-        positions=positions,
-    )
+    names = (KEY, VALUE) if value else (NUMBERS,)
+    planes = tuple(PlaneSpec(name, codec_spec("float32"), 4) for name in names)
+    return PageClass(planes=planes, tokens=tokens, positions=positions)
 
 
 @pytest.mark.parametrize(
-    "rules",
+    ("rules", "message"),
     [
-        {"mirrors": "kv", "fixed_slots": 1},
-        {"fixed_slots": 0},
-        {"fixed_slots": -1},
-        {"mirrors": "kv", "window": 8},
-        {"fixed_slots": 3, "window": 8},
+        ({"records": 0}, "records of 1 or more, got 0"),
+        ({"records": -1}, "records of 1 or more, got -1"),
+        ({"of": "kv", "window": 8}, "private group without a window, got window=8"),
+        ({"records": 3, "window": 8}, "private group without a window, got window=8"),
     ],
 )
-def test_statistics_group_must_mirror_or_have_fixed_slots(rules):
-    with pytest.raises(ConfigError, match="expected either mirrors or fixed_slots of 1 or more"):
+def test_private_group_has_records_and_no_window(rules, message):
+    with pytest.raises(ConfigError, match=message):
         LaneGroup(name="x", page_class=page_class(value=False), layers=(0,), **rules)
 
 
 KV = LaneGroup(name="kv", page_class=page_class(), layers=(0, 1))
 WINDOW = LaneGroup(name="window", page_class=page_class(), layers=(2, 3), window=8)
-SUMS = LaneGroup(name="sums", page_class=page_class(value=False), layers=(0, 1), mirrors="kv")
+SUMS = LaneGroup(name="sums", page_class=page_class(value=False), layers=(0, 1), of="kv")
 
 
 @pytest.mark.parametrize(
-    ("mirrors", "layers", "tokens"),
+    ("of", "layers", "tokens"),
     [
         ("nothing", (0, 1), 4),
         ("window", (2, 3), 4),
@@ -187,13 +180,13 @@ SUMS = LaneGroup(name="sums", page_class=page_class(value=False), layers=(0, 1),
         ("kv", (0, 1), 8),
     ],
 )
-def test_mirror_with_other_lanes_or_pages_is_rejected(mirrors, layers, tokens):
+def test_follower_with_other_lanes_or_pages_is_rejected(of, layers, tokens):
     page = page_class(tokens=tokens, value=False)
-    mirror = LaneGroup(name="x", page_class=page, layers=layers, mirrors=mirrors)
+    follower = LaneGroup(name="x", page_class=page, layers=layers, of=of)
 
-    assert CacheLayout((KV, WINDOW, SUMS)).mirrors_of("kv") == (SUMS,)
-    with pytest.raises(ConfigError, match=f"'x' mirrors '{mirrors}'"):
-        CacheLayout((KV, WINDOW, SUMS, mirror))
+    assert CacheLayout((KV, WINDOW, SUMS)).followers_of("kv") == (SUMS,)
+    with pytest.raises(ConfigError, match=f"'x' follows '{of}'"):
+        CacheLayout((KV, WINDOW, SUMS, follower))
 
 
 def test_signature_bits_of_too_many_heads_are_rejected():
@@ -212,9 +205,9 @@ def layout_of_codec(codec, **options):
 def with_key_codec(layout, **changed):
     """The layout with other attributes of the key codec in its first group."""
     group = layout.groups[0]
-    page = dataclasses.replace(
-        group.page_class, key=dataclasses.replace(group.page_class.key, **changed)
-    )
+    key, *others = group.page_class.planes
+    key = dataclasses.replace(key, codec=dataclasses.replace(key.codec, **changed))
+    page = dataclasses.replace(group.page_class, planes=(key, *others))
     first = dataclasses.replace(group, page_class=page)
     return CacheLayout((first, *layout.groups[1:]))
 

@@ -1,6 +1,6 @@
 """Page classes, lane groups and layouts: bytes, planes and bounds of window lanes."""
 
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 
 import numpy as np
 import pytest
@@ -11,13 +11,15 @@ from quire.errors import ConfigError, UnknownName
 from quire.kv.memory import KVMemory
 from quire.layout.codec_names import CODECS, codec_spec
 from quire.layout.codecs import ELEMENT_BYTES
-from quire.layout.pages import CacheLayout, LaneGroup, PageClass
+from quire.layout.pages import KEY, VALUE, CacheLayout, LaneGroup, PageClass, PlaneSpec
 
 
 def page_class(codec="bfloat16", *, value="same", heads=8, tokens=16, head_dim=128, **options):
     key = codec_spec(codec)
-    spec = key if value == "same" else value
-    return PageClass(key=key, value=spec, heads=heads, tokens=tokens, head_dim=head_dim, **options)
+    planes = [PlaneSpec(KEY, key, head_dim, heads)]
+    if value is not None:
+        planes.append(PlaneSpec(VALUE, key if value == "same" else value, head_dim, heads))
+    return PageClass(planes=tuple(planes), tokens=tokens, **options)
 
 
 # ---- bytes of a page -----------------------------------------------------------------------------
@@ -26,15 +28,13 @@ def page_class(codec="bfloat16", *, value="same", heads=8, tokens=16, head_dim=1
 def test_page_of_16_tokens_8_heads_of_128_in_bfloat16_is_64_kib():
     page = page_class()
 
-    assert page.key_bytes == 16 * 8 * 128 * 2 == 32_768
-    assert page.page_bytes == 65_536
+    assert page.data_bytes == 2 * 16 * 8 * 128 * 2 == page.page_bytes == 65_536
 
 
 def test_int8_page_has_two_scale_bytes_per_vector():
     page = page_class("int8")
 
-    assert page.key_bytes == 16 * 8 * (128 + 2) == 16_640
-    assert page.page_bytes == 33_280
+    assert page.data_bytes == 2 * 16 * 8 * (128 + 2) == page.page_bytes == 33_280
 
 
 def test_positions_add_four_bytes_per_slot_rounded_up_to_a_vector():
@@ -57,8 +57,7 @@ def test_pages_with_pre_rope_keys_are_a_separate_class():
 def test_statistics_pages_have_one_plane():
     page = page_class("float32", value=None, head_dim=2)
 
-    assert (page.key_bytes, page.value_bytes) == (16 * 8 * 2 * 4, 0)
-    assert page.page_bytes == page.key_bytes
+    assert page.page_bytes == page.data_bytes == 16 * 8 * 2 * 4
 
 
 def test_keys_and_values_can_have_different_codecs():
@@ -82,13 +81,13 @@ def test_pages_are_aligned_and_padded_by_less_than_a_cache_line(
         key, value=value, heads=heads, tokens=tokens, head_dim=head_dim, positions=positions
     )
 
-    content = page.key_bytes + page.value_bytes + (4 * tokens if positions else 0)
+    content = page.data_bytes + (4 * tokens if positions else 0)
 
     assert page.page_bytes % 64 == 0
     assert page.positions_offset_bytes % 4 == 0
-    assert page.positions_offset_bytes >= page.key_bytes + page.value_bytes
+    assert page.positions_offset_bytes >= page.data_bytes
     assert page.page_bytes % page.alignment_bytes == 0
-    between = len(page.key_planes + page.value_planes)  # one byte if floats follow single bytes
+    between = sum(map(len, page.placed))  # one byte if floats follow single bytes
     assert 0 <= page.page_bytes - content < page.alignment_bytes + 4 + between
 
 
@@ -104,9 +103,9 @@ def test_planes_are_consecutive_with_codes_first(key, value, heads, tokens, head
         key, value=codec_spec(value), heads=heads, tokens=tokens, head_dim=head_dim, positions=True
     )
 
-    placed = sorted(page.key_planes + page.value_planes, key=lambda one: one.offset_bytes)
+    placed = sorted(chain(*page.placed), key=lambda one: one.offset_bytes)
 
-    assert placed[:2] == [page.key_planes[0], page.value_planes[0]]
+    assert placed[:2] == [parts[0] for parts in page.placed]
     assert placed[0].offset_bytes == 0
     for before, after in pairwise(placed):
         assert 0 <= after.offset_bytes - before.end_bytes < 4
@@ -122,9 +121,11 @@ def test_pages_for_rounds_up_to_whole_pages():
     assert [page.pages_for(slots) for slots in (0, 1, 16, 17, 32)] == [0, 1, 1, 2, 2]
 
 
-@pytest.mark.parametrize("name", ["head_dim", "heads", "tokens"])
-def test_empty_page_is_rejected(name):
-    with pytest.raises(ConfigError, match=f"{name} >= 1, got 0"):
+@pytest.mark.parametrize(
+    ("name", "word"), [("head_dim", "width"), ("heads", "heads"), ("tokens", "tokens")]
+)
+def test_empty_page_is_rejected(name, word):
+    with pytest.raises(ConfigError, match=f"{word} >= 1, got 0"):
         page_class(**{name: 0})
 
 

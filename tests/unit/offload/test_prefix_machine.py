@@ -225,7 +225,7 @@ class PrefixTierMachine(RuleBasedStateMachine):
                 values = self.values(tokens, positions[new])[:, None, None]
                 vectors = np.broadcast_to(values, (len(values), 1, 16))
                 slots = (page[new], offset[new])
-                self.memory.store.write_slots(table.group.page_class, slots, vectors, vectors, None)
+                self.memory.store.write_slots(table.group.page_class, slots, [vectors] * 2, None)
 
     def check_row(self, row, tokens):
         """Check that every slot of a row encodes the token at its position."""
@@ -233,7 +233,7 @@ class PrefixTierMachine(RuleBasedStateMachine):
         for table in self.memory.tables.values():
             for lane in range(table.group.num_lanes):
                 place, positions = places(table, row, lane), table.slot_positions(row, lane)
-                key, value, _ = self.memory.store.read_slots(table.group.page_class, place)
+                (key, value), _ = self.memory.store.read_slots(table.group.page_class, place)
                 expected = self.values(tokens, positions)[:, None]
                 assert (key[:, 0] == expected).all()
                 assert (value[:, 0] == expected).all()

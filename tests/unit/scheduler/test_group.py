@@ -10,7 +10,7 @@ from quire.errors import RequestError
 from quire.kv.memory import KVMemory
 from quire.layout.codec_names import codec_spec
 from quire.layout.eviction import PRESSURE, EvictionSpec
-from quire.layout.pages import CacheLayout, LaneGroup, PageClass
+from quire.layout.pages import CacheLayout, LaneGroup, kv_pages
 from quire.scheduler.eviction_trace import EvictionEntry
 from quire.scheduler.request import (
     Request,
@@ -47,7 +47,7 @@ def make_group(outputs, *, atomic=False, spare=0) -> RequestGroup:
 
 def make_memory(max_rows=8) -> KVMemory:
     numbers = codec_spec("float32")
-    page = PageClass(key=numbers, value=numbers, head_dim=4, heads=1, tokens=PAGE_TOKENS)
+    page = kv_pages(key=numbers, value=numbers, head_dim=4, heads=1, tokens=PAGE_TOKENS)
     group = LaneGroup(name="kv", page_class=page, layers=(0,))
     return KVMemory(CacheLayout((group,)), 64 * page.page_bytes, max_rows)
 

@@ -29,7 +29,7 @@ from quire.kv.memory import KVMemory
 from quire.kv.step_log import HOST_ATTEND, StepLog
 from quire.kv.store import PageStore, PageViews
 from quire.kv.tables import LaneTable
-from quire.layout.pages import LaneGroup
+from quire.layout.pages import VALUE, LaneGroup
 from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
 from quire.offload.kv.page_groups import OffloadedPageGroup
 from quire.offload.kv.prefix_splits import Share
@@ -234,7 +234,6 @@ class StepCPUAttention:
                 replace(coded.key, planes=views.coded.key.planes),
                 replace(coded.value, planes=views.coded.value.planes),
             )
-        assert views.value is not None, "lanes that attend have a value plane"
         key, value = _read(views.key, views.value, own, numbers, lane)
         return attend_partial(query, key, value, math=math, seen=None)
 
@@ -264,7 +263,11 @@ class StepCPUAttention:
 
 def can_attend_in_parts(group: LaneGroup) -> bool:
     """Whether attention in a group can be merged from two parts."""
-    return group.window is None and group.page_class.rotated and group.page_class.value is not None
+    return (
+        group.window is None
+        and group.page_class.rotated
+        and group.page_class.index(VALUE) is not None
+    )
 
 
 def _read(

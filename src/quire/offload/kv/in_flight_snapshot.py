@@ -37,7 +37,7 @@ class InFlightSnapshot:
                 columns = group.page_class.pages_for(group.slots_of(end))
                 numbers = memory.pools[group.page_class].allocate(columns * group.num_lanes)
                 allocated[group.name] = numbers.reshape(group.num_lanes, columns)
-                if group.promoted is not None:
+                if not group.checkpointed:
                     memory.store.clear_pages(group.page_class, numbers)
         except BaseException:
             self._free(allocated)

@@ -56,8 +56,7 @@ class OffloadChoice:
     def __init__(self, model: LoadedModel, config: KVConfig, layout: CacheLayout) -> None:
         self._model, self._config, self.layout = model, config, layout
         self._staged = [g for g in layout.groups if can_be_offloaded(g)]
-        stored = [g.full_precision for g in layout.groups if g.full_precision is not None]
-        of = {tokens.of for tokens in stored}
+        of = {group.of for group in layout.groups if group.full_precision is not None}
         alone = [g for g in self._staged if g.name not in of]
         self.groups = [g for g in alone if can_recompute(g)]
         self._in_parts = [g.name for g in alone if can_attend_in_parts(g)]

@@ -9,12 +9,12 @@ import pytest
 from quire.engine.inspection.totals import PageOwners
 from quire.kv.page_map import EVICTED, FIRST_ROW, ClassFacts, PageFacts
 from quire.layout.codec_names import codec_spec
-from quire.layout.pages import PageClass
+from quire.layout.pages import kv_pages
 
-PLAIN = PageClass(
+PLAIN = kv_pages(
     key=codec_spec("float32"), value=codec_spec("float32"), head_dim=8, heads=1, tokens=4
 )
-CODED = PageClass(key=codec_spec("int8"), value=codec_spec("int8"), head_dim=8, heads=1, tokens=4)
+CODED = kv_pages(key=codec_spec("int8"), value=codec_spec("int8"), head_dim=8, heads=1, tokens=4)
 
 
 def owners_of(owner, state=None, page_class=PLAIN, num_rows=2):
