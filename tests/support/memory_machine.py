@@ -1,11 +1,12 @@
 """A state machine over the KV memory: its bytes always equal those of a dictionary of tokens.
 
 The model of a lane is {position: bytes}. Groups of different page sizes, with and without order,
-window and sharing, use one arena that is small enough to run out of pages. Rows have the statistics
-that they requested: one record per slot of the ragged lanes, moved with the slots, and fixed ones.
+window and sharing, use one arena that is small enough to run out of pages. Rows have the private
+groups that they requested: one record per slot of the ragged lanes, moved with the slots, and fixed
+ones. Two kinds exist only here: an index plane beside keys and values, and a recurrent state.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -19,10 +20,12 @@ from hypothesis.stateful import (
 )
 
 from quire.errors import ConfigError, OutOfPages
+from quire.kv.block_records import BlockRecords, SnapshotRecords
 from quire.kv.compaction import Kind, commit_compaction, plan_compaction
 from quire.kv.ledger import extents_of, prove_extents
 from quire.kv.listeners import MemoryListener
 from quire.kv.memory import KVMemory
+from quire.kv.prefix_key import Block
 from quire.kv.repacking import repack
 from quire.kv.sharing import (
     CachedReference,
@@ -50,15 +53,27 @@ def page_class(codec, *names, heads, head_dim, **shape):
 
 
 BODY = page_class("bfloat16", heads=2, tokens=4, head_dim=2)
-RAGGED = page_class("bfloat16", heads=1, tokens=8, head_dim=4, positions=True)
+INDEX = PlaneSpec("index", codec_spec("int8"), 2)  # a test-only kind: it follows its key
+RAGGED = PageClass(
+    planes=(
+        *(PlaneSpec(name, codec_spec("bfloat16"), 4) for name in (KEY, VALUE)),
+        INDEX,
+    ),
+    tokens=8,
+    positions=True,
+)
 INT8 = page_class("int8", heads=3, tokens=4, head_dim=6)
 NARROW = page_class("float16", heads=5, tokens=2, head_dim=7, positions=True)
 SUMS = page_class("float32", NUMBERS, heads=2, tokens=3, head_dim=4)
-SUMS_SLOT_BYTES = 2 * 4 * 4
 SLOT_SUMS = page_class("float32", NUMBERS, heads=1, tokens=8, head_dim=3)
-SLOT_SUMS_BYTES = 3 * 4
 RING = page_class("float32", NUMBERS, heads=1, tokens=2, head_dim=5)
-RING_SLOTS = 3
+STATE = PageClass(  # a test-only kind: a recurrent state, one record per row
+    planes=(
+        PlaneSpec("convolution", codec_spec("bfloat16"), 5, 3),
+        PlaneSpec("recurrent", codec_spec("float32"), 7),
+    ),
+    tokens=1,
+)
 LAYOUT = CacheLayout(
     (
         LaneGroup(name="body", page_class=BODY, layers=(0, 3)),
@@ -70,10 +85,13 @@ LAYOUT = CacheLayout(
         LaneGroup(
             name="slot sums", page_class=SLOT_SUMS, layers=(1,), lanes_per_layer=3, of="ragged"
         ),
-        LaneGroup(name="ring", page_class=RING, layers=(1,), lanes_per_layer=3, records=RING_SLOTS),
+        LaneGroup(name="ring", page_class=RING, layers=(1,), lanes_per_layer=3, records=3),
+        LaneGroup(name="state", page_class=STATE, layers=(5, 7), records=1),
     )
 )
-STATISTICS = ("sums", "more sums", "slot sums", "ring")
+GROUPS = {group.name: group for group in LAYOUT.groups}
+PRIVATE = tuple(name for name, group in GROUPS.items() if group.private)
+BLOCK = Block(b"key", bytes(8 * SHARED_TOKENS), SHARED_TOKENS)
 KINDS = st.sampled_from(Kind)
 SEEDS = st.integers(0, 2**16)  # also picks a row, lane or cached reference, modulo their number
 
@@ -88,12 +106,12 @@ class Sequence:
     def copy(self, *, statistics=None, kind=None):
         lanes = {key: dict(lane) for key, lane in self.lanes.items()}
         used = self.statistics if statistics is None else statistics
-        for name in set(STATISTICS) - used:
+        for name in set(PRIVATE) - used:
             lanes |= {key: {} for key in lanes if key[0] == name}
         return Sequence(self.length, lanes, used, kind or self.kind)
 
 
-def empty_sequence(statistics=frozenset(STATISTICS), kind=Kind.FILL_HOLES):
+def empty_sequence(statistics=frozenset(PRIVATE), kind=Kind.FILL_HOLES):
     lanes = [(g.name, lane) for g in LAYOUT.groups for lane in range(g.num_lanes)]
     return Sequence(0, {key: {} for key in lanes}, statistics, kind)
 
@@ -106,6 +124,8 @@ class Cache(MemoryListener):
 
 
 class MemoryMachine(RuleBasedStateMachine):
+    moved_groups = frozenset({"ragged", *(group.name for group in LAYOUT.followers_of("ragged"))})
+
     @initialize(kib=st.sampled_from([24, 40, 96]))
     def open_memory(self, kib):
         self.store = HostBytes(kib * 1024)
@@ -133,7 +153,7 @@ class MemoryMachine(RuleBasedStateMachine):
     # ---- start, grow, release ------------------------------------------------------------------
 
     @precondition(lambda self: len(self.rows) < MAX_ROWS)
-    @rule(tokens=st.integers(0, 30), used=st.sets(st.sampled_from(STATISTICS)), kind=KINDS)
+    @rule(tokens=st.integers(0, 30), used=st.sets(st.sampled_from(PRIVATE)), kind=KINDS)
     def start(self, tokens, used, kind):
         row = self.memory.start(used)
         self.add(row, empty_sequence(frozenset(used), kind))
@@ -211,13 +231,13 @@ class MemoryMachine(RuleBasedStateMachine):
 
         if self.attempt(lambda: commit_compaction(self.memory, plan) or "evicted", fits):
             assert self.store.copied_pages - copied == plan.needed_pages[RAGGED]
-            moved_groups = 1 + ("slot sums" in sequence.statistics)
+            moved_groups = len(self.moved_groups & {"ragged", *sequence.statistics})
             assert self.store.moved_slots - moved == len(plan.moves) * moved_groups
             assert used - self.bytes_in_use() == plan.gain_bytes
             for lane, tokens in enumerate(before):
                 mask = keep[lane, : len(tokens)].tolist()
                 retained = {token[0] for token, keeps in zip(tokens, mask, strict=True) if keeps}
-                for name in ("ragged", "slot sums"):
+                for name in self.moved_groups:
                     held = sequence.lanes[name, lane]
                     sequence.lanes[name, lane] = {p: held[p] for p in held if p in retained}
 
@@ -264,7 +284,7 @@ class MemoryMachine(RuleBasedStateMachine):
         sequence.length = length
         for (name, _), lane in sequence.lanes.items():
             dropped = [p for p in lane if p >= length]
-            if name == "ring":  # its records have no position
+            if GROUPS[name].records is not None:  # its records have no position
                 dropped = [] if length else list(lane)
             for position in dropped:
                 del lane[position]
@@ -308,16 +328,18 @@ class MemoryMachine(RuleBasedStateMachine):
         prefix.length = tokens
         for key, lane in prefix.lanes.items():
             referenced = {p: token for p, token in self.rows[row].lanes[key].items() if p < tokens}
-            lane.update(self.zeros(key[0], tokens) if key[0] in STATISTICS else referenced)
+            lane.update(self.zeros(key[0], tokens) if key[0] in PRIVATE else referenced)
         self.cached_references.append((cached_reference, prefix))
 
     @staticmethod
     def zeros(name, tokens):
         """Zero statistics of a row that starts with `tokens` cached tokens."""
-        if name == "ring":
-            return dict.fromkeys(range(RING_SLOTS), bytes(4 * 5))
-        slot_bytes = SLOT_SUMS_BYTES if name == "slot sums" else SUMS_SLOT_BYTES
-        return dict.fromkeys(range(tokens), bytes(slot_bytes))
+        group = GROUPS[name]
+        slot_bytes = sum(
+            plane.heads * sum(vector_bytes(plane.codec, plane.width))
+            for plane in group.page_class.planes
+        )
+        return dict.fromkeys(range(group.slots_of(tokens)), bytes(slot_bytes))
 
     @precondition(lambda self: self.rows)
     @rule(pick=SEEDS, pages=st.integers(0, 9), odd=st.integers(0, SHARED_TOKENS - 1))
@@ -337,12 +359,12 @@ class MemoryMachine(RuleBasedStateMachine):
             and all(
                 len(lane) == sequence.length
                 for key, lane in sequence.lanes.items()
-                if key[0] not in STATISTICS
+                if key[0] not in PRIVATE
             )
         ]
 
     @precondition(lambda self: self.cached_references)
-    @rule(pick=SEEDS, used=st.sets(st.sampled_from(STATISTICS)), kind=KINDS, source=SEEDS)
+    @rule(pick=SEEDS, used=st.sets(st.sampled_from(PRIVATE)), kind=KINDS, source=SEEDS)
     def start_from_cached(self, pick, used, kind, source):
         """Start from a cached reference, with the statistics of a complete row of that length."""
         cached_reference, prefix = self.cached_references[pick % len(self.cached_references)]
@@ -354,6 +376,8 @@ class MemoryMachine(RuleBasedStateMachine):
         if sources and source % 2:
             source_row = sources[source % len(sources)]
             snapshot = reference_statistics(self.memory, source_row)
+            if snapshot is not None:
+                self.restore_in_place(snapshot)
         pages = dict.fromkeys(LAYOUT.page_classes, 0)
         for group in (self.memory.tables[name].group for name in used):
             lane_pages = group.page_class.pages_for(group.slots_of(cached_reference.end))
@@ -386,6 +410,39 @@ class MemoryMachine(RuleBasedStateMachine):
     def release_reference(self, pick):
         cached_reference, _ = self.cached_references.pop(pick % len(self.cached_references))
         release_reference(self.memory, cached_reference)
+
+    @precondition(lambda self: self.cached_references)
+    @rule(pick=SEEDS)
+    def export_and_restore_cached(self, pick):
+        """Replace a cached reference by the pages that its byte records restore."""
+        place = pick % len(self.cached_references)
+        reference, prefix = self.cached_references[place]
+        counts = dict.fromkeys(LAYOUT.page_classes, 0)
+        for name, numbers in reference.pages.items():
+            counts[GROUPS[name].page_class] += numbers.size
+        if not self.memory.fits(counts):
+            return
+        blocks = [BLOCK] * (reference.end // SHARED_TOKENS)
+        stored = BlockRecords(self.memory, SHARED_TOKENS)
+        records = stored.gather(blocks, reference.pages)
+        pages = {}
+        for name, numbers in reference.pages.items():
+            pool = self.memory.pools[GROUPS[name].page_class]
+            pages[name] = pool.allocate(numbers.size).reshape(numbers.shape)
+        self.memory.note_peaks(np.empty(0, dtype=np.int64))
+        release_reference(self.memory, reference)
+        stored.scatter(records, pages)
+        restored = replace(reference, key=next(self.memory.cached_reference_keys), pages=pages)
+        self.memory.cached_references[restored.key] = pages
+        self.cached_references[place] = restored, prefix
+
+    def restore_in_place(self, snapshot):
+        """Overwrite the pages of a snapshot, and restore them from its byte record."""
+        records = SnapshotRecords(self.memory, SHARED_TOKENS)
+        record = records.gather(replace(BLOCK, end=snapshot.end), snapshot)
+        for name, numbers in snapshot.pages.items():
+            self.store.clear_pages(GROUPS[name].page_class, numbers.reshape(-1))
+        records.scatter(record, snapshot.pages)
 
     @precondition(lambda self: self.rows)
     @rule(pick=SEEDS)
@@ -565,7 +622,7 @@ class MemoryMachine(RuleBasedStateMachine):
             for lane in range(table.group.num_lanes):
                 end = int(table.num_slots[row, lane])
                 start = end - count
-                if name == "ring":  # written once, with the first token
+                if table.group.records is not None:  # allocated with the first token
                     start = 0 if count and not sequence.length else end
                 if table.group.private:
                     self.check_cleared(table, row, lane, start, end)
@@ -599,8 +656,8 @@ class MemoryMachine(RuleBasedStateMachine):
         tokens = self.rows[row].lanes[table.group.name, lane]
         length = self.rows[row].length
         positions = np.arange(length, length + len(slots))
-        if table.group.name == "slot sums":
-            positions = self.positions("ragged", row, lane)[start:end]
+        if table.group.follows is not None:
+            positions = self.positions(table.group.follows, row, lane)[start:end]
         elif table.group.private:
             positions = slots
         self.store.write_slots(page_class, (page, offset), planes, positions)
@@ -622,11 +679,12 @@ class MemoryMachine(RuleBasedStateMachine):
         slot = np.arange(len(lane)) - np.repeat(ends - num_slots, num_slots)
         page = table.pages[row, lane, slot // page_class.tokens]
         planes, positions = self.store.read_slots(page_class, (page, slot % page_class.tokens))
-        if name == "ring":
+        if table.group.records is not None:
             positions = slot
-        if name == "slot sums":
+        if table.group.follows is not None:
             lanes = range(len(num_slots))
-            positions = np.concatenate([self.positions("ragged", row, i) for i in lanes])
+            followed = table.group.follows
+            positions = np.concatenate([self.positions(followed, row, i) for i in lanes])
             positions = positions if num_slots.any() else slot
         if table.group.ordered:
             first = table.page_positions[row, lane, slot // page_class.tokens]

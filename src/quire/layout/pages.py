@@ -185,10 +185,10 @@ class PageClass:
     def alignment_bytes(self) -> int:
         """Alignment of page_bytes: a cache line and, for unquantized KV, the vectors.
 
-        Every page is then aligned in a view of the arena as vectors. A single plane (statistics)
-        needs no such view.
+        Every page is then aligned in a view of the arena as vectors. Only attention needs such a
+        view.
         """
-        if len(self.planes) == 1 or not self.is_plain:
+        if self.index(KEY) is None or not self.is_plain:
             return PAGE_ALIGNMENT_BYTES
         vectors = (parts[0].plane.record_bytes for parts in self.placed)
         return math.lcm(PAGE_ALIGNMENT_BYTES, *vectors)
