@@ -134,7 +134,7 @@ def _prefill_cpu_s(model: LoadedModel, tokens: int, recompute: str) -> float:
         while engine.has_work:
             engine.step()
         elapsed_s = time.process_time() - started_s
-        engine.scheduler.sequence_memory.sharing.drop_cached()
+        engine.scheduler.sequence_memory.drop_cached()
     return elapsed_s
 
 

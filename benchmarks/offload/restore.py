@@ -154,7 +154,7 @@ def _run(
         prefill: prefill rates that the engine assumes; None: the rates it has learned.
     """
     sequence_memory = engine.scheduler.sequence_memory
-    sequence_memory.sharing.drop_cached()
+    sequence_memory.drop_cached()
     learned = engine.prefix_loader
     if learned is not None:
         learned.tier.transfer_worker.drain()
@@ -173,9 +173,7 @@ def _run(
 def _with_costs(learned: PrefixLoader, engine: Engine, prefill: PrefillRates) -> PrefixLoader:
     copies = CopyRate(bytes_per_s=1e9)
     costs = LearnedCosts(Costs(copies=CopyRates(out=copies, back=copies), prefill=prefill))
-    return PrefixLoader(
-        learned.tier, costs, engine.scheduler.sequence_memory.sharing, engine.events
-    )
+    return PrefixLoader(learned.tier, costs, engine.scheduler.sequence_memory, engine.events)
 
 
 def _prefilled_tokens(engine: Engine, tokens: int) -> int:

@@ -246,7 +246,7 @@ class Watched:
         offload = self.engine.pool.offload
         if offload is not None and offload.prefixes.pool.used_bytes:
             held.append(f"{offload.prefixes.pool.used_bytes} B of offloaded KV")
-        scheduler.sequence_memory.sharing.drop_cached()
+        scheduler.sequence_memory.drop_cached()
         if memory.cached_references or memory.arena.num_free_slabs != memory.arena.num_slabs:
             held.append(f"{memory.used_bytes} B of the arena")
         if held:

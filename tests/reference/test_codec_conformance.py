@@ -380,7 +380,7 @@ def test_prefix_keys_depend_on_the_codec(codec):
         engine.submit(GenerationRequest(PROMPTS["a"], greedy(2), request_id="r"))
         engine.step()
         [request] = engine.scheduler.running
-        roots.append(engine.scheduler.sequence_memory.sharing.identities.of(request).root)
+        roots.append(engine.scheduler.sequence_memory.identities.of(request).root)
 
     assert roots[0] == roots[3]
     assert len(set(roots)) == 3

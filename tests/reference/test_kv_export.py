@@ -119,7 +119,7 @@ def test_an_import_evicts_unused_prefixes_and_is_refused_without_free_pages(tmp_
 
     stream = small.stream(PROMPTS["a"], greedy(30))
     next(stream)
-    small.engine.scheduler.sequence_memory.sharing.drop_cached()
+    small.engine.scheduler.sequence_memory.drop_cached()
     with pytest.raises(OutOfPages, match="wait for running requests, or raise --kv-memory"):
         small.import_kv(tmp_path / "kv")
     small.engine.check()

@@ -210,7 +210,7 @@ def test_prefix_keys_depend_on_the_constants(tmp_path):
         engine.submit(GenerationRequest(PROMPTS["a"], greedy(2), request_id="r"))
         engine.step()
         [request] = engine.scheduler.running
-        roots.append(engine.scheduler.sequence_memory.sharing.identities.of(request).root)
+        roots.append(engine.scheduler.sequence_memory.identities.of(request).root)
 
     assert roots[0] == roots[1] != roots[2]
 

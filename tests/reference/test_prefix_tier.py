@@ -341,7 +341,7 @@ def test_tenants_find_their_own_prefixes_and_no_others(tmp_path):
     engine = engine_of("qwen3", prefill=READ_SLOWLY, schedule=tenants, **on_disk(tmp_path))
     answer(engine, tenant="blue")
     assert not restored(engine)
-    engine.scheduler.sequence_memory.sharing.drop_cached()
+    engine.scheduler.sequence_memory.drop_cached()
     logits, _ = answer(engine, tenant="red")
     assert restored(engine)
     assert largest_difference(logits, plain("qwen3")) <= 1e-4

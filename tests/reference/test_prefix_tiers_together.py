@@ -81,7 +81,7 @@ def test_prefixes_loaded_from_the_disk_are_promoted_to_cpu_memory(tmp_path, monk
     engine.prefix_loader.tier.transfer_worker.drain()
     assert engine.stats().tier.promoted_blocks == levels(engine)["cpu"].stored_blocks == 148 // 4
 
-    engine.scheduler.sequence_memory.sharing.drop_cached()
+    engine.scheduler.sequence_memory.drop_cached()
     monkeypatch.setattr(FileTier, "read", None)  # no read of the disk
     logits, _ = answer(engine, {"b": PROMPTS["b"]})
 
@@ -170,7 +170,7 @@ def test_rules_with_statistics_continue_exactly_after_a_load(evict, where, tmp_p
         engine.close()
         engine = engine_of("qwen3", prefill=READ_SLOWLY, **options, **tier)
     else:
-        engine.scheduler.sequence_memory.sharing.drop_cached()
+        engine.scheduler.sequence_memory.drop_cached()
         engine.prefix_loader.tier.transfer_worker.drain()
         engine.prefix_loader.costs = engine_of(
             "qwen3", prefill=READ_SLOWLY, cpu_memory=MIB

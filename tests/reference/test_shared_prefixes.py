@@ -15,7 +15,7 @@ from quire.config.generation_request import GenerationRequest
 from quire.errors import ConfigError
 from quire.kv.prefix_blocks import PrefixListener
 from quire.offload.tiers.redis_tier import PREFIX
-from quire.scheduler.sequence_memory import PrefixSharing
+from quire.scheduler.sequence_memory import SequenceMemory
 from reference.test_eviction import Recorder, largest_difference
 from reference.test_prefix_tier import (
     NEW_TOKENS,
@@ -128,7 +128,7 @@ def test_loaded_blocks_are_published_as_events_like_computed_ones(server):
 
     assert restored(second)
     assert loaded.known == computed.known  # the same names: a router compares engines by them
-    second.scheduler.sequence_memory.sharing.drop_cached()
+    second.scheduler.sequence_memory.drop_cached()
     assert loaded.known == {}
     second.close()
 
@@ -312,10 +312,10 @@ def test_a_store_that_comes_back_is_used(server, caplog, outage):
         engine.prefix_loader.tier.transfer_worker.drain()
         assert not restored(engine)
     server.resume()
-    sharing: PrefixSharing = engine.scheduler.sequence_memory.sharing
+    sequence_memory: SequenceMemory = engine.scheduler.sequence_memory
     deadline_s = time.monotonic() + 30
     while not restored(engine) and time.monotonic() < deadline_s:
-        sharing.drop_cached()
+        sequence_memory.drop_cached()
         logits, _ = answer(engine)
         assert largest_difference(logits, plain("qwen3")) <= 1e-4
 

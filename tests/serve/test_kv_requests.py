@@ -285,7 +285,7 @@ def test_prefixes_form_a_tree(serve, llm):
 
     body = serve(main)
 
-    block = llm.engine.scheduler.sequence_memory.sharing.prefix
+    block = llm.engine.scheduler.sequence_memory.prefix
     chains = body["data"]
     root = next(
         i for i, one in enumerate(chains) if (one["text"] or "").startswith("Once upon a t")

@@ -301,7 +301,7 @@ class Watched:
         assert not scheduler.has_work
         assert not len(memory.live_rows)
         assert self.engine.pool.host is None or not self.engine.pool.host.used_bytes
-        scheduler.sequence_memory.sharing.drop_cached()
+        scheduler.sequence_memory.drop_cached()
         assert not memory.cached_references
         assert memory.arena.num_free_slabs == memory.arena.num_slabs
 

@@ -44,7 +44,7 @@ from quire.scheduler.request import (
 )
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.scheduler import SCALED_DOWN, Scheduler
-from quire.scheduler.sequence_memory import PrefixSharing, SequenceMemory
+from quire.scheduler.sequence_memory import SequenceMemory
 from quire.scheduler.step import StepPlan
 from quire.tenancy.tenants import PUBLIC, parse_tenants
 from support.requests import make_request
@@ -150,7 +150,7 @@ def make_scheduler(
     memory: KVMemory, config: ScheduleConfig, evictor: Evictor | None = None
 ) -> Scheduler:
     """A scheduler without a prefix cache, swap space or offloading."""
-    return Scheduler(make_components(config, SequenceMemory(PrefixSharing(memory)), evictor))
+    return Scheduler(make_components(config, SequenceMemory(memory), evictor))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,10 +260,10 @@ class SchedulerLoad:
 
     def _scheduler(self, setting: Setting) -> Scheduler:
         memory, config = self.memory, self.config
-        sharing = PrefixSharing(memory, PrefixIndex(memory) if setting.shares else None)
+        sequence_memory = SequenceMemory(memory, PrefixIndex(memory) if setting.shares else None)
         state = SchedulerState.empty(parse_tenants(config.tenants))
-        prefix_offloader = self._prefix_offloader(setting.offload_bytes, sharing, state)
-        sequence_memory = SequenceMemory(sharing, prefix_offloader=prefix_offloader)
+        prefix_offloader = self._prefix_offloader(setting.offload_bytes, sequence_memory, state)
+        sequence_memory.attach(prefix_offloader=prefix_offloader)
         swapper = Swapper(memory, self.pool, LearnedCosts(COSTS), config.preempt)
         evictor = RetainsNewest(memory, self.broken)
         components = make_components(config, sequence_memory, evictor, swapper, state=state)
@@ -288,7 +288,7 @@ class SchedulerLoad:
         return branches or have_moved_on(request)
 
     def _prefix_offloader(
-        self, offload_bytes: int, sharing: PrefixSharing, state: SchedulerState
+        self, offload_bytes: int, sequence_memory: SequenceMemory, state: SchedulerState
     ) -> PrefixOffloader | None:
         if not offload_bytes:
             return None
@@ -297,7 +297,7 @@ class SchedulerLoad:
             self.memory,
             prefixes,
             EventLog(),
-            sharing=sharing,
+            sequence_memory=sequence_memory,
             running=state.running,
             offload_bytes=offload_bytes,
         )
@@ -528,7 +528,7 @@ class SchedulerLoad:
             assert self.num_steps < limit, "thrashing"
         assert not self.requests
         self.check()
-        self.scheduler.sequence_memory.sharing.drop_cached()
+        self.scheduler.sequence_memory.drop_cached()
         assert self.memory.arena.num_free_slabs == self.memory.arena.num_slabs
         assert not self.memory.cached_references
         assert self.pool is None or not self.pool.used_bytes

@@ -39,7 +39,7 @@ from quire.scheduler.preemption import Swapper
 from quire.scheduler.request import SchedulerState
 from quire.scheduler.schedule_config import INVARIANT_ROWS, ScheduleConfig
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.sequence_memory import PrefixIdentities, PrefixSharing, SequenceMemory
+from quire.scheduler.sequence_memory import PrefixIdentities, SequenceMemory
 from quire.scheduler.step import StepSize, StepTimes
 from quire.tenancy.tenants import parse_tenants
 
@@ -79,21 +79,22 @@ def build(
         if opened is not None:
             undo.callback(opened.close)
         swapper = _swapper(pool, schedule, model, lockstep)
-        sharing = _make_sharing(pool, kv, model, opened, events, listener)
-        if sharing.prefix is not None:
-            listener.subscribe(PrefixEvents(events, sharing.prefix.block_bytes))
+        sequence_memory = _make_memory(pool, kv, model, opened, events, listener)
+        prefix = sequence_memory.prefix
+        if prefix is not None:
+            listener.subscribe(PrefixEvents(events, prefix.block_bytes))
         prefix_loader = None
-        if opened is not None and sharing.prefix is not None:
-            tier = opened.attach(sharing.prefix)
+        if opened is not None and prefix is not None:
+            tier = opened.attach(prefix)
             undo.pop_all()
             undo.callback(tier.close)  # closes the opened tiers too
             whole = kv.prefix_cache.load == "whole"
-            prefix_loader = PrefixLoader(tier, swapper.costs, sharing, events, loads_whole=whole)
-        sequence_memory = SequenceMemory(
-            sharing,
-            prefix_offloader=_make_offloader(pool, sharing, state, events),
+            prefix_loader = PrefixLoader(
+                tier, swapper.costs, sequence_memory, events, loads_whole=whole
+            )
+        sequence_memory.attach(
+            prefix_offloader=_make_offloader(pool, sequence_memory, state, events),
             prefix_loader=prefix_loader,
-            events=events,
         )
         ahead = is_async(model, pool, schedule, member, has_tiers=prefix_loader is not None)
         scheduler = _make_scheduler(pool, kv, schedule, model, state, sequence_memory, swapper)
@@ -109,7 +110,7 @@ def build(
 
 
 def _make_offloader(
-    pool: KVPool, sharing: PrefixSharing, state: SchedulerState, events: EventLog
+    pool: KVPool, sequence_memory: SequenceMemory, state: SchedulerState, events: EventLog
 ) -> PrefixOffloader | None:
     if pool.offload is None:
         return None
@@ -117,7 +118,7 @@ def _make_offloader(
         pool.kv.memory,
         pool.offload.prefixes,
         events,
-        sharing=sharing,
+        sequence_memory=sequence_memory,
         running=state.running,
         offload_bytes=pool.offload.offload_bytes,
     )
@@ -143,20 +144,20 @@ def _make_scheduler(
     )
 
 
-def _make_sharing(
+def _make_memory(
     pool: KVPool,
     kv: KVConfig,
     model: LoadedModel,
     opened: OpenedTiers | None,
     events: EventLog,
     listener: PrefixBroadcast,
-) -> PrefixSharing:
+) -> SequenceMemory:
     enabled = kv.prefix_cache.enabled
     prefix = PrefixIndex(pool.kv.memory, listener, events.now_s) if enabled else None
     identities = PrefixIdentities((model.name, pool.stored_as.fingerprint, str(kv.page_tokens)))
     if opened is not None and prefix is not None:  # engines may know the model by other names
         identities = PrefixIdentities((opened.nature,), secret=opened.secret)
-    return PrefixSharing(pool.kv.memory, prefix, identities)
+    return SequenceMemory(pool.kv.memory, prefix, identities, events=events)
 
 
 def _evictor(pool: KVPool, kv: KVConfig, model: LoadedModel) -> Evictor | None:

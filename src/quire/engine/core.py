@@ -113,8 +113,8 @@ class Engine:
         self.input_processor = InputProcessor(
             model, self.pool, self.schedule_config, kv, self._lockstep.now_s
         )
-        sharing = self.scheduler.sequence_memory.sharing
-        self.kv_export = KVExport(model, self.pool, sharing, self.input_processor)
+        sequence_memory = self.scheduler.sequence_memory
+        self.kv_export = KVExport(model, self.pool, sequence_memory, self.input_processor)
         self._traces = Traces()
         self.request_log = RequestLog(self.events, clock)
         self._outputs = OutputProcessor(
@@ -240,7 +240,7 @@ class Engine:
         self._lockstep.call("share_publicly", token_ids)
         check_context(len(token_ids), self.model.spec.max_positions)
         prompt = checked_prompt(token_ids, self.model.spec)
-        self.scheduler.sequence_memory.sharing.identities.register_public(prompt)
+        self.scheduler.sequence_memory.identities.register_public(prompt)
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
         """Cancel a request; the next step returns its last delta. Unknown ids are ignored.

@@ -24,7 +24,7 @@ from quire.layout import limits
 from quire.models.loader import LoadedModel
 from quire.offload.prefix_store.prefix_kv import PrefixKV, gather, insert
 from quire.scheduler.request import Request
-from quire.scheduler.sequence_memory import PrefixSharing
+from quire.scheduler.sequence_memory import SequenceMemory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +43,10 @@ class KVExport:
         self,
         model: LoadedModel,
         pool: KVPool,
-        sharing: PrefixSharing,
+        sequence_memory: SequenceMemory,
         input_processor: InputProcessor,
     ) -> None:
-        self._sharing, self._inputs = sharing, input_processor
+        self._sequence_memory, self._inputs = sequence_memory, input_processor
         self._fingerprint: Callable[[], str] = cache(lambda: kv_fingerprint(pool, model))
 
     @property
@@ -61,14 +61,14 @@ class KVExport:
                 "expected a request whose prefix is cached, got one with prompt log-probabilities "
                 "or mean pooling, which computes its whole prompt; leave these out"
             )
-        lease = self._sharing.look_up(request)
+        lease = self._sequence_memory.look_up(request)
         assert lease is not None, "the engine has a prefix cache"
         try:
             return self._copy(index, request, requested, lease), self._has_all(
                 index, request, lease
             )
         finally:
-            self._sharing.release(lease)
+            self._sequence_memory.release(lease)
 
     def _copy(
         self,
@@ -88,7 +88,7 @@ class KVExport:
                 "evict": requested.evict,
                 "prompt_tokens": len(request.prompt_token_ids),
                 "max_tokens": request.params.max_tokens,
-                "rope": self._sharing.identities.variant(request),
+                "rope": self._sequence_memory.identities.variant(request),
             },
         )
 
@@ -123,8 +123,8 @@ class KVExport:
             evict=options["evict"],
         )
         request = self._request(requested)
-        identity = self._sharing.identities.of(request)
-        found = self._sharing.identities.variant(request)
+        identity = self._sequence_memory.identities.of(request)
+        found = self._sequence_memory.identities.variant(request)
         if found != variant or request.memory.statistics != kv.statistics:
             raise RequestError(
                 f"expected KV of RoPE variant {found} with the statistics "
@@ -135,7 +135,7 @@ class KVExport:
         return ExportedKV(num_tokens=tokens, num_bytes=kv.num_bytes, fingerprint=kv.fingerprint)
 
     def _index(self) -> PrefixIndex:
-        index = self._sharing.prefix
+        index = self._sequence_memory.prefix
         if index is None:
             raise limits.refused(limits.EXPORT_WITHOUT_CACHE)
         return index

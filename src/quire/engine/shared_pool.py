@@ -114,7 +114,7 @@ class SharedPool:
                 "waiting; step the engine until has_work is False, or cancel them"
             )
         if scheduler is not None:
-            scheduler.sequence_memory.sharing.drop_cached()
+            scheduler.sequence_memory.drop_cached()
         self.forget(name)
 
     def attach(self, name: str, scheduler: Scheduler) -> None:

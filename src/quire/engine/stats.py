@@ -168,7 +168,7 @@ def memory_numbers(memory: KVMemory, model: LoadedModel) -> dict[str, int]:
 
 def scheduler_numbers(scheduler: Scheduler) -> dict[str, int]:
     """Counters of a scheduler, with the names of `EngineStats`."""
-    swapper, prefix = scheduler.preempter.swapper, scheduler.sequence_memory.sharing.prefix
+    swapper, prefix = scheduler.preempter.swapper, scheduler.sequence_memory.prefix
     return {
         "num_running": len(scheduler.running),
         "num_waiting": scheduler.num_waiting,

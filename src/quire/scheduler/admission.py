@@ -46,7 +46,7 @@ class FreePages:
         self._known = Optimistic(self._peaks)
         self._preempter, self._running = components.preempter, components.state.running
         self._memory = components.sequence_memory.memory
-        self._sharing = components.sequence_memory.sharing
+        self._sharing = components.sequence_memory
         self._num_rows = components.config.num_rows
 
     @property
@@ -80,7 +80,7 @@ class FreePages:
             by_class = self._rule.peaks.by_class(promised)
             if not self._leaves_enough(request, cached_tokens, self._running, promised):
                 return False
-            if not self._sharing.free_pages(by_class):
+            if not self._sharing.evict_cached(by_class):
                 return False
         return self._preempter.can_swap_in(request)
 
@@ -158,7 +158,7 @@ class Admission:
 
     def __init__(self, components: SchedulerComponents) -> None:
         self._config, self._sequence_memory = components.config, components.sequence_memory
-        self._sharing = components.sequence_memory.sharing
+        self._sharing = components.sequence_memory
         self._rule, self._fairness = components.admission_rule, components.fairness
         self._preempter, self._lifecycle = components.preempter, components.lifecycle
         self._running, self._batcher = components.state.running, components.batcher
@@ -410,7 +410,7 @@ class Rejections:
     """
 
     def __init__(self, components: SchedulerComponents) -> None:
-        self._sharing = components.sequence_memory.sharing
+        self._sharing = components.sequence_memory
         self._running, self._waiting = components.state.running, components.state.waiting
         self._rejected: dict[Request, tuple[int, int]] = {}
 

@@ -78,7 +78,7 @@ def make_components(
     state = state or SchedulerState.empty(tenants)
     arena = sequence_memory.memory.arena
     accounts = TenantAccounts(tenants, arena.num_slabs * arena.slab_bytes)
-    fairness = Fairness(accounts, sequence_memory.sharing, state.waiting)
+    fairness = Fairness(accounts, sequence_memory, state.waiting)
     peaks = _make_peaks(config, sequence_memory)
     can_swap = swapper is not None and swapper.has_pool
     admission_rule = make_admission(config.admission, peaks, can_swap=can_swap)

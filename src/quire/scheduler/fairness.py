@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 from quire.scheduler.request import Request
-from quire.scheduler.sequence_memory import PrefixSharing
+from quire.scheduler.sequence_memory import SequenceMemory
 from quire.tenancy.accounts import Right, TenantAccounts, checked_tenant
 from quire.tenancy.fair_queue import FairQueue
 from quire.tenancy.meter import TenantMeter, TenantStats, bytes_by_tenant
@@ -32,7 +32,7 @@ class Fairness:
     """
 
     def __init__(
-        self, accounts: TenantAccounts, sharing: PrefixSharing, waiting: FairQueue[Request]
+        self, accounts: TenantAccounts, sharing: SequenceMemory, waiting: FairQueue[Request]
     ) -> None:
         self.accounts, self._sharing, self.waiting = accounts, sharing, waiting
         self.meter = TenantMeter()

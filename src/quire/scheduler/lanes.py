@@ -484,13 +484,13 @@ class LaneCapacities:
         # while every lane is within its cap, their sum is bounded: no division is needed
         if over_cap(request, self._lanes, tokens) is None:
             return False
-        if self._sequence_memory.sharing.shares_unwritten(request):
+        if self._sequence_memory.shares_unwritten(request):
             return False
         if self._shares_with_group(request):
             return False
         # evict its cached prefixes first: pages that a cached prefix refers to are not freed
-        self._sequence_memory.sharing.stop_sharing(request)
-        self._sequence_memory.sharing.drop_cached()
+        self._sequence_memory.stop_sharing(request)
+        self._sequence_memory.drop_cached()
         try:
             with _undone_without_eviction(request):
                 if request.eviction.pending:
@@ -538,7 +538,7 @@ class LaneCapacities:
     def _evict_due(self, request: Request) -> bool:
         """Evict what the next tokens require; False while the request shares unwritten blocks."""
         assert self._lanes is not None
-        if self._sequence_memory.sharing.shares_unwritten(request):
+        if self._sequence_memory.shares_unwritten(request):
             return not self._is_due(request)
         while (entry := request.eviction.next_replay) is not None:
             if entry.num_computed != request.progress.num_computed:
@@ -602,12 +602,12 @@ class LaneCapacities:
 
     def _changing(self, request: Request, change: Callable[[], T]) -> T:
         """Change lanes; if private copies lack pages, evict cached prefixes and retry."""
-        self._sequence_memory.sharing.stop_sharing(request)
+        self._sequence_memory.stop_sharing(request)
         copied_bytes = self._sequence_memory.memory.copied_bytes
         try:
             changed = change()
         except OutOfPages:
-            self._sequence_memory.sharing.drop_cached()
+            self._sequence_memory.drop_cached()
             changed = change()
         copied_bytes = self._sequence_memory.memory.copied_bytes - copied_bytes
         if copied_bytes:

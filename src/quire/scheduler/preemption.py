@@ -413,7 +413,7 @@ class Preempter:
         swapped = request.memory.swapped
         if swapped is None or swapped.keep_from:
             return True
-        self._sequence_memory.sharing.free_pages(swapped.needed_pages)
+        self._sequence_memory.evict_cached(swapped.needed_pages)
         return swap_fits(self._memory, swapped)
 
     def free_swapped_group(self, request: Request) -> None:
@@ -471,7 +471,7 @@ class Preempter:
         swapped = request.memory.swapped
         assert swapped is not None
         assert self.swapper is not None
-        self._sequence_memory.sharing.free_pages(swapped.needed_pages)
+        self._sequence_memory.evict_cached(swapped.needed_pages)
         if not self._memory.fits(swapped.needed_pages):
             return False
         self._swapped.pop(id(swapped))
@@ -505,10 +505,10 @@ class Preempter:
         """
         members = [member for member in together(request) if member.memory.row >= 0]
         for member in members:
-            self._sequence_memory.sharing.stop_sharing(member)
+            self._sequence_memory.stop_sharing(member)
             if self._sequence_memory.prefix_loader is not None:
                 self._sequence_memory.prefix_loader.forget(member)
-        self._sequence_memory.sharing.drop_cached()
+        self._sequence_memory.drop_cached()
         repack(self._memory, *(member.memory.row for member in members))
 
     def halve_staging(self, request: Request) -> None:

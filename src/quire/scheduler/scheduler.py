@@ -49,7 +49,7 @@ class Limits:
 
     def __init__(self, components: SchedulerComponents) -> None:
         self._config, self._memory = components.config, components.sequence_memory.memory
-        self._sharing = components.sequence_memory.sharing
+        self._sharing = components.sequence_memory
         self._fairness, self._preempter = components.fairness, components.preempter
         self._lifecycle, self._running = components.lifecycle, components.state.running
         self._peaks = components.admission_rule.peaks
@@ -578,7 +578,7 @@ class Scheduler:
         """
         for request, tokens in zip(plan.requests, plan.tokens, strict=True):
             request.progress.num_computed += tokens
-        self.sequence_memory.sharing.confirm(plan.requests)
+        self.sequence_memory.confirm(plan.requests)
         return self._forks.make_due(plan.requests)
 
     def note_inputs(self, plan: StepPlan) -> None:
@@ -618,8 +618,8 @@ class Scheduler:
         """
         failed = [r for r in plan.requests or self.running if r.is_running]
         others = (r for r in self.running if r not in failed)
-        sharing = [r for r in others if self.sequence_memory.sharing.shares_unwritten(r)]
-        self.sequence_memory.sharing.withdraw()
+        sharing = [r for r in others if self.sequence_memory.shares_unwritten(r)]
+        self.sequence_memory.withdraw()
         for request in failed + sharing:
             if request.is_running:  # otherwise it was queued with its group
                 self.lifecycle.restart(request, "step failed")
@@ -691,8 +691,8 @@ class Scheduler:
         Returns:
             False if there was no memory to free.
         """
-        if self.sequence_memory.sharing.idle_bytes:
-            self.sequence_memory.sharing.drop_cached()
+        if self.sequence_memory.idle_bytes:
+            self.sequence_memory.drop_cached()
             return True
         if self.running:
             last = max(self.running, key=self.preempter.order)

@@ -22,9 +22,6 @@ from quire.scheduler.events import EventLog
 from quire.scheduler.offload_port import KVOffloader, PrefixLoads
 from quire.scheduler.request import Request, RequestState, note_peak, prefillable_tokens
 
-# ---- the prefix cache ----------------------------------------------------------------------------
-
-
 SECRET_BYTES = 32
 
 
@@ -79,13 +76,21 @@ def _common(prompt: NDArray[np.int64], public: NDArray[np.int64]) -> int:
     return int(differ[0]) if len(differ) else shortest
 
 
-class PrefixSharing:
-    """The prefix cache, by request.
+FINISHED = "finished"  # reason of a free when a request finished normally
+
+
+class SequenceMemory:
+    """Allocates and frees the pages of requests, with prefix caching.
 
     Args:
         memory: the KV memory.
         prefix: index of cached prefixes; None without prefix caching.
         identities: creates the identities of prefixes; default: `PrefixIdentities()`.
+        events: the event log; default: a new one.
+
+    Attributes:
+        prefix_offloader: offloads the oldest pages of requests; None without KV offload.
+        prefix_loader: loads cached prefixes from a second tier; None without one.
     """
 
     def __init__(
@@ -93,11 +98,25 @@ class PrefixSharing:
         memory: KVMemory,
         prefix: PrefixIndex | None = None,
         identities: PrefixIdentities | None = None,
+        *,
+        events: EventLog | None = None,
     ) -> None:
         self.memory, self.prefix = memory, prefix
         self.identities = identities or PrefixIdentities()
+        self.events = events or EventLog()
+        self.prefix_offloader: KVOffloader | None = None
+        self.prefix_loader: PrefixLoads | None = None
 
-    # ---- memory --------------------------------------------------------------------------------
+    def attach(
+        self,
+        *,
+        prefix_offloader: KVOffloader | None = None,
+        prefix_loader: PrefixLoads | None = None,
+    ) -> None:
+        """Connect the offload components, which use this memory themselves."""
+        self.prefix_offloader, self.prefix_loader = prefix_offloader, prefix_loader
+
+    # ---- free pages ----------------------------------------------------------------------------
 
     @property
     def idle_bytes(self) -> int:
@@ -109,7 +128,7 @@ class PrefixSharing:
         """Bytes that are free or can be freed without preempting a request."""
         return self.memory.free_bytes + self.idle_bytes
 
-    def free_pages(self, pages: dict[PageClass, int]) -> bool:
+    def evict_cached(self, pages: dict[PageClass, int]) -> bool:
         """Evict cached prefixes until these pages are free; return whether they are."""
         if self.memory.fits(pages):
             return True
@@ -119,6 +138,112 @@ class PrefixSharing:
         """Evict every cached prefix that no request uses."""
         if self.prefix is not None:
             self.prefix.clear()
+
+    def can_grow(self, requests: Sequence[Request], tokens: Sequence[int]) -> bool:
+        """Whether each request can grow by its number of tokens.
+
+        Evicts cached prefixes and offloads pages if needed.
+        """
+        rows, counts = rows_of(requests), np.array(tokens, dtype=np.int32)
+        if self.memory.can_grow(rows, counts):
+            return True
+        return self._offload_until(lambda: self._reclaims(rows, counts))
+
+    def free_pages(self, pages: dict[PageClass, int]) -> bool:
+        """Evict cached prefixes and offload pages until these pages are free; whether they are."""
+        return self._offload_until(lambda: self.evict_cached(pages))
+
+    def _offload_until(self, is_enough: Callable[[], bool]) -> bool:
+        if is_enough():
+            return True
+        while self.prefix_offloader is not None and self.prefix_offloader.offload_some():
+            if is_enough():
+                return True
+        return False
+
+    def _reclaims(self, rows: Rows, counts: NDArray[np.int32]) -> bool:
+        """Evict cached prefixes until rows can grow; return whether they can."""
+        # a store with contiguous rows can lack a long run although enough pages are free
+        reclaimed = self.evict_cached(self.memory.pages_to_grow(rows, counts))
+        return reclaimed and self.memory.can_grow(rows, counts)
+
+    # ---- allocate and free -----------------------------------------------------------------------
+
+    def allocate(self, request: Request, lease: PrefixLease | None) -> None:
+        """Allocate a row for a request and share the pages of its cached prefix.
+
+        Raises:
+            OutOfPages: no row or no pages; the request is unchanged.
+        """
+        prefix = self.prefix
+        if prefix is not None and lease is not None and lease.nodes:
+            request.memory.row = prefix.start(lease, statistics=request.memory.statistics)
+            request.progress.num_computed = lease.tokens
+        else:
+            request.memory.row = self.memory.start(request.memory.statistics)
+        request.memory.lease, request.eviction.exact, request.eviction.replayed = lease, True, 0
+        request.memory.snapshot_ends = self.snapshot_ends(request)
+        if prefix is not None and lease is not None:
+            prefix.count(request.num_tokens, lease)
+        request.count_cached(0, request.progress.num_computed)
+        if self.prefix_loader is not None:
+            self.prefix_loader.begin(request)
+        self.note_entry(request)
+
+    def note_entry(self, request: Request) -> None:
+        """Count and log an admission by allocation, swap-in or fork."""
+        request.progress.num_admissions += 1
+        request.progress.admitted_tokens = request.num_tokens
+        request.memory.chain = None  # its tokens change while it runs
+        shared = 0 if request.memory.lease is None else request.memory.lease.tokens
+        self.events.emit("admitted", request, tokens=request.num_tokens, cached_tokens=shared)
+        if shared:
+            kv_bytes = self.memory.row_bytes(request.memory.row)
+            self.events.emit("shared", request, tokens=shared, kv_bytes=kv_bytes)
+
+    def free(self, request: Request, reason: str) -> None:
+        """Free a request's row and the pages that no other request references."""
+        kv_bytes = self.note_peak(request)
+        self.memory.release([request.memory.row])
+        self.note_freed(request, kv_bytes, reason)
+
+    def note_peak(self, request: Request) -> int:
+        """Update the peak bytes of a request before its pages are freed.
+
+        Returns:
+            Bytes of the pages that it refers to now.
+        """
+        row = request.memory.row
+        group = request.group or request.split_from
+        if group is not None:
+            note_peak(self.memory, group)
+        request.memory.kv_peak_bytes = max(
+            request.memory.kv_peak_bytes, int(self.memory.peak_bytes[row])
+        )
+        return self.memory.row_bytes(row)
+
+    def note_freed(self, request: Request, kv_bytes: int, reason: str) -> None:
+        """Update a request after its row has been released, and log it."""
+        self.stop_sharing(request)
+        if self.prefix_loader is not None:
+            self.prefix_loader.forget(request)
+        request.progress.furthest_tokens = max(
+            request.progress.furthest_tokens, request.progress.num_computed
+        )
+        request.memory.row, request.progress.num_computed = -1, 0
+        self.events.emit("freed", request, kv_bytes=kv_bytes, reason=reason)
+
+    def resume(self, request: Request, row: int, length: int) -> None:
+        """Update a request after its KV has been swapped in to private pages.
+
+        It pins its cached prefix again, as far as that is still cached, so that its next blocks can
+        be published after it.
+        """
+        request.memory.row, request.progress.num_computed = row, length
+        self.note_entry(request)
+        if self.prefix is not None and request.eviction.exact:
+            tokens = request.token_ids(0, length + 1)
+            request.memory.lease = self.prefix.match(self.identities.of(request), tokens)
 
     # ---- a request's prefix --------------------------------------------------------------------
 
@@ -188,12 +313,6 @@ class PrefixSharing:
         tables = self.memory.tables.values()
         return any(token < int(t.staged[row]) * t.group.page_class.tokens for t in tables)
 
-    def rejoin(self, request: Request, length: int) -> None:
-        """Pin the prefix of a resumed request, as far as it is still cached."""
-        if self.prefix is not None and request.eviction.exact:
-            tokens = request.token_ids(0, length + 1)
-            request.memory.lease = self.prefix.match(self.identities.of(request), tokens)
-
     def stop_sharing(self, request: Request) -> None:
         """Release the prefix of a request whose pages will change or be freed."""
         self.release(request.memory.lease)
@@ -204,163 +323,6 @@ class PrefixSharing:
         if request.memory.lease is not None:
             self.stop_sharing(request)
             self.drop_cached()
-
-    # ---- a step --------------------------------------------------------------------------------
-
-    def confirm(self, requests: Sequence[Request]) -> None:
-        """After a step: mark its published blocks as written, and save due statistics."""
-        if self.prefix is None:
-            return
-        self.prefix.confirm()
-        for request in requests:
-            at_end = request.progress.num_computed in request.memory.snapshot_ends
-            if at_end and request.eviction.exact and request.memory.lease is not None:
-                self.prefix.snapshot(request.memory.lease, request.memory.row)
-
-    def withdraw(self) -> None:
-        """After a failed step: remove the blocks that it published."""
-        if self.prefix is not None:
-            self.prefix.withdraw()
-
-    def shares_unwritten(self, request: Request) -> bool:
-        """Whether a request shares blocks that the step being planned will write."""
-        prefix, lease = self.prefix, request.memory.lease
-        return prefix is not None and lease is not None and prefix.is_pending(lease)
-
-
-# ---- the pages of requests -----------------------------------------------------------------------
-
-
-FINISHED = "finished"  # reason of a free when a request finished normally
-
-
-class SequenceMemory:
-    """Allocates and frees the pages of requests, with prefix caching.
-
-    Args:
-        sharing: the prefix cache of the KV memory.
-        events: the event log; default: a new one.
-        prefix_offloader: offloads the oldest pages of requests; None without KV offload.
-        prefix_loader: loads cached prefixes from a second tier; None without one.
-    """
-
-    def __init__(
-        self,
-        sharing: PrefixSharing,
-        *,
-        events: EventLog | None = None,
-        prefix_offloader: KVOffloader | None = None,
-        prefix_loader: PrefixLoads | None = None,
-    ) -> None:
-        self.sharing, self.memory = sharing, sharing.memory
-        self.prefix_offloader, self.prefix_loader = prefix_offloader, prefix_loader
-        self.events = events or EventLog()
-
-    # ---- free pages ----------------------------------------------------------------------------
-
-    def can_grow(self, requests: Sequence[Request], tokens: Sequence[int]) -> bool:
-        """Whether each request can grow by its number of tokens.
-
-        Evicts cached prefixes and offloads pages if needed.
-        """
-        rows, counts = rows_of(requests), np.array(tokens, dtype=np.int32)
-        if self.memory.can_grow(rows, counts):
-            return True
-        return self._offload_until(lambda: self._reclaims(rows, counts))
-
-    def free_pages(self, pages: dict[PageClass, int]) -> bool:
-        """Evict cached prefixes and offload pages until these pages are free; whether they are."""
-        return self._offload_until(lambda: self.sharing.free_pages(pages))
-
-    def _offload_until(self, is_enough: Callable[[], bool]) -> bool:
-        if is_enough():
-            return True
-        while self.prefix_offloader is not None and self.prefix_offloader.offload_some():
-            if is_enough():
-                return True
-        return False
-
-    def _reclaims(self, rows: Rows, counts: NDArray[np.int32]) -> bool:
-        """Evict cached prefixes until rows can grow; return whether they can."""
-        # a store with contiguous rows can lack a long run although enough pages are free
-        reclaimed = self.sharing.free_pages(self.memory.pages_to_grow(rows, counts))
-        return reclaimed and self.memory.can_grow(rows, counts)
-
-    # ---- allocate and free -----------------------------------------------------------------------
-
-    def allocate(self, request: Request, lease: PrefixLease | None) -> None:
-        """Allocate a row for a request and share the pages of its cached prefix.
-
-        Raises:
-            OutOfPages: no row or no pages; the request is unchanged.
-        """
-        prefix = self.sharing.prefix
-        if prefix is not None and lease is not None and lease.nodes:
-            request.memory.row = prefix.start(lease, statistics=request.memory.statistics)
-            request.progress.num_computed = lease.tokens
-        else:
-            request.memory.row = self.memory.start(request.memory.statistics)
-        request.memory.lease, request.eviction.exact, request.eviction.replayed = lease, True, 0
-        request.memory.snapshot_ends = self.sharing.snapshot_ends(request)
-        if prefix is not None and lease is not None:
-            prefix.count(request.num_tokens, lease)
-        request.count_cached(0, request.progress.num_computed)
-        if self.prefix_loader is not None:
-            self.prefix_loader.begin(request)
-        self.note_entry(request)
-
-    def note_entry(self, request: Request) -> None:
-        """Count and log an admission by allocation, swap-in or fork."""
-        request.progress.num_admissions += 1
-        request.progress.admitted_tokens = request.num_tokens
-        request.memory.chain = None  # its tokens change while it runs
-        shared = 0 if request.memory.lease is None else request.memory.lease.tokens
-        self.events.emit("admitted", request, tokens=request.num_tokens, cached_tokens=shared)
-        if shared:
-            kv_bytes = self.memory.row_bytes(request.memory.row)
-            self.events.emit("shared", request, tokens=shared, kv_bytes=kv_bytes)
-
-    def free(self, request: Request, reason: str) -> None:
-        """Free a request's row and the pages that no other request references."""
-        kv_bytes = self.note_peak(request)
-        self.memory.release([request.memory.row])
-        self.note_freed(request, kv_bytes, reason)
-
-    def note_peak(self, request: Request) -> int:
-        """Update the peak bytes of a request before its pages are freed.
-
-        Returns:
-            Bytes of the pages that it refers to now.
-        """
-        row = request.memory.row
-        group = request.group or request.split_from
-        if group is not None:
-            note_peak(self.memory, group)
-        request.memory.kv_peak_bytes = max(
-            request.memory.kv_peak_bytes, int(self.memory.peak_bytes[row])
-        )
-        return self.memory.row_bytes(row)
-
-    def note_freed(self, request: Request, kv_bytes: int, reason: str) -> None:
-        """Update a request after its row has been released, and log it."""
-        self.sharing.stop_sharing(request)
-        if self.prefix_loader is not None:
-            self.prefix_loader.forget(request)
-        request.progress.furthest_tokens = max(
-            request.progress.furthest_tokens, request.progress.num_computed
-        )
-        request.memory.row, request.progress.num_computed = -1, 0
-        self.events.emit("freed", request, kv_bytes=kv_bytes, reason=reason)
-
-    def resume(self, request: Request, row: int, length: int) -> None:
-        """Update a request after its KV has been swapped in to private pages.
-
-        It pins its cached prefix again, as far as that is still cached, so that its next blocks can
-        be published after it.
-        """
-        request.memory.row, request.progress.num_computed = row, length
-        self.note_entry(request)
-        self.sharing.rejoin(request, length)
 
     # ---- growing -------------------------------------------------------------------------------
 
@@ -391,12 +353,12 @@ class SequenceMemory:
     ) -> None:
         if copied_bytes:  # copy on write of shared pages
             self.events.emit("copied", requests[0], kv_bytes=copied_bytes)
-        if self.sharing.prefix is None:
+        if self.prefix is None:
             return
-        block = self.sharing.prefix.block_tokens
+        block = self.prefix.block_tokens
         for request, count in zip(requests, tokens, strict=True):
             if request.progress.num_computed % block + count >= block:
-                self.sharing.publish(request, request.progress.num_computed + count)
+                self.publish(request, request.progress.num_computed + count)
 
     def publish_known(self, requests: Sequence[Request]) -> None:
         """Publish the blocks of a launched step whose last tokens were not known when they grew.
@@ -404,13 +366,13 @@ class SequenceMemory:
         Args:
             requests: requests of the step; those that have ended are ignored.
         """
-        prefix = self.sharing.prefix
+        prefix = self.prefix
         if prefix is None:
             return
         for request in requests:
             computed = request.progress.num_computed
             if request.is_running and computed % prefix.block_tokens == 0:
-                self.sharing.publish(request, computed)
+                self.publish(request, computed)
         prefix.confirm()
 
     def fork(self, parent: Request, child: Request) -> None:
@@ -425,7 +387,7 @@ class SequenceMemory:
             parent.eviction.exact,
         )
         share_evictions(parent, child)
-        prefix = self.sharing.prefix
+        prefix = self.prefix
         if prefix is not None and parent.memory.lease is not None:
             child.memory.lease = prefix.share(parent.memory.lease)
         if not child.progress.num_admissions:
@@ -434,6 +396,28 @@ class SequenceMemory:
             )
         child.progress.state = RequestState.RUNNING
         self.note_entry(child)
+
+    # ---- a step --------------------------------------------------------------------------------
+
+    def confirm(self, requests: Sequence[Request]) -> None:
+        """After a step: mark its published blocks as written, and save due statistics."""
+        if self.prefix is None:
+            return
+        self.prefix.confirm()
+        for request in requests:
+            at_end = request.progress.num_computed in request.memory.snapshot_ends
+            if at_end and request.eviction.exact and request.memory.lease is not None:
+                self.prefix.snapshot(request.memory.lease, request.memory.row)
+
+    def withdraw(self) -> None:
+        """After a failed step: remove the blocks that it published."""
+        if self.prefix is not None:
+            self.prefix.withdraw()
+
+    def shares_unwritten(self, request: Request) -> bool:
+        """Whether a request shares blocks that the step being planned will write."""
+        prefix, lease = self.prefix, request.memory.lease
+        return prefix is not None and lease is not None and prefix.is_pending(lease)
 
 
 def share_evictions(parent: Request, child: Request) -> None:

@@ -460,17 +460,17 @@ class SimulatedEngine:
         return tuple(block.key for block in self._blocks(job))
 
     def cached_tokens(self, job: Job) -> int:
-        prefix = self.scheduler.sequence_memory.sharing.prefix
+        prefix = self.scheduler.sequence_memory.prefix
         return 0 if prefix is None else prefix.cached_tokens(self._blocks(job))
 
     def _blocks(self, job: Job) -> Iterator[Block]:
         """Whole blocks of a job's prompt without its last token, hashed on first use."""
-        sharing, request = self.scheduler.sequence_memory.sharing, job.request
-        if sharing.prefix is None or request is None:
+        memory, request = self.scheduler.sequence_memory, job.request
+        if memory.prefix is None or request is None:
             return
         if request.memory.chain is None:  # the engine's lookup goes on with this chain
-            identity = sharing.identities.of(request)
-            block_tokens = sharing.prefix.block_tokens
+            identity = memory.identities.of(request)
+            block_tokens = memory.prefix.block_tokens
             request.memory.chain = BlockChain(identity, block_tokens, request.token_ids)
         yield from request.memory.chain.blocks(len(request.prompt_token_ids) - 1)
 
@@ -486,7 +486,7 @@ class SimulatedEngine:
     @property
     def block_tokens(self) -> int:
         """Tokens of a block of the prefix cache; of a page without one."""
-        prefix = self.scheduler.sequence_memory.sharing.prefix
+        prefix = self.scheduler.sequence_memory.prefix
         groups = self.memory.layout.groups
         return groups[0].page_class.tokens if prefix is None else prefix.block_tokens
 
@@ -501,7 +501,7 @@ class SimulatedEngine:
 
     @property
     def active_bytes(self) -> int:
-        return self.memory.total_bytes - self.scheduler.sequence_memory.sharing.available_bytes
+        return self.memory.total_bytes - self.scheduler.sequence_memory.available_bytes
 
     @property
     def has_work(self) -> bool:

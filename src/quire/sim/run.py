@@ -29,7 +29,7 @@ from quire.scheduler.preemption import (
 )
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.sequence_memory import PrefixIdentities, PrefixSharing, SequenceMemory
+from quire.scheduler.sequence_memory import PrefixIdentities, SequenceMemory
 from quire.sim.engine import (
     OldestFirstEvictor,
     SimResult,
@@ -156,8 +156,8 @@ def make_scheduler(
 ) -> Scheduler:
     """The engine's scheduler over a memory without bytes."""
     prefix = PrefixIndex(memory, listener) if config.kv.prefix_cache.enabled else None
-    sharing = PrefixSharing(memory, prefix, PrefixIdentities(secret=_SECRET))
-    sequence_memory = SequenceMemory(sharing, events=EventLog(clock, kept=1))
+    identities, events = PrefixIdentities(secret=_SECRET), EventLog(clock, kept=1)
+    sequence_memory = SequenceMemory(memory, prefix, identities, events=events)
     swapper = _make_swapper(memory, config, copies)
     evictor = OldestFirstEvictor(memory)
     return Scheduler(make_components(config.schedule, sequence_memory, evictor, swapper))

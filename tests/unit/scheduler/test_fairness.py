@@ -10,7 +10,7 @@ from quire.scheduler.fairness import FORGET_FROM
 from quire.scheduler.request import Request
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.sequence_memory import PrefixSharing, SequenceMemory
+from quire.scheduler.sequence_memory import SequenceMemory
 from quire.scheduler.step import StepPlan
 from quire.tenancy import meter
 from quire.tenancy.meter import OTHERS
@@ -28,7 +28,7 @@ class Service:
         self.memory = KVMemory(layout, 400 * layout.smallest_sequence_bytes, 8)
         self.index = PrefixIndex(self.memory) if prefix else None
         config = ScheduleConfig(**schedule)
-        sequence_memory = SequenceMemory(PrefixSharing(self.memory, self.index))
+        sequence_memory = SequenceMemory(self.memory, self.index)
         self.scheduler = Scheduler(make_components(config, sequence_memory))
         self.arrivals = 0
 
@@ -104,9 +104,9 @@ def test_waiting_request_is_hashed_once_over_repeated_lookups(monkeypatch):
     monkeypatch.setattr(hashlib, "blake2b", counting_hash)
     sequence_memory = service.scheduler.sequence_memory
     for _ in range(5):  # as admission does in every step while memory is full
-        lease = sequence_memory.sharing.look_up(waiting)
+        lease = sequence_memory.look_up(waiting)
         assert lease.tokens == 60
-        sequence_memory.sharing.release(lease)
+        sequence_memory.release(lease)
     assert num_hashes[0] == 60 // PAGE_TOKENS
 
     service.scheduler.waiting.push(waiting)
@@ -120,12 +120,12 @@ def test_prompt_is_hashed_again_after_its_prefix_became_public():
     service = Service(prefix=True)
     request = service.submit(prompt_tokens=20, tenant="mine")
     sequence_memory = service.scheduler.sequence_memory
-    identities = sequence_memory.sharing.identities
-    sequence_memory.sharing.release(sequence_memory.sharing.look_up(request))
+    identities = sequence_memory.identities
+    sequence_memory.release(sequence_memory.look_up(request))
     before = request.memory.chain
 
     identities.register_public(list(range(10)))
-    sequence_memory.sharing.release(sequence_memory.sharing.look_up(request))
+    sequence_memory.release(sequence_memory.look_up(request))
 
     assert request.memory.chain is not before
     assert request.memory.chain.identity.public_tokens == 10

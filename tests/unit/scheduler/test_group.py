@@ -29,7 +29,7 @@ from quire.scheduler.request import (
     whole_groups,
 )
 from quire.scheduler.schedule_config import ScheduleConfig
-from quire.scheduler.sequence_memory import PrefixSharing, SequenceMemory
+from quire.scheduler.sequence_memory import SequenceMemory
 from support.requests import make_request
 
 PROMPT = [7] * 5
@@ -60,7 +60,7 @@ def entry_at(tokens: int) -> EvictionEntry:
 def prefill(memory, first) -> tuple[list[Request], int]:
     """Prefill from the group's first member until all members are complete; count the tokens."""
     first.memory.row, first.progress.state = memory.start(), RequestState.RUNNING
-    sequence_memory = SequenceMemory(PrefixSharing(memory))
+    sequence_memory = SequenceMemory(memory)
     running, prefilled_tokens = [first], 0
     while any(r.num_uncomputed for r in running) or first.group.forks:
         for request in list(running):
@@ -172,7 +172,7 @@ def test_members_share_evictions_from_before_their_fork():
 
 def test_branch_keeps_the_row_of_the_first_child_forks_the_next_and_frees_the_rest():
     memory = make_memory()
-    sequence_memory = SequenceMemory(PrefixSharing(memory))
+    sequence_memory = SequenceMemory(memory)
     group = make_group([[1], [2], [3]], atomic=True)
     old = list(group.members)
     for member in old:

@@ -43,7 +43,7 @@ class RecordedLoad:
     @property
     def used_fraction(self):
         memory = self.load.memory
-        return 1 - self.load.scheduler.sequence_memory.sharing.available_bytes / memory.total_bytes
+        return 1 - self.load.scheduler.sequence_memory.available_bytes / memory.total_bytes
 
     def _record_use(self):
         self.before.append(self.used_fraction if len(self.load.scheduler.running) > 1 else 0.0)

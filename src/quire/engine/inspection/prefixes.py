@@ -106,7 +106,7 @@ class Blocks:
 
 def read_prefixes(engine: "Engine", tenant: str | None) -> Blocks:
     """Copy the blocks; of a tenant only its own and public ones, without the uses of others."""
-    index = engine.scheduler.sequence_memory.sharing.prefix
+    index = engine.scheduler.sequence_memory.prefix
     if index is None:
         return Blocks(PrefixTree(enabled=False))
     wanted = (n for n in index.nodes() if tenant is None or n.owner in ("", tenant))

@@ -229,7 +229,7 @@ def history_points(engine: "Engine", *, by_tenant: bool) -> dict[str | None, Poi
 def _of_engine(engine: "Engine") -> Snapshot:
     memory, scheduler = engine.pool.kv.memory, engine.scheduler
     cached_bytes = memory.listeners.idle_bytes()
-    prefix, swapper = scheduler.sequence_memory.sharing.prefix, scheduler.preempter.swapper
+    prefix, swapper = scheduler.sequence_memory.prefix, scheduler.preempter.swapper
     return {
         "memory": {
             "total_bytes": memory.total_bytes,

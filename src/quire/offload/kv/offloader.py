@@ -23,7 +23,7 @@ from quire.scheduler.lanes import Evicted, Evictor, Slots
 from quire.scheduler.offload_port import KVOffloader
 from quire.scheduler.peaks import can_offload_request
 from quire.scheduler.request import Request
-from quire.scheduler.sequence_memory import PrefixSharing
+from quire.scheduler.sequence_memory import SequenceMemory
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ class PrefixOffloader:
         memory: the arena.
         prefixes: offloaded prefixes of its sequences.
         events: receives `offloaded` events.
-        sharing: cached prefixes, which may reference the same pages.
+        sequence_memory: its cached prefixes may reference the same pages.
         running: requests that hold KV; the scheduler's own list.
         offload_bytes: size of offload memory, including activations.
 
@@ -53,13 +53,13 @@ class PrefixOffloader:
         prefixes: OffloadedPrefixes,
         events: EventLog,
         *,
-        sharing: PrefixSharing,
+        sequence_memory: SequenceMemory,
         running: Sequence[Request],
         offload_bytes: int,
     ) -> None:
         self._memory, self._prefixes, self._events = memory, prefixes, events
-        self._sharing, self._running = sharing, running
-        self._holders = 0 if sharing.prefix is None else 1
+        self._sequence_memory, self._running = sequence_memory, running
+        self._holders = 0 if sequence_memory.prefix is None else 1
         groups = [group for group in memory.layout.groups if can_be_offloaded(group)]
         self._page_tokens = max((group.page_class.tokens for group in groups), default=1)
         self._token_bytes = offloaded_token_bytes(memory.layout)
@@ -112,7 +112,7 @@ class PrefixOffloader:
         """
         if not self.is_staged(request):
             return
-        self._sharing.drop_cached()
+        self._sequence_memory.drop_cached()
         self._memory.drop_behind_windows(np.array([request.memory.row]))
         while self.is_staged(request):
             try:
@@ -139,7 +139,7 @@ class PrefixOffloader:
             if request.is_running
             and request.memory.row >= 0
             and can_offload_request(request)
-            and not self._sharing.shares_unwritten(request)
+            and not self._sequence_memory.shares_unwritten(request)
         ]
 
     def _gain_bytes(self, request: Request) -> int:
@@ -182,7 +182,7 @@ class PrefixOffloader:
         rows = self._prefixes.sharers(request.memory.row, slots)
         for other in [request, *self._running]:
             if other.memory.row in rows:
-                self._sharing.withdraw_from_cache(other)
+                self._sequence_memory.withdraw_from_cache(other)
 
 
 # Evicts from requests with offloaded pages, which are loaded back first.

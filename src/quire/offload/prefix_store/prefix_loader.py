@@ -46,7 +46,7 @@ from quire.plan.preemption_costs import LearnedCosts
 from quire.plan.rates import PrefillRates
 from quire.scheduler.events import EventLog
 from quire.scheduler.request import Request, prefillable_tokens
-from quire.scheduler.sequence_memory import PrefixSharing
+from quire.scheduler.sequence_memory import SequenceMemory
 
 
 @dataclass(slots=True, eq=False)
@@ -127,16 +127,16 @@ class LoadStarts:
 
     Args:
         tier: holds the prefixes.
-        sharing: the prefix cache, which frees pages.
+        sequence_memory: evicts cached prefixes to free pages.
         clock: seconds.
     """
 
     def __init__(
-        self, tier: PrefixTier, sharing: PrefixSharing, clock: Callable[[], float]
+        self, tier: PrefixTier, sequence_memory: SequenceMemory, clock: Callable[[], float]
     ) -> None:
-        assert sharing.prefix is not None, "a prefix load needs the prefix cache"
-        self._tier, self._memory, self._sharing = tier, tier.memory, sharing
-        self._block_tokens, self._clock = sharing.prefix.block_tokens, clock
+        assert sequence_memory.prefix is not None, "a prefix load needs the prefix cache"
+        self._tier, self._memory, self._sequence_memory = tier, tier.memory, sequence_memory
+        self._block_tokens, self._clock = sequence_memory.prefix.block_tokens, clock
 
     def find(self, request: Request, chain: BlockChain | None) -> list[tuple[Block, Place]]:
         """The stored blocks after a request's cached prefix, up to one with its statistics."""
@@ -184,7 +184,7 @@ class LoadStarts:
         needed = pages_needed(self._memory, end - request.progress.num_computed)
         for page_class, count in snapshot_pages_needed(self._memory, used, end).items():
             needed[page_class] = needed.get(page_class, 0) + count
-        if not self._sharing.free_pages(needed):
+        if not self._sequence_memory.evict_cached(needed):
             return None
         try:
             pages = InFlightPages(self._memory, first, end, self._block_tokens)
@@ -253,15 +253,15 @@ class JoinedLoads:
     """Requests that wait for the load of another request.
 
     Args:
-        sharing: the prefix cache that the loading requests publish their blocks to.
+        sequence_memory: the loading requests publish their blocks to its prefix cache.
 
     Attributes:
         num_joined: number of requests that have joined a load.
     """
 
-    def __init__(self, sharing: PrefixSharing) -> None:
+    def __init__(self, sequence_memory: SequenceMemory) -> None:
         self.num_joined = 0
-        self._sharing = sharing
+        self._sequence_memory = sequence_memory
         self._leaders: dict[bytes, tuple[Request, RequestPrefixLoad]] = {}
         self._loads: dict[Request, RequestPrefixLoad] = {}
         self._joined: dict[Request, JoinedLoad] = {}
@@ -318,10 +318,10 @@ class JoinedLoads:
         return joined.load.has_ended
 
     def _extend(self, request: Request, lease: PrefixLease, chain: BlockChain) -> None:
-        assert self._sharing.prefix is not None, "a lease belongs to a prefix cache"
+        assert self._sequence_memory.prefix is not None, "a lease belongs to a prefix cache"
         at = request.progress.num_computed
         most = min(at + prefillable_tokens(request), request.exact_tokens + 1) - 1
-        end = self._sharing.prefix.extend(
+        end = self._sequence_memory.prefix.extend(
             lease,
             request.memory.row,
             (block for block in chain.blocks(most) if block.end > at),
@@ -355,7 +355,7 @@ class PrefixLoader:
     Args:
         tier: holds the prefixes.
         costs: prefill times.
-        sharing: the prefix cache that loaded prefixes are published to.
+        sequence_memory: loaded prefixes are published to its prefix cache.
         events: receives `prefix_stored` and `prefix_loaded` events.
         clock: seconds.
         loads_whole: whether stored tokens are recomputed only if a tier stalls.
@@ -369,7 +369,7 @@ class PrefixLoader:
         self,
         tier: PrefixTier,
         costs: LearnedCosts,
-        sharing: PrefixSharing,
+        sequence_memory: SequenceMemory,
         events: EventLog,
         clock: Callable[[], float] = time.perf_counter,
         *,
@@ -378,15 +378,15 @@ class PrefixLoader:
         self.tier, self._loads_whole = tier, loads_whole
         self._grace_s = grace_s = _WHOLE_GRACE_S if loads_whole else _GRACE_S
         self.waits = False
-        self._sharing = sharing
+        self._sequence_memory = sequence_memory
         self.costs, self._events, self._clock = costs, events, clock
-        assert sharing.prefix is not None, "a prefix load needs the prefix cache"
-        self._memory, self._block_tokens = tier.memory, sharing.prefix.block_tokens
+        assert sequence_memory.prefix is not None, "a prefix load needs the prefix cache"
+        self._memory, self._block_tokens = tier.memory, sequence_memory.prefix.block_tokens
         self._token_bytes = tier.records.record_bytes / self._block_tokens
         self._rate = LoadRate(tier, self._token_bytes, clock)
         self._open: dict[Request, RequestPrefixLoad] = {}
-        self._joined = JoinedLoads(sharing)
-        self._starts = LoadStarts(tier, sharing, clock)
+        self._joined = JoinedLoads(sequence_memory)
+        self._starts = LoadStarts(tier, sequence_memory, clock)
         self._lookups = PrefixLookups(
             tier.levels, tier.transfer_worker, self._notify, wait_s=grace_s, clock=clock
         )
@@ -567,8 +567,8 @@ class PrefixLoader:
             request.count_cached(at, load.end)
             self._num_loads += 1
             self._loaded_tokens += tokens
-            self._sharing.publish(request, load.end)
-            self._sharing.snapshot(request)
+            self._sequence_memory.publish(request, load.end)
+            self._sequence_memory.snapshot(request)
             found.is_attached = True
             self._events.emit(
                 "prefix_loaded",
