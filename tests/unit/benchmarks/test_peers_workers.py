@@ -91,7 +91,7 @@ def test_rows_of_a_head_are_interleaved():
 @pytest.mark.slow
 def test_quick_command_ends_with_a_json_object_without_claims(tmp_path: Path):
     requested = ["peers", "--quick", "--threads", "1", "--json", "--shapes", "2x8+4"]
-    folders = ["--environments", str(tmp_path), "--files", str(tmp_path), "--out", str(tmp_path)]
+    folders = ["--environments", str(tmp_path), "--out", str(tmp_path)]
     engines = ["--engines", "hf_static,vllm", "--judged", "1"]
     done = CliRunner().invoke(app, [*requested, *folders, *engines], catch_exceptions=False)
 
