@@ -20,8 +20,8 @@ from quire.errors import ConfigError, EngineDead
 from quire.models.layer_source import LayerSource
 from quire.parallel.group import OneRank
 from quire.sampling.sampler import Sampler
-from quire.scheduler import ahead
 from quire.scheduler.schedule_config import ScheduleConfig
+from quire.scheduler.scheduler import EVICTION, NO_PAGES, PREEMPTED
 from support import engines
 from support.async_runs import Work, model_with_text
 from support.engines import make_prompts
@@ -100,8 +100,8 @@ def test_asynchronous_scheduling_gives_equal_outputs(model, name):
 @pytest.mark.parametrize(
     ("name", "reasons"),
     [
-        ("recompute", {ahead.NO_PAGES}),
-        ("sinks", {ahead.EVICTION}),
+        ("recompute", {NO_PAGES}),
+        ("sinks", {EVICTION}),
         ("drained", {async_steps.BEAMS, async_steps.NO_TOKENS}),
         ("drained_in_little_memory", {async_steps.PROMPT_SCORES}),
     ],
@@ -464,7 +464,7 @@ def test_request_preempted_from_outside_keeps_its_token(model):
     found = some.run(engine, preempt)
 
     assert found == expected
-    assert ahead.PREEMPTED in engine.stats().async_scheduling.waited
+    assert PREEMPTED in engine.stats().async_scheduling.waited
 
 
 def test_replaced_sampler_is_called_synchronously(model):
