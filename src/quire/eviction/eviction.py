@@ -29,8 +29,7 @@ from quire.kv.compaction import (
     plan_compaction,
     require_private_copies,
 )
-from quire.kv.joined_reader import JoinedReader
-from quire.kv.lane_reader import LaneReader
+from quire.kv.lane_reader import JoinedReader, LaneReader
 from quire.kv.layer_loads import LayerLoads
 from quire.kv.resealing import Resealing
 from quire.kv.step import PagedKV

@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kv.full_precision import FullPrecisionBuffer
-from quire.kv.lane_reader import LaneReader
+from quire.kv.lane_reader import LaneReader, VectorReader
 from quire.kv.mixed_precision import PromotedBuffer
 from quire.layout.eviction import PREFILL_END
+from quire.layout.pages import KEY, VALUE
 from quire.layout.token_precision import FullPrecisionTokens
 from quire.policies.base import ScorePolicy
 from quire.policies.eviction import Eviction
@@ -89,7 +90,8 @@ class Promotion:
         first_free = np.argsort(~free, axis=1, kind="stable")
         nth = (np.cumsum(promoted, axis=1) - 1)[lane, slot]
         place = lane + reader.lanes.start, first_free[lane, nth]
-        self.promoted.put(reader.row, place, positions[lane, slot], reader.lost(lane, slot))
+        key, value = (VectorReader(reader, plane).lost(lane, slot) for plane in (KEY, VALUE))
+        self.promoted.put(reader.row, place, positions[lane, slot], (key, value))
 
     def _records(
         self, reader: LaneReader, positions: NDArray[np.int32], retained: NDArray[np.bool_]

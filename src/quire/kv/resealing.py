@@ -23,10 +23,10 @@ from torch import Tensor
 
 from quire.kernels.coded import CodedPlanes
 from quire.kv.compaction import CompactionPlan
-from quire.kv.lane_reader import LaneReader
+from quire.kv.lane_reader import RowLanes, VectorReader
 from quire.kv.step import PagedKV
 from quire.kv.tables import LaneTable
-from quire.layout.pages import LaneGroup
+from quire.layout.pages import KEY, VALUE, LaneGroup
 
 FLOAT_BYTES = 4
 COPIES = 4  # of keys and values, in the order of positions and in that of slots
@@ -168,16 +168,19 @@ class Resealing:
 
     def _moved(self, plan: CompactionPlan, part: _Part, layers: range) -> _Moved:
         """Read the retained slots, in their new order."""
-        reader = LaneReader(self._kv, plan.group, plan.row, layers, whole_window=True)
+        lanes = RowLanes(self._kv, plan.group, plan.row, layers)
         source = np.arange(int(part.kept.max(initial=0)))[None].repeat(len(part.kept), axis=0)
         source[part.lane, part.target] = part.source
         slot = torch.from_numpy(source).to(self._kv.store.device)
-        sides = [reader.in_storage_order(x) for x in (reader.keys(), reader.values())]
+        sides = [
+            lanes.in_storage_order(VectorReader(lanes, plane, whole_window=True).read())
+            for plane in (KEY, VALUE)
+        ]
         key, value = (
             x.gather(2, slot[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
             for x in sides
         )
-        positions = np.take_along_axis(reader.stored_positions, source, axis=1)
+        positions = np.take_along_axis(lanes.stored_positions, source, axis=1)
         return _Moved(key, value, source, positions)
 
     def _encode_full_pages(self, row: int, part: _Part, moved: _Moved, changed: _Changed) -> None:

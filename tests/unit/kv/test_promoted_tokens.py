@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.reference_backend import ReferenceAttention
 from quire.kernels.token_precision import records_of
-from quire.kv.lane_reader import LaneReader
+from quire.kv.lane_reader import LaneReader, VectorReader
 from quire.kv.sharing import (
     reference_pages,
     reference_statistics,
     referenced_statistics_pages,
     start_from_references,
 )
+from quire.layout.pages import KEY, VALUE
 from support.full_precision_account import CPU, PAGE, WINDOW, CheckedMemory, play
 
 FORMATS = [
@@ -51,7 +52,8 @@ def promote_and_evict(checked: CheckedMemory, row: int, *, pages: bool = False) 
         chosen = candidates[: min(len(free), int(checked.rng.integers(4)))].astype(np.int64)
         at = np.full(len(chosen), lane), free[: len(chosen)]
         index = np.searchsorted(positions[: np.count_nonzero(positions >= 0)], chosen)
-        buffer.put(row, at, chosen, reader.lost(at[0], index))
+        key, value = (VectorReader(reader, plane).lost(at[0], index) for plane in (KEY, VALUE))
+        buffer.put(row, at, chosen, (key, value))
         heads = range(2) if per_layer == 1 else range(lane % 2, lane % 2 + 1)
         for position in chosen.tolist():
             checked.account.promote_token(row, (0, 2)[lane // per_layer], position, heads)

@@ -14,9 +14,10 @@ from quire.errors import InvariantError
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.reference_backend import ReferenceAttention, attend_reference
 from quire.kv.compaction import Kind, commit_compaction, plan_compaction
-from quire.kv.lane_reader import LaneReader
+from quire.kv.lane_reader import RowLanes, VectorReader
 from quire.kv.resealing import Resealing
 from quire.kv.step import StepAttention
+from quire.layout.pages import KEY, VALUE
 from support.full_precision_account import (
     CPU,
     HEAD_DIM,
@@ -43,8 +44,9 @@ def read(
     checked: CheckedMemory, row: int, *, whole_window: bool = False
 ) -> dict[tuple[int, int], torch.Tensor]:
     """Key and value [2, head_dim] of each (head of the group, position)."""
-    reader = LaneReader(checked.kv, "full", row, whole_window=whole_window)
-    both = torch.stack([reader.keys(), reader.values()], dim=2)
+    reader = RowLanes(checked.kv, "full", row)
+    sides = (VectorReader(reader, plane, whole_window=whole_window) for plane in (KEY, VALUE))
+    both = torch.stack([side.read() for side in sides], dim=2)
     return {
         (lane, position): both[lane, slot]
         for lane, of_lane in enumerate(reader.positions.tolist())

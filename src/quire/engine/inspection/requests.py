@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from quire.engine.inspection.request_log import FinishedRequest, RequestTimeline
 from quire.engine.pool import KVPool
+from quire.kv.lane_reader import stored_positions
 from quire.kv.memory import KVMemory
-from quire.kv.stored_positions import stored_positions
 from quire.layout.pages import LaneGroup
 from quire.scheduler.events import KVEvent
 from quire.scheduler.request import Request
