@@ -15,7 +15,7 @@ Windows and lags of the default presses are those of the leaderboard's own rules
 import json
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -583,72 +583,15 @@ def frees_memory(row: Row) -> bool:
     return row.retained_share <= row.visible + _SLACK
 
 
-def press_lines(rows: Sequence[Row], about: PressRun) -> Iterator[str]:
-    """The lines of the section.
+def press_lines(rows: Sequence[Row], about: PressRun) -> list[str]:
+    """The lines of the section about presses.
 
     Args:
         rows: all rows of the leaderboard.
         about: about the other environment.
     """
-    yield "## Presses of kvpress"
-    yield ""
-    yield from _explanation(about)
-    yield ""
-    yield "| press | cap | when | quality | KV | retained | visible | frees memory |"
-    yield "| --- | ---: | --- | ---: | ---: | ---: | ---: | --- |"
-    for row in rows:
-        if row.entry.source == KVPRESS:
-            yield _row(row)
-    yield ""
-    yield from _same_method(rows)
-    if about.left_out:
-        yield "Presses that were not run:"
-        yield ""
-        for why in dict.fromkeys(about.left_out.values()):
-            names = [f"`{name}`" for name, reason in about.left_out.items() if reason == why]
-            yield f"* {why}: {', '.join(names)}"
-        yield ""
+    from benchmarks.common.rendering import environment
 
-
-def _explanation(about: PressRun) -> Iterator[str]:
-    versions = ", ".join(f"{name} {version}" for name, version in about.versions.items())
-    yield (
-        f"kvpress's own code ran in another environment ({versions}) on the same token ids, with "
-        "the same output lengths and scores. Without a press, all its scores equal those of full "
-        f"KV. Each press gave full KV's scores at a compression ratio of 0 on {CHECKED_PROMPTS} "
-        "prompts of each task. Comparable are quality, retained tokens and bytes:"
-    )
-    yield ""
-    yield (
-        "* **Prompt**: with `prefill_end` kvpress and Quire compute the context with all tokens, "
-        "evict, and compute the question after it. kvpress compresses each layer after its "
-        "attention; Quire evicts all layers after the context, so its peak is that of full KV. "
-        "With `prefill_and_decode` a press compresses the whole prompt, whose first output token "
-        "is that of full KV, and a `DecodingPress` compresses to the cap after every token. "
-        "Quire's schedule of that name also evicts during the prefill, which bounds the memory of "
-        "the prompt; the press sees more."
-    )
-    yield (
-        "* **Positions**: retained keys keep their original RoPE positions, and output tokens "
-        "follow the prompt's last position. `KeyRerotationPress` re-rotates keys to consecutive "
-        "positions."
-    )
-    yield (
-        "* **Bytes**: KV is the mean peak of the memory behind the cache's tensors, read after "
-        "every layer, over the same full KV as Quire's rows. It has no page tables and statistics. "
-        "*Retained* is that memory after the prefill. *Visible* is the fraction of the prompt's "
-        "keys that the next token can read. A press that frees no memory only masks keys, or "
-        "holds them in a larger tensor."
-    )
-    yield (
-        "* **Not comparable**: tokens/s, because kvpress runs one prompt at a time in "
-        "Transformers; and the time of `KVzipPress` and `KVgradPress`, which compute the prompt "
-        "again before they compress."
-    )
-
-
-def _same_method(rows: Sequence[Row]) -> Iterator[str]:
-    """A table of rules and presses of the same method after the prompt; empty without such rows."""
     found = {
         (row.entry.rule, row.entry.budget): row
         for row in rows
@@ -660,30 +603,18 @@ def _same_method(rows: Sequence[Row]) -> Iterator[str]:
         for press, budget in found
         if press == f"{KVPRESS}/{name}" and (rule, budget) in found
     ]
-    if not pairs:
-        return
-    equal = sum(own.scores == other.scores for own, other in pairs)
-    yield (
-        f"The same method in both, on `{PREFILL_END}` without a codec: {equal} of {len(pairs)} "
-        "pairs have equal scores on every task."
+    left_out: dict[str, list[str]] = {}
+    for name, why in about.left_out.items():
+        left_out.setdefault(why, []).append(name)
+    templates = environment()
+    templates.filters["press"] = lambda rule: rule.removeprefix(f"{KVPRESS}/")
+    text = templates.get_template("kvpress.md.j2").render(
+        about=about,
+        checked_prompts=CHECKED_PROMPTS,
+        presses=[row for row in rows if row.entry.source == KVPRESS],
+        frees_memory=frees_memory,
+        pairs=pairs,
+        equal=sum(own.scores == other.scores for own, other in pairs),
+        left_out=left_out,
     )
-    yield ""
-    yield "| rule | press | cap | quality of the rule | quality of the press |"
-    yield "| --- | --- | ---: | ---: | ---: |"
-    for own, other in pairs:
-        name = other.entry.rule.removeprefix(f"{KVPRESS}/")
-        yield (
-            f"| `{own.entry.rule}` | `{name}` | {own.entry.budget} | {own.quality.mean:.3f} | "
-            f"{other.quality.mean:.3f} |"
-        )
-    yield ""
-
-
-def _row(row: Row) -> str:
-    entry, quality = row.entry, row.quality
-    retained, visible = row.retained_share or 0.0, row.visible or 0.0
-    return (
-        f"| `{entry.rule.removeprefix(f'{KVPRESS}/')}` | {entry.budget} | {entry.schedule} | "
-        f"{quality.mean:.3f} ({quality.low:.3f} to {quality.high:.3f}) | {row.kv_share:.3f} | "
-        f"{retained:.3f} | {visible:.3f} | {'yes' if frees_memory(row) else 'no'} |"
-    )
+    return text.splitlines()
