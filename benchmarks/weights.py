@@ -12,7 +12,6 @@ from typing import Annotated
 
 import torch
 
-from benchmarks.common.cells import material_of
 from benchmarks.common.flags import AsJson, parts_option
 from benchmarks.common.graded_prompts import load
 from benchmarks.common.models import SHAPES, random_model
@@ -309,9 +308,13 @@ def weights(
     def load_codec(codec: WeightCodec) -> LoadedModel:
         return load(replace(settings, loading=replace(settings.loading, weight_codec=codec)))
 
-    made: dict[str, Callable[[WeightsBenchConfig], PartResult]] = {
-        "quality": lambda c: run_quality(c, material_of(settings, text, out), load_codec),
-        "random": run_random,
-        "decode": run_decode,
-    }
-    run_parts("weights", settings, lambda: made, parts, config, out, quick=quick, as_json=as_json)
+    def make_parts(material: Material) -> dict[str, Callable[[WeightsBenchConfig], PartResult]]:
+        return {
+            "quality": lambda c: run_quality(c, material, load_codec),
+            "random": run_random,
+            "decode": run_decode,
+        }
+
+    run_parts(
+        "weights", settings, make_parts, parts, config, text, out, quick=quick, as_json=as_json
+    )

@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.common.cells import material_of
 from benchmarks.common.flags import AsJson, parts_option
 from benchmarks.quality.command import Out, Prompts, Quick, Text, run_parts
 from quire.cli.options import MODEL
@@ -55,11 +54,12 @@ def eviction(  # noqa: PLR0913 - one parameter per option
     run_parts(
         "eviction",
         settings,
-        lambda: make_parts(material_of(settings, text, out)),
+        make_parts,
         parts,
         sizes.configured(
             size, rules=rules, tasks=tasks, budgets=budgets, when=when, prompts=prompts
         ),
+        text,
         out,
         quick=quick,
         as_json=as_json,

@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass, field, replace
 
-from benchmarks.common.cells import parts_of_budgets
 from benchmarks.common.command import names_of
 from benchmarks.quality.cells import TasksConfig
-from benchmarks.quality.rules import DEFAULT_RULES, Rule, rules_of
+from benchmarks.quality.rules import DEFAULT_RULES, Rule, parts_of_budgets, rules_of
 from quire.errors import ConfigError
 from quire.evals.tasks import FAMILIES
 from quire.layout.eviction import PREFILL_AND_DECODE, PREFILL_END, SCHEDULES

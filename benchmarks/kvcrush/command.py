@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.common.cells import material_of
 from benchmarks.common.flags import AsJson, parts_option
 from benchmarks.quality.command import Out, Prompts, Quick, Text, run_parts
 from quire.cli.options import MODEL
@@ -45,7 +44,7 @@ def kvcrush(  # noqa: PLR0913 - one parameter per option
     run_parts(
         "kvcrush",
         settings,
-        lambda: make_parts(material_of(settings, text, out)),
+        make_parts,
         parts,
         sizes.configured(
             size,
@@ -55,6 +54,7 @@ def kvcrush(  # noqa: PLR0913 - one parameter per option
             prompts=prompts,
             dtype=settings.loading.dtype,
         ),
+        text,
         out,
         quick=quick,
         as_json=as_json,

@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass, field, replace
 
-from benchmarks.common.cells import parts_of_budgets
 from benchmarks.common.command import names_of
 from benchmarks.common.models import SHAPES
 from benchmarks.quality.cells import TasksConfig
-from benchmarks.quality.rules import Rule, rules_of
+from benchmarks.quality.rules import Rule, parts_of_budgets, rules_of
 from benchmarks.quality.texts import TextsConfig
 from quire.errors import ConfigError
 from quire.evals.tasks import FAMILIES

@@ -57,3 +57,20 @@ def rules_of(text: str) -> tuple[Rule, ...]:
     if len(set(found)) != len(found):
         raise ConfigError(f"expected each rule once, got {text!r}")
     return found
+
+
+def parts_of_budgets(text: str) -> tuple[float, ...]:
+    """Parse comma-separated budgets, each a percentage.
+
+    Raises:
+        ConfigError: a budget is not a number above 0 and up to 100.
+    """
+    try:
+        found = tuple(float(part) / 100 for part in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or not all(0 < part <= 1 for part in found):
+        raise ConfigError(
+            f"expected percentages above 0 and up to 100, such as 50,25; got {text!r}"
+        )
+    return found

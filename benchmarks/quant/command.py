@@ -4,7 +4,6 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.common.cells import material_of
 from benchmarks.common.flags import AsJson, parts_option
 from benchmarks.quality.command import Out, Prompts, Quick, Text, run_parts
 from quire.cli.options import MODEL
@@ -41,9 +40,10 @@ def quant(  # noqa: PLR0913 - one parameter per option
     run_parts(
         "quant",
         settings,
-        lambda: make_parts(material_of(settings, text, out)),
+        make_parts,
         parts,
         configured(settings, codecs, batch, prompts, quick=quick),
+        text,
         out,
         quick=quick,
         as_json=as_json,

@@ -19,7 +19,6 @@ from benchmarks.roofline.parts import Storage, step_costs, storage_of
 from benchmarks.roofline.rates import PRODUCTS, QUICK_PRODUCTS, RateProbe, Rates, median_rates
 from benchmarks.throughput.arms import Arm, ArmResult, ContinuousArm, QuireArm, StaticArm
 from quire.config.kv_config import AttentionName
-from quire.errors import UnknownName
 from quire.layout.model import ModelSpec
 from quire.plan.roofline import RowTokens
 from quire.profile.ceilings import (
@@ -66,21 +65,6 @@ QUICK_THROUGHPUT = ThroughputConfig(
     buffer_bytes=16 << 20,
     products=QUICK_PRODUCTS,
 )
-
-
-def peers_of(names: str) -> tuple[str, ...]:
-    """Parse comma-separated names of arms; `none` selects Quire alone.
-
-    Raises:
-        UnknownName: no arm has this name.
-    """
-    if names == "none":
-        return ()
-    found = tuple(name.strip() for name in names.split(","))
-    for name in found:
-        if name not in PEERS:
-            raise UnknownName("arm", name, (*PEERS, "none"))
-    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from benchmarks.common.command import QUICK_NOTE
+from benchmarks.common.command import QUICK_NOTE, names_of
 from benchmarks.common.flags import AsJson, Attention, Threads, quick_option
 from quire.cli.common import use_threads
 from quire.cli.report import envelope, print_json
@@ -37,12 +37,13 @@ def throughput(  # noqa: PLR0913 - one parameter per option
     product rates of the machine are measured in the same run.
     """
     from benchmarks.common.workload import Workload
-    from benchmarks.throughput.bench import QUICK_THROUGHPUT, ThroughputConfig, peers_of
+    from benchmarks.throughput.bench import PEERS, QUICK_THROUGHPUT, ThroughputConfig
 
     use_threads(threads)
     work = Workload(prompts=prompts, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
     config = QUICK_THROUGHPUT if quick else ThroughputConfig(workload=work, repeats=repeats)
-    run = _measured(replace(config, attention=attention, peers=peers_of(peers)), quick=quick)
+    names = () if peers == "none" else names_of(peers, dict.fromkeys(PEERS), "arm")
+    run = _measured(replace(config, attention=attention, peers=names), quick=quick)
     if as_json:
         print_json(run)
 

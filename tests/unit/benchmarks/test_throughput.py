@@ -19,10 +19,8 @@ from benchmarks.throughput.bench import (
     attention_claims,
     decode_floor_s,
     decode_over_floor,
-    peers_of,
     summarise,
 )
-from quire.errors import UnknownName
 from quire.layout.model import ModelSpec
 from quire.profile.ceilings import AttentionShape
 
@@ -168,10 +166,3 @@ def test_wrong_output_has_regret():
     assert judge.mean_regret(prompts[:1], [[best]]) == pytest.approx(0.0, abs=1e-5)
     spread = float(logits.max() - logits.min())
     assert judge.mean_regret(prompts[:1], [[worst]]) == pytest.approx(spread, rel=1e-4)
-
-
-def test_unknown_arm_raises():
-    assert peers_of("none") == ()
-    assert peers_of("hf_cb, hf_static") == ("hf_cb", "hf_static")
-    with pytest.raises(UnknownName, match="did you mean hf_static"):
-        peers_of("hf_statik")

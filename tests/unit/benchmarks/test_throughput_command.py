@@ -1,4 +1,4 @@
-"""`python -m benchmarks throughput` and `prefill`: quick runs, JSON, invalid options."""
+"""`python -m benchmarks throughput` and `roofline`: quick runs, JSON, invalid options."""
 
 import json
 from pathlib import Path
@@ -112,9 +112,6 @@ def assert_one_line(result: Result, message: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("offload", "--rho", "nan"), "--rho"),
-        (("offload", "--rho", "inf"), "--rho"),
-        (("offload", "--xi", "inf"), "--xi"),
         (("rebatch", "--scale", "inf"), "--scale"),
         (("eviction", "--budgets", "nan"), "percentages above 0"),
         (("kvcrush", "--budget", "50,0"), "percentages above 0"),
