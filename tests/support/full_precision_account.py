@@ -16,8 +16,9 @@ from quire.kernels.reference_backend import attend_reference
 from quire.kv.compaction import Kind, commit_compaction, plan_compaction
 from quire.kv.lane_reader import LaneReader
 from quire.kv.memory import KVMemory
+from quire.kv.paged_kv import allocate_kv
 from quire.kv.sharing import fork
-from quire.kv.step import StepAttention, allocate_kv
+from quire.kv.step import StepAttention
 from quire.kv.swap import swap_in, swap_out
 from quire.layout.kv_format import read_format
 from quire.layout.layout import layout_for

@@ -8,7 +8,7 @@ import torch
 from quire.kernels.backend import AttentionMath
 from quire.kernels.gathered import GatheredAttention
 from quire.kv.memory import KVMemory
-from quire.kv.step import PagedKV
+from quire.kv.paged_kv import PagedKV
 from quire.kv.store import PageStore
 from quire.layout.layout import layout_for
 from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes

@@ -6,7 +6,8 @@ import torch
 from quire.kernels.backend import AttentionMath
 from quire.kernels.reference_backend import ReferenceAttention
 from quire.kv.compaction import commit_compaction, plan_compaction
-from quire.kv.step import StepAttention, allocate_kv
+from quire.kv.paged_kv import allocate_kv
+from quire.kv.step import StepAttention
 from quire.layout.layout import layout_for, statistics_used
 from quire.layout.statistics import AttentionSum, LowAttentionCount, SquareSum
 from support.model_specs import small_spec

@@ -25,8 +25,8 @@ from torch import Tensor
 from quire.engine.input_tokens import InputTokens
 from quire.errors import ConfigError
 from quire.kernels.static_plan import StaticPlans
+from quire.kv.paged_kv import PagedKV
 from quire.kv.static_step import DecodeRows, StaticAttention, StaticInputs, StaticShape
-from quire.kv.step import PagedKV
 from quire.models.base import Decoder
 from quire.models.loader import LoadedModel
 from quire.scheduler.schedule_config import ScheduleConfig

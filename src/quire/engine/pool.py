@@ -26,7 +26,7 @@ from quire.kernels.pre_rope import PreRopeAttention
 from quire.kernels.select import select_backend
 from quire.kv.coded_layers import CodedLayers
 from quire.kv.memory import KVMemory, MakeStore
-from quire.kv.step import PagedKV
+from quire.kv.paged_kv import PagedKV
 from quire.kv.store import PageStore, store_of
 from quire.kv.tables import refuse_too_many_rows
 from quire.layout import limits

@@ -23,8 +23,9 @@ from quire.engine.step_bridge import StepBridge
 from quire.kernels.backend import AttentionMath
 from quire.kernels.chains import HeadBuffers
 from quire.kernels.device_copies import to_device
-from quire.kv.step import PagedKV, StepAttention
-from quire.kv.step_part import StepPart
+from quire.kv.flat_batch import StepPart
+from quire.kv.paged_kv import PagedKV
+from quire.kv.step import LastStep, StepAttention
 from quire.models.base import (
     AttentionCall,
     Batch,
@@ -154,6 +155,7 @@ class Runner:
     ) -> None:
         self._graphs = graphs
         self._decoder, self._kv, self._times = decoder, kv, times
+        self._last = LastStep()
         self._step, self._fixed_rows = step, fixed_rows
 
     @torch.inference_mode()
@@ -260,6 +262,7 @@ class Runner:
             np.array([row.later for row in rows], dtype=np.int32),
             part,
             pre_rope=pre_rope,
+            last=self._last,
         )
         pooled = list(_pooled_rows(rows))
         bridge = StepBridge(attention, self._on_device(_flat(pooled)) if pooled else None)

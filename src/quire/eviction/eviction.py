@@ -31,8 +31,8 @@ from quire.kv.compaction import (
 )
 from quire.kv.lane_reader import JoinedReader, LaneReader
 from quire.kv.layer_loads import LayerLoads
+from quire.kv.paged_kv import PagedKV
 from quire.kv.resealing import Resealing
-from quire.kv.step import PagedKV
 from quire.layout.eviction import UNLIMITED
 from quire.layout.pages import LaneGroup
 from quire.parallel.group import ONE_RANK, TensorGroup

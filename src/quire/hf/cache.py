@@ -21,7 +21,7 @@ from quire.hf.cache_memory import MemoryOptions, make_layout
 from quire.hf.cache_rows import CachePlan, CacheRows, refuse_unread, rope_variant
 from quire.hf.evicting import make_rule
 from quire.kv.lane_reader import LaneReader
-from quire.kv.step import PagedKV
+from quire.kv.paged_kv import PagedKV
 from quire.models.cache_argument import output_with_cache
 from quire.models.wrapped import ForwardingCache, folder_of, wrap_model
 from quire.policies.registry import load_policy_file

@@ -9,7 +9,7 @@ from quire.engine.kv_size import max_kv_bytes
 from quire.errors import ConfigError
 from quire.eviction.eviction_rules import EvictionRules
 from quire.kernels.select import select_backend
-from quire.kv.step import PagedKV, allocate_kv
+from quire.kv.paged_kv import PagedKV, allocate_kv
 from quire.layout.eviction import EvictionSpec
 from quire.layout.layout import layout_for
 from quire.layout.model import ModelSpec

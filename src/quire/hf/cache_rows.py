@@ -34,7 +34,7 @@ from quire.eviction.eviction_rules import EvictionRules
 from quire.hf.cache_memory import MemoryOptions, make_memory
 from quire.hf.evicting import Evicting
 from quire.hf.sequences import Sequences, start_rows
-from quire.kv.step import PagedKV
+from quire.kv.paged_kv import PagedKV
 from quire.layout.pages import CacheLayout
 from quire.models.wrapped import WrappedModel
 from quire.policies.eviction import EvictionRule

@@ -15,7 +15,7 @@ from quire.errors import ConfigError
 from quire.eviction.eviction import PolicyEvictor
 from quire.eviction.eviction_rules import EvictionRules
 from quire.hf.cache_memory import SCRATCH_BYTES
-from quire.kv.step import PagedKV
+from quire.kv.paged_kv import PagedKV
 from quire.layout.eviction import PREFILL_END, PRESSURE, parse_policy
 from quire.models.base import Decoder
 from quire.policies.eviction import EvictionRule, make_eviction

@@ -14,8 +14,9 @@ from quire.engine.step_bridge import StepBridge
 from quire.errors import OutOfPages
 from quire.hf.evicting import Evicting
 from quire.kv.memory import KVMemory
+from quire.kv.paged_kv import PagedKV
 from quire.kv.sharing import fork
-from quire.kv.step import PagedKV, StepAttention
+from quire.kv.step import LastStep, StepAttention
 from quire.layout.eviction import PRESSURE, UNLIMITED
 from quire.layout.layout import statistics_used
 from quire.models.base import Decoder
@@ -66,6 +67,7 @@ class Sequences:
         rows: Sequence[Request],
     ) -> None:
         self._decoder, self._kv, self._evicting = decoder, kv, evicting
+        self._last = LastStep()
         self._needs_prompt = rule.budget.needs_prompt
         self.rows = list(rows)
 
@@ -215,7 +217,7 @@ class Sequences:
             token_ids[index, column],
             self._tensor(position),
             self._tensor(starts[owned] + into[owned, which]),
-            StepBridge(StepAttention(self._kv, numbers, tokens)),
+            StepBridge(StepAttention(self._kv, numbers, tokens, last=self._last)),
             rope_variant=rows[0].spec.rope_variant,
         )
         return part, (self._tensor(order[owned]), self._tensor(which))

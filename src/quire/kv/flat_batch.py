@@ -1,4 +1,4 @@
-"""The shape of a flat batch, and page tables as tensors."""
+"""The shape of a flat batch, its place in a step, and page tables as tensors."""
 
 from dataclasses import dataclass
 
@@ -45,6 +45,17 @@ class FlatBatch:
 
     def is_for(self, rows: NDArray[np.int64], tokens: NDArray[np.int32]) -> bool:
         return np.array_equal(self.rows, rows) and np.array_equal(self.shape.tokens, tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPart:
+    """The place of a batch in a step of several batches, which run layer by layer."""
+
+    number: int = 0  # index of the batch in the step
+    count: int = 1  # batches that share a layer
+
+
+WHOLE_STEP = StepPart()
 
 
 # Page tables as tensors: shared memory on a CPU; on a device, a copy updated by deltas.

@@ -30,8 +30,8 @@ from quire.kernels.token_precision import (
     records_of,
     stored_record,
 )
+from quire.kv.paged_kv import PagedKV
 from quire.kv.statistics.pages import StatisticPages
-from quire.kv.step import PagedKV
 from quire.layout.pages import KEY, VALUE, LaneGroup
 from quire.layout.statistics import Statistic
 

@@ -7,8 +7,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels.backend import AttentionBackend, AttentionMath, LayerPages, NewSlots
-from quire.kv.flat_batch import FlatBatch
-from quire.kv.step_part import WHOLE_STEP, StepPart
+from quire.kv.flat_batch import WHOLE_STEP, FlatBatch, StepPart
 from quire.layout.pages import LaneGroup
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from quire.kernels.coded import CodedPlanes
 from quire.kv.compaction import CompactionPlan
 from quire.kv.lane_reader import RowLanes, VectorReader
-from quire.kv.step import PagedKV
+from quire.kv.paged_kv import PagedKV
 from quire.kv.tables import LaneTable
 from quire.layout.pages import KEY, VALUE, LaneGroup
 

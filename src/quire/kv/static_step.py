@@ -22,7 +22,7 @@ from quire.kernels.backend import AttentionMath, LayerPages, NewSlots, StepShape
 from quire.kernels.device_copies import copy_to
 from quire.kernels.rope_write import CosSin, rotated_and_written
 from quire.kernels.static_plan import StaticLanes, StaticPlans
-from quire.kv.step import PagedKV, slot_bytes_of
+from quire.kv.paged_kv import PagedKV, slot_bytes_of
 from quire.layout.pages import LaneGroup
 from quire.models.base import AttentionCall
 

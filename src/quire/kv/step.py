@@ -1,8 +1,8 @@
 """Attention of one step: write the new tokens into their slots, then run attention over pages."""
 
-from collections.abc import Sequence
-from dataclasses import replace
-from functools import cached_property, partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -20,22 +20,16 @@ from quire.kernels.backend import (
     RotatesTo,
 )
 from quire.kernels.chains import ChainBackend, HeadBuffers
-from quire.kernels.coded import decoded_slot_bytes
 from quire.kernels.device_copies import to_device
 from quire.kernels.rope_write import CosSin, rotated_and_written
-from quire.kv.coded_layers import CodedLayers, MeasuredConstants
-from quire.kv.flat_batch import DeviceTable, FlatBatch
-from quire.kv.full_precision import FullPrecisionStep, full_precision_buffers
-from quire.kv.group_step import ChainedStep, GroupStep, LayerStep, chained
-from quire.kv.memory import KVMemory
-from quire.kv.mixed_precision import promoted_buffers
-from quire.kv.offload_port import EngineOffload
+from quire.kv.flat_batch import WHOLE_STEP, FlatBatch, StepPart
+from quire.kv.full_precision import FullPrecisionStep
+from quire.kv.mixed_precision import PromotedBuffer
+from quire.kv.paged_kv import PagedKV, slot_bytes_of
 from quire.kv.pages import PageNumbers
-from quire.kv.statistics.pages import StatisticPages, positions_of
-from quire.kv.statistics.watching import SumsScratch, Unrotates, watch_group
-from quire.kv.step_part import WHOLE_STEP, StepPart
-from quire.kv.store import PageStore, store_of
-from quire.layout.pages import NUMBERS, CacheLayout, LaneGroup, PageClass
+from quire.kv.statistics.pages import positions_of
+from quire.kv.statistics.watching import GroupWatch, Unrotates, watch_group
+from quire.layout.pages import LaneGroup
 
 
 @runtime_checkable  # for the shape checks in tests
@@ -43,143 +37,138 @@ class LayerRoPE(Unrotates, RotatesTo, Protocol):
     """RoPE of a layer: rotates queries and keys, and removes the rotation of queries."""
 
 
-class PagedKV:
-    """The device side of a `KVMemory`: page bytes, page tables as tensors, attention backend.
+@dataclass(frozen=True, slots=True)
+class GroupStep:
+    """The state of one lane group in a step."""
 
-    Args:
-        memory: bookkeeping; its store is `store`.
-        measured: measured constants of codecs that need them.
-        offload: KV offload; None if all KV is in the arena.
-        pre_rope: attention of rows whose keys are stored before RoPE, beside rows with keys after
-            RoPE; None if all rows store keys in the same form.
+    plans: tuple[object, ...]  # of each layer
+    pages: tuple[LayerPages, ...]
+    new_slots: tuple[NewSlots, ...]  # of the new tokens in each layer
+    new_places: tuple[Tensor, Tensor]  # pages and offsets, each [layers, tokens, lanes of a layer]
+    # int32 [pages, tokens] of all pages of the class; None if pages have no positions
+    positions: Tensor | None
+    watch: GroupWatch | None  # None if no row uses any statistic
+    full_precision: FullPrecisionStep | None  # None if the group has none
+    promoted: PromotedBuffer | None  # in addition to these; None if the group has none
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a layer needs nothing but writing new slots and attention.
+
+        Positions can be written for all layers together: attention does not read them.
+        """
+        extras = (self.watch, self.full_precision, self.promoted)
+        return all(extra is None for extra in extras)
+
+    def write_positions(self, positions: Tensor) -> None:
+        """Store the positions, int32 [tokens, 1], of the new tokens in all layers."""
+        if self.positions is not None:
+            pages, offsets = self.new_places
+            self.positions[pages, offsets] = positions.expand_as(pages)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStep:
+    """A layer in a step."""
+
+    group: GroupStep
+    index: int  # of the layer in the group
+    math: AttentionMath
+
+    @property
+    def plan(self) -> object:
+        return self.group.plans[self.index]
+
+
+def chained(
+    backend: ChainBackend, layers: Sequence[LayerStep], heads: HeadBuffers
+) -> list[object] | None:
+    """Prepare layers of one plan together; None if the backend has no calls for a layer."""
+    by_plan: dict[int, list[int]] = {}
+    for number, layer in enumerate(layers):
+        by_plan.setdefault(id(layer.plan), []).append(number)
+    calls: dict[int, object] = {}
+    for numbers in by_plan.values():
+        parts = [
+            (own.group.pages[own.index], own.group.new_slots[own.index], own.math)
+            for own in (layers[number] for number in numbers)
+        ]
+        prepared = backend.chain(layers[numbers[0]].plan, parts, heads)
+        if prepared is None:
+            return None
+        calls.update(zip(numbers, prepared, strict=True))
+    return [calls[number] for number in range(len(layers))]
+
+
+@dataclass(slots=True)
+class ChainedStep:
+    """The last step that ran as a chain, which a later decode step of the same rows continues.
+
+    From one decode step to the next, only numbers change: live slots, and places of new tokens.
+    They are written into the arrays that the calls point to.
     """
 
-    def __init__(
+    batch: FlatBatch | None = None
+    groups: Mapping[str, GroupStep] = field(default_factory=dict)
+    layers: Sequence[AttentionMath] = ()
+    heads: HeadBuffers | None = None
+    calls: list[object] | None = None
+
+    def continued(
         self,
-        memory: KVMemory,
-        store: PageStore,
-        backend: AttentionBackend,
-        measured: MeasuredConstants | None = None,
-        *,
-        offload: EngineOffload | None = None,
-        pre_rope: AttentionBackend | None = None,
-    ) -> None:
-        self.memory, self.store, self.backend = memory, store, backend
-        self.pre_rope = pre_rope
-        self.chains = backend if isinstance(backend, ChainBackend) else None
-        self.last_chained = ChainedStep()
-        self.coded = CodedLayers(store, measured)
-        self.tables = {
-            name: DeviceTable(table, store.device) for name, table in memory.tables.items()
-        }
-        self.place = {
-            layer: (group, index)
-            for group in memory.layout.groups
-            if not group.private
-            for index, layer in enumerate(group.layers)
-        }
-        self.statistics = self._statistics()
-        self.full_precision = full_precision_buffers(memory, store, self.tables)
-        self.promoted = promoted_buffers(memory, store, self.tables)
-        self.sums_scratch = SumsScratch(store.device)
-        self.offload = offload
-        self._batch: FlatBatch | None = None
-        self._layer_pages: dict[str, tuple[LayerPages, ...]] = {}
+        backend: ChainBackend,
+        batch: FlatBatch,
+        name: str,
+        pages: tuple[LayerPages, ...],
+        slots: NDArray[np.int32],
+        places: tuple[PageNumbers, NDArray[np.int64]],
+    ) -> GroupStep | None:
+        """A lane group changed to the next step, places [layers, tokens, lanes]; or None."""
+        last = self.groups.get(name)
+        if last is None or batch is not self.batch or pages is not last.pages:
+            return None
+        plans = {id(plan): plan for plan in last.plans}.values()  # in the order of the layers
+        if len(plans) < len(pages) and not (slots == slots[:, :1, :1]).all():
+            return None
+        if not all(backend.advance(plan, slots[:, layer]) for layer, plan in enumerate(plans)):
+            return None
+        for held, new in zip(last.new_places, places, strict=True):
+            held.numpy()[:] = new
+        return last
 
-    def add_groups(self, groups: Sequence[LaneGroup]) -> None:
-        """Add private lane groups of statistics, which only later sequences can use.
+    def calls_of(
+        self, groups: Mapping[str, GroupStep], layers: Sequence[AttentionMath], heads: HeadBuffers
+    ) -> list[object] | None:
+        """Return the calls of the layers if this step's calls serve these groups."""
+        same = self.heads is heads and self.layers is layers
+        if same and all(groups[name] is group for name, group in self.groups.items()):
+            return self.calls
+        return None
 
-        Raises:
-            ConfigError: the store reserves lanes in advance, or a page is larger than a slab.
-        """
-        self.memory.add_groups(groups)
-        for group in groups:
-            self.tables[group.name] = DeviceTable(self.memory.tables[group.name], self.store.device)
-        self.statistics = self._statistics()
 
-    @property
-    def rotated(self) -> bool:
-        """Whether all layers store keys after RoPE; otherwise all layers store keys before RoPE."""
-        return all(group.page_class.rotated for group, _ in self.place.values())
+@dataclass(slots=True)
+class LastStep:
+    """What a later step of the same rows uses again; its owner passes it to each step."""
 
-    @property
-    def peak_scratch_bytes(self) -> int:
-        """Peak scratch bytes outside the arena: backend, column sums, staged activations (X)."""
-        staged = 0 if self.offload is None else self.offload.staging_bytes
-        other = 0 if self.pre_rope is None else self.pre_rope.peak_scratch_bytes
-        return self.backend.peak_scratch_bytes + other + self.sums_scratch.num_bytes + staged
+    batch: FlatBatch | None = None
+    layer_pages: dict[str, tuple[LayerPages, ...]] = field(default_factory=dict)  # by lane group
+    chained: ChainedStep = field(default_factory=ChainedStep)
 
-    def _statistics(self) -> dict[str, list[StatisticPages]]:
-        places: dict[str, list[StatisticPages]] = {}
-        for group in self.memory.layout.groups:
-            if group.statistic is not None:
-                of, _ = self.place[group.layers[0]]
-                place = StatisticPages(
-                    group=group,
-                    statistic=group.statistic,
-                    numbers=self.store.views(group.page_class).planes[NUMBERS][0],
-                    table=self.memory.tables[group.name],
-                    device_table=self.tables[group.name],
-                )
-                places.setdefault(of.name, []).append(place)
-        return places
-
-    def flat_batch(self, rows: NDArray[np.int64], tokens: NDArray[np.int32]) -> FlatBatch:
-        """Return the flat batch of a step; reuse the last one if rows and tokens are equal."""
-        if self._batch is None or not self._batch.is_for(rows, tokens):
-            self._batch = FlatBatch.of(rows, tokens, self.store.device)
-        return self._batch
-
-    def layer_pages(self, group: LaneGroup, rows: Tensor) -> tuple[LayerPages, ...]:
-        """Return the pages of each layer of a group; reuse them while rows and table are equal."""
-        table = self.tables[group.name].current()
-        pages = self._layer_pages.get(group.name)
-        if pages is None or pages[0].rows is not rows or pages[0].table is not table:
-            pages = self.pages_of_layers(group, table, rows)
-            self._layer_pages[group.name] = pages
-        return pages
+    def flat_batch(
+        self, rows: NDArray[np.int64], tokens: NDArray[np.int32], device: torch.device
+    ) -> FlatBatch:
+        if self.batch is None or not self.batch.is_for(rows, tokens):
+            self.batch = FlatBatch.of(rows, tokens, device)
+        return self.batch
 
     def pages_of_layers(
-        self, group: LaneGroup, table: Tensor, rows: Tensor
+        self, kv: PagedKV, group: LaneGroup, rows: Tensor
     ) -> tuple[LayerPages, ...]:
-        views = self.store.views(group.page_class)
-        return tuple(
-            LayerPages(
-                key=views.key,
-                value=views.value,
-                table=table,
-                rows=rows,
-                first_lane=index * group.lanes_per_layer,
-                num_lanes=group.lanes_per_layer,
-                positions=views.positions,
-                coded=self.coded.of(group.page_class, layer),
-            )
-            for index, layer in enumerate(group.layers)
-        )
-
-
-def allocate_kv(
-    layout: CacheLayout,
-    total_bytes: int,
-    max_rows: int,
-    *,
-    device: torch.device,
-    backend: AttentionBackend,
-    measured: MeasuredConstants | None = None,
-) -> PagedKV:
-    """Allocate a KV memory on a device.
-
-    Raises:
-        ConfigError: the arena cannot hold one sequence of one token.
-    """
-    memory = KVMemory(
-        layout,
-        total_bytes,
-        max_rows,
-        store=partial(PageStore, device=device, mover=backend.move),
-        track_changes=device.type != "cpu",
-    )
-    return PagedKV(memory, store_of(memory), backend, measured)
+        table = kv.tables[group.name].current()
+        pages = self.layer_pages.get(group.name)
+        if pages is None or pages[0].rows is not rows or pages[0].table is not table:
+            pages = self.layer_pages[group.name] = kv.pages_of_layers(group, table, rows)
+        return pages
 
 
 class StepAttention:
@@ -192,6 +181,7 @@ class StepAttention:
             already allocated; None if the step has one batch.
         part: place of the batch in its step.
         pre_rope: whether the keys of these rows are stored before RoPE, beside others after RoPE.
+        last: the last step of the same owner; default: nothing is used again.
 
     Attributes:
         wants_residual_similarity: whether a row uses `ResidualSimilarity`; if so, the model must
@@ -208,12 +198,13 @@ class StepAttention:
         part: StepPart = WHOLE_STEP,
         *,
         pre_rope: bool = False,
+        last: LastStep | None = None,
     ) -> None:
-        self._kv = kv
+        self._kv, self._last = kv, last or LastStep()
         self._pre_rope = kv.pre_rope if pre_rope and kv.rotated else None
         self._later = np.zeros_like(tokens) if later is None else later
         self._lengths = _lengths_before(kv.memory.lengths, rows, later)
-        self._batch = kv.flat_batch(rows, tokens)
+        self._batch = self._last.flat_batch(rows, tokens, kv.store.device)
         self._offload = None if kv.offload is None else kv.offload.step(self._batch, part)
         self._groups = {
             group.name: self._group_step(group)
@@ -308,7 +299,7 @@ class StepAttention:
         is_plain = self._offload is None and all(step.is_plain for step in groups.values())
         if kv.chains is None or not is_plain or not kv.rotated or self._pre_rope is not None:
             return None
-        calls = kv.last_chained.calls_of(groups, layers, heads)
+        calls = self._last.chained.calls_of(groups, layers, heads)
         if calls is None:
             places = (kv.place[layer] for layer in range(len(layers)))
             steps = [
@@ -317,7 +308,7 @@ class StepAttention:
             ]
             calls = chained(kv.chains, steps, heads)
             if calls is not None and not self._later.any():
-                kv.last_chained = ChainedStep(self._batch, groups, layers, heads, calls)
+                self._last.chained = ChainedStep(self._batch, groups, layers, heads, calls)
         if calls is not None and any(step.positions is not None for step in groups.values()):
             for step in groups.values():
                 step.write_positions(self._positions)
@@ -351,7 +342,7 @@ class StepAttention:
         held = self._kv.memory.tables[group.name].num_slots[self._batch.rows]
         slots = held - self._later[:, None]
         attended = slots if self._offload is None else self._offload.slots(group, slots)
-        layers = self._kv.layer_pages(group, self._batch.row_index)
+        layers = self._last.pages_of_layers(self._kv, group, self._batch.row_index)
         watch = watch_group(
             self._kv.statistics.get(group.name, []), self._batch, slots, self._lengths
         )
@@ -386,10 +377,10 @@ class StepAttention:
         kv, shape = self._kv, (len(slots), len(group.layers), group.lanes_per_layer)
         if self._pre_rope is not None or kv.chains is None or self._later.any():
             return None
-        if kv.last_chained.batch is not self._batch:
+        if self._last.chained.batch is not self._batch:
             return None
         by_layer = slots.reshape(shape)
-        return kv.last_chained.continued(
+        return self._last.chained.continued(
             kv.chains, self._batch, group.name, layers, by_layer, places
         )
 
@@ -439,13 +430,6 @@ class StepAttention:
 
     def _tensor(self, numbers: NDArray[np.generic]) -> Tensor:
         return to_device(np.asarray(numbers, dtype=np.int64), self._kv.store.device)
-
-
-def slot_bytes_of(page_class: PageClass) -> int:
-    """Return the bytes of a slot that a backend reads, decoded if pages are coded."""
-    if page_class.is_plain:
-        return page_class.page_bytes // page_class.tokens
-    return decoded_slot_bytes(page_class.heads, page_class.head_dim)
 
 
 def _lengths_before(

@@ -7,7 +7,8 @@ import torch
 from quire.engine.step_bridge import StepBridge
 from quire.kernels.gathered import GatheredAttention
 from quire.kv.lane_reader import LaneReader
-from quire.kv.step import StepAttention, allocate_kv
+from quire.kv.paged_kv import allocate_kv
+from quire.kv.step import StepAttention
 from quire.layout.layout import layout_for
 from quire.layout.statistics import AttentionSum, QueryMoments, QueryRing, ResidualSimilarity
 from quire.models.adapter import TransformersDecoder

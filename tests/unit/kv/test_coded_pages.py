@@ -18,8 +18,9 @@ from quire.kernels.reference_backend import ReferenceAttention
 from quire.kernels.select import select_backend
 from quire.kv.compaction import commit_compaction, plan_compaction
 from quire.kv.lane_reader import LaneReader
+from quire.kv.paged_kv import PagedKV, allocate_kv
 from quire.kv.sharing import fork
-from quire.kv.step import PagedKV, StepAttention, allocate_kv
+from quire.kv.step import StepAttention
 from quire.kv.swap import swap_in, swap_out
 from quire.layout.codec_names import CODECS, codec_pair
 from quire.layout.pages import CacheLayout, LaneGroup, PageClass, kv_pages

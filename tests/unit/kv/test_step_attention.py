@@ -11,7 +11,8 @@ from quire.kernels.gathered import GatheredAttention
 from quire.kernels.reference_backend import ReferenceAttention, attend_reference
 from quire.kernels.select import select_backend
 from quire.kv.compaction import commit_compaction, plan_compaction
-from quire.kv.step import PagedKV, StepAttention, allocate_kv
+from quire.kv.paged_kv import PagedKV, allocate_kv
+from quire.kv.step import StepAttention
 from quire.layout.codec_names import codec_spec
 from quire.layout.pages import CacheLayout, LaneGroup, PageClass, kv_pages
 

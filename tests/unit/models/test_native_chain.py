@@ -7,7 +7,7 @@ from quire import LLM, KVConfig, SamplingParams, ScheduleConfig
 from quire.engine.step_bridge import StepBridge
 from quire.kernels.native.library import NativeLibrary, load_library
 from quire.kernels.native.linear import has_products
-from quire.kv.group_step import ChainedStep
+from quire.kv.step import ChainedStep
 from quire.models.native.decoder import Workspace
 
 LIBRARY = load_library()

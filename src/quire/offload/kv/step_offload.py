@@ -15,11 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels.backend import AttentionBackend, AttentionMath, LayerPages, NewSlots
-from quire.kv.flat_batch import FlatBatch
+from quire.kv.flat_batch import WHOLE_STEP, FlatBatch, StepPart
 from quire.kv.listeners import MemoryListener, SlotMoves
 from quire.kv.memory import KVMemory
 from quire.kv.step_log import StepLog, Timed
-from quire.kv.step_part import WHOLE_STEP, StepPart
 from quire.kv.tables import Rows
 from quire.layout.layout import can_be_offloaded
 from quire.layout.pages import LaneGroup

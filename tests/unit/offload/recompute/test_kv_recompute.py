@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.kv.compaction import commit_compaction, plan_compaction
-from quire.kv.step import PagedKV, StepAttention
+from quire.kv.flat_batch import FlatBatch
+from quire.kv.paged_kv import PagedKV
+from quire.kv.step import StepAttention
 from quire.layout.layout import SLOTS
 from quire.offload.kv.cpu_attention import CPUAttention, can_attend_in_parts
 from quire.offload.kv.offload_memory import can_recompute
@@ -228,7 +230,9 @@ def test_whole_prefix_can_be_recomputed_or_attended_on_the_cpu():
 
         assert kv.offload.kv_recompute.num_recomputed == recomputed * FULL_LAYERS
         assert kv.offload.attention.num_attended == host * FULL_LAYERS
-        kv.offload.step(kv.flat_batch(np.array([row]), np.array([1], dtype=np.int32)))
+        kv.offload.step(
+            FlatBatch.of(np.array([row]), np.array([1], dtype=np.int32), kv.store.device)
+        )
         transferred = [t for t in kv.offload.splits.timed[-1] if t.kind == "KV in"]
         assert not transferred
 
