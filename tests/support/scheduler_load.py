@@ -28,7 +28,6 @@ from quire.offload.swap.host_pool import HostPool, NoCopies
 from quire.plan.preemption_costs import LearnedCosts
 from quire.plan.rates import CopyRate, CopyRates, Costs, PrefillRates
 from quire.scheduler.batchers import parse_batcher
-from quire.scheduler.components import make_components
 from quire.scheduler.events import EventLog
 from quire.scheduler.eviction_trace import EvictionEntry
 from quire.scheduler.lanes import Evicted, Evictor, Slots
@@ -38,15 +37,14 @@ from quire.scheduler.request import (
     Request,
     RequestGroup,
     RequestState,
-    SchedulerState,
     distinct_bytes,
     have_moved_on,
 )
 from quire.scheduler.schedule_config import ScheduleConfig
-from quire.scheduler.scheduler import SCALED_DOWN, Scheduler
+from quire.scheduler.scheduler import SCALED_DOWN, Scheduler, scheduler_of
 from quire.scheduler.sequence_memory import SequenceMemory
 from quire.scheduler.step import StepPlan
-from quire.tenancy.tenants import PUBLIC, parse_tenants
+from quire.tenancy.tenants import PUBLIC
 from support.requests import make_request
 
 COPIES = CopyRate(bytes_per_s=1e6, call_s=1e-4)  # equal cost in both directions
@@ -150,7 +148,7 @@ def make_scheduler(
     memory: KVMemory, config: ScheduleConfig, evictor: Evictor | None = None
 ) -> Scheduler:
     """A scheduler without a prefix cache, swap space or offloading."""
-    return Scheduler(make_components(config, SequenceMemory(memory), evictor))
+    return scheduler_of(config, SequenceMemory(memory), evictor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,13 +259,13 @@ class SchedulerLoad:
     def _scheduler(self, setting: Setting) -> Scheduler:
         memory, config = self.memory, self.config
         sequence_memory = SequenceMemory(memory, PrefixIndex(memory) if setting.shares else None)
-        state = SchedulerState.empty(parse_tenants(config.tenants))
-        prefix_offloader = self._prefix_offloader(setting.offload_bytes, sequence_memory, state)
+        running = list[Request]()
+        prefix_offloader = self._prefix_offloader(setting.offload_bytes, sequence_memory, running)
         sequence_memory.attach(prefix_offloader=prefix_offloader)
         swapper = Swapper(memory, self.pool, LearnedCosts(COSTS), config.preempt)
         evictor = RetainsNewest(memory, self.broken)
-        components = make_components(config, sequence_memory, evictor, swapper, state=state)
-        preempt = components.preempter.preempt
+        scheduler = scheduler_of(config, sequence_memory, evictor, swapper, running=running)
+        preempt = scheduler.preempter.preempt
 
         def checked_preempt(requests: list[Request], reason: str, **options: bool) -> None:
             if not all(map(self._has_moved_on, requests)):
@@ -275,8 +273,8 @@ class SchedulerLoad:
                 assert reason in REASONS_WITHOUT_PROGRESS
             preempt(requests, reason, **options)
 
-        components.preempter.preempt = checked_preempt
-        return Scheduler(components)
+        scheduler.preempter.preempt = checked_preempt
+        return scheduler
 
     def _has_moved_on(self, request: Request) -> bool:
         """Whether a request has computed tokens since it resumed.
@@ -288,7 +286,7 @@ class SchedulerLoad:
         return branches or have_moved_on(request)
 
     def _prefix_offloader(
-        self, offload_bytes: int, sequence_memory: SequenceMemory, state: SchedulerState
+        self, offload_bytes: int, sequence_memory: SequenceMemory, running: list[Request]
     ) -> PrefixOffloader | None:
         if not offload_bytes:
             return None
@@ -298,7 +296,7 @@ class SchedulerLoad:
             prefixes,
             EventLog(),
             sequence_memory=sequence_memory,
-            running=state.running,
+            running=running,
             offload_bytes=offload_bytes,
         )
 

@@ -70,7 +70,7 @@ class AsyncSteps:
     def plan(self) -> StepPlan:
         """Plan the step after the one in flight; an empty plan if that must be read before."""
         assert self._in_flight is not None
-        plan = self._scheduler.ahead.plan(self._in_flight.requests)
+        plan = self._scheduler.plan_ahead(self._in_flight.requests)
         if isinstance(plan, str):
             self._waited[plan] += 1
             return StepPlan()

@@ -32,16 +32,14 @@ from quire.parallel.lockstep import Lockstep
 from quire.plan.ceilings import default_path, read_ceilings
 from quire.plan.machine import this_machine
 from quire.plan.preemption_costs import known_costs
-from quire.scheduler.components import make_components
 from quire.scheduler.events import EventLog, PrefixEvents
 from quire.scheduler.lanes import Evictor
 from quire.scheduler.preemption import Swapper
-from quire.scheduler.request import SchedulerState
+from quire.scheduler.request import Request
 from quire.scheduler.schedule_config import INVARIANT_ROWS, ScheduleConfig
-from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.scheduler import Scheduler, scheduler_of
 from quire.scheduler.sequence_memory import PrefixIdentities, SequenceMemory
 from quire.scheduler.step import StepSize, StepTimes
-from quire.tenancy.tenants import parse_tenants
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +71,8 @@ def build(
     refuse_graphs(model, schedule)
     refuse_async(model, schedule, member)
     with joining(member) as attach, ExitStack() as undo:
-        state = SchedulerState.empty(parse_tenants(schedule.tenants))
-        pool = build_pool(model, kv, schedule, member, state.running)
+        running = list[Request]()
+        pool = build_pool(model, kv, schedule, member, running)
         opened = open_tiers(kv, pool, model)
         if opened is not None:
             undo.callback(opened.close)
@@ -93,11 +91,11 @@ def build(
                 tier, swapper.costs, sequence_memory, events, loads_whole=whole
             )
         sequence_memory.attach(
-            prefix_offloader=_make_offloader(pool, sequence_memory, state, events),
+            prefix_offloader=_make_offloader(pool, sequence_memory, running, events),
             prefix_loader=prefix_loader,
         )
         ahead = is_async(model, pool, schedule, member, has_tiers=prefix_loader is not None)
-        scheduler = _make_scheduler(pool, kv, schedule, model, state, sequence_memory, swapper)
+        scheduler = _make_scheduler(pool, kv, schedule, model, running, sequence_memory, swapper)
         attach(scheduler)
         undo.pop_all()
     times = StepTimes()
@@ -110,7 +108,7 @@ def build(
 
 
 def _make_offloader(
-    pool: KVPool, sequence_memory: SequenceMemory, state: SchedulerState, events: EventLog
+    pool: KVPool, sequence_memory: SequenceMemory, running: list[Request], events: EventLog
 ) -> PrefixOffloader | None:
     if pool.offload is None:
         return None
@@ -119,7 +117,7 @@ def _make_offloader(
         pool.offload.prefixes,
         events,
         sequence_memory=sequence_memory,
-        running=state.running,
+        running=running,
         offload_bytes=pool.offload.offload_bytes,
     )
 
@@ -129,7 +127,7 @@ def _make_scheduler(
     kv: KVConfig,
     schedule: ScheduleConfig,
     model: LoadedModel,
-    state: SchedulerState,
+    running: list[Request],
     sequence_memory: SequenceMemory,
     swapper: Swapper,
 ) -> Scheduler:
@@ -137,10 +135,8 @@ def _make_scheduler(
     evictor, offloader = _evictor(pool, kv, model), sequence_memory.prefix_offloader
     if evictor is not None and offloader is not None:
         evictor = OffloadEvictor(evictor, offloader)
-    return Scheduler(
-        make_components(
-            schedule, sequence_memory, evictor, swapper, step_size=step_size, state=state
-        )
+    return scheduler_of(
+        schedule, sequence_memory, evictor, swapper, step_size=step_size, running=running
     )
 
 

@@ -14,7 +14,8 @@ import numpy as np
 from quire.errors import OutOfPages
 from quire.kv.prefix_blocks import PrefixLease
 from quire.scheduler.admission_rules import AdmissionRule, Optimistic
-from quire.scheduler.components import SchedulerComponents
+from quire.scheduler.batchers.base import Batcher
+from quire.scheduler.lifecycle import Lifecycle
 from quire.scheduler.peaks import Counts
 from quire.scheduler.request import (
     Request,
@@ -25,11 +26,11 @@ from quire.scheduler.request import (
     reserved_rows,
     together,
 )
+from quire.scheduler.schedule_config import ScheduleConfig
+from quire.scheduler.sequence_memory import SequenceMemory
 from quire.tenancy.accounts import Right
 
-# ---- rows and pages ------------------------------------------------------------------------------
-
-
+URGENT_WAITING = "an urgent request is waiting"
 AHEAD_TOKENS = 16  # further tokens for which pages must be free with `scale_down_at`
 
 
@@ -37,28 +38,31 @@ class FreePages:
     """Free rows and pages of the KV memory.
 
     Args:
-        components: the scheduler's components.
+        config: the scheduling options.
+        sequence_memory: the requests' pages.
+        rule: computes the pages promised to requests.
+        lifecycle: the running requests.
     """
 
-    def __init__(self, components: SchedulerComponents) -> None:
-        self._config, self._rule = components.config, components.admission_rule
-        self._peaks = components.admission_rule.peaks
-        self._known = Optimistic(self._peaks)
-        self._preempter, self._running = components.preempter, components.state.running
-        self._memory = components.sequence_memory.memory
-        self._sharing = components.sequence_memory
-        self._num_rows = components.config.num_rows
+    def __init__(
+        self,
+        config: ScheduleConfig,
+        sequence_memory: SequenceMemory,
+        rule: AdmissionRule,
+        lifecycle: Lifecycle,
+    ) -> None:
+        self._sequence_memory, self._memory = sequence_memory, sequence_memory.memory
+        self._rule, self._peaks, self._known = rule, rule.peaks, Optimistic(rule.peaks)
+        self._running, self._preempter = lifecycle.running, lifecycle.preempter
+        self._num_rows, self._looks_ahead = config.num_rows, config.scale_down_at is not None
+        self._reserved = 1 - config.full_at
+        # above the levels at which running requests are preempted
+        self._reserved_at_peak = 1 - min(config.high_watermark, config.scale_down_at or 1.0)
 
     @property
     def reserved_bytes(self) -> float:
         """Bytes above the low watermark; an admission leaves them free while other requests run."""
-        return (1 - self._config.full_at) * self._memory.total_bytes
-
-    @property
-    def _reserved_at_peak_bytes(self) -> float:
-        """Bytes above the levels at which running requests are preempted."""
-        most = min(self._config.high_watermark, self._config.scale_down_at or 1.0)
-        return (1 - most) * self._memory.total_bytes
+        return self._reserved * self._memory.total_bytes
 
     def has_rows(self, request: Request, staying: Sequence[Request]) -> bool:
         """Whether there are rows for a request and its group if only `staying` keep running."""
@@ -80,9 +84,9 @@ class FreePages:
             by_class = self._rule.peaks.by_class(promised)
             if not self._leaves_enough(request, cached_tokens, self._running, promised):
                 return False
-            if not self._sharing.evict_cached(by_class):
+            if not self._sequence_memory.evict_cached(by_class):
                 return False
-        return self._preempter.can_swap_in(request)
+        return request.memory.swapped is None or self._preempter.can_swap_in(request)
 
     def would_fit(self, request: Request, cached_tokens: int, staying: Sequence[Request]) -> bool:
         """Whether a request would fit if only `staying` keep running."""
@@ -112,7 +116,7 @@ class FreePages:
     ) -> Counts:
         peaks = rule.peaks
         promised = rule.promised(request, staying, cached_tokens)
-        if self._config.scale_down_at is not None:
+        if self._looks_ahead:
             promised = np.maximum(promised, self._ahead(request, staying, cached_tokens))
         for copy in copies_to_come([request, *staying]):
             promised = promised + rule.promised(copy, [], peaks.shared_tokens(copy))
@@ -137,33 +141,45 @@ class FreePages:
         self, request: Request, cached_tokens: int, staying: Sequence[Request], promised: Counts
     ) -> Iterator[tuple[int, float]]:
         """Yield promised bytes and the bytes that are free for them below each watermark."""
-        left_bytes = self._sharing.available_bytes
+        left_bytes = self._sequence_memory.available_bytes
         if len(staying) < len(self._running):
             left_bytes += bytes_of(self._running, self._memory) - bytes_of(staying, self._memory)
         if self._rule.promises_growth:
-            yield self._peaks.num_bytes(promised), left_bytes - self._reserved_at_peak_bytes
+            reserved_bytes = self._reserved_at_peak * self._memory.total_bytes
+            yield self._peaks.num_bytes(promised), left_bytes - reserved_bytes
             promised = self._promised(self._known, request, cached_tokens, staying)
         yield self._peaks.num_bytes(promised), left_bytes - self.reserved_bytes
-
-
-# ---- admission -----------------------------------------------------------------------------------
 
 
 class Admission:
     """Admits requests to the KV memory.
 
     Args:
-        components: the scheduler's components.
+        config: the scheduling options.
+        sequence_memory: the requests' pages.
+        rule: computes the pages promised to requests.
+        lifecycle: starts and preempts requests.
+        batcher: decides which requests may join the batch.
+
+    Attributes:
+        rule, batcher: see above.
+        free: rows and pages.
     """
 
-    def __init__(self, components: SchedulerComponents) -> None:
-        self._config, self._sequence_memory = components.config, components.sequence_memory
-        self._sharing = components.sequence_memory
-        self._rule, self._fairness = components.admission_rule, components.fairness
-        self._preempter, self._lifecycle = components.preempter, components.lifecycle
-        self._running, self._batcher = components.state.running, components.batcher
-        self._free = FreePages(components)
-        self._rejections = Rejections(components)
+    def __init__(
+        self,
+        config: ScheduleConfig,
+        sequence_memory: SequenceMemory,
+        rule: AdmissionRule,
+        lifecycle: Lifecycle,
+        batcher: Batcher,
+    ) -> None:
+        self.rule, self.batcher = rule, batcher
+        self.free = FreePages(config, sequence_memory, rule, lifecycle)
+        self._config, self._sequence_memory, self._lifecycle = config, sequence_memory, lifecycle
+        self._running, self._waiting = lifecycle.running, lifecycle.waiting
+        self._fairness, self._preempter = lifecycle.fairness, lifecycle.preempter
+        self._rejected: dict[Request, tuple[int, int]] = {}  # by memory state at the rejection
         self._last_resumed = False
 
     def admit(self, budget: int) -> Request | None:
@@ -197,30 +213,30 @@ class Admission:
         and none if preempting all of them would not be enough.
         """
         if self._fairness.has_several:
-            for head in list(self._fairness.waiting.heads()):
+            for head in list(self._waiting.heads()):
                 if self.is_turn_of(head) and self.right(head) >= Right.SHARE:
                     self._try(head, may_preempt=True)
 
     def is_turn_of(self, head: Request) -> bool:
         """Whether the batcher would admit this request before a step."""
-        return self._batcher.candidate(head, self._config.max_num_batched_tokens) is head
+        return self.batcher.candidate(head, self._config.max_num_batched_tokens) is head
 
     def lacks_free_pages(self) -> bool:
         """Whether memory use is above the low watermark, or the first waiting request lacks pages.
 
         A request that was rejected for lack of rows does not count.
         """
-        above = self._sharing.available_bytes < self._free.reserved_bytes
+        above = self._sequence_memory.available_bytes < self.free.reserved_bytes
         if above or not self._running:
             return above
-        head = next(self._fairness.waiting.heads(), None)
+        head = next(self._waiting.heads(), None)
         if head is None or not self.has_rejected(head):
             return False
-        return self._free.has_rows(head, self._running) and not self._free.fits(head, 0)
+        return self.free.has_rows(head, self._running) and not self.free.fits(head, 0)
 
     def has_rejected(self, request: Request) -> bool:
         """Whether the request was rejected when it was last tried."""
-        return request in self._rejections
+        return request in self._rejected
 
     # ---- tenants -------------------------------------------------------------------------------
 
@@ -235,16 +251,16 @@ class Admission:
         if not self._fairness.has_several:
             return 0
         own = [other for other in self._running if other.tenant == request.tenant]
-        peaks = self._rule.peaks
-        promised = peaks.num_bytes(self._rule.promised(request, own, 0))
+        peaks = self.rule.peaks
+        promised = peaks.num_bytes(self.rule.promised(request, own, 0))
         known = peaks.further_pages(own, [other.num_tokens for other in own]).sum(axis=0)
         return max(promised, peaks.num_bytes(known) + self._known_bytes(request))
 
     def _known_bytes(self, request: Request, cached_tokens: int = 0) -> int:
         if not self._fairness.has_several:
             return 0
-        missing = self._rule.new_request(request, request.num_tokens, cached_tokens)
-        return self._rule.peaks.num_bytes(missing)
+        missing = self.rule.new_request(request, request.num_tokens, cached_tokens)
+        return self.rule.peaks.num_bytes(missing)
 
     # ---- order ---------------------------------------------------------------------------------
 
@@ -254,18 +270,18 @@ class Admission:
         After a resumed request, a tenant's first new request precedes a preempted one. The batcher
         may choose another request of the tenant, or none.
         """
-        for head in list(self._fairness.waiting.heads()):
+        for head in list(self._waiting.heads()):
             new = (
                 self._new_one(head) if self._last_resumed and head.progress.num_admissions else None
             )
-            if new is not None and (found := self._batcher.candidate(new, budget)) is not None:
+            if new is not None and (found := self.batcher.candidate(new, budget)) is not None:
                 yield found, False
-            if (found := self._batcher.candidate(head, budget)) is not None:
+            if (found := self.batcher.candidate(head, budget)) is not None:
                 yield found, True
 
     def _new_one(self, head: Request) -> Request | None:
         """The tenant's first request of the same or better priority that was never admitted."""
-        for request in self._fairness.waiting.of_tenant(head.tenant):
+        for request in self._waiting.of_tenant(head.tenant):
             if request.priority > head.priority:
                 return None
             if not request.progress.num_admissions:
@@ -275,32 +291,39 @@ class Admission:
     # ---- memory --------------------------------------------------------------------------------
 
     def _try(self, request: Request, *, may_preempt: bool) -> Request | None:
-        if self._rejections.is_unchanged(request) and not may_preempt:
+        if self._rejected.get(request) == self._memory_state and not may_preempt:
             return None
-        self._rejections.forget(request)
-        if may_preempt or self._free.has_rows(request, self._running):
+        self._rejected.pop(request, None)
+        if may_preempt or self.free.has_rows(request, self._running):
             admitted = self._allocate(request, may_preempt=may_preempt)
             if admitted is not None:
                 return admitted
-        self._rejections.note(request)
+        if len(self._rejected) > len(self._waiting):  # some were cancelled or finished
+            self._rejected = {r: s for r, s in self._rejected.items() if r in self._waiting}
+        self._rejected[request] = self._memory_state
         return None
+
+    @property
+    def _memory_state(self) -> tuple[int, int]:
+        """A rejected request is not tried again before this changes."""
+        return self._sequence_memory.available_bytes, len(self._running)
 
     def _allocate(self, request: Request, *, may_preempt: bool) -> Request | None:
         swapped = self._swapped_member(request)
         if not (self._running or self._preempter.can_swap_in(swapped)):
             self._preempter.free_swapped_group(swapped)  # it never fits: recompute it instead
-        whole = self._preempter.is_swapped_whole(swapped)
+        whole = swapped.memory.is_swapped_whole
         first = swapped if whole else plan_prefill(request)
-        head_tokens = self._preempter.head_tokens(first)
-        lease = None if whole else self._sharing.look_up(first, head_tokens)
+        head_tokens = first.memory.head_tokens
+        lease = None if whole else self._sequence_memory.look_up(first, head_tokens)
         cached_tokens = 0 if lease is None else lease.tokens
-        fits = self._free.fits(first, cached_tokens)
+        fits = self.free.fits(first, cached_tokens)
         if not (fits or (may_preempt and self._preempt_for(first, cached_tokens))):
-            self._sharing.release(lease)
+            self._sequence_memory.release(lease)
             return None
         if not (whole or self._start(first, lease, head_tokens)):
             return None
-        self._fairness.waiting.pop(request)
+        self._waiting.pop(request)
         return self._resume(request, swapped) if whole else self._begin(first)
 
     def _start(self, request: Request, lease: PrefixLease | None, head_tokens: int | None) -> bool:
@@ -311,16 +334,18 @@ class Admission:
         try:
             self._sequence_memory.allocate(request, lease)
         except OutOfPages:
-            self._sharing.release(lease)
+            self._sequence_memory.release(lease)
             if self._running:
                 return False
-            self._sharing.drop_cached()
-            self._sequence_memory.allocate(request, self._sharing.look_up(request, head_tokens))
+            self._sequence_memory.drop_cached()
+            self._sequence_memory.allocate(
+                request, self._sequence_memory.look_up(request, head_tokens)
+            )
         return True
 
     def _swapped_member(self, request: Request) -> Request:
         """The member of a waiting group whose KV is swapped out; not always the first member."""
-        swapped = (m for m in together(request) if self._preempter.is_swapped_whole(m))
+        swapped = (m for m in together(request) if m.memory.is_swapped_whole)
         return next(swapped, request)
 
     # ---- preemption of tenants above their share -----------------------------------------------
@@ -329,12 +354,12 @@ class Admission:
         """Preempt requests of tenants above their share until this one fits, if that is enough."""
         if not (self._fairness.has_several and self._preemptions_suffice(request, cached_tokens)):
             return False
-        while not self._free.fits(request, cached_tokens):
+        while not self.free.fits(request, cached_tokens):
             self._fairness.recount(self._running)
             victim = self._victim_over_share(request, cached_tokens, self._running)
             if victim is None:  # the freed pages were of another page class
                 return False
-            has_row = self._free.has_rows(request, self._running)
+            has_row = self.free.has_rows(request, self._running)
             why = "needs memory of its share" if has_row else "has fewer rows than its share"
             self._lifecycle.preempt(victim, f"tenant {request.tenant} {why}")
         return True
@@ -342,14 +367,14 @@ class Admission:
     def _preemptions_suffice(self, request: Request, cached_tokens: int) -> bool:
         """Whether a request would fit if requests of tenants above their share were preempted."""
         staying, leaving = list(self._running), list[Request]()
-        while not self._free.would_fit(request, cached_tokens, staying):
+        while not self.free.would_fit(request, cached_tokens, staying):
             self._fairness.suppose(staying, leaving)
             victim = self._victim_over_share(request, cached_tokens, staying)
             if victim is None:
                 break
             leaving += [member for member in together(victim) if member in staying]
             staying = [other for other in staying if other not in leaving]
-        enough = self._free.would_fit(request, cached_tokens, staying)
+        enough = self.free.would_fit(request, cached_tokens, staying)
         self._fairness.recount(self._running)
         return enough
 
@@ -357,7 +382,7 @@ class Admission:
         self, request: Request, cached_tokens: int, running: Sequence[Request]
     ) -> Request | None:
         """A victim of a tenant above its share of rows or bytes; None if there is none."""
-        if self._free.has_rows(request, running):
+        if self.free.has_rows(request, running):
             missing_bytes = self._known_bytes(request, cached_tokens)
             tenants = self._fairness.tenants_to_reclaim(request, missing_bytes)
         else:
@@ -379,7 +404,7 @@ class Admission:
         self._last_resumed = True
         resumed = self._preempter.swap_in(swapped)
         if not resumed:
-            self._fairness.waiting.push(request)
+            self._waiting.push(request)
             return self._allocate(request, may_preempt=False)
         for member in resumed:
             self._stop_sharing_if_short(member)
@@ -392,94 +417,37 @@ class Admission:
         The request has its own copy of that prefix. While it held the cached pages, they could not
         be evicted, and the request could be preempted again at once.
         """
-        if self._sharing.available_bytes < self._free.reserved_bytes:
-            self._sharing.stop_sharing(request)
+        if self._sequence_memory.available_bytes < self.free.reserved_bytes:
+            self._sequence_memory.stop_sharing(request)
 
     def _run(self, request: Request) -> None:
         self._lifecycle.start(request)
-        self._batcher.admitted(request)
+        self.batcher.admitted(request)
 
+    # ---- urgent requests -----------------------------------------------------------------------
 
-class Rejections:
-    """Rejected requests, each with the memory state at its rejection.
+    def admit_urgent(self) -> None:
+        """Admit all urgent requests that the batcher accepts; call before a step is planned.
 
-    A request is not tried again before the memory state changes.
-
-    Args:
-        components: the scheduler's components.
-    """
-
-    def __init__(self, components: SchedulerComponents) -> None:
-        self._sharing = components.sequence_memory
-        self._running, self._waiting = components.state.running, components.state.waiting
-        self._rejected: dict[Request, tuple[int, int]] = {}
-
-    @property
-    def _memory_state(self) -> tuple[int, int]:
-        return self._sharing.available_bytes, len(self._running)
-
-    def is_unchanged(self, request: Request) -> bool:
-        """Whether the memory state is the same as when the request was rejected."""
-        return self._rejected.get(request) == self._memory_state
-
-    def __contains__(self, request: Request) -> bool:
-        return request in self._rejected
-
-    def note(self, request: Request) -> None:
-        """Record that the request was rejected."""
-        if len(self._rejected) > len(self._waiting):  # some were cancelled or finished
-            self._rejected = {r: s for r, s in self._rejected.items() if r in self._waiting}
-        self._rejected[request] = self._memory_state
-
-    def forget(self, request: Request) -> None:
-        """Remove a request that is tried again."""
-        self._rejected.pop(request, None)
-
-
-# ---- urgent requests -----------------------------------------------------------------------------
-
-
-URGENT_WAITING = "an urgent request is waiting"
-
-
-class UrgentAdmission:
-    """Admits urgent requests.
-
-    Only requests of lower priority are preempted; with several tenants, only those of the same
-    tenant. None is preempted if that would not free enough memory.
-
-    Args:
-        components: the scheduler's components.
-        admission: admits the requests.
-    """
-
-    def __init__(self, components: SchedulerComponents, admission: Admission) -> None:
-        self._free, self._urgent = FreePages(components), components.config.urgent
-        self._fairness, self._preempter = components.fairness, components.preempter
-        self._running, self._lifecycle = components.state.running, components.lifecycle
-        self._admission = admission
-
-    def admit(self) -> None:
-        """Admit all urgent requests that the batcher accepts; call before a step is planned."""
-        if self._urgent is None:
+        Only requests of lower priority are preempted for them; with several tenants, only those of
+        the same tenant. None is preempted if that would not free enough memory.
+        """
+        if self._config.urgent is None:
             return
-        for head in list(self._fairness.waiting.heads()):
+        for head in list(self._waiting.heads()):
             request: Request | None = head
-            while request is not None and self._admit(request, self._urgent):
-                request = next(self._queue(head.tenant), None)
+            while request is not None and self._admit_urgent(request, self._config.urgent):
+                waits = head.tenant in self._waiting.tenants
+                request = next(self._waiting.of_tenant(head.tenant), None) if waits else None
 
-    def _queue(self, tenant: str) -> Iterator[Request]:
-        waiting = self._fairness.waiting
-        return waiting.of_tenant(tenant) if tenant in waiting.tenants else iter(())
-
-    def _admit(self, request: Request, urgent: int) -> bool:
-        if request.priority > urgent or not self._admission.is_turn_of(request):
+    def _admit_urgent(self, request: Request, urgent: int) -> bool:
+        if request.priority > urgent or not self.is_turn_of(request):
             return False
-        if self._admission.admit_now(request):
+        if self.admit_now(request):
             return True
         later = self._later_requests(request)
         staying = [other for other in self._running if other not in later]
-        if not (later and self._free.would_fit(request, 0, staying)):
+        if not (later and self.free.would_fit(request, 0, staying)):
             return False
         return self._preempt_until_admitted(request)
 
@@ -489,7 +457,7 @@ class UrgentAdmission:
             victim = victim or self._preempter.victim_among(later, even_resumed=True)
             assert victim is not None, "there are candidates"
             self._lifecycle.preempt(victim, URGENT_WAITING)
-            if self._admission.admit_now(request):
+            if self.admit_now(request):
                 return True
         return False
 

@@ -18,7 +18,8 @@ import numpy as np
 from quire.errors import NeverFits, OutOfPages, RequestError
 from quire.kv.sharing import statistics_pages
 from quire.layout.pages import PageClass
-from quire.scheduler.components import SchedulerComponents
+from quire.scheduler.lanes import LaneCapacities
+from quire.scheduler.lifecycle import Lifecycle
 from quire.scheduler.request import (
     PlannedFork,
     Request,
@@ -31,7 +32,7 @@ from quire.scheduler.request import (
     same_group,
     together,
 )
-from quire.scheduler.sequence_memory import rows_of, share_evictions
+from quire.scheduler.sequence_memory import SequenceMemory, rows_of, share_evictions
 
 NO_PAGES = "no pages for the statistics of a fork"
 NEVER = (
@@ -44,14 +45,17 @@ class Forks:
     """Forks of the groups of one scheduler.
 
     Args:
-        components: the scheduler's components.
+        sequence_memory: the requests' pages.
+        capacities: evicts tokens for the pages of a fork.
+        lifecycle: preempts and ends requests.
     """
 
-    def __init__(self, components: SchedulerComponents) -> None:
-        self._sequence_memory, self._preempter = components.sequence_memory, components.preempter
-        self._memory = components.sequence_memory.memory
-        self._running, self._waiting = components.state.running, components.state.waiting
-        self._capacities, self._lifecycle = components.capacities, components.lifecycle
+    def __init__(
+        self, sequence_memory: SequenceMemory, capacities: LaneCapacities, lifecycle: Lifecycle
+    ) -> None:
+        self._sequence_memory, self._memory = sequence_memory, sequence_memory.memory
+        self._capacities, self._lifecycle = capacities, lifecycle
+        self._preempter, self._running = lifecycle.preempter, lifecycle.running
 
     # ---- members that begin as forks -----------------------------------------------------------
 
@@ -69,7 +73,7 @@ class Forks:
             self._lifecycle.add_fork(planned.child)
             return True
         child = planned.child
-        if child.group is None or together(child)[0] in self._waiting:
+        if child.group is None or together(child)[0] in self._lifecycle.waiting:
             return False  # its group was preempted: forks are planned again at its admission
         if not child.group.atomic:
             self._split(child)

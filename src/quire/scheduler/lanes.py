@@ -359,6 +359,7 @@ class LaneCapacities:
         lifecycle: ends requests whose policy broke its contract.
 
     Attributes:
+        lanes: the lanes that evict tokens; None if no lane does.
         num_evictions, evicted_tokens: totals since the start, without replayed evictions.
     """
 
@@ -370,13 +371,13 @@ class LaneCapacities:
     ) -> None:
         self._sequence_memory, self._lifecycle = sequence_memory, lifecycle
         self._evictor = _NoEvictor() if evictor is None else evictor
-        self._lanes = evicting_lanes(sequence_memory.memory)
+        self.lanes = evicting_lanes(sequence_memory.memory)
         self.num_evictions = 0
         self.evicted_tokens = 0.0
 
     def evict_to_capacity(self, requests: list[Request]) -> list[Request]:
         """Evict from requests with full lanes; return the requests that can be scheduled."""
-        if self._lanes is None:
+        if self.lanes is None:
             return requests
         stuck = [r for r in requests if r.eviction.spec.cap is not None and not self._try(r)]
         if not stuck:
@@ -386,7 +387,7 @@ class LaneCapacities:
 
     def may_evict(self, requests: Iterable[Request]) -> bool:
         """Whether planning a step may evict from one of these running requests."""
-        if self._lanes is None:
+        if self.lanes is None:
             return False
         capped = (r for r in requests if r.eviction.spec.cap is not None)
         return any(r.eviction.spec.when == PRESSURE or self._is_due(r) for r in capped)
@@ -400,7 +401,7 @@ class LaneCapacities:
             lacks_free_pages: whether memory is still short; called only if a request may evict.
             requests: see `evict_under_pressure`; failed requests are removed from it.
         """
-        evictable = self._lanes is not None and any(
+        evictable = self.lanes is not None and any(
             r.eviction.spec.when == PRESSURE for r in requests
         )
         while evictable and lacks_free_pages() and self.evict_under_pressure(requests):
@@ -445,7 +446,7 @@ class LaneCapacities:
 
     def _evictable(self, requests: Iterable[Request]) -> Iterator[Request]:
         """Yield the requests that evict only under pressure, the longest first."""
-        if self._lanes is None:
+        if self.lanes is None:
             return
         evictable = [
             r
@@ -457,15 +458,15 @@ class LaneCapacities:
                 yield request
 
     def _held(self, request: Request) -> int:
-        assert self._lanes is not None
-        return int(held_slots(self._lanes, request).sum())
+        assert self.lanes is not None
+        return int(held_slots(self.lanes, request).sum())
 
     def _evict_pages(self, request: Request) -> bool:
         return self._evict_private(request, tokens=0, min_gain=1)
 
     def _reuse_slots(self, request: Request) -> bool:
-        assert self._lanes is not None
-        if not needs_page(request, self._lanes):
+        assert self.lanes is not None
+        if not needs_page(request, self.lanes):
             return False
         return self._evict_private(request, tokens=1, min_gain=None)
 
@@ -480,9 +481,9 @@ class LaneCapacities:
         Returns:
             Whether slots were evicted, or the request failed and was freed.
         """
-        assert self._lanes is not None
+        assert self.lanes is not None
         # while every lane is within its cap, their sum is bounded: no division is needed
-        if over_cap(request, self._lanes, tokens) is None:
+        if over_cap(request, self.lanes, tokens) is None:
             return False
         if self._sequence_memory.shares_unwritten(request):
             return False
@@ -495,7 +496,7 @@ class LaneCapacities:
             with _undone_without_eviction(request):
                 if request.eviction.pending:
                     self._divide(request)
-                keep = over_cap(request, self._lanes, tokens)
+                keep = over_cap(request, self.lanes, tokens)
                 return keep is not None and self._evict(request, keep, PRESSURE, min_gain=min_gain)
         except OutOfPages:
             return False
@@ -514,7 +515,7 @@ class LaneCapacities:
         Admission counted these pages as shared until the end. With private copies, the group could
         need more pages than the memory has.
         """
-        if self._lanes is None or request.group is None:
+        if self.lanes is None or request.group is None:
             return False
         others = [
             m.memory.row for m in request.group.members if m.memory.row >= 0 and m is not request
@@ -522,7 +523,7 @@ class LaneCapacities:
         rows, row = np.array(others, dtype=np.int64), request.memory.row
         return any(
             bool(np.isin(table.row_pages(row), table.pages[rows]).any())
-            for table in self._lanes.tables
+            for table in self.lanes.tables
         )
 
     def _try(self, request: Request) -> bool:
@@ -537,7 +538,7 @@ class LaneCapacities:
 
     def _evict_due(self, request: Request) -> bool:
         """Evict what the next tokens require; False while the request shares unwritten blocks."""
-        assert self._lanes is not None
+        assert self.lanes is not None
         if self._sequence_memory.shares_unwritten(request):
             return not self._is_due(request)
         while (entry := request.eviction.next_replay) is not None:
@@ -548,10 +549,10 @@ class LaneCapacities:
             return True  # recomputed: no eviction was due between the last one and the division
         try:
             division = request.eviction.division
-            if division_is_due(request, self._lanes, lookahead(request)):
+            if division_is_due(request, self.lanes, lookahead(request)):
                 self._divide(request)
-            keep = slots_to_keep(request, self._lanes, lookahead(request))
-            if keep is not None and np.any(keep < held_slots(self._lanes, request)):
+            keep = slots_to_keep(request, self.lanes, lookahead(request))
+            if keep is not None and np.any(keep < held_slots(self.lanes, request)):
                 self._evict(request, keep, CAP)
         except OutOfPages:
             request.eviction.division = division
@@ -562,11 +563,11 @@ class LaneCapacities:
         entry = request.eviction.next_replay
         if entry is not None:
             return entry.num_computed == request.progress.num_computed
-        assert self._lanes is not None
+        assert self.lanes is not None
         tokens = lookahead(request)
         return (
-            division_is_due(request, self._lanes, tokens)
-            or slots_to_keep(request, self._lanes, tokens) is not None
+            division_is_due(request, self.lanes, tokens)
+            or slots_to_keep(request, self.lanes, tokens) is not None
         )
 
     def _evict(

@@ -15,7 +15,7 @@ from quire.errors import QuireError
 from quire.scheduler.admission_rules import AdmissionRule
 from quire.scheduler.fairness import Fairness
 from quire.scheduler.preemption import Preempter
-from quire.scheduler.request import Request, RequestState, SchedulerState, leave, together
+from quire.scheduler.request import Request, RequestState, leave, together
 from quire.scheduler.sequence_memory import FINISHED, SequenceMemory
 
 
@@ -31,28 +31,30 @@ class Lifecycle:
     """State transitions of the requests of one scheduler.
 
     Args:
-        state: the running requests, which only this object changes, and the waiting ones, from
-            which admission takes the next.
+        running: running requests, which hold KV, in the order of admission; only this object
+            changes the list.
         sequence_memory: the requests' pages.
         admission_rule: learns from the output lengths of finished requests.
         fairness: the tenants' accounts.
         preempter: swaps KV out or frees it.
 
     Attributes:
+        running, fairness, preempter: see above.
+        waiting: the fair queue, from which admission takes the next request.
         failures: requests that ended with an error and were not reported yet.
     """
 
     def __init__(
         self,
-        state: SchedulerState,
+        running: list[Request],
         sequence_memory: SequenceMemory,
         admission_rule: AdmissionRule,
         fairness: Fairness,
         preempter: Preempter,
     ) -> None:
-        self._running, self._waiting = state.running, state.waiting
+        self.running, self.waiting = running, fairness.waiting
         self._sequence_memory, self._admission_rule = sequence_memory, admission_rule
-        self._fairness, self._preempter = fairness, preempter
+        self.fairness, self.preempter = fairness, preempter
         self.failures: list[Failure] = []
 
     # ---- waiting -------------------------------------------------------------------------------
@@ -62,7 +64,7 @@ class Lifecycle:
         for member in together(request):
             member.progress.state = RequestState.WAITING
             member.progress.queued_s = self._sequence_memory.events.now_s()
-        self._waiting.push(together(request)[0])
+        self.waiting.push(together(request)[0])
 
     def preempt(
         self, request: Request, reason: str, *, swap_all: bool = False, recompute: bool = False
@@ -76,10 +78,10 @@ class Lifecycle:
             recompute: free all KV without a swap; it is recomputed.
         """
         leaving = self._stop(request)
-        self._fairness.preempted(leaving)
-        self._preempter.preempt(leaving, reason, swap_all=swap_all, recompute=recompute)
+        self.fairness.preempted(leaving)
+        self.preempter.preempt(leaving, reason, swap_all=swap_all, recompute=recompute)
         self.wait(request)
-        self._fairness.recount(self._running)
+        self.fairness.recount(self.running)
 
     def swap_out(self, request: Request) -> None:
         """Swap out a request and its group, and queue them; if it fails, they keep running.
@@ -87,10 +89,10 @@ class Lifecycle:
         For batchers that hold prefilled requests in the swap space; it is not a preemption.
         """
         leaving = _running_members(request)
-        if self._preempter.swap_out(leaving):
+        if self.preempter.swap_out(leaving):
             for member in leaving:
-                self._running.remove(member)
-                self._fairness.finalize(member)
+                self.running.remove(member)
+                self.fairness.finalize(member)
             self.wait(request)
 
     def restart(self, request: Request, reason: str) -> None:
@@ -103,9 +105,9 @@ class Lifecycle:
     def start(self, request: Request) -> None:
         """Mark an admitted request, which holds KV, as running."""
         waited_s = self._sequence_memory.events.now_s() - request.progress.queued_s
-        self._fairness.admitted(request, waited_s)
+        self.fairness.admitted(request, waited_s)
         request.progress.state = RequestState.RUNNING
-        self._running.append(request)
+        self.running.append(request)
 
     # ---- finished ------------------------------------------------------------------------------
 
@@ -114,15 +116,15 @@ class Lifecycle:
 
         The admission rule learns only from requests that finished normally (`FINISHED`).
         """
-        queued = request in self._waiting
+        queued = request in self.waiting
         if request.is_running:
-            self._running.remove(request)
+            self.running.remove(request)
             self._sequence_memory.free(request, reason)
             if reason == FINISHED:
                 self._admission_rule.learn(request)
         elif request.progress.state is RequestState.WAITING:
-            self._waiting.discard(request)
-        self._preempter.free_swapped(request)
+            self.waiting.discard(request)
+        self.preempter.free_swapped(request)
         request.progress.state = RequestState.FINISHED
         self._leave_group(request, reason, queued=queued)
 
@@ -137,9 +139,9 @@ class Lifecycle:
         if request.group is None or not request.group.members or not (queued or copies_wait):
             return
         for member in together(request) if copies_wait else ():
-            self._preempter.free_swapped_group(member)  # its forks are planned again
+            self.preempter.free_swapped_group(member)  # its forks are planned again
         self._free_group(request, reason)
-        if together(request)[0] not in self._waiting:  # the group has a new first member
+        if together(request)[0] not in self.waiting:  # the group has a new first member
             self.wait(request)
 
     # ---- groups --------------------------------------------------------------------------------
@@ -148,28 +150,28 @@ class Lifecycle:
         """Remove a request and its group from the running list; return them."""
         leaving = _running_members(request)
         for member in leaving:
-            self._running.remove(member)
+            self.running.remove(member)
         return leaving
 
     def _free_group(self, request: Request, reason: str) -> None:
         for member in self._stop(request):
-            self._fairness.finalize(member)
+            self.fairness.finalize(member)
             self._sequence_memory.free(member, reason)
 
     # ---- forks ---------------------------------------------------------------------------------
 
     def add_fork(self, child: Request) -> None:
         """Add a forked request, whose pages are shared already, to the running list."""
-        self._running.append(child)
+        self.running.append(child)
 
     def pause_group(self, members: Iterable[Request]) -> None:
         """Remove the beams of a group from the running list while they branch."""
         for member in members:
-            self._running.remove(member)
+            self.running.remove(member)
 
     def resume_group(self, members: Sequence[Request]) -> None:
         """Add the beams that hold pages to the running list again."""
-        self._running.extend(member for member in members if member.memory.row >= 0)
+        self.running.extend(member for member in members if member.memory.row >= 0)
 
     def fail_group(self, members: Sequence[Request], error: QuireError) -> None:
         """End all beams of a paused group with one error; other requests are unaffected."""
@@ -177,7 +179,7 @@ class Lifecycle:
         for member in members:
             if member.memory.row >= 0:
                 member.progress.state = RequestState.RUNNING
-                self._running.append(member)
+                self.running.append(member)
             self.finish(member, "beams could not be copied")
 
 

@@ -404,10 +404,6 @@ class Preempter:
 
     # ---- swap in ---------------------------------------------------------------------------------
 
-    def is_swapped_whole(self, request: Request) -> bool:
-        """Whether all KV of a waiting request is in the swap space."""
-        return request.memory.swapped is not None and not request.memory.swapped.keep_from
-
     def can_swap_in(self, request: Request) -> bool:
         """Whether there are pages for a waiting request's swapped KV; evicts cached prefixes."""
         swapped = request.memory.swapped
@@ -436,11 +432,6 @@ class Preempter:
         for member in found:
             self.free_swapped(member)
         return bool(found)
-
-    def head_tokens(self, request: Request) -> int | None:
-        """Tokens to recompute before the swapped tail is appended; None without a tail."""
-        swapped = request.memory.swapped
-        return None if swapped is None else swapped.keep_from or None
 
     def swap_in(self, request: Request) -> list[Request]:
         """Swap in the KV of a request, and of the requests swapped out with it.

@@ -31,8 +31,7 @@ from quire.kv.stored_sequences import Swapped
 from quire.layout.eviction import KEEP_ALL, PRESSURE, UNLIMITED, EvictionSpec
 from quire.scheduler.eviction_trace import EvictionEntry
 from quire.scheduler.schedule_config import ScheduleConfig
-from quire.tenancy.fair_queue import FairQueue, Order
-from quire.tenancy.tenants import TenantSpec
+from quire.tenancy.fair_queue import Order
 
 
 @runtime_checkable
@@ -175,6 +174,16 @@ class RequestMemory:
     may_offload: bool = True
     may_offload_replays: bool = True
     kv_peak_bytes: int = 0
+
+    @property
+    def is_swapped_whole(self) -> bool:
+        """Whether all its KV is in the swap space."""
+        return self.swapped is not None and not self.swapped.keep_from
+
+    @property
+    def head_tokens(self) -> int | None:
+        """Tokens to recompute before its swapped tail is appended; None without a tail."""
+        return None if self.swapped is None else self.swapped.keep_from or None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -662,28 +671,3 @@ def _sibling(request: Request, index: int) -> Request:
         group=request.group,
         matcher=None if request.matcher is None else request.matcher.fork(),
     )
-
-
-# ---- the requests of a scheduler -----------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerState:
-    """The requests of one scheduler. Only its lifecycle and admission change them.
-
-    Attributes:
-        running: running requests, which hold KV, in the order of admission.
-        waiting: waiting requests, in a queue that is fair by served tokens.
-    """
-
-    running: list[Request]
-    waiting: FairQueue[Request]
-
-    @classmethod
-    def empty(cls, tenants: Sequence[TenantSpec] = ()) -> "SchedulerState":
-        """Return the state before the first request.
-
-        Args:
-            tenants: the configured tenants.
-        """
-        return cls([], FairQueue({spec.name: spec.weight for spec in tenants}))

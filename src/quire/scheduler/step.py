@@ -31,6 +31,8 @@ class StepPlan:
         tokens: number of new tokens of each request, after its `num_computed`.
         num_decoding: number of decoding rows, which come first.
         waits: whether the plan is empty because pages of prefixes are being loaded.
+        unserved: a running request that got no tokens; none is admitted before it.
+        is_full: whether the step had no tokens left for a new request.
         pending: sampled tokens on the device that the step reads; None if all tokens are known. A
             `quire.sampling.pending_tokens.PendingTokens`, which the scheduler does not use.
     """
@@ -39,6 +41,8 @@ class StepPlan:
     tokens: list[int] = field(default_factory=list)
     num_decoding: int = 0
     waits: bool = False
+    unserved: Request | None = None
+    is_full: bool = False
     pending: object | None = None
 
     @property

@@ -3,15 +3,12 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING
 
-from quire.scheduler.admission import Admission, FreePages
-from quire.scheduler.components import SchedulerComponents
+from quire.scheduler.admission import Admission
+from quire.scheduler.lifecycle import Lifecycle
 from quire.scheduler.request import Request
+from quire.scheduler.step import StepPlan
 from quire.tenancy.accounts import Right
-
-if TYPE_CHECKING:
-    from quire.scheduler.scheduler import Prefill
 
 QUEUE, LIMIT, SLOTS, MEMORY, SLABS, PREFILL, TOKENS, BATCH, NEXT_STEP = (
     *("queue", "tenant_limit", "slots", "memory", "slabs"),
@@ -53,17 +50,15 @@ class WaitingCauses:
     """Finds out why requests wait; admits and evicts nothing.
 
     Args:
-        components: the scheduler's components.
         admission: the admission whose checks are repeated.
+        lifecycle: the running and the waiting requests.
+        plan: the plan of the last step.
     """
 
-    def __init__(
-        self, components: SchedulerComponents, admission: Admission, prefill: "Prefill"
-    ) -> None:
-        self._fairness, self._admission = components.fairness, admission
-        self._running, self._peaks = components.state.running, components.admission_rule.peaks
-        self._rule, self._free = components.admission_rule, FreePages(components)
-        self._prefill = prefill
+    def __init__(self, admission: Admission, lifecycle: Lifecycle, plan: StepPlan) -> None:
+        self._admission, self._plan, self._free = admission, plan, admission.free
+        self._rule, self._running = admission.rule, lifecycle.running
+        self._waiting = lifecycle.waiting
 
     def first(self, most: int, tenant: str | None = None) -> Iterator[tuple[Request, Waiting]]:
         """Yield the first waiting requests of each tenant, best tenant first, with their causes.
@@ -72,9 +67,9 @@ class WaitingCauses:
             most: maximum number of requests of each tenant.
             tenant: only the requests of this tenant; None: of all tenants.
         """
-        for head in list(self._fairness.waiting.heads()):
+        for head in list(self._waiting.heads()):
             if tenant in (None, head.tenant):
-                own = islice(self._fairness.waiting.of_tenant(head.tenant), most)
+                own = islice(self._waiting.of_tenant(head.tenant), most)
                 for ahead, request in enumerate(own):
                     known_bytes = self._needed_bytes(request)
                     if ahead:
@@ -92,10 +87,10 @@ class WaitingCauses:
                 own_bytes = needed if cause == SLABS else fits.needed_bytes
                 promised_bytes = max(0, needed - own_bytes)
                 return Waiting(cause, 0, own_bytes, promised_bytes, max(0, int(free)))
-        unserved = self._prefill.unserved
+        unserved = self._plan.unserved
         if unserved is not None and unserved.is_running:
             return replace(fits, cause=PREFILL, after=unserved)
-        if self._prefill.is_full and self._running:
+        if self._plan.is_full and self._running:
             return replace(fits, cause=TOKENS)
         return fits if self._admission.is_turn_of(head) else replace(fits, cause=BATCH)
 
@@ -108,4 +103,4 @@ class WaitingCauses:
                 yield from found
 
     def _needed_bytes(self, request: Request) -> int:
-        return self._peaks.num_bytes(self._rule.new_request(request, request.num_tokens, 0))
+        return self._rule.peaks.num_bytes(self._rule.new_request(request, request.num_tokens, 0))

@@ -20,7 +20,6 @@ from quire.layout.model import ModelSpec
 from quire.offload.swap.host_pool import HostPool, auto_swap_bytes, refuse_too_small
 from quire.plan.preemption_costs import LearnedCosts, assumed_prefill
 from quire.plan.rates import CopyRate, CopyRates, Costs
-from quire.scheduler.components import make_components
 from quire.scheduler.events import EventLog
 from quire.scheduler.preemption import (
     Swapper,
@@ -28,7 +27,7 @@ from quire.scheduler.preemption import (
     uses_swap_space,
 )
 from quire.scheduler.schedule_config import ScheduleConfig
-from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.scheduler import Scheduler, scheduler_of
 from quire.scheduler.sequence_memory import PrefixIdentities, SequenceMemory
 from quire.sim.engine import (
     OldestFirstEvictor,
@@ -160,7 +159,7 @@ def make_scheduler(
     sequence_memory = SequenceMemory(memory, prefix, identities, events=events)
     swapper = _make_swapper(memory, config, copies)
     evictor = OldestFirstEvictor(memory)
-    return Scheduler(make_components(config.schedule, sequence_memory, evictor, swapper))
+    return scheduler_of(config.schedule, sequence_memory, evictor, swapper)
 
 
 def _make_swapper(memory: KVMemory, config: SimConfig, copies: TimedCopies) -> Swapper:

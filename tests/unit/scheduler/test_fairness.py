@@ -5,11 +5,10 @@ import hashlib
 from quire.config.sampling_params import SamplingParams
 from quire.kv.memory import KVMemory
 from quire.kv.prefix import PrefixIndex
-from quire.scheduler.components import make_components
 from quire.scheduler.fairness import FORGET_FROM
 from quire.scheduler.request import Request
 from quire.scheduler.schedule_config import ScheduleConfig
-from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.scheduler import scheduler_of
 from quire.scheduler.sequence_memory import SequenceMemory
 from quire.scheduler.step import StepPlan
 from quire.tenancy import meter
@@ -29,7 +28,7 @@ class Service:
         self.index = PrefixIndex(self.memory) if prefix else None
         config = ScheduleConfig(**schedule)
         sequence_memory = SequenceMemory(self.memory, self.index)
-        self.scheduler = Scheduler(make_components(config, sequence_memory))
+        self.scheduler = scheduler_of(config, sequence_memory)
         self.arrivals = 0
 
     def submit(self, prompt_tokens=6, max_tokens=8, **options) -> Request:
@@ -174,7 +173,7 @@ def test_estimated_rule_learns_only_from_outputs_that_were_not_cancelled():
     service.step()
 
     service.scheduler.finish(cancelled, "cancelled")
-    assert service.scheduler.components.admission_rule.ratio == 1
+    assert service.scheduler.admission.rule.ratio == 1
 
     service.scheduler.finish(ended)
-    assert service.scheduler.components.admission_rule.ratio < 1
+    assert service.scheduler.admission.rule.ratio < 1

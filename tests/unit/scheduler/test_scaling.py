@@ -32,8 +32,8 @@ class RecordedLoad:
         self.before, self.after, self.rows = [], [], []
         self.reasons, self.ways = [], []
         self.load.scheduler.sequence_memory.events.subscribe(self._record_event)
-        self._begin = self.load.scheduler.components.batcher.begin
-        self.load.scheduler.components.batcher.begin = self._record_use
+        self._begin = self.load.scheduler.batcher.begin
+        self.load.scheduler.batcher.begin = self._record_use
 
     def _record_event(self, event):
         if event.kind == "preempted":
