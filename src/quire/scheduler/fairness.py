@@ -22,7 +22,7 @@ class Fairness:
 
     Args:
         accounts: the tenants and the bytes that each holds.
-        sharing: the prefix cache; its public prefixes are charged to no tenant.
+        sequence_memory: its cached public prefixes are charged to no tenant.
         waiting: the queue of waiting requests, fair by served tokens.
 
     Attributes:
@@ -32,11 +32,15 @@ class Fairness:
     """
 
     def __init__(
-        self, accounts: TenantAccounts, sharing: SequenceMemory, waiting: FairQueue[Request]
+        self,
+        accounts: TenantAccounts,
+        sequence_memory: SequenceMemory,
+        waiting: FairQueue[Request],
     ) -> None:
-        self.accounts, self._sharing, self.waiting = accounts, sharing, waiting
+        self.accounts, self._sequence_memory, self.waiting = accounts, sequence_memory, waiting
         self.meter = TenantMeter()
         self._active: set[str] = set()
+        self._has_new = self._has_counted = False
         self._forget_from = FORGET_FROM
 
     @property
@@ -60,6 +64,7 @@ class Fairness:
         param = "prompt" if is_mostly_prompt else "max_tokens"
         self.accounts.refuse_if_never(request.tenant, peak_bytes, param=param)
         self._active.add(request.tenant)
+        self._has_new = True
         self.meter.submitted(request.tenant)
 
     def report(self, running: Sequence[Request]) -> tuple[TenantStats, ...]:
@@ -77,12 +82,15 @@ class Fairness:
 
     def recount(self, running: Sequence[Request]) -> None:
         """Update the active tenants and the bytes that each tenant holds."""
-        self._active = {request.tenant for request in running}.union(self.waiting.tenants)
-        self._forget_idle()
+        active = {request.tenant for request in running}.union(self.waiting.tenants)
+        if self._has_new or active != self._active:
+            self._active, self._has_new = active, False
+            self._forget_idle()
         if self.has_several:
             self._count(running)
-        else:
+        elif self._has_counted:
             self.accounts.note({})
+            self._has_counted = False
 
     def suppose(self, staying: Sequence[Request], leaving: Sequence[Request]) -> None:
         """Set the accounts as if some running requests were preempted; `recount` restores them.
@@ -103,9 +111,10 @@ class Fairness:
         rows: dict[str, list[int]] = defaultdict(list)
         for request in running:
             rows[request.tenant].append(request.memory.row)
-        prefix = self._sharing.prefix
+        self._has_counted = True
+        memory, prefix = self._sequence_memory.memory, self._sequence_memory.prefix
         public = [] if prefix is None else prefix.public_references()
-        held = bytes_by_tenant(self._sharing.memory, rows, {PUBLIC: public} if public else {})
+        held = bytes_by_tenant(memory, rows, {PUBLIC: public} if public else {})
         self.accounts.note(held, {*self.waiting.tenants, *(request.tenant for request in leaving)})
 
     def is_over_share(self, request: Request) -> bool:
