@@ -13,6 +13,7 @@ from quire.scheduler.request import Request, RequestState
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.scheduler import SCORED_TOKENS
 from quire.scheduler.step import StepPlan
+from schedule_files import DECODE_ONLY, WITH_PREFILL, recorded_calls, typical
 from support.requests import make_request
 from support.scheduler_load import RetainsNewest, make_layout, make_scheduler
 
@@ -143,3 +144,12 @@ def test_prompt_tokens_scored_per_step_are_bounded():
         parts = zip(plan.requests, plan.tokens, strict=True)
         assert sum(n for r, n in parts if r.scores_prompt) <= SCORED_TOKENS
         load.process(plan)
+
+
+def test_typical_step_passes_few_files():
+    calls = recorded_calls()
+    decoding, prefill = typical(calls[DECODE_ONLY]), typical(calls[WITH_PREFILL])
+    of_scheduler = [name for name in prefill.functions if name.startswith("scheduler/")]
+
+    assert len(decoding.functions) <= 10
+    assert len(of_scheduler) <= 11
