@@ -16,7 +16,7 @@ from quire.parallel.group import ONE_RANK, TensorGroup
 from quire.plan.capacity import DEFAULT_HEADROOM_SHARE, auto_kv_memory
 from quire.scheduler.preemption import refuse_unused_swap_space, uses_swap_space
 from quire.scheduler.schedule_config import ScheduleConfig
-from quire.scheduler.step import most_batches
+from quire.scheduler.step import max_batches
 
 _UNMEASURED_SHARE = 0.25
 """If all requests of an engine need at most this fraction of the free memory for KV, the rest is
@@ -54,7 +54,7 @@ def kv_memory_bytes(
         total_bytes=total_bytes,
         weights_bytes=model.weight_bytes,
         activation_peak_bytes=measure_activation_peak(
-            model.decoder, schedule, most_batches(schedule.objective, offloaded_weights)
+            model.decoder, schedule, max_batches(schedule.objective, offloaded_weights)
         ),
         headroom_bytes=int(DEFAULT_HEADROOM_SHARE * total_bytes),
     )

@@ -26,7 +26,6 @@ from quire.scheduler.lanes import (
     evicting_lanes,
     free_tokens,
     has_atomic_chunk,
-    held_slots,
     lookahead,
     note_division,
     over_cap,
@@ -88,12 +87,12 @@ class Evicting:
 
     def _held(self, row: Request) -> int:
         assert self._lanes is not None, "only called if the rule evicts"
-        return int(held_slots(self._lanes, row).sum())
+        return int(self._lanes.held(row).sum())
 
     def _evict(self, row: Request, keep: Slots | None) -> None:
         assert self._lanes is not None, "only called if the rule evicts"
         assert self._evictor is not None, "only called if the rule evicts"
-        if keep is not None and np.any(keep < held_slots(self._lanes, row)):
+        if keep is not None and np.any(keep < self._lanes.held(row)):
             self._evictor.evict(row, keep)
 
 

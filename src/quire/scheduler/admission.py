@@ -309,7 +309,8 @@ class Admission:
         return self._sequence_memory.available_bytes, len(self._running)
 
     def _allocate(self, request: Request, *, may_preempt: bool) -> Request | None:
-        swapped = self._swapped_member(request)
+        # the member of a waiting group whose KV is swapped out is not always the first
+        swapped = next((m for m in together(request) if m.memory.is_swapped_whole), request)
         if not (self._running or self._preempter.can_swap_in(swapped)):
             self._preempter.free_swapped_group(swapped)  # it never fits: recompute it instead
         whole = swapped.memory.is_swapped_whole
@@ -324,7 +325,11 @@ class Admission:
         if not (whole or self._start(first, lease, head_tokens)):
             return None
         self._waiting.pop(request)
-        return self._resume(request, swapped) if whole else self._begin(first)
+        if whole:
+            return self._resume(request, swapped)
+        self._last_resumed = first.progress.num_admissions > 1
+        self._run(first)
+        return first
 
     def _start(self, request: Request, lease: PrefixLease | None, head_tokens: int | None) -> bool:
         """Allocate a row and pages for the statistics of the cached prefix; False without pages.
@@ -342,11 +347,6 @@ class Admission:
                 request, self._sequence_memory.look_up(request, head_tokens)
             )
         return True
-
-    def _swapped_member(self, request: Request) -> Request:
-        """The member of a waiting group whose KV is swapped out; not always the first member."""
-        swapped = (m for m in together(request) if m.memory.is_swapped_whole)
-        return next(swapped, request)
 
     # ---- preemption of tenants above their share -----------------------------------------------
 
@@ -393,12 +393,6 @@ class Admission:
 
     # ---- admitted ------------------------------------------------------------------------------
 
-    def _begin(self, request: Request) -> Request:
-        """Start a request that has tokens to compute."""
-        self._last_resumed = request.progress.num_admissions > 1
-        self._run(request)
-        return request
-
     def _resume(self, request: Request, swapped: Request) -> Request | None:
         """Swap in a request and its group; recompute them if a copy failed."""
         self._last_resumed = True
@@ -407,18 +401,12 @@ class Admission:
             self._waiting.push(request)
             return self._allocate(request, may_preempt=False)
         for member in resumed:
-            self._stop_sharing_if_short(member)
+            if self._sequence_memory.available_bytes < self.free.reserved_bytes:
+                # It has its own copy of its cached prefix. While it held the cached pages, they
+                # could not be evicted, and the request could be preempted again at once.
+                self._sequence_memory.stop_sharing(member)
             self._run(member)
         return swapped
-
-    def _stop_sharing_if_short(self, request: Request) -> None:
-        """Release the cached prefix of a resumed request if free memory is low.
-
-        The request has its own copy of that prefix. While it held the cached pages, they could not
-        be evicted, and the request could be preempted again at once.
-        """
-        if self._sequence_memory.available_bytes < self.free.reserved_bytes:
-            self._sequence_memory.stop_sharing(request)
 
     def _run(self, request: Request) -> None:
         self._lifecycle.start(request)

@@ -149,7 +149,7 @@ class Estimated(AdmissionRule):
         return max(request.num_tokens, min(ended, request.final_tokens))
 
     def promised(self, request: Request, running: Sequence[Request], cached_tokens: int) -> Counts:
-        """See `AdmissionRule`: the peak of further pages over time."""
+        """The peak of further pages over time."""
         ends = [self.expected_tokens(other) for other in running]
         end = self.expected_tokens(request)
         further = self.peaks.further_pages(running, ends)

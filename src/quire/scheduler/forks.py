@@ -88,13 +88,11 @@ class Forks:
         parent = planned.parent
         while parent.is_running and not self._has_free_pages([parent]):
             if not self._capacities.evict_under_pressure(self._running):
-                return self._are_alone([parent]) and self._fork_compacted(planned)
+                if not self._are_alone([parent]):
+                    return False
+                self._preempter.compact(parent)
+                return self._has_free_pages([parent]) and self._copy(parent, planned.child)
         return parent.is_running and self._copy(parent, planned.child)
-
-    def _fork_compacted(self, planned: PlannedFork) -> bool:
-        """Compact the pages of a group that runs alone, then fork the request if pages are free."""
-        self._preempter.compact(planned.parent)
-        return self._has_free_pages([planned.parent]) and self._copy(planned.parent, planned.child)
 
     def _copy(self, parent: Request, child: Request) -> bool:
         try:

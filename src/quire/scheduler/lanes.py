@@ -62,8 +62,9 @@ class EvictingLanes:
         """Number of lanes of a sequence."""
         return sum(table.group.num_lanes for table in self.tables)
 
-    def held(self, row: int) -> Slots:
-        """Slots [lanes] of a row."""
+    def held(self, request: Request) -> Slots:
+        """Slots [lanes] that a running request holds."""
+        row = request.memory.row
         if len(self.tables) == 1:
             only: Slots = self.tables[0].num_slots[row].astype(np.int64)
             return only
@@ -87,11 +88,6 @@ def evicting_lanes(memory: KVMemory) -> EvictingLanes | None:
         lanes_per_layer=group.lanes_per_layer,
         page_tokens=group.page_class.tokens,
     )
-
-
-def held_slots(lanes: EvictingLanes, request: Request) -> Slots:
-    """Slots [lanes] that a running request holds."""
-    return lanes.held(request.memory.row)
 
 
 def lane_capacities(spec: EvictionSpec, num_lanes: int) -> Slots:
@@ -130,7 +126,7 @@ def slots_to_keep(request: Request, lanes: EvictingLanes, tokens: int) -> Slots 
         tokens = 0  # the cap does not include later tokens
     elif spec.when == DECODE and done < prompt_tokens:
         return None
-    return _at_capacity(spec, lanes, held_slots(lanes, request), tokens)
+    return _at_capacity(spec, lanes, lanes.held(request), tokens)
 
 
 def division_is_due(request: Request, lanes: EvictingLanes, tokens: int) -> bool:
@@ -163,12 +159,7 @@ def over_cap(request: Request, lanes: EvictingLanes, tokens: int = 0) -> Slots |
     """
     if request.eviction.spec.cap is None:
         return None
-    return _at_capacity(request.eviction.spec, lanes, held_slots(lanes, request), tokens)
-
-
-def needs_page(request: Request, lanes: EvictingLanes) -> bool:
-    """Whether some lane has no free slot for the next token in its pages."""
-    return bool(np.any(held_slots(lanes, request) % lanes.page_tokens == 0))
+    return _at_capacity(request.eviction.spec, lanes, lanes.held(request), tokens)
 
 
 def _at_capacity(
@@ -262,7 +253,7 @@ def _to_next_replay(request: Request) -> int | None:
 
 def _free_slots(request: Request, lanes: EvictingLanes) -> int:
     keep = slots_to_keep(request, lanes, 1)
-    held = held_slots(lanes, request) if keep is None else keep
+    held = lanes.held(request) if keep is None else keep
     free = lane_capacities(request.eviction.spec, len(held)) - held
     if request.eviction.spec.ragged:
         per_layer = lanes.lanes_per_layer
@@ -335,21 +326,6 @@ class Evictor(Protocol):
         ...
 
 
-class _NoEvictor:
-    """Evictor of an engine without eviction rules: every call is an error."""
-
-    def evict(
-        self, request: Request, keep: Slots, *, min_gain: int | None = None
-    ) -> Evicted | None:
-        raise InvariantError(f"request {request.request_id} evicts, but its engine has no rules")
-
-    def repeat(self, request: Request, entry: EvictionEntry) -> None:
-        raise InvariantError(f"request {request.request_id} evicts, but its engine has no rules")
-
-    def finalize(self, request: Request) -> None:
-        raise InvariantError(f"request {request.request_id} evicts, but its engine has no rules")
-
-
 class LaneCapacities:
     """Evicts from lanes that are full.
 
@@ -370,15 +346,19 @@ class LaneCapacities:
         lifecycle: Lifecycle,
     ) -> None:
         self._sequence_memory, self._lifecycle = sequence_memory, lifecycle
-        self._evictor = _NoEvictor() if evictor is None else evictor
+        self._optional_evictor = evictor
         self.lanes = evicting_lanes(sequence_memory.memory)
         self.num_evictions = 0
         self.evicted_tokens = 0.0
 
+    @property
+    def _evictor(self) -> Evictor:
+        if self._optional_evictor is None:
+            raise InvariantError("a request evicts, but its engine has no rules")
+        return self._optional_evictor
+
     def evict_to_capacity(self, requests: list[Request]) -> list[Request]:
         """Evict from requests with full lanes; return the requests that can be scheduled."""
-        if self.lanes is None:
-            return requests
         stuck = [r for r in requests if r.eviction.spec.cap is not None and not self._try(r)]
         if not stuck:
             return requests
@@ -401,9 +381,7 @@ class LaneCapacities:
             lacks_free_pages: whether memory is still short; called only if a request may evict.
             requests: see `evict_under_pressure`; failed requests are removed from it.
         """
-        evictable = self.lanes is not None and any(
-            r.eviction.spec.when == PRESSURE for r in requests
-        )
+        evictable = any(r.eviction.spec.when == PRESSURE for r in requests)
         while evictable and lacks_free_pages() and self.evict_under_pressure(requests):
             pass
 
@@ -416,7 +394,8 @@ class LaneCapacities:
         Returns:
             Whether pages were freed.
         """
-        return any(map(self._evict_pages, self._evictable(requests)))
+        evictable = self._evictable(requests)
+        return any(self._evict_private(r, tokens=0, min_gain=1) for r in evictable)
 
     def free_for(self, requests: Iterable[Request], running: Iterable[Request]) -> bool:
         """Evict under pressure; if no page can be freed, free slots in the requests' own pages.
@@ -442,33 +421,26 @@ class LaneCapacities:
         Returns:
             Whether one of the requests has free slots now.
         """
-        return any(map(self._reuse_slots, self._evictable(requests)))
+        for request in self._evictable(requests):
+            assert self.lanes is not None
+            full = np.any(self.lanes.held(request) % self.lanes.page_tokens == 0)
+            if full and self._evict_private(request, tokens=1, min_gain=None):
+                return True
+        return False
 
     def _evictable(self, requests: Iterable[Request]) -> Iterator[Request]:
         """Yield the requests that evict only under pressure, the longest first."""
-        if self.lanes is None:
+        lanes = self.lanes
+        if lanes is None:
             return
         evictable = [
             r
             for r in requests
             if r.eviction.spec.when == PRESSURE and r.eviction.next_replay is None
         ]
-        for request in sorted(evictable, key=lambda r: (-self._held(r), r.order)):
+        for request in sorted(evictable, key=lambda r: (-int(lanes.held(r).sum()), r.order)):
             if request.is_running:
                 yield request
-
-    def _held(self, request: Request) -> int:
-        assert self.lanes is not None
-        return int(held_slots(self.lanes, request).sum())
-
-    def _evict_pages(self, request: Request) -> bool:
-        return self._evict_private(request, tokens=0, min_gain=1)
-
-    def _reuse_slots(self, request: Request) -> bool:
-        assert self.lanes is not None
-        if not needs_page(request, self.lanes):
-            return False
-        return self._evict_private(request, tokens=1, min_gain=None)
 
     def _evict_private(self, request: Request, *, tokens: int, min_gain: int | None) -> bool:
         """Evict lanes above their cap if no group member shares the pages.
@@ -552,7 +524,7 @@ class LaneCapacities:
             if division_is_due(request, self.lanes, lookahead(request)):
                 self._divide(request)
             keep = slots_to_keep(request, self.lanes, lookahead(request))
-            if keep is not None and np.any(keep < held_slots(self.lanes, request)):
+            if keep is not None and np.any(keep < self.lanes.held(request)):
                 self._evict(request, keep, CAP)
         except OutOfPages:
             request.eviction.division = division

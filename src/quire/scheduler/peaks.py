@@ -167,7 +167,7 @@ UNBOUNDED = 1 << 60
 
 @dataclass(frozen=True, slots=True)
 class LaneOffload:
-    """Offload of the oldest pages of evicting lanes.
+    """Offload of the oldest pages of lanes.
 
     Attributes:
         max_pages: most offloaded pages of a lane.
@@ -178,6 +178,10 @@ class LaneOffload:
     max_pages: int
     rest_pages: int
     staging_slots: int
+
+    def oldest_pages(self, lane_pages: Tokens) -> Tokens:
+        """Offloaded pages of lanes that do not evict."""
+        return np.clip(lane_pages - self.rest_pages, 0, self.max_pages)
 
     def saved_pages(self, group: LaneGroup, lane_pages: Tokens, retained_pages: int) -> Tokens:
         """Pages of a sequence that are not in the arena.
@@ -449,9 +453,12 @@ class Peaks:
             chunk = max(chunk, eviction.every)
         most = group.slots_at_most(UNBOUNDED, chunk)
         pages: Counts = -(-np.minimum(slots, most) // group.page_class.tokens)
-        if self._offload(sequences, group, shape) is not None:
-            return self._resident_pages(group, pages, shape)
-        return pages * group.num_lanes
+        offload = self._offload(sequences, group, shape)
+        if offload is None:
+            return pages * group.num_lanes
+        offloaded = offload.oldest_pages(pages)
+        staged: Counts = offloaded * shape.staging_slots * group.lanes_per_layer
+        return staged + (pages - offloaded) * group.num_lanes
 
     def offloads(self, need: Need | NeedGroup) -> bool:
         """Whether the oldest pages of sequences can be in offload memory at their peak."""
@@ -468,35 +475,21 @@ class Peaks:
         rest = group.page_class.pages_for(page_tokens - 1 + shape.chunk_tokens)
         return LaneOffload(self.offloaded_tokens // page_tokens, rest, shape.staging_slots)
 
-    def _resident_pages(self, group: LaneGroup, pages: Counts, shape: StepShape) -> Counts:
-        """Pages in the arena, staging included, when the oldest pages are offloaded."""
-        lane_offloaded = self._offloaded_pages(group, pages, shape)
-        staged: Counts = lane_offloaded * shape.staging_slots * group.lanes_per_layer
-        return staged + (pages - lane_offloaded) * group.num_lanes
-
-    def _offloaded_pages(self, group: LaneGroup, pages: Counts, shape: StepShape) -> Counts:
-        """Pages of each lane, of `pages`, that are in offload memory."""
-        page_tokens = group.page_class.tokens
-        rest = group.page_class.pages_for(page_tokens - 1 + shape.chunk_tokens)
-        return np.clip(pages - rest, 0, self.offloaded_tokens // page_tokens)
-
     def offload_split(self, need: Need) -> OffloadSplit:
         """Split the bytes of a sequence at its peak, with the smallest steps and KV offload."""
         shape, staging, rest, offloaded, tokens = self._shapes[-1], 0, 0, 0, 0
-        [sequence] = group_needs([replace(need, may_offload=False)])
+        [sequence] = group_needs([need])
         for group in self._groups_of(need.eviction):
-            page = group.page_class
-            pages = self._group_pages(group, sequence, shape)
+            page, offload = group.page_class, self._offload(sequence, group, shape)
+            pages = self._group_pages(group, replace(sequence, may_offload=False), shape)
             rest += int(pages[0]) * page.page_bytes
-            if self.offloads(need) and can_be_offloaded(group):
-                lane_offloaded = int(
-                    self._offloaded_pages(group, pages // group.num_lanes, shape)[0]
-                )
-                tokens = max(tokens, lane_offloaded * page.tokens)
+            if offload is not None:
+                lane_pages = int(offload.oldest_pages(pages // group.num_lanes)[0])
+                tokens = max(tokens, lane_pages * page.tokens)
                 staging += (
-                    lane_offloaded * shape.staging_slots * group.lanes_per_layer * page.page_bytes
+                    lane_pages * shape.staging_slots * group.lanes_per_layer * page.page_bytes
                 )
-                offloaded += lane_offloaded * group.num_lanes * page.page_bytes
+                offloaded += lane_pages * group.num_lanes * page.page_bytes
         return OffloadSplit(staging, rest - offloaded, offloaded, tokens)
 
     def shared_counts(self, need: Need, cached_tokens: int) -> Counts:
@@ -640,13 +633,9 @@ class Peaks:
         return bool(self._fit(counts))
 
     def _fit(self, counts: Counts) -> NDArray[np.bool_]:
-        """Whether each row of counts fits in the whole KV memory."""
-        return np.asarray(self._num_slabs(counts) <= self.memory.arena.num_slabs)
-
-    def _num_slabs(self, counts: Counts) -> Counts:
-        """Maximum number of slabs that these pages occupy."""
+        """Whether each row of counts fits in the whole KV memory, in slabs."""
         per_slab = np.array([self.memory.pools[c].pages_per_slab for c in self.page_classes])
-        return np.asarray((-(-counts // per_slab)).sum(axis=-1))
+        return np.asarray((-(-counts // per_slab)).sum(axis=-1) <= self.memory.arena.num_slabs)
 
     def longest_sequence(self, max_positions: int, eviction: EvictionSpec) -> int:
         """Tokens of the longest prompt that fits alone, up to `max_positions`."""

@@ -204,58 +204,10 @@ def refuse_unused_swap_space(host_bytes: int, schedule: ScheduleConfig) -> None:
         raise limits.refused(limits.UNUSED_SWAP_SPACE, num_bytes=host_bytes)
 
 
-# ---- victims -------------------------------------------------------------------------------------
+# ---- preemption ----------------------------------------------------------------------------------
 
 
 COMPARED = 16  # newest candidates whose bytes are compared: counting bytes reads all page entries
-
-
-def may_be_preempted(request: Request) -> bool:
-    """Whether a request was never preempted, or has computed tokens since it resumed.
-
-    A group is preempted as a whole, so this must hold for all of its members.
-    """
-    return have_moved_on(request)
-
-
-def choose_victim(
-    candidates: Iterable[Request],
-    worth: Callable[[Request], float],
-    is_over_share: Callable[[Request], bool],
-) -> Request | None:
-    """Choose the request that is preempted first; None without candidates.
-
-    Args:
-        candidates: requests that may be preempted.
-        worth: freed bytes per lost token of a request.
-        is_over_share: whether a request's tenant holds more than its share.
-    """
-    ordered = sorted(candidates, key=lambda r: (is_over_share(r), *r.order), reverse=True)
-    if not ordered:
-        return None
-    first = ordered[0]
-    rank = (is_over_share(first), first.priority, isinf(first.deadline_s))
-    equals = [
-        r for r in ordered[:COMPARED] if (is_over_share(r), r.priority, isinf(r.deadline_s)) == rank
-    ]
-    return max(equals, key=lambda r: (worth(r), r.spec.arrival))
-
-
-def reclaimable_bytes(memory: KVMemory, requests: Sequence[Request]) -> int:
-    """Bytes freed by preempting these requests: pages that no other request refers to."""
-    return sum(_pages_of_only(memory, name, requests) for name in memory.tables)
-
-
-def _pages_of_only(memory: KVMemory, name: str, requests: Sequence[Request]) -> int:
-    table = memory.tables[name]
-    page_class = table.group.page_class
-    held = np.concatenate([table.row_pages(request.memory.row) for request in requests])
-    pages, references = np.unique(held, return_counts=True)
-    only = memory.pools[page_class].ref_counts[pages] <= references
-    return int(np.count_nonzero(only)) * page_class.page_bytes
-
-
-# ---- preemption ----------------------------------------------------------------------------------
 
 
 class Preempter:
@@ -309,8 +261,16 @@ class Preempter:
         self, requests: Iterable[Request], *, even_resumed: bool = False
     ) -> Request | None:
         """Choose which of these requests to preempt first; None if none can be preempted."""
-        candidates = [r for r in requests if even_resumed or may_be_preempted(r)]
-        return choose_victim(candidates, self._worth, self._is_over_share)
+        candidates = [r for r in requests if even_resumed or have_moved_on(r)]
+        ordered = sorted(candidates, key=self.order, reverse=True)
+        if not ordered:
+            return None
+        best = self._rank(ordered[0])
+        equals = [r for r in ordered[:COMPARED] if self._rank(r) == best]
+        return max(equals, key=lambda r: (self._worth(r), r.spec.arrival))
+
+    def _rank(self, request: Request) -> tuple[bool, int, bool]:
+        return self._is_over_share(request), request.priority, isinf(request.deadline_s)
 
     def _worth(self, request: Request) -> float:
         """Freed bytes per computed token, times the remaining fraction of the output.
@@ -320,7 +280,14 @@ class Preempter:
         done = len(request.output_token_ids) / max(1, request.params.max_tokens)
         leaving = [member for member in together(request) if member.memory.row >= 0]
         lost_tokens = sum(member.progress.num_computed for member in leaving)
-        return reclaimable_bytes(self._memory, leaving) / max(1, lost_tokens) * (1 - done)
+        freed_bytes = 0
+        for table in self._memory.tables.values():
+            page_class = table.group.page_class
+            held = np.concatenate([table.row_pages(member.memory.row) for member in leaving])
+            pages, references = np.unique(held, return_counts=True)
+            only = self._memory.pools[page_class].ref_counts[pages] <= references
+            freed_bytes += int(np.count_nonzero(only)) * page_class.page_bytes
+        return freed_bytes / max(1, lost_tokens) * (1 - done)
 
     # ---- swap out --------------------------------------------------------------------------------
 

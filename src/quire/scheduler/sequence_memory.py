@@ -247,7 +247,7 @@ class SequenceMemory:
 
     # ---- a request's prefix --------------------------------------------------------------------
 
-    def look_up(self, request: Request, most_tokens: int | None = None) -> PrefixLease | None:
+    def look_up(self, request: Request, max_tokens: int | None = None) -> PrefixLease | None:
         """Find and pin the cached prefix of a waiting request.
 
         The prefix is limited in three cases. A request with planned forks uses at most their common
@@ -257,7 +257,7 @@ class SequenceMemory:
 
         Args:
             request: a waiting request.
-            most_tokens: maximum tokens, if its own swapped KV follows after them; None: no limit.
+            max_tokens: maximum tokens, if its own swapped KV follows after them; None: no limit.
 
         Returns:
             The lease of the prefix, for `SequenceMemory.allocate` or `release`; None without
@@ -269,8 +269,8 @@ class SequenceMemory:
         if request.computes_whole_prompt:
             return PrefixLease(identity)
         wanted = min(prefillable_tokens(request), request.exact_tokens + 1)
-        if most_tokens is not None:
-            wanted = min(wanted, most_tokens + 1)
+        if max_tokens is not None:
+            wanted = min(wanted, max_tokens + 1)
         if request.memory.chain is None or request.memory.chain.identity != identity:
             request.memory.chain = BlockChain(identity, self.prefix.block_tokens, request.token_ids)
         blocks = request.memory.chain.blocks(wanted - 1)  # at least one token must be computed

@@ -137,7 +137,7 @@ class StepSize:
         self.batch_tokens, self._objective = batch_tokens, objective
         self._offloaded_weights = offloaded_weights
         self.num_batches = (
-            most_batches(objective, offloaded_weights) if objective == "throughput" else 1
+            max_batches(objective, offloaded_weights) if objective == "throughput" else 1
         )
         self._batch_s: float | None = None  # computation time of a full batch
         self._seen_s = 0.0 if offloaded_weights is None else offloaded_weights.device_s
@@ -175,7 +175,7 @@ class StepSize:
             self.num_batches = best_batches(copy_s, self._batch_s)
 
 
-def most_batches(objective: str, offloaded_weights: WeightTransfers | None) -> int:
+def max_batches(objective: str, offloaded_weights: WeightTransfers | None) -> int:
     """Maximum number of batches in one step."""
     return 1 if offloaded_weights is None or objective == "latency" else MAX_BATCHES
 

@@ -271,7 +271,7 @@ class OldestFirstEvictor:
         memory, lanes = self._memory, evicting_lanes(self._memory)
         assert lanes is not None, "only called for a layout that evicts"
         row = request.memory.row
-        held = lanes.held(row)
+        held = lanes.held(request)
         slot = np.arange(int(held.max(initial=0)))
         mask = (slot >= (held - keep)[:, None]) & (slot < held[:, None])
         plans = [

@@ -7,7 +7,7 @@ import pytest
 from quire.errors import ConfigError
 from quire.plan.weights import MAX_BATCHES, WeightsPlacement
 from quire.scheduler.schedule_config import ScheduleConfig
-from quire.scheduler.step import StepSize, most_batches
+from quire.scheduler.step import StepSize, max_batches
 
 
 @dataclass
@@ -39,7 +39,7 @@ def test_step_is_one_batch_without_offloaded_layers_or_for_latency():
     layers.step(size, device_s=1.0, copy_s=5.0, tokens=64)
 
     assert size.tokens == 64
-    assert most_batches("latency", layers) == most_batches("auto", None) == 1
+    assert max_batches("latency", layers) == max_batches("auto", None) == 1
 
 
 def test_throughput_objective_uses_the_maximum_number_of_batches():

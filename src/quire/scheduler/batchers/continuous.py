@@ -50,7 +50,7 @@ class EveryStep(Batcher):
         return head
 
     def admitted(self, request: Request) -> None:
-        """See `Batcher`."""
+        pass
 
     def may_compute(self, request: Request) -> bool:
         return True
@@ -84,7 +84,7 @@ class Orca(PagedRule, DenseRule):
         return WholePrompts(min(state.chunk_tokens, free_tokens))
 
     def next_group(self, view: BatchView[Q]) -> list[Q]:
-        """See `DenseRule`: the first query, when there is a row for it."""
+        """The first query, when there is a row for it."""
         return list(view.waiting[:1])
 
 

@@ -155,20 +155,13 @@ class Phases(Batcher):
     def begin(self) -> BatchSwaps | None:
         self._admitted = {unit: None for unit in self._admitted if not has_ended(unit)}
         self._batch = {unit: None for unit in self._batch if unit in self._admitted}
-        if self._is_over or self._is_too_large:
+        is_over = not self._batch
+        if self._prefills:  # units would alternate if the phase went on after a preemption
+            is_over = any(map(was_preempted, self._admitted))
+            is_over = is_over and any(map(is_prefilled, self._admitted))
+        if is_over:
             self._next_batch()
         return None
-
-    @property
-    def _is_over(self) -> bool:
-        """Whether the batch has ended."""
-        return not self._prefills and not self._batch
-
-    @property
-    def _is_too_large(self) -> bool:
-        """Whether a unit was preempted in the prefill phase: end it, or units would alternate."""
-        preempted = self._prefills and any(map(was_preempted, self._admitted))
-        return preempted and any(map(is_prefilled, self._admitted))
 
     def _next_batch(self) -> None:
         self._batch = {}
@@ -204,7 +197,7 @@ class Phases(Batcher):
         return budget
 
     def stalled(self) -> bool:
-        """See `Batcher`: the prefill phase is over, or a preempted batch cannot resume."""
+        """The prefill phase is over, or a preempted batch cannot resume."""
         if not self._prefills and any(map(holds_kv, self._batch)):
             return False
         self._next_batch()
@@ -217,7 +210,7 @@ class RunToEnd(DenseRule):
     runs_to_end = True
 
     def open_rows(self, view: BatchView[Q]) -> int:
-        """See `DenseRule`: all rows once no row is live, else none."""
+        """All rows once no row is live, else none."""
         return 0 if view.live else view.size
 
 
@@ -242,7 +235,7 @@ class Static(PagedRule, RunToEnd):
         return Phases(state, self.num_rows(state.max_num_seqs), FirstCome())
 
     def next_group(self, view: BatchView[Q]) -> list[Q]:
-        """See `DenseRule`: as many queries as the batch has rows."""
+        """As many queries as the batch has rows."""
         return list(view.waiting[: view.size])
 
 
@@ -280,6 +273,6 @@ class PrefillDecode(PagedRule, RunToEnd):
         return Phases(state, self.num_rows(state.max_num_seqs), order)
 
     def next_group(self, view: BatchView[Q]) -> list[Q]:
-        """See `DenseRule`: queries of similar length among those of the next batch."""
+        """Queries of similar length among those of the next batch."""
         batch = view.waiting[: view.free - len(view.ready)]
         return similar_group(batch, max(1, len(batch)), view.group_tokens)

@@ -89,7 +89,7 @@ class FirstPrefilled(Insertion):
         return queue[0]
 
     def inserted(self, unit: Unit, first: Unit) -> None:
-        """See `Insertion`."""
+        pass
 
 
 class BestFit(Insertion):
@@ -193,13 +193,11 @@ class PrefilledQueue(Batcher):
             free_rows = self._free_rows
 
     def _next(self, queue: list[Unit]) -> Unit:
-        urgent = self._state.is_urgent(first_member(queue[0]))
-        return queue[0] if urgent else self._insertion.choose(queue, self._longest)
-
-    @property
-    def _longest(self) -> int:
+        if self._state.is_urgent(first_member(queue[0])):
+            return queue[0]
         members = (member for unit in self._batch for member in members_of(unit))
-        return max((member.num_tokens for member in members), default=0)
+        longest = max((member.num_tokens for member in members), default=0)
+        return self._insertion.choose(queue, longest)
 
     def _displace(self, unit: Unit) -> bool:
         """Move units of lower priority from the batch to the queue, with KV, for an urgent one."""
@@ -219,7 +217,9 @@ class PrefilledQueue(Batcher):
     def _moves(self) -> BatchSwaps:
         """Swap out units that have just been prefilled; swap in those that are needed soon."""
         queue = [u for u in self._queue(self._admitted) if self._is_swapped(u) or is_prefilled(u)]
-        soon, needed_rows = list[Unit](), self._rows_soon_free()
+        # rows free now or within `lead_steps`; at least 1, since outputs can end early
+        ending = [unit for unit in self._batch if _steps_left(unit) <= self._options.lead_steps]
+        soon, needed_rows = list[Unit](), max(1, self._free_rows + sum(map(num_rows, ending)))
         rest = list(queue)
         while rest and count_rows(dict.fromkeys(soon)) < needed_rows:
             soon.append(self._next(rest))
@@ -232,20 +232,10 @@ class PrefilledQueue(Batcher):
         back = [first_member(unit) for unit in soon if not holds_kv(unit)]
         return BatchSwaps([first_member(unit) for unit in out], back)
 
-    def _rows_soon_free(self) -> int:
-        """Rows free now or within `lead_steps`; at least 1, since outputs can end early."""
-        ending = (unit for unit in self._batch if _steps_left(unit) <= self._options.lead_steps)
-        return max(1, self._free_rows + sum(map(num_rows, ending)))
-
     def _is_swapped(self, unit: Unit) -> bool:
         """Whether a unit's KV is held in swap space for a free row."""
-        if not self._options.on_host or holds_kv(unit):
-            return False
-        swapped = [m.memory.swapped for m in members_of(unit) if m.memory.swapped is not None]
-        return any(not each.keep_from for each in swapped)
-
-    def _is_preempted(self, unit: Unit) -> bool:
-        return waits(unit, self._state.waiting) and not self._is_swapped(unit)
+        on_host = self._options.on_host and not holds_kv(unit)
+        return on_host and any(member.memory.is_swapped_whole for member in members_of(unit))
 
     # ---- a step --------------------------------------------------------------------------------
 
@@ -256,7 +246,7 @@ class PrefilledQueue(Batcher):
         if self._state.is_urgent(head):
             return head
         for unit in self._admitted:
-            if self._is_preempted(unit):
+            if waits(unit, self._state.waiting) and not self._is_swapped(unit):  # preempted
                 return first_member(unit)
         new = self._first_new(head)
         if new is None or (self._options.prefills_apart and not self._fills):
@@ -301,7 +291,7 @@ class PrefilledQueue(Batcher):
         return min(budget, self._options.tokens)
 
     def stalled(self) -> bool:
-        """See `Batcher`: the queue cannot be filled further."""
+        """The queue cannot be filled further."""
         filled, self._fills = self._fills, False
         return filled and bool(self._batch)
 
@@ -334,7 +324,7 @@ class Baton(DenseRule):
     shapes = True
 
     def next_group(self, view: BatchView[Q]) -> list[Q]:
-        """See `DenseRule`: as many queries as there are free rows."""
+        """As many queries as there are free rows."""
         return list(view.waiting[: view.free])
 
 
@@ -408,7 +398,7 @@ class BatonPD(PagedRule, DenseRule):
         return PrefilledQueue(state, self.queue_options(state.max_num_seqs), FirstPrefilled())
 
     def next_group(self, view: BatchView[Q]) -> list[Q]:
-        """See `DenseRule`: the first query and similar ones, as many as there are free rows.
+        """The first query and similar ones, as many as there are free rows.
 
         At least a quarter of a batch is prefilled together. Larger groups would need fewer
         forwards, but their KV would be held for longer.
@@ -449,7 +439,7 @@ class BatonPDBestFit(BatonPD):
         return PrefilledQueue(state, options, BestFit(self.patience))
 
     def choose(self, view: BatchView[Q]) -> Q | None:
-        """See `DenseRule`: the best fit among the ready queries of the best priority."""
+        """The best fit among the ready queries of the best priority."""
         first = BatonPD.choose(self, view)
         if first is None:
             return None
