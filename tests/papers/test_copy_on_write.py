@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from quire.kv.memory import KVMemory
-from quire.kv.page_bytes import NoBytes
+from quire.kv.memory import KVMemory, NoBytes
 from quire.kv.sharing import fork
 from quire.layout.codec_names import codec_spec
 from quire.layout.pages import CacheLayout, LaneGroup, kv_pages

@@ -10,6 +10,7 @@ There are two lengths: `lengths[row]` is logical (the position of the next token
 
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +18,7 @@ from numpy.typing import NDArray
 from quire.errors import ConfigError, InvariantError, OutOfPages
 from quire.kv.arena import Arena
 from quire.kv.listeners import MemoryListeners
-from quire.kv.page_bytes import NoBytes, PageBytes
-from quire.kv.pages import PageNumbers, PagePool
-from quire.kv.proof import prove_lanes, prove_references, prove_slabs
+from quire.kv.pages import NO_PAGES, PageNumbers, PagePool
 from quire.kv.resizing import (
     Demand,
     cut_slots,
@@ -33,6 +32,54 @@ from quire.kv.resizing import (
 from quire.kv.tables import LaneTable, Rows
 from quire.layout.pages import CacheLayout, LaneGroup, PageClass
 from quire.layout.slabs import pages_per_slab
+
+
+@runtime_checkable
+class PageBytes(Protocol):
+    """Operations on whole pages and on slots; a slot is (page, offset in the page)."""
+
+    def copy_pages(self, page_class: PageClass, source: PageNumbers, target: PageNumbers) -> None:
+        """Copy whole pages, `source[i]` onto `target[i]`."""
+
+    def clear_pages(self, page_class: PageClass, pages: PageNumbers) -> None:
+        """Zero whole pages."""
+
+    def move_slots(
+        self,
+        page_class: PageClass,
+        source: tuple[PageNumbers, NDArray[np.int64]],
+        target: tuple[PageNumbers, NDArray[np.int64]],
+    ) -> None:
+        """A slot is (page, offset); all sources are read before any target is written."""
+
+    def read_pages(self, page_class: PageClass, pages: PageNumbers) -> object:
+        """Read the bytes of whole pages, in a form that `write_pages` accepts."""
+
+    def write_pages(self, page_class: PageClass, pages: PageNumbers, payload: object) -> None:
+        """Write bytes from `read_pages` into the same or other pages."""
+
+
+class NoBytes:
+    """A `PageBytes` without bytes, for simulations and schedules; every method does nothing."""
+
+    def copy_pages(
+        self, page_class: PageClass, source: PageNumbers, target: PageNumbers
+    ) -> None: ...
+
+    def clear_pages(self, page_class: PageClass, pages: PageNumbers) -> None: ...
+
+    def move_slots(
+        self,
+        page_class: PageClass,
+        source: tuple[PageNumbers, NDArray[np.int64]],
+        target: tuple[PageNumbers, NDArray[np.int64]],
+    ) -> None: ...
+
+    def read_pages(self, page_class: PageClass, pages: PageNumbers) -> object:
+        return None
+
+    def write_pages(self, page_class: PageClass, pages: PageNumbers, payload: object) -> None: ...
+
 
 Counts = NDArray[np.int32]
 MakeStore = Callable[[int], PageBytes]  # argument: bytes of the arena
@@ -311,15 +358,53 @@ class KVMemory:
             raise InvariantError("a row is both free and in use, or is twice in the free list")
         for pool in self.pools.values():
             pool.check()
-            prove_references(pool, self.tables, self.cached_references.values())
-        prove_slabs(self.arena, self.pools.values())
+            self._check_references(pool)
+        slabs = [slab for pool in self.pools.values() for slab in pool.held_slabs]
+        if len(slabs) != len(set(slabs)) or self.arena.free_slabs & set(slabs):
+            raise InvariantError("a slab serves two page classes, or is held and free at once")
         for table in self.tables.values():
             table.check()
-        prove_lanes(self.tables, self.lengths, self._live)
+            self._check_slots(table)
         if self.used_bytes + self.free_bytes != self.total_bytes:
             raise InvariantError(
                 f"used {self.used_bytes:,} + free {self.free_bytes:,} != {self.total_bytes:,} B"
             )
+
+    def _check_references(self, pool: PagePool) -> None:
+        """Compare reference counts with page tables and cached references."""
+        expected = np.zeros_like(pool.ref_counts)
+        own = {n: t for n, t in self.tables.items() if t.group.page_class == pool.page_class}
+        for table in own.values():
+            np.add.at(expected, table.pages[table.pages >= 0], 1)
+        for cached_reference in self.cached_references.values():
+            for name in own:
+                np.add.at(expected, cached_reference.get(name, NO_PAGES).reshape(-1), 1)
+        if (expected != pool.ref_counts).any():
+            wrong = np.flatnonzero(expected != pool.ref_counts)[:5]
+            raise InvariantError(
+                f"reference counts of pages {wrong} differ from the references in tables and caches"
+            )
+
+    def _check_slots(self, table: LaneTable) -> None:
+        group, slots = table.group, table.num_slots
+        used = self._live & table.active
+        if slots[~self._live].any():
+            raise InvariantError(f"group {group.name!r}: a closed row still has slots")
+        if slots[~used].any():
+            raise InvariantError(f"group {group.name!r}: slots of a row that does not use it")
+        if group.follows is not None:
+            if (slots != self.tables[group.follows].num_slots)[used].any():
+                raise InvariantError(
+                    f"group {group.name!r}: slot counts differ from group {group.follows!r}"
+                )
+        elif group.records is not None:
+            records = np.where(used & (self.lengths > 0), group.records, 0)
+            if (slots != records[:, None]).any():
+                raise InvariantError(
+                    f"group {group.name!r}: expected {group.records} records in every lane"
+                )
+        elif (slots > self.lengths[:, None]).any():
+            raise InvariantError(f"group {group.name!r}: more slots than tokens")
 
 
 def shared_groups(memory: KVMemory) -> list[LaneGroup]:
