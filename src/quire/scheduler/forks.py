@@ -90,9 +90,15 @@ class Forks:
             if not self._capacities.evict_under_pressure(self._running):
                 if not self._are_alone([parent]):
                     return False
-                self._preempter.compact(parent)
+                self._compact([parent])
                 return self._has_free_pages([parent]) and self._copy(parent, planned.child)
         return parent.is_running and self._copy(parent, planned.child)
+
+    def _compact(self, parents: Sequence[Request]) -> None:
+        """Compact the pages of a group that runs alone, and offload as many as possible."""
+        for free_pages in (self._preempter.compact, self._preempter.halve_staging):
+            if not self._has_free_pages(parents):
+                free_pages(parents[0])
 
     def _copy(self, parent: Request, child: Request) -> bool:
         try:
@@ -177,8 +183,8 @@ class Forks:
             if victim is None:
                 break
             self._lifecycle.preempt(victim, NO_PAGES)
-        if not self._running and not self._has_free_pages(parents):
-            self._preempter.compact(parents[0])
+        if not self._running:
+            self._compact(parents)
 
     def _copy_or_inherit(self, parent: Request, child: Request) -> None:
         """Fork a beam; without pages, copy its eviction state and leave the child without KV."""
