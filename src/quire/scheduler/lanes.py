@@ -6,7 +6,6 @@ lanes. Torch-free; the eviction policy selects the slots.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol, TypeVar, runtime_checkable
@@ -464,17 +463,20 @@ class LaneCapacities:
         # evict its cached prefixes first: pages that a cached prefix refers to are not freed
         self._sequence_memory.stop_sharing(request)
         self._sequence_memory.drop_cached()
+        division, num_evictions = request.eviction.division, request.eviction.num_evictions
         try:
-            with _undone_without_eviction(request):
-                if request.eviction.pending:
-                    self._divide(request)
-                keep = over_cap(request, self.lanes, tokens)
-                return keep is not None and self._evict(request, keep, PRESSURE, min_gain=min_gain)
+            if request.eviction.pending:
+                self._divide(request)
+            keep = over_cap(request, self.lanes, tokens)
+            return keep is not None and self._evict(request, keep, PRESSURE, min_gain=min_gain)
         except OutOfPages:
             return False
         except PolicyError as error:
             self._lifecycle.fail(request, error)
             return True
+        finally:
+            if request.eviction.num_evictions == num_evictions:
+                request.eviction.division = division
 
     def _divide(self, request: Request) -> None:
         """Set the caps of a request's lanes by its cache."""
@@ -604,14 +606,3 @@ class LaneCapacities:
             length=request.progress.num_computed,
             **extra,
         )
-
-
-@contextmanager
-def _undone_without_eviction(request: Request) -> Iterator[None]:
-    """Restore the caps of a request's lanes if no token is evicted in the block."""
-    division, entries = request.eviction.division, request.eviction.num_evictions
-    try:
-        yield
-    finally:
-        if request.eviction.num_evictions == entries:
-            request.eviction.division = division

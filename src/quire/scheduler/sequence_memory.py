@@ -16,7 +16,6 @@ from quire.kv.prefix import PrefixIndex
 from quire.kv.prefix_blocks import PrefixLease
 from quire.kv.prefix_key import BlockChain, PrefixIdentity, private_salt, root_key
 from quire.kv.sharing import fork
-from quire.kv.tables import Rows
 from quire.layout.pages import PageClass
 from quire.scheduler.events import EventLog
 from quire.scheduler.offload_port import KVOffloader, PrefixLoads
@@ -44,36 +43,23 @@ class PrefixIdentities:
         self._public.append(np.asarray(token_ids, dtype=np.int64))
 
     def of(self, request: Request) -> PrefixIdentity:
-        """Return the identity of a request's prefix."""
-        variant = self.variant(request)
+        """Return the identity of a request's prefix; unsalted without tenant and cache salt."""
+        variant, salt, public_tokens = self.variant(request), b"", 0
         if variant not in self._roots:
             self._roots[variant] = root_key(*self._kv_settings, variant)
-        salt, num_public = self._salt(request), self._num_public(request)
-        return PrefixIdentity(self._roots[variant], salt, num_public, request.tenant)
+        if (request.tenant, request.spec.cache_salt) != (DEFAULT_TENANT, ""):
+            salt = private_salt(self._secret, request.tenant, request.spec.cache_salt)
+        prompt = np.asarray(request.prompt_token_ids if self._public else ())
+        for public in self._public:
+            shortest = min(len(prompt), len(public))
+            differ = np.flatnonzero(prompt[:shortest] != public[:shortest])
+            public_tokens = max(public_tokens, int(differ[0]) if len(differ) else shortest)
+        return PrefixIdentity(self._roots[variant], salt, public_tokens, request.tenant)
 
     def variant(self, request: Request) -> str:
         """How the positions of a request's keys are encoded: its RoPE variant."""
         number = request.spec.rope_variant
         return f"{number} before RoPE" if request.spec.pre_rope else str(number)
-
-    def _salt(self, request: Request) -> bytes:
-        """The salt of a request; empty without a tenant and a cache salt."""
-        if (request.tenant, request.spec.cache_salt) == (DEFAULT_TENANT, ""):
-            return b""
-        return private_salt(self._secret, request.tenant, request.spec.cache_salt)
-
-    def _num_public(self, request: Request) -> int:
-        if not self._public:
-            return 0
-        prompt = np.asarray(request.prompt_token_ids)
-        return max(_common(prompt, public) for public in self._public)
-
-
-def _common(prompt: NDArray[np.int64], public: NDArray[np.int64]) -> int:
-    """Length of the common prefix."""
-    shortest = min(len(prompt), len(public))
-    differ = np.flatnonzero(prompt[:shortest] != public[:shortest])
-    return int(differ[0]) if len(differ) else shortest
 
 
 FINISHED = "finished"  # reason of a free when a request finished normally
@@ -147,7 +133,9 @@ class SequenceMemory:
         rows, counts = rows_of(requests), np.array(tokens, dtype=np.int32)
         if self.memory.can_grow(rows, counts):
             return True
-        return self._offload_until(lambda: self._reclaims(rows, counts))
+        return self._offload_until(
+            lambda: self.evict_cached(self.memory.pages_to_grow(rows, counts))
+        )
 
     def free_pages(self, pages: dict[PageClass, int]) -> bool:
         """Evict cached prefixes and offload pages until these pages are free; whether they are."""
@@ -160,12 +148,6 @@ class SequenceMemory:
             if is_enough():
                 return True
         return False
-
-    def _reclaims(self, rows: Rows, counts: NDArray[np.int32]) -> bool:
-        """Evict cached prefixes until rows can grow; return whether they can."""
-        # a store with contiguous rows can lack a long run although enough pages are free
-        reclaimed = self.evict_cached(self.memory.pages_to_grow(rows, counts))
-        return reclaimed and self.memory.can_grow(rows, counts)
 
     # ---- allocate and free -----------------------------------------------------------------------
 
