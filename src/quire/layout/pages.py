@@ -105,6 +105,7 @@ class PageClass:
     layers: int = 1
     page_bytes: int = field(init=False, repr=False, compare=False)  # cached: read in every step
     placed: tuple[tuple[PlacedPlane, ...], ...] = field(init=False, repr=False, compare=False)
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("tokens", "layers"):
@@ -117,10 +118,12 @@ class PageClass:
         end = self.positions_offset_bytes + (POSITION_BYTES * self.tokens if self.positions else 0)
         page_bytes = self.layers * _round_up(end, self.alignment_bytes)
         object.__setattr__(self, "page_bytes", page_bytes)
+        numbers = (self.head_dim, self.heads, self.tokens, self.positions, self.rotated)
+        object.__setattr__(self, "_hash", hash(numbers))
 
     def __hash__(self) -> int:
-        """Hash only the numbers: every step looks up pools by page class many times."""
-        return hash((self.head_dim, self.heads, self.tokens, self.positions, self.rotated))
+        """Cached: every step looks up pools by page class many times."""
+        return self._hash
 
     def _place_planes(self) -> None:
         """Place the codes of all planes first, then scales, zeros and outliers."""
