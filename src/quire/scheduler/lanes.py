@@ -30,10 +30,12 @@ from quire.scheduler.lifecycle import Lifecycle
 from quire.scheduler.request import Request
 from quire.scheduler.sequence_memory import SequenceMemory
 
-# ---- slot counts ---------------------------------------------------------------------------------
-
-
 Slots = NDArray[np.int64]
+CAP, REPLAY = "cap", "replay"
+T = TypeVar("T")
+
+
+# ---- slot counts ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,10 +263,6 @@ def _free_slots(request: Request, lanes: EvictingLanes) -> int:
 
 
 # ---- evictions -----------------------------------------------------------------------------------
-
-
-CAP, REPLAY = "cap", "replay"
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)

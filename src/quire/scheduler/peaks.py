@@ -42,10 +42,13 @@ from quire.layout.sizes import option_size, rounded_size
 from quire.layout.statistics import Statistic
 from quire.scheduler.request import Request, num_rows
 
+UNBOUNDED = 1 << 60
+Tokens = NDArray[np.int64]  # [sequences]
+Counts = NDArray[np.int64]  # [page classes] or [sequences, page classes]
+Pages = Mapping[PageClass, int]
+
+
 # ---- needs of sequences, and shapes of their steps -----------------------------------------------
-
-
-Tokens = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +163,6 @@ def step_shapes(chunk_tokens: int) -> tuple[StepShape, ...]:
 
 
 # ---- evicting lanes ------------------------------------------------------------------------------
-
-
-UNBOUNDED = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,9 +283,6 @@ def lanes_by_cap(
 
 
 # ---- all lanes -----------------------------------------------------------------------------------
-
-
-Counts = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -823,9 +820,6 @@ def _evictions(peaks: Peaks, need: Need, width: int) -> Iterator[str]:
 
 
 # ---- equal requests at once ----------------------------------------------------------------------
-
-
-Pages = Mapping[PageClass, int]
 
 
 def rows_at_once(memory: KVMemory, need: Need, *, first_tokens: int, chunk_tokens: int) -> int:

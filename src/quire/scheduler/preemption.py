@@ -39,10 +39,11 @@ from quire.scheduler.request import (
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.sequence_memory import SequenceMemory
 
-# ---- swap or recompute ---------------------------------------------------------------------------
-
-
 logger = logging.getLogger(__name__)
+COMPARED = 16  # newest candidates whose bytes are compared: counting bytes reads all page entries
+
+
+# ---- swap or recompute ---------------------------------------------------------------------------
 
 
 class Swapper:
@@ -205,9 +206,6 @@ def refuse_unused_swap_space(host_bytes: int, schedule: ScheduleConfig) -> None:
 
 
 # ---- preemption ----------------------------------------------------------------------------------
-
-
-COMPARED = 16  # newest candidates whose bytes are compared: counting bytes reads all page entries
 
 
 class Preempter:

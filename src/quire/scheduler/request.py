@@ -33,6 +33,9 @@ from quire.scheduler.eviction_trace import EvictionEntry
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.tenancy.fair_queue import Order
 
+CONTEXT, KV_MEMORY, TENANT = "context", "kv_memory", "tenant_kv_memory"
+"""Limits of an output."""
+
 
 @runtime_checkable
 class TokenMatcher(Protocol):
@@ -62,10 +65,6 @@ class RequestState(enum.Enum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
-
-
-CONTEXT, KV_MEMORY, TENANT = "context", "kv_memory", "tenant_kv_memory"
-"""Limits of an output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,7 @@ from quire.scheduler.offload_port import KVOffloader, PrefixLoads
 from quire.scheduler.request import Request, RequestState, note_peak, prefillable_tokens
 
 SECRET_BYTES = 32
+FINISHED = "finished"  # reason of a free when a request finished normally
 
 
 class PrefixIdentities:
@@ -60,9 +61,6 @@ class PrefixIdentities:
         """How the positions of a request's keys are encoded: its RoPE variant."""
         number = request.spec.rope_variant
         return f"{number} before RoPE" if request.spec.pre_rope else str(number)
-
-
-FINISHED = "finished"  # reason of a free when a request finished normally
 
 
 class SequenceMemory:

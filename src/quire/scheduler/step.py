@@ -19,6 +19,10 @@ from quire.layout import limits
 from quire.plan.weights import MAX_BATCHES, WeightsPlacement, best_batches
 from quire.scheduler.request import Request
 
+_NEW_SHARE = 0.2  # weight of the newest sample in the moving average of batch times
+_FULL = 0.5  # least fraction of a full batch that is sampled
+
+
 # ---- plan and times ------------------------------------------------------------------------------
 
 
@@ -88,10 +92,6 @@ class StepTimes:
 
 
 # ---- size ----------------------------------------------------------------------------------------
-
-
-_NEW_SHARE = 0.2  # weight of the newest sample in the moving average of batch times
-_FULL = 0.5  # least fraction of a full batch that is sampled
 
 
 @runtime_checkable

@@ -26,6 +26,8 @@ from typing import ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 from quire.scheduler.request import Request, RequestGroup, RequestState
 from quire.tenancy.fair_queue import FairQueue
 
+Unit = Request | RequestGroup
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchState:
@@ -216,9 +218,6 @@ class DenseRule(BatcherRule):
 
 
 # ---- units of a batch ----------------------------------------------------------------------------
-
-
-Unit = Request | RequestGroup
 
 
 def unit_of(request: Request) -> Unit:

@@ -21,8 +21,6 @@ from quire.scheduler.batchers.base import (
 )
 from quire.scheduler.request import Request
 
-# ---- continuous ----------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, slots=True)
 class Continuous(PagedRule):
@@ -60,9 +58,6 @@ class EveryStep(Batcher):
 
     def stalled(self) -> bool:
         return False
-
-
-# ---- orca ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

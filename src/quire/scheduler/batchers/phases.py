@@ -43,14 +43,13 @@ from quire.scheduler.batchers.base import (
 from quire.scheduler.request import Request
 from quire.tenancy.fair_queue import FairQueue
 
-# ---- order of prefill ----------------------------------------------------------------------------
-
-
 SIMILAR = 1.25
 """Maximum ratio of the longest to the shortest prompt of a group ..."""
-
 SIMILAR_TOKENS = 16
 """... or maximum difference of their lengths, in tokens."""
+
+
+# ---- order of prefill ----------------------------------------------------------------------------
 
 
 class PrefillOrder(ABC):

@@ -47,10 +47,13 @@ from quire.scheduler.batchers.phases import SimilarLengths, similar_group
 from quire.scheduler.request import Request
 from quire.tenancy.fair_queue import Order
 
-# ---- the next query of the queue -----------------------------------------------------------------
-
-
 T = TypeVar("T")
+PREFILLS = ("async", "sync")
+LOCATIONS = ("device", "host")
+_MIN_GROUP_DIVISOR = 4  # of the batch's rows
+
+
+# ---- the next query of the queue -----------------------------------------------------------------
 
 
 def best_fit(queue: Sequence[T], num_tokens: Callable[[T], int], longest: int) -> T | None:
@@ -329,11 +332,6 @@ class Baton(DenseRule):
 
 
 # ---- baton_pd ------------------------------------------------------------------------------------
-
-
-PREFILLS = ("async", "sync")
-LOCATIONS = ("device", "host")
-_MIN_GROUP_DIVISOR = 4  # of the batch's rows
 
 
 @dataclass(frozen=True, slots=True)
