@@ -30,8 +30,7 @@ from quire.engine.core import Engine
 from quire.errors import ConfigError, InvariantError
 from quire.kv.memory import KVMemory
 from quire.kv.sharing import fork
-from quire.kv.stored_sequences import Swapped
-from quire.kv.swap import swap_in, swap_out
+from quire.kv.swap import Swapped, swap_in, swap_out
 from quire.layout.layout import layout_for
 from quire.layout.model import ModelSpec
 from quire.models.loader import LoadedModel

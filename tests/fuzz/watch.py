@@ -8,7 +8,7 @@ import torch
 
 from quire.engine.core import Engine
 from quire.errors import InvariantError, QuireError
-from quire.kv.stored_sequences import Swapped
+from quire.kv.swap import Swapped
 from quire.sampling.outputs import OutputBuilder, RequestOutput
 from quire.scheduler.eviction_trace import EvictionEntry
 from support.pressure import POISON, poison

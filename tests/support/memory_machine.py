@@ -35,8 +35,7 @@ from quire.kv.sharing import (
     release_reference,
     start_from_references,
 )
-from quire.kv.stored_sequences import Swapped
-from quire.kv.swap import can_swap_in, swap_in, swap_out
+from quire.kv.swap import Swapped, can_swap_in, swap_in, swap_out
 from quire.layout.codec_names import codec_spec
 from quire.layout.pages import KEY, NUMBERS, VALUE, CacheLayout, LaneGroup, PageClass, PlaneSpec
 from support.host_bytes import HostBytes, vector_bytes

@@ -20,7 +20,7 @@ from quire.engine.core import Engine
 from quire.errors import NeverFits
 from quire.kv.memory import KVMemory
 from quire.kv.store import PageStore
-from quire.kv.stored_sequences import Swapped
+from quire.kv.swap import Swapped
 from quire.models.loader import LoadedModel
 from quire.scheduler.schedule_config import ScheduleConfig
 from support import zoo

@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 from quire.errors import InvariantError
 from quire.kv.ledger import NO_ROW, LedgerExtent, extents_of, prove_extents
 from quire.kv.memory import KVMemory
-from quire.kv.stored_sequences import Swapped
+from quire.kv.swap import Swapped
 from quire.offload.swap.host_pool import HostPool
 from quire.scheduler.request import Request
 

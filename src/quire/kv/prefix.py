@@ -24,7 +24,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import ConfigError
-from quire.kv.appending import extend_from_references
 from quire.kv.listeners import MemoryListener
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
@@ -38,6 +37,7 @@ from quire.kv.prefix_blocks import (
 )
 from quire.kv.prefix_key import Block, PrefixIdentity, blocks_of
 from quire.kv.sharing import (
+    extend_from_references,
     reference_blocks,
     referenced_statistics_pages,
     release_references,

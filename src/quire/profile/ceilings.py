@@ -33,8 +33,7 @@ from quire.kernels.native.library import NativeLibrary
 from quire.kernels.select import select_backend, usable_library
 from quire.kv.memory import KVMemory
 from quire.kv.store import PageStore, PageViews, store_of
-from quire.kv.stored_sequences import Swapped
-from quire.kv.swap import swap_in, swap_out
+from quire.kv.swap import Swapped, swap_in, swap_out
 from quire.layout.codec_names import codec_spec
 from quire.layout.layout import layout_for
 from quire.layout.model import LayerSpec, ModelSpec

@@ -21,8 +21,15 @@ import numpy as np
 from quire.errors import ConfigError, HostMemoryFull
 from quire.kv.memory import KVMemory
 from quire.kv.repacking import repack
-from quire.kv.stored_sequences import OffloadedRows, Swapped, SwapSpace
-from quire.kv.swap import append_tail, split_border, swap_in, swap_out
+from quire.kv.swap import (
+    OffloadedRows,
+    Swapped,
+    SwapSpace,
+    append_tail,
+    split_border,
+    swap_in,
+    swap_out,
+)
 from quire.kv.swap import can_swap_in as swap_fits
 from quire.layout import limits
 from quire.plan.cost import Holding, PreemptionChoice, best_split, choose

@@ -27,7 +27,7 @@ from quire.errors import RequestError
 from quire.kv.memory import KVMemory
 from quire.kv.prefix_blocks import PrefixLease
 from quire.kv.prefix_key import BlockChain
-from quire.kv.stored_sequences import Swapped
+from quire.kv.swap import Swapped
 from quire.layout.eviction import KEEP_ALL, PRESSURE, UNLIMITED, EvictionSpec
 from quire.scheduler.eviction_trace import EvictionEntry
 from quire.scheduler.schedule_config import ScheduleConfig

@@ -6,7 +6,7 @@ resumed     swap space -> new pages          staging is allocated again
 
 from collections.abc import Mapping, Sequence
 
-from quire.kv.stored_sequences import OffloadedPages
+from quire.kv.swap import OffloadedPages
 from quire.layout.pages import PageClass
 from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
 from quire.offload.kv.page_groups import OffloadedPageGroup

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from quire.errors import InvariantError
-from quire.kv.appending import append_pages, can_append
 from quire.kv.memory import KVMemory, shared_groups
 from quire.kv.pages import PageNumbers
+from quire.kv.sharing import append_pages, can_append
 from quire.layout.pages import PageClass
 
 

@@ -6,10 +6,10 @@ of promoted (mixed-precision) tokens begin with zeroed pages: there are none bef
 
 from collections.abc import Collection, Mapping
 
-from quire.kv.appending import replace_statistics
 from quire.kv.block_records import private_groups
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
+from quire.kv.sharing import replace_statistics
 from quire.layout.pages import PageClass
 
 

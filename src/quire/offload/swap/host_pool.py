@@ -13,7 +13,7 @@ from quire.errors import ConfigError, HostMemoryFull, InvariantError
 from quire.kv.extents import Extent, ExtentMap
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
-from quire.kv.stored_sequences import PagesByClass, TimedCopy
+from quire.kv.swap import PagesByClass, TimedCopy
 from quire.layout.pages import PAGE_ALIGNMENT_BYTES, CacheLayout, PageClass
 
 
