@@ -6,7 +6,7 @@
                        before 4 5 6 are used again     before later computation
 
 The CPU waits for no copy. Copies run in the order of the calls, so host memory that is freed can be
-overwritten by later copies at once. Pages that are copied out are fenced (`quire.kv.fences`):
+overwritten by later copies at once. Pages that are copied out are fenced (`quire.kv.arena`):
 computation waits for the copy if it is to use one of them.
 """
 
@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from quire.kv.fences import CopyFences
+from quire.kv.arena import CopyFences
 from quire.kv.pages import PageNumbers
 from quire.kv.step_log import Marks
 from quire.kv.swap import TimedCopy

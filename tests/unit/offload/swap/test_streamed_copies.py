@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quire.errors import HostMemoryFull
-from quire.kv.fences import CopyFences
+from quire.kv.arena import CopyFences
 from quire.kv.memory import KVMemory
 from quire.kv.shared_arena import SharedArena
 from quire.kv.sharing import fork
