@@ -12,9 +12,8 @@ from jaxtyping import Bool, Float
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kv.full_precision import FullPrecisionBuffer
 from quire.kv.lane_reader import LaneReader, VectorReader
-from quire.kv.mixed_precision import PromotedBuffer
+from quire.kv.token_precision import FullPrecisionBuffer, PromotedBuffer
 from quire.layout.eviction import PREFILL_END
 from quire.layout.pages import KEY, VALUE
 from quire.layout.token_precision import FullPrecisionTokens

@@ -11,13 +11,12 @@ from quire.kernels.chains import ChainBackend
 from quire.kernels.coded import decoded_slot_bytes
 from quire.kv.coded_layers import CodedLayers, MeasuredConstants
 from quire.kv.flat_batch import DeviceTable
-from quire.kv.full_precision import full_precision_buffers
 from quire.kv.memory import KVMemory
-from quire.kv.mixed_precision import promoted_buffers
 from quire.kv.offload_port import EngineOffload
 from quire.kv.statistics.pages import StatisticPages
 from quire.kv.statistics.watching import SumsScratch
 from quire.kv.store import PageStore, store_of
+from quire.kv.token_precision import full_precision_buffers, promoted_buffers
 from quire.layout.pages import NUMBERS, CacheLayout, LaneGroup, PageClass
 
 

@@ -23,12 +23,11 @@ from quire.kernels.chains import ChainBackend, HeadBuffers
 from quire.kernels.device_copies import to_device
 from quire.kernels.rope_write import CosSin, rotated_and_written
 from quire.kv.flat_batch import WHOLE_STEP, FlatBatch, StepPart
-from quire.kv.full_precision import FullPrecisionStep
-from quire.kv.mixed_precision import PromotedBuffer
 from quire.kv.paged_kv import PagedKV, slot_bytes_of
 from quire.kv.pages import PageNumbers
 from quire.kv.statistics.pages import positions_of
 from quire.kv.statistics.watching import GroupWatch, Unrotates, watch_group
+from quire.kv.token_precision import FullPrecisionStep, PromotedBuffer
 from quire.layout.pages import LaneGroup
 
 
