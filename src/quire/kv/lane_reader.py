@@ -31,7 +31,7 @@ from quire.kernels.token_precision import (
     stored_record,
 )
 from quire.kv.paged_kv import PagedKV
-from quire.kv.statistics.pages import StatisticPages
+from quire.kv.statistics import StatisticPages
 from quire.layout.pages import KEY, VALUE, LaneGroup
 from quire.layout.statistics import Statistic
 

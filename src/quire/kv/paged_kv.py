@@ -13,8 +13,7 @@ from quire.kv.coded_layers import CodedLayers, MeasuredConstants
 from quire.kv.flat_batch import DeviceTable
 from quire.kv.memory import KVMemory
 from quire.kv.offload_port import EngineOffload
-from quire.kv.statistics.pages import StatisticPages
-from quire.kv.statistics.watching import SumsScratch
+from quire.kv.statistics import StatisticPages, SumsScratch
 from quire.kv.store import PageStore, store_of
 from quire.kv.token_precision import full_precision_buffers, promoted_buffers
 from quire.layout.pages import NUMBERS, CacheLayout, LaneGroup, PageClass

@@ -25,8 +25,7 @@ from quire.kernels.rope_write import CosSin, rotated_and_written
 from quire.kv.flat_batch import WHOLE_STEP, FlatBatch, StepPart
 from quire.kv.paged_kv import PagedKV, slot_bytes_of
 from quire.kv.pages import PageNumbers
-from quire.kv.statistics.pages import positions_of
-from quire.kv.statistics.watching import GroupWatch, Unrotates, watch_group
+from quire.kv.statistics import GroupWatch, Unrotates, positions_of, watch_group
 from quire.kv.token_precision import FullPrecisionStep, PromotedBuffer
 from quire.layout.pages import LaneGroup
 

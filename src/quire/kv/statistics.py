@@ -1,0 +1,584 @@
+"""Recording of attention statistics in a step; `quire.layout.statistics` defines each statistic.
+
+Statistics of a lane group are pages of their own. They are recorded layer by layer, in three ways.
+
+One number per slot (`AttentionStatisticsStep`): attention sums, sums of squares, low-attention
+counts. For a row with one query, the column sums are its attention weights, so column sums suffice.
+They also suffice for a prefill chunk if only sums are needed and query heads are reduced linearly.
+In all other cases the weights of the chunk are recomputed (`chunk_weights`).
+
+Records of queries: their moments (`MomentsStep`), or the newest ones (`RingStep`).
+
+One record per lane: how much attention changes the residual stream (`ResidualSimilarityStep`).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.errors import InvariantError
+from quire.kernels.attention_statistics import measure_attention, over_group, put
+from quire.kernels.backend import (
+    AttentionBackend,
+    AttentionMath,
+    AttentionMeasure,
+    AttentionStatistic,
+    LayerPages,
+    StatisticRows,
+)
+from quire.kernels.coded import decode_head
+from quire.kernels.dense import weights_dense
+from quire.kernels.device_copies import to_device
+from quire.kernels.gathered import chunk_lane
+from quire.kernels.token_precision import (
+    ChunkLane,
+    decode_records,
+    full_precision_columns,
+    records_of,
+)
+from quire.kv.flat_batch import DeviceTable, FlatBatch
+from quire.kv.tables import LaneTable
+from quire.layout.pages import LaneGroup
+from quire.layout.statistics import (
+    APART,
+    MAX,
+    MEAN,
+    AttentionSum,
+    LowAttentionCount,
+    OfWeights,
+    QueryMoments,
+    QueryRing,
+    ResidualSimilarity,
+    SquareSum,
+    Statistic,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StatisticPages:
+    """The pages of one statistic."""
+
+    group: LaneGroup
+    statistic: Statistic
+    numbers: Float[Tensor, "page head record width"]  # float32 view of all pages of the class
+    table: LaneTable
+    device_table: DeviceTable  # `table` as a tensor
+
+    def active_rows(self, batch: FlatBatch) -> NDArray[np.bool_]:
+        """Return a mask [rows of the step] of the rows that use this statistic."""
+        active: NDArray[np.bool_] = self.table.active[batch.rows]
+        return active
+
+
+@dataclass(frozen=True, slots=True)
+class StatisticRecords:
+    """Distinct records in the lanes of all layers of a group."""
+
+    numbers: Float[Tensor, "page head record width"]  # float32 view of all pages of the statistic
+    pages: Tensor  # int64 [layers, records, lanes of a layer]
+    offsets: Tensor  # int64 [records, 1] in the page
+
+    @classmethod
+    def of(
+        cls, place: StatisticPages, rows: NDArray[np.int64], records: NDArray[np.int64]
+    ) -> "StatisticRecords":
+        """Locate record `records[i]` of table row `rows[i]` in every lane."""
+        group, device = place.group, place.numbers.device
+        column, offset = np.divmod(records, group.page_class.tokens)
+        lane = np.arange(group.num_lanes)
+        pages = place.table.pages[rows[:, None], lane, column[:, None]].astype(np.int64)
+        by_layer = pages.reshape(len(rows), len(group.layers), group.lanes_per_layer).swapaxes(0, 1)
+        return cls(
+            numbers=place.numbers,
+            pages=to_device(by_layer, device),
+            offsets=to_device(offset[:, None].copy(), device),
+        )
+
+    def write(self, layer: int, fresh: Float[Tensor, "record num_kv_heads width"]) -> None:
+        """Overwrite these records of a layer; `layer` is its index in the group."""
+        self.numbers[self.pages[layer], :, self.offsets] = self._by_lane(layer, fresh)
+
+    def add(self, layer: int, more: Float[Tensor, "record num_kv_heads width"]) -> None:
+        """Add to these records of a layer; `layer` is its index in the group."""
+        place = (self.pages[layer], slice(None), self.offsets)
+        self.numbers[place] = self.numbers[place] + self._by_lane(layer, more)
+
+    def _by_lane(self, layer: int, given: Tensor) -> Tensor:
+        return given.reshape(*self.pages[layer].shape, -1, given.shape[2])
+
+
+@dataclass(frozen=True, slots=True)
+class Queries:
+    """Queries of a layer, as input of query statistics."""
+
+    query: Float[Tensor, "num_tokens num_heads head_dim"]  # of the flat batch after RoPE
+    # None if no statistic needs them
+    before_rope: Float[Tensor, "num_tokens num_heads head_dim"] | None
+
+
+def positions_of(batch: FlatBatch, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Logical positions [tokens] of the batch's tokens; `lengths` include them."""
+    first = lengths[batch.rows] - batch.shape.tokens
+    positions: NDArray[np.int64] = first[batch.token_row] + batch.token_offset
+    return positions
+
+
+COUNTS: dict[type[Statistic], AttentionMeasure] = {
+    AttentionSum: AttentionMeasure.SUM,
+    SquareSum: AttentionMeasure.SQUARES,
+    LowAttentionCount: AttentionMeasure.LOW,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """One per-slot statistic in one step."""
+
+    place: StatisticPages
+    count: AttentionMeasure  # the measure to accumulate
+    heads: str  # how query heads are reduced; APART if each has its own number
+    rows: tuple[StatisticRows, ...]  # for each layer, those for which column sums suffice
+    again: NDArray[np.bool_]  # bool [rows of the step] whose weights are recomputed
+
+    @property
+    def needs_sums(self) -> bool:
+        return bool(self.rows) and len(self.rows[0].step_rows) > 0
+
+    def tally_of(self, layer: int) -> AttentionStatistic:
+        """Return the location of a layer's numbers; `layer` is its index in the group."""
+        return AttentionStatistic(
+            numbers=self.place.numbers,
+            table=self.place.device_table.current(),
+            first_lane=layer * self.place.group.lanes_per_layer,
+            count=self.count,
+            heads=MEAN if self.heads == APART else self.heads,  # APART: the mean of one head
+        )
+
+    def counted(self, weights: Tensor, seen: Tensor) -> Tensor:
+        """Accumulate one KV head's weights [query, group, slot] to [head with a number, slot]."""
+        slots = weights.shape[-1]
+        received = weights if self.heads == APART else over_group(weights, self.heads)[:, None]
+        added = measure_attention(
+            self.count, received, seen[:, None].expand(-1, received.shape[1], -1)
+        )
+        if self.count is AttentionMeasure.LOW:  # slots after the query's own are masked (causal)
+            added = added * (torch.arange(slots, device=added.device) < seen)[:, None]
+        return added.sum(dim=0)
+
+
+class AttentionStatisticsStep:
+    """All per-slot statistics of one lane group in one step; slots are [rows, lanes]."""
+
+    def __init__(
+        self, places: list[StatisticPages], batch: FlatBatch, slots: NDArray[np.int32]
+    ) -> None:
+        self._batch, self._slots = batch, slots
+        self._watched = [_watched(place, batch, slots) for place in places]
+        self._again = np.flatnonzero(np.any([w.again for w in self._watched], axis=0))
+
+    @property
+    def needs_sums(self) -> bool:
+        return any(watched.needs_sums for watched in self._watched)
+
+    def note(
+        self,
+        layer: int,
+        backend: AttentionBackend,
+        pages: LayerPages,
+        math: AttentionMath,
+        query: Tensor,
+        column_sums: Tensor | None,
+    ) -> None:
+        """Add the attention of a layer's slots; `layer` is its index in the group."""
+        for watched in self._watched:
+            if watched.needs_sums and column_sums is not None:
+                backend.tally(watched.tally_of(layer), watched.rows[layer], column_sums)
+        for row in self._again.tolist():
+            self._note_chunk(layer, row, pages, math, query)
+
+    def _note_chunk(
+        self, layer: int, row: int, pages: LayerPages, math: AttentionMath, query: Tensor
+    ) -> None:
+        start, tokens = int(self._batch.shape.starts[row]), int(self._batch.shape.tokens[row])
+        slots = self._slots[row].reshape(-1, pages.num_lanes)[layer].tolist()
+        watched = [w for w in self._watched if w.again[row]]
+        heads = pages.key.shape[1]
+        sums = [
+            query.new_zeros(
+                (pages.num_lanes * heads, w.place.numbers.shape[1] // heads, max(slots)),
+                dtype=torch.float32,
+            )
+            for w in watched
+        ]
+        for part in chunk_weights(query[start : start + tokens], pages, row, slots, math):
+            for statistic, total in zip(watched, sums, strict=True):
+                added = statistic.counted(part.weights, part.seen)
+                total[part.kv_head, :, : added.shape[1]] += added
+        for statistic, total in zip(watched, sums, strict=True):
+            table_row = int(self._batch.rows[row])
+            _put_chunk(statistic.tally_of(layer), table_row, slots, tokens, total.flatten(0, 1))
+
+
+def _put_chunk(
+    tally: AttentionStatistic, row: int, slots: list[int], tokens: int, sums: Tensor
+) -> None:
+    """Write one row's numbers [heads, slots] into its pages."""
+    heads, page_tokens = tally.numbers.shape[1:3]
+    for lane, held in enumerate(slots):
+        slot = torch.arange(held, device=sums.device)
+        pages = tally.table[row, tally.first_lane + lane, slot // page_tokens].long()
+        added = sums[lane * heads : (lane + 1) * heads, :held].T
+        put(tally.numbers, pages, slot % page_tokens, added, slot < held - tokens)
+
+
+def _watched(place: StatisticPages, batch: FlatBatch, slots: NDArray[np.int32]) -> Watched:
+    statistic = place.statistic
+    assert isinstance(statistic, OfWeights), "expected a statistic of attention weights"
+    active = place.active_rows(batch)
+    linear = isinstance(statistic, AttentionSum) and statistic.reduction != MAX
+    summed = active & ((batch.shape.tokens == 1) | linear)
+    return Watched(
+        place=place,
+        count=COUNTS[type(statistic)],
+        heads=statistic.reduction,
+        rows=_statistic_rows(place, batch, slots, np.flatnonzero(summed)),
+        again=active & ~summed,
+    )
+
+
+def _statistic_rows(
+    place: StatisticPages, batch: FlatBatch, slots: NDArray[np.int32], rows: NDArray[np.int64]
+) -> tuple[StatisticRows, ...]:
+    device, layers = place.numbers.device, len(place.group.layers)
+    shape = (len(rows), layers, place.group.lanes_per_layer)
+    by_layer = slots[rows].reshape(shape).swapaxes(0, 1)
+    step_rows, table_rows, fresh, held = (
+        to_device(x, device) for x in (rows, batch.rows[rows], batch.shape.tokens[rows], by_layer)
+    )
+    return tuple(
+        StatisticRows(step_rows, table_rows, held[layer], fresh) for layer in range(layers)
+    )
+
+
+BLOCK_NUMBERS = 4 * 1024 * 1024
+"""Weights that `chunk_weights` computes at a time, or those of one query if a lane is longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaneWeights:
+    """Attention weights of some queries of one row in one KV head."""
+
+    kv_head: int
+    weights: Float[Tensor, "query group slot"]  # float32; 0 for masked slots
+    seen: Int[Tensor, "query 1"]  # slots that each query attends to, its own included
+
+
+def chunk_weights(
+    query: Float[Tensor, "query num_heads head_dim"],
+    pages: LayerPages,
+    row: int,
+    slots: list[int],
+    math: AttentionMath,
+) -> Iterator[LaneWeights]:
+    """Yield the weights of one row's newest queries, KV head by KV head, block by block.
+
+    Measures that are not linear in the weights (maximum over heads, squares, threshold) need the
+    weights of each query. The blocks bound the scratch memory.
+    """
+    heads = pages.key.shape[1]
+    group = query.shape[1] // (pages.num_lanes * heads)
+    for kv_head in range(pages.num_lanes * heads):
+        lane, held = kv_head // heads, slots[kv_head // heads]
+        part = slice(kv_head * group, (kv_head + 1) * group)
+        q = query[:, part].transpose(0, 1)[None].float()
+        key = _keys(pages, row, lane, kv_head % heads, held)
+        all_seen = _causal(len(query), held, q.device)
+        exact = None
+        if pages.full_precision is not None:
+            place = chunk_lane(pages, row, lane, held=held, num_tokens=len(query))
+            _write_promoted(key, pages, place, kv_head % heads)
+            exact = full_precision_columns(pages.full_precision, place, all_seen)
+            key = exact.append_to(key, exact.key[:, kv_head % heads, None])
+            all_seen = exact.seen[0, 0]
+        sinks = None if math.sinks is None else math.sinks[part]
+        own_math = replace(math, sinks=sinks)
+        block = max(1, BLOCK_NUMBERS // (group * held))
+        for start in range(0, len(query), block):
+            some, mask = (x[..., start : start + block, :] for x in (q, all_seen))
+            weights = weights_dense(some, key, math=own_math, seen=mask[None, None])
+            by_slot = weights[0, 0] if exact is None else exact.by_slot(weights[0, 0])
+            yield LaneWeights(kv_head, by_slot.transpose(0, 1), mask.sum(dim=1, keepdim=True))
+
+
+def _write_promoted(key: Tensor, pages: LayerPages, place: ChunkLane, head: int) -> None:
+    """Overwrite keys [1, 1, slots, head_dim] of promoted tokens with their finer codes, decoded."""
+    promoted = pages.promoted
+    if promoted is None:
+        return
+    page = promoted.table[pages.rows[place.row], pages.first_lane + place.lane, 0].long()[None]
+    record = records_of(promoted.marks[page], place.positions[None])[0]
+    slot = (record >= 0).nonzero()[:, 0]
+    found = decode_records(promoted.coded.key, page.expand(len(slot)), record[slot])
+    key[0, 0, slot] = found[:, head]
+
+
+def _causal(queries: int, slots: int, device: torch.device) -> Tensor:
+    """Return the causal mask [queries, slots]; the last slots are the queries' own."""
+    own = torch.arange(slots - queries, slots, device=device)[:, None]
+    return torch.arange(slots, device=device) <= own
+
+
+def _keys(pages: LayerPages, row: int, lane: int, head: int, slots: int) -> Tensor:
+    """Return the float32 keys [1, 1, slots, head_dim] of a lane's live slots."""
+    columns = -(-slots // pages.page_tokens)
+    numbers = pages.table[pages.rows[row], pages.first_lane + lane, :columns].long()
+    if pages.coded is None:
+        return pages.key[numbers, head].flatten(0, 1)[None, None, :slots].float()
+    return decode_head(pages.coded.key, numbers, head, lane)[None, None, :slots]
+
+
+class ResidualSimilarityStep:
+    """Records `ResidualSimilarity` of one lane group in a step in which some row uses it.
+
+    A record is the sum of cosines and the number of tokens.
+    """
+
+    def __init__(self, place: StatisticPages, batch: FlatBatch) -> None:
+        rows = np.flatnonzero(place.active_rows(batch))
+        self._records = StatisticRecords.of(
+            place, batch.rows[rows], np.zeros(len(rows), dtype=np.int64)
+        )
+        self._num_kv_heads = place.group.lanes_per_layer * place.group.page_class.heads
+        device = place.numbers.device
+        self._num_rows = len(batch.rows)
+        self._row = to_device(batch.token_row, device)
+        self._rows = to_device(rows, device)
+        self._tokens = to_device(batch.shape.tokens, device).float()
+
+    def note(self, layer: int, cosine: Float[Tensor, " num_tokens"]) -> None:
+        """Add a layer's cosines; `layer` is its index in the group."""
+        sums = torch.zeros(self._num_rows, device=cosine.device).index_add_(0, self._row, cosine)
+        record = torch.stack([sums, self._tokens], dim=1)[self._rows]
+        self._records.add(layer, record[:, None].expand(-1, self._num_kv_heads, -1))
+
+
+def moments(
+    query: Float[Tensor, "row token num_heads head_dim"],
+    counted: Bool[Tensor, "row token"],
+    num_kv_heads: int,
+) -> Float[Tensor, "row num_kv_heads width"]:
+    """Return, per query head: number of counted queries, their sum, sum of their outer products."""
+    q = query.float() * counted[:, :, None, None]
+    count = counted.sum(dim=1).float()[:, None, None].expand(-1, q.shape[2], 1)
+    by_head = q.transpose(1, 2)  # [row, head, token, dim]
+    products = by_head.transpose(2, 3) @ by_head
+    record = torch.cat([count, q.sum(dim=1), products.flatten(2)], dim=2)
+    return record.reshape(len(q), num_kv_heads, -1)
+
+
+class MomentsStep:
+    """Records `QueryMoments` of one lane group in a step in which some row uses them.
+
+    All queries before RoPE count, those of evicted tokens included.
+    """
+
+    needs_pre_rope_keys = True
+
+    def __init__(self, place: StatisticPages, batch: FlatBatch, positions: np.ndarray) -> None:
+        assert isinstance(place.statistic, QueryMoments), "expected pages of QueryMoments"
+        rows = np.flatnonzero(place.active_rows(batch))
+        device = place.numbers.device
+        self._records = StatisticRecords.of(
+            place, batch.rows[rows], np.zeros(len(rows), dtype=np.int64)
+        )
+        self._counted = to_device(positions >= place.statistic.skip, device)
+        self._num_kv_heads = place.group.lanes_per_layer * place.group.page_class.heads
+        # one-token rows come first in the batch: one product for all of them
+        ones = rows[rows < batch.shape.num_decode]
+        self._ones = to_device(ones, device)
+        starts, tokens = batch.shape.starts, batch.shape.tokens
+        self._chunks = [
+            slice(int(starts[row]), int(starts[row] + tokens[row])) for row in rows[len(ones) :]
+        ]
+
+    def note(self, layer: int, queries: Queries) -> None:
+        """Add a layer's queries; `layer` is its index in the group."""
+        query = queries.before_rope
+        if query is None:
+            raise InvariantError("query moments need queries before RoPE, got none")
+        added = [
+            self._moments(query[part][None], self._counted[part][None]) for part in self._chunks
+        ]
+        if len(self._ones):
+            ones = (query[self._ones][:, None], self._counted[self._ones][:, None])
+            added.insert(0, self._moments(*ones))
+        self._records.add(layer, torch.cat(added))
+
+    def _moments(self, query: Tensor, counted: Tensor) -> Tensor:
+        return moments(query, counted, self._num_kv_heads)
+
+
+def ring_records(
+    query: Float[Tensor, "record num_heads head_dim"],
+    positions: Int[Tensor, " record"],
+    num_kv_heads: int,
+) -> Float[Tensor, "record num_kv_heads width"]:
+    """Concatenate the group's queries of each record, followed by position + 1."""
+    by_head = query.float().reshape(len(query), num_kv_heads, -1)
+    mark = (positions + 1).float()[:, None, None].expand(-1, num_kv_heads, 1)
+    return torch.cat([by_head, mark], dim=2)
+
+
+class RingStep:
+    """Records the `QueryRing` of one lane group in a step in which some row uses it.
+
+    Queries are those after RoPE; the query at position p is in record p % window.
+    """
+
+    needs_pre_rope_keys = False
+
+    def __init__(self, place: StatisticPages, batch: FlatBatch, positions: np.ndarray) -> None:
+        assert isinstance(place.statistic, QueryRing), "expected pages of a QueryRing"
+        window, tokens = place.statistic.window, batch.shape.tokens
+        newest = batch.token_offset >= tokens[batch.token_row] - window  # others are overwritten
+        chosen = np.flatnonzero(newest & place.active_rows(batch)[batch.token_row])
+        device = place.numbers.device
+        self._records = StatisticRecords.of(
+            place, batch.rows[batch.token_row[chosen]], positions[chosen] % window
+        )
+        self._tokens = to_device(chosen, device)
+        self._positions = to_device(positions[chosen], device)
+        self._num_kv_heads = place.group.lanes_per_layer * place.group.page_class.heads
+
+    def note(self, layer: int, queries: Queries) -> None:
+        """Write a layer's queries; `layer` is its index in the group."""
+        fresh = ring_records(queries.query[self._tokens], self._positions, self._num_kv_heads)
+        self._records.write(layer, fresh)
+
+
+QUERY_STEPS: dict[type[Statistic], type[RingStep] | type[MomentsStep]] = {
+    QueryRing: RingStep,
+    QueryMoments: MomentsStep,
+}
+SUMS_ALIGNMENT = 16  # float32 numbers in a cache line
+
+
+@runtime_checkable  # for the shape checks in tests
+class Unrotates(Protocol):
+    """Undoes RoPE on queries."""
+
+    def unrotate(
+        self, rotated: Float[Tensor, "token head head_dim"], positions: Int[Tensor, " token"]
+    ) -> Float[Tensor, "token head head_dim"]:
+        """Return the queries before RoPE, float32."""
+        ...
+
+
+class SumsScratch:
+    """Scratch memory for column sums, reused by every layer."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._numbers = torch.empty(0, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._numbers.nbytes
+
+    def sums(self, batch: FlatBatch, num_heads: int, slots: int) -> Tensor:
+        """Return memory for column sums [rows, num_heads, slots rounded up to SUMS_ALIGNMENT].
+
+        `AttentionBackend.attend` takes it. Earlier sums are overwritten.
+        """
+        width = -(-slots // SUMS_ALIGNMENT) * SUMS_ALIGNMENT
+        shape = (len(batch.rows), num_heads, width)
+        count = shape[0] * shape[1] * shape[2]
+        if self._numbers.numel() < count:
+            self._numbers = torch.empty(count, device=self._numbers.device)
+        sums = self._numbers[:count].view(shape)
+        sums[batch.shape.num_decode :] = 0
+        return sums
+
+
+class GroupWatch:
+    """Records attention statistics of one lane group in one step; slots are [rows, lanes]."""
+
+    def __init__(
+        self,
+        places: list[StatisticPages],
+        batch: FlatBatch,
+        slots: NDArray[np.int32],
+        lengths: NDArray[np.int64],
+    ) -> None:
+        self._batch, self._max_slots = batch, int(slots.max(initial=0))
+        per_slot = [place for place in places if isinstance(place.statistic, OfWeights)]
+        self._slot_attention = AttentionStatisticsStep(per_slot, batch, slots) if per_slot else None
+        positions = positions_of(batch, lengths)
+        self._queries = [
+            QUERY_STEPS[type(place.statistic)](place, batch, positions)
+            for place in places
+            if type(place.statistic) in QUERY_STEPS
+        ]
+        self._residual_similarity = [
+            ResidualSimilarityStep(place, batch)
+            for place in places
+            if isinstance(place.statistic, ResidualSimilarity)
+        ]
+        self._needs_pre_rope_keys = any(step.needs_pre_rope_keys for step in self._queries)
+        self._positions = to_device(positions, places[0].numbers.device)
+
+    @property
+    def wants_residual_similarity(self) -> bool:
+        return bool(self._residual_similarity)
+
+    def room_for_sums(self, num_heads: int, scratch: SumsScratch) -> Tensor | None:
+        """Return memory for the column sums of attention; None if no statistic needs them."""
+        if self._slot_attention is None or not self._slot_attention.needs_sums:
+            return None
+        return scratch.sums(self._batch, num_heads, self._max_slots)
+
+    def note(
+        self,
+        layer: int,
+        backend: AttentionBackend,
+        pages: LayerPages,
+        math: AttentionMath,
+        query: Float[Tensor, "num_tokens num_heads head_dim"],
+        column_sums: Tensor | None,
+        rotary: Unrotates | None,
+    ) -> None:
+        """Record the statistics of a layer's attention; `layer` is its index in the group."""
+        if self._slot_attention is not None:
+            self._slot_attention.note(layer, backend, pages, math, query, column_sums)
+        if self._queries:
+            seen = Queries(query, self._before_rope(query, rotary))
+            for step in self._queries:
+                step.note(layer, seen)
+
+    def _before_rope(self, query: Tensor, rotary: Unrotates | None) -> Tensor | None:
+        if not self._needs_pre_rope_keys:
+            return None
+        if rotary is None:
+            raise InvariantError("query moments need queries before RoPE, which the model lacks")
+        return rotary.unrotate(query, self._positions)
+
+    def note_residual_similarity(self, layer: int, cosines: Float[Tensor, " num_tokens"]) -> None:
+        """Record how much attention changed the residual stream."""
+        for step in self._residual_similarity:
+            step.note(layer, cosines)
+
+
+def watch_group(
+    places: list[StatisticPages],
+    batch: FlatBatch,
+    slots: NDArray[np.int32],
+    lengths: NDArray[np.int64],
+) -> GroupWatch | None:
+    """Return the recorder of a step; None if no row of the step uses statistics of this group."""
+    active = [place for place in places if place.active_rows(batch).any()]
+    return GroupWatch(active, batch, slots, lengths) if active else None
