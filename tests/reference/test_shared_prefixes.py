@@ -13,7 +13,7 @@ import redis
 
 from quire.config.generation_request import GenerationRequest
 from quire.errors import ConfigError
-from quire.kv.prefix_blocks import PrefixListener
+from quire.kv.prefix import PrefixListener
 from quire.offload.tiers.redis_tier import PREFIX
 from quire.scheduler.sequence_memory import SequenceMemory
 from reference.test_eviction import Recorder, largest_difference

@@ -21,8 +21,7 @@ from quire.engine.rank_decisions import RankCosts
 from quire.engine.runner import Runner
 from quire.engine.shared_pool import PoolMember, joining
 from quire.eviction.eviction import PolicyEvictor
-from quire.kv.prefix import PrefixIndex
-from quire.kv.prefix_blocks import PrefixBroadcast
+from quire.kv.prefix import PrefixBroadcast, PrefixIndex
 from quire.models.loader import LoadedModel
 from quire.offload.kv.layer_loads import OffloadedLayers
 from quire.offload.kv.offloader import OffloadEvictor, PrefixOffloader

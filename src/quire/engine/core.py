@@ -28,7 +28,7 @@ from quire.engine.stats import EngineStats, stats_of
 from quire.errors import ConfigError, InvariantError, QuireError
 from quire.eviction.traces import Traces
 from quire.kernels.native.sampling import row_sampling
-from quire.kv.prefix_blocks import PrefixBroadcast
+from quire.kv.prefix import PrefixBroadcast
 from quire.models.loader import LoadedModel
 from quire.models.tokenizer import undecodable_ids
 from quire.offload.prefix_store.prefix_loader import closing, in_flight_bytes

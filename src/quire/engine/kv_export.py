@@ -18,8 +18,7 @@ from quire.engine.input_processor import InputProcessor
 from quire.engine.open_tier import kv_fingerprint
 from quire.engine.pool import KVPool
 from quire.errors import RequestError
-from quire.kv.prefix import PrefixIndex
-from quire.kv.prefix_blocks import PrefixLease
+from quire.kv.prefix import PrefixIndex, PrefixLease
 from quire.layout import limits
 from quire.models.loader import LoadedModel
 from quire.offload.prefix_store.prefix_kv import PrefixKV, gather, insert

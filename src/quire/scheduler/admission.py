@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from quire.errors import OutOfPages
-from quire.kv.prefix_blocks import PrefixLease
+from quire.kv.prefix import PrefixLease
 from quire.scheduler.admission_rules import AdmissionRule, Optimistic
 from quire.scheduler.batchers.base import Batcher
 from quire.scheduler.lifecycle import Lifecycle

@@ -10,8 +10,7 @@ from typing import Any
 from quire.config.kv_config import KVConfig, OffloadConfig, PrefixCacheConfig
 from quire.errors import ConfigError, InvariantError
 from quire.kv.memory import KVMemory
-from quire.kv.prefix import PrefixIndex
-from quire.kv.prefix_blocks import PrefixListener
+from quire.kv.prefix import PrefixIndex, PrefixListener
 from quire.kv.tables import refuse_too_many_rows
 from quire.layout.codec_refusals import stored_codec
 from quire.layout.config import dtype_bytes

@@ -7,7 +7,7 @@ import pytest
 
 from quire.engine.block_events import BlockEvents, BlockPublisher, as_arrays
 from quire.errors import ConfigError
-from quire.kv.prefix_blocks import PrefixBroadcast, PrefixListener
+from quire.kv.prefix import PrefixBroadcast, PrefixListener
 
 FIRST, SECOND = b"\x00" * 15 + b"\x01", b"\xff" * 16
 TIMEOUT_MS = 5_000

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from quire.kv.prefix_blocks import PrefixNode
+from quire.kv.prefix import PrefixNode
 
 if TYPE_CHECKING:
     from quire.engine.core import Engine

@@ -25,8 +25,7 @@ import numpy as np
 
 from quire.kv.block_records import BlockRecords, Records, SnapshotRecords
 from quire.kv.memory import KVMemory
-from quire.kv.prefix import PrefixIndex
-from quire.kv.prefix_blocks import PrefixNode
+from quire.kv.prefix import PrefixIndex, PrefixNode
 from quire.kv.prefix_key import Block
 from quire.offload.prefix_store.entries import Place
 from quire.offload.prefix_store.levels import PrefixLevels
