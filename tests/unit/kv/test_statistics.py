@@ -6,9 +6,9 @@ import torch
 
 from quire.kernels.backend import AttentionMath
 from quire.kernels.select import select_backend
+from quire.kv import statistics as statistics_module
 from quire.kv.lane_reader import LaneReader
 from quire.kv.sharing import fork
-from quire.kv.statistics import slot_attention
 from quire.kv.swap import swap_in, swap_out
 from quire.layout.statistics import (
     REDUCTIONS,
@@ -130,15 +130,15 @@ def test_sums_of_a_bfloat16_model_do_not_saturate(name):
 
 def test_scratch_of_recomputed_weights_is_bounded(monkeypatch):
     """Blocks of 100 elements: one or two queries each, and equal statistics."""
-    monkeypatch.setattr(slot_attention, "BLOCK_NUMBERS", 100)
-    largest, weights_dense = [], slot_attention.weights_dense
+    monkeypatch.setattr(statistics_module, "BLOCK_NUMBERS", 100)
+    largest, weights_dense = [], statistics_module.weights_dense
 
     def recorded(*arguments, **options):
         weights = weights_dense(*arguments, **options)
         largest.append(weights.numel())
         return weights
 
-    monkeypatch.setattr(slot_attention, "weights_dense", recorded)
+    monkeypatch.setattr(statistics_module, "weights_dense", recorded)
     kv = make_kv(SLOT_STATISTICS)
     row = start(kv, SLOT_STATISTICS)
     run(kv, row, Sequence(TOKENS))
