@@ -14,11 +14,9 @@ from hypothesis.stateful import (
 from torch import Tensor
 
 from quire.errors import HostMemoryFull, InvariantError, SlabFull
-from quire.kv.dense.in_place import SlabRows
-from quire.kv.dense.meter import ByteMeter
 from quire.kv.dense.row import NOTHING, POSITION_BYTES, KVShape, LayerShape, RowKV
-from quire.kv.dense.slab import DenseSlab
-from quire.kv.dense.window import Window, spare_columns
+from quire.kv.dense.slab import DenseSlab, SlabRows
+from quire.kv.dense.space import ByteMeter, Window, spare_columns
 
 CPU = torch.device("cpu")
 SHAPE = KVShape((LayerShape(2, 4, 3), LayerShape(1, 2, 2)), torch.float32, CPU)

@@ -22,7 +22,7 @@ from quire.hf.dynamic.query import (
 )
 from quire.hf.dynamic.sampling_step import DenseSampling
 from quire.hf.dynamic.slab_model import SlabModel
-from quire.kv.dense.meter import ByteMeter
+from quire.kv.dense.space import ByteMeter
 from quire.models.tokenizer import undecodable_ids
 from quire.sampling.detokenizer import OutputText
 

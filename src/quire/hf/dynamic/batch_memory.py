@@ -10,11 +10,9 @@ from quire.errors import HostMemoryFull, NeverFits
 from quire.hf.dynamic.batch_options import HOST, BatchOptions
 from quire.hf.dynamic.query import Query, QueryQueues, QueryState
 from quire.hf.dynamic.slab_model import SlabModel
-from quire.kv.dense.in_place import SlabRows
-from quire.kv.dense.meter import ByteMeter
 from quire.kv.dense.row import KVShape, RowKV
-from quire.kv.dense.slab import DenseSlab
-from quire.kv.dense.window import Window, spare_columns
+from quire.kv.dense.slab import DenseSlab, SlabRows
+from quire.kv.dense.space import ByteMeter, Window, spare_columns
 
 
 class BatchSlots:

@@ -20,7 +20,7 @@ from quire.hf.dynamic.batch_options import ASYNC, DEVICE, SYNC, BatchOptions
 from quire.hf.dynamic.forking import Forking
 from quire.hf.dynamic.query import Query, QueryQueues, QueryState, ReadRecord, StepRecord
 from quire.hf.dynamic.slab_model import SlabModel
-from quire.kv.dense.in_place import SlabRows
+from quire.kv.dense.slab import SlabRows
 from quire.scheduler.batchers import parse_dense_batcher
 from quire.scheduler.batchers.base import BatchView, DenseRule
 

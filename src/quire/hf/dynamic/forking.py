@@ -15,8 +15,8 @@ from quire.hf.dynamic.batch_memory import BatchSlots
 from quire.hf.dynamic.query import Query, QueryQueues
 from quire.hf.dynamic.sampling_step import DenseSampling
 from quire.hf.dynamic.slab_model import SlabModel
-from quire.kv.dense.meter import ByteMeter
 from quire.kv.dense.row import RowKV, SharedKV
+from quire.kv.dense.space import ByteMeter
 
 
 class Forking:

@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from quire.config.sampling_params import SamplingParams
-from quire.kv.dense.meter import ByteMeter
+from quire.kv.dense.space import ByteMeter
 from quire.sampling.detokenizer import OutputText
 
 CANCELLED = "cancelled"

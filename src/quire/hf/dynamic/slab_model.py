@@ -12,9 +12,8 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and_kwargs
 
 from quire.errors import ConfigError, UnsupportedModel
-from quire.kv.dense.in_place import SlabRows
 from quire.kv.dense.row import NOTHING, KVShape, LayerShape
-from quire.kv.dense.slab import DenseSlab
+from quire.kv.dense.slab import DenseSlab, SlabRows
 from quire.models.cache_argument import cache_argument
 from quire.models.rope import refuse_dynamic
 

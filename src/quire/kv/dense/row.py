@@ -7,9 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from quire.kv.dense.meter import ByteMeter
-
-# The shape of a token in each layer of a dense cache: heads, dimensions, bytes.
+from quire.kv.dense.space import ByteMeter
 
 POSITION_BYTES = 4
 """Bytes of a slot's logical position in a slab."""
@@ -56,13 +54,14 @@ class KVShape:
         return self.slab_bytes(rows, capacity) + (largest + POSITION_BYTES) * rows * capacity
 
 
-# The KV of one row outside a batch: packed, without padding, in device or CPU memory.
-
 Layer = tuple[Float[Tensor, "head token key_dim"], Float[Tensor, "head token value_dim"]]
 
 
 class RowKV:
-    """Keys and values of a sequence's first `tokens` tokens, one pair per layer."""
+    """Keys and values of a sequence's first `tokens` tokens, packed, one pair per layer.
+
+    The row is outside a batch, in device or CPU memory.
+    """
 
     def __init__(self, layers: Sequence[Layer], meter: ByteMeter) -> None:
         self.layers = tuple(layers)
@@ -109,8 +108,6 @@ class SharedKV(RowKV):
             super().free()
         self.layers = ()
 
-
-# Logical positions of a slab's new columns.
 
 NOTHING = -1
 """The position of a slot that holds no token."""

@@ -1,24 +1,153 @@
 """A dense slab: keys and values of a batch, [rows, heads, capacity, head_dim] per layer.
 
-Every row ends at the same column (`quire.kv.dense.window`), so a decode step is one write and one
+Every row ends at the same column (`quire.kv.dense.space`), so a decode step is one write and one
 attention over a view. `positions` gives the logical position of each column of a row, or -1.
 Positions are never derived from columns and keys are stored after RoPE, so columns can be moved,
 skipped and left empty. Slots without a token hold zeros: a weight of 0 times infinity would be NaN.
 
 The slab is resized layer by layer: two whole slabs never exist at once.
+
+Prompts are prefilled directly into rows of a slab, without a temporary KV tensor:
+
+    column        lo            hi         capacity
+    row 2:        a b c d e f g h            prefill: left-aligned, padding after the tokens
+    row 3:        i j k l m . . .
+    row 3:        . . . i j k l m            after `register`: right-aligned, as all rows of a slab
 """
 
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from quire.errors import InvariantError
-from quire.kv.dense.meter import ByteMeter
 from quire.kv.dense.row import NOTHING, POSITION_BYTES, KVShape, Layer, RowKV, padded_positions
-from quire.kv.dense.tensors import SlabTensors, copy_rows
-from quire.kv.dense.window import Window
+from quire.kv.dense.space import ByteMeter, Window
+
+_ALL = slice(None)
+_MIN_BLOCK = 32  # columns: smaller ones would be many small copies
+
+
+class SlabTensors:
+    """Key and value tensors, [rows, heads, capacity, dim] per layer, with every byte counted.
+
+    `DenseSlab` tracks the meaning of the columns.
+    """
+
+    def __init__(
+        self, shape: KVShape, rows: int, capacity: int, *, meter: ByteMeter, filler: float
+    ) -> None:
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self._shape, self._meter, self._filler = shape, meter, filler
+        try:
+            for parts, dims in zip((self.keys, self.values), self._dims(), strict=True):
+                for layer, dim in enumerate(dims):
+                    parts.append(self._empty(layer, dim, rows, capacity))
+        except BaseException:
+            self.free()
+            raise
+
+    def write(
+        self,
+        layer: int,
+        keys: Float[Tensor, "rows head column key_dim"],
+        values: Float[Tensor, "rows head column value_dim"],
+        columns: slice,
+        pads: Bool[Tensor, "rows column"] | None,
+        rows: slice = _ALL,
+    ) -> None:
+        """Write columns of a layer; slots marked in `pads` are set to the filler."""
+        for whole, new in ((self.keys[layer], keys), (self.values[layer], values)):
+            target = whole[rows, :, columns]
+            target.copy_(new)
+            if pads is not None:
+                target.masked_fill_(pads[:, None, :, None], self._filler)
+
+    def put(self, row: int, layers: Sequence[Layer], columns: slice) -> None:
+        for layer, (keys, values) in enumerate(layers):
+            self.keys[layer][row, :, columns] = keys
+            self.values[layer][row, :, columns] = values
+
+    def fill(self, rows: slice, columns: slice) -> None:
+        for part in (*self.keys, *self.values):
+            part[rows, :, columns] = self._filler
+
+    def copy(self, row: int, source: int, columns: slice) -> None:
+        for part in (*self.keys, *self.values):
+            part[row, :, columns] = part[source, :, columns]
+
+    def view(self, layer: int, row: int, columns: slice) -> Layer:
+        return self.keys[layer][row, :, columns], self.values[layer][row, :, columns]
+
+    def move(self, lo: int, hi: int, shift: int, rows: slice = _ALL) -> None:
+        """Move columns lo .. hi by `shift`, block by block; the temporary copy is one block."""
+        if not shift:
+            return
+        size = max(abs(shift), _MIN_BLOCK)
+        blocks = [slice(begin, min(begin + size, hi)) for begin in range(lo, hi, size)]
+        for part in (*self.keys, *self.values):
+            for block in blocks if shift < 0 else reversed(blocks):
+                target = slice(block.start + shift, block.stop + shift)
+                moved = part[rows, :, block]
+                part[rows, :, target] = moved.clone() if size > abs(shift) else moved
+
+    def rebuild(
+        self, rows: Sequence[int | None], capacity: int, source: slice, target: slice
+    ) -> None:
+        """Change rows and capacity, one tensor after the other: two whole slabs never exist."""
+        for parts, dims in zip((self.keys, self.values), self._dims(), strict=True):
+            for layer, (old, dim) in enumerate(zip(list(parts), dims, strict=True)):
+                new = self._empty(layer, dim, len(rows), capacity)
+                copy_rows(new[:, :, target], old[:, :, source], rows)
+                self._drop(parts, layer)
+                parts[layer] = new
+
+    def split(self, lengths: Sequence[int]) -> list[list[Layer]]:
+        """Split each row's first columns into packed tensors; the slab's tensors are freed."""
+        keys = [self._split(self.keys, layer, lengths) for layer in range(len(self.keys))]
+        values = [self._split(self.values, layer, lengths) for layer in range(len(self.values))]
+        rows = range(len(lengths))
+        return [[(k[row], v[row]) for k, v in zip(keys, values, strict=True)] for row in rows]
+
+    def _split(self, parts: list[Tensor], layer: int, lengths: Sequence[int]) -> list[Tensor]:
+        rows = [part[:, :length] for part, length in zip(parts[layer], lengths, strict=True)]
+        self._meter.reserve(sum(part.numel() * part.element_size() for part in rows))
+        rows = [_packed(part) for part in rows]
+        self._drop(parts, layer)
+        return rows
+
+    def free(self) -> None:
+        for parts in (self.keys, self.values):
+            for layer in range(len(parts)):
+                self._drop(parts, layer)
+
+    def _drop(self, parts: list[Tensor], layer: int) -> None:
+        self._meter.release(parts[layer].numel() * parts[layer].element_size())
+        parts[layer] = parts[layer].new_empty(0)
+
+    def _dims(self) -> tuple[list[int], list[int]]:
+        layers = self._shape.layers
+        return [layer.key_dim for layer in layers], [layer.value_dim for layer in layers]
+
+    def _empty(self, layer: int, dim: int, rows: int, capacity: int) -> Tensor:
+        size = (rows, self._shape.layers[layer].num_kv_heads, capacity, dim)
+        empty = torch.full(size, self._filler, dtype=self._shape.dtype, device=self._shape.device)
+        self._meter.reserve(empty.numel() * empty.element_size())
+        return empty
+
+
+def copy_rows(new: Tensor, old: Tensor, rows: Sequence[int | None]) -> None:
+    """Copy row rows[i] of `old` to row i of `new`; rows[i] = None leaves row i unchanged."""
+    for i, row in enumerate(rows):
+        if row is not None:
+            new[i] = old[row]
+
+
+def _packed(part: Tensor) -> Tensor:
+    whole = part.untyped_storage().nbytes() == part.numel() * part.element_size()
+    return part if whole else part.clone(memory_format=torch.contiguous_format)
 
 
 class DenseSlab:
@@ -238,3 +367,52 @@ class DenseSlab:
     def _drop_positions(self) -> None:
         self._meter.release(POSITION_BYTES * self.positions.numel())
         self.positions = self.positions.new_empty(0)
+
+
+class SlabRows:
+    """Empty rows of a slab, used as a separate slab during prefill."""
+
+    def __init__(self, slab: DenseSlab, first: int, rows: int, columns: int) -> None:
+        slab.reach_back(columns)
+        start = slab.window.hi - columns
+        self.rows, self.window = rows, Window(slab.window.hi, lo=start, hi=start)
+        self._slab, self._rows = slab, slice(first, first + rows)
+        self._new_columns = 0
+        self._pads: Bool[Tensor, "row column"] | None = None
+
+    def begin(self, counts: Sequence[int], columns: int, *, at_start: bool = True) -> None:
+        """Begin a chunk with `counts` new tokens per row, padded at the end."""
+        assert at_start, "prompts are prefilled left-aligned"
+        device = self._slab.positions.device
+        offset, count = torch.arange(columns, device=device), torch.tensor(counts, device=device)
+        self._new_columns = columns
+        self._pads = None if min(counts) == columns else offset >= count[:, None]
+
+    def append(
+        self,
+        layer: int,
+        keys: Float[Tensor, "rows head column key_dim"],
+        values: Float[Tensor, "rows head column value_dim"],
+    ) -> tuple[Tensor, Tensor]:
+        """Write a layer's new columns; return views (no copies) of all prefilled columns."""
+        tensors, hi = self._slab.tensors, self.window.hi + self._new_columns
+        new, seen = slice(self.window.hi, hi), slice(self.window.lo, hi)
+        tensors.write(layer, keys, values, new, self._pads, self._rows)
+        return (
+            tensors.keys[layer][self._rows, :, seen],
+            tensors.values[layer][self._rows, :, seen],
+        )
+
+    def end(self) -> None:
+        self.window.hi += self._new_columns
+        self._new_columns, self._pads = 0, None
+
+    def register(self, lengths: Sequence[int]) -> None:
+        """Right-align each row's tokens after the prefill and register the rows in the slab."""
+        lo, hi = self.window.lo, self.window.hi
+        for row, tokens in enumerate(lengths, self._rows.start):
+            only = slice(row, row + 1)
+            pads = hi - lo - tokens
+            self._slab.tensors.move(lo, lo + tokens, pads, only)
+            self._slab.tensors.fill(only, slice(lo, lo + pads))
+            self._slab.register(row, tokens)

@@ -1,4 +1,6 @@
-"""The columns of a slab that are in use: all rows end at one column, so appending is one write.
+"""The space of a slab, without tensors: its columns in use and its bytes.
+
+All rows end at one column, so appending is one write:
 
     column      0        lo                      hi       capacity
                 |  free   |  row 0:  . . a b c d  |  free   |
@@ -8,9 +10,11 @@ Tokens are appended at hi. When the longest rows have finished, lo increases, wi
 Only when hi reaches the capacity, the window is moved to column 0 or the slab grows.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from quire.errors import InvariantError, SlabFull
+from quire.errors import HostMemoryFull, InvariantError, SlabFull
 
 _MIN_SPARE_COLUMNS, _SPARE_SHARE = 4, 8
 
@@ -65,3 +69,37 @@ class Window:
     def check(self) -> None:
         if not 0 <= self.lo <= self.hi <= self.capacity:
             raise InvariantError(f"expected 0 <= lo <= hi <= capacity, got {self}")
+
+
+class ByteMeter:
+    """Byte counter of one memory (device or CPU)."""
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        self.limit_bytes = limit_bytes
+        self.used_bytes = self.peak_bytes = 0
+
+    def can_reserve(self, num_bytes: int) -> bool:
+        return self.limit_bytes is None or self.used_bytes + num_bytes <= self.limit_bytes
+
+    def reserve(self, num_bytes: int) -> None:
+        """Nothing changes on `HostMemoryFull`."""
+        if not self.can_reserve(num_bytes):
+            raise HostMemoryFull(
+                f"expected {num_bytes:,} B more within {self.limit_bytes:,} B of CPU memory, "
+                f"{self.used_bytes:,} B are in use: raise swap_space"
+            )
+        self.used_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+
+    @contextmanager
+    def reserving(self, num_bytes: int) -> Iterator[None]:
+        """Count `num_bytes` as in use; undo this if the body of the `with` block raises."""
+        self.reserve(num_bytes)
+        try:
+            yield
+        except BaseException:
+            self.release(num_bytes)
+            raise
+
+    def release(self, num_bytes: int) -> None:
+        self.used_bytes -= num_bytes
