@@ -32,8 +32,7 @@ from quire.kv.listeners import (
     retained_pages,
 )
 from quire.kv.memory import KVMemory
-from quire.kv.resizing import cut_slots
-from quire.kv.tables import LaneTable
+from quire.kv.tables import LaneTable, cut_slots
 from quire.layout.pages import PageClass
 
 Pages = Mapping[PageClass, int]

@@ -19,18 +19,19 @@ from quire.errors import ConfigError, InvariantError, OutOfPages
 from quire.kv.arena import Arena
 from quire.kv.listeners import MemoryListeners
 from quire.kv.pages import NO_PAGES, PageNumbers, PagePool
-from quire.kv.resizing import (
+from quire.kv.tables import (
     Demand,
+    LaneTable,
+    Rows,
     cut_slots,
     drop_behind_window,
     grow_demand,
     grown_slots,
     pages_by_class,
-    require_room_for_one_token,
     slots_below,
 )
-from quire.kv.tables import LaneTable, Rows
 from quire.layout.pages import CacheLayout, LaneGroup, PageClass
+from quire.layout.sizes import option_size
 from quire.layout.slabs import pages_per_slab
 
 
@@ -115,7 +116,7 @@ class KVMemory:
         self._unite = unite
         self.arena = arena or Arena(total_bytes, [c.page_bytes for c in layout.page_classes])
         self.pools = {c: PagePool(self.arena, c) for c in layout.page_classes}
-        require_room_for_one_token(layout, self.arena, self.pools, total_bytes)
+        self._require_one_token(total_bytes)
         self.tables = {
             group.name: LaneTable(group, max_rows, track_changes=track_changes)
             for group in layout.groups
@@ -132,6 +133,21 @@ class KVMemory:
         self._live = np.zeros(max_rows, dtype=bool)
         store = NoBytes() if store is None else store
         self.store: PageBytes = store(self.arena.total_bytes) if callable(store) else store
+
+    def _require_one_token(self, total_bytes: int) -> None:
+        """Refuse an arena that cannot hold one sequence of one token with all its statistics."""
+        pages = dict.fromkeys(self.layout.page_classes, 0)
+        for group in self.layout.groups:
+            lane_pages = group.page_class.pages_for(group.slots_of(1))
+            pages[group.page_class] += lane_pages * group.num_lanes
+        slabs = self._slabs_needed(pages)
+        if slabs > self.arena.num_slabs:
+            needed_bytes = self.arena.fitting_bytes([(c.page_bytes, n) for c, n in pages.items()])
+            raise ConfigError(
+                f"a KV memory of {total_bytes:,} B cannot hold one token of one sequence: "
+                f"{slabs * self.arena.slab_bytes:,} B are needed; raise {self.arena.size_option} "
+                f"to {option_size(needed_bytes)} or lower --block-size"
+            )
 
     def add_groups(self, groups: Sequence[LaneGroup]) -> None:
         """Private lane groups, which only sequences that start later can use."""

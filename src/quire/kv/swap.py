@@ -29,8 +29,7 @@ from numpy.typing import NDArray
 from quire.errors import ConfigError, OutOfPages
 from quire.kv.memory import KVMemory
 from quire.kv.pages import NO_PAGES, PageNumbers
-from quire.kv.resizing import cut_slots
-from quire.kv.tables import LaneTable, Rows
+from quire.kv.tables import LaneTable, Rows, cut_slots
 from quire.layout.pages import PageClass
 
 PagesByClass = Mapping[PageClass, PageNumbers]

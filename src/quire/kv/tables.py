@@ -4,16 +4,20 @@ A row is a sequence; each row has several lanes. A lane is dense: slot i is in i
 at offset i % tokens, so page table and length suffice and no slot mapping is built. The arrays are
 NumPy. On a CPU the kernels read the same memory; for a device `drain_changes` returns the entries
 that changed.
+
+The functions compute what rows need to grow (`Demand`; `KVMemory.grow` allocates it), and remove
+pages outside a window or at the tail; the caller frees the pages they return.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import ConfigError, InvariantError
-from quire.kv.pages import PageNumbers
-from quire.layout.pages import LaneGroup
+from quire.kv.pages import PageNumbers, PagePool
+from quire.layout.pages import LaneGroup, PageClass
 from quire.layout.sizes import format_size
 from quire.plan.machine import free_host_bytes
 
@@ -227,3 +231,128 @@ def refuse_too_many_rows(groups: Iterable[LaneGroup], max_rows: int) -> None:
             f"page tables of {max_rows:,} sequences need {format_size(needed_bytes)} of CPU "
             f"memory, of which {format_size(free_bytes)} are free; lower --max-num-seqs"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Pages that one lane group needs before some rows can grow."""
+
+    table: LaneTable
+    rows: Rows  # [rows] row numbers
+    new: NDArray[np.int32]  # [rows, lanes] pages to append
+    # [rows, lanes] whether the lane's last page must be copied before it is written
+    shared: NDArray[np.bool_]
+
+    @property
+    def num_pages(self) -> int:
+        return int(self.new.sum()) + int(self.shared.sum())
+
+
+def pages_by_class(demands: Sequence[Demand]) -> dict[PageClass, int]:
+    """Sum the demanded pages of each class, copies included."""
+    pages: dict[PageClass, int] = {}
+    for demand in demands:
+        page_class = demand.table.group.page_class
+        pages[page_class] = pages.get(page_class, 0) + demand.num_pages
+    return pages
+
+
+def grow_demand(table: LaneTable, pool: PagePool, rows: Rows, tokens: NDArray[np.int32]) -> Demand:
+    """Compute the new pages and the copies before row `rows[i]` grows by `tokens[i]` tokens."""
+    per_page, slots = table.group.page_class.tokens, grown_slots(table, rows, tokens)
+    new: NDArray[np.int32] = (slots + (per_page - 1)) // per_page - table.num_pages[rows]
+    return Demand(table, rows, new, _shared_ends(table, pool, rows, tokens))
+
+
+def grown_slots(table: LaneTable, rows: Rows, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Return the slots [rows, lanes] after row `rows[i]` has grown by `tokens[i]` tokens."""
+    held: NDArray[np.int32] = table.num_slots[rows]
+    if not table.group.private:
+        return held + tokens[:, None]
+    grows = table.active[rows] & (tokens > 0)
+    if table.group.records is not None:
+        return np.where(grows[:, None], np.int32(table.group.records), held)
+    return held + np.where(grows, tokens, np.int32(0))[:, None]
+
+
+def _shared_ends(
+    table: LaneTable, pool: PagePool, rows: Rows, tokens: NDArray[np.int32]
+) -> NDArray[np.bool_]:
+    """Return a mask [rows, lanes] of lanes whose next token would be written to a shared page.
+
+    If all rows that reference a page are about to write it, the first row keeps the page.
+    """
+    shared = np.zeros((len(rows), table.group.num_lanes), dtype=bool)
+    if table.group.private or not pool.num_shared:
+        return shared
+    slots = table.num_slots[rows]
+    per_page = table.group.page_class.tokens
+    index, lane = np.nonzero((slots % per_page != 0) & (tokens[:, None] > 0))
+    last = table.pages[rows[index], lane, slots[index, lane] // per_page]
+    read = pool.ref_counts[last] > 1
+    if not read.any():
+        return shared
+    index, lane, last = index[read], lane[read], last[read]
+    shared[index, lane] = True
+    pages, first, times = np.unique(last, return_index=True, return_counts=True)
+    keep = first[times == pool.ref_counts[pages]]
+    shared[index[keep], lane[keep]] = False
+    return shared
+
+
+def drop_behind_window(
+    table: LaneTable, rows: Rows, lengths: NDArray[np.int64], window: int
+) -> Iterator[PageNumbers]:
+    """Drop the pages that no query from positions `lengths` [n] on can attend to, lane by lane."""
+    per_page = table.group.page_class.tokens
+    full_pages = table.num_slots[rows] // per_page
+    last_hidden = lengths + 1 - window - per_page  # largest first slot of a page outside the window
+    outside = (full_pages > 0) & (table.page_positions[rows, :, 0] <= last_hidden[:, None])
+    for i, lane in zip(*np.nonzero(outside), strict=True):
+        first_slots = table.page_positions[rows[i], lane, : full_pages[i, lane]]
+        num_outside = np.searchsorted(first_slots, last_hidden[i], side="right")
+        yield table.drop(int(rows[i]), int(lane), np.arange(num_outside))
+
+
+def cut_slots(table: LaneTable, row: int, keep_slots: NDArray[np.int32]) -> PageNumbers:
+    """Drop the slots after the first `keep_slots` [lanes] of a row; return the removed pages."""
+    table.num_slots[row] = keep_slots
+    return table.cut(row, -(-keep_slots // table.group.page_class.tokens))
+
+
+def slots_below(table: LaneTable, row: int, row_length: int, length: int) -> NDArray[np.int32]:
+    """Return the number of slots [lanes] at positions below `length`, the first of their lanes.
+
+    Lanes that mirror others retain as many slots as their source; for them the result is not used.
+    Groups with fixed records retain all of them while the row has a token.
+    """
+    slots: NDArray[np.int32] = table.num_slots[row]
+    if not table.active[row] or table.group.follows is not None:
+        return slots.copy()
+    if length < row_length:
+        table.require_in_place(row, length // table.group.page_class.tokens)
+    recent = 0 if table.group.full_precision is None else table.group.full_precision.recent
+    if recent and 0 < length < row_length:
+        raise ConfigError(
+            f"a row that keeps its newest {recent} tokens in full precision cannot be truncated "
+            f"from {row_length} to {length}: older tokens are no longer in full precision"
+        )
+    if table.group.records is not None:
+        return np.full_like(slots, table.group.slots_of(length))
+    if not table.group.ordered:
+        if (slots != row_length).any():
+            raise ConfigError("a lane that has evicted tokens cannot be truncated by position")
+        return np.full_like(slots, length)
+    kept = np.empty_like(slots)
+    for lane in range(table.group.num_lanes):
+        positions = table.slot_positions(row, lane)
+        kept[lane] = np.searchsorted(positions, length)
+        if table.group.window is not None:
+            first_needed = max(0, length + 1 - table.group.window)
+            first_held = int(positions[0]) if len(positions) else row_length
+            if first_held > first_needed and first_needed < length:
+                raise ConfigError(
+                    f"group {table.group.name!r} has dropped positions below {first_held} that a "
+                    f"row of {length} needs"
+                )
+    return kept
