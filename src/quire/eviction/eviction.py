@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -30,7 +31,6 @@ from quire.kv.compaction import (
     require_private_copies,
 )
 from quire.kv.lane_reader import JoinedReader, LaneReader
-from quire.kv.layer_loads import LayerLoads
 from quire.kv.paged_kv import PagedKV
 from quire.kv.resealing import Resealing
 from quire.layout.eviction import UNLIMITED
@@ -44,6 +44,33 @@ from quire.scheduler.request import Request
 
 FLOAT_BYTES = 4
 _TENSORS_OF_A_VIEW = 4  # keys, values, and scratch tensors of a rule
+
+
+@runtime_checkable
+class LayerLoads(Protocol):
+    """Access to the offloaded pages of a sequence one layer at a time, between steps."""
+
+    def is_offloaded(self, row: int, group: str) -> bool:
+        """Whether the first pages of a group's lanes are offloaded."""
+
+    def read(self, row: int, group: str, layers: range) -> None:
+        """Load offloaded pages of layers (at most one) into staging pages, until the next read."""
+        ...
+
+    def require_pages(self, row: int, group: str, kept: NDArray[np.bool_], copies: int = 0) -> None:
+        """Refuse (OutOfPages) layers that cannot be settled in turn; kept is [lanes, columns]."""
+        ...
+
+    def settle(self, row: int, group: str, layer: int, kept: NDArray[np.bool_]) -> None:
+        """Load the offloaded pages of a layer, and give those that are kept pages of their own.
+
+        The others remain in the staging pages until the next read. `require_pages` precedes it.
+        """
+        ...
+
+    def forget(self, row: int, group: str) -> None:
+        """Free the offloaded bytes of a group with settled layers, unless others use them."""
+        ...
 
 
 class PolicyEvictor:

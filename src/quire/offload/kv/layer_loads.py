@@ -22,7 +22,7 @@ from quire.offload.kv.page_groups import OffloadedPageGroup
 
 
 class OffloadedLayers:
-    """Implements `quire.kv.layer_loads.LayerLoads`.
+    """Implements `quire.eviction.eviction.LayerLoads`.
 
     Args:
         memory: KV memory of the sequences.
