@@ -37,12 +37,12 @@ from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig, OffloadConfig, PrefixCacheConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.kv.step_log import PROJECT
 from quire.models.adapter import TransformersDecoder
 from quire.models.loader import LoadedModel
 from quire.offload.kv.measured_speeds import measure_offload_speeds
 from quire.offload.kv.offload_choice import OffloadChoice
 from quire.offload.split import COPY, MeasuredRates
+from quire.offload.step_log import PROJECT
 from quire.offload.swap.transfer import ThreadTransferWorker, Transfer
 from quire.offload.weights.links import FileLink
 from quire.offload.weights.placement import WeightStream

@@ -17,10 +17,10 @@ from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import ConfigError, NeverFits
-from quire.kv.step_log import HOST_ATTEND, PROJECT
 from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
 from quire.offload.kv.prefix_splits import PrefixSplits
 from quire.offload.split import COPY
+from quire.offload.step_log import HOST_ATTEND, PROJECT
 from quire.offload.swap.transfer import ThreadTransferWorker
 from quire.scheduler.schedule_config import ScheduleConfig
 from reference.test_eviction import Recorder, largest_difference

@@ -14,12 +14,12 @@ from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
 from quire.errors import StorageError, UnsoundCombination
-from quire.kv.step_log import LAYER, PROJECT
 from quire.models import adapter
 from quire.models.adapter import TransformersDecoder
 from quire.models.weights import weight_bytes
 from quire.offload.kv.prefix_splits import PrefixSplits
 from quire.offload.split import COPY
+from quire.offload.step_log import LAYER, PROJECT
 from quire.offload.weights.placement import WithinBudget
 from quire.scheduler.schedule_config import ScheduleConfig
 from reference.test_eviction import Recorder, largest_difference

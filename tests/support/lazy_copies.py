@@ -1,6 +1,6 @@
 """A stand-in for a copy stream: copies run as late as the ordering of the computation allows."""
 
-from quire.kv.step_log import ClockMarks
+from quire.offload.step_log import ClockMarks
 
 
 class LazyCopy:

@@ -29,8 +29,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from quire.errors import ConfigError
-from quire.kv.step_log import ATTEND, HOST_ATTEND, KV_IN, LAYER, PROJECT, X_IN, Timed
 from quire.layout.model import ModelSpec
+from quire.offload.step_log import ATTEND, HOST_ATTEND, KV_IN, LAYER, PROJECT, X_IN, Timed
 from quire.plan.fitting import RateEstimator
 from quire.plan.rates import PrefillRates
 
@@ -206,8 +206,8 @@ class MeasuredRates:
     because concurrent operations slow each other down.
 
     Args:
-        prior: (call_s, unit_s) by kind: COPY, or a name of `quire.kv.step_log`. A kind without one
-            starts with the first operation of the kind.
+        prior: (call_s, unit_s) by kind: COPY, or a name of `quire.offload.step_log`. A kind without
+            one starts with the first operation of the kind.
         kv_bytes: KV of a token in a layer.
         x_bytes: activation of a token in a layer.
         weight_bytes: offloaded weights of a mean layer.

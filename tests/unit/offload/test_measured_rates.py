@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from quire.kv.step_log import ATTEND, HOST_ATTEND, KV_IN, LAYER, PROJECT, X_IN, Timed
 from quire.offload.split import COPY, MeasuredRates, pipelined_seconds, pipelined_split
+from quire.offload.step_log import ATTEND, HOST_ATTEND, KV_IN, LAYER, PROJECT, X_IN, Timed
 
 LAYERS, TOKENS, KV_BYTES, X_BYTES = 8, 1000, 1_000_000, 500_000
 MACHINE = {  # a link of 1 GB/s: k = 1 ms, x = 0.5 ms, r = 0.58 ms

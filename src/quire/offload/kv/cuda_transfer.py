@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from quire.kv.step_log import Marks
+from quire.offload.step_log import Marks
 from quire.offload.swap.transfer import Transfer
 
 

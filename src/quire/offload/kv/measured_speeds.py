@@ -10,10 +10,10 @@ import torch
 
 from quire.kernels.backend import AttentionMath
 from quire.kernels.dense import attend_partial
-from quire.kv.step_log import HOST_ATTEND, PROJECT
 from quire.models.adapter import TransformersDecoder
 from quire.models.base import Decoder
 from quire.offload.split import COPY
+from quire.offload.step_log import HOST_ATTEND, PROJECT
 from quire.plan.fitting import fit_seconds
 
 _COPY_BYTES = (1 << 18, 1 << 20, 1 << 22)

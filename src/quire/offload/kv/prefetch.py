@@ -16,12 +16,12 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from quire.kv.pages import PageNumbers
-from quire.kv.step_log import ATTEND, KV_IN, LAYER, Excluded, StepLog
 from quire.layout.layout import SLOTS
 from quire.layout.pages import CacheLayout, LaneGroup
 from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
 from quire.offload.kv.page_groups import OffloadedPageGroup
 from quire.offload.kv.prefix_splits import Share
+from quire.offload.step_log import ATTEND, KV_IN, LAYER, Excluded, StepLog
 from quire.offload.swap.transfer import Transfer, TransferWorker
 
 

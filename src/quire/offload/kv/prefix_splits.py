@@ -7,7 +7,6 @@ that gains time: what is loaded ahead for the next step has the split of this on
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from quire.kv.step_log import Timed
 from quire.offload.split import (
     MeasuredRates,
     OffloadRates,
@@ -16,6 +15,7 @@ from quire.offload.split import (
     pipelined_split,
     share_rows,
 )
+from quire.offload.step_log import Timed
 
 # Pages of an offloaded prefix that are recomputed, transferred, or attended to on the CPU:
 #

@@ -18,7 +18,6 @@ from quire.kernels.backend import AttentionBackend, AttentionMath, LayerPages, N
 from quire.kv.flat_batch import WHOLE_STEP, FlatBatch, StepPart
 from quire.kv.listeners import MemoryListener, SlotMoves
 from quire.kv.memory import KVMemory
-from quire.kv.step_log import StepLog, Timed
 from quire.kv.tables import Rows
 from quire.layout.layout import can_be_offloaded
 from quire.layout.pages import LaneGroup
@@ -29,6 +28,7 @@ from quire.offload.kv.prefetch import PrefixPrefetch, WeightWaits
 from quire.offload.kv.prefix_splits import TRANSFERRED, OffloadedPrefix, Share
 from quire.offload.recompute.activation_store import Writing, Written
 from quire.offload.recompute.kv_recompute import KVRecompute, StepKVRecompute
+from quire.offload.step_log import StepLog, Timed
 from quire.offload.swap.transfer import TransferWorker
 
 

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels.device_copies import to_device
-from quire.kv.step_log import PROJECT, X_IN, StepLog
 from quire.kv.tables import LaneTable
 from quire.layout.layout import SLOTS
 from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
@@ -26,6 +25,7 @@ from quire.offload.kv.prefix_splits import Share
 from quire.offload.kv.staging import slot_places
 from quire.offload.recompute.activation_allocator import Segment
 from quire.offload.recompute.activation_store import ActivationStore
+from quire.offload.step_log import PROJECT, X_IN, StepLog
 from quire.offload.swap.transfer import Transfer
 
 CHUNK_TOKENS = 256  # least tokens of a chunk of X

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 
 from quire.kv.arena import CopyFences
 from quire.kv.pages import PageNumbers
-from quire.kv.step_log import Marks
 from quire.kv.swap import TimedCopy
 from quire.layout.pages import PageClass
+from quire.offload.step_log import Marks
 from quire.offload.swap.host_pool import HostCopies
 from quire.offload.swap.transfer import Transfer, TransferWorker
 

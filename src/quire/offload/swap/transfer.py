@@ -4,7 +4,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, runtime_checkable
 
-from quire.kv.step_log import ClockMarks, Marks
+from quire.offload.step_log import ClockMarks, Marks
 
 
 @runtime_checkable

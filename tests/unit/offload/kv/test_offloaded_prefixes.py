@@ -19,9 +19,9 @@ from quire.kernels.reference_backend import ReferenceAttention
 from quire.kv.compaction import plan_compaction
 from quire.kv.sharing import reference_pages, release_reference, start_from_references
 from quire.kv.step import StepAttention
-from quire.kv.step_log import ClockMarks
 from quire.kv.swap import swap_out
 from quire.layout.layout import SLOTS
+from quire.offload.step_log import ClockMarks
 from quire.offload.swap.transfer import ThreadTransferWorker
 from support.offloaded_kv import (
     CPU,

@@ -5,9 +5,9 @@ Times come from a simulated link and device.
 
 import pytest
 
-from quire.kv.step_log import ATTEND, HOST_ATTEND, KV_IN, LAYER, PROJECT, X_IN, Timed
 from quire.offload.kv.prefix_splits import OffloadedPrefix, PrefixSplits, SplitLimits
 from quire.offload.split import COPY, MeasuredRates, OffloadRates, pipelined_split
+from quire.offload.step_log import ATTEND, HOST_ATTEND, KV_IN, LAYER, PROJECT, X_IN, Timed
 
 KV_BYTES, X_BYTES, PAGE, COLUMNS, LAYERS = 100, 50, 4, 250, 8
 TOKENS = PAGE * COLUMNS
