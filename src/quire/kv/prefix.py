@@ -152,20 +152,15 @@ class PrefixLease:
         return self.nodes[-1].block.end if self.nodes else 0
 
 
-def _chains(nodes: Sequence[PrefixNode]) -> list[list[PrefixNode]]:
-    """Split nodes into chains; each node of a chain is the child of the node before it."""
+def notify_stored(listener: PrefixListener, nodes: Sequence[PrefixNode], block_tokens: int) -> None:
+    """Notify a listener of new nodes, chain by chain: each node is the child of the one before."""
     chains: list[list[PrefixNode]] = []
     for node in nodes:
         if chains and node.parent is chains[-1][-1]:
             chains[-1].append(node)
         else:
             chains.append([node])
-    return chains
-
-
-def notify_stored(listener: PrefixListener, nodes: Sequence[PrefixNode], block_tokens: int) -> None:
-    """Notify a listener of new nodes, chain by chain."""
-    for chain in _chains(nodes):
+    for chain in chains:
         parent = None if chain[0].parent is None else chain[0].parent.block.key
         keys = [node.block.key for node in chain]
         tokens = [token for node in chain for token in node.block.token_ids]

@@ -298,7 +298,8 @@ def chunk_weights(
         part = slice(kv_head * group, (kv_head + 1) * group)
         q = query[:, part].transpose(0, 1)[None].float()
         key = _keys(pages, row, lane, kv_head % heads, held)
-        all_seen = _causal(len(query), held, q.device)
+        own = torch.arange(held - len(query), held, device=q.device)[:, None]  # the last slots
+        all_seen = torch.arange(held, device=q.device) <= own  # causal mask [queries, slots]
         exact = None
         if pages.full_precision is not None:
             place = chunk_lane(pages, row, lane, held=held, num_tokens=len(query))
@@ -326,12 +327,6 @@ def _write_promoted(key: Tensor, pages: LayerPages, place: ChunkLane, head: int)
     slot = (record >= 0).nonzero()[:, 0]
     found = decode_records(promoted.coded.key, page.expand(len(slot)), record[slot])
     key[0, 0, slot] = found[:, head]
-
-
-def _causal(queries: int, slots: int, device: torch.device) -> Tensor:
-    """Return the causal mask [queries, slots]; the last slots are the queries' own."""
-    own = torch.arange(slots - queries, slots, device=device)[:, None]
-    return torch.arange(slots, device=device) <= own
 
 
 def _keys(pages: LayerPages, row: int, lane: int, head: int, slots: int) -> Tensor:

@@ -207,20 +207,16 @@ def _order_still_used(memory: KVMemory, pages: PagesByClass) -> None:
     if not memory.arena.fences:
         return
     for page_class, numbers in pages.items():
-        references = memory.pools[page_class].ref_counts[numbers]
-        used = numbers[references > _cached_references(memory, page_class)[numbers]]
+        references = memory.pools[page_class].ref_counts
+        cached = [
+            found.reshape(-1)
+            for by_group in memory.cached_references.values()
+            for name, found in by_group.items()
+            if memory.tables[name].group.page_class == page_class
+        ]
+        by_cache = np.bincount(np.concatenate([NO_PAGES, *cached]), minlength=len(references))
+        used = numbers[references[numbers] > by_cache[numbers]]
         memory.arena.fences.before_use(used, page_class.page_bytes)
-
-
-def _cached_references(memory: KVMemory, page_class: PageClass) -> NDArray[np.int64]:
-    cached = [
-        numbers.reshape(-1)
-        for references in memory.cached_references.values()
-        for name, numbers in references.items()
-        if memory.tables[name].group.page_class == page_class
-    ]
-    num_pages = len(memory.pools[page_class].ref_counts)
-    return np.bincount(np.concatenate([NO_PAGES, *cached]), minlength=num_pages)
 
 
 def can_swap_in(memory: KVMemory, swapped: Swapped) -> bool:
@@ -285,18 +281,13 @@ def append_tail(memory: KVMemory, row: int, swapped: Swapped) -> None:
             f"tail, got a row of {held[0]} tokens or lanes with other counts"
         )
     pages = _copy_in(memory, swapped)
-    _free_private(memory, row)
-    _attach(memory, row, swapped.sequences[0], pages)
-    memory.note_peaks(np.array([row]))
-    swapped.stored.free()
-
-
-def _free_private(memory: KVMemory, row: int) -> None:
-    """Free the private pages of a recomputed head; those of the whole sequence were stored."""
-    for name in memory.statistics_of(row):
+    for name in memory.statistics_of(row):  # those of the whole sequence were stored
         table = memory.tables[name]
         none = np.zeros(table.group.num_lanes, dtype=np.int32)
         memory.pools[table.group.page_class].release(cut_slots(table, row, none))
+    _attach(memory, row, swapped.sequences[0], pages)
+    memory.note_peaks(np.array([row]))
+    swapped.stored.free()
 
 
 def _gather(
