@@ -33,10 +33,9 @@ from quire.models.loader import LoadedModel
 from quire.offload.prefix_store.levels import PrefixLevels
 from quire.offload.prefix_store.prefix_tier import PrefixTier
 from quire.offload.prefix_store.store import CPU, DISK, REMOTE, PrefixStore, TierKind
-from quire.offload.tiers.base import LateTier, Tier
+from quire.offload.tiers.base import LateTier, LRUTier, Tier
 from quire.offload.tiers.file import FileTier
 from quire.offload.tiers.host import HostTier
-from quire.offload.tiers.lru import LRUTier
 from quire.offload.tiers.redis_tier import RedisOptions, RedisTier
 from quire.plan.fitting import RateEstimator
 

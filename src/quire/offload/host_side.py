@@ -14,8 +14,7 @@ from quire.models.device_memory import free_device_bytes
 from quire.offload.kv.cuda_transfer import StreamTransferWorker
 from quire.offload.swap.host_pool import HostCopies, HostPool, refuse_too_small
 from quire.offload.swap.host_store import host_copies
-from quire.offload.swap.streamed_copies import StreamedCopies
-from quire.offload.swap.transfer import TransferWorker
+from quire.offload.swap.transfer import StreamedCopies, TransferWorker
 
 logger = logging.getLogger(__name__)
 

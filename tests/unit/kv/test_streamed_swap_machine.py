@@ -6,7 +6,7 @@ A page or host memory that is used again before its copy has run would have wron
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from quire.offload.swap.streamed_copies import StreamedCopies
+from quire.offload.swap.transfer import StreamedCopies
 from support.host_array import CopyFailed
 from support.lazy_copies import LazyWorker
 from unit.kv.test_tiers_machine import TiersMachine

@@ -26,9 +26,9 @@ from quire.offload.prefix_store.levels import PrefixLevels
 from quire.offload.prefix_store.prefix_load import PrefixLoad
 from quire.offload.prefix_store.prefix_tier import PrefixTier
 from quire.offload.prefix_store.store import CPU, PrefixStore
+from quire.offload.tiers.base import LRUTier
 from quire.offload.tiers.file import FileTier
 from quire.offload.tiers.host import HostTier
-from quire.offload.tiers.lru import LRUTier
 from quire.plan.fitting import RateEstimator
 from support.prefix_index import Listener
 from support.small_memory import places, plain_class, with_groups

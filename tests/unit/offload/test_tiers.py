@@ -9,10 +9,9 @@ import torch
 import quire.offload.tiers.host as host_module
 from quire.config.store_url import parse_store_url
 from quire.errors import ConfigError, StorageError, TierFull
-from quire.offload.tiers.base import Tier
+from quire.offload.tiers.base import LRUTier, Tier
 from quire.offload.tiers.file import FileTier
 from quire.offload.tiers.host import HostTier
-from quire.offload.tiers.lru import LRUTier
 from quire.offload.tiers.redis_tier import RedisOptions, RedisTier
 from support.redis_servers import start_redis
 

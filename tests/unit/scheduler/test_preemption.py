@@ -3,7 +3,7 @@
 import pytest
 
 from quire.offload.swap.host_pool import NoCopies
-from quire.offload.swap.streamed_copies import StreamedCopies
+from quire.offload.swap.transfer import StreamedCopies
 from quire.plan.preemption_costs import LearnedCosts
 from quire.scheduler.request import RequestState
 from support.lazy_copies import LazyWorker

@@ -18,7 +18,7 @@ from quire.layout.pages import CacheLayout, LaneGroup
 from quire.offload.host_side import swap_pool, swap_worker
 from quire.offload.swap.host_pool import HostPool, NoCopies
 from quire.offload.swap.host_store import DirectCopies
-from quire.offload.swap.streamed_copies import StreamedCopies
+from quire.offload.swap.transfer import StreamedCopies
 from support.host_array import CopyFailed, HostArray
 from support.lazy_copies import LazyWorker
 from support.small_memory import grow, one_group, plain_class, started
