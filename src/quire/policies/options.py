@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import Field, fields
 from typing import Any, TypeVar
 
-from quire.errors import ConfigError, UnknownName
+from quire.errors import ConfigError, UnknownName, nearest
 
 KINDS = (bool, int, float, str)  # an option's type is its default's
 _WANTED = {int: "a whole number", float: "a finite number"}
@@ -15,11 +15,11 @@ Nested = Mapping[type, Callable[[str], object]]  # parsers of options that are r
 
 
 def check_options(what: str, cls: type, *, taken: tuple[str, ...], nested: Nested) -> None:
-    """Refuse a class whose fields cannot be options.
+    """Refuse a class whose fields cannot be options, or that lacks a method.
 
     Raises:
-        ConfigError: the class is not a dataclass, a field has no default of an option type, or a
-            field uses a reserved name.
+        ConfigError: the class is not a dataclass, a field has no default of an option type, a
+            field uses a reserved name, or a method is abstract.
     """
     if "__dataclass_fields__" not in vars(cls):
         raise ConfigError(f"{what} is not a dataclass: write @register above @dataclass")
@@ -31,6 +31,10 @@ def check_options(what: str, cls: type, *, taken: tuple[str, ...], nested: Neste
         if type(declared.default) not in KINDS and not isinstance(declared.default, tuple(nested)):
             kinds = ", ".join(kind.__name__ for kind in KINDS)
             raise ConfigError(f"option {declared.name!r} of {what} needs a default of type {kinds}")
+    for method in sorted(getattr(cls, "__abstractmethods__", ())):
+        near = nearest(method, [name for name, value in vars(cls).items() if callable(value)])
+        hint = f"it has {near[0]}, did you mean {method}?" if near else f"define {method}"
+        raise ConfigError(f"{what} (class {cls.__name__}) has no method {method}: {hint}")
 
 
 def make_with_options(

@@ -59,6 +59,17 @@ from quire.policies.registry import register_budget
 class Installed(Budget):
     more: int = 3
 """
+NAMED_RULE = """
+from dataclasses import dataclass
+from quire.policies.base import SinksAndRecent
+from quire.policies.registry import register
+
+@register("named")
+@dataclass(frozen=True, slots=True)
+class Named(SinksAndRecent):
+    def {method}(self, view):
+        return -view.positions.float()
+"""
 
 
 @pytest.mark.usefixtures("temporary_registrations")
@@ -119,6 +130,11 @@ def test_policy_file_is_loaded_once(tmp_path) -> None:
         (INSTALLED_RULE + "1 / 0", "ZeroDivisionError: division by zero"),
         (INSTALLED_RULE.replace("installed", "recent"), "two policies are called 'recent'"),
         ("def (", "SyntaxError: "),
+        (
+            NAMED_RULE.format(method="scores"),
+            r": policy 'named' \(class Named\) has no method score: it has scores, did you mean score\?$",
+        ),
+        (NAMED_RULE.format(method="rank"), r"\(class Named\) has no method score: define score$"),
     ],
 )
 def test_policy_file_that_cannot_be_loaded_is_named(tmp_path, code, message) -> None:
