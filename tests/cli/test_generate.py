@@ -391,6 +391,28 @@ def test_full_disk_for_events_keeps_the_output(quire, expected):
     assert result.stderr.splitlines()[-1].startswith("error: KV events cannot be written to /dev/")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "options", "error"),
+    [
+        ((PROMPT,), {}, ""),
+        (("quire-tiny",), {"input": PROMPT}, ""),
+        (("-p", PROMPT), {"input": ""}, ""),
+        (("quire-tiny", PROMPT), {}, ""),
+        (("none/such", "-p", PROMPT), {}, "none/such"),
+    ],
+)
+def test_text_is_the_prompt_if_the_file_names_the_model(
+    quire, expected, tmp_path, arguments, options, error
+):
+    file = tmp_path / "tuned.toml"
+    file.write_text('model = "quire-tiny"\n')
+
+    result = quire("generate", "--config", file, *arguments, *QUICK, **options)
+
+    assert error in result.stderr
+    assert result.stdout == ("" if error else expected.text + "\n")
+
+
 def test_prompt_can_be_the_second_argument(quire, expected):
     assert quire("generate", "quire-tiny", PROMPT, *QUICK).stdout == expected.text + "\n"
     assert quire("generate", "quire-tiny", *QUICK, input=PROMPT).stdout == expected.text + "\n"
@@ -402,6 +424,7 @@ def test_prompt_can_be_the_second_argument(quire, expected):
         (("-p", "a\udc80", *QUICK), ("surrogate",)),
         (("quire-tiny", "x", "-p", "y"), ("two prompts, 'x' and --prompt 'y'", "leave one out")),
         (("quire-tiny",), ("prompt is empty", "quire generate MODEL PROMPT", "--prompt")),
+        (("x " * 2_000,), ("as the first argument",)),  # longer than a file name
         ((PROMPT,), ("as the first argument", f"quire generate quire-tiny '{PROMPT}'")),
         (("--model", "m", "-p", "x"), ("--model is not an option", "quire generate MODEL PROMPT")),
     ],

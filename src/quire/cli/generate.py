@@ -1,8 +1,9 @@
 """`quire generate`: streams the output of one prompt."""
 
+import os
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +15,7 @@ from quire.cli.report import print_json
 from quire.cli.settings import Settings, with_settings
 from quire.errors import RequestError
 from quire.layout.options import option
-from quire.layout.packaged import PACKAGED_MODEL
+from quire.layout.packaged import NAMES, PACKAGED_MODEL
 from quire.layout.sizes import format_size
 
 if TYPE_CHECKING:
@@ -48,7 +49,8 @@ def generate(
         str | None,
         typer.Argument(
             metavar="PROMPT",
-            help="The prompt. Default: --prompt, else standard input.",
+            help="The prompt. Default: --prompt, else standard input. A single text is the prompt "
+            "if --config names the model.",
             show_default=False,
         ),
     ] = None,
@@ -64,6 +66,8 @@ def generate(
             "Python or in a request to quire serve"
         )
     settings = settings.for_one_request()
+    if prompt is None and flags.prompt_option is None:
+        settings, prompt = _with_model_of_file(settings)
     text = _prompt(settings, prompt, flags.prompt_option)
     with watching(flags.kv_events) as watch:
         output = _stream(settings, text, watch)
@@ -118,9 +122,17 @@ def _prompt(settings: Settings, argument: str | None, option: str | None) -> str
     return text
 
 
+def _with_model_of_file(settings: Settings) -> tuple[Settings, str | None]:
+    """Take a single text as the prompt if the file names the model, unless it is a model too."""
+    text, of_file = settings.model, settings.file_model
+    if of_file in (None, text) or text in NAMES or os.path.exists(text):
+        return settings, None
+    return replace(settings, model=of_file), text
+
+
 def _refuse_prompt_as_model(model: str) -> None:
     """Refuse a name with spaces that is not a folder: it is probably the prompt."""
-    if len(model.split()) > 1 and not Path(model).exists():
+    if len(model.split()) > 1 and not os.path.exists(model):
         raise RequestError(
             f"expected a model as the first argument, got {model!r}: use quire generate "
             f"{PACKAGED_MODEL} {shlex.quote(model)}"

@@ -63,6 +63,7 @@ class Settings:
     """Resolved options of a command."""
 
     model: str = PACKAGED_MODEL  # "quire-tiny", a folder or a hub name
+    file_model: str | None = None  # that of --config, which an argument overrides
     loading: ModelConfig = field(default_factory=ModelConfig)
     kv: KVConfig = field(default_factory=KVConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -344,6 +345,7 @@ def _resolve(
         parts[found.section][found.path] = value
     return Settings(
         model=model_default if named is None else named,
+        file_model=file_model,
         loading=MODEL.build(parts[MODEL.name]),
         kv=KV.build(parts[KV.name]),
         schedule=SCHEDULE.build(parts[SCHEDULE.name]),
