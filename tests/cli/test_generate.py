@@ -118,6 +118,23 @@ def test_rule_that_fails_is_an_error_without_a_count_of_evicted_tokens(quire, tm
     assert "evicted" not in failed.stderr
 
 
+def test_a_rule_that_raises_is_named_with_its_line_and_with_verbose_its_traceback(
+    quire, tmp_path, caplog
+):
+    file = tmp_path / "broken.py"
+    file.write_text(RULE.replace("pass", "def score(self, view): return {}['foo']"))
+    rule = ("--evict", "of_file:cap=3", "--policy-file", file)
+    with temporary_registrations():
+        failed = quire("generate", "--prompt", PROMPT, *QUICK, *rule)
+        silent = not caplog.text
+        quire("generate", "--prompt", PROMPT, *QUICK, *rule, "--verbose")
+
+    line = RULE[: RULE.index("pass")].count("\n") + 1
+    assert f"policy OfFile raised KeyError: 'foo' (broken.py, line {line})" in failed.stderr
+    assert silent
+    assert f'File "{file}", line {line}, in score' in caplog.text
+
+
 def test_an_unusable_tier_is_a_warning_or_with_require_tiers_an_error(
     quire, expected, tmp_path, caplog
 ):

@@ -1,6 +1,7 @@
 """Resolved options of a command: command line, then TOML file, then defaults."""
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -185,6 +186,9 @@ def with_settings(
         def run(ctx: Any, **given: Any) -> None:
             shared: SharedFlags = _SHARED.build(_given(_SHARED, given))
             ctx.meta[VERBOSE_KEY] = shared.verbose or ctx.meta.get(VERBOSE_KEY, False)
+            if ctx.meta[VERBOSE_KEY]:  # a request only has the text of an error of its rule
+                logging.basicConfig(format="%(message)s")
+                logging.getLogger("quire.eviction").setLevel(logging.DEBUG)
             file = (None, {}) if shared.config is None else read_config_file(shared.config)
             settings = _resolve(ctx, given, options, file, model_default)
             _load_policies(settings.kv)

@@ -1,8 +1,12 @@
 """Executes evictions: the policy selects the slots to retain, then the lanes are compacted."""
 
+import logging
+import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -41,6 +45,8 @@ from quire.policies.view import KVView, Rotation
 from quire.scheduler.eviction_trace import EvictionEntry
 from quire.scheduler.lanes import Evicted, Slots, evicting_lanes
 from quire.scheduler.request import Request
+
+logger = logging.getLogger(__name__)
 
 FLOAT_BYTES = 4
 _TENSORS_OF_A_VIEW = 4  # keys, values, and scratch tensors of a rule
@@ -465,5 +471,14 @@ def _named(eviction: Eviction) -> Iterator[None]:
         raise PolicyError(f"{eviction.text!r}: {error}") from error
     except Exception as error:
         name = type(eviction.policy).__name__
-        said = f"policy {name} raised {type(error).__name__}: {error}"
+        said = f"policy {name} raised {type(error).__name__}: {error} ({_place(eviction, error)})"
+        logger.debug("%r: policy %s raised an error", eviction.text, name, exc_info=True)
         raise PolicyError(f"{eviction.text!r}: {said}") from error
+
+
+def _place(eviction: Eviction, error: Exception) -> str:
+    """File and line of the error: of the innermost frame in the file of the rule if it has one."""
+    own = getattr(sys.modules.get(type(eviction.policy).__module__), "__file__", None)
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = next((frame for frame in reversed(frames) if frame.filename == own), frames[-1])
+    return f"{Path(frame.filename).name}, line {frame.lineno}"

@@ -132,7 +132,8 @@ def test_policy_file_is_loaded_once(tmp_path) -> None:
         ("def (", "SyntaxError: "),
         (
             NAMED_RULE.format(method="scores"),
-            r": policy 'named' \(class Named\) has no method score: it has scores, did you mean score\?$",
+            r": policy 'named' \(class Named\) has no method score: it has scores, did you mean "
+            r"score\?$",
         ),
         (NAMED_RULE.format(method="rank"), r"\(class Named\) has no method score: define score$"),
     ],
