@@ -39,8 +39,7 @@ from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.models.adapter import TransformersDecoder
 from quire.models.loader import LoadedModel
-from quire.offload.kv.measured_speeds import measure_offload_speeds
-from quire.offload.kv.offload_choice import OffloadChoice
+from quire.offload.kv.offload_choice import OffloadChoice, measure_offload_speeds
 from quire.offload.split import COPY, MeasuredRates
 from quire.offload.step_log import PROJECT
 from quire.offload.swap.transfer import ThreadTransferWorker, Transfer

@@ -23,8 +23,7 @@ from quire.engine.shared_pool import PoolMember, joining
 from quire.eviction.eviction import PolicyEvictor
 from quire.kv.prefix import PrefixBroadcast, PrefixIndex
 from quire.models.loader import LoadedModel
-from quire.offload.kv.layer_loads import OffloadedLayers
-from quire.offload.kv.offloader import OffloadEvictor, PrefixOffloader
+from quire.offload.kv.offloader import OffloadedLayers, OffloadEvictor, PrefixOffloader
 from quire.offload.prefix_store.prefix_loader import PrefixLoader
 from quire.offload.swap.host_store import device_name
 from quire.parallel.lockstep import Lockstep

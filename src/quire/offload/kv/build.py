@@ -7,11 +7,10 @@ from quire.kv.coded_layers import CodedLayers
 from quire.kv.memory import KVMemory
 from quire.kv.store import PageStore
 from quire.offload.host_side import host_pool
-from quire.offload.kv.detached_rows import OffloadedRowsOf
 from quire.offload.kv.offload_choice import OffloadChoice
-from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
+from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes, OffloadedRowsOf
+from quire.offload.kv.offloader import RowRequests
 from quire.offload.kv.prefix_splits import PrefixSplits
-from quire.offload.kv.row_requests import RowRequests
 from quire.offload.kv.step_offload import KVOffload
 from quire.scheduler.request import Request
 

@@ -29,8 +29,7 @@ from quire.kv.memory import KVMemory
 from quire.kv.store import PageStore, PageViews
 from quire.kv.tables import LaneTable
 from quire.layout.pages import VALUE, LaneGroup
-from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
-from quire.offload.kv.page_groups import OffloadedPageGroup
+from quire.offload.kv.offloaded_prefixes import OffloadedPageGroup, OffloadedPrefixes
 from quire.offload.kv.prefix_splits import Share
 from quire.offload.step_log import HOST_ATTEND, StepLog
 from quire.offload.swap.host_store import DirectCopies, StagedCopies

@@ -3,42 +3,203 @@
 requested     possible               impossible
 auto          decided by rates       all KV is transferred; logged once at info level
 a fraction    this fraction is used  refused, with the reason and an alternative
+
+Rates of transfer, KV recompute and CPU attention are measured when an engine starts. They are a
+prior only: `MeasuredRates` learns the times of concurrent operations from steps.
 """
 
 import logging
-from collections.abc import Collection
-from dataclasses import replace
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+
+import torch
 
 from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError, UnsoundCombination
+from quire.kernels.backend import AttentionMath
+from quire.kernels.dense import attend_partial
 from quire.kv.coded_layers import CodedLayers
 from quire.kv.memory import KVMemory
 from quire.kv.store import PageStore
 from quire.layout import limits
 from quire.layout.layout import SLOTS, can_be_offloaded
 from quire.layout.limits import Limit
-from quire.layout.pages import CacheLayout
+from quire.layout.pages import PAGE_ALIGNMENT_BYTES, CacheLayout, LaneGroup
 from quire.layout.statistics import OfWeights, Statistic
 from quire.models.adapter import TransformersDecoder
+from quire.models.base import Decoder
 from quire.models.layer_source import LayerSource
 from quire.models.loader import LoadedModel
 from quire.offload.kv.cpu_attention import CPUAttention, can_attend_in_parts
 from quire.offload.kv.cuda_transfer import StreamTransferWorker
-from quire.offload.kv.measured_speeds import measure_offload_speeds
-from quire.offload.kv.offload_memory import OffloadMemory, can_recompute, layer_bytes
 from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
+from quire.offload.kv.offloader import RowRequests
 from quire.offload.kv.prefix_splits import PrefixSplits, SplitLimits
-from quire.offload.kv.row_requests import RowRequests
 from quire.offload.recompute.activation_allocator import ActivationAllocator
 from quire.offload.recompute.activation_store import ActivationCodec, ActivationStore
 from quire.offload.recompute.kv_recompute import KVRecompute
-from quire.offload.split import MeasuredRates, activation_gate, pipelined_split
+from quire.offload.split import COPY, MeasuredRates, activation_gate, pipelined_split
+from quire.offload.step_log import HOST_ATTEND, PROJECT
 from quire.offload.swap.transfer import ThreadTransferWorker, TransferWorker
+from quire.plan.fitting import fit_seconds
 
 logger = logging.getLogger(__name__)
 
+_COPY_BYTES = (1 << 18, 1 << 20, 1 << 22)
+_TOKENS = (16, 64, 256)
+_TIMES = 3
+_BLOCK_BYTES = 256 << 10  # contiguous activations of a layer
+_MIN_BLOCKS = 64
 _STORED = 1.1  # stored activations over the split, which moves with the rates
 _MIN_FRACTION = 0.02  # smallest fraction of recomputed tokens that gains time
+
+Run = Callable[[], object]
+
+
+def measure_offload_speeds(
+    decoder: Decoder, layer: int, *, recomputes: bool
+) -> dict[str, tuple[float, float]]:
+    """Seconds per call and per byte or token of copies, KV recompute and CPU attention, by kind.
+
+    Args:
+        decoder: runs the products.
+        layer: model layer to measure.
+        recomputes: whether the decoder is prepared to recompute keys and values.
+    """
+    device = decoder.device
+    found = {COPY: _fit(_COPY_BYTES, lambda size: _copy(size, device))}
+    if recomputes and isinstance(decoder, TransformersDecoder):
+        found[PROJECT] = _fit(_TOKENS, lambda tokens: _recompute(decoder, layer, tokens))
+    return found | {HOST_ATTEND: _fit(_TOKENS, lambda tokens: _attend(decoder, tokens))}
+
+
+def _fit(sizes: tuple[int, ...], prepare: Callable[[int], Run]) -> tuple[float, float]:
+    """Fit seconds per call and per unit to the fastest of a few runs of each size."""
+    amounts, seconds = [], []
+    for size in sizes:
+        run = prepare(size)
+        run()
+        amounts.append((1.0, float(size)))
+        seconds.append(min(_timed(run) for _ in range(_TIMES)))
+    call_s, unit_s = fit_seconds(amounts, seconds)
+    return call_s, max(unit_s, 1e-15)
+
+
+def _timed(run: Run) -> float:
+    started_s = time.perf_counter()
+    run()
+    return time.perf_counter() - started_s
+
+
+def _copy(num_bytes: int, device: torch.device) -> Run:
+    source = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    target = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+    def run() -> None:
+        target.copy_(source, non_blocking=True)
+        _wait(device)
+
+    return run
+
+
+def _recompute(decoder: TransformersDecoder, layer: int, tokens: int) -> Run:
+    device = decoder.device
+    inputs = torch.zeros(tokens, decoder.spec.hidden_size, dtype=decoder.dtype, device=device)
+    positions = torch.arange(tokens, device=device)
+
+    def run() -> None:
+        decoder.keys_and_values(layer, inputs, positions)
+        _wait(device)
+
+    return run
+
+
+def _attend(decoder: Decoder, tokens: int) -> Run:
+    spec = decoder.spec
+    query = torch.zeros(1, spec.num_heads, 1, spec.head_dim, dtype=decoder.dtype)
+    key = torch.zeros(1, spec.num_kv_heads, tokens, spec.head_dim, dtype=decoder.dtype)
+    return lambda: attend_partial(query, key, key, math=AttentionMath(1.0), seen=None)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadMemory:
+    """Sizes of the KV and the activations that share the offload memory.
+
+    Attributes:
+        groups: lane groups that can be offloaded.
+        page_tokens: tokens of a page.
+        row_bytes: bytes of a token's activations in one layer.
+        num_layers: layers with activations.
+    """
+
+    groups: Sequence[LaneGroup]
+    page_tokens: int
+    row_bytes: int
+    num_layers: int
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's activations in all layers."""
+        return self.row_bytes * self.num_layers
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page of KV in every lane."""
+        return sum(g.num_lanes * g.page_class.page_bytes for g in self.groups)
+
+    def activation_bytes(self, fraction: float, total_bytes: int) -> int:
+        """Bytes for activations, such that they and the KV run out together.
+
+        Args:
+            fraction: fraction (0 to 1) of the tokens with stored activations.
+            total_bytes: size of offload memory.
+        """
+        return int(total_bytes * self._share(fraction))
+
+    def min_bytes(self, fraction: float) -> int:
+        """Smallest offload memory that holds a page of every lane, and of activations if any.
+
+        Args:
+            fraction: fraction (0 to 1) of the tokens with stored activations.
+        """
+        if not fraction:
+            return self.page_bytes
+        share, activation_bytes = self._share(fraction), self.page_tokens * self.token_bytes
+        min_bytes = max(ceil(self.page_bytes / (1 - share)), ceil(activation_bytes / share))
+        min_bytes = -(-min_bytes // PAGE_ALIGNMENT_BYTES) * PAGE_ALIGNMENT_BYTES
+        while self.activation_bytes(fraction, min_bytes) < activation_bytes:  # rounding
+            min_bytes += PAGE_ALIGNMENT_BYTES
+        return min_bytes
+
+    def allocator(self, activation_bytes: int) -> ActivationAllocator | None:
+        """Create the allocator of activation blocks; None if not one block fits."""
+        page, tokens = self.page_tokens, activation_bytes // max(1, self.token_bytes)
+        wanted = min(_BLOCK_BYTES // self.row_bytes, tokens // _MIN_BLOCKS)
+        block = max(page, wanted // page * page)
+        return ActivationAllocator(tokens // block, block, page) if tokens >= block else None
+
+    def _share(self, fraction: float) -> float:
+        """Fraction of offload memory for activations."""
+        kv_bytes = sum(layer_bytes(g) * len(g.layers) for g in self.groups)
+        return fraction * self.token_bytes / (fraction * self.token_bytes + kv_bytes)
+
+
+def layer_bytes(group: LaneGroup) -> int:
+    """Bytes of a token's KV in one layer of a group."""
+    return group.page_class.slot_bytes * group.lanes_per_layer
+
+
+def can_recompute(group: LaneGroup) -> bool:
+    """Whether single slots of a group can be recomputed with identical contents."""
+    page_class = group.page_class
+    return group.lanes_per_layer == 1 and not page_class.per_page and page_class.rotated
 
 
 class OffloadChoice:

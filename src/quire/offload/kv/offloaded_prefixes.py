@@ -16,12 +16,17 @@ there.
 Pages that several sequences share (outputs of one prompt, beams, a common prefix) are offloaded
 once, and the sequences share their staging. Such sequences must run in one batch.
 
+Offloaded pages and activations of swapped sequences stay in offload memory:
+
+    preempted   resident pages -> swap space     offloaded pages, activations: unchanged
+    resumed     swap space -> new pages          staging is allocated again
+
 This module does the bookkeeping; a `PageBytes` does the copies.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,10 +36,10 @@ from quire.kv.listeners import MemoryListener
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
 from quire.kv.repacking import repack
+from quire.kv.swap import OffloadedPages
 from quire.kv.tables import LaneTable, Rows
 from quire.layout.layout import SLOTS, can_be_offloaded
 from quire.layout.pages import PageClass
-from quire.offload.kv.page_groups import OffloadedPageGroup
 from quire.offload.kv.staging import (
     StagingUse,
     allocate_staging,
@@ -43,7 +48,40 @@ from quire.offload.kv.staging import (
     stage,
     staged_pages,
 )
+from quire.offload.recompute.activation_allocator import ActivationAllocator, Stored
 from quire.offload.swap.host_pool import HostPool, HostSpace
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadedPageGroup:
+    """Pages of one group of one sequence that were offloaded together.
+
+    Attributes:
+        group: name of the group.
+        first: column of the first page.
+        layers: location of the pages' bytes for each layer of the group, lane by lane.
+        staging: [slots, lanes of a layer, pages of a lane] pages of the arena.
+        positions: [lanes, slots] logical positions of the slots; None if lanes are in order.
+        page_positions: [lanes, pages of a lane] logical position of the first slot of each page.
+    """
+
+    group: str
+    first: int
+    layers: Sequence[HostSpace]
+    staging: PageNumbers
+    positions: NDArray[np.int32] | None = None
+    page_positions: PageNumbers | None = None
+
+    @property
+    def columns(self) -> int:
+        """Number of pages of a lane."""
+        return int(self.staging.shape[2])
+
+    @property
+    def slots(self) -> int:
+        """Number of layers whose pages the staging holds at a time."""
+        return len(self.staging)
+
 
 ReadPositions = Callable[[PageClass, PageNumbers], NDArray[np.int32]]
 
@@ -469,3 +507,65 @@ class OffloadedPrefixes(MemoryListener):
     def _bytes(self, page_group: OffloadedPageGroup) -> int:
         group = self._memory.tables[page_group.group].group
         return page_group.columns * group.num_lanes * group.page_class.page_bytes
+
+
+class DetachedRows:
+    """Offloaded pages of sequences that were swapped out together.
+
+    Args:
+        prefixes: offloaded prefixes of the memory.
+        page_groups: offloaded page groups of each sequence; still in `prefixes.detached`.
+        activations: allocator and detached blocks of each sequence; empty if none are stored.
+
+    Attributes:
+        staging: pages of each class that `attach` allocates.
+    """
+
+    def __init__(
+        self,
+        prefixes: OffloadedPrefixes,
+        page_groups: Sequence[list[OffloadedPageGroup]],
+        activations: Sequence[tuple[ActivationAllocator, Stored] | None],
+    ) -> None:
+        self._prefixes, self._page_groups = prefixes, page_groups
+        self._activations = activations
+        self.staging: Mapping[PageClass, int] = prefixes.staging_pages(page_groups)
+
+    def attach(self, rows: Sequence[int]) -> None:
+        self._prefixes.attach(rows, self._page_groups)
+        for row, found in zip(rows, self._activations, strict=True):
+            if found is not None:
+                allocator, stored = found
+                allocator.attach(row, stored)
+
+    def discard(self) -> None:
+        self._prefixes.discard(self._page_groups)
+        for found in self._activations:
+            if found is not None:
+                allocator, stored = found
+                allocator.discard(stored)
+
+
+class OffloadedRowsOf:
+    """Implements `OffloadedRows` for an engine.
+
+    Args:
+        prefixes: offloaded prefixes of the memory.
+        allocator: stored activations; None if none are stored.
+    """
+
+    def __init__(self, prefixes: OffloadedPrefixes, allocator: ActivationAllocator | None) -> None:
+        self._prefixes, self._allocator = prefixes, allocator
+
+    def detach(self, rows: Sequence[int]) -> OffloadedPages | None:
+        if not self._prefixes.rows.intersection(rows):
+            return None
+        activations = [self._activations_of(row) for row in rows]
+        page_groups = [self._prefixes.detach(row) for row in rows]
+        return DetachedRows(self._prefixes, page_groups, activations)
+
+    def _activations_of(self, row: int) -> tuple[ActivationAllocator, Stored] | None:
+        stored = None if self._allocator is None else self._allocator.detach(row)
+        if stored is None or self._allocator is None:
+            return None
+        return self._allocator, stored

@@ -5,8 +5,8 @@
 
 With two staging slots, the copy of layer n starts after the attention of layer n - 2; with one
 slot, after that of layer n - 1. After the last layers, the first layers of the next step are loaded
-(see `ahead`). One transfer worker runs all copies, in the order of the step's schedule. Activations
-that recompute needs are copied before the KV of their layer (see `kv_recompute`).
+(see `staging`). One transfer worker runs all copies, in the order of the step's schedule.
+Activations that recompute needs are copied before the KV of their layer (see `kv_recompute`).
 """
 
 import itertools
@@ -18,8 +18,7 @@ import numpy as np
 from quire.kv.pages import PageNumbers
 from quire.layout.layout import SLOTS
 from quire.layout.pages import CacheLayout, LaneGroup
-from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
-from quire.offload.kv.page_groups import OffloadedPageGroup
+from quire.offload.kv.offloaded_prefixes import OffloadedPageGroup, OffloadedPrefixes
 from quire.offload.kv.prefix_splits import Share
 from quire.offload.step_log import ATTEND, KV_IN, LAYER, Excluded, StepLog
 from quire.offload.swap.transfer import Transfer, TransferWorker

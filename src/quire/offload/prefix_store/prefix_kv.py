@@ -29,8 +29,12 @@ from quire.kv.memory import KVMemory
 from quire.kv.prefix import PrefixIndex, PrefixLease
 from quire.kv.prefix_key import PrefixIdentity, blocks_of
 from quire.layout.pages import PageClass
-from quire.offload.kv.in_flight_pages import InFlightPages, pages_needed
-from quire.offload.kv.in_flight_snapshot import InFlightSnapshot, snapshot_pages_needed
+from quire.offload.kv.in_flight_pages import (
+    InFlightPages,
+    InFlightSnapshot,
+    pages_needed,
+    snapshot_pages_needed,
+)
 
 FORMAT = "quire kv 1"
 _METADATA = "quire"

@@ -35,8 +35,12 @@ from quire.errors import OutOfPages
 from quire.kv.prefix import PrefixLease
 from quire.kv.prefix_key import Block, BlockChain
 from quire.layout.pages import PageClass
-from quire.offload.kv.in_flight_pages import InFlightPages, pages_needed
-from quire.offload.kv.in_flight_snapshot import InFlightSnapshot, snapshot_pages_needed
+from quire.offload.kv.in_flight_pages import (
+    InFlightPages,
+    InFlightSnapshot,
+    pages_needed,
+    snapshot_pages_needed,
+)
 from quire.offload.prefix_store.entries import Place
 from quire.offload.prefix_store.levels import PrefixLevels
 from quire.offload.prefix_store.prefix_load import LoadRate, PrefixLoad, SnapshotLoad
