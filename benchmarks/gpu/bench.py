@@ -24,7 +24,7 @@ from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.engine.decode_graphs import CudaGraphs
 from quire.errors import ConfigError, InvariantError
-from quire.models.device_memory import free_device_bytes
+from quire.kernels.memory import free_device_bytes
 from quire.models.loader import LoadedModel
 from quire.offload.swap.host_store import device_name
 from quire.profile.ceilings import seconds

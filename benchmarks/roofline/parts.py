@@ -18,13 +18,11 @@ from benchmarks.roofline.measured import PARTS
 from benchmarks.roofline.rates import BFLOAT16, FLOAT32, INT8
 from quire.engine.core import Engine
 from quire.evals.fidelity import ForwardingDecoder
-from quire.kernels.backend import AttentionMath
-from quire.kernels.chains import HeadBuffers
+from quire.kernels.backend import AttentionMath, HeadBuffers
 from quire.kernels.native.arguments import AVX512_BF16
 from quire.kernels.native.chain import PartTimes
 from quire.kernels.native.library import NativeLibrary, load_library
-from quire.kernels.native.linear import CODED, Products
-from quire.kernels.native.packed_weights import PackedWeight
+from quire.kernels.native.linear import CODED, PackedWeight, Products
 from quire.layout.model import ModelSpec
 from quire.models.adapter import TransformersDecoder
 from quire.models.base import AttentionCall, ChainedAttention, Decoder, PagedAttention

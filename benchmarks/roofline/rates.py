@@ -17,8 +17,7 @@ from quire.kernels.native.library import (
     NotLoaded,
     load_library,
 )
-from quire.kernels.native.linear import CODED, Products, has_products
-from quire.kernels.native.packed_weights import PackedWeight, pack
+from quire.kernels.native.linear import CODED, PackedWeight, Products, has_products, pack
 from quire.profile.ceilings import MemoryProbe, seconds
 
 FLOAT32, BFLOAT16, INT8 = ARITHMETICS = ("float32", "bfloat16", "int8")

@@ -21,13 +21,13 @@ from quire.kernels.backend import (
     AttentionMath,
     AttentionMeasure,
     AttentionStatistic,
+    CosSin,
     MovedSlots,
     NewSlots,
     StatisticRows,
 )
 from quire.kernels.gathered import GatheredAttention
-from quire.kernels.rope_write import CosSin
-from quire.kernels.triton import slot_calls
+from quire.kernels.triton import launch
 from quire.kernels.triton.backend import TritonAttention
 from quire.kernels.triton.hardware import Hardware
 from quire.layout.statistics import REDUCTIONS
@@ -109,8 +109,8 @@ def run_steps():
     planes = (torch.zeros(4, 2, 8, 64), torch.zeros(4, 2, 8, 64, dtype=torch.int8))
     backend.move(MovedSlots(planes, places, places))
     pages = torch.zeros(4, 4096, dtype=torch.uint8)
-    slot_calls.pack_pages(pages, torch.arange(3), pages[:3].clone())
-    slot_calls.unpack_pages(pages, torch.arange(3), pages[:3].clone())
+    launch.pack_pages(pages, torch.arange(3), pages[:3].clone())
+    launch.unpack_pages(pages, torch.arange(3), pages[:3].clone())
 
 
 def attend(backend, codec, dtype, head_dim):
@@ -144,12 +144,12 @@ def attend(backend, codec, dtype, head_dim):
 def run_rows(dtype, width):
     """Run the row-wise kernels of decoder layers."""
     rows, norm = torch.zeros(3, width, dtype=dtype), torch.zeros(width, dtype=dtype)
-    slot_calls.normed(rows, None, norm, 1e-5)
-    slot_calls.normed(rows, rows, norm, 1e-5)
-    slot_calls.gated(rows)
-    slot_calls.norm_query_and_key(rows, (4, 2), (norm[:64], norm[:64]), 1e-6)
+    launch.normed(rows, None, norm, 1e-5)
+    launch.normed(rows, rows, norm, 1e-5)
+    launch.gated(rows)
+    launch.norm_query_and_key(rows, (4, 2), (norm[:64], norm[:64]), 1e-6)
     heads = rows.view(3, -1, 64)
-    slot_calls.rotate(heads[:, :4], heads[:, 4:6], CosSin(torch.ones(3, 64), torch.ones(3, 64)))
+    launch.rotate(heads[:, :4], heads[:, 4:6], CosSin(torch.ones(3, 64), torch.ones(3, 64)))
 
 
 def run_statistics(backend):

@@ -15,11 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quire.kernels.backend import AttentionMath, LayerPages, StepShape
+from quire.kernels.backend import AttentionMath, LayerPages, StaticLanes, StepShape
 from quire.kernels.coded import decode_pages
 from quire.kernels.dense import attend_dense
 from quire.kernels.gathered import GatheredAttention
-from quire.kernels.static_plan import StaticLanes
 
 
 @dataclass(frozen=True, eq=False)

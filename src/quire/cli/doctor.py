@@ -19,7 +19,6 @@ from quire.cli.completion import complete_model
 from quire.cli.report import envelope, hardware, print_json, versions
 from quire.cli.settings import with_flags
 from quire.cli.startup import fast_imports, status
-from quire.engine.host_memory import keep_freed_memory
 from quire.errors import InvariantError, QuireError
 from quire.layout.sizes import HUGE_PAGE_BYTES, format_size
 
@@ -120,6 +119,8 @@ def cpu_features(cpuinfo: str) -> list[str]:
 
 def _machine() -> Iterator[Finding]:
     import psutil
+
+    from quire.kernels.memory import keep_freed_memory
 
     found = hardware()
     yield Finding("system", platform.platform())

@@ -12,7 +12,6 @@ from quire.config.sampling_params import SamplingParams
 from quire.engine.activation import is_out_of_memory, no_memory_text
 from quire.engine.async_steps import AsyncSteps
 from quire.engine.build import build
-from quire.engine.host_memory import keep_freed_memory
 from quire.engine.input_processor import (
     InputProcessor,
     check_context,
@@ -27,6 +26,7 @@ from quire.engine.shared_pool import PoolMember
 from quire.engine.stats import EngineStats, stats_of
 from quire.errors import ConfigError, InvariantError, QuireError
 from quire.eviction.traces import Traces
+from quire.kernels.memory import keep_freed_memory
 from quire.kernels.native.sampling import row_sampling
 from quire.kv.prefix import PrefixBroadcast
 from quire.models.loader import LoadedModel

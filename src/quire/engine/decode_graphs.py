@@ -24,7 +24,7 @@ from torch import Tensor
 
 from quire.engine.input_tokens import InputTokens
 from quire.errors import ConfigError
-from quire.kernels.static_plan import StaticPlans
+from quire.kernels.backend import StaticPlans
 from quire.kv.paged_kv import PagedKV
 from quire.kv.static_step import DecodeRows, StaticAttention, StaticInputs, StaticShape
 from quire.models.base import Decoder

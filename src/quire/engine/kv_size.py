@@ -3,12 +3,12 @@
 from quire.config.kv_config import KVConfig
 from quire.engine.activation import measure_activation_peak
 from quire.errors import ConfigError
+from quire.kernels.memory import free_device_bytes
 from quire.kv.memory import KVMemory
 from quire.kv.store import store_of
 from quire.layout.eviction import EvictionSpec
 from quire.layout.pages import CacheLayout, PageClass
 from quire.layout.slabs import choose_slab_bytes, slabs_for
-from quire.models.device_memory import free_device_bytes
 from quire.models.loader import LoadedModel
 from quire.offload.host_side import auto_swap_pool, free_swap_bytes, swap_pool, swap_worker
 from quire.offload.swap.host_pool import HostPool, auto_swap_bytes

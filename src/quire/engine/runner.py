@@ -20,8 +20,7 @@ from torch import Tensor
 from quire.engine.decode_graphs import DecodeGraphs, decode_rows
 from quire.engine.input_tokens import InputTokens
 from quire.engine.step_bridge import StepBridge
-from quire.kernels.backend import AttentionMath
-from quire.kernels.chains import HeadBuffers
+from quire.kernels.backend import AttentionMath, HeadBuffers
 from quire.kernels.device_copies import to_device
 from quire.kv.flat_batch import StepPart
 from quire.kv.paged_kv import PagedKV

@@ -18,12 +18,12 @@ import torch
 
 from quire.errors import ConfigError
 from quire.kernels.backend import MovedSlots
+from quire.kernels.memory import free_device_bytes
 from quire.kv.memory import KVMemory
 from quire.kv.shared_arena import SharedArena
 from quire.kv.store import PageStore
 from quire.layout.pages import CacheLayout
 from quire.layout.sizes import parse_size
-from quire.models.device_memory import free_device_bytes
 from quire.scheduler.scheduler import Scheduler
 from quire.tenancy.tenants import check_tenant_name
 

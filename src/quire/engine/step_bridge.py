@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quire.kernels.backend import AttentionMath
-from quire.kernels.chains import HeadBuffers
+from quire.kernels.backend import AttentionMath, HeadBuffers
 from quire.kv.step import StepAttention
 from quire.models.base import AttentionCall
 

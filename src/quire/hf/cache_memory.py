@@ -8,6 +8,7 @@ from quire.engine.codec import StoredAs
 from quire.engine.kv_size import max_kv_bytes
 from quire.errors import ConfigError
 from quire.eviction.eviction_rules import EvictionRules
+from quire.kernels.memory import free_device_bytes
 from quire.kernels.select import select_backend
 from quire.kv.paged_kv import PagedKV, allocate_kv
 from quire.layout.eviction import EvictionSpec
@@ -16,7 +17,6 @@ from quire.layout.model import ModelSpec
 from quire.layout.pages import CacheLayout
 from quire.layout.sizes import parse_size
 from quire.models.base import Decoder
-from quire.models.device_memory import free_device_bytes
 from quire.scheduler.schedule_config import ScheduleConfig
 
 SCRATCH_BYTES = 64 << 20  # for gathered pages, outside the KV memory

@@ -5,13 +5,24 @@ keys and values are written to their slots before a backend attends. Slots are i
 were written, except that eviction may have permuted old ones. So inside a row, the query with slot
 s attends to slots 0 .. s. With a window W it attends to slots s - W + 1 .. s, which eviction never
 permutes.
+
+Some backends can do more:
+
+`ChainBackend`   prepares calls that are part of a chain. The calls of a decode step are short: all
+                 layers take one call if no Python is between them.
+`StaticPlans`    makes plans of decode steps whose tensors keep their addresses. A CUDA graph
+                 repeats kernels with the same arguments: it reads live slots and page numbers from
+                 memory that the engine overwrites before each replay.
+`RopeWriter`     computes RoPE in one kernel with the write of new keys and values.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol, runtime_checkable
 
 import numpy as np
+import torch
 from jaxtyping import Float, Int, Shaped
 from numpy.typing import NDArray
 from torch import Tensor
@@ -272,3 +283,205 @@ class AttentionBackend(Protocol):
             column_sums: column sums of this layer, from `attend`.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadBuffers:
+    """Contiguous memory of a batch that its layers reuse, each [tokens, heads, head_dim].
+
+    Attributes:
+        query, key, value: input of attention.
+        out: output of attention.
+    """
+
+    query: Float[Tensor, "num_tokens num_heads head_dim"]
+    key: Float[Tensor, "num_tokens num_kv_heads head_dim"]
+    value: Float[Tensor, "num_tokens num_kv_heads head_dim"]
+    out: Float[Tensor, "num_tokens num_heads head_dim"]
+
+    def first(self, num_tokens: int) -> "HeadBuffers":
+        """Return the memory of the first tokens."""
+        buffers = (self.query, self.key, self.value, self.out)
+        return HeadBuffers(*(buffer[:num_tokens] for buffer in buffers))
+
+
+@runtime_checkable
+class ChainBackend(Protocol):
+    """A backend whose calls can be part of a chain of C calls that runs all layers."""
+
+    def chain(
+        self,
+        plan: object,
+        layers: Sequence[tuple[LayerPages, NewSlots, AttentionMath]],
+        heads: HeadBuffers,
+    ) -> Sequence[object] | None:
+        """Prepare writing and attention of the layers of a plan.
+
+        Args:
+            plan: result of `AttentionBackend.plan`.
+            layers: pages, new slots and operations of each layer; they differ in their lanes and
+                in numbers only.
+            heads: input and output of every layer.
+
+        Returns:
+            The calls of each layer; None if the backend cannot compute the step in this way.
+        """
+        ...
+
+    def advance(self, plan: object, slots: NDArray[np.int32]) -> bool:
+        """Change the live slots of a plan of decode rows in place, if its calls stay right.
+
+        Args:
+            plan: result of `AttentionBackend.plan`; its arrays were given to no other plan.
+            slots: [rows, lanes] live slots, including the step's tokens.
+
+        Returns:
+            Whether the plan has these slots now; else it is unchanged, and a new plan is needed.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StaticLanes:
+    """Live slots of the lanes of a layer, in memory that keeps its address.
+
+    Attributes:
+        slots: int32 [rows, lanes] on the device of the pages: live slots of each lane, including
+            the step's token. The engine overwrites them between calls. All are at least 1.
+        max_slots: no lane will have more slots: the page tables have columns for this number.
+        window: number of slots a query attends to, including its own; None for all.
+    """
+
+    slots: Int[Tensor, "row lane"]
+    max_slots: int
+    window: int | None
+
+
+@runtime_checkable
+class StaticPlans(Protocol):
+    """A backend whose decode plans stay valid while live slots and page numbers change.
+
+    With such a plan, `AttentionBackend.write` and `AttentionBackend.attend` must launch the same
+    kernels with the same arguments on every call:
+
+    * They read live slots from `StaticLanes.slots`, pages from `LayerPages.table` and
+      `LayerPages.rows`, and places of new tokens from `NewSlots`, all on the device. Grids, numbers
+      of splits and scratch sizes depend on shapes and `max_slots` only.
+    * They neither wait for the device nor read its data, and make no copies from the CPU.
+    * Scratch is allocated by torch in the call, or before the capture: calls are captured after
+      warm-up calls on the same stream, and torch then allocates from the memory pool of the graphs.
+    * Each row has one new token. `column_sums` is None, and the pages have neither tokens in full
+      precision nor promoted tokens.
+    * Several rows may name the same table row and the same place of their new token; their new
+      keys and values are then equal. Such rows fill up the batch, and their outputs are not used.
+    """
+
+    def static_plan(
+        self, step: StepShape, lanes: StaticLanes, layers: Sequence[LayerPages], slot_bytes: int
+    ) -> object | None:
+        """Prepare a plan that layers of equal lane lengths share.
+
+        Args:
+            step: one new token for each row.
+            lanes: live slots; their present values are arbitrary.
+            layers: pages of these layers.
+            slot_bytes: bytes of a slot, as for `AttentionBackend.plan`.
+
+        Returns:
+            The plan; None if a layer cannot be computed in this way.
+        """
+        ...
+
+    def refresh(self, plan: object, slots: NDArray[np.int32]) -> bool:
+        """Prepare a plan for the next calls, outside of the captured kernels.
+
+        `StaticLanes.slots` has the new values already, or a copy to it is queued on the current
+        stream. A backend that derives data from live slots on the CPU queues its copies here.
+
+        Args:
+            plan: result of `static_plan`.
+            slots: [rows, lanes] the new live slots, on the CPU.
+
+        Returns:
+            Whether the plan can compute these slots; if not, the step runs without a graph.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CosSin:
+    """Cosines and sines of a batch, which rotate elements i and i + half of a head as a pair.
+
+    Attributes:
+        cosine, sine: float32, contiguous; the second half of a row repeats the first.
+    """
+
+    cosine: Float[Tensor, "num_tokens rotary_dim"]
+    sine: Float[Tensor, "num_tokens rotary_dim"]
+
+    @property
+    def rotary_dim(self) -> int:
+        """Leading elements of a head that are rotated."""
+        return self.cosine.shape[1]
+
+    def rotate(
+        self, heads: Float[Tensor, "num_tokens head head_dim"]
+    ) -> Float[Tensor, "num_tokens head head_dim"]:
+        """Return rotated queries or keys, computed in float32 and rounded to their type."""
+        rotating = heads[..., : self.rotary_dim].float()
+        first, second = rotating.chunk(2, dim=-1)
+        half = self.rotary_dim // 2
+        cosine, sine = self.cosine[:, None, :half], self.sine[:, None, :half]
+        turned = (first * cosine - second * sine, second * cosine + first * sine)
+        parts = [part.to(heads.dtype) for part in turned]
+        return torch.cat([*parts, heads[..., self.rotary_dim :]], dim=-1)
+
+
+@runtime_checkable
+class RopeWriter(Protocol):
+    """A backend that rotates queries and keys and writes keys and values in one kernel."""
+
+    def rotate_and_write(
+        self,
+        slots: NewSlots,
+        query: Float[Tensor, "num_tokens num_heads head_dim"],
+        key: Float[Tensor, "num_tokens num_kv_heads head_dim"],
+        value: Float[Tensor, "num_tokens num_kv_heads head_dim"],
+        rope: CosSin,
+        source: Int[Tensor, " num_tokens"] | None = None,
+    ) -> bool:
+        """Rotate queries in place, and write rotated keys and values to their slots.
+
+        Keys of plain pages are rotated in place too.
+
+        Args:
+            slots: slots of the new tokens.
+            query: queries of the flat batch before RoPE.
+            key: keys before RoPE.
+            value: values.
+            rope: cosines and sines of the batch.
+            source: tokens of which this is not the own index are padding and left out.
+
+        Returns:
+            Whether that was done; else nothing is changed.
+        """
+        ...
+
+
+def rotated_and_written(
+    backend: object,
+    slots: NewSlots,
+    heads: tuple[Tensor, Tensor, Tensor],
+    rope: CosSin,
+    source: Tensor | None = None,
+) -> bool:
+    """Rotate and write with one kernel, if the backend has one for these pages.
+
+    Args:
+        backend: of the step.
+        slots: slots of the new tokens.
+        heads: queries, keys and values.
+        rope: cosines and sines of the batch.
+        source: see `RopeWriter.rotate_and_write`.
+    """
+    return isinstance(backend, RopeWriter) and backend.rotate_and_write(slots, *heads, rope, source)

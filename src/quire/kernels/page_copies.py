@@ -62,7 +62,7 @@ def page_copies(device: torch.device) -> PageCopies:
 
 
 def _in_triton() -> PageCopies:
-    from quire.kernels.triton.slot_calls import pack_pages, unpack_pages
+    from quire.kernels.triton.launch import pack_pages, unpack_pages
 
     return PageCopies(pack_pages, unpack_pages)
 

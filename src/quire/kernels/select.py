@@ -8,8 +8,8 @@ import torch
 from quire.errors import ConfigError, UnknownName
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.gathered import GatheredAttention
+from quire.kernels.native.arguments import DTYPES, why_not
 from quire.kernels.native.backend import NativeAttention
-from quire.kernels.native.coding import DTYPES, why_not
 from quire.kernels.native.library import NativeLibrary, NotLoaded
 from quire.kernels.native.self_test import tested_library
 from quire.kernels.pre_rope import PreRopeAttention

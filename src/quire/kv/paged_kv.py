@@ -6,8 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from quire.kernels.backend import AttentionBackend, LayerPages
-from quire.kernels.chains import ChainBackend
+from quire.kernels.backend import AttentionBackend, ChainBackend, LayerPages
 from quire.kernels.coded import decoded_slot_bytes
 from quire.kv.coded_layers import CodedLayers, MeasuredConstants
 from quire.kv.flat_batch import DeviceTable

@@ -18,10 +18,17 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kernels.backend import AttentionMath, LayerPages, NewSlots, StepShape
+from quire.kernels.backend import (
+    AttentionMath,
+    CosSin,
+    LayerPages,
+    NewSlots,
+    StaticLanes,
+    StaticPlans,
+    StepShape,
+    rotated_and_written,
+)
 from quire.kernels.device_copies import copy_to
-from quire.kernels.rope_write import CosSin, rotated_and_written
-from quire.kernels.static_plan import StaticLanes, StaticPlans
 from quire.kv.paged_kv import PagedKV, slot_bytes_of
 from quire.layout.pages import LaneGroup
 from quire.models.base import AttentionCall

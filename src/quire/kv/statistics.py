@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.errors import InvariantError
-from quire.kernels.attention_statistics import measure_attention, over_group, put
 from quire.kernels.backend import (
     AttentionBackend,
     AttentionMath,
@@ -36,6 +35,7 @@ from quire.kernels.coded import decode_head
 from quire.kernels.dense import weights_dense
 from quire.kernels.device_copies import to_device
 from quire.kernels.gathered import chunk_lane
+from quire.kernels.paging import measure_attention, over_group, put
 from quire.kernels.token_precision import (
     ChunkLane,
     decode_records,

@@ -14,14 +14,16 @@ from torch import Tensor
 from quire.kernels.backend import (
     AttentionBackend,
     AttentionMath,
+    ChainBackend,
+    CosSin,
+    HeadBuffers,
     LaneSlots,
     LayerPages,
     NewSlots,
     RotatesTo,
+    rotated_and_written,
 )
-from quire.kernels.chains import ChainBackend, HeadBuffers
 from quire.kernels.device_copies import to_device
-from quire.kernels.rope_write import CosSin, rotated_and_written
 from quire.kv.flat_batch import WHOLE_STEP, FlatBatch, StepPart
 from quire.kv.paged_kv import PagedKV, slot_bytes_of
 from quire.kv.pages import PageNumbers

@@ -14,7 +14,7 @@ from quire.errors import InvariantError
 from quire.kernels.backend import MovedSlots
 from quire.kernels.coded import CodedPages, CodedPlanes
 from quire.kernels.device_copies import to_device
-from quire.kernels.huge_pages import zero_memory
+from quire.kernels.memory import zero_memory
 from quire.kernels.paging import move_slots
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers

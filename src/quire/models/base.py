@@ -12,9 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from quire.kernels.backend import AttentionMath
-from quire.kernels.chains import HeadBuffers
-from quire.kernels.rope_write import CosSin
+from quire.kernels.backend import AttentionMath, CosSin, HeadBuffers
 from quire.layout.model import ModelSpec
 from quire.layout.statistics import Statistic
 from quire.models.rotary import Rotary

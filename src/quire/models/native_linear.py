@@ -16,8 +16,15 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from quire.kernels.native.library import NotLoaded, load_library
-from quire.kernels.native.linear import Product, Products, has_products, pack_bias
-from quire.kernels.native.packed_weights import PackedWeight, can_pack, pack
+from quire.kernels.native.linear import (
+    PackedWeight,
+    Product,
+    Products,
+    can_pack,
+    has_products,
+    pack,
+    pack_bias,
+)
 
 KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float32"}
 _EXPERT_PRODUCTS = 2  # before and after the activation

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from quire.kernels.native.linear import Products
-from quire.kernels.native.packed_weights import INNER_MULTIPLES, can_pack
+from quire.kernels.native.linear import INNER_MULTIPLES, Products, can_pack
 from quire.models.native_linear import (
     KINDS,
     PackedEmbedding,

@@ -6,11 +6,11 @@ import torch
 
 from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError
+from quire.kernels.memory import free_device_bytes
 from quire.kv.memory import KVMemory
 from quire.kv.store import PageStore, store_of
 from quire.layout.layout import can_be_offloaded
 from quire.layout.pages import CacheLayout
-from quire.models.device_memory import free_device_bytes
 from quire.offload.kv.cuda_transfer import StreamTransferWorker
 from quire.offload.swap.host_pool import HostCopies, HostPool, refuse_too_small
 from quire.offload.swap.host_store import host_copies

@@ -15,8 +15,8 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from quire.engine.host_memory import return_freed_memory
 from quire.errors import ConfigError
+from quire.kernels.memory import return_freed_memory
 from quire.layout.sizes import format_size
 from quire.serve.access import HEADER, new_request_id
 from quire.serve.errors import error_response

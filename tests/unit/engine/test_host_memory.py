@@ -16,7 +16,7 @@ import pytest
 import quire.engine.core
 from quire.config.kv_config import KVConfig
 from quire.engine.core import Engine
-from quire.engine.host_memory import keep_freed_memory
+from quire.kernels.memory import keep_freed_memory
 from support import engines
 
 M_MMAP_THRESHOLD = -3  # malloc.h
@@ -30,7 +30,7 @@ import psutil, torch
 
 torch.set_num_threads(1)
 if sys.argv[1] == "keep":
-    from quire.engine.host_memory import keep_freed_memory
+    from quire.kernels.memory import keep_freed_memory
 
     assert keep_freed_memory().kept
 found = {}

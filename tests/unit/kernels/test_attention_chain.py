@@ -7,8 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from quire.kernels.backend import AttentionMath, LaneSlots, LayerPages, NewSlots, StepShape
-from quire.kernels.chains import HeadBuffers
+from quire.kernels.backend import (
+    AttentionMath,
+    HeadBuffers,
+    LaneSlots,
+    LayerPages,
+    NewSlots,
+    StepShape,
+)
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.native.arguments import unfit_tensors
 from quire.kernels.native.backend import NativeAttention

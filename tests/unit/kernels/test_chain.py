@@ -5,11 +5,9 @@ import time
 import pytest
 import torch
 
-from quire.kernels.native.chain import CHAIN_PARTS, Chain, PartTimes
+from quire.kernels.native.chain import CHAIN_PARTS, Chain, PartTimes, RowFunctions
 from quire.kernels.native.library import NativeLibrary, load_library
-from quire.kernels.native.linear import Products, has_products, set_input, set_output
-from quire.kernels.native.packed_weights import pack
-from quire.kernels.native.row_functions import RowFunctions
+from quire.kernels.native.linear import Products, has_products, pack, set_input, set_output
 
 LIBRARY = load_library()
 

@@ -13,10 +13,12 @@ from quire.kernels.native.arguments import (
     PANEL_COLUMNS,
 )
 from quire.kernels.native.library import NativeLibrary, load_library
-from quire.kernels.native.linear import CODED, CodedRows, Products
-from quire.kernels.native.packed_weights import (
+from quire.kernels.native.linear import (
+    CODED,
     KINDS,
+    CodedRows,
     PackedWeight,
+    Products,
     can_pack,
     pack,
     pack_gated,

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from quire.kernels.backend import AttentionMath
 from quire.kernels.gathered import GatheredAttention
+from quire.kernels.native.arguments import why_not
 from quire.kernels.native.backend import NativeAttention
-from quire.kernels.native.coding import why_not
 from quire.kernels.native.library import PATHS, NativeLibrary, load_library
 from quire.kernels.reference_backend import ReferenceAttention
 from quire.layout.codec_names import codec_pair, codec_spec

@@ -9,9 +9,9 @@ from quire.kernels import page_copies
 from quire.kernels.page_copies import IN_TORCH, PageCopies, checked
 from support.interpreted import CPU, FAILURES, interpreted
 
-slot_calls = interpreted("slot_calls")
+launch = interpreted("launch")
 
-IN_TRITON = PageCopies(slot_calls.pack_pages, slot_calls.unpack_pages)
+IN_TRITON = PageCopies(launch.pack_pages, launch.unpack_pages)
 
 
 def test_a_cpu_copies_in_torch():

@@ -6,11 +6,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quire.kernels.native.arguments import AVX2
-from quire.kernels.native.chain import Chain
+from quire.kernels.native.chain import Chain, HeadShape, RowFunctions, empty_heads, set_heads
 from quire.kernels.native.library import NativeLibrary, load_library
-from quire.kernels.native.linear import Products, set_input, set_output
-from quire.kernels.native.packed_weights import pack
-from quire.kernels.native.row_functions import HeadShape, RowFunctions, empty_heads, set_heads
+from quire.kernels.native.linear import Products, pack, set_input, set_output
 from support.pairwise import every_pair
 
 LIBRARY = load_library()

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from quire.codecs.base import DTYPES
+from quire.kernels.backend import CosSin, rotated_and_written
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.reference_backend import ReferenceAttention
-from quire.kernels.rope_write import CosSin, rotated_and_written
 from quire.kv.store import PageStore
 from quire.layout.codec_names import codec_pair
 from quire.layout.pages import kv_pages
@@ -16,7 +16,7 @@ from support.interpreted import CPU, interpreted, triton_backend
 from support.pairwise import every_pair
 from unit.kernels.test_triton_slots import HEADS, LANES, TOKENS, new_slots, places_of
 
-slot_calls = interpreted("slot_calls")
+launch = interpreted("launch")
 
 GROUP = 3
 NUM_HEADS = LANES * HEADS * GROUP
@@ -157,7 +157,7 @@ def test_rotation_without_a_write():
     (query, key, value), rope = heads_of(4, 80, torch.float32), turns_of(4, 32)
     expected = rope.rotate(query), rope.rotate(key), value.clone()
 
-    slot_calls.rotate(query, key, rope)
+    launch.rotate(query, key, rope)
 
     torch.testing.assert_close((query, key, value), expected)
 
@@ -165,7 +165,7 @@ def test_rotation_without_a_write():
 def test_kernels_run_on_the_device_of_the_heads(monkeypatch):
     (query, key, _), rope, seen = heads_of(2, 16, torch.float32), turns_of(2, 16), []
     monkeypatch.setattr(
-        slot_calls, "device_of", lambda heads: seen.append(heads.device) or nullcontext()
+        launch, "device_of", lambda heads: seen.append(heads.device) or nullcontext()
     )
-    slot_calls.rotate(query, key, rope)
+    launch.rotate(query, key, rope)
     assert seen == [CPU]

@@ -5,11 +5,11 @@ import torch
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from quire.kernels import row_kernels
-from quire.kernels.row_kernels import RowShape
+from quire.kernels.triton import hardware
+from quire.kernels.triton.hardware import RowShape
 from support.interpreted import CPU, FAILURES, interpreted
 
-row_calls = interpreted("slot_calls")
+row_calls = interpreted("launch")
 row_self_test = interpreted("self_test")
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -22,9 +22,9 @@ SHAPES = [RowShape(320, 32, 32), RowShape(96, 80, 32), RowShape(48, 16, 8)]
 @pytest.fixture(autouse=True)
 def fresh_results():
     """No results of other tests."""
-    row_kernels._wrong_kernels.cache_clear()
+    hardware._wrong_kernels.cache_clear()
     yield
-    row_kernels._wrong_kernels.cache_clear()
+    hardware._wrong_kernels.cache_clear()
 
 
 def rows_of(count, width, dtype, seed=0):
@@ -101,7 +101,7 @@ def test_gated_silu(dtype, width):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_right_kernels_are_used(dtype, shape):
-    assert row_kernels.why_no_rows(CPU, dtype, shape) is None
+    assert hardware.why_no_rows(CPU, dtype, shape) is None
 
 
 @pytest.mark.parametrize(
@@ -121,14 +121,14 @@ def test_wrong_kernels_are_not_used(monkeypatch, caplog, name, kernel):
         return out
 
     monkeypatch.setattr(row_calls, name, wrong)
-    reason = row_kernels.why_no_rows(CPU, torch.bfloat16, SHAPES[0])
+    reason = hardware.why_no_rows(CPU, torch.bfloat16, SHAPES[0])
     assert f"{reason}; please report it" in caplog.text
     assert reason == f"wrong results of {kernel} on cpu"
 
 
 def test_wrong_rope_is_not_used(monkeypatch):
-    monkeypatch.setattr(row_self_test.slot_calls, "rotate", lambda *_: None)
-    assert row_kernels.why_no_rows(CPU, torch.float32, SHAPES[0]) == "wrong results of RoPE on cpu"
+    monkeypatch.setattr(row_self_test.launch, "rotate", lambda *_: None)
+    assert hardware.why_no_rows(CPU, torch.float32, SHAPES[0]) == "wrong results of RoPE on cpu"
 
 
 @pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)
@@ -138,10 +138,10 @@ def test_kernels_that_cannot_run_are_not_used(monkeypatch, error):
 
     with monkeypatch.context() as patch:
         patch.setattr(row_self_test, "wrong_kernels", fail)
-        assert str(error)[:20] in row_kernels.why_no_rows(CPU, torch.float32, SHAPES[0])
-    assert row_kernels.why_no_rows(CPU, torch.float32, SHAPES[0]) is None
+        assert str(error)[:20] in hardware.why_no_rows(CPU, torch.float32, SHAPES[0])
+    assert hardware.why_no_rows(CPU, torch.float32, SHAPES[0]) is None
 
 
 def test_reason_without_triton(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET")
-    assert "run on NVIDIA GPUs" in row_kernels.why_no_rows(CPU, torch.float32, SHAPES[0])
+    assert "run on NVIDIA GPUs" in hardware.why_no_rows(CPU, torch.float32, SHAPES[0])

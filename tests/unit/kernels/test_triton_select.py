@@ -11,8 +11,8 @@ import torch
 from quire.cli import doctor
 from quire.errors import ConfigError
 from quire.kernels import select
+from quire.kernels.backend import CosSin
 from quire.kernels.gathered import GatheredAttention
-from quire.kernels.rope_write import CosSin
 from quire.kernels.select import select_backend
 from quire.kernels.triton.coding import BITS_CODES, FP8, INT8, PLAIN
 from quire.kernels.triton.hardware import Hardware

@@ -16,7 +16,7 @@ from quire.layout.codec_names import codec_pair
 from quire.layout.pages import kv_pages
 from support.interpreted import CPU, Refusing, interpreted, triton_backend
 
-slot_calls = interpreted("slot_calls")
+launch = interpreted("launch")
 
 REFERENCE = ReferenceAttention()
 HEADS, TOKENS, LANES = 2, 4, 2
@@ -191,10 +191,10 @@ def test_packed_pages_are_those_of_the_arena(page_bytes, start):
     whole = arena[start:].view(7, page_bytes)
     pages, packed = torch.tensor([5, 0, 3]), torch.empty(3, page_bytes, dtype=torch.uint8)
     before = whole.clone()
-    slot_calls.pack_pages(whole, pages, packed)
+    launch.pack_pages(whole, pages, packed)
 
     assert torch.equal(packed, before[pages])
-    slot_calls.unpack_pages(whole, torch.tensor([1, 2, 6]), packed)
+    launch.unpack_pages(whole, torch.tensor([1, 2, 6]), packed)
     assert torch.equal(whole[[1, 2, 6]], before[pages])
     assert torch.equal(whole[[0, 3, 4, 5]], before[[0, 3, 4, 5]])
 
@@ -202,6 +202,6 @@ def test_packed_pages_are_those_of_the_arena(page_bytes, start):
 def test_no_pages_are_packed():
     whole = torch.zeros(3, 8, dtype=torch.uint8)
     packed = torch.empty(0, 8, dtype=torch.uint8)
-    slot_calls.pack_pages(whole, torch.empty(0, dtype=torch.int64), packed)
+    launch.pack_pages(whole, torch.empty(0, dtype=torch.int64), packed)
 
     assert packed.shape == (0, 8)

@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from quire.kernels.backend import StepShape
+from quire.kernels.backend import StaticLanes, StaticPlans, StepShape
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.reference_backend import ReferenceAttention
-from quire.kernels.static_plan import StaticLanes, StaticPlans
 from support.interpreted import CPU, interpreted, triton_backend
 from support.pairwise import every_pair
 from unit.kernels.test_triton_attention import make_lanes, math_of, one_head_pages

@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from quire.errors import ConfigError, UnknownName
 from quire.kernels.native.library import NotLoaded
-from quire.kernels.native.packed_weights import pack
+from quire.kernels.native.linear import pack
 from quire.models import checkpoint
 from quire.models.adapter import TransformersDecoder
 from quire.models.loader import load_model

@@ -35,7 +35,7 @@ typedef struct {
     int32_t row, first, count, partial;
 } part;
 
-/* Storage of keys or values in pages; see quire.codecs. CodingArgs in coding.py mirrors this.
+/* Storage of keys or values in pages; see quire.codecs. CodingArgs in arguments.py mirrors this.
  *
  * A run is a range of channels that are adjacent in the packed bytes and share a scale. */
 typedef struct {

@@ -17,6 +17,7 @@ from quire.errors import InvariantError
 from quire.kernels.backend import (
     AttentionMath,
     AttentionStatistic,
+    HeadBuffers,
     LaneSlots,
     LayerPages,
     MovedSlots,
@@ -24,7 +25,6 @@ from quire.kernels.backend import (
     StatisticRows,
     StepShape,
 )
-from quire.kernels.chains import HeadBuffers
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.native.arguments import can_move, can_tally, can_write, unfit_tensors
 from quire.kernels.native.call import (

@@ -33,6 +33,7 @@ from quire.kernels.backend import (
 from quire.kernels.gathered import GatheredPlan, group_chunks
 from quire.kernels.native.arguments import (
     COUNT,
+    DTYPES,
     FIRST,
     KEPT_LOGITS,
     MAX_TOGETHER,
@@ -41,12 +42,14 @@ from quire.kernels.native.arguments import (
     ROW,
     SUM_SLOTS,
     AttentionArgs,
+    CodingArgs,
     MoveArgs,
     TallyArgs,
     WriteArgs,
+    coding_of,
     copied,
+    plain_coding,
 )
-from quire.kernels.native.coding import DTYPES, CodingArgs, coding_of, plain_coding
 from quire.kernels.native.library import NativeLibrary
 from quire.layout.statistics import REDUCTIONS
 

@@ -21,6 +21,8 @@ import torch
 from quire.errors import UnknownName
 from quire.kernels.native.arguments import (
     KEPT_LOGITS,
+    MAX_OUTLIERS,
+    MAX_RUNS,
     MAX_TOGETHER,
     SUM_SLOTS,
     AlignArgs,
@@ -42,7 +44,6 @@ from quire.kernels.native.arguments import (
     TallyArgs,
     WriteArgs,
 )
-from quire.kernels.native.coding import MAX_OUTLIERS, MAX_RUNS
 
 LIBRARY = "_attention.so"  # without a Python version: ctypes does not depend on it
 PATHS = ("plain C", "AVX2", "AVX-512", "AVX-512 with bfloat16 products")

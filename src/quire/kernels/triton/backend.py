@@ -16,17 +16,17 @@ from quire.codecs.hadamard import rotate
 from quire.kernels.backend import (
     AttentionMath,
     AttentionStatistic,
+    CosSin,
     LaneSlots,
     LayerPages,
     MovedSlots,
     NewSlots,
+    StaticLanes,
     StatisticRows,
     StepShape,
 )
 from quire.kernels.gathered import GatheredAttention
-from quire.kernels.rope_write import CosSin
-from quire.kernels.static_plan import StaticLanes
-from quire.kernels.triton import slot_calls
+from quire.kernels.triton import launch
 from quire.kernels.triton.coding import FLOATS, sides_of, unfit_pages
 from quire.kernels.triton.hardware import Hardware, device_of
 from quire.kernels.triton.launch import (
@@ -34,12 +34,15 @@ from quire.kernels.triton.launch import (
     TritonPlan,
     attend_decode,
     attend_prefill,
+    can_move,
+    can_tally,
+    can_write,
     check_column_sums,
     make_plan,
     make_static_plan,
     sum_columns,
+    tally_attention,
 )
-from quire.kernels.triton.slot_calls import can_move, can_tally, can_write, tally_attention
 
 _log = logging.getLogger(__name__)
 
@@ -93,7 +96,7 @@ class TritonAttention:
         """Write keys and values to their slots; see `AttentionBackend.write`."""
         if can_write(slots, key, value):
             with device_of(key):
-                slot_calls.write(slots, key, value)
+                launch.write(slots, key, value)
         else:
             self._gathered.write(slots, key, value)
 
@@ -107,17 +110,17 @@ class TritonAttention:
         source: Tensor | None = None,
     ) -> bool:
         """Rotate queries and keys, and write keys and values; see `RopeWriter`."""
-        if not slot_calls.can_rotate_and_write(slots, query, key, value):
+        if not launch.can_rotate_and_write(slots, query, key, value):
             return False
         with device_of(key):
-            slot_calls.rotate_and_write(slots, (query, key, value), rope, source)
+            launch.rotate_and_write(slots, (query, key, value), rope, source)
         return True
 
     def move(self, moves: MovedSlots) -> None:
         """Copy slots to other slots; see `AttentionBackend.move`."""
         if can_move(moves):
             with device_of(moves.planes[0]):
-                self._own_bytes = max(self._own_bytes, slot_calls.move(moves))
+                self._own_bytes = max(self._own_bytes, launch.move(moves))
         else:
             self._gathered.move(moves)
 

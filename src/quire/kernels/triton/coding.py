@@ -14,7 +14,7 @@ from quire.kernels.backend import LayerPages
 from quire.kernels.coded import CodedPlanes
 from quire.layout.codecs import CodecSpec
 
-PLAIN, INT8, INT8_CHANNEL, FP8, BITS_CODES = range(5)  # the numbers of device/codes.py
+PLAIN, INT8, INT8_CHANNEL, FP8, BITS_CODES = range(5)  # the numbers of device/tiles.py
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 KINDS: Mapping[str, int] = MappingProxyType(

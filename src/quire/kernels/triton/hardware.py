@@ -1,7 +1,9 @@
-"""What a device offers to the kernels, and whether Triton can run on it."""
+"""What a device offers to the kernels, and whether Triton and the row-wise kernels run on it."""
 
+import functools
 import importlib.metadata
 import importlib.util
+import logging
 import os
 import re
 import subprocess
@@ -18,6 +20,7 @@ _INTERPRETED_PROCESSORS = 4
 _LARGE_TILES_MAJOR = 9  # compute capability
 _LARGE_TILES_BYTES = 200 << 10  # shared memory for one block of 177 KB
 _TILES_AHEAD_BYTES = 160 << 10  # shared memory for two blocks of 72 KB with tiles ahead
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,3 +137,50 @@ def failure_of(error: Exception) -> str:
 def device_of(tensor: Tensor) -> AbstractContextManager[object]:
     """Make the GPU of a tensor the current device, on which Triton launches kernels."""
     return torch.cuda.device_of(tensor)  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True, slots=True)
+class RowShape:
+    """Sizes of a model that its row-wise kernels depend on.
+
+    Attributes:
+        width: elements of the residual stream.
+        head_dim: elements of a head.
+        rotary_dim: leading elements of a head that RoPE rotates.
+    """
+
+    width: int
+    head_dim: int
+    rotary_dim: int
+
+
+def why_no_rows(device: torch.device, dtype: torch.dtype, shape: RowShape) -> str | None:
+    """Return why the row-wise kernels are not used on a device, or None.
+
+    The kernels run once on small inputs, and their results are compared with those of PyTorch.
+
+    Args:
+        device: of the model.
+        dtype: float32, bfloat16 or float16.
+        shape: of the model.
+    """
+    reason = why_no_triton(device)
+    if reason is not None:
+        return reason
+    try:
+        wrong = _wrong_kernels(device, dtype, shape)
+    except cannot_run() as error:  # not cached: memory may be free at the next load
+        _log.warning("fused layers are off", exc_info=True)
+        return failure_of(error)
+    if not wrong:
+        return None
+    reason = f"wrong results of {', '.join(wrong)} on {device}"
+    _log.warning("fused layers are off: %s; please report it", reason)
+    return reason
+
+
+@functools.cache
+def _wrong_kernels(device: torch.device, dtype: torch.dtype, shape: RowShape) -> tuple[str, ...]:
+    from quire.kernels.triton.self_test import wrong_kernels
+
+    return wrong_kernels(device, dtype, shape)

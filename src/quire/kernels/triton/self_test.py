@@ -22,21 +22,21 @@ from quire.kernels.backend import (
     AttentionMath,
     AttentionMeasure,
     AttentionStatistic,
+    CosSin,
     LaneSlots,
     LayerPages,
     MovedSlots,
     NewSlots,
     StatisticRows,
     StepShape,
+    rotated_and_written,
 )
 from quire.kernels.coded import CodedPages, CodedPlanes
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.reference_backend import ReferenceAttention
-from quire.kernels.rope_write import CosSin, rotated_and_written
-from quire.kernels.row_kernels import RowShape
-from quire.kernels.triton import slot_calls
+from quire.kernels.triton import launch
 from quire.kernels.triton.backend import TritonAttention
-from quire.kernels.triton.hardware import Hardware, cannot_run, failure_of
+from quire.kernels.triton.hardware import Hardware, RowShape, cannot_run, failure_of
 from quire.layout.codec_names import codec_spec
 from quire.layout.statistics import MEAN
 
@@ -123,14 +123,14 @@ class _Rows:
     def norm(self, device: torch.device) -> tuple[Tensor, Tensor]:
         weight = self._weight[0]
         stream, delta, own = (x.to(device, copy=True) for x in (self._stream, self._delta, weight))
-        found = slot_calls.normed(stream, delta, own, _EPS)
+        found = launch.normed(stream, delta, own, _EPS)
         summed = self._stream + self._delta
         expected = F.rms_norm(summed.float(), (len(weight),), weight.float(), _EPS)
         return torch.cat([stream, found]), torch.cat([summed.float(), expected])
 
     def head_norms(self, device: torch.device) -> tuple[Tensor, Tensor]:
         found, norms = (x.to(device, copy=True) for x in (self._heads, self._norms))
-        slot_calls.norm_query_and_key(found.flatten(1), _HEADS[:2], (norms[0], norms[1]), _EPS)
+        launch.norm_query_and_key(found.flatten(1), _HEADS[:2], (norms[0], norms[1]), _EPS)
         *both, value = torch.split(self._heads.float(), list(_HEADS), dim=1)
         parts = [
             F.rms_norm(part, (self._shape.head_dim,), weight.float(), _EPS)
@@ -141,7 +141,7 @@ class _Rows:
     def gate(self, device: torch.device) -> tuple[Tensor, Tensor]:
         both = torch.cat([self._stream, self._delta], dim=1)
         expected = F.silu(self._stream.float()) * self._delta.float()
-        return slot_calls.gated(both.to(device)), expected
+        return launch.gated(both.to(device)), expected
 
     def rope(self, device: torch.device) -> tuple[Tensor, Tensor]:
         angles = self._angles.repeat(1, 2)
@@ -151,7 +151,7 @@ class _Rows:
         expected = torch.cat([rope.rotate(query), rope.rotate(key), value], dim=1)
         queries, keys, _ = torch.split(found, list(_HEADS), dim=1)
         on_device = CosSin(rope.cosine.to(device), rope.sine.to(device))
-        slot_calls.rotate(queries, keys, on_device)
+        launch.rotate(queries, keys, on_device)
         return found, expected
 
 

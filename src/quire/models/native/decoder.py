@@ -20,13 +20,20 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from quire.errors import UnsupportedModel
-from quire.kernels.backend import AttentionMath
-from quire.kernels.chains import HeadBuffers
+from quire.kernels.backend import AttentionMath, HeadBuffers
 from quire.kernels.native.arguments import LinearArgs, NormArgs, RopeArgs
-from quire.kernels.native.chain import Chain, LayerChain, PartTimes, RowArgs
+from quire.kernels.native.chain import (
+    Chain,
+    HeadShape,
+    LayerChain,
+    PartTimes,
+    RowArgs,
+    RowFunctions,
+    empty_heads,
+    set_heads,
+)
 from quire.kernels.native.library import NativeLibrary
 from quire.kernels.native.linear import CODED, CodedRows, Products, set_input, set_output
-from quire.kernels.native.row_functions import HeadShape, RowFunctions, empty_heads, set_heads
 from quire.layout.statistics import ResidualSimilarity, Statistic
 from quire.models.adapter import TransformersDecoder
 from quire.models.base import AttentionCall, Batch, ChainedAttention

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from quire.errors import UnsupportedModel
-from quire.kernels.rope_write import CosSin
-from quire.kernels.triton import slot_calls
+from quire.kernels.backend import CosSin
+from quire.kernels.triton import launch
 from quire.layout.statistics import ResidualSimilarity, Statistic
 from quire.models.adapter import TransformersDecoder
 from quire.models.base import AttentionCall, Batch
@@ -58,18 +58,18 @@ class GpuDecoder(TransformersDecoder):
         rope = CosSin(cosine[0].contiguous(), sine[0].contiguous())
         stream: Tensor = fused.embedding(batch.token_ids)
         first = fused.layers[0].attention_norm
-        normed = slot_calls.normed(stream, None, first.weight, first.eps)
+        normed = launch.normed(stream, None, first.weight, first.eps)
         following = [layer.attention_norm for layer in fused.layers[1:]] + [fused.norm]
         for number, layer in enumerate(fused.layers):
             added = self._attention(number, layer, normed, rope, attention)
             before = stream.clone() if _wants(attention, "wants_residual_similarity") else None
-            normed = slot_calls.normed(stream, added, layer.mlp_norm.weight, layer.mlp_norm.eps)
+            normed = launch.normed(stream, added, layer.mlp_norm.weight, layer.mlp_norm.eps)
             if before is not None:
                 similarity = F.cosine_similarity(before.float(), stream.float(), dim=-1)
                 attention.note_residual_similarity(number, similarity)
-            added = layer.down(slot_calls.gated(layer.gate_up(normed)))
+            added = layer.down(launch.gated(layer.gate_up(normed)))
             norm = following[number]
-            normed = slot_calls.normed(stream, added, norm.weight, norm.eps)
+            normed = launch.normed(stream, added, norm.weight, norm.eps)
         note_hidden_states(attention, normed.__getitem__)
         return fused.head(normed[batch.sample_rows])
 
@@ -84,12 +84,12 @@ class GpuDecoder(TransformersDecoder):
         if layer.head_norms is not None:
             ours, theirs = layer.head_norms
             weights = ours.weight, theirs.weight
-            slot_calls.norm_query_and_key(joint, layer.heads, weights, ours.eps)
+            launch.norm_query_and_key(joint, layer.heads, weights, ours.eps)
         heads = joint.view(rows, num_heads + 2 * kv_heads, layer.head_dim)
         query, key, value = torch.split(heads, [num_heads, kv_heads, kv_heads], dim=1)
         takes_rope = _wants(attention, "takes_rope")
         if not takes_rope:
-            slot_calls.rotate(query, key, rope)
+            launch.rotate(query, key, rope)
         call = AttentionCall(
             layer=number,
             scale=layer.scale,

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from quire.kernels.row_kernels import RowShape
+from quire.kernels.triton.hardware import RowShape
 from quire.models.native.layers import Norm, architecture_refusal, rotary_dim
 
 

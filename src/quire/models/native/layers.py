@@ -13,9 +13,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from quire.kernels.native.arguments import ADD, GATE_COLUMNS, GATE_SILU, PANEL_COLUMNS, STORE
-from quire.kernels.native.linear import Products, pack_bias
-from quire.kernels.native.packed_weights import PackedWeight, can_pack, pack, pack_gated, pack_parts
-from quire.kernels.native.row_functions import NARROW_LANES, HeadShape
+from quire.kernels.native.chain import NARROW_LANES, HeadShape
+from quire.kernels.native.linear import (
+    PackedWeight,
+    Products,
+    can_pack,
+    pack,
+    pack_bias,
+    pack_gated,
+    pack_parts,
+)
 from quire.layout.model import ModelSpec
 from quire.models.native_linear import PackedEmbedding, PackedLinear
 from quire.models.packing import MappedFiles, head_codec, trim_free_memory

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from quire.errors import ConfigError, UnknownName
 from quire.kernels.native.library import NotLoaded, load_library
 from quire.kernels.native.linear import has_products
-from quire.kernels.row_kernels import why_no_rows
+from quire.kernels.triton.hardware import why_no_rows
 from quire.models.adapter import TransformersDecoder
 from quire.models.layer_source import LayerSource
 from quire.models.native.decoder import NativeDecoder

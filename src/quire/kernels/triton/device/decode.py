@@ -3,13 +3,13 @@
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.device.codes import pages_of
 from quire.kernels.triton.device.tiles import (
     LOG2_E,
     capped,
     key_products,
     load_queries,
     log_sum,
+    pages_of,
     stored_as,
     weighted_values,
     with_sink,

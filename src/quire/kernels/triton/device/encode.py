@@ -3,8 +3,7 @@
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.device.codes import BITS_CODES, FP8, INT8, record_of
-from quire.kernels.triton.device.tiles import stored_as
+from quire.kernels.triton.device.tiles import BITS_CODES, FP8, INT8, record_of, stored_as
 
 LARGEST = tl.constexpr(65504.0)  # of float16
 ROUNDS = tl.constexpr(12582912.0)  # 1.5 * 2 ** 23: added and subtracted, it rounds half to even

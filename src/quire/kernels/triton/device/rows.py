@@ -1,5 +1,6 @@
-"""Row-wise operations of a decoder layer: RMSNorm with the residual sum, gated activation.
+"""Row-wise operations of a decoder layer: RMSNorm with the residual sum, gated activation, RoPE.
 
+RoPE of queries and keys is in place, in one kernel with the write of keys and values to pages.
 Numbers are rounded where Transformers rounds them: after the residual sum, after the norm, and
 after each factor.
 """
@@ -7,7 +8,8 @@ after each factor.
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.device.tiles import stored_as
+from quire.kernels.triton.device.encode import encode_vector
+from quire.kernels.triton.device.tiles import record_of, stored_as
 
 
 @triton.jit
@@ -86,3 +88,209 @@ def gated_silu(both, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     active = gate * tl.where(gate < 0, small, 1.0) / (1.0 + small)
     active = rounded_to(active, out.dtype.element_ty)
     tl.store(out + row * WIDTH + column, stored_as(active * up, out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def turned(low, high, cosine, sine, TYPE: tl.constexpr):
+    """Both halves of rotated heads, rounded to their type."""
+    first, second = low.to(tl.float32), high.to(tl.float32)
+    new_low = stored_as(first * cosine - second * sine, TYPE)
+    return new_low, stored_as(second * cosine + first * sine, TYPE)
+
+
+@triton.jit(do_not_specialize_on_alignment=["pages", "offsets"])
+def rotate_and_write(
+    query,
+    key,
+    value,
+    cosine,
+    sine,
+    source,
+    key_plane,
+    value_plane,
+    pages,
+    offsets,
+    query_token_stride,
+    query_head_stride,
+    key_token_stride,
+    key_head_stride,
+    value_token_stride,
+    value_head_stride,
+    page_bytes,
+    NUM_HEADS: tl.constexpr,
+    NUM_LANES: tl.constexpr,
+    PAGE_HEADS: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    HAS_SOURCE: tl.constexpr,
+    WRITES: tl.constexpr,
+):
+    """One program per (token, block of heads): query heads first, then KV heads.
+
+    Rotates in place. With WRITES, rotated keys and values are also written to their slots. With
+    HAS_SOURCE, tokens whose `source` is another token are left out.
+    """
+    token, block = tl.program_id(0), tl.program_id(1)
+    long_token = token.to(tl.int64)
+    query_blocks: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
+    half: tl.constexpr = ROTARY_DIM // 2
+    pair, lane_heads = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_H)
+    is_pair = pair < half
+    turns = long_token * ROTARY_DIM + pair
+    cos = tl.load(cosine + turns, mask=is_pair, other=1.0)[None, :]
+    sin = tl.load(sine + turns, mask=is_pair, other=0.0)[None, :]
+    own = 1
+    if HAS_SOURCE:
+        own = (tl.load(source + token) == token).to(tl.int32)
+    if block < query_blocks:
+        heads = block * BLOCK_H + lane_heads
+        inside = (heads < NUM_HEADS * own)[:, None] & is_pair[None, :]
+        place = query + long_token * query_token_stride
+        place += heads[:, None] * query_head_stride + pair[None, :]
+        low = tl.load(place, mask=inside, other=0.0)
+        high = tl.load(place + half, mask=inside, other=0.0)
+        new_low, new_high = turned(low, high, cos, sin, query.dtype.element_ty)
+        tl.store(place, new_low, mask=inside)
+        tl.store(place + half, new_high, mask=inside)
+    else:
+        heads = (block - query_blocks) * BLOCK_H + lane_heads
+        is_head = heads < NUM_LANES * PAGE_HEADS * own
+        inside = is_head[:, None] & is_pair[None, :]
+        keys = key + long_token * key_token_stride + heads[:, None] * key_head_stride
+        place = keys + pair[None, :]
+        low = tl.load(place, mask=inside, other=0.0)
+        high = tl.load(place + half, mask=inside, other=0.0)
+        new_low, new_high = turned(low, high, cos, sin, key.dtype.element_ty)
+        tl.store(place, new_low, mask=inside)
+        tl.store(place + half, new_high, mask=inside)
+        if WRITES:
+            slot = token * NUM_LANES + heads // PAGE_HEADS
+            page = tl.load(pages + slot, mask=is_head, other=0)
+            vector = heads % PAGE_HEADS * PAGE_TOKENS
+            vector += tl.load(offsets + slot, mask=is_head, other=0)
+            dim = tl.arange(0, BLOCK_D)[None, :]
+            is_dim = is_head[:, None] & (dim < HEAD_DIM)
+            to_key = record_of(key_plane, page, vector, page_bytes, HEAD_DIM)[:, None]
+            tl.store(to_key + pair[None, :], new_low, mask=inside)
+            tl.store(to_key + half + pair[None, :], new_high, mask=inside)
+            if ROTARY_DIM < HEAD_DIM:
+                is_rest = is_dim & (dim >= ROTARY_DIM)
+                tl.store(to_key + dim, tl.load(keys + dim, mask=is_rest), mask=is_rest)
+            values = value + long_token * value_token_stride + heads[:, None] * value_head_stride
+            to_value = record_of(value_plane, page, vector, page_bytes, HEAD_DIM)[:, None]
+            tl.store(to_value + dim, tl.load(values + dim, mask=is_dim), mask=is_dim)
+
+
+@triton.jit(do_not_specialize_on_alignment=["pages", "offsets"])
+def rotate_and_encode(
+    query,
+    key,
+    value,
+    cosine,
+    sine,
+    source,
+    key_codes,
+    key_scales,
+    key_zeros,
+    value_codes,
+    value_scales,
+    value_zeros,
+    pages,
+    offsets,
+    query_token_stride,
+    query_head_stride,
+    key_token_stride,
+    key_head_stride,
+    value_token_stride,
+    value_head_stride,
+    page_bytes,
+    NUM_HEADS: tl.constexpr,
+    NUM_LANES: tl.constexpr,
+    PAGE_HEADS: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    HAS_SOURCE: tl.constexpr,
+    KEY_KIND: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    KEY_CHANNELS: tl.constexpr,
+    VALUE_KIND: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
+    VALUE_CHANNELS: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+):
+    """One program per (token, head): query heads, then key heads, then value heads.
+
+    Queries are rotated in place. Rotated keys and values are encoded into their slots; the keys
+    themselves stay before RoPE. HAS_SOURCE as in `rotate_and_write`.
+    """
+    token, head = tl.program_id(0), tl.program_id(1)
+    long_token = token.to(tl.int64)
+    kv_heads: tl.constexpr = NUM_LANES * PAGE_HEADS
+    own_cos, own_sin = cosine + long_token * ROTARY_DIM, sine + long_token * ROTARY_DIM
+    own = 1
+    if HAS_SOURCE:
+        own = (tl.load(source + token) == token).to(tl.int32)
+    if head < NUM_HEADS:
+        half: tl.constexpr = ROTARY_DIM // 2
+        pair = tl.arange(0, BLOCK_R)
+        inside = pair < half * own
+        place = query + long_token * query_token_stride + head * query_head_stride + pair
+        low = tl.load(place, mask=inside, other=0.0)
+        high = tl.load(place + half, mask=inside, other=0.0)
+        cos = tl.load(own_cos + pair, mask=inside, other=1.0)
+        sin = tl.load(own_sin + pair, mask=inside, other=0.0)
+        new_low, new_high = turned(low, high, cos, sin, query.dtype.element_ty)
+        tl.store(place, new_low, mask=inside)
+        tl.store(place + half, new_high, mask=inside)
+    else:
+        kv_head = (head - NUM_HEADS) % kv_heads
+        slot = token * NUM_LANES + kv_head // PAGE_HEADS
+        page, offset = tl.load(pages + slot), tl.load(offsets + slot)
+        vector = kv_head % PAGE_HEADS * PAGE_TOKENS + offset
+        if head < NUM_HEADS + kv_heads:
+            encode_vector(
+                key + long_token * key_token_stride + kv_head * key_head_stride,
+                own_cos,
+                own_sin,
+                key_codes,
+                key_scales,
+                key_zeros,
+                page,
+                vector,
+                page_bytes,
+                own,
+                HEAD_DIM,
+                ROTARY_DIM,
+                KEY_KIND,
+                KEY_BITS,
+                KEY_CHANNELS,
+                8 // KEY_BITS,
+                KEY_BLOCK,
+            )
+        else:
+            encode_vector(
+                value + long_token * value_token_stride + kv_head * value_head_stride,
+                own_cos,
+                own_sin,
+                value_codes,
+                value_scales,
+                value_zeros,
+                page,
+                vector,
+                page_bytes,
+                own,
+                HEAD_DIM,
+                0,
+                VALUE_KIND,
+                VALUE_BITS,
+                VALUE_CHANNELS,
+                8 // VALUE_BITS,
+                VALUE_BLOCK,
+            )

@@ -7,8 +7,14 @@ no query sees get 0.
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.device.codes import load_tile, pages_of, vector_scales
-from quire.kernels.triton.device.tiles import capped, key_products, load_queries
+from quire.kernels.triton.device.tiles import (
+    capped,
+    key_products,
+    load_queries,
+    load_tile,
+    pages_of,
+    vector_scales,
+)
 
 
 @triton.jit(do_not_specialize=["first_lane", "window", "sums_row_stride", "sums_head_stride"])
