@@ -32,7 +32,7 @@ from benchmarks.peers.chart import bars, chart_svg
 from benchmarks.roofline.measured import Cell, claims_of
 from benchmarks.roofline.page import roofline_from, shares_svg, values
 from quire.kernels.native.library import INSTRUCTION_SETS
-from quire.models.native.select import WEIGHT_CODECS
+from quire.models.loader import WEIGHT_CODECS
 
 DOCS = Path(__file__).resolve().parent
 TEMPLATES = environment(DOCS / "templates")

@@ -19,8 +19,7 @@ from quire.plan.batch_verdict import row_steps, run_seconds
 from quire.plan.preemption_costs import assumed_prefill
 from quire.plan.rates import DecodeRates, StepRates
 from quire.plan.roofline import weights_read_bytes
-from quire.policies.eviction import make_eviction
-from quire.policies.lane_shape import LaneShape
+from quire.policies.eviction import LaneShape, make_eviction
 
 BUFFER_BYTES = 256 << 20
 _LANES = LaneShape(num_layers=1, heads=1, page_tokens=1, page_bytes=1)  # caps are in tokens

@@ -9,8 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Pr
 
 from quire.layout.model import ModelSpec
 from quire.models.generation import GenerationDefaults
-from quire.models.loader import LoadedModel
-from quire.models.native.select import make_decoder
+from quire.models.loader import LoadedModel, make_decoder
 from quire.models.weights import weight_bytes
 from quire.offload.weights.placement import WithinBudget
 

@@ -118,8 +118,8 @@ def step_bytes(config: LayerBatchesConfig, batches: int) -> StepBytes:
     import torch
 
     from benchmarks.common.models import llama, random_weights
-    from quire.engine.activation import measure_activation_peak
-    from quire.models.native.select import make_decoder
+    from quire.engine.kv_memory import measure_activation_peak
+    from quire.models.loader import make_decoder
     from quire.offload.weights.placement import WeightStream, WithinBudget
     from quire.scheduler.schedule_config import ScheduleConfig
 

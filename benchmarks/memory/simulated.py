@@ -18,7 +18,7 @@ from benchmarks.common.result import Cell, Chart, Numbers, PartResult
 from benchmarks.common.tables import table_of
 from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.errors import ConfigError
-from quire.layout.codec_refusals import stored_codec
+from quire.layout.kv_format import stored_codec
 from quire.layout.model import ModelSpec
 from quire.sim.engine import SimResult, folded_layout, jain_index
 from quire.sim.machine import MachineConfig, MachineName

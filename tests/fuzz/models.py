@@ -13,8 +13,7 @@ from quire.kv.coded_layers import write_constants
 from quire.layout.kv_format import fill_plain, read_format
 from quire.models import adapter
 from quire.models.generation import GenerationDefaults
-from quire.models.loader import LoadedModel, load_model
-from quire.models.native.select import make_decoder
+from quire.models.loader import LoadedModel, load_model, make_decoder
 from support import zoo
 from support.byte_tokenizer import byte_tokenizer
 from support.engines import load

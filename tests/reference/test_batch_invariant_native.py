@@ -8,10 +8,9 @@ import torch
 from quire.kernels import select
 from quire.kernels.native.library import PATHS, NativeLibrary, load_library
 from quire.kernels.native.linear import Products
-from quire.models import adapter
-from quire.models.native import select as native_select
+from quire.models import adapter, loader
+from quire.models.loader import make_decoder
 from quire.models.native.decoder import NativeDecoder
-from quire.models.native.select import make_decoder
 from quire.models.native_linear import available_products
 from support import zoo
 from support.invariance import check, model_of
@@ -31,7 +30,7 @@ def test_no_batch_changes_a_bit_in_the_native_decoder(weights, pages, path, monk
         pytest.skip("this CPU has no such instructions")
     limited = replace(library, path=path)
     monkeypatch.setattr(select, "tested_library", lambda: limited)
-    monkeypatch.setattr(native_select, "load_library", lambda: limited)
+    monkeypatch.setattr(loader, "load_library", lambda: limited)
     for name in ("available_products", "fastest_products"):
         monkeypatch.setattr(adapter, name, lambda: Products(limited))
     plain = zoo.build("qwen3").to(torch.bfloat16)

@@ -15,7 +15,7 @@ from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.engine.pool import MAX_GROUPS
 from quire.errors import ConfigError, NeverFits, RequestError
-from quire.eviction.rule_requirements import without_numbers
+from quire.eviction.eviction_rules import without_numbers
 from quire.models.loader import LoadedModel
 from quire.policies.registry import policy_of, registered
 from quire.scheduler.peaks import need_of

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quire.config.generation_request import GenerationRequest
-from quire.engine import kv_size
+from quire.engine import kv_memory
 from quire.engine.core import Engine
 from quire.kv.swap import append_tail, can_split, swap_in, swap_out
 from quire.offload.swap.host_pool import HostPool
@@ -112,7 +112,7 @@ def test_logits_equal_transformers_when_swap_copies_run_as_late_as_they_may(
 ):
     """The copies stand in for those of a stream next to the computation."""
     worker = LazyWorker()
-    monkeypatch.setattr(kv_size, "swap_worker", lambda device: worker)
+    monkeypatch.setattr(kv_memory, "swap_worker", lambda device: worker)
     expected = expect("llama", make_prompts(8, LONGEST, seed=5))
     memory = kv_config(
         memory="48KiB",

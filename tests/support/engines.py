@@ -9,8 +9,7 @@ from torch import Tensor
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.models.generation import GenerationDefaults
-from quire.models.loader import LoadedModel
-from quire.models.native.select import make_decoder
+from quire.models.loader import LoadedModel, make_decoder
 from quire.scheduler.peaks import Need
 from quire.scheduler.schedule_config import ScheduleConfig
 from support import zoo

@@ -19,8 +19,7 @@ from quire.engine.rank_process import make_calls
 from quire.errors import QuireError, RankFailed
 from quire.layout.model import ModelSpec
 from quire.models.generation import GenerationDefaults
-from quire.models.loader import LoadedModel
-from quire.models.native.select import make_decoder
+from quire.models.loader import LoadedModel, make_decoder
 from quire.models.observing import Observing
 from quire.models.sharding import shard
 from quire.parallel.lockstep import Follower, Leader

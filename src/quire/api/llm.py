@@ -35,13 +35,12 @@ from quire.engine.ledger import Snapshot
 from quire.engine.ranks import RankOptions, open_ranks
 from quire.engine.stats import EngineStats
 from quire.errors import ConfigError, EngineDead, QuireError, RequestError
-from quire.eviction.rule_requirements import check_rules
+from quire.eviction.eviction_rules import check_rules
 from quire.layout import limits
 from quire.layout.config import shown
 from quire.layout.options import require_choice, require_type
 from quire.models.chat_template import NO_KWARGS, ChatOptions, ChatTemplate
 from quire.models.loader import LoadedModel, load_model
-from quire.models.pooling import model_pooling
 from quire.models.tokenizer import encode_prompt
 from quire.models.wrapped import loaded_model, wrap_model
 from quire.offload.prefix_store.prefix_kv import PrefixKV, read_file, write_file
@@ -49,7 +48,7 @@ from quire.offload.weights.placement import ALL_WEIGHTS, place_beyond
 from quire.parallel.lockstep import DEFAULT_TIMEOUT_S
 from quire.policies.registry import load_policy_file
 from quire.sampling.outputs import OutputBuilder, OutputDelta, RequestOutput, Usage
-from quire.sampling.pooling import normalized
+from quire.sampling.pooling import model_pooling, normalized
 from quire.scheduler.schedule_config import ScheduleConfig
 
 

@@ -517,10 +517,10 @@ def generate_with_cache() -> str:
     from transformers import AutoConfig
 
     from quire.hf import QuireCache
-    from quire.models.cache_argument import cache_argument
     from quire.models.source import find_model
     from quire.models.stored import read_headers
     from quire.models.weights import read_model
+    from quire.models.wrapped import cache_argument
 
     folder, _ = find_model("quire-tiny")
     config = AutoConfig.from_pretrained(folder, local_files_only=True)

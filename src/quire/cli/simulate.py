@@ -14,10 +14,9 @@ from quire.cli.options import CLUSTER, MACHINE, ROUTER, SIMULATED_KV, SIMULATED_
 from quire.cli.report import envelope, prepare_folder, print_json, write_files
 from quire.cli.settings import Settings, with_settings
 from quire.errors import ConfigError
-from quire.layout.codec_refusals import Storing, refuse_excluded, stored_codec
 from quire.layout.eviction import KEEP_ALL, EvictionSpec, parse_policy
 from quire.layout.extras import require_extra
-from quire.layout.kv_format import read_format
+from quire.layout.kv_format import Storing, read_format, refuse_excluded, stored_codec
 from quire.layout.options import option, option_values
 from quire.layout.packaged import PACKAGED_MODEL
 from quire.plan.ceilings import NotUsable, default_path, read_ceilings

@@ -13,7 +13,6 @@ import torch
 
 from quire.config.kv_config import KVConfig
 from quire.engine.async_steps import is_async, refuse_async
-from quire.engine.attention_scales import attention_scales
 from quire.engine.decode_graphs import DecodeGraphs, make_graphs, refuse_graphs
 from quire.engine.open_tier import OpenedTiers, open_tiers
 from quire.engine.pool import KVPool, build_pool
@@ -22,6 +21,7 @@ from quire.engine.runner import Runner
 from quire.engine.shared_pool import PoolMember, joining
 from quire.eviction.eviction import PolicyEvictor
 from quire.kv.prefix import PrefixBroadcast, PrefixIndex
+from quire.models.base import attention_scales
 from quire.models.loader import LoadedModel
 from quire.offload.kv.offloader import OffloadedLayers, OffloadEvictor, PrefixOffloader
 from quire.offload.prefix_store.prefix_loader import PrefixLoader

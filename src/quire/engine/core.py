@@ -9,7 +9,6 @@ from typing import Any
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
-from quire.engine.activation import is_out_of_memory, no_memory_text
 from quire.engine.async_steps import AsyncSteps
 from quire.engine.build import build
 from quire.engine.input_processor import (
@@ -18,14 +17,14 @@ from quire.engine.input_processor import (
     checked_prompt,
     with_max_tokens,
 )
-from quire.engine.inspection.request_log import RequestLog
+from quire.engine.inspection.request_log import RequestLog, Traces
 from quire.engine.kv_export import KVExport
+from quire.engine.kv_memory import is_out_of_memory, no_memory_text
 from quire.engine.ledger import Ledger, Snapshot
 from quire.engine.rank_decisions import RankSampler, digest
 from quire.engine.shared_pool import PoolMember
 from quire.engine.stats import EngineStats, stats_of
 from quire.errors import ConfigError, InvariantError, QuireError
-from quire.eviction.traces import Traces
 from quire.kernels.memory import keep_freed_memory
 from quire.kernels.native.sampling import row_sampling
 from quire.kv.prefix import PrefixBroadcast

@@ -22,13 +22,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from quire.engine.input_tokens import InputTokens
 from quire.errors import ConfigError
 from quire.kernels.backend import StaticPlans
 from quire.kv.paged_kv import PagedKV
 from quire.kv.static_step import DecodeRows, StaticAttention, StaticInputs, StaticShape
 from quire.models.base import Decoder
 from quire.models.loader import LoadedModel
+from quire.sampling.pending_tokens import InputTokens
 from quire.scheduler.schedule_config import ScheduleConfig
 
 WARM_UP_CALLS = 2

@@ -11,8 +11,7 @@ from quire.engine.batch_invariance import (
     prepare_batch_invariant,
     refuse_pressure,
 )
-from quire.engine.codec import StoredAs, codec_of
-from quire.engine.kv_size import kv_memory_bytes, swap_space
+from quire.engine.kv_memory import StoredAs, codec_of, kv_memory_bytes, swap_space
 from quire.engine.shared_pool import PoolMember
 from quire.errors import ConfigError, RequestError
 from quire.eviction.eviction_rules import (

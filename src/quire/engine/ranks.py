@@ -16,10 +16,9 @@ from quire.engine.core import Engine
 from quire.errors import ConfigError, QuireError, RankFailed
 from quire.layout.options import require_type
 from quire.models.loader import LoadedModel, load_model
-from quire.parallel.group import TensorGroup
+from quire.parallel.group import TensorGroup, open_group
 from quire.parallel.lockstep import DEFAULT_TIMEOUT_S, Leader, Lockstep
 from quire.parallel.processes import Channel, RankProcesses, Report
-from quire.parallel.torch_group import open_group
 from quire.scheduler.schedule_config import ScheduleConfig
 
 MAX_RANKS = 64

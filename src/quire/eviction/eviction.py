@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.errors import OutOfPages, PolicyError, RankFailed
-from quire.eviction.all_heads import AllHeads
 from quire.eviction.decisions import (
+    AllHeads,
     LayerPart,
     RetainedSlots,
     Selected,

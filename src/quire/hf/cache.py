@@ -13,17 +13,15 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from quire.config.kv_config import parse_policy_file
-from quire.engine.codec import stored_as
+from quire.engine.kv_memory import stored_as
 from quire.errors import ConfigError, RequestError, UnsoundCombination
-from quire.eviction.eviction_rules import EvictionRules, Provided, check_pre_rope
-from quire.eviction.rule_requirements import NONE
+from quire.eviction.eviction_rules import NONE, EvictionRules, Provided, check_pre_rope
 from quire.hf.cache_memory import MemoryOptions, make_layout
 from quire.hf.cache_rows import CachePlan, CacheRows, refuse_unread, rope_variant
 from quire.hf.evicting import make_rule
 from quire.kv.lane_reader import LaneReader
 from quire.kv.paged_kv import PagedKV
-from quire.models.cache_argument import output_with_cache
-from quire.models.wrapped import ForwardingCache, folder_of, wrap_model
+from quire.models.wrapped import ForwardingCache, folder_of, output_with_cache, wrap_model
 from quire.policies.registry import load_policy_file
 
 

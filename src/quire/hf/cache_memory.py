@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.engine.codec import StoredAs
-from quire.engine.kv_size import max_kv_bytes
+from quire.engine.kv_memory import StoredAs, max_kv_bytes
 from quire.errors import ConfigError
 from quire.eviction.eviction_rules import EvictionRules
 from quire.kernels.memory import free_device_bytes

@@ -28,7 +28,7 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.engine.codec import StoredAs
+from quire.engine.kv_memory import StoredAs
 from quire.errors import ConfigError, RequestError, UnsoundCombination
 from quire.eviction.eviction_rules import EvictionRules
 from quire.hf.cache_memory import MemoryOptions, make_memory

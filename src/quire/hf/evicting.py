@@ -10,14 +10,13 @@ from functools import cache
 
 import numpy as np
 
-from quire.engine.attention_scales import attention_scales
 from quire.errors import ConfigError
 from quire.eviction.eviction import PolicyEvictor
 from quire.eviction.eviction_rules import EvictionRules
 from quire.hf.cache_memory import SCRATCH_BYTES
 from quire.kv.paged_kv import PagedKV
 from quire.layout.eviction import PREFILL_END, PRESSURE, parse_policy
-from quire.models.base import Decoder
+from quire.models.base import Decoder, attention_scales
 from quire.policies.eviction import EvictionRule, make_eviction
 from quire.policies.registry import FULL
 from quire.scheduler.lanes import (

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.config.sampling_params import SamplingParams
-from quire.engine.step_bridge import StepBridge
+from quire.engine.runner import StepBridge
 from quire.errors import OutOfPages
 from quire.hf.evicting import Evicting
 from quire.kv.memory import KVMemory

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import ConfigError, InvariantError
+from quire.layout.pages import choose_slab_bytes, slabs_for
 from quire.layout.sizes import rounded_size
-from quire.layout.slabs import choose_slab_bytes, slabs_for
 
 
 @runtime_checkable

@@ -30,9 +30,8 @@ from quire.kv.tables import (
     pages_by_class,
     slots_below,
 )
-from quire.layout.pages import CacheLayout, LaneGroup, PageClass
+from quire.layout.pages import CacheLayout, LaneGroup, PageClass, pages_per_slab
 from quire.layout.sizes import option_size
-from quire.layout.slabs import pages_per_slab
 
 
 @runtime_checkable

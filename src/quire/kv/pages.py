@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from quire.errors import InvariantError, OutOfPages
 from quire.kv.arena import Arena
-from quire.layout.pages import PageClass
-from quire.layout.slabs import pages_per_slab
+from quire.layout.pages import PageClass, pages_per_slab
 
 PageNumbers = NDArray[np.int32]
 NO_PAGES = np.empty(0, dtype=np.int32)

@@ -14,9 +14,8 @@ from typing import final
 
 from quire.errors import ConfigError, InvariantError
 from quire.kv.arena import Arena, CopyFences
-from quire.layout.pages import PAGE_ALIGNMENT_BYTES
+from quire.layout.pages import PAGE_ALIGNMENT_BYTES, SLABS_OF_A_SMALL_ARENA
 from quire.layout.sizes import HUGE_PAGE_BYTES
-from quire.layout.slabs import SLABS_OF_A_SMALL_ARENA
 
 HEADROOM_SHARE = 8
 """While a member holds slabs, 1/HEADROOM_SHARE of its guaranteed slabs is withheld from others: the

@@ -15,13 +15,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from quire.errors import ConfigError, ModelError, UnsupportedModel
-from quire.layout.config import MAX_LAYERS, ConfigReader, shown
-from quire.layout.families import (
+from quire.layout.config import (
     LEARNED_POSITIONS,
+    MAX_LAYERS,
     REFUSED,
     TIED_BY_DEFAULT,
     UNGATED,
     WINDOW_IGNORED,
+    ConfigReader,
+    shown,
 )
 
 # Layers with full attention and layers with a sliding window.

@@ -15,19 +15,25 @@ scales of a page are together. Planes of one page move, are copied and are freed
 that only some sequences use, or that have a fixed number of records, are in a lane group of their
 own. Page bytes are computed only here, and no other part of Quire depends on the planes of a page
 to copy, move, store or count it.
+
+Slabs are the equal parts of a KV memory, each with pages of one class.
 """
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from quire.errors import ConfigError
 from quire.layout.codecs import ELEMENT_BYTES, CodecSpec, Plane
+from quire.layout.sizes import HUGE_PAGE_BYTES
 from quire.layout.statistics import Statistic
 from quire.layout.token_precision import FullPrecisionTokens, PromotedTokens
 
 PAGE_ALIGNMENT_BYTES = 64  # a cache line; also keeps every typed view of a page aligned
 POSITION_BYTES = 4
+SLABS_OF_A_SMALL_ARENA = 64
+PAGES_OF_A_SLAB = 32  # if the arena is large enough: allocating a slab costs more than a page
 
 
 def _round_up(num_bytes: int, multiple: int) -> int:
@@ -374,3 +380,27 @@ def _check_follower(group: LaneGroup, followed: LaneGroup | None) -> None:
             f"a window, {group.num_lanes} lanes and {group.page_class.tokens} slots a page, got "
             f"{followed}"
         )
+
+
+def choose_slab_bytes(total_bytes: int, page_bytes: Sequence[int]) -> int:
+    """Return the bytes of a slab: about 2 MiB, at most 1/64 of a small arena."""
+    wanted = max(HUGE_PAGE_BYTES, PAGES_OF_A_SLAB * max(page_bytes))
+    target = min(wanted, total_bytes // SLABS_OF_A_SMALL_ARENA)
+    common = math.lcm(*page_bytes)
+    if common <= target:
+        return target // common * common
+    if len(set(page_bytes)) == 1:
+        return common
+    return min(
+        common, max(target // PAGE_ALIGNMENT_BYTES * PAGE_ALIGNMENT_BYTES, 4 * max(page_bytes))
+    )
+
+
+def pages_per_slab(slab_bytes: int, page_bytes: int) -> int:
+    """Return the minimum number of whole pages in a slab; a page can cross a slab boundary."""
+    return slab_bytes // page_bytes - (1 if slab_bytes % page_bytes else 0)
+
+
+def slabs_for(slab_bytes: int, pages: Iterable[tuple[int, int]]) -> int:
+    """Return the maximum number of slabs for (page bytes, number of pages) of each page class."""
+    return sum(-(-count // pages_per_slab(slab_bytes, page_bytes)) for page_bytes, count in pages)

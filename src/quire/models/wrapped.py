@@ -5,15 +5,21 @@
 
 Only the model's `forward` is wrapped. Attention implementation and rotary frequencies are set for
 each chunk and restored after it. When the last cache of a model is closed, the wrapper is removed.
+
+The cache has the name `cache` from Transformers 5.24 on, `past_key_values` before. From 5.24 on, a
+forward with the former name prints a FutureWarning. Models outside of Transformers may have either
+name in every version, so that the name is read from the forward's signature.
 """
 
 import functools
 import inspect
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -26,7 +32,6 @@ from quire.layout.model import ModelSpec
 from quire.layout.statistics import Statistic
 from quire.models.base import PagedAttention
 from quire.models.bridge import ATTENTION_NAME, BRIDGE_ATTRIBUTE, install, register, uninstall
-from quire.models.cache_argument import CACHE_ARGUMENTS
 from quire.models.generation import GenerationDefaults
 from quire.models.loader import LoadedModel
 from quire.models.observing import Observing
@@ -35,9 +40,22 @@ from quire.models.support import refuse_class, refuse_config
 from quire.models.verify import compare_with_transformers
 from quire.models.weights import weight_bytes
 
+CACHE_ARGUMENTS = ("cache", "past_key_values")
 _ATTRIBUTE = "quire_wrapped_model"
 
 Forward = Callable[..., object]
+
+
+def cache_argument(parameters: Collection[str]) -> str | None:
+    """The parameter of a forward that takes the cache; None if it has none."""
+    return next((name for name in CACHE_ARGUMENTS if name in parameters), None)
+
+
+def output_with_cache(logits: object, cache: object) -> CausalLMOutputWithPast:
+    """The output of a forward, with the cache under this version's name."""
+    name = cache_argument([field.name for field in fields(CausalLMOutputWithPast)])
+    arguments: dict[str, Any] = {"logits": logits, str(name): cache}
+    return CausalLMOutputWithPast(**arguments)
 
 
 class ForwardingCache(ABC):

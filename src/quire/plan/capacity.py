@@ -16,9 +16,8 @@ from typing import Literal
 from quire.errors import ConfigError
 from quire.layout.layout import layout_for
 from quire.layout.model import ModelSpec
-from quire.layout.pages import CacheLayout, PageClass
+from quire.layout.pages import CacheLayout, PageClass, choose_slab_bytes, slabs_for
 from quire.layout.sizes import format_size
-from quire.layout.slabs import choose_slab_bytes, slabs_for
 from quire.plan.roofline import decode_step
 
 # Capacity: pages of a sequence, sequences in a pool, the longest sequence, and the limit.

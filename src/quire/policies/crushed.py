@@ -29,8 +29,7 @@ from quire.policies.base import (
     EvictionPolicy,
     ScorePolicy,
 )
-from quire.policies.best import Floats
-from quire.policies.choose import in_whole_pieces
+from quire.policies.choose import Floats, in_whole_pieces
 from quire.policies.h2o import H2O
 from quire.policies.signatures.context import SelectionContext
 from quire.policies.signatures.query_heads import apart, by_query_head, first_heads

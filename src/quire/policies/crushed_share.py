@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import ConfigError, UnknownName
-from quire.policies.best import Floats
+from quire.policies.choose import Floats
 from quire.policies.crushed import Crushed
 from quire.policies.signatures.units import Units
 

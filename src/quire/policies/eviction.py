@@ -29,7 +29,6 @@ from quire.layout.statistics import QueryMoments, QueryRing, Statistic
 from quire.policies.base import LAYER, Decision, EvictionPolicy, ScorePolicy
 from quire.policies.budgets.base import Budget, Shape
 from quire.policies.budgets.uniform import Uniform
-from quire.policies.lane_shape import LaneShape
 from quire.policies.options import without_parentheses
 from quire.policies.registry import FULL, SCHEDULE_OPTIONS, make_budget, policy_of
 from quire.policies.view import KVView
@@ -37,6 +36,25 @@ from quire.policies.view import KVView
 TOKEN, CHUNK, PAGE = "token", "chunk", "page"
 GRANULARITIES = (TOKEN, CHUNK, PAGE)
 DEFAULT_CHUNK_TOKENS = 20  # ChunkKV
+
+
+@dataclass(frozen=True, slots=True)
+class LaneShape:
+    """The layers of a model that evict: those without a sliding window.
+
+    Attributes:
+        num_layers: number of such layers.
+        heads: KV heads of each layer.
+        page_tokens: slots of a page.
+        page_bytes: bytes of one page in each of these lanes, including per-slot statistics.
+        fixed_bytes: bytes of statistics per sequence that do not depend on its length.
+    """
+
+    num_layers: int
+    heads: int
+    page_tokens: int
+    page_bytes: int
+    fixed_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.policies.best import Floats, best_of, count_of
+from quire.policies.choose import Floats, best_of, count_of
 from quire.policies.crushed import Crushed
 from quire.policies.options import check_at_least
 from quire.policies.registry import register

@@ -4,7 +4,9 @@ last   the hidden state of the last token, which has attended to the whole promp
 mean   the mean over all tokens of the prompt
 """
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -12,7 +14,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from quire.config.sampling_params import Pooling
+from quire.errors import RequestError
 from quire.scheduler.request import Request
+
+FILE = Path("1_Pooling") / "config.json"
+_MODES: dict[str, Pooling] = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}
+_PREFIX = "pooling_mode_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +71,26 @@ def normalized(vector: tuple[float, ...]) -> np.ndarray:
     found = np.asarray(vector, dtype=np.float64)
     norm = float(np.linalg.norm(found))
     return (found / (norm or 1.0)).astype(np.float32)
+
+
+def model_pooling(folder: Path | None) -> Pooling:
+    """The pooling of a model folder; "last" without a config, as for decoders in general."""
+    path = None if folder is None else folder / FILE
+    if path is None or not path.is_file():
+        return "last"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise RequestError(
+            f"{FILE} of the model cannot be read: {error}", param="pooling"
+        ) from None
+    named = config if isinstance(config, dict) else {}
+    modes = [name for name, value in named.items() if name.startswith(_PREFIX) and value is True]
+    if len(modes) != 1 or modes[0] not in _MODES:
+        shown = ", ".join(modes) or "none"
+        raise RequestError(
+            f"{FILE} of the model names the pooling {shown}, expected one of {', '.join(_MODES)}: "
+            "set the pooling of the request",
+            param="pooling",
+        )
+    return _MODES[modes[0]]

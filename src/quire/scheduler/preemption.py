@@ -32,8 +32,7 @@ from quire.kv.swap import (
 )
 from quire.kv.swap import can_swap_in as swap_fits
 from quire.layout import limits
-from quire.plan.cost import Holding, PreemptionChoice, best_split, choose
-from quire.plan.preemption_costs import LearnedCosts
+from quire.plan.preemption_costs import Holding, LearnedCosts, PreemptionChoice, best_split, choose
 from quire.scheduler.fairness import Fairness
 from quire.scheduler.request import (
     Request,

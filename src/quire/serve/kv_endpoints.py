@@ -47,8 +47,7 @@ from quire.engine.inspection.totals import (
 from quire.engine.ledger import Snapshot
 from quire.errors import ConfigError, EngineDead
 from quire.layout.codec_names import CODECS, PAIRS
-from quire.layout.codec_refusals import stored_codec
-from quire.layout.kv_format import read_format
+from quire.layout.kv_format import read_format, stored_codec
 from quire.layout.layout import layout_for
 from quire.layout.pages import CacheLayout
 from quire.plan.capacity import capacity, sequence_bytes

@@ -25,8 +25,7 @@ from quire.kv.prefix_key import Block, BlockChain
 from quire.layout.eviction import KEEP_ALL, EvictionSpec
 from quire.layout.layout import layout_for, statistics_used
 from quire.layout.model import ModelSpec
-from quire.layout.pages import CacheLayout, LaneGroup, PageClass
-from quire.layout.slabs import choose_slab_bytes
+from quire.layout.pages import CacheLayout, LaneGroup, PageClass, choose_slab_bytes
 from quire.plan.roofline import RowTokens, step_parts
 from quire.scheduler.events import KVEvent
 from quire.scheduler.eviction_trace import EvictionEntry

@@ -12,9 +12,9 @@ from quire.errors import ConfigError, InvariantError
 from quire.kv.memory import KVMemory
 from quire.kv.prefix import PrefixIndex, PrefixListener
 from quire.kv.tables import refuse_too_many_rows
-from quire.layout.codec_refusals import stored_codec
 from quire.layout.config import dtype_bytes
 from quire.layout.eviction import KEEP_ALL, EvictionSpec
+from quire.layout.kv_format import stored_codec
 from quire.layout.model import ModelSpec
 from quire.offload.swap.host_pool import HostPool, auto_swap_bytes, refuse_too_small
 from quire.plan.preemption_costs import LearnedCosts, assumed_prefill

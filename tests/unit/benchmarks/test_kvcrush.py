@@ -51,9 +51,8 @@ from benchmarks.quality.texts import RunningText, divergence
 from quire.errors import InvariantError
 from quire.evals.tasks.words import book_text
 from quire.models.loader import LoadedModel, load_model
-from quire.policies.eviction import make_eviction
+from quire.policies.eviction import LaneShape, make_eviction
 from quire.policies.kvcrush import KVCrush
-from quire.policies.lane_shape import LaneShape
 from quire.policies.registry import FULL
 
 BOOKS = RunningText(text=book_text(), start="<|doc|>", name="books")

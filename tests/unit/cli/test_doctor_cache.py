@@ -9,7 +9,7 @@ from quire.cli.doctor import examine, generate_with_cache
 from quire.errors import InvariantError
 from quire.hf.cache_rows import CacheRows
 from quire.models import wrapped
-from quire.models.cache_argument import cache_argument
+from quire.models.wrapped import cache_argument
 
 
 def test_check_names_the_argument_of_this_version() -> None:
@@ -29,7 +29,9 @@ def test_wrong_output_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_version_that_names_the_cache_otherwise_fails_the_check_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    name = cache_argument(inspect.signature(LlamaForCausalLM.forward).parameters)
     monkeypatch.setattr(wrapped, "CACHE_ARGUMENTS", ("another_name",))
+    monkeypatch.setattr(wrapped, "cache_argument", lambda _: name)
 
     found = {finding.name: finding for finding in examine()}
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from benchmarks.common.models import SHAPES, random_model
-from quire.engine import activation
-from quire.engine.activation import measure_activation_peak
+from quire.engine import kv_memory
+from quire.engine.kv_memory import measure_activation_peak
 from quire.sampling.device_sampling import (
     SCRATCH_BYTES,
     SCRATCH_BYTES_OF_TOKEN,
@@ -21,7 +21,7 @@ def cuda(monkeypatch):
     """A decoder on a CUDA device whose steps take `STEP_BYTES`."""
     decoder = random_model(SHAPES["tiny"](), dtype=torch.float32).decoder
     monkeypatch.setattr(decoder, "device", torch.device("cuda"))
-    monkeypatch.setattr(activation, "run_largest_step", lambda *args: None)
+    monkeypatch.setattr(kv_memory, "run_largest_step", lambda *args: None)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1_000)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 1_000 + STEP_BYTES)

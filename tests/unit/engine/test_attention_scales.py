@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from quire.config.generation_request import GenerationRequest
-from quire.engine.attention_scales import attention_scales
 from quire.engine.core import Engine
 from quire.hf import QuireCache
 from quire.hf.cache import retained_positions
+from quire.models.base import attention_scales
 from support import zoo
 from support.engines import greedy, load
 from support.kv_options import kv_config

@@ -6,7 +6,7 @@ import psutil
 import pytest
 import torch
 
-import quire.engine.kv_size
+import quire.engine.kv_memory
 import quire.engine.pool
 import quire.plan.machine
 from quire.config.kv_config import KVConfig
@@ -44,9 +44,9 @@ def test_automatic_memory_for_few_requests_measures_no_activations(
     model, free, measured, monkeypatch
 ):
     peaks = []
-    monkeypatch.setattr(quire.engine.kv_size, "free_device_bytes", lambda device: free)
+    monkeypatch.setattr(quire.engine.kv_memory, "free_device_bytes", lambda device: free)
     monkeypatch.setattr(
-        quire.engine.kv_size, "measure_activation_peak", lambda *_: peaks.append(0) or 0
+        quire.engine.kv_memory, "measure_activation_peak", lambda *_: peaks.append(0) or 0
     )
 
     pool = build_pool(model, KVConfig(swap_space=0), ScheduleConfig(max_num_seqs=1))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.engine.step_bridge import StepBridge
+from quire.engine.runner import StepBridge
 from quire.kernels.gathered import GatheredAttention
 from quire.kv.lane_reader import LaneReader
 from quire.kv.paged_kv import allocate_kv

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quire.errors import PolicyError
-from quire.eviction.all_heads import AllHeads
+from quire.eviction.decisions import AllHeads
 from quire.layout.statistics import AttentionSum
 from quire.policies.base import Decision
 from quire.policies.view import KVView

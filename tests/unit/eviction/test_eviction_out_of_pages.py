@@ -6,12 +6,12 @@ import pytest
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
-from quire.engine.attention_scales import attention_scales
 from quire.engine.core import Engine
 from quire.errors import OutOfPages
 from quire.eviction.eviction import PolicyEvictor
 from quire.kv.compaction import Kind, count_copies
 from quire.kv.sharing import fork
+from quire.models.base import attention_scales
 from support import engines
 
 CRUSHED = "kvcrush:cap=16,every=4,base=(h2o:recent=4),signatures=stored,share=0.5"

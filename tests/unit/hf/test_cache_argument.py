@@ -11,7 +11,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from quire.errors import RequestError
 from quire.hf import DynamicBatch, QuireCache
-from quire.models.cache_argument import cache_argument, output_with_cache
+from quire.models.wrapped import cache_argument, output_with_cache
 from support import zoo
 
 IDS = torch.tensor([[3, 5, 7, 9] * 10])

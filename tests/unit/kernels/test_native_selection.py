@@ -8,7 +8,7 @@ import torch
 
 from quire.kernels.native.library import NativeLibrary, load_library
 from quire.kernels.native.selection import NativeSelection
-from quire.policies.best import best_with_numpy
+from quire.policies.choose import best_with_numpy
 from quire.policies.signatures.alignment import aligned_words
 from quire.policies.signatures.anchors import MEAN, Signatures, fixed_anchor, nearest_anchor, pack
 from quire.policies.signatures.representatives import choose_best, choose_representatives

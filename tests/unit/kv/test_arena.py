@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from quire.errors import ConfigError, InvariantError
 from quire.kv.arena import Arena
 from quire.kv.memory import KVMemory
-from quire.layout.pages import CacheLayout, LaneGroup
+from quire.layout.pages import CacheLayout, LaneGroup, choose_slab_bytes
 from quire.layout.sizes import HUGE_PAGE_BYTES
-from quire.layout.slabs import choose_slab_bytes
 from support.small_memory import plain_class
 
 MIB = 1024 * 1024

@@ -3,8 +3,14 @@
 import pytest
 
 from quire.errors import ConfigError, UnknownName
-from quire.layout.codec_refusals import Storing, refuse_excluded, stored_codec
-from quire.layout.kv_format import fill_plain, read_format, without_records
+from quire.layout.kv_format import (
+    Storing,
+    fill_plain,
+    read_format,
+    refuse_excluded,
+    stored_codec,
+    without_records,
+)
 from quire.layout.layout import layout_for, page_and_fixed_bytes, statistics_used
 from quire.layout.model import LayerSpec, ModelSpec
 

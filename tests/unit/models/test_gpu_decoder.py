@@ -10,11 +10,11 @@ from quire.engine.decode_graphs import RepeatedCalls
 from quire.errors import ConfigError, UnsupportedModel
 from quire.kernels.gathered import GatheredAttention
 from quire.layout.statistics import ResidualSimilarity
+from quire.models import loader
 from quire.models.adapter import TransformersDecoder
 from quire.models.generation import GenerationDefaults
 from quire.models.loader import LoadedModel
-from quire.models.native import select
-from quire.models.native.gpu_layers import gpu_refusal
+from quire.models.native.layers import gpu_refusal
 from quire.models.verify import DenseAttention, compare_with_transformers
 from quire.models.weights import weight_bytes
 from quire.scheduler.schedule_config import ScheduleConfig
@@ -296,29 +296,29 @@ def test_hooks_and_other_types_are_refused():
 
 def test_a_model_on_a_gpu_has_fused_layers_if_their_kernels_run(monkeypatch):
     model = zoo.build("wide_llama").to("meta")
-    monkeypatch.setattr(select, "gpu_refusal", lambda _: None)
+    monkeypatch.setattr(loader, "gpu_refusal", lambda _: None)
     reasons = []
-    monkeypatch.setattr(select, "why_no_rows", lambda *_: reasons[-1])
+    monkeypatch.setattr(loader, "why_no_rows", lambda *_: reasons[-1])
 
     reasons.append(None)
-    chosen = select.choose_implementation(model, None, "auto")
+    chosen = loader.choose_implementation(model, None, "auto")
     assert chosen.text == "native (LlamaForCausalLM has fused layers for this GPU)"
 
-    assert isinstance(select.make_decoder(model, None, impl="auto", codec="auto"), GpuDecoder)
+    assert isinstance(loader.make_decoder(model, None, impl="auto", codec="auto"), GpuDecoder)
     model = zoo.build("wide_llama").to("meta")
     with monkeypatch.context() as patch:
-        patch.setattr(select, "why_no_rows", None)  # no kernel runs if they are not wanted
-        chosen = select.choose_implementation(model, None, "transformers")
+        patch.setattr(loader, "why_no_rows", None)  # no kernel runs if they are not wanted
+        chosen = loader.choose_implementation(model, None, "transformers")
         assert chosen.text == "transformers (as requested)"
-        decoder = select.make_decoder(model, None, impl="transformers", codec="auto")
+        decoder = loader.make_decoder(model, None, impl="transformers", codec="auto")
         assert type(decoder) is TransformersDecoder
     model = zoo.build("wide_llama").to("meta")
 
     reasons.append("no Triton")
-    chosen = select.choose_implementation(model, None, "auto")
+    chosen = loader.choose_implementation(model, None, "auto")
     assert chosen.text == "transformers (not native: no Triton)"
     with pytest.raises(ConfigError, match="not possible: no Triton; use model_impl=auto"):
-        select.make_decoder(model, None, impl="native", codec="auto")
+        loader.make_decoder(model, None, impl="native", codec="auto")
 
 
 def test_modules_beside_the_layers_are_checked_too():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quire import LLM, KVConfig, SamplingParams, ScheduleConfig
-from quire.engine.step_bridge import StepBridge
+from quire.engine.runner import StepBridge
 from quire.kernels.native.library import NativeLibrary, load_library
 from quire.kernels.native.linear import has_products
 from quire.kv.step import ChainedStep

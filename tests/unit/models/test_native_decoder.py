@@ -12,12 +12,12 @@ from quire.errors import ConfigError, UnknownName, UnsupportedModel
 from quire.kernels.native.library import NativeLibrary, NotLoaded, load_library
 from quire.kernels.native.linear import has_products
 from quire.layout.statistics import ResidualSimilarity
+from quire.models import loader
 from quire.models.adapter import TransformersDecoder
 from quire.models.base import AttentionCall
-from quire.models.native import select
+from quire.models.loader import make_decoder
 from quire.models.native.decoder import NativeDecoder
 from quire.models.native.layers import refusal
-from quire.models.native.select import make_decoder
 from quire.models.verify import DenseAttention, compare_with_transformers
 from quire.models.weights import weight_bytes
 from support import zoo
@@ -236,7 +236,7 @@ def test_auto_selects_native_where_it_is_supported() -> None:
 
 
 def test_without_the_library_auto_selects_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "load_library", lambda: NotLoaded("no compiler"))
+    monkeypatch.setattr(loader, "load_library", lambda: NotLoaded("no compiler"))
     assert kind_of(zoo.build("wide_llama"), "auto") is TransformersDecoder
     with pytest.raises(ConfigError, match="model_impl=native is not possible: no compiler"):
         kind_of(zoo.build("wide_llama"), "native")
@@ -254,9 +254,9 @@ def test_unknown_names_are_refused(impl: str, codec: str) -> None:
 
 def test_implementation_is_named_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
-        native = select.choose_implementation(zoo.build("wide_llama"), None, "auto")
-        requested = select.choose_implementation(zoo.build("wide_llama"), None, "transformers")
-        other = select.choose_implementation(zoo.build("gpt2"), None, "auto")
+        native = loader.choose_implementation(zoo.build("wide_llama"), None, "auto")
+        requested = loader.choose_implementation(zoo.build("wide_llama"), None, "transformers")
+        other = loader.choose_implementation(zoo.build("gpt2"), None, "auto")
 
     assert (native.name, native.reason) == (
         "native",

@@ -12,10 +12,9 @@ from transformers.pytorch_utils import Conv1D
 from quire.errors import ConfigError, UnknownName
 from quire.kernels.native.library import NotLoaded
 from quire.kernels.native.linear import pack
-from quire.models import checkpoint
+from quire.models import checkpoint, loader
 from quire.models.adapter import TransformersDecoder
 from quire.models.loader import load_model
-from quire.models.native import select
 from quire.models.native.decoder import NativeDecoder
 from quire.models.native_linear import (
     PackedEmbedding,
@@ -183,13 +182,13 @@ def test_offloaded_weights_are_refused(tmp_path: Path, no_weights_read: None) ->
 
 def test_devices_other_than_a_cpu_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"weight_codec=int4 .* not on cuda"):
-        select.check_choices("auto", "int4", torch.device("cuda"), offloaded=False)
+        loader.check_choices("auto", "int4", torch.device("cuda"), offloaded=False)
 
 
 def test_a_cpu_without_products_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, no_weights_read: None
 ) -> None:
-    monkeypatch.setattr(select, "load_library", lambda: NotLoaded("no C compiler"))
+    monkeypatch.setattr(loader, "load_library", lambda: NotLoaded("no C compiler"))
 
     with pytest.raises(ConfigError, match=r"weight_codec=int8 is not possible: no C compiler"):
         load_model(zoo.save("llama", tmp_path), device="cpu", weight_codec="int8")

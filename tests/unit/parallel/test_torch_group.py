@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from quire.errors import RankFailed
-from quire.parallel.group import ONE_RANK, TensorGroup
-from quire.parallel.torch_group import TorchGroup, open_group
+from quire.parallel.group import ONE_RANK, TensorGroup, TorchGroup, open_group
 
 T = TypeVar("T")
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError
-from quire.plan.cost import (
+from quire.plan.preemption_costs import (
     Holding,
     best_split,
     choose,

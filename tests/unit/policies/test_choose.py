@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from quire.errors import PolicyError
 from quire.policies.base import LAYER, ScorePolicy
-from quire.policies.best import best_of, best_slots, best_with_torch
-from quire.policies.choose import choose_pieces, choose_slots
+from quire.policies.choose import best_of, best_slots, best_with_torch, choose_pieces, choose_slots
 from quire.policies.view import KVView
 
 FEW_SCORES = st.sampled_from([-2.5, -1.0, 0.0, 0.25, 3.0])  # with many ties

@@ -16,9 +16,8 @@ from quire.policies.base import EvictionPolicy, ScorePolicy
 from quire.policies.budgets.ada import Ada
 from quire.policies.budgets.base import UNBOUNDED
 from quire.policies.budgets.uniform import Uniform
-from quire.policies.eviction import Eviction, make_eviction
+from quire.policies.eviction import Eviction, LaneShape, make_eviction
 from quire.policies.h2o import H2O
-from quire.policies.lane_shape import LaneShape
 from quire.policies.recent import Recent
 from quire.policies.registry import policy_of, registered
 from quire.policies.snapkv import SnapKV

@@ -1,11 +1,13 @@
-"""Timelines of requests, and the numbers of recently finished requests."""
+"""Timelines and eviction traces of requests, and the numbers of recently finished requests."""
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from quire.errors import RequestError
 from quire.sampling.outputs import OutputDelta
 from quire.scheduler.events import EventLog, KVEvent
+from quire.scheduler.eviction_trace import EvictionEntry, RetainedSets, retained_sets
 from quire.scheduler.request import Request
 
 KEPT_FINISHED = 256
@@ -13,6 +15,7 @@ KEPT_FINISHED = 256
 FIRST_EVENTS = 64
 LAST_EVENTS = 192
 """Events of a sequence that are stored: the first ones and the last ones."""
+KEPT_TRACES = 256
 
 
 class RequestTimeline:
@@ -145,3 +148,34 @@ def _numbers(
         finish_s=progress.finish_s or now_s,
         timeline=timeline,
     )
+
+
+class Traces:
+    """Traces of recorded requests, the newest `KEPT_TRACES` of them."""
+
+    def __init__(self) -> None:
+        self._recorded: OrderedDict[str, list[EvictionEntry]] = OrderedDict()
+
+    def follow(self, sequences: Iterable[Request]) -> None:
+        """Store the traces of requests that record evictions."""
+        for request in sequences:
+            if request.spec.records_evictions:
+                self._recorded[request.request_id] = request.eviction.trace
+                self._recorded.move_to_end(request.request_id)
+        while len(self._recorded) > KEPT_TRACES:
+            self._recorded.popitem(last=False)
+
+    def of(self, request_id: str, unfinished: Iterable[Request]) -> list[RetainedSets]:
+        """Return the retained tokens of a request after each eviction.
+
+        Raises:
+            RequestError: no trace of the request is stored.
+        """
+        running = {request.request_id: request.eviction.trace for request in unfinished}
+        trace = running.get(request_id, self._recorded.get(request_id))
+        if trace is None:
+            raise RequestError(
+                f"no eviction trace of request {request_id!r} is stored; query the trace while the "
+                "request runs, or submit the request with record_evictions"
+            )
+        return list(retained_sets(trace))

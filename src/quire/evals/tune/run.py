@@ -11,7 +11,7 @@ import numpy as np
 from quire.api.llm import LLM
 from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.config.sampling_params import SamplingParams
-from quire.engine.codec import codec_of
+from quire.engine.kv_memory import codec_of
 from quire.engine.stats import EngineStats
 from quire.errors import ConfigError, TimeLimitReached
 from quire.evals.intervals import SHARE, Mean, mean_of, prompts_to_show

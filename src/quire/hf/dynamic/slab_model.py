@@ -14,8 +14,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and
 from quire.errors import ConfigError, UnsupportedModel
 from quire.kv.dense.row import NOTHING, KVShape, LayerShape
 from quire.kv.dense.slab import DenseSlab, SlabRows
-from quire.models.cache_argument import cache_argument
 from quire.models.rope import refuse_dynamic
+from quire.models.wrapped import cache_argument
 
 
 class SlabLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]

@@ -21,7 +21,7 @@ from quire.layout.statistics import ResidualSimilarity, Statistic
 from quire.models.adapter import TransformersDecoder
 from quire.models.base import AttentionCall, Batch
 from quire.models.hidden_states import note_hidden_states
-from quire.models.native.gpu_layers import GpuLayer, GpuModel, gpu_refusal, join
+from quire.models.native.layers import GpuLayer, GpuModel, gpu_refusal, join
 
 
 class GpuDecoder(TransformersDecoder):

@@ -22,9 +22,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from quire.errors import ConfigError
-from quire.policies.best import best_and_tied
 from quire.policies.budgets.base import Budget
-from quire.policies.choose import choose_slots
+from quire.policies.choose import best_and_tied, choose_slots
 from quire.policies.registry import register_budget
 from quire.policies.view import KVView
 

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from quire.errors import ConfigError, UnknownName
-from quire.policies.best import count_of
+from quire.policies.choose import count_of
 from quire.policies.lots import lots_of
 
 # Bits packed in words of 64, and Hamming distances.

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quire.kernels.native.selection import native_selection
 from quire.policies.base import ScorePolicy
-from quire.policies.best import Floats, best_slots
+from quire.policies.choose import Floats, best_slots
 from quire.policies.signatures.alignment import aligned_words
 from quire.policies.signatures.anchors import WORD_BITS, Signatures, Words, pack
 from quire.policies.signatures.units import Marks, Units

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from quire.errors import UnknownName
-from quire.policies.best import Floats, best_of, count_of
+from quire.policies.choose import Floats, best_of, count_of
 from quire.policies.lots import lots_of
 
 MIDDLE, RANDOM, BEST = "middle", "random", "best"

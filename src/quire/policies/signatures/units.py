@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels.native.selection import native_selection
-from quire.policies.best import Floats, best_of, count_of
+from quire.policies.choose import Floats, best_of, count_of
 
 Marks = NDArray[np.bool_]
 

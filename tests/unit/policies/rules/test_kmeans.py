@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quire.errors import ConfigError
-from quire.eviction.rule_requirements import check_rules
+from quire.eviction.eviction_rules import check_rules
 from quire.layout.statistics import AttentionSum
 from quire.policies.eviction import make_eviction
 from quire.policies.h2o import H2O

@@ -10,11 +10,10 @@ import torch
 from quire.errors import ConfigError, UnknownName, UnsoundCombination
 from quire.layout.statistics import AttentionSum, LowAttentionCount
 from quire.policies.average import Average
-from quire.policies.eviction import make_eviction
+from quire.policies.eviction import LaneShape, make_eviction
 from quire.policies.h2o import H2O
 from quire.policies.kvcrush import KVCrush
 from quire.policies.kvcrush_openvino import KVCrushOpenVINO
-from quire.policies.lane_shape import LaneShape
 from quire.policies.recent import Recent
 from quire.policies.roco import RoCo
 from quire.policies.scissorhands import Scissorhands
