@@ -87,8 +87,9 @@ def test_sampling_options_are_set_in_the_chat(quire):
     assert result.stderr.count("max_tokens 2, temperature 0 (the model's)") == 2
     assert "2 output tokens" in result.stderr
     assert "error: temperature must be a finite number in [0, inf), got 'warm'" in result.stderr
-    assert "\ntemperature null (divides the logits; " in result.stderr
-    assert "0); /set temperature VALUE changes it\n" in result.stderr
+    assert "\ntemperature 0 (the model's): divides the logits; " in result.stderr
+    assert "else 0.2, with top-p 0.9; /set temperature VALUE changes it, " in result.stderr
+    assert "/set temperature default restores the default\n" in result.stderr
     assert "unknown sampling option 'n'" in result.stderr
 
 
@@ -121,12 +122,19 @@ def test_model_that_names_no_temperature_gets_that_of_a_chat(quire, tmp_path):
     shutil.copytree(ASSETS / "quire-tiny", folder)
     (folder / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
 
-    unset = quire("chat", folder, *QUICK, input="/set temperature 0.5\n")
+    changes = "/set temperature 0.5\n/set temperature default\n/set max_tokens default\n"
+    stop = "/set stop default\n/set stop .\n/set stop\n/set stop default\n/set temperature\n"
+    unset = quire("chat", folder, *QUICK, input=changes + stop)
     given = quire("chat", folder, *QUICK, "--temperature", "0.7", "--seed", "1", input="")
 
-    first, _, after = unset.stderr.splitlines()
-    assert "temperature 0.2, top_p 0.9 (Quire's defaults: the model names none); /set" in first
-    assert after == "max_tokens 5, temperature 0.5; /set changes them"
+    first, _, own, restored, longer, same, stopped, shown, none, last = unset.stderr.splitlines()
+    assert first.removeprefix("model: ") == restored
+    assert "temperature 0.2 (Quire's default), top_p 0.9 (Quire's default); /set" in first
+    assert own == "max_tokens 5, temperature 0.5; /set changes them"
+    assert longer == same == none == restored.replace("max_tokens 5,", "max_tokens 512,")
+    assert stopped == longer.replace("; /set", ', stop ["."]; /set')
+    assert shown.startswith('stop ["."]: stop strings')
+    assert last.startswith("temperature 0.2 (Quire's default): divides the logits")
     assert given.stderr.splitlines()[0] == (
         "model: max_tokens 5, temperature 0.7, seed 1; /set changes them"
     )

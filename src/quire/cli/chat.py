@@ -21,10 +21,11 @@ from unicodedata import east_asian_width
 import typer
 
 from quire.cli.generate import cut_note, usage_line
-from quire.cli.options import KV, MODEL, SAMPLING, SCHEDULE
+from quire.cli.options import KV, MODEL, SAMPLING, SCHEDULE, options_of
 from quire.cli.settings import Settings, with_settings
 from quire.cli.startup import is_terminal
 from quire.config.chat_messages import Message, read_messages
+from quire.config.sampling_params import RESPONSE_TEMPERATURE, RESPONSE_TOP_P
 from quire.errors import ConfigError, ModelError, RequestError, UnknownName
 from quire.layout.config import read_json_object
 from quire.layout.options import option
@@ -46,8 +47,17 @@ _KEYS = {
     "Alt+Enter": "start a new line; so does Enter after a backslash",
     "//TEXT": "send a message that starts with a slash",
 }
-_ONE_RESPONSE = SAMPLING.without("n", "best-of", "use-beam-search", "beam-width", "length-penalty")
-_OPTIONS = {found.name: found for found in _ONE_RESPONSE.options()}
+_ONE_RESPONSE = replace(
+    SAMPLING.without("n", "best-of", "use-beam-search", "beam-width", "length-penalty"),
+    help={
+        "temperature": "divides the logits; 0 (or below 1e-5) is greedy. None: the model's, else "
+        f"{RESPONSE_TEMPERATURE}, with top-p {RESPONSE_TOP_P}",
+        "top_p": "sample from the smallest set with this probability, in (0, 1]. None: the "
+        f"model's, else {RESPONSE_TOP_P}, or 1 if a temperature is set",
+    },
+)
+_DEFAULTS = {"max-tokens": 512}
+_OPTIONS = {found.name: found for found in options_of((_ONE_RESPONSE,), _DEFAULTS)}
 _ONE_CONVERSATION = SCHEDULE.without(
     *("max-num-seqs", "admission", "low-watermark", "high-watermark", "scale-down-at"),
     *("preempt", "batcher", "urgent", "tenants"),
@@ -71,7 +81,7 @@ class ChatFlags:
     KV.without("swap-space", "evict-allow", "record-evictions"),
     _ONE_CONVERSATION,
     _ONE_RESPONSE,
-    defaults={"max-tokens": 512},
+    defaults=_DEFAULTS,
 )
 def chat(settings: Settings, *, flags: ChatFlags) -> None:
     """Chat with a model; the model needs a chat template.
@@ -135,7 +145,7 @@ class Conversation:
         return f"{text}; /set changes them"
 
     def set_option(self, argument: str) -> str:
-        """Set a sampling option to a JSON value; null: unset."""
+        """Set a sampling option to a JSON value, or to its default."""
         name, _, text = argument.partition(" ")
         if argument:
             found = _OPTIONS.get(name.replace("-", "_"))
@@ -143,11 +153,13 @@ class Conversation:
                 raise UnknownName("sampling option", name, _OPTIONS)
             value: Any = text
             if not text:
-                value = json.dumps(getattr(self._sampling, found.name))
-                meaning = found.help.rstrip(".")
-                return f"{found.name} {value} ({meaning}); /set {found.name} VALUE changes it"
+                shown = self._sampling.response_value(self.llm.model.generation, found.name)
+                return (
+                    f"{shown}: {found.help.rstrip('.')}; /set {found.name} VALUE changes it, "
+                    f"/set {found.name} default restores the default"
+                )
             with suppress(ValueError):  # a text is a stop string, or refused
-                value = json.loads(text)
+                value = found.default if text == "default" else json.loads(text)
             self._sampling = replace(self._sampling, **{found.name: value})
         return self.sampling_line()
 
@@ -265,7 +277,9 @@ _COMMANDS = {
         "[TEXT]", "set the system message; without TEXT: delete it", Conversation.set_system
     ),
     "/set": _ChatCommand(
-        "[NAME VALUE]", "set a sampling option; without VALUE: show it", Conversation.set_option
+        "[NAME VALUE]",
+        "set a sampling option; VALUE default: its default; without VALUE: show it",
+        Conversation.set_option,
     ),
     "/save": _ChatCommand("FILE", "write the messages to a JSON file", Conversation.save),
     "/load": _ChatCommand("FILE", "continue the messages of such a file", Conversation.load),

@@ -175,6 +175,7 @@ class Section:
     only: tuple[str, ...] | None = None  # flags of the fields that become options; None: all
     shown: bool = True  # whether `--help` shows the common options
     in_file: bool = True
+    help: Mapping[str, str] | None = None  # texts that replace the help of fields, by name
 
     def options(self) -> Iterator[OptionField]:
         yield from _option_fields(self, self.config, (), self.title)
@@ -247,7 +248,9 @@ def _option_fields(
             sized=sized,
             choices=choices_of(field.type),
             default=field.default,
-            help=info.help or documented.get(field.name, ""),
+            help=(section.help or {}).get(field.name)
+            or info.help
+            or documented.get(field.name, ""),
             group=heading,
             common=info.common and section.shown,
             synonyms=info.synonyms,

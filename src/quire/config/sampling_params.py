@@ -4,6 +4,7 @@ Every option is checked in the constructor, before the request takes any memory.
 `resolve` fills it from the model's generation defaults.
 """
 
+import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -512,22 +513,27 @@ class SamplingParams:
         return replace(self, temperature=RESPONSE_TEMPERATURE, top_p=top_p)
 
     def response_text(self, defaults: SamplingDefaults, names: Iterable[str]) -> str:
-        """The values that a response is sampled with, and the source of its temperature.
+        """The values of a response as in `response_value`.
 
         Neutral values are left out, except the temperature.
         """
         used = self.with_response_defaults(defaults).resolve(defaults)
         neutral = SamplingParams().resolve(SamplingParams())
-        shown = ", ".join(
-            f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
-            for name, value in ((name, getattr(used, name)) for name in names)
-            if value != getattr(neutral, name) or name == "temperature"
+        return ", ".join(
+            self.response_value(defaults, name)
+            for name in names
+            if getattr(used, name) != getattr(neutral, name) or name == "temperature"
         )
-        if self.temperature is not None or self.use_beam_search:
-            return shown
-        if defaults.temperature is not None:
-            return f"{shown} (the model's)"
-        return f"{shown} (Quire's defaults: the model names none)"
+
+    def response_value(self, defaults: SamplingDefaults, name: str) -> str:
+        """The value that a response is sampled with, as JSON, and its source if it is not set."""
+        value = getattr(self.with_response_defaults(defaults).resolve(defaults), name)
+        shown = f"{value:g}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
+        if self.use_beam_search or value == getattr(self, name):
+            return f"{name} {shown}"
+        unset = getattr(defaults, name, None) is None
+        source = "Quire's default" if unset else "the model's"
+        return f"{name} {shown} ({source})"
 
     def validate_for(self, vocab_size: int) -> None:
         """Check token ids and logprobs counts against the size of the vocabulary.
