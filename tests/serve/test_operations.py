@@ -336,7 +336,7 @@ def test_start_names_model_memory_and_concurrency(idle):
 
     assert "Model: quire-tiny, float32 on cpu" in text
     assert "KV memory: 4,194,304 B (4.00 MiB), 256 pages of 16,384 B, float32" in text
-    assert "Maximum concurrent requests: 1 of 512 tokens, 0 of 2,048 tokens" in text
+    assert "Requests that the KV memory holds: 1 of 512 tokens, 0 of 2,048 tokens" in text
     assert "Sampling of requests that set none: temperature 0 (the model's)" in text
 
 

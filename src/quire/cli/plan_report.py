@@ -330,7 +330,7 @@ def _run_bytes(model: ModelSpec, options: PlanOptions, bytes_per_value: int) -> 
 
 
 def _least_memory(model: ModelSpec, options: PlanOptions, dtype: str, kv_bytes: int) -> str:
-    """The memory that leaves `kv_bytes` for KV, with stored and with the smallest weights."""
+    """The memory that leaves `kv_bytes` for KV, with each codec of the weights."""
     needed: dict[str, str] = {}
     for codec in dict.fromkeys((options.weight_codec, *_weight_codecs(options))):
         weight_bytes = _weight_bytes(model, replace(options, weight_codec=codec), dtype)
@@ -345,7 +345,7 @@ def _least_memory(model: ModelSpec, options: PlanOptions, dtype: str, kv_bytes: 
         needed[codec] = f"--memory {option_size(rounded_size(total_bytes))}"
         if codec != "auto":
             needed[codec] += f" with --weight-codec {codec}"
-    return ", or ".join(dict.fromkeys((next(iter(needed.values())), needed[codec])))
+    return ", or ".join(needed.values())
 
 
 def _weight_codecs(options: PlanOptions) -> tuple[str, ...]:
@@ -492,7 +492,9 @@ def choices_table(report: PlanReport) -> Table:
     tokens = report.capacity.sequence_tokens
     table = Table("weights", "KV", "KV memory", "tokens", title_justify="left")
     table.title = f"Sequences of {tokens:,} tokens at once, by codec and by retained tokens"
-    table.caption = "50% and 25%: with an eviction rule of this cap"
+    table.caption = (
+        "50% and 25%: with an eviction rule of this cap; int4 weights may lose much quality"
+    )
     for name in RETAINED:
         table.add_column(name)
     for column in table.columns:

@@ -200,7 +200,7 @@ class Engine:
         return request.request_id
 
     def _limited(self, request: Request, requested: GenerationRequest) -> Request:
-        """Lower `max_tokens` to the KV memory and its tenant's limit, unless not one token fits."""
+        """Lower `max_tokens` to the KV memory and its tenant's limit."""
         scheduler = self.scheduler
         peaks, prompt_tokens = scheduler.peaks, len(request.prompt_token_ids)
         width = request.params.num_sequences if request.params.use_beam_search else 1
@@ -218,9 +218,8 @@ class Engine:
             return request
         lengths = range(request.params.max_tokens)
         fitting = bisect_left(lengths, True, key=lambda length: bool(limit(length))) - 1
-        if fitting < 1:
-            return request
-        sampling = with_max_tokens(request.params, fitting)
+        # if not one token fits, the request is refused, whatever its max_tokens
+        sampling = with_max_tokens(request.params, max(1, fitting))
         made = self.input_processor.make(
             replace(requested, sampling=sampling), request.request_id, request.spec.arrival
         )

@@ -32,7 +32,7 @@ from quire.models.native.layers import gpu_refusal, refusal, row_shape
 from quire.models.packing import codec_refusal
 from quire.models.quantized_files import refuse_codec
 from quire.models.sharding import refuse_unshardable, shard
-from quire.models.verify import compare_with_transformers
+from quire.models.verify import compare_with_transformers, stored_logits
 from quire.models.weights import check_finite, weight_bytes
 from quire.parallel.group import ONE_RANK, TensorGroup
 from quire.plan.weights import WeightsPlacement
@@ -261,11 +261,14 @@ def load_model(  # noqa: PLR0913 - one parameter per option
         place, weights = placer.place(model, target)
     with foreign_code(f"{name} cannot run with its config.json"):
         implementation = choose_implementation(model, weights, model_impl, group.size)
+        stored = None
+        if verify and weight_codec != "auto" and group.size == 1:
+            stored = stored_logits(model, ModelSpec.from_config(model.config.to_dict()))
         decoder = make_decoder(
             model, weights, impl=model_impl, codec=weight_codec, ranks=group.size
         )
         if verify:
-            compare_with_transformers(decoder, quantized=weight_codec != "auto")
+            compare_with_transformers(decoder, stored, codec=weight_codec)
     return LoadedModel(
         decoder=decoder,
         tokenizer=tokenizer,

@@ -5,16 +5,20 @@ once in Transformers, and once as in the engine. The engine's run has two ragged
 flat batch, in two chunks, over cached keys.
 """
 
+import logging
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from quire.errors import ModelError, UnsupportedModel
 from quire.layout.model import ModelSpec
 from quire.models.base import AttentionCall, Comparable, PagedAttention
+
+_log = logging.getLogger(__name__)
 
 PROMPT_TOKENS = 24  # of the longer of the two sequences
 SHORTER_TOKENS = 17
@@ -27,20 +31,50 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 _TOLERATED_SHARE = {torch.float32: 0.0, torch.float16: 0.25, torch.bfloat16: 0.25}
 
 
-def compare_with_transformers(decoder: Comparable, *, quantized: bool = False) -> None:
+# With quantized weights, the inputs of linear layers are quantized too: a rounding error can become
+# that of a code, and grows from layer to layer up to the loss of the codec itself. A wrong layer
+# differs by about 1.
+_LOSSES, _MAX_LOSS = 2.0, 0.6
+_LARGE_LOSS = 0.5
+
+
+def stored_logits(model: PreTrainedModel, spec: ModelSpec) -> list[Tensor]:
+    """Logits of the test prompts by Transformers, before the weights are quantized."""
+    with torch.inference_mode():
+        return [
+            model(tokens[None], use_cache=False, return_dict=True).logits[0].float()
+            for tokens in _prompts(spec, model.device)
+        ]
+
+
+def compare_with_transformers(
+    decoder: Comparable, stored: Sequence[Tensor] | None = None, *, codec: str = "auto"
+) -> None:
     """Run a short prompt in Transformers and as in the engine, and compare the logits.
 
     Args:
         decoder: of the model.
-        quantized: whether linear layers quantize their inputs: a rounding error of an activation
-            can become that of a code, so the tolerance is that of bfloat16.
+        stored: `stored_logits` of a model whose weights are quantized; None: they are not.
+        codec: of the quantized weights.
     """
     sequences = _prompts(decoder.spec, decoder.device)
-    ours = _flat_logits(decoder, sequences)
-    precision = torch.bfloat16 if quantized else decoder.dtype
+    ours = [logits.float() for logits in _flat_logits(decoder, sequences)]
+    precision = decoder.dtype if codec == "auto" else torch.bfloat16
+    tolerance, share = _TOLERANCE[precision], _TOLERATED_SHARE[precision]
     for number, (tokens, logits) in enumerate(zip(sequences, ours, strict=True)):
-        theirs = decoder.reference_logits(tokens)
-        _compare(decoder, number, logits.float(), theirs.float(), precision)
+        theirs = decoder.reference_logits(tokens).float()
+        if stored is not None:
+            loss = _LOSSES * float(_distances(theirs, stored[number]).median())
+            tolerance = min(max(loss, _TOLERANCE[precision]), _MAX_LOSS)
+        _compare(decoder, number, (logits, theirs), tolerance, share, codec)
+    if stored is not None:
+        loss = max(float(_distances(*pair).median()) for pair in zip(ours, stored, strict=True))
+        if loss > _LARGE_LOSS:
+            _log.warning(
+                "weight codec %s changes the logits of a test prompt by %.0f%% of their spread; "
+                "int8 loses less than int4; measure the quality with quire eval",
+                *(codec, 100 * loss),
+            )
 
 
 def _prompts(spec: ModelSpec, device: torch.device) -> list[Tensor]:
@@ -123,13 +157,24 @@ def _expect_finite(decoder: Comparable, theirs: Tensor) -> None:
         )
 
 
-def _compare(
-    decoder: Comparable, number: int, ours: Tensor, theirs: Tensor, precision: torch.dtype
-) -> None:
-    _expect_finite(decoder, theirs)
+def _distances(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Relative distance of each row of logits."""
     spread = (theirs - theirs.mean(dim=-1, keepdim=True)).norm(dim=-1)
-    distance = (ours - theirs).norm(dim=-1) / spread.clamp_min(torch.finfo(torch.float32).tiny)
-    tolerance, share = _TOLERANCE[precision], _TOLERATED_SHARE[precision]
+    least = torch.finfo(torch.float32).tiny
+    return torch.as_tensor((ours - theirs).norm(dim=-1) / spread.clamp_min(least))
+
+
+def _compare(
+    decoder: Comparable,
+    number: int,
+    pair: tuple[Tensor, Tensor],
+    tolerance: float,
+    share: float,
+    codec: str,
+) -> None:
+    ours, theirs = pair
+    _expect_finite(decoder, theirs)
+    distance = _distances(ours, theirs)
     wrong = ~(distance <= tolerance)  # not-a-number is wrong too
     if wrong.float().mean() > share:
         first = int(wrong.nonzero()[0])
@@ -137,7 +182,12 @@ def _compare(
             f"{decoder.spec.architecture}: logits differ from Transformers' own on "
             f"{int(wrong.sum())} of {len(wrong)} positions of test sequence {number}, first at "
             f"position {first} by {float(distance[first]):.1e} (relative; allowed "
-            f"{tolerance:.0e}); run this model with Transformers itself"
+            f"{tolerance:.0e}); "
+            + (
+                "run this model with Transformers itself"
+                if codec == "auto"
+                else f"leave out --weight-codec {codec}, or skip the check with --no-verify"
+            )
         )
 
 

@@ -69,7 +69,7 @@ def banner(service: Service) -> str:
             f"{format_size(model.weight_bytes)} of weights",
             f"KV memory: {memory.total_bytes:,} B ({format_size(memory.total_bytes)}), "
             f"{_pages(llm)}, {pool.codec}, attention {pool.kv.backend.name}",
-            f"Maximum concurrent requests: {_concurrency(llm)}",
+            f"Requests that the KV memory holds: {_concurrency(llm)}",
             *_longest(llm),
             f"Sampling of requests that set none: {_sampling(llm)}",
         )
@@ -125,7 +125,7 @@ def _concurrency(llm: LLM) -> str:
     lengths = [tokens for tokens in LENGTHS if tokens <= context] or [context]
     found = [f"{concurrent_requests(llm, tokens):,} of {tokens:,} tokens" for tokens in lengths]
     limit = llm.engine.schedule_config.max_num_seqs
-    return f"{', '.join(found)} (at most --max-num-seqs {limit:,} run at once)"
+    return f"{', '.join(found)}; at most {limit:,} run at once (--max-num-seqs)"
 
 
 def concurrent_requests(llm: LLM, tokens: int) -> int:

@@ -9,10 +9,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from quire.errors import ModelError, UnsupportedModel
-from quire.layout.model import LayerSpec
+from quire.layout.model import LayerSpec, ModelSpec
 from quire.models import bridge
 from quire.models.adapter import TransformersDecoder
-from quire.models.verify import ReferenceBatch, compare_with_transformers
+from quire.models.native.select import make_decoder
+from quire.models.native_linear import available_products
+from quire.models.verify import ReferenceBatch, compare_with_transformers, stored_logits
 from support import zoo
 
 
@@ -56,6 +58,25 @@ def test_wrong_attention_arguments_are_detected(
 
     with pytest.raises(UnsupportedModel, match="logits differ from Transformers' own on"):
         compare_with_transformers(decoder)
+
+
+@pytest.mark.skipif(available_products() is None, reason="no C extension with vector instructions")
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+@pytest.mark.parametrize("wrong", [False, True])
+def test_quantized_weights_are_compared_within_their_own_loss(
+    codec: str, wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Differences up to twice the loss of the codec are accepted; a wrong layer is not."""
+    model = zoo.build("llama")
+    stored = stored_logits(model, ModelSpec.from_config(model.config.to_dict()))
+    decoder = make_decoder(model, None, impl="transformers", codec=codec)
+    if wrong:
+        attend = ReferenceBatch.attend
+        monkeypatch.setattr(ReferenceBatch, "attend", lambda *state: -attend(*state))
+        with pytest.raises(UnsupportedModel, match=f"leave out --weight-codec {codec}, or skip"):
+            compare_with_transformers(decoder, stored, codec=codec)
+    else:
+        compare_with_transformers(decoder, stored, codec=codec)
 
 
 def test_ignored_positions_are_detected() -> None:
