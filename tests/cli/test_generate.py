@@ -215,6 +215,11 @@ def assert_refused(result, *parts: str) -> None:
         (("--evict", "recnt:cap=9"), "recent"),
         (("--evict", "recent"), "cap"),
         (("--kv-codec", "int5"), "int5"),
+        (("--kv-codec", "kvquant4"), "with quire calibrate quire-tiny --kv-codec kvquant4, or"),
+        (
+            ("--kv-codec", "kvquant4", "--kv-constants", "a b"),
+            "quire calibrate quire-tiny --kv-codec kvquant4 --output 'a b', or",
+        ),
         (("--kv-memory", "1KiB"), "--kv-memory"),
         (("--scratch", "-1"), "-1"),
     ],

@@ -157,7 +157,9 @@ def start(codec: str, folder, **options) -> Engine:
 
 @pytest.mark.parametrize("codec", ["int8_channel", "int4/kvquant4", "int4:equalise=1"])
 def test_a_missing_calibration_file_is_an_error_that_names_the_command(codec, tmp_path):
-    with pytest.raises(ConfigError, match=r"there is no .*safetensors; .*quire calibrate --kv-cod"):
+    with pytest.raises(
+        ConfigError, match=r"there is no .*safetensors; .*quire calibrate MODEL --kv-cod"
+    ):
         start(codec, tmp_path)
 
 
@@ -165,6 +167,16 @@ def test_a_model_in_memory_has_no_folder():
     config = KVConfig(memory="1MiB", codec="int8_channel")
     with pytest.raises(ConfigError, match="the model has no folder"):
         Engine(test_eviction_engine.loaded(MODEL), config, ScheduleConfig())
+
+
+def test_a_model_is_named_for_calibration_as_commands_take_it(tmp_path):
+    made = test_eviction_engine.loaded(MODEL)
+    (tmp_path / "stored.gguf").touch()
+
+    assert made.argument == "MODEL"
+    assert replace(made, folder=tmp_path).argument == str(tmp_path)
+    assert replace(made, folder=tmp_path, name="smollm2").argument == "smollm2"
+    assert replace(made, folder=tmp_path, name="stored").argument == f"{tmp_path}/stored.gguf"
 
 
 def test_calibration_files_of_another_model_are_rejected(folder, tmp_path):

@@ -61,7 +61,12 @@ class StoredAs:
 def codec_of(config: KVConfig, model: LoadedModel) -> StoredAs:
     """Resolve the KV codec of an engine and read its calibration constants; see `stored_as`."""
     return stored_as(
-        config.codec, model.decoder, model.spec, constants=config.constants, folder=model.folder
+        config.codec,
+        model.decoder,
+        model.spec,
+        constants=config.constants,
+        folder=model.folder,
+        argument=model.argument,
     )
 
 
@@ -72,8 +77,12 @@ def stored_as(
     *,
     constants: str = "",
     folder: Path | None = None,
+    argument: str = "MODEL",
 ) -> StoredAs:
-    """Resolve a KV codec; read its constants from `constants`, else the model's folder."""
+    """Resolve a KV codec; read its constants from `constants`, else the model's folder.
+
+    Errors advise to calibrate the model `argument`.
+    """
     dtype = plain_codec(decoder.dtype)
     written = stored_codec(codec, dtype)
     form = read_format(written)
@@ -93,7 +102,9 @@ def stored_as(
             )
         return StoredAs(written, dtype)
     found = Path(constants).expanduser() if constants else folder
-    return StoredAs(written, dtype, read_constants(found, form, spec))
+    output = ("--output", constants) if constants else ()
+    measured = read_constants(found, form, spec, argument=argument, output=output)
+    return StoredAs(written, dtype, measured)
 
 
 class _AttendToChunk:

@@ -153,7 +153,14 @@ class QuireCache(CacheWithoutLayers, ForwardingCache):
                 attention=attention,
             )
             folder = folder_of(model)
-            stored = stored_as(codec, self._decoder, spec, constants=constants or "", folder=folder)
+            stored = stored_as(
+                codec,
+                self._decoder,
+                spec,
+                constants=constants or "",
+                folder=folder,
+                argument=str(folder or "MODEL"),
+            )
             rules = EvictionRules(
                 self._rule.text,
                 NONE,

@@ -2,7 +2,8 @@
 
 import hashlib
 import re
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -82,17 +83,31 @@ def write_constants(
     return written
 
 
-def read_constants(folder: Path | None, form: KVFormat, model: ModelSpec) -> MeasuredConstants:
-    """Read the constants that the codecs of a KV format need."""
+def read_constants(
+    folder: Path | None,
+    form: KVFormat,
+    model: ModelSpec,
+    *,
+    argument: str = "MODEL",
+    output: Sequence[str] = (),
+) -> MeasuredConstants:
+    """Read the constants that the codecs of a KV format need.
+
+    An error for a missing file has the command that writes it, with the model `argument` and the
+    options `output`.
+    """
     found: dict[tuple[int, str], Constants] = {}
     for side, codec in sides_of(form).items():
         path = None if folder is None else constants_path(folder, side, codec)
         if path is None or not path.is_file():
             where = "the model has no folder" if path is None else f"there is no {path}"
+            command = shlex.join(
+                ("quire", "calibrate", argument, "--kv-codec", codec.name, *output)
+            )
             raise ConfigError(
                 f"KV codec {codec.name!r} needs constants that are measured for each layer of a "
-                f"model, and {where}; create them with quire calibrate --kv-codec {codec.name}, or "
-                "use int8 or int4_outliers, which need none"
+                f"model, and {where}; create them with {command}, or use int8 or int4_outliers, "
+                "which need none"
             )
         for layer, constants in _read(path, codec, model).items():
             found[layer, side] = constants

@@ -21,6 +21,7 @@ from quire.kernels.triton.hardware import why_no_rows
 from quire.layout import limits
 from quire.layout.model import ModelSpec
 from quire.layout.options import require_type
+from quire.layout.packaged import NAMES
 from quire.models.adapter import TransformersDecoder
 from quire.models.base import Decoder
 from quire.models.checkpoint import open_checkpoint
@@ -32,6 +33,7 @@ from quire.models.native.layers import gpu_refusal, refusal, row_shape
 from quire.models.packing import codec_refusal
 from quire.models.quantized_files import refuse_codec
 from quire.models.sharding import refuse_unshardable, shard
+from quire.models.source import GGUF
 from quire.models.verify import compare_with_transformers, stored_logits
 from quire.models.weights import check_finite, weight_bytes
 from quire.parallel.group import ONE_RANK, TensorGroup
@@ -169,6 +171,14 @@ class LoadedModel:
     weight_codec: str = "auto"  # of linear layers: int8 or int4; "auto": none
     implementation: Implementation | None = None  # None if the model was built in memory
     group: TensorGroup = ONE_RANK
+
+    @property
+    def argument(self) -> str:
+        """The argument MODEL of commands for this model."""
+        if self.folder is None or self.name in NAMES:
+            return self.name if self.folder else "MODEL"
+        file = self.folder / f"{self.name}{GGUF}"
+        return str(file if file.is_file() else self.folder)
 
     def require_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer.
