@@ -42,6 +42,21 @@ def test_a_run_ends_at_its_time_limit_and_its_pages_say_so(quire, tmp_path):
     assert "**2 entries did not run before the time limit.**" in page
 
 
+def test_without_a_task_that_counts_there_is_no_quality_and_without_a_rule_the_exit_code_is_1(
+    quire, tmp_path
+):
+    tasks = ("--tasks", "arithmetic", "--rules", "kvcrush_openvino")
+    run = quire(*SMALL, "--out", tmp_path, *tasks)
+
+    result = json.loads(run.stdout.splitlines()[-1])
+    assert run.exit_code == 1
+    assert result["claims"] == {"entries": 1, "refused": 1, "sanity_check_passed": 0}
+    assert "quality" not in result["arms"]["rows"][0]
+    assert "Choose other tasks (--tasks), or shorter prompts (--tokens)" in run.stderr
+    assert "Pareto-optimal of" not in run.stderr
+    assert not (tmp_path / "board.svg").exists()
+
+
 def test_a_memory_of_a_fixed_size_is_required(quire):
     result = quire("board", "quire-tiny")
 

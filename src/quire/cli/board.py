@@ -16,7 +16,7 @@ from quire.cli.report import envelope, prepare_folder, print_json, write_files
 from quire.cli.settings import Settings, with_settings
 from quire.cli.tables import show_table
 from quire.cli.tune import NO_AUTO, SEARCHED_KV, refuse_settings, time_limit_option
-from quire.evals.board.grid import Grid
+from quire.evals.board.grid import FULL, Grid
 from quire.evals.pace import Pace
 from quire.layout.extras import has_extra
 from quire.layout.options import option
@@ -77,7 +77,8 @@ def board(settings: Settings, *, flags: BoardFlags) -> None:
 
     Writes a table, a chart and an interactive page of quality against KV bytes. Finished cells are
     stored in the folder of --out, so that an interrupted run goes on. --time-limit ends a run after
-    the entry that exceeds it; the pages have the entries so far.
+    the entry that exceeds it; the pages have the entries so far. Ends with exit code 1 if no rule
+    could run.
     """
     from quire.evals.board.result import BoardResult
     from quire.evals.board.run import BoardConfig
@@ -108,6 +109,9 @@ def board(settings: Settings, *, flags: BoardFlags) -> None:
     _show(found, flags.out)
     if flags.as_json:
         print_json(result)
+    complete = not found.entries_left and set(grid.rules) != {FULL}
+    if complete and all(row.entry.rule == FULL for row in found.rows):
+        raise typer.Exit(1)
 
 
 @contextmanager
@@ -136,15 +140,18 @@ def board_runner(
 
 
 def write_pages(found: "BoardResult", model: str, out: Path, result: bytes) -> None:
-    """Write the result, the page and, where their packages are installed, chart and live page."""
+    """Write the result, the page and, where their packages are installed, chart and live page.
+
+    Without a quality there is neither chart nor live page.
+    """
     from quire.evals.board import pages
 
     files = {RESULT_FILE: result}
-    has_chart = has_extra("report")
+    has_chart = has_extra("report") and bool(found.judged)
     files[pages.PAGE_FILE] = pages.page(found, model, has_chart=has_chart).encode()
     if has_chart:
         files[pages.CHART_FILE] = pages.chart(found)
-    if has_extra("eval"):
+    if has_extra("eval") and found.judged:
         files[pages.INTERACTIVE_FILE] = pages.interactive(found, model).encode()
     write_files(out, files)
 
@@ -166,7 +173,10 @@ def _show(found: "BoardResult", out: Path) -> None:
         if row.is_unbeaten
     ]
     heads = ("rule", "cap", "when", "codec", "quality", "KV over full KV")
-    show_table(f"Pareto-optimal of {len(rows)} entries", heads, shown[:_SHOWN])
+    if found.judged:
+        show_table(f"Pareto-optimal of {len(rows)} entries", heads, shown[:_SHOWN])
+    else:
+        typer.echo(found.why_no_quality)
     if found.refused:
         entry, why = next(iter(found.refused.items()))
         typer.echo(f"Refused: {len(found.refused)}, such as {entry}: {why}")
@@ -182,6 +192,6 @@ def _result(found: "BoardResult", settings: Settings) -> dict[str, object]:
         "refused": len(found.refused),
         "sanity_check_passed": int(found.sanity.passed),
     }
-    for budget, kept in best_rules(found.rows, WANTED).items():
+    for budget, kept in best_rules(found.rows, WANTED).items() if found.judged else ():
         claims[f"entries_of_quality_0_975_at_{budget.rstrip('%').replace('.', '_')}"] = len(kept)
     return envelope("board", claims, found.arms(), settings.as_dict() | found.options())

@@ -291,7 +291,9 @@ def board_quality(file: Path, model: str, report: PlanReport) -> Quality:
             means = [
                 row.quality.mean
                 for row in rows
-                if (row.entry.codec, row.entry.source) == of_codec and row.entry.budget == budget
+                if row.quality.count
+                and (row.entry.codec, row.entry.source) == of_codec
+                and row.entry.budget == budget
             ]
             if means:
                 found.setdefault(codec, {})[name] = max(means)

@@ -38,7 +38,8 @@ _OTHER, _PARETO = "#3a8a4d", "#444444"
 
 def page(result: BoardResult, model: str, *, has_chart: bool, section: Sequence[str] = ()) -> str:
     """The leaderboard as Markdown."""
-    lines = [*_intro(result, model, has_chart=has_chart), *_rule_lines(result.rows), *section]
+    kept = _rule_lines(result.rows) if result.judged else ()
+    lines = [*_intro(result, model, has_chart=has_chart), *kept, *section]
     return "\n".join([*lines, *_table(result), *_refused_lines(result)]) + "\n"
 
 
@@ -64,7 +65,8 @@ def _intro(result: BoardResult, model: str, *, has_chart: bool) -> Iterator[str]
     yield ""
     scores = ", ".join(f"`{task}` {reference.scores[task]:.3g}" for task in result.tasks)
     judged = ", ".join(result.judged)
-    yield f"Scores with full KV: {scores}. Quality is over {judged or 'all tasks'}."
+    over = f"Quality is over {judged}." if judged else f"**{result.why_no_quality}**"
+    yield f"Scores with full KV: {scores}. {over}"
     if not result.sanity.passed:
         whole = not result.sanity.cases or not judged
         what = "This model may not judge a rule" if whole else "Sanity check failed on some tasks"
@@ -100,7 +102,7 @@ def _rule_text(row: Row) -> str:
 
 
 def _interval(found: Mean) -> str:
-    return f"{found.mean:.3f} ({found.low:.3f} to {found.high:.3f})"
+    return f"{found.mean:.3f} ({found.low:.3f} to {found.high:.3f})" if found.count else "none"
 
 
 def _table(result: BoardResult) -> Iterator[str]:

@@ -18,13 +18,15 @@ from quire.evals.suite.base import MIN_FULL
 from quire.evals.suite.cells import CellResult
 from quire.evals.suite.sanity import Sanity
 
+_NO_QUALITY = Mean(0.0, 0.0, 0.0, count=0)  # of a row if no task counts
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One entry of a leaderboard."""
 
     entry: BoardEntry
-    quality: Mean  # mean of score over full KV's, with its 95 % interval
+    quality: Mean = _NO_QUALITY  # mean of score over full KV's, with its 95 % interval
     scores: Mapping[str, float]  # of each task
     kv_peak_bytes: float  # mean over the prompts of the peak KV bytes of a request
     kv_share: float  # of full KV's
@@ -36,15 +38,18 @@ class Row:
     visible: float | None = None
 
     def as_dict(self) -> dict[str, object]:
-        """JSON values without those that are None."""
+        """JSON values without those that are None, and without a quality if no task counts."""
         values = asdict(self) | {"evict": self.entry.evict}
+        if not self.quality.count:
+            del values["quality"]
         return {name: value for name, value in values.items() if value is not None}
 
     @classmethod
     def stored(cls, values: Mapping[str, Any]) -> "Row":
         fields = {name: values[name] for name in cls.__slots__ if name in values}
-        nested = {"entry": BoardEntry(**values["entry"]), "quality": Mean(**values["quality"])}
-        return cls(**fields | nested).with_exact_interval()
+        if "quality" in values:
+            fields["quality"] = Mean(**values["quality"])
+        return cls(**fields | {"entry": BoardEntry(**values["entry"])}).with_exact_interval()
 
     @property
     def is_reference(self) -> bool:
@@ -53,8 +58,9 @@ class Row:
     def with_exact_interval(self) -> "Row":
         """This row with an interval if all its prompts are equal; the reference has none."""
         limits = (0.0, max(1.0, self.quality.most))
-        found = self.quality if self.is_reference else bounded(self.quality, limits)
-        return replace(self, quality=found)
+        if self.is_reference or not self.quality.count:
+            return self
+        return replace(self, quality=bounded(self.quality, limits))
 
 
 def judged_tasks(board: Board) -> list[str]:
@@ -67,10 +73,10 @@ def judged_tasks(board: Board) -> list[str]:
 def rows_of(board: Board) -> list[Row]:
     """One row for each entry that runs, the best quality first.
 
-    Quality is over the tasks that full KV answers; over all of them if it answers none.
+    Quality is over the tasks that full KV answers; without such a task, rows have no quality.
     """
     reference = board.cells[board.config.grid.reference]
-    tasks = judged_tasks(board) or [cell.task for cell in reference]
+    tasks = judged_tasks(board)
     found = [_row(entry, cells, reference, tasks) for entry, cells in board.cells.items()]
     return ranked(found)
 
@@ -100,7 +106,7 @@ def _row(
     tokens = sum(p.prompt_tokens + p.output_tokens for cell in cells for p in cell.prompts)
     return Row(
         entry=entry,
-        quality=_quality(judged),
+        quality=_quality(judged) if judged else _NO_QUALITY,
         scores={cell.task: _score(cell) for cell in cells},
         kv_peak_bytes=peak_bytes,
         kv_share=peak_bytes / full_bytes,
@@ -137,7 +143,7 @@ def _unbeaten(rows: Sequence[Row]) -> list[bool]:
         equal = other.quality.mean == row.quality.mean and other.kv_share == row.kv_share
         return better and not equal
 
-    return [not any(beats(other, row) for other in rows) for row in rows]
+    return [row.quality.count > 0 and not any(beats(other, row) for other in rows) for row in rows]
 
 
 def best_rules(rows: Sequence[Row], wanted: float) -> dict[str, list[Row]]:
@@ -182,6 +188,18 @@ class BoardResult:
     @property
     def reference(self) -> Row:
         return next(row for row in self.rows if row.is_reference)
+
+    @property
+    def why_no_quality(self) -> str:
+        """Why no task counts, and what to change; empty if one counts."""
+        if self.judged:
+            return ""
+        scores = ", ".join(f"{task} {self.reference.scores[task]:.3g}" for task in self.tasks)
+        return (
+            "No task counts, so there is no quality and no Pareto-optimal entry: each task scores "
+            f"below {MIN_FULL} with full KV ({scores}) or failed the sanity check. Choose other "
+            "tasks (--tasks), or shorter prompts (--tokens)."
+        )
 
     @property
     def num_prompts(self) -> int:

@@ -93,9 +93,18 @@ def test_a_task_whose_sanity_check_failed_does_not_count():
     failed = Sanity(status=FAILED, reason="lines at 256 tokens", cases=(case,))
     found = replace(board(), sanity=failed)
 
-    text = page(BoardResult.of(found), "quire-tiny", has_chart=False)
+    result = BoardResult.of(found)
+    text = page(result, "quire-tiny", has_chart=False)
+    stored = BoardResult.stored({"arms": result.arms(), "config": result.options()})
 
     assert judged_tasks(found) == []
+    assert not any(row.is_unbeaten or "quality" in row.as_dict() for row in result.rows)
+    assert stored.rows == result.rows
+    assert "**No task counts, so there is no quality and no Pareto-optimal entry: each" in text
+    assert "0.9 with full KV (lines 1, labels 0.25) or failed the sanity check. Choose" in text
+    assert "| `sinks` | 25% | decode | `none` | none |" in text
+    assert "Rules that keep" not in text
+    assert "yes |" not in text
     assert judged_tasks(
         replace(found, sanity=replace(failed, cases=({**case, "task": "kv"},)))
     ) == ["lines"]
