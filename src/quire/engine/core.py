@@ -28,6 +28,7 @@ from quire.errors import ConfigError, InvariantError, QuireError
 from quire.kernels.memory import keep_freed_memory
 from quire.kernels.native.sampling import row_sampling
 from quire.kv.prefix import PrefixBroadcast
+from quire.layout.eviction import KEEP_ALL
 from quire.models.loader import LoadedModel
 from quire.models.tokenizer import undecodable_ids
 from quire.offload.prefix_store.prefix_loader import closing, in_flight_bytes
@@ -110,7 +111,7 @@ class Engine:
         self._closing = closing(self, self.prefix_loader)
         self._clock = clock
         self.input_processor = InputProcessor(
-            model, self.pool, self.schedule_config, kv, self._lockstep.now_s
+            model, self.pool, self.schedule_config, kv, self._lockstep.now_s, self._held_tokens
         )
         sequence_memory = self.scheduler.sequence_memory
         self.kv_export = KVExport(model, self.pool, sequence_memory, self.input_processor)
@@ -130,6 +131,10 @@ class Engine:
         )
         self._arrivals = 0
         self.num_steps = self.num_processed_tokens = 0
+
+    def _held_tokens(self) -> int:
+        """Tokens of the longest sequence without eviction that the KV memory holds."""
+        return self.scheduler.peaks.longest_sequence(self.model.spec.max_positions, KEEP_ALL)
 
     def _make_sampling_step(self) -> SamplingStep:
         alone, spec = self.schedule_config.batch_invariant, self.model.spec

@@ -52,9 +52,10 @@ class InputProcessor:
         schedule: ScheduleConfig,
         kv: KVConfig,
         clock: Callable[[], float],
+        held_tokens: Callable[[], int],
     ) -> None:
         self._model, self._pool, self._rules = model, pool, pool.rules
-        self._schedule, self._clock = schedule, clock
+        self._schedule, self._clock, self._held_tokens = schedule, clock, held_tokens
         self._records_evictions = kv.record_evictions
         self._specs: dict[EvictionSpec, EvictionSpec] = {}
         self.grammars = GrammarCompiler(
@@ -66,7 +67,7 @@ class InputProcessor:
         rule, token_ids = self._rules.rule(requested.evict), token_ids_of(requested)
         # the length first: checking the ids of a long prompt delays the next step
         context = self._rules.context_tokens(rule, len(token_ids))
-        check_context(len(token_ids), context)
+        check_context(len(token_ids), context, None if rule.evicts else self._held_tokens)
         prompt = checked_prompt(token_ids, model.spec)
         resolved = (requested.sampling or SamplingParams()).resolve(model.generation)
         strict = requested.limit_max_tokens is False
@@ -186,12 +187,22 @@ def checked_prompt(prompt_token_ids: Sequence[int], spec: ModelSpec) -> list[int
     return prompt
 
 
-def check_context(prompt_tokens: int, context_tokens: int) -> None:
-    """Refuse a prompt that is longer than the context."""
+def check_context(
+    prompt_tokens: int, context_tokens: int, held_tokens: Callable[[], int] | None = None
+) -> None:
+    """Refuse a prompt that is longer than the context.
+
+    Args:
+        prompt_tokens: its length.
+        context_tokens: the model's context.
+        held_tokens: returns the tokens of one sequence that the KV memory holds, for the message.
+    """
     if prompt_tokens > context_tokens:
+        held = context_tokens if held_tokens is None else held_tokens()
+        memory = f", and the KV memory holds {held}" if held < context_tokens else ""
         raise RequestError(
-            f"the prompt has {prompt_tokens} tokens, the model's context {context_tokens}; shorten "
-            "the prompt",
+            f"the prompt has {prompt_tokens} tokens, the model's context {context_tokens}{memory}; "
+            "shorten the prompt",
             param="prompt",
         )
 

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import inspect
 import itertools
+import re
 from dataclasses import fields
 
 import numpy as np
@@ -96,6 +97,19 @@ def test_max_tokens_is_limited_to_the_context_and_the_kv_memory(
     if limit:
         with pytest.raises(RequestError):
             llm.generate([3] * 20, params, evict=evict, limit_max_tokens=False)
+
+
+def test_a_prompt_above_the_context_is_told_what_the_memory_holds(model):
+    """A prompt of the context alone would be refused again, for the KV memory."""
+    with pytest.raises(RequestError, match=r"context 512; shorten"):
+        LLM(model, kv=KVConfig(memory="8MiB", page_tokens=4)).generate([3] * 600)
+    small = LLM(model, kv=KVConfig(memory="64KiB", page_tokens=4))
+    with pytest.raises(RequestError, match=r"context 512, and the KV memory holds \d+") as refused:
+        small.generate([3] * 600)
+    held = int(re.search(r"holds (\d+)", str(refused.value))[1])
+    small.generate([3] * held, SamplingParams(max_tokens=1))
+    with pytest.raises(RequestError):
+        small.generate([3] * (held + 1), SamplingParams(max_tokens=1))
 
 
 def test_max_tokens_is_limited_to_the_memory_of_a_tenant(model):
