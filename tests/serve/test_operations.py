@@ -310,7 +310,7 @@ def test_shutdown_without_open_requests_does_not_count_them():
         server.wait(PATIENCE_S)
         log = server.stderr.read()
 
-    assert "shutting down" in log
+    assert log.count("shutting down") == 1
     assert "open requests" not in log
 
 
