@@ -313,6 +313,10 @@ SIMULATED_KV = Section(
         *("kv-memory", "swap-space", "block-size", "kv-codec", "evict", "policy-file"),
         "enable-prefix-caching",
     ),
+    help={
+        "memory": "size of the KV memory: bytes, a size such as 64MiB, or auto (all requests of "
+        "the trace fit at once)"
+    },
 )
 """Options of the KV memory for a simulation, which has no data, transfers or kernels."""
 SIMULATED_SCHEDULE = SCHEDULE.without("objective")

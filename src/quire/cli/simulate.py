@@ -67,7 +67,7 @@ def simulate(settings: Settings, *, flags: SimulateFlags) -> None:
 
     The time of a step is computed from its bytes and FLOPs at the rates of a machine; weights and
     KV are bfloat16. The result has latency percentiles, throughput, memory use and waste,
-    preemptions, prefix cache hits and fairness. `--kv-memory auto` is a memory that is never full.
+    preemptions, prefix cache hits and fairness. Without `--kv-memory` the memory is never full.
     With `--replicas`, several engines run behind a router.
     """
     from quire.cli.simulate_run import render_cost, run_cluster, run_engine

@@ -39,7 +39,7 @@ def run_engine(trace: Trace, config: SimConfig) -> Simulated:
     took_s = time.perf_counter() - started_s
     claims = summarise(result)
     return Simulated(
-        text=render(result, claims, took_s),
+        text=render(result, claims, took_s, automatic=config.kv.memory is None),
         claims=claims,
         arms={"tenants": by_tenant(result)},
         took_s=took_s,
@@ -82,13 +82,13 @@ _LATENCIES = {"queue": "queueing time", "ttft": "time to first token"}
 _LATENCIES |= {"tpot": "time per output token", "e2e": "end-to-end latency"}
 
 
-def render(result: SimResult, claims: Numbers, took_s: float) -> str:
-    """Render the result as text."""
+def render(result: SimResult, claims: Numbers, took_s: float, *, automatic: bool) -> str:
+    """Render the result as text; with the origin of an automatic size of the KV memory."""
     return "\n".join(
         (
             *_requests(result.trace, claims, took_s),
             *_table(claims),
-            *_memory(claims),
+            *_memory(claims, ", which holds all requests at once" if automatic else ""),
             *_fairness(claims),
         )
     )
@@ -159,9 +159,9 @@ def _table(claims: Numbers) -> Iterator[str]:
         )
 
 
-def _memory(claims: Numbers) -> Iterator[str]:
+def _memory(claims: Numbers, origin: str) -> Iterator[str]:
     yield (
-        f"\nKV memory {format_size(int(claims['kv_total_bytes']))}: mean usage "
+        f"\nKV memory {format_size(int(claims['kv_total_bytes']))}{origin}: mean usage "
         f"{claims['kv_mean_share']:.1%}, peak {claims['kv_peak_share']:.1%}; "
         f"{claims['waste_fraction']:.2%} of the slots of running requests unused"
     )

@@ -70,6 +70,13 @@ def test_help_of_the_kv_memory_says_where_a_size_is_required(command):
     assert "default" not in text
 
 
+def test_help_of_a_simulation_says_what_its_automatic_memory_is():
+    words = " ".join(shown("simulate", "--help").replace("│", " ").split())
+
+    assert "a size such as 64MiB, or auto (all requests of the trace fit at once)" in words
+    assert "free memory of the device" not in words
+
+
 @pytest.mark.parametrize("command", [*COMMON, "chat", "tune", "board"])
 def test_help_names_the_number_of_threads(command):
     assert "--threads" in flags(shown(command, "--help"))

@@ -38,6 +38,9 @@ def test_text_report_has_percentiles_and_memory(trace: Path):
 
     for text in ("40 requests", "time to first token", "p99", "KV memory", "preemptions"):
         assert text in shown
+    assert "MiB, which holds all requests at once: mean usage" in shown
+    small = simulate("--trace", trace, "--kv-memory", "64MiB").stdout
+    assert "\nKV memory 64.00 MiB: mean usage" in small
 
 
 @pytest.mark.parametrize(
