@@ -108,7 +108,8 @@ class ModelConfig:
     )
     tensor_parallel_timeout: float = option(
         DEFAULT_TIMEOUT_S,
-        help="maximum time that a rank waits for the others in a step; then the engine ends",
+        help="maximum time in seconds that a rank waits for the others in a step; then the "
+        "engine ends",
         unit="s",
     )
     threads: int = option(

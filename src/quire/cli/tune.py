@@ -27,7 +27,10 @@ _SPACE = Space()
 def time_limit_option() -> Any:
     """`--time-limit` of `quire tune` and of `quire board`."""
     return option(
-        None, help="Stop after this time; the same command goes on.", unit="seconds", common=True
+        None,
+        help="Stop after this time in seconds; the same command goes on.",
+        unit="s",
+        common=True,
     )
 
 
@@ -230,15 +233,15 @@ def write_result(tuned: "Tuned", settings: Settings, out: Path) -> None:
     )
     if tuned.doubt:
         typer.echo(tuned.doubt)
+    use = f"Use it with --config {out / report.CONFIG_FILE}"
     if tuned.chosen == tuned.baseline:
+        use = f"{out / report.CONFIG_FILE} holds the baseline, which has no gain"
         typer.echo(
             "No candidate that holds more requests reached --min-quality "
             f"{tuned.config.min_quality:g} on the {tuned.rounds[-1].prompts} prompts of the "
             f"search and the {quality.count} others: use more prompts, or lower --min-quality."
         )
-    typer.echo(
-        f"Use it with --config {out / report.CONFIG_FILE}; details: {out / report.PAGE_FILE}"
-    )
+    typer.echo(f"{use}; details: {out / report.PAGE_FILE}")
 
 
 def arms_of(tuned: "Tuned") -> dict[str, object]:

@@ -194,13 +194,14 @@ class PrefixCacheConfig:
     )
     remote_ttl_s: float = option(
         86_400.0,
-        help="time after its last use when a prefix in a Redis or Valkey store expires; 0: never",
+        help="time in seconds after its last use when a prefix in a Redis or Valkey store expires; "
+        "0: never",
         unit="s",
         flag="remote-kv-ttl",
     )
     remote_timeout_s: float = option(
         0.5,
-        help="time without a byte from a Redis or Valkey store after which it counts as "
+        help="time in seconds without a byte from a Redis or Valkey store after which it counts as "
         "unreachable; its prefixes are then recomputed",
         unit="s",
         flag="remote-kv-timeout",

@@ -13,6 +13,7 @@ from quire.cli.options import (
     SCHEDULE,
     SECTIONS,
     SERVER,
+    command_sections,
     configs_of,
     documented_attributes,
     options_of,
@@ -27,6 +28,20 @@ def test_every_option_has_help_and_a_supported_type(found):
     assert len(found.help) > 10
     assert "\n" not in found.help
     assert found.kind in (str, int, float, bool, list[str])
+
+
+def test_help_of_every_time_in_seconds_states_the_unit():
+    found = [
+        field.metadata["option"]
+        for section in (*SECTIONS, *command_sections())
+        for _, config in configs_of(section)
+        for field in fields(config)
+        if "option" in field.metadata
+    ]
+
+    times = [option.help for option in found if option.unit in ("s", "seconds")]
+    assert len(times) >= 10
+    assert [text for text in times if "in seconds" not in text] == []
 
 
 def test_no_two_options_share_a_flag():

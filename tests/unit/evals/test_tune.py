@@ -292,6 +292,8 @@ def test_a_baseline_that_is_chosen_is_measured_once(tmp_path, data):
         "search and the 6 others: use more prompts, or lower --min-quality" in stderr
     )
     assert "do not show" not in stderr
+    assert "tuned.toml holds the baseline, which has no gain; details: " in stderr
+    assert "Use it" not in stderr
 
 
 def test_progress_counts_other_candidates_and_names_held_out_prompts(tmp_path, data):

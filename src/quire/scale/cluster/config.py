@@ -24,7 +24,8 @@ class ClusterConfig:
     )
     report_interval_s: float = option(
         0.0,
-        help="time between load reports of a replica; 0: the router always knows the current load",
+        help="time in seconds between load reports of a replica; 0: the router always knows the "
+        "current load",
         unit="seconds",
         flag="router-report-interval",
     )
