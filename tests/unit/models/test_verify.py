@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from quire.models.native.select import make_decoder
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -13,6 +12,7 @@ from quire.errors import ModelError, UnsupportedModel
 from quire.layout.model import LayerSpec, ModelSpec
 from quire.models import bridge
 from quire.models.adapter import TransformersDecoder
+from quire.models.loader import make_decoder
 from quire.models.native_linear import available_products
 from quire.models.verify import ReferenceBatch, compare_with_transformers, stored_logits
 from support import zoo
