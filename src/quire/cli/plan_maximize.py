@@ -358,9 +358,12 @@ def stored_rates(
             model_key(model, dtype=dtype, device="cpu", weight_codec=weight_codec), evict
         )
         rule = key.rpartition("; ")[2]
-        why_not = f"steps of this model with {rule} were not measured: give --measure, or run"
+        weights, codec = "", ""
+        if weight_codec != "auto":
+            weights, codec = f" in {weight_codec}", f" --weight-codec {weight_codec}"
         return ceilings.steps.get(key) or NotUsable(
-            f"{why_not} `quire profile MODEL --evict {rule}`"
+            f"steps of this model{weights} with {rule} were not measured: give --measure, or run "
+            f"`quire profile MODEL{codec} --evict {rule}`"
         )
 
     return rates
@@ -392,7 +395,11 @@ def batches_table(report: BatchReport) -> Table:
 
 def _rules_text(report: BatchReport) -> Text:
     """The rule of each variant on a separate line, so that no rule is truncated."""
-    lines = [f"{LABELS[arm.arm]}: --evict '{arm.evict}'" for arm in report.arms]
+    bound = "a bound on eviction in decode, not a rule for use"
+    lines = [
+        f"{LABELS[arm.arm]}: " + (bound if arm.arm == EXTREME else f"--evict '{arm.evict}'")
+        for arm in report.arms
+    ]
     return Text("\n".join(lines), overflow="fold")
 
 

@@ -177,10 +177,16 @@ def judge_blocks(
         return _for_fixed(batch, rows)
     whole = max(rows[DECODE_ONLY], rows[EXTREME])
     more = rows[BOTH_PHASES]
-    ample = (
-        f"up to {rows[FULL]:,} rows fit with full KV, and up to {whole:,} rows with eviction in "
-        "decode only: up to these batch sizes, do not evict during prefill"
-    )
+    if not whole + more:
+        reason = "not one request fits, with or without eviction: it needs more KV memory"
+        return BlockVerdict(pays=False, reasons=(reason,))
+    ample = "not one request fits with full KV or with eviction in decode only"
+    if whole:
+        full = f"up to {rows[FULL]:,} rows fit" if rows[FULL] else "not one request fits"
+        ample = (
+            f"{full} with full KV, and up to {whole:,} rows with eviction in decode only: up to "
+            "these batch sizes, do not evict during prefill"
+        )
     if more <= whole:
         reason = (
             f"the batch is not larger: {more:,} rows with eviction in prefill, {whole:,} rows "

@@ -164,6 +164,7 @@ def test_eviction_rules_are_not_wrapped_in_a_narrow_terminal(
     text = quire_plan(*arguments_of(folder, "--evict", "tova")).output
 
     assert "\nprefill and decode: --evict 'tova:cap=896,when=prefill_and_decode'\n" in text
+    assert "\ndecode, to 2 tokens: a bound on eviction in decode, not a rule for use\n" in text
 
 
 def test_unmeasured_rule_is_named(folder: Path, cache: Path):
@@ -173,7 +174,18 @@ def test_unmeasured_rule_is_named(folder: Path, cache: Path):
     assert "full_tokens_per_s" in run["claims"]
     assert "decode_tokens_per_s" not in run["claims"]
     [missing] = run["arms"]["missing"]
-    assert "--evict tova`" in missing
+    assert "run `quire profile MODEL --evict tova`" in missing
+
+
+def test_rates_of_other_weights_are_missing_with_the_option_that_measures_them(
+    folder: Path, cache: Path
+):
+    store(cache, {"full": RATES, "recent": RATES, "average": RATES})
+    run = last_line(quire_plan(*arguments_of(folder, "--weight-codec", "int4")))
+
+    full, *_ = run["arms"]["missing"]
+    assert full.startswith("steps of this model in int4 with full were not measured")
+    assert "run `quire profile MODEL --weight-codec int4 --evict full`" in full
 
 
 def test_fixed_batch_that_fits_memory_needs_no_block_prefill(folder: Path):

@@ -35,6 +35,21 @@ def test_equal_batch_does_not_pay():
     assert verdict_of((2, 4, 4, 4), speeds=(30.0, 38.0, 42.0, 80.0)).pays is False
 
 
+@pytest.mark.parametrize(
+    ("rows", "reason"),
+    [
+        ((0, 0, 0, 0), "not one request fits, with or without eviction"),
+        ((0, 0, 0, 3), "not one request fits with full KV or with eviction in decode only"),
+        ((0, 2, 1, 3), "not one request fits with full KV, and up to 2 rows with eviction in dec"),
+    ],
+)
+def test_verdict_says_that_not_one_request_fits(rows, reason):
+    verdict = verdict_of(rows, speeds=(None, None, None, 9.0))
+
+    assert reason in " ".join(verdict.reasons)
+    assert "0 rows" not in verdict.reasons[-1]
+
+
 def test_arms_without_rows_need_no_measured_speed():
     """No other arm holds a row, so no other arm has a measured speed."""
     assert verdict_of((0, 0, 0, 3), speeds=(None, None, None, 9.0)).pays is True
