@@ -39,7 +39,7 @@ from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.models.adapter import TransformersDecoder
 from quire.models.loader import LoadedModel
-from quire.offload.kv.offload_choice import OffloadChoice, measure_offload_speeds
+from quire.offload.kv.build import OffloadChoice, measure_offload_speeds
 from quire.offload.split import COPY, MeasuredRates
 from quire.offload.step_log import PROJECT
 from quire.offload.swap.transfer import ThreadTransferWorker, Transfer
@@ -189,7 +189,7 @@ def _table(tokens: int, times: Mapping[str, list[float]], ends: Mapping[str, Eng
 
 
 _GAIN_ARMS = {"prefetch": "off", "lB": "auto"}
-_SPEEDS = "quire.offload.kv.offload_choice.measure_offload_speeds"
+_SPEEDS = "quire.offload.kv.build.measure_offload_speeds"
 _RHO = 0.58  # time of recompute over time of transfer: OPT-13B on an A100 with PCIe 4
 _SLOWED = 3.0  # time of a recompute over its measured time
 _RESIDENT = 0.1  # fraction of a sequence's KV that has room besides its staging

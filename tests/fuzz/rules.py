@@ -5,8 +5,7 @@ from dataclasses import fields
 
 from quire.errors import ConfigError
 from quire.layout.eviction import SCHEDULES
-from quire.policies.crushed import Crushed
-from quire.policies.crushed_share import CrushedShare
+from quire.policies.crushed import Crushed, CrushedShare
 from quire.policies.eviction import make_eviction
 from quire.policies.kvcrush import KVCrush
 from quire.policies.registry import registered, registered_budgets

@@ -31,7 +31,7 @@ from quire.hf import QuireCache
 from quire.kv.lane_reader import LaneReader
 from quire.layout.eviction import PRESSURE, SCHEDULES
 from quire.policies.base import ScorePolicy
-from quire.policies.crushed_share import CrushedShare
+from quire.policies.crushed import CrushedShare
 from quire.policies.eviction import CHUNK, GRANULARITIES, PAGE, TOKEN, Eviction, make_eviction
 from quire.policies.registry import registered, registered_budgets
 from quire.policies.signatures.anchors import ANCHORS, FARTHEST, SEVERAL

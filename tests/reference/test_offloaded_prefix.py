@@ -619,9 +619,7 @@ def as_on_a_fast_link(timed):
 def test_the_recomputed_fraction_follows_measured_rates(monkeypatch):
     """The assumed link is slow and the measured link is fast, so the fraction falls."""
     slow = {COPY: (0.0, 1e-6), PROJECT: (0.0, 1e-9), HOST_ATTEND: (0.0, 1.0)}
-    monkeypatch.setattr(
-        "quire.offload.kv.offload_choice.measure_offload_speeds", lambda *_, **__: slow
-    )
+    monkeypatch.setattr("quire.offload.kv.build.measure_offload_speeds", lambda *_, **__: slow)
     parts, learn = [], PrefixSplits.learn
 
     def learn_of_a_fast_link(splits, timed):

@@ -374,9 +374,7 @@ def test_recompute_prepares_layers_in_any_order():
 def test_auto_split_counts_the_transfer_of_weights(monkeypatch):
     """Weights take the link's time, so more KV is recomputed than with weights on the device."""
     rates = {COPY: (0.0, 1e-6), PROJECT: (0.0, 5e-4), LAYER: (1e-3, 0.0)}
-    monkeypatch.setattr(
-        "quire.offload.kv.offload_choice.measure_offload_speeds", lambda *_, **__: rates
-    )
+    monkeypatch.setattr("quire.offload.kv.build.measure_offload_speeds", lambda *_, **__: rates)
     monkeypatch.setattr(PrefixSplits, "learn", lambda *_: None)
     shares = {}
     for kind, model in (("streamed", load_streamed("opt")), ("resident", load("opt", times=3))):

@@ -34,8 +34,7 @@ from quire.layout.pages import CacheLayout
 from quire.layout.statistics import Statistic
 from quire.models.loader import LoadedModel
 from quire.offload.host_side import host_bytes_of, stream_bytes_of
-from quire.offload.kv.build import KVOffloadComponents, build_kv_offload
-from quire.offload.kv.offload_choice import OffloadChoice
+from quire.offload.kv.build import KVOffloadComponents, OffloadChoice, build_kv_offload
 from quire.offload.swap.host_pool import HostPool
 from quire.policies.eviction import Eviction
 from quire.policies.registry import load_policy_file

@@ -25,9 +25,15 @@ from quire.layout.refusals import refuse_model_type
 from quire.models import gguf
 from quire.models.foreign import foreign_code
 from quire.models.generation import GenerationDefaults, read_generation_defaults
-from quire.models.quantized_files import coded_layers, with_alternative
 from quire.models.source import find_model
-from quire.models.stored import StoredTensor, check_shapes, model_without_memory, read_headers
+from quire.models.stored import (
+    StoredTensor,
+    check_shapes,
+    coded_layers,
+    model_without_memory,
+    read_headers,
+    with_alternative,
+)
 from quire.models.support import model_class, refuse_class, refuse_config
 from quire.models.tokenizer import load_tokenizer
 from quire.models.weights import read_coded_model, read_model

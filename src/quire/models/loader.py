@@ -31,9 +31,9 @@ from quire.models.layer_source import LayerPlacer, LayerSource
 from quire.models.native.decoder import NativeDecoder
 from quire.models.native.layers import gpu_refusal, refusal, row_shape
 from quire.models.packing import codec_refusal
-from quire.models.quantized_files import refuse_codec
 from quire.models.sharding import refuse_unshardable, shard
 from quire.models.source import GGUF
+from quire.models.stored import refuse_codec
 from quire.models.verify import compare_with_transformers, stored_logits
 from quire.models.weights import check_finite, weight_bytes
 from quire.parallel.group import ONE_RANK, TensorGroup

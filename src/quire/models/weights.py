@@ -14,8 +14,7 @@ from quire.errors import ModelError, UnsupportedModel
 from quire.models.foreign import foreign_code
 from quire.models.linear_weights import ReorderedLinear
 from quire.models.native_linear import PackedLinear
-from quire.models.quantized_files import QuantizedLayers
-from quire.models.stored import StoredTensor, is_ignored, layer_list, spellings
+from quire.models.stored import QuantizedLayers, StoredTensor, is_ignored, layer_list, spellings
 from quire.models.support import model_class
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import ConfigError, UnknownName
-from quire.policies.crushed_share import CrushedShare
+from quire.policies.crushed import CrushedShare
 from quire.policies.registry import register
 from quire.policies.signatures.context import SelectionContext, on_host
 from quire.policies.signatures.units import Marks

@@ -50,7 +50,7 @@ from quire.kernels.native.selection import native_selection
 from quire.layout.statistics import SignatureBits, SignedUntil, Statistic
 from quire.policies.base import Decision
 from quire.policies.choose import Floats, count_of
-from quire.policies.crushed_share import CrushedShare, whole
+from quire.policies.crushed import CrushedShare, whole
 from quire.policies.registry import register
 from quire.policies.signatures.anchors import (
     MEAN,

@@ -9,8 +9,8 @@ import torch
 from quire.kernels.native.library import NativeLibrary, load_library
 from quire.kernels.native.selection import NativeSelection
 from quire.policies.choose import best_with_numpy
-from quire.policies.signatures.alignment import aligned_words
 from quire.policies.signatures.anchors import MEAN, Signatures, fixed_anchor, nearest_anchor, pack
+from quire.policies.signatures.context import aligned_words
 from quire.policies.signatures.representatives import choose_best, choose_representatives
 from quire.policies.signatures.units import Units
 from support.pairwise import every_pair

@@ -16,7 +16,7 @@ from quire.cli.plan_report import PlanOptions, plan_report
 from quire.errors import ModelError, QuireError
 from quire.layout import packaged
 from quire.models import gguf as gguf_files
-from quire.models.gguf_header import read_header
+from quire.models.gguf import read_header
 from quire.models.loader import load_model
 from quire.models.native_linear import available_products
 from quire.models.source import find_model

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.scale.merged_metrics import LABEL, merged_metrics
+from quire.scale.serve.gateway import LABEL, merged_metrics
 
 
 def metrics(value, labels):

@@ -21,8 +21,8 @@ import numpy as np
 from quire.errors import OffloadError
 from quire.kv.prefix_key import Block
 from quire.offload.kv.in_flight_pages import InFlightPages, InFlightSnapshot
-from quire.offload.prefix_store.entries import Place
 from quire.offload.prefix_store.prefix_tier import PrefixTier
+from quire.offload.prefix_store.store import Place
 from quire.offload.split import Loading
 
 Segments = deque[tuple[int, int, float]]

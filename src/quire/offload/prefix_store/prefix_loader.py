@@ -41,10 +41,10 @@ from quire.offload.kv.in_flight_pages import (
     pages_needed,
     snapshot_pages_needed,
 )
-from quire.offload.prefix_store.entries import Place
 from quire.offload.prefix_store.levels import PrefixLevels
 from quire.offload.prefix_store.prefix_load import LoadRate, PrefixLoad, SnapshotLoad
 from quire.offload.prefix_store.prefix_tier import PrefixTier, TierStats, TierTransferWorker
+from quire.offload.prefix_store.store import Place
 from quire.offload.split import Loading, restore_split
 from quire.plan.preemption_costs import LearnedCosts
 from quire.plan.rates import PrefillRates

@@ -27,9 +27,8 @@ from quire.kv.block_records import BlockRecords, Records, SnapshotRecords
 from quire.kv.memory import KVMemory
 from quire.kv.prefix import PrefixIndex, PrefixNode
 from quire.kv.prefix_key import Block
-from quire.offload.prefix_store.entries import Place
 from quire.offload.prefix_store.levels import PrefixLevels
-from quire.offload.prefix_store.store import LevelStats
+from quire.offload.prefix_store.store import LevelStats, Place
 
 logger = logging.getLogger(__name__)
 

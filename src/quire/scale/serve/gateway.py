@@ -7,13 +7,15 @@ If a replica is lost before the first output of a request, the gateway sends the
 the router chooses another replica. Generation changes nothing outside of its replica, so a second
 run is safe. Comments that keep a stream open are no output. A stream that has begun ends with an
 error event.
+
+The metrics of several replicas are one text: each sample gets the label `replica`.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import Protocol, runtime_checkable
 
@@ -22,7 +24,6 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.scale.http_call import REPLICA_HEADER, Headers, HttpCall, HttpPart, routed_request
-from quire.scale.merged_metrics import merged_metrics
 from quire.serve.access import HEADER, new_request_id
 from quire.serve.connection import BodyLimit, BodyTooLarge
 from quire.serve.embedded import (
@@ -34,12 +35,52 @@ from quire.serve.embedded import (
 )
 from quire.serve.tenant_keys import TenantKeys, authorization_of
 
+LABEL = "replica"
 METRICS_PATH = "/metrics"
 _SMALL_BODY_BYTES = 1 << 16
 """Larger bodies are parsed in a thread, so that other requests do not wait."""
 _REQUEST_ID = HEADER.encode()
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Family:
+    comments: list[str] = field(default_factory=list)
+    samples: list[str] = field(default_factory=list)
+
+
+def merged_metrics(texts: Mapping[str, str]) -> str:
+    """Merge metrics in Prometheus' text format.
+
+    Prometheus needs all samples of a metric together, so they are sorted by metric, not by replica.
+    """
+    families: dict[str, _Family] = {}
+    for replica, text in texts.items():
+        label = f'{LABEL}="{_escaped(replica)}"'
+        family = families.setdefault("", _Family())
+        for line in text.splitlines():
+            if line.startswith("# "):
+                family = families.setdefault(line.split(" ", 3)[2], _Family())
+                if line not in family.comments:
+                    family.comments.append(line)
+            elif line:
+                family.samples.append(_with_label(line, label))
+    lines = (line for found in families.values() for line in (*found.comments, *found.samples))
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _with_label(sample: str, label: str) -> str:
+    """Add a label to a line such as `name 1.0` or `name{a="b"} 1.0`."""
+    name, brace, rest = sample.partition("{")
+    if brace and " " not in name:
+        return f"{name}{{{label}{'' if rest.startswith('}') else ','}{rest}"
+    name, _, value = sample.partition(" ")
+    return f"{name}{{{label}}} {value}"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
 @runtime_checkable

@@ -9,8 +9,7 @@ from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError
 from quire.evals.gate import DEPTHS
 from quire.evals.suite.base import SampleOptions
-from quire.evals.suite.generated import fraction_found
-from quire.evals.suite.registry import SUITES, TASKS, suite_of, suites_with, task_of
+from quire.evals.suite.registry import SUITES, TASKS, fraction_found, suite_of, suites_with, task_of
 from quire.evals.suite.runner import SampleRunner
 from quire.evals.tasks import ALL_FAMILIES, FAMILIES, make, rough_measure
 

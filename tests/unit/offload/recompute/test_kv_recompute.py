@@ -15,8 +15,8 @@ from quire.kv.flat_batch import FlatBatch
 from quire.kv.paged_kv import PagedKV
 from quire.kv.step import StepAttention
 from quire.layout.layout import SLOTS
+from quire.offload.kv.build import can_recompute
 from quire.offload.kv.cpu_attention import CPUAttention, can_attend_in_parts
-from quire.offload.kv.offload_choice import can_recompute
 from quire.offload.kv.prefix_splits import divide_prefixes
 from quire.offload.recompute.activation_allocator import ActivationAllocator
 from quire.offload.recompute.activation_store import ActivationCodec, ActivationStore

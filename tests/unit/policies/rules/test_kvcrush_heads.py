@@ -14,8 +14,8 @@ from quire.policies.kmeans import KMeans
 from quire.policies.kvcrush import KVCrush
 from quire.policies.kvcrush_openvino import KVCrushOpenVINO
 from quire.policies.roco import RoCo
-from quire.policies.signatures import alignment, anchors
-from quire.policies.signatures.alignment import aligned_words
+from quire.policies.signatures import anchors, context
+from quire.policies.signatures.context import aligned_words
 from quire.policies.snapkv import SnapKV
 from support.histories import changed, retained_positions
 from support.native_selection import without_native_selection
@@ -117,7 +117,7 @@ def test_stored_signatures_of_heads_are_read_back():
 @pytest.mark.parametrize("max_spread", [0, 99])
 @pytest.mark.parametrize("group", [1, 3, 40])
 def test_aligned_words_are_the_bits_of_all_heads_by_token(monkeypatch, group, max_spread):
-    monkeypatch.setattr(alignment, "MAX_SPREAD", max_spread)
+    monkeypatch.setattr(context, "MAX_SPREAD", max_spread)
     history = ragged_history(group=1)
     positions = history.view().positions.numpy()
     rng = np.random.default_rng(0)
