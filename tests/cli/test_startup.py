@@ -63,7 +63,18 @@ def test_nothing_is_shown_without_a_terminal(llm, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_description_names_weights_implementation_and_kv_memory(llm):
+def test_what_was_loaded_breaks_between_words(llm, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    with terminal() as shown:
+        LoadProgress("quire-tiny").report(llm)
+    lines = shown.getvalue().splitlines()
+
+    assert all(len(line) <= 40 for line in lines)
+    assert f"{describe(llm)}, loaded in" in " ".join(lines)
+
+
+def test_description_names_weights_implementation_and_kv_memory(llm, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     with terminal() as shown:
         LoadProgress("quire-tiny").report(llm)
 
@@ -122,7 +133,7 @@ def test_generate_on_a_terminal_shows_what_was_loaded():
         shown += chunk
 
     assert b"loading quire-tiny ..." in shown
-    assert b"of KV memory, loaded in" in shown
+    assert b"of KV memory, loaded in" in b" ".join(shown.split())
     assert b"loading" not in found.stdout
 
 

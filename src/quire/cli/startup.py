@@ -6,10 +6,12 @@ Both go to standard error, and only to a terminal: scripts and pipes see neither
 import atexit
 import gc
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -81,7 +83,9 @@ class LoadProgress:
     def report(self, llm: "LLM") -> None:
         if is_terminal(sys.stderr):
             seconds = time.monotonic() - self._start_s
-            typer.echo(f"{describe(llm)}, loaded in {seconds:.1f} s", err=True)
+            width = shutil.get_terminal_size().columns
+            text = f"{describe(llm)}, loaded in {seconds:.1f} s"
+            typer.echo(fill(text, width, break_long_words=False, break_on_hyphens=False), err=True)
 
 
 def describe(llm: "LLM") -> str:
