@@ -196,17 +196,14 @@ class AllHeads:
         """
         if self._group.size == 1:
             return replace(decision, retained=mask)
-        self._require_equal(mask)
-        statistics = {one: self.own(numbers) for one, numbers in decision.statistics.items()}
-        return Decision(self.own(mask), statistics)
-
-    def _require_equal(self, mask: Bool[Tensor, "all_lanes slot"]) -> None:
         by_rank = self._by_rank(mask.sum(dim=1))
         if bool((by_rank != by_rank[:, :1]).any()):
             raise PolicyError(
                 f"the {self._group.size} ranks would retain different numbers of tokens, and they "
                 "share one schedule; use granularity=token, or a rule with one set per layer"
             )
+        statistics = {one: self.own(numbers) for one, numbers in decision.statistics.items()}
+        return Decision(self.own(mask), statistics)
 
 
 class _GatheredSlots:

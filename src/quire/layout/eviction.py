@@ -256,7 +256,8 @@ class Cap:
             ) from None
         if isinstance(number, float):
             return cls._of_share(number, text)
-        number = _positive(number, text)
+        if not 1 <= number <= MOST:
+            raise ConfigError(f"expected a cap from 1 to {MOST:,}, got {text}")
         return cls(num_bytes=number) if unit else cls(tokens=number)
 
     @classmethod
@@ -294,9 +295,3 @@ def _number(text: str, unit: str) -> int | float:
     if unit:
         return int(float(text) * _UNITS[unit])
     return float(text) if "." in text else int(text)
-
-
-def _positive(number: int, text: str) -> int:
-    if not 1 <= number <= MOST:
-        raise ConfigError(f"expected a cap from 1 to {MOST:,}, got {text}")
-    return number

@@ -107,7 +107,11 @@ def shard(model: PreTrainedModel, spec: ModelSpec, group: TensorGroup) -> None:
         setattr(found.parent, found.name, _part(found, group))
         parents[id(found.parent)] = found.parent
     for parent in parents.values():
-        _divide_counts(parent, group.size)
+        # divide the numbers of heads that a module stores, for architectures that reshape by them
+        for name in _COUNTS:
+            count = vars(parent).get(name)
+            if isinstance(count, int):
+                setattr(parent, name, count // group.size)
 
 
 def _part(found: _Planned, group: TensorGroup) -> nn.Module:
@@ -127,14 +131,6 @@ def _part(found: _Planned, group: TensorGroup) -> nn.Module:
 def _own_part(whole: Tensor, dim: int, group: TensorGroup) -> nn.Parameter:
     part = torch.tensor_split(whole.detach(), group.size, dim=dim)[group.rank]
     return nn.Parameter(part.clone(memory_format=torch.contiguous_format), requires_grad=False)
-
-
-def _divide_counts(module: nn.Module, size: int) -> None:
-    """Divide the numbers of heads that a module stores, for architectures that reshape by them."""
-    for name in _COUNTS:
-        count = vars(module).get(name)
-        if isinstance(count, int):
-            setattr(module, name, count // size)
 
 
 def _planned(model: PreTrainedModel) -> Iterator[_Planned]:

@@ -180,7 +180,7 @@ class MemoryLayout:
             process = f"the process {held}, " if self.process_bytes else ""
             raise ConfigError(
                 f"kv_memory={format_size(self.kv_bytes)} does not fit: "
-                f"{_sum(self.total_bytes, self._overhead_bytes)} remain of"
+                f"{format_size(max(self.total_bytes - self._overhead_bytes, 0))} remain of"
                 f" {format_size(self.total_bytes)} after {process}weights"
                 f" {format_size(self.weights_bytes)}, activations"
                 f" {format_size(self.activation_peak_bytes)} and headroom"
@@ -272,10 +272,6 @@ def estimate_activation_peak(
     layer_bytes = max_num_batched_tokens * max(attention, mlp) * bytes_per_value
     streams_bytes = 2 * max_num_batched_tokens * model.hidden_size * bytes_per_value
     return streams_bytes + max(layer_bytes, logits_bytes)
-
-
-def _sum(total_bytes: int, overhead_bytes: int) -> str:
-    return format_size(max(total_bytes - overhead_bytes, 0))
 
 
 Impact = Literal["low", "low-medium", "high", "very high", "critical"]

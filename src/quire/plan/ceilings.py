@@ -82,7 +82,15 @@ class Ceilings:
         nearest = min(products, key=lambda found: _distance(found, inner, columns))
         shape = (nearest.inner, nearest.columns)
         points = sorted((p.rows, p.flops_per_s) for p in products if (p.inner, p.columns) == shape)
-        return _interpolate(points, rows)
+        below = [point for point in points if point[0] <= rows]
+        above = [point for point in points if point[0] >= rows]
+        if not below or not above:
+            return (below[-1] if below else above[0])[1]
+        (low, low_rate), (high, high_rate) = below[-1], above[0]
+        if low == high:
+            return low_rate
+        share = math.log(rows / low) / math.log(high / low)
+        return low_rate + share * (high_rate - low_rate)
 
     def _of_dtype(self, dtype: str) -> list[ProductRate]:
         found = [product for product in self.products if product.dtype == dtype]
@@ -180,15 +188,3 @@ def _rate(value: object) -> float:
 
 def _distance(found: ProductRate, inner: int, columns: int) -> float:
     return abs(math.log(found.inner / inner)) + abs(math.log(found.columns / columns))
-
-
-def _interpolate(points: list[tuple[int, float]], rows: int) -> float:
-    below = [point for point in points if point[0] <= rows]
-    above = [point for point in points if point[0] >= rows]
-    if not below or not above:
-        return (below[-1] if below else above[0])[1]
-    (low, low_rate), (high, high_rate) = below[-1], above[0]
-    if low == high:
-        return low_rate
-    share = math.log(rows / low) / math.log(high / low)
-    return low_rate + share * (high_rate - low_rate)

@@ -69,13 +69,6 @@ class ExpectedAttention(SinksAndRecent):
         return (self._moments,)
 
     def score(self, view: KVView) -> Float[Tensor, "lane slot"]:
-        logits = self._expected_logits(view)
-        behind = view.live & ~view.oldest_positions(self.sinks)
-        weights = softmax_over(logits, behind[:, None, :].expand_as(logits))
-        norms = view.values.square().sum(dim=2).sqrt()
-        return (reduce_group(weights, self.heads) + self.epsilon) * norms
-
-    def _expected_logits(self, view: KVView) -> Float[Tensor, "lane group slot"]:
         mean, spread = _mean_and_covariance(view.statistic(self._moments), view.head_dim)
         turn, scales = self._turn(view), view.lane_scales
         mean = (turn @ mean[..., None])[..., 0] * scales
@@ -84,7 +77,11 @@ class ExpectedAttention(SinksAndRecent):
         logits = keys @ mean.transpose(1, 2)  # [lane, slot, group]
         for head in range(mean.shape[1]):  # one at a time: each needs as much memory as the keys
             logits[:, :, head] += (keys @ spread[:, head] * keys).sum(dim=2)
-        return logits.transpose(1, 2)
+        logits = logits.transpose(1, 2)
+        behind = view.live & ~view.oldest_positions(self.sinks)
+        weights = softmax_over(logits, behind[:, None, :].expand_as(logits))
+        norms = view.values.square().sum(dim=2).sqrt()
+        return (reduce_group(weights, self.heads) + self.epsilon) * norms
 
     def _turn(self, view: KVView) -> Float[Tensor, "lane 1 head_dim head_dim"]:
         """Return the mean rotation of each lane's layer over the future positions."""

@@ -16,7 +16,6 @@ from quire.version import __version__
 if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.sdk.trace import SpanProcessor
-    from opentelemetry.trace import Span
 
 
 class RequestTraces:
@@ -73,15 +72,10 @@ class RequestTraces:
             attributes=_attributes(sequence, self._model_name),
             start_time=unix_ns(sequence.arrival_s),
         )
-        self._add_events(span, sequence, unix_ns)
-        span.end(unix_ns(sequence.finish_s))
-
-    def _add_events(
-        self, span: "Span", sequence: FinishedRequest, unix_ns: Callable[[float], int]
-    ) -> None:
         for event in sequence.timeline.events:
             if event.kind != "chunk":  # the span's times cover it
                 span.add_event(event.kind, dict(event.data), unix_ns(event.time_s))
+        span.end(unix_ns(sequence.finish_s))
 
 
 def _attributes(sequence: FinishedRequest, model_name: str) -> dict[str, str | int | float]:

@@ -238,16 +238,13 @@ class LayerChain:
             times: times of the calls are added to these.
         """
         if attention is not self._attention:
-            self._set_attention(attention)
+            self._attention = attention
+            for write, layer in zip(self._writes, attention, strict=True):
+                assert isinstance(layer, LayerAttention), "the calls come from the native backend"
+                self._calls[write].args = ctypes.addressof(layer.write)
+                attend = self._calls[write + 1]
+                attend.args, attend.num_threads = ctypes.addressof(layer.attend), layer.num_threads
         _run(self._library, self._calls, times)
-
-    def _set_attention(self, attention: Sequence[object]) -> None:
-        self._attention = attention
-        for write, layer in zip(self._writes, attention, strict=True):
-            assert isinstance(layer, LayerAttention), "the calls come from the native backend"
-            self._calls[write].args = ctypes.addressof(layer.write)
-            attend = self._calls[write + 1]
-            attend.args, attend.num_threads = ctypes.addressof(layer.attend), layer.num_threads
 
 
 def _call(arguments: type[ctypes.Structure], part: str, address: int | None = None) -> ChainCall:

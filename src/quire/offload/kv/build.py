@@ -398,11 +398,6 @@ class OffloadChoice:
         return CPUAttention(memory, store, coded, prefixes, self._in_parts)
 
     @property
-    def _scratch_tokens(self) -> int:
-        """Tokens of one layer whose activations fit in scratch memory on the device."""
-        return self._config.scratch // self._scratch_token_bytes
-
-    @property
     def _scratch_token_bytes(self) -> int:
         """Bytes of the activations of one token in scratch memory on the device."""
         return SLOTS * self._codec.row_bytes * max(1, len(self.groups))
@@ -411,7 +406,7 @@ class OffloadChoice:
         """Create the splits of offloaded prefixes."""
         requested = SplitLimits(
             recomputed=self._config.offload.recompute if recomputes else 0.0,
-            max_recomputed=self._scratch_tokens if recomputes else 0,
+            max_recomputed=self._config.scratch // self._scratch_token_bytes if recomputes else 0,
             host=self._config.offload.cpu_attention if attends else 0.0,
         )
         return PrefixSplits(

@@ -29,7 +29,7 @@ from quire.kv.memory import KVMemory
 from quire.kv.store import PageStore, PageViews
 from quire.kv.tables import LaneTable
 from quire.layout.pages import VALUE, LaneGroup
-from quire.offload.kv.offloaded_prefixes import OffloadedPageGroup, OffloadedPrefixes
+from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
 from quire.offload.kv.prefix_splits import Share
 from quire.offload.step_log import HOST_ATTEND, StepLog
 from quire.offload.swap.host_store import DirectCopies, StagedCopies
@@ -204,7 +204,10 @@ class StepCPUAttention:
         engine = self._engine
         for page_group in engine.prefixes.page_groups(row.row):
             if page_group.group == group.name:
-                columns = _overlap(page_group, row.host)
+                columns = range(
+                    max(page_group.first, row.host.start),
+                    min(page_group.first + page_group.columns, row.host.stop),
+                )
                 if columns:
                     first = lane * page_group.columns + columns.start - page_group.first
                     space = page_group.layers[index]
@@ -288,13 +291,6 @@ def _read(
 def _joined(pages: Float[Tensor, "page head token head_dim"]) -> Tensor:
     """Concatenate pages along the token axis."""
     return pages.transpose(0, 1).flatten(1, 2)[None]
-
-
-def _overlap(page_group: OffloadedPageGroup, columns: range) -> range:
-    return range(
-        max(page_group.first, columns.start),
-        min(page_group.first + page_group.columns, columns.stop),
-    )
 
 
 def _side_by_side(lanes: Sequence[Partial]) -> Partial:

@@ -176,7 +176,11 @@ class PrefixOffloader:
         held = max(int(t.staged[request.memory.row]) for t in self._memory.tables.values())
         left = slots // tokens - held
         pages = min(left, max(_MIN_PAGES, -(-left // _PART)))
-        self._withdraw_from_cache(request, slots)
+        # evict the blocks from the cache whose pages are offloaded, of all requests that share
+        rows = self._prefixes.sharers(request.memory.row, slots)
+        for other in [request, *self._running]:
+            if other.memory.row in rows:
+                self._sequence_memory.withdraw_from_cache(other)
         before = self._prefixes.pool.used_bytes
         while pages > 0 and self._prefixes.pool.used_bytes == before:
             with suppress(
@@ -188,13 +192,6 @@ class PrefixOffloader:
         if moved:
             self._events.emit("offloaded", request, kv_bytes=moved)
         return moved > 0
-
-    def _withdraw_from_cache(self, request: Request, slots: int) -> None:
-        """Evict the blocks from the cache whose pages are offloaded, of all requests that share."""
-        rows = self._prefixes.sharers(request.memory.row, slots)
-        for other in [request, *self._running]:
-            if other.memory.row in rows:
-                self._sequence_memory.withdraw_from_cache(other)
 
 
 # Evicts from requests with offloaded pages, which are loaded back first.

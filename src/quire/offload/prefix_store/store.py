@@ -355,7 +355,10 @@ class PrefixStore:
             self._add_found()
             if self._clock() - self._reconciled_s >= RECONCILE_S:
                 self._reconciled_s = self._clock()
-                self._forget_missing()
+                # forget entries that are no longer in the tier
+                before = {entry.name for entry in self._index.entries()}
+                for name in before - self._tier.names():
+                    self._index.forget(name)
         except OffloadError as error:
             self.breaker.failed(error)
         else:
@@ -376,12 +379,6 @@ class PrefixStore:
             else:
                 if entry is not None:
                     self._index.add(entry)
-
-    def _forget_missing(self) -> None:
-        """Forget entries that are no longer in the tier."""
-        before = {entry.name for entry in self._index.entries()}
-        for name in before - self._tier.names():
-            self._index.forget(name)
 
     def _entry_of(self, name: str, stored: StoredEntry | CorruptData) -> Entry | None:
         """An entry of the tier; None if it is that of another model or layout.

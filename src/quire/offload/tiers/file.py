@@ -142,7 +142,9 @@ class FileTier:
                 self._damaged |= self._index.damaged
                 if lock.is_alone:
                     self._remove_orphans(folder)
-                self._trim()
+                # drop the oldest entries of a folder that was larger
+                for key in self._index.min_recent(self.used_bytes - self.total_bytes):
+                    self.drop(key)
                 self._require_space(folder)
             except OSError as error:
                 raise StorageError(f"cannot use {folder}: {error}; name another folder") from error
@@ -172,11 +174,6 @@ class FileTier:
             self._damaged.setdefault(INDEX, lost)
         for name in orphans:
             self._files.remove(name)
-
-    def _trim(self) -> None:
-        """Drop the oldest entries of a folder that was larger."""
-        for key in self._index.min_recent(self.used_bytes - self.total_bytes):
-            self.drop(key)
 
     def _require_space(self, folder: Path) -> None:
         usable_bytes = shutil.disk_usage(folder).free + self.used_bytes
@@ -244,7 +241,11 @@ class FileTier:
         except CorruptData:
             self._forget(key, entry.file)
             raise
-        self._touch(key)
+        # note the use of an entry; the index is updated once for many reads
+        with self._turn:
+            self._touched[key] = time.time()
+            if len(self._touched) >= _MAX_TOUCHED:
+                self._write_touched()
 
     def _copy(self, entry: IndexedEntry, num_bytes: int, target: memoryview, first: int) -> None:
         end = first + target.nbytes
@@ -261,13 +262,6 @@ class FileTier:
                     )
                 low, high = max(first, start), min(end, start + length)
                 target[low - first : high - first] = found[low - start : high - start]
-
-    def _touch(self, key: str) -> None:
-        """Note the use of an entry; the index is updated once for many reads."""
-        with self._turn:
-            self._touched[key] = time.time()
-            if len(self._touched) >= _MAX_TOUCHED:
-                self._write_touched()
 
     def _write_touched(self) -> None:
         with self._turn, contextlib.suppress(StorageError):
@@ -301,7 +295,15 @@ class FileTier:
                 file.write(secrets.token_bytes(SECRET_BYTES))
                 file.flush()
                 os.fsync(file.fileno())
-            _publish(part, path)
+            # give a complete file its name, unless another engine was faster
+            try:
+                os.link(part, path)
+            except FileExistsError:
+                part.unlink()
+            except OSError:  # a file system without hard links
+                os.replace(part, path)
+            else:
+                part.unlink()
             return path.read_bytes()
         except OSError as error:
             text = f"cannot write {path}: {error.strerror}; name another folder"
@@ -344,15 +346,3 @@ def _refuse_old_format(folder: Path) -> None:
             f"earlier one, which cannot be read: delete its files {' and '.join(_OLD_FILES)}, or "
             "name another folder"
         )
-
-
-def _publish(part: Path, path: Path) -> None:
-    """Give a complete file its name, unless another engine was faster."""
-    try:
-        os.link(part, path)
-    except FileExistsError:
-        part.unlink()
-    except OSError:  # a file system without hard links
-        os.replace(part, path)
-    else:
-        part.unlink()

@@ -117,20 +117,17 @@ class EntryFiles:
             with self._turn:
                 for start in range(0, data.nbytes, CHUNK_BYTES):
                     chunk = data[start : start + CHUNK_BYTES]
-                    self._write_chunk(file, start, chunk)
+                    size = padded(chunk.nbytes)
+                    self._view[: chunk.nbytes] = chunk
+                    self._view[chunk.nbytes : size] = bytes(size - chunk.nbytes)
+                    done = os.pwrite(file, self._view[:size], start)
+                    if done != size:
+                        raise OSError(None, f"the disk wrote {done:,} of {size:,} B")
                     sums.append(zlib.crc32(chunk))
             os.fdatasync(file)
         finally:
             os.close(file)
         return tuple(sums)
-
-    def _write_chunk(self, file: int, start: int, chunk: memoryview) -> None:
-        size = padded(chunk.nbytes)
-        self._view[: chunk.nbytes] = chunk
-        self._view[chunk.nbytes : size] = bytes(size - chunk.nbytes)
-        done = os.pwrite(file, self._view[:size], start)
-        if done != size:
-            raise OSError(None, f"the disk wrote {done:,} of {size:,} B")
 
     def read(self, name: str, chunks: range) -> Generator[tuple[int, memoryview]]:
         """Yield the number and the bytes of chunks; each is valid until the next one.

@@ -53,7 +53,14 @@ class ValueEnd:
         The first character must not be whitespace.
         """
         if self._in_string:
-            return self._in_text(character)
+            if self._escaped:
+                self._escaped = False
+            elif character == "\\":
+                self._escaped = True
+            elif character == '"':
+                self._in_string = False
+                return "inside" if self._depth else "last"
+            return "inside"
         if character in ",]} \t\r\n" and not self._depth:
             return "after"  # of a number, true, false or null
         if character == '"':
@@ -62,16 +69,6 @@ class ValueEnd:
             self._depth += 1
         elif character in "]}":
             self._depth -= 1
-            return "inside" if self._depth else "last"
-        return "inside"
-
-    def _in_text(self, character: str) -> Literal["inside", "last"]:
-        if self._escaped:
-            self._escaped = False
-        elif character == "\\":
-            self._escaped = True
-        elif character == '"':
-            self._in_string = False
             return "inside" if self._depth else "last"
         return "inside"
 
