@@ -84,7 +84,7 @@ def test_quantized_weights_give_near_logits(name: str, codec: str, max_distance:
 def test_modules_read_the_packed_weights(name: str, codec: str | None) -> None:
     """Paths that run the modules of Transformers compute with the same weights."""
     decoder = native(name, codec)
-    compare_with_transformers(decoder, quantized=codec is not None)
+    compare_with_transformers(decoder, codec=codec or "auto")
     (prompt,) = sequences(9, vocab_size=zoo.VOCAB_SIZE)
     (ours,) = flat_logits(decoder, [prompt], chunk_tokens=[9])
     assert distance(decoder.reference_logits(prompt), ours) < (1e-5 if codec is None else 0.05)
