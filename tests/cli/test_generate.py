@@ -1,6 +1,7 @@
 """`quire generate`, `quire chat` and `quire serve` on the packaged model, and refused options."""
 
 import json
+import logging
 import socket
 import sys
 from importlib.util import find_spec
@@ -124,7 +125,8 @@ def test_a_rule_that_raises_is_named_with_its_line_and_with_verbose_its_tracebac
     file = tmp_path / "broken.py"
     file.write_text(RULE.replace("pass", "def score(self, view): return {}['foo']"))
     rule = ("--evict", "of_file:cap=3", "--policy-file", file)
-    with temporary_registrations():
+    with temporary_registrations(), caplog.at_level(logging.WARNING, logger="quire.eviction"):
+        caplog.handler.setLevel(logging.DEBUG)
         failed = quire("generate", "--prompt", PROMPT, *QUICK, *rule)
         silent = not caplog.text
         quire("generate", "--prompt", PROMPT, *QUICK, *rule, "--verbose")

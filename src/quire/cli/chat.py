@@ -47,7 +47,7 @@ _KEYS = {
     "Alt+Enter": "start a new line; so does Enter after a backslash",
     "//TEXT": "send a message that starts with a slash",
 }
-_ONE_RESPONSE = replace(
+CHAT_SAMPLING = replace(
     SAMPLING.without("n", "best-of", "use-beam-search", "beam-width", "length-penalty"),
     help={
         "temperature": "divides the logits; 0 (or below 1e-5) is greedy. None: the model's, else "
@@ -57,7 +57,7 @@ _ONE_RESPONSE = replace(
     },
 )
 _DEFAULTS = {"max-tokens": 512}
-_OPTIONS = {found.name: found for found in options_of((_ONE_RESPONSE,), _DEFAULTS)}
+_OPTIONS = {found.name: found for found in options_of((CHAT_SAMPLING,), _DEFAULTS)}
 _ONE_CONVERSATION = SCHEDULE.without(
     *("max-num-seqs", "admission", "low-watermark", "high-watermark", "scale-down-at"),
     *("preempt", "batcher", "urgent", "tenants"),
@@ -80,7 +80,7 @@ class ChatFlags:
     MODEL,
     KV.without("swap-space", "evict-allow", "record-evictions"),
     _ONE_CONVERSATION,
-    _ONE_RESPONSE,
+    CHAT_SAMPLING,
     defaults=_DEFAULTS,
 )
 def chat(settings: Settings, *, flags: ChatFlags) -> None:
