@@ -179,16 +179,17 @@ def plan_report(
     try:
         memory = _divide(model, options, dtype_bytes(dtype), weights.device_bytes)
     except ConfigError as error:
-        changes = [
-            f"--weight-codec {found.weight_codec} leaves {format_size(found.kv_bytes)} for KV"
-            for found in [max(choices, key=lambda choice: choice.kv_bytes)]
-            if found.kv_bytes
-        ]
-        if not changes:
+        # the first codec that fits loses the least
+        found = next((choice for choice in choices if choice.kv_bytes), None)
+        if found is not None:
+            change = (
+                f"--weight-codec {found.weight_codec} leaves {format_size(found.kv_bytes)} for KV"
+            )
+        else:
             kv_bytes = options.kv_memory_bytes or sequence_bytes(layout, tokens)
             least = _least_memory(model, options, dtype, kv_bytes)
-            changes = [f"{format_size(kv_bytes)} of KV need {least}"]
-        raise ConfigError(f"{error}; {changes[0]}") from error
+            change = f"{format_size(kv_bytes)} of KV need {least}"
+        raise ConfigError(f"{error}; {change}") from error
     fits = capacity(
         model, memory.kv_bytes, layout=layout, sequence_tokens=tokens, batch=options.batch
     )

@@ -106,7 +106,7 @@ def test_choices_that_do_not_fit_say_so(folder: Path):
     assert coded.kv_bytes > 0 == stored.kv_bytes
     assert stored.sequences == dict.fromkeys(RETAINED, 0)
     refused = (
-        r"--weight-codec int8 or int4, on a CPU.*--weights-memory.*--weight-codec int4 leaves \d+"
+        r"--weight-codec int8 or int4, on a CPU.*--weights-memory.*--weight-codec int8 leaves \d+"
     )
     with pytest.raises(ConfigError, match=refused):
         plan_report(folder, PlanOptions(**sizes))
