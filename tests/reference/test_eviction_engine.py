@@ -38,13 +38,12 @@ RULES = {
     "after the prompt": f"h2o:{BLOCKS},recent=4,when=prefill_end",
     "ragged": f"h2o:{BLOCKS},recent=4,budget=ada",
     "crushed": f"kvcrush:{BLOCKS},base=(h2o:recent=4)",
-    "crushed once": f"kvcrush:{BLOCKS},base=(h2o:recent=4),signatures=stored,share=0.5",
     "crushed pages": "kvcrush:cap=32,every=8,granularity=page,base=(h2o:recent=4),share=0.5",
     "settled": f"h2o:{BLOCKS},recent=4,when=decode,budget=squeeze",
 }
 ALLOW = (
     "recent; h2o; h2o:budget=ada; h2o:budget=squeeze; tova; keydiff; snapkv:window=8; "
-    "kvcrush:base=(h2o:recent=4); kvcrush:base=(h2o:recent=4),signatures=stored"
+    "kvcrush:base=(h2o:recent=4)"
 )
 
 
@@ -199,7 +198,6 @@ OWN_NUMBERS = {
     "heads apart": f"tova:scope=lane,{BLOCKS}",
     "squeezed": f"recent:{BLOCKS},when=decode,budget=squeeze",
     "lazy": f"recent:{BLOCKS},when=prefill_end,budget=lazy",
-    "stored bits": f"kvcrush:{BLOCKS},base=(snapkv:window=6),signatures=stored,share=0.5",
 }
 """Rules whose options determine their statistics, other than the default options."""
 

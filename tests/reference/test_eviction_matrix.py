@@ -34,7 +34,7 @@ from quire.policies.base import ScorePolicy
 from quire.policies.crushed import CrushedShare
 from quire.policies.eviction import CHUNK, GRANULARITIES, PAGE, TOKEN, Eviction, make_eviction
 from quire.policies.registry import registered, registered_budgets
-from quire.policies.signatures.anchors import ANCHORS, FARTHEST, SEVERAL
+from quire.policies.signatures.anchors import ANCHORS
 from quire.scheduler.eviction_trace import retained_sets
 from reference.test_eviction_engine import NEW_TOKENS, Run, largest_difference, run
 from support import zoo
@@ -53,8 +53,7 @@ NEAR_TIE, NEAR_TIES = 1e-6, Counter[str]()
 PROMPTS = dict(zip("ab", ([*p, *[7] * 9] for p in make_prompts(2, 60, seed=3)), strict=True))
 PROMPTS["long"] = [3 + i * i % 60 for i in range(95)]
 
-ONE_ANCHOR = {anchor: f"anchor={anchor}" for anchor in ANCHORS if anchor != FARTHEST}
-SEVERAL_ANCHORS = {f"2 {anchor}": f"anchor={anchor},anchors=2" for anchor in SEVERAL}
+ONE_ANCHOR = {anchor: f"anchor={anchor}" for anchor in ANCHORS}
 
 
 @dataclass(frozen=True)
@@ -83,9 +82,7 @@ class Case:
     @property
     def anchors(self) -> dict[str, str]:
         """Label to options, if requests have different anchors."""
-        if not self.base:
-            return {}
-        return ONE_ANCHOR | SEVERAL_ANCHORS if self.policy == "kvcrush" else ONE_ANCHOR
+        return ONE_ANCHOR if self.base else {}
 
     @property
     def requests(self) -> dict[str, tuple[list[int], str]]:

@@ -65,10 +65,6 @@ class History:
             return np.stack([self._ring(lane, statistic.window) for lane in lanes])
         if isinstance(statistic, stats.QueryMoments):
             return np.stack([self._moments(lane, statistic.skip) for lane in lanes])
-        if isinstance(statistic, stats.SignatureBits):  # no token has a signature
-            return np.zeros((len(self.cached), max(map(len, self.cached))))
-        if isinstance(statistic, stats.SignedUntil):
-            return np.zeros((len(self.cached), 1, 1))
         if not statistic.per_slot:
             return np.ones((len(self.cached), 1, 2))
         if statistic.apart:

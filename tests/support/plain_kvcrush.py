@@ -1,7 +1,6 @@
 """A plain KVCrush: lists, sets and sums, token by token."""
 
 from copy import deepcopy
-from fractions import Fraction
 from functools import cache
 from math import floor
 
@@ -63,41 +62,19 @@ def majority(signatures, width):
     return [2 * sum(s[i] for s in signatures) > len(signatures) for i in range(width)]
 
 
-def plain_anchor(kind, signatures, layer, seed=0, number=0, count=1):
-    """One of `count` anchors that do not depend on earlier anchors."""
-    width, total = len(signatures[0]), len(signatures)
-    if kind == anchors.MEAN:
-        return majority(signatures[number * total // count : (number + 1) * total // count], width)
-    if kind == anchors.RANDOM:
-        lots = lots_of(seed, torch.tensor(layer), number * width + torch.arange(width))
+def plain_anchor(policy, signatures, layer):
+    """The bits of the anchor of a layer."""
+    width = len(signatures[0])
+    if policy.anchor == anchors.MEAN:
+        return majority(signatures, width)
+    if policy.anchor == anchors.RANDOM:
+        lots = lots_of(policy.seed, torch.tensor(layer), torch.arange(width))
         return [value % 2 == 1 for value in lots.tolist()]
     return {
         anchors.ALTERNATING: [i % 2 == 1 for i in range(width)],
         anchors.ZEROS: [False] * width,
         anchors.ONES: [True] * width,
-    }[kind]
-
-
-def plain_anchors(policy, signatures, layer):
-    kind, count = policy.anchor, policy.anchors
-    if kind != anchors.FARTHEST:
-        plain = (plain_anchor(kind, signatures, layer, policy.seed, i, count) for i in range(count))
-        return list(plain)
-    found = [majority(signatures, len(signatures[0]))]
-    while len(found) < count:
-        nearest = [min(plain_distance(s, anchor) for anchor in found) for s in signatures]
-        found.append(signatures[nearest.index(max(nearest))])
-    return found
-
-
-def in_proportion(count, sizes):
-    """Divide `count` into integers; the largest fractions are rounded up, ties to the first."""
-    exact = [Fraction(count * size, sum(sizes)) for size in sizes]
-    parts = [floor(part) for part in exact]
-    by_fraction = sorted(range(len(sizes)), key=lambda i: (parts[i] - exact[i], i))
-    for i in by_fraction[: count - sum(parts)]:
-        parts[i] += 1
-    return parts
+    }[policy.anchor]
 
 
 def plain_slices(ordered, count, policy, number, score):
@@ -119,17 +96,9 @@ def plain_slices(ordered, count, policy, number, score):
 
 def plain_representatives(signature, count, policy, number, score):
     """The retained ones of numbered signatures."""
-    plain = plain_anchors(policy, list(signature.values()), number)
-    distances = {n: [plain_distance(s, anchor) for anchor in plain] for n, s in signature.items()}
-    near = {n: found.index(min(found)) for n, found in distances.items()}
-    of_anchors = [[n for n in near if near[n] == i] for i in range(len(plain))]
-    chosen = set()
-    for numbers, share in zip(
-        of_anchors, in_proportion(count, list(map(len, of_anchors))), strict=True
-    ):
-        ordered = sorted(numbers, key=lambda n: (min(distances[n]), n))
-        chosen |= plain_slices(ordered, share, policy, number, score)
-    return chosen
+    anchor = plain_anchor(policy, list(signature.values()), number)
+    ordered = sorted(signature, key=lambda n: (plain_distance(signature[n], anchor), n))
+    return plain_slices(ordered, count, policy, number, score)
 
 
 def plain_count(policy, num_units, score):

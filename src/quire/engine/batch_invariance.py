@@ -21,14 +21,14 @@ from quire.kernels.select import BackendChoice
 from quire.layout import limits
 from quire.layout.eviction import PRESSURE
 from quire.layout.kv_format import read_format
-from quire.layout.statistics import QueryRing, SignatureBits, SignedUntil, Statistic
+from quire.layout.statistics import QueryRing, Statistic
 from quire.models.base import FixedShapes
 from quire.models.loader import LoadedModel
 from quire.policies.eviction import EvictionRule
 from quire.scheduler.schedule_config import INVARIANT_ROWS
 
 OPTION = "--batch-invariant"
-_EXACT = (QueryRing, SignatureBits, SignedUntil)  # copies and bits, without sums
+_EXACT = (QueryRing,)  # copies, without sums
 
 
 def prepare_batch_invariant(model: LoadedModel, config: KVConfig, codec: str) -> None:

@@ -112,45 +112,6 @@ class LowAttentionCount(OfWeights):
         return f"low_attention_count.{self.reduction}"
 
 
-MAX_SIGNATURE_BITS = 24  # whole numbers that float32 holds exactly
-
-
-@dataclass(frozen=True, slots=True)
-class SignatureBits(Statistic):
-    """One bit per query head of a KV head for each token; written when tokens are evicted.
-
-    The bits are stored as an integer; bit g belongs to query head g of the group. Slots at
-    positions from `SignedUntil` on are undefined.
-    """
-
-    @property
-    def name(self) -> str:
-        return "signature_bits"
-
-    def width(self, model: ModelSpec) -> int:
-        group = model.num_heads // model.num_kv_heads
-        if group > MAX_SIGNATURE_BITS:
-            raise ConfigError(
-                f"expected at most {MAX_SIGNATURE_BITS} query heads per KV head for stored "
-                f"signatures, got {group}; use signatures=recomputed"
-            )
-        return 1
-
-
-@dataclass(frozen=True, slots=True)
-class SignedUntil(Statistic):
-    """One record per lane: all retained tokens before this position have `SignatureBits`."""
-
-    per_slot: ClassVar[bool] = False
-
-    @property
-    def name(self) -> str:
-        return "signed_until"
-
-    def num_slots(self, model: ModelSpec) -> int:
-        return 1
-
-
 @dataclass(frozen=True, slots=True)
 class QueryRing(Statistic):
     """The newest queries, after RoPE, for each query head.

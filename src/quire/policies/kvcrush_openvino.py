@@ -30,8 +30,8 @@ from quire.policies.registry import register
 from quire.policies.signatures.anchors import (
     MEAN,
     Signatures,
+    anchor_distance,
     check_anchor,
-    nearest_anchor,
     pack,
 )
 from quire.policies.signatures.context import SelectionContext
@@ -59,7 +59,7 @@ class KVCrushOpenVINO(Crushed):
     def __post_init__(self) -> None:
         Crushed.__post_init__(self)
         check_at_least(1, blocks=self.blocks)
-        check_anchor(self.anchor, 1)
+        check_anchor(self.anchor)
 
     @property
     def needs_pieces(self) -> bool:
@@ -87,7 +87,7 @@ class KVCrushOpenVINO(Crushed):
         bits = units.side_by_side(_better_half(context)[:, None])
         # anchor=mean is the majority over all evictable pages
         signatures = Signatures(pack(bits), bits.shape[1], units.free, context.numbers)
-        distance, _ = nearest_anchor(signatures, self.anchor, 1, self.seed)
+        distance = anchor_distance(signatures, self.anchor, self.seed)
         return _evenly_spaced(distance, grouped, count)
 
 

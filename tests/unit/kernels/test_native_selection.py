@@ -9,7 +9,7 @@ import torch
 from quire.kernels.native.library import NativeLibrary, load_library
 from quire.kernels.native.selection import NativeSelection
 from quire.policies.choose import best_with_numpy
-from quire.policies.signatures.anchors import MEAN, Signatures, fixed_anchor, nearest_anchor, pack
+from quire.policies.signatures.anchors import MEAN, Signatures, anchor_distance, fixed_anchor, pack
 from quire.policies.signatures.context import aligned_words
 from quire.policies.signatures.representatives import choose_best, choose_representatives
 from quire.policies.signatures.units import Units
@@ -173,7 +173,7 @@ def test_representatives_equal_those_of_numpy(selection, anchor, width, words):
     middle = selection.representatives(signed.words, signed.grouped, count, given)
     best = selection.representatives(signed.words, signed.grouped, count, given, score)
 
-    distance, _ = nearest_anchor(signed, anchor, 1, seed=3)
+    distance = anchor_distance(signed, anchor, seed=3)
     assert np.array_equal(middle, choose_representatives(distance, signed.grouped, count))
     assert np.array_equal(best, choose_best(distance, signed.grouped, count, score))
 
@@ -210,7 +210,7 @@ def test_retained_slots_equal_those_of_numpy(selection, words, anchor, pick_best
 
     important = best_with_numpy(score, free, wanted - count)
     signed = replace(signed, grouped=free & ~important)
-    distance, _ = nearest_anchor(signed, anchor, 1, seed=3)
+    distance = anchor_distance(signed, anchor, seed=3)
     chosen = choose_representatives(distance, signed.grouped, count)
     if pick_best:
         chosen = choose_best(distance, signed.grouped, count, score)

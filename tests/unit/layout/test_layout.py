@@ -14,7 +14,6 @@ from quire.layout.statistics import (
     QueryMoments,
     QueryRing,
     ResidualSimilarity,
-    SignatureBits,
     SquareSum,
 )
 from support.model_specs import small_spec
@@ -187,15 +186,6 @@ def test_follower_with_other_lanes_or_pages_is_rejected(of, layers, tokens):
     assert CacheLayout((KV, WINDOW, SUMS)).followers_of("kv") == (SUMS,)
     with pytest.raises(ConfigError, match=f"'x' follows '{of}'"):
         CacheLayout((KV, WINDOW, SUMS, follower))
-
-
-def test_signature_bits_of_too_many_heads_are_rejected():
-    """A float32 number holds 24 bits exactly."""
-    model = model_of(None)
-
-    assert SignatureBits().width(dataclasses.replace(model, num_heads=48)) == 1
-    with pytest.raises(ConfigError, match="got 25; use signatures=recomputed"):
-        SignatureBits().width(dataclasses.replace(model, num_heads=50))
 
 
 def layout_of_codec(codec, **options):

@@ -4,7 +4,6 @@ random        random bits from the seed
 alternating   0 1 0 1 ..., starting with 0
 mean          majority of the grouped signatures; exactly half counts as 0
 zeros, ones   all bits equal
-farthest      with several anchors: the mean, then repeatedly the signature farthest from all so far
 
 Source: KVCrush (Jha et al. 2025), section III-B and table II; `zeros` and `ones` are OpenVINO's.
 """
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quire.errors import ConfigError, UnknownName
+from quire.errors import UnknownName
 from quire.policies.choose import count_of
 from quire.policies.lots import lots_of
 
@@ -77,32 +76,17 @@ def hamming(words: Words, anchor: Words) -> NDArray[np.int64]:
 
 
 RANDOM, ALTERNATING, MEAN, ZEROS, ONES = "random", "alternating", "mean", "zeros", "ones"
-FARTHEST = "farthest"
-ANCHORS = (RANDOM, ALTERNATING, MEAN, ZEROS, ONES, FARTHEST)
-SEVERAL = (RANDOM, MEAN, FARTHEST)
-MAX_ANCHORS = 64  # each costs a pass over all tokens, and a request may set the number
+ANCHORS = (RANDOM, ALTERNATING, MEAN, ZEROS, ONES)
 
 
-def check_anchor(kind: str, count: int) -> None:
-    """Refuse an unknown anchor, and several anchors that would be identical.
+def check_anchor(kind: str) -> None:
+    """Refuse an unknown anchor.
 
     Raises:
         UnknownName: with the known anchors.
-        ConfigError: the count is out of range, the anchors would be identical, or `farthest` has no
-            other anchor.
     """
     if kind not in ANCHORS:
         raise UnknownName("anchor", kind, ANCHORS)
-    if not 1 <= count <= MAX_ANCHORS:
-        raise ConfigError(f"expected from 1 to {MAX_ANCHORS} anchors, got {count}")
-    if kind == FARTHEST and count == 1:
-        raise ConfigError(
-            "anchor=farthest needs several anchors; use mean, or kvcrush with anchors=2 or more"
-        )
-    if count > 1 and kind not in SEVERAL:
-        raise ConfigError(
-            f"{count} anchors of kind {kind!r} are identical; use {', '.join(SEVERAL)}, or 1 anchor"
-        )
 
 
 @dataclass(frozen=True)
@@ -172,21 +156,11 @@ class Signatures:
         return counts
 
 
-def nearest_anchor(
-    signatures: Signatures, kind: str, count: int, seed: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the distance to the nearest of `count` anchors, and its index, [row, unit] each.
-
-    Computes one distance per token and anchor. Ties prefer the first anchor.
-    """
-    words = signatures.words
-    nearest = hamming(words, _anchor(signatures, kind, 0, count, seed))
-    which = np.zeros_like(nearest)
-    for number in range(1, count):
-        distance = hamming(words, _anchor(signatures, kind, number, count, seed, nearest))
-        which[distance < nearest] = number
-        np.minimum(distance, nearest, out=nearest)
-    return nearest, which
+def anchor_distance(signatures: Signatures, kind: str, seed: int) -> NDArray[np.int64]:
+    """Return the distance of each signature to the anchor of its row, [row, unit]."""
+    if kind == MEAN:
+        return hamming(signatures.words, signatures.majority(signatures.grouped))
+    return hamming(signatures.words, fixed_anchor(signatures, kind, seed))
 
 
 def fixed_anchor(signatures: Signatures, kind: str, seed: int) -> Words:
@@ -197,47 +171,12 @@ def fixed_anchor(signatures: Signatures, kind: str, seed: int) -> Words:
         kind: random, alternating, zeros or ones.
         seed: seed of a random anchor.
     """
-    return signatures.packed(_pattern(signatures, kind, 0, seed))
-
-
-def _anchor(
-    signatures: Signatures,
-    kind: str,
-    number: int,
-    count: int,
-    seed: int,
-    nearest: NDArray[np.int64] | None = None,
-) -> Words:
-    """Return one packed anchor of each row, [row, 1, word]."""
-    if kind == FARTHEST and number:
-        assert nearest is not None, "the first anchor is the mean"
-        far = np.where(signatures.grouped, nearest, -1).argmax(axis=1)
-        return np.take_along_axis(signatures.words, far[:, None, None], axis=1)
-    if kind in (MEAN, FARTHEST):
-        parts = 1 if kind == FARTHEST else count
-        return signatures.majority(_slice_of(signatures.grouped, number, parts))
-    return signatures.packed(_pattern(signatures, kind, number, seed))
-
-
-def _pattern(signatures: Signatures, kind: str, number: int, seed: int) -> NDArray[np.bool_]:
-    """Return the bits of an anchor that does not depend on the signatures, [row, bit]."""
-    width = signatures.width * signatures.tokens
-    places = np.arange(width)
+    places = np.arange(signatures.width * signatures.tokens)
     if kind == RANDOM:
         numbers = torch.tensor(signatures.numbers)[:, None]
-        lots = lots_of(seed, numbers, torch.from_numpy(number * width + places))
+        lots = lots_of(seed, numbers, torch.from_numpy(places))
         drawn: NDArray[np.bool_] = (lots % 2 == 1).numpy()
-        return drawn
+        return signatures.packed(drawn)
     patterns = {ALTERNATING: places % 2 == 1, ZEROS: places < 0, ONES: places >= 0}
     same: NDArray[np.bool_] = patterns[kind][None].repeat(len(signatures.words), axis=0)
-    return same
-
-
-def _slice_of(among: NDArray[np.bool_], number: int, count: int) -> NDArray[np.bool_]:
-    """Return the `number`-th of `count` equal runs, in the order of positions."""
-    if count == 1:
-        return among
-    place, total = among.cumsum(axis=1) - 1, count_of(among)[:, None]
-    first, end = number * total // count, (number + 1) * total // count
-    run: NDArray[np.bool_] = among & (place >= first) & (place < end)
-    return run
+    return signatures.packed(same)

@@ -107,8 +107,6 @@ class SelectionContext:
         protected: slots that are always retained.
         keep: number of slots to retain in each row.
         piece_tokens: neighbouring slots that are evicted together.
-        known: stored signature bits, and a mask of the slots that have them; None if none are
-            stored.
     """
 
     base: ScorePolicy
@@ -119,7 +117,6 @@ class SelectionContext:
     protected: Bool[Tensor, "row slot"]
     keep: Int[Tensor, " row"]
     piece_tokens: int = 1
-    known: tuple[Bool[Tensor, "row head slot"], Bool[Tensor, "row head slot"]] | None = None
 
     @property
     def heads_per_row(self) -> int:
@@ -168,26 +165,12 @@ class SelectionContext:
     @cached_property
     def own_bits(self) -> Bool[Tensor, "row head column"]:
         """Whether each query head of a row, with the whole budget, retains an evictable token."""
-        columns = self.units.columns
         if type(self.base).choose is ScorePolicy.choose:
             units = self.units
             shared = (units.free_slots[:, None], units.wanted_slots[:, None])
             free, wanted = (torch.from_numpy(part).to(self.score.device) for part in shared)
-            fresh = best_slots(self.score[:, :, units.columns], free, wanted)
-        else:
-            fresh = self._chosen_by_heads()[:, :, columns]
-        if self.known is None:
-            return fresh
-        bits, signed = self.known
-        return torch.where(signed[:, :, columns], bits[:, :, columns], fresh)
-
-    @property
-    def all_bits(self) -> Bool[Tensor, "row head slot"]:
-        """Signature bits of a row's own heads for all slots; 1 for protected slots."""
-        must = self.protected & self.rows.live
-        bits = must[:, None].repeat(1, self.score.shape[1], 1)
-        bits[:, :, self.units.columns] |= self.own_bits
-        return bits if self.known is None else torch.where(self.known[1], self.known[0], bits)
+            return best_slots(self.score[:, :, units.columns], free, wanted)
+        return self._chosen_by_heads()[:, :, self.units.columns]
 
     def _chosen_by_heads(self) -> Bool[Tensor, "row head slot"]:
         """Select the slots of each head with a base rule that overrides `choose`."""
@@ -213,7 +196,7 @@ class SelectionContext:
     @property
     def _words_fit(self) -> bool:
         """Whether the C library can compute the words."""
-        plain = self.known is None and type(self.base).choose is ScorePolicy.choose
+        plain = type(self.base).choose is ScorePolicy.choose
         fits = plain and self.width <= WORD_BITS and self.score.dtype == torch.float32
         return fits and self.score.device.type == "cpu" and native_selection() is not None
 

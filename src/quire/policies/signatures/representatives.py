@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from quire.errors import UnknownName
-from quire.policies.choose import Floats, best_of, count_of
+from quire.policies.choose import Floats, count_of
 from quire.policies.lots import lots_of
 
 MIDDLE, RANDOM, BEST = "middle", "random", "best"
@@ -117,25 +117,3 @@ def _inside(
     lots = lots_of(seed, torch.tensor(layers)[:, None], torch.from_numpy(first))
     drawn: NDArray[np.int64] = lots.numpy() % np.maximum(length, 1)
     return drawn
-
-
-def of_each_anchor(
-    which: NDArray[np.int64],
-    grouped: NDArray[np.bool_],
-    count: NDArray[np.int64],
-    anchors: int,
-) -> NDArray[np.int64]:
-    """Divide representatives over anchors in proportion to their tokens, [layer, anchor].
-
-    The largest fractions are rounded up (ties to the lower anchor), which keeps the total.
-    """
-    if anchors == 1:
-        return np.minimum(count, count_of(grouped))[:, None]
-    near = np.stack([count_of(grouped & (which == n)) for n in range(anchors)], axis=1)
-    total = near.sum(axis=1, keepdims=True)
-    wanted = np.minimum(count[:, None], total)
-    down = wanted * near // np.maximum(total, 1)
-    rest = wanted * near - down * total  # integers: equal fractions are equal
-    left = (wanted - down.sum(axis=1, keepdims=True))[:, 0]
-    shares: NDArray[np.int64] = down + best_of(rest.astype(np.float64), down < near, left)
-    return shares

@@ -23,7 +23,7 @@ from quire.policies.signatures.query_heads import by_query_head, first_heads
 from quire.policies.snapkv import SnapKV
 from quire.policies.value_norm import ValueNorm
 from quire.policies.view import KVView
-from support.histories import best, changed, retained_positions
+from support.histories import best, retained_positions
 from support.native_selection import without_native_selection
 from support.pairwise import every_pair
 from support.plain_kvcrush import (
@@ -162,25 +162,13 @@ def test_random_pick_depends_on_the_seed():
     assert not torch.equal(first, other)
 
 
-@every_pair(
-    pick=["middle", "random"],
-    anchor=[anchors.RANDOM, anchors.MEAN, anchors.FARTHEST],
-    count=[2, 4, 8],
-)
-def test_several_anchors_divide_the_representatives_in_proportion(anchor, count, pick):
-    for seed in range(2):
-        history = history_of(tokens=100, seed=seed)
-        policy = KVCrush(base=BASE, anchor=anchor, anchors=count, share=0.5, pick=pick, seed=seed)
-        check(history, policy, 50)
-
-
-def test_equal_signatures_with_several_anchors():
+def test_equal_signatures():
     """All tokens are equal: those at the lowest positions are promoted, slices are even."""
     each = AttentionSum().each()
     view = KVView(torch.arange(12)[None], 12, group=3, statistics={each.name: torch.ones(3, 12)})
 
-    for count, anchor in ((1, "mean"), (1, "ones"), (4, "farthest"), (2, "mean"), (8, "random")):
-        policy = KVCrush(base=H2O(recent=0), share=0.5, anchor=anchor, anchors=count)
+    for anchor in ("mean", "ones", "random"):
+        policy = KVCrush(base=H2O(recent=0), share=0.5, anchor=anchor)
         retained = policy.select(view, torch.tensor([6]))
         # heads would retain 0 to 5, so 3, 4, 5 and 6 to 11 are two groups
         assert retained[0, :3].all()
@@ -198,7 +186,7 @@ def test_dynamic_share_depends_on_the_layer(share):
         )
 
 
-def test_one_distance_is_computed_per_token_and_anchor(monkeypatch):
+def test_one_distance_is_computed_per_token(monkeypatch):
     """Linear in tokens, by count. Two layers; protected tokens are not measured."""
     measured, protected = [], BASE.sinks + BASE.recent
 
@@ -208,12 +196,11 @@ def test_one_distance_is_computed_per_token_and_anchor(monkeypatch):
 
     monkeypatch.setattr(anchors, "hamming", counted)
     without_native_selection(monkeypatch)
-    for number in (1, 4):
-        policy = KVCrush(base=BASE, anchors=number)
-        view = history_of(tokens=100).view(policy.statistics)
-        measured.clear()
-        policy.select(view, torch.full((len(view.positions),), 50))
-        assert sum(measured) == number * 2 * (view.positions.shape[1] - protected)
+    policy = KVCrush(base=BASE)
+    view = history_of(tokens=100).view(policy.statistics)
+    policy.select(view, torch.full((len(view.positions),), 50))
+
+    assert sum(measured) == 2 * (view.positions.shape[1] - protected)
 
 
 def test_dynamic_share_of_equal_and_of_peaked_scores():
@@ -261,7 +248,10 @@ def test_signature_bit_is_the_selection_of_the_head_alone(base):
 
     alone = base.select(by_query_head(view, base.statistics), keep.repeat_interleave(3))
 
-    assert torch.equal(context.all_bits.flatten(0, 1), alone)
+    columns, must = context.units.columns, context.protected & context.rows.live
+    free = ~must[:, None, columns].expand_as(context.own_bits)
+    found = alone.view(context.score.shape)[:, :, columns]
+    assert torch.equal(context.own_bits & free, found & free)
 
 
 def test_first_heads_selects_the_first_head_of_each_layer():
@@ -291,56 +281,6 @@ def test_packed_bits_are_unpacked_with_equal_hamming_distances():
         assert (anchors.hamming(words, anchors.pack(anchor)) == (bits ^ anchor).sum(axis=1)).all()
 
 
-def test_kept_signatures_are_read_from_the_record():
-    """The bits of a token are recorded and read back; those of later tokens are computed."""
-    history = history_of()
-    policy = KVCrush(base=BASE, signatures="stored", share=0.5)
-    view = history.view(policy.statistics)
-    keep = torch.full((len(view.positions),), 30)
-    context = policy.selection_context(view, keep, 1)
-    before = context.all_bits.flatten(0, 1)
-
-    decision = policy.decide(view, keep)
-    notes = {s.name: n for s, n in decision.statistics.items()}
-    until = notes["signed_until"]
-    notes["signature_bits"] = torch.where(
-        view.positions % 2 == 0, 7.0, 0.0
-    )  # bits of all three heads
-    notes["signed_until"] = torch.full_like(until, 40)
-    again = policy.selection_context(
-        changed(view, statistics={**view.statistics, **notes}), keep, 1
-    )
-
-    assert torch.equal(decision.retained, KVCrush(base=BASE, share=0.5).select(view, keep))
-    assert until.unique().tolist() == [history.tokens - BASE.recent]
-    positions = view.positions.repeat_interleave(3, dim=0)
-    is_signed, again = positions < 40, again.all_bits.flatten(0, 1)
-    assert torch.equal(again[is_signed], positions[is_signed] % 2 == 0)
-    assert torch.equal(again[~is_signed], before[~is_signed])
-
-
-def test_signatures_are_recorded_when_a_token_is_first_evictable():
-    """Layer 0 evicts nothing; in layer 1 the newest are protected. Signed tokens stay signed."""
-    history = history_of()
-    policy = KVCrush(base=BASE, signatures="stored", share=0.5)
-    view = history.view(policy.statistics)
-    num_slots = view.num_slots[:, 0]
-    keep = torch.where(torch.arange(len(num_slots)) < history.heads, num_slots, 30)
-
-    notes = {s.name: n for s, n in policy.decide(view, keep).statistics.items()}
-    later = changed(
-        view,
-        statistics={
-            **view.statistics,
-            "signed_until": torch.full_like(notes["signed_until"], 58.0),
-        },
-    )
-    again = {s.name: n for s, n in policy.decide(later, keep).statistics.items()}
-
-    assert notes["signed_until"].flatten().tolist() == [0, 0, 56, 56]
-    assert again["signed_until"].flatten().tolist() == [58] * 4
-
-
 # ---- OpenVINO's --------------------------------------------------------------------------------
 
 
@@ -364,7 +304,7 @@ def test_kvcrush_openvino_equals_the_plain_version(anchor):
                 {n: sum(mean[t] for t in p) for n, p in enumerate(free)}, [], num_units - 3
             )
             signature = [[t in half for t in p] for p in free]
-            anchor_bits = plain_anchor(anchor, signature, layer, seed)
+            anchor_bits = plain_anchor(policy, signature, layer)
             remaining = [n for n in range(len(free)) if n not in chosen]
             ordered = sorted(
                 remaining, key=lambda n: (plain_distance(signature[n], anchor_bits), n)
@@ -458,7 +398,6 @@ class Twos:
             "differ between query heads, got KVCrush",
         ),
         ("kvcrush:cap=99,every=9,anchor=meen", UnknownName, "mean"),
-        ("kvcrush:cap=99,every=9,anchor=zeros,anchors=2", ConfigError, "are identical; use random"),
         ("kvcrush:cap=99,every=9,pick=first", UnknownName, "middle"),
         ("kvcrush:cap=99,every=9,representatives=outside", UnknownName, "inside"),
         ("kvcrush:cap=14,every=8", ConfigError, "needs 7; raise cap or share"),
@@ -476,8 +415,6 @@ class Twos:
             ConfigError,
             "cap, every of .* after the",
         ),
-        ("kvcrush:cap=99,every=9,anchors=65", ConfigError, "from 1 to 64 anchors, got 65"),
-        ("kvcrush:cap=99,every=9,anchor=farthest", ConfigError, "anchors=2 or more"),
         ("kmeans:cap=99,every=9,rounds=1001", ConfigError, "rounds from 1 to 1000"),
         ("kmeans:cap=99,every=9,on=values", UnknownName, "signatures"),
         (
