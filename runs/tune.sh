@@ -13,7 +13,7 @@ mkdir -p "$out"
 import json
 import sys
 
-from quire.evals.gate import make_questions
+from quire.evals.questions import make_questions
 from quire.models.loader import load_model
 from quire.models.tokenizer import encode_prompt
 

@@ -76,7 +76,7 @@ def prompt_maker_for(model: "LoadedModel") -> PromptMaker:
         return len(encode_prompt(tokenizer, text)) if text else 0
 
     def make_prompts(task: str, tokens: int, n: int) -> list[GradedPrompt]:
-        from quire.evals.gate import make_questions
+        from quire.evals.questions import make_questions
 
         return [
             GradedPrompt(

@@ -81,7 +81,7 @@ def running_text(model: "LoadedModel", path: Path | None) -> "RunningText":
     The text starts with quire-tiny's document token if the model's tokenizer has that token.
     """
     from benchmarks.quality.texts import RunningText
-    from quire.evals.gate import DOCUMENT_START
+    from quire.evals.questions import DOCUMENT_START
     from quire.evals.tasks.words import book_text
     from quire.models.tokenizer import encode_prompt
 

@@ -1,4 +1,4 @@
-"""`quire demo`, `quire doctor` and `quire eval gate` with small sizes."""
+"""`quire demo` and `quire doctor` with small sizes."""
 
 import io
 import json
@@ -169,35 +169,3 @@ def test_doctor_shows_the_implementation_of_a_model():
     assert found.ok
     assert "implementation: " in found.value
     assert not missing.ok
-
-
-def test_gate_reports_its_cases(quire, monkeypatch):
-    from quire.cli import evaluate
-    from quire.evals.gate import GateCase
-
-    monkeypatch.setattr(evaluate, "QUICK_CASES", (GateCase(task="kv", tokens=96, n=5),))
-
-    result = quire(
-        "eval",
-        "gate",
-        "--quick",
-        "--json",
-        "--no-verify",
-        "--kv-memory",
-        "8MiB",
-        "--dtype",
-        "float32",
-    )
-
-    report = last_json(result)
-    assert result.exit_code == (0 if "passed" in result.stderr else 1)
-    assert report["claims"].keys() == {"kv_96_full", "kv_96_evicted"}
-    assert report["claims"]["kv_96_full"] > report["claims"]["kv_96_evicted"]
-    assert len(report["arms"]["rows"]) == 10
-
-
-def test_gate_refuses_an_eviction_policy(quire):
-    result = quire("eval", "gate", "--quick", "--evict", "recent:cap=64,every=8")
-
-    assert result.exit_code == 2
-    assert "--evict" in result.stderr

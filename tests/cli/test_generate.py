@@ -468,7 +468,7 @@ def test_arguments_without_a_usable_prompt_are_refused(quire, arguments, parts):
         (("calibrate",), "quire calibrate MODEL"),
         (("plan",), "quire plan MODEL"),
         (("doctor",), "quire doctor MODEL"),
-        (("eval", "gate"), "quire eval gate MODEL"),
+        (("eval", "run"), "quire eval run MODEL"),
         (("bench", "latency"), "quire bench latency MODEL"),
     ],
 )

@@ -14,7 +14,7 @@ from quire.cli.main import app
 from quire.cli.settings import Settings
 from quire.errors import QuireError
 
-LOADING = ("generate", "chat", "batch", "serve", "eval gate")
+LOADING = ("generate", "chat", "batch", "serve")
 HUGE = "100000000000"
 COMMAND = get_command(app)
 VALUES = ("0", "-1", "100000000000", "nan", "inf", "1e400", "", "9" * 400, "9" * 5_000)
@@ -45,7 +45,6 @@ def arguments_of(name: str, folder: Path) -> list[str]:
         "chat": engine,
         "batch": ["quire-tiny", str(lines), str(folder / "out.jsonl"), "--overwrite", *engine],
         "serve": ["--port=0", *model],
-        "eval gate": ["--quick", "--threads=1"],
         "simulate": ["quire-tiny", f"--trace={trace}"],
     }
     return [*name.split(), *own[name]]

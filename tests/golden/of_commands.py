@@ -199,16 +199,3 @@ def eval_fidelity(workshop: Workshop) -> object:
 @case(exact=("*.metrics", "*.suites"))
 def eval_tasks(workshop: Workshop) -> object:
     return _by_name(workshop.run("eval", "tasks")["tasks"])
-
-
-@case(loose=("arms.rows.correct",))
-def eval_gate(workshop: Workshop) -> object:
-    from quire.cli import evaluate
-    from quire.evals.gate import GateCase
-
-    before = evaluate.QUICK_CASES
-    evaluate.QUICK_CASES = (GateCase(task="lines", tokens=128, n=5),)
-    try:
-        return workshop.run("eval", "gate", "--quick", *ENGINE_OPTIONS, "--kv-memory=16MiB")
-    finally:
-        evaluate.QUICK_CASES = before

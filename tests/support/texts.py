@@ -1,6 +1,6 @@
 """Prompts with answers, for tests of evaluations."""
 
-from quire.evals.gate import DOCUMENT_START
+from quire.evals.questions import DOCUMENT_START
 from quire.evals.tasks import make
 
 

@@ -252,7 +252,7 @@ def _test_request(model: "LoadedModel") -> str:
     from quire.cli.exactness import compare_with_generate
     from quire.config.kv_config import KVConfig
     from quire.config.sampling_params import SamplingParams
-    from quire.evals.gate import DOCUMENT_START
+    from quire.evals.questions import DOCUMENT_START
     from quire.evals.tasks import make
     from quire.evals.tasks.words import haystack
 

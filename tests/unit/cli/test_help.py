@@ -21,7 +21,7 @@ from quire.sim.traces.base import AUTO, TraceName
 from quire.sim.traces.registry import formats
 
 MAX_OPTIONS = 25
-COMMON = ("generate", "batch", "serve", "eval gate", "bench throughput")
+COMMON = ("generate", "batch", "serve", "eval run", "bench throughput")
 """Commands that take every option of the engine."""
 
 

@@ -79,7 +79,7 @@ def test_error_is_one_line_on_standard_error(failing):
 
 @pytest.mark.parametrize(
     "arguments",
-    [("-v", "generate", "-p", "x"), ("generate", "-p", "x", "-v"), ("eval", "gate", "-v")],
+    [("-v", "generate", "-p", "x"), ("generate", "-p", "x", "-v"), ("bench", "latency", "-v")],
 )
 def test_verbose_shows_the_traceback(failing, arguments):
     failing(QuireError("the request is refused"))
@@ -160,7 +160,7 @@ def test_unexpected_exception_is_not_caught(failing):
     "arguments",
     [
         *(("generate", "", "-p", "x"), ("generate", " ", "-p", "x"), ("chat", ""), ("serve", "")),
-        *(("plan", ""), ("calibrate", ""), ("profile", ""), ("eval", "gate", "")),
+        *(("plan", ""), ("calibrate", ""), ("profile", ""), ("eval", "run", "")),
         ("bench", "throughput", ""),
     ],
 )

@@ -6,11 +6,10 @@ from importlib.resources import files
 from pathlib import Path
 
 
-def test_tasks_and_gate_load_no_torch():
+def test_tasks_and_questions_load_no_torch():
     source = Path(str(files("quire") / "assets")).parents[1]
-    code = (
-        "import sys, quire.evals.gate; print([m for m in ('torch', 'numpy') if m in sys.modules])"
-    )
+    loaded = "[m for m in ('torch', 'numpy') if m in sys.modules]"
+    code = f"import sys, quire.evals.questions; print({loaded})"
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,

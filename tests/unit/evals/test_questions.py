@@ -5,7 +5,7 @@ import re
 import pytest
 
 from quire.errors import ConfigError
-from quire.evals.gate import DEPTHS, DOCUMENT_START, make_questions
+from quire.evals.questions import DEPTHS, DOCUMENT_START, make_questions
 from quire.evals.tasks import names, rough_measure
 
 

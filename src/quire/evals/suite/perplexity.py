@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from quire.errors import ConfigError
-from quire.evals.gate import DOCUMENT_START
+from quire.evals.questions import DOCUMENT_START
 from quire.evals.suite.base import EvalTask, Sample, SampleOptions
 from quire.evals.tasks.base import CHARACTERS_PER_TOKEN
 from quire.evals.tasks.words import book_text

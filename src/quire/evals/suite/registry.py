@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from quire.errors import UnknownName
-from quire.evals.gate import Question, make_questions
+from quire.evals.questions import Question, make_questions
 from quire.evals.suite.base import MIN_FULL, EvalTask, Sample, SampleOptions
 from quire.evals.suite.perplexity import Perplexity
 

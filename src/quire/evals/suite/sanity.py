@@ -3,33 +3,34 @@
     full KV                                  at least 0.90 exact answers, all depths
     sinks and the newest quarter, no more    at most 0.05 exact answers, depths 0 to 0.5
 
-See `quire.evals.gate`. A model that fails on a task does not use its context there, or answers
-without it. Its verdicts about this task are left out; those about other tasks are not.
+The records at depths up to 0.5 are outside the newest quarter. A model that answers them without
+the context knows the answer from another source, and would rate every policy as good. A model that
+fails on a task does not use its context there, or answers without it. Its verdicts about this task
+are left out; those about other tasks are not.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.errors import ConfigError
-from quire.evals.gate import (
-    QUARTER_ARMS,
-    QUARTER_OLD_DEPTH,
-    AnswerFunction,
-    GateCase,
-    GateReport,
-    run_gate,
-)
+from quire.evals.questions import make_questions
 from quire.evals.suite.cells import CellFolder
 from quire.evals.suite.engines import Engines
 from quire.evals.tasks import Measure
 from quire.evals.tune.scores import fingerprint_of
 
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
-_PROMPTS = 10
+_PROMPTS = 10  # of each task; the depths alternate, so a multiple of 5 weights them equally
+_CASES = (("lines", 256), ("kv", 256), ("niah", 512))  # tasks and tokens of a prompt
+_MIN_FULL, _MAX_EVICTED = 0.9, 0.05
+_OLD_DEPTH = 0.5
 _NAME = "sanity"
+
+AnswerFunction = Callable[[list[str], str, int], list[str]]
+"""(prompts, policy text, maximum new tokens) -> greedy continuations, in the prompts' order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,29 +100,36 @@ def _run(engines: Engines, full: KVConfig, seed: int) -> Sanity:
 
 def check(answer: AnswerFunction, *, measure: Measure, context_tokens: int, seed: int) -> Sanity:
     """Run the check."""
-    cases = tuple(
-        GateCase(task=task, tokens=min(tokens, context_tokens), n=_PROMPTS)
-        for task, tokens in (("lines", 256), ("kv", 256), ("niah", 512))
-    )
     try:
-        report = run_gate(
-            answer,
-            measure=measure,
-            cases=cases,
-            seed=seed,
-            arms=QUARTER_ARMS,
-            old_depth=QUARTER_OLD_DEPTH,
+        cases = tuple(
+            _case(task, min(tokens, context_tokens), answer, measure, seed)
+            for task, tokens in _CASES
         )
     except ConfigError as error:  # the model does not support eviction, or its context is too short
         return Sanity(status=FAILED, reason=f"the check cannot run: {error}")
-    return judged(report)
-
-
-def judged(report: GateReport) -> Sanity:
-    """The result of a finished gate."""
-    cases = tuple(asdict(verdict) | {"passed": verdict.passed} for verdict in report.verdicts)
-    status = PASSED if report.passed else FAILED
+    status = PASSED if all(case["passed"] for case in cases) else FAILED
     return Sanity(status=status, reason=_failures(cases), cases=cases)
+
+
+def _case(
+    task: str, tokens: int, answer: AnswerFunction, measure: Measure, seed: int
+) -> dict[str, object]:
+    """Fractions of continuations that begin with the answer: of all, and of old records."""
+    asked = make_questions(task, tokens, _PROMPTS, measure=measure, seed=seed)
+    max_tokens = max(measure(question.answer) for question in asked)
+
+    def exact(evict: str, max_depth: float) -> float:
+        texts = answer([question.prompt for question in asked], evict, max_tokens)
+        pairs = zip(asked, texts, strict=True)
+        hits = [text.startswith(one.answer) for one, text in pairs if one.depth <= max_depth]
+        return sum(hits) / len(hits)
+
+    full, evicted = (
+        exact("full", 1.0),
+        exact(f"recent:cap={tokens // 4},every=16,sinks=4", _OLD_DEPTH),
+    )
+    passed = full >= _MIN_FULL and evicted <= _MAX_EVICTED
+    return {"task": task, "tokens": tokens, "full": full, "evicted": evicted, "passed": passed}
 
 
 def _failures(cases: Sequence[Mapping[str, Any]]) -> str:

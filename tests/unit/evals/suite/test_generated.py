@@ -7,7 +7,7 @@ from quire.api.llm import LLM
 from quire.cli.main import app
 from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError
-from quire.evals.gate import DEPTHS
+from quire.evals.questions import DEPTHS
 from quire.evals.suite.base import SampleOptions
 from quire.evals.suite.registry import SUITES, TASKS, fraction_found, suite_of, suites_with, task_of
 from quire.evals.suite.runner import SampleRunner

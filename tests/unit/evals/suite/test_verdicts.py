@@ -1,12 +1,12 @@
 """Verdicts need a passed sanity check and a task that full KV solves; cells are stored."""
 
 import json
+import re
 from dataclasses import asdict
 
 import pytest
 
 from quire.config.kv_config import KVConfig
-from quire.evals.gate import GateCase, run_gate
 from quire.evals.suite import sanity
 from quire.evals.suite.cells import CellFolder, CellResult, PromptResult
 from quire.evals.suite.engines import full_kv, is_full, kv_name
@@ -179,20 +179,34 @@ def test_sanity_check_that_cannot_run_fails():
     assert "--tokens" in found.reason
 
 
-def test_old_depth_decides_which_records_count():
-    """A reader that keeps the newest third fails where records at depth 0.75 count as old."""
-    case = GateCase(task="lines", tokens=200, n=10)
+def reads_visible(visible):
+    """Answer as a model that reads the visible part of a prompt."""
 
-    def reads(prompts, evict, max_tokens):
-        kept = [p if evict == "full" else p[-len(p) * 2 // 3 :] for p in prompts]
-        answers = []
-        for prompt, text in zip(prompts, kept, strict=True):
-            key = prompt.rpartition("line ")[2]
-            answers.append(text.partition(key)[2][:5] if text.count(key) > 1 else "")
-        return answers
+    def answer(prompts, evict, max_tokens):
+        found = []
+        for prompt in prompts:
+            key = re.findall(r"[a-z]+-[a-z]+", prompt)[-1]
+            shown = rf"{key}[>\"']*(?:: [<\"']?| is: )([^>\"',]+)"
+            found.append(re.search(shown, visible(prompt, evict)))
+        return ["" if match is None else f"{match[1]}> and more" for match in found]
 
-    at = {
-        depth: run_gate(reads, measure=rough_measure, cases=[case], old_depth=depth).passed
-        for depth in (0.25, 0.75)
-    }
-    assert at == {0.25: True, 0.75: False}
+    return answer
+
+
+def newest(prompt, evict):
+    """The text that full KV, or a cap in tokens of about 3 characters, retains."""
+    cap = re.match(r"recent:cap=(\d+)", evict)
+    return prompt if cap is None else prompt[-3 * int(cap[1]) :]
+
+
+@pytest.mark.parametrize(
+    ("visible", "full", "evicted"),
+    [(newest, 1.0, 0.0), (lambda prompt, _: prompt, 1.0, 1.0), (lambda *_: "", 0.0, 0.0)],
+    ids=["its context", "more than its context", "nothing"],
+)
+def test_sanity_check_passes_a_model_that_reads_only_its_context(visible, full, evicted):
+    found = sanity.check(reads_visible(visible), measure=rough_measure, context_tokens=4096, seed=1)
+
+    assert {case["full"] for case in found.cases} == {full}
+    assert {case["evicted"] for case in found.cases} == {evicted}
+    assert found.passed == ((full, evicted) == (1.0, 0.0))
