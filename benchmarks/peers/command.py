@@ -11,9 +11,9 @@ import typer
 from benchmarks.common.command import finish, show_parts
 from benchmarks.common.flags import AsJson, Threads, quick_option
 from benchmarks.common.result import PartResult
+from benchmarks.common.tables import show_claims
 from quire.cli.common import use_threads
 from quire.cli.report import commit, prepare_folder, print_json
-from quire.cli.tables import show_claims
 from quire.layout.extras import require_extra
 
 if TYPE_CHECKING:

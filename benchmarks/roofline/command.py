@@ -13,11 +13,11 @@ import typer
 
 from benchmarks.common.command import QUICK_NOTE
 from benchmarks.common.flags import AsJson, Threads, quick_option
+from benchmarks.common.tables import show_claims as show_table_of_claims
 from benchmarks.roofline.cell import QUICK_CELL, CellConfig
 from benchmarks.roofline.measured import Cell, Claims, claims_of
 from quire.cli.common import use_threads
 from quire.cli.report import envelope, print_json
-from quire.cli.tables import show_claims as show_table_of_claims
 from quire.errors import ConfigError, InvariantError, UnknownName
 from quire.kernels.native.library import INSTRUCTION_SETS, MAX_CPU_ISA, NotLoaded, load_library
 

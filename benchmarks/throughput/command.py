@@ -8,9 +8,9 @@ import typer
 
 from benchmarks.common.command import QUICK_NOTE, names_of
 from benchmarks.common.flags import AsJson, Attention, Threads, quick_option
+from benchmarks.common.tables import show_claims
 from quire.cli.common import use_threads
 from quire.cli.report import envelope, print_json
-from quire.cli.tables import show_claims
 
 if TYPE_CHECKING:
     from benchmarks.throughput.bench import Round, ThroughputConfig

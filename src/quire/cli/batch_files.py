@@ -61,7 +61,6 @@ class RunState:
         return whole
 
     def difference(self, other: Mapping[str, Any]) -> str | None:
-        """The options that differ."""
         current, earlier = self.content()["config"], other.get("config")
         earlier = earlier if isinstance(earlier, dict) else {}
         changed = [

@@ -276,7 +276,6 @@ def _resolve_dtype(dtype: str, config: dict[str, object]) -> str:
 
 
 def _weight_bytes(model: ModelSpec, options: PlanOptions, dtype: str) -> int:
-    """Bytes of all weights."""
     codec = options.weight_codec
     if codec == "auto":
         return model.weight_bytes(dtype_bytes(dtype))

@@ -1,19 +1,14 @@
 """Tables of measured values: columns wrap at the width of the terminal, values have units."""
 
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from quire.layout.sizes import format_size
-
 _WIDE_COLUMNS = 160  # of a file or a pipe, which do not wrap
 _MIN_WHOLE_S = 1.0
-_RATES = {"flops": (1e9, "GFLOP/s"), "bytes": (1e9, "GB/s")}
-_SECONDS = re.compile(r"_s(_\d+)?$")
 
 
 def table_console() -> Console:
@@ -32,27 +27,6 @@ def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     table_console().print(table)
-
-
-def show_claims(title: str, claims: Mapping[str, int | float]) -> None:
-    """Print claims with the units that their names end with."""
-    rows = ((name, with_unit(name, value)) for name, value in claims.items())
-    show_table(title, ("claim", "value"), rows)
-
-
-def with_unit(name: str, value: int | float) -> str:
-    """Format a value with the unit in the name of its claim, such as run_s or kv_peak_bytes."""
-    if name.endswith("_bytes"):
-        return format_size(int(value))
-    if name.endswith("_per_s"):
-        counted = name.removesuffix("_per_s").rpartition("_")[2]
-        if counted in _RATES:
-            scale, unit = _RATES[counted]
-            return f"{value / scale:,.1f} {unit}"
-        return f"{value:,.1f} {counted}/s"
-    if _SECONDS.search(name):
-        return seconds(value)
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
 
 
 def seconds(value: int | float) -> str:

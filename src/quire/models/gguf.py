@@ -56,8 +56,6 @@ _PATCHING = threading.RLock()
 
 @dataclass(frozen=True, slots=True)
 class _Array:
-    """Place of an array."""
-
     kind: int  # of its elements
     count: int
     start: int  # first byte

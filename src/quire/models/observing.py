@@ -71,8 +71,6 @@ class _NoQuery(nn.Module):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _KVLayer:
-    """The attention of a layer."""
-
     module: nn.Module
     args: tuple[Any, ...]  # of the module other than hidden states, at position 0
     kwargs: dict[str, Any]

@@ -257,7 +257,6 @@ class QuantizedLayers:
     zero_offset: int  # number added to stored zeros
 
     def headers(self, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-        """The headers of the decoded tensors."""
         found = {}
         for name, parts in _layers(stored):
             if parts is None:

@@ -140,10 +140,6 @@ class PartCost:
     def num_bytes(self) -> int:
         return self.weight_bytes + self.kv_bytes
 
-    @property
-    def intensity(self) -> float:
-        return self.flops / self.num_bytes if self.num_bytes else 0.0
-
     def floor_s(self, read_bytes_per_s: float, flops_per_s: float) -> float:
         """Shortest time: the larger of bytes over the read rate and FLOPs over the product rate."""
         if min(read_bytes_per_s, flops_per_s) <= 0:

@@ -32,8 +32,6 @@ class _Open:
 
 @dataclass(slots=True)
 class _Replica:
-    """Counts of one replica."""
-
     report: int = -1  # number of its last report; -1: none
     num_sent: int = 0  # requests that this proxy sent to it
     num_refused: int = 0  # those of them that it did not accept

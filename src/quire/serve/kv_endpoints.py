@@ -287,7 +287,6 @@ class EventStreams:
     async def open(
         self, kinds: Collection[str], *, since: int | None, tenant: str | None, name: str
     ) -> StreamingResponse:
-        """Start a stream."""
         self._check(name)
         client = Subscription(kinds, tenant, name)
         self._clients.add(client)

@@ -53,7 +53,6 @@ class RequestTraces:
             self._parents.pop(request_id, None)
 
     def finish(self, sequences: Sequence[FinishedRequest], now_s: float) -> None:
-        """Create the spans of finished sequences."""
         offset_ns = time.time_ns() - int(now_s * 1e9)
         for sequence in sequences:
             self._finish(sequence, lambda seconds: offset_ns + int(seconds * 1e9))

@@ -2,7 +2,8 @@
 
 import pytest
 
-from quire.cli.tables import seconds, show_claims, show_table, with_unit
+from benchmarks.common.tables import show_claims, with_unit
+from quire.cli.tables import seconds, show_table
 
 
 @pytest.mark.parametrize(

@@ -119,15 +119,10 @@ def test_mixture_multiplies_experts_per_token_and_reads_selected_experts():
 def test_floor_is_the_maximum_of_read_and_compute_time():
     part = PartCost(name="x", weight_bytes=60, kv_bytes=40, flops=600)
 
-    assert part.intensity == 6
     assert part.floor_s(10.0, 100.0) == 10.0
     assert part.floor_s(100.0, 10.0) == 60.0
     with pytest.raises(ConfigError, match="rates above 0"):
         part.floor_s(0.0, 1.0)
-
-
-def test_part_without_bytes_has_zero_intensity():
-    assert PartCost(name="x", weight_bytes=0, kv_bytes=0, flops=0).intensity == 0
 
 
 def test_empty_steps_and_rows_are_refused():

@@ -14,7 +14,6 @@ import itertools
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 from quire.errors import ConfigError
 from quire.scale.routing.base import ReplicaLoad, RoutedRequest, Router
@@ -53,34 +52,13 @@ def _dispatch(
     return Dispatch(request_id, request, replica_id, uncached_tokens)
 
 
-@runtime_checkable
-class GatewayAdmission(Protocol):
-    """Decides when requests are sent, and in which order."""
-
-    def __len__(self) -> int: ...
-
-    def submit(self, request_id: str, request: RoutedRequest, priority: int = 0) -> None:
-        """Queue a request; lower priorities are sent first within a tenant."""
-
-    def cancel(self, request_id: str) -> bool:
-        """Remove a waiting request; return whether it was waiting."""
-
-    def next(self, replicas: Sequence[ReplicaLoad]) -> Dispatch | None:
-        """The request to send now, until None; the router is notified of it."""
-
-    def finished(self, dispatch: Dispatch, output_tokens: int = 0) -> None:
-        """Finished, failed or aborted; the output tokens are charged to the tenant."""
-
-
 def make_admission(
-    router: Router,
-    max_queued_requests: int | None,
-    weights: Mapping[str, float] | None = None,
-) -> GatewayAdmission:
+    router: Router, max_queued_requests: int | None
+) -> "ImmediateAdmission | FairAdmission":
     """Requests are sent at once without a limit, otherwise fairly; see `FairAdmission`."""
     if max_queued_requests is None:
         return ImmediateAdmission(router)
-    return FairAdmission(router, max_queued_requests, weights)
+    return FairAdmission(router, max_queued_requests)
 
 
 class ImmediateAdmission:
@@ -136,18 +114,21 @@ class FairAdmission:
         return len(self._queue)
 
     def submit(self, request_id: str, request: RoutedRequest, priority: int = 0) -> None:
+        """Queue a request; lower priorities are sent first within a tenant."""
         _refuse_known(request_id, self._waiting)
         order = priority, 0.0, next(self._numbers)
         waiting = self._waiting[request_id] = WaitingRequest(request_id, request, order)
         self._queue.push(waiting)
 
     def cancel(self, request_id: str) -> bool:
+        """Remove a waiting request; return whether it was waiting."""
         waiting = self._waiting.pop(request_id, None)
         if waiting is not None:
             self._queue.pop(waiting)
         return waiting is not None
 
     def next(self, replicas: Sequence[ReplicaLoad]) -> Dispatch | None:
+        """The request to send now, until None; the router is notified of it."""
         free = [load for load in replicas if load.queued_requests < self._max_queued]
         head = next(self._queue.heads(), None)
         if not free or head is None:
@@ -160,6 +141,7 @@ class FairAdmission:
         return dispatch
 
     def finished(self, dispatch: Dispatch, output_tokens: int = 0) -> None:
+        """Finished, failed or aborted; the output tokens are charged to the tenant."""
         tenant = dispatch.request.tenant
         self._router.note_finished(dispatch.request, dispatch.replica_id)
         self._queue.charge(tenant, output_tokens=output_tokens)

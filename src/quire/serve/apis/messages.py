@@ -60,7 +60,6 @@ class MessagesBody(Body):
     output_config: dict[str, Any] | None = None
 
     def chat(self) -> ChatBody:
-        """Convert the body to a chat."""
         if self.max_tokens is None:
             raise FieldError("max_tokens", "max_tokens: expected a number of tokens, got none")
         return self._chat()

@@ -59,7 +59,6 @@ class ResponsesBody(Body):
     user: str | None = None
 
     def chat(self) -> ChatBody:
-        """Convert the body to a chat."""
         self._refuse_state()
         extra = dict(self.model_extra or {})
         values = {name: extra.pop(name) for name in EXTENSIONS & extra.keys()}
