@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
+from benchmarks.common.attention import AttentionShape, fill_pages
 from benchmarks.common.decoding import generate_all
 from benchmarks.common.models import SHAPES
 from benchmarks.common.result import Cell, Numbers, PartResult, Table
@@ -22,7 +23,6 @@ from quire.layout.layout import layout_for
 from quire.layout.model import ModelSpec
 from quire.models.loader import LoadedModel
 from quire.plan.roofline import weights_read_bytes
-from quire.profile.ceilings import AttentionShape, fill_pages
 
 NEAR = 1e-3
 """Logits that differ by less than this may be exchanged by rounding."""

@@ -8,10 +8,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
+from benchmarks.common.attention import PLAIN, AttentionBench
 from benchmarks.common.result import Chart, Numbers, PartResult, Table
 from benchmarks.common.tables import table_of
 from benchmarks.quant.config import QuantAttentionConfig
-from quire.profile.ceilings import PLAIN, AttentionBench, MemoryProbe, seconds
+from quire.profile.ceilings import MemoryProbe, seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

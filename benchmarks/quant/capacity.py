@@ -7,6 +7,7 @@ with kept   the same, and the full-precision tokens of each lane
 
 from math import ceil
 
+from benchmarks.common.attention import PLAIN
 from benchmarks.common.result import Chart, Numbers, PartResult
 from benchmarks.common.tables import table_of
 from benchmarks.quant.config import CapacityConfig
@@ -14,7 +15,6 @@ from quire.layout.codec_names import codec_pair
 from quire.layout.kv_format import fill_plain
 from quire.layout.layout import layout_for
 from quire.layout.model import LayerSpec, ModelSpec
-from quire.profile.ceilings import PLAIN
 
 _TABLE_ENTRY_BYTES = 4
 _PAGE_TOKENS_OF_PAGE_CODECS = 32

@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass, field, replace
 
+from benchmarks.common.attention import AttentionShape
 from benchmarks.common.models import SHAPES
 from benchmarks.quality.cells import TasksConfig
 from benchmarks.quality.texts import TextsConfig
 from quire.cli.settings import Settings
 from quire.errors import ConfigError
 from quire.layout.kv_format import fill_plain, read_format
-from quire.profile.ceilings import AttentionShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from benchmarks.common.attention import AttentionBench, AttentionShape
 from benchmarks.common.models import random_model, random_weights
 from benchmarks.common.regret import RegretJudge
 from benchmarks.common.workload import QUICK_WORKLOAD, Workload
@@ -21,13 +22,7 @@ from benchmarks.throughput.arms import Arm, ArmResult, ContinuousArm, QuireArm, 
 from quire.config.kv_config import AttentionName
 from quire.layout.model import ModelSpec
 from quire.plan.roofline import RowTokens
-from quire.profile.ceilings import (
-    LARGE_BUFFER_BYTES,
-    AttentionBench,
-    AttentionShape,
-    MemoryProbe,
-    seconds,
-)
+from quire.profile.ceilings import LARGE_BUFFER_BYTES, MemoryProbe, seconds
 
 PEERS = ("hf_static", "hf_cb")
 ATTENTION_PASSES = 5  # in each round

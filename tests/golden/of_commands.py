@@ -103,10 +103,7 @@ def _store_rates(workshop: Workshop) -> None:
         machine=this_machine(1),
         read_bytes_per_s=1e10,
         copy_bytes_per_s=1e10,
-        one_thread_read_bytes_per_s=1e10,
-        one_thread_copy_bytes_per_s=1e10,
         products=(),
-        attention_bytes_per_s={},
         steps={steps_key(key, rule): rates for rule in ("full", "recent", "average")},
     )
     write_ceilings(ceilings, workshop.folder / "cache" / "quire" / "ceilings.json")
@@ -122,10 +119,10 @@ def simulate(workshop: Workshop) -> object:
     return workshop.run("simulate", "quire-tiny", "--trace", trace, *sizes, tenants)
 
 
-@case(maps=("arms.ceilings.attention_bytes_per_s", "arms.ceilings.copies"))
+@case(maps=("arms.ceilings.copies"))
 def profile(workshop: Workshop) -> object:
     found = workshop.run("profile", "--quick", "--threads=1", f"--output={workshop.folder}/c.json")
-    of_machine = ("attention_native", "attention_flex", "swap_out_", "swap_in_")
+    of_machine = ("swap_out_", "swap_in_")
     claims = {k: v for k, v in found["claims"].items() if not k.startswith(of_machine)}
     return found | {"claims": claims}
 

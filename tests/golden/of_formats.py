@@ -221,10 +221,7 @@ _CEILINGS = Ceilings(
     machine=_MACHINE,
     read_bytes_per_s=20e9,
     copy_bytes_per_s=10e9,
-    one_thread_read_bytes_per_s=12e9,
-    one_thread_copy_bytes_per_s=6e9,
     products=(ProductRate(dtype="bfloat16", rows=1, inner=8, columns=16, flops_per_s=1e9),),
-    attention_bytes_per_s={"native": 13e9},
     copies={"cpu": CopyRates(out=_COPY, back=_COPY)},
     prefill={"a model, bfloat16, cpu": _PREFILL},
     steps={

@@ -71,9 +71,9 @@ def profile(
 ) -> None:
     """Measure the performance ceilings of this machine once and store them.
 
-    Measures read and copy bandwidth, matrix products by shape, attention, and swaps between KV
-    memory and CPU memory; with a model also prefill, decode and eviction. The stored file is valid
-    for one processor, number of threads and PyTorch version.
+    Measures read and copy bandwidth, matrix products by shape, and swaps between KV memory and CPU
+    memory; with a model also prefill, decode and eviction. The stored file is valid for one
+    processor, number of threads and PyTorch version.
     """
     evict = flags.evict
     refuse_no_name(model)
@@ -127,13 +127,9 @@ def _claims(ceilings: "Ceilings", dtypes: Sequence[str]) -> dict[str, int | floa
     claims: dict[str, int | float] = {
         "read_bytes_per_s": ceilings.read_bytes_per_s,
         "copy_bytes_per_s": ceilings.copy_bytes_per_s,
-        "one_thread_read_bytes_per_s": ceilings.one_thread_read_bytes_per_s,
-        "one_thread_copy_bytes_per_s": ceilings.one_thread_copy_bytes_per_s,
     }
     for dtype in dtypes:
         claims[f"{dtype}_flops_per_s"] = ceilings.peak_product_rate(dtype)
-    for way, rate in ceilings.attention_bytes_per_s.items():
-        claims[f"attention_{way.replace(' ', '_')}_bytes_per_s"] = rate
     for device, rates in ceilings.copies.items():
         name = device.replace(" ", "_")
         claims[f"swap_out_{name}_bytes_per_s"] = rates.out.bytes_per_s

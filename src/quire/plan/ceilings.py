@@ -23,6 +23,10 @@ from quire.plan.rates import (
 )
 
 FORMAT = 2
+_OF_EARLIER = frozenset(
+    {"one_thread_read_bytes_per_s", "one_thread_copy_bytes_per_s", "attention_bytes_per_s"}
+)
+"""Rates in files of earlier versions, which nothing uses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,11 +56,7 @@ class Ceilings:
     machine: Machine
     read_bytes_per_s: float  # buffers larger than all caches, all threads
     copy_bytes_per_s: float  # a copy counts its bytes once
-    one_thread_read_bytes_per_s: float
-    one_thread_copy_bytes_per_s: float
     products: tuple[ProductRate, ...]
-    # KV bytes of a decoding batch over its time, by attention variant
-    attention_bytes_per_s: Mapping[str, float]
     # rates of swapped pages, by device; empty in files of older versions
     copies: Mapping[str, CopyRates] = field(default_factory=dict)
     # by `model_key`; empty if no model was measured
@@ -151,18 +151,14 @@ def ceilings_from(stored: Any) -> Ceilings:
     if values.pop("format") != FORMAT:
         raise ValueError(f"expected format {FORMAT}")
     machine, products = values.pop("machine"), values.pop("products")
-    attention = values.pop("attention_bytes_per_s")
     copies, prefill = values.pop("copies", {}), values.pop("prefill", {})
     steps = values.pop("steps", {})
     if not isinstance(machine, dict) or not isinstance(products, list):
         raise TypeError("expected a table `machine` and a list `products`")
-    if not isinstance(attention, dict):
-        raise TypeError("expected a table `attention_bytes_per_s`")
-    rates = {name: _rate(value) for name, value in values.items()}
+    rates = {name: _rate(value) for name, value in values.items() if name not in _OF_EARLIER}
     return Ceilings(
         machine=Machine(**machine),
         products=tuple(_product(product) for product in products),
-        attention_bytes_per_s={name: _rate(value) for name, value in attention.items()},
         copies=copies_from(copies),
         prefill=prefill_from(prefill),
         steps=steps_from(steps),

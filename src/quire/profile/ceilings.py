@@ -6,37 +6,24 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
 from jaxtyping import UInt8
 from torch import Tensor
-from torch.nn import functional as F
 
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import ConfigError
-from quire.kernels.backend import (
-    AttentionBackend,
-    AttentionMath,
-    LaneSlots,
-    LayerPages,
-    StepShape,
-)
-from quire.kernels.coded import CodedPlanes
-from quire.kernels.native.library import NativeLibrary
-from quire.kernels.select import select_backend, usable_library
 from quire.kv.memory import KVMemory
-from quire.kv.store import PageStore, PageViews, store_of
+from quire.kv.store import PageStore, store_of
 from quire.kv.swap import Swapped, swap_in, swap_out
 from quire.layout.codec_names import codec_spec
-from quire.layout.layout import layout_for
-from quire.layout.model import LayerSpec, ModelSpec
+from quire.layout.model import ModelSpec
 from quire.layout.pages import CacheLayout, LaneGroup, PageClass, kv_pages
 from quire.models.loader import LoadedModel
 from quire.offload.swap.host_pool import HostPool
@@ -61,164 +48,6 @@ def touched_buffer(num_bytes: int) -> UInt8[Tensor, " num_bytes"]:
         memory.madvise(mmap.MADV_HUGEPAGE)
     buffer = torch.frombuffer(memory, dtype=torch.uint8)
     return buffer.fill_(1)
-
-
-@contextmanager
-def torch_threads(threads: int) -> Iterator[None]:
-    """Run torch with this number of threads; 0 leaves it unchanged."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-PLAIN = "bfloat16"
-
-_CPU = torch.device("cpu")
-_SCRATCH_BYTES = 64 << 20
-_ENCODED_PAGES = 64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionShape:
-    """A decoding batch: one query per sequence, bfloat16."""
-
-    batch: int = 32
-    tokens: int = 2_048  # of each sequence, the new one included
-    num_heads: int = 32
-    num_kv_heads: int = 8
-    head_dim: int = 128
-    page_tokens: int = 16
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of keys and values that a step reads."""
-        return self.batch * self.spec.kv_bytes(self.tokens, 2)
-
-    @property
-    def spec(self) -> ModelSpec:
-        return ModelSpec(
-            architecture="llama",
-            num_layers=1,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            hidden_size=self.num_heads * self.head_dim,
-            intermediate_size=1,
-            vocab_size=1,
-            max_positions=self.tokens,
-            tied_embeddings=True,
-            gated_mlp=True,
-            layers=(LayerSpec(),),
-        )
-
-
-class AttentionBench:
-    """The KV of one layer in pages, and contiguous."""
-
-    def __init__(self, shape: AttentionShape, codec: str = PLAIN) -> None:
-        self._shape, self._codec = shape, codec
-        layout = layout_for(shape.spec, page_tokens=shape.page_tokens, codec=codec)
-        (group,) = layout.groups
-        self._page_class = group.page_class
-        per_row = -(-shape.tokens // shape.page_tokens)
-        self.kv_bytes = shape.batch * per_row * self._page_class.page_bytes
-        self._store = PageStore(self.kv_bytes, _CPU)
-        views = self._store.views(self._page_class)
-        generator = torch.Generator().manual_seed(0)
-        fill_pages(views, shape.head_dim, generator)
-        scattered = torch.randperm(shape.batch * per_row, generator=generator)
-        self.pages = LayerPages(
-            key=views.key,
-            value=views.value,
-            table=scattered.int().view(shape.batch, 1, per_row),
-            rows=torch.arange(shape.batch),
-            first_lane=0,
-            num_lanes=1,
-            coded=views.coded,
-        )
-        query = torch.randn(shape.batch, shape.num_heads, shape.head_dim, generator=generator)
-        self._query = query.bfloat16()
-        self._math = AttentionMath(shape.head_dim**-0.5)
-
-    def variants(self) -> dict[str, Callable[[], Tensor]]:
-        """Calls that attend once, by variant; `native` variants only if the C extension can run."""
-        variants = {"gathered": self.paged("gathered"), "sdpa": self._contiguous()}
-        if isinstance(usable_library(_CPU, torch.bfloat16, self._shape.head_dim), NativeLibrary):
-            variants["native"] = self.paged("native")
-            variants["native sums"] = self.paged("native", statistics=True)
-        return variants
-
-    def paged(self, name: str, *, statistics: bool = False) -> Callable[[], Tensor]:
-        """A call that attends once through a backend, with or without column sums."""
-        shape = self._shape
-        backend: AttentionBackend = select_backend(
-            name,
-            _CPU,
-            dtype=torch.bfloat16,
-            head_dim=shape.head_dim,
-            scratch_bytes=_SCRATCH_BYTES,
-            codec=self._codec,
-        ).backend
-        ones = np.ones(shape.batch, dtype=np.int32)
-        lanes = LaneSlots(np.full((shape.batch, 1), shape.tokens, dtype=np.int32), None)
-        slot_bytes = self._page_class.page_bytes // self._page_class.tokens
-        plan = backend.plan(StepShape.of(ones), lanes, shape.page_tokens, slot_bytes)
-        fresh = self._fresh()
-        if not statistics:
-            return lambda: backend.attend(plan, self.pages, self._math, self._query, fresh)
-        sums = torch.zeros(shape.batch, shape.num_heads, shape.tokens)
-        return lambda: backend.attend(
-            plan, self.pages, self._math, self._query, fresh, column_sums=sums.zero_()
-        )
-
-    def _fresh(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of the new tokens, as stored in slots; not read if pages hold codes."""
-        if self.pages.coded is not None:
-            return self._query, self._query
-        last = self._shape.tokens - 1
-        page = self.pages.table[:, 0, last // self._shape.page_tokens].long()
-        offset = last % self._shape.page_tokens
-        return self.pages.key[page, :, offset], self.pages.value[page, :, offset]
-
-    def _contiguous(self) -> Callable[[], Tensor]:
-        """Create a call of torch's attention on a contiguous copy of the same KV.
-
-        Query heads of a group are placed on the query axis: on a CPU that is eight times faster
-        than `enable_gqa`.
-        """
-        shape = self._shape
-        key, value = (
-            plane[self.pages.table[:, 0].long()]
-            .transpose(1, 2)
-            .reshape(shape.batch, shape.num_kv_heads, -1, shape.head_dim)[:, :, : shape.tokens]
-            for plane in (self.pages.key, self.pages.value)
-        )
-        query = self._query.view(shape.batch, shape.num_kv_heads, -1, shape.head_dim)
-        return lambda: F.scaled_dot_product_attention(query, key, value, scale=self._math.scale)
-
-
-def fill_pages(views: PageViews, head_dim: int, generator: torch.Generator) -> None:
-    """Fill all pages of a class with random vectors, or with the codes of random vectors."""
-    if views.coded is None:
-        for plane in (views.key, views.value):
-            plane.normal_(generator=generator)
-        return
-    for side in (views.coded.key, views.coded.value):
-        fill_with_codes(side, head_dim, generator)
-
-
-def fill_with_codes(side: CodedPlanes, head_dim: int, generator: torch.Generator) -> None:
-    """Fill all pages of a class with codes of random vectors, drawn for some and repeated."""
-    num_pages, heads, tokens, _ = side.planes[0].shape
-    drawn = min(num_pages, _ENCODED_PAGES)
-    shape, device = (drawn, heads, tokens, head_dim), generator.device
-    encoded = side.codec.encode(torch.randn(shape, generator=generator, device=device))
-    index = torch.arange(num_pages, device=device) % drawn
-    for plane, codes in zip(side.planes, encoded, strict=True):
-        plane.copy_(codes[index])
 
 
 MIB = 1 << 20
@@ -491,7 +320,6 @@ class ProfileConfig:
     rows: tuple[int, ...] = ROWS
     matrices: tuple[tuple[int, int], ...] = MATRICES
     dtypes: tuple[str, ...] = DTYPES
-    attention: AttentionShape = field(default_factory=AttentionShape)
     swap_bytes: tuple[int, ...] = SWAP_BYTES  # of swapped sequences
     chunks: tuple[int, ...] = CHUNKS  # prefill lengths
     prompt_tokens: int = 1_024
@@ -508,7 +336,6 @@ QUICK_PROFILE = ProfileConfig(
     buffer_bytes=64 << 20,
     rows=(1, 32),
     matrices=((256, 256),),
-    attention=AttentionShape(batch=2, tokens=64, num_heads=4, num_kv_heads=2, head_dim=64),
     swap_bytes=(256 << 10, 1 << 20),
     chunks=(16, 32),
     prompt_tokens=64,
@@ -561,40 +388,14 @@ def measure_ceilings(
     """Measure all rates of `Ceilings`."""
     memory = MemoryProbe(config.buffer_bytes)
     read, copy = (median_rate(measure, config) for measure in (memory.read_rate, memory.copy_rate))
-    with torch_threads(1):
-        read_one, copy_one = (
-            median_rate(measure, config) for measure in (memory.read_rate, memory.copy_rate)
-        )
-    progress(f"memory read: {read / 1e9:.1f} GB/s, one thread {read_one / 1e9:.1f} GB/s")
-    progress(f"memory copy: {copy / 1e9:.1f} GB/s, one thread {copy_one / 1e9:.1f} GB/s")
-    products = tuple(_products(config, progress))
-    attention = measure_attention(config)
-    for name, rate in attention.items():
-        progress(f"attention, {name}: {rate / 1e9:.1f} GB/s")
+    progress(f"memory: read {read / 1e9:.1f} GB/s, copy {copy / 1e9:.1f} GB/s")
     return Ceilings(
         machine=machine,
         read_bytes_per_s=read,
         copy_bytes_per_s=copy,
-        one_thread_read_bytes_per_s=read_one,
-        one_thread_copy_bytes_per_s=copy_one,
-        products=products,
-        attention_bytes_per_s=attention,
+        products=tuple(_products(config, progress)),
         copies=measure_copy_rates(config.swap_bytes, config.repeats, progress=progress),
     )
-
-
-def measure_attention(config: ProfileConfig) -> dict[str, float]:
-    """KV bytes per second of each attention variant for a decoding batch."""
-    bench = AttentionBench(config.attention)
-    variants = bench.variants()
-    for call in variants.values():
-        call()
-    times: dict[str, list[float]] = {name: [] for name in variants}
-    for _ in range(config.repeats):
-        for name, call in variants.items():
-            times[name].append(seconds(call))
-    kv_bytes = config.attention.kv_bytes
-    return {name: kv_bytes / statistics.median(found) for name, found in times.items()}
 
 
 def _products(config: ProfileConfig, progress: Callable[[str], None]) -> Iterable[ProductRate]:

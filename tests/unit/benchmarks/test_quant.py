@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.common.attention import AttentionBench, AttentionShape
 from benchmarks.quality.texts import TextScores
 from benchmarks.quant.attention import AttentionTimes, measure_length
 from benchmarks.quant.attention import claims as attention_claims
@@ -20,7 +21,6 @@ from benchmarks.quant.throughput import CodecRate, measure_rates
 from benchmarks.quant.throughput import claims as rate_claims
 from quire.errors import ConfigError
 from quire.kernels.native.library import NativeLibrary, load_library
-from quire.profile.ceilings import AttentionBench, AttentionShape
 
 needs_library = pytest.mark.skipif(
     not isinstance(load_library(), NativeLibrary), reason="the C extension is not built"

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.common.attention import AttentionShape
 from benchmarks.common.models import SHAPES, random_weights
 from benchmarks.common.regret import RegretJudge
 from benchmarks.common.workload import QUICK_WORKLOAD, Workload
@@ -22,7 +23,6 @@ from benchmarks.throughput.bench import (
     summarise,
 )
 from quire.layout.model import ModelSpec
-from quire.profile.ceilings import AttentionShape
 
 STORAGE = Storage(  # bfloat16 weights of the reference shape, as they are
     weight_bytes={

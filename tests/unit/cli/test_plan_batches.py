@@ -80,10 +80,7 @@ def store(path: Path, rates: dict[str, StepRates]) -> None:
         machine=this_machine(torch.get_num_threads()),
         read_bytes_per_s=2e10,
         copy_bytes_per_s=1e10,
-        one_thread_read_bytes_per_s=1e10,
-        one_thread_copy_bytes_per_s=5e9,
         products=(),
-        attention_bytes_per_s={},
         steps={steps_key(key, rule): rate for rule, rate in rates.items()},
     )
     write_ceilings(ceilings, path)

@@ -31,8 +31,6 @@ CEILINGS = Ceilings(
     machine=HERE,
     read_bytes_per_s=20e9,
     copy_bytes_per_s=10e9,
-    one_thread_read_bytes_per_s=12e9,
-    one_thread_copy_bytes_per_s=6e9,
     products=(
         rate(64, 900.0),
         rate(1, 100.0),
@@ -40,7 +38,6 @@ CEILINGS = Ceilings(
         rate(8, 50.0, inner=8, columns=800),
         rate(8, 7.0, dtype="float32"),
     ),
-    attention_bytes_per_s={"native": 13e9},
 )
 
 
@@ -117,10 +114,7 @@ def damaged(**changes: object) -> str:
         "machine": {"cpu": "a processor", "threads": 2, "torch": "2.13.0"},
         "read_bytes_per_s": 1.0,
         "copy_bytes_per_s": 1.0,
-        "one_thread_read_bytes_per_s": 1.0,
-        "one_thread_copy_bytes_per_s": 1.0,
         "products": [],
-        "attention_bytes_per_s": {},
     }
     return json.dumps(
         {key: value for key, value in (stored | changes).items() if value != "absent"}
@@ -161,8 +155,6 @@ def test_undamaged_file_is_usable(tmp_path: Path):
         damaged(products=[{}]),
         damaged(products=[1]),
         damaged(products=[{"dtype": "x", "rows": 0, "inner": 1, "columns": 1, "flops_per_s": 1.0}]),
-        damaged(attention_bytes_per_s={"native": 0}),
-        damaged(attention_bytes_per_s=[]),
     ],
 )
 def test_damaged_file_is_not_usable(tmp_path: Path, text: str):

@@ -44,10 +44,7 @@ STORED = Ceilings(
     machine=HERE,
     read_bytes_per_s=20e9,
     copy_bytes_per_s=10e9,
-    one_thread_read_bytes_per_s=12e9,
-    one_thread_copy_bytes_per_s=6e9,
     products=(ProductRate(dtype="bfloat16", rows=64, inner=64, columns=128, flops_per_s=1e11),),
-    attention_bytes_per_s={},
     copies={"cpu": COPIES},
     prefill={model_key(MODEL, dtype="bfloat16", device="cpu"): PREFILL},
 )

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quire.profile.ceilings import AttentionBench, AttentionShape
+from benchmarks.common.attention import AttentionBench, AttentionShape
 
 SHAPE = AttentionShape(batch=3, tokens=70, num_heads=4, num_kv_heads=2, head_dim=64)
 
@@ -36,7 +36,7 @@ def test_without_the_c_library_the_torch_implementations_remain(monkeypatch: pyt
     from quire.kernels.native.library import NotLoaded
 
     monkeypatch.setattr(
-        "quire.profile.ceilings.usable_library", lambda *_arguments: NotLoaded("none")
+        "benchmarks.common.attention.usable_library", lambda *_arguments: NotLoaded("none")
     )
 
     assert set(AttentionBench(SHAPE).variants()) == {"gathered", "sdpa"}
