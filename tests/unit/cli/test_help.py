@@ -18,7 +18,7 @@ from quire.scheduler.admission_rules import AUTO as AUTO_ADMISSION
 from quire.scheduler.admission_rules import RULES
 from quire.sim.machine import PEAKS, PROFILE, MachineName
 from quire.sim.traces.base import AUTO, TraceName
-from quire.sim.traces.registry import formats
+from quire.sim.traces.formats import FORMATS
 
 MAX_OPTIONS = 25
 COMMON = ("generate", "batch", "serve", "eval run", "bench throughput")
@@ -112,7 +112,7 @@ def test_choices_are_shown_and_an_invalid_value_suggests_the_nearest(found):
         (kv_config.AttentionName, {"auto", *BACKENDS}),
         (schedule_config.Admission, {AUTO_ADMISSION, *RULES}),
         (MachineName, {AUTO, *PEAKS, PROFILE}),
-        (TraceName, {AUTO, *formats()}),
+        (TraceName, {AUTO, *FORMATS}),
     ],
 )
 def test_choices_are_the_registered_names(choices, registered):

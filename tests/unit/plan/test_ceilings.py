@@ -199,3 +199,11 @@ def test_default_path_is_in_the_user_cache():
     assert default_path({"XDG_CACHE_HOME": "/caches"}) == Path("/caches/quire/ceilings.json")
     assert default_path({}) == home
     assert default_path({"XDG_CACHE_HOME": "not/absolute"}) == home
+
+
+def test_a_file_of_an_earlier_version_is_read(tmp_path: Path):
+    (tmp_path / "c.json").write_text(
+        damaged(one_thread_read_bytes_per_s=1.0, attention_bytes_per_s={"native": 1.0})
+    )
+
+    assert not isinstance(read_ceilings(tmp_path / "c.json", HERE), NotUsable)

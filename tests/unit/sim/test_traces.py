@@ -10,9 +10,8 @@ from quire.errors import ConfigError, TraceError, UnknownName
 from quire.sim.engine import token_ids
 from quire.sim.metrics import reusable
 from quire.sim.traces.base import TraceOptions, TraceSegment
+from quire.sim.traces.formats import estimated_tokens, find_format
 from quire.sim.traces.loading import load_trace
-from quire.sim.traces.registry import find_format
-from quire.sim.traces.sharegpt import estimated_tokens
 from support.sim_traces import recorded, request, trace
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens

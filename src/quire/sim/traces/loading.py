@@ -8,7 +8,7 @@ from pathlib import Path
 
 from quire.errors import ConfigError, TraceError
 from quire.sim.traces.base import Trace, TraceOptions, TraceRequest, TraceSegment
-from quire.sim.traces.registry import find_format
+from quire.sim.traces.formats import find_format
 
 
 def with_copies(requests: list[TraceRequest], copies: int) -> list[TraceRequest]:
