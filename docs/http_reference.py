@@ -170,6 +170,7 @@ def _openapi() -> JSON:
     """The description of the server's routes; they are not called, so no engine is needed."""
     from fastapi import FastAPI
 
+    from quire.config.sampling_params import SamplingParams
     from quire.serve.apis.endpoints import OtherApis
     from quire.serve.embeddings import EmbeddingEndpoint
     from quire.serve.endpoints import Endpoints
@@ -183,7 +184,7 @@ def _openapi() -> JSON:
     endpoints = Endpoints(no_service)
     app.include_router(endpoints.router())
     app.include_router(EmbeddingEndpoint(no_service, endpoints).router())
-    app.include_router(OtherApis(endpoints).router())
+    app.include_router(OtherApis(endpoints, SamplingParams()).router())
     app.include_router(Probes(no_service).router())
     app.include_router(MetricsEndpoint(no_service, HttpRequests()).router())
     app.include_router(KVEndpoints(no_service).router())

@@ -173,6 +173,19 @@ def test_retry_failed_runs_failed_lines_of_the_openai_format(batch):
     assert record["response"]["status_code"] == 200
 
 
+def test_model_of_a_config_file_need_not_be_repeated(quire, zoo_folder: Path, tmp_path: Path):
+    source, target = write_lines(tmp_path / "in.jsonl", prompts(2)), tmp_path / "out.jsonl"
+    file = tmp_path / "c.toml"
+    file.write_text(f"model = {json.dumps(str(zoo_folder))}\n")
+    result = quire("batch", "--config", file, source, target, *OPTIONS)
+
+    assert result.exit_code == 0, result.output
+    assert len(read_records(target)) == 2
+    assert quire("batch", "--config", file, source).exit_code == 2
+    file.write_text("max_tokens = 3\n")
+    assert "name the model first" in quire("batch", "--config", file, source, target).stderr
+
+
 def test_blank_lines_are_skipped(batch):
     result, target = batch(["", *prompts(2), "   ", ""])
 

@@ -99,7 +99,7 @@ def test_sampling_options_are_set_in_the_chat(quire):
         (
             "512KiB",
             61,
-            "61, the rest of the KV memory: /clear starts over]",
+            "61, the rest of the KV memory: a larger --kv-memory leaves more]",
             "65 of 65 tokens that",
         ),
         ("40MiB", 512, "512: /set max_tokens N raises it]", "516 of 4,096 tokens of context"),
@@ -115,6 +115,8 @@ def test_responses_are_limited_to_the_kv_memory_and_cut_ones_marked(
     assert f"[4 prompt tokens, {tokens} output tokens" in result.stderr
     assert result.stderr.count(f"conversation: 2 messages, {stats}") == 2
     assert ", or start over with /clear\n" in result.stderr
+    first = quire("chat", *options, input="word " * 5_000 + "\n")
+    assert "/clear" not in first.stderr.partition("error: ")[2]
 
 
 def test_model_that_names_no_temperature_gets_that_of_a_chat(quire, tmp_path):

@@ -457,6 +457,8 @@ def test_a_rule_with_statistics_starts_at_a_block_that_stores_them():
         ({"evict": RULES["h2o"], "evict_allow": "none"}, "h2o:cap=90", "may not name a rule"),
         ({"evict_allow": "all"}, "h2o:cap=9,every=9", "expected 1 <= every < cap"),
         ({"evict_allow": "all"}, "h2p:cap=9", "unknown eviction policy 'h2p'"),
+        ({"evict_allow": "h2o"}, "h2p:cap=9", "unknown eviction policy 'h2p'"),
+        ({"evict_allow": "h2o"}, "snapkv:cap=32", "serves full, h2o, got 'snapkv'; start"),
         (
             {"evict_allow": "all"},
             "h2o:cap=9000,every=3000",

@@ -47,7 +47,11 @@ def error_of(response: httpx.Response, status: int) -> dict[str, object]:
             "max_tokens",
             "the whole KV memory has",
         ),
-        ({"max_tokens": 5_000, "limit_max_tokens": False}, "max_tokens", "remain of the context"),
+        (
+            {"max_tokens": 5_000, "limit_max_tokens": False},
+            "max_tokens",
+            "tokens that fit into the KV memory after a prompt",
+        ),
         ({"max_tokens": 0}, "max_tokens", "max_tokens=0"),
         ({"max_tokens": "many"}, "max_tokens", "integer"),
         ({"temperature": -1}, "temperature", "temperature"),
@@ -161,6 +165,11 @@ def test_output_that_fits_has_no_limit(post):
     [
         ({"messages": []}, "messages", "messages: expected at least 1 item, got 0"),
         ({"messages": [{"content": "x"}]}, "messages.0.role", "required"),
+        (
+            {"messages": [*MESSAGES, {"role": "usr", "content": "x"}]},
+            "messages.1.role",
+            "expected system, developer, user, assistant, tool or function, got 'usr'",
+        ),
         (
             {"messages": [*MESSAGES, {"role": "user", "contnt": "x"}]},
             "messages.1.contnt",

@@ -59,10 +59,17 @@ def test_short_prompt_is_served_by_a_default_rule_with_a_cap_in_percent(percent_
     assert '"error":{' not in response.text
 
 
-def test_rule_whose_packages_are_missing_is_refused(post, monkeypatch):
+def test_rule_whose_packages_are_missing_is_refused(monkeypatch):
+    kv = KVConfig(memory="4MiB", evict_allow="h2o;kmeans")
+    llm = LLM("quire-tiny", dtype="float32", kv=kv, verify=False)
     monkeypatch.setitem(sys.modules, "scipy", None)
 
-    response = post("/v1/completions", prompt="Once", evict="kmeans:cap=64")
+    async def main():
+        async with client_of(llm) as client:
+            body = {"prompt": "Once", "evict": "kmeans:cap=64"}
+            return await client.post("/v1/completions", json=body)
+
+    response = asyncio.run(main())
 
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "evict"

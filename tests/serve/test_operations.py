@@ -23,6 +23,7 @@ from quire.serve import streaming
 from quire.serve.app import banner, concurrent_requests, create_app, uvicorn_config
 from quire.serve.config import ServerConfig
 from quire.serve.service import Service
+from quire.serve.tenant_keys import TenantKeys
 from serve.conftest import PATIENCE_S, PROMPT, wait_until
 from support.forking import Program
 
@@ -377,6 +378,21 @@ def test_banner_counts_requests_that_fit(llm):
     held = [concurrent_requests(llm, tokens), concurrent_requests(llm, 2 * tokens)]
     assert held[0] >= 2 * held[1] > 0
     assert concurrent_requests(llm, 100_000) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "keys", "warns"),
+    [
+        ({}, {}, False),
+        ({"host": "0.0.0.0"}, {}, True),
+        ({"host": "::"}, {"default": ("sk-a-2f0c77d1",)}, False),
+        ({"host": "::", "ssl_certfile": "a.pem", "ssl_ca_certs": "b.pem"}, {}, False),
+    ],
+)
+def test_banner_warns_of_an_open_address_without_keys(llm, options, keys, warns):
+    service = Service(llm, ServerConfig(**options), TenantKeys(keys))
+
+    assert ("Warning: no API key is set" in banner(service)) == warns
 
 
 def test_banner_names_what_pages_of_each_size_hold():

@@ -82,6 +82,9 @@ def test_response_has_the_text_of_the_chat(post):
     assert body["usage"]["output_tokens"] == 5
     assert body["usage"]["total_tokens"] == body["usage"]["input_tokens"] + 5
     assert body["metadata"] == {"a": "b"}
+    assert (body["temperature"], body["top_p"]) == (0, 1)
+    assert [respond(post)[name] for name in ("temperature", "top_p")] == [0, 1]
+    assert respond(post, temperature=0.5, top_p=0.25)["top_p"] == 0.25
     assert body["id"].startswith("resp_")
 
 

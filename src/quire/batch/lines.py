@@ -8,6 +8,8 @@ record. Both have `line`, the number of the input line; a resumed run skips line
 This module does not import torch and does not access files.
 """
 
+import codecs
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -28,6 +30,7 @@ LineKind = Literal["plain", "completions", "chat"]
 _URLS: dict[str, LineKind] = {"/v1/completions": "completions", "/v1/chat/completions": "chat"}
 _REPORTS = {"logprobs", "prompt_logprobs", "top_logprobs", "pooling"}  # records have no such fields
 SAMPLING_FIELDS = frozenset(f.name for f in fields(SamplingParams)) - _REPORTS
+_SEED_RANGE = 2**63
 _OF_ENGINE = OPTION_KINDS.keys() - {"tenant", "request_id"}  # a batch belongs to one tenant
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     **UNSUPPORTED,
@@ -99,6 +102,19 @@ def parse_line(raw: bytes, number: int, form: LineFormat) -> BatchLine:
     if "body" in value or "url" in value:
         return _openai_line(value, number, form)
     return _plain_line(value, number, form)
+
+
+def line_seed(seed: int, raw: bytes, repeat: int = 0) -> int:
+    """The seed of a line by its content: it stays when lines are inserted before it.
+
+    Args:
+        seed: seed of the run.
+        raw: the line.
+        repeat: number of equal lines before it.
+    """
+    content = raw.removeprefix(codecs.BOM_UTF8).strip()
+    digest = hashlib.blake2b(b"%d %d %b" % (seed, repeat, content), digest_size=8).digest()
+    return int.from_bytes(digest) % _SEED_RANGE
 
 
 def json_object(raw: bytes, number: int) -> dict[str, Any]:

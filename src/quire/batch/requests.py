@@ -11,8 +11,6 @@ from quire.errors import NeverFits, RequestError
 from quire.sampling.outputs import RequestOutput, merged
 from quire.serve.config import MAX_OUTPUTS
 
-_SEED_RANGE = 2**63
-
 LineResult = RequestOutput | RequestError
 """The output of one prompt of a line, or its refusal."""
 
@@ -26,9 +24,8 @@ class RecordFormat:
 
 
 def requests_of(line: BatchLine, sampling: SamplingParams, seed: int) -> list[GenerationRequest]:
-    """The requests of a line, one for each prompt; line n samples with seed + n."""
-    own = {"seed": (seed + line.head.number) % _SEED_RANGE} | dict(line.sampling)
-    params = replace(sampling, **own)
+    """The requests of a line, one for each prompt; `seed` is used if the line has none."""
+    params = replace(sampling, **{"seed": seed} | dict(line.sampling))
     if len(line.prompts) * params.num_sequences > MAX_OUTPUTS:
         raise RequestError(
             f"{len(line.prompts)} prompts x {params.num_sequences} outputs exceed the limit of "

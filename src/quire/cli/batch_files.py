@@ -17,7 +17,7 @@ import os
 import stat
 import sys
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 
 import typer
 
-from quire.batch.lines import BatchError, LineFormat, line_head, parse_line
+from quire.batch.lines import BatchError, LineFormat, line_head, line_seed, parse_line
 from quire.batch.records import moved_record
 from quire.errors import ConfigError
 
@@ -51,7 +51,7 @@ class RunState:
     input_sha256: str
     input_lines: int
     config: Mapping[str, Any]  # every option that changes outputs, as JSON values
-    # line n without one samples with seed + n; a resumed run keeps that of its first start
+    # of lines without one, with their content; a resumed run keeps that of its first start
     seed: int
     line_digests: str = ""  # DIGEST_CHARACTERS of each line; empty in files of earlier versions
 
@@ -89,6 +89,7 @@ class BatchOutput:
         completed: numbers of the input lines with a record.
         failed: numbers of the input lines with an error record.
         seed: seed of this run, from its first start.
+        repeats: by the number of a line, how many lines before it are equal, if any.
     """
 
     def __init__(
@@ -106,6 +107,12 @@ class BatchOutput:
         self.completed: set[int] = set()
         self.failed: set[int] = set()
         self.seed = state.seed
+        seen: Counter[str] = Counter()
+        self.repeats: dict[int, int] = {}
+        for number, digest in enumerate(_digests(state.line_digests), start=1):
+            if seen[digest]:
+                self.repeats[number] = seen[digest]
+            seen[digest] += 1
         try:
             self._file: BinaryIO = path.open("ab+", buffering=0)
         except OSError as error:
@@ -124,6 +131,9 @@ class BatchOutput:
     def write(self, records: Sequence[Mapping[str, Any]]) -> None:
         self.failed |= {record["line"] for record in records if record.get("error") is not None}
         self._held += [json.dumps(record).encode() + b"\n" for record in records]
+
+    def seed_of(self, number: int, raw: bytes) -> int:
+        return line_seed(self.seed, raw, self.repeats.get(number, 0))
 
     @property
     def num_held(self) -> int:

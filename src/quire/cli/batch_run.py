@@ -58,7 +58,7 @@ class BatchRun:
                     continue
                 try:
                     line = parse_line(raw, number, self._task.form)
-                    jobs = self._jobs_of(line)
+                    jobs = self._jobs_of(line, self._output.seed_of(number, raw))
                 except BatchError as error:
                     self._put(error_record(error.head, str(error)), None)
                 except RequestError as error:
@@ -67,8 +67,8 @@ class BatchRun:
                     self._lines[number] = line
                     yield from jobs
 
-    def _jobs_of(self, line: BatchLine) -> list[ClientJob]:
-        requests = requests_of(line, self._task.sampling, self._output.seed)
+    def _jobs_of(self, line: BatchLine, seed: int) -> list[ClientJob]:
+        requests = requests_of(line, self._task.sampling, seed)
         return [
             ClientJob(key=line.head.number, part=part, request=request, messages=line.messages)
             for part, request in enumerate(requests)

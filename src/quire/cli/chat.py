@@ -223,11 +223,13 @@ class Conversation:
         return ""
 
     def _respond_to(self, messages: list[Message]) -> None:
-        text = self._stream(self._template.encode(messages))
+        earlier = any(message["role"] == "assistant" for message in messages)
+        text = self._stream(self._template.encode(messages), can_clear=earlier)
         self._messages = [*messages, {"role": "assistant", "content": text}]
 
-    def _stream(self, token_ids: list[int]) -> str:
+    def _stream(self, token_ids: list[int], *, can_clear: bool) -> str:
         from quire.sampling.outputs import OutputBuilder  # imports torch
+        from quire.scheduler.request import KV_MEMORY
 
         text, output = "", None
         self._responses += 1
@@ -247,7 +249,7 @@ class Conversation:
                     if stopped():
                         break
             except RequestError as error:
-                if error.param != "prompt":
+                if error.param != "prompt" or not can_clear:
                     raise
                 raise RequestError(f"{error}, or start over with /clear") from error
         shown.end()
@@ -256,7 +258,12 @@ class Conversation:
         self._prompt_tokens = num_tokens
         if output is not None:
             self._usage = output.usage
-            cut = cut_note(output, "/set max_tokens N raises it", "/clear starts over")
+            freeing = "/clear starts over"
+            if not can_clear:
+                freeing = "a shorter message leaves more"
+                if output.usage.max_tokens_limit == KV_MEMORY:
+                    freeing = "a larger --kv-memory leaves more"
+            cut = cut_note(output, "/set max_tokens N raises it", freeing)
             if cut:
                 WordWrap(sys.stderr).line(cut)
         return text

@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand
 
-from quire.cli.options import Section, option_parameter
+from quire.cli.options import Section, option_parameter, read_config_file
 from quire.cli.report import json_only
 from quire.errors import ConfigError, nearest
 from quire.layout.options import option
@@ -44,6 +44,9 @@ class QuireCommand(TyperCommand):
         except typer.BadParameter as error:
             if error.param not in self._arguments() or error.message:
                 raise
+            model = self._model_of_file(ctx)
+            if model is not None:
+                return super().parse_args(ctx, [model, *written])
             raise ConfigError(self._missing(ctx)) from error
         except UsageError as error:
             if hasattr(error, "option_name"):
@@ -78,6 +81,14 @@ class QuireCommand(TyperCommand):
                     f"{name} is not an option: the model is the first argument, as in "
                     f"{self._usage(ctx)}"
                 )
+
+    def _model_of_file(self, ctx: Any) -> str | None:
+        """The model of --config, if the arguments lack only a required MODEL."""
+        file, arguments = ctx.params.get("config"), self._arguments()
+        given = [ctx.params.get(parameter.name) for parameter in arguments]
+        if file is None or arguments[0].name != "model" or given.count(None) != 1:
+            return None
+        return read_config_file(file)[0] if arguments[0].required else None
 
     def _missing(self, ctx: Any) -> str:
         """Error text for a missing argument; in most cases the model is missing."""

@@ -86,6 +86,7 @@ def run_on_ray(
             completed=output.completed,
             num_left=left,
             seed=output.seed,
+            repeats=output.repeats,
         )
         try:
             for text in records:

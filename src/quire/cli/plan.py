@@ -197,7 +197,11 @@ def plan(
     *,
     flags: PlanFlags,
 ) -> None:
-    """Estimate memory use, batch size and longest sequence of a model without loading it."""
+    """Estimate memory use, batch size and longest sequence of a model without loading it.
+
+    Rules that requests may name (--evict-allow of quire serve) are not planned: their attention
+    statistics take KV memory too.
+    """
     evict = flags.evict
     try:
         refuse_no_name(model)

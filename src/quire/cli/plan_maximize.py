@@ -352,8 +352,6 @@ def stored_rates(
     """Step rates that `quire profile` stored for a model on this machine."""
 
     def rates(evict: str) -> StepRates | NotUsable:
-        if isinstance(ceilings, NotUsable):
-            return ceilings
         key = steps_key(
             model_key(model, dtype=dtype, device="cpu", weight_codec=weight_codec), evict
         )
@@ -361,9 +359,12 @@ def stored_rates(
         weights, codec = "", ""
         if weight_codec != "auto":
             weights, codec = f" in {weight_codec}", f" --weight-codec {weight_codec}"
+        profile = f"quire profile MODEL{codec} --evict {rule}"
+        if isinstance(ceilings, NotUsable):
+            return NotUsable(ceilings.reason.replace("quire profile MODEL", profile))
         return ceilings.steps.get(key) or NotUsable(
             f"steps of this model{weights} with {rule} were not measured: give --measure, or run "
-            f"`quire profile MODEL{codec} --evict {rule}`"
+            f"`{profile}`"
         )
 
     return rates

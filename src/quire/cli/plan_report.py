@@ -17,7 +17,7 @@ from quire.layout.config import ConfigReader, check_sizes, dtype_bytes
 from quire.layout.kv_format import fill_plain, read_format
 from quire.layout.layout import layout_for
 from quire.layout.model import ModelSpec
-from quire.layout.pages import CacheLayout
+from quire.layout.pages import SLABS_OF_A_SMALL_ARENA, CacheLayout
 from quire.layout.refusals import refuse_model_type
 from quire.layout.sizes import format_size, option_size, rounded_size
 from quire.plan.capacity import (
@@ -37,6 +37,7 @@ from quire.plan.capacity import (
     sequence_bytes,
     token_bytes,
 )
+from quire.plan.machine import free_host_bytes
 from quire.plan.roofline import DecodeStep, crossover_batch, decode_step
 from quire.plan.weights import WeightsPlacement, planned_weights
 from quire.scheduler.schedule_config import ScheduleConfig
@@ -106,6 +107,13 @@ class PlanReport:
     verdict: CapacityVerdict | None  # None without a workload
     weights: WeightsPlacement
     choices: tuple[Choice, ...]
+    fit: str  # whether the batch fits, and what to change
+    free_bytes: int | None  # of this machine; None: another memory was planned
+
+    @property
+    def shown_memory(self) -> MemoryLayout:
+        """The memory with the KV memory of whole slabs, which a server shows too."""
+        return replace(self.memory, kv_bytes=self.capacity.pool_bytes)
 
     @property
     def disk_tokens(self) -> int:
@@ -119,7 +127,7 @@ class PlanReport:
             "offloaded_weight_bytes": self.weights.host_bytes,
             "activation_peak_bytes": self.memory.activation_peak_bytes,
             "headroom_bytes": self.memory.headroom_bytes,
-            "kv_memory_bytes": self.memory.kv_bytes,
+            "kv_memory_bytes": self.capacity.pool_bytes,
             "kv_bytes_per_token": self.kv_bytes_per_token,
             "disk_tokens": self.disk_tokens,
             "page_bytes": self.capacity.page_bytes,
@@ -220,7 +228,26 @@ def plan_report(
         verdict=_verdict(model, memory, layout, options.workload, weights),
         weights=weights,
         choices=choices,
+        fit=_fit(model, fits, layout, options),
+        free_bytes=free_host_bytes() if options.memory_bytes is None else None,
     )
+
+
+def _fit(model: ModelSpec, found: Capacity, layout: CacheLayout, options: PlanOptions) -> str:
+    """Whether the batch fits, and what to change if it does not."""
+    if found.limit == "none":
+        return "fits"
+    if options.kv_memory_bytes is None:
+        return "does not fit: raise --memory, or lower --batch or --sequence-tokens"
+    kv_bytes = rounded_size(options.batch * sequence_bytes(layout, found.sequence_tokens))
+    while found.limit == "memory":  # some bytes are lost at the borders of slabs
+        kv_bytes = rounded_size(kv_bytes + kv_bytes // SLABS_OF_A_SMALL_ARENA)
+        tokens = found.sequence_tokens
+        found = capacity(
+            model, kv_bytes, layout=layout, sequence_tokens=tokens, batch=options.batch
+        )
+    size = option_size(kv_bytes)
+    return f"does not fit: raise --kv-memory to {size}, or lower --batch or --sequence-tokens"
 
 
 def _choices(
@@ -259,7 +286,8 @@ def _choices(
                     for name, share in RETAINED.items()
                 }
                 sequences = {name: found.sequences for name, found in held.items()}
-                kv_bytes, tokens = memory.kv_bytes, next(iter(held.values())).pool_tokens
+                whole = next(iter(held.values()))
+                kv_bytes, tokens = whole.pool_bytes, whole.pool_tokens
             yield Choice(
                 weight_codec=dtype if weight_codec == "auto" else weight_codec,
                 kv_codec=kv_codec,
@@ -410,11 +438,15 @@ def render(report: PlanReport, quality: Quality | None = None) -> RenderableType
     )
     parts: list[RenderableType] = [
         title,
-        memory_bar(report.memory),
-        memory_table(report.memory),
+        memory_bar(report.shown_memory),
+        memory_table(report.shown_memory),
         capacity_table(report),
         choices_table(report),
     ]
+    if report.free_bytes is not None:
+        free = format_size(report.free_bytes)
+        note = f"memory: all of this machine, of which {free} are free now; quire serve with "
+        parts.insert(3, Text(f"{note}--kv-memory auto divides the free memory only"))
     if quality is not None:
         parts.append(quality_table(quality))
     if report.weights.offloaded_layers:
@@ -470,8 +502,7 @@ def capacity_table(report: PlanReport) -> Table:
     possible = fits.limit != "context"
     table.add_row(f"sequences of {fits.sequence_tokens:,} tokens", _sequences(report))
     if possible:
-        fit = "fits" if fits.limit == "none" else "does not fit: limited by memory"
-        table.add_row(f"batch of {report.batch:,}", fit)
+        table.add_row(f"batch of {report.batch:,}", report.fit)
     table.add_row(
         "longest sequence", f"{fits.longest_tokens:,} tokens, limited by {fits.longest_limit}"
     )

@@ -155,7 +155,7 @@ def _machine(machine: MachineConfig) -> tuple[MachineConfig, Rates, str]:
 def _measured() -> Rates | NotUsable:
     path = default_path(os.environ)
     if not path.exists():  # without importing torch
-        return NotUsable(f"{path} does not exist: run `quire profile`")
+        return NotUsable(f"{path} does not exist: run `quire profile MODEL`")
     import torch  # measured rates are valid for one version of PyTorch
 
     found = read_ceilings(path, this_machine(torch.get_num_threads()))

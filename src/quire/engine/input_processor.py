@@ -67,11 +67,12 @@ class InputProcessor:
         rule, token_ids = self._rules.rule(requested.evict), token_ids_of(requested)
         # the length first: checking the ids of a long prompt delays the next step
         context = self._rules.context_tokens(rule, len(token_ids))
-        check_context(len(token_ids), context, None if rule.evicts else self._held_tokens)
+        held_tokens = None if rule.evicts else self._held_tokens
+        check_context(len(token_ids), context, held_tokens)
         prompt = checked_prompt(token_ids, model.spec)
         resolved = (requested.sampling or SamplingParams()).resolve(model.generation)
         strict = requested.limit_max_tokens is False
-        params = checked_params(resolved, len(prompt), model, context, strict=strict)
+        params = checked_params(resolved, len(prompt), model, context, held_tokens, strict=strict)
         check_pooling(model, params)
         seed, records = params.seed, requested.record_evictions
         now_s, final_tokens = self._clock(), len(prompt) + params.max_tokens
@@ -241,6 +242,7 @@ def checked_params(
     prompt_tokens: int,
     model: LoadedModel,
     context_tokens: int,
+    held_tokens: Callable[[], int] | None = None,
     *,
     strict: bool = False,
 ) -> SamplingParams:
@@ -259,10 +261,14 @@ def checked_params(
     if resolved.max_tokens <= available:
         return resolved
     if strict:
+        # the KV of the last token is never computed
+        fitting = available if held_tokens is None else held_tokens() + 1 - prompt_tokens
+        limit, smallest = "remain of the context", available
+        if fitting < available:
+            limit, smallest = "fit into the KV memory", max(0, fitting)
         raise RequestError(
-            f"max_tokens={resolved.max_tokens} exceeds the {available} tokens that remain of the "
-            f"context after a prompt of {prompt_tokens}; lower it, or omit "
-            "limit_max_tokens",
+            f"max_tokens={resolved.max_tokens} exceeds the {smallest} tokens that {limit} after a "
+            f"prompt of {prompt_tokens}; lower it, or omit limit_max_tokens",
             param="max_tokens",
         )
     return with_max_tokens(resolved, available)

@@ -281,6 +281,7 @@ class EvictionRules:
         try:
             rule = make_eviction(text)
         except ConfigError as error:
+            self._require_named(text.partition(":")[0])  # other options would not help
             raise RequestError(f"evict: {error}", param="evict") from error
         if text != self.default.text:
             try:
@@ -439,22 +440,29 @@ class EvictionRules:
                 f"evict: {text!r} cannot be served here: {reasons[0]}", param="evict"
             )
 
-    def _require_served(self, text: str, rule: EvictionRule) -> None:
-        wanted = served_by_rule(text, rule)
-        if not self.mixes and wanted.rerotates_keys != self.rerotates_keys:
-            raise RequestError(f"evict: {of_other_pages(wanted)}", param="evict")
-        names = sorted({one.name for one in self.served})
+    def _require_named(self, text: str) -> None:
+        """Refuse a rule whose name requests may not use, whatever its options."""
+        name = text.partition(":")[0].strip()
+        if name == FULL or name not in registered() or self._allow == ALL:
+            return
         if self._allow == NONE:
             raise RequestError(
                 f"evict: requests may not name a rule here (evict_allow=none), got {text!r}",
                 param="evict",
             )
-        if wanted.name not in names and self._allow != ALL:
+        names = sorted({one.name for one in self.served})
+        if name not in names:
             raise RequestError(
                 f"evict: this engine serves {', '.join((FULL, *names))}, got {text!r}; start it "
-                f"with --evict-allow {wanted.name!r}",
+                f"with --evict-allow {name!r}",
                 param="evict",
             )
+
+    def _require_served(self, text: str, rule: EvictionRule) -> None:
+        wanted = served_by_rule(text, rule)
+        if not self.mixes and wanted.rerotates_keys != self.rerotates_keys:
+            raise RequestError(f"evict: {of_other_pages(wanted)}", param="evict")
+        self._require_named(text)
         missing = sorted(one.name for one in wanted.statistics - set(self.statistics))
         if self._allow == ALL:  # lane groups of other statistics are added for the request
             self._require_possible(text, wanted)

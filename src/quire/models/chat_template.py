@@ -57,8 +57,8 @@ TEMPLATE_ERRORS = (
 )
 """Exceptions of a template for messages or variables of an unexpected shape."""
 
-_ROLES = frozenset({"user", "system", "developer", "assistant", "tool"})
-"""Roles whose form of content is found; messages of other roles have that of the user's."""
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+"""Roles of OpenAI's API. A template may name others, such as ipython."""
 
 _MARKS = re.compile(
     r"""(type["']\s*:\s*["']text["'],\s*["']text["']\s*:\s*["'])?"""
@@ -130,6 +130,8 @@ class ChatTemplate:
                 param="messages",
             )
         chat = read_messages(messages)
+        for number, message in enumerate(chat):
+            self._check_role(message["role"], f"messages.{number}.role")
         _check_template_kwargs(template_kwargs)
         if continue_final_message:
             _check_continued(chat[-1], add_generation_prompt=add_generation_prompt)
@@ -161,6 +163,13 @@ class ChatTemplate:
             if not missing:
                 return text
         raise self._vanished(missing[0], chat[missing[0]]["role"])
+
+    def _check_role(self, role: str, where: str) -> None:
+        if role not in _ROLES and not self.reads(role):
+            raise RequestError(
+                f"{where}: expected {', '.join(_ROLES[:-1])} or {_ROLES[-1]}, got {role[:40]!r}",
+                param=where,
+            )
 
     def _apply(self, messages: Sequence[Message], **options: Any) -> str:
         text = str(self.tokenizer.apply_chat_template(list(messages), tokenize=False, **options))

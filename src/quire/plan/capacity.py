@@ -81,6 +81,7 @@ class Capacity:
 
     page_tokens: int
     page_bytes: int  # keys and values of all heads of one layer
+    pool_bytes: int  # of whole slabs
     pool_pages: int  # whole pages of the KV memory's slabs
     pool_tokens: int  # of all sequences in whole pages, before windows are full
     sequence_tokens: int
@@ -136,6 +137,7 @@ def capacity(
     return Capacity(
         page_tokens=page.tokens,
         page_bytes=page.page_bytes,
+        pool_bytes=usable_bytes,
         pool_pages=usable_bytes // page.page_bytes,
         pool_tokens=tokens // page.tokens * page.tokens,
         sequence_tokens=sequence_tokens,

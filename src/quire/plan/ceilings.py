@@ -129,7 +129,7 @@ def write_ceilings(ceilings: Ceilings, path: Path) -> None:
 
 def read_ceilings(path: Path, machine: Machine) -> Ceilings | NotUsable:
     """Read stored ceilings; `NotUsable` if they are not valid for `machine`."""
-    again = "run `quire profile`"
+    again = "run `quire profile MODEL`"
     try:
         ceilings = ceilings_from(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:

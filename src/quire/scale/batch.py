@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.batch.lines import BatchError, BatchLine, BatchTask, LineFormat, parse_line
+from quire.batch.lines import BatchError, BatchLine, BatchTask, LineFormat, line_seed, parse_line
 from quire.batch.records import Record, error_record
 from quire.batch.requests import LineResult, RecordFormat, record_of, requests_of
 from quire.config.generation_request import GenerationRequest
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from quire.engine.core import Engine
 
 
-LINE, NUMBER, RECORD = "line", "number", "record"
-"""Columns: a line as JSON text, its number from 1, and its record as JSON text."""
+LINE, NUMBER, REPEATS, RECORD = "line", "number", "repeats", "record"
+"""Columns: a line as JSON text, its number from 1, equal lines before it, its record as JSON."""
 
 _SEED_BITS = 62
 
@@ -43,8 +43,9 @@ class BatchActor:
     """Runs lines of requests with its own engine; see the guide of Ray.
 
     A batch has either the column `line`, with lines as `quire batch` reads them, or a column for
-    each member of a line, such as `prompt`, `id` and `max_tokens`. With a column `number`, row n
-    samples with seed + n, and its record has n as `line`. The result has the columns `number` and
+    each member of a line, such as `prompt`, `id` and `max_tokens`. With a column `number`, a
+    row samples with a seed of the run's seed and its content, and its record has the number as
+    `line`. The result has the columns `number` and
     `record`.
 
     Args:
@@ -79,18 +80,19 @@ class BatchActor:
 
     async def __call__(self, batch: Mapping[str, Any]) -> dict[str, list[Any]]:
         lines, numbers = lines_of(batch, self._form.prompt_key)
-        records = await asyncio.gather(*map(self._record, lines, numbers))
+        repeats = _listed(batch.get(REPEATS, [0] * len(lines)))
+        records = await asyncio.gather(*map(self._record, lines, numbers, repeats))
         return {NUMBER: list(numbers), RECORD: [json.dumps(record) for record in records]}
 
     def close(self) -> None:
         self._engine.close()
 
-    async def _record(self, raw: bytes, number: int) -> Record:
+    async def _record(self, raw: bytes, number: int, repeat: int) -> Record:
         try:
             line = parse_line(raw, number, self._form)
         except BatchError as error:
             return error_record(error.head, str(error))
-        seed = self._seed if number else secrets.randbits(_SEED_BITS)
+        seed = line_seed(self._seed, raw, repeat) if number else secrets.randbits(_SEED_BITS)
         try:
             requests = requests_of(line, self._sampling, seed)
         except RequestError as error:
@@ -198,12 +200,16 @@ def read_lines(source: Path, block: LineBlock) -> Iterator[tuple[int, bytes]]:
             yield number, line
 
 
-def _read(batch: Mapping[str, Any], source: Path) -> dict[str, list[Any]]:
+def _read(
+    batch: Mapping[str, Any], source: Path, repeats: Mapping[int, int]
+) -> dict[str, list[Any]]:
     """The lines of the blocks of a batch; a function of Ray Data."""
     columns = [batch[field.name].tolist() for field in fields(LineBlock)]
     blocks = [LineBlock(*row) for row in zip(*columns, strict=True)]
     found = [numbered for block in blocks for numbered in read_lines(source, block)]
-    return {NUMBER: [number for number, _ in found], LINE: [line for _, line in found]}
+    numbers = [number for number, _ in found]
+    before = [repeats.get(number, 0) for number in numbers]
+    return {NUMBER: numbers, REPEATS: before, LINE: [line for _, line in found]}
 
 
 def batch_records(
@@ -214,6 +220,7 @@ def batch_records(
     completed: Collection[int],
     num_left: int,
     seed: int,
+    repeats: Mapping[int, int],
 ) -> Iterator[str]:
     """Run the remaining lines of a batch on a connected Ray; yield their records as JSON."""
     import ray
@@ -227,7 +234,7 @@ def batch_records(
     ray.data.DataContext.get_current().execution_options.preserve_order = True
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     lines = ray.data.from_items(blocks, override_num_blocks=len(blocks)).map_batches(
-        partial(_read, source=task.source.resolve()),
+        partial(_read, source=task.source.resolve(), repeats=dict(repeats)),
         batch_size=None,
         num_cpus=0,
         scheduling_strategy=here,
@@ -257,7 +264,7 @@ def _actor_arguments(
         "options": engine.options,
         "threads": engine.threads or max(1, int(config.cpus)),
         "sampling": task.sampling,
-        "seed": seed,
         "form": task.form,
+        "seed": seed,
         "with_prompt": task.with_prompt,
     }

@@ -72,8 +72,19 @@ def banner(service: Service) -> str:
             f"Requests that the KV memory holds: {_concurrency(llm)}",
             *_longest(llm),
             f"Sampling of requests that set none: {_sampling(llm)}",
+            *_open_to_all(service),
         )
     )
+
+
+def _open_to_all(service: Service) -> Iterator[str]:
+    config = service.config
+    has_clients = service.keys.tells_tenants_apart or config.ssl_ca_certs is not None
+    if not has_clients and not is_loopback(config.host):
+        yield (
+            f"Warning: no API key is set: every client that reaches {config.host} can use this "
+            "server; set --api-key or --tenant-keys, or --host 127.0.0.1"
+        )
 
 
 def _sampling(llm: LLM) -> str:
@@ -270,7 +281,7 @@ def create_app(
     has_keys = service.keys.tells_tenants_apart or config.key_of_metrics() is not None
     for handlers in (
         endpoints,
-        OtherApis(endpoints),
+        OtherApis(endpoints, llm.model.generation),
         EmbeddingEndpoint(service, endpoints),
         Probes(service),
         KVEndpoints(service),

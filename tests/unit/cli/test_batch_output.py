@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,23 @@ def test_record_after_a_truncated_line_starts_on_a_new_line(path: Path):
     fill(path, 2)
 
     assert path.read_bytes() == whole
+
+
+def seeds(path: Path, content: str) -> dict[int, int]:
+    source = path.with_name("in.jsonl")
+    source.write_text(content)
+    found = survey_of(source)
+    state = replace(STATE, line_digests=found.line_digests)
+    with start(path, state, overwrite=True) as output, source.open("rb") as lines:
+        return {n: output.seed_of(n, raw) for n, raw in enumerate(lines, start=1)}
+
+
+def test_seed_of_a_line_follows_its_content_and_equal_lines_differ(path: Path):
+    first = seeds(path, "\ufeffa\nb\na\n")
+    moved = seeds(path, "corrected\na \nb\na")
+
+    assert len(set(moved.values())) == 4
+    assert first == {1: moved[2], 2: moved[3], 3: moved[4]}
 
 
 def test_restarted_run_keeps_its_first_seed(path: Path):

@@ -12,8 +12,10 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from quire.api.llm import LLM
 from quire.cli.plan import PlanOptions, board_quality, plan, plan_report
 from quire.cli.plan_report import DEVICES, RETAINED
+from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError, ModelError, UnknownName
 from quire.layout.sizes import parse_size
 from quire.models.loader import load_model
@@ -88,7 +90,7 @@ def test_choices_are_plans_with_other_codecs_and_retained_tokens(folder: Path):
         planned = plan_report(
             folder, replace(options, weight_codec=weight_codec, kv_codec=choice.kv_codec)
         )
-        assert choice.kv_bytes == planned.memory.kv_bytes
+        assert choice.kv_bytes == planned.capacity.pool_bytes
         assert choice.sequences["all tokens"] == planned.capacity.sequences
         assert choice.tokens == planned.capacity.pool_tokens
         full, half, quarter = choice.sequences.values()
@@ -203,6 +205,47 @@ def test_pages_and_sequences_follow_from_the_kv_memory(folder: Path):
     assert report.capacity.page_bytes == 2048
     assert report.capacity.sequences == 32
     assert report.capacity.limit == "memory"
+
+
+def test_kv_memory_is_that_of_a_server_in_whole_slabs():
+    options = PlanOptions(
+        memory_bytes=GIB, kv_memory_bytes=5 * MIB, dtype="float32", kv_codec="int8"
+    )
+    folder, _ = find_model("quire-tiny")
+    report = plan_report(folder, options)
+    kv = KVConfig(memory="5MiB", codec="int8")
+    llm = LLM("quire-tiny", dtype="float32", kv=kv, verify=False)
+    held = llm.stats().kv_total_bytes
+
+    assert held == report.capacity.pool_bytes == report.claims()["kv_memory_bytes"] < 5 * MIB
+    text = quire_plan(
+        "--memory", "1GiB", "--kv-memory", "5MiB", "--dtype", "float32", "--kv-codec", "int8"
+    ).stdout
+    assert f"{held:,}" in text
+    assert f"{5 * MIB:,}" not in text
+
+
+def test_plan_names_the_kv_memory_of_a_batch_that_does_not_fit(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("COLUMNS", "160")
+
+    def shown(*options: str) -> str:
+        return " ".join(quire_plan(str(folder), "--batch", "100", *options).stdout.split())
+
+    text = shown("--kv-memory", "1MiB", "--memory", "1GiB")
+    found = re.search(r"does not fit: raise --kv-memory to ([\w.]+), or lower --batch", text)
+    assert found is not None
+    assert "batch of 100 │ fits" in shown("--kv-memory", found[1], "--memory", "1GiB")
+    sizes = ("--headroom", "0B", "--activation-peak", "1B", "--device", "cuda", "--memory", "1MiB")
+    assert "does not fit: raise --memory" in shown(*sizes)
+
+
+def test_plan_names_the_memory_that_it_counts(folder: Path):
+    text = " ".join(quire_plan(str(folder)).stdout.split())
+
+    assert re.search(r"memory: all of this machine, of which [\d.]+ \w+ are free now", text)
+    assert "of this machine" not in quire_plan(str(folder), "--memory", "1GiB").stdout
 
 
 def test_smaller_codecs_hold_more_sequences(folder: Path):

@@ -134,7 +134,7 @@ def test_without_measurements_rates_are_reported_as_missing(folder: Path):
 
     assert not any(name.endswith("tokens_per_s") for name in run["claims"])
     assert "prefill_and_decode_pays" not in run["claims"]
-    assert "quire profile" in run["arms"]["missing"][0]
+    assert "run `quire profile MODEL --evict full`" in run["arms"]["missing"][0]
     assert "unknown" in result.output
 
 

@@ -75,11 +75,11 @@ def test_costs_of_another_machine_are_assumed_with_a_notice(tmp_path: Path):
     assert known.costs.copies.out == known.costs.copies.back == ASSUMED_COPY
     assert known.costs.prefill == assumed_prefill(MODEL, ASSUMED_FLOPS_PER_S)
     assert "assumed at first" in known.notice
-    assert "measured with threads 2, not 1: run `quire profile`" in known.notice
+    assert "measured with threads 2, not 1: run `quire profile MODEL`" in known.notice
 
 
 def test_missing_file_gives_a_notice():
-    known = costs(NotUsable("ceilings.json does not exist: run `quire profile`"))
+    known = costs(NotUsable("ceilings.json does not exist: run `quire profile MODEL`"))
 
     assert "does not exist" in known.notice
 

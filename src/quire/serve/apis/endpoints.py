@@ -3,6 +3,7 @@
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
+from quire.config.sampling_params import SamplingDefaults
 from quire.serve.apis import messages, responses
 from quire.serve.apis.convert import naming
 from quire.serve.apis.messages import MessagesBody, MessagesFormat
@@ -15,8 +16,8 @@ from quire.serve.responses import MESSAGES_ERRORS, STREAM
 class OtherApis:
     """Handlers of HTTP requests of other chat APIs, which run as chats."""
 
-    def __init__(self, endpoints: Endpoints) -> None:
-        self._endpoints = endpoints
+    def __init__(self, endpoints: Endpoints, defaults: SamplingDefaults) -> None:
+        self._endpoints, self._defaults = endpoints, defaults
 
     def router(self) -> APIRouter:
         router = APIRouter(route_class=JsonRoute)
@@ -36,7 +37,8 @@ class OtherApis:
         with naming(responses.NAMES):
             chat = body.chat()
         with naming(responses.NAMES, body.origins):
-            return await self._endpoints.chat_as(ResponsesFormat(body), chat, request)
+            form = ResponsesFormat(body, self._defaults)
+            return await self._endpoints.chat_as(form, chat, request)
 
     async def messages(self, body: MessagesBody, request: Request) -> Response:
         """Generate a message (Anthropic's Messages API)."""

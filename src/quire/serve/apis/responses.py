@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from quire.config.sampling_params import SamplingDefaults, SamplingParams
 from quire.serve.apis.convert import EXTENSIONS, JSON, chat_of, format_of, text_of, usage_extensions
 from quire.serve.errors import FieldError, event
 from quire.serve.fields import MAX_EXTRA_FIELDS
@@ -170,8 +171,10 @@ class ResponsesFormat:
     id_prefix = "resp_"
     needs_usage, needs_prompt_usage = True, False
 
-    def __init__(self, body: ResponsesBody) -> None:
+    def __init__(self, body: ResponsesBody, defaults: SamplingDefaults) -> None:
         self._request = body
+        requested = SamplingParams(temperature=body.temperature, top_p=body.top_p)
+        self._sampling = requested.with_response_defaults(defaults).resolve(defaults)
         self._id = ""
         self._number = 0
         self._created: JSON = {}
@@ -214,11 +217,11 @@ class ResponsesFormat:
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
-            "temperature": request.temperature,
+            "temperature": self._sampling.temperature,
             "text": request.text or {"format": {"type": "text"}},
             "tool_choice": "auto" if request.tool_choice is None else request.tool_choice,
             "tools": request.tools or [],
-            "top_p": request.top_p,
+            "top_p": self._sampling.top_p,
             "truncation": request.truncation or "disabled",
             "usage": None if self._usage is None else _usage(self._usage),
         }
