@@ -389,9 +389,12 @@ def test_output_that_fails_by_the_options_of_its_request_is_a_bad_request(post, 
 
 
 def test_internal_error_does_not_expose_details(serve, llm, monkeypatch):
-    monkeypatch.setattr(llm.model.generation.__class__, "temperature", property(lambda _: 1 / 0))
+    def main(client):
+        fails = property(lambda _: 1 / 0)
+        monkeypatch.setattr(llm.model.generation.__class__, "temperature", fails)
+        return client.post(COMPLETIONS, json={"prompt": PROMPT})
 
-    response = serve(lambda client: client.post(COMPLETIONS, json={"prompt": PROMPT}))
+    response = serve(main)
 
     assert "ZeroDivisionError" in error_of(response, 500)["message"]
     assert "division by zero" not in response.text
