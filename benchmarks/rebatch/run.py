@@ -167,7 +167,7 @@ class RebatchRun:
         """Record a step of a dense arm."""
         for read in step.reads:
             tokens = read.rows * read.columns
-            pairs = tokens * read.seen + read.rows * read.columns * (read.columns + 1) // 2
+            pairs = read.rows * read.columns * (read.columns + 1) // 2
             self.forwards.reads.append((tokens, pairs, read.seconds))
         if not step.rows:
             return

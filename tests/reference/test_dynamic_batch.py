@@ -18,9 +18,7 @@ ARCHITECTURES = ("llama", "opt", "mistral", "gemma3", "gpt2", "qwen2_window", "g
 BOTH = ("llama", "opt", "mistral", "gemma3", "qwen2_window")  # with sdpa as with eager
 HOW = {
     "plain": {},
-    "background": {"prefill": "async", "prefill_tokens": 7},
-    "host": {"queue": "host", "prefill": "async"},
-    "small_host": {"queue": "host", "swap_space": 4_000},
+    "small_host": {"scale_at": 0.6, "swap_space": 4_000},
     "tight": {"scale_at": 0.6},
 }
 PAIRWISE = [  # every rule, every architecture and every way at least twice

@@ -68,16 +68,15 @@ def test_completions_of_a_prompt_are_those_of_the_engine(batcher):
     check_empty(batch)
 
 
-@pytest.mark.parametrize("how", [{}, {"prefill": "async"}, {"queue": "host", "prefill": "async"}])
-def test_the_prompt_of_several_completions_is_prefilled_once(how):
+def test_the_prompt_of_several_completions_is_prefilled_once():
     params = SamplingParams(max_tokens=4, n=4, temperature=0.9, seed=1, ignore_eos=True)
-    batch = DynamicBatch(build("llama"), batch_size=2, **how)
+    batch = DynamicBatch(build("llama"), batch_size=2)
     for prompt in PROMPTS[:2]:
         batch.submit(prompt, sampling=params)
     reads = 0
     while batch.has_work:
         batch.step()
-        reads += sum(read.rows for read in batch.last.reads if not read.seen)
+        reads += sum(read.rows for read in batch.last.reads)
     check_empty(batch)
 
     assert reads == 2

@@ -47,8 +47,8 @@ class DynamicBatch:
         options: see `BatchOptions`; single options can be passed by name instead.
 
     Attributes:
-        device_meter, host_meter: current and peak bytes of KV; device_meter counts the slab,
-            prefills in progress and the prefilled queue.
+        device_meter, host_meter: current and peak bytes of KV; device_meter counts the slab
+            and the prefilled queue.
         last: record of the last step.
 
     Raises:
@@ -93,7 +93,7 @@ class DynamicBatch:
             self._memory,
             self._forking,
         )
-        self._rule, self._prefiller = self._filling.rule, self._filling.prefiller
+        self._rule = self._filling.rule
         self._count, self._seeds = 0, Random()
         self.last = StepRecord()
 
@@ -225,7 +225,7 @@ class DynamicBatch:
     @property
     def has_work(self) -> bool:
         """Whether any query is unfinished."""
-        return bool(self._batch_slots.live or len(self._queues) or self._prefiller.background)
+        return bool(self._batch_slots.live or len(self._queues))
 
     @property
     def num_running(self) -> int:
@@ -235,10 +235,7 @@ class DynamicBatch:
     @property
     def num_queued(self) -> int:
         """Queries without a row."""
-        background = self._prefiller.background
-        reading = background.queries if background else ()
-        forks = sum(len(query.forks) for query in (*self._queues.waiting, *reading))
-        return len(self._queues) + len(reading) + forks
+        return len(self._queues) + sum(len(query.forks) for query in self._queues.waiting)
 
     def run(self) -> None:
         """Step until every query is finished."""
@@ -275,7 +272,6 @@ class DynamicBatch:
         self._filling.fill(record)
         if self._batch_slots.live:
             self._decode(record)
-        self._prefiller.prefill_ahead(self._filling.view(), record)
         soon = any(query.tokens_left <= _PREFETCH_TOKENS for query in self._batch_slots.live)
         if soon and self._queues.ready:
             self._memory.fetch(self._queues.ready[0])

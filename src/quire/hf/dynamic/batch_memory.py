@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from quire.errors import HostMemoryFull, NeverFits
-from quire.hf.dynamic.batch_options import HOST, BatchOptions
+from quire.hf.dynamic.batch_options import BatchOptions
 from quire.hf.dynamic.query import Query, QueryQueues, QueryState
 from quire.hf.dynamic.slab_model import SlabModel
 from quire.kv.dense.row import KVShape, RowKV
@@ -162,36 +162,14 @@ class DensePrefill:
         self.columns = max(map(len, self._token_ids))
         self.logits: dict[Query, Float[Tensor, " vocab"]] = {}
         self._model = model
-        self._slab, self._first = slab, slab.window.hi
+        self._slab = slab
 
-    @property
-    def done(self) -> bool:
-        return self.columns_done == self.columns
-
-    @property
-    def columns_done(self) -> int:
-        return self._slab.window.hi - self._first
-
-    @property
-    def num_tokens(self) -> int:
-        return self.columns * len(self.queries)
-
-    def advance(self, tokens: int) -> int:
-        """Process at most `tokens` tokens, pads counted, but at least one column."""
-        first = self.columns_done
-        columns = min(max(1, tokens // len(self.queries)), self.columns - first)
-        chunk = [ids[first : first + columns] for ids in self._token_ids]
-        ends = {
-            query: len(ids) - 1 - first
-            for query, ids in zip(self.queries, self._token_ids, strict=True)
-            if first < len(ids) <= first + columns
-        }
-        wanted = sorted(set(ends.values()))
-        logits = self._model.prefill(self._slab, chunk, columns, wanted)
-        for row, query in enumerate(self.queries):
-            if query in ends:
-                self.logits[query] = logits[row, wanted.index(ends[query])].clone()
-        return columns
+    def run(self) -> None:
+        """Process the prompts."""
+        wanted = sorted({len(ids) - 1 for ids in self._token_ids})
+        logits = self._model.prefill(self._slab, self._token_ids, self.columns, wanted)
+        for row, (query, ids) in enumerate(zip(self.queries, self._token_ids, strict=True)):
+            self.logits[query] = logits[row, wanted.index(len(ids) - 1)].clone()
 
     def finish(self) -> None:
         """Assign each query its KV, unless the prefill was in the batch's rows."""
@@ -241,7 +219,7 @@ class BatchMemory:
         self.device, self.host = device, host
         self._model, self._batch_slots, self._queues = model, batch_slots, queues
         self._capacity_tokens = options.capacity_tokens
-        self._scale_at, self._on_host = options.scale_at, options.queue == HOST
+        self._scale_at = options.scale_at
 
     # ---- what fits -----------------------------------------------------------------------------
 
@@ -360,13 +338,6 @@ class BatchMemory:
             self._queues.add_ready(query)
 
     # ---- the queue -----------------------------------------------------------------------------
-
-    def store(self, query: Query) -> None:
-        """Move a prefilled query's KV to the queue's memory, unless CPU memory is full."""
-        if self._on_host and query.kv is not None:
-            assert query.kv.lies_in(self.device)
-            if self.host.can_reserve(query.kv.num_bytes):
-                query.kv = query.kv.moved(_HOST, self.host)
 
     def queue_swapped(self, query: Query) -> None:
         """Queue a query with its KV in CPU memory, or for recompute if that memory is full."""

@@ -16,9 +16,6 @@ from quire.layout.options import MaybeSize, option
 from quire.layout.sizes import parse_size
 from quire.models.generation import GenerationDefaults
 
-SYNC, ASYNC = "sync", "async"
-DEVICE, HOST = "device", "host"
-
 
 @no_type_check  # run-time type checks in tests must not replace Quire's own errors
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +30,7 @@ class BatchOptions:
             If it is full, the KV is recomputed.
         scale_at: KV memory, in bytes or as "64MiB", above which queries are preempted; they resume
             when there is free memory. None: never.
-        prefill: sync prefills a prompt when there is a row for it; async prefills ahead, at most
-            `prefill_tokens` between two steps. Only baton_pd and baton_pd_best_fit prefill ahead;
-            other batchers prefill a prompt when there is a row for it.
-        prefill_tokens: see `prefill`.
         group_tokens: maximum tokens, pads counted, that are prefilled together.
-        queue: device or host: memory of the KV of prefilled queries, for the same two batchers.
         clock: returns seconds; the clock of deadlines and times.
         tokenizer: for stop texts and the text of outputs; None: token ids only.
     """
@@ -48,25 +40,16 @@ class BatchOptions:
     capacity_tokens: int | None = None
     swap_space: MaybeSize = option(None)
     scale_at: MaybeSize = option(None)
-    prefill: str = SYNC
-    prefill_tokens: int = 64
     group_tokens: int = 256
-    queue: str = DEVICE
     clock: Callable[[], float] = time.monotonic
     tokenizer: PreTrainedTokenizerBase | None = None
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "prefill_tokens", "group_tokens"):
+        for name in ("batch_size", "group_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"expected {name} >= 1, got {getattr(self, name)}")
         if self.capacity_tokens is not None and self.capacity_tokens < 2:
             raise ConfigError(f"expected capacity_tokens >= 2, got {self.capacity_tokens}")
-        known_names = {"prefill": (SYNC, ASYNC), "queue": (DEVICE, HOST)}
-        for name, known in known_names.items():
-            if getattr(self, name) not in known:
-                raise ConfigError(
-                    f"expected {name} to be {' or '.join(known)}, got {getattr(self, name)!r}"
-                )
         for name in ("swap_space", "scale_at"):
             size = getattr(self, name)
             object.__setattr__(self, name, None if size is None else parse_size(size))

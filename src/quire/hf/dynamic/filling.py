@@ -1,13 +1,9 @@
 """Filling of free rows: prefills prompts under a batching rule, admits ready queries, preempts."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from heapq import merge
 from itertools import islice
-
-import torch
-from torch import Tensor
 
 from quire.hf.dynamic.batch_memory import (
     BatchMemory,
@@ -16,7 +12,7 @@ from quire.hf.dynamic.batch_memory import (
     final_columns,
     start_in_separate_slab,
 )
-from quire.hf.dynamic.batch_options import ASYNC, DEVICE, SYNC, BatchOptions
+from quire.hf.dynamic.batch_options import BatchOptions
 from quire.hf.dynamic.forking import Forking
 from quire.hf.dynamic.query import Query, QueryQueues, QueryState, ReadRecord, StepRecord
 from quire.hf.dynamic.slab_model import SlabModel
@@ -24,15 +20,9 @@ from quire.kv.dense.slab import SlabRows
 from quire.scheduler.batchers import parse_dense_batcher
 from quire.scheduler.batchers.base import BatchView, DenseRule
 
-_PREFILL_AHEAD = 4  # queries, if prompts are prefilled in the background
-
 
 class Prefiller:
-    """Prefills the prompts of a dynamic batch.
-
-    Attributes:
-        background: the prefill that runs in the background; None if there is none.
-    """
+    """Prefills the prompts of a dynamic batch."""
 
     def __init__(
         self,
@@ -44,73 +34,35 @@ class Prefiller:
         memory: BatchMemory,
         forking: Forking,
     ) -> None:
-        self.background: DensePrefill | None = None
         self._unfinished: list[DensePrefill] = []
         self._model, self._options, self._rule = model, options, rule
         self._batch_slots, self._queues, self._memory = batch_slots, queues, memory
-        self._forking, self._side = forking, SideStream(model.shape.device)
-
-    @property
-    def in_background(self) -> bool:
-        return self._options.prefill == ASYNC and self._rule.reads_ahead
+        self._forking = forking
 
     def prefill(
         self, group: Sequence[Query], record: StepRecord, rows: SlabRows | None = None
     ) -> None:
         """Prefill a group completely, in `rows` if set, otherwise in a separate slab."""
         prefill = self._begin(group, rows)
-        while not prefill.done:
-            self._advance(prefill, prefill.num_tokens, record)
+        started_s = self._options.clock()
+        prefill.run()
+        taken_s = self._options.clock() - started_s
+        record.reads.append(ReadRecord(len(group), prefill.columns, taken_s))
+        self._finish(prefill)
 
     def prefill_now(self, view: BatchView[Query], record: StepRecord) -> bool:
-        """Prefill the next group at once; return False if it runs in the background or is empty."""
-        if self.in_background and self._batch_slots.live and not self._urgent():
-            return False
-        if self.background is not None and not self._urgent():
-            self._side.join()
-            self._advance(self.background, self.background.num_tokens, record)
-            return True
+        """Prefill the next group; return False if it is empty."""
         group = self._memory.affordable(self._rule.next_group(view))
-        if not group:
-            return False
-        self.prefill(group, record)
-        return True
-
-    def prefill_ahead(self, view: BatchView[Query], record: StepRecord) -> None:
-        """Continue the background prefill, within the token budget of a step.
-
-        On a GPU it overlaps the next step; a prefilled query has its first token after that step.
-        """
-        if self.background is not None and self.background.done:
-            self._finish(self.background)
-        if not self.in_background or not self._batch_slots.live:
-            return
-        if self.background is None and len(self._queues.ready) < _PREFILL_AHEAD:
-            group = self._memory.affordable(self._rule.next_group(view))
-            if not group:
-                return
-            self.background = self._begin(group)
-        if self.background is not None:
-            with self._side.use():
-                self._run_chunk(self.background, self._options.prefill_tokens, record)
-            if self.background.done and not self._side.overlaps:
-                self._finish(self.background)
+        if group:
+            self.prefill(group, record)
+        return bool(group)
 
     def drop_all(self) -> list[Query]:
         """Drop all unfinished prefills after a failed forward; return their queries."""
-        self._side.join()
-        prefills, self._unfinished, self.background = self._unfinished, [], None
+        prefills, self._unfinished = self._unfinished, []
         for prefill in prefills:
             prefill.drop()
         return [query for prefill in prefills for query in prefill.queries]
-
-    def _urgent(self) -> bool:
-        """Whether the first waiting query outranks a running, ready or prefilling query."""
-        if not self._queues.waiting:
-            return False
-        prefilling = self.background.queries if self.background else ()
-        others = (*self._batch_slots.live, *self._queues.ready, *prefilling)
-        return any(self._queues.waiting[0].priority < other.priority for other in others)
 
     def _begin(self, group: Sequence[Query], rows: SlabRows | None = None) -> DensePrefill:
         if rows is not None:
@@ -125,24 +77,8 @@ class Prefiller:
                 query.started_s = self._options.clock()
         return prefill
 
-    def _advance(self, prefill: DensePrefill, tokens: int, record: StepRecord) -> None:
-        if not prefill.done:
-            self._run_chunk(prefill, tokens, record)
-        if prefill.done:
-            self._finish(prefill)
-
-    def _run_chunk(self, prefill: DensePrefill, tokens: int, record: StepRecord) -> None:
-        started_s = self._options.clock()
-        seen = prefill.columns_done
-        columns = prefill.advance(tokens)
-        taken_s = self._options.clock() - started_s
-        record.reads.append(ReadRecord(len(prefill.queries), columns, seen, taken_s))
-
     def _finish(self, prefill: DensePrefill) -> None:
-        self._side.join(prefill.logits.values())
         prefill.finish()
-        if prefill is self.background:
-            self.background = None
         for query in prefill.queries:
             if query.row is not None:
                 query.state = QueryState.RUNNING
@@ -158,45 +94,7 @@ class Prefiller:
         elif query.finished:
             query.drop_kv()
         else:
-            self._memory.store(query)
             self._queues.add_ready(query)
-
-
-# ---- side stream ---------------------------------------------------------------------------------
-
-# Background prefill: overlaps the steps on a GPU, runs between them on other devices.
-
-
-class SideStream:
-    """A separate CUDA stream; on other devices there is no overlap."""
-
-    def __init__(self, device: torch.device) -> None:
-        cuda = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether work in a `use` block may still run when the block ends."""
-        return self._stream is not None
-
-    @contextmanager
-    def use(self) -> Iterator[None]:
-        """Run the block on the side stream, after all work already queued on the device."""
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            yield
-
-    def join(self, results: Iterable[Tensor] = ()) -> None:
-        """Make later work on the current stream wait for results of the side stream."""
-        if self._stream is None:
-            return
-        current = torch.cuda.current_stream(self._stream.device)
-        current.wait_stream(self._stream)
-        for result in results:
-            result.record_stream(current)
 
 
 class Filling:
@@ -270,7 +168,7 @@ class Filling:
             self._embed(query)
         if self.rule.shapes:
             self._shape()
-        if not len(self._queues) and self.prefiller.background is None:
+        if not len(self._queues):
             self._drop_free_rows()
 
     def _next(self, record: StepRecord) -> Query | None:
@@ -308,10 +206,8 @@ class Filling:
 
     def _may_prefill_in_rows(self) -> bool:
         """Whether the next queries are prefilled in their own rows, without the ready queue."""
-        options, rule = self._options, self.rule
-        ahead = rule.reads_ahead and (options.prefill, options.queue) != (SYNC, DEVICE)
-        queued = ahead or rule.min_ready > 1
-        if queued or rule.shapes or not self._queues.waiting:
+        rule = self.rule
+        if rule.min_ready > 1 or rule.shapes or not self._queues.waiting:
             return False
         return rule.choose(self.view()) is None
 

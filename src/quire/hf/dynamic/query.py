@@ -196,7 +196,6 @@ class ReadRecord:
 
     rows: int  # of the forward, as columns, pads counted
     columns: int
-    seen: int  # columns processed before the forward
     seconds: float  # sampling excluded
 
 

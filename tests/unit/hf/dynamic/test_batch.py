@@ -13,7 +13,6 @@ from quire.errors import (
     UnsupportedModel,
 )
 from quire.hf import DynamicBatch
-from quire.hf.dynamic.filling import SideStream
 from quire.hf.dynamic.query import QueryState
 from quire.scheduler.batchers import DENSE_BATCHERS
 from support import zoo
@@ -69,16 +68,9 @@ def test_seeds_penalties_and_stop_ids_survive_preemption(rule):
 # ---- order of queries ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("rule", "prefill"),
-    [
-        pytest.param(rule, prefill, marks=[] if i % 2 == j else [pytest.mark.slow])
-        for i, rule in enumerate(CHANGING)
-        for j, prefill in enumerate(("sync", "async"))
-    ],
-)
-def test_urgent_query_gets_its_first_token_in_one_step(rule, prefill):
-    batch = DynamicBatch(build("llama"), batch_size=2, batcher=rule, prefill=prefill)
+@pytest.mark.parametrize("rule", CHANGING)
+def test_urgent_query_gets_its_first_token_in_one_step(rule):
+    batch = DynamicBatch(build("llama"), batch_size=2, batcher=rule)
     others = [batch.submit(prompt, 20, priority=1) for prompt in PROMPTS[:5]]
     for _ in range(6):
         batch.step()
@@ -132,46 +124,6 @@ def test_no_row_is_idle_while_queries_wait(rule):
         assert not batch.last.queued or batch.last.live == batch.last.rows == 2
 
 
-def test_async_prefill_stays_within_prefill_tokens():
-    budget = 5
-    batch = DynamicBatch(
-        build("llama"), batch_size=2, prefill="async", prefill_tokens=budget, group_tokens=40
-    )
-    run(batch, PROMPTS[:2])
-    for prompt in make_prompts(5, 30, seed=9):
-        batch.submit([*prompt, *range(2, 12)], 20)
-    batch.step()
-    while batch.num_running == 2:
-        batch.step()
-        assert sum(prefill.rows * prefill.columns for prefill in batch.last.reads) <= budget
-    batch.run()
-
-
-@pytest.mark.parametrize("overlaps", [False, True])
-def test_async_prefill_with_and_without_overlap_gives_equal_completions(overlaps, monkeypatch):
-    """Results of a separate CUDA stream are read one step later; completions are equal."""
-    expected = [handle.token_ids for handle in run(DynamicBatch(build("llama")), PROMPTS).handles]
-    monkeypatch.setattr(SideStream, "overlaps", overlaps)
-    batch = DynamicBatch(build("llama"), batch_size=2, prefill="async", prefill_tokens=300)
-
-    result = run(batch, PROMPTS)
-
-    assert [handle.token_ids for handle in result.handles] == expected
-    check_empty(batch)
-
-
-@pytest.mark.gpu
-def test_async_prefill_runs_on_its_own_cuda_stream():
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    model = build("llama").to("cuda")
-    expected = [handle.token_ids for handle in run(DynamicBatch(model), PROMPTS).handles]
-    batch = DynamicBatch(model, batch_size=2, prefill="async", prefill_tokens=12)
-
-    assert batch._prefiller._side.overlaps
-    assert [handle.token_ids for handle in run(batch, PROMPTS).handles] == expected
-
-
 # ---- memory ----------------------------------------------------------------------------------
 
 
@@ -210,21 +162,6 @@ def test_full_swap_space_keeps_completions_equal(swap_space):
     check_empty(batch)
 
 
-def test_host_queue_is_prefetched_before_a_row_is_free():
-    batch = DynamicBatch(build("llama"), batch_size=4, queue="host", prefill="async")
-    for prompt in [[5] * 12] * 10:
-        batch.submit(prompt, 8)
-    fetched_early = False
-    while batch.has_work:
-        batch.step()
-        for query in batch._queues.ready[:1]:
-            fetched_early |= query.kv.lies_in(batch.device_meter) and batch.num_running == 4
-
-    assert batch.host_meter.peak_bytes > 0
-    assert fetched_early
-    check_empty(batch)
-
-
 def test_baton_reports_a_full_slab():
     batch = DynamicBatch(build("llama"), batch_size=2, batcher="baton", capacity_tokens=48)
     handles = [batch.submit([3] * 20, 10 + 6 * i) for i in range(4)]
@@ -247,12 +184,12 @@ def test_baton_reports_a_full_slab():
 
 
 def test_cancel_works_in_every_query_state():
-    batch = DynamicBatch(build("llama"), batch_size=2, prefill="async", prefill_tokens=12)
+    batch = DynamicBatch(build("llama"), batch_size=2, batcher="baton_pd_best_fit")
     handles = [batch.submit([7] * 30, 12) for _ in range(9)]
     states = set()
     while batch.has_work:
         batch.step()
-        for state in (QueryState.WAITING, QueryState.READING, QueryState.READY):
+        for state in (QueryState.WAITING, QueryState.READY):
             found = [handle for handle in handles if handle.state is state]
             if found and state not in states:
                 states.add(state)
@@ -263,8 +200,8 @@ def test_cancel_works_in_every_query_state():
     batch.cancel(running)
     batch.step()
 
-    assert states == {QueryState.WAITING, QueryState.READING, QueryState.READY}
-    assert [handle.finish_reason for handle in handles].count("cancelled") == 3
+    assert states == {QueryState.WAITING, QueryState.READY}
+    assert [handle.finish_reason for handle in handles].count("cancelled") == 2
     assert running.finish_reason == "cancelled"
     expected = alone([7] * 30, 12)
     assert all(h.token_ids == expected for h in handles if h.finish_reason == "length")
@@ -335,8 +272,6 @@ def test_options_of_the_engine_are_refused(sampling):
         ({"batcher": "baton_pd_best_fit:patience=-1"}, ConfigError, "patience >= 0, got -1"),
         ({"batch_size": 0}, ConfigError, "batch_size >= 1, got 0"),
         ({"capacity_tokens": 1}, ConfigError, "capacity_tokens >= 2, got 1"),
-        ({"prefill": "later"}, ConfigError, "sync or async, got 'later'"),
-        ({"queue": "disk"}, ConfigError, "device or host, got 'disk'"),
         ({"scale_at": "much"}, ConfigError, "much"),
     ],
 )

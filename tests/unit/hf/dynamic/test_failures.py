@@ -7,7 +7,7 @@ import pytest
 from quire.config.sampling_params import SamplingParams
 from quire.errors import NeverFits, RequestError
 from quire.hf import DynamicBatch
-from quire.hf.dynamic.query import Query, QueryState
+from quire.hf.dynamic.query import Query
 from support.dynamic import RULES, build, check_empty, run, run_at_random
 from support.engines import make_prompts
 
@@ -38,7 +38,7 @@ def test_row_that_finishes_before_its_batch_starts_is_freed(rule):
     ("rule", "options", "error"),
     [
         *((rule, {}, RuntimeError) for rule in RULES),
-        ("baton_pd", {"prefill": "async", "prefill_tokens": 7}, KeyboardInterrupt),
+        ("baton_pd", {}, KeyboardInterrupt),
     ],
 )
 def test_completions_are_unchanged_after_a_failed_step(rule, options, error):
@@ -69,22 +69,6 @@ def test_completions_are_unchanged_after_a_failed_step(rule, options, error):
 # ---- priorities ------------------------------------------------------------------------------
 
 
-def test_urgent_prompt_preempts_a_less_urgent_row_at_once():
-    """It preempts the less urgent row, which must not be idle while the prompt is prefilled."""
-    batch = DynamicBatch(build("llama"), batch_size=2, prefill="async", prefill_tokens=2)
-    batch.submit(PROMPTS[0], 20, priority=0)
-    second = batch.submit(PROMPTS[1], 20, priority=1)
-    while batch.num_running < 2:
-        batch.step()
-    urgent = batch.submit([7] * 25, 20, priority=0)
-
-    batch.step()
-
-    assert second.preemptions == 1
-    assert urgent.state is QueryState.RUNNING
-    assert batch.last.live == 2
-
-
 def test_step_ranks_only_the_head_of_the_queue(monkeypatch):
     batch = DynamicBatch(build("llama"), batch_size=2)
     for _ in range(300):
@@ -111,16 +95,13 @@ def test_step_ranks_only_the_head_of_the_queue(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("rule", "prefill", "seed"),
-    [("baton", "sync", 1), ("baton_pd", "async", 0), ("baton_pd_best_fit", "sync", 0)],
+    ("rule", "seed"), [("baton", 1), ("baton_pd", 0), ("baton_pd_best_fit", 0)]
 )
-def test_device_memory_stays_below_the_threshold_while_slabs_grow(rule, prefill, seed):
+def test_device_memory_stays_below_the_threshold_while_slabs_grow(rule, seed):
     model = build("llama")
     threshold = DynamicBatch(model)._model.shape.token_bytes * 130
     prompts = [prompt * 2 for prompt in make_prompts(8, 20, seed)]
-    batch = DynamicBatch(
-        model, batch_size=4, batcher=rule, prefill=prefill, scale_at=threshold, swap_space=0
-    )
+    batch = DynamicBatch(model, batch_size=4, batcher=rule, scale_at=threshold, swap_space=0)
 
     run_at_random(batch, prompts, seed)
 
