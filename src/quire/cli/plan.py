@@ -14,7 +14,7 @@ from quire.cli.common import (
     use_threads,
 )
 from quire.cli.completion import complete_model
-from quire.cli.plan_maximize import MaximizeOptions, maximize, show
+from quire.cli.plan_maximize import BatchQuestion, maximize, parse_lengths, show
 from quire.cli.plan_report import (
     RETAINED,
     STEP_TOKENS,
@@ -161,17 +161,6 @@ class PlanFlags:
         group=LARGEST_BATCH,
         common=True,
     )
-    measure: bool = option(
-        False,
-        help="Measure step times that quire profile did not store, and add them to its file.",
-        group=LARGEST_BATCH,
-        common=True,
-    )
-    thorough: bool = option(
-        False,
-        help="With --measure: measure more batches, several times each.",
-        group=LARGEST_BATCH,
-    )
     board: Path | None = option(
         None,
         help="Result of quire board with this model: shows the quality of its best rules for each "
@@ -202,7 +191,6 @@ def plan(
     Rules that requests may name (--evict-allow of quire serve) are not planned: their attention
     statistics take KV memory too.
     """
-    evict = flags.evict
     try:
         refuse_no_name(model)
         if flags.batch is not None and flags.batch < 1:
@@ -226,31 +214,28 @@ def plan(
                 parse_size_or(ALL_WEIGHTS), "weights-memory", flags.weights_memory
             ),
         )
-        folder, name = _find(model, with_weights=flags.measure)
+        folder, name = _find(model)
         report = plan_report(folder, options, name=name)
         quality = None if flags.board is None else board_quality(flags.board, model, report)
-        if flags.maximize_batch is None and is_from_file(flags.config, "evict", evict):
-            evict = None  # the rule of an engine; only --maximize-batch uses it here
-        requested = MaximizeOptions.of(
-            flags.maximize_batch,
-            evict=evict,
-            cap=flags.cap,
-            every=flags.every,
-            batch=flags.batch,
-            measure=flags.measure,
-            thorough=flags.thorough,
-            # `threads` in a file is for all commands
-            threads=0
-            if is_from_file(flags.config, "threads", str(flags.threads))
-            else flags.threads,
-        )
-        if requested is not None:
+        if flags.maximize_batch is not None:
             if flags.board is not None:
                 raise ConfigError("--board is for the table of codecs: leave out --maximize-batch")
+            prompt_tokens, new_tokens = parse_lengths(flags.maximize_batch)
             use_threads(flags.threads)
-            batches = maximize(folder, report, requested, page_tokens=flags.page_tokens)
-            show(report, batches, as_json=flags.as_json)
+            question = BatchQuestion(
+                prompt_tokens=prompt_tokens,
+                new_tokens=new_tokens,
+                kv_bytes=report.memory.kv_bytes,
+                kv_codec=report.kv_codec,
+                page_tokens=flags.page_tokens,
+                evict=flags.evict,
+                cap=flags.cap,
+                every=flags.every,
+                batch=flags.batch,
+            )
+            show(report, maximize(report, question), as_json=flags.as_json)
             return
+        _refuse_batch_options(flags)
     except QuireError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
@@ -315,10 +300,23 @@ def _device(flags: PlanFlags) -> str:
     return "cpu" if kind == "auto" else kind
 
 
-def _find(model: str, *, with_weights: bool) -> tuple[Path, str]:
-    from quire.models.source import CONFIG_ONLY, WHOLE_MODEL, find_model
+def _find(model: str) -> tuple[Path, str]:
+    from quire.models.source import CONFIG_ONLY, find_model
 
-    return find_model(model, wanted=WHOLE_MODEL if with_weights else CONFIG_ONLY)
+    return find_model(model, wanted=CONFIG_ONLY)
+
+
+def _refuse_batch_options(flags: PlanFlags) -> None:
+    """Refuse options of --maximize-batch without it; those in a file are for other commands."""
+    given: dict[str, object] = {"evict": flags.evict, "threads": flags.threads}
+    given = {n: v for n, v in given.items() if not is_from_file(flags.config, n, str(v))}
+    given |= {"cap": flags.cap, "every": flags.every}
+    names = [f"--{name}" for name, value in given.items() if value]
+    if names:
+        raise ConfigError(
+            f"{', '.join(names)} needs --maximize-batch with input and output tokens, such as "
+            "--maximize-batch 3584,512"
+        )
 
 
 def _object(report: PlanReport, options: PlanOptions, quality: Quality | None) -> dict[str, object]:

@@ -1,19 +1,14 @@
 """`quire plan --maximize-batch`: options, step rates and output."""
 
 import os
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from quire.cli.plan_report import PlanReport
-from quire.cli.progress import CountProgress
 from quire.cli.report import envelope, print_json
 from quire.errors import ConfigError
 from quire.layout.eviction import EvictionSpec
@@ -39,54 +34,9 @@ from quire.plan.ceilings import (
     NotUsable,
     default_path,
     read_ceilings,
-    write_ceilings,
 )
 from quire.plan.machine import this_machine
 from quire.plan.rates import StepRates, model_key, steps_key
-
-if TYPE_CHECKING:
-    from quire.models.loader import LoadedModel
-    from quire.profile.ceilings import ProfileConfig
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MaximizeOptions:
-    """Options of `--maximize-batch` in addition to those of every plan."""
-
-    prompt_tokens: int
-    new_tokens: int
-    evict: str | None = None  # with cap and every, see `quire.plan.batch_verdict.arm_rules`
-    cap: str | None = None
-    every: int | None = None
-    batch: int | None = None  # None: the largest possible
-    measure: bool = False  # measure step times that `quire profile` did not store
-    thorough: bool = False  # measure more batches, repeatedly
-
-    @classmethod
-    def of(
-        cls, lengths: str | None, *, batch: int | None, threads: int, **options: Any
-    ) -> "MaximizeOptions | None":
-        """Create the options from the command line; None without `--maximize-batch`.
-
-        Args:
-            lengths: input and output tokens.
-            batch: `--batch`, which other plans have too.
-            threads: `--threads`; 0 if it is not given.
-            options: the fields `evict`, `cap`, `every`, `measure` and `thorough`.
-        """
-        if lengths is None:
-            given = options | {"threads": threads}
-            names = [f"--{name}" for name, value in given.items() if value]
-            if names:
-                raise ConfigError(
-                    f"{', '.join(names)} needs --maximize-batch with input and output tokens, such "
-                    "as --maximize-batch 3584,512"
-                )
-            return None
-        if options["thorough"] and not options["measure"]:
-            raise ConfigError("--thorough needs --measure: without it nothing is measured")
-        prompt_tokens, new_tokens = parse_lengths(lengths)
-        return cls(prompt_tokens=prompt_tokens, new_tokens=new_tokens, batch=batch, **options)
 
 
 def parse_lengths(text: str) -> tuple[int, int]:
@@ -99,107 +49,13 @@ def parse_lengths(text: str) -> tuple[int, int]:
     return int(parts[0]), int(parts[1])
 
 
-def maximize(
-    folder: Path, plan: PlanReport, options: MaximizeOptions, *, page_tokens: int
-) -> "BatchReport":
-    """Compute the largest batches of a planned model; weights are read only to measure steps."""
-    question = BatchQuestion(
-        prompt_tokens=options.prompt_tokens,
-        new_tokens=options.new_tokens,
-        kv_bytes=plan.memory.kv_bytes,
-        kv_codec=plan.kv_codec,
-        page_tokens=page_tokens,
-        evict=options.evict,
-        cap=options.cap,
-        every=options.every,
-        batch=options.batch,
-    )
+def maximize(plan: PlanReport, question: "BatchQuestion") -> "BatchReport":
+    """Compute the largest batches of a planned model, with the times that a profile stored."""
     import torch  # rules import it; other plans do not need it
 
-    path = default_path(os.environ)
-    ceilings = read_ceilings(path, this_machine(torch.get_num_threads()))
+    ceilings = read_ceilings(default_path(os.environ), this_machine(torch.get_num_threads()))
     stored = stored_rates(ceilings, plan.model, dtype=plan.dtype, weight_codec=plan.weight_codec)
-    if not options.measure:
-        return batch_report(plan.model, question, stored)
-    from quire.profile.ceilings import THOROUGH_PROFILE, ProfileConfig
-
-    timed = Stopwatch(
-        lambda: load_for(folder, plan.dtype, plan.weight_codec),
-        config=THOROUGH_PROFILE if options.thorough else ProfileConfig(),
-    )
-
-    def rates(evict: str) -> StepRates | NotUsable:
-        found = NotUsable("a thorough measurement") if options.thorough else stored(evict)
-        return timed(evict) if isinstance(found, NotUsable) else found
-
-    report = batch_report(plan.model, question, rates)
-    if timed.found:
-        # `quire profile` may have written it since
-        known = read_ceilings(path, this_machine(torch.get_num_threads()))
-        if isinstance(known, Ceilings):
-            write_ceilings(replace(known, steps={**known.steps, **timed.found}), path)
-            typer.echo(f"written: {path}", err=True)
-        else:
-            typer.echo(f"the step times are not stored: {known.reason}", err=True)
-    return report
-
-
-def load_for(folder: Path, dtype: str, weight_codec: str = "auto") -> "LoadedModel":
-    """Load the planned model on the CPU."""
-    from quire.models.loader import load_model
-
-    return load_model(str(folder), dtype=dtype, device="cpu", weight_codec=weight_codec)
-
-
-class Stopwatch:
-    """Step rates of a model, measured on first use, by `steps_key`."""
-
-    def __init__(
-        self,
-        load: "Callable[[], LoadedModel]",
-        *,
-        config: "ProfileConfig",
-        token_s: float | None = None,
-    ) -> None:
-        self._load, self._config = load, config
-        self._token_s = token_s  # of prefill, for estimates of time
-        self._model: LoadedModel | None = None
-        self.found: dict[str, StepRates] = {}
-
-    def __call__(self, evict: str) -> StepRates:
-        """Step rates of a rule; rules that differ only in numbers share a measurement."""
-        from quire.offload.swap.host_store import device_name
-        from quire.profile import step_rates
-
-        if self._model is None:
-            self._model = self._load()
-        model = self._model
-        dtype = str(model.decoder.dtype).removeprefix("torch.")
-        device = device_name(model.decoder.device)
-        key = model_key(model.spec, dtype=dtype, device=device, weight_codec=model.weight_codec)
-        name = steps_key(key, evict)
-        if name not in self.found:
-            shapes = step_rates.usual_shapes(
-                evict, context_tokens=model.spec.max_positions, config=self._config
-            )
-            repeats = self._config.step_repeats
-            total = repeats * sum(shape.work_tokens for shape in shapes)
-            title = f"measuring steps with {name.rpartition('; ')[2]}"
-            start_s, done = time.monotonic(), 0
-            estimate = f", about {total * self._token_s:.0f} s" if self._token_s else ""
-            typer.echo(f"{title}{estimate}", err=True)
-            with CountProgress(title, total) as bar:
-
-                def ran(shape: "step_rates.RunShape") -> None:
-                    nonlocal done
-                    done += repeats * shape.work_tokens
-                    bar.count(done)
-
-                self.found[name] = step_rates.measure_step_rates(
-                    model, shapes, repeats=repeats, done=ran
-                )
-            self._token_s = (time.monotonic() - start_s) / total
-        return self.found[name]
+    return batch_report(plan.model, question, stored)
 
 
 def show(plan: PlanReport, report: "BatchReport", *, as_json: bool) -> None:
@@ -296,7 +152,6 @@ def batch_report(model: ModelSpec, question: BatchQuestion, rates: Rates) -> Bat
         )
     texts = arm_rules(question.evict, cap=question.cap, every=question.every)
     counted = [_counted(model, question, arm, text) for arm, text in texts.items()]
-    # after all checks: this may measure step rates
     arms = tuple(_predicted(question, arm, spec, rates) for arm, spec in counted)
     spec = next(spec for arm, spec in counted if arm.arm == BOTH_PHASES)
     verdict = judge_blocks(
@@ -363,8 +218,7 @@ def stored_rates(
         if isinstance(ceilings, NotUsable):
             return NotUsable(ceilings.reason.replace("quire profile MODEL", profile))
         return ceilings.steps.get(key) or NotUsable(
-            f"steps of this model{weights} with {rule} were not measured: give --measure, or run "
-            f"`{profile}`"
+            f"steps of this model{weights} with {rule} were not measured: run `{profile}`"
         )
 
     return rates

@@ -1,6 +1,7 @@
 """`quire profile`: measures the performance ceilings of this machine and stores them."""
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import typer
 
 from quire.cli.common import json_option, refuse_no_name, threads_option, use_threads
 from quire.cli.completion import complete_model
+from quire.cli.progress import CountProgress
 from quire.cli.report import envelope, print_json
 from quire.cli.settings import config_option, with_flags
 from quire.cli.startup import fast_imports, status
@@ -18,6 +20,7 @@ from quire.layout.options import option
 from quire.plan.machine import this_machine
 
 if TYPE_CHECKING:
+    from quire.models.loader import LoadedModel
     from quire.plan.ceilings import Ceilings
     from quire.plan.rates import PrefillRates, StepRates
     from quire.profile.ceilings import ProfileConfig
@@ -140,7 +143,6 @@ def _claims(ceilings: "Ceilings", dtypes: Sequence[str]) -> dict[str, int | floa
 def _of_model(
     name: str, evict: str, config: "ProfileConfig", weight_codec: str
 ) -> "tuple[dict[str, PrefillRates], dict[str, StepRates]]":
-    from quire.cli.plan_maximize import Stopwatch
     from quire.models.loader import load_model
     from quire.profile.ceilings import measure_chunks, measure_prefill_rates
     from quire.profile.step_rates import usual_shapes
@@ -170,10 +172,43 @@ def _of_model(
         repeats=config.repeats,
         progress=typer.echo,
     )
-    timed = Stopwatch(lambda: model, config=config, token_s=token_s)
-    for rule in rules:
-        timed(rule)
-    return prefill, timed.found
+    return prefill, _steps_of(model, rules, config, token_s)
+
+
+def _steps_of(
+    model: "LoadedModel", rules: Sequence[str], config: "ProfileConfig", token_s: float
+) -> "dict[str, StepRates]":
+    """Measure the steps of rules, by `steps_key`; rules that differ only in numbers share one."""
+    from quire.offload.swap.host_store import device_name
+    from quire.plan.rates import model_key, steps_key
+    from quire.profile import step_rates
+
+    dtype = str(model.decoder.dtype).removeprefix("torch.")
+    device = device_name(model.decoder.device)
+    key = model_key(model.spec, dtype=dtype, device=device, weight_codec=model.weight_codec)
+    found: dict[str, StepRates] = {}
+    for evict in rules:
+        if (name := steps_key(key, evict)) in found:
+            continue
+        shapes = step_rates.usual_shapes(
+            evict, context_tokens=model.spec.max_positions, config=config
+        )
+        total = config.step_repeats * sum(shape.work_tokens for shape in shapes)
+        title = f"measuring steps with {name.rpartition('; ')[2]}"
+        typer.echo(f"{title}, about {total * token_s:.0f} s", err=True)
+        start_s, done = time.monotonic(), 0
+        with CountProgress(title, total) as bar:
+
+            def ran(shape: "step_rates.RunShape") -> None:
+                nonlocal done
+                done += config.step_repeats * shape.work_tokens
+                bar.count(done)
+
+            found[name] = step_rates.measure_step_rates(
+                model, shapes, repeats=config.step_repeats, done=ran
+            )
+        token_s = (time.monotonic() - start_s) / total
+    return found
 
 
 def _with_known(

@@ -224,7 +224,7 @@ def _by_time(arms: Sequence[ArmBatch]) -> tuple[bool | None, str]:
     own = speeds.pop(BOTH_PHASES)
     others = [speed for speed in speeds.values() if speed is not None]
     if own is None or len(others) < len(speeds):
-        return None, "step times of these rules were not measured on this machine: give --measure"
+        return None, "step times of these rules were not measured on this machine"
     if not others:
         return True, "no row fits with the other variants"
     best = max(others)

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,9 @@ from quire.cli.plan import plan
 from quire.cli.plan_maximize import parse_lengths
 from quire.errors import ConfigError
 from quire.layout.model import ModelSpec
-from quire.models.loader import LoadedModel
 from quire.plan.ceilings import Ceilings, write_ceilings
 from quire.plan.machine import this_machine
 from quire.plan.rates import DecodeRates, PrefillRates, StepRates, model_key, steps_key
-from quire.profile import step_rates
-from quire.profile.step_rates import RunShape
 
 LLAMA_125M: dict[str, Any] = {
     "model_type": "llama",
@@ -199,86 +195,6 @@ def test_prompt_below_the_cap_is_reported(folder: Path):
     assert "within the cap" in run["arms"]["verdict"]["reasons"][0]
 
 
-def test_throughput_is_predicted_from_measured_steps_without_a_profile(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    """Each rule is timed once, independent of its parameters; the stopwatch returns a constant."""
-    timed = []
-
-    def stopwatch(
-        model: LoadedModel, shapes: Sequence[RunShape], *, repeats: int, done: object
-    ) -> StepRates:
-        timed.append({shape.evict.partition(":")[0] for shape in shapes})
-        return RATES
-
-    monkeypatch.setattr(step_rates, "measure_step_rates", stopwatch)
-    arguments = ("--maximize-batch", "200,20", "--kv-memory", "8MiB", "--cap", "64", "--every", "8")
-    run = last_line(quire_plan("quire-tiny", *arguments, "--measure", "--json"))
-
-    assert all(run["claims"][f"{arm}_tokens_per_s"] > 0 for arm in ARMS)
-    assert timed == [{"full"}, {"average"}, {"recent"}]
-
-
-def test_missing_step_times_are_measured_once_and_stored(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-):
-    timed: list[str] = []
-
-    def stopwatch(
-        model: LoadedModel, shapes: Sequence[RunShape], *, repeats: int, done: object
-    ) -> StepRates:
-        timed.append(f"{shapes[0].evict.partition(':')[0]} x{repeats}")
-        return RATES
-
-    def plan(*more: str) -> Result:
-        lengths = ("--maximize-batch", "200,20", "--kv-memory", "8MiB")
-        rule = ("--cap", "64", "--every", "8")
-        return quire_plan("quire-tiny", *lengths, *rule, "--measure", *more)
-
-    monkeypatch.setattr(step_rates, "measure_step_rates", stopwatch)
-    assert "the step times are not stored: " in plan().stderr  # there is no profile
-    store(cache, {})
-    timed.clear()
-
-    assert "written: " in plan().stderr
-    assert "written: " not in plan().stderr
-    assert timed == ["full x1", "average x1", "recent x1"]
-    plan("--evict", "h2o")
-    assert timed[3:] == ["h2o x1"]
-    plan("--thorough")
-    assert timed[4:] == ["full x3", "average x3", "recent x3"]
-
-
-def test_thorough_without_a_measurement_is_refused(folder: Path):
-    result = quire_plan(*arguments_of(folder, "--thorough"))
-
-    assert result.exit_code == 2
-    assert "--thorough needs --measure" in result.output
-
-
-def test_invalid_rule_is_refused_before_measuring(monkeypatch: pytest.MonkeyPatch):
-    def stopwatch(
-        model: LoadedModel, shapes: Sequence[RunShape], *, repeats: int, done: object
-    ) -> StepRates:
-        raise AssertionError("no rule should be timed")
-
-    monkeypatch.setattr(step_rates, "measure_step_rates", stopwatch)
-    arguments = (
-        "--maximize-batch",
-        "200,20",
-        "--kv-memory",
-        "8MiB",
-        "--cap",
-        "64",
-        "--every",
-        "64",
-    )
-    result = quire_plan("quire-tiny", *arguments, "--measure")
-
-    assert result.exit_code == 2
-    assert "every < cap" in result.output
-
-
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -305,8 +221,6 @@ def test_invalid_input_is_refused(folder: Path, more, message):
         ("--evict", "tova:cap=9"),
         ("--cap", "9"),
         ("--every", "9"),
-        ("--measure",),
-        ("--thorough",),
         ("--threads", "1"),
     ],
 )
