@@ -1,9 +1,12 @@
 """Rows with attention statistics, and a plain account of them, token by token in float64."""
 
+import ctypes
+
 import numpy as np
 import torch
 
-from quire.kernels.backend import AttentionMath
+from quire.kernels.backend import AttentionMath, HeadBuffers
+from quire.kernels.native.library import load_library
 from quire.kernels.reference_backend import ReferenceAttention
 from quire.kv.compaction import commit_compaction, plan_compaction
 from quire.kv.paged_kv import allocate_kv
@@ -76,14 +79,29 @@ class Sequence:
         self.cosines = torch.rand(*shape, generator=generator)
 
 
-def step(kv, chunks, math=MATH):
-    """Run one step over tokens [start, end) of sequences, {row: (sequence, start, end)}."""
+def run_calls(layer):
+    library = load_library()
+    assert not library.write(ctypes.byref(layer.write), None)
+    assert not library.attend(ctypes.byref(layer.attend), library.parallel_for, layer.num_threads)
+
+
+def step(kv, chunks, math=MATH, *, chained=False):
+    """Run one step over tokens [start, end) of sequences, {row: (sequence, start, end)}.
+
+    Args:
+        chained: run the calls of a chain if the backend has them for the step.
+    """
     order = sorted(chunks, key=lambda row: chunks[row][2] - chunks[row][1] != 1)
     rows = np.array(order, dtype=np.int64)
     tokens = np.array([chunks[row][2] - chunks[row][1] for row in order], dtype=np.int32)
     kv.memory.grow(rows, tokens)
     attention = StepAttention(kv, rows, tokens)
-    outputs = []
+    outputs, calls, heads = [], None, None
+    if chained:
+        numbers = (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS, NUM_HEADS)
+        dtype = next(iter(chunks.values()))[0].query.dtype
+        heads = HeadBuffers(*(torch.empty(tokens.sum(), n, HEAD_DIM, dtype=dtype) for n in numbers))
+        calls = attention.chain([math] * MODEL.num_layers, heads)
     for layer in range(MODEL.num_layers):
 
         def flat(numbers, layer=layer):
@@ -93,6 +111,11 @@ def step(kv, chunks, math=MATH):
             return torch.cat(parts)
 
         query, key, value = map(flat, ("query", "key", "value"))
+        if calls is not None:
+            heads.query.copy_(query), heads.key.copy_(key), heads.value.copy_(value)
+            run_calls(calls[layer])
+            outputs.append(heads.out.clone())
+            continue
         outputs.append(attention.attend(layer, math, query, key, value, PositionShift()))
         if attention.wants_residual_similarity:
             attention.note_residual_similarity(layer, flat("cosines"))

@@ -19,7 +19,7 @@ Some backends can do more:
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -198,12 +198,47 @@ class StatisticRows:
         table_rows: int64 [rows] their rows in the tables.
         slots: int32 [rows, lanes of the layer] live slots, including the step's tokens.
         fresh: int32 [rows] number of new slots, the last ones, whose statistics start at 0.
+        number: int32 [rows of the step] index in these rows, or -1; None: not known. A chain needs
+            it.
     """
 
     step_rows: Int[Tensor, " row"]
     table_rows: Int[Tensor, " row"]
     slots: Int[Tensor, "row lane"]
     fresh: Int[Tensor, " row"]
+    number: Int[Tensor, " step_row"] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredQueries:
+    """Queries of a step that are stored in records of a layer's lanes, each followed by a mark.
+
+    Attributes:
+        numbers: float32 view of all pages of the class.
+        pages: int64 [records, lanes of the layer].
+        offsets: int64 [records] in these pages.
+        tokens: int64 [records] indices of the queries in the flat batch.
+        marks: float32 [records] last numbers of the records.
+    """
+
+    numbers: Float[Tensor, "page head place width"]
+    pages: Int[Tensor, "record lane"]
+    offsets: Int[Tensor, " record"]
+    tokens: Int[Tensor, " record"]
+    marks: Float[Tensor, " record"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRecords:
+    """What a chain records of a layer's attention.
+
+    Attributes:
+        tallies: statistics of slots and the rows that use them.
+        queries: stored queries.
+    """
+
+    tallies: tuple[tuple[AttentionStatistic, StatisticRows], ...] = ()
+    queries: tuple[StoredQueries, ...] = ()
 
 
 @runtime_checkable
@@ -305,6 +340,20 @@ class HeadBuffers:
         return HeadBuffers(*(buffer[:num_tokens] for buffer in buffers))
 
 
+class ChainLayer(NamedTuple):
+    """A layer of a chain.
+
+    Attributes:
+        pages, slots, math: its pages, slots of new tokens, and operations.
+        records: what is recorded of its attention.
+    """
+
+    pages: LayerPages
+    slots: NewSlots
+    math: AttentionMath
+    records: LayerRecords = LayerRecords()
+
+
 @runtime_checkable
 class ChainBackend(Protocol):
     """A backend whose calls can be part of a chain of C calls that runs all layers."""
@@ -312,15 +361,15 @@ class ChainBackend(Protocol):
     def chain(
         self,
         plan: object,
-        layers: Sequence[tuple[LayerPages, NewSlots, AttentionMath]],
+        layers: Sequence[ChainLayer],
         heads: HeadBuffers,
     ) -> Sequence[object] | None:
-        """Prepare writing and attention of the layers of a plan.
+        """Prepare writing, attention and statistics of the layers of a plan.
 
         Args:
             plan: result of `AttentionBackend.plan`.
-            layers: pages, new slots and operations of each layer; they differ in their lanes and
-                in numbers only.
+            layers: they differ in their lanes and in numbers only. The tensors of their records
+                are read at each call, and change with the step.
             heads: input and output of every layer.
 
         Returns:

@@ -29,7 +29,9 @@ from quire.kernels.backend import (
     AttentionMeasure,
     AttentionStatistic,
     LayerPages,
+    LayerRecords,
     StatisticRows,
+    StoredQueries,
 )
 from quire.kernels.coded import decode_head
 from quire.kernels.dense import weights_dense
@@ -143,12 +145,14 @@ class Watched:
     place: StatisticPages
     count: AttentionMeasure  # the measure to accumulate
     heads: str  # how query heads are reduced; APART if each has its own number
-    rows: tuple[StatisticRows, ...]  # for each layer, those for which column sums suffice
+    summed: NDArray[np.int64]  # rows of the step for which column sums suffice
+    slots: NDArray[np.int32]  # their live slots [layers, rows, lanes of a layer]
+    rows: tuple[StatisticRows, ...]  # they, for each layer; on a CPU, `slots` is their memory
     again: NDArray[np.bool_]  # bool [rows of the step] whose weights are recomputed
 
     @property
     def needs_sums(self) -> bool:
-        return bool(self.rows) and len(self.rows[0].step_rows) > 0
+        return len(self.summed) > 0
 
     def tally_of(self, layer: int) -> AttentionStatistic:
         """Return the location of a layer's numbers; `layer` is its index in the group."""
@@ -185,6 +189,17 @@ class AttentionStatisticsStep:
     @property
     def needs_sums(self) -> bool:
         return any(watched.needs_sums for watched in self._watched)
+
+    def tallies(self, layer: int) -> tuple[tuple[AttentionStatistic, StatisticRows], ...] | None:
+        """Return a layer's statistics of column sums; None if some need the weights themselves."""
+        if len(self._again):
+            return None
+        return tuple((w.tally_of(layer), w.rows[layer]) for w in self._watched)
+
+    def advance(self, slots: NDArray[np.int32]) -> None:
+        """Change the live slots to those of the next step of the same decode rows, on a CPU."""
+        for watched in self._watched:
+            watched.slots[:] = _slots_by_layer(watched.place, slots[watched.summed])
 
     def note(
         self,
@@ -243,27 +258,28 @@ def _watched(place: StatisticPages, batch: FlatBatch, slots: NDArray[np.int32]) 
     active = place.active_rows(batch)
     linear = isinstance(statistic, AttentionSum) and statistic.reduction != MAX
     summed = active & ((batch.shape.tokens == 1) | linear)
+    rows, device = np.flatnonzero(summed), place.numbers.device
+    by_layer = _slots_by_layer(place, slots[rows])
+    number = np.full(len(batch.rows), -1, dtype=np.int32)
+    number[rows] = np.arange(len(rows))
+    step_rows, table_rows, fresh, held, numbers = (
+        to_device(x, device)
+        for x in (rows, batch.rows[rows], batch.shape.tokens[rows], by_layer, number)
+    )
     return Watched(
         place=place,
         count=COUNTS[type(statistic)],
         heads=statistic.reduction,
-        rows=_statistic_rows(place, batch, slots, np.flatnonzero(summed)),
+        summed=rows,
+        slots=by_layer,
+        rows=tuple(StatisticRows(step_rows, table_rows, own, fresh, numbers) for own in held),
         again=active & ~summed,
     )
 
 
-def _statistic_rows(
-    place: StatisticPages, batch: FlatBatch, slots: NDArray[np.int32], rows: NDArray[np.int64]
-) -> tuple[StatisticRows, ...]:
-    device, layers = place.numbers.device, len(place.group.layers)
-    shape = (len(rows), layers, place.group.lanes_per_layer)
-    by_layer = slots[rows].reshape(shape).swapaxes(0, 1)
-    step_rows, table_rows, fresh, held = (
-        to_device(x, device) for x in (rows, batch.rows[rows], batch.shape.tokens[rows], by_layer)
-    )
-    return tuple(
-        StatisticRows(step_rows, table_rows, held[layer], fresh) for layer in range(layers)
-    )
+def _slots_by_layer(place: StatisticPages, slots: NDArray[np.int32]) -> NDArray[np.int32]:
+    shape = (len(slots), len(place.group.layers), place.group.lanes_per_layer)
+    return np.ascontiguousarray(slots.reshape(shape).swapaxes(0, 1))
 
 
 BLOCK_NUMBERS = 4 * 1024 * 1024
@@ -421,13 +437,12 @@ class MomentsStep:
 
 def ring_records(
     query: Float[Tensor, "record num_heads head_dim"],
-    positions: Int[Tensor, " record"],
+    marks: Float[Tensor, " record"],
     num_kv_heads: int,
 ) -> Float[Tensor, "record num_kv_heads width"]:
-    """Concatenate the group's queries of each record, followed by position + 1."""
+    """Concatenate the group's queries of each record, followed by its mark, position + 1."""
     by_head = query.float().reshape(len(query), num_kv_heads, -1)
-    mark = (positions + 1).float()[:, None, None].expand(-1, num_kv_heads, 1)
-    return torch.cat([by_head, mark], dim=2)
+    return torch.cat([by_head, marks[:, None, None].expand(-1, num_kv_heads, 1)], dim=2)
 
 
 class RingStep:
@@ -440,21 +455,37 @@ class RingStep:
 
     def __init__(self, place: StatisticPages, batch: FlatBatch, positions: np.ndarray) -> None:
         assert isinstance(place.statistic, QueryRing), "expected pages of a QueryRing"
-        window, tokens = place.statistic.window, batch.shape.tokens
-        newest = batch.token_offset >= tokens[batch.token_row] - window  # others are overwritten
-        chosen = np.flatnonzero(newest & place.active_rows(batch)[batch.token_row])
-        device = place.numbers.device
-        self._records = StatisticRecords.of(
-            place, batch.rows[batch.token_row[chosen]], positions[chosen] % window
-        )
-        self._tokens = to_device(chosen, device)
-        self._positions = to_device(positions[chosen], device)
+        self._place, self._batch, self._window = place, batch, place.statistic.window
+        tokens = batch.shape.tokens
+        newest = batch.token_offset >= tokens[batch.token_row] - self._window  # others: overwritten
+        self._chosen = np.flatnonzero(newest & place.active_rows(batch)[batch.token_row])
+        self._records, self._marks = self._records_of(positions)
+        self._tokens = to_device(self._chosen, place.numbers.device)
         self._num_kv_heads = place.group.lanes_per_layer * place.group.page_class.heads
 
     def note(self, layer: int, queries: Queries) -> None:
         """Write a layer's queries; `layer` is its index in the group."""
-        fresh = ring_records(queries.query[self._tokens], self._positions, self._num_kv_heads)
+        fresh = ring_records(queries.query[self._tokens], self._marks, self._num_kv_heads)
         self._records.write(layer, fresh)
+
+    def stored(self, layer: int) -> StoredQueries:
+        """Return what a chain writes of a layer; `layer` is its index in the group."""
+        records = self._records
+        places = (records.pages[layer], records.offsets[:, 0])
+        return StoredQueries(records.numbers, *places, self._tokens, self._marks)
+
+    def advance(self, positions: np.ndarray) -> None:
+        """Change the records to those of the next step of the same decode rows, on a CPU."""
+        records, marks = self._records_of(positions)
+        self._records.pages.copy_(records.pages)
+        self._records.offsets.copy_(records.offsets)
+        self._marks.copy_(marks)
+
+    def _records_of(self, positions: np.ndarray) -> tuple[StatisticRecords, Tensor]:
+        chosen, batch = self._chosen, self._batch
+        rows, own = batch.rows[batch.token_row[chosen]], positions[chosen]
+        records = StatisticRecords.of(self._place, rows, own % self._window)
+        return records, to_device((own + 1).astype(np.float32), self._place.numbers.device)
 
 
 QUERY_STEPS: dict[type[Statistic], type[RingStep] | type[MomentsStep]] = {
@@ -511,6 +542,7 @@ class GroupWatch:
         lengths: NDArray[np.int64],
     ) -> None:
         self._batch, self._max_slots = batch, int(slots.max(initial=0))
+        self.uses = statistics_used(places, batch)
         per_slot = [place for place in places if isinstance(place.statistic, OfWeights)]
         self._slot_attention = AttentionStatisticsStep(per_slot, batch, slots) if per_slot else None
         positions = positions_of(batch, lengths)
@@ -530,6 +562,22 @@ class GroupWatch:
     @property
     def wants_residual_similarity(self) -> bool:
         return bool(self._residual_similarity)
+
+    def records(self, layer: int) -> LayerRecords | None:
+        """Return what a chain records of a layer; None if it cannot record all of it."""
+        rings = [step for step in self._queries if isinstance(step, RingStep)]
+        tallies = () if self._slot_attention is None else self._slot_attention.tallies(layer)
+        if self._residual_similarity or len(rings) < len(self._queries) or tallies is None:
+            return None
+        return LayerRecords(tallies, tuple(ring.stored(layer) for ring in rings))
+
+    def advance(self, slots: NDArray[np.int32], lengths: NDArray[np.int64]) -> None:
+        """Change the records of a chain to those of the next step of the same rows, on a CPU."""
+        if self._slot_attention is not None:
+            self._slot_attention.advance(slots)
+        for step in self._queries:
+            assert isinstance(step, RingStep), "a chain records no moments"
+            step.advance(positions_of(self._batch, lengths))
 
     def room_for_sums(self, num_heads: int, scratch: SumsScratch) -> Tensor | None:
         """Return memory for the column sums of attention; None if no statistic needs them."""
@@ -566,6 +614,18 @@ class GroupWatch:
         """Record how much attention changed the residual stream."""
         for step in self._residual_similarity:
             step.note(layer, cosines)
+
+
+def statistics_used(
+    places: list[StatisticPages], batch: FlatBatch
+) -> tuple[tuple[str, int, bytes], ...]:
+    """Return the statistics that a step records, with the page table and the rows of each."""
+    active = ((place, place.active_rows(batch)) for place in places)
+    return tuple(
+        (place.statistic.name, id(place.device_table.current()), rows.tobytes())
+        for place, rows in active
+        if rows.any()
+    )
 
 
 def watch_group(

@@ -15,10 +15,12 @@ from quire.kernels.backend import (
     AttentionBackend,
     AttentionMath,
     ChainBackend,
+    ChainLayer,
     CosSin,
     HeadBuffers,
     LaneSlots,
     LayerPages,
+    LayerRecords,
     NewSlots,
     RotatesTo,
     rotated_and_written,
@@ -27,7 +29,7 @@ from quire.kernels.device_copies import to_device
 from quire.kv.flat_batch import WHOLE_STEP, FlatBatch, StepPart
 from quire.kv.paged_kv import PagedKV, slot_bytes_of
 from quire.kv.pages import PageNumbers
-from quire.kv.statistics import GroupWatch, Unrotates, positions_of, watch_group
+from quire.kv.statistics import GroupWatch, Unrotates, positions_of, statistics_used, watch_group
 from quire.kv.token_precision import FullPrecisionStep, PromotedBuffer
 from quire.layout.pages import LaneGroup
 
@@ -51,14 +53,15 @@ class GroupStep:
     full_precision: FullPrecisionStep | None  # None if the group has none
     promoted: PromotedBuffer | None  # in addition to these; None if the group has none
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether a layer needs nothing but writing new slots and attention.
+    def chain_layer(self, index: int, math: AttentionMath) -> ChainLayer | None:
+        """Return a layer of a chain; None if it needs more than a chain does.
 
         Positions can be written for all layers together: attention does not read them.
         """
-        extras = (self.watch, self.full_precision, self.promoted)
-        return all(extra is None for extra in extras)
+        records = LayerRecords() if self.watch is None else self.watch.records(index)
+        if records is None or self.full_precision is not None or self.promoted is not None:
+            return None
+        return ChainLayer(self.pages[index], self.new_slots[index], math, records)
 
     def write_positions(self, positions: Tensor) -> None:
         """Store the positions, int32 [tokens, 1], of the new tokens in all layers."""
@@ -67,33 +70,17 @@ class GroupStep:
             self.positions[pages, offsets] = positions.expand_as(pages)
 
 
-@dataclass(frozen=True, slots=True)
-class LayerStep:
-    """A layer in a step."""
-
-    group: GroupStep
-    index: int  # of the layer in the group
-    math: AttentionMath
-
-    @property
-    def plan(self) -> object:
-        return self.group.plans[self.index]
-
-
 def chained(
-    backend: ChainBackend, layers: Sequence[LayerStep], heads: HeadBuffers
+    backend: ChainBackend, layers: Sequence[tuple[object, ChainLayer]], heads: HeadBuffers
 ) -> list[object] | None:
-    """Prepare layers of one plan together; None if the backend has no calls for a layer."""
+    """Prepare layers, each with its plan; None if the backend has no calls for a layer."""
     by_plan: dict[int, list[int]] = {}
-    for number, layer in enumerate(layers):
-        by_plan.setdefault(id(layer.plan), []).append(number)
+    for number, (plan, _) in enumerate(layers):
+        by_plan.setdefault(id(plan), []).append(number)
     calls: dict[int, object] = {}
     for numbers in by_plan.values():
-        parts = [
-            (own.group.pages[own.index], own.group.new_slots[own.index], own.math)
-            for own in (layers[number] for number in numbers)
-        ]
-        prepared = backend.chain(layers[numbers[0]].plan, parts, heads)
+        parts = [layers[number][1] for number in numbers]
+        prepared = backend.chain(layers[numbers[0]][0], parts, heads)
         if prepared is None:
             return None
         calls.update(zip(numbers, prepared, strict=True))
@@ -117,7 +104,6 @@ class ChainedStep:
     def continued(
         self,
         backend: ChainBackend,
-        batch: FlatBatch,
         name: str,
         pages: tuple[LayerPages, ...],
         slots: NDArray[np.int32],
@@ -125,7 +111,7 @@ class ChainedStep:
     ) -> GroupStep | None:
         """A lane group changed to the next step, places [layers, tokens, lanes]; or None."""
         last = self.groups.get(name)
-        if last is None or batch is not self.batch or pages is not last.pages:
+        if last is None or pages is not last.pages:
             return None
         plans = {id(plan): plan for plan in last.plans}.values()  # in the order of the layers
         if len(plans) < len(pages) and not (slots == slots[:, :1, :1]).all():
@@ -293,19 +279,22 @@ class StepAttention:
 
         Returns:
             The calls of each layer; None if the backend has no chains or if a layer needs more,
-            such as statistics, offloaded pages or tokens in full precision.
+            such as query moments, offloaded pages or tokens in full precision.
         """
         kv, groups = self._kv, self._groups
-        is_plain = self._offload is None and all(step.is_plain for step in groups.values())
-        if kv.chains is None or not is_plain or not kv.rotated or self._pre_rope is not None:
+        fits = self._offload is None and kv.rotated and self._pre_rope is None
+        if kv.chains is None or not fits:
             return None
         calls = self._last.chained.calls_of(groups, layers, heads)
         if calls is None:
-            places = (kv.place[layer] for layer in range(len(layers)))
-            steps = [
-                LayerStep(groups[group.name], index, math)
-                for (group, index), math in zip(places, layers, strict=True)
-            ]
+            steps: list[tuple[object, ChainLayer]] = []
+            for layer, math in enumerate(layers):
+                group, index = kv.place[layer]
+                step = groups[group.name]
+                chain_layer = step.chain_layer(index, math)
+                if chain_layer is None:
+                    return None
+                steps.append((step.plans[index], chain_layer))
             calls = chained(kv.chains, steps, heads)
             if calls is not None and not self._later.any():
                 self._last.chained = ChainedStep(self._batch, groups, layers, heads, calls)
@@ -343,13 +332,11 @@ class StepAttention:
         slots = held - self._later[:, None]
         attended = slots if self._offload is None else self._offload.slots(group, slots)
         layers = self._last.pages_of_layers(self._kv, group, self._batch.row_index)
-        watch = watch_group(
-            self._kv.statistics.get(group.name, []), self._batch, slots, self._lengths
-        )
         new_places = self._new_places(group, slots)
-        continued = self._continued(group, layers, attended, new_places) if watch is None else None
+        continued = self._continued(group, layers, attended, new_places)
         if continued is not None:
             return continued
+        statistics = self._kv.statistics.get(group.name, [])
         pages, offsets = self._tensor(new_places[0]), self._tensor(new_places[1])
         places = zip(layers, pages.unbind(), offsets.unbind(), strict=True)
         return GroupStep(
@@ -361,7 +348,7 @@ class StepAttention:
             ),
             new_places=(pages, offsets),
             positions=self._kv.store.views(group.page_class).positions,
-            watch=watch,
+            watch=watch_group(statistics, self._batch, slots, self._lengths),
             full_precision=self._full_precision_step(group.name),
             promoted=self._kv.promoted.get(group.name),
         )
@@ -377,12 +364,16 @@ class StepAttention:
         kv, shape = self._kv, (len(slots), len(group.layers), group.lanes_per_layer)
         if self._pre_rope is not None or kv.chains is None or self._later.any():
             return None
-        if self._last.chained.batch is not self._batch:
+        last = self._last.chained
+        found = last.groups.get(group.name)
+        if last.batch is not self._batch or found is None:
             return None
-        by_layer = slots.reshape(shape)
-        return self._last.chained.continued(
-            kv.chains, self._batch, group.name, layers, by_layer, places
-        )
+        uses = statistics_used(kv.statistics.get(group.name, []), self._batch)
+        if uses != (() if found.watch is None else found.watch.uses):
+            return None
+        if found.watch is not None:
+            found.watch.advance(slots, self._lengths)
+        return last.continued(kv.chains, group.name, layers, slots.reshape(shape), places)
 
     def _full_precision_step(self, name: str) -> FullPrecisionStep | None:
         buffer = self._kv.full_precision.get(name)

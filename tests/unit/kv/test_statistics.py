@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.kernels.backend import AttentionMath
+from quire.kernels.backend import AttentionMath, ChainBackend
 from quire.kernels.select import select_backend
 from quire.kv import statistics as statistics_module
 from quire.kv.lane_reader import LaneReader
@@ -65,9 +65,9 @@ def chunk_ranges(chunks):
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-def run(kv, row, sequence, chunks="whole", math=MATH):
+def run(kv, row, sequence, chunks="whole", math=MATH, *, chained=False):
     for first, end in chunk_ranges(chunks):
-        step(kv, {row: (sequence, first, end)}, math)
+        step(kv, {row: (sequence, first, end)}, math, chained=chained)
 
 
 def statistics_of(kv, row):
@@ -89,6 +89,11 @@ MATHS = {
 EXPECTED = {name: expected_statistics(Sequence(TOKENS), math) for name, math in MATHS.items()}
 
 
+needs_chains = pytest.mark.skipif(
+    not isinstance(backend("auto"), ChainBackend), reason="no C extension with vector instructions"
+)
+
+
 @every_pair(
     form=[("plain", False), ("plain", True), ("softcap and sinks", True)],
     chunks=CHUNKS,
@@ -107,6 +112,38 @@ def test_slot_statistics_equal_their_definition_for_all_chunk_lengths(name, chun
             found[statistic].double(), numbers.double(), atol=1e-5, rtol=1e-5, msg=statistic
         )
     kv.memory.check()
+
+
+@needs_chains
+@every_pair(
+    heads_apart=[False, True],
+    chunks=CHUNKS,
+    codec=["float32", "bfloat16", "float16", "int8", "int8/int4", "int2"],
+    statistics=[SLOT_STATISTICS, (AttentionSum("sum"), AttentionSum().each())],
+)
+def test_statistics_of_a_chain_equal_the_reference(codec, chunks, heads_apart, statistics):
+    """Chunks of prompts are part of a chain too if column sums suffice."""
+    statistics, sequence = (*statistics, QueryRing(6)), Sequence(TOKENS)
+    dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(codec, torch.float32)
+    for name in ("query", "key", "value"):
+        setattr(sequence, name, getattr(sequence, name).to(dtype))
+    found = []
+    for name, chained in (("reference", False), ("auto", True)):
+        choice = select_backend(name, CPU, dtype=dtype, head_dim=HEAD_DIM, scratch_bytes=1 << 20)
+        kv = make_kv(statistics, backend=choice.backend, heads_apart=heads_apart, codec=codec)
+        row = start(kv, statistics)
+        run(kv, row, sequence, chunks, chained=chained)
+        found.append(statistics_of(kv, row))
+        kv.memory.check()
+
+    expected, got = found
+    for statistic, numbers in expected.items():
+        if statistic.startswith("low") and dtype != torch.float32:
+            continue  # a rounded weight can be on either side of the threshold
+        tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(
+            got[statistic], numbers, atol=tolerance, rtol=tolerance, msg=statistic
+        )
 
 
 @pytest.mark.parametrize("name", ["gathered", "auto"])

@@ -118,6 +118,12 @@ CONTINUED = {
     "full": {},
     "int8": {"codec": "int8"},
     "evicted": {"page_tokens": 4, "evict": "recent:cap=24,sinks=4,every=4"},
+    "sums": {"page_tokens": 4, "evict": "h2o:cap=24,every=4"},
+    "stored queries": {"page_tokens": 4, "evict": "snapkv:cap=24,window=8,every=4"},
+    "sums of heads apart": {
+        "page_tokens": 4,
+        "evict": "roco:cap=24,every=2,granularity=token",
+    },
     "heads evicted apart": {"page_tokens": 4, "evict": "knorm:cap=24,every=2,granularity=token"},
     "preempted": {"memory": "120KiB", "page_tokens": 4, "swap_space": 0},  # swaps depend on times
 }
@@ -167,10 +173,28 @@ def test_times_of_a_chain_include_attention(folder):
     assert all(times.seconds().values())
 
 
-def test_layers_run_one_by_one_if_tokens_have_statistics(folder, monkeypatch):
+STATISTICS = {  # sums, squares, a maximum over heads, all heads apart, stored queries
+    "h2o": "h2o:cap=16,every=4",
+    "roco": "roco:cap=18,every=2",
+    "max": "average:cap=16,heads=max,granularity=token",
+    "scissorhands": "scissorhands:cap=16,every=4",
+    "snapkv": "snapkv:cap=16,window=4,every=4",
+    "tova": "tova:cap=16,every=2",
+    "kvcrush": "kvcrush:cap=24,base=h2o,every=4",
+}
+
+
+@pytest.mark.parametrize("evict", STATISTICS.values(), ids=STATISTICS)
+def test_layers_with_statistics_are_a_chain(folder, evict, monkeypatch):
+    kv = KVConfig(memory="4MiB", page_tokens=4, evict=evict)
+
+    assert_chained_equals_single_layers(folder, monkeypatch, kv=kv, temperature=0.0)
+
+
+def test_layers_run_one_by_one_if_tokens_have_query_moments(folder, monkeypatch):
     monkeypatch.setattr(Workspace, "run_layers", pytest.fail)
 
-    outputs(folder, KVConfig(memory="4MiB", evict="average:cap=16"), temperature=0.0)
+    outputs(folder, KVConfig(memory="4MiB", evict="expected_attention:cap=16"), temperature=0.0)
 
 
 def test_layers_run_one_by_one_if_torch_encodes_their_tokens(folder, monkeypatch):

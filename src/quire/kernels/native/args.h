@@ -47,6 +47,32 @@ typedef struct {
     int32_t num_outliers, index_bytes;
 } coding;
 
+/* One number per slot, accumulated from its attention weights (tally.h). TallyArgs in arguments.py mirrors this. */
+typedef struct {
+    uint8_t *numbers; /* plane: page n at n * page_bytes, in it [heads_per_page, page_tokens] */
+    int64_t page_bytes;
+    const int32_t *table; /* [all rows, all lanes, capacity] */
+    int64_t table_row_stride, table_lane_stride;
+    const int64_t *step_rows, *table_rows; /* [num_rows] */
+    const int32_t *slots;                  /* [num_rows, num_lanes] live slots */
+    const int32_t *fresh;                  /* [num_rows] number of new slots */
+    const float *sums;                     /* [rows of the step, num_heads, sums_stride] */
+    int64_t sums_stride;
+    const int32_t *number; /* [rows of the step] index of the row in `step_rows`, or -1; for attention only */
+    int32_t num_rows, num_lanes, heads_per_page, group, first_lane, page_tokens;
+    int32_t heads, count, path;
+} tally_args;
+
+/* Queries that are stored as they are: float32 records of a KV head's queries and a mark. RingArgs mirrors this. */
+typedef struct {
+    uint8_t *numbers; /* plane: page n at n * page_bytes, in it [heads_per_page, page_tokens, width] */
+    int64_t page_bytes;
+    const int64_t *pages;            /* [num_records, num_lanes] */
+    const int64_t *offsets, *tokens; /* [num_records] in the page; in the flat batch */
+    const float *marks;              /* [num_records] last number of a record */
+    int32_t num_records, num_lanes, heads_per_page, page_tokens, width, unused;
+} ring_args;
+
 typedef struct {
     const uint8_t *key, *value; /* planes: page n at n * page_bytes */
     int64_t page_bytes;
@@ -62,6 +88,8 @@ typedef struct {
     const float *sinks; /* [num_heads] or NULL */
     float *column_sums; /* [num_rows, num_heads, sums_stride] zeroed, or NULL */
     int64_t sums_stride;
+    const tally_args *tallies; /* statistics of the column sums; the sums themselves are not computed then */
+    const ring_args *rings;
     float *normalisers; /* [tokens, num_heads, 2] if column sums are requested: maximum, 1 / sum */
     float *partials;    /* [kv heads, partials, group, head_dim + 2]: output, maximum, sum */
     uint8_t *scratch;   /* scratch_bytes for each thread */
@@ -72,6 +100,7 @@ typedef struct {
     int32_t heads_together; /* KV heads of a page walked by one thread; divides heads_per_page */
     int32_t head_dim, page_tokens, dtype, window; /* window 0: none */
     float scale, softcap;                         /* softcap 0: none */
+    int32_t num_tallies, num_rings;
     int32_t path, coded; /* coded: pages store vectors as in the two codings, not as `dtype` */
     coding key_coding, value_coding;
 } attention_args;

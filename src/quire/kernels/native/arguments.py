@@ -160,6 +160,53 @@ def _run(spec: CodecSpec, head_dim: int) -> int:
     return gcd(_channels(spec, head_dim), head_dim // segments)
 
 
+class TallyArgs(ctypes.Structure):
+    """Mirror of `tally_args` of args.h; its size is checked at load."""
+
+    _fields_ = (
+        ("numbers", ctypes.c_void_p),
+        ("page_bytes", ctypes.c_int64),
+        ("table", ctypes.c_void_p),
+        ("table_row_stride", ctypes.c_int64),
+        ("table_lane_stride", ctypes.c_int64),
+        ("step_rows", ctypes.c_void_p),
+        ("table_rows", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        ("fresh", ctypes.c_void_p),
+        ("sums", ctypes.c_void_p),
+        ("sums_stride", ctypes.c_int64),
+        ("number", ctypes.c_void_p),
+        ("num_rows", ctypes.c_int32),
+        ("num_lanes", ctypes.c_int32),
+        ("heads_per_page", ctypes.c_int32),
+        ("group", ctypes.c_int32),
+        ("first_lane", ctypes.c_int32),
+        ("page_tokens", ctypes.c_int32),
+        ("heads", ctypes.c_int32),
+        ("count", ctypes.c_int32),
+        ("path", ctypes.c_int32),
+    )
+
+
+class RingArgs(ctypes.Structure):
+    """Mirror of `ring_args` of args.h; its size is checked at load."""
+
+    _fields_ = (
+        ("numbers", ctypes.c_void_p),
+        ("page_bytes", ctypes.c_int64),
+        ("pages", ctypes.c_void_p),
+        ("offsets", ctypes.c_void_p),
+        ("tokens", ctypes.c_void_p),
+        ("marks", ctypes.c_void_p),
+        ("num_records", ctypes.c_int32),
+        ("num_lanes", ctypes.c_int32),
+        ("heads_per_page", ctypes.c_int32),
+        ("page_tokens", ctypes.c_int32),
+        ("width", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
+    )
+
+
 class AttentionArgs(ctypes.Structure):
     """Mirror of `attention_args`; its size is checked at load."""
 
@@ -181,6 +228,8 @@ class AttentionArgs(ctypes.Structure):
         ("sinks", ctypes.c_void_p),
         ("column_sums", ctypes.c_void_p),
         ("sums_stride", ctypes.c_int64),
+        ("tallies", ctypes.c_void_p),
+        ("rings", ctypes.c_void_p),
         ("normalisers", ctypes.c_void_p),
         ("partials", ctypes.c_void_p),
         ("scratch", ctypes.c_void_p),
@@ -205,6 +254,8 @@ class AttentionArgs(ctypes.Structure):
         ("window", ctypes.c_int32),
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
+        ("num_tallies", ctypes.c_int32),
+        ("num_rings", ctypes.c_int32),
         ("path", ctypes.c_int32),
         ("coded", ctypes.c_int32),
         ("key_coding", CodingArgs),
@@ -249,33 +300,6 @@ class MoveArgs(ctypes.Structure):
         ("num_moves", ctypes.c_int64),
         ("heads_per_page", ctypes.c_int32),
         ("page_tokens", ctypes.c_int32),
-    )
-
-
-class TallyArgs(ctypes.Structure):
-    """Mirror of `tally_args` of tally.h; its size is checked at load."""
-
-    _fields_ = (
-        ("numbers", ctypes.c_void_p),
-        ("page_bytes", ctypes.c_int64),
-        ("table", ctypes.c_void_p),
-        ("table_row_stride", ctypes.c_int64),
-        ("table_lane_stride", ctypes.c_int64),
-        ("step_rows", ctypes.c_void_p),
-        ("table_rows", ctypes.c_void_p),
-        ("slots", ctypes.c_void_p),
-        ("fresh", ctypes.c_void_p),
-        ("sums", ctypes.c_void_p),
-        ("sums_stride", ctypes.c_int64),
-        ("num_rows", ctypes.c_int32),
-        ("num_lanes", ctypes.c_int32),
-        ("heads_per_page", ctypes.c_int32),
-        ("group", ctypes.c_int32),
-        ("first_lane", ctypes.c_int32),
-        ("page_tokens", ctypes.c_int32),
-        ("heads", ctypes.c_int32),
-        ("count", ctypes.c_int32),
-        ("path", ctypes.c_int32),
     )
 
 
@@ -373,21 +397,27 @@ def _has_whole_vectors(plane: Tensor) -> bool:
     return plane.stride()[1:] == inner
 
 
-def can_tally(tally: AttentionStatistic, rows: StatisticRows, column_sums: Tensor) -> bool:
-    """Return whether the C library can add these column sums to this statistic."""
+def can_tally(tally: AttentionStatistic, rows: StatisticRows, num_heads: int) -> bool:
+    """Return whether the C library can add column sums of this many heads to this statistic."""
     _, heads, tokens, width = tally.numbers.shape
-    whole = (rows.step_rows, rows.table_rows, rows.slots, rows.fresh, column_sums)
+    whole = (rows.step_rows, rows.table_rows, rows.slots, rows.fresh)
     return (
         width == 1
         and tally.numbers.stride()[1:] == (tokens, 1, 1)
-        and column_sums.shape[1] % (heads * rows.slots.shape[1]) == 0
+        and num_heads % (heads * rows.slots.shape[1]) == 0
         and all(t.device.type == "cpu" for t in (tally.numbers, tally.table, *whole))
         and all(t.is_contiguous() for t in whole)
         and tally.table.stride(2) == 1
-        and all(t.dtype == torch.float32 for t in (tally.numbers, column_sums))
+        and tally.numbers.dtype == torch.float32
         and all(t.dtype == torch.int32 for t in (tally.table, rows.slots, rows.fresh))
         and all(t.dtype == torch.int64 for t in (rows.step_rows, rows.table_rows))
     )
+
+
+def can_read_sums(column_sums: Tensor) -> bool:
+    """Return whether the C library can read column sums."""
+    on_cpu = column_sums.device.type == "cpu"
+    return on_cpu and column_sums.is_contiguous() and column_sums.dtype == torch.float32
 
 
 PANEL_COLUMNS = 64  # output columns of a panel, as in linear.h

@@ -140,6 +140,41 @@ int64_t quire_scratch_bytes(int head_dim, int64_t sums_stride, int heads_togethe
     return (int64_t)((bytes + 63) / 64 * 64);
 }
 
+#define NUMBERS_A_THREAD 65536
+
+/* Tally; 0 on success. */
+int quire_tally(const tally_args *args, parallel_for run) {
+    int64_t items = (int64_t)args->num_rows * args->num_lanes * args->heads_per_page;
+    int64_t each = args->group * args->sums_stride + 1, grain_size = 1 + NUMBERS_A_THREAD / each;
+    if (run == NULL || items <= grain_size) tally_lanes(0, items, (void *)args);
+    else return run(0, items, grain_size, tally_lanes, (void *)args) != 0;
+    return 0;
+}
+
+int64_t quire_tally_args_size(void) { return sizeof(tally_args); }
+int64_t quire_ring_args_size(void) { return sizeof(ring_args); }
+
+/* Set the column sums of rows with several tokens to 0. */
+static void clear_sums(const attention_args *a) {
+    int64_t numbers = num_heads(a) * a->sums_stride;
+    for (int i = 0; i < a->num_tallies; i++)
+        for (int n = 0; n < a->tallies[i].num_rows; n++)
+            if (a->tallies[i].fresh[n] > 1)
+                memset(a->column_sums + a->tallies[i].step_rows[n] * numbers, 0, (size_t)numbers * sizeof(float));
+}
+
+/* Accumulate the column sums of rows with several tokens, and store queries. */
+static int record(const attention_args *a, parallel_for run) {
+    for (int i = 0; i < a->num_rings; i++) store_queries(a, a->rings + i);
+    for (int i = 0; i < a->num_tallies; i++) {
+        const tally_args *t = a->tallies + i;
+        int chunks = 0;
+        for (int n = 0; n < t->num_rows; n++) chunks |= t->fresh[n] > 1;
+        if (chunks && quire_tally(t, run)) return 1;
+    }
+    return 0;
+}
+
 /* Compute attention; 0 on success. `run` is torch's parallel_for, or NULL for one thread. */
 int quire_attend(const attention_args *args, parallel_for run, int num_threads) {
     int heads = num_kv_heads(args);
@@ -147,7 +182,8 @@ int quire_attend(const attention_args *args, parallel_for run, int num_threads) 
                   {heads, heads / args->heads_together}, {do_block, do_walk}, 0};
     work then = {args, {args->merges, args->sums}, {args->num_merges, args->num_sums},
                  {heads, heads}, {do_merge, do_sums}, 0};
-    return share_out(&first, run, num_threads) || share_out(&then, run, num_threads);
+    clear_sums(args);
+    return share_out(&first, run, num_threads) || share_out(&then, run, num_threads) || record(args, run);
 }
 
 #define TOKENS_A_THREAD 8
@@ -185,16 +221,3 @@ int quire_move(const move_args *args, parallel_for run) {
 }
 
 int64_t quire_move_args_size(void) { return sizeof(move_args); }
-
-#define NUMBERS_A_THREAD 65536
-
-/* Tally; 0 on success. */
-int quire_tally(const tally_args *args, parallel_for run) {
-    int64_t items = (int64_t)args->num_rows * args->num_lanes * args->heads_per_page;
-    int64_t each = args->group * args->sums_stride + 1, grain_size = 1 + NUMBERS_A_THREAD / each;
-    if (run == NULL || items <= grain_size) tally_lanes(0, items, (void *)args);
-    else return run(0, items, grain_size, tally_lanes, (void *)args) != 0;
-    return 0;
-}
-
-int64_t quire_tally_args_size(void) { return sizeof(tally_args); }

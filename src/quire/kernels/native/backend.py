@@ -17,6 +17,7 @@ from quire.errors import InvariantError
 from quire.kernels.backend import (
     AttentionMath,
     AttentionStatistic,
+    ChainLayer,
     HeadBuffers,
     LaneSlots,
     LayerPages,
@@ -26,8 +27,15 @@ from quire.kernels.backend import (
     StepShape,
 )
 from quire.kernels.gathered import GatheredAttention
-from quire.kernels.native.arguments import can_move, can_tally, can_write, unfit_tensors
+from quire.kernels.native.arguments import (
+    can_move,
+    can_read_sums,
+    can_tally,
+    can_write,
+    unfit_tensors,
+)
 from quire.kernels.native.call import (
+    WALK_ALIGNMENT,
     LastLayer,
     NativeCall,
     NativePlan,
@@ -64,7 +72,7 @@ class NativeAttention:
         self, library: NativeLibrary, gathered: GatheredAttention, *, one_by_one: bool = False
     ) -> None:
         self._library, self._gathered, self._one_by_one = library, gathered, one_by_one
-        self._scratch, self._moving = Scratch(), Scratch()
+        self._scratch, self._moving, self._sums = Scratch(), Scratch(), Scratch()
         self._noticed: set[str] = set()
         self._write: WriteCall | None = None
 
@@ -75,7 +83,7 @@ class NativeAttention:
     @property
     def peak_scratch_bytes(self) -> int:
         """Most bytes of packed slots, moved slots and gathered pages held at once."""
-        own_bytes = self._scratch.num_bytes + self._moving.num_bytes
+        own_bytes = sum(own.num_bytes for own in (self._scratch, self._moving, self._sums))
         return self._gathered.peak_scratch_bytes + own_bytes
 
     def plan(self, step: StepShape, lanes: LaneSlots, page_tokens: int, slot_bytes: int) -> object:
@@ -109,7 +117,7 @@ class NativeAttention:
 
     def tally(self, tally: AttentionStatistic, rows: StatisticRows, column_sums: Tensor) -> None:
         """Add a step's attention to the statistics of slots; see `AttentionBackend.tally`."""
-        if can_tally(tally, rows, column_sums):
+        if can_read_sums(column_sums) and can_tally(tally, rows, column_sums.shape[1]):
             tally_in_c(self._library, tally, rows, column_sums)
         else:
             self._gathered.tally(tally, rows, column_sums)
@@ -168,26 +176,28 @@ class NativeAttention:
         return ready
 
     def chain(
-        self,
-        plan: object,
-        layers: Sequence[tuple[LayerPages, NewSlots, AttentionMath]],
-        heads: HeadBuffers,
+        self, plan: object, layers: Sequence[ChainLayer], heads: HeadBuffers
     ) -> list[LayerAttention] | None:
         assert isinstance(plan, NativePlan), "a plan comes from this backend"
-        pages, slots, math = layers[0]
+        pages, slots, math, records = layers[0]
         if unfit_tensors(pages, math, heads.query, None) or math.sinks is not None:
             return None
-        ready = self._make_ready(plan, pages, math, heads.query, None)
+        num_heads, sums = heads.query.shape[1], None
+        if records.tallies:
+            fit = all(can_tally(*one, num_heads) for one in records.tallies)
+            if plan.token_row is not None or not fit:
+                return None
+            longest = -(-int(plan.lanes.slots.max()) // WALK_ALIGNMENT) * WALK_ALIGNMENT
+            sums = self._sums.sums(len(plan.step.tokens), num_heads, longest)  # as `advance` allows
+        ready = self._make_ready(plan, pages, math, heads.query, sums)
         call = ready.call
         fits = ready.gathered is None and can_write(slots, heads.key, heads.value)
         if call is None or not fits:
             return None
         write = WriteCall(self._library, slots, heads.key)
-        writes = write.layer_args([slots for _, slots, _ in layers], heads.key, heads.value)
-        attends = call.layer_args(
-            [(pages, math) for pages, _, math in layers], heads.query, heads.out, self._scratch
-        )
-        owner = call, layers, self._scratch.memory
+        writes = write.layer_args([layer.slots for layer in layers], heads.key, heads.value)
+        attends, held = call.layer_args(layers, heads.query, heads.out, self._scratch)
+        owner = call, layers, held, self._scratch.memory
         return [
             LayerAttention(written, attended, call.num_threads, owner)
             for written, attended in zip(writes, attends, strict=True)

@@ -23,12 +23,14 @@ from quire.errors import InvariantError
 from quire.kernels.backend import (
     AttentionMath,
     AttentionStatistic,
+    ChainLayer,
     LaneSlots,
     LayerPages,
     MovedSlots,
     NewSlots,
     StatisticRows,
     StepShape,
+    StoredQueries,
 )
 from quire.kernels.gathered import GatheredPlan, group_chunks
 from quire.kernels.native.arguments import (
@@ -44,6 +46,7 @@ from quire.kernels.native.arguments import (
     AttentionArgs,
     CodingArgs,
     MoveArgs,
+    RingArgs,
     TallyArgs,
     WriteArgs,
     coding_of,
@@ -215,6 +218,12 @@ class Scratch:
         """Current size in bytes."""
         return self.memory.numel()
 
+    def sums(self, rows: int, num_heads: int, slots: int) -> Tensor:
+        """Return memory for column sums, float32 [rows, num_heads, slots]."""
+        num_bytes = 4 * rows * num_heads * slots
+        self.address(num_bytes)
+        return self.memory[:num_bytes].view(torch.float32).view(rows, num_heads, slots)
+
     def address(self, num_bytes: int) -> int:
         """Return the address of at least `num_bytes`; growing replaces `memory`."""
         if self.num_bytes < num_bytes:
@@ -244,7 +253,7 @@ class NativeCall:
         query: Tensor,
         column_sums: Tensor | None,
     ) -> None:
-        self._library, self._parts = library, parts
+        self._library, self._parts, self._sums = library, parts, column_sums
         self._attended: LayerPages | None = None
         self._step, self._lanes, self._pages = step, lanes, pages
         heads_per_page, num_heads, head_dim = pages.key.shape[1], query.shape[1], query.shape[2]
@@ -304,9 +313,7 @@ class NativeCall:
         self._set_layer(pages, math, query, out, scratch)
         args = self._args
         args.sinks = None if sinks is None else sinks.data_ptr()
-        if column_sums is not None:
-            args.column_sums = column_sums.data_ptr()
-            args.normalisers = args.partials + self._partials_bytes
+        self._set_sums(column_sums)
         parallel_for = self._library.parallel_for
         if self._library.attend(ctypes.byref(args), parallel_for, self._num_threads):
             raise InvariantError("torch_parallel_for failed inside the C extension")
@@ -317,22 +324,43 @@ class NativeCall:
         return self._num_threads
 
     def layer_args(
+        self, layers: Sequence[ChainLayer], query: Tensor, out: Tensor, scratch: Scratch
+    ) -> "tuple[ctypes.Array[AttentionArgs], object]":
+        """Return the arguments of layers without sinks, for a chain, and the owner of their memory.
+
+        All layers use the same column sums, if any.
+        """
+        pages, _, math, _ = layers[0]
+        self._set_layer(pages, math, query, out, scratch)
+        self._set_sums(self._sums)
+        copies, owner = copied(self._args, len(layers)), []
+        for args, (pages, _, math, records) in zip(copies, layers, strict=True):
+            args.first_lane = pages.first_lane
+            args.scale, args.softcap = math.scale, math.softcap or 0.0
+            made = (
+                []
+                if self._sums is None
+                else [tally_args(self._library, *one, self._sums) for one in records.tallies]
+            )
+            tallies = (TallyArgs * len(made))(*made)
+            rings = (RingArgs * len(records.queries))(*map(_ring_args, records.queries))
+            args.tallies, args.num_tallies = ctypes.addressof(tallies), len(tallies)
+            args.rings, args.num_rings = ctypes.addressof(rings), len(rings)
+            owner.append((tallies, rings))
+        return copies, owner
+
+    def _set_sums(self, column_sums: Tensor | None) -> None:
+        if column_sums is not None:
+            self._args.column_sums = column_sums.data_ptr()
+            self._args.normalisers = self._args.partials + self._partials_bytes
+
+    def _set_layer(
         self,
-        layers: Sequence[tuple[LayerPages, AttentionMath]],
+        pages: LayerPages,
+        math: AttentionMath,
         query: Tensor,
         out: Tensor,
         scratch: Scratch,
-    ) -> "ctypes.Array[AttentionArgs]":
-        """Return the arguments of layers without sinks and column sums, for a chain."""
-        self._set_layer(*layers[0], query, out, scratch)
-        copies = copied(self._args, len(layers))
-        for args, (pages, math) in zip(copies, layers, strict=True):
-            args.first_lane = pages.first_lane
-            args.scale, args.softcap = math.scale, math.softcap or 0.0
-        return copies
-
-    def _set_layer(
-        self, pages: LayerPages, math: AttentionMath, query: Tensor, out: Tensor, scratch: Scratch
     ) -> None:
         args = self._args
         memory = scratch.address(
@@ -567,13 +595,13 @@ def move(library: NativeLibrary, moves: MovedSlots, scratch: Scratch) -> None:
             raise InvariantError("torch_parallel_for failed inside the C extension")
 
 
-def tally(
+def tally_args(
     library: NativeLibrary, target: AttentionStatistic, rows: StatisticRows, column_sums: Tensor
-) -> None:
-    """Add attention to the statistics of slots; see `AttentionBackend.tally`."""
+) -> TallyArgs:
+    """Return the arguments of a tally, also for one that attention makes."""
     _, heads_per_page, page_tokens, _ = target.numbers.shape
     num_rows, num_lanes = rows.slots.shape
-    args = TallyArgs(
+    return TallyArgs(
         numbers=target.numbers.data_ptr(),
         page_bytes=target.numbers.stride(0) * target.numbers.itemsize,
         table=target.table.data_ptr(),
@@ -585,6 +613,7 @@ def tally(
         fresh=rows.fresh.data_ptr(),
         sums=column_sums.data_ptr(),
         sums_stride=column_sums.shape[2],
+        number=None if rows.number is None else rows.number.data_ptr(),
         num_rows=num_rows,
         num_lanes=num_lanes,
         heads_per_page=heads_per_page,
@@ -595,5 +624,31 @@ def tally(
         count=int(target.count),
         path=library.path,
     )
+
+
+def tally(
+    library: NativeLibrary, target: AttentionStatistic, rows: StatisticRows, column_sums: Tensor
+) -> None:
+    """Add attention to the statistics of slots; see `AttentionBackend.tally`."""
+    args = tally_args(library, target, rows, column_sums)
+    args.number = None  # attention has added no row's column sums
     if library.tally(ctypes.byref(args), library.parallel_for):
         raise InvariantError("torch_parallel_for failed inside the C extension")
+
+
+def _ring_args(stored: StoredQueries) -> RingArgs:
+    _, heads_per_page, page_tokens, width = stored.numbers.shape
+    num_records, num_lanes = stored.pages.shape
+    return RingArgs(
+        numbers=stored.numbers.data_ptr(),
+        page_bytes=stored.numbers.stride(0) * stored.numbers.itemsize,
+        pages=stored.pages.data_ptr(),
+        offsets=stored.offsets.data_ptr(),
+        tokens=stored.tokens.data_ptr(),
+        marks=stored.marks.data_ptr(),
+        num_records=num_records,
+        num_lanes=num_lanes,
+        heads_per_page=heads_per_page,
+        page_tokens=page_tokens,
+        width=width,
+    )

@@ -10,7 +10,7 @@
 
 #include <string.h>
 
-#include "args.h"
+#include "numbers.h"
 
 #define RUN 256
 #ifndef INLINE
@@ -19,21 +19,6 @@
 
 enum { HEADS_MEAN = 0, HEADS_MAX = 1, HEADS_SUM = 2 };
 enum { COUNT_SUM = 0, COUNT_SQUARES = 1, COUNT_LOW = 2 };
-
-/* TallyArgs in arguments.py mirrors this. */
-typedef struct {
-    uint8_t *numbers; /* plane: page n at n * page_bytes, in it [heads_per_page, page_tokens] */
-    int64_t page_bytes;
-    const int32_t *table; /* [all rows, all lanes, capacity] */
-    int64_t table_row_stride, table_lane_stride;
-    const int64_t *step_rows, *table_rows; /* [num_rows] */
-    const int32_t *slots;                  /* [num_rows, num_lanes] live slots */
-    const int32_t *fresh;                  /* [num_rows] number of new slots */
-    const float *sums;                     /* [rows of the step, num_heads, sums_stride] */
-    int64_t sums_stride;
-    int32_t num_rows, num_lanes, heads_per_page, group, first_lane, page_tokens;
-    int32_t heads, count, path;
-} tally_args;
 
 /* Reduce over the heads of a group, for consecutive slots. */
 INLINE void reduce_heads(const tally_args *a, const float *restrict sums, int run, float *restrict weights) {
@@ -71,43 +56,83 @@ INLINE float *numbers_at(const tally_args *a, const int32_t *pages, int head, in
     return page + (int64_t)head * a->page_tokens + slot % a->page_tokens;
 }
 
-INLINE void tally_lane_by(const tally_args *a, int row, int kv_head) {
+/* Prefetch the statistics of a lane, which are scattered over its pages. */
+INLINE void prefetch_numbers(const tally_args *a, int row, int kv_head) {
     int number = kv_head / a->heads_per_page, head = kv_head % a->heads_per_page;
-    int64_t slots = a->slots[(int64_t)row * a->num_lanes + number], old = slots - a->fresh[row];
+    int64_t slots = a->slots[(int64_t)row * a->num_lanes + number], tokens = a->page_tokens;
+    const int32_t *pages = a->table + a->table_rows[row] * a->table_row_stride +
+                           (a->first_lane + number) * a->table_lane_stride;
+    for (int64_t slot = 0; slot < slots; slot += tokens) {
+        const uint8_t *page = a->numbers + *pages++ * a->page_bytes + head * tokens * (int64_t)sizeof(float);
+        for (int64_t at = 0; at < tokens * (int64_t)sizeof(float); at += 64) __builtin_prefetch(page + at, 1);
+    }
+}
+
+/* Add the column sums of slots first .. end - 1, at most RUN, of row `row` of `step_rows`. */
+INLINE void tally_run_by(const tally_args *a, int row, int kv_head, int64_t first, int64_t end) {
+    int number = kv_head / a->heads_per_page, head = kv_head % a->heads_per_page;
+    int64_t slots = a->slots[(int64_t)row * a->num_lanes + number], old = slots - a->fresh[row], run;
     const int32_t *pages = a->table + a->table_rows[row] * a->table_row_stride +
                            (a->first_lane + number) * a->table_lane_stride;
     int64_t num_heads = (int64_t)a->num_lanes * a->heads_per_page * a->group;
     const float *sums = a->sums + (a->step_rows[row] * num_heads + kv_head * a->group) * a->sums_stride;
-    for (int64_t first = 0; first < slots; first += RUN) {
-        float weights[RUN];
-        int64_t end = first + RUN < slots ? first + RUN : slots, run;
-        for (int64_t slot = first; slot < end; slot += a->page_tokens)
-            __builtin_prefetch(numbers_at(a, pages, head, slot), 1);
-        reduce_heads(a, sums + first, (int)(end - first), weights);
-        measure_weights(a, weights, (int)(end - first), slots);
-        for (int64_t slot = first; slot < end; slot += run) {
-            run = a->page_tokens - slot % a->page_tokens;
-            if (run > end - slot) run = end - slot;
-            add_weights(numbers_at(a, pages, head, slot), weights + slot - first, run, old - slot);
-        }
+    float weights[RUN];
+    reduce_heads(a, sums + first, (int)(end - first), weights);
+    measure_weights(a, weights, (int)(end - first), slots);
+    for (int64_t slot = first; slot < end; slot += run) {
+        run = a->page_tokens - slot % a->page_tokens;
+        if (run > end - slot) run = end - slot;
+        add_weights(numbers_at(a, pages, head, slot), weights + slot - first, run, old - slot);
     }
 }
 
-static void tally_lane_plain(const tally_args *a, int row, int kv_head) { tally_lane_by(a, row, kv_head); }
+static void tally_run_plain(const tally_args *a, int row, int kv_head, int64_t first, int64_t end) {
+    tally_run_by(a, row, kv_head, first, end);
+}
 #ifdef HAVE_X86
-static AVX2 void tally_lane_avx2(const tally_args *a, int row, int kv_head) { tally_lane_by(a, row, kv_head); }
-static AVX512 void tally_lane_avx512(const tally_args *a, int row, int kv_head) { tally_lane_by(a, row, kv_head); }
+static AVX2 void tally_run_avx2(const tally_args *a, int row, int kv_head, int64_t first, int64_t end) {
+    tally_run_by(a, row, kv_head, first, end);
+}
+static AVX512 void tally_run_avx512(const tally_args *a, int row, int kv_head, int64_t first, int64_t end) {
+    tally_run_by(a, row, kv_head, first, end);
+}
 #endif
+
+static void tally_run(const tally_args *a, int row, int kv_head, int64_t first, int64_t end) {
+#ifdef HAVE_X86
+    if (a->path >= PATH_AVX512) tally_run_avx512(a, row, kv_head, first, end);
+    else if (a->path >= PATH_AVX2) tally_run_avx2(a, row, kv_head, first, end);
+    else
+#endif
+        tally_run_plain(a, row, kv_head, first, end);
+}
 
 static void tally_lanes(int64_t begin, int64_t end, void *context) {
     const tally_args *a = context;
     int heads = a->num_lanes * a->heads_per_page;
-    void (*tally_lane)(const tally_args *, int, int) = tally_lane_plain;
-#ifdef HAVE_X86
-    if (a->path >= PATH_AVX2) tally_lane = tally_lane_avx2;
-    if (a->path >= PATH_AVX512) tally_lane = tally_lane_avx512;
-#endif
-    for (int64_t item = begin; item < end; item++) tally_lane(a, (int)(item / heads), (int)(item % heads));
+    for (int64_t item = begin; item < end; item++) {
+        int row = (int)(item / heads), kv_head = (int)(item % heads);
+        int64_t slots = a->slots[(int64_t)row * a->num_lanes + kv_head / a->heads_per_page];
+        if (a->number && a->fresh[row] == 1) continue; /* attention has added them */
+        prefetch_numbers(a, row, kv_head);
+        for (int64_t first = 0; first < slots; first += RUN)
+            tally_run(a, row, kv_head, first, first + RUN < slots ? first + RUN : slots);
+    }
+}
+
+/* Store queries after RoPE. */
+static void store_queries(const attention_args *a, const ring_args *r) {
+    int kv_heads = r->num_lanes * r->heads_per_page, group = num_heads(a) / kv_heads;
+    for (int64_t item = 0; item < (int64_t)r->num_records * kv_heads; item++) {
+        int64_t record = item / kv_heads, kv_head = item % kv_heads, head = kv_head % r->heads_per_page;
+        float *page = (float *)(r->numbers + r->pages[record * r->num_lanes + kv_head / r->heads_per_page] * r->page_bytes);
+        float *target = page + (head * r->page_tokens + r->offsets[record]) * r->width;
+        for (int g = 0; g < group; g++) {
+            int64_t at = r->tokens[record] * a->query_token_stride + (kv_head * group + g) * a->query_head_stride;
+            for (int d = 0; d < a->head_dim; d++) target[g * a->head_dim + d] = load_number(a->query, at + d, a->dtype);
+        }
+        target[r->width - 1] = r->marks[record];
+    }
 }
 
 #endif

@@ -2,6 +2,7 @@
 #ifndef QUIRE_WALKING_H
 #define QUIRE_WALKING_H
 
+#include "tally.h"
 #include "walk_avx2.h"
 #include "walk_coded.h"
 
@@ -179,11 +180,54 @@ static float *partial_of(const attention_args *a, int kv_head, int64_t number, i
     return a->partials + result * (a->head_dim + 2);
 }
 
+static int is_tallied(const attention_args *a, int row) {
+    for (int i = 0; i < a->num_tallies; i++)
+        if (a->tallies[i].number[row] >= 0) return 1;
+    return 0;
+}
+
+/* Prefetch the statistics of a KV head. */
+static void prefetch_tallies(const attention_args *a, int row, int kv_head) {
+    for (int i = 0; i < a->num_tallies; i++) {
+        const tally_args *t = a->tallies + i;
+        int apart = a->group / t->group; /* statistics of a KV head */
+        for (int h = 0; t->number[row] >= 0 && h < apart; h++)
+            prefetch_numbers(t, t->number[row], kv_head * apart + h);
+    }
+}
+
+/* Store the maxima and factors of the heads of a row with one token, for `tally_row`. */
+static void keep_normaliser(const attention_args *a, int row, int head, float maximum, float over) {
+    float *kept = a->normalisers + 2 * (a->starts[row] * num_heads(a) + head);
+    kept[0] = maximum, kept[1] = over;
+}
+
+/* Convert the logits of a row with one token to weights and add them to the statistics, RUN slots at a time:
+ * the weights of a run are read from the cache. */
+static void tally_row(const attention_args *a, int row, int kv_head) {
+    int64_t slots = lane_of(a, row, kv_head).slots, end;
+    const float *norm = a->normalisers + 2 * (a->starts[row] * num_heads(a) + kv_head * a->group);
+    for (int64_t first = 0; first < slots; first = end) {
+        end = first + RUN < slots ? first + RUN : slots;
+        for (int m = 0; m < a->group; m++) {
+            float *sums = sums_of_head(a, row, kv_head * a->group + m);
+            finish_columns(a, sums, sums, first, end, norm[2 * m], norm[2 * m + 1]);
+        }
+        for (int i = 0; i < a->num_tallies; i++) {
+            const tally_args *t = a->tallies + i;
+            int apart = a->group / t->group; /* statistics of a KV head */
+            for (int h = 0; t->number[row] >= 0 && h < apart; h++)
+                tally_run(t, t->number[row], kv_head * apart + h, first, end);
+        }
+    }
+}
+
 /* Select where logits are stored until the normaliser is known: in the column sums themselves for a row
  * with one token (vector m is then a head), else in scratch after the walk. */
 static void keep_for_sums(const attention_args *a, walk *w, int row, int head) {
     float *kept = (float *)((uint8_t *)w + walk_bytes());
-    for (int m = 0; a->column_sums && m < w->count; m++)
+    if (a->column_sums == NULL || (a->num_tallies && !is_tallied(a, row))) return;
+    for (int m = 0; m < w->count; m++)
         w->logits[m] = a->tokens[row] == 1 ? sums_of_head(a, row, head + m) : kept + m * a->sums_stride;
 }
 
@@ -199,10 +243,14 @@ static void finish_walk(const attention_args *a, const part *p, int kv_head, wal
         }
         float over = 1 / w->sum[m];
         store_output(a, p->row, head, first + m, w->out[m], over);
-        if (w->logits[m])
+        if (w->logits[m] && a->num_tallies && a->tokens[p->row] == 1)
+            keep_normaliser(a, p->row, head + first + m, w->maximum[m], over);
+        else if (w->logits[m])
             finish_columns(a, w->logits[m], sums_of_head(a, p->row, head + (first + m) % a->group),
                            w->low[m], w->high[m], w->maximum[m], over);
     }
+    int whole = p->partial < 0 && a->tokens[p->row] == 1 && first + w->count == a->group;
+    if (whole && a->num_tallies && w->logits[0]) tally_row(a, p->row, kv_head);
 }
 
 static void begin_walk(const attention_args *a, const part *p, int kv_head, walk *w, int first) {
@@ -227,8 +275,11 @@ static void walk_heads(const attention_args *a, const part *p, int kv_head, int 
         if (strips) walk_codes(a, walks, heads, &l, slot, end);
         else if (heads > 1 && is_wide(a, walks[0], slot))
             slot = walk_wide_tiles(a, walks, heads, &l, slot, end < l.slots ? end : l.slots);
+        int tallied = p->partial < 0 && a->tokens[p->row] == 1;
+        if (tallied) prefetch_tallies(a, p->row, kv_head);
         for (int h = 0; h < heads; h++) {
             l = lane_of(a, p->row, kv_head + h);
+            if (tallied && h + 1 < heads) prefetch_tallies(a, p->row, kv_head + h + 1);
             if (!strips) walk_lane(a, walks[h], &l, slot, end);
             finish_walk(a, p, kv_head + h, walks[h], first);
         }
@@ -249,6 +300,8 @@ static void do_merge(const attention_args *a, const part *p, int kv_head, uint8_
     int head = kv_head * a->group, dim = a->head_dim;
     int64_t high = lane_of(a, p->row, kv_head).slots;
     int64_t low = a->window && high > a->window ? high - a->window : 0;
+    int tallied = is_tallied(a, p->row);
+    prefetch_tallies(a, p->row, kv_head);
     for (int m = 0; m < a->group; m++) {
         float maximum = -INFINITY, sum = 0;
         memset(out, 0, dim * sizeof(float));
@@ -261,10 +314,12 @@ static void do_merge(const attention_args *a, const part *p, int kv_head, uint8_
             for (int d = 0; d < dim; d++) out[d] += factor * result[d];
         }
         store_output(a, p->row, head, m, out, 1 / sum);
-        if (!a->column_sums) continue;
+        if (tallied) keep_normaliser(a, p->row, head + m, maximum, 1 / sum);
+        if (!a->column_sums || a->num_tallies) continue;
         float *sums = sums_of_head(a, p->row, head + m);
         finish_columns(a, sums, sums, low, high, maximum, 1 / sum);
     }
+    if (tallied) tally_row(a, p->row, kv_head);
 }
 
 #endif
