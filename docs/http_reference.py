@@ -136,7 +136,8 @@ RESPONSES = """## Responses
 | --- | --- |
 | `choices[].stop_reason` | the stop string or stop token that ended the output; otherwise null |
 | `usage.kv_peak_bytes` | largest number of KV bytes of the request, summed over its prompts |
-| `usage.evicted_tokens` | tokens evicted from the request's KV |
+| `usage.evictions`, `usage.evicted_tokens` | evictions from the request's KV, and their tokens |
+| `usage.recomputed_tokens` | tokens that were computed again after preemptions |
 | `usage.prompt_tokens_details.cached_tokens` | tokens of the prompt taken from the prefix cache |
 | `metadata` | the `metadata` of the request |
 

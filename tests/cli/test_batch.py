@@ -193,6 +193,30 @@ def test_blank_lines_are_skipped(batch):
     assert result.exit_code == 0
 
 
+def test_summary_shows_evictions_recomputed_tokens_and_prefix_hits(batch):
+    same = [[2 + i % 100 for i in range(40)], [3 + i % 100 for i in range(40)]]
+    lines = [{"prompt": same[i % 2], "max_tokens": 60, "ignore_eos": True} for i in range(6)]
+    names = ("evictions", "evicted_tokens", "recomputed_tokens", "cached_tokens")
+
+    def found(*options: str) -> dict[str, int]:
+        result, target = batch(lines, "--overwrite", "--json", *options)
+        claims = last_json(result)["claims"]
+        usages = [record["usage"] for record in read_records(target)]
+        for name in names:
+            assert claims[name] == sum(usage[name] for usage in usages)
+        for text in ("evictions", "evicted", "recomputed", "in the prefix cache"):
+            assert text in result.output
+        return claims
+
+    tight = ("--swap-space", "0", "--admission", "optimistic", "--no-enable-prefix-caching")
+    recomputing = found(*tight)
+    assert recomputing["recomputed_tokens"] > recomputing["cached_tokens"] == 0
+    without = found("--kv-memory", "1MiB", "--evict", "recent:cap=4096")
+    assert without["evictions"] == without["recomputed_tokens"] == 0 < without["cached_tokens"]
+    evicting = found("--kv-memory", "1MiB", "--evict", "recent:cap=64,every=8")
+    assert evicting["evicted_tokens"] > evicting["evictions"] > 0
+
+
 def test_line_options_override_command_options(batch):
     _, target = batch([{"prompt": [3], "max_tokens": 2}, {"prompt": [3]}])
 

@@ -1,5 +1,7 @@
-"""Engines with weight offload: logits are bit-equal to those with all weights on the device.
+"""Engines with weight offload: logits are bit-equal to those of the same products on the device.
 
+Engines on a CPU multiply packed weights if all of them are on the device. These products add in
+another order, so that logits are near those of offloaded layers only: docs/weights.md has the limit.
 Slots hold NaN until a layer is loaded, copies are delayed, and the engines use chunked prefill,
 batches, cached prefixes, quantized KV, eviction, KV offload and cancellation.
 """
@@ -127,7 +129,7 @@ def assert_close(logits, expected, *, exact=False):
 
 @pytest.mark.parametrize("stay", [0, 2])
 @pytest.mark.parametrize("name", ["gpt2", "opt", "llama_mqa", "qwen3", "mixtral"])
-def test_logits_equal_those_with_weights_on_the_device(name, stay):
+def test_logits_equal_those_of_the_same_products_on_the_device(name, stay):
     model = load_streamed(name, stay=stay)
     engine, logits = run(model)
 

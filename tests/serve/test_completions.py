@@ -36,7 +36,9 @@ def test_completion_response_has_the_openai_format(complete, llm):
         "total_tokens": len(output.prompt_token_ids) + 4,
         "prompt_tokens_details": {"cached_tokens": 0},
         "kv_peak_bytes": output.usage.kv_peak_bytes,
+        "evictions": 0,
         "evicted_tokens": 0,
+        "recomputed_tokens": 0,
     }
 
 

@@ -22,6 +22,7 @@ def test_request_sets_its_policy_and_usage_reports_evicted_tokens(complete):
 
     assert full["usage"]["evicted_tokens"] == 0
     assert capped["usage"]["evicted_tokens"] > 20
+    assert full["usage"]["evictions"] == 0 < capped["usage"]["evictions"] <= 10
     assert capped["usage"]["completion_tokens"] == 40
 
 

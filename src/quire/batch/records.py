@@ -1,6 +1,7 @@
 """The records of `quire batch` for outputs and errors, and their tally."""
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,12 @@ if TYPE_CHECKING:
 
 Record = dict[str, Any]
 
+USAGE = (
+    *("prompt_tokens", "completion_tokens", "cached_tokens"),
+    *("evictions", "evicted_tokens", "recomputed_tokens"),
+)
+"""Numbers in the `usage` of a record that a run sums; other servers report some of them."""
+
 
 @dataclass(slots=True)
 class BatchTally:
@@ -19,25 +26,29 @@ class BatchTally:
 
     completed: int = 0  # including error records
     errors: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    preemptions: int = 0
-    finish_reasons: dict[str, int] = field(default_factory=dict)
+    usage: Counter[str] = field(default_factory=Counter)  # what records report of `USAGE`
+    finish_reasons: Counter[str] = field(default_factory=Counter)
 
-    def add(self, record: Record, output: "RequestOutput | None") -> None:
-        self.count(record, "error" if output is None else output.finish_reason)
-        if output is not None:
-            self.count_tokens(output.usage.prompt_tokens, output.usage.completion_tokens)
-            self.preemptions += output.usage.preemptions
-
-    def count(self, record: Record, finish_reason: str) -> None:
+    def add(self, record: Record) -> None:
         self.completed += 1
         self.errors += is_error(record)
-        self.finish_reasons[finish_reason] = self.finish_reasons.get(finish_reason, 0) + 1
+        self.finish_reasons[finish_reason(record)] += 1
+        body = record["response"]["body"] if "response" in record else record
+        usage = body.get("usage") or {}
+        usage = (usage.get("prompt_tokens_details") or {}) | usage
+        for name in USAGE:
+            if usage.get(name) is not None:
+                self.usage[name] += int(usage[name])
 
-    def count_tokens(self, prompt_tokens: int, completion_tokens: int) -> None:
-        self.prompt_tokens += prompt_tokens
-        self.completion_tokens += completion_tokens
+
+def finish_reason(record: Record) -> str:
+    """Finish reason of the first choice of a record; "error" for an error record."""
+    if record["error"] is not None:
+        return "error"
+    if "response" not in record:
+        return str(record["finish_reason"])
+    choices = record["response"]["body"].get("choices") or [{}]
+    return str(choices[0].get("finish_reason") or "stop")
 
 
 def output_record(
@@ -136,9 +147,7 @@ def _body(line: BatchLine, output: "RequestOutput", model: str) -> Record:
             "completion_tokens": usage.completion_tokens,
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-            "kv_peak_bytes": usage.kv_peak_bytes,
-            "evicted_tokens": usage.evicted_tokens,
-            **usage.limit(),
+            **usage.extensions(),
         },
         **echoed_options(line.options),
     }

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quire.batch.lines import BatchTask, LineFormat
-from quire.batch.records import BatchTally
+from quire.batch.records import USAGE, BatchTally
 from quire.cli.batch_files import (
     BatchOutput,
     RunState,
@@ -47,6 +47,10 @@ _LABELS = {
     "kv_total_bytes": ("KV memory", "bytes"),
     "kv_peak_bytes": ("peak KV memory in use", "bytes"),
     "preemptions": ("preemptions", ""),
+    "recomputed_tokens": ("recomputed after preemptions", "tokens"),
+    "cached_tokens": ("prompt in the prefix cache", "tokens"),
+    "evictions": ("evictions", ""),
+    "evicted_tokens": ("evicted", "tokens"),
 }
 """Label and unit of each row of the printed table."""
 
@@ -249,18 +253,19 @@ def _claims(result: _Result) -> dict[str, int | float]:
     claims: dict[str, int | float] = {
         "requests_completed": tally.completed - tally.errors,
         "requests_with_errors": tally.errors,
-        "prompt_tokens": tally.prompt_tokens,
-        "completion_tokens": tally.completion_tokens,
+        "prompt_tokens": tally.usage["prompt_tokens"],
+        "completion_tokens": tally.usage["completion_tokens"],
         "run_s": result.seconds,
     }
     if tally.completed:
-        claims["completion_tokens_per_s"] = tally.completion_tokens / max(result.seconds, 1e-9)
+        claims["completion_tokens_per_s"] = claims["completion_tokens"] / max(result.seconds, 1e-9)
     if stats is not None:
         claims |= {
             "kv_total_bytes": stats.kv_total_bytes,
             "kv_peak_bytes": stats.kv_peak_bytes,
             "preemptions": stats.num_preemptions,
         }
+    claims |= {name: tally.usage[name] for name in USAGE if name in tally.usage}
     return claims
 
 

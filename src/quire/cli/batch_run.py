@@ -12,7 +12,6 @@ from quire.batch.requests import LineResult, RecordFormat, record_of, requests_o
 from quire.cli.batch_files import BatchOutput, RecordGroups
 from quire.cli.drive import ClientJob, Driver
 from quire.errors import RequestError
-from quire.sampling.outputs import RequestOutput
 
 WINDOW_PER_RUNNING = 4
 
@@ -47,7 +46,7 @@ class BatchRun:
                 if output is not None and line.options.get("record_evictions"):
                     trace = self._llm.engine.eviction_trace(output.request_id)
                     record["evictions"] = [retained.as_dict() for retained in trace]
-                self._put(record, output)
+                self._put(record)
         self._output.flush()
         return self.tally
 
@@ -60,9 +59,9 @@ class BatchRun:
                     line = parse_line(raw, number, self._task.form)
                     jobs = self._jobs_of(line, self._output.seed_of(number, raw))
                 except BatchError as error:
-                    self._put(error_record(error.head, str(error)), None)
+                    self._put(error_record(error.head, str(error)))
                 except RequestError as error:
-                    self._put(error_record(line.head, str(error)), None)
+                    self._put(error_record(line.head, str(error)))
                 else:
                     self._lines[number] = line
                     yield from jobs
@@ -74,8 +73,8 @@ class BatchRun:
             for part, request in enumerate(requests)
         ]
 
-    def _put(self, record: Record, output: RequestOutput | None) -> None:
-        self.tally.add(record, output)
+    def _put(self, record: Record) -> None:
+        self.tally.add(record)
         self._groups.put(record)
 
     def _after_step(self, on_step: Callable[[BatchTally], None]) -> None:

@@ -159,23 +159,6 @@ def _plain_record(line: ServerLine, body: Mapping[str, Any], *, with_prompt: boo
     }
 
 
-def finish_reason(record: Record) -> str:
-    """Finish reason of the first choice of a record; "error" for an error record."""
-    if record["error"] is not None:
-        return "error"
-    if "response" not in record:
-        return str(record["finish_reason"])
-    choices = record["response"]["body"].get("choices") or [{}]
-    return str(choices[0].get("finish_reason") or "stop")
-
-
-def tokens(record: Record) -> tuple[int, int]:
-    """Prompt and output tokens of a record, by the usage of the response."""
-    body = record["response"]["body"] if "response" in record else record
-    usage = body.get("usage") or {}
-    return int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
-
-
 def _text(choice: Mapping[str, Any]) -> str:
     if "text" in choice:
         return str(choice["text"])
@@ -307,8 +290,7 @@ class ServerBatch:
         raise ConfigError(f"{last}; run the same command again to resume")
 
     def _put(self, record: Record) -> None:
-        self.tally.count(record, finish_reason(record))
-        self.tally.count_tokens(*tokens(record))
+        self.tally.add(record)
         self._groups.put(record)
         self._on_record(self.tally.completed)
 

@@ -72,7 +72,6 @@ def run_on_ray(
     tally = BatchTally()
     if not left:
         return tally, 0.0
-    from quire.cli.batch_server import finish_reason, tokens  # imports httpx
     from quire.scale.batch import batch_records
     from quire.scale.ray_session import ray_session
 
@@ -91,8 +90,7 @@ def run_on_ray(
         try:
             for text in records:
                 record = json.loads(text)
-                tally.count(record, finish_reason(record))
-                tally.count_tokens(*tokens(record))
+                tally.add(record)
                 groups.put(record)
                 progress.count(tally.completed)
         except KeyboardInterrupt:

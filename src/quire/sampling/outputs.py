@@ -20,8 +20,10 @@ class Usage:
             beam search the tokens of the returned sequences.
         cached_tokens: prompt tokens whose KV was found in a prefix cache.
         preemptions: number of preemptions.
+        evictions: evictions of one sequence, without those that a recomputation repeats.
         evicted_tokens: evicted tokens of one sequence, mean over all lanes; 0 if the cap was never
             reached. Of several sequences the maximum, because evictions before a fork are common.
+        recomputed_tokens: tokens that were computed again after preemptions.
         kv_peak_bytes: peak KV bytes; pages shared by its sequences count once.
         first_token_s: seconds from submission to the first token.
         total_s: seconds from submission to the end.
@@ -34,7 +36,9 @@ class Usage:
     completion_tokens: int
     cached_tokens: int
     preemptions: int
+    evictions: int = 0
     evicted_tokens: int
+    recomputed_tokens: int = 0
     kv_peak_bytes: int
     first_token_s: float
     total_s: float
@@ -46,6 +50,11 @@ class Usage:
         found = asdict(self)
         del found["max_tokens"], found["max_tokens_limit"]
         return found | self.limit()
+
+    def extensions(self) -> dict[str, object]:
+        """The fields that Quire adds to the `usage` of OpenAI's API."""
+        names = ("kv_peak_bytes", "evictions", "evicted_tokens", "recomputed_tokens")
+        return {name: getattr(self, name) for name in names} | self.limit()
 
     def limit(self) -> dict[str, object]:
         """`max_tokens` and `max_tokens_limit`; empty if `max_tokens` was not limited."""
@@ -190,7 +199,9 @@ def summed(usages: Sequence[Usage]) -> Usage:
         completion_tokens=sum(usage.completion_tokens for usage in usages),
         cached_tokens=sum(usage.cached_tokens for usage in usages),
         preemptions=sum(usage.preemptions for usage in usages),
+        evictions=sum(usage.evictions for usage in usages),
         evicted_tokens=sum(usage.evicted_tokens for usage in usages),
+        recomputed_tokens=sum(usage.recomputed_tokens for usage in usages),
         kv_peak_bytes=sum(usage.kv_peak_bytes for usage in usages),
         first_token_s=max(usage.first_token_s for usage in usages),
         total_s=max(usage.total_s for usage in usages),

@@ -119,6 +119,7 @@ class RequestProgress:
             are inputs of a later step; see `Scheduler.plan_ahead`.
         num_computed: computed tokens of this run, evicted ones included.
         furthest_tokens: most computed tokens of any earlier run.
+        recomputed_tokens: tokens computed that an earlier run had computed already.
         cached_tokens: prompt tokens whose KV was found in a prefix cache of any tier, without
             tokens that the request had computed itself before.
         charged_tokens, charged_cached_tokens: tokens charged to its tenant.
@@ -135,6 +136,7 @@ class RequestProgress:
     num_pending: int = 0
     num_computed: int = 0
     furthest_tokens: int = 0
+    recomputed_tokens: int = 0
     cached_tokens: int = 0
     charged_tokens: int = 0
     charged_cached_tokens: int = 0

@@ -481,7 +481,10 @@ class Scheduler:
         shared, copied and freed at once.
         """
         for request, tokens in zip(plan.requests, plan.tokens, strict=True):
-            request.progress.num_computed += tokens
+            progress = request.progress
+            again = min(tokens, progress.furthest_tokens - progress.num_computed)
+            progress.recomputed_tokens += max(0, again)
+            progress.num_computed += tokens
         self.sequence_memory.confirm(plan.requests)
         return self._forks.make_due(plan.requests)
 

@@ -284,17 +284,15 @@ class Envelope:
 def usage_body(usages: Iterable[Usage]) -> dict[str, object]:
     """The `usage` object of a response.
 
-    `kv_peak_bytes` and `evicted_tokens` are extensions of Quire. They are sums over the prompts: of
-    the peak KV of each prompt with all its outputs, and of the largest number of tokens evicted
+    The extensions of Quire are sums over the prompts: of the peak KV of each prompt with all its
+    outputs, of its recomputed tokens, and of the largest number of evictions and of tokens evicted
     from one of its outputs. `max_tokens` and `max_tokens_limit` are added if the context or the KV
     memory limited the output.
     """
     usage = summed(list(usages))
     return token_counts(usage.prompt_tokens, usage.completion_tokens) | {
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        "kv_peak_bytes": usage.kv_peak_bytes,
-        "evicted_tokens": usage.evicted_tokens,
-        **usage.limit(),
+        **usage.extensions(),
     }
 
 

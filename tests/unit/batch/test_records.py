@@ -17,7 +17,9 @@ USAGE = Usage(
     completion_tokens=2,
     cached_tokens=1,
     preemptions=4,
+    evictions=5,
     evicted_tokens=0,
+    recomputed_tokens=6,
     kv_peak_bytes=64,
     first_token_s=0.5,
     total_s=1.0,
@@ -63,7 +65,9 @@ def test_plain_output_record():
             "completion_tokens": 2,
             "cached_tokens": 1,
             "preemptions": 4,
+            "evictions": 5,
             "evicted_tokens": 0,
+            "recomputed_tokens": 6,
             "kv_peak_bytes": 64,
             "first_token_s": 0.5,
             "total_s": 1.0,
@@ -88,8 +92,7 @@ def test_completion_record_parses_with_the_openai_client():
     body = Completion.model_validate(record["response"]["body"], strict=True)
     assert (body.choices[0].text, body.usage.total_tokens) == ("Hello", 5)
     usage = record["response"]["body"]["usage"]
-    assert usage["kv_peak_bytes"] == output().usage.kv_peak_bytes
-    assert usage["evicted_tokens"] == output().usage.evicted_tokens
+    assert usage == usage_body([USAGE])
 
 
 def test_chat_record_parses_with_the_openai_client():
@@ -119,12 +122,23 @@ def test_openai_error_record_has_status_and_message():
 
 def test_tally_counts_outputs_and_errors():
     tally = BatchTally()
-    tally.add(output_record(line(), output(), model="m"), output())
-    tally.add(error_record(line().head, "no"), None)
+    tally.add(output_record(line(), output(), model="m"))
+    tally.add(output_record(line("chat"), output(), model="m"))
+    tally.add(error_record(line().head, "no"))
+    of_another_server = output_record(line("chat"), output(), model="m")
+    of_another_server["response"]["body"]["usage"] = {"prompt_tokens": 4}
+    tally.add(of_another_server)
 
-    assert (tally.completed, tally.errors) == (2, 1)
-    assert (tally.prompt_tokens, tally.completion_tokens, tally.preemptions) == (3, 2, 4)
-    assert tally.finish_reasons == {"stop": 1, "error": 1}
+    assert (tally.completed, tally.errors) == (4, 1)
+    assert tally.usage == {
+        "prompt_tokens": 10,
+        "completion_tokens": 4,
+        "cached_tokens": 2,
+        "evictions": 10,
+        "evicted_tokens": 0,
+        "recomputed_tokens": 12,
+    }
+    assert tally.finish_reasons == {"stop": 3, "error": 1}
 
 
 def test_merged_usage_equals_the_servers_usage():
@@ -140,7 +154,9 @@ def test_merged_usage_equals_the_servers_usage():
         completion_tokens=6,
         cached_tokens=3,
         preemptions=12,
+        evictions=15,
         evicted_tokens=40,
+        recomputed_tokens=18,
         kv_peak_bytes=224,
         first_token_s=0.5,
         total_s=3.0,
