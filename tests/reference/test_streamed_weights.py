@@ -1,7 +1,9 @@
 """Engines with weight offload: logits are bit-equal to those of the same products on the device.
 
 Engines on a CPU multiply packed weights if all of them are on the device. These products add in
-another order, so that logits are near those of offloaded layers only: docs/weights.md has the limit.
+another order, so that logits are near those of offloaded layers only; the limit is in
+docs/weights.md.
+
 Slots hold NaN until a layer is loaded, copies are delayed, and the engines use chunked prefill,
 batches, cached prefixes, quantized KV, eviction, KV offload and cancellation.
 """
