@@ -27,8 +27,10 @@ assert GenerationBody.model_fields.keys() >= EXTENSIONS - {"chat_template_kwargs
 
 def usage_extensions(usage: Mapping[str, Any]) -> dict[str, Any]:
     """Quire's fields in the usage of a chat; the limit of `max_tokens` if there was one."""
-    names = ("kv_peak_bytes", "evictions", "evicted_tokens", "recomputed_tokens")
-    names += ("max_tokens", "max_tokens_limit")
+    names = (
+        *("kv_peak_bytes", "evictions", "evicted_tokens", "recomputed_tokens"),
+        *("max_tokens", "max_tokens_limit"),
+    )
     return {name: usage[name] for name in names if name in usage}
 
 
