@@ -119,6 +119,13 @@ def offloaded(engine: Engine) -> int:
     return len(engine.events.newest(["offloaded"]))
 
 
+def assert_all_free(engine: Engine) -> None:
+    """Only cached prefixes are left in offload memory."""
+    engine.scheduler.sequence_memory.drop_cached()
+    assert not engine.pool.offload.prefixes.pool.used_bytes
+    assert not engine.pool.offload.prefixes.rows
+
+
 def most_running(engine: Engine) -> int:
     """Largest number of sequences with KV at the same time."""
     count = most = 0
@@ -142,8 +149,7 @@ def test_logits_equal_those_with_enough_memory(name, rows):
     assert offloaded(engine)
     assert set(usages) == set(PROMPTS)
     assert largest_difference(logits, ample_memory_logits(name)) <= 1e-4
-    assert not engine.pool.offload.prefixes.pool.used_bytes
-    assert not engine.pool.offload.prefixes.rows
+    assert_all_free(engine)
 
 
 @pytest.mark.parametrize(
@@ -311,7 +317,7 @@ def test_a_prefill_chunk_is_limited_to_free_memory(name, rows, parts):
     assert offloaded(engine)
     assert set(logits) == set(PROMPTS)
     assert largest_difference(logits, ample_memory_logits(name)) <= 1e-4
-    assert not engine.pool.offload.prefixes.pool.used_bytes
+    assert_all_free(engine)
 
 
 @pytest.mark.parametrize(
@@ -376,6 +382,29 @@ def test_a_request_with_a_cached_prefix_is_offloaded(part):
     assert largest_difference(logits, {"b": ample_memory_logits("qwen3")["b"]}) <= 1e-4
 
 
+@pytest.mark.parametrize(("name", "part"), [("qwen3", "off"), ("llama_mha", "0.5")])
+def test_offloaded_prefixes_are_cached_in_offload_memory(name, part):
+    """The second prompt shares a part of the offloaded pages, the third one all."""
+    memory = int(0.7 * row_bytes(name))
+    config = kv_config(memory=memory, page_tokens=4, offload_memory="1MiB", offload_recompute=part)
+    engine = Engine(model_of(name), config, ScheduleConfig(chunk_tokens=16))
+    recorder = engine.sampling_step.sampler = Recorder(engine.sampling_step.sampler)
+    usages = {}
+    prompts = {"first": PROMPTS["b"], "c": PROMPTS["c"], "b": PROMPTS["b"]}
+    for request, prompt in prompts.items():
+        engine.submit(GenerationRequest(prompt, greedy(NEW_TOKENS), request_id=request))
+        while engine.has_work:
+            usages |= {d.request_id: d.usage for d in engine.step() if d.usage is not None}
+            engine.check()
+
+    cached = {request: usage.cached_tokens for request, usage in usages.items()}
+    assert cached == {"first": 0, "c": 40, "b": 52}
+    logits = {request: recorder.logits[request] for request in "bc"}
+    expected = {request: ample_memory_logits(name)[request] for request in "bc"}
+    assert largest_difference(logits, expected) <= 1e-4
+    assert_all_free(engine)
+
+
 @pytest.mark.parametrize("preempt", ["swap", "recompute"])
 def test_a_request_with_an_offloaded_prefix_can_be_preempted(preempt):
     """It is recomputed, since its pages are in two memories."""
@@ -397,7 +426,7 @@ def test_cancelled_requests_free_their_offloaded_pages():
     engine, logits, _ = run("qwen3", 0.7, cancel=[("b", 7), ("a", 9)])
 
     assert offloaded(engine)
-    assert not engine.pool.offload.prefixes.pool.used_bytes
+    assert_all_free(engine)
     kept = {name: ample_memory_logits("qwen3")[name] for name in ("c", "d")}
     assert largest_difference({name: logits[name] for name in kept}, kept) <= 1e-4
 
@@ -437,14 +466,13 @@ def test_evicting_requests_are_offloaded_between_evictions(
     if codec != "none":  # other batches round differently, and codes amplify that
         use_exact_products(monkeypatch)
     options = {"codec": codec, "evict": f"{rule}:cap=40,every=8", "cancel": [("c", 9)]}
-    options |= {"new_tokens": 24}  # several evictions, with pages loaded back between them
+    options |= {"new_tokens": 24}
     host = {"swap_space": "4MiB", "schedule": {"preempt": "swap", "admission": "optimistic"}}
     recompute = "1" if recomputes else "auto"
     engine, logits, _ = run(name, rows, offload_recompute=recompute, **options, **host)
     expected = run(name, 16, stream=0, **options)[1]
 
-    prefix_offloader = engine.scheduler.sequence_memory.prefix_offloader
-    assert prefix_offloader.num_loaded_back
+    assert offloaded(engine)
     assert engine.stats().num_evictions
     assert bool(engine.stats().recomputed_tokens) == recomputes
     logits.pop("c", None), expected.pop("c", None)

@@ -23,7 +23,7 @@ from quire.eviction.eviction import PolicyEvictor
 from quire.kv.prefix import PrefixBroadcast, PrefixIndex
 from quire.models.base import attention_scales
 from quire.models.loader import LoadedModel
-from quire.offload.kv.offloader import OffloadedLayers, OffloadEvictor, PrefixOffloader
+from quire.offload.kv.offloader import PrefixOffloader
 from quire.offload.prefix_store.prefix_loader import PrefixLoader
 from quire.offload.swap.host_store import device_name
 from quire.parallel.lockstep import Lockstep
@@ -130,9 +130,7 @@ def _make_scheduler(
     swapper: Swapper,
 ) -> Scheduler:
     step_size = StepSize(schedule.max_num_batched_tokens, schedule.objective, model.weights)
-    evictor, offloader = _evictor(pool, kv, model), sequence_memory.prefix_offloader
-    if evictor is not None and offloader is not None:
-        evictor = OffloadEvictor(evictor, offloader)
+    evictor = _evictor(pool, kv, model)
     return scheduler_of(
         schedule, sequence_memory, evictor, swapper, step_size=step_size, running=running
     )
@@ -158,11 +156,8 @@ def _evictor(pool: KVPool, kv: KVConfig, model: LoadedModel) -> Evictor | None:
     if not pool.rules.evicts:
         return None
     rotations = cache(model.decoder.rotations)
-    layers = None
-    if pool.offload is not None:
-        layers = OffloadedLayers(pool.kv.memory, pool.offload.prefixes)
     scales = attention_scales(model.decoder)
-    return PolicyEvictor(pool.kv, pool.rules, kv.scratch, scales, rotations, layers, model.group)
+    return PolicyEvictor(pool.kv, pool.rules, kv.scratch, scales, rotations, model.group)
 
 
 def _swapper(
@@ -180,5 +175,4 @@ def _swapper(
     if known.notice and pool.host is not None and schedule.preempt == "auto":
         logger.info("%s", known.notice)
     costs = RankCosts(lockstep.same(lambda: known.costs), lockstep)
-    offloaded = None if pool.offload is None else pool.offload.offloaded_rows
-    return Swapper(pool.kv.memory, pool.host, costs, schedule.preempt, offloaded=offloaded)
+    return Swapper(pool.kv.memory, pool.host, costs, schedule.preempt)

@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.errors import OutOfPages, PolicyError, RankFailed
+from quire.errors import PolicyError, RankFailed
 from quire.eviction.decisions import (
     AllHeads,
     LayerPart,
@@ -30,7 +29,6 @@ from quire.kv.compaction import (
     CompactionPlan,
     Kind,
     commit_compaction,
-    count_copies,
     plan_compaction,
     require_private_copies,
 )
@@ -52,33 +50,6 @@ FLOAT_BYTES = 4
 _TENSORS_OF_A_VIEW = 4  # keys, values, and scratch tensors of a rule
 
 
-@runtime_checkable
-class LayerLoads(Protocol):
-    """Access to the offloaded pages of a sequence one layer at a time, between steps."""
-
-    def is_offloaded(self, row: int, group: str) -> bool:
-        """Whether the first pages of a group's lanes are offloaded."""
-
-    def read(self, row: int, group: str, layers: range) -> None:
-        """Load offloaded pages of layers (at most one) into staging pages, until the next read."""
-        ...
-
-    def require_pages(self, row: int, group: str, kept: NDArray[np.bool_], copies: int = 0) -> None:
-        """Refuse (OutOfPages) layers that cannot be settled in turn; kept is [lanes, columns]."""
-        ...
-
-    def settle(self, row: int, group: str, layer: int, kept: NDArray[np.bool_]) -> None:
-        """Load the offloaded pages of a layer, and give those that are kept pages of their own.
-
-        The others remain in the staging pages until the next read. `require_pages` precedes it.
-        """
-        ...
-
-    def forget(self, row: int, group: str) -> None:
-        """Free the offloaded bytes of a group with settled layers, unless others use them."""
-        ...
-
-
 class PolicyEvictor:
     """Applies the policies of requests to the lanes of a KV memory.
 
@@ -89,7 +60,6 @@ class PolicyEvictor:
             how many layers a view holds, at least one.
         scales: softmax scale of each layer of the model.
         rotations: RoPE of queries by RoPE scaling variant; None if the model does not provide it.
-        offloaded: loads offloaded pages layer by layer; None without KV offload.
         ranks: the ranks that share the model.
     """
 
@@ -100,7 +70,6 @@ class PolicyEvictor:
         scratch_bytes: int,
         scales: Sequence[float],
         rotations: Callable[[int], Rotation | None],
-        offloaded: LayerLoads | None = None,
         ranks: TensorGroup = ONE_RANK,
     ) -> None:
         lanes = evicting_lanes(kv.memory)
@@ -114,7 +83,6 @@ class PolicyEvictor:
         for group in groups:
             if group.page_class.per_page:
                 self._mover = Resealing(kv, group.name, scratch_bytes)
-        self._offloaded = offloaded
 
     def evict(
         self, request: Request, keep: Slots, *, min_gain: int | None = None
@@ -126,14 +94,7 @@ class PolicyEvictor:
             OutOfPages: no free pages for private copies of shared pages; nothing was changed.
         """
         eviction, done = _eviction_of(request), request.progress.num_computed
-        layers = self._offloaded_layers(request)
         parts = [self._select(request, eviction, keep, part) for part in self._parts(request)]
-        if layers is not None:
-            mask = stacked([part.stored_mask for part in parts])
-            self._require_layers(layers, request, mask)
-            self._compact_by_layer(layers, request, mask, parts)
-            entry = self._entry(eviction, keep, done, parts)
-            return Evicted(entry.num_slots, self._lanes.num_lanes, entry)
         masks = {
             table.group.name: stacked([p.stored_mask for p in parts if p.is_of(table.group)])
             for table in self._lanes.tables
@@ -148,13 +109,10 @@ class PolicyEvictor:
 
     def repeat(self, request: Request, entry: EvictionEntry) -> None:
         """Evict the tokens of a recorded entry again."""
-        layers = self._offloaded_layers(request)
-        if layers is not None:
-            mask, retained = self._repeated_mask(request, entry)
-            name = self._lanes.tables[0].group.name
-            parts = self._select_again(request, entry, {name: retained})
-            self._require_layers(layers, request, mask)
-            self._compact_by_layer(layers, request, mask, parts)
+        if any(self._is_offloaded(request, table.group) for table in self._lanes.tables):
+            masks, retained = self._repeated_by_layer(request, entry)
+            parts = self._select_again(request, entry, retained)
+            self._commit(request, self._plans(request, masks), parts, [])
             return
         repeated = [
             self._repeated(request, table.group, entry.of_lanes(places))
@@ -257,104 +215,35 @@ class PolicyEvictor:
 
     # ---- offloaded lanes -----------------------------------------------------------------------
 
-    def _offloaded_layers(self, request: Request) -> LayerLoads | None:
-        """Loads the offloaded pages of a request layer by layer; None if all are in the arena.
-
-        Raises:
-            OutOfPages: records, or pages that are encoded again, need all layers together.
-        """
-        groups = [table.group for table in self._lanes.tables]
-        if not any(self._is_offloaded(request, group) for group in groups):
-            return None
-        if any(self._promotions.values()):
-            raise OutOfPages("promoted tokens need all pages of a request in the arena")
-        if len(groups) > 1 or self._mover is not None:
-            raise OutOfPages("these codecs need all pages of a request in the arena to evict")
-        return self._offloaded
-
     def _is_offloaded(self, request: Request, group: LaneGroup) -> bool:
-        return self._offloaded is not None and self._offloaded.is_offloaded(
-            request.memory.row, group.name
-        )
+        return bool(self._kv.memory.tables[group.name].staged[request.memory.row])
 
-    def _retained_pages(self, mask: NDArray[np.bool_], eviction: Eviction) -> NDArray[np.bool_]:
-        """Pages [lanes, columns] that hold retained slots after a compaction."""
-        tokens = self._lanes.tables[0].group.page_class.tokens
-        columns = -(-mask.shape[1] // tokens)
-        if _kind_of(eviction) is Kind.DROP_PAGES:
-            padded = np.zeros((len(mask), columns * tokens), dtype=bool)
-            padded[:, : mask.shape[1]] = mask
-            return np.asarray(padded.reshape(len(mask), columns, tokens).any(axis=2))
-        return np.asarray(np.arange(columns) < -(-mask.sum(axis=1) // tokens)[:, None])
-
-    def _require_layers(
-        self, layers: LayerLoads, request: Request, mask: NDArray[np.bool_]
-    ) -> None:
-        """Refuse an eviction layer by layer that lacks pages, before anything is changed.
-
-        Raises:
-            OutOfPages: too few free pages.
-        """
-        row, group, eviction = (
-            request.memory.row,
-            self._lanes.tables[0].group,
-            _eviction_of(request),
-        )
-        copies = count_copies(self._kv.memory, group.name, row, mask, _kind_of(eviction))
-        layers.require_pages(row, group.name, self._retained_pages(mask, eviction), copies)
-
-    def _compact_by_layer(
-        self,
-        layers: LayerLoads,
-        request: Request,
-        mask: NDArray[np.bool_],
-        parts: Sequence[Selected],
-    ) -> None:
-        """Store statistics, then settle each layer and cut it before the next one is settled."""
-        memory, group, row = self._kv.memory, self._lanes.tables[0].group, request.memory.row
-        eviction, per_layer = _eviction_of(request), group.lanes_per_layer
-        kept, kind = self._retained_pages(mask, eviction), _kind_of(eviction)
-        for part in parts:
-            part.store_statistics()
-        for index in range(len(group.layers)):
-            lanes = slice(index * per_layer, (index + 1) * per_layer)
-            layers.settle(row, group.name, index, kept)
-            slots = int(self._lanes.tables[0].num_slots[row].max())
-            keep = np.ones((group.num_lanes, slots), dtype=bool)
-            keep[lanes] = False
-            keep[lanes, : mask.shape[1]] = mask[lanes, :slots]
-            plan = plan_compaction(memory, group.name, row, keep, kind, in_place=False)
-            commit_compaction(memory, plan)
-        layers.forget(row, group.name)
-
-    def _repeated_mask(
+    def _repeated_by_layer(
         self, request: Request, entry: EvictionEntry
-    ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Slots [lanes, slots] that a recorded entry retains, in storage order and by position."""
-        readers = [self._reader(request, part) for part in self._parts(request)]
-        widest = max(reader.lane_positions.shape[1] for reader in readers)
-        positions = np.concatenate(
-            [
-                np.pad(
-                    p := reader.lane_positions,
-                    ((0, 0), (0, widest - p.shape[1])),
-                    constant_values=-1,
-                )
-                for reader in readers
+    ) -> tuple[dict[str, NDArray[np.bool_]], dict[str, NDArray[np.bool_]]]:
+        """Slots [lanes, slots] that a recorded entry retains by group, as stored and by position.
+
+        The positions of a layer are in its staging pages until the next layer is read.
+        """
+        masks, retained = {}, {}
+        for table, places in zip(self._lanes.tables, self._lanes.places, strict=True):
+            name, of_group = table.group.name, entry.of_lanes(places)
+            parts = [part for part in self._parts(request) if part.group.name == name]
+            readers, positions = list[LaneReader](), list[NDArray[np.int32]]()
+            for part in parts:
+                readers.append(self._reader(request, part))
+                positions.append(readers[-1].lane_positions)
+            width = max(found.shape[1] for found in positions)
+            padded = [
+                np.pad(p, ((0, 0), (0, width - p.shape[1])), constant_values=-1) for p in positions
             ]
-        )
-        retained, heads = entry.retained(positions), self._lanes.tables[0].group.page_class.heads
-        mask = stacked(
-            [
-                reader.unsort(
-                    torch.from_numpy(
-                        retained[reader.lanes, : reader.lane_positions.shape[1]]
-                    ).repeat_interleave(heads, dim=0)
-                )
-                for reader in readers
-            ]
-        )
-        return mask, retained
+            retained[name], found = of_group.retained(np.concatenate(padded)), []
+            for reader, own in zip(readers, positions, strict=True):
+                by_lane = torch.from_numpy(retained[name][reader.lanes, : own.shape[1]])
+                by_head = by_lane.repeat_interleave(table.group.page_class.heads, dim=0)
+                found.append(reader.unsort(by_head))
+            masks[name] = stacked(found)
+        return masks, retained
 
     # ---- views ---------------------------------------------------------------------------------
 
@@ -384,8 +273,8 @@ class PolicyEvictor:
         return sorted(found, key=lambda part: part.first_layer)
 
     def _reader(self, request: Request, part: LayerPart) -> LaneReader:
-        if self._offloaded is not None:
-            self._offloaded.read(request.memory.row, part.group.name, part.layers)
+        if self._kv.memory.offloaded is not None:
+            self._kv.memory.offloaded.read(request.memory.row, part.group.name, part.layers)
         return LaneReader(self._kv, part.group.name, request.memory.row, part.layers)
 
     def _view(self, request: Request, reader: LaneReader | JoinedReader) -> KVView:

@@ -53,6 +53,7 @@ class CompactionPlan:
     group: str
     row: int
     held_slots: NDArray[np.int32]  # [lanes] slots of each lane when the plan was computed
+    offloaded: int  # first pages of each lane that stay offloaded
     keep: Mask  # [lanes, slots] True for retained slots
     moves: SlotMoves  # one source to one target
     kept_columns: Mask | None  # [lanes, columns] if whole pages are dropped, else None
@@ -79,8 +80,6 @@ def plan_compaction(
     row: int,
     keep: Mask,
     kind: Kind = Kind.FILL_HOLES,
-    *,
-    in_place: bool = True,
 ) -> CompactionPlan:
     """Compute the compaction plan for a keep mask.
 
@@ -92,8 +91,6 @@ def plan_compaction(
             mask does not cover the lanes' slots, or it splits a page where whole pages are dropped.
     """
     table = memory.tables[group]
-    if in_place:
-        table.require_in_place(row)
     if table.group.private:
         raise ConfigError(f"group {group!r} holds statistics, which move with their slots")
     keep = _live(table, row, keep)
@@ -109,16 +106,21 @@ def plan_compaction(
     followers = (follower.name for follower in memory.layout.followers_of(group))
     statistics = tuple(name for name in followers if memory.tables[name].active[row])
     tables = [table, *(memory.tables[name] for name in statistics)]
+    needed = {table.group.page_class: _count_needed(memory, table, row, moves)}
+    freed, offloaded = _freed_pages(memory, tables, row, keep, kept_columns), 0
+    if table.staged[row]:
+        offloaded = _count_offloaded(memory, table, row, keep, kept_columns, needed, freed)
     return CompactionPlan(
         group=group,
         row=row,
         held_slots=table.num_slots[row].copy(),
+        offloaded=offloaded,
         keep=keep,
         moves=moves,
         kept_columns=kept_columns,
         statistics=statistics,
-        needed_pages={table.group.page_class: _count_needed(memory, table, row, moves)},
-        freed_pages=_freed_pages(memory, tables, row, keep, kept_columns),
+        needed_pages=needed,
+        freed_pages=freed,
     )
 
 
@@ -131,41 +133,81 @@ def _live(table: LaneTable, row: int, keep: Mask) -> Mask:
     return live
 
 
-def count_copies(memory: KVMemory, group: str, row: int, keep: Mask, kind: Kind) -> int:
-    """Count the private copies that a compaction of one layer after another makes.
+def _count_offloaded(
+    memory: KVMemory,
+    table: LaneTable,
+    row: int,
+    keep: Mask,
+    kept_columns: Mask | None,
+    needed: dict[PageClass, int],
+    freed: dict[PageClass, int],
+) -> int:
+    """Count the first pages of each lane that stay offloaded; add the pages of the other lanes.
 
-    The offloaded pages that are kept get pages of their own before; they are not counted.
+    The layers are cut one after the other. Retained pages after those that stay offloaded get pages
+    of their own in the arena. None stay offloaded if other sequences share the offloaded pages.
     """
-    table = memory.tables[group]
-    keep = _live(table, row, keep)
-    moves = no_moves() if kind is Kind.DROP_PAGES else _moves(keep, kind)
-    return _count_needed(memory, table, row, moves, first_column=int(table.staged[row]))
+    group, staged = table.group, int(table.staged[row])
+    page_class, per_layer = group.page_class, group.lanes_per_layer
+    pool, entries = memory.pools[page_class], table.pages[row, :, :staged]
+    staging, times = np.unique(entries, return_counts=True)
+    is_shared = bool((pool.ref_counts[staging] != times).any())
+    slots = keep.sum(axis=1)
+    offloaded = 0 if is_shared else min(staged, int(slots.min()) // page_class.tokens)
+    pages = page_columns(keep, kept_columns, page_class.tokens)
+    resident = table.pages[row, :, : pages.shape[1]]
+    stays = after_first(pages, offloaded)
+    is_freed = ~stays & (resident >= 0) & (pool.ref_counts[resident] == 1)
+    grown = stays[:, :staged].sum(axis=1) - is_freed[:, staged:].sum(axis=1)
+    grown = grown.reshape(-1, per_layer).sum(axis=1)
+    most = max(0, int(np.cumsum(grown).max()))
+    left = len(staging) // staged * offloaded
+    gained = (0 if is_shared else len(staging) - left) - int(grown.sum())
+    needed[page_class] += most
+    freed[page_class] = gained + most
+    return offloaded
+
+
+def page_columns(keep: Mask, kept_columns: Mask | None, page_tokens: int) -> Mask:
+    """Mask [lanes, columns] of the pages that lanes have after their slots have moved."""
+    if kept_columns is not None:
+        return kept_columns
+    columns = np.arange(-(-keep.shape[1] // page_tokens))
+    found: Mask = columns < -(-keep.sum(axis=1) // page_tokens)[:, None]
+    return found
+
+
+def after_first(pages: Mask, number: int) -> Mask:
+    """Mask of the pages after the first `number` pages of each lane."""
+    found: Mask = pages & (np.cumsum(pages, axis=1) > number)
+    return found
 
 
 def _moves(keep: Mask, kind: Kind) -> SlotMoves:
     return fill_holes(keep) if kind is Kind.FILL_HOLES else close_gaps(keep)
 
 
-def _count_needed(
-    memory: KVMemory, table: LaneTable, row: int, moves: SlotMoves, first_column: int = 0
-) -> int:
-    lane, column = _shared_targets(memory, table, row, moves, first_column)
+def _count_needed(memory: KVMemory, table: LaneTable, row: int, moves: SlotMoves) -> int:
+    lane, column = _shared_targets(memory, table, row, moves)
     shared = table.pages[row, lane, column]
     if len(shared) and memory.listeners.unpublish(table.group.page_class, shared).any():
-        lane, _ = _shared_targets(memory, table, row, moves, first_column)
+        lane, _ = _shared_targets(memory, table, row, moves)
     return len(lane)
 
 
 def _shared_targets(
-    memory: KVMemory, table: LaneTable, row: int, moves: SlotMoves, first_column: int = 0
+    memory: KVMemory, table: LaneTable, row: int, moves: SlotMoves
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the table entries (lanes, columns) of shared pages that would be written."""
+    """Return the table entries (lanes, columns) of shared pages that would be written.
+
+    Staging pages, which all layers share, may be written.
+    """
     pool = memory.pools[table.group.page_class]
     if not pool.num_shared:
         return moves.lane[:0], moves.lane[:0]
     targets = np.zeros(table.pages.shape[1:], dtype=bool)
     targets[moves.lane, moves.target // table.group.page_class.tokens] = True
-    targets[:, :first_column] = False
+    targets[:, : table.staged[row]] = False
     targets = memory.united(targets)
     lane, column = np.nonzero(targets)
     shared = pool.ref_counts[table.pages[row, lane, column]] > 1
@@ -174,7 +216,7 @@ def _shared_targets(
 
 def _freed_pages(
     memory: KVMemory, tables: list[LaneTable], row: int, keep: Mask, kept_columns: Mask | None
-) -> Pages:
+) -> dict[PageClass, int]:
     freed: dict[PageClass, int] = {}
     for table in tables:
         page_class, num_pages = table.group.page_class, table.num_pages[row][:, None]
@@ -210,7 +252,9 @@ class SlotMover(Protocol):
 
 
 def commit_compaction(
-    memory: KVMemory, *plans: CompactionPlan, mover: SlotMover | None = None
+    memory: KVMemory,
+    *plans: CompactionPlan,
+    mover: SlotMover | None = None,
 ) -> None:
     """Execute all plans or none: copy shared pages, move slots, free pages."""
     shared, needed = [], dict.fromkeys(memory.pools, 0)
@@ -232,6 +276,11 @@ def commit_compaction(
     for plan in plans:
         for name in (plan.group, *plan.statistics):
             table = memory.tables[name]
+            if table.staged[plan.row] and memory.offloaded is not None:
+                pages = page_columns(plan.keep, plan.kept_columns, table.group.page_class.tokens)
+                memory.offloaded.compact(plan.row, name, plan.moves, pages, plan.offloaded)
+                table.num_slots[plan.row] = plan.keep_slots
+                continue
             _move(memory, table, plan, mover)
             if plan.kept_columns is None:
                 freed = cut_slots(table, plan.row, plan.keep_slots)
@@ -249,12 +298,17 @@ def _move(
     if mover is not None and table.group.page_class.per_page and plan.kept_columns is None:
         mover.move(table, plan)
         return
-    if not len(plan.moves):
+    move_slots(memory, table, plan.row, plan.moves)
+
+
+def move_slots(memory: KVMemory, table: LaneTable, row: int, moves: SlotMoves) -> None:
+    """Copy the slots of a row in the pages that its lanes have now."""
+    if not len(moves):
         return
     tokens = table.group.page_class.tokens
-    lane, source, target = plan.moves.lane, plan.moves.source, plan.moves.target
+    lane, source, target = moves.lane, moves.source, moves.target
     memory.store.move_slots(
         table.group.page_class,
-        (table.pages[plan.row, lane, source // tokens], source % tokens),
-        (table.pages[plan.row, lane, target // tokens], target % tokens),
+        (table.pages[row, lane, source // tokens], source % tokens),
+        (table.pages[row, lane, target // tokens], target % tokens),
     )

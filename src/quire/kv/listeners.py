@@ -1,6 +1,6 @@
 """Slot moves of a compaction, and the listeners that a KV memory notifies."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -113,6 +113,13 @@ class MemoryListener:
         del page_class
         return np.zeros(len(pages), dtype=bool)
 
+    def offloading(self, group: str, keys: Sequence[int]) -> None:
+        """Handle cached references whose pages of a group move to offload memory next."""
+
+    def free_offloaded(self) -> bool:
+        """Free some unused cached references with offloaded pages; False if there are none."""
+        return False
+
 
 class MemoryListeners:
     """The listeners of one KV memory, called in the order in which they subscribed."""
@@ -147,3 +154,10 @@ class MemoryListeners:
         for listener in self._listeners:
             done |= listener.unpublish(page_class, pages)
         return done
+
+    def offloading(self, group: str, keys: Sequence[int]) -> None:
+        for listener in self._listeners:
+            listener.offloading(group, keys)
+
+    def free_offloaded(self) -> bool:
+        return any(listener.free_offloaded() for listener in self._listeners)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from quire.errors import ConfigError, InvariantError, OutOfPages
 from quire.kv.arena import Arena
-from quire.kv.listeners import MemoryListeners
+from quire.kv.listeners import Mask, MemoryListeners, SlotMoves
 from quire.kv.pages import NO_PAGES, PageNumbers, PagePool
 from quire.kv.tables import (
     Demand,
@@ -85,6 +85,52 @@ Counts = NDArray[np.int32]
 MakeStore = Callable[[int], PageBytes]  # argument: bytes of the arena
 
 
+@runtime_checkable  # for the type checks in tests
+class OffloadedPages(Protocol):
+    """Offloaded first pages of swapped sequences; their bytes stay where they are."""
+
+    staging: Mapping[PageClass, int]
+
+    def attach(self, rows: Sequence[int]) -> None:
+        """Append the pages to the empty rows of the resumed sequences."""
+
+    def discard(self) -> None:
+        """Free the bytes that no sequence uses."""
+
+
+@runtime_checkable  # for the type checks in tests
+class OffloadedRows(Protocol):
+    """The offloaded first pages of a KV memory's sequences and of its cached prefixes."""
+
+    def read(self, row: int, group: str, layers: range) -> None:
+        """Load the offloaded pages of layers (at most one) into staging, until the next read."""
+
+    def compact(
+        self, row: int, group: str, moves: SlotMoves, retained: Mask, offloaded: int
+    ) -> None:
+        """Move the slots of a row, and drop its pages that are not in `retained` [lanes, columns].
+
+        The first `offloaded` pages of each lane stay offloaded.
+        """
+
+    def detach(self, rows: Sequence[int]) -> OffloadedPages | None:
+        """Take over the offloaded pages of sequences that leave the arena; None if there are none.
+
+        The caller releases the rows next.
+        """
+        ...
+
+    def pages_to_start(self, keys: Sequence[int]) -> Mapping[PageClass, int]:
+        """Pages of each class that `start` allocates."""
+        ...
+
+    def start(self, row: int, keys: Sequence[int]) -> None:
+        """Append the offloaded pages of consecutive cached references to an empty row."""
+
+    def release_references(self, keys: Sequence[int]) -> None:
+        """Free the offloaded pages of cached references."""
+
+
 class KVMemory:
     """The page tables and pages of all sequences of a device, in one arena.
 
@@ -124,9 +170,9 @@ class KVMemory:
         self.peak_bytes = np.zeros(max_rows, dtype=np.int64)
         self.arena_peak_bytes = self.copied_bytes = 0
         self.listeners = MemoryListeners()
-        self.cached_references: dict[
-            int, Mapping[str, PageNumbers]
-        ] = {}  # pages that the prefix cache references
+        self.offloaded: OffloadedRows | None = None
+        # pages that the prefix cache references
+        self.cached_references: dict[int, dict[str, PageNumbers]] = {}
         self.cached_reference_keys = itertools.count()
         self._free_rows = list(range(max_rows - 1, -1, -1))
         self._live = np.zeros(max_rows, dtype=bool)

@@ -48,6 +48,8 @@ from quire.layout.pages import PageClass
 
 logger = logging.getLogger(__name__)
 
+OFFLOADED_AT_ONCE = 16  # blocks; a copy to offload memory holds several
+
 
 @runtime_checkable
 class PrefixListener(Protocol):
@@ -113,9 +115,16 @@ class PrefixNode:
     # snapshots by the names of their private groups, of rows that ended at this block
     statistics: dict[frozenset[str], CachedReference] = field(default_factory=dict)
     is_public: bool = False
+    is_offloaded: bool = False  # some of its pages are in offload memory
     num_users: int = 1  # leases that hold the block
     owner: str = ""  # tenant; "" if all may use it
     idle_since_s: float = 0.0  # when the last lease was returned, on the index's clock
+
+    def follows(self, previous: "PrefixNode | None") -> bool:
+        """Whether a row can start with both: its offloaded pages are its first ones."""
+        if previous is None:
+            return True
+        return self.cached_reference.pages.keys() >= previous.cached_reference.pages.keys()
 
     def lacks(self, memory: KVMemory, row: int) -> bool:
         used = memory.statistics_of(row)
@@ -176,8 +185,9 @@ class IdleNodes:
     def __init__(self, memory: KVMemory, block_pages: Mapping[PageClass, int]) -> None:
         self._memory, self._block_pages = memory, block_pages
         self.block_bytes = sum(c.page_bytes * n for c, n in block_pages.items())
-        self._nodes: OrderedDict[PrefixNode, None] = OrderedDict()
+        self._nodes: OrderedDict[PrefixNode, int] = OrderedDict()  # bytes that evicting them frees
         self.num_bytes = 0
+        self.num_offloaded = 0  # nodes that have no pages in the KV memory
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -185,19 +195,27 @@ class IdleNodes:
     def __iter__(self) -> Iterator[PrefixNode]:
         return iter(self._nodes)
 
-    def add(self, node: PrefixNode) -> None:
-        self._nodes[node] = None
-        self.num_bytes += self._bytes_of(node)
+    def add(self, node: PrefixNode, moving: str = "") -> None:
+        """Add a node; `moving` is a group whose pages move to offload memory next."""
+        self._nodes[node] = num_bytes = self._bytes_of(node, moving)
+        self.num_bytes += num_bytes
+        self.num_offloaded += not num_bytes
 
-    def discard(self, node: PrefixNode) -> None:
-        """Remove a node that is used again or was evicted; ignore nodes that are not here."""
-        if node in self._nodes:
-            del self._nodes[node]
-            self.num_bytes -= self._bytes_of(node)
+    def discard(self, node: PrefixNode) -> bool:
+        """Remove a node that is used again or was evicted; return whether it was here."""
+        num_bytes = self._nodes.pop(node, None)
+        self.num_bytes -= num_bytes or 0
+        self.num_offloaded -= num_bytes == 0
+        return num_bytes is not None
+
+    @property
+    def num_resident(self) -> int:
+        """Number of nodes that have pages in the KV memory."""
+        return len(self._nodes) - self.num_offloaded
 
     def oldest(self, number: int) -> list[PrefixNode]:
-        """Return the `number` least recently used nodes, or all if there are fewer."""
-        return list(islice(self._nodes, number))
+        """Return the `number` nodes in the KV memory that were used least recently, or all."""
+        return list(islice((node for node, held in self._nodes.items() if held), number))
 
     def blocks_short(self, pages: Mapping[PageClass, int]) -> int:
         """Return a lower bound on the blocks to evict so that these pages fit."""
@@ -208,8 +226,13 @@ class IdleNodes:
             short = max(short, -(-missing // of_block))
         return short
 
-    def _bytes_of(self, node: PrefixNode) -> int:
-        return self.block_bytes + node.statistics_bytes(self._memory)
+    def _bytes_of(self, node: PrefixNode, moving: str) -> int:
+        num_bytes = self.block_bytes
+        if node.is_offloaded:
+            tables, pages = self._memory.tables, node.cached_reference.pages
+            held = [(tables[name].group, numbers) for name, numbers in pages.items()]
+            num_bytes = sum(n.size * g.page_class.page_bytes for g, n in held if g.name != moving)
+        return num_bytes + node.statistics_bytes(self._memory)
 
 
 def blocks_of_pages(
@@ -226,7 +249,8 @@ def blocks_of_pages(
     groups = [g.name for g in memory.layout.groups if not g.private and g.page_class == page_class]
     found: set[PrefixNode] = set()
     for node in sorted(nodes, key=lambda node: node.block.end):
-        named = (wanted[node.cached_reference.pages[name]] for name in groups)
+        held = node.cached_reference.pages
+        named = (wanted[held[name]] for name in groups if name in held)
         if node.parent in found or any(part.any() for part in named):
             found.add(node)
     return sorted(found, key=lambda node: -node.block.end)
@@ -340,6 +364,8 @@ class PrefixIndex(MemoryListener):
     ) -> int:
         """Append published blocks to a row that ends with its lease; return its tokens."""
         nodes = self._nodes_after(lease.nodes[-1] if lease.nodes else None, blocks)
+        if any(node.is_offloaded for node in nodes):
+            return lease.tokens
         while statistics and nodes and statistics not in nodes[-1].statistics:
             nodes.pop()
         if nodes and lease.publishes and lease.tokens == int(self.memory.lengths[row]):
@@ -355,7 +381,7 @@ class PrefixIndex(MemoryListener):
         nodes: list[PrefixNode] = []
         for block in blocks:
             node = self._nodes.get(block.key)
-            if node is None or not node.continues(parent, block):
+            if node is None or not (node.continues(parent, block) and node.follows(parent)):
                 break
             nodes.append(node)
             parent = node
@@ -471,7 +497,7 @@ class PrefixIndex(MemoryListener):
     def reclaim(self, pages: Mapping[PageClass, int]) -> bool:
         """Evict unused blocks until these additional pages fit; return whether they do."""
         dropped: list[bytes] = []
-        while self._idle and not self.memory.fits(pages):
+        while self._idle.num_resident and not self.memory.fits(pages):
             dropped += self._drop(self._idle.oldest(self._idle.blocks_short(pages)))
         self._notify_removed(dropped)
         return self.memory.fits(pages)
@@ -486,11 +512,28 @@ class PrefixIndex(MemoryListener):
         return alone
 
     def clear(self) -> None:
-        self._notify_removed(self._drop(self._idle.oldest(len(self._idle))))
+        self._notify_removed(self._drop(list(self._idle)))
+
+    def offloading(self, group: str, keys: Sequence[int]) -> None:
+        """Note the blocks whose pages move to offload memory; tiers store them before."""
+        moving = set(keys)
+        nodes = [n for n in self._nodes.values() if n.cached_reference.key in moving]
+        self._offer([node for node in nodes if not node.is_offloaded])
+        for node in nodes:
+            node.is_offloaded = True
+            if self._idle.discard(node):
+                self._idle.add(node, group)
+
+    def free_offloaded(self) -> bool:
+        """Evict the unused blocks in offload memory that were used least recently."""
+        offloaded = (node for node in self._idle if node.is_offloaded)
+        oldest = list(islice(offloaded, OFFLOADED_AT_ONCE))
+        self._notify_removed(self._drop(oldest))
+        return bool(oldest)
 
     def keep_all(self) -> None:
         """Pass every unused block to the `on_drop` callbacks without evicting it."""
-        self._offer(self._idle.oldest(len(self._idle)))
+        self._offer(list(self._idle))
 
     def on_drop(self, keep: Callable[[Sequence[PrefixNode]], None]) -> None:
         """Call `keep` with written unused blocks before they are evicted."""
@@ -509,7 +552,16 @@ class PrefixIndex(MemoryListener):
             keep(nodes)
 
     def _drop(self, nodes: Sequence[PrefixNode]) -> list[bytes]:
-        """Evict unused blocks; return the keys of those that listeners know as stored."""
+        """Evict unused blocks; return the keys of those that listeners know as stored.
+
+        Blocks after them are evicted too: with offloaded ones, the tail is not always the oldest.
+        """
+        if any(node.is_offloaded for node in self._idle):
+            dropped = set(nodes)
+            for node in sorted(self._idle, key=lambda node: node.block.end):
+                if node.parent in dropped:
+                    dropped.add(node)
+            nodes = sorted(dropped, key=lambda node: -node.block.end)
         written = [node for node in nodes if node not in self._pending]
         self._pending = [node for node in self._pending if node not in nodes]
         self._offer(written)

@@ -30,7 +30,8 @@ class CachedReference:
     key: int  # in `KVMemory.cached_references`
     start: int  # logical position of the first token
     end: int  # logical position after the last token
-    pages: Mapping[str, PageNumbers]  # group name -> page numbers [lanes, pages of a lane]
+    # group name -> page numbers [lanes, pages of a lane]; offloaded groups are missing
+    pages: dict[str, PageNumbers]
 
 
 def fork(memory: KVMemory, row: int) -> int:
@@ -90,7 +91,7 @@ def reference_blocks(
 
 
 def _registered(
-    memory: KVMemory, start: int, end: int, pages: Mapping[str, PageNumbers]
+    memory: KVMemory, start: int, end: int, pages: dict[str, PageNumbers]
 ) -> CachedReference:
     key = next(memory.cached_reference_keys)
     memory.cached_references[key] = pages
@@ -179,14 +180,17 @@ def start_from_references(
     """Start a sequence from consecutive cached references that begin at position 0."""
     require_chain(memory, cached_references, statistics)
     length = cached_references[-1].end
-    needed: dict[PageClass, int] = {}
+    keys, offloaded = [found.key for found in cached_references], memory.offloaded
+    needed = {} if offloaded is None else dict(offloaded.pages_to_start(keys))
     for group in (table.group for table in _private_tables(memory)):
         if used is None or group.name in used:
             pages = group.page_class.pages_for(group.slots_of(length)) * group.num_lanes
             needed[group.page_class] = needed.get(group.page_class, 0) + pages
     if not memory.fits(needed):
-        raise OutOfPages("too few free pages for the statistics of a cached prefix")
+        raise OutOfPages("too few free pages for the statistics or staging of a cached prefix")
     row = memory.start(used)
+    if offloaded is not None:
+        offloaded.start(row, keys)
     for table in memory.tables.values():
         if not table.active[row]:
             continue
@@ -194,7 +198,8 @@ def start_from_references(
             lanes = _private_pages(memory, table, length, statistics)
         else:
             name = table.group.name
-            lanes = np.concatenate([found.pages[name] for found in cached_references], axis=1)
+            none = np.empty((table.group.num_lanes, 0), dtype=np.int32)
+            lanes = np.concatenate([f.pages.get(name, none) for f in cached_references], axis=1)
             memory.pools[table.group.page_class].retain(lanes.reshape(-1))
         begin_lanes(table, row, length, lanes)
     memory.lengths[row] = length
@@ -241,12 +246,13 @@ def zeroed_pages(memory: KVMemory, table: LaneTable, count: int) -> PageNumbers:
 
 
 def begin_lanes(table: LaneTable, row: int, length: int, pages: PageNumbers) -> None:
-    """Enter pages [lanes, pages of a lane] in the table of an empty row."""
-    lanes, columns = pages.shape
+    """Enter pages [lanes, pages of a lane] in the table of a row with at most offloaded pages."""
+    (lanes, columns), first = pages.shape, int(table.staged[row])
     counts = np.full((1, lanes), columns, dtype=np.int32)
     table.append(np.array([row]), counts, pages.reshape(-1))
     table.num_slots[row] = table.group.slots_of(length)
-    table.page_positions[row, :, :columns] = np.arange(columns) * table.group.page_class.tokens
+    positions = (first + np.arange(columns)) * table.group.page_class.tokens
+    table.page_positions[row, :, first : first + columns] = positions
 
 
 def release_reference(memory: KVMemory, cached_reference: CachedReference) -> None:
@@ -261,6 +267,8 @@ def release_references(memory: KVMemory, cached_references: Sequence[CachedRefer
         _require_referenced(memory, cached_reference)
         for name, numbers in memory.cached_references.pop(cached_reference.key).items():
             pages.setdefault(name, []).append(numbers.reshape(-1))
+    if memory.offloaded is not None:
+        memory.offloaded.release_references([found.key for found in cached_references])
     for name, parts in pages.items():
         memory.pools[memory.tables[name].group.page_class].release(np.concatenate(parts))
 

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import ConfigError, OutOfPages
-from quire.kv.memory import KVMemory
+from quire.kv.memory import KVMemory, OffloadedPages
 from quire.kv.pages import NO_PAGES, PageNumbers
 from quire.kv.tables import LaneTable, Rows, cut_slots
 from quire.layout.pages import PageClass
@@ -95,31 +95,6 @@ class SwapSpace(Protocol):
         ...
 
 
-@runtime_checkable
-class OffloadedPages(Protocol):
-    """Offloaded first pages of swapped sequences; their bytes stay where they are."""
-
-    staging: Mapping[PageClass, int]
-
-    def attach(self, rows: Sequence[int]) -> None:
-        """Append the pages to the empty rows of the resumed sequences."""
-
-    def discard(self) -> None:
-        """Free the bytes that no sequence uses."""
-
-
-@runtime_checkable
-class OffloadedRows(Protocol):
-    """The offloaded pages of a KV memory's sequences."""
-
-    def detach(self, rows: Sequence[int]) -> OffloadedPages | None:
-        """Take over the offloaded pages of sequences that leave the arena; None if there are none.
-
-        The caller releases the rows next.
-        """
-        ...
-
-
 class Payloads:
     """Stored pages in separately allocated memory, as returned by `PageBytes.read_pages`."""
 
@@ -172,7 +147,6 @@ def swap_out(
     pool: SwapSpace | None = None,
     *,
     keep_from: int = 0,
-    offloaded: OffloadedRows | None = None,
 ) -> Swapped:
     """Copy sequences out of the arena and release their rows; shared pages are stored once."""
     if keep_from and (len(rows) != 1 or not can_split(memory, int(rows[0]), keep_from)):
@@ -180,15 +154,12 @@ def swap_out(
             f"rows {list(rows)} cannot be split at token {keep_from}: expected one row whose lanes "
             "hold every token in order, and a page boundary inside the row"
         )
-    if offloaded is None:
-        for table in memory.tables.values():
-            for row in rows:
-                table.require_in_place(int(row))
     sequences, pages = _gather(memory, rows, keep_from)
     counts = {page_class: len(numbers) for page_class, numbers in pages.items()}
     stored: StoredPages = Payloads() if pool is None else pool.store(counts)
     try:
         stored.save(memory, pages)
+        offloaded = memory.offloaded
         detached = None if offloaded is None else offloaded.detach([int(row) for row in rows])
         memory.release(rows)
     except BaseException:

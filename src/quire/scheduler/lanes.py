@@ -574,14 +574,18 @@ class LaneCapacities:
         self._log_eviction(request, tokens, memory.free_bytes - free_bytes, REPLAY)
 
     def _changing(self, request: Request, change: Callable[[], T]) -> T:
-        """Change lanes; if private copies lack pages, evict cached prefixes and retry."""
+        """Change lanes; if pages are missing, evict cached prefixes, then offload, and retry."""
         self._sequence_memory.stop_sharing(request)
         copied_bytes = self._sequence_memory.memory.copied_bytes
-        try:
-            changed = change()
-        except OutOfPages:
-            self._sequence_memory.drop_cached()
-            changed = change()
+        while True:
+            try:
+                changed = change()
+                break
+            except OutOfPages:
+                idle_bytes = self._sequence_memory.idle_bytes
+                self._sequence_memory.drop_cached()
+                if not (idle_bytes or self._sequence_memory.offload_some()):
+                    raise
         copied_bytes = self._sequence_memory.memory.copied_bytes - copied_bytes
         if copied_bytes:
             self._sequence_memory.events.emit("copied", request, kv_bytes=copied_bytes)

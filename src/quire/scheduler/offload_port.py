@@ -21,35 +21,11 @@ class KVOffloader(Protocol):
         """Tokens of a single sequence that fit in the empty offload memory."""
         ...
 
-    def is_staged(self, request: Request) -> bool:
-        """Whether a running request has offloaded pages."""
-        ...
-
-    def stops_evicting(self, request: Request) -> bool:
-        """Whether a running request must load its offloaded pages back before it can evict."""
-        ...
-
-    def offload_some(self, exclude: Request | None = None) -> bool:
+    def offload_some(self) -> bool:
         """Offload pages of one request.
-
-        Args:
-            exclude: a request whose pages are not offloaded; default: any request may be chosen.
 
         Returns:
             False if no request has pages whose offload would free KV memory.
-        """
-        ...
-
-    def offload_more(self, request: Request) -> bool:
-        """Offload pages of a request, or further ones; False if that frees no memory."""
-        ...
-
-    def load_back(self, request: Request) -> None:
-        """Load all offloaded pages of a request back into the arena, so that it can evict.
-
-        Raises:
-            OutOfPages: not enough pages, even after offloading other requests; the request is
-                unchanged.
         """
         ...
 

@@ -77,30 +77,21 @@ class Need:
 
 def need_of(request: Request, tokens: int) -> Need:
     """Return the need of a request at a length of `tokens`."""
-    # caps that are set after the prompt need all pages in the KV memory, and shared prefixes too
-    may_offload = (
-        can_offload_request(request)
-        and (request.eviction.spec.cap is None or not request.eviction.pending)
-        and not request.progress.cached_tokens
-    )
     prompt_tokens = len(request.prompt_token_ids)
     return Need(
         tokens,
         prompt_tokens,
         request.eviction.spec,
-        may_offload,
+        may_offload=not request.eviction.pending,
         decodes=request.is_running and prompt_tokens <= request.progress.num_computed < tokens,
     )
 
 
-def can_offload_request(request: Request) -> bool:
-    """Whether the oldest pages of a request may be offloaded while it runs.
-
-    False after a request could not load its pages back for an eviction, except that recorded
-    evictions are replayed after as many tokens as before, which may fit only with KV offload.
-    """
-    replays = request.eviction.next_replay is not None
-    return request.memory.may_offload or (request.memory.may_offload_replays and replays)
+def can_offload_request(request: Request, layout: CacheLayout) -> bool:
+    """Whether the oldest pages of a request may be offloaded while it runs."""
+    if request.eviction.spec.cap is None:
+        return True
+    return not request.eviction.pending and evicts_offloaded(layout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,16 +180,13 @@ class LaneOffload:
         Args:
             group: the lane group.
             lane_pages: pages of the shortest lane, resident and offloaded.
-            retained_pages: pages of a lane after an eviction; 0 without evictions. An eviction
-                settles them while the staging of all offloaded pages is in the arena too. It copies
-                the offloaded ones of a layer before it frees other pages of that layer.
+            retained_pages: pages of a lane that an eviction leaves in the arena.
         """
         rest = max(self.rest_pages, retained_pages)
         offloaded = np.clip(lane_pages - (0 if retained_pages else rest), 0, self.max_pages)
         resident = np.minimum(lane_pages, np.maximum(rest, lane_pages - offloaded))
-        copied = np.minimum(offloaded, retained_pages)
-        added = (offloaded * self.staging_slots + copied) * group.lanes_per_layer
-        saved: Tokens = np.maximum(0, (lane_pages - resident) * group.num_lanes - added)
+        staged = offloaded * self.staging_slots * group.lanes_per_layer
+        saved: Tokens = np.maximum(0, (lane_pages - resident) * group.num_lanes - staged)
         return saved
 
 
@@ -228,6 +216,8 @@ def evicting_pages(
         least = of_lane if least is None else np.minimum(least, of_lane)
         pages = pages + (of_lane + (ragged & (slots < sequences.tokens))) * num_lanes
     if offload is not None and least is not None:
+        # lanes of different caps retain one page more after those that all of them retain
+        offload = replace(offload, rest_pages=offload.rest_pages + (len(caps) > 1))
         pages = pages - offload.saved_pages(group, least, _retained_pages(group, sequences, caps))
     most: Tokens = np.max(pages, axis=0)
     return most
@@ -236,11 +226,17 @@ def evicting_pages(
 def _retained_pages(
     group: LaneGroup, sequences: NeedGroup, caps: Sequence[tuple[int | None, int]]
 ) -> int:
-    """Pages of the longest lane after an eviction, which stay in the arena; 0 without evictions."""
+    """Pages of the longest lane that an eviction leaves in the arena; 0 without evictions.
+
+    The first pages that all lanes retain stay offloaded. If a budget moves slots between lanes, a
+    lane may retain none.
+    """
     kept = [cap for cap, _ in caps if cap is not None]
     if not kept:
         return 0
-    return group.page_class.pages_for(max(kept)) + sequences.eviction.ragged
+    if sequences.eviction.ragged or sequences.eviction.divided:
+        return group.page_class.pages_for(max(kept)) + sequences.eviction.ragged
+    return 0
 
 
 def _peak_slots(sequences: NeedGroup, cap: int | None) -> Iterator[Tokens]:
@@ -295,8 +291,7 @@ class _Classes:
         index: their indices.
         page_bytes: [page classes] bytes of a page.
         evicting_layers: layers whose lanes evict tokens.
-        cuts_by_layer: whether offloaded lanes are loaded and cut layer by layer for an eviction;
-            else all pages must be in the arena.
+        evicts_offloaded: see `evicts_offloaded`.
         used: lane groups that sequences with given statistics use; filled on demand.
     """
 
@@ -305,7 +300,7 @@ class _Classes:
     index: Mapping[PageClass, int]
     page_bytes: NDArray[np.int64]
     evicting_layers: tuple[int, ...]
-    cuts_by_layer: bool
+    evicts_offloaded: bool
     used: dict[tuple[Statistic, ...], list[LaneGroup]]
 
     @classmethod
@@ -313,21 +308,20 @@ class _Classes:
         classes = layout.page_classes
         page_bytes = np.array([c.page_bytes for c in classes], dtype=np.int64)
         index = {c: i for i, c in enumerate(classes)}
-        layers, by_layer = evicting_layers(layout), _cuts_by_layer(layout)
+        layers, by_layer = evicting_layers(layout), evicts_offloaded(layout)
         return cls(layout, classes, index, page_bytes, layers, by_layer, {})
 
 
-def _cuts_by_layer(layout: CacheLayout) -> bool:
-    """Whether an eviction can cut one layer after the other.
+def evicts_offloaded(layout: CacheLayout) -> bool:
+    """Whether an eviction can cut offloaded lanes, one layer after the other.
 
     Promoted tokens are written, and pages with common scales encoded again, for all layers
-    together; so are the lanes of several groups.
+    together.
     """
-    movable = [g for g in layout.groups if g.records is None and g.follows is None]
-    movable = [group for group in movable if not group.ordered]
-    if any(group.promoted is not None for group in layout.groups) or len(movable) > 1:
+    groups = (g for g in layout.groups if g.records is None and g.follows is None)
+    if any(group.promoted is not None for group in layout.groups):
         return False
-    return not any(group.page_class.per_page for group in movable)
+    return not any(group.page_class.per_page for group in groups if not group.ordered)
 
 
 @dataclass(frozen=True, slots=True)
@@ -459,8 +453,8 @@ class Peaks:
 
     def offloads(self, need: Need | NeedGroup) -> bool:
         """Whether the oldest pages of sequences can be in offload memory at their peak."""
-        evicts_by_layer = need.eviction.cap is None or self._now.cuts_by_layer
-        return bool(need.may_offload and self.offloaded_tokens and evicts_by_layer)
+        is_movable = need.eviction.cap is None or self._now.evicts_offloaded
+        return bool(need.may_offload and self.offloaded_tokens and is_movable)
 
     def _offload(
         self, sequences: NeedGroup, group: LaneGroup, shape: StepShape
@@ -469,7 +463,8 @@ class Peaks:
         if not (self.offloads(sequences) and can_be_offloaded(group)):
             return None
         page_tokens = group.page_class.tokens
-        rest = group.page_class.pages_for(page_tokens - 1 + shape.chunk_tokens)
+        chunk = max(shape.chunk_tokens, sequences.eviction.every if sequences.eviction.cap else 1)
+        rest = group.page_class.pages_for(page_tokens - 1 + chunk)
         return LaneOffload(self.offloaded_tokens // page_tokens, rest, shape.staging_slots)
 
     def offload_split(self, need: Need) -> OffloadSplit:

@@ -22,7 +22,6 @@ from quire.errors import ConfigError, HostMemoryFull
 from quire.kv.memory import KVMemory
 from quire.kv.repacking import repack
 from quire.kv.swap import (
-    OffloadedRows,
     Swapped,
     SwapSpace,
     append_tail,
@@ -61,7 +60,6 @@ class Swapper:
         costs: rates of copies and prefill; updated with every copy.
         mode: see `ScheduleConfig.preempt`.
         clock: returns seconds.
-        offloaded: offloaded pages of the sequences; None without KV offload.
 
     Attributes:
         costs: see above.
@@ -80,7 +78,6 @@ class Swapper:
         costs: LearnedCosts,
         mode: str,
         clock: Callable[[], float] = time.perf_counter,
-        offloaded: OffloadedRows | None = None,
     ) -> None:
         if pool is None and mode in ("swap", "hybrid"):
             raise ConfigError(
@@ -91,7 +88,6 @@ class Swapper:
         self.num_swaps = 0
         self.last_copy_s = 0.0
         self._memory, self._pool, self._mode, self._clock = memory, pool, mode, clock
-        self._offloaded = offloaded
 
     @property
     def has_pool(self) -> bool:
@@ -140,7 +136,6 @@ class Swapper:
                 rows,
                 self._pool,
                 keep_from=choice.keep_from,
-                offloaded=self._offloaded,
             )
         except HostMemoryFull:
             return None

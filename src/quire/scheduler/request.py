@@ -159,10 +159,6 @@ class RequestMemory:
         chain: block hashes of its prefix, while it waits, after its first lookup.
         snapshot_ends: token counts after which statistics of its prompt are saved in the cache.
         swapped: its KV in the swap space, while it waits.
-        may_offload: whether its oldest pages may be offloaded; False after they could not be loaded
-            back for an eviction.
-        may_offload_replays: whether they may then be offloaded until its recorded evictions are
-            replayed; False after they could not be loaded back for one of these.
         kv_peak_bytes: most KV bytes that it referred to, over all its runs.
     """
 
@@ -172,8 +168,6 @@ class RequestMemory:
     chain: BlockChain | None = None
     snapshot_ends: tuple[int, ...] = ()
     swapped: Swapped | None = None
-    may_offload: bool = True
-    may_offload_replays: bool = True
     kv_peak_bytes: int = 0
 
     @property

@@ -18,7 +18,7 @@ from quire.scheduler.fairness import Fairness
 from quire.scheduler.forks import NEVER, Forks
 from quire.scheduler.lanes import Evictor, LaneCapacities, free_tokens, has_atomic_chunk
 from quire.scheduler.lifecycle import Failure, Lifecycle
-from quire.scheduler.peaks import Peaks, can_offload_request, need_of, refuse_if_never
+from quire.scheduler.peaks import Peaks, need_of, refuse_if_never
 from quire.scheduler.preemption import Preempter, Swapper
 from quire.scheduler.request import (
     PlannedFork,
@@ -362,10 +362,7 @@ class Scheduler:
         2  swapped requests free the offload memory that they occupy; they are recomputed later
         3  its pages are compacted, its staging slots are halved
         4  other members of its group are split off
-        5  it is recomputed, with KV offload only until its recorded evictions are replayed, if its
-           eviction rule then frees pages
-        6  it is recomputed without KV offload
-        7  it fails; other requests are unaffected
+        5  it fails; other requests are unaffected
 
         The first request is the first by `Request.order`, regardless of tenants' shares. Shares
         change with the running requests, so two requests could preempt each other forever.
@@ -387,7 +384,7 @@ class Scheduler:
         while not plan.requests and self._forks.split_off(first):
             self._plan_first(plan, first)
         if not plan.requests and first.is_running:
-            self._recompute_or_fail(plan, first)
+            self.lifecycle.fail(first, NeverFits(NEVER))
 
     def _plan_first(self, plan: StepPlan, first: Request) -> None:
         """Plan the tokens of a request, or of the first member of its group that has pages.
@@ -403,24 +400,6 @@ class Scheduler:
         for request in together(first):
             if request.is_running and not plan.requests:
                 self._chunk(plan, request, self.config.max_num_batched_tokens)
-
-    def _recompute_or_fail(self, plan: StepPlan, first: Request) -> None:
-        """Recompute or fail a request that does not fit in the whole KV memory.
-
-        If it cannot evict because its offloaded pages cannot be loaded back, it is recomputed
-        without KV offload, so that it evicts in time. The first time, this begins after its
-        recorded evictions: as many tokens as they need may fit only with KV offload.
-        """
-        offloader = self.sequence_memory.prefix_offloader
-        stops = offloader is not None and offloader.stops_evicting(first)
-        if not (stops and can_offload_request(first)):
-            self.lifecycle.fail(first, NeverFits(NEVER))
-            return
-        first.memory.may_offload_replays = first.memory.may_offload
-        first.memory.may_offload = False
-        reason = "its offloaded pages cannot be loaded back"
-        self.lifecycle.preempt(first, reason, recompute=True)
-        self._plan_prefill(plan, self.config.max_num_batched_tokens)
 
     # ---- ahead of the last step's tokens -------------------------------------------------------
 

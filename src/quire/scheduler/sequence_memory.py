@@ -139,12 +139,14 @@ class SequenceMemory:
         return self._offload_until(lambda: self.evict_cached(pages))
 
     def _offload_until(self, is_enough: Callable[[], bool]) -> bool:
-        if is_enough():
-            return True
-        while self.prefix_offloader is not None and self.prefix_offloader.offload_some():
-            if is_enough():
-                return True
-        return False
+        while not is_enough():
+            if not self.offload_some():
+                return False
+        return True
+
+    def offload_some(self) -> bool:
+        """Offload pages of one request; False if no offload frees memory."""
+        return self.prefix_offloader is not None and self.prefix_offloader.offload_some()
 
     # ---- allocate and free -----------------------------------------------------------------------
 
@@ -296,12 +298,6 @@ class SequenceMemory:
         """Release the prefix of a request whose pages will change or be freed."""
         self.release(request.memory.lease)
         request.memory.lease = None
-
-    def withdraw_from_cache(self, request: Request) -> None:
-        """Evict a request's blocks from the cache, because its pages will be offloaded."""
-        if request.memory.lease is not None:
-            self.stop_sharing(request)
-            self.drop_cached()
 
     # ---- growing -------------------------------------------------------------------------------
 

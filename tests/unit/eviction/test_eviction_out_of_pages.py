@@ -9,7 +9,6 @@ from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import OutOfPages
 from quire.eviction.eviction import PolicyEvictor
-from quire.kv.compaction import Kind, count_copies
 from quire.kv.sharing import fork
 from quire.models.base import attention_scales
 from support import engines
@@ -38,28 +37,4 @@ def test_nothing_is_written_if_slots_cannot_be_moved(monkeypatch):
     assert kv.store.arena.equal(before)
     monkeypatch.undo()
     memory.release([twin])
-    engine.check()
-
-
-def test_copies_of_shared_pages_are_counted_behind_offloaded_ones():
-    """The prefix cache shares the first two pages of each lane."""
-    config = KVConfig(memory="2MiB", page_tokens=4, evict=CRUSHED)
-    engine = Engine(engines.load("llama"), config)
-    memory = engine.pool.kv.memory
-    engine.submit(GenerationRequest(list(range(3, 15)), SamplingParams(max_tokens=40)))
-    engine.step()
-    [request] = engine.scheduler.running
-    row, table = request.memory.row, memory.tables["full"]
-    lanes = len(table.num_slots[row])
-    holes = [0, 5]  # in the first page and in the second; slots of the third are moved there
-    keep = np.repeat(~np.isin(np.arange(12), holes)[None], lanes, axis=0)
-
-    def count(kind=Kind.FILL_HOLES):
-        return count_copies(memory, "full", row, keep, kind)
-
-    assert count() == 2 * lanes
-    assert count(Kind.DROP_PAGES) == 0
-    table.staged[row] = 1
-    assert count() == lanes
-    table.staged[row] = 0
     engine.check()

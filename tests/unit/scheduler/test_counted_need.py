@@ -128,8 +128,7 @@ def drawn_options(draw, schedules=SCHEDULES) -> dict:
     width = draw(st.sampled_from([1, 1, 2, 3]))
     beams = width > 1 and draw(st.booleans())
     evicts = codec not in PAGE_CODECS and draw(st.booleans())  # slots of page codecs do not move
-    # more layers than staging slots; the pages of a request that evicts are reloaded
-    may_offload = len(windows) > 5 and not evicts
+    may_offload = len(windows) > 5  # more layers than staging slots
     return {
         "codec": codec,
         "windows": windows,

@@ -61,7 +61,8 @@ def need(prompt, generated, eviction=KEEP_ALL, *, may_offload=True):
         pytest.param(
             peaks_of(*4 * [FULL], evicting=True),
             need(100, 1, EvictionSpec(cap=80, every=4)),
-            "shorten the prompt, raise --kv-memory to 45KiB or lower cap= of its eviction rule",
+            "shorten the prompt, raise --kv-memory to 45KiB, set --kv-offload-memory to 41KiB or "
+            "lower cap= of its eviction rule",
             id="a lower cap suffices",
         ),
         pytest.param(

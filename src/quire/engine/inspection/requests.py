@@ -92,10 +92,10 @@ def _read_group(pool: KVPool, group: LaneGroup, row: int) -> GroupPositions:
     positions = stored_positions(pool.kv, group.name, row)
     if pool.offload is not None:
         tokens = group.page_class.tokens
-        for pages in pool.offload.prefixes.page_groups(row):
-            if pages.group == group.name and pages.positions is not None:
-                first = pages.first * tokens
-                positions[:, first : first + pages.columns * tokens] = pages.positions
+        for pages in pool.offload.prefixes.page_groups(row, group.name):
+            found, first = pages.positions(tokens), pages.first * tokens
+            if found is not None:
+                positions[:, first : first + pages.columns * tokens] = found
     return GroupPositions(group, positions, pool.kv.memory.tables[group.name].num_slots[row].copy())
 
 

@@ -38,7 +38,7 @@ from quire.models.loader import LoadedModel
 from quire.offload.host_side import host_pool
 from quire.offload.kv.cpu_attention import CPUAttention, can_attend_in_parts
 from quire.offload.kv.cuda_transfer import StreamTransferWorker
-from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes, OffloadedRowsOf
+from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
 from quire.offload.kv.offloader import RowRequests
 from quire.offload.kv.prefix_splits import PrefixSplits, SplitLimits
 from quire.offload.kv.step_offload import KVOffload
@@ -443,7 +443,6 @@ class KVOffloadComponents:
         splits: divides offloaded prefixes; None if all KV is transferred.
         why: reason that KV is or is not recomputed, for messages.
         offload_bytes: size of offload memory, for KV and activations.
-        offloaded_rows: offloaded pages and activations of sequences that are swapped.
     """
 
     prefixes: OffloadedPrefixes
@@ -451,7 +450,6 @@ class KVOffloadComponents:
     splits: PrefixSplits | None
     why: str
     offload_bytes: int
-    offloaded_rows: OffloadedRowsOf
 
     def totals(self) -> dict[str, int]:
         """Bytes offloaded and tokens not transferred so far, under the names of `EngineStats`."""
@@ -500,10 +498,11 @@ def build_kv_offload(
         else allocator.num_blocks * allocator.block_tokens * choice.memory.token_bytes
     )
     pool = host_pool(store, choice.layout, stream_bytes - activation_bytes)
-    prefixes = OffloadedPrefixes(memory, pool, store.page_positions)
+    prefixes = OffloadedPrefixes(memory, pool, store.page_positions, allocator)
     kv_recompute = None
     if allocator is not None:
-        kv_recompute = choice.kv_recompute(allocator, RowRequests(fraction, running))
+        rows = RowRequests(fraction, running, memory)
+        kv_recompute = choice.kv_recompute(allocator, rows)
     attention = choice.attention(memory, store, coded, prefixes)
     splits = None
     if kv_recompute is not None or attention is not None:
@@ -518,5 +517,4 @@ def build_kv_offload(
         attention=attention,
         weights=choice.weights,
     )
-    offloaded_rows = OffloadedRowsOf(prefixes, allocator)
-    return KVOffloadComponents(prefixes, kv_offload, splits, why, stream_bytes, offloaded_rows)
+    return KVOffloadComponents(prefixes, kv_offload, splits, why, stream_bytes)

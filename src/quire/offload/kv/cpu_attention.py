@@ -209,8 +209,8 @@ class StepCPUAttention:
                     min(page_group.first + page_group.columns, row.host.stop),
                 )
                 if columns:
-                    first = lane * page_group.columns + columns.start - page_group.first
-                    space = page_group.layers[index]
+                    first = page_group.place(lane, columns.start)
+                    space = page_group.host.layers[index]
                     for start, count in engine.prefixes.pool.places(
                         space, group.page_class, first, len(columns)
                     ):

@@ -41,7 +41,7 @@ class InFlightPages:
     def __init__(self, memory: KVMemory, first: int, end: int, block_tokens: int) -> None:
         self._memory, self.block_tokens = memory, block_tokens
         self.first, self.end = end, end
-        self.pages: Mapping[str, PageNumbers] = {
+        self.pages: dict[str, PageNumbers] = {
             group.name: np.empty((group.num_lanes, 0), dtype=np.int32)
             for group in shared_groups(memory)
         }
@@ -115,7 +115,7 @@ class InFlightPages:
         if self._memory.cached_references.pop(self._key, None) is not None:
             self._free(self.pages)
 
-    def _set(self, pages: Mapping[str, PageNumbers]) -> None:
+    def _set(self, pages: dict[str, PageNumbers]) -> None:
         self.pages = pages
         self._memory.cached_references[self._key] = pages
 
@@ -152,7 +152,7 @@ class InFlightSnapshot:
 
     def __init__(self, memory: KVMemory, used: Collection[str], end: int) -> None:
         self._memory, self._end = memory, end
-        self.pages: Mapping[str, PageNumbers] = {}
+        self.pages: dict[str, PageNumbers] = {}
         allocated: dict[str, PageNumbers] = {}
         try:
             for group in private_groups(memory, used):

@@ -14,7 +14,11 @@ of a prefix the arena stores two. The pages after the prefix are resident; new t
 there.
 
 Pages that several sequences share (outputs of one prompt, beams, a common prefix) are offloaded
-once, and the sequences share their staging. Such sequences must run in one batch.
+once, and the sequences share their staging. Such sequences must run in one batch. Cached prefixes
+refer to offloaded pages too: a sequence that starts from them gets staging of its own.
+
+An eviction cuts one layer after the other, inside the staging pages of the layer. The first
+retained pages stay offloaded.
 
 Offloaded pages and activations of swapped sequences stay in offload memory:
 
@@ -25,18 +29,18 @@ This module does the bookkeeping; a `PageBytes` does the copies.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.errors import OutOfPages
-from quire.kv.listeners import MemoryListener
+from quire.errors import HostMemoryFull, OutOfPages
+from quire.kv.compaction import after_first, move_slots
+from quire.kv.listeners import Mask, MemoryListener, SlotMoves
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
 from quire.kv.repacking import repack
-from quire.kv.swap import OffloadedPages
 from quire.kv.tables import LaneTable, Rows
 from quire.layout.layout import SLOTS, can_be_offloaded
 from quire.layout.pages import PageClass
@@ -44,7 +48,7 @@ from quire.offload.kv.staging import (
     StagingUse,
     allocate_staging,
     entries_of,
-    set_pages,
+    retain_layers,
     stage,
     staged_pages,
 )
@@ -52,25 +56,42 @@ from quire.offload.recompute.activation_allocator import ActivationAllocator, St
 from quire.offload.swap.host_pool import HostPool, HostSpace
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
+class HostPages:
+    """Pages of one group in offload memory.
+
+    Attributes:
+        layers: bytes of each layer of the group, lane by lane.
+        columns: pages of a lane.
+        positions: [lanes, slots] logical positions of the slots; None if lanes are in order.
+        page_positions: [lanes, columns] logical position of the first slot of each page.
+        users: sequences and cached prefixes that refer to them.
+    """
+
+    layers: list[HostSpace]
+    columns: int
+    positions: NDArray[np.int32] | None
+    page_positions: PageNumbers
+    users: int = 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class OffloadedPageGroup:
-    """Pages of one group of one sequence that were offloaded together.
+    """Neighbouring offloaded pages of one group of a sequence.
 
     Attributes:
         group: name of the group.
         first: column of the first page.
-        layers: location of the pages' bytes for each layer of the group, lane by lane.
         staging: [slots, lanes of a layer, pages of a lane] pages of the arena.
-        positions: [lanes, slots] logical positions of the slots; None if lanes are in order.
-        page_positions: [lanes, pages of a lane] logical position of the first slot of each page.
+        host: the pages in offload memory.
+        offset: first of their columns that the sequence uses.
     """
 
     group: str
     first: int
-    layers: Sequence[HostSpace]
     staging: PageNumbers
-    positions: NDArray[np.int32] | None = None
-    page_positions: PageNumbers | None = None
+    host: HostPages
+    offset: int = 0
 
     @property
     def columns(self) -> int:
@@ -82,17 +103,29 @@ class OffloadedPageGroup:
         """Number of layers whose pages the staging holds at a time."""
         return len(self.staging)
 
+    def positions(self, page_tokens: int) -> NDArray[np.int32] | None:
+        """Logical positions [lanes, slots] of its slots; None if lanes are in order."""
+        if self.host.positions is None:
+            return None
+        start = self.offset * page_tokens
+        return self.host.positions[:, start : start + self.columns * page_tokens]
+
+    def place(self, lane: int, column: int) -> int:
+        """Index of a page of a lane of a layer among the pages of the layer in `host`."""
+        return lane * self.host.columns + self.offset + column - self.first
+
 
 ReadPositions = Callable[[PageClass, PageNumbers], NDArray[np.int32]]
 
 
 class OffloadedPrefixes(MemoryListener):
-    """The offloaded prefixes of all sequences of a memory.
+    """The offloaded prefixes of all sequences of a memory; implements `OffloadedRows`.
 
     Args:
         memory: holds the sequences.
         pool: host pool of the offloaded bytes; no other object uses it.
         read_positions: reads logical positions of the slots of pages, for a class that stores them.
+        activations: stored activations of the sequences; None if none are stored.
 
     Attributes:
         pool: see above.
@@ -100,13 +133,18 @@ class OffloadedPrefixes(MemoryListener):
     """
 
     def __init__(
-        self, memory: KVMemory, pool: HostPool, read_positions: ReadPositions | None = None
+        self,
+        memory: KVMemory,
+        pool: HostPool,
+        read_positions: ReadPositions | None = None,
+        activations: ActivationAllocator | None = None,
     ) -> None:
-        self._memory, self.pool = memory, pool
+        self._memory, self.pool, self.use = memory, pool, StagingUse()
+        self._read_positions, self._activations = read_positions, activations
         self._page_groups: dict[int, list[OffloadedPageGroup]] = {}
-        self._detached: list[list[OffloadedPageGroup]] = []  # of sequences outside of the arena
-        self.use = StagingUse()
-        self._read_positions = read_positions
+        # of cached references: by group, the pages in offload memory, first column, columns
+        self._cached: dict[int, dict[str, tuple[HostPages, int, int]]] = {}
+        memory.offloaded = self
         memory.listeners.subscribe(self)
 
     @property
@@ -119,231 +157,20 @@ class OffloadedPrefixes(MemoryListener):
         """Page groups of all sequences in the arena."""
         return list(itertools.chain.from_iterable(self._page_groups.values()))
 
-    def page_groups(self, row: int) -> Sequence[OffloadedPageGroup]:
-        """Offloaded page groups of a sequence; empty if it has none."""
-        return self._page_groups.get(row, ())
+    def page_groups(self, row: int, group: str | None = None) -> Sequence[OffloadedPageGroup]:
+        """Offloaded page groups of a sequence, of one lane group or of all."""
+        held = self._page_groups.get(row, ())
+        return [each for each in held if group in (None, each.group)]
 
     def row_bytes(self, row: int) -> int:
-        """Offloaded bytes of a sequence."""
-        return sum(map(self._bytes, self.page_groups(row)))
+        """Offloaded bytes that a sequence uses."""
+        groups = [(held, self._memory.tables[held.group].group) for held in self.page_groups(row)]
+        return sum(h.columns * g.num_lanes * g.page_class.page_bytes for h, g in groups)
 
     def batch_key(self, row: int) -> int | None:
-        """Equal for sequences that share offloaded pages, which must run in one batch."""
-        page_groups = self.page_groups(row)
-        return id(page_groups[0].layers) if page_groups else None
-
-    def sharers(self, row: int, slots: int) -> frozenset[int]:
-        """Rows whose pages `offload` moves: those that share the next pages of a sequence."""
-        found = {row}
-        for table, first, columns in self.movable_pages(row, slots):
-            found.update(self._sharers(table, row, first, columns)[0])
-        return frozenset(found)
-
-    def gain_bytes(self, row: int, slots: int, holders: int = 0) -> int:
-        """Bytes of the arena that offloading the slots before `slots` would free.
-
-        Args:
-            row: the sequence.
-            slots: as for `offload`.
-            holders: further references of a page that counts as freed: 1 if a cached prefix, which
-                can be evicted, may reference it, else 0.
-        """
-        gained = 0
-        for table, first, columns in self.movable_pages(row, slots):
-            rows, columns = self._sharers(table, row, first, columns)
-            own = self._own(table, row, first, columns, len(rows) + holders)
-            staged = staged_pages(table, columns)
-            gained += (own - staged) * table.group.page_class.page_bytes
-        return gained
-
-    def offload(self, row: int, slots: int) -> int:
-        """Offload the whole pages before slot `slots`; return the bytes moved.
-
-        Pages that other sequences share are offloaded for all of them. Groups with no more layers
-        than staging slots, and groups with a window, are not offloaded: they would free nothing.
-
-        Raises:
-            OutOfPages: too few pages to stage a group; groups moved before it stay offloaded.
-            HostMemoryFull: the pool cannot hold a group; groups moved before it stay offloaded.
-        """
-        movable = list(self.movable_pages(row, slots))
-        self.use.finalize()
-        moved = [self._offload(table, row, first, columns) for table, first, columns in movable]
-        return sum(map(self._bytes, moved))
-
-    def forked(self, parent: int, child: int) -> None:
-        """Let a fork share the offloaded pages of its parent."""
-        if parent in self._page_groups:
-            self._page_groups[child] = list(self._page_groups[parent])
-
-    def released(self, rows: Rows) -> None:
-        """Free the offloaded pages of sequences."""
-        freed = self._page_groups.keys() & set(rows.tolist())
-        if freed:
-            self.use.finalize()
-        for row in freed:
-            self._free(row)
-
-    def _free(self, row: int) -> None:
-        """Free the offloaded bytes of a sequence that no other sequence shares."""
-        for page_group in self._page_groups.pop(row, ()):
-            table = self._memory.tables[page_group.group]
-            table.staged[row] = table.repeated[row] = 0
-            self._free_unheld(page_group)
-
-    def is_shared(self, row: int) -> bool:
-        """Whether other sequences share offloaded pages of a sequence."""
-        return len(self._connected(row)[0]) > 1
-
-    def forget(self, row: int, group: str) -> None:
-        """Free the offloaded bytes of a group of a sequence; its entries name other pages now."""
-        table, held = self._memory.tables[group], self._page_groups.pop(row, [])
-        left = [page_group for page_group in held if page_group.group != group]
-        if left:
-            self._page_groups[row] = left
-        table.staged[row] = table.repeated[row] = 0
-        for page_group in held:
-            if page_group.group == group:
-                self._free_unheld(page_group)
-
-    def _free_unheld(self, page_group: OffloadedPageGroup) -> None:
-        """Free the offloaded bytes of a page group, unless a sequence still uses them."""
-        lists = (*self._page_groups.values(), *self._detached)
-        if not any(held.layers is page_group.layers for held in itertools.chain(*lists)):
-            for space in page_group.layers:
-                self.pool.release(space)
-
-    # ---- sequences outside of the arena --------------------------------------------------------
-
-    def detach(self, row: int) -> list[OffloadedPageGroup]:
-        """Return the page groups of a sequence that leaves the arena; their bytes stay offloaded.
-
-        The sequence is released next; later, `attach` or `discard` is called with the list.
-        """
-        self.use.finalize()
-        self._detached.append(page_groups := self._page_groups.pop(row, []))
-        return page_groups
-
-    def staging_pages(
-        self, page_groups: Sequence[list[OffloadedPageGroup]]
-    ) -> dict[PageClass, int]:
-        """Pages of each class that `attach` allocates for detached sequences."""
-        needed: dict[PageClass, int] = {}
-        distinct = {id(group): group for group in itertools.chain(*page_groups)}
-        for page_group in distinct.values():
-            page_class = self._memory.tables[page_group.group].group.page_class
-            needed[page_class] = needed.get(page_class, 0) + page_group.staging.size
-        return needed
-
-    def discard(self, page_groups: Sequence[list[OffloadedPageGroup]]) -> None:
-        """Free the offloaded bytes of detached sequences that will not resume."""
-        self._forget_detached(page_groups)
-        for page_group in itertools.chain(*page_groups):
-            if self.pool.has(page_group.layers[0]):
-                self._free_unheld(page_group)
-
-    def _forget_detached(self, page_groups: Sequence[list[OffloadedPageGroup]]) -> None:
-        self._detached = [
-            held for held in self._detached if not any(held is own for own in page_groups)
-        ]
-
-    def attach(self, rows: Sequence[int], page_groups: Sequence[list[OffloadedPageGroup]]) -> None:
-        """Append the offloaded pages of detached sequences to their new, empty rows.
-
-        Args:
-            rows: the new rows; the caller has checked that the staging pages are free.
-            page_groups: the lists that `detach` returned, one for each row.
-        """
-        staged: dict[int, PageNumbers] = {}
-        for own in page_groups:
-            for page_group in own:
-                if id(page_group) not in staged:
-                    table = self._memory.tables[page_group.group]
-                    times = sum(any(g is page_group for g in other) for other in page_groups)
-                    place = (times, page_group.columns, page_group.slots)
-                    staged[id(page_group)] = allocate_staging(self._memory, table, *place)
-        renewed = {
-            id(page_group): replace(page_group, staging=staged[id(page_group)])
-            for page_group in itertools.chain(*page_groups)
-        }
-        for row, own in zip(rows, page_groups, strict=True):
-            self._page_groups[row] = [renewed[id(page_group)] for page_group in own]
-            for page_group in self._page_groups[row]:
-                self._append(row, page_group)
-        self._forget_detached(page_groups)
-
-    def _append(self, row: int, page_group: OffloadedPageGroup) -> None:
-        """Append the pages of a page group to the table of a row that holds those before them."""
-        table = self._memory.tables[page_group.group]
-        entries = entries_of(table, page_group.staging)
-        counts = np.full((1, len(entries)), page_group.columns, dtype=np.int32)
-        place = table.append(np.array([row]), counts, entries.reshape(-1))
-        if page_group.page_positions is not None:
-            table.page_positions[place] = page_group.page_positions.reshape(-1)
-        table.num_slots[row] += page_group.columns * table.group.page_class.tokens
-        table.staged[row] += page_group.columns
-        table.repeated[row] += entries.size - page_group.staging.size
-
-    def load_back(self, row: int) -> None:
-        """Load all pages of a sequence back into the arena; its staging pages are reused for them.
-
-        Pages that other sequences share are loaded for all of them.
-
-        Raises:
-            OutOfPages: too few pages for the others; nothing was changed.
-        """
-        rows, page_groups = self._connected(row)
-        needed: dict[PageClass, int] = {}
-        for page_group in page_groups:
-            table = self._memory.tables[page_group.group]
-            page_class = table.group.page_class
-            pages = page_group.columns * table.group.num_lanes - page_group.staging.size
-            needed[page_class] = needed.get(page_class, 0) + pages
-        if not self._memory.fits(needed):
-            raise OutOfPages(f"{sum(needed.values())} pages needed to load an offloaded prefix")
-        self.use.finalize()
-        for page_group in page_groups:
-            self._load_back(self._holders(page_group), page_group)
-        for other in rows:
-            self._free(other)
-
-    def halve_staging(self, row: int) -> int:
-        """Keep one slot of a sequence's staging and free the other; return the bytes freed.
-
-        From then on the copy of a layer starts after the attention of the previous layer.
-        """
-        before = self._memory.row_bytes(row)
-        for page_group in list(self.page_groups(row)):
-            if page_group.slots > 1:
-                self.use.finalize()
-                rows = self._holders(page_group)
-                self._replace(rows, page_group, self._halved(rows, page_group))
-        return before - self._memory.row_bytes(row)
-
-    def repack(self, row: int) -> None:
-        """Move the pages of a sequence into as few slabs as can hold them.
-
-        Its staging pages are allocated again; every step loads their contents. Sequences that share
-        offloaded pages are packed together.
-        """
-        self.use.finalize()
-        memory, (rows, page_groups) = self._memory, self._connected(row)
-        for page_group in page_groups:
-            table, end = memory.tables[page_group.group], page_group.first + page_group.columns
-            for holder in self._holders(page_group):
-                named = table.pages[holder, :, page_group.first : end]
-                memory.pools[table.group.page_class].release(named.ravel())
-        repack(memory, *rows)
-        for page_group in page_groups:
-            holders = self._holders(page_group)
-            place = (
-                memory.tables[page_group.group],
-                holders,
-                page_group.first,
-                page_group.columns,
-                page_group.slots,
-            )
-            self._replace(holders, page_group, replace(page_group, staging=stage(memory, *place)))
+        """Equal for sequences that share staging pages, which must run in one batch."""
+        page_groups = self._page_groups.get(row)
+        return id(page_groups[0]) if page_groups else None
 
     def positions(self, row: int, group: str, index: int, slots: range) -> NDArray[np.int64]:
         """Logical positions of slots of an offloaded prefix, in the first lane of a layer.
@@ -354,44 +181,86 @@ class OffloadedPrefixes(MemoryListener):
             index: index of the layer inside its group.
             slots: slots of the offloaded prefix.
         """
-        page_groups = [
-            page_group for page_group in self.page_groups(row) if page_group.group == group
-        ]
-        if not page_groups or page_groups[0].positions is None:
-            return np.array(slots, dtype=np.int64)
-        lane = index * self._memory.tables[group].group.lanes_per_layer
-        found = np.concatenate(
-            [
-                page_group.positions[lane]
-                for page_group in page_groups
-                if page_group.positions is not None
-            ]
+        table, found = self._memory.tables[group], list[NDArray[np.int32]]()
+        lane, tokens = index * table.group.lanes_per_layer, table.group.page_class.tokens
+        for held in self.page_groups(row, group):
+            of_lanes = held.positions(tokens)
+            if of_lanes is None:
+                return np.array(slots, dtype=np.int64)
+            found.append(of_lanes[lane])
+        return np.concatenate(found)[slots.start : slots.stop].astype(np.int64)
+
+    # ---- offload -------------------------------------------------------------------------------
+
+    def gain_bytes(self, row: int, slots: int) -> int:
+        """Bytes of the arena that offloading the slots before `slots` would free.
+
+        Args:
+            row: the sequence.
+            slots: as for `offload`.
+        """
+        gained = 0
+        for table, first, columns in self.movable_pages(row, slots):
+            rows, columns = self._sharers(table, row, first, columns)
+            old = table.pages[row, :, first : first + columns]
+            freed = self._own(table, old, len(rows), self._references(table, old))
+            gained += (freed - staged_pages(table, columns)) * table.group.page_class.page_bytes
+        return gained
+
+    def offload(self, row: int, slots: int) -> int:
+        """Offload the whole pages before slot `slots`; return the bytes moved.
+
+        Pages that other sequences or cached prefixes share are offloaded for all of them. Groups
+        with no more layers than staging slots, and groups with a window, are not offloaded: they
+        would free nothing.
+
+        Raises:
+            OutOfPages: too few pages to stage a group; groups moved before it stay offloaded.
+            HostMemoryFull: the pool cannot hold a group; groups moved before it stay offloaded.
+        """
+        movable = list(self.movable_pages(row, slots))
+        self.use.finalize()
+        return sum(self._offload(table, row, first, columns) for table, first, columns in movable)
+
+    def movable_pages(self, row: int, slots: int) -> Iterator[tuple[LaneTable, int, int]]:
+        """Each table with pages to offload, its first page to offload, and the pages of a lane."""
+        for table in self._memory.tables.values():
+            group = table.group
+            if not can_be_offloaded(group):
+                continue
+            first = int(table.staged[row])
+            columns = min(slots, int(table.num_slots[row].min())) // group.page_class.tokens - first
+            if columns > 0:
+                yield table, first, columns
+
+    def _offload(self, table: LaneTable, row: int, first: int, columns: int) -> int:
+        memory, group, page_class = self._memory, table.group, table.group.page_class
+        pool = memory.pools[page_class]
+        rows, columns = self._sharers(table, row, first, columns)
+        old, staged = (
+            table.pages[row, :, first : first + columns].copy(),
+            staged_pages(table, columns),
         )
-        return found[slots.start : slots.stop].astype(np.int64)
-
-    # ---- sharing -------------------------------------------------------------------------------
-
-    def _holders(self, page_group: OffloadedPageGroup) -> list[int]:
-        """Rows whose entries point to the staging of a page group."""
-        lists = self._page_groups.items()
-        return [row for row, held in lists if any(other is page_group for other in held)]
-
-    def _connected(self, row: int) -> tuple[list[int], list[OffloadedPageGroup]]:
-        """Rows and page groups that are loaded back together: a prefix has no gaps."""
-        rows, page_groups = [row], list[OffloadedPageGroup]()
-        for member in rows:
-            for page_group in self.page_groups(member):
-                if not any(page_group is found for found in page_groups):
-                    page_groups.append(page_group)
-                    rows += [other for other in self._holders(page_group) if other not in rows]
-        return rows, page_groups
-
-    def _replace(
-        self, rows: Sequence[int], old: OffloadedPageGroup, new: OffloadedPageGroup
-    ) -> None:
-        for row in rows:
-            held = self._page_groups[row]
-            self._page_groups[row] = [new if other is old else other for other in held]
+        cached = self._references(table, old)
+        fits_behind = self._own(table, old, len(rows), cached) >= staged  # freed pages hold it
+        if not fits_behind and not memory.fits({page_class: staged}):
+            raise OutOfPages(f"{staged} pages needed to stage {columns} of each lane")
+        host = self._saved(table, old, table.page_positions[row, :, first : first + columns].copy())
+        memory.listeners.offloading(group.name, list(cached))
+        host.users = len(rows) + len(cached)
+        for key, column in cached.items():
+            pages = memory.cached_references[key].pop(group.name)
+            self._cached.setdefault(key, {})[group.name] = host, column, pages.shape[1]
+            pool.release(pages.reshape(-1))
+        for _ in rows:
+            pool.release(old.reshape(-1))
+        staging = stage(memory, table, rows, first, columns, SLOTS)
+        page_group = OffloadedPageGroup(group.name, first, staging, host)
+        for holder in rows:
+            table.staged[holder] = first + columns
+            table.repeated[holder] += old.size - staging.size
+            self._page_groups.setdefault(holder, []).append(page_group)
+        return old.size * page_class.page_bytes
 
     def _sharers(
         self, table: LaneTable, row: int, first: int, columns: int
@@ -407,106 +276,307 @@ class OffloadedPrefixes(MemoryListener):
         same = int(np.argmax(differ)) if differ.any() else columns
         return live[shared[:, 0]].tolist(), same
 
-    # ---- one group -----------------------------------------------------------------------------
+    def _references(self, table: LaneTable, pages: PageNumbers) -> dict[int, int]:
+        """Cached references to some of these pages [lanes, columns], and their first columns."""
+        pool = self._memory.pools[table.group.page_class]
+        found, place = dict[int, int](), np.full(len(pool.ref_counts), -1)
+        if pool.num_shared:
+            place[pages[0]] = np.arange(pages.shape[1])
+            for key, by_group in self._memory.cached_references.items():
+                named = by_group.get(table.group.name)
+                column = -1 if named is None or not named.size else int(place[named[0, 0]])
+                if named is not None and column >= 0:
+                    own = pages[:, column : column + named.shape[1]]
+                    if np.array_equal(named, own):
+                        found[key] = column
+        return found
 
-    def movable_pages(self, row: int, slots: int) -> Iterator[tuple[LaneTable, int, int]]:
-        """Each table with pages to offload, its first page to offload, and the pages of a lane."""
-        for table in self._memory.tables.values():
-            group = table.group
-            if not can_be_offloaded(group):
-                continue
-            first = int(table.staged[row])
-            columns = min(slots, int(table.num_slots[row].min())) // group.page_class.tokens - first
-            if columns > 0:
-                yield table, first, columns
+    def _own(
+        self, table: LaneTable, pages: PageNumbers, rows: int, cached: Mapping[int, int]
+    ) -> int:
+        """Number of pages that only these many rows and these cached references refer to."""
+        counts = self._memory.pools[table.group.page_class].ref_counts[pages] - rows
+        for key, column in cached.items():
+            named = self._memory.cached_references[key][table.group.name]
+            counts[:, column : column + named.shape[1]] -= 1
+        return int(np.count_nonzero(counts <= 0))
 
-    def _offload(self, table: LaneTable, row: int, first: int, columns: int) -> OffloadedPageGroup:
-        memory, group = self._memory, table.group
-        pool = memory.pools[group.page_class]
-        rows, columns = self._sharers(table, row, first, columns)
-        staged = staged_pages(table, columns)
-        fits_behind = (
-            self._own(table, row, first, columns, len(rows)) >= staged
-        )  # freed pages hold the staging
-        if not fits_behind and not memory.fits({group.page_class: staged}):
-            raise OutOfPages(f"{staged} pages needed to stage {columns} of each lane")
-        old = table.pages[row, :, first : first + columns].copy()
-        layers = self._save(group.page_class, old.reshape(len(group.layers), -1))
-        positions = None
-        if group.page_class.positions and self._read_positions is not None:
-            positions = self._read_positions(group.page_class, old.reshape(-1))
-            positions = positions.reshape(len(old), -1)
-        page_positions = table.page_positions[row, :, first : first + columns].copy()
-        for _ in rows:
-            pool.release(old.reshape(-1))
-        staging = stage(self._memory, table, rows, first, columns, SLOTS)
-        page_group = OffloadedPageGroup(
-            group.name, first, layers, staging, positions, page_positions
-        )
-        for holder in rows:
-            table.staged[holder] = first + columns
-            table.repeated[holder] += group.num_lanes * columns - staging.size
-            self._page_groups.setdefault(holder, []).append(page_group)
-        return page_group
-
-    def _halved(self, rows: Sequence[int], page_group: OffloadedPageGroup) -> OffloadedPageGroup:
-        """Reduce a page group to one staging slot, to which the entries of all layers point."""
-        table = self._memory.tables[page_group.group]
-        group, pool = table.group, self._memory.pools[table.group.page_class]
-        columns = slice(page_group.first, page_group.first + page_group.columns)
-        first = page_group.staging[:1]
-        for row in rows:
-            old = table.pages[row, :, columns].reshape(len(group.layers), -1)
-            moved = (old != first.reshape(-1)).any(axis=1)  # layers of the other slot
-            for _ in range(int(moved.sum())):
-                pool.retain(first.reshape(-1))
-            pool.release(old[moved].reshape(-1))
-            set_pages(table, row, page_group.first, np.tile(first[0], (len(group.layers), 1)))
-            table.repeated[row] += page_group.staging.size - first.size
-        return replace(page_group, staging=first)
-
-    def _load_back(self, rows: Sequence[int], page_group: OffloadedPageGroup) -> None:
-        memory, table = self._memory, self._memory.tables[page_group.group]
-        group, pool = table.group, memory.pools[table.group.page_class]
-        columns = slice(page_group.first, page_group.first + page_group.columns)
-        staged = page_group.slots * group.lanes_per_layer  # lanes that take over the staging pages
-        old = [table.pages[row, staged:, columns].reshape(-1).copy() for row in rows]
-        added = pool.allocate(old[0].size)
-        for _ in rows[1:]:
-            pool.retain(added)
-        fresh = np.concatenate([page_group.staging.reshape(-1), added])
-        for pages, space in zip(
-            fresh.reshape(len(group.layers), -1), page_group.layers, strict=True
-        ):
-            self.pool.load(space, group.page_class, pages)
-        self.pool.copies.wait()
-        for row, named in zip(rows, old, strict=True):
-            set_pages(table, row, page_group.first, fresh.reshape(group.num_lanes, -1))
-            pool.release(named)
-
-    def _save(self, page_class: PageClass, by_layer: PageNumbers) -> list[HostSpace]:
-        """Save the bytes of pages [layer, page] to the pool, all or none."""
-        spaces: list[HostSpace] = []
+    def _saved(
+        self, table: LaneTable, pages: PageNumbers, page_positions: PageNumbers
+    ) -> HostPages:
+        """Save pages [lanes, columns] of a group to the pool, all or none."""
+        spaces, page_class = list[HostSpace](), table.group.page_class
         try:
-            for pages in by_layer:
-                spaces.append(self.pool.reserve({page_class: len(pages)}))
-                self.pool.save(spaces[-1], page_class, pages)
+            for of_layer in pages.reshape(len(table.group.layers), -1):
+                spaces.append(self._reserve(page_class, of_layer.size))
+                self.pool.save(spaces[-1], page_class, of_layer)
         except BaseException:
             for space in spaces:
                 self.pool.release(space)
             raise
         self.pool.copies.wait()
+        positions = self._positions_of(page_class, pages)
+        return HostPages(spaces, pages.shape[1], positions, page_positions)
+
+    def _reserve(self, page_class: PageClass, pages: int) -> HostSpace:
+        """Reserve offload memory; cached prefixes that no sequence uses are evicted for it."""
+        while True:
+            try:
+                return self.pool.reserve({page_class: pages})
+            except HostMemoryFull:
+                if not self._memory.listeners.free_offloaded():
+                    raise
+
+    def _positions_of(self, page_class: PageClass, pages: PageNumbers) -> NDArray[np.int32] | None:
+        if not page_class.positions or self._read_positions is None:
+            return None
+        return self._read_positions(page_class, pages.reshape(-1)).reshape(len(pages), -1)
+
+    # ---- sequences and cached prefixes that share offloaded pages ------------------------------
+
+    def forked(self, parent: int, child: int) -> None:
+        """Let a fork share the offloaded pages of its parent."""
+        for page_group in self._page_groups.get(parent, ()):
+            page_group.host.users += 1
+            self._page_groups.setdefault(child, []).append(page_group)
+
+    def released(self, rows: Rows) -> None:
+        """Free the offloaded pages of sequences."""
+        for row in self._page_groups.keys() & set(rows.tolist()):
+            self.use.finalize()
+            self.leave(each.host for each in self._page_groups.pop(row))
+
+    def release_references(self, keys: Sequence[int]) -> None:
+        """Free the offloaded pages of cached references."""
+        for key in keys:
+            self.leave(host for host, _, _ in self._cached.pop(key, {}).values())
+
+    def leave(self, used: Iterable[HostPages]) -> None:
+        """Free offloaded bytes, unless other sequences or cached prefixes use them."""
+        for host in used:
+            host.users -= 1
+            if not host.users:
+                for space in host.layers:
+                    self.pool.release(space)
+
+    def pages_to_start(self, keys: Sequence[int]) -> dict[PageClass, int]:
+        """Pages of each class that `start` allocates."""
+        needed: dict[PageClass, int] = {}
+        for key in keys:
+            for name, (_, _, columns) in self._cached.get(key, {}).items():
+                table = self._memory.tables[name]
+                page_class = table.group.page_class
+                needed[page_class] = needed.get(page_class, 0) + staged_pages(table, columns)
+        return needed
+
+    def start(self, row: int, keys: Sequence[int]) -> None:
+        """Append the offloaded pages of consecutive cached references to an empty row."""
+        found = [each for key in keys for each in self._cached.get(key, {}).items()]
+        for name in dict.fromkeys(name for name, _ in found):
+            runs = list[tuple[HostPages, int, int]]()
+            for host, offset, columns in (each for own, each in found if own == name):
+                if runs and runs[-1][0] is host and sum(runs[-1][1:]) == offset:
+                    offset, columns = runs[-1][1], runs.pop()[2] + columns
+                runs.append((host, offset, columns))
+            for host, offset, columns in runs:
+                host.users += 1
+                self.append([row], name, host, offset, columns, SLOTS)
+
+    def append(
+        self, rows: Sequence[int], name: str, host: HostPages, offset: int, columns: int, slots: int
+    ) -> None:
+        """Append offloaded pages, with staging, to rows that hold the pages before them."""
+        table = self._memory.tables[name]
+        first, tokens = int(table.staged[rows[0]]), table.group.page_class.tokens
+        staging = allocate_staging(self._memory, table, len(rows), columns, slots)
+        page_group = OffloadedPageGroup(name, first, staging, host, offset)
+        entries = entries_of(table, staging)
+        counts = np.full((1, len(entries)), columns, dtype=np.int32)
+        for row in rows:
+            place = table.append(np.array([row]), counts, entries.reshape(-1))
+            held = host.page_positions[:, offset : offset + columns]
+            table.page_positions[place] = held.reshape(-1)
+            table.num_slots[row] += columns * tokens
+            table.staged[row] += columns
+            table.repeated[row] += entries.size - staging.size
+            self._page_groups.setdefault(row, []).append(page_group)
+
+    # ---- sequences outside of the arena --------------------------------------------------------
+
+    def detach(self, rows: Sequence[int]) -> "DetachedRows | None":
+        """Take over the offloaded pages of sequences that leave the arena; None if there are none.
+
+        The bytes stay offloaded. The sequences are released next.
+        """
+        if not self.rows.intersection(rows):
+            return None
+        self.use.finalize()
+        page_groups = [self._page_groups.pop(row, []) for row in rows]
+        stored = [
+            None if self._activations is None else self._activations.detach(row) for row in rows
+        ]
+        return DetachedRows(self, page_groups, self._activations, stored)
+
+    def page_class_of(self, page_group: OffloadedPageGroup) -> PageClass:
+        """Page class of the pages of a page group."""
+        return self._memory.tables[page_group.group].group.page_class
+
+    # ---- steps and evictions -------------------------------------------------------------------
+
+    def read(self, row: int, group: str, layers: range) -> None:
+        """Load the offloaded pages of layers (at most one) into staging, until the next read."""
+        if self._memory.tables[group].staged[row]:
+            assert len(layers) == 1, "layers share staging pages"
+            self.use.finalize()
+            self.use.ahead.clear()
+            self._load(row, group, layers.start)
+
+    def _load(self, row: int, group: str, layer: int) -> None:
+        table = self._memory.tables[group]
+        page_class, per_layer = table.group.page_class, table.group.lanes_per_layer
+        for held in self.page_groups(row, group):
+            for lane in range(per_layer):
+                columns = slice(held.first, held.first + held.columns)
+                pages = table.pages[row, layer * per_layer + lane, columns].copy()
+                first = held.place(lane, held.first)
+                self.pool.load(held.host.layers[layer], page_class, pages, first)
+        self.pool.copies.wait()
+
+    def compact(
+        self, row: int, group: str, moves: SlotMoves, retained: Mask, offloaded: int
+    ) -> None:
+        """Evict slots layer by layer, inside the staging pages of the layer.
+
+            load to staging | move slots | save the pages that stay offloaded | copy or free others
+
+        In all other layers, the bytes of these staging pages are in offload memory.
+        """
+        self.use.finalize()
+        self.use.ahead.clear()
+        memory, table, old = self._memory, self._memory.tables[group], self.page_groups(row, group)
+        pool, per_layer = memory.pools[table.group.page_class], table.group.lanes_per_layer
+        in_place = all(held.host.users == 1 for held in old)
+        spaces = [] if in_place else self._reserve_layers(table, offloaded)
+        kept, positions = list[PageNumbers](), list[NDArray[np.int32]]()
+        before, staged = table.pages[row].copy(), int(table.staged[row])
+        columns, stays = retained.shape[1], after_first(retained, offloaded)
+        named = [before[lane, :columns][own] for lane, own in enumerate(retained)]
+        for layer in range(len(table.group.layers)):
+            lanes = slice(layer * per_layer, (layer + 1) * per_layer)
+            self._load(row, group, layer)
+            own = (moves.lane >= lanes.start) & (moves.lane < lanes.stop)
+            moved = SlotMoves(moves.lane[own], moves.source[own], moves.target[own])
+            move_slots(memory, table, row, moved)
+            first = np.stack([pages[:offloaded] for pages in named[lanes]])
+            if in_place:
+                for held in old:
+                    self.pool.release(held.host.layers[layer])
+            if offloaded:
+                if in_place:
+                    spaces.append(self._reserve(pool.page_class, first.size))
+                self.pool.save(spaces[layer], pool.page_class, first.reshape(-1))
+                self.pool.copies.wait()
+                found = self._positions_of(pool.page_class, first)
+                positions += [] if found is None else [found]
+            resident = before[lanes, staged:columns]
+            pool.release(resident[(resident >= 0) & ~stays[lanes, staged:]])
+            for pages, of_lane in zip(named[lanes], stays[lanes, :staged], strict=True):
+                rest, num_copied = pages[offloaded:], int(of_lane.sum())
+                copies = pool.allocate(num_copied)
+                memory.store.copy_pages(pool.page_class, rest[:num_copied], copies)
+                kept.append(np.concatenate([copies, rest[num_copied:]]))
+        slots = min(held.slots for held in old)
+        staging = np.concatenate([held.staging[:slots] for held in old], axis=2)[:, :, :offloaded]
+        retain_layers(pool, table, staging)
+        pool.release(before[:, :staged].reshape(-1))
+        held_positions = table.page_positions[row, :, :columns]
+        page_positions = [at[own] for at, own in zip(held_positions, retained, strict=True)]
+        self._drop(row, group, free=not in_place)
+        table.clear(np.array([row]))
+        entries = entries_of(table, staging)
+        counts = np.array([[offloaded + len(rest) for rest in kept]], dtype=np.int32)
+        pages = [part for both in zip(entries, kept, strict=True) for part in both]
+        place = table.append(np.array([row]), counts, np.concatenate(pages))
+        table.page_positions[place] = np.concatenate(page_positions)
+        if offloaded:
+            host = HostPages(
+                spaces,
+                offloaded,
+                np.concatenate(positions) if positions else None,
+                np.stack([at[:offloaded] for at in page_positions]),
+            )
+            table.staged[row], table.repeated[row] = offloaded, entries.size - staging.size
+            new = OffloadedPageGroup(group, 0, staging, host)
+            self._page_groups.setdefault(row, []).append(new)
+
+    def _reserve_layers(self, table: LaneTable, columns: int) -> list[HostSpace]:
+        """Reserve offload memory for pages of every layer; OutOfPages, without a change."""
+        spaces, group = list[HostSpace](), table.group
+        try:
+            for _ in group.layers if columns else ():
+                spaces.append(self._reserve(group.page_class, columns * group.lanes_per_layer))
+        except HostMemoryFull as error:
+            for space in spaces:
+                self.pool.release(space)
+            raise OutOfPages("no offload memory for pages that other sequences share") from error
         return spaces
 
-    def _own(self, table: LaneTable, row: int, first: int, columns: int, holders: int = 1) -> int:
-        """Number of pages with at most `holders` references."""
-        pages = table.pages[row, :, first : first + columns]
-        counts = self._memory.pools[table.group.page_class].ref_counts[pages]
-        return int(np.count_nonzero(counts <= holders))
+    def _drop(self, row: int, group: str, *, free: bool) -> None:
+        """Remove the page groups of a group of a sequence; free those that nothing else uses."""
+        dropped = self.page_groups(row, group)
+        left = [held for held in self._page_groups.pop(row) if held.group != group]
+        if left:
+            self._page_groups[row] = left
+        self.leave(held.host for held in dropped if free)
 
-    def _bytes(self, page_group: OffloadedPageGroup) -> int:
-        group = self._memory.tables[page_group.group].group
-        return page_group.columns * group.num_lanes * group.page_class.page_bytes
+    # ---- staging -------------------------------------------------------------------------------
+
+    def restage(self, row: int, slots: int = SLOTS, *, pack: bool = False) -> int:
+        """Allocate the staging of a sequence again; return the bytes of the arena that it frees.
+
+        Sequences that share offloaded pages are staged again together.
+
+        Args:
+            row: the sequence.
+            slots: most layers to stage at a time. With one, the copy of a layer starts after the
+                attention of the previous layer.
+            pack: whether to move all pages of the sequences into as few slabs as can hold them.
+        """
+        self.use.finalize()
+        memory, before = self._memory, self._memory.row_bytes(row)
+        rows, page_groups = self._connected(row)
+        for old in page_groups:
+            table, columns = memory.tables[old.group], slice(old.first, old.first + old.columns)
+            for holder in self._holders(old):
+                memory.pools[table.group.page_class].release(
+                    table.pages[holder, :, columns].ravel()
+                )
+        if pack:
+            repack(memory, *rows)
+        for old in page_groups:
+            table, holders = memory.tables[old.group], self._holders(old)
+            fewer = min(slots, old.slots)
+            new = replace(old, staging=stage(memory, table, holders, old.first, old.columns, fewer))
+            for holder in holders:
+                table.repeated[holder] += old.staging.size - new.staging.size
+                held = self._page_groups[holder]
+                self._page_groups[holder] = [new if other is old else other for other in held]
+        return before - memory.row_bytes(row)
+
+    def _holders(self, page_group: OffloadedPageGroup) -> list[int]:
+        """Rows whose entries point to the staging of a page group."""
+        lists = self._page_groups.items()
+        return [row for row, held in lists if any(other is page_group for other in held)]
+
+    def _connected(self, row: int) -> tuple[list[int], list[OffloadedPageGroup]]:
+        """Rows and page groups that are staged again together."""
+        rows, page_groups = [row], list[OffloadedPageGroup]()
+        for member in rows:
+            for page_group in self.page_groups(member):
+                if not any(page_group is found for found in page_groups):
+                    page_groups.append(page_group)
+                    rows += [other for other in self._holders(page_group) if other not in rows]
+        return rows, page_groups
 
 
 class DetachedRows:
@@ -514,8 +584,9 @@ class DetachedRows:
 
     Args:
         prefixes: offloaded prefixes of the memory.
-        page_groups: offloaded page groups of each sequence; still in `prefixes.detached`.
-        activations: allocator and detached blocks of each sequence; empty if none are stored.
+        page_groups: offloaded page groups of each sequence.
+        activations: allocator of stored activations; None if none are stored.
+        stored: detached activations of each sequence.
 
     Attributes:
         staging: pages of each class that `attach` allocates.
@@ -525,47 +596,33 @@ class DetachedRows:
         self,
         prefixes: OffloadedPrefixes,
         page_groups: Sequence[list[OffloadedPageGroup]],
-        activations: Sequence[tuple[ActivationAllocator, Stored] | None],
+        activations: ActivationAllocator | None,
+        stored: Sequence[Stored | None],
     ) -> None:
         self._prefixes, self._page_groups = prefixes, page_groups
-        self._activations = activations
-        self.staging: Mapping[PageClass, int] = prefixes.staging_pages(page_groups)
+        self._activations, self._stored = activations, stored
+        self._distinct = list(dict.fromkeys(itertools.chain(*page_groups)))
+        staging: dict[PageClass, int] = {}
+        for held in self._distinct:
+            page_class = prefixes.page_class_of(held)
+            staging[page_class] = staging.get(page_class, 0) + held.staging.size
+        self.staging: Mapping[PageClass, int] = staging
 
     def attach(self, rows: Sequence[int]) -> None:
-        self._prefixes.attach(rows, self._page_groups)
-        for row, found in zip(rows, self._activations, strict=True):
-            if found is not None:
-                allocator, stored = found
-                allocator.attach(row, stored)
+        """Append the pages to the empty rows of the resumed sequences, with new staging."""
+        for held in self._distinct:
+            own = zip(rows, self._page_groups, strict=True)
+            sharing = [row for row, groups in own if held in groups]
+            self._prefixes.append(
+                sharing, held.group, held.host, held.offset, held.columns, held.slots
+            )
+        for row, stored in zip(rows, self._stored, strict=True):
+            if self._activations is not None and stored is not None:
+                self._activations.attach(row, stored)
 
     def discard(self) -> None:
-        self._prefixes.discard(self._page_groups)
-        for found in self._activations:
-            if found is not None:
-                allocator, stored = found
-                allocator.discard(stored)
-
-
-class OffloadedRowsOf:
-    """Implements `OffloadedRows` for an engine.
-
-    Args:
-        prefixes: offloaded prefixes of the memory.
-        allocator: stored activations; None if none are stored.
-    """
-
-    def __init__(self, prefixes: OffloadedPrefixes, allocator: ActivationAllocator | None) -> None:
-        self._prefixes, self._allocator = prefixes, allocator
-
-    def detach(self, rows: Sequence[int]) -> OffloadedPages | None:
-        if not self._prefixes.rows.intersection(rows):
-            return None
-        activations = [self._activations_of(row) for row in rows]
-        page_groups = [self._prefixes.detach(row) for row in rows]
-        return DetachedRows(self._prefixes, page_groups, activations)
-
-    def _activations_of(self, row: int) -> tuple[ActivationAllocator, Stored] | None:
-        stored = None if self._allocator is None else self._allocator.detach(row)
-        if stored is None or self._allocator is None:
-            return None
-        return self._allocator, stored
+        """Free the bytes of sequences that will not resume."""
+        self._prefixes.leave(held.host for held in itertools.chain(*self._page_groups))
+        for stored in self._stored:
+            if self._activations is not None and stored is not None:
+                self._activations.discard(stored)

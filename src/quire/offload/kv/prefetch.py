@@ -197,7 +197,7 @@ class PrefixPrefetch:
 
         def copy() -> None:
             for run in runs:
-                space = run.page_group.layers[layer]
+                space = run.page_group.host.layers[layer]
                 self._pool.load(space, group.page_class, run.pages[slot], run.first)
 
         return copy
@@ -233,7 +233,7 @@ class _Run:
 
     def __init__(self, page_group: OffloadedPageGroup, lane: int, columns: range) -> None:
         self.page_group = page_group
-        self.first = lane * page_group.columns + columns.start - page_group.first
+        self.first = page_group.place(lane, columns.start)
         selected = slice(columns.start - page_group.first, columns.stop - page_group.first)
         self.pages: list[PageNumbers] = [
             np.ascontiguousarray(pages) for pages in page_group.staging[:, lane, selected]
@@ -259,7 +259,7 @@ def _distinct(
 def _runs(page_group: OffloadedPageGroup, share: Share) -> list[_Run]:
     """Runs of pages of a page group that are transferred."""
     columns = list(share.transferred(page_group.first, page_group.first + page_group.columns))
-    if len(columns) == 1 and len(columns[0]) == page_group.columns:
+    if len(columns) == 1 and len(columns[0]) == page_group.host.columns:
         return [_Whole(page_group)]
     return [
         _Run(page_group, lane, run)

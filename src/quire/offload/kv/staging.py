@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.kv.memory import KVMemory
-from quire.kv.pages import PageNumbers
+from quire.kv.pages import PageNumbers, PagePool
 from quire.kv.tables import LaneTable
 from quire.layout.layout import SLOTS
 from quire.offload.swap.transfer import Transfer
@@ -152,11 +152,16 @@ def allocate_staging(
     group, pool = table.group, memory.pools[table.group.page_class]
     pages = pool.allocate(slots * group.lanes_per_layer * columns)
     staging = pages.reshape(slots, group.lanes_per_layer, columns)
-    by_layer = staging[np.arange(len(group.layers)) % slots]
-    for number in range(num_rows):
-        for layer in range(0 if number else slots, len(group.layers)):
-            pool.retain(by_layer[layer].reshape(-1))
+    for _ in range(num_rows):
+        retain_layers(pool, table, staging)
+    pool.release(pages)
     return staging
+
+
+def retain_layers(pool: PagePool, table: LaneTable, staging: PageNumbers) -> None:
+    """Add the references of a row's table entries to its staging pages, one for each layer."""
+    for layer in range(len(table.group.layers) if staging.size else 0):
+        pool.retain(staging[layer % len(staging)].reshape(-1))
 
 
 def entries_of(table: LaneTable, staging: PageNumbers) -> PageNumbers:

@@ -203,6 +203,8 @@ class PrefixTier:
             here = (node.block.end - 1) // self._run_tokens == entry
             if not here or node.cached_reference.key not in self._memory.cached_references:
                 break
+            if node.is_offloaded:
+                break
             if not self.levels.lacks(node.block.key):
                 break
             run.append(node)

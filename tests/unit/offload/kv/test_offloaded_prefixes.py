@@ -13,13 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.errors import ConfigError, HostMemoryFull, OutOfPages
+from quire.errors import ConfigError, HostMemoryFull
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.reference_backend import ReferenceAttention
-from quire.kv.compaction import plan_compaction
 from quire.kv.sharing import reference_pages, release_reference, start_from_references
 from quire.kv.step import StepAttention
-from quire.kv.swap import swap_out
 from quire.layout.layout import SLOTS
 from quire.offload.step_log import ClockMarks
 from quire.offload.swap.transfer import ThreadTransferWorker
@@ -36,7 +34,6 @@ from support.offloaded_kv import (
     make,
     poison,
 )
-from support.pressure import stored_pages
 
 
 class FailingTransferWorker:
@@ -130,16 +127,14 @@ def test_attention_is_equal_with_offloaded_prefixes(codec, backend, seed, evicti
             before, gain = page_bytes(offloaded), prefixes.gain_bytes(row, tokens)
             prefixes.offload(row, tokens)
             assert page_bytes(offloaded) == before - gain
-        elif row in prefixes.rows:
-            prefixes.load_back(row)
         row = int(rng.choice(rows))
         if rng.random() < 0.3:
             before = page_bytes(offloaded)
-            freed = prefixes.halve_staging(row)
+            freed = prefixes.restage(row, 1)
             assert page_bytes(offloaded) == before - freed
         if rng.random() < 0.3:
             before = page_bytes(offloaded)
-            prefixes.repack(row)
+            prefixes.restage(row, pack=True)
             assert page_bytes(offloaded) == before
         offloaded.memory.check()
     offloaded.memory.release(rows)
@@ -177,12 +172,12 @@ def test_halved_staging_holds_one_layer_at_a_time():
     before, held = page_bytes(kv), kv.memory.row_bytes(rows[0])
     kv.offload.prefixes.offload(rows[0], 24)
 
-    freed = kv.offload.prefixes.halve_staging(rows[0])
+    freed = kv.offload.prefixes.restage(rows[0], 1)
 
     assert freed == (SLOTS - 1) * 6 * each
     assert page_bytes(kv) == before - (FULL_LAYERS - 1) * 6 * each
     assert kv.memory.row_bytes(rows[0]) == held - (FULL_LAYERS - 1) * 6 * each
-    assert kv.offload.prefixes.halve_staging(rows[0]) == 0
+    assert kv.offload.prefixes.restage(rows[0], 1) == 0
     kv.memory.check()
     for number in range(2):
         poison(kv)
@@ -190,9 +185,6 @@ def test_halved_staging_holds_one_layer_at_a_time():
             step(one, {row: 1}, number) for one, row in zip((kv, whole), rows, strict=True)
         )
         assert torch.equal(found, expected)
-    kv.offload.prefixes.load_back(rows[0])
-    assert page_bytes(kv) == page_bytes(whole)
-    kv.memory.check()
 
 
 def test_offload_to_full_host_memory_changes_nothing():
@@ -238,7 +230,7 @@ def test_shared_prefix_is_offloaded_without_changing_its_source():
         for one, cached_reference in zip((kv, whole), cached_references, strict=True)
     ]
 
-    assert kv.offload.prefixes.gain_bytes(rows[0], 8) < 0
+    assert kv.offload.prefixes.gain_bytes(rows[0], 8) > 0  # the reference is offloaded too
     kv.offload.prefixes.offload(rows[0], 8)
 
     for number in range(3):
@@ -257,21 +249,13 @@ def test_operations_on_an_offloaded_prefix_are_rejected():
     row = kv.memory.start()
     step(kv, {row: 12}, 4)
     kv.offload.prefixes.offload(row, 8)
-    keep = np.ones((FULL_LAYERS, 12), dtype=bool)
-    keep[:, 3] = False
-
     for operation in (
         lambda: reference_pages(kv.memory, row, 0, 8),
-        lambda: swap_out(kv.memory, [row]),
-        lambda: plan_compaction(kv.memory, "full", row, keep),
         lambda: kv.memory.truncate(row, 5),
     ):
         with pytest.raises(ConfigError, match=r"first 2 pages .* are in CPU memory; load them"):
             operation()
     kv.memory.check()
-    kv.offload.prefixes.load_back(row)
-    plan_compaction(kv.memory, "full", row, keep)
-    swap_out(kv.memory, [row])
 
 
 def test_offload_covers_only_existing_slots():
@@ -284,43 +268,6 @@ def test_offload_covers_only_existing_slots():
     kv.offload.prefixes.offload(row, 12)
 
     assert kv.memory.tables["full"].staged[row] == 2
-
-
-def test_load_back_needs_free_pages():
-    kv = make(sequences=2)
-    row, other = kv.memory.start(), kv.memory.start()
-    step(kv, {row: 24}, 6)
-    kv.offload.prefixes.offload(row, 24)
-    while kv.memory.can_grow(np.array([other]), np.array([PAGE], dtype=np.int32)):
-        kv.memory.grow(np.array([other]), np.array([PAGE], dtype=np.int32))
-
-    with pytest.raises(OutOfPages, match="18 pages needed to load an offloaded prefix"):
-        kv.offload.prefixes.load_back(row)
-    kv.memory.check()
-    kv.memory.release([other])
-    kv.offload.prefixes.load_back(row)
-    assert not kv.offload.prefixes.rows
-    kv.memory.check()
-
-
-def test_load_back_reuses_its_staging_pages():
-    """The staging counts as free: a memory with exactly enough pages in total suffices."""
-    kv = make(sequences=2)
-    row = kv.memory.start()
-    step(kv, {row: 24}, 6)
-    [(page_class, pool)] = kv.memory.pools.items()
-    before = list(stored_pages(kv.memory, kv.store, row))
-    kv.offload.prefixes.offload(row, 24)
-    poison(kv)
-    blockers = []
-    while kv.memory.fits({page_class: 19}):  # six pages in each of five layers, two of them staged
-        blockers += pool.allocate(1).tolist()
-
-    kv.offload.prefixes.load_back(row)
-
-    assert list(stored_pages(kv.memory, kv.store, row)) == before
-    pool.release(np.array(blockers, dtype=np.int32))
-    kv.memory.check()
 
 
 def test_failed_prefetch_raises_in_the_step():
@@ -342,7 +289,7 @@ def test_other_copies_are_awaited_after_a_failed_copy():
     for row in rows:
         step(kv, {row: 16}, 9)
         kv.offload.prefixes.offload(row, 16)
-    kv.offload.prefixes.halve_staging(rows[0])
+    kv.offload.prefixes.restage(rows[0], 1)
 
     with pytest.raises(OSError, match="the link failed"):
         step(kv, dict.fromkeys(rows, 1), 10)
