@@ -83,7 +83,8 @@ class CostConfig:
 
     Attributes:
         model: a name in SHAPES; its weights are random.
-        rule: the measured eviction policy.
+        rule: the measured eviction policy, also with `when=pressure`.
+        others: further policies whose whole cost is measured.
         cap, every: cap and eviction interval in tokens; prompts are as long as the cap.
         rows: rows that decode together.
         repeats: rounds of all variants, of `every` steps each, after one that is not counted.
@@ -91,13 +92,14 @@ class CostConfig:
 
     model: str = "125m"
     rule: Rule = field(default_factory=lambda: Rule("average"))
+    others: tuple[Rule, ...] = tuple(map(Rule, ("h2o", "snapkv", "sinks", "keydiff")))
     cap: int = 1_024
     every: int = 64
     rows: int = 32
     repeats: int = 5
 
 
-SMALL_LAYERS = CostConfig(model="small", cap=64, every=32, repeats=12)
+SMALL_LAYERS = CostConfig(model="small", others=(), cap=64, every=32, repeats=12)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +118,7 @@ QUICK_EVICTION = EvictionBenchConfig(
     quality=CellsConfig(tasks=("lines", "niah"), budgets=(0.25,), tokens=256, prompts=10),
     perplexity=PerplexityConfig(tokens=512, texts=2),
     kept=RetainedConfig(tokens=256, texts=1, every=16, bins=16),
-    cost=CostConfig(model="small", cap=128, every=16, rows=8, repeats=1),
+    cost=CostConfig(model="small", others=(Rule("h2o"),), cap=128, every=16, rows=8, repeats=1),
     ready=CostConfig(model="small", cap=32, every=4, rows=2, repeats=1),
 )
 
@@ -152,4 +154,5 @@ def configured(
         quality=replace(config.quality, rules=selected),
         perplexity=replace(config.perplexity, rules=selected),
         kept=replace(config.kept, rules=selected),
+        cost=replace(config.cost, rule=selected[0], others=selected[1:]),
     )

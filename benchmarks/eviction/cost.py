@@ -4,7 +4,11 @@ full       no eviction
 again      the same a second time: the difference of two equal arms
 recent     the rule's cap: equal KV, no statistics, the cheapest selection
 rule       scores and compaction when rows evict; attention sums in every step
+others     the same for other rules, by name
 pressure   when=pressure in an ample memory, with recent and with the rule: no token is evicted
+
+Arms that evict have `cap` tokens a row at the start of every round and `every` more at its end. The
+others start each round anew, with prompts of `cap` tokens, so that all arms attend to equal KV.
 
 `ready` has full, again and pressure with recent. Its layers are small, so that the time added per
 layer is measurable; in `cost` the step times of two equal arms differ by more. It is the same for
@@ -12,9 +16,11 @@ layers of any size: it records the position of each slot's token and checks the 
 
 Eviction is part of planning a step, so its time is the planning time beyond that of full KV. Arms
 run in turn step by step, because a machine's speed drifts within seconds by more than the effect.
+Processor time is measured too: it does not count other programs on the machine.
 """
 
 import statistics
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -27,11 +33,13 @@ from benchmarks.common.tables import table_of
 from benchmarks.eviction.config import CostConfig
 from benchmarks.quality.rules import Rule
 from quire.config.kv_config import KVConfig, PrefixCacheConfig
+from quire.engine.core import Engine
 from quire.errors import InvariantError
 from quire.layout.eviction import PREFILL_AND_DECODE, PRESSURE
 from quire.models.loader import LoadedModel
 from quire.policies.registry import FULL
 from quire.profile.ceilings import random_prompt
+from quire.scheduler.step import StepTimes
 
 AGAIN, RECENT, RULE = "again", "recent", "rule"
 PRESSURE_RECENT, PRESSURE_RULE = "pressure_recent", "pressure_rule"
@@ -45,11 +53,13 @@ class StepCost:
         arm: name of the arm.
         step_s: time of the step, without sampling.
         schedule_s: planning time in it, with evictions.
+        cpu_s: processor time of the step, all threads together, with sampling.
     """
 
     arm: str
     step_s: float
     schedule_s: float
+    cpu_s: float
 
     @property
     def model_s(self) -> float:
@@ -68,6 +78,7 @@ def arms(config: CostConfig) -> dict[str, str]:
         AGAIN: FULL,
         RECENT: recent.evict(config.cap, config.every, PREFILL_AND_DECODE),
         RULE: rule.evict(config.cap, config.every, PREFILL_AND_DECODE),
+        **{r.name: r.evict(config.cap, config.every, PREFILL_AND_DECODE) for r in config.others},
         PRESSURE_RECENT: recent.evict(config.cap, config.every, PRESSURE),
         PRESSURE_RULE: rule.evict(config.cap, config.every, PRESSURE),
     }
@@ -84,32 +95,42 @@ class TimedArm:
     """
 
     def __init__(self, model: LoadedModel, config: CostConfig, arm: str, evict: str) -> None:
-        self._config, self._arm = config, arm
+        self._config, self._arm, self._model = config, arm, model
+        self._evicts = PREFILL_AND_DECODE in evict
         # a row decodes while the other prompts are prefilled, and in a warm-up round
-        most = (config.repeats + 1) * config.every + config.rows + 2
-        memory = 2 * config.rows * model.spec.kv_bytes(config.cap + most, 2) + (8 << 20)
-        kv = KVConfig(memory=memory, evict=evict, prefix_cache=PrefixCacheConfig(enabled=False))
-        prompts = [random_prompt(model, config.cap, row) for row in range(config.rows)]
-        self._engine = decoding_engine(model, kv, prompts, most)
-        self._before = replace(self._engine.times)
+        self._most = (config.repeats + 1 if self._evicts else 1) * config.every + config.rows + 2
+        memory = 2 * config.rows * model.spec.kv_bytes(config.cap + self._most, 2) + (8 << 20)
+        disabled = PrefixCacheConfig(enabled=False)
+        self._kv = KVConfig(memory=memory, evict=evict, prefix_cache=disabled)
+        self._engine: Engine | None = None
+        self._before, self._cpu_s = StepTimes(), 0.0
 
     def start(self) -> None:
         """Start a round."""
-        self._before = replace(self._engine.times)
+        config, model = self._config, self._model
+        if self._engine is None or not self._evicts:
+            self._engine = None  # frees its memory
+            prompts = [random_prompt(model, config.cap, row) for row in range(config.rows)]
+            self._engine = decoding_engine(model, self._kv, prompts, self._most)
+        self._before, self._cpu_s = replace(self._engine.times), 0.0
 
     def step(self) -> None:
         """Run one step of all rows."""
+        assert self._engine is not None, "start comes first"
+        started_s = time.process_time()
         self._engine.step()
+        self._cpu_s += time.process_time() - started_s
 
     def end(self) -> StepCost:
         """Mean costs of the steps since `start`, which cover one eviction of each row."""
-        if not all_decode(self._engine, self._config.rows):
+        if self._engine is None or not all_decode(self._engine, self._config.rows):
             raise InvariantError(f"expected all rows of arm {self._arm} to decode, got fewer")
         now, before, steps = self._engine.times, self._before, self._config.every
         return StepCost(
             arm=self._arm,
             step_s=(now.steps_s - before.steps_s) / steps,
             schedule_s=(now.schedule_s - before.schedule_s) / steps,
+            cpu_s=self._cpu_s / steps,
         )
 
 
@@ -120,7 +141,7 @@ def measure_cost(config: CostConfig, names: Collection[str] = ()) -> list[Round]
         config: rows and lengths.
         names: names of the arms; empty: all.
     """
-    model = random_model(SHAPES[config.model](), dtype=torch.bfloat16)
+    model = random_model(SHAPES[config.model](), dtype=torch.bfloat16, impl="auto")
     selected = {arm: evict for arm, evict in arms(config).items() if not names or arm in names}
     timed = {arm: TimedArm(model, config, arm, evict) for arm, evict in selected.items()}
     return [_round(timed, config.every) for _ in range(config.repeats + 1)][1:]
@@ -162,6 +183,8 @@ def run_cost(config: CostConfig) -> PartResult:
                 / _median(rounds, lambda r: r[arm].step_s)
             ),
             "step over full": lambda arm: 1 + _increase(rounds, arm),
+            "CPU ms": lambda arm: 1e3 * _median(rounds, lambda r: r[arm].cpu_s),
+            "CPU over full": lambda arm: 1 + _cpu_increase(rounds, arm),
         },
     )
     return _part(claims(rounds), table, rounds)
@@ -172,10 +195,13 @@ def claims(rounds: Sequence[Round]) -> Numbers:
 
     eviction_cost_share: scoring and compaction of the rule, averaged over all steps.
     statistics_cost_share: increase of the model's time over recent.
+    cost_NAME: increase of the processor time of a step over full KV, for each other rule.
     pressure_recent_cost, pressure_rule_cost: increase of the step time over full KV.
     equal_arms_difference: the same increase for full KV itself: the noise floor of the others.
     """
+    named = {FULL, AGAIN, RECENT, RULE, PRESSURE_RECENT, PRESSURE_RULE}
     return {
+        **{f"cost_{a}": _cpu_increase(rounds, a) for a in rounds[0] if a not in named},
         "eviction_cost_share": _median(
             rounds, lambda r: (r[RULE].schedule_s - r[FULL].schedule_s) / r[RULE].step_s
         ),
@@ -192,6 +218,10 @@ def _median(rounds: Sequence[Round], value: Callable[[Round], float]) -> float:
 
 def _increase(rounds: Sequence[Round], arm: str) -> float:
     return _median(rounds, lambda r: r[arm].step_s / r[FULL].step_s - 1)
+
+
+def _cpu_increase(rounds: Sequence[Round], arm: str) -> float:
+    return _median(rounds, lambda r: r[arm].cpu_s / r[FULL].cpu_s - 1)
 
 
 READY_ARMS = (FULL, AGAIN, PRESSURE_RECENT)

@@ -351,7 +351,9 @@ def test_sliding_window_layers_have_no_retained_lanes():
 
 def test_cost_claims_match_hand_computation():
     def found(**arms: tuple[float, float]) -> dict[str, StepCost]:
-        return {a: StepCost(arm=a, step_s=s, schedule_s=p) for a, (s, p) in arms.items()}
+        return {
+            a: StepCost(arm=a, step_s=s, schedule_s=p, cpu_s=2 * s) for a, (s, p) in arms.items()
+        }
 
     rounds = [
         found(
@@ -359,12 +361,14 @@ def test_cost_claims_match_hand_computation():
             again=(9.9, 1.0),
             recent=(10.0, 2.0),
             rule=(12.5, 1.5),
+            h2o=(11.0, 1.5),
             pressure_recent=(10.05, 1.0),
             pressure_rule=(10.5, 1.0),
         )
     ]
 
     assert cost.claims(rounds) == {
+        "cost_h2o": pytest.approx(0.1),
         "eviction_cost_share": 0.04,
         "statistics_cost_share": pytest.approx(11 / 8 - 1),
         "pressure_recent_cost": pytest.approx(0.005),
@@ -374,11 +378,20 @@ def test_cost_claims_match_hand_computation():
 
 
 def test_cost_arms_decode_equally_many_steps():
-    config = CostConfig(model="tiny", cap=32, every=4, rows=2, repeats=1)
+    others = (Rule("sinks"),)
+    config = CostConfig(model="tiny", others=others, cap=32, every=4, rows=2, repeats=1)
 
     [found] = cost.measure_cost(config)
 
-    assert list(found) == ["full", "again", "recent", "rule", "pressure_recent", "pressure_rule"]
+    assert list(found) == [
+        "full",
+        "again",
+        "recent",
+        "rule",
+        "sinks",
+        "pressure_recent",
+        "pressure_rule",
+    ]
     for one in found.values():
         assert 0 < one.schedule_s < one.step_s
     assert cost.run_cost(config).tables[0].rows[3][0] == (
@@ -391,7 +404,10 @@ def test_ready_claims_are_median_differences_per_layer():
 
     def found(full_ms: float, ready_ms: float) -> dict[str, StepCost]:
         times = {"full": full_ms, "again": full_ms, "pressure_recent": ready_ms}
-        return {a: StepCost(arm=a, step_s=ms / 1e3, schedule_s=0.0) for a, ms in times.items()}
+        return {
+            a: StepCost(arm=a, step_s=ms / 1e3, schedule_s=0.0, cpu_s=0.0)
+            for a, ms in times.items()
+        }
 
     rounds = [found(10, 10.4), found(10, 10.8), found(10, 14)]
 
@@ -403,7 +419,7 @@ def test_ready_claims_are_median_differences_per_layer():
 
 def test_only_requested_arms_are_timed():
     [found] = cost.measure_cost(
-        CostConfig(model="tiny", cap=8, every=2, rows=1, repeats=1), READY_ARMS
+        CostConfig(model="tiny", others=(), cap=8, every=2, rows=1, repeats=1), READY_ARMS
     )
 
     assert tuple(found) == READY_ARMS
