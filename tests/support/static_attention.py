@@ -15,10 +15,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quire.kernels.backend import AttentionMath, LayerPages, StaticLanes, StepShape
+from quire.kernels.backend import (
+    AttentionMath,
+    AttentionStatistic,
+    LayerPages,
+    StaticLanes,
+    StatisticRows,
+    StepShape,
+)
 from quire.kernels.coded import decode_pages
-from quire.kernels.dense import attend_dense
+from quire.kernels.dense import attend_dense, column_sums_dense
 from quire.kernels.gathered import GatheredAttention
+from quire.kernels.paging import measure_attention, over_group
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +90,34 @@ class StaticGathered(GatheredAttention):
             sinks = math.sinks.view(pages.num_lanes, -1).repeat(len(query), 1)
             math = replace(math, sinks=sinks)
         out = attend_dense(own, key, value, math=math, seen=seen[:, None, None])
+        if column_sums is not None:
+            sums = column_sums_dense(own, key, math=math, seen=seen[:, None, None])
+            column_sums.copy_(sums.reshape(column_sums.shape))
         return out.reshape(query.shape)
+
+    def tally(self, tally: AttentionStatistic, rows: StatisticRows, column_sums: Tensor) -> None:
+        """Add to all slots of the page tables, 0 to those that are not live: nothing is read."""
+        if rows.number is not None:  # of a step without a static plan
+            super().tally(tally, rows, column_sums)
+            return
+        _, heads, tokens, _ = tally.numbers.shape
+        held, wide = rows.slots, column_sums.shape[2]
+        weights = column_sums[rows.step_rows].view(len(held), held.shape[1] * heads, -1, wide)
+        seen = held.clamp_min(1).repeat_interleave(heads, dim=1)[:, :, None]
+        added = measure_attention(tally.count, over_group(weights, tally.heads), seen)
+        slot = torch.arange(wide, device=held.device)
+        live, is_new = slot < held[:, :, None], slot == held[:, :, None] - 1
+        lanes = slice(tally.first_lane, tally.first_lane + held.shape[1])
+        pages = tally.table[rows.table_rows][:, lanes].clamp_min(0).long()
+        places = pages.repeat_interleave(tokens, dim=2), slot % tokens
+        each = (len(held), held.shape[1], heads, wide)
+        at = (places[0][:, :, None], torch.arange(heads)[:, None], places[1])
+        plane = torch.zeros(tally.numbers.shape[:3])
+        more = added.view(each).masked_fill(~live[:, :, None], 0)
+        sums = plane.index_put(at, more, accumulate=True)
+        fresh = plane.index_put(at, is_new[:, :, None].expand(each).float(), accumulate=True)
+        numbers = tally.numbers[..., 0]
+        numbers.copy_(torch.where(fresh > 0, sums, numbers + sums))
 
     def _whole(self, pages: LayerPages, numbers: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
         if pages.coded is None:

@@ -4,10 +4,12 @@ A decode step launches many short kernels, and on a GPU their launches can take 
 kernels. A CUDA graph launches all of them at once, with the same arguments each time. So a batch is
 padded to the next of a few sizes, and its inputs are copied to the addresses that the graph of this
 size reads (see `kv.static_step`). The graph contains the forward of the decoder, from token ids to
-logits. Page tables are updated before a replay, sampling follows it.
+logits, and records attention statistics. Page tables are updated before a replay, sampling follows
+it.
 
-A step runs without a graph if it contains prompt tokens, if a row records attention statistics,
-returns hidden states or stores keys before RoPE, or if the batch is larger than the largest size.
+A step runs without a graph if it contains prompt tokens, if a row records query moments or residual
+similarity, returns hidden states or stores keys before RoPE, or if the batch is larger than the
+largest size.
 """
 
 import logging
@@ -25,7 +27,13 @@ from torch import Tensor
 from quire.errors import ConfigError
 from quire.kernels.backend import StaticPlans
 from quire.kv.paged_kv import PagedKV
-from quire.kv.static_step import DecodeRows, StaticAttention, StaticInputs, StaticShape
+from quire.kv.static_step import (
+    DecodeRows,
+    StaticAttention,
+    StaticInputs,
+    StaticShape,
+    recorded_statistics,
+)
 from quire.models.base import Decoder
 from quire.models.loader import LoadedModel
 from quire.sampling.pending_tokens import InputTokens
@@ -207,9 +215,10 @@ class DecodeGraphs:
     ) -> Float[Tensor, "num_samples vocab"] | None:
         """Logits of each row, from a graph; None if the step must run without one."""
         count = len(batch.rows)
-        if self._off is not None or count > self.sizes[-1] or self._has_statistics(batch):
+        statistics = recorded_statistics(self._kv, batch.rows)
+        if self._off is not None or count > self.sizes[-1] or statistics is None:
             return None
-        graph = self._graph(batch, rope_variant)
+        graph = self._graph(batch, rope_variant, statistics)
         if graph is None:
             return None
         live = graph.inputs.fill(batch, self._kv)
@@ -219,37 +228,39 @@ class DecodeGraphs:
         self._replayed += 1
         return logits[:count].clone()  # the next replay overwrites them
 
-    def _has_statistics(self, batch: DecodeRows) -> bool:
-        places = (place for own in self._kv.statistics.values() for place in own)
-        return any(place.table.active[batch.rows].any() for place in places)
-
-    def _graph(self, batch: DecodeRows, rope_variant: int) -> _Graph | None:
-        tables = tuple(self._kv.tables[group.name].current() for group in self._groups)
+    def _graph(
+        self, batch: DecodeRows, rope_variant: int, statistics: tuple[str, ...]
+    ) -> _Graph | None:
+        kv = self._kv
+        tables = tuple(kv.tables[group.name].current() for group in kv.memory.layout.groups)
         if not _same(tables, self._tables):  # reallocated: graphs read the previous ones
             self._graphs.clear()
             self._tables = tables
-        key = _Key(self._shape(batch), rope_variant)
+        key = _Key(self._shape(batch, statistics), rope_variant)
         found = self._graphs.get(key)
         if found is None:
-            found = self._make(key, batch, tables)
+            found = self._make(key, batch)
             if found is not None:
                 self._graphs[key] = found
         return found
 
-    def _shape(self, batch: DecodeRows) -> StaticShape:
+    def _shape(self, batch: DecodeRows, statistics: tuple[str, ...]) -> StaticShape:
         count = len(batch.rows)
         size = next(size for size in self.sizes if size >= count)
         held = (self._kv.memory.tables[group.name].num_slots[batch.rows] for group in self._groups)
         uniform = tuple(bool((slots == slots[:, :1]).all()) for slots in held)
-        return StaticShape(size, uniform)
+        return StaticShape(size, uniform, statistics)
 
-    def _make(self, key: _Key, batch: DecodeRows, tables: tuple[Tensor, ...]) -> _Graph | None:
-        inputs = StaticInputs(self._groups, key.shape, self._kv.store.device)
+    def _make(self, key: _Key, batch: DecodeRows) -> _Graph | None:
+        kv = self._kv
+        inputs = StaticInputs(self._groups, key.shape, kv.store.device, kv.statistics)
+        tables = [kv.tables[group.name].current() for group in self._groups]
         attention = StaticAttention(self._kv, self._backend, inputs, tables)
         if not attention.is_possible:
             self._turn_off(f"attention {self._kv.backend.name} cannot read these pages")
             return None
-        if not attention.refresh(inputs.fill(batch, self._kv)):  # warm-up calls read the inputs
+        # warm-up calls read the inputs, and their attention must not count
+        if not attention.refresh(inputs.fill(batch, kv, record=False)):
             return None
         call = self._forward(inputs, attention, key.rope_variant)
         try:

@@ -410,8 +410,8 @@ class StaticLanes:
 class StaticPlans(Protocol):
     """A backend whose decode plans stay valid while live slots and page numbers change.
 
-    With such a plan, `AttentionBackend.write` and `AttentionBackend.attend` must launch the same
-    kernels with the same arguments on every call:
+    With such a plan, `AttentionBackend.write`, `AttentionBackend.attend` and
+    `AttentionBackend.tally` must launch the same kernels with the same arguments on every call:
 
     * They read live slots from `StaticLanes.slots`, pages from `LayerPages.table` and
       `LayerPages.rows`, and places of new tokens from `NewSlots`, all on the device. Grids, numbers
@@ -419,8 +419,9 @@ class StaticPlans(Protocol):
     * They neither wait for the device nor read its data, and make no copies from the CPU.
     * Scratch is allocated by torch in the call, or before the capture: calls are captured after
       warm-up calls on the same stream, and torch then allocates from the memory pool of the graphs.
-    * Each row has one new token. `column_sums` is None, and the pages have neither tokens in full
-      precision nor promoted tokens.
+    * Each row has one new token. `column_sums`, if any, have `max_slots` slots. The pages have
+      neither tokens in full precision nor promoted tokens.
+    * The statistics of rows without live slots in `StatisticRows.slots` are not written.
     * Several rows may name the same table row and the same place of their new token; their new
       keys and values are then equal. Such rows fill up the batch, and their outputs are not used.
     """

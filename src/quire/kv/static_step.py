@@ -7,9 +7,14 @@ All inputs are views of one buffer, which one copy overwrites before each step. 
 the token, the page table and the new slot of row 0, and one live slot. It writes nothing if RoPE is
 part of the write; else its new keys and values are replaced by those of row 0, so that it writes
 what row 0 writes. Its outputs are not used.
+
+Statistics of slots are added for rows with live slots only: padding and rows that do not use a
+statistic have none there, and neither has any row in the calls before a capture, which would else
+be counted. Records of queries are overwritten, so other rows write those of the first row that has
+some.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,15 +27,20 @@ from quire.kernels.backend import (
     AttentionMath,
     CosSin,
     LayerPages,
+    LayerRecords,
     NewSlots,
     StaticLanes,
     StaticPlans,
+    StatisticRows,
     StepShape,
+    StoredQueries,
     rotated_and_written,
 )
 from quire.kernels.device_copies import copy_to
 from quire.kv.paged_kv import PagedKV, slot_bytes_of
+from quire.kv.statistics import StatisticPages, store_queries, tally_of
 from quire.layout.pages import LaneGroup
+from quire.layout.statistics import OfWeights, QueryRing
 from quire.models.base import AttentionCall
 
 _INT32_PAIR = 2  # int32 numbers in an element of the buffer
@@ -48,6 +58,15 @@ class DecodeRows:
     write_pending: Callable[[Tensor], None] = lambda _: None
 
 
+def recorded_statistics(kv: PagedKV, rows: NDArray[np.int64]) -> tuple[str, ...] | None:
+    """Return the lane groups of statistics that rows use; None if some are not recorded here."""
+    places = (place for own in kv.statistics.values() for place in own)
+    used = [place for place in places if place.table.active[rows].any()]
+    if not all(isinstance(place.statistic, OfWeights | QueryRing) for place in used):
+        return None
+    return tuple(place.group.name for place in used)
+
+
 @dataclass(frozen=True, slots=True)
 class StaticShape:
     """What the kernels of a step depend on."""
@@ -55,6 +74,7 @@ class StaticShape:
     size: int  # number of rows
     # for each lane group, whether all lanes of a row have equal lengths
     is_uniform: tuple[bool, ...]
+    statistics: tuple[str, ...] = ()  # names of the lane groups of statistics that are recorded
 
 
 class _Layout:
@@ -85,11 +105,61 @@ class _GroupInputs:
         return 1 if self.is_uniform else len(self.group.layers)
 
 
+class _WatchedInputs:
+    """Inputs of one statistic: live slots of its rows, or places of its rows' queries."""
+
+    def __init__(self, place: StatisticPages, layout: _Layout, size: int) -> None:
+        group = place.group
+        self.place, self.shape = place, (len(group.layers), size, group.lanes_per_layer)
+        self._places = layout.take(size * group.num_lanes)  # live slots as int32, or pages
+        self._offsets, self._tokens = layout.take(size), layout.take(size)
+        self._marks = layout.take(size)  # as float32
+
+    def fill(
+        self, host: NDArray[np.int64], batch: DecodeRows, slots: NDArray[np.int32], *, record: bool
+    ) -> None:
+        """Set the inputs; `slots` are those of the rows in the lane group of the keys."""
+        place, (layers, size, lanes) = self.place, self.shape
+        used = np.flatnonzero(place.table.active[batch.rows])
+        if not isinstance(place.statistic, QueryRing):
+            live = np.zeros((size, layers, lanes), dtype=np.int32)
+            live[used] = slots[used].reshape(-1, layers, lanes) * record
+            host[self._places].view(np.int32)[: live.size] = live.swapaxes(0, 1).reshape(-1)
+            return
+        source = np.full(size, used[0])
+        source[used] = used
+        positions = batch.positions[source]
+        record_of = positions % place.statistic.window
+        column, offset = np.divmod(record_of, place.group.page_class.tokens)
+        pages = place.table.pages[batch.rows[source], :, column].reshape(size, layers, lanes)
+        host[self._places] = pages.swapaxes(0, 1).reshape(-1)
+        host[self._offsets], host[self._tokens] = offset, source
+        host[self._marks].view(np.float32)[:size] = positions + 1
+
+    def records(self, device: Tensor, layer: int, row_index: Tensor) -> LayerRecords:
+        """Return what is recorded of a layer; `layer` is its index in the group."""
+        place, places, (layers, size, lanes) = self.place, device[self._places], self.shape
+        if isinstance(place.statistic, QueryRing):
+            pages = places[: layers * size * lanes].view(self.shape)[layer]
+            offsets, tokens = device[self._offsets][:size], device[self._tokens][:size]
+            marks = device[self._marks].view(torch.float32)[:size]
+            stored = StoredQueries(place.numbers, pages, offsets, tokens, marks)
+            return LayerRecords(queries=(stored,))
+        live = places.view(torch.int32)[: layers * size * lanes].view(self.shape)[layer]
+        fresh = torch.ones(size, dtype=torch.int32, device=device.device)
+        rows = StatisticRows(torch.arange(size, device=device.device), row_index, live, fresh)
+        return LayerRecords(((tally_of(place, layer), rows),))
+
+
 class StaticInputs:
     """The inputs of a step, on the CPU and on the device."""
 
     def __init__(
-        self, groups: Sequence[LaneGroup], shape: StaticShape, device: torch.device
+        self,
+        groups: Sequence[LaneGroup],
+        shape: StaticShape,
+        device: torch.device,
+        statistics: Mapping[str, Sequence[StatisticPages]],
     ) -> None:
         size, layout = shape.size, _Layout()
         self.shape = shape
@@ -103,6 +173,14 @@ class StaticInputs:
             pages, offsets = layout.take(places), layout.take(places)
             slots = layout.take(-(-counts // _INT32_PAIR))
             self.groups.append(_GroupInputs(group, is_uniform, pages, offsets, slots))
+        self.watched = {
+            name: [
+                _WatchedInputs(place, layout, size)
+                for place in places
+                if place.group.name in shape.statistics
+            ]
+            for name, places in statistics.items()
+        }
         self._host = np.zeros(layout.total, dtype=np.int64)
         self._device = torch.zeros(layout.total, dtype=torch.int64, device=device)
         self.token_ids, self.positions = self._device[self._ids], self._device[self._positions]
@@ -118,8 +196,21 @@ class StaticInputs:
         flat = self._device[of.slots].view(torch.int32)
         return flat[: shape[0] * shape[1] * shape[2]].view(shape)
 
-    def fill(self, batch: DecodeRows, kv: PagedKV) -> list[NDArray[np.int32]]:
-        """Copy the inputs; live slots of groups [distinct layers, rows, lanes of a layer]."""
+    def records(self, of: LaneGroup, layer: int) -> list[LayerRecords]:
+        """Return what is recorded of a layer; `layer` is its index in the group."""
+        watched = self.watched.get(of.name, [])
+        return [one.records(self._device, layer, self.row_index) for one in watched]
+
+    def fill(
+        self, batch: DecodeRows, kv: PagedKV, *, record: bool = True
+    ) -> list[NDArray[np.int32]]:
+        """Copy the inputs; live slots of groups [distinct layers, rows, lanes of a layer].
+
+        Args:
+            batch: the rows.
+            kv: has their pages.
+            record: whether the attention statistics of slots are added.
+        """
         size, count = self.shape.size, len(batch.rows)
         source = np.where(np.arange(size) < count, np.arange(size), 0)
         self._host[self._ids] = batch.token_ids[source]
@@ -127,6 +218,10 @@ class StaticInputs:
         self._host[self._rows] = batch.rows[source]
         self._host[self._source] = source
         filled = [self._fill_group(of, batch.rows[source], count, kv) for of in self.groups]
+        for name, watched in self.watched.items():
+            for one in watched:
+                held = kv.memory.tables[name].num_slots[batch.rows]
+                one.fill(self._host, batch, held, record=record)
         copy_to(self._device, self._host)
         batch.write_pending(self.token_ids)
         return filled
@@ -157,6 +252,8 @@ class _StaticGroup:
     pages: tuple[LayerPages, ...]
     new_slots: tuple[NewSlots, ...]
     positions: Tensor | None  # of all pages of the class; None if pages have no positions
+    records: tuple[list[LayerRecords], ...]  # of each layer
+    max_slots: int  # of a lane
 
 
 class StaticAttention:
@@ -206,7 +303,20 @@ class StaticAttention:
             positions = self._inputs.positions.int()[:, None]
             own.positions[slots.pages, slots.offsets] = positions.expand_as(slots.pages)
         math = AttentionMath(call.scale, call.softcap, call.sinks)
-        return backend.attend(own.plans[index], own.pages[index], math, query, (key, value))
+        tallies = [one for records in own.records[index] for one in records.tallies]
+        sums = None
+        if tallies:  # memory of the graphs, which the layers share
+            shape = (len(query), query.shape[1], own.max_slots)
+            sums = query.new_empty(shape, dtype=torch.float32)
+        plan, pages = own.plans[index], own.pages[index]
+        out = backend.attend(plan, pages, math, query, (key, value), column_sums=sums)
+        if sums is not None:
+            for tally, rows in tallies:
+                backend.tally(tally, rows, sums)
+        for records in own.records[index]:
+            for stored in records.queries:
+                store_queries(stored, query)
+        return out
 
     def _write(
         self, slots: NewSlots, heads: tuple[Tensor, Tensor, Tensor], rope: CosSin | None
@@ -245,4 +355,6 @@ class StaticAttention:
                 for layer, page, offset in zip(layers, pages, offsets, strict=True)
             ),
             positions=self._kv.store.views(group.page_class).positions,
+            records=tuple(inputs.records(group, layer) for layer in range(len(layers))),
+            max_slots=max_slots,
         )

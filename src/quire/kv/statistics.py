@@ -102,17 +102,11 @@ class StatisticRecords:
             offsets=to_device(offset[:, None].copy(), device),
         )
 
-    def write(self, layer: int, fresh: Float[Tensor, "record num_kv_heads width"]) -> None:
-        """Overwrite these records of a layer; `layer` is its index in the group."""
-        self.numbers[self.pages[layer], :, self.offsets] = self._by_lane(layer, fresh)
-
     def add(self, layer: int, more: Float[Tensor, "record num_kv_heads width"]) -> None:
         """Add to these records of a layer; `layer` is its index in the group."""
         place = (self.pages[layer], slice(None), self.offsets)
-        self.numbers[place] = self.numbers[place] + self._by_lane(layer, more)
-
-    def _by_lane(self, layer: int, given: Tensor) -> Tensor:
-        return given.reshape(*self.pages[layer].shape, -1, given.shape[2])
+        by_lane = more.reshape(*self.pages[layer].shape, -1, more.shape[2])
+        self.numbers[place] = self.numbers[place] + by_lane
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +132,20 @@ COUNTS: dict[type[Statistic], AttentionMeasure] = {
 }
 
 
+def tally_of(place: StatisticPages, layer: int) -> AttentionStatistic:
+    """Return the location of a layer's numbers; `layer` is its index in the group."""
+    statistic = place.statistic
+    assert isinstance(statistic, OfWeights), "expected a statistic of attention weights"
+    heads = statistic.reduction
+    return AttentionStatistic(
+        numbers=place.numbers,
+        table=place.device_table.current(),
+        first_lane=layer * place.group.lanes_per_layer,
+        count=COUNTS[type(statistic)],
+        heads=MEAN if heads == APART else heads,  # APART: the mean of one head
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Watched:
     """One per-slot statistic in one step."""
@@ -155,14 +163,7 @@ class Watched:
         return len(self.summed) > 0
 
     def tally_of(self, layer: int) -> AttentionStatistic:
-        """Return the location of a layer's numbers; `layer` is its index in the group."""
-        return AttentionStatistic(
-            numbers=self.place.numbers,
-            table=self.place.device_table.current(),
-            first_lane=layer * self.place.group.lanes_per_layer,
-            count=self.count,
-            heads=MEAN if self.heads == APART else self.heads,  # APART: the mean of one head
-        )
+        return tally_of(self.place, layer)
 
     def counted(self, weights: Tensor, seen: Tensor) -> Tensor:
         """Accumulate one KV head's weights [query, group, slot] to [head with a number, slot]."""
@@ -435,14 +436,15 @@ class MomentsStep:
         return moments(query, counted, self._num_kv_heads)
 
 
-def ring_records(
-    query: Float[Tensor, "record num_heads head_dim"],
-    marks: Float[Tensor, " record"],
-    num_kv_heads: int,
-) -> Float[Tensor, "record num_kv_heads width"]:
-    """Concatenate the group's queries of each record, followed by its mark, position + 1."""
-    by_head = query.float().reshape(len(query), num_kv_heads, -1)
-    return torch.cat([by_head, marks[:, None, None].expand(-1, num_kv_heads, 1)], dim=2)
+def store_queries(
+    stored: StoredQueries, query: Float[Tensor, "num_tokens num_heads head_dim"]
+) -> None:
+    """Write the queries of each record, those of a group one after the other, and its mark."""
+    heads, width = stored.numbers.shape[1], stored.numbers.shape[3]
+    by_head = query[stored.tokens].float().reshape(*stored.pages.shape, heads, width - 1)
+    mark = stored.marks[:, None, None, None].expand(*stored.pages.shape, heads, 1)
+    records = torch.cat([by_head, mark], dim=3)
+    stored.numbers[stored.pages, :, stored.offsets[:, None]] = records
 
 
 class RingStep:
@@ -461,12 +463,10 @@ class RingStep:
         self._chosen = np.flatnonzero(newest & place.active_rows(batch)[batch.token_row])
         self._records, self._marks = self._records_of(positions)
         self._tokens = to_device(self._chosen, place.numbers.device)
-        self._num_kv_heads = place.group.lanes_per_layer * place.group.page_class.heads
 
     def note(self, layer: int, queries: Queries) -> None:
         """Write a layer's queries; `layer` is its index in the group."""
-        fresh = ring_records(queries.query[self._tokens], self._marks, self._num_kv_heads)
-        self._records.write(layer, fresh)
+        store_queries(self.stored(layer), queries.query)
 
     def stored(self, layer: int) -> StoredQueries:
         """Return what a chain writes of a layer; `layer` is its index in the group."""

@@ -163,10 +163,32 @@ def test_wider_page_tables_are_captured_again():
     assert engine.stats().graphs.captures == 3  # 16, 32 and 64 pages
 
 
+STATISTICS = {  # sums, a maximum over heads, several at once, stored queries, a budget's
+    "h2o": "h2o:cap=12,every=2",
+    "max": "average:cap=12,heads=max,granularity=token",
+    "roco": "roco:cap=16,recent=4,every=2",
+    "scissorhands": "scissorhands:cap=14,every=2",
+    "snapkv": "snapkv:cap=12,window=4,every=2",
+    "tova": "tova:cap=12,every=2",
+}
+
+
 @pytest.mark.usefixtures("plain_linears")
-def test_rows_with_attention_statistics_run_without_a_graph():
+@pytest.mark.parametrize("evict", STATISTICS.values(), ids=STATISTICS)
+def test_attention_statistics_are_recorded_in_graphs(evict):
+    """A tape's capture runs the step once, as the calls before a capture do: it must not count."""
     model = engines.load("llama", impl="transformers")
-    engine = engine_of(model, TapedCalls(), evict="h2o:cap=12")
+
+    stats, engine = compare(model, TapedCalls(), make_prompts(12, 20, seed=6), evict=evict)
+
+    assert engine.stats().num_evictions > 20
+    assert stats.replayed > 15
+
+
+@pytest.mark.usefixtures("plain_linears")
+def test_rows_with_query_moments_run_without_a_graph():
+    model = engines.load("llama", impl="transformers")
+    engine = engine_of(model, TapedCalls(), evict="expected_attention:cap=12")
     engine.submit(GenerationRequest([5, 6, 7], engines.greedy(20)))
 
     while engine.has_work:

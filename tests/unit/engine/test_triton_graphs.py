@@ -13,7 +13,11 @@ interpreted("backend")
 LENGTHS = (2, 6, 4, 5)
 
 
-@pytest.mark.parametrize("kv", [{}, {"codec": "int8"}, {"evict": "recent:cap=8"}], ids=str)
+@pytest.mark.parametrize(
+    "kv",
+    [{}, {"codec": "int8"}, *({"evict": f"{rule}:cap=8"} for rule in ("recent", "h2o", "tova"))],
+    ids=str,
+)
 def test_graphs_with_triton_give_the_tokens_of_gathered_pages(kv, monkeypatch):
     monkeypatch.setattr(graphs, "LENGTHS", LENGTHS)
     model, prompts = engines.load("llama", impl="transformers"), make_prompts(4, 10, seed=4)
