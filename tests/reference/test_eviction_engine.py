@@ -14,8 +14,10 @@ from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.engine.pool import MAX_GROUPS
-from quire.errors import ConfigError, NeverFits, RequestError
+from quire.errors import ConfigError, NeverFits, PolicyError, RequestError
+from quire.eviction.eviction import PolicyEvictor
 from quire.eviction.eviction_rules import without_numbers
+from quire.layout.eviction import EvictionSpec
 from quire.models.loader import LoadedModel
 from quire.policies.registry import policy_of, registered
 from quire.scheduler.peaks import need_of
@@ -559,3 +561,138 @@ def test_a_pending_budget_reserves_its_largest_cap():
 
     assert request.eviction.pending
     assert request.eviction.spec.lane_capacities == (34,) * 4
+
+
+# ---- prompts that are computed layer by layer ----------------------------------------------------
+
+CHUNK, PROMPT = 40, [3 + i * i % 60 for i in range(110)]  # three chunks
+AT_THE_END = "when=prefill_end"
+BY_LAYER = [
+    f"recent:cap=24,sinks=2,{AT_THE_END}",
+    f"random:cap=20,{AT_THE_END}",
+    f"h2o:cap=24,recent=4,{AT_THE_END}",
+    f"h2o:cap=40,recent=4,granularity=page,{AT_THE_END}",
+    f"h2o:cap=30,recent=4,budget=pyramid,{AT_THE_END}",
+    f"snapkv:cap=40,window=8,{AT_THE_END}",
+    f"expected_attention:cap=24,{AT_THE_END}",
+    f"kvcrush:cap=24,base=(h2o:recent=4),{AT_THE_END}",
+]
+NOT_BY_LAYER = [
+    f"h2o:cap=24,recent=4,budget=ada,{AT_THE_END}",
+    f"recent:cap=24,budget=squeeze,{AT_THE_END}",
+]
+
+
+def run_chunks(rule: str, *, prompts=(PROMPT,), model="llama", memory="8MiB", **kv) -> list[Run]:
+    """Run prompts one after the other in one engine, in chunks of `CHUNK` tokens."""
+    options = {"evict_allow": "all", "record_evictions": True, "page_tokens": 4} | kv
+    schedule = ScheduleConfig(max_num_batched_tokens=CHUNK, max_num_seqs=4)
+    engine = Engine(loaded(model), kv_config(memory=memory, **options), schedule)
+    return [run({str(i): (prompt, rule)}, engine=engine) for i, prompt in enumerate(prompts)]
+
+
+def by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute all layers of a chunk before the next chunk, and evict after the last one."""
+    monkeypatch.setattr(EvictionSpec, "cuts_by_layer", False)
+
+
+@pytest.mark.parametrize(
+    ("rule", "model", "codec"),
+    [
+        *((rule, "llama", "none") for rule in BY_LAYER + NOT_BY_LAYER),
+        *((BY_LAYER[2], model, "none") for model in ("wide_llama", "gemma3", "gpt2", "gpt_oss")),
+        *((BY_LAYER[2], "llama", codec) for codec in ("int4", "int8+sinks=2+residual=8")),
+    ],
+)
+def test_prompt_computed_by_layer_is_evicted_and_continued_as_by_chunk(
+    rule, model, codec, monkeypatch
+):
+    [ours] = run_chunks(rule, model=model, codec=codec, enable_prefix_caching=False)
+    by_chunk(monkeypatch)
+    [reference] = run_chunks(rule, model=model, codec=codec, enable_prefix_caching=False)
+
+    assert ours.traces() == reference.traces()
+    assert largest_difference(ours.logits, reference.logits) == 0
+    lower = ours.usages["0"].kv_peak_bytes < reference.usages["0"].kv_peak_bytes
+    assert lower == (rule in BY_LAYER and model != "gpt_oss")  # its only full layer is one of two
+
+
+@pytest.mark.parametrize("rule", [BY_LAYER[0], BY_LAYER[2], BY_LAYER[5]])
+@pytest.mark.parametrize("model", ["llama", "gemma3"])
+def test_prefixes_of_prompts_computed_by_layer_are_cached_as_by_chunk(rule, model, monkeypatch):
+    other = PROMPT[:80] + [5] * 40
+    prompts = [PROMPT, other, PROMPT, [*other, 6, 7, 8]]
+    ours = run_chunks(rule, model=model, prompts=prompts)
+    by_chunk(monkeypatch)
+    reference = run_chunks(rule, model=model, prompts=prompts)
+
+    for name, (one, expected) in enumerate(zip(ours, reference, strict=True)):
+        assert one.traces() == expected.traces()
+        assert largest_difference(one.logits, expected.logits) == 0
+        cached = expected.usages[str(name)].cached_tokens
+        assert one.usages[str(name)].cached_tokens == cached
+        assert cached or name < 2
+
+
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("statistics", ["recent:sinks=2", "snapkv:window=8"])
+def test_peak_of_a_prompt_computed_by_layer_is_one_layer_and_the_caps(statistics, caching):
+    """Eight layers, 25 % retained: (1 + 7 / 4) / 8 of full KV, and the ends of pages."""
+    model = load("llama", times=4)
+    options = {"enable_prefix_caching": caching, "evict_allow": ALLOW, "page_tokens": 4}
+    peaks = {}
+    for rule in ("full", f"{statistics},cap=25%,{AT_THE_END}"):
+        config = kv_config(memory="8MiB", **options)
+        engine = Engine(model, config, ScheduleConfig(max_num_batched_tokens=80))
+        engine.submit(GenerationRequest(PROMPT * 2, greedy(2), evict=rule))
+        while engine.has_work:
+            deltas = engine.step()
+        peaks[rule] = deltas[-1].usage.kv_peak_bytes
+        assert engine.stats().kv_peak_bytes <= 1.2 * peaks[rule]  # copies of cached pages
+        engine.check()
+
+    full, evicted = peaks.values()
+    assert evicted <= 0.4 * full
+
+
+def test_prompt_that_fits_only_by_layer_is_counted_and_runs(monkeypatch):
+    rule, memory = BY_LAYER[0], "27KiB"  # full KV has 34
+    options = {"memory": memory, "evict": rule, "evict_allow": "none"}
+    [ours] = run_chunks(rule, **options)
+    with pytest.raises(NeverFits, match="need 35,840 B"):
+        run_chunks(rule, **options, prompts=[PROMPT * 2])
+    by_chunk(monkeypatch)
+
+    assert ours.usages["0"].preemptions == 0
+    with pytest.raises(NeverFits, match="need 32,768 B"):
+        run_chunks(rule, **options)
+
+
+def test_error_of_a_policy_between_layers_ends_its_request_only(monkeypatch):
+    evict, calls = PolicyEvictor.evict, []
+
+    def fail_at_second_layer(evictor, request, keep, *, min_gain=None):
+        calls.append(request.request_id)
+        if request.request_id == "bad" and calls.count("bad") == 2:
+            raise PolicyError("broken on purpose")
+        return evict(evictor, request, keep, min_gain=min_gain)
+
+    monkeypatch.setattr(PolicyEvictor, "evict", fail_at_second_layer)
+    engine = Engine(loaded("llama"), kv_config(memory="8MiB", evict=BY_LAYER[0], page_tokens=4))
+    for name in ("good", "bad"):
+        engine.submit(GenerationRequest(PROMPT, greedy(4), request_id=name))
+    ended = {}
+    while engine.has_work:
+        ended |= {d.request_id: d.error for d in engine.step() if d.finish_reason is not None}
+
+    assert ended == {"good": None, "bad": "broken on purpose"}
+    engine.check()
+
+
+def test_prompt_whose_hidden_states_exceed_the_memory_is_refused(monkeypatch):
+    monkeypatch.setattr("quire.engine.core.free_host_bytes", lambda: 10_000)
+    engine = Engine(loaded("llama"), kv_config(memory="8MiB", evict=BY_LAYER[0]))
+    engine.submit(GenerationRequest(PROMPT[:20], greedy(4)))  # nothing is evicted
+
+    with pytest.raises(RequestError, match=r"110 prompt tokens .* hold 21,120 B of hidden states"):
+        engine.submit(GenerationRequest(PROMPT, greedy(4)))

@@ -118,14 +118,14 @@ class RetainsNewest:
         if request.request_id in self.broken:
             raise PolicyError("broken on purpose")
         held = self.memory.tables["full"].num_slots[request.memory.row]
-        assert ((keep > 0) & (keep <= held)).all()
+        keep = np.where(keep < 0, held, keep)
+        assert ((keep > 0) & (keep <= held))[held > 0].all()
         counts = (held - keep).astype(np.int32)
         if not self._evict_oldest(request, counts, min_gain):
             return None
         left = np.zeros(counts.sum(), dtype=np.int32)
-        return Evicted(
-            len(left), len(counts), EvictionEntry(request.progress.num_computed, counts, left)
-        )
+        computed = int(self.memory.lengths[request.memory.row])
+        return Evicted(len(left), len(counts), EvictionEntry(computed, counts, left))
 
     def repeat(self, request: Request, entry: EvictionEntry) -> None:
         assert entry.num_computed == request.progress.num_computed
@@ -383,7 +383,11 @@ class SchedulerLoad:
         for request, tokens in zip(plan.requests, plan.tokens, strict=True):
             if served is not None:
                 served[request.tenant] += tokens
-        copies = [planned.child for planned in self.scheduler.commit(plan)]
+        try:
+            copies = [planned.child for planned in self.scheduler.commit(plan)]
+        except PolicyError:  # raised while the layers of a prompt were cut
+            assert self.scheduler.fail_by_layer(plan)
+            return sum(plan.tokens)
         ready = [r for r in [*plan.requests, *copies] if _is_ready(r)]
         beams = _beams_of(ready)
         for request in ready:
@@ -408,7 +412,9 @@ class SchedulerLoad:
             assert self.requests.pop(request_id).progress.state is RequestState.FINISHED
         assert plan.requests or failed or not self.scheduler.has_work
         assert len(set(map(id, plan.requests))) == len(plan.requests)
-        assert sum(plan.tokens) <= self.config.max_num_batched_tokens
+        # a prompt that is computed layer by layer is one chunk of any size
+        whole = plan.by_layer is not None and len(plan.requests) == plan.num_decoding + 1
+        assert whole or sum(plan.tokens) <= self.config.max_num_batched_tokens
         assert plan.num_decoding <= self.config.max_num_seqs
         self._check_plan(plan)
         return plan, len(failed)

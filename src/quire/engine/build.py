@@ -21,7 +21,7 @@ from quire.engine.runner import Runner
 from quire.engine.shared_pool import PoolMember, joining
 from quire.eviction.eviction import PolicyEvictor
 from quire.kv.prefix import PrefixBroadcast, PrefixIndex
-from quire.models.base import attention_scales
+from quire.models.base import LayerByLayer, attention_scales
 from quire.models.loader import LoadedModel
 from quire.offload.kv.offloader import PrefixOffloader
 from quire.offload.prefix_store.prefix_loader import PrefixLoader
@@ -131,8 +131,17 @@ def _make_scheduler(
 ) -> Scheduler:
     step_size = StepSize(schedule.max_num_batched_tokens, schedule.objective, model.weights)
     evictor = _evictor(pool, kv, model)
+    decoder, by_layer = model.decoder, False
+    if evictor is not None and pool.offload is None and sequence_memory.prefix_loader is None:
+        by_layer = isinstance(decoder, LayerByLayer) and decoder.prepare_by_layer() is None
     return scheduler_of(
-        schedule, sequence_memory, evictor, swapper, step_size=step_size, running=running
+        schedule,
+        sequence_memory,
+        evictor,
+        swapper,
+        step_size=step_size,
+        running=running,
+        by_layer=by_layer and not schedule.batch_invariant,
     )
 
 

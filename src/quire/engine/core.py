@@ -24,7 +24,7 @@ from quire.engine.ledger import Ledger, Snapshot
 from quire.engine.rank_decisions import RankSampler, digest
 from quire.engine.shared_pool import PoolMember
 from quire.engine.stats import EngineStats, stats_of
-from quire.errors import ConfigError, InvariantError, QuireError
+from quire.errors import ConfigError, InvariantError, PolicyError, QuireError, RequestError
 from quire.kernels.memory import keep_freed_memory
 from quire.kernels.native.sampling import row_sampling
 from quire.kv.prefix import PrefixBroadcast
@@ -33,6 +33,8 @@ from quire.models.loader import LoadedModel
 from quire.models.tokenizer import undecodable_ids
 from quire.offload.prefix_store.prefix_loader import closing, in_flight_bytes
 from quire.parallel.lockstep import Alone, Lockstep
+from quire.plan.capacity import hidden_state_bytes
+from quire.plan.machine import free_host_bytes
 from quire.sampling.detokenizer import OutputText
 from quire.sampling.grammar_matcher import MaskWorker
 from quire.sampling.logits import StepLogits
@@ -195,6 +197,7 @@ class Engine:
         request = self.input_processor.make(generation_request, request_id, arrival)
         if generation_request.limit_max_tokens:
             request = self._limited(request, generation_request)
+        self._refuse_hidden_states(request)
         sequences = make_sequences(request)
         reply = self._outputs.make(request.request_id, request.params, sequences)
         self._arrivals += len(sequences)
@@ -203,6 +206,23 @@ class Engine:
         self.request_log.open(request.request_id, sequences)
         self._outputs.open(reply)
         return request.request_id
+
+    def _refuse_hidden_states(self, request: Request) -> None:
+        """Refuse a prompt whose hidden states between two layers do not fit in CPU memory."""
+        prompt_tokens = len(request.prompt_token_ids)
+        is_by_layer = self.scheduler.peaks.is_by_layer(need_of(request, prompt_tokens))
+        if not is_by_layer or self.model.decoder.device.type != "cpu":
+            return  # a GPU refuses the allocation
+        needed_bytes = hidden_state_bytes(self.model.spec, prompt_tokens)
+        free_bytes = self.model.group.least(free_host_bytes())
+        if needed_bytes > free_bytes:
+            raise RequestError(
+                f"{prompt_tokens} prompt tokens that are evicted after prefill hold "
+                f"{needed_bytes:,} B of hidden states between layers, and {free_bytes:,} B of CPU "
+                "memory are free; shorten the prompt, lower --kv-memory or set "
+                "when=prefill_and_decode in its eviction rule",
+                param="prompt",
+            )
 
     def _limited(self, request: Request, requested: GenerationRequest) -> Request:
         """Lower `max_tokens` to the KV memory and its tenant's limit."""
@@ -299,6 +319,10 @@ class Engine:
             plan = self._plan(deltas)
             deltas.extend(self._process(plan))  # keeps the deltas before an error
         except BaseException as error:
+            if isinstance(error, PolicyError) and self.scheduler.fail_by_layer(plan):
+                self.scheduler.roll_back(self._async.abandon(plan))
+                self._unsent = deltas  # the next step reports the error, on all ranks
+                return []
             if self._lockstep.size > 1:
                 self._unsent = deltas
                 found = self._lockstep.fail(error)

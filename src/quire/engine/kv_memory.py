@@ -29,7 +29,13 @@ from quire.models.loader import LoadedModel
 from quire.offload.host_side import auto_swap_pool, free_swap_bytes, swap_pool, swap_worker
 from quire.offload.swap.host_pool import HostPool, auto_swap_bytes
 from quire.parallel.group import ONE_RANK, TensorGroup
-from quire.plan.capacity import DEFAULT_HEADROOM_SHARE, auto_kv_memory, estimate_activation_peak
+from quire.plan.capacity import (
+    DEFAULT_HEADROOM_SHARE,
+    auto_kv_memory,
+    estimate_activation_peak,
+    hidden_state_bytes,
+)
+from quire.plan.weights import MAX_CHUNKS
 from quire.sampling.device_sampling import sampling_scratch_bytes
 from quire.scheduler.preemption import refuse_unused_swap_space, uses_swap_space
 from quire.scheduler.schedule_config import ScheduleConfig
@@ -213,10 +219,13 @@ def kv_memory_bytes(
         return max_bytes
     total_bytes = free_bytes + model.weight_bytes
     offloaded_weights = None if config.offload.kv_memory else model.weights
+    hidden_tokens = min(model.spec.max_positions, MAX_CHUNKS * schedule.longest_chunk)
+    hidden_bytes = hidden_state_bytes(model.spec, hidden_tokens) * eviction.cuts_by_layer
     left_bytes = auto_kv_memory(
         total_bytes=total_bytes,
         weights_bytes=model.weight_bytes,
-        activation_peak_bytes=measure_activation_peak(
+        activation_peak_bytes=hidden_bytes
+        + measure_activation_peak(
             model.decoder, schedule, max_batches(schedule.objective, offloaded_weights)
         ),
         headroom_bytes=int(DEFAULT_HEADROOM_SHARE * total_bytes),

@@ -12,6 +12,7 @@ batches              a a a a | a a a b | c c c .  . is padding: computed and dis
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from quire.engine.decode_graphs import DecodeGraphs, decode_rows
 from quire.kernels.backend import AttentionMath, HeadBuffers
 from quire.kernels.device_copies import to_device
-from quire.kv.flat_batch import StepPart
+from quire.kv.flat_batch import WHOLE_STEP, StepPart
 from quire.kv.paged_kv import PagedKV
 from quire.kv.step import LastStep, StepAttention
 from quire.models.base import (
@@ -35,6 +36,7 @@ from quire.plan.weights import MAX_BATCHES
 from quire.sampling.logits import StepLogits
 from quire.sampling.pending_tokens import InputTokens, PendingTokens
 from quire.sampling.pooling import StepHidden, pooled_rows
+from quire.scheduler.lanes import LayerPrefill
 from quire.scheduler.request import Request
 from quire.scheduler.step import StepPlan, StepSize, StepTimes
 
@@ -83,6 +85,42 @@ class StepBridge:
         self._step.note_residual_similarity(layer, cosines)
 
 
+class ByLayerBridge(StepBridge):
+    """Attention of a chunk of prompts that are computed layer by layer.
+
+    The slots of a layer are allocated when its first chunk begins. `computed` has the tokens that
+    each request of the chunk has before it.
+    """
+
+    wants_residual_similarity = wants_inputs = False  # of budgets that need the whole prompt
+
+    def __init__(
+        self,
+        prefill: LayerPrefill,
+        computed: dict[Request, int],
+        attention: Callable[..., StepAttention],
+        hidden_rows: Tensor | None = None,
+    ) -> None:
+        self._prefill, self._computed, self._attention = prefill, computed, attention
+        self.hidden_rows, self.hidden_states = hidden_rows, torch.empty(0)
+
+    def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        self._prefill.begin(call.layer, self._computed)
+        self._step = self._attention(layer=call.layer)
+        return super().attend(call, query, key, value)
+
+    def chain(self, layers: Sequence[AttentionMath], heads: HeadBuffers) -> None:
+        return None
+
+    def begin_layer(self, layer: int) -> None:
+        return None
+
+
+def _kind(request: Request) -> tuple[int, bool]:
+    """Requests of different kinds never share a forward."""
+    return request.spec.rope_variant, request.spec.pre_rope
+
+
 @dataclass(frozen=True, slots=True)
 class RowPart:
     """Consecutive tokens of a request in a batch."""
@@ -93,19 +131,27 @@ class RowPart:
     later: int  # the request's tokens in later batches of the step
 
 
-def in_parts(rows: Sequence[tuple[Request, int]], batch_tokens: int) -> list[list[RowPart]]:
-    """Split a step into full batches, in the planned order of rows."""
+def in_parts(
+    rows: Sequence[tuple[Request, int]],
+    batch_tokens: int,
+    ends: Callable[[Request], Sequence[int]] = lambda _: (),
+) -> list[list[RowPart]]:
+    """Split a step into full batches, in the planned order of rows.
+
+    A batch also ends where a request has one of its `ends` tokens.
+    """
     batches: list[list[RowPart]] = [[]]
     left = batch_tokens
     for request, tokens in rows:
-        done = 0
+        done, before = 0, request.progress.num_computed
+        stops = [end - before for end in ends(request) if 0 < end - before < tokens]
         while done < tokens:
             if not left:
                 batches.append([])
                 left = batch_tokens
-            count = min(left, tokens - done)
+            count = min(left, min((stop for stop in stops if stop > done), default=tokens) - done)
             batches[-1].append(RowPart(request, done, count, tokens - done - count))
-            done, left = done + count, left - count
+            done, left = done + count, 0 if done + count in stops else left - count
     return batches
 
 
@@ -209,15 +255,29 @@ class Runner:
             with `pooling`, hidden states instead.
         """
         results: list[StepLogits | StepHidden] = []
-        kinds = {(r.spec.rope_variant, r.spec.pre_rope) for r in plan.requests}
-        for kind in sorted(kinds):
-            rows = [
-                (request, tokens)
-                for request, tokens in zip(plan.requests, plan.tokens, strict=True)
-                if (request.spec.rope_variant, request.spec.pre_rope) == kind
-            ]
+        by_layer = {} if plan.by_layer is None else plan.by_layer.tokens
+        planned = [
+            (request, tokens)
+            for request, tokens in zip(plan.requests, plan.tokens, strict=True)
+            if request not in by_layer
+        ]
+        for kind in sorted({_kind(request) for request, _ in planned}):
+            rows = [(request, tokens) for request, tokens in planned if _kind(request) == kind]
             results += self._run_rope_variant(rows, kind[0], plan.pending)
+        if plan.by_layer is not None:
+            results += self._run_by_layer(plan.by_layer)
         return results
+
+    def _run_by_layer(self, prefill: LayerPrefill) -> list[StepLogits | StepHidden]:
+        """Compute prompts in chunks, one layer of all chunks after the other."""
+        rows, started_s = list(prefill.tokens.items()), time.perf_counter()
+        parts = in_parts(rows, prefill.chunk_tokens, prefill.snapshot_ends)
+        prepared = [self._prepare(part, WHOLE_STEP, InputTokens(None), prefill) for part in parts]
+        self._times.prepare_s += time.perf_counter() - started_s
+        logits = self._forward([p.batch for p in prepared], rows[0][0].spec.rope_variant)
+        prefill.end()
+        results = (part.results(own) for part, own in zip(prepared, logits, strict=True))
+        return joined([result for of_part in results for result in of_part])
 
     def _run_rope_variant(
         self, rows: list[tuple[Request, int]], variant: int, pending: object | None
@@ -285,7 +345,13 @@ class Runner:
         ids, positions, samples = one.token_ids, one.positions, one.sample_rows
         return [self._decoder.forward(ids, positions, samples, one.attention, rope_variant=variant)]
 
-    def _prepare(self, rows: list[RowPart], part: StepPart, inputs: InputTokens) -> _Prepared:
+    def _prepare(
+        self,
+        rows: list[RowPart],
+        part: StepPart,
+        inputs: InputTokens,
+        prefill: LayerPrefill | None = None,
+    ) -> _Prepared:
         rows.sort(key=lambda row: row.tokens != 1)  # decode rows before prefill rows
         logical: list[int] = []
         for row in rows:
@@ -296,17 +362,23 @@ class Runner:
         pre_rope = rows[0].request.spec.pre_rope
         positions = logical if self._kv.rotated and not pre_rope else [0] * len(logical)
         wanted = list(_wanted_rows(rows))
-        attention = StepAttention(
+        attention = partial(
+            StepAttention,
             self._kv,
             np.array([row.request.memory.row for row in rows], dtype=np.int64),
             np.array([row.tokens for row in rows], dtype=np.int32),
             np.array([row.later for row in rows], dtype=np.int32),
             part,
             pre_rope=pre_rope,
-            last=self._last,
+            last=self._last if prefill is None else LastStep(),
         )
         pooled = list(_pooled_rows(rows))
-        bridge = StepBridge(attention, self._on_device(_flat(pooled)) if pooled else None)
+        hidden_rows = self._on_device(_flat(pooled)) if pooled else None
+        if prefill is None:
+            bridge = StepBridge(attention(), hidden_rows)
+        else:
+            before = {row.request: row.request.progress.num_computed + row.done for row in rows}
+            bridge = ByLayerBridge(prefill, before, attention, hidden_rows)
         return _Prepared(
             self._batch(inputs, positions, _flat(wanted), bridge),
             [(request, logical[first], count) for request, first, count in wanted],

@@ -35,6 +35,7 @@ from quire.kv.compaction import (
 from quire.kv.lane_reader import JoinedReader, LaneReader
 from quire.kv.paged_kv import PagedKV
 from quire.kv.resealing import Resealing
+from quire.kv.tables import LaneTable
 from quire.layout.eviction import UNLIMITED
 from quire.layout.pages import LaneGroup
 from quire.parallel.group import ONE_RANK, TensorGroup
@@ -93,11 +94,11 @@ class PolicyEvictor:
             PolicyError: the policy broke its contract.
             OutOfPages: no free pages for private copies of shared pages; nothing was changed.
         """
-        eviction, done = _eviction_of(request), request.progress.num_computed
-        parts = [self._select(request, eviction, keep, part) for part in self._parts(request)]
+        eviction, done = _eviction_of(request), self._computed(request)
+        chosen = self._parts(request, keep=keep)
+        parts = [self._select(request, eviction, keep, part) for part in chosen]
         masks = {
-            table.group.name: stacked([p.stored_mask for p in parts if p.is_of(table.group)])
-            for table in self._lanes.tables
+            table.group.name: self._mask(request, table, parts) for table in self._lanes.tables
         }
         plans = self._plans(request, masks)
         if min_gain is not None and sum(plan.gain_bytes for plan in plans) < min_gain:
@@ -127,6 +128,22 @@ class PolicyEvictor:
             request, entry, {one.group.name: one.retained for one in repeated}
         )
         self._commit(request, self._plans(request, masks), parts, repeated)
+
+    def _mask(
+        self, request: Request, table: LaneTable, parts: Sequence[Selected]
+    ) -> NDArray[np.bool_]:
+        """The retained slots [lanes, slots] of a group: all slots of layers that are in no part."""
+        own = [part for part in parts if part.is_of(table.group)]
+        if sum(len(part.part.layers) for part in own) == len(table.group.layers):
+            return stacked([part.stored_mask for part in own])
+        slots = int(table.num_slots[request.memory.row].max())
+        mask = np.ones((table.group.num_lanes, slots), dtype=bool)
+        for part in own:
+            layers, per_layer = part.part.layers, table.group.lanes_per_layer
+            of_part = mask[layers.start * per_layer : layers.stop * per_layer]
+            of_part[:] = False
+            of_part[:, : part.stored_mask.shape[1]] = part.stored_mask[:, :slots]
+        return mask
 
     def _plans(
         self, request: Request, masks: Mapping[str, NDArray[np.bool_]]
@@ -183,7 +200,7 @@ class PolicyEvictor:
             return []
         eviction, keep = _eviction_of(request), entry.wanted.astype(np.int64)
         found = []
-        for place in self._parts(request):
+        for place in self._parts(request, keep=keep):
             part, per_layer = (
                 self._select(request, eviction, keep, place),
                 place.group.lanes_per_layer,
@@ -211,6 +228,10 @@ class PolicyEvictor:
         self, eviction: Eviction, keep: Slots, done: int, parts: Sequence[Selected]
     ) -> EvictionEntry:
         entry = EvictionEntry.joined(done, [part.entry for part in parts])
+        if (keep < 0).any():
+            counts = np.zeros(len(keep), dtype=np.int32)
+            counts[keep >= 0] = entry.counts
+            entry = replace(entry, counts=counts)
         return replace(entry, wanted=keep.astype(np.int32)) if _selects_again(eviction) else entry
 
     # ---- offloaded lanes -----------------------------------------------------------------------
@@ -247,12 +268,18 @@ class PolicyEvictor:
 
     # ---- views ---------------------------------------------------------------------------------
 
-    def _parts(self, request: Request, scratch_bytes: int | None = None) -> list[LayerPart]:
+    def _parts(
+        self,
+        request: Request,
+        scratch_bytes: int | None = None,
+        keep: Slots | None = None,
+    ) -> list[LayerPart]:
         """Return the layers to process together, in the order of the model's layers.
 
         Args:
             request: a running request.
             scratch_bytes: bound on the bytes of a part; None for the evictor's bound.
+            keep: see `evict`; layers whose lanes remain as they are are left out. None: none are.
         """
         bounded = scratch_bytes is None
         scratch_bytes = self._scratch_bytes if scratch_bytes is None else scratch_bytes
@@ -266,11 +293,23 @@ class PolicyEvictor:
             if bounded and self._is_offloaded(request, group):
                 together = 1
             for run in consecutive(group, self._lanes.layers):
+                if keep is not None:
+                    run = self._changing(group, run, keep)
                 found += [
                     LayerPart(group, range(start, min(start + together, run.stop)))
                     for start in range(run.start, run.stop, together)
                 ]
         return sorted(found, key=lambda part: part.first_layer)
+
+    def _changing(self, group: LaneGroup, run: range, keep: Slots) -> range:
+        """The layers of a run whose lanes do not remain as they are; they are consecutive."""
+        first = [self._lanes.of_layer(group.layers[index]).start for index in run]
+        changing = [index for index, lane in zip(run, first, strict=True) if keep[lane] >= 0]
+        return range(changing[0], changing[-1] + 1) if changing else range(0)
+
+    def _computed(self, request: Request) -> int:
+        """Computed tokens; in a step that computes layer by layer, all those of the step."""
+        return int(self._kv.memory.lengths[request.memory.row])
 
     def _reader(self, request: Request, part: LayerPart) -> LaneReader:
         if self._kv.memory.offloaded is not None:
@@ -280,7 +319,7 @@ class PolicyEvictor:
     def _view(self, request: Request, reader: LaneReader | JoinedReader) -> KVView:
         return KVView(
             reader.positions,
-            request.progress.num_computed,
+            self._computed(request),
             heads_per_layer=reader.heads_per_layer,
             layers=reader.layers,
             prompt_tokens=len(request.prompt_token_ids),
@@ -314,7 +353,7 @@ class PolicyEvictor:
         stored_mask = reader.unsort(mask)
         kept = mask[::heads].cpu().numpy()
         # not the view's positions, which a rule may have overwritten
-        done, positions = request.progress.num_computed, reader.lane_positions
+        done, positions = self._computed(request), reader.lane_positions
         entry = EvictionEntry.of(done, positions, kept)
         promotion, promoted = self._promotions[group.name], None
         if promotion is not None:

@@ -26,7 +26,6 @@ from quire.kv.tables import (
     cut_slots,
     drop_behind_window,
     grow_demand,
-    grown_slots,
     pages_by_class,
     slots_below,
 )
@@ -303,11 +302,14 @@ class KVMemory:
     def pages_to_grow(self, rows: Rows, tokens: Counts) -> dict[PageClass, int]:
         return pages_by_class(self._demands(rows, tokens))
 
-    def _demands(self, rows: Rows, tokens: Counts) -> list[Demand]:
-        return [
-            grow_demand(table, self.pools[table.group.page_class], rows, tokens)
-            for table in self.tables.values()
-        ]
+    def _demands(self, rows: Rows, tokens: Counts, layer: int | None = None) -> list[Demand]:
+        demands = []
+        for table in self.tables.values():
+            by_lane = tokens[:, None]
+            if layer is not None:
+                by_lane = by_lane * table.is_lane_of(layer)
+            demands.append(grow_demand(table, self.pools[table.group.page_class], rows, by_lane))
+        return demands
 
     def can_grow(self, rows: Rows, tokens: Counts) -> bool:
         """Return whether `grow` would succeed; free pages outside windows first, as `grow` does."""
@@ -324,17 +326,29 @@ class KVMemory:
                 freed.
         """
         self.drop_behind_windows(rows)
-        demands = self._demands(rows, tokens)
+        self._grow(rows, self._demands(rows, tokens), self.lengths)
+        self.lengths[rows] += tokens
+
+    def _grow(self, rows: Rows, demands: list[Demand], lengths: NDArray[np.int64]) -> None:
         needed = any(demand.num_pages for demand in demands)
         if needed:  # most decode steps write to pages that their rows have
             pages = pages_by_class(demands)
             if not self.fits(pages):
                 raise OutOfPages(self.shortage(pages))
         for demand in demands:
-            self._grow_table(demand, tokens)
-        self.lengths[rows] += tokens
+            self._grow_table(demand, lengths)
         if needed:
             self.note_peaks(rows)
+
+    def grow_layer(self, rows: Rows, tokens: Counts, layer: int) -> None:
+        """Allocate the slots of one layer for tokens that `lengths` already counts.
+
+        Raises:
+            OutOfPages: see `grow`.
+        """
+        lengths = self.lengths.copy()
+        lengths[rows] -= tokens
+        self._grow(rows, self._demands(rows, tokens, layer), lengths)
 
     def try_grow(self, rows: Rows, tokens: Counts) -> bool:
         try:
@@ -343,9 +357,8 @@ class KVMemory:
             return False
         return True
 
-    def _grow_table(self, demand: Demand, tokens: Counts) -> None:
-        table, rows = demand.table, demand.rows
-        page_class, slots = table.group.page_class, grown_slots(table, rows, tokens)
+    def _grow_table(self, demand: Demand, lengths: NDArray[np.int64]) -> None:
+        table, rows, page_class = demand.table, demand.rows, demand.table.group.page_class
         if demand.shared.any():
             index, lane = np.nonzero(demand.shared)
             row = rows[index]
@@ -355,11 +368,11 @@ class KVMemory:
             added = self.pools[page_class].allocate(int(demand.new.sum()))
             row, lane, column = table.append(rows, demand.new, added)
             if table.group.ordered:  # new pages continue the row's logical positions
-                first = self.lengths[row] - table.num_slots[row, lane]
+                first = lengths[row] - table.num_slots[row, lane]
                 table.page_positions[row, lane, column] = first + column * page_class.tokens
             if table.group.private:
                 self.store.clear_pages(page_class, added)
-        table.num_slots[rows] = slots
+        table.num_slots[rows] = demand.slots
 
     def united(self, mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Return where the mask of any rank of the model is True.
@@ -389,12 +402,15 @@ class KVMemory:
 
     # ---- shrinking -----------------------------------------------------------------------------
 
-    def drop_behind_windows(self, rows: Rows) -> None:
-        """Free pages of window lanes whose tokens are outside the window of the next query."""
+    def drop_behind_windows(self, rows: Rows, layer: int | None = None) -> None:
+        """Free pages of window lanes whose tokens are outside the window of the next query.
+
+        With a layer, only those of this layer.
+        """
         for table in self.tables.values():
             if table.group.window is not None:
                 for pages in drop_behind_window(
-                    table, rows, self.lengths[rows], table.group.window
+                    table, rows, self.lengths[rows], table.group.window, layer
                 ):
                     self.pools[table.group.page_class].release(pages)
 

@@ -37,6 +37,7 @@ from quire.kv.pages import PageNumbers
 from quire.kv.prefix_key import Block, PrefixIdentity, blocks_of
 from quire.kv.sharing import (
     CachedReference,
+    LayerReferences,
     extend_from_references,
     reference_blocks,
     reference_statistics,
@@ -286,6 +287,7 @@ class PrefixIndex(MemoryListener):
         self._idle = IdleNodes(memory, pages)
         self._public: dict[PrefixNode, None] = {}  # separate because every step counts them
         self._pending: list[PrefixNode] = []  # published in the step that is being scheduled
+        self._by_layer: list[tuple[PrefixLease, LayerReferences]] = []  # to be published after it
         self.block_bytes = self._idle.block_bytes
         memory.listeners.subscribe(self)
 
@@ -301,8 +303,11 @@ class PrefixIndex(MemoryListener):
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes that evicting all unused blocks would free, statistics snapshots included."""
-        return self._idle.num_bytes
+        """Bytes that evicting all unused blocks would free, statistics snapshots included.
+
+        Pages that are only kept to be published are unused too.
+        """
+        return self._idle.num_bytes + sum(kept.idle_bytes for _, kept in self._by_layer)
 
     def nodes(self) -> Iterator[PrefixNode]:
         """Yield all published blocks, parents first; the index must not change meanwhile."""
@@ -410,7 +415,36 @@ class PrefixIndex(MemoryListener):
 
     # ---- publishing ----------------------------------------------------------------------------
 
-    def publish(self, lease: PrefixLease, row: int, token_ids: Sequence[int]) -> None:
+    def publish_by_layer(self, lease: PrefixLease, row: int, end: int) -> LayerReferences:
+        """References for the layers of a row, whose blocks up to `end` are published afterwards."""
+        whole = end // self.block_tokens * self.block_tokens
+        references = LayerReferences(self.memory, row, lease.tokens, whole)
+        self._by_layer.append((self.share(lease), references))
+        return references
+
+    def publish_layers(
+        self, references: LayerReferences, row: int, token_ids: Sequence[int]
+    ) -> None:
+        """Publish the blocks of a row whose layers have all been referenced."""
+        [at] = [i for i, (_, of_row) in enumerate(self._by_layer) if of_row is references]
+        lease, _ = self._by_layer.pop(at)
+        self.publish(lease, row, token_ids[lease.tokens :], references)
+        for statistics in references.statistics():
+            node = next((node for node in lease.nodes if node.block.end == statistics.end), None)
+            if node is not None and node.lacks(self.memory, row):
+                node.statistics[self.memory.statistics_of(row)] = statistics
+            else:
+                release_references(self.memory, [statistics])
+        references.release()
+        self.release(lease)
+
+    def publish(
+        self,
+        lease: PrefixLease,
+        row: int,
+        token_ids: Sequence[int],
+        by_layer: LayerReferences | None = None,
+    ) -> None:
         """Publish the blocks that a row has filled since the last call, which this step writes."""
         parent = lease.nodes[-1] if lease.nodes else None
         key = parent.block.key if parent else None
@@ -419,7 +453,7 @@ class PrefixIndex(MemoryListener):
         for block in blocks:
             node = self._nodes.get(block.key)
             if node is None:  # then no later block is published either
-                lease.publishes = self._add([block, *blocks], lease, row)
+                lease.publishes = self._add([block, *blocks], lease, row, by_layer)
             elif node.continues(parent, block):
                 self._use([node])  # another row published it first: both hold pages of its tokens
                 lease.nodes.append(node)
@@ -428,7 +462,13 @@ class PrefixIndex(MemoryListener):
                 lease.publishes = False
                 return
 
-    def _add(self, blocks: list[Block], lease: PrefixLease, row: int) -> bool:
+    def _add(
+        self,
+        blocks: list[Block],
+        lease: PrefixLease,
+        row: int,
+        by_layer: LayerReferences | None,
+    ) -> bool:
         """Publish blocks after the lease's last block; return False if one cannot be published.
 
         A block cannot be published if its key collides with another text's, or if a window lane has
@@ -438,10 +478,12 @@ class PrefixIndex(MemoryListener):
         # `isdisjoint` would iterate over all nodes: `_nodes` is a dict
         if len(distinct) < len(blocks) or any(key in self._nodes for key in distinct):
             return False
+        span = lease.tokens, blocks[-1].end, self.block_tokens
         try:
-            cached_references = reference_blocks(
-                self.memory, row, lease.tokens, blocks[-1].end, self.block_tokens
-            )
+            if by_layer is None:
+                cached_references = reference_blocks(self.memory, row, *span)
+            else:
+                cached_references = by_layer.blocks(*span)
         except ConfigError:
             return False
         for block, cached_reference in zip(blocks, cached_references, strict=True):
@@ -465,6 +507,10 @@ class PrefixIndex(MemoryListener):
 
     def withdraw(self) -> None:
         """Withdraw the nodes published in this step, after the step has failed."""
+        for lease, references in self._by_layer:
+            references.release()
+            self.release(lease)
+        self._by_layer.clear()
         self._forget(self._pending)
         self._pending.clear()
 

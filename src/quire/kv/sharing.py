@@ -15,11 +15,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quire.errors import ConfigError, InvariantError, OutOfPages
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
-from quire.kv.tables import LaneTable
+from quire.kv.tables import NO_PAGE, LaneTable
 from quire.layout.pages import PageClass
 
 
@@ -76,18 +77,102 @@ def reference_blocks(
     """Reference tokens in blocks of `block_tokens`, all or none; see `reference_pages`."""
     shared = {name: t for name, t in memory.tables.items() if not t.group.private}
     pages = {name: _span_pages(memory, table, row, start, end) for name, table in shared.items()}
+    return _in_blocks(memory, pages, start, block_tokens)
+
+
+def _in_blocks(
+    memory: KVMemory, pages: Mapping[str, PageNumbers], start: int, block_tokens: int
+) -> list[CachedReference]:
+    """Add a reference to pages [lanes, columns] of tokens from `start` on, block by block."""
+    width = {}
     for name, numbers in pages.items():
-        memory.pools[shared[name].group.page_class].retain(numbers.reshape(-1))
-    width = {name: block_tokens // t.group.page_class.tokens for name, t in shared.items()}
+        page_class = memory.tables[name].group.page_class
+        memory.pools[page_class].retain(numbers.reshape(-1))
+        width[name] = block_tokens // max(1, page_class.tokens)
+    count = min((numbers.shape[1] // width[name] for name, numbers in pages.items()), default=0)
     return [
         _registered(
             memory,
             start + i * block_tokens,
             start + (i + 1) * block_tokens,
-            {name: pages[name][:, i * width[name] : (i + 1) * width[name]] for name in shared},
+            {name: of[:, i * width[name] : (i + 1) * width[name]] for name, of in pages.items()},
         )
-        for i in range((end - start) // max(block_tokens, 1))
+        for i in range(count)
     ]
+
+
+class LayerReferences:
+    """References to the tokens of a row that are computed, and then cut, layer by layer.
+
+    Args:
+        memory: the KV memory.
+        row: a row that has no slots for the tokens yet.
+        start, end: the tokens, in whole blocks.
+    """
+
+    def __init__(self, memory: KVMemory, row: int, start: int, end: int) -> None:
+        self._memory, self._row, self._start, self._end = memory, row, start, end
+        tables = [table for table in memory.tables.values() if not table.group.private]
+        self._pages = {t.group.name: self._empty(t, end - start) for t in tables}
+        self._statistics: dict[int, dict[str, PageNumbers]] = {}
+
+    def _empty(self, table: LaneTable, slots: int) -> PageNumbers:
+        columns = table.group.page_class.pages_for(slots)
+        return np.full((table.group.num_lanes, columns), NO_PAGE, dtype=np.int32)
+
+    def add(self, layer: int) -> None:
+        """Reference the pages of a layer, which holds all tokens of the row."""
+        for name, pages in self._pages.items():
+            table = self._memory.tables[name]
+            lanes = table.is_lane_of(layer)
+            if lanes.any() and pages.size:
+                found = _span_pages(self._memory, table, self._row, self._start, self._end, lanes)
+                self._memory.pools[table.group.page_class].retain(found.reshape(-1))
+                pages[lanes] = found
+
+    def add_statistics(self, layer: int, end: int) -> None:
+        """Copy the statistics of a layer after the token at `end` - 1."""
+        for table in _referenced_tables(self._memory):
+            lanes, group = table.is_lane_of(layer), table.group
+            if table.active[self._row] and lanes.any():
+                copies = self._statistics.setdefault(end, {})
+                if group.name not in copies:
+                    copies[group.name] = self._empty(table, group.slots_of(end))
+                pages = table.pages[self._row, lanes, : copies[group.name].shape[1]]
+                copied = self._memory.pools[group.page_class].allocate(pages.size)
+                self._memory.store.copy_pages(group.page_class, pages.reshape(-1), copied)
+                copies[group.name][lanes] = copied.reshape(pages.shape)
+
+    def blocks(self, start: int, end: int, block_tokens: int) -> list[CachedReference]:
+        """Reference the pages of some of the tokens; see `reference_blocks`."""
+        chosen = {}
+        for name, pages in self._pages.items():
+            tokens = self._memory.tables[name].group.page_class.tokens
+            chosen[name] = pages[:, (start - self._start) // tokens : (end - self._start) // tokens]
+        return _in_blocks(self._memory, chosen, start, block_tokens)
+
+    def statistics(self) -> list[CachedReference]:
+        """Hand over the copied statistics."""
+        found, self._statistics = self._statistics, {}
+        return [_registered(self._memory, 0, end, pages) for end, pages in found.items()]
+
+    def release(self) -> None:
+        """Release the references of this object."""
+        for pages in (self._pages, *self._statistics.values()):
+            for name, numbers in pages.items():
+                pool = self._memory.pools[self._memory.tables[name].group.page_class]
+                pool.release(numbers[numbers != NO_PAGE])
+        self._pages, self._statistics = {}, {}
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes of pages that only these references use."""
+        total = 0
+        for name, numbers in self._pages.items():
+            pool = self._memory.pools[self._memory.tables[name].group.page_class]
+            alone = pool.ref_counts[numbers[numbers != NO_PAGE]] == 1
+            total += int(np.count_nonzero(alone)) * pool.page_class.page_bytes
+        return total
 
 
 def _registered(
@@ -98,21 +183,28 @@ def _registered(
     return CachedReference(key, start, end, pages)
 
 
-def _span_pages(memory: KVMemory, table: LaneTable, row: int, start: int, end: int) -> PageNumbers:
+def _span_pages(
+    memory: KVMemory,
+    table: LaneTable,
+    row: int,
+    start: int,
+    end: int,
+    lanes: NDArray[np.bool_] | slice = slice(None),
+) -> PageNumbers:
     per_page, length = table.group.page_class.tokens, int(memory.lengths[row])
     if not 0 <= start < end <= length or start % per_page or end % per_page:
         raise ConfigError(
             f"expected whole pages of {per_page} tokens up to {length}, got {start} to {end}"
         )
-    windowed = table.group.window is not None
-    first = length - int(table.num_slots[row, 0]) if windowed else 0
-    if (table.num_slots[row] != length - first).any() or start < first:
+    slots = table.num_slots[row, lanes]
+    first = length - int(slots[0]) if table.group.window is not None else 0
+    if (slots != length - first).any() or start < first:
         raise ConfigError(
             f"group {table.group.name!r} no longer holds every token from {start} to {end}"
         )
     columns = slice((start - first) // per_page, (end - first) // per_page)
     table.require_in_place(row, columns.start)
-    pages: PageNumbers = table.pages[row][:, columns].copy()
+    pages: PageNumbers = table.pages[row][lanes, columns].copy()
     return pages
 
 

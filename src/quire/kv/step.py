@@ -52,6 +52,7 @@ class GroupStep:
     watch: GroupWatch | None  # None if no row uses any statistic
     full_precision: FullPrecisionStep | None  # None if the group has none
     promoted: PromotedBuffer | None  # in addition to these; None if the group has none
+    first: int = 0  # index in the group of the first layer of `plans`, `pages` and `new_slots`
 
     def chain_layer(self, index: int, math: AttentionMath) -> ChainLayer | None:
         """Return a layer of a chain; None if it needs more than a chain does.
@@ -167,6 +168,7 @@ class StepAttention:
             already allocated; None if the step has one batch.
         part: place of the batch in its step.
         pre_rope: whether the keys of these rows are stored before RoPE, beside others after RoPE.
+        layer: the only layer whose slots are allocated; None: those of all layers are.
         last: the last step of the same owner; default: nothing is used again.
 
     Attributes:
@@ -175,7 +177,7 @@ class StepAttention:
         wants_inputs: whether the model must call `note_input`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - rows, and what their step has
         self,
         kv: PagedKV,
         rows: NDArray[np.int64],
@@ -184,6 +186,7 @@ class StepAttention:
         part: StepPart = WHOLE_STEP,
         *,
         pre_rope: bool = False,
+        layer: int | None = None,
         last: LastStep | None = None,
     ) -> None:
         self._kv, self._last = kv, last or LastStep()
@@ -192,11 +195,12 @@ class StepAttention:
         self._lengths = _lengths_before(kv.memory.lengths, rows, later)
         self._batch = self._last.flat_batch(rows, tokens, kv.store.device)
         self._offload = None if kv.offload is None else kv.offload.step(self._batch, part)
-        self._groups = {
-            group.name: self._group_step(group)
-            for group in kv.memory.layout.groups
-            if not group.private
-        }
+        if layer is None:
+            groups = (group for group in kv.memory.layout.groups if not group.private)
+            self._groups = {group.name: self._group_step(group) for group in groups}
+        else:
+            group, index = kv.place[layer]
+            self._groups = {group.name: self._group_step(group, range(index, index + 1))}
         watches = (step.watch for step in self._groups.values())
         self.wants_residual_similarity = any(
             watch is not None and watch.wants_residual_similarity for watch in watches
@@ -230,14 +234,15 @@ class StepAttention:
         if self._pre_rope is not None or not group.page_class.rotated:
             assert rotary is not None, "the model was prepared for keys before RoPE"
             math = replace(math, rotary=rotary)
-        slots = step.new_slots[index]
+        at = index - step.first
+        slots = step.new_slots[at]
         query, key = self._write(step, index, (query, key, value), rope)
         if step.positions is not None:
             step.positions[slots.pages, slots.offsets] = self._positions.expand_as(slots.pages)
         if self._offload is not None:
             self._offload.start_cpu_attention(group, index, query, math)
             self._offload.wait_for_prefix(group, index, backend, slots, step.positions)
-        pages, watch = step.pages[index], step.watch
+        pages, watch = step.pages[at], step.watch
         if step.full_precision is not None:
             pages = replace(
                 pages,
@@ -245,7 +250,7 @@ class StepAttention:
                 promoted=None if step.promoted is None else step.promoted.pages(),
             )
         sums = None if watch is None else watch.room_for_sums(query.shape[1], self._kv.sums_scratch)
-        out = backend.attend(step.plans[index], pages, math, query, (key, value), column_sums=sums)
+        out = backend.attend(step.plans[at], pages, math, query, (key, value), column_sums=sums)
         if self._offload is not None:
             self._offload.merge_cpu_attention(out, group, pages, query, math)
         if watch is not None:
@@ -264,7 +269,7 @@ class StepAttention:
         rope: CosSin | None,
     ) -> tuple[Tensor, Tensor]:
         """Write keys and values to the slots of a layer; return queries and keys after RoPE."""
-        (query, key, value), slots = heads, step.new_slots[index]
+        (query, key, value), slots = heads, step.new_slots[index - step.first]
         full_precision = step.full_precision
         if rope is not None:
             if full_precision is None and rotated_and_written(self._backend, slots, heads, rope):
@@ -327,20 +332,24 @@ class StepAttention:
         if watch is not None:
             watch.note_residual_similarity(index, cosines)
 
-    def _group_step(self, group: LaneGroup) -> GroupStep:
+    def _group_step(self, group: LaneGroup, only: range | None = None) -> GroupStep:
+        """The state of a group, with the plans and slots of only some layers if given."""
         held = self._kv.memory.tables[group.name].num_slots[self._batch.rows]
         slots = held - self._later[:, None]
         attended = slots if self._offload is None else self._offload.slots(group, slots)
         layers = self._last.pages_of_layers(self._kv, group, self._batch.row_index)
-        new_places = self._new_places(group, slots)
-        continued = self._continued(group, layers, attended, new_places)
-        if continued is not None:
+        chosen = range(len(group.layers)) if only is None else only
+        lanes = slice(chosen.start * group.lanes_per_layer, chosen.stop * group.lanes_per_layer)
+        new_places = self._new_places(group, slots[:, lanes], lanes.start)
+        if only is not None:
+            layers = layers[only.start : only.stop]
+        elif (continued := self._continued(group, layers, attended, new_places)) is not None:
             return continued
         statistics = self._kv.statistics.get(group.name, [])
         pages, offsets = self._tensor(new_places[0]), self._tensor(new_places[1])
         places = zip(layers, pages.unbind(), offsets.unbind(), strict=True)
         return GroupStep(
-            plans=self._plans(group, attended),
+            plans=self._plans(group, attended[:, lanes]),
             pages=layers,
             new_slots=tuple(
                 NewSlots(layer.key, layer.value, page, offset, coded=layer.coded)
@@ -351,6 +360,7 @@ class StepAttention:
             watch=watch_group(statistics, self._batch, slots, self._lengths),
             full_precision=self._full_precision_step(group.name),
             promoted=self._kv.promoted.get(group.name),
+            first=chosen.start,
         )
 
     def _continued(
@@ -384,7 +394,7 @@ class StepAttention:
 
     def _plans(self, group: LaneGroup, slots: NDArray[np.int32]) -> tuple[object, ...]:
         """Return a plan per layer; layers share a plan if all lanes of a row have equal lengths."""
-        page_class, num_layers = group.page_class, len(group.layers)
+        page_class, num_layers = group.page_class, slots.shape[1] // group.lanes_per_layer
         slot_bytes = slot_bytes_of(page_class)
         by_layer = slots.reshape(len(slots), num_layers, group.lanes_per_layer)
         distinct = 1 if (slots == slots[:, :1]).all() else num_layers
@@ -400,16 +410,17 @@ class StepAttention:
         return tuple(plans if distinct == num_layers else plans * num_layers)
 
     def _new_places(
-        self, group: LaneGroup, slots: NDArray[np.int32]
+        self, group: LaneGroup, slots: NDArray[np.int32], first_lane: int
     ) -> tuple[PageNumbers, NDArray[np.int64]]:
         """Return pages and offsets of the new tokens, each [layers, tokens, lanes of a layer]."""
-        batch, shape = self._batch, (len(group.layers), 1, group.lanes_per_layer)
+        batch, per_layer = self._batch, group.lanes_per_layer
+        shape = (slots.shape[1] // per_layer, 1, per_layer)
         before = (slots - batch.shape.tokens[:, None]).astype(np.int64)
         slot = before[batch.token_row] + batch.token_offset[:, None]
         slot = slot.reshape(len(slot), shape[0], shape[2]).swapaxes(0, 1)
         column, offset = np.divmod(slot, group.page_class.tokens)
         row = batch.rows[batch.token_row][None, :, None]
-        lane = np.arange(slots.shape[1]).reshape(shape)
+        lane = np.arange(first_lane, first_lane + slots.shape[1]).reshape(shape)
         pages = self._kv.memory.tables[group.name].pages[row, lane, column]
         return pages, offset
 

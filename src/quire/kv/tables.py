@@ -63,6 +63,10 @@ class LaneTable:
         """Pages per lane before the arrays must be reallocated."""
         return int(self.pages.shape[2])
 
+    def is_lane_of(self, layer: int) -> NDArray[np.bool_]:
+        """Mask [lanes] of the lanes of a layer of the model."""
+        return np.repeat(np.equal(self.group.layers, layer), self.group.lanes_per_layer)
+
     def append(
         self, rows: Rows, counts: NDArray[np.int32], pages: PageNumbers
     ) -> tuple[Rows, Rows, Rows]:
@@ -239,6 +243,7 @@ class Demand:
 
     table: LaneTable
     rows: Rows  # [rows] row numbers
+    slots: NDArray[np.int32]  # [rows, lanes] slots after the growth
     new: NDArray[np.int32]  # [rows, lanes] pages to append
     # [rows, lanes] whether the lane's last page must be copied before it is written
     shared: NDArray[np.bool_]
@@ -258,21 +263,21 @@ def pages_by_class(demands: Sequence[Demand]) -> dict[PageClass, int]:
 
 
 def grow_demand(table: LaneTable, pool: PagePool, rows: Rows, tokens: NDArray[np.int32]) -> Demand:
-    """Compute the new pages and the copies before row `rows[i]` grows by `tokens[i]` tokens."""
+    """Compute the new pages and the copies before lanes grow by tokens [rows, lanes or 1]."""
     per_page, slots = table.group.page_class.tokens, grown_slots(table, rows, tokens)
     new: NDArray[np.int32] = (slots + (per_page - 1)) // per_page - table.num_pages[rows]
-    return Demand(table, rows, new, _shared_ends(table, pool, rows, tokens))
+    return Demand(table, rows, slots, new, _shared_ends(table, pool, rows, tokens))
 
 
 def grown_slots(table: LaneTable, rows: Rows, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return the slots [rows, lanes] after row `rows[i]` has grown by `tokens[i]` tokens."""
+    """Return the slots [rows, lanes] after lanes have grown by tokens [rows, lanes or 1]."""
     held: NDArray[np.int32] = table.num_slots[rows]
     if not table.group.private:
-        return held + tokens[:, None]
-    grows = table.active[rows] & (tokens > 0)
+        return held + tokens
+    grows = table.active[rows][:, None] & (tokens > 0)
     if table.group.records is not None:
-        return np.where(grows[:, None], np.int32(table.group.records), held)
-    return held + np.where(grows, tokens, np.int32(0))[:, None]
+        return np.where(grows, np.int32(table.group.records), held)
+    return held + np.where(grows, tokens, np.int32(0))
 
 
 def _shared_ends(
@@ -287,7 +292,7 @@ def _shared_ends(
         return shared
     slots = table.num_slots[rows]
     per_page = table.group.page_class.tokens
-    index, lane = np.nonzero((slots % per_page != 0) & (tokens[:, None] > 0))
+    index, lane = np.nonzero((slots % per_page != 0) & (tokens > 0))
     last = table.pages[rows[index], lane, slots[index, lane] // per_page]
     read = pool.ref_counts[last] > 1
     if not read.any():
@@ -301,13 +306,22 @@ def _shared_ends(
 
 
 def drop_behind_window(
-    table: LaneTable, rows: Rows, lengths: NDArray[np.int64], window: int
+    table: LaneTable,
+    rows: Rows,
+    lengths: NDArray[np.int64],
+    window: int,
+    layer: int | None = None,
 ) -> Iterator[PageNumbers]:
-    """Drop the pages that no query from positions `lengths` [n] on can attend to, lane by lane."""
+    """Drop the pages that no query from positions `lengths` [n] on can attend to, lane by lane.
+
+    With a layer, only the lanes of this layer.
+    """
     per_page = table.group.page_class.tokens
     full_pages = table.num_slots[rows] // per_page
     last_hidden = lengths + 1 - window - per_page  # largest first slot of a page outside the window
     outside = (full_pages > 0) & (table.page_positions[rows, :, 0] <= last_hidden[:, None])
+    if layer is not None:
+        outside &= table.is_lane_of(layer)
     for i, lane in zip(*np.nonzero(outside), strict=True):
         first_slots = table.page_positions[rows[i], lane, : full_pages[i, lane]]
         num_outside = np.searchsorted(first_slots, last_hidden[i], side="right")

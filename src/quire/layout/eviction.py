@@ -16,7 +16,8 @@ when                  prefill                                 decode
 prefill_and_decode    a first chunk up to the cap; then       evict `every` tokens before a lane
                       chunks of `every` tokens, each after    would exceed the cap
                       an eviction of `every` tokens
-prefill_end           whole prompt, then evict to the cap     no eviction
+prefill_end           whole prompt, layer by layer, each      no eviction
+                      layer then evicts to the cap
 decode                whole prompt                            evict to cap - every, as above
 pressure              as prefill_and_decode, but only while pool use is above its watermark
 
@@ -122,6 +123,7 @@ class EvictionSpec:
         ragged: whether a budget may move slots between the heads of a layer during generation.
         divided: whether a budget divides the cap over the lanes again at evictions, as the prompt
             is computed; `lane_capacities` is then the last division, whose mean is at most `cap`.
+        from_prompt: whether a budget divides the cap over lanes by the cache of the whole prompt.
         statistics: attention statistics that the policy uses.
     """
 
@@ -131,6 +133,7 @@ class EvictionSpec:
     lane_capacities: tuple[int, ...] | None = None
     ragged: bool = False
     divided: bool = False
+    from_prompt: bool = False
     statistics: tuple[Statistic, ...] = ()
 
     def __post_init__(self) -> None:
@@ -161,6 +164,15 @@ class EvictionSpec:
     def evicts_during_prefill(self) -> bool:
         """Whether a prompt over the cap is prefilled in chunks with an eviction before each."""
         return self.cap is not None and self.when == PREFILL_AND_DECODE
+
+    @property
+    def cuts_by_layer(self) -> bool:
+        """Whether the one eviction, after the prompt, can cut a layer before the next is computed.
+
+        Not if the caps of all lanes are set by the cache of the whole prompt.
+        """
+        divides = self.ragged or self.divided or self.from_prompt
+        return self.cap is not None and self.when == PREFILL_END and not divides
 
     def exact_tokens(self, prompt_tokens: int) -> int:
         """Return the number of tokens a sequence can hold before the first eviction.

@@ -25,7 +25,7 @@ states only; all other activations in memory are those of one forward.
 import contextvars
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -45,7 +45,7 @@ from quire.layout.statistics import Statistic
 from quire.models.base import AttentionCall, Batch, Decoder, PagedAttention
 from quire.models.bridge import ATTENTION_NAME, install, register
 from quire.models.hidden_states import LastStates, note_hidden_states
-from quire.models.layer_source import LayerSource
+from quire.models.layer_source import LayerSource, decoder_layers
 from quire.models.linear_weights import reorder_linears, widen_linears
 from quire.models.native_linear import available_products, fastest_products
 from quire.models.observing import KeysAndValues, Observing
@@ -53,7 +53,7 @@ from quire.models.packing import MappedFiles, pack_linears, trim_free_memory
 from quire.models.rope import RopeVariants, Rotations
 from quire.models.sharding import rank_spec
 from quire.models.support import refuse_class, refuse_config
-from quire.plan.weights import MAX_BATCHES
+from quire.plan.weights import MAX_CHUNKS
 
 
 class ForwardLock:
@@ -186,14 +186,14 @@ class LayerMajor:
 
     def __init__(self, layers: Sequence[nn.Module], device: torch.device) -> None:
         self._device = device
-        self._threads = ThreadPoolExecutor(MAX_BATCHES, thread_name_prefix="quire-batch")
+        self._threads = ThreadPoolExecutor(MAX_CHUNKS, thread_name_prefix="quire-batch")
         self._thread = threading.local()
         self._round_robin: _RoundRobin | None = None
         for layer in layers:  # runs before all other hooks of the layer
             layer.register_forward_pre_hook(self._at_layer, prepend=True)
 
     def run(self, forwards: Sequence[Callable[[], T]], enter: Callable[[int], None]) -> list[T]:
-        """Run at most `MAX_BATCHES` forwards; `enter` gets a forward's number when it continues."""
+        """Run at most `MAX_CHUNKS` forwards; `enter` gets a forward's number when it continues."""
         semaphores = [threading.Semaphore(0) for _ in forwards]
         round_robin = self._round_robin = _RoundRobin(semaphores, enter)
         stream = None
@@ -241,6 +241,18 @@ class LayerMajor:
             number = self._thread.forward_number
             round_robin.yield_to_next(number)
             round_robin.wait(number)
+
+
+def in_turn(forwards: Sequence[Generator[None, None, T]]) -> list[T]:
+    """Run forwards that yield before each of their layers, one layer of each after the other."""
+    results: dict[int, T] = {}
+    while len(results) < len(forwards):
+        for number, forward in enumerate(forwards):
+            try:
+                next(forward)
+            except StopIteration as ended:
+                results[number] = ended.value
+    return [results[number] for number in range(len(forwards))]
 
 
 class TransformersDecoder:
@@ -400,20 +412,30 @@ class TransformersDecoder:
     def forward_together(
         self, batches: Sequence[Batch], *, rope_variant: int = 0
     ) -> list[Float[Tensor, "num_samples vocab"]]:
-        assert self._weights is not None, "only called if weights are offloaded"
+        weights = nullcontext() if self._weights is None else self._weights.shared_by(len(batches))
+        with self._forward_lock.held(), weights:
+            self._rope.select(rope_variant)
+            with self._bridge.attending(None):
+                return self._together(batches)
 
+    def _together(self, batches: Sequence[Batch]) -> list[Tensor]:
         def enter(number: int) -> None:
             self._bridge.switch(batches[number].attention)
 
-        with self._forward_lock.held(), self._weights.shared_by(len(batches)):
-            self._rope.select(rope_variant)
-            with self._bridge.attending(None):
-                return self._layer_major.run([partial(self._logits, b) for b in batches], enter)
+        return self._layer_major.run([partial(self._logits, b) for b in batches], enter)
+
+    def prepare_by_layer(self) -> str | None:
+        try:
+            decoder_layers(self.model, self.spec.num_layers)
+        except UnsupportedModel as error:
+            return str(error)
+        return None
 
     @cached_property
     def _layer_major(self) -> LayerMajor:
-        assert self._weights is not None, "checked by forward_together"
-        return LayerMajor(self._weights.modules, self.device)
+        if self._weights is not None:
+            return LayerMajor(self._weights.modules, self.device)
+        return LayerMajor(decoder_layers(self.model, self.spec.num_layers), self.device)
 
     def _logits(self, batch: Batch) -> Tensor:
         return self._module_logits(batch)

@@ -217,13 +217,17 @@ class FixedShapes(Decoder, Protocol):
 class LayerByLayer(Decoder, Protocol):
     """A decoder that runs each layer for several batches before it runs the next layer."""
 
+    def prepare_by_layer(self) -> str | None:
+        """Return why this model cannot run `forward_together`; None if it can."""
+
     def forward_together(
         self, batches: Sequence[Batch], *, rope_variant: int = 0
     ) -> list[Float[Tensor, "num_samples vocab"]]:
         """Run batches layer by layer; the logits of each equal those of `Decoder.forward`.
 
         Args:
-            batches: batches of different sequences, at most `MAX_BATCHES`.
+            batches: batches of different sequences or consecutive chunks of one, in their order;
+                at most `MAX_CHUNKS`.
             rope_variant: RoPE scaling variant of all batches.
 
         Returns:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from quire.errors import UnsupportedModel
 from quire.plan.weights import WeightsPlacement
 
 
@@ -76,3 +77,28 @@ class LayerPlacer(Protocol):
             The placement of the weights, and the source that prefetches offloaded layers; None if
             all layers are on the device.
         """
+
+
+def decoder_layers(model: nn.Module, num_layers: int) -> Sequence[nn.Module]:
+    """The list of decoder layers in execution order.
+
+    Raises:
+        UnsupportedModel: there is no such list.
+    """
+    for module in model.modules():
+        if (
+            isinstance(module, nn.ModuleList)
+            and len(module) == num_layers
+            and all(_numbers(child) == {number} for number, child in enumerate(module))
+        ):
+            return tuple(module)
+    raise UnsupportedModel(
+        f"{type(model).__name__} does not keep its {num_layers} decoder layers in one list, so "
+        "they cannot be run one by one; leave out --weights-memory"
+    )
+
+
+def _numbers(module: nn.Module) -> set[int]:
+    """Layer indices of the modules inside a module."""
+    found = (getattr(part, "layer_idx", None) for part in module.modules())
+    return {int(number) for number in found if number is not None}

@@ -276,6 +276,11 @@ def estimate_activation_peak(
     return streams_bytes + max(layer_bytes, logits_bytes)
 
 
+def hidden_state_bytes(model: ModelSpec, tokens: int) -> int:
+    """Bytes of a prompt between two layers: its residual stream, cosines and sines in float32."""
+    return 4 * tokens * (model.hidden_size + 2 * model.head_dim)
+
+
 Impact = Literal["low", "low-medium", "high", "very high", "critical"]
 
 DEFAULT_FLOPS_PER_BYTE = 150.0

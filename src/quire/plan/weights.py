@@ -21,6 +21,9 @@ SLOTS = 2
 MAX_BATCHES = 8
 """Most batches of one step that share offloaded layers: the hidden states of all are held."""
 
+MAX_CHUNKS = 256
+"""Most chunks of prompts that are computed layer by layer; the hidden states of all are held."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsPlacement:

@@ -195,6 +195,7 @@ class EvictionRule:
                 lane_capacities=lane_capacities,
                 ragged=self.budget.ragged,
                 divided=self.divides_again,
+                from_prompt=self.budget.needs_prompt,
                 statistics=self.statistics,
             ),
             piece_tokens=pieces,

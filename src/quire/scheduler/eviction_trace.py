@@ -83,6 +83,26 @@ class EvictionEntry:
             promoted=None if self.promoted is None else self.promoted.of_lanes(lanes),
         )
 
+    @classmethod
+    def merged(cls, parts: "Sequence[EvictionEntry]") -> "EvictionEntry":
+        """Join the entries of layers, ascending, that were cut one after the other."""
+        stored = _in_runs(np.concatenate([part.evicted for part in parts]))
+        counts = np.stack([part.counts for part in parts]).sum(axis=0, dtype=np.int32)
+        wanted = [part.wanted for part in parts if part.wanted is not None]
+        retained = np.stack(wanted).max(axis=0) if wanted else None
+        return cls(parts[0].num_computed, counts, stored, retained)
+
+    def only_of(self, lanes: slice) -> "EvictionEntry":
+        """Return an entry that leaves all other lanes as they are."""
+        by_lane, others = self.by_lane, np.full(len(self.counts), True)
+        others[lanes] = False
+        return EvictionEntry(
+            self.num_computed,
+            np.where(others, np.int32(0), self.counts),
+            _in_runs(np.concatenate(by_lane[lanes])),
+            None if self.wanted is None else np.where(others, np.int32(-1), self.wanted),
+        )
+
     @property
     def evicted(self) -> Positions:
         """The evicted positions, ascending within each lane, lane after lane."""

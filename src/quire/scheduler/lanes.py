@@ -5,7 +5,8 @@ If a budget moves slots between the heads of a layer, the sums over layers are c
 lanes. Torch-free; the eviction policy selects the slots.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol, TypeVar, runtime_checkable
@@ -15,7 +16,8 @@ from numpy.typing import NDArray
 
 from quire.errors import InvariantError, OutOfPages, PolicyError
 from quire.kv.memory import KVMemory
-from quire.kv.tables import LaneTable
+from quire.kv.sharing import LayerReferences
+from quire.kv.tables import LaneTable, grown_slots
 from quire.layout.evicting import evicting_layers, lane_places
 from quire.layout.eviction import (
     DECODE,
@@ -25,6 +27,7 @@ from quire.layout.eviction import (
     UNLIMITED,
     EvictionSpec,
 )
+from quire.layout.pages import PageClass
 from quire.scheduler.eviction_trace import EvictionEntry
 from quire.scheduler.lifecycle import Lifecycle
 from quire.scheduler.request import Request
@@ -57,6 +60,11 @@ class EvictingLanes:
     layers: tuple[int, ...]
     lanes_per_layer: int
     page_tokens: int
+
+    def of_layer(self, layer: int) -> slice:
+        """The lanes of one of `layers`, among all lanes."""
+        first = self.layers.index(layer) * self.lanes_per_layer
+        return slice(first, first + self.lanes_per_layer)
 
     @property
     def num_lanes(self) -> int:
@@ -291,7 +299,8 @@ class Evictor(Protocol):
 
         Args:
             request: a running request.
-            keep: [lanes] number of slots to retain.
+            keep: [lanes] number of slots to retain; -1 for all lanes of layers that remain as they
+                are.
             min_gain: evict only if at least this many bytes are freed; None: no minimum.
 
         Returns:
@@ -476,6 +485,32 @@ class LaneCapacities:
             if request.eviction.num_evictions == num_evictions:
                 request.eviction.division = division
 
+    def cut_layer(self, request: Request, layer: int) -> Evicted | None:
+        """Evict from the lanes of a layer to their caps; None if a recorded eviction is replayed.
+
+        `note_cut` records the evictions of all layers.
+        """
+        assert self.lanes is not None
+        entry, lanes = request.eviction.next_replay, self.lanes.of_layer(layer)
+        if entry is not None:
+            part = entry.only_of(lanes)
+            self._changing(request, lambda: self._evictor.repeat(request, part))
+            return None
+        keep = np.full(self.lanes.num_lanes, -1, dtype=np.int64)
+        caps = lane_capacities(request.eviction.spec, len(keep))
+        keep[lanes] = np.minimum(caps, self.lanes.held(request))[lanes]
+        return self._changing(request, lambda: self._evictor.evict(request, keep))
+
+    def note_cut(self, request: Request, cut: Sequence[Evicted], freed_bytes: int) -> None:
+        """Record the eviction of a prompt whose layers were all cut; without `cut`, its replay."""
+        if not cut:
+            self._note_replay(request, freed_bytes)
+            return
+        entries = [one.entry for one in cut if one.entry is not None]
+        entry = EvictionEntry.merged(entries) if entries else None
+        slots = sum(one.slots for one in cut)
+        self._note_eviction(request, Evicted(slots, cut[0].lanes, entry), freed_bytes, CAP)
+
     def _divide(self, request: Request) -> None:
         """Set the caps of a request's lanes by its cache."""
         self._evictor.finalize(request)
@@ -552,6 +587,12 @@ class LaneCapacities:
         )
         if evicted is None:
             return False
+        self._note_eviction(request, evicted, memory.free_bytes - free_bytes, reason)
+        return True
+
+    def _note_eviction(
+        self, request: Request, evicted: Evicted, freed_bytes: int, reason: str
+    ) -> None:
         if evicted.entry is not None:
             request.eviction.trace.append(evicted.entry)
             request.eviction.replayed = len(request.eviction.trace)
@@ -561,17 +602,20 @@ class LaneCapacities:
         request.eviction.evicted_tokens += tokens
         self.num_evictions += 1
         self.evicted_tokens += tokens
-        self._log_eviction(request, tokens, memory.free_bytes - free_bytes, reason)
-        return True
+        self._log_eviction(request, tokens, freed_bytes, reason)
 
     def _repeat(self, request: Request, entry: EvictionEntry) -> None:
         memory = self._sequence_memory.memory
         free_bytes = memory.free_bytes
         self._changing(request, lambda: self._evictor.repeat(request, entry))
+        self._note_replay(request, memory.free_bytes - free_bytes)
+
+    def _note_replay(self, request: Request, freed_bytes: int) -> None:
+        entry = request.eviction.trace[request.eviction.replayed]
         request.eviction.exact = False
         request.eviction.replayed += 1
         tokens = entry.num_slots / len(entry.counts)
-        self._log_eviction(request, tokens, memory.free_bytes - free_bytes, REPLAY)
+        self._log_eviction(request, tokens, freed_bytes, REPLAY)
 
     def _changing(self, request: Request, change: Callable[[], T]) -> T:
         """Change lanes; if pages are missing, evict cached prefixes, then offload, and retry."""
@@ -608,3 +652,161 @@ class LaneCapacities:
             length=request.progress.num_computed,
             **extra,
         )
+
+
+# ---- prompts that are computed layer by layer ----------------------------------------------------
+
+
+class LayerPrefill:
+    """Prompts of one step that are computed layer by layer.
+
+    The lanes of a layer grow by all tokens when the layer begins, and are cut to their caps before
+    the next layer begins. So the peak is one whole layer and the retained tokens of the others.
+
+        layer 0   grow, chunk, chunk, chunk, evict
+        layer 1                                     grow, chunk, chunk, chunk, evict
+
+    Attributes:
+        tokens: the tokens of each request.
+        chunk_tokens: tokens that a layer computes at a time.
+        failed: a request whose policy broke its contract, and the error.
+    """
+
+    def __init__(
+        self, capacities: LaneCapacities, sequence_memory: SequenceMemory, chunk_tokens: int
+    ) -> None:
+        assert capacities.lanes is not None, "only prompts that evict are computed layer by layer"
+        self._capacities, self._lanes = capacities, capacities.lanes
+        self._memory, self._prefix = sequence_memory.memory, sequence_memory.prefix
+        self.chunk_tokens = chunk_tokens
+        self.tokens: dict[Request, int] = {}
+        self.failed: tuple[Request, PolicyError] | None = None
+        self._references: dict[Request, LayerReferences] = {}
+        self._cut: dict[Request, list[Evicted]] = {}
+        self._freed_bytes: Counter[Request] = Counter()
+        layout = self._memory.layout
+        self._layers = sorted({layer for group in layout.groups for layer in group.layers})
+        self._num_begun = self._num_ended = 0
+        # further pages [while a layer is computed or afterwards, layers, page classes]
+        self._pages = np.zeros((2, len(self._layers), len(layout.page_classes)), dtype=np.int64)
+
+    # ---- planning ------------------------------------------------------------------------------
+
+    def accepts(self, request: Request) -> bool:
+        """Whether a request can share forwards with the others."""
+        kinds = {(r.spec.rope_variant, r.spec.pre_rope) for r in (*self.tokens, request)}
+        return len(kinds) == 1
+
+    def needed_pages(
+        self, request: Request, tokens: int, *, publishes: bool
+    ) -> dict[PageClass, int]:
+        """Most further pages that all prompts and this one take at a time.
+
+        Pages that a lane holds already are counted as shared: a cut copies and does not free them.
+        So are all pages if the prompt publishes its blocks.
+        """
+        during, after = self._pages + self._pages_of(request, tokens, publishes=publishes)
+        most = (np.cumsum(after, axis=0) - after + during).max(axis=0)
+        classes = self._memory.layout.page_classes
+        return {each: int(pages) for each, pages in zip(classes, most, strict=True)}
+
+    def _pages_of(self, request: Request, tokens: int, *, publishes: bool) -> NDArray[np.int64]:
+        row, pages = np.array([request.memory.row]), np.zeros_like(self._pages)
+        for table in self._memory.tables.values():
+            group, page_class = table.group, table.group.page_class
+            [grown] = grown_slots(table, row, np.array([[tokens]], dtype=np.int32))
+            after = grown
+            if group.window is not None:
+                after = np.minimum(grown, group.slots_at_most(UNLIMITED, 1))
+            elif group.records is None:
+                caps = lane_capacities(request.eviction.spec, self._lanes.num_lanes)
+                after = np.minimum(grown, caps[lane_places(group, self._lanes.layers)])
+            held, whole, cut = (
+                table.num_pages[row[0]],
+                *(-(-slots // page_class.tokens) for slots in (grown, after)),
+            )
+            layers = [self._layers.index(layer) for layer in group.layers]
+            column = self._memory.layout.page_classes.index(page_class)
+            shared = np.minimum(cut, whole if publishes else held)
+            during = after = whole - held + shared
+            if not publishes:
+                after = cut
+            elif group.private:  # statistics are copied for the cache
+                during, after = 2 * whole, whole + cut
+            for number, lanes in enumerate((during, after)):
+                pages[number, layers, column] += lanes.reshape(len(layers), -1).sum(axis=1)
+        return pages
+
+    def add(self, request: Request, tokens: int, *, publishes: bool) -> None:
+        """Add a prompt; `publishes`: its blocks are published in the prefix cache."""
+        self._pages += self._pages_of(request, tokens, publishes=publishes)
+        self.tokens[request] = tokens
+        if publishes:
+            assert self._prefix is not None
+            assert request.memory.lease is not None
+            self._references[request] = self._prefix.publish_by_layer(
+                request.memory.lease, request.memory.row, len(request.prompt_token_ids)
+            )
+        row = np.array([request.memory.row])
+        self._memory.drop_behind_windows(row)
+        self._memory.lengths[row] += tokens
+
+    # ---- the step ------------------------------------------------------------------------------
+
+    def snapshot_ends(self, request: Request) -> tuple[int, ...]:
+        """Token counts after which the statistics of each layer are copied for the prefix cache."""
+        return request.memory.snapshot_ends if request in self._references else ()
+
+    def begin(self, layer: int, computed: Mapping[Request, int] | None = None) -> None:
+        """End the layers before this one, then allocate its slots; idempotent.
+
+        Args:
+            layer: the layer.
+            computed: requests of the next chunk, and their tokens that the layer has computed.
+
+        Raises:
+            PolicyError: a policy broke its contract; see `failed`.
+        """
+        while self._num_begun < len(self._layers) and self._layers[self._num_begun] <= layer:
+            self._end_layer()
+            counts = np.array(list(self.tokens.values()), dtype=np.int32)
+            self._memory.grow_layer(self._rows, counts, self._layers[self._num_begun])
+            self._num_begun += 1
+        for request, tokens in (computed or {}).items():
+            if tokens in self.snapshot_ends(request):
+                self._references[request].add_statistics(layer, tokens)
+
+    def end(self) -> None:
+        """End the last layer; a simulation computes none, so layers that have not begun begin."""
+        self.begin(self._layers[-1])
+        self._end_layer()
+
+    def record(self) -> None:
+        """Record the evictions after `end`, and publish the blocks."""
+        for request in self.tokens:
+            self._capacities.note_cut(request, self._cut[request], self._freed_bytes[request])
+        for request, references in self._references.items():
+            assert self._prefix is not None
+            self._prefix.publish_layers(references, request.memory.row, request.prompt_token_ids)
+
+    @property
+    def _rows(self) -> NDArray[np.int64]:
+        return np.array([request.memory.row for request in self.tokens], dtype=np.int64)
+
+    def _end_layer(self) -> None:
+        if self._num_ended == self._num_begun:
+            return
+        layer, memory, lanes = self._layers[self._num_ended], self._memory, self._lanes
+        self._num_ended += 1
+        for references in self._references.values():
+            references.add(layer)
+        memory.drop_behind_windows(self._rows, layer)
+        for request in self.tokens if layer in lanes.layers else ():
+            free_bytes = memory.free_bytes
+            try:
+                cut = self._capacities.cut_layer(request, layer)
+            except PolicyError as error:
+                self.failed = request, error
+                raise
+            self._freed_bytes[request] += memory.free_bytes - free_bytes
+            self._cut.setdefault(request, []).extend([] if cut is None else [cut])

@@ -14,6 +14,9 @@ different times, so the sum of the lanes' peaks would overestimate the pages.
            |   /\__/
            |  /               prefill: the whole prompt, or chunk by chunk under the cap
            +----------------- tokens
+
+A prompt that is computed layer by layer holds all its tokens in the lanes of one layer at a time,
+and the retained tokens in all other lanes.
 """
 
 from bisect import bisect_left
@@ -40,6 +43,7 @@ from quire.layout.layout import SLOTS, can_be_offloaded, offloaded_token_bytes, 
 from quire.layout.pages import CacheLayout, LaneGroup, PageClass
 from quire.layout.sizes import option_size, rounded_size
 from quire.layout.statistics import Statistic
+from quire.plan.weights import MAX_CHUNKS
 from quire.scheduler.request import Request, num_rows
 
 UNBOUNDED = 1 << 60
@@ -61,6 +65,7 @@ class Need:
         eviction: its eviction specification, including the statistics of its tokens.
         may_offload: whether its oldest pages may be offloaded, if the engine has offload memory.
         decodes: whether its prompt is computed, so that only its pages in decoding count.
+        by_layer: whether its prompt may be computed layer by layer.
     """
 
     tokens: int
@@ -68,6 +73,7 @@ class Need:
     eviction: EvictionSpec = KEEP_ALL
     may_offload: bool = False
     decodes: bool = False
+    by_layer: bool = True
 
     @property
     def evicts(self) -> bool:
@@ -84,6 +90,7 @@ def need_of(request: Request, tokens: int) -> Need:
         request.eviction.spec,
         may_offload=not request.eviction.pending,
         decodes=request.is_running and prompt_tokens <= request.progress.num_computed < tokens,
+        by_layer=request.params.prompt_logprobs is None,  # its logits are bounded by small steps
     )
 
 
@@ -100,7 +107,7 @@ class NeedGroup:
 
     Attributes:
         eviction: the common eviction specification.
-        may_offload, decodes: the common values of `Need.may_offload` and `Need.decodes`.
+        may_offload, decodes, by_layer: the common values of these attributes of `Need`.
         index: [n] positions in the original list.
         tokens, prompts: [n] lengths of sequences and of their prompts; prompt <= sequence.
     """
@@ -108,6 +115,7 @@ class NeedGroup:
     eviction: EvictionSpec
     may_offload: bool
     decodes: bool
+    by_layer: bool
     index: Tokens
     tokens: Tokens
     prompts: Tokens
@@ -115,9 +123,9 @@ class NeedGroup:
 
 def group_needs(needs: Sequence[Need]) -> Iterator[NeedGroup]:
     """Group needs by eviction specification, to count the pages of many at once."""
-    indices: dict[tuple[int, bool, bool], list[int]] = {}
+    indices: dict[tuple[int, bool, bool, bool], list[int]] = {}
     for i, need in enumerate(needs):
-        key = (id(need.eviction), need.may_offload, need.decodes)
+        key = (id(need.eviction), need.may_offload, need.decodes, need.by_layer)
         indices.setdefault(key, []).append(i)
     for members in indices.values():
         tokens = np.array([needs[i].tokens for i in members], dtype=np.int64)
@@ -125,7 +133,8 @@ def group_needs(needs: Sequence[Need]) -> Iterator[NeedGroup]:
         prompts = np.array([t if p is None else p for t, p in zip(tokens, given, strict=True)])
         first = needs[members[0]]
         index, prompts = np.array(members), np.minimum(prompts, tokens)
-        yield NeedGroup(first.eviction, first.may_offload, first.decodes, index, tokens, prompts)
+        common = first.eviction, first.may_offload, first.decodes, first.by_layer
+        yield NeedGroup(*common, index, tokens, prompts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +204,7 @@ def evicting_pages(
     sequences: NeedGroup,
     layers: tuple[int, ...],
     offload: LaneOffload | None = None,
+    by_layer: NDArray[np.bool_] | None = None,
 ) -> Tokens:
     """Peak pages [n] of a group of evicting lanes, or of the statistics of such lanes.
 
@@ -205,16 +215,21 @@ def evicting_pages(
         sequences: the sequences.
         layers: layers of all evicting lanes.
         offload: offload of their oldest pages; None if all pages are in the arena.
+        by_layer: [n] whether the prompt is computed layer by layer; None: no prompt is.
     """
     pages: Tokens | int = 0
     least: Tokens | None = None  # pages of the shortest lane
     ragged = sequences.eviction.ragged or sequences.eviction.divided
     caps = lanes_by_cap(group, sequences.eviction, layers)
     for cap, num_lanes in caps:
-        slots = np.stack(list(_peak_slots(sequences, cap)))
+        slots = np.stack(list(_peak_slots(sequences, cap, by_layer)))
         of_lane = -(-slots // group.page_class.tokens)
         least = of_lane if least is None else np.minimum(least, of_lane)
         pages = pages + (of_lane + (ragged & (slots < sequences.tokens))) * num_lanes
+    if by_layer is not None and least is not None and not sequences.decodes:
+        whole = -(-sequences.prompts // group.page_class.tokens)
+        one_layer = by_layer * (whole - least[0]) * group.lanes_per_layer
+        pages = pages + np.stack([one_layer, np.zeros_like(one_layer)])
     if offload is not None and least is not None:
         # lanes of different caps retain one page more after those that all of them retain
         offload = replace(offload, rest_pages=offload.rest_pages + (len(caps) > 1))
@@ -239,15 +254,22 @@ def _retained_pages(
     return 0
 
 
-def _peak_slots(sequences: NeedGroup, cap: int | None) -> Iterator[Tokens]:
-    """Yield the maximum slots of a lane in prefill, unless it is over, then in decoding."""
+def _peak_slots(
+    sequences: NeedGroup, cap: int | None, by_layer: NDArray[np.bool_] | None
+) -> Iterator[Tokens]:
+    """Yield the maximum slots of a lane in prefill, unless it is over, then in decoding.
+
+    Of a prompt that is computed layer by layer: the slots of a lane that has been cut.
+    """
     tokens, prompts, when = sequences.tokens, sequences.prompts, sequences.eviction.when
     if cap is None:
         yield prompts
         yield tokens
         return
     if not sequences.decodes:
-        yield prompts if when in (PREFILL_END, DECODE) else np.minimum(prompts, cap)
+        cut = np.minimum(prompts, cap)
+        whole = prompts if by_layer is None else np.where(by_layer, cut, prompts)
+        yield whole if when in (PREFILL_END, DECODE) else cut
     outputs = tokens - prompts
     if when == PREFILL_END:
         yield np.minimum(prompts, cap) + outputs
@@ -313,7 +335,7 @@ class _Classes:
 
 
 def evicts_offloaded(layout: CacheLayout) -> bool:
-    """Whether an eviction can cut offloaded lanes, one layer after the other.
+    """Whether an eviction can cut lanes one layer after the other, as those that are offloaded.
 
     Promoted tokens are written, and pages with common scales encoded again, for all layers
     together.
@@ -347,6 +369,7 @@ class Peaks:
     Args:
         memory: the KV memory.
         chunk_tokens: largest prefill chunk of a request that evicts no tokens.
+        by_layer: whether prompts can be computed layer by layer.
         offloaded_tokens: most tokens of one sequence in offload memory; 0 without KV offload.
         offload_bytes: size of the offload memory, activations included; 0 without KV offload.
         pages_in_flight: pages that are allocated for a request but not in its page table yet.
@@ -362,12 +385,13 @@ class Peaks:
         memory: KVMemory,
         chunk_tokens: int,
         *,
+        by_layer: bool = True,
         offloaded_tokens: int = 0,
         offload_bytes: int = 0,
         pages_in_flight: Callable[[Request], Mapping[PageClass, int]] | None = None,
     ) -> None:
         self.memory = memory
-        self._shapes = step_shapes(chunk_tokens)
+        self._shapes, self._may_run_by_layer = step_shapes(chunk_tokens), by_layer
         self._windows = any(group.window is not None for group in memory.layout.groups)
         self._classes = _Classes.of(memory.layout)
         self.offloaded_tokens, self.offload_bytes = offloaded_tokens, offload_bytes
@@ -436,7 +460,7 @@ class Peaks:
         if group.records is None and not group.ordered:
             offload = self._offload(sequences, group, shape)
             layers = self._now.evicting_layers
-            return evicting_pages(group, sequences, layers, offload)
+            return evicting_pages(group, sequences, layers, offload, self._by_layer(sequences))
         slots, chunk = sequences.tokens, shape.chunk_tokens
         if group.records is not None:
             slots = np.minimum(slots, 1) * group.records
@@ -446,10 +470,31 @@ class Peaks:
         pages: Counts = -(-np.minimum(slots, most) // group.page_class.tokens)
         offload = self._offload(sequences, group, shape)
         if offload is None:
-            return pages * group.num_lanes
+            by_layer, whole = self._by_layer(sequences), pages
+            if by_layer is not None and group.records is None:  # until its window lanes are cut
+                prompts = -(-sequences.prompts // group.page_class.tokens)
+                whole = np.where(by_layer, np.maximum(pages, prompts), pages)
+            return pages * group.num_lanes + (whole - pages) * group.lanes_per_layer
         offloaded = offload.oldest_pages(pages)
         staged: Counts = offloaded * shape.staging_slots * group.lanes_per_layer
         return staged + (pages - offloaded) * group.num_lanes
+
+    def is_by_layer(self, need: Need) -> bool:
+        """Whether the prompt of a sequence is computed layer by layer."""
+        [sequence] = group_needs([need])
+        by_layer = self._by_layer(sequence)
+        return by_layer is not None and bool(by_layer[0])
+
+    def _by_layer(self, sequences: NeedGroup) -> NDArray[np.bool_] | None:
+        """Which prompts [n] are computed layer by layer; None: no prompt is."""
+        classes, eviction = self._now, sequences.eviction
+        possible = self._may_run_by_layer and sequences.by_layer and eviction.cuts_by_layer
+        several = classes.evicts_offloaded and len(classes.evicting_layers) > 1
+        if not (possible and several) or self.offloaded_tokens:
+            return None
+        max_tokens = MAX_CHUNKS * self._shapes[0].chunk_tokens
+        found: NDArray[np.bool_] = sequences.prompts > eviction.least_cap
+        return found & (sequences.prompts <= max_tokens)
 
     def offloads(self, need: Need | NeedGroup) -> bool:
         """Whether the oldest pages of sequences can be in offload memory at their peak."""

@@ -8,7 +8,7 @@ counts, pages and requests. The evictor selects the tokens to evict, because the
 on tensors.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from quire.errors import NeverFits
 from quire.scheduler.admission import Admission
@@ -16,7 +16,13 @@ from quire.scheduler.admission_rules import make_admission
 from quire.scheduler.batchers.base import BatchState
 from quire.scheduler.fairness import Fairness
 from quire.scheduler.forks import NEVER, Forks
-from quire.scheduler.lanes import Evictor, LaneCapacities, free_tokens, has_atomic_chunk
+from quire.scheduler.lanes import (
+    Evictor,
+    LaneCapacities,
+    LayerPrefill,
+    free_tokens,
+    has_atomic_chunk,
+)
 from quire.scheduler.lifecycle import Failure, Lifecycle
 from quire.scheduler.peaks import Peaks, need_of, refuse_if_never
 from quire.scheduler.preemption import Preempter, Swapper
@@ -283,13 +289,15 @@ class Scheduler:
         return loader is not None and loader.is_waiting(request)
 
     def _is_atomic(self, request: Request) -> bool:
-        """Whether its next chunk, after an eviction, must be computed as a whole."""
-        return self._evicts and has_atomic_chunk(request)
+        """Whether its next chunk must be computed as a whole: after an eviction, or by layer."""
+        return self._evicts and (has_atomic_chunk(request) or self._is_by_layer(request))
 
     # ---- one chunk -----------------------------------------------------------------------------
 
     def _chunk(self, plan: StepPlan, request: Request, budget: int) -> int:
         """Add a prompt's next chunk, as large as the budget and pages allow; return its tokens."""
+        if plan.by_layer is not None or self._is_by_layer(request):
+            return self._prefill_by_layer(plan, request, budget)
         head_tokens = request.memory.head_tokens
         if head_tokens is not None:  # then a tail follows that is swapped out
             left = head_tokens - request.progress.num_computed
@@ -302,16 +310,63 @@ class Scheduler:
         tokens, atomic = self._chunk_tokens(plan, request, budget), self._is_atomic(request)
         if not tokens or (self._evicts and not self.capacities.evict_to_capacity([request])):
             return 0
-        if not self._has_pages(plan, request, tokens):
+        if not self._has_pages(
+            plan, request, lambda: self.sequence_memory.can_grow([request], [tokens])
+        ):
             if atomic or not request.is_running:
                 return 0
             tokens = self._largest_fitting(request, tokens)
         if tokens:
             self.sequence_memory.grow([request], [tokens])
-            self.fairness.charge_prefill(request, tokens)
-            kv_bytes = self.memory.row_bytes(request.memory.row)
-            self.sequence_memory.events.emit("chunk", request, tokens=tokens, kv_bytes=kv_bytes)
-            plan.add(request, tokens)
+            self._add_chunk(plan, request, tokens)
+        return tokens
+
+    def _add_chunk(self, plan: StepPlan, request: Request, tokens: int) -> None:
+        self.fairness.charge_prefill(request, tokens)
+        kv_bytes = self.memory.row_bytes(request.memory.row)
+        self.sequence_memory.events.emit("chunk", request, tokens=tokens, kv_bytes=kv_bytes)
+        plan.add(request, tokens)
+
+    def _is_by_layer(self, request: Request) -> bool:
+        """Whether the rest of a request's prompt is computed layer by layer, in one step."""
+        left = len(request.prompt_token_ids) - request.progress.num_computed
+        return (
+            request.eviction.spec.cuts_by_layer
+            and 0 < left <= prefillable_tokens(request)
+            and request.memory.head_tokens is None
+            and self.peaks.is_by_layer(need_of(request, request.num_tokens))
+        )
+
+    def _prefill_by_layer(self, plan: StepPlan, request: Request, budget: int) -> int:
+        """Add the rest of a prompt, whose layers are computed and cut one by one.
+
+        The first prompt of a step may exceed the budget, since a part of it would not be a step.
+        """
+        if not self._is_by_layer(request):
+            return 0  # the free pages are promised to the prompts of the plan
+        tokens = len(request.prompt_token_ids) - request.progress.num_computed
+        prefill = plan.by_layer or LayerPrefill(
+            self.capacities, self.sequence_memory, self._longest_chunk
+        )
+        if tokens > budget and len(plan.requests) > plan.num_decoding:
+            return 0
+        if not prefill.accepts(request):
+            return 0
+
+        def has_free_pages(*, publishes: bool = False) -> bool:
+            pages = prefill.needed_pages(request, tokens, publishes=publishes)
+            num_bytes = sum(page_class.page_bytes * n for page_class, n in pages.items())
+            is_possible = num_bytes <= self.sequence_memory.available_bytes
+            return is_possible and self.sequence_memory.free_pages(pages)
+
+        # blocks are published if all layers fit as a whole
+        lease = request.memory.lease
+        publishes = lease is not None and lease.publishes and has_free_pages(publishes=True)
+        if not publishes and not self._has_pages(plan, request, has_free_pages):
+            return 0
+        prefill.add(request, tokens, publishes=publishes)
+        plan.by_layer = prefill
+        self._add_chunk(plan, request, tokens)
         return tokens
 
     def _chunk_tokens(self, plan: StepPlan, request: Request, budget: int) -> int:
@@ -334,9 +389,11 @@ class Scheduler:
         to_snapshot = (end - done for end in request.memory.snapshot_ends if end > done)
         return min(max_tokens, budget, *to_snapshot)
 
-    def _has_pages(self, plan: StepPlan, request: Request, tokens: int) -> bool:
+    def _has_pages(
+        self, plan: StepPlan, request: Request, has_free_pages: Callable[[], bool]
+    ) -> bool:
         """Whether there are pages for a chunk; requests outside of the plan may evict for it."""
-        while not self.sequence_memory.can_grow([request], [tokens]):
+        while not has_free_pages():
             planned = set(map(id, plan.requests))
             others = [r for r in self.running if id(r) not in planned]
             freed = self.capacities.free_for([request], others)
@@ -362,7 +419,8 @@ class Scheduler:
         2  swapped requests free the offload memory that they occupy; they are recomputed later
         3  its pages are compacted, its staging slots are halved
         4  other members of its group are split off
-        5  it fails; other requests are unaffected
+        5  its cached prefix, which it holds in all layers at once, is freed and computed again
+        6  it fails; other requests are unaffected
 
         The first request is the first by `Request.order`, regardless of tenants' shares. Shares
         change with the running requests, so two requests could preempt each other forever.
@@ -383,7 +441,11 @@ class Scheduler:
                 self._plan_first(plan, first)
         while not plan.requests and self._forks.split_off(first):
             self._plan_first(plan, first)
-        if not plan.requests and first.is_running:
+        if not plan.requests and self._is_by_layer(first) and first.progress.num_computed:
+            self.lifecycle.preempt(first, "its cached prefix leaves no pages", recompute=True)
+            self.sequence_memory.drop_cached()
+            self._plan_prefill(plan, self.config.max_num_batched_tokens)
+        elif not plan.requests and first.is_running:
             self.lifecycle.fail(first, NeverFits(NEVER))
 
     def _plan_first(self, plan: StepPlan, first: Request) -> None:
@@ -464,6 +526,9 @@ class Scheduler:
             again = min(tokens, progress.furthest_tokens - progress.num_computed)
             progress.recomputed_tokens += max(0, again)
             progress.num_computed += tokens
+        if plan.by_layer is not None:
+            plan.by_layer.end()
+            plan.by_layer.record()
         self.sequence_memory.confirm(plan.requests)
         return self._forks.make_due(plan.requests)
 
@@ -510,6 +575,14 @@ class Scheduler:
             if request.is_running:  # otherwise it was queued with its group
                 self.lifecycle.restart(request, "step failed")
         return failed
+
+    def fail_by_layer(self, plan: StepPlan) -> bool:
+        """End the request of a failed step whose policy broke its contract; False if none did."""
+        failed = None if plan.by_layer is None else plan.by_layer.failed
+        if failed is not None:
+            self.roll_back(plan)
+            self.lifecycle.fail(*failed)
+        return failed is not None
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -608,6 +681,7 @@ def scheduler_of(
     *,
     step_size: StepSize | None = None,
     running: list[Request] | None = None,
+    by_layer: bool = True,
 ) -> Scheduler:
     """Create the scheduler of a configuration.
 
@@ -618,6 +692,7 @@ def scheduler_of(
         swapper: copies KV to the swap space and back; None if preempted requests are recomputed.
         step_size: maximum number of tokens in a step; default: one batch.
         running: the list of running requests, if other components read it; default: a new one.
+        by_layer: whether prompts can be computed layer by layer.
 
     Raises:
         ConfigError: an unknown rule, or tenants' guarantees exceed the KV memory.
@@ -636,6 +711,7 @@ def scheduler_of(
     peaks = Peaks(
         sequence_memory.memory,
         config.longest_chunk,
+        by_layer=by_layer,
         offloaded_tokens=0 if offloader is None else offloader.offloaded_tokens,
         offload_bytes=0 if offloader is None else offloader.offload_bytes,
         pages_in_flight=None if loader is None else loader.pages_in_flight,

@@ -17,6 +17,7 @@ from typing import Protocol, runtime_checkable
 
 from quire.layout import limits
 from quire.plan.weights import MAX_BATCHES, WeightsPlacement, best_batches
+from quire.scheduler.lanes import LayerPrefill
 from quire.scheduler.request import Request
 
 _NEW_SHARE = 0.2  # weight of the newest sample in the moving average of batch times
@@ -37,6 +38,8 @@ class StepPlan:
         waits: whether the plan is empty because pages of prefixes are being loaded.
         unserved: a running request that got no tokens; none is admitted before it.
         is_full: whether the step had no tokens left for a new request.
+        by_layer: the prompts of the step that are computed layer by layer, after all other rows;
+            None if there are none.
         pending: sampled tokens on the device that the step reads; None if all tokens are known. A
             `quire.sampling.pending_tokens.PendingTokens`, which the scheduler does not use.
     """
@@ -47,6 +50,7 @@ class StepPlan:
     waits: bool = False
     unserved: Request | None = None
     is_full: bool = False
+    by_layer: LayerPrefill | None = None
     pending: object | None = None
 
     @property

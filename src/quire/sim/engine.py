@@ -271,6 +271,7 @@ class OldestFirstEvictor:
         assert lanes is not None, "only called for a layout that evicts"
         row = request.memory.row
         held = lanes.held(request)
+        keep = np.where(keep < 0, held, keep)
         slot = np.arange(int(held.max(initial=0)))
         mask = (slot >= (held - keep)[:, None]) & (slot < held[:, None])
         plans = [
@@ -546,6 +547,8 @@ class SimulatedEngine:
         if backlogged:
             self.result.served.served(requests, plan.tokens)
         self.scheduler.commit(plan)
+        gauges = self.result.gauges  # layers of a prompt may have been cut within the step
+        gauges.peak_used_bytes = max(gauges.peak_used_bytes, self.memory.arena_peak_bytes)
         self._ready = [r for r in requests if r.progress.num_computed == _known_tokens(r)]
         self._note_prefill(requests)
         seconds = self.timer.seconds(new, before, len(self._ready))

@@ -8,13 +8,13 @@ from torch import nn
 
 from quire.errors import ConfigError, StorageError, UnsupportedModel
 from quire.models.adapter import LayerMajor
+from quire.models.layer_source import decoder_layers
 from quire.models.weights import weight_bytes
 from quire.offload.swap.transfer import ThreadTransferWorker
 from quire.offload.weights.links import (
     ALIGNMENT_BYTES,
     CudaLink,
     FileLink,
-    decoder_layers,
     layer_weights,
 )
 from quire.offload.weights.placement import WeightStream, WithinBudget

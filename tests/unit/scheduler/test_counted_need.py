@@ -214,7 +214,19 @@ def test_request_completes_in_the_min_memory_that_admits_it(options):
     load.drain()  # fails if the request ends with an error or makes no progress
 
 
+PROMPT_COMPUTED_BY_LAYER = {
+    "codec": "float32",
+    "windows": (None,) * 6,
+    "page_tokens": 4,
+    "eviction": {"cap": 9, "every": 1, "when": PREFILL_END, "statistics": (SUMS, RING)},
+    "chunk_tokens": 16,
+    "prompt": 45,
+    "max_tokens": 6,
+}
+
+
 @given(options=drawn_options(schedules=SCHEDULES[:3]))
+@example(options=PROMPT_COMPUTED_BY_LAYER)
 def test_counted_pages_are_those_that_the_allocator_takes(options):
     """Never fewer, and for one sequence without windows at most one page of each lane more.
 
@@ -229,15 +241,14 @@ def test_counted_pages_are_those_that_the_allocator_takes(options):
     counted = peaks.by_class(peaks.whole_counts(need, num_rows(first)))
     num_groups = width // num_rows(first)  # sequences that run separately
 
-    taken, schedule = dict.fromkeys(counted, 0), load.scheduler.schedule
+    taken, note_peaks = dict.fromkeys(counted, 0), load.memory.note_peaks
 
-    def noted():
-        plan = schedule()
+    def noted(rows):  # called after each growth, also of one layer
+        note_peaks(rows)
         for page_class, pool in load.memory.pools.items():
             taken[page_class] = max(taken[page_class], pool.num_used)
-        return plan
 
-    load.scheduler.schedule = noted
+    load.memory.note_peaks = noted
     load.drain()
 
     assert all(taken[each] <= counted[each] * num_groups for each in counted)

@@ -9,7 +9,7 @@ Python runs between the layers only if attention needs more than the C library c
 statistics of tokens or offloaded pages.
 """
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ from quire.kernels.native.chain import (
 from quire.kernels.native.library import NativeLibrary
 from quire.kernels.native.linear import CODED, CodedRows, Products, set_input, set_output
 from quire.layout.statistics import ResidualSimilarity, Statistic
-from quire.models.adapter import TransformersDecoder
+from quire.models.adapter import TransformersDecoder, in_turn
 from quire.models.base import AttentionCall, Batch, ChainedAttention
 from quire.models.hidden_states import note_hidden_states
 from quire.models.native.layers import FusedLayer, FusedModel, FusedProduct, Norm, fuse, refusal
@@ -330,6 +330,27 @@ class NativeDecoder(TransformersDecoder):
         workspace.stream.copy_(self._fused.embedding(batch.token_ids))
         workspace.set_turns(*self._rope_table.at(batch.positions))
         self._run_layers(batch.attention)
+        note_hidden_states(batch.attention, workspace.normed_rows)
+        return workspace.logits(batch.sample_rows)
+
+    def prepare_by_layer(self) -> str | None:
+        return None
+
+    @torch.inference_mode()
+    def _together(self, batches: Sequence[Batch]) -> list[Tensor]:
+        return in_turn([self._by_layer(batch) for batch in batches])
+
+    def _by_layer(self, batch: Batch) -> Generator[None, None, Tensor]:
+        """Run a batch that shares the workspace with others; its residual stream is kept here."""
+        workspace, stream = self._workspace, self._fused.embedding(batch.token_ids).float()
+        turns = self._rope_table.at(batch.positions)
+        for number in range(len(self._fused.layers)):
+            yield
+            workspace.set_rows(len(stream))
+            workspace.stream.copy_(stream)
+            workspace.set_turns(*turns)
+            self._run_layer(number, workspace.layers[number], batch.attention)
+            stream.copy_(workspace.stream)
         note_hidden_states(batch.attention, workspace.normed_rows)
         return workspace.logits(batch.sample_rows)
 

@@ -7,6 +7,7 @@ Products are those of PyTorch, all else are Triton's kernels. Numbers are rounde
 rounds them, except that RoPE is computed in float32.
 """
 
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from quire.errors import UnsupportedModel
 from quire.kernels.backend import CosSin
 from quire.kernels.triton import launch
 from quire.layout.statistics import ResidualSimilarity, Statistic
-from quire.models.adapter import TransformersDecoder
+from quire.models.adapter import TransformersDecoder, in_turn
 from quire.models.base import AttentionCall, Batch
 from quire.models.hidden_states import note_hidden_states
 from quire.models.native.layers import GpuLayer, GpuModel, gpu_refusal, join
@@ -46,8 +47,18 @@ class GpuDecoder(TransformersDecoder):
     def prepare_hidden_states(self) -> str | None:
         return None
 
+    def prepare_by_layer(self) -> str | None:
+        return None
+
     @torch.inference_mode()
     def _logits(self, batch: Batch) -> Tensor:
+        return in_turn([self._by_layer(batch)])[0]
+
+    @torch.inference_mode()
+    def _together(self, batches: Sequence[Batch]) -> list[Tensor]:
+        return in_turn([self._by_layer(batch) for batch in batches])
+
+    def _by_layer(self, batch: Batch) -> Generator[None, None, Tensor]:
         fused = self._fused
         attention: Any = batch.attention
         if not len(batch.token_ids):
@@ -61,6 +72,7 @@ class GpuDecoder(TransformersDecoder):
         normed = launch.normed(stream, None, first.weight, first.eps)
         following = [layer.attention_norm for layer in fused.layers[1:]] + [fused.norm]
         for number, layer in enumerate(fused.layers):
+            yield
             added = self._attention(number, layer, normed, rope, attention)
             before = stream.clone() if _wants(attention, "wants_residual_similarity") else None
             normed = launch.normed(stream, added, layer.mlp_norm.weight, layer.mlp_norm.eps)

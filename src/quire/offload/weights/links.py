@@ -21,9 +21,10 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor, nn
 
-from quire.errors import ConfigError, StorageError, UnsupportedModel
+from quire.errors import ConfigError, StorageError
 from quire.kv.store import zero_bytes
 from quire.layout.sizes import format_size
+from quire.models.layer_source import decoder_layers
 from quire.offload.swap.host_store import pin_memory
 from quire.offload.swap.transfer import ThreadTransferWorker, Transfer, TransferWorker
 
@@ -98,31 +99,6 @@ def layer_weights(model: nn.Module, num_layers: int) -> tuple[TransferredWeights
     modules = decoder_layers(model, num_layers)
     shared = _shared(model, modules)
     return tuple(_own(module, shared) for module in modules)
-
-
-def decoder_layers(model: nn.Module, num_layers: int) -> Sequence[nn.Module]:
-    """The list of decoder layers in execution order.
-
-    Raises:
-        UnsupportedModel: there is no such list.
-    """
-    for module in model.modules():
-        if (
-            isinstance(module, nn.ModuleList)
-            and len(module) == num_layers
-            and all(_numbers(child) == {number} for number, child in enumerate(module))
-        ):
-            return tuple(module)
-    raise UnsupportedModel(
-        f"{type(model).__name__} does not keep its {num_layers} decoder layers in one list, so "
-        "their weights cannot be offloaded; leave out --weights-memory"
-    )
-
-
-def _numbers(module: nn.Module) -> set[int]:
-    """Layer indices of the modules inside a module."""
-    found = (getattr(part, "layer_idx", None) for part in module.modules())
-    return {int(number) for number in found if number is not None}
 
 
 def _shared(model: nn.Module, modules: Sequence[nn.Module]) -> set[int]:
