@@ -2,10 +2,10 @@
 
 import torch
 import torch.nn.functional as F
+from quire.evals.gate import GateCase, Question, questions
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from quire.evals.gate import GateCase, Question, questions
 from quire.evals.tasks import BookFiller
 from training.config import DOCUMENT
 from training.model import Decoder, make_rope

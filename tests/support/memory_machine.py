@@ -23,9 +23,8 @@ from quire.errors import ConfigError, OutOfPages
 from quire.kv.block_records import BlockRecords, SnapshotRecords
 from quire.kv.compaction import Kind, commit_compaction, plan_compaction
 from quire.kv.ledger import extents_of, prove_extents
-from quire.kv.listeners import MemoryListener
-from quire.kv.memory import KVMemory
-from quire.kv.prefix_key import Block
+from quire.kv.memory import KVMemory, MemoryListener
+from quire.kv.prefix import Block
 from quire.kv.repacking import repack
 from quire.kv.sharing import (
     CachedReference,

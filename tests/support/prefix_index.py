@@ -1,6 +1,6 @@
 """A listener of prefix indexes, and rows that are prefilled and published in one."""
 
-from quire.kv.prefix_key import PrefixIdentity, root_key
+from quire.kv.prefix import PrefixIdentity, root_key
 from support.small_memory import grow, keys, write_lane
 
 DEFAULT_IDENTITY = PrefixIdentity(root_key("a model"))

@@ -10,10 +10,10 @@ from quire.engine.pool import KVPool
 from quire.kv.memory import KVMemory
 from quire.models.loader import LoadedModel
 from quire.offload.prefix_store.prefix_tier import TierStats
+from quire.scheduler.fairness import TenantStats
 from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.step import StepTimes
-from quire.tenancy.meter import TenantStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from quire.kv.memory import KVMemory, shared_groups
 from quire.kv.pages import PageNumbers
-from quire.kv.prefix_key import KEY_BYTES, Block
+from quire.kv.prefix import KEY_BYTES, Block
 from quire.kv.sharing import CachedReference
 from quire.layout.pages import LaneGroup
 

@@ -22,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import ConfigError, InvariantError, OutOfPages
-from quire.kv.listeners import (
+from quire.kv.memory import KVMemory
+from quire.kv.slot_moves import (
     Mask,
     SlotMoves,
     close_gaps,
@@ -31,7 +32,6 @@ from quire.kv.listeners import (
     prove_one_to_one,
     retained_pages,
 )
-from quire.kv.memory import KVMemory
 from quire.kv.tables import LaneTable, cut_slots
 from quire.layout.pages import PageClass
 

@@ -9,16 +9,15 @@ There are two lengths: `lengths[row]` is logical (the position of the next token
 """
 
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import ConfigError, InvariantError, OutOfPages
-from quire.kv.arena import Arena
-from quire.kv.listeners import Mask, MemoryListeners, SlotMoves
-from quire.kv.pages import NO_PAGES, PageNumbers, PagePool
+from quire.kv.pages import NO_PAGES, Arena, PageNumbers, PagePool
+from quire.kv.slot_moves import Mask, SlotMoves
 from quire.kv.tables import (
     Demand,
     LaneTable,
@@ -128,6 +127,77 @@ class OffloadedRows(Protocol):
 
     def release_references(self, keys: Sequence[int]) -> None:
         """Free the offloaded pages of cached references."""
+
+
+class MemoryListener:
+    """Base class of listeners to a KV memory; every method does nothing unless overridden."""
+
+    @property
+    def idle_bytes(self) -> int:
+        return 0
+
+    def released(self, rows: Rows) -> None:
+        """Handle the release of sequences; their page tables still hold their pages."""
+
+    def forked(self, parent: int, child: int) -> None:
+        """Handle the fork of a sequence; the page table of the child holds its pages already."""
+
+    def compacted(self, row: int, group: str, moves: SlotMoves | None, slots: int) -> None:
+        """`moves` is None if whole pages were dropped; `slots` is the fewest of any lane."""
+
+    def unpublish(self, page_class: PageClass, pages: PageNumbers) -> NDArray[np.bool_]:
+        """Release pages that are about to be written; return the mask of released pages."""
+        del page_class
+        return np.zeros(len(pages), dtype=bool)
+
+    def offloading(self, group: str, keys: Sequence[int]) -> None:
+        """Handle cached references whose pages of a group move to offload memory next."""
+
+    def free_offloaded(self) -> bool:
+        """Free some unused cached references with offloaded pages; False if there are none."""
+        return False
+
+
+class MemoryListeners:
+    """The listeners of one KV memory, called in the order in which they subscribed."""
+
+    def __init__(self) -> None:
+        self._listeners: list[MemoryListener] = []
+
+    def __iter__(self) -> Iterator[MemoryListener]:
+        return iter(self._listeners)
+
+    def subscribe(self, listener: MemoryListener) -> None:
+        self._listeners.append(listener)
+
+    def idle_bytes(self) -> int:
+        """Bytes of pages in use that no running request uses."""
+        return sum(listener.idle_bytes for listener in self._listeners)
+
+    def released(self, rows: Rows) -> None:
+        for listener in self._listeners:
+            listener.released(rows)
+
+    def forked(self, parent: int, child: int) -> None:
+        for listener in self._listeners:
+            listener.forked(parent, child)
+
+    def compacted(self, row: int, group: str, moves: SlotMoves | None, slots: int) -> None:
+        for listener in self._listeners:
+            listener.compacted(row, group, moves, slots)
+
+    def unpublish(self, page_class: PageClass, pages: PageNumbers) -> NDArray[np.bool_]:
+        done = np.zeros(len(pages), dtype=bool)
+        for listener in self._listeners:
+            done |= listener.unpublish(page_class, pages)
+        return done
+
+    def offloading(self, group: str, keys: Sequence[int]) -> None:
+        for listener in self._listeners:
+            listener.offloading(group, keys)
+
+    def free_offloaded(self) -> bool:
+        return any(listener.free_offloaded() for listener in self._listeners)
 
 
 class KVMemory:

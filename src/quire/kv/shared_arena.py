@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import final
 
 from quire.errors import ConfigError, InvariantError
-from quire.kv.arena import Arena, CopyFences
+from quire.kv.pages import Arena, CopyFences
 from quire.layout.pages import PAGE_ALIGNMENT_BYTES, SLABS_OF_A_SMALL_ARENA
 from quire.layout.sizes import HUGE_PAGE_BYTES
 

@@ -9,7 +9,7 @@ Outside the arena, a sequence is the page counts of its lanes and the numbers of
     stored pages of the class: 0 1 2 3 4               a shared page is stored once
 
 Copies may be in flight when a call returns. Freed pages that a copy reads are used again only after
-the copy (`quire.kv.arena`); computation on pages that other sequences still use waits at once.
+the copy (`quire.kv.pages`); computation on pages that other sequences still use waits at once.
 
 Sequences that share pages (forks) are swapped together; each page is stored once and is shared
 again after swap-in. Offloaded pages stay where they are; only their staging is allocated again. The

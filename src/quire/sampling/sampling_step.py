@@ -12,8 +12,8 @@ from quire.sampling.outputs import OutputDelta
 from quire.sampling.pending_tokens import PendingTokens
 from quire.sampling.pooling import StepHidden
 from quire.sampling.sampler import SampledToken, Sampler, prompt_logprobs, waited
+from quire.scheduler.fairness import TenantMeter
 from quire.scheduler.request import PlannedFork, Request, RequestGroup, RequestState
-from quire.tenancy.meter import TenantMeter
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,20 +1,125 @@
-"""Fairness between tenants: order of service, memory above a share, charged tokens.
+"""Fairness between tenants: order of service, memory above a share, charged tokens, statistics.
 
-With a single tenant and no configured tenants, this module changes nothing. At most `IDLE_KEPT`
-tenants that are neither configured nor active are tracked.
+With a single tenant and no configured tenants, `Fairness` changes nothing. If no tenants are
+configured, clients may send any tenant name. Then the meter keeps one row for each tenant with
+requests and for the `IDLE_KEPT` most recently seen ones. The counts of older tenants are summed in
+one row, `OTHERS`.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from quire.scheduler.request import Request
 from quire.scheduler.sequence_memory import SequenceMemory
-from quire.tenancy.accounts import Right, TenantAccounts, checked_tenant
+from quire.tenancy.accounts import Right, TenantAccounts, bytes_by_tenant, checked_tenant
 from quire.tenancy.fair_queue import FairQueue
-from quire.tenancy.meter import TenantMeter, TenantStats, bytes_by_tenant
 from quire.tenancy.tenants import PUBLIC
 
 FORGET_FROM = 64  # least number of tracked tenants before idle ones are searched: a full pass
+IDLE_KEPT = 1024
+OTHERS = "(others)"
+"""Name of the row that sums tenants without a row of their own; no tenant can have this name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantStats:
+    """Statistics of one tenant since the engine's start, and its current bytes."""
+
+    tenant: str  # `OTHERS` for the sum of tenants without a row of their own
+    num_requests: int = 0
+    num_admitted: int = 0  # including those after a preemption
+    prompt_tokens: int = 0  # computed; recomputed ones are not counted again
+    cached_tokens: int = 0  # found in a prefix cache
+    output_tokens: int = 0  # every beam of a search counts
+    queue_s: float = 0.0  # that its admitted requests waited
+    num_preemptions: int = 0
+    held_bytes: int = 0
+    guaranteed_bytes: int = 0
+    share_bytes: int = 0
+
+
+class _Counts:
+    """Mutable counts behind `TenantStats`."""
+
+    def __init__(self) -> None:
+        self.num_requests = self.num_admitted = self.num_preemptions = 0
+        self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
+        self.queue_s = 0.0
+
+    def add(self, other: "_Counts") -> None:
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+
+class TenantMeter:
+    """Counter of the requests and tokens of each tenant."""
+
+    def __init__(self) -> None:
+        self._counts: OrderedDict[str, _Counts] = OrderedDict()  # least recently seen first
+        self._others: _Counts | None = None
+
+    @property
+    def num_tenants(self) -> int:
+        return len(self._counts) + (self._others is not None)
+
+    def fold(self, busy: Collection[str]) -> None:
+        """Sum the rows of the least recently seen tenants, except `busy` ones, into `OTHERS`."""
+        if len(self._counts) <= len(busy) + IDLE_KEPT:
+            return
+        idle = [tenant for tenant in self._counts if tenant not in busy]
+        for tenant in idle[:-IDLE_KEPT]:
+            self._others = self._others or _Counts()
+            self._others.add(self._counts.pop(tenant))
+
+    def submitted(self, tenant: str) -> None:
+        self._of(tenant).num_requests += 1
+
+    def admitted(self, tenant: str, waited_s: float) -> None:
+        """`waited_s` since the request was submitted or preempted."""
+        counts = self._of(tenant)
+        counts.num_admitted += 1
+        counts.queue_s += waited_s
+
+    def cached(self, tenant: str, tokens: int) -> None:
+        """Count prompt tokens whose KV was found in a prefix cache, of any tier."""
+        self._of(tenant).cached_tokens += tokens
+
+    def served(self, tenant: str, *, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
+        """Count prompt tokens computed for the first time, and generated tokens."""
+        counts = self._of(tenant)
+        counts.prompt_tokens += prompt_tokens
+        counts.output_tokens += output_tokens
+
+    def preempted(self, tenant: str) -> None:
+        self._of(tenant).num_preemptions += 1
+
+    def report(self, accounts: TenantAccounts | None = None) -> tuple[TenantStats, ...]:
+        """Statistics of all tenants and those of `accounts`, by name, `OTHERS` last."""
+        names = self._counts.keys() | (set() if accounts is None else set(accounts.tenants))
+        rows = [_row(name, self._counts.get(name, _Counts())) for name in sorted(names)]
+        if accounts is not None:
+            rows = [_with_bytes(row, accounts) for row in rows]
+        return tuple(rows if self._others is None else [*rows, _row(OTHERS, self._others)])
+
+    def _of(self, tenant: str) -> _Counts:
+        if tenant not in self._counts:
+            self._counts[tenant] = _Counts()
+        self._counts.move_to_end(tenant)
+        return self._counts[tenant]
+
+
+def _row(tenant: str, counts: _Counts) -> TenantStats:
+    return TenantStats(tenant=tenant, **vars(counts))
+
+
+def _with_bytes(row: TenantStats, accounts: TenantAccounts) -> TenantStats:
+    return replace(
+        row,
+        held_bytes=accounts.held_bytes(row.tenant),
+        guaranteed_bytes=accounts.spec(row.tenant).guaranteed_bytes,
+        share_bytes=accounts.share_bytes(row.tenant),
+    )
 
 
 class Fairness:

@@ -8,11 +8,10 @@ A group (parallel samples, beams) moves as a whole, because pages that another m
 would not be freed. Torch-free.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from quire.errors import QuireError
-from quire.scheduler.admission_rules import AdmissionRule
 from quire.scheduler.fairness import Fairness
 from quire.scheduler.preemption import Preempter
 from quire.scheduler.request import Request, RequestState, leave, together
@@ -34,9 +33,9 @@ class Lifecycle:
         running: running requests, which hold KV, in the order of admission; only this object
             changes the list.
         sequence_memory: the requests' pages.
-        admission_rule: learns from the output lengths of finished requests.
         fairness: the tenants' accounts.
         preempter: swaps KV out or frees it.
+        learn: called with each request that finished normally.
 
     Attributes:
         running, fairness, preempter: see above.
@@ -48,12 +47,12 @@ class Lifecycle:
         self,
         running: list[Request],
         sequence_memory: SequenceMemory,
-        admission_rule: AdmissionRule,
         fairness: Fairness,
         preempter: Preempter,
+        learn: Callable[[Request], None],
     ) -> None:
         self.running, self.waiting = running, fairness.waiting
-        self._sequence_memory, self._admission_rule = sequence_memory, admission_rule
+        self._sequence_memory, self._learn = sequence_memory, learn
         self.fairness, self.preempter = fairness, preempter
         self.failures: list[Failure] = []
 
@@ -121,7 +120,7 @@ class Lifecycle:
             self.running.remove(request)
             self._sequence_memory.free(request, reason)
             if reason == FINISHED:
-                self._admission_rule.learn(request)
+                self._learn(request)
         elif request.progress.state is RequestState.WAITING:
             self.waiting.discard(request)
         self.preempter.free_swapped(request)

@@ -25,8 +25,7 @@ from quire.config.generation_request import DEFAULT_TENANT
 from quire.config.sampling_params import SamplingParams
 from quire.errors import RequestError
 from quire.kv.memory import KVMemory
-from quire.kv.prefix import PrefixLease
-from quire.kv.prefix_key import BlockChain
+from quire.kv.prefix import BlockChain, PrefixLease
 from quire.kv.swap import Swapped
 from quire.layout.eviction import KEEP_ALL, PRESSURE, UNLIMITED, EvictionSpec
 from quire.scheduler.eviction_trace import EvictionEntry

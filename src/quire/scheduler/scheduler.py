@@ -11,8 +11,7 @@ on tensors.
 from collections.abc import Callable, Collection, Sequence
 
 from quire.errors import NeverFits
-from quire.scheduler.admission import Admission
-from quire.scheduler.admission_rules import make_admission
+from quire.scheduler.admission import Admission, make_admission
 from quire.scheduler.batchers.base import BatchState
 from quire.scheduler.fairness import Fairness
 from quire.scheduler.forks import NEVER, Forks
@@ -719,7 +718,7 @@ def scheduler_of(
     can_swap = swapper is not None and swapper.has_pool
     rule = make_admission(config.admission, peaks, can_swap=can_swap)
     preempter = Preempter(sequence_memory, fairness, swapper)
-    lifecycle = Lifecycle(running, sequence_memory, rule, fairness, preempter)
+    lifecycle = Lifecycle(running, sequence_memory, fairness, preempter, rule.learn)
     batcher = config.batching.make(
         BatchState(
             running=running,

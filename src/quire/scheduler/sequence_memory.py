@@ -12,8 +12,14 @@ from numpy.typing import NDArray
 
 from quire.config.generation_request import DEFAULT_TENANT
 from quire.kv.memory import KVMemory
-from quire.kv.prefix import PrefixIndex, PrefixLease
-from quire.kv.prefix_key import BlockChain, PrefixIdentity, private_salt, root_key
+from quire.kv.prefix import (
+    BlockChain,
+    PrefixIdentity,
+    PrefixIndex,
+    PrefixLease,
+    private_salt,
+    root_key,
+)
 from quire.kv.sharing import fork
 from quire.layout.pages import PageClass
 from quire.scheduler.events import EventLog

@@ -21,7 +21,7 @@ from quire.errors import ConfigError, InvariantError, NeverFits
 from quire.kv.compaction import commit_compaction, plan_compaction
 from quire.kv.memory import KVMemory
 from quire.kv.pages import PageNumbers
-from quire.kv.prefix_key import Block, BlockChain
+from quire.kv.prefix import Block, BlockChain
 from quire.layout.eviction import KEEP_ALL, EvictionSpec
 from quire.layout.layout import layout_for, statistics_used
 from quire.layout.model import ModelSpec

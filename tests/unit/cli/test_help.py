@@ -14,8 +14,8 @@ from quire.cli.main import app
 from quire.cli.options import MODEL, SECTIONS, SERVER, Dtype, options_of
 from quire.kernels.select import BACKENDS
 from quire.layout.config import DTYPE_BYTES
-from quire.scheduler.admission_rules import AUTO as AUTO_ADMISSION
-from quire.scheduler.admission_rules import RULES
+from quire.scheduler.admission import AUTO as AUTO_ADMISSION
+from quire.scheduler.admission import RULES
 from quire.sim.machine import PEAKS, PROFILE, MachineName
 from quire.sim.traces.base import AUTO, TraceName
 from quire.sim.traces.formats import FORMATS

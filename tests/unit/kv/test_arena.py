@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError, InvariantError
-from quire.kv.arena import Arena
 from quire.kv.memory import KVMemory
+from quire.kv.pages import Arena
 from quire.layout.pages import CacheLayout, LaneGroup, choose_slab_bytes
 from quire.layout.sizes import HUGE_PAGE_BYTES
 from support.small_memory import plain_class

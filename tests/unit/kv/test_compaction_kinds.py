@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from quire.errors import ConfigError, InvariantError, OutOfPages
 from quire.kv.compaction import Kind, commit_compaction, plan_compaction
-from quire.kv.listeners import MemoryListener
+from quire.kv.memory import MemoryListener
 from quire.kv.sharing import fork, reference_pages, release_reference
 from quire.layout.pages import LaneGroup
 from support.small_memory import (

@@ -7,8 +7,7 @@ import pytest
 
 import quire.kv.pages as pages_module
 from quire.errors import InvariantError, OutOfPages
-from quire.kv.arena import Arena
-from quire.kv.pages import PagePool
+from quire.kv.pages import Arena, PagePool
 from support.small_memory import plain_class
 from support.type_checks import is_check
 

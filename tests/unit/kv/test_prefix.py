@@ -3,8 +3,7 @@
 import pytest
 
 from quire.kv import prefix as prefix_module
-from quire.kv.prefix import PrefixIndex
-from quire.kv.prefix_key import Block, PrefixIdentity, private_salt, root_key
+from quire.kv.prefix import Block, PrefixIdentity, PrefixIndex, private_salt, root_key
 from quire.layout.pages import LaneGroup
 from support.prefix_index import DEFAULT_IDENTITY, TOKENS, Listener, prefill
 from support.small_memory import grow, keys, one_group, plain_class, with_groups, write_lane

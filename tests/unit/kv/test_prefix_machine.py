@@ -9,8 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from quire.kv.prefix import PrefixIndex
-from quire.kv.prefix_key import PrefixIdentity, private_salt, root_key
+from quire.kv.prefix import PrefixIdentity, PrefixIndex, private_salt, root_key
 from quire.layout.pages import LaneGroup
 from support.small_memory import places, plain_class, with_groups
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from quire.errors import ConfigError, InvariantError
-from quire.kv.listeners import (
+from quire.kv.slot_moves import (
     SlotMoves,
     close_gaps,
     fill_holes,

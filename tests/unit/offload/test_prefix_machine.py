@@ -18,8 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from quire.errors import OutOfPages
 from quire.kv.block_records import BlockRecords
-from quire.kv.prefix import PrefixIndex
-from quire.kv.prefix_key import Block, PrefixIdentity, blocks_of, private_salt, root_key
+from quire.kv.prefix import Block, PrefixIdentity, PrefixIndex, blocks_of, private_salt, root_key
 from quire.layout.pages import LaneGroup
 from quire.offload.kv.in_flight_pages import InFlightPages
 from quire.offload.prefix_store.levels import PrefixLevels

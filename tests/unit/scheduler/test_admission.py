@@ -11,7 +11,7 @@ from quire.config.sampling_params import SamplingParams
 from quire.errors import ConfigError, UnknownName
 from quire.kv.memory import KVMemory
 from quire.layout.eviction import DECODE, KEEP_ALL, EvictionSpec
-from quire.scheduler.admission_rules import RULES, Estimated, highest_point, make_admission
+from quire.scheduler.admission import RULES, Estimated, highest_point, make_admission
 from quire.scheduler.peaks import Need, Peaks
 from quire.scheduler.request import RequestState
 from quire.scheduler.schedule_config import ScheduleConfig

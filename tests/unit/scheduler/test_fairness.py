@@ -5,14 +5,13 @@ import hashlib
 from quire.config.sampling_params import SamplingParams
 from quire.kv.memory import KVMemory
 from quire.kv.prefix import PrefixIndex
-from quire.scheduler.fairness import FORGET_FROM
+from quire.scheduler import fairness as fairness_module
+from quire.scheduler.fairness import FORGET_FROM, OTHERS
 from quire.scheduler.request import Request
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.scheduler.scheduler import scheduler_of
 from quire.scheduler.sequence_memory import SequenceMemory
 from quire.scheduler.step import StepPlan
-from quire.tenancy import meter
-from quire.tenancy.meter import OTHERS
 from support.requests import make_request
 from support.scheduler_load import make_layout
 
@@ -131,7 +130,7 @@ def test_prompt_is_hashed_again_after_its_prefix_became_public():
 
 
 def test_accounts_of_many_client_chosen_tenants_are_bounded(monkeypatch):
-    monkeypatch.setattr(meter, "IDLE_KEPT", 20)
+    monkeypatch.setattr(fairness_module, "IDLE_KEPT", 20)
     service = Service()
     for number in range(300):
         request = service.submit(tenant=f"user-{number}", max_tokens=1)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from quire.kv.sharing import fork, reference_pages, start_from_references
 from quire.layout.pages import LaneGroup
-from quire.tenancy.meter import bytes_by_tenant
+from quire.tenancy.accounts import bytes_by_tenant
 from support.small_memory import grow, one_group, plain_class, started, with_groups
 
 PAGE_BYTES = 128  # four tokens

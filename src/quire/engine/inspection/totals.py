@@ -19,7 +19,8 @@ from quire.kv.page_map import (
     PageFacts,
     read_pages,
 )
-from quire.tenancy.meter import OTHERS, bytes_by_tenant
+from quire.scheduler.fairness import OTHERS
+from quire.tenancy.accounts import bytes_by_tenant
 
 if TYPE_CHECKING:
     from quire.engine.core import Engine

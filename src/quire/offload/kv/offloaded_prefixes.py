@@ -37,10 +37,10 @@ from numpy.typing import NDArray
 
 from quire.errors import HostMemoryFull, OutOfPages
 from quire.kv.compaction import after_first, move_slots
-from quire.kv.listeners import Mask, MemoryListener, SlotMoves
-from quire.kv.memory import KVMemory
+from quire.kv.memory import KVMemory, MemoryListener
 from quire.kv.pages import PageNumbers
 from quire.kv.repacking import repack
+from quire.kv.slot_moves import Mask, SlotMoves
 from quire.kv.tables import LaneTable, Rows
 from quire.layout.layout import SLOTS, can_be_offloaded
 from quire.layout.pages import PageClass

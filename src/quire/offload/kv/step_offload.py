@@ -16,8 +16,8 @@ from torch import Tensor
 
 from quire.kernels.backend import AttentionBackend, AttentionMath, LayerPages, NewSlots
 from quire.kv.flat_batch import WHOLE_STEP, FlatBatch, StepPart
-from quire.kv.listeners import MemoryListener, SlotMoves
-from quire.kv.memory import KVMemory
+from quire.kv.memory import KVMemory, MemoryListener
+from quire.kv.slot_moves import SlotMoves
 from quire.kv.tables import Rows
 from quire.layout.layout import can_be_offloaded
 from quire.layout.pages import LaneGroup

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from quire.errors import ConfigError, OffloadError, StorageError
 from quire.kv.block_records import Records
-from quire.kv.prefix_key import Block
+from quire.kv.prefix import Block
 from quire.offload.prefix_store.store import LevelStats, Place, PrefixStore
 from quire.plan.fitting import RateEstimator
 

@@ -26,8 +26,7 @@ from safetensors.numpy import save_file
 from quire.errors import CorruptData, OutOfPages, RequestError, StorageError
 from quire.kv.block_records import BlockRecords, Records, SnapshotRecords
 from quire.kv.memory import KVMemory
-from quire.kv.prefix import PrefixIndex, PrefixLease
-from quire.kv.prefix_key import PrefixIdentity, blocks_of
+from quire.kv.prefix import PrefixIdentity, PrefixIndex, PrefixLease, blocks_of
 from quire.layout.pages import PageClass
 from quire.offload.kv.in_flight_pages import (
     InFlightPages,

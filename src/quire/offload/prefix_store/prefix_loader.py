@@ -32,8 +32,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from quire.errors import OutOfPages
-from quire.kv.prefix import PrefixLease
-from quire.kv.prefix_key import Block, BlockChain
+from quire.kv.prefix import Block, BlockChain, PrefixLease
 from quire.layout.pages import PageClass
 from quire.offload.kv.in_flight_pages import (
     InFlightPages,

@@ -25,8 +25,7 @@ import numpy as np
 
 from quire.kv.block_records import BlockRecords, Records, SnapshotRecords
 from quire.kv.memory import KVMemory
-from quire.kv.prefix import PrefixIndex, PrefixNode
-from quire.kv.prefix_key import Block
+from quire.kv.prefix import Block, PrefixIndex, PrefixNode
 from quire.offload.prefix_store.levels import PrefixLevels
 from quire.offload.prefix_store.store import LevelStats, Place
 

@@ -29,7 +29,7 @@ import numpy as np
 
 from quire.errors import CorruptData, OffloadError, TierFull, TierUnreachable
 from quire.kv.block_records import Records
-from quire.kv.prefix_key import Block
+from quire.kv.prefix import Block
 from quire.offload.tiers.base import Bytes, StoredEntry, Tier
 
 SNAPSHOT = "snapshot"

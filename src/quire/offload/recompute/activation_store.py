@@ -18,7 +18,7 @@ from torch import Tensor
 from quire.codecs.base import DTYPES
 from quire.codecs.registry import make_codec
 from quire.kernels.device_copies import to_device
-from quire.kv.listeners import SlotMoves
+from quire.kv.slot_moves import SlotMoves
 from quire.kv.store import zero_bytes
 from quire.layout.codecs import WIDEST_GROUP, CodecSpec
 from quire.offload.recompute.activation_allocator import ActivationAllocator, Segment

@@ -8,7 +8,7 @@ Swap copies run on a stream of their own:
                        before 4 5 6 are used again     before later computation
 
 The CPU waits for no copy. Copies run in the order of the calls, so host memory that is freed can be
-overwritten by later copies at once. Pages that are copied out are fenced (`quire.kv.arena`):
+overwritten by later copies at once. Pages that are copied out are fenced (`quire.kv.pages`):
 computation waits for the copy if it is to use one of them.
 """
 
@@ -18,8 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from quire.kv.arena import CopyFences
-from quire.kv.pages import PageNumbers
+from quire.kv.pages import CopyFences, PageNumbers
 from quire.kv.swap import TimedCopy
 from quire.layout.pages import PageClass
 from quire.offload.step_log import ClockMarks, Marks

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from quire.errors import HostMemoryFull
-from quire.kv.arena import CopyFences
 from quire.kv.memory import KVMemory
+from quire.kv.pages import CopyFences
 from quire.kv.shared_arena import SharedArena
 from quire.kv.sharing import fork
 from quire.kv.store import PageStore

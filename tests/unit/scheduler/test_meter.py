@@ -1,7 +1,7 @@
 """Tenant meters: counters by tenant and their bounded number."""
 
+from quire.scheduler.fairness import IDLE_KEPT, OTHERS, TenantMeter, TenantStats
 from quire.tenancy.accounts import TenantAccounts
-from quire.tenancy.meter import IDLE_KEPT, OTHERS, TenantMeter, TenantStats
 from quire.tenancy.tenants import parse_tenants
 
 
