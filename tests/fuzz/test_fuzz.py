@@ -24,7 +24,11 @@ def test_a_case_in_little_memory_answers_as_in_ample_memory(seed):
 
 @pytest.mark.parametrize("line", (Path(__file__).parent / "mended.jsonl").read_text().splitlines())
 def test_a_mended_case_stays_mended(line):
-    """Offload memory that a swapped request occupied stopped the only running request."""
+    """12357: offload memory that a swapped request occupied stopped the only running request.
+
+    41147, 41226: beams evicted under pressure before they forked, and fitted no more. 41980: keys
+    were recomputed with a rotation that was more exact than the model's, and had other codes.
+    """
     outcome = run_case(from_json(line))
 
     assert outcome.outcome == OK, outcome.why

@@ -9,7 +9,8 @@ how a number is rounded (SiLU and GELU, AVX2 and AVX-512).
 
 Keys stored before RoPE are rotated to their indices among the slots that a step reads. In a lane
 with a window these indices depend on the chunks; the products of rotated queries and keys do not,
-but for the rounding of the rotation. It is in float64 too.
+but for the rounding of the rotation. It is in float64 too. Keys that are recomputed from stored
+activations keep the model's own rotation: so they equal those that its layers computed.
 """
 
 import pytest
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from transformers.activations import GELUActivation, GELUTanh
 
 from quire.kernels import gathered, pre_rope, select
+from quire.models.observing import LayerKV
 from quire.models.rotary import Rotary
 
 
@@ -37,7 +39,15 @@ def use_exact_products(patch: pytest.MonkeyPatch) -> None:
     for module in (gathered, pre_rope):
         for name in ("attend_dense", "column_sums_dense"):
             patch.setattr(module, name, _in_float64(getattr(module, name)))
-    patch.setattr(Rotary, "rotate_pre_rope", exact_rotation(Rotary.rotate_pre_rope))
+    rotate, recompute = Rotary.rotate_pre_rope, LayerKV.keys_and_values
+    patch.setattr(Rotary, "rotate_pre_rope", exact_rotation(rotate))
+
+    def keys_and_values(*args):
+        with pytest.MonkeyPatch.context() as own:
+            own.setattr(Rotary, "rotate_pre_rope", rotate)
+            return recompute(*args)
+
+    patch.setattr(LayerKV, "keys_and_values", keys_and_values)
     patch.setattr(pre_rope.PreRopeAttention, "attend", _attend_wide(pre_rope.PreRopeAttention))
     patch.setattr(select, "why_not", lambda spec, _: None if spec.is_plain else "in float64")
 

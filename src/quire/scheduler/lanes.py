@@ -30,7 +30,7 @@ from quire.layout.eviction import (
 from quire.layout.pages import PageClass
 from quire.scheduler.eviction_trace import EvictionEntry
 from quire.scheduler.lifecycle import Lifecycle
-from quire.scheduler.request import Request
+from quire.scheduler.request import Request, num_rows
 from quire.scheduler.sequence_memory import SequenceMemory
 
 Slots = NDArray[np.int64]
@@ -449,7 +449,12 @@ class LaneCapacities:
                 yield request
 
     def _evict_private(self, request: Request, *, tokens: int, min_gain: int | None) -> bool:
-        """Evict lanes above their cap if no group member shares the pages.
+        """Evict lanes above their cap, unless the request is one of several sequences of a group.
+
+        The pages of a group are counted without evictions: its sequences share all pages of their
+        prompt until they end. Evictions move later tokens to other places in their pages, so that
+        fewer whole pages are shared, and replays of evictions copy shared pages. The group could
+        then need more pages than the memory has.
 
         Args:
             request: a running request.
@@ -461,11 +466,9 @@ class LaneCapacities:
         """
         assert self.lanes is not None
         # while every lane is within its cap, their sum is bounded: no division is needed
-        if over_cap(request, self.lanes, tokens) is None:
+        if num_rows(request) > 1 or over_cap(request, self.lanes, tokens) is None:
             return False
         if self._sequence_memory.shares_unwritten(request):
-            return False
-        if self._shares_with_group(request):
             return False
         # evict its cached prefixes first: pages that a cached prefix refers to are not freed
         self._sequence_memory.stop_sharing(request)
@@ -515,23 +518,6 @@ class LaneCapacities:
         """Set the caps of a request's lanes by its cache."""
         self._evictor.finalize(request)
         note_division(request)
-
-    def _shares_with_group(self, request: Request) -> bool:
-        """Whether other members of its group share pages of a request.
-
-        Admission counted these pages as shared until the end. With private copies, the group could
-        need more pages than the memory has.
-        """
-        if self.lanes is None or request.group is None:
-            return False
-        others = [
-            m.memory.row for m in request.group.members if m.memory.row >= 0 and m is not request
-        ]
-        rows, row = np.array(others, dtype=np.int64), request.memory.row
-        return any(
-            bool(np.isin(table.row_pages(row), table.pages[rows]).any())
-            for table in self.lanes.tables
-        )
 
     def _try(self, request: Request) -> bool:
         """Evict; False if the policy failed or there are no pages for private copies."""

@@ -710,7 +710,7 @@ class Peaks:
             alone: Counts = self.counts([need])[0]
             return alone
         if need.eviction.when == PRESSURE:
-            # shared lanes do not evict under pressure: private copies would need pages first
+            # several sequences do not evict under pressure: see `LaneCapacities`
             need = replace(need, eviction=replace(need.eviction, cap=None, lane_capacities=None))
         prompt_tokens = need.tokens if need.prompt_tokens is None else need.prompt_tokens
         return self.forked_counts(prompt_tokens, [need] * width)

@@ -4,6 +4,7 @@ Covers all cache layouts: codecs with full-precision windows, sliding windows, e
 statistics, stores; single requests, parallel samples and beams.
 """
 
+from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, replace
 
@@ -45,6 +46,9 @@ class Case:
         beams: whether the outputs are beams.
         offload: whether the first pages of a sequence may be offloaded.
         state: whether two more layers have a recurrent state, a kind that exists only in tests.
+        rivals: prompt tokens, `max_tokens` and priority of requests that do not evict tokens.
+        pressed: steps before which tokens are evicted under pressure.
+        preempted: steps before which the last running request is preempted.
     """
 
     codec: str = "float32"
@@ -58,6 +62,9 @@ class Case:
     chunk_tokens: int = 64
     prompt: int = 34
     max_tokens: int = 2
+    rivals: tuple[tuple[int, int, int], ...] = ()
+    pressed: tuple[int, ...] = ()
+    preempted: tuple[int, ...] = ()
 
     def memory(self, total_bytes: int) -> KVMemory:
         """Make a KV memory of this size."""
@@ -72,7 +79,7 @@ class Case:
         )
         if self.state:
             layout = CacheLayout((*layout.groups, STATE))
-        return KVMemory(layout, total_bytes, self.width)
+        return KVMemory(layout, total_bytes, self.width + len(self.rivals))
 
     def load(self, total_bytes: int) -> SchedulerLoad:
         """Make a scheduler over a memory of this size, with the request in its queue.
@@ -82,23 +89,40 @@ class Case:
         """
         setting = Setting(
             cap=None if self.eviction.cap is None else 20,  # used by no request
-            max_num_seqs=max(2, self.width),
+            max_num_seqs=max(2, self.width + len(self.rivals)),
             max_num_batched_tokens=256,
             chunk_tokens=self.chunk_tokens,
             offload_bytes=total_bytes if self.offload else 0,
         )
         load = AnyLayout(setting, self.memory(total_bytes))
         members = [load.request(self.prompt, self.max_tokens) for _ in range(self.width)]
+        rivals = [load.request(*rival) for rival in self.rivals]
         names = statistics_used(load.memory.layout, self.eviction.statistics)
         for member in members:
             member.eviction.spec, member.memory.statistics = self.eviction, names
+        for rival in rivals:
+            rival.eviction.spec, rival.memory.statistics = KEEP_ALL, ()
         if self.width > 1:
             load.submit_group(members, atomic=self.beams)
         else:
             load.submit(members[0])
         if not load.requests:
             raise NeverFits("see above")
+        for rival in rivals:
+            load.submit(rival)
         return load
+
+    def run(self, load: SchedulerLoad) -> None:
+        """Run until all requests finish; fails if one ends with an error or makes no progress."""
+        scheduler = load.scheduler
+        for step in range(max(*self.pressed, *self.preempted, -1, -1) + 1):
+            if step in self.pressed:
+                scheduler.capacities.free_for(scheduler.running, scheduler.running)
+            if step in self.preempted:
+                scheduler.preempt_one()
+            if scheduler.has_work:
+                load.step()
+        load.drain()
 
 
 MODEL = small_spec(None)
@@ -110,6 +134,7 @@ STATE = LaneGroup(
 )
 
 WINDOWS = [(None,), (None, 8), (None, 3, 12), (None,) * 6, (None, 8) * 5]
+RIVALS = st.tuples(st.integers(1, 50), st.integers(1, 20), st.integers(-1, 1))
 SCHEDULES = (PREFILL_AND_DECODE, PREFILL_END, DECODE, PRESSURE)
 
 
@@ -141,6 +166,9 @@ def drawn_options(draw, schedules=SCHEDULES) -> dict:
         "chunk_tokens": draw(st.sampled_from([1, 5, 16, 64])),
         "prompt": draw(st.integers(1, 50)),
         "max_tokens": draw(st.integers(1, 20)),
+        "rivals": tuple(draw(st.lists(RIVALS, max_size=3))),
+        "pressed": tuple(draw(st.lists(st.integers(0, 40), max_size=4))),
+        "preempted": tuple(draw(st.lists(st.integers(0, 40), max_size=4))),
     }
 
 
@@ -164,13 +192,17 @@ def case_of(options) -> Case:
 
 def load_in_min_memory(request: Case) -> SchedulerLoad:
     """A scheduler over the least memory (within 5 %) that accepts the request."""
-    total_bytes = request.memory(AMPLE_BYTES).layout.smallest_sequence_bytes
-    while total_bytes < AMPLE_BYTES:
+    sizes = [request.memory(AMPLE_BYTES).layout.smallest_sequence_bytes]
+    while sizes[-1] < AMPLE_BYTES:
+        sizes.append(sizes[-1] + sizes[-1] // 20 + 1)
+
+    def is_accepted(total_bytes: int) -> bool:
         try:
-            return request.load(total_bytes)
+            return bool(request.load(total_bytes))
         except (ConfigError, NeverFits):
-            total_bytes += total_bytes // 20 + 1
-    raise AssertionError("no memory is enough")
+            return False
+
+    return request.load(sizes[bisect_left(sizes, True, key=is_accepted)])
 
 
 @pytest.mark.parametrize("width", [2, 3])
@@ -204,14 +236,45 @@ BEAMS_BRANCH_BEFORE_PAGES_ARE_OFFLOADED = {
     "max_tokens": 2,
 }
 
+BEAMS_FORK_A_PROMPT_WITH_EVICTIONS = {
+    "codec": "float32",
+    "windows": (None,) * 6,
+    "page_tokens": 4,
+    "eviction": {"cap": 27, "every": 1, "when": PRESSURE, "statistics": ()},
+    "width": 4,
+    "beams": True,
+    "chunk_tokens": 16,
+    "prompt": 33,
+    "max_tokens": 4,
+    "rivals": ((36, 2, 1), (59, 11, 1)),
+    "pressed": (5, 9, 8),
+}
+
+BEAMS_REPLAY_EVICTIONS_OF_THEIR_PROMPT = {
+    "codec": "float32",
+    "windows": (None,),
+    "page_tokens": 4,
+    "eviction": {"cap": 9, "every": 2, "when": PRESSURE, "statistics": (SUMS, RING)},
+    "width": 4,
+    "beams": True,
+    "chunk_tokens": 1,
+    "prompt": 12,
+    "max_tokens": 5,
+    "rivals": ((22, 7, -1), (42, 3, 1)),
+    "pressed": (5, 11),
+    "preempted": (51, 16, 10),
+}
+
 
 @given(options=drawn_options())
 @example(options=PAGES_IN_SCATTERED_SLABS)
+@example(options=BEAMS_FORK_A_PROMPT_WITH_EVICTIONS)
+@example(options=BEAMS_REPLAY_EVICTIONS_OF_THEIR_PROMPT)
 @example(options=BEAMS_BRANCH_BEFORE_PAGES_ARE_OFFLOADED)
 def test_request_completes_in_the_min_memory_that_admits_it(options):
-    load = load_in_min_memory(case_of(options))
+    request = case_of(options)
 
-    load.drain()  # fails if the request ends with an error or makes no progress
+    request.run(load_in_min_memory(request))
 
 
 PROMPT_COMPUTED_BY_LAYER = {
@@ -234,7 +297,7 @@ def test_counted_pages_are_those_that_the_allocator_takes(options):
     prompt, which window lanes depend on, can be smaller than those that are counted.
     """
     request = case_of(options)
-    load = replace(request, offload=False).load(AMPLE_BYTES)
+    load = replace(request, offload=False, rivals=()).load(AMPLE_BYTES)
     peaks, first = load.scheduler.peaks, next(iter(load.requests.values()))
     width = num_rows(first) if first.group is not None else request.width
     need = need_of(first, first.final_tokens)
