@@ -240,13 +240,13 @@ class Watched:
             InvariantError: it holds something.
         """
         scheduler, memory = self.engine.scheduler, self.engine.pool.kv.memory
+        scheduler.sequence_memory.drop_cached()  # cached prefixes may be offloaded
         held = [f"rows {memory.live_rows.tolist()}"] if len(memory.live_rows) else []
         if self.engine.pool.host is not None and self.engine.pool.host.used_bytes:
             held.append(f"{self.engine.pool.host.used_bytes} B of the host pool")
         offload = self.engine.pool.offload
         if offload is not None and offload.prefixes.pool.used_bytes:
             held.append(f"{offload.prefixes.pool.used_bytes} B of offloaded KV")
-        scheduler.sequence_memory.drop_cached()
         if memory.cached_references or memory.arena.num_free_slabs != memory.arena.num_slabs:
             held.append(f"{memory.used_bytes} B of the arena")
         if held:
