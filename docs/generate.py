@@ -252,7 +252,7 @@ def codecs() -> str:
 
 def models() -> str:
     """The refused architectures with the reasons."""
-    from quire.layout.refusals import REFUSED
+    from quire.layout.limits import REFUSED
 
     rows = [
         "| "

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from benchmarks.peers.chart import PART, bars
-from quire.layout.refusals import REFUSED
+from quire.layout.limits import REFUSED
 from support import zoo
 from support.forking import Program
 from support.snippets import ROOT, snippets

@@ -147,7 +147,7 @@ def described(model: CachedModel) -> CachedModel:
         if path.is_dir() and not any(path.glob("*.safetensors")):
             raise ModelError("its weights (*.safetensors) are not downloaded")
         config = model_config(path)
-        from quire.layout.refusals import refuse_model_type
+        from quire.layout.limits import refuse_model_type
 
         refuse_model_type(str(config.get("model_type")))
         check_sizes(config)

@@ -16,9 +16,9 @@ from quire.errors import ConfigError, UnknownName
 from quire.layout.config import ConfigReader, check_sizes, dtype_bytes
 from quire.layout.kv_format import fill_plain, read_format
 from quire.layout.layout import layout_for
+from quire.layout.limits import refuse_model_type
 from quire.layout.model import ModelSpec
 from quire.layout.pages import SLABS_OF_A_SMALL_ARENA, CacheLayout
-from quire.layout.refusals import refuse_model_type
 from quire.layout.sizes import format_size, option_size, rounded_size
 from quire.plan.capacity import (
     DEFAULT_HEADROOM_SHARE,

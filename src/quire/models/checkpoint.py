@@ -21,7 +21,7 @@ from transformers import __version__ as transformers_version
 
 from quire.errors import ConfigError, ModelError, UnsupportedModel
 from quire.layout.config import check_sizes, read_config
-from quire.layout.refusals import refuse_model_type
+from quire.layout.limits import refuse_model_type
 from quire.models import gguf
 from quire.models.foreign import foreign_code
 from quire.models.generation import GenerationDefaults, read_generation_defaults

@@ -1,6 +1,6 @@
 """Refusal of models that paged attention does not support, by their config or class.
 
-`layout.refusals` refuses models by name. Models that pass all checks are still compared with
+`layout.limits` refuses models by name. Models that pass all checks are still compared with
 Transformers when they are loaded (`verify`).
 """
 
@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from quire.errors import UnsupportedModel
-from quire.layout.refusals import (
+from quire.layout.limits import (
     ALIBI,
     CHUNKED,
     ENCODER,
@@ -28,7 +28,7 @@ from quire.layout.refusals import (
     WITH_TRANSFORMERS,
     Refusal,
     refuse_model_type,
-    refused,
+    unsupported,
 )
 from quire.models.rope import refuse_dynamic
 
@@ -61,7 +61,7 @@ def refuse_config(config: PreTrainedConfig) -> None:
     refuse_model_type(config.model_type)
     for applies, refusal in _CAPABILITIES:
         if applies(config):
-            raise refused(config.model_type, refusal)
+            raise unsupported(config.model_type, refusal)
     for rope_type in _rope_types(config):
         refuse_dynamic(rope_type)
 
@@ -72,7 +72,7 @@ def refuse_class(model_class: type[PreTrainedModel]) -> None:
     if not hasattr(module, "ALL_ATTENTION_FUNCTIONS"):
         family = getattr(model_class.config_class, "model_type", None)
         is_newer = family in WITH_NEWER_TRANSFORMERS
-        raise refused(model_class.__name__, OLD_ATTENTION if is_newer else OWN_ATTENTION)
+        raise unsupported(model_class.__name__, OLD_ATTENTION if is_newer else OWN_ATTENTION)
     if "position_ids" not in inspect.signature(model_class.forward).parameters:
         raise UnsupportedModel(
             f"{model_class.__name__} is not supported: it takes no position_ids, and the tokens of "

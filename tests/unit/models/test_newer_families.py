@@ -16,7 +16,7 @@ from transformers import (
 
 from quire import LLM, KVConfig, SamplingParams
 from quire.errors import UnsupportedModel
-from quire.layout.refusals import WITH_NEWER_TRANSFORMERS
+from quire.layout.limits import WITH_NEWER_TRANSFORMERS
 from quire.models.support import refuse_class
 
 VOCABULARY = 97

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from quire.errors import UnsupportedModel
-from quire.layout.refusals import REFUSED
+from quire.layout.limits import REFUSED
 from quire.models.adapter import TransformersDecoder
 from quire.models.loader import load_model
 from quire.models.support import refuse_class, refuse_config
