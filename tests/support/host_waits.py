@@ -88,6 +88,9 @@ class DatalessDecoder(TransformersDecoder):
         """See `Decoder.prepare_pre_rope`."""
         return "its weights have no data"
 
+    def rotations(self, variant: int) -> None:
+        """See `Decoder.rotations`."""
+
 
 def dataless(architecture: str) -> LoadedModel:
     """A zoo model on the "meta" device."""

@@ -101,7 +101,7 @@ class FailingCopies(NoCopies):
                 raise OSError("the link failed")
 
 
-class RetainsNewest:
+class RetainsNewest(Evictor):
     """An evictor that retains the newest slots and records the number evicted.
 
     Args:

@@ -14,11 +14,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.errors import PolicyError
+from quire.kernels import device_copies
+from quire.kernels.device_copies import start_read
 from quire.kv.lane_reader import LaneReader
 from quire.layout.pages import LaneGroup
 from quire.layout.statistics import Statistic
@@ -26,7 +28,8 @@ from quire.parallel.group import TensorGroup
 from quire.policies.base import Decision
 from quire.policies.eviction import Eviction
 from quire.policies.view import KVView, SlotReader
-from quire.scheduler.eviction_trace import EvictionEntry
+from quire.scheduler.eviction_trace import EvictionEntry, in_runs
+from quire.scheduler.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +127,7 @@ def checked_mask(mask: object, eviction: Eviction, view: KVView, keep: Tensor) -
     if eviction.spec.ragged:  # heads of a layer share the number of retained slots
         kept, keep = view.by_layer(kept).sum(dim=1), view.by_layer(keep).sum(dim=1)
     wrong = kept > keep if eviction.piece_tokens > 1 else kept != keep
-    if bool(wrong.any()):
+    if view.breaks_contract(wrong):
         lane = int(wrong.int().argmax())
         what = "layer" if eviction.spec.ragged else "lane"
         most = "at most " if eviction.piece_tokens > 1 else ""
@@ -132,7 +135,86 @@ def checked_mask(mask: object, eviction: Eviction, view: KVView, keep: Tensor) -
             f"policy {name} must retain {most}{int(keep[lane])} live slots in {what} {lane}, but "
             f"retained {int(kept[lane])}"
         )
-    return mask
+    if view.breaches is None:
+        return mask & view.live
+    # the memory of the lanes follows from the counts, whatever the rule returned
+    return torch.where(wrong[:, None], view.newest(keep[:, None]), mask & view.live)
+
+
+class EvictedTokens:
+    """The positions that one eviction of several requests has evicted; read after the step.
+
+    Args:
+        requests: the requests.
+        counts: [request, lane] evicted slots, in the order of the model's lanes.
+        parts: for some layers each, the evicted positions: flat, in the order of lanes.
+        breaches: conditions that the rule must not meet, on the device; none on a CPU.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        counts: NDArray[np.int32],
+        parts: Sequence[tuple[NDArray[np.int64], Tensor]],
+        breaches: Sequence[Tensor],
+    ) -> None:
+        self.requests = tuple(requests)
+        self._counts = counts
+        self._parts = [(gone, start_read(positions)) for gone, positions in parts]
+        self._breach = start_read(torch.stack(list(breaches)).any()) if breaches else None
+        self._stored: list[NDArray[np.int32]] | None = None
+
+    def entry(self, index: int) -> EvictionEntry:
+        """The evicted tokens of a request."""
+        done = self.requests[index].progress.num_computed
+        return EvictionEntry(done, self._counts[index], lambda: self._settled()[index])
+
+    def settle(self) -> bool:
+        """Wait for the positions; return whether the rule broke its contract."""
+        self._settled()
+        breach, self._breach = self._breach, None
+        return breach is not None and bool(breach().any())
+
+    def _settled(self) -> list[NDArray[np.int32]]:
+        if self._stored is None:
+            by_part = [self._rows_of(gone, read()) for gone, read in self._parts]
+            self._parts = []
+            rows = (
+                by_part[0] if len(by_part) == 1 else map(np.concatenate, zip(*by_part, strict=True))
+            )
+            self._stored = [in_runs(row) for row in rows]
+        return self._stored
+
+    def _rows_of(
+        self, gone: NDArray[np.int64], positions: NDArray[np.generic]
+    ) -> list[NDArray[np.int32]]:
+        """Split the positions of some layers by request."""
+        if positions.ndim == 2:  # padded to the most of any lane
+            positions = positions[np.arange(positions.shape[1]) < gone[:, None]]
+        of_row = gone.reshape(len(self._counts), -1).sum(axis=1)
+        return np.split(positions.astype(np.int32), np.cumsum(of_row)[:-1])
+
+
+def evicted_positions(
+    reader: LaneReader, kept: Bool[Tensor, "lane slot"], gone: NDArray[np.int64]
+) -> Int[Tensor, "..."]:
+    """Return the positions that are not retained, ascending in each lane.
+
+    Args:
+        reader: reader of the lanes.
+        kept: retained slots by position.
+        gone: [lane] number of evicted slots.
+
+    Returns:
+        Flat on a CPU; elsewhere [lane, evicted], where a lane with fewer is padded.
+    """
+    positions, left = reader.order.positions, reader.live & ~kept
+    if device_copies.reads_freely(left.device):
+        return positions[left]
+    width = int(gone.max(initial=0))
+    place = torch.where(left, left.cumsum(dim=1) - 1, width).clamp_max(width)
+    found = positions.new_zeros(len(positions), width + 1)
+    return found.scatter_(1, place, positions)[:, :width]
 
 
 def stacked(parts: list[NDArray[np.bool_]]) -> NDArray[np.bool_]:

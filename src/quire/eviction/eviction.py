@@ -13,22 +13,29 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.errors import PolicyError, RankFailed
+from quire.errors import OutOfPages, PolicyError, RankFailed
 from quire.eviction.decisions import (
     AllHeads,
+    EvictedTokens,
     LayerPart,
     RetainedSlots,
     Selected,
     checked_mask,
     consecutive,
+    evicted_positions,
     stacked,
 )
 from quire.eviction.eviction_rules import EvictionRules
 from quire.eviction.promotion import Promotion, promoted_entry
+from quire.kernels import device_copies
+from quire.kernels.device_copies import to_device
 from quire.kv.compaction import (
     CompactionPlan,
     Kind,
     commit_compaction,
+    commit_counts,
+    copy_shared,
+    followers,
     plan_compaction,
     require_private_copies,
 )
@@ -42,7 +49,7 @@ from quire.parallel.group import ONE_RANK, TensorGroup
 from quire.policies.eviction import Eviction
 from quire.policies.view import KVView, Rotation
 from quire.scheduler.eviction_trace import EvictionEntry
-from quire.scheduler.lanes import Evicted, Slots, evicting_lanes
+from quire.scheduler.lanes import Evicted, Evictor, Slots, evicting_lanes
 from quire.scheduler.request import Request
 
 logger = logging.getLogger(__name__)
@@ -51,8 +58,15 @@ FLOAT_BYTES = 4
 _TENSORS_OF_A_VIEW = 4  # keys, values, and scratch tensors of a rule
 
 
-class PolicyEvictor:
+class PolicyEvictor(Evictor):
     """Applies the policies of requests to the lanes of a KV memory.
+
+    How many slots each lane retains is known on the CPU, and with it the pages that an eviction
+    frees. Which slots matters to the device only. `evict_together` therefore evicts from all
+    requests with the same rule in one pass and reads nothing from the device; the evicted positions
+    and breaches of a rule's contract are read after the step. `evict` reads the selection: for
+    pieces, budgets that move slots between lanes, shared or offloaded pages, codecs of whole pages,
+    and rules that write statistics.
 
     Args:
         kv: page tables and pages.
@@ -84,6 +98,8 @@ class PolicyEvictor:
         for group in groups:
             if group.page_class.per_page:
                 self._mover = Resealing(kv, group.name, scratch_bytes)
+        self._unread: list[EvictedTokens] = []  # of the last call, and of the calls before
+        self._settling: list[EvictedTokens] = []
 
     def evict(
         self, request: Request, keep: Slots, *, min_gain: int | None = None
@@ -107,6 +123,108 @@ class PolicyEvictor:
         records = [RetainedSlots(p.part.group, p.reader, p.kept, p.promoted) for p in parts]
         self._commit(request, plans, parts, records)
         return Evicted(entry.num_slots, self._lanes.num_lanes, entry)
+
+    def evict_together(self, due: Sequence[tuple[Request, Slots]]) -> list[Evicted | None]:
+        found: list[Evicted | None] = [None] * len(due)
+        alike: dict[object, list[int]] = {}
+        for index, (request, _) in enumerate(due):
+            if not self.reads_selection(request):
+                held = self._lanes.held(request).tobytes()
+                key = _eviction_of(request).text, request.spec.rope_variant, held
+                alike.setdefault(key, []).append(index)
+        for indices in alike.values():
+            at_once = self._rows_at_once(due[indices[0]][0])
+            for start in range(0, len(indices), at_once):
+                some = indices[start : start + at_once]
+                try:
+                    evicted = self._evict_alike(
+                        [due[i][0] for i in some], [due[i][1] for i in some]
+                    )
+                except (PolicyError, OutOfPages):  # each alone: the error names its request
+                    logger.debug("%d requests evict alone", len(some), exc_info=True)
+                    continue
+                for index, one in zip(some, evicted, strict=True):
+                    found[index] = one
+        return found
+
+    def reads_selection(self, request: Request) -> bool:
+        eviction, memory, row = _eviction_of(request), self._kv.memory, request.memory.row
+        policy = eviction.policy
+        if policy is None or policy.writes_statistics or eviction.keeps_order:
+            return True
+        if eviction.budget.ragged or (self._ranks.size > 1 and not policy.lanes_apart):
+            return True
+        if self._mover is not None or any(self._promotions.values()):
+            return True
+        if memory.listeners.reads_moves:
+            return True
+        for table in self._lanes.tables:
+            if self._is_offloaded(request, table.group):
+                return True
+            on_cpu = device_copies.reads_freely(self._kv.store.device)
+            for one in (table, *followers(memory, table.group.name, row)) if on_cpu else ():
+                pool = memory.pools[one.group.page_class]
+                if pool.num_shared and (pool.ref_counts[one.row_pages(row)] > 1).any():
+                    return True
+        return False
+
+    def breaches(self) -> list[tuple[Request, PolicyError]]:
+        found = []
+        for evicted in self._settling:
+            if evicted.settle():
+                for request in evicted.requests:
+                    text = f"{_eviction_of(request).text!r}: the policy broke its contract"
+                    found.append((request, PolicyError(f"{text}; run it on a CPU for the reason")))
+            evicted.requests = ()
+        self._settling, self._unread = self._unread, []
+        return found
+
+    def _evict_alike(self, requests: Sequence[Request], keeps: Sequence[Slots]) -> list[Evicted]:
+        """Evict from requests with the same rule and the same number of slots in each lane.
+
+        Raises:
+            PolicyError: the rule broke its contract, or it cannot score several requests; nothing
+                was changed.
+            OutOfPages: no pages for private copies of shared pages, which are made if the device
+                alone knows which pages are written.
+        """
+        eviction, memory = _eviction_of(requests[0]), self._kv.memory
+        rows, keep = np.array([request.memory.row for request in requests]), np.stack(keeps)
+        on_host = device_copies.reads_freely(self._kv.store.device)
+        breaches: list[Tensor] | None = None if on_host else []
+        chosen = []
+        for part in self._parts(requests[0], rows=len(requests)):
+            reader = LaneReader(self._kv, part.group.name, rows.tolist(), part.layers)
+            view = replace(self._view(requests, reader), breaches=breaches)
+            of_part, heads = keep[:, self._lanes_of(part)].reshape(-1), part.group.page_class.heads
+            with _named(eviction):
+                wanted = reader.tensor(np.repeat(of_part, heads))
+                retained = eviction.decide(view, wanted).retained
+                by_lane = reader.by_table_lane(checked_mask(retained, eviction, view, wanted))
+                if heads > 1 and view.breaks_contract(by_lane != by_lane[:, :1]):
+                    raise PolicyError(reader.heads_differ)
+            chosen.append((reader, by_lane[:, 0].contiguous(), of_part))
+        groups = list(zip(self._lanes.tables, self._lanes.places, strict=True))
+        for table, places in () if on_host else groups:
+            copy_shared(memory, table.group.name, rows, keep[:, places])
+        held = self._lanes.held(requests[0])
+        positions = []
+        for reader, kept, of_part in chosen:
+            gone = reader.order.held - of_part
+            positions.append((gone, evicted_positions(reader, kept, gone)))
+            reader.compact(kept, of_part)
+        freed_bytes = np.zeros(len(rows), dtype=np.int64)
+        for table, places in groups:
+            counts = keep[:, places].astype(np.int32)
+            freed_bytes += commit_counts(memory, table.group.name, rows, counts)
+        counts = (held - keep).astype(np.int32)
+        evicted = EvictedTokens(requests, counts, positions, breaches or ())
+        self._unread.append(evicted)
+        slots = zip(counts.sum(axis=1).tolist(), freed_bytes.tolist(), strict=True)
+        return [
+            Evicted(number, self._lanes.num_lanes, evicted.entry(i), freed)
+            for i, (number, freed) in enumerate(slots)
+        ]
 
     def repeat(self, request: Request, entry: EvictionEntry) -> None:
         """Evict the tokens of a recorded entry again."""
@@ -215,7 +333,7 @@ class PolicyEvictor:
         """Divide the cap of a request after its prefill."""
         eviction = _eviction_of(request)
         parts = self._parts(request, UNLIMITED)
-        view = self._view(request, JoinedReader([self._reader(request, part) for part in parts]))
+        view = self._view([request], JoinedReader([self._reader(request, part) for part in parts]))
         view = AllHeads(self._ranks, len(view.layers)).view(view)
         rule = self._rules.rule(request.spec.evict)
         with _named(eviction):
@@ -273,6 +391,8 @@ class PolicyEvictor:
         request: Request,
         scratch_bytes: int | None = None,
         keep: Slots | None = None,
+        *,
+        rows: int = 1,
     ) -> list[LayerPart]:
         """Return the layers to process together, in the order of the model's layers.
 
@@ -280,15 +400,14 @@ class PolicyEvictor:
             request: a running request.
             scratch_bytes: bound on the bytes of a part; None for the evictor's bound.
             keep: see `evict`; layers whose lanes remain as they are are left out. None: none are.
+            rows: number of requests with as many slots that are processed together.
         """
         bounded = scratch_bytes is None
         scratch_bytes = self._scratch_bytes if scratch_bytes is None else scratch_bytes
         found = []
         for table in self._lanes.tables:
-            group, page_class = table.group, table.group.page_class
-            slots = int(table.num_slots[request.memory.row].max())
-            numbers = _TENSORS_OF_A_VIEW * page_class.head_dim * page_class.heads * slots
-            layer_bytes = FLOAT_BYTES * numbers * group.lanes_per_layer * self._ranks.size
+            group = table.group
+            layer_bytes = rows * self._layer_bytes(request, table)
             together = max(1, scratch_bytes // max(1, layer_bytes))
             if bounded and self._is_offloaded(request, group):
                 together = 1
@@ -311,18 +430,44 @@ class PolicyEvictor:
         """Computed tokens; in a step that computes layer by layer, all those of the step."""
         return int(self._kv.memory.lengths[request.memory.row])
 
+    def _layer_bytes(self, request: Request, table: LaneTable) -> int:
+        """Scratch bytes of a view of one layer of a request."""
+        page_class, policy = table.group.page_class, _eviction_of(request).policy
+        slots = int(table.num_slots[request.memory.row].max())
+        width = page_class.head_dim if policy is None or policy.reads_vectors else 1
+        numbers = _TENSORS_OF_A_VIEW * width * page_class.heads * slots
+        return FLOAT_BYTES * numbers * table.group.lanes_per_layer * self._ranks.size
+
+    def _rows_at_once(self, request: Request) -> int:
+        """Requests like this one that are processed together."""
+        layer_bytes = max(self._layer_bytes(request, table) for table in self._lanes.tables)
+        return max(1, self._scratch_bytes // max(1, layer_bytes))
+
+    def _lanes_of(self, part: LayerPart) -> slice:
+        """The part's lanes among the lanes of all layers."""
+        first = self._lanes.layers.index(part.first_layer) * part.group.lanes_per_layer
+        return slice(first, first + len(part.layers) * part.group.lanes_per_layer)
+
     def _reader(self, request: Request, part: LayerPart) -> LaneReader:
         if self._kv.memory.offloaded is not None:
             self._kv.memory.offloaded.read(request.memory.row, part.group.name, part.layers)
         return LaneReader(self._kv, part.group.name, request.memory.row, part.layers)
 
-    def _view(self, request: Request, reader: LaneReader | JoinedReader) -> KVView:
+    def _view(self, requests: Sequence[Request], reader: LaneReader | JoinedReader) -> KVView:
+        request, positions = requests[0], reader.positions
+
+        def of_lanes(numbers: list[int]) -> int | Tensor:
+            if len(set(numbers)) == 1:
+                return numbers[0]
+            each = np.repeat(np.array(numbers), len(positions) // len(numbers))
+            return to_device(each[:, None], positions.device)
+
         return KVView(
-            reader.positions,
-            self._computed(request),
+            positions,
+            of_lanes([self._computed(one) for one in requests]),
             heads_per_layer=reader.heads_per_layer,
             layers=reader.layers,
-            prompt_tokens=len(request.prompt_token_ids),
+            prompt_tokens=of_lanes([len(one.prompt_token_ids) for one in requests]),
             statistics=reader.statistics,
             slots=reader,
             head_dim=self._lanes.tables[0].group.page_class.head_dim,
@@ -338,16 +483,14 @@ class PolicyEvictor:
     ) -> Selected:
         """Select the slots to retain in some layers."""
         reader, group = self._reader(request, part), part.group
-        view, heads = self._view(request, reader), group.page_class.heads
-        first = self._lanes.layers.index(part.first_layer) * group.lanes_per_layer
-        of_part = keep[first : first + len(part.layers) * group.lanes_per_layer]
-        wanted = torch.from_numpy(np.repeat(of_part, heads)).to(view.positions.device)
+        view, heads = self._view([request], reader), group.page_class.heads
+        wanted = reader.tensor(np.repeat(keep[self._lanes_of(part)], heads))
         apart = eviction.policy is not None and eviction.policy.lanes_apart
         all_heads = AllHeads(ONE_RANK if apart else self._ranks, len(part.layers))
         with _named(eviction):
             seen, wanted = all_heads.view(view), all_heads.joined(wanted)
             decision = eviction.decide(seen, wanted)
-            checked = checked_mask(decision.retained, eviction, seen, wanted) & seen.live
+            checked = checked_mask(decision.retained, eviction, seen, wanted)
             decision = all_heads.own_part(decision, checked)
         mask: Tensor = decision.retained
         stored_mask = reader.unsort(mask)

@@ -198,6 +198,7 @@ class StatisticRows:
         table_rows: int64 [rows] their rows in the tables.
         slots: int32 [rows, lanes of the layer] live slots, including the step's tokens.
         fresh: int32 [rows] number of new slots, the last ones, whose statistics start at 0.
+        max_slots: the most live slots of a lane, each of which has one; None: on the device only.
         number: int32 [rows of the step] index in these rows, or -1; None: not known. A chain needs
             it.
     """
@@ -206,6 +207,7 @@ class StatisticRows:
     table_rows: Int[Tensor, " row"]
     slots: Int[Tensor, "row lane"]
     fresh: Int[Tensor, " row"]
+    max_slots: int | None = None
     number: Int[Tensor, " step_row"] | None = None
 
 

@@ -16,6 +16,11 @@ ReadNumbers = Callable[[], NDArray[np.generic]]
 StartRead = Callable[[Tensor], ReadNumbers]
 
 
+def reads_freely(device: torch.device) -> bool:
+    """Whether the CPU reads tensors of a device without waiting for earlier work."""
+    return device.type == "cpu"
+
+
 def to_device(
     numbers: NDArray[np.generic], device: torch.device, dtype: torch.dtype | None = None
 ) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
+from quire.kernels import device_copies
 from quire.kernels.backend import (
     AttentionMeasure,
     AttentionStatistic,
@@ -64,8 +65,10 @@ def accumulate_attention(
     column_sums: Float[Tensor, "step_row num_heads slot"],
 ) -> None:
     """Add a step's weights to the statistics of slots; see `AttentionBackend.tally`."""
-    held = rows.slots
-    widest = int(held.max()) if held.numel() else 0
+    held, widest = rows.slots, rows.max_slots
+    is_read = widest is None or device_copies.reads_freely(held.device)
+    if widest is None:
+        widest = int(held.max()) if held.numel() else 0
     _, heads, tokens, _ = tally.numbers.shape
     shape = (len(held), held.shape[1] * heads, -1, widest)
     weights = column_sums[rows.step_rows, :, :widest].reshape(shape)
@@ -74,10 +77,20 @@ def accumulate_attention(
     by_lane = weights.view(len(held), held.shape[1], heads, widest).transpose(2, 3)
 
     slot = torch.arange(widest, device=held.device)
-    row, lane, index = torch.nonzero(slot < held[:, :, None], as_tuple=True)
-    pages = tally.table[rows.table_rows[row], tally.first_lane + lane, index // tokens].long()
-    is_old = index < held[row, lane] - rows.fresh[row]
-    put(tally.numbers, pages, index % tokens, by_lane[row, lane, index], is_old)
+    if is_read:
+        row, lane, index = torch.nonzero(slot < held[:, :, None], as_tuple=True)
+        pages = tally.table[rows.table_rows[row], tally.first_lane + lane, index // tokens].long()
+        is_old = index < held[row, lane] - rows.fresh[row]
+        put(tally.numbers, pages, index % tokens, by_lane[row, lane, index], is_old)
+        return
+    # past a lane's last slot, the first one is written again: the number of slots is not read
+    index = torch.where(slot < held[:, :, None], slot, 0)
+    lanes = slice(tally.first_lane, tally.first_lane + held.shape[1])
+    pages = tally.table[rows.table_rows, lanes].long().gather(2, index // tokens).reshape(-1)
+    is_old = index < held[:, :, None] - rows.fresh[:, None, None]
+    added = by_lane.gather(2, index[..., None].expand_as(by_lane)).flatten(0, 2)
+    offsets = (index % tokens).reshape(-1)
+    put(tally.numbers, pages, offsets, added, is_old.reshape(-1))
 
 
 def put(

@@ -32,7 +32,7 @@ from quire.kv.slot_moves import (
     prove_one_to_one,
     retained_pages,
 )
-from quire.kv.tables import LaneTable, cut_slots
+from quire.kv.tables import LaneTable, Rows, cut_slots
 from quire.layout.pages import PageClass
 
 Pages = Mapping[PageClass, int]
@@ -103,9 +103,8 @@ def plan_compaction(
             "instead"
         )
     moves = no_moves() if kept_columns is not None else _moves(keep, kind)
-    followers = (follower.name for follower in memory.layout.followers_of(group))
-    statistics = tuple(name for name in followers if memory.tables[name].active[row])
-    tables = [table, *(memory.tables[name] for name in statistics)]
+    mirrors = followers(memory, group, row)
+    statistics, tables = tuple(mirror.group.name for mirror in mirrors), [table, *mirrors]
     needed = {table.group.page_class: _count_needed(memory, table, row, moves)}
     freed, offloaded = _freed_pages(memory, tables, row, keep, kept_columns), 0
     if table.staged[row]:
@@ -283,13 +282,80 @@ def commit_compaction(
                 continue
             _move(memory, table, plan, mover)
             if plan.kept_columns is None:
-                freed = cut_slots(table, plan.row, plan.keep_slots)
+                freed = cut_slots(table, np.array([plan.row]), plan.keep_slots[None])
             else:
                 freed = table.keep_columns(plan.row, plan.kept_columns)
                 table.num_slots[plan.row] = plan.keep_slots
             memory.pools[table.group.page_class].release(freed)
         moves = plan.moves if plan.kept_columns is None else None  # None: whole pages were dropped
         memory.listeners.compacted(plan.row, plan.group, moves, int(plan.keep_slots.min()))
+
+
+def commit_counts(
+    memory: KVMemory, group: str, rows: Rows, keep_slots: NDArray[np.int32]
+) -> NDArray[np.int64]:
+    """Free the pages after the first slots of rows, whose retained slots are these by now.
+
+    The pages to free follow from the counts: which tokens they held is not needed.
+
+    Args:
+        memory: pages of retained slots are not shared.
+        group: a lane group.
+        rows: rows with the same statistics.
+        keep_slots: [rows, lanes] slots to retain.
+
+    Returns:
+        The freed bytes of each row.
+    """
+    freed_bytes = np.zeros(len(rows), dtype=np.int64)
+    for table in (memory.tables[group], *followers(memory, group, int(rows[0]))):
+        page_class, held = table.group.page_class, table.num_pages[rows]
+        pages, pool = cut_slots(table, rows, keep_slots), memory.pools[page_class]
+        of_row = np.repeat(np.arange(len(rows)), (held - table.num_pages[rows]).sum(axis=1))
+        alone = pool.ref_counts[pages] == 1
+        freed_bytes += np.bincount(of_row[alone], minlength=len(rows)) * page_class.page_bytes
+        pool.release(pages)
+    for row, fewest in zip(rows.tolist(), keep_slots.min(axis=1).tolist(), strict=True):
+        memory.listeners.compacted(row, group, None, fewest)
+    return freed_bytes
+
+
+def copy_shared(memory: KVMemory, group: str, rows: Rows, keep_slots: NDArray[np.int64]) -> None:
+    """Copy the shared pages that a compaction may write, which follow from the counts alone.
+
+    Args:
+        memory: cached prefixes may be evicted for the copies.
+        group: a lane group.
+        rows: rows to compact.
+        keep_slots: [rows, lanes] slots to retain.
+
+    Raises:
+        OutOfPages: no pages for the copies.
+    """
+    table = memory.tables[group]
+    page_class, pool = table.group.page_class, memory.pools[table.group.page_class]
+    if not pool.num_shared:
+        return
+    columns = np.where(keep_slots < table.num_slots[rows], -(-keep_slots // page_class.tokens), 0)
+    written = np.arange(int(columns.max(initial=0))) < columns[:, :, None]
+
+    def shared() -> tuple[NDArray[np.int64], ...]:
+        pages = table.pages[rows, :, : written.shape[2]]
+        return np.nonzero(written & (pool.ref_counts[pages] > 1))
+
+    index, lane, column = shared()
+    memory.listeners.unpublish(page_class, table.pages[rows[index], lane, column])
+    index, lane, column = shared()
+    _require_pages(memory, {page_class: len(lane)})
+    if len(lane):
+        memory.privatise(table, rows[index], lane, column)
+        memory.note_peaks(np.unique(rows[index]))
+
+
+def followers(memory: KVMemory, group: str, row: int) -> list[LaneTable]:
+    """Return the tables that mirror a group and that a row uses."""
+    tables = (memory.tables[one.name] for one in memory.layout.followers_of(group))
+    return [table for table in tables if table.active[row]]
 
 
 def _move(

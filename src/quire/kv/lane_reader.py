@@ -1,4 +1,4 @@
-"""One row's lanes, read plane by plane: slots sorted by position, one view lane per KV head.
+"""Lanes of rows, read plane by plane: slots sorted by position, one view lane per KV head.
 
     table lane     slots in storage order    2 0 3 .        positions 9 1 4
     view lanes     slots by position         0 1 2          positions 1 4 9, for each of its heads
@@ -6,7 +6,8 @@
 `RowLanes` has the order of the slots. A `VectorReader` reads the keys or the values of these slots,
 a `StatisticReader` reads and writes a statistic. `RowLanes.unsort` converts a policy's mask over
 the view to storage order. A view covers whole layers, so a large model can be read a few layers at
-a time.
+a time. The number of slots of a lane is known on the CPU; their order and contents stay on the
+device, so that reading them does not wait for it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.errors import PolicyError
+from quire.kernels import device_copies
 from quire.kernels.coded import CodedPages, CodedPlanes, decode_slots
 from quire.kernels.device_copies import to_device
 from quire.kernels.token_precision import (
@@ -30,110 +32,176 @@ from quire.kernels.token_precision import (
     records_of,
     stored_record,
 )
+from quire.kv.compaction import followers
 from quire.kv.paged_kv import PagedKV
+from quire.kv.slot_moves import fill_holes
 from quire.kv.statistics import StatisticPages
+from quire.kv.tables import LaneTable
 from quire.layout.pages import KEY, VALUE, LaneGroup
 from quire.layout.statistics import Statistic
+
+PAST_END = 1 << 40
+"""Larger than any position."""
 
 
 def stored_positions(
     kv: PagedKV, group: str, row: int, lanes: slice = slice(None)
 ) -> NDArray[np.int32]:
-    """Return logical positions [lanes, slots] in storage order; a copy.
+    """Return logical positions [lanes, slots] of a row in storage order; a copy.
 
     Positions past a lane's last slot are undefined, and so are positions in staging pages.
     """
-    table = kv.memory.tables[group]
+    found: NDArray[np.int32] = (
+        _stored_positions(kv, kv.memory.tables[group], np.array([row]), lanes).cpu().numpy()
+    )
+    return found
+
+
+def _stored_positions(
+    kv: PagedKV, table: LaneTable, rows: NDArray[np.int64], lanes: slice
+) -> Int[Tensor, "lane slot"]:
     tokens = table.group.page_class.tokens
-    num_lanes = len(range(*lanes.indices(table.group.num_lanes)))
-    columns = int(table.num_pages[row, lanes].max(initial=0))
+    columns = int(table.num_pages[rows, lanes].max(initial=0))
     views = kv.store.views(table.group.page_class)
     if views.positions is None:
-        first = table.page_positions[row, lanes, :columns]
-        stored = np.add(first[:, :, None], np.arange(tokens), dtype=np.int32)
-    else:
-        pages = np.maximum(table.pages[row, lanes, :columns], 0).reshape(-1).astype(np.int64)
-        found = views.positions.index_select(0, torch.from_numpy(pages).to(kv.store.device))
-        stored = found.cpu().numpy()
-    by_lane: NDArray[np.int32] = stored.reshape(num_lanes, columns * tokens)
-    return by_lane
+        first = table.page_positions[rows, lanes, :columns, None]
+        stored = np.add(first, np.arange(tokens), dtype=np.int32)
+        num_lanes = first.shape[0] * first.shape[1]
+        return to_device(stored.reshape(num_lanes, columns * tokens), kv.store.device)
+    pages = np.maximum(table.pages[rows, lanes, :columns], 0).astype(np.int64)
+    found = views.positions.index_select(0, to_device(pages.reshape(-1), kv.store.device))
+    return found.view(pages.shape[0] * pages.shape[1], columns * tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class SlotOrder:
-    """Slots of the table's lanes sorted by position; each array is [lanes, slots].
+    """Slots of the table's lanes sorted by position; each tensor is [lanes, slots] on the device.
 
     Past a lane's last slot, positions are -1 and `slot` lists the remaining slot numbers.
+
+    Attributes:
+        positions: int64, ascending.
+        slot: int64.
+        held: [lanes] slots of each lane; known on the CPU, unlike their order.
     """
 
-    positions: NDArray[np.int32]
-    slot: NDArray[np.int64]
-    live: NDArray[np.bool_]
+    positions: Int[Tensor, "lane slot"]
+    slot: Int[Tensor, "lane slot"]
+    held: NDArray[np.int64]
 
     @classmethod
-    def of(cls, positions: NDArray[np.int32], live: NDArray[np.bool_]) -> "SlotOrder":
+    def of(cls, positions: Int[Tensor, "lane slot"], held: NDArray[np.int64]) -> "SlotOrder":
         """Sort the live slots by position; live slots are the first slots of their lanes.
 
-        Position and slot are packed into one integer: `np.sort` is faster than `np.argsort`.
+        Position and slot are packed into one integer. On a CPU `np.sort` of them is faster than
+        `np.argsort` and than torch's sorts.
         """
-        bits = positions.shape[1].bit_length()
+        slots, device = positions.shape[1], positions.device
+        bits = slots.bit_length()
+        if device_copies.reads_freely(device):
+            return cls._on_cpu(positions.numpy(), held, bits)
+        slot = torch.arange(slots, device=device)
+        live = slot < to_device(held, device)[:, None]
+        keys = torch.where(live, positions.long(), PAST_END)
+        keys = ((keys << bits) | slot).sort(dim=1).values
+        return cls(torch.where(live, keys >> bits, -1), keys & ((1 << bits) - 1), held)
+
+    @classmethod
+    def _on_cpu(
+        cls, positions: NDArray[np.int32], held: NDArray[np.int64], bits: int
+    ) -> "SlotOrder":
+        slots = positions.shape[1]
+        live = np.arange(slots) < held[:, None]
         past_end = int(positions.max(initial=0, where=live)) + 1  # sorts after every live position
         number: type[np.unsignedinteger[Any]] = (
             np.uint32 if past_end < 1 << 32 - bits else np.uint64
         )
         keys = np.where(live, positions, past_end).astype(number)
         keys <<= number(bits)
-        keys |= np.arange(positions.shape[1], dtype=number)
+        keys |= np.arange(slots, dtype=number)
         keys.sort(axis=1)
         slot = (keys & number((1 << bits) - 1)).astype(np.int64)
-        return cls(np.where(live, (keys >> number(bits)).astype(np.int32), -1), slot, live)
+        by_position = np.where(live, (keys >> number(bits)).astype(np.int64), -1)
+        return cls(torch.from_numpy(by_position), torch.from_numpy(slot), held)
+
+    @property
+    def live(self) -> NDArray[np.bool_]:
+        """Slots [lanes, slots] that hold a token, in the order of positions and in storage."""
+        live: NDArray[np.bool_] = np.arange(self.slot.shape[1]) < self.held[:, None]
+        return live
 
 
 class RowLanes:
-    """The lanes of some layers of one group for one row. Valid until the row changes.
+    """Lanes of some rows in one lane group, and the order of their slots.
 
     Args:
-        group: name of the lane group; the group has no window.
+        kv: the KV memory.
+        group: a lane group.
+        rows: a row, or several; their lanes follow one another.
         layers: consecutive indices of layers in the group; None for all.
     """
 
-    def __init__(self, kv: PagedKV, group: str, row: int, layers: range | None = None) -> None:
-        self.kv, self.row, self.table = kv, row, kv.memory.tables[group]
+    def __init__(
+        self, kv: PagedKV, group: str, rows: int | Sequence[int], layers: range | None = None
+    ) -> None:
+        self.kv, self.table = kv, kv.memory.tables[group]
+        self.rows: NDArray[np.int64] = np.atleast_1d(np.asarray(rows, dtype=np.int64))
         self.group: LaneGroup = self.table.group
         chosen = range(len(self.group.layers)) if layers is None else layers
         per_layer = self.group.lanes_per_layer
         self.lanes = slice(chosen.start * per_layer, chosen.stop * per_layer)
-        self.layers = tuple(self.group.layers[layer] for layer in chosen)
-        held = self.table.num_slots[row, self.lanes]
-        slot = np.arange(int(held.max(initial=0)))
-        self.order = SlotOrder.of(self.stored_positions[:, : len(slot)], slot < held[:, None])
+        self.layers = tuple(self.group.layers[layer] for layer in chosen) * len(self.rows)
+        held = self.table.num_slots[self.rows, self.lanes].reshape(-1).astype(np.int64)
+        stored = self._stored_positions[:, : int(held.max(initial=0))]
+        self.order = SlotOrder.of(stored, held)
+
+    @property
+    def row(self) -> int:
+        """The only row."""
+        [row] = self.rows.tolist()
+        return int(row)
 
     @property
     def heads_per_layer(self) -> int:
         return self.group.lanes_per_layer * self.group.page_class.heads
 
     @property
+    def _stored_positions(self) -> Int[Tensor, "lane slot"]:
+        return _stored_positions(self.kv, self.table, self.rows, self.lanes)
+
+    @property
     def stored_positions(self) -> NDArray[np.int32]:
         """Positions [lanes, slots] in storage order; undefined past a lane's last slot."""
-        return stored_positions(self.kv, self.group.name, self.row, self.lanes)
+        found: NDArray[np.int32] = self._stored_positions.cpu().numpy()
+        return found
 
     @property
     def lane_positions(self) -> NDArray[np.int32]:
         """Logical positions for each lane of the table, [lanes, slots]; a copy."""
-        return self.order.positions.copy()
+        found: NDArray[np.int32] = self.order.positions.cpu().numpy().astype(np.int32)
+        return found
 
     @cached_property
     def positions(self) -> Int[Tensor, "lane slot"]:
         """Logical positions, ascending; -1 past a lane's last slot. A lane is a KV head."""
-        heads = self.group.page_class.heads
-        return self.tensor(np.repeat(self.lane_positions, heads, axis=0))
+        return self.order.positions.repeat_interleave(self.group.page_class.heads, dim=0)
 
     def in_storage_order(
         self, vectors: Float[Tensor, "lane slot head_dim"]
     ) -> Float[Tensor, "table_lane head slot head_dim"]:
         by_lane = vectors.view(-1, self.group.page_class.heads, *vectors.shape[1:])
-        slot = self.tensor(self.order.slot)[:, None, :, None].expand_as(by_lane)
+        slot = self.order.slot[:, None, :, None].expand_as(by_lane)
         return torch.empty_like(by_lane).scatter_(2, slot, by_lane)
+
+    def by_table_lane(
+        self, marks: Bool[Tensor, "lane slot"]
+    ) -> Bool[Tensor, "table_lane head slot"]:
+        """Group the heads that share a lane of the table."""
+        return marks.view(-1, self.group.page_class.heads, marks.shape[1])
+
+    def by_slot(self, keep: Bool[Tensor, "table_lane slot"]) -> Bool[Tensor, "table_lane slot"]:
+        """Convert marks by position to marks in storage order."""
+        return torch.empty_like(keep).scatter_(1, self.order.slot, keep)
 
     def unsort(self, keep: Bool[Tensor, "lane slot"]) -> NDArray[np.bool_]:
         """Convert a mask over the view to [lanes of the table, slots] in storage order.
@@ -141,29 +209,44 @@ class RowLanes:
         Raises:
             PolicyError: KV heads that share pages retain different tokens.
         """
-        heads = self.group.page_class.heads
-        by_lane = keep.cpu().numpy().reshape(-1, heads, keep.shape[1])
+        by_lane = self.by_table_lane(keep.cpu())
         if (by_lane != by_lane[:, :1]).any():
-            raise PolicyError(
-                f"heads of group {self.group.name!r} share pages and must retain the same tokens, "
-                "but the policy retains different tokens per head; it needs one-head pages"
-            )
-        by_position = torch.from_numpy(by_lane[:, 0] & self.order.live)
-        by_slot = torch.empty_like(by_position)
-        stored: NDArray[np.bool_] = by_slot.scatter_(
-            1, torch.from_numpy(self.order.slot), by_position
-        ).numpy()
+            raise PolicyError(self.heads_differ)
+        by_position = by_lane[:, 0] & torch.from_numpy(self.order.live)
+        stored: NDArray[np.bool_] = (
+            torch.empty_like(by_position).scatter_(1, self.order.slot.cpu(), by_position).numpy()
+        )
         return stored
 
-    def pages(self, pages: NDArray[np.int32]) -> NDArray[np.int32]:
+    @property
+    def heads_differ(self) -> str:
+        """The error of a rule that retains different tokens in heads that share pages."""
+        return (
+            f"heads of group {self.group.name!r} share pages and must retain the same tokens, "
+            "but the policy retains different tokens per head; it needs one-head pages"
+        )
+
+    def pages(self, pages: NDArray[np.int32]) -> NDArray[np.int64]:
         """The lanes' part [lanes, capacity] of a table's pages; page 0 for entries without one."""
-        return np.maximum(pages[self.row, self.lanes], 0)
+        of_rows = pages[self.rows, self.lanes]
+        num_lanes = of_rows.shape[0] * of_rows.shape[1]
+        return np.maximum(of_rows, 0).reshape(num_lanes, of_rows.shape[2]).astype(np.int64)
 
     def places(self, tokens: int) -> tuple[Tensor, Tensor]:
         """Pages and offsets of the slots by position, each [lane, slot]."""
-        column, offset = np.divmod(self.order.slot, tokens)
-        pages = np.take_along_axis(self.pages(self.table.pages), column, axis=1)
-        return self.tensor(pages), self.tensor(offset)
+        return self.place_of(self.order.slot, self.table, tokens)
+
+    def place_of(
+        self, slot: Int[Tensor, "lane slot"], table: LaneTable, tokens: int
+    ) -> tuple[Tensor, Tensor]:
+        """Pages and offsets of slots in a table with the same lanes, each [lane, slot]."""
+        column = slot.div(tokens, rounding_mode="floor")
+        return self.tensor(self.pages(table.pages)).gather(1, column), slot - column * tokens
+
+    @cached_property
+    def live(self) -> Bool[Tensor, "lane slot"]:
+        """`order.live` on the device."""
+        return self.tensor(self.order.live)
 
     def tensor(self, numbers: NDArray[np.generic]) -> Tensor:
         whole = numbers.astype(np.int64) if numbers.dtype == np.int32 else numbers
@@ -196,8 +279,8 @@ class VectorReader:
             self._add_promoted(found)
         if self._exact is not None:
             self._write_full_precision(found)
-        if not lanes.order.live.all():
-            found[~lanes.tensor(lanes.order.live)] = 0  # free slots may hold anything
+        if not lanes.order.live.all():  # free slots may hold anything
+            found.masked_fill_(~lanes.live[:, :, None, None], 0.0)
         return found.transpose(1, 2).flatten(0, 1)
 
     def lost(
@@ -212,15 +295,14 @@ class VectorReader:
         lanes, exact = self._lanes, self._exact
         assert exact is not None, "the group keeps full-precision tokens"
         at, tokens = (lanes.tensor(lane), lanes.tensor(index)), lanes.group.page_class.tokens
-        pages = lanes.tensor(exact.table.pages[lanes.row, lanes.lanes, 0])[at[0]]
-        record = record_of(exact.tokens, lanes.tensor(lanes.order.positions)[at])
+        pages = lanes.tensor(lanes.pages(exact.table.pages)[:, 0])[at[0]]
+        record = record_of(exact.tokens, lanes.order.positions[at])
         decoded = self._decoded(*lanes.places(tokens))[at]
         residual = exact.views.planes[self._plane][0][pages, :, record].float() - decoded
         assert self._views.coded is not None, "the pages hold codes"
         if self._side(self._views.coded).codec.spec.per_page:  # the last page is not encoded yet
-            held = lanes.order.live.sum(axis=1)[lane]
-            is_coded = lanes.order.slot[lane, index] < held // tokens * tokens
-            residual[~lanes.tensor(is_coded)] = 0
+            coded_slots = lanes.tensor(lanes.order.held[lane] // tokens * tokens)
+            residual[lanes.order.slot[at] >= coded_slots] = 0
         return residual
 
     def _side(self, coded: CodedPages) -> CodedPlanes:
@@ -237,8 +319,8 @@ class VectorReader:
         columns = -(-slots // tokens)
         pages = lanes.tensor(lanes.pages(lanes.table.pages)[:, :columns].reshape(-1))
         vectors = plane.index_select(0, pages).transpose(1, 2).reshape(-1, heads, width)
-        first = np.arange(num_lanes)[:, None] * (columns * tokens)
-        found = vectors.index_select(0, lanes.tensor((first + lanes.order.slot).reshape(-1)))
+        first = torch.arange(num_lanes, device=plane.device)[:, None] * (columns * tokens)
+        found = vectors.index_select(0, (first + lanes.order.slot).reshape(-1))
         return found.view(num_lanes, slots, heads, width).float()
 
     def _decoded(self, pages: Tensor, offsets: Tensor) -> Tensor:
@@ -257,8 +339,8 @@ class VectorReader:
         lanes, promoted = self._lanes, self._promoted
         assert promoted is not None, "the group has promoted tokens"
         pages = lanes.tensor(lanes.pages(promoted.table.pages)[:, 0])
-        record = records_of(promoted.marks[pages], lanes.tensor(lanes.order.positions))
-        lane, slot = ((record >= 0) & lanes.tensor(lanes.order.live)).nonzero(as_tuple=True)
+        record = records_of(promoted.marks[pages], lanes.order.positions)
+        lane, slot = ((record >= 0) & lanes.live).nonzero(as_tuple=True)
         residual = decode_records(self._side(promoted.coded), pages[lane], record[lane, slot])
         found[lane, slot] += residual
 
@@ -266,14 +348,15 @@ class VectorReader:
         """Overwrite tokens that the newest query reads in full precision."""
         lanes, exact, order = self._lanes, self._exact, self._lanes.order
         assert exact is not None, "the group keeps full-precision tokens"
-        positions, slots = (lanes.tensor(x) for x in (order.positions, order.slot))
-        held = lanes.tensor(order.live.sum(axis=1)[:, None])
-        newest = torch.full_like(held, int(lanes.kv.memory.lengths[lanes.row]) - 1)
+        positions, slots = order.positions, order.slot
+        held = lanes.tensor(order.held[:, None])
+        lengths = np.repeat(lanes.kv.memory.lengths[lanes.rows], len(held) // len(lanes.rows))
+        newest = lanes.tensor(lengths[:, None]) - 1
         wanted = in_full_precision(exact.tokens, positions, slots, newest, held - 1)
         if self._whole_window:
             wanted |= positions > newest - exact.tokens.recent
-        lane, slot = (wanted & lanes.tensor(order.live)).nonzero(as_tuple=True)
-        pages = lanes.tensor(exact.table.pages[lanes.row, lanes.lanes, 0])[lane]
+        lane, slot = (wanted & lanes.live).nonzero(as_tuple=True)
+        pages = lanes.tensor(lanes.pages(exact.table.pages)[:, 0])[lane]
         record = stored_record(
             exact.tokens, exact.views.positions, pages, positions[lane, slot], slots[lane, slot]
         )
@@ -312,10 +395,11 @@ class StatisticReader:
         numbers = lanes.tensor(lanes.pages(self._place.table.pages)[:, :columns].reshape(-1))
         found = plane.index_select(0, numbers).view(num_lanes, columns, heads, tokens)
         by_head = found.transpose(1, 2).reshape(num_lanes, heads, columns * tokens)
-        order = lanes.tensor(lanes.order.slot)[:, None].expand(-1, heads, -1)
-        free = lanes.tensor(~lanes.order.live)[:, None]
-        # free slots may hold anything
-        return by_head.gather(2, order).masked_fill_(free, 0.0).flatten(0, 1)
+        order = lanes.order.slot[:, None].expand(-1, heads, -1)
+        found = by_head.gather(2, order)
+        if not lanes.order.live.all():  # free slots may hold anything
+            found.masked_fill_(~lanes.live[:, None], 0.0)
+        return found.flatten(0, 1)
 
     def write(self, numbers: Float[Tensor, "..."]) -> None:
         """Overwrite the statistic with numbers in the shape of `read`."""
@@ -324,19 +408,16 @@ class StatisticReader:
         if place.statistic.per_slot:
             numbers = numbers[:, :, None]
         else:
-            record = np.arange(numbers.shape[1])[None].repeat(len(record), axis=0)
-            live = np.ones_like(record, dtype=bool)
-        lane, column = np.nonzero(live)
-        page, offset = np.divmod(record[lane, column], place.group.page_class.tokens)
-        pages = lanes.tensor(lanes.pages(place.table.pages)[lane, page])
-        heads = numbers.view(len(live), -1, *numbers.shape[1:])[
-            lanes.tensor(lane), :, lanes.tensor(column)
-        ]
-        place.numbers[pages, :, lanes.tensor(offset)] = heads
+            record = torch.arange(numbers.shape[1], device=numbers.device).expand(len(record), -1)
+            live = np.ones(record.shape, dtype=bool)
+        pages, offsets = lanes.place_of(record, place.table, place.group.page_class.tokens)
+        at = tuple(lanes.tensor(index) for index in np.nonzero(live))
+        heads = numbers.view(len(live), -1, *numbers.shape[1:])[at[0], :, at[1]]
+        place.numbers[pages[at], :, offsets[at]] = heads
 
 
 class LaneReader(RowLanes):
-    """Lanes with readers of their planes: what a policy's view of a row reads."""
+    """Lanes with readers of their planes: what a policy's view of rows reads."""
 
     def keys(self) -> Float[Tensor, "lane slot head_dim"]:
         return VectorReader(self, KEY).read()
@@ -350,17 +431,73 @@ class LaneReader(RowLanes):
         return {
             place.statistic.name: StatisticReader(self, place).read()
             for place in self._statistics
-            if place.table.active[self.row]
+            if place.table.active[self.rows].all()
         }
 
     def note(self, statistic: Statistic, numbers: Float[Tensor, "..."]) -> None:
-        """Overwrite a declared statistic of the row for these layers, in the order of the view."""
+        """Overwrite a declared statistic for these layers, in the order of the view."""
         [place] = [one for one in self._statistics if one.statistic == statistic]
         StatisticReader(self, place).write(numbers)
 
     @property
     def _statistics(self) -> Sequence[StatisticPages]:
         return self.kv.statistics.get(self.group.name, ())
+
+    def compact(self, keep: Bool[Tensor, "table_lane slot"], keep_slots: NDArray[np.int64]) -> None:
+        """Move the retained slots of each lane, and their statistics, to its first slots.
+
+        Args:
+            keep: retained slots by position: exactly `keep_slots` in each lane.
+            keep_slots: [lanes] number of retained slots.
+        """
+        lane, source, target = slot_moves(self.by_slot(keep), keep_slots, self.order.held)
+        memory, row = self.kv.memory, int(self.rows[0])
+        for table in (self.table, *followers(memory, self.group.name, row)):
+            page_class = table.group.page_class
+            pages = self.tensor(self.pages(table.pages))
+            places = [
+                (pages[lane, slot // page_class.tokens], slot % page_class.tokens)
+                for slot in (source, target)
+            ]
+            self.kv.store.move_places(page_class, places[0], places[1])
+
+
+def slot_moves(
+    keep: Bool[Tensor, "lane slot"], keep_slots: NDArray[np.int64], held: NDArray[np.int64]
+) -> tuple[Int[Tensor, " move"], Int[Tensor, " move"], Int[Tensor, " move"]]:
+    """Return lane, source and target of the moves that fill the holes before `keep_slots`.
+
+    On a CPU these are the moves of `fill_holes`. Elsewhere their number is not known: each lane has
+    as many as it can need, and repeats its first move, or moves slot 0 onto itself.
+
+    Args:
+        keep: [lane, slot] retained slots in storage order.
+        keep_slots: [lane] number of retained slots.
+        held: [lane] number of slots.
+    """
+    if device_copies.reads_freely(keep.device):
+        moves = fill_holes(keep.numpy())
+        found = (moves.lane, moves.source, moves.target)
+        return torch.from_numpy(found[0]), torch.from_numpy(found[1]), torch.from_numpy(found[2])
+    lanes, device = len(keep), keep.device
+    width = int(np.minimum(keep_slots, held - keep_slots).max(initial=0))
+    slot = torch.arange(keep.shape[1], device=device)
+    before = slot < to_device(keep_slots, device)[:, None]
+
+    def listed(marks: Tensor) -> Tensor:
+        """The slots of marks, ascending; zeros after the last one."""
+        place = torch.where(marks, marks.cumsum(dim=1) - 1, width).clamp_max(width)
+        found = torch.zeros(lanes, width + 1, dtype=torch.int64, device=device)
+        return found.scatter_(1, place, slot.expand_as(place))[:, :width]
+
+    holes = before & ~keep
+    used = torch.arange(width, device=device) < holes.sum(dim=1, keepdim=True)
+    lane = torch.arange(lanes, device=device).repeat_interleave(width)
+    source, target = (
+        torch.where(used, slots, slots[:, :1]).reshape(-1)
+        for slots in (listed(~before & keep), listed(holes))
+    )
+    return lane, source, target
 
 
 class JoinedReader:

@@ -142,8 +142,16 @@ class MemoryListener:
     def forked(self, parent: int, child: int) -> None:
         """Handle the fork of a sequence; the page table of the child holds its pages already."""
 
+    @property
+    def reads_moves(self) -> bool:
+        """Whether `compacted` must know how slots moved, so that the CPU waits for them."""
+        return False
+
     def compacted(self, row: int, group: str, moves: SlotMoves | None, slots: int) -> None:
-        """`moves` is None if whole pages were dropped; `slots` is the fewest of any lane."""
+        """`moves` is None if whole pages were dropped, or if only the device knows the moves.
+
+        `slots` is the fewest of any lane.
+        """
 
     def unpublish(self, page_class: PageClass, pages: PageNumbers) -> NDArray[np.bool_]:
         """Release pages that are about to be written; return the mask of released pages."""
@@ -173,6 +181,10 @@ class MemoryListeners:
     def idle_bytes(self) -> int:
         """Bytes of pages in use that no running request uses."""
         return sum(listener.idle_bytes for listener in self._listeners)
+
+    @property
+    def reads_moves(self) -> bool:
+        return any(listener.reads_moves for listener in self._listeners)
 
     def released(self, rows: Rows) -> None:
         for listener in self._listeners:
@@ -493,7 +505,8 @@ class KVMemory:
         for name, table in self.tables.items():
             if table.group.follows is not None and table.active[row]:
                 kept[name] = kept[table.group.follows]
-            self.pools[table.group.page_class].release(cut_slots(table, row, kept[name]))
+            freed = cut_slots(table, np.array([row]), kept[name][None])
+            self.pools[table.group.page_class].release(freed)
         self.lengths[row] = length
 
     # ---- checks --------------------------------------------------------------------------------

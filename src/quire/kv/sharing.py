@@ -412,7 +412,7 @@ def replace_statistics(
     """Replace the pages of private groups of a row; the row takes the references."""
     for name, numbers in pages.items():
         table = memory.tables[name]
-        old = table.cut(row, np.zeros(table.group.num_lanes, dtype=np.int32))
+        old = table.cut(np.array([row]), np.zeros((1, table.group.num_lanes), dtype=np.int32))
         memory.pools[table.group.page_class].release(old)
         begin_lanes(table, row, end, numbers)
     memory.note_peaks(np.array([row]))

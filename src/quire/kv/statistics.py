@@ -273,7 +273,10 @@ def _watched(place: StatisticPages, batch: FlatBatch, slots: NDArray[np.int32]) 
         heads=statistic.reduction,
         summed=rows,
         slots=by_layer,
-        rows=tuple(StatisticRows(step_rows, table_rows, own, fresh, numbers) for own in held),
+        rows=tuple(
+            StatisticRows(step_rows, table_rows, own, fresh, int(slots.max(initial=0)), numbers)
+            for own, slots in zip(held, by_layer, strict=True)
+        ),
         again=active & ~summed,
     )
 

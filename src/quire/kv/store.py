@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from jaxtyping import Int
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -57,6 +58,10 @@ class PageViews:
     def value(self) -> Tensor:
         """Values, or packed codes of quantized values."""
         return self.planes[VALUE][0]
+
+
+Places = tuple[Int[Tensor, " slot"], Int[Tensor, " slot"]]
+"""Pages of slots, and the offsets of the slots in them."""
 
 
 class PageStore:
@@ -168,13 +173,16 @@ class PageStore:
         If a codec encodes whole pages, the target pages must then be encoded again.
         """
         (from_page, from_offset), (to_page, to_offset) = source, target
-        self._mover(
-            MovedSlots(
-                planes=self.views(page_class).by_slot,
-                source=(self._index(from_page), self._index(from_offset)),
-                target=(self._index(to_page), self._index(to_offset)),
-            )
+        self.move_places(
+            page_class,
+            (self._index(from_page), self._index(from_offset)),
+            (self._index(to_page), self._index(to_offset)),
         )
+
+    def move_places(self, page_class: PageClass, source: Places, target: Places) -> None:
+        """As `move_records`, of slots that are known to the device only."""
+        planes = self.views(page_class).by_slot
+        self._mover(MovedSlots(planes=planes, source=source, target=target))
 
     def read_pages(self, page_class: PageClass, pages: PageNumbers) -> object:
         """Copy the bytes of whole pages to CPU memory, uint8 [pages, page_bytes]."""

@@ -255,7 +255,7 @@ def append_tail(memory: KVMemory, row: int, swapped: Swapped) -> None:
     for name in memory.statistics_of(row):  # those of the whole sequence were stored
         table = memory.tables[name]
         none = np.zeros(table.group.num_lanes, dtype=np.int32)
-        memory.pools[table.group.page_class].release(cut_slots(table, row, none))
+        memory.pools[table.group.page_class].release(cut_slots(table, np.array([row]), none[None]))
     _attach(memory, row, swapped.sequences[0], pages)
     memory.note_peaks(np.array([row]))
     swapped.stored.free()

@@ -97,14 +97,17 @@ class LaneTable:
         self.pages[row, lane, column] = pages
         self._note(row, lane, column)
 
-    def cut(self, row: int, keep_pages: NDArray[np.int32]) -> PageNumbers:
-        """Remove the pages after the first `keep_pages` [lanes] of a row; return them."""
-        column = np.arange(self.capacity)
-        removed = (column >= keep_pages[:, None]) & (column < self.num_pages[row][:, None])
-        pages: PageNumbers = self.pages[row][removed]
-        self.pages[row][removed] = NO_PAGE
-        self.num_pages[row] = np.minimum(self.num_pages[row], keep_pages)
-        self._note_mask(row, removed)
+    def cut(self, rows: Rows, keep_pages: NDArray[np.int32]) -> PageNumbers:
+        """Remove the pages after the first `keep_pages` [rows, lanes] of rows; return them."""
+        held = self.num_pages[rows]
+        column = np.arange(int(held.max(initial=0)))
+        removed = (column >= keep_pages[:, :, None]) & (column < held[:, :, None])
+        index, lane, column = np.nonzero(removed)
+        row = rows[index]
+        pages: PageNumbers = self.pages[row, lane, column]
+        self.pages[row, lane, column] = NO_PAGE
+        self.num_pages[rows] = np.minimum(held, keep_pages)
+        self._note(row, lane, column)
         return pages
 
     def drop(self, row: int, lane: int, columns: NDArray[np.int64]) -> PageNumbers:
@@ -328,10 +331,10 @@ def drop_behind_window(
         yield table.drop(int(rows[i]), int(lane), np.arange(num_outside))
 
 
-def cut_slots(table: LaneTable, row: int, keep_slots: NDArray[np.int32]) -> PageNumbers:
-    """Drop the slots after the first `keep_slots` [lanes] of a row; return the removed pages."""
-    table.num_slots[row] = keep_slots
-    return table.cut(row, -(-keep_slots // table.group.page_class.tokens))
+def cut_slots(table: LaneTable, rows: Rows, keep_slots: NDArray[np.int32]) -> PageNumbers:
+    """Drop the slots after the first `keep_slots` [rows, lanes] of rows; return removed pages."""
+    table.num_slots[rows] = keep_slots
+    return table.cut(rows, -(-keep_slots // table.group.page_class.tokens))
 
 
 def slots_below(table: LaneTable, row: int, row_length: int, length: int) -> NDArray[np.int32]:

@@ -33,6 +33,7 @@ class Average(SinksAndRecent):
     """
 
     cost = "column sums of the attention weights"
+    reads_vectors = False
 
     heads: str = MEAN
 

@@ -1,8 +1,9 @@
 """Interface of an eviction policy: a frozen dataclass that selects the slots of a lane to retain.
 
 A policy has no state. Statistics that must persist between steps are declared (`statistics`) and
-stored in the sequence's own pages. A policy sees one sequence at a time. It receives a number of
-slots to retain, never a ratio. Slots that must be retained (sinks, newest tokens) are a mask, never
+stored in the sequence's own pages. A policy sees the lanes of one or several sequences, and the
+retained set of a sequence depends on its own lanes only. It receives a number of slots to retain,
+never a ratio. Slots that must be retained (sinks, newest tokens) are a mask, never
 a score. Ties retain the lower position.
 """
 
@@ -46,6 +47,8 @@ class EvictionPolicy(ABC):
 
     cost: ClassVar[str] = ""
     """Cost in addition to reading the cache, in a few words, shown by `quire policies`."""
+    reads_vectors: ClassVar[bool] = True
+    """Whether the rule reads keys or values; if not, no memory is reserved for copies of them."""
     extra: ClassVar[str] = ""
     """Optional packages that the policy needs: a key of `quire.layout.extras.EXTRAS`, or ""."""
 
@@ -112,7 +115,7 @@ class EvictionPolicy(ABC):
         """Select the slots to retain.
 
         Args:
-            view: one sequence.
+            view: lanes of one or several sequences.
             keep: slots to retain in each lane; at most the number the lane holds.
             piece_tokens: neighbouring slots that are evicted together.
 
@@ -175,7 +178,7 @@ class ScorePolicy(EvictionPolicy):
         """Select the slots to retain, of which a budget moves some between the heads of a layer.
 
         Args:
-            view: one sequence.
+            view: lanes of one sequence.
             keep: slots to retain in each lane before slots move; sets the protected slots.
             piece_tokens: neighbouring slots that are evicted together.
             divide: returns the slots to retain from scores and protected slots.
@@ -208,7 +211,10 @@ class ScorePolicy(EvictionPolicy):
             PolicyError: the shape is wrong, or a score is not finite.
         """
         score = self._shaped("score", self.score(view), view)
-        if not _all_finite(score) and not bool((torch.isfinite(score) | ~view.live).all()):
+        at_once = view.breaches is None
+        if at_once and _all_finite(score):
+            return score
+        if view.breaks_contract(~torch.isfinite(score) & view.live):
             raise PolicyError(f"{type(self).__name__} returned a score that is not finite")
         return score
 
@@ -226,7 +232,7 @@ class ScorePolicy(EvictionPolicy):
             keep = torch.where(keep < view.num_slots[:, 0], keep - edges, keep)
         protected = self._shaped("protected", self.protected(view, keep), view)
         over = protected.sum(dim=1) - keep
-        if bool((over > 0).any()):
+        if view.breaks_contract(over > 0):
             lane = int(over.argmax())
             raise PolicyError(
                 f"{type(self).__name__} protects {int(protected[lane].sum())} slots of a lane, but "

@@ -278,6 +278,7 @@ class EvictionRule:
         if not self.budget.needs_prompt or eviction.spec.cap is None:
             return eviction
         assert isinstance(self.policy, ScorePolicy), "checked by make_eviction"
+        assert isinstance(view.prompt_tokens, int), "a view of one sequence"
         spec, pieces = eviction.spec, eviction.piece_tokens
         shape = self._shape(eviction.spec.cap, spec.leaving, view.prompt_tokens, lanes, pieces)
         caps = self.budget.finalize(view, self.policy, shape)

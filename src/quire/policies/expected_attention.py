@@ -90,9 +90,12 @@ class ExpectedAttention(SinksAndRecent):
                 "this view was built without rotations, which expected_attention needs to estimate "
                 "queries"
             )
-        layers = view.lane_layers.view(-1, view.heads_per_layer)[:, 0].tolist()
+        of_layer = view.first_heads
+        layers, first = of_layer(view.lane_layers).tolist(), view.next_position
+        starts = [first] * len(layers) if isinstance(first, int) else of_layer(first)[:, 0].tolist()
         turns = [
-            view.rotation.mean_rotation(layer, view.next_position, self.future) for layer in layers
+            view.rotation.mean_rotation(layer, start, self.future)
+            for layer, start in zip(layers, starts, strict=True)
         ]
         return torch.stack(turns).repeat_interleave(view.heads_per_layer, dim=0)[:, None]
 

@@ -39,6 +39,7 @@ class H2O(ScorePolicy):
     """
 
     cost = "column sums of the attention weights"
+    reads_vectors = False
 
     sinks: int = 0
     recent: int = HALF

@@ -40,9 +40,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from quire.kernels import device_copies
 from quire.kernels.native.selection import native_selection
 from quire.policies.base import Decision
-from quire.policies.choose import Floats, count_of
+from quire.policies.choose import Floats, best_slots, count_of
 from quire.policies.crushed import CrushedShare, whole
 from quire.policies.registry import register
 from quire.policies.signatures.anchors import (
@@ -93,7 +94,42 @@ class KVCrush(CrushedShare):
         check_pick(self.pick)
 
     def decision_of(self, context: SelectionContext) -> Decision:
-        return self.decision_in_c(context) or CrushedShare.decision_of(self, context)
+        on_host = device_copies.reads_freely(context.score.device)
+        fast = self.decision_in_c(context) if on_host else self.decision_in_torch(context)
+        return fast or CrushedShare.decision_of(self, context)
+
+    def decision_in_torch(self, context: SelectionContext) -> Decision | None:
+        """Make the same decision on a device, without reading from it; None if it cannot."""
+        rows, keep, score = context.rows, context.keep, context.score
+        if self.anchor != MEAN or self.pick != MIDDLE or self.dynamic or not self.share:
+            return None
+        if context.piece_tokens > 1 or context.rows_per_layer > 1:
+            return None
+        slots, device = score.shape[2], score.device
+        must = context.protected & rows.live
+        free = rows.live & ~must
+        open_slots = free.sum(dim=1)
+        retained = (keep - must.sum(dim=1)).clamp_min(0).minimum(open_slots)
+        count = (retained.double() * self.share_of_all).round(decimals=9).long()
+        important = best_slots(score.mean(dim=1), free, retained - count)
+        grouped = free & ~important
+        bits = context.marks_of_heads(free, retained) & grouped[:, None]
+        total = grouped.sum(dim=1, keepdim=True)
+        majority = 2 * bits.sum(dim=2) > total
+        distance = (bits != majority[:, :, None]).sum(dim=1)
+        # sorted by (distance, position), the rest behind; then one slot of each slice
+        slot = torch.arange(slots, device=device)
+        keys = torch.where(grouped, distance, context.width + 1) * slots + slot
+        order = keys.sort(dim=1).values % slots
+        slices = count[:, None].minimum(total)
+        cuts = torch.arange(slots + 1, device=device) * total // slices.clamp_min(1)
+        first, length = cuts[:, :-1], cuts.diff(dim=1)
+        middle = (first + (length - 1) // 2).clamp(0, slots - 1)
+        places = torch.where(slot < slices, order.gather(1, middle), slots)
+        chosen = torch.zeros(len(free), slots + 1, dtype=torch.bool, device=device)
+        chosen.scatter_(1, places, True)
+        kept = must | important | chosen[:, :slots]
+        return Decision(kept.repeat_interleave(context.heads_per_row, dim=0))
 
     def decision_in_c(self, context: SelectionContext) -> Decision | None:
         """Make the same decision in one call of the C library; None if it cannot."""

@@ -20,7 +20,7 @@ def lots_of(seed: int, numbers: Int[Tensor, "..."], more: Int[Tensor, "..."]) ->
         numbers: the first of each pair.
         more: the second of each pair; shapes broadcast, such as layers [layer, 1] and positions.
     """
-    first = torch.tensor(seed % (1 << 63), device=numbers.device)
+    first = torch.full((), seed % (1 << 63), device=numbers.device)
     return _shifted(_scrambled(_scrambled(_scrambled(first) + numbers) + more), 11)
 
 

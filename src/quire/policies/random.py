@@ -32,6 +32,7 @@ class Random(SinksAndRecent):
     """
 
     cost = "none: positions only"
+    reads_vectors = False
 
     seed: int = 0
     scope: str = LAYER

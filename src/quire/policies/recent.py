@@ -25,6 +25,7 @@ class Recent(ScorePolicy):
     """
 
     cost = "none: positions only"
+    reads_vectors = False
 
     sinks: int = 0
 

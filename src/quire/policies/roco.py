@@ -34,6 +34,7 @@ class RoCo(SinksAndRecent):
     """
 
     cost = "column sums of the attention weights and of their squares"
+    reads_vectors = False
 
     sinks: int = 4
     recent: int = 10

@@ -34,6 +34,7 @@ class Scissorhands(SinksAndRecent):
     """
 
     cost = "a count of low attention weights"
+    reads_vectors = False
 
     recent: int = 10
     heads: str = MEAN

@@ -89,7 +89,7 @@ class ValueNorm(ScorePolicy):
     def _weighted(
         self, view: KVView, score: Float[Tensor, "lane slot"]
     ) -> Float[Tensor, "lane slot"]:
-        if bool((score[view.live] < 0).any()):
+        if view.breaks_contract((score < 0) & view.live):
             raise PolicyError(
                 f"value_norm needs scores >= 0, and {type(self.base).__name__} returned negative "
                 "ones; use a base whose scores are attention weights, such as h2o"

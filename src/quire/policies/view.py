@@ -1,4 +1,4 @@
-"""The view a policy reads: one sequence, whole layers, slots in the order of positions."""
+"""The view a policy reads: sequences, whole layers, slots in the order of positions."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,12 +6,14 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.errors import PolicyError
+from quire.kernels.device_copies import to_device
 from quire.layout.statistics import Statistic
 
 Rows = TypeVar("Rows", Tensor, NDArray[Any])
@@ -52,18 +54,19 @@ class Rotation(Protocol):
 
 @dataclass(frozen=True)
 class KVView:
-    """The lanes of whole layers of one sequence. A lane is one KV head of one layer.
+    """The lanes of whole layers of one or several sequences. A lane is a KV head of a layer.
 
-    Lanes are layer-major: the `heads_per_layer` lanes of a layer are consecutive. In every lane,
-    slots are in the order of their positions without gaps; a lane with fewer slots than the longest
-    is padded with -1.
+    Sequences follow one another. Their lanes are layer-major: the `heads_per_layer` lanes of a
+    layer are consecutive. In every lane, slots are in the order of their positions without gaps; a
+    lane with fewer slots than the longest is padded with -1.
 
     Attributes:
         positions: logical position of each slot, ascending; -1 for an empty slot.
-        next_position: logical position of the next token: the number of tokens processed so far.
+        next_position: logical position of the next token: the number of tokens processed so far;
+            [lane, 1] if it differs between sequences.
         heads_per_layer: KV heads, and therefore lanes, of a layer.
-        layers: the model's layers, in order.
-        prompt_tokens: tokens of the request's prompt.
+        layers: the model's layers, in order, once for each sequence.
+        prompt_tokens: tokens of the request's prompt; [lane, 1] if it differs between sequences.
         statistics: declared statistics by name; per slot [lane, slot] (0 for an empty slot; with
             separate query heads [lane * group, slot]), else [lane, record, number]. Only those that
             the policy or its budget declared.
@@ -72,13 +75,15 @@ class KVView:
         layer_scales: factor on products of queries and keys, of each layer; empty: 1.
         rotation: RoPE of queries; only for rules that need it (expected_attention).
         group: query heads that share the KV head of a lane.
+        breaches: collects conditions that break the contract of a rule, on the device; None if a
+            breach raises an error at once.
     """
 
     positions: Int[Tensor, "lane slot"]
-    next_position: int
+    next_position: int | Int[Tensor, "lane 1"]
     heads_per_layer: int = 1
     layers: tuple[int, ...] = ()
-    prompt_tokens: int = 0
+    prompt_tokens: int | Int[Tensor, "lane 1"] = 0
     statistics: Mapping[str, Shaped[Tensor, "..."]] = field(
         default_factory=lambda: MappingProxyType({})
     )
@@ -87,21 +92,29 @@ class KVView:
     layer_scales: tuple[float, ...] = ()
     rotation: Rotation | None = None
     group: int = 1
+    breaches: list[Bool[Tensor, ""]] | None = None
+
+    def breaks_contract(self, condition: Bool[Tensor, "..."]) -> bool:
+        """Whether a condition holds anywhere. On a device it is noted, and read after the step."""
+        if self.breaches is None:
+            return bool(condition.any())
+        self.breaches.append(condition.any())
+        return False
 
     @property
     def lane_layers(self) -> Int[Tensor, " lane"]:
         """Number of each lane's layer in the model; counted from 0 if the view names no layers."""
         lanes = self.positions.shape[0]
         layers = self.layers or tuple(range(lanes // self.heads_per_layer))
-        numbers = torch.tensor(layers, device=self.positions.device)
-        return numbers.repeat_interleave(self.heads_per_layer)
+        numbers = np.repeat(np.array(layers, dtype=np.int64), self.heads_per_layer)
+        return to_device(numbers, self.positions.device)
 
     @property
     def lane_scales(self) -> Float[Tensor, "lane 1 1"]:
         """Factor on products of queries and keys, of each lane's layer."""
-        scales = torch.tensor(self.layer_scales or (1.0,), device=self.positions.device)
-        of_layer = self.shape[0] // len(scales)
-        return scales.repeat_interleave(of_layer)[:, None, None]
+        scales = np.array(self.layer_scales or (1.0,), dtype=np.float32)
+        of_lanes = np.repeat(scales, self.shape[0] // len(scales))
+        return to_device(of_lanes[:, None, None], self.positions.device)
 
     @property
     def shape(self) -> tuple[int, ...]:

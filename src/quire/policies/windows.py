@@ -27,7 +27,7 @@ def recorded(
     """
     record = view.statistic(ring)
     query_positions = record[:, :, -1].long() - 1
-    if bool((query_positions < 0).all(dim=1).any()):
+    if view.breaks_contract((query_positions < 0).all(dim=1)):
         raise PolicyError(
             f"no query was recorded in {ring.name}: a rule with a window needs at least one query "
             "to score tokens"

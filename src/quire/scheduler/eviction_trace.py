@@ -7,8 +7,9 @@ ids of the stream.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,16 +18,16 @@ Positions = NDArray[np.int32]
 _LANE = 1 << 40  # larger than any position: lane and position are packed into one number
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EvictionEntry:
     """One eviction.
 
     Attributes:
         num_computed: tokens of the sequence that had been computed.
         counts: [lanes] evicted tokens of each lane.
-        stored: evicted positions, ascending within each lane, lane after lane; or the first
+        source: evicted positions, ascending within each lane, lane after lane; or the first
             positions of all runs of consecutive positions, followed by the run lengths, if that is
-            shorter.
+            shorter (`in_runs`); or a function that returns either, which may wait for the device.
         wanted: [lanes] number of tokens to retain, as passed to the rule before rounding to token
             groups. A replay calls a stateful rule again with these numbers. None for other rules.
         promoted: the tokens promoted to a finer codec by this eviction, as an entry of its own;
@@ -35,9 +36,19 @@ class EvictionEntry:
 
     num_computed: int
     counts: NDArray[np.int32]
-    stored: Positions
+    source: Positions | Callable[[], Positions]
     wanted: NDArray[np.int32] | None = None
     promoted: "EvictionEntry | None" = None
+
+    @cached_property
+    def stored(self) -> Positions:
+        """`source` as an array."""
+        return self.source() if callable(self.source) else self.source
+
+    def settle(self) -> None:
+        """Read the positions from the device and release the memory that they have there."""
+        if callable(self.source):
+            object.__setattr__(self, "source", self.stored)
 
     @classmethod
     def of(
@@ -55,7 +66,7 @@ class EvictionEntry:
         left = index // max(1, evicted.shape[1]) * _LANE + positions.ravel()[index]
         left.sort()
         counts = evicted.sum(axis=1, dtype=np.int32)
-        return cls(num_computed, counts, _in_runs((left % _LANE).astype(np.int32)))
+        return cls(num_computed, counts, in_runs((left % _LANE).astype(np.int32)))
 
     @classmethod
     def joined(cls, num_computed: int, parts: "Sequence[EvictionEntry]") -> "EvictionEntry":
@@ -65,7 +76,7 @@ class EvictionEntry:
         return cls(
             num_computed,
             counts,
-            _in_runs(np.concatenate([part.evicted for part in parts])),
+            in_runs(np.concatenate([part.evicted for part in parts])),
             promoted=cls.joined(num_computed, promoted) if promoted else None,
         )
 
@@ -78,7 +89,7 @@ class EvictionEntry:
         return EvictionEntry(
             self.num_computed,
             self.counts[lanes],
-            _in_runs(np.concatenate(chosen)),
+            in_runs(np.concatenate(chosen)),
             wanted=None if self.wanted is None else self.wanted[lanes],
             promoted=None if self.promoted is None else self.promoted.of_lanes(lanes),
         )
@@ -86,7 +97,7 @@ class EvictionEntry:
     @classmethod
     def merged(cls, parts: "Sequence[EvictionEntry]") -> "EvictionEntry":
         """Join the entries of layers, ascending, that were cut one after the other."""
-        stored = _in_runs(np.concatenate([part.evicted for part in parts]))
+        stored = in_runs(np.concatenate([part.evicted for part in parts]))
         counts = np.stack([part.counts for part in parts]).sum(axis=0, dtype=np.int32)
         wanted = [part.wanted for part in parts if part.wanted is not None]
         retained = np.stack(wanted).max(axis=0) if wanted else None
@@ -99,7 +110,7 @@ class EvictionEntry:
         return EvictionEntry(
             self.num_computed,
             np.where(others, np.int32(0), self.counts),
-            _in_runs(np.concatenate(by_lane[lanes])),
+            in_runs(np.concatenate(by_lane[lanes])),
             None if self.wanted is None else np.where(others, np.int32(-1), self.wanted),
         )
 
@@ -141,8 +152,8 @@ class EvictionEntry:
         return digest.hexdigest()
 
 
-def _in_runs(left: Positions) -> Positions:
-    """Encode positions as `EvictionEntry.stored` does."""
+def in_runs(left: Positions) -> Positions:
+    """Encode evicted positions as runs of consecutive ones if that is shorter."""
     begins = np.flatnonzero(np.diff(left, prepend=-2) != 1)
     if 2 * len(begins) >= len(left):
         return left

@@ -8,7 +8,7 @@ lanes. Torch-free; the eviction policy selects the slots.
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
@@ -30,7 +30,7 @@ from quire.layout.eviction import (
 from quire.layout.pages import PageClass
 from quire.scheduler.eviction_trace import EvictionEntry
 from quire.scheduler.lifecycle import Lifecycle
-from quire.scheduler.request import Request, num_rows
+from quire.scheduler.request import Division, Request, num_rows
 from quire.scheduler.sequence_memory import SequenceMemory
 
 Slots = NDArray[np.int64]
@@ -281,11 +281,13 @@ class Evicted:
         slots: number of evicted slots, over all lanes.
         lanes: number of lanes that can evict.
         entry: the evicted tokens; None in a simulation, which does not track tokens.
+        freed_bytes: bytes of the freed pages; None if the memory has counted them.
     """
 
     slots: int
     lanes: int
     entry: EvictionEntry | None = None
+    freed_bytes: int | None = None
 
 
 @runtime_checkable
@@ -311,6 +313,26 @@ class Evictor(Protocol):
             OutOfPages: no pages for private copies of shared pages; the request is unchanged.
         """
         ...
+
+    def evict_together(self, due: Sequence[tuple[Request, Slots]]) -> list[Evicted | None]:
+        """Evict from several requests, without reading which tokens the rule selects.
+
+        Args:
+            due: requests, and the number of slots [lanes] to retain of each.
+
+        Returns:
+            None for each request that is unchanged and must be evicted with `evict`.
+        """
+        return [None] * len(due)
+
+    def reads_selection(self, request: Request) -> bool:
+        """Whether `evict_together` leaves a request to `evict`, which waits for the device."""
+        del request
+        return True
+
+    def breaches(self) -> list[tuple[Request, PolicyError]]:
+        """Return the requests whose rules broke their contract in an earlier `evict_together`."""
+        return []
 
     def repeat(self, request: Request, entry: EvictionEntry) -> None:
         """Evict the tokens of an entry again.
@@ -365,7 +387,23 @@ class LaneCapacities:
 
     def evict_to_capacity(self, requests: list[Request]) -> list[Request]:
         """Evict from requests with full lanes; return the requests that can be scheduled."""
-        stuck = [r for r in requests if r.eviction.spec.cap is not None and not self._try(r)]
+        stuck, due, divisions = [], [], []
+        if self._optional_evictor is not None:
+            for request, error in self._optional_evictor.breaches():
+                if request.is_running:
+                    self._lifecycle.fail(request, error)
+                    stuck.append(request)
+        for request in requests:
+            if request.eviction.spec.cap is None or request in stuck:
+                continue
+            division = request.eviction.division
+            ready, keep = self._try(request, self._keep_due) or (False, None)
+            if not ready:
+                stuck.append(request)
+            elif keep is not None:
+                due.append((request, keep))
+                divisions.append(division)
+        stuck += self._evict_together(due, divisions)
         if not stuck:
             return requests
         # when a failed member had planned forks, its whole group was queued again
@@ -377,6 +415,25 @@ class LaneCapacities:
             return False
         capped = (r for r in requests if r.eviction.spec.cap is not None)
         return any(r.eviction.spec.when == PRESSURE or self._is_due(r) for r in capped)
+
+    def may_wait(self, requests: Iterable[Request]) -> bool:
+        """Whether planning a step may evict tokens that must be read from the device before."""
+        if self.lanes is None:
+            return False
+        capped = (r for r in requests if r.eviction.spec.cap is not None)
+        return any(
+            r.eviction.spec.when == PRESSURE or (self._is_due(r) and self._must_read(r))
+            for r in capped
+        )
+
+    def _must_read(self, request: Request) -> bool:
+        state = request.eviction
+        return (
+            state.pending
+            or state.next_replay is not None
+            or self._sequence_memory.shares_unwritten(request)
+            or self._evictor.reads_selection(request)
+        )
 
     def evict_while(
         self, lacks_free_pages: Callable[[], bool], requests: Collection[Request]
@@ -519,38 +576,55 @@ class LaneCapacities:
         self._evictor.finalize(request)
         note_division(request)
 
-    def _try(self, request: Request) -> bool:
-        """Evict; False if the policy failed or there are no pages for private copies."""
+    def _try(self, request: Request, change: Callable[[Request], T]) -> T | None:
+        """Evict; None if the policy failed or there are no pages for private copies."""
         try:
-            return self._evict_due(request)
+            return change(request)
         except OutOfPages:
-            return False
+            return None
         except PolicyError as error:
             self._lifecycle.fail(request, error)
-            return False
+            return None
 
-    def _evict_due(self, request: Request) -> bool:
-        """Evict what the next tokens require; False while the request shares unwritten blocks."""
+    def _evict_together(
+        self, due: Sequence[tuple[Request, Slots]], divisions: Sequence[Division]
+    ) -> list[Request]:
+        """Evict from requests, at once where possible; return those that could not be evicted.
+
+        Args:
+            due: requests, and the slots to retain.
+            divisions: of their caps before, for requests that lack pages for private copies.
+        """
+        if not due:
+            return []
+        for request, _ in due:
+            self._sequence_memory.stop_sharing(request)
+        stuck, together = [], self._evictor.evict_together(due)
+        for (request, keep), evicted, division in zip(due, together, divisions, strict=True):
+            if evicted is not None:
+                self._note_eviction(request, evicted, evicted.freed_bytes or 0, CAP)
+                continue
+            evict = partial(self._evict, keep=keep, reason=CAP)
+            if self._try(request, evict) is None:
+                request.eviction.division = division
+                stuck.append(request)
+        return stuck
+
+    def _keep_due(self, request: Request) -> tuple[bool, Slots | None]:
+        """Slots to retain before the next tokens, or None; False: it shares unwritten blocks."""
         assert self.lanes is not None
         if self._sequence_memory.shares_unwritten(request):
-            return not self._is_due(request)
+            return not self._is_due(request), None
         while (entry := request.eviction.next_replay) is not None:
             if entry.num_computed != request.progress.num_computed:
-                return True
+                return True, None
             self._repeat(request, entry)
         if request.progress.num_computed < request.eviction.divided_tokens:
-            return True  # recomputed: no eviction was due between the last one and the division
-        try:
-            division = request.eviction.division
-            if division_is_due(request, self.lanes, lookahead(request)):
-                self._divide(request)
-            keep = slots_to_keep(request, self.lanes, lookahead(request))
-            if keep is not None and np.any(keep < self.lanes.held(request)):
-                self._evict(request, keep, CAP)
-        except OutOfPages:
-            request.eviction.division = division
-            raise
-        return True
+            return True, None  # recomputed: no eviction was due between the last and the division
+        if division_is_due(request, self.lanes, lookahead(request)):
+            self._divide(request)
+        keep = slots_to_keep(request, self.lanes, lookahead(request))
+        return True, None if keep is None or np.all(keep >= self.lanes.held(request)) else keep
 
     def _is_due(self, request: Request) -> bool:
         entry = request.eviction.next_replay

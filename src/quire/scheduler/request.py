@@ -58,6 +58,10 @@ class TokenMatcher(Protocol):
         """Whether no further text matches."""
 
 
+Division = tuple[EvictionSpec, object | None, bool, int]
+"""The caps of a request's lanes, and from which tokens they were set: see `EvictionState`."""
+
+
 class RequestState(enum.Enum):
     """State of a request."""
 
@@ -208,12 +212,12 @@ class RequestEviction:
     exact: bool = True
 
     @property
-    def division(self) -> tuple[EvictionSpec, object | None, bool, int]:
+    def division(self) -> Division:
         """The caps of its lanes, and from which tokens they were set."""
         return self.spec, self.selection, self.pending, self.divided_tokens
 
     @division.setter
-    def division(self, found: tuple[EvictionSpec, object | None, bool, int]) -> None:
+    def division(self, found: Division) -> None:
         self.spec, self.selection, self.pending, self.divided_tokens = found
 
     @property

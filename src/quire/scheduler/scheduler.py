@@ -499,7 +499,7 @@ class Scheduler:
             return PREEMPTED
         if any(r.group is not None and r.group.atomic for r in self.running):
             return BEAMS
-        if self.capacities.may_evict(self.running):
+        if self.capacities.may_wait(self.running):
             return EVICTION
         decoding = [r for r in self.running if r.num_uncomputed == 1]
         if decoding and not self.sequence_memory.can_grow(decoding, [1] * len(decoding)):

@@ -29,7 +29,7 @@ from quire.layout.pages import CacheLayout, LaneGroup, PageClass, choose_slab_by
 from quire.plan.roofline import RowTokens, step_parts
 from quire.scheduler.events import KVEvent
 from quire.scheduler.eviction_trace import EvictionEntry
-from quire.scheduler.lanes import Evicted, Slots, evicting_lanes
+from quire.scheduler.lanes import Evicted, Evictor, Slots, evicting_lanes
 from quire.scheduler.request import Request, RequestEviction, RequestMemory, RequestSpec
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.step import StepPlan
@@ -258,7 +258,7 @@ def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 # Eviction without tensors: the choice of slots does not change page counts, so evict the oldest.
 
 
-class OldestFirstEvictor:
+class OldestFirstEvictor(Evictor):
     """Evicts the oldest slots of a request until its lanes fit their capacities."""
 
     def __init__(self, memory: KVMemory) -> None:

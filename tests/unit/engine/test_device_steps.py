@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
@@ -10,6 +11,7 @@ from quire.engine.core import Engine
 from quire.engine.decode_graphs import DecodeGraphs, RepeatedCalls
 from quire.engine.runner import Runner
 from quire.sampling.sampler import Sampler
+from quire.scheduler.lanes import LaneCapacities
 from quire.scheduler.schedule_config import ScheduleConfig
 from support.engines import make_prompts
 from support.host_waits import DEVICE, dataless, recorded_waits
@@ -36,16 +38,21 @@ OPTIONS = {
 }
 
 
+GREEDY_NUMBERS = 3
+"""Numbers that are read of a greedy row."""
+
+
 class Reads:
     """Stands for the copy of the results from the device; returns token 2 for every row.
 
     Attributes:
+        rows: rows of each step; 0: read from the copy, of greedy rows.
         count: number of waits for a copy.
         begun: number of copies that have begun.
     """
 
     def __init__(self):
-        self.count = self.begun = 0
+        self.rows = self.count = self.begun = 0
 
     def __call__(self, numbers):
         self.begun += 1
@@ -54,7 +61,7 @@ class Reads:
         def wait():
             self.count += 1
             found = np.zeros(numbers.shape)
-            found[: self.rows] = 2
+            found[: self.rows or len(found) // GREEDY_NUMBERS] = 2
             return found
 
         return wait
@@ -64,10 +71,13 @@ def decoding_engine(architecture, reads, options, **kv):
     """An engine on the device whose requests have been prefilled."""
     model = dataless(architecture)
     config = kv_config(memory="4MiB", page_tokens=4, **kv)
-    engine = Engine(model, config, ScheduleConfig(max_num_seqs=8))
+    engine = Engine(model, config, ScheduleConfig(max_num_seqs=64, max_num_batched_tokens=1024))
     engine.sampling_step.sampler = Sampler(model.spec.vocab_size, (1,), read=reads)
-    reads.rows = len(options)
-    for prompt, params in zip(make_prompts(len(options), 9, seed=3), options, strict=True):
+    reads.rows = 0 if "evict" in kv else len(options)
+    prompts = make_prompts(len(options), 9, seed=3)
+    if "evict" in kv:  # rows that evict in the same step
+        prompts = [[3 + row % 90] * 9 for row in range(len(options))]
+    for prompt, params in zip(prompts, options, strict=True):
         engine.submit(GenerationRequest(prompt, params))
     while any(request.num_uncomputed != 1 for request in engine.scheduler.running) or not (
         engine.scheduler.running
@@ -88,6 +98,93 @@ def test_decode_step_on_a_device_waits_once_for_its_tokens(name):
 
     assert waits == []
     assert reads.count == 6
+
+
+RULES = {
+    "recent": "recent:sinks=2",
+    "sinks": "sinks:sinks=2",
+    "h2o": "h2o:",
+    "average": "average:recent=2",
+    "tova": "tova:",
+    "snapkv": "snapkv:window=2",
+    "keydiff": "keydiff:",
+    "knorm": "knorm:",
+    "value_norm": "value_norm:base=h2o",
+    "random": "random:",
+    "kvcrush": "kvcrush:",
+}
+
+
+def evicting_engine(rule, rows, reads, monkeypatch):
+    """An engine on the device with rows that are at their cap."""
+    text = f"{rule.rstrip(':')}{':' if rule.endswith(':') else ','}cap=12,every=4"
+    monkeypatch.setattr(
+        "quire.eviction.decisions.start_read", lambda numbers: lambda: numbers_of(numbers)
+    )
+    engine = decoding_engine("llama", reads, [OPTIONS["greedy"]] * rows, evict=text)
+
+    while len(engine.step()) < rows:
+        pass
+    reads.count = 0
+    return engine
+
+
+def numbers_of(numbers):
+    """What a rule without a breach evicts, in the shape of a tensor on the device."""
+    return np.zeros(numbers.shape, dtype=bool if numbers.dtype == torch.bool else np.int64)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_step_that_evicts_waits_once_for_its_tokens(name, monkeypatch):
+    reads = Reads()
+    engine = evicting_engine(RULES[name], 3, reads, monkeypatch)
+
+    with recorded_waits() as waits:
+        for _ in range(10):
+            assert len(engine.step()) == 3
+
+    assert waits == []
+    assert reads.count == 10
+    assert engine.scheduler.capacities.num_evictions >= 3
+
+
+class CountsOperations(TorchDispatchMode):
+    """Counts tensor operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations_of_an_eviction(rule, rows, monkeypatch):
+    """Tensor operations that evict from rows that reach their cap in the same step."""
+    counts = []
+    inner = LaneCapacities.evict_to_capacity
+
+    def counted(self, requests):
+        with CountsOperations() as operations:
+            before = self.num_evictions
+            found = inner(self, requests)
+        if self.num_evictions - before == rows:
+            counts.append(operations.count)
+        return found
+
+    monkeypatch.setattr(LaneCapacities, "evict_to_capacity", counted)
+    engine = evicting_engine(rule, rows, Reads(), monkeypatch)
+    while not counts:
+        engine.step()
+    return counts[0]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_operations_of_an_eviction_do_not_grow_with_the_rows(name, monkeypatch):
+    counts = {operations_of_an_eviction(RULES[name], rows, monkeypatch) for rows in (1, 64)}
+
+    assert len(counts) == 1, counts
 
 
 def test_decode_step_of_rows_with_different_options_waits_once():

@@ -86,7 +86,12 @@ class Step:
         watched = torch.arange(1, rows)
         number = torch.arange(rows, dtype=torch.int32) - 1
         self.watched = StatisticRows(
-            watched, watched, slots[1:], torch.ones(rows - 1, dtype=torch.int32), number
+            watched,
+            watched,
+            slots[1:],
+            torch.ones(rows - 1, dtype=torch.int32),
+            int(slots.max()),
+            number,
         )
         kinds = ((AttentionMeasure.SUM, "max"), (AttentionMeasure.SQUARES, "mean"))
         self.layers = [

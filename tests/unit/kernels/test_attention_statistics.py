@@ -47,6 +47,7 @@ class StatisticsCase:
             table_rows=torch.arange(rows).flip(0),
             slots=num_slots,
             fresh=torch.tensor(fresh, dtype=torch.int32),
+            max_slots=int(num_slots.max()),
         )
         widest = int(num_slots.max()) + 3
         self.sums = torch.full((rows + 2, lanes * heads * group, widest), float("nan"))

@@ -133,7 +133,9 @@ def test_only_these_rows_hides_all_other_pages(memory):
 def test_pages_of_a_row_without_a_token_are_marked(memory):
     whole, cut = grown(memory, 8), grown(memory, 8)
     table = memory.tables["coded"]
-    memory.pools[table.group.page_class].release(table.cut(cut, np.array([1], dtype=np.int32)))
+    memory.pools[table.group.page_class].release(
+        table.cut(np.array([cut]), np.array([[1]], dtype=np.int32))
+    )
     table.num_slots[cut] = PAGE_TOKENS
 
     facts = read_pages(memory, [whole, cut])

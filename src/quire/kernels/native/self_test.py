@@ -103,6 +103,7 @@ def _tally(backend: AttentionBackend, count: AttentionMeasure, heads: str) -> Te
         table_rows=torch.arange(num_rows).flip(0),
         slots=torch.tensor(_SLOTS, dtype=torch.int32)[:, None],
         fresh=torch.ones(num_rows, dtype=torch.int32),
+        max_slots=max(_SLOTS),
     )
     tally = AttentionStatistic(numbers, table, first_lane=0, count=count, heads=heads)
     backend.tally(tally, rows, 2 * weights / max(_SLOTS))  # some below 1 / seen, some above

@@ -71,7 +71,13 @@ def tallies_right(backend: AttentionBackend, device: torch.device) -> bool:
         planes = numbers.to(place, copy=True).view(shape)
         own.tally(
             AttentionStatistic(planes, table.to(place), 0, AttentionMeasure.SUM, MEAN),
-            StatisticRows(*(x.to(place) for x in (rows, rows, held, fresh))),
+            StatisticRows(
+                step_rows=rows.to(place),
+                table_rows=rows.to(place),
+                slots=held.to(place),
+                fresh=fresh.to(place),
+                max_slots=max(SLOTS),
+            ),
             sums.view(len(SLOTS), HEADS * GROUP, max(SLOTS)).to(place),
         )
         found.append(planes.cpu())

@@ -138,6 +138,10 @@ class KVOffload(MemoryListener):
             self.prefixes.use.ahead.forget_activations()
             self.kv_recompute.store.allocator.forget(rows.tolist())
 
+    @property
+    def reads_moves(self) -> bool:
+        return self.kv_recompute is not None
+
     def compacted(self, row: int, group: str, moves: SlotMoves | None, slots: int) -> None:
         """Move stored activations along with the retained slots of a sequence after an eviction.
 

@@ -172,6 +172,14 @@ class SelectionContext:
             return best_slots(self.score[:, :, units.columns], free, wanted)
         return self._chosen_by_heads()[:, :, self.units.columns]
 
+    def marks_of_heads(
+        self, free: Bool[Tensor, "row slot"], wanted: Int[Tensor, " row"]
+    ) -> Bool[Tensor, "row head slot"]:
+        """As `own_bits`, of all slots and on their device."""
+        if type(self.base).choose is ScorePolicy.choose:
+            return best_slots(self.score, free[:, None], wanted[:, None])
+        return self._chosen_by_heads()
+
     def _chosen_by_heads(self) -> Bool[Tensor, "row head slot"]:
         """Select the slots of each head with a base rule that overrides `choose`."""
         heads = self.score.shape[1]
@@ -212,7 +220,7 @@ class SelectionContext:
             self.keep.long(),
             self.score,
             self.rows.positions.long(),
-            past_end=self.view.next_position,
+            past_end=int(torch.as_tensor(self.view.next_position).max()),
             rows_per_layer=self.rows_per_layer,
         )
         live = on_host(self.rows.live)
@@ -233,7 +241,7 @@ class SelectionContext:
             units.free_slots,
             positions,
             first,
-            past_end=self.view.next_position,
+            past_end=int(torch.as_tensor(self.view.next_position).max()),
             rows_per_layer=rows,
             heads=score.shape[1],
         )

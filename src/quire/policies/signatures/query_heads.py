@@ -32,6 +32,8 @@ def by_query_head(view: KVView, statistics: Sequence[Statistic]) -> KVView:
     heads = object.__new__(_QueryHeads)
     vars(heads).update(
         {name: number for name, number in vars(view).items() if name in _COPIED},
+        next_position=_by_head(view.next_position, view.group),
+        prompt_tokens=_by_head(view.prompt_tokens, view.group),
         of_lanes=view,
         heads_per_layer=view.heads_per_layer * view.group,
         statistics={s.name: _of_heads(view, s) for s in statistics},
@@ -59,14 +61,24 @@ class _QueryHeads(KVView):
         return self.of_lanes.positions.repeat_interleave(self.of_lanes.group, dim=0)
 
 
-_COPIED = ("next_position", "layers", "prompt_tokens", "head_dim", "layer_scales", "rotation")
+_COPIED = ("layers", "head_dim", "layer_scales", "rotation", "breaches")
+
+
+def _by_head(number: int | Tensor, group: int) -> int | Tensor:
+    return number if isinstance(number, int) else number.repeat_interleave(group, dim=0)
 
 
 def first_heads(view: KVView) -> KVView:
     """Return a view of each layer's first lane, for data that all heads of a layer share."""
+    next_position, prompt_tokens = (
+        count if isinstance(count, int) else view.first_heads(count)
+        for count in (view.next_position, view.prompt_tokens)
+    )
     return replace(
         view,
         positions=view.first_heads(view.positions),
+        next_position=next_position,
+        prompt_tokens=prompt_tokens,
         heads_per_layer=1,
         statistics=_OfFirst(view),
         slots=None if view.slots is None else _First(view.slots, view.heads_per_layer),

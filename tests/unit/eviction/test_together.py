@@ -1,0 +1,156 @@
+"""Evictions of several requests in one pass: the same tokens as one by one, and on any device."""
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from quire.config.generation_request import GenerationRequest
+from quire.config.sampling_params import SamplingParams
+from quire.engine.core import Engine
+from quire.eviction.eviction import PolicyEvictor
+from quire.kernels import device_copies
+from quire.kv.lane_reader import SlotOrder, slot_moves
+from quire.policies.recent import Recent
+from quire.policies.registry import registered
+from support import engines
+from support.kv_options import kv_config
+
+OPTIONS = {
+    "kvcrush_openvino": "granularity=page",
+    "lagkv": "sinks=1,lag=2",
+    "snapkv": "window=3",
+    "rkv": "window=3",
+    "roco": "recent=2",
+}
+NAMES = sorted(set(registered()) - {"streaming", "kvcrush_openvino"})
+"""Without rules that need keys before RoPE, or evict whole pages."""
+ALONE, TOGETHER, ON_DEVICE = "alone", "together", "on a device"
+PROMPTS = (9, 9, 14, 20, 27)
+
+
+def text_of(name, cap=16):
+    extra = f",{OPTIONS[name]}" if name in OPTIONS else ""
+    return f"{name}:cap={cap},every=4{extra}"
+
+
+def on_device(monkeypatch):
+    """Treat the CPU as a device whose tensors are not read."""
+    monkeypatch.setattr(device_copies, "reads_freely", lambda device: False)
+
+
+def evicted(evict, monkeypatch, way, **kv):
+    """Run requests; return their evicted positions, outputs, and how many evicted together."""
+    engine = Engine(
+        engines.load("llama"),
+        kv_config(memory="2MiB", page_tokens=4, evict=evict, enable_prefix_caching=False, **kv),
+    )
+    together = Counter()
+    inner = PolicyEvictor.evict_together
+
+    def evict_together(self, due):
+        found = [None] * len(due) if way == ALONE else inner(self, due)
+        together[sum(one is not None for one in found)] += 1
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PolicyEvictor, "evict_together", evict_together)
+        if way == ON_DEVICE:
+            on_device(patch)
+        options = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+        for index, tokens in enumerate(PROMPTS):
+            prompt = [3 + (7 * index + token) % 90 for token in range(tokens)]
+            named = {"request_id": str(index), "record_evictions": True}
+            engine.submit(GenerationRequest(prompt, options, **named))
+        outputs = {}
+        while engine.has_work:
+            for delta in engine.step():
+                assert not delta.error, delta.error
+                outputs[delta.request_id] = outputs.get(delta.request_id, ()) + delta.token_ids
+        retained = [
+            [[lane.tolist() for lane in one.retained] for one in engine.eviction_trace(str(index))]
+            for index in range(len(PROMPTS))
+        ]
+    engine.check()
+    return retained, outputs, together
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_requests_retain_the_same_tokens_together_alone_and_on_a_device(name, monkeypatch):
+    alone, outputs, _ = evicted(text_of(name), monkeypatch, ALONE)
+    together, same, counts = evicted(text_of(name), monkeypatch, TOGETHER)
+    device, also, of_device = evicted(text_of(name), monkeypatch, ON_DEVICE)
+
+    assert all(alone)
+    assert together == alone
+    assert device == alone
+    assert outputs == same == also
+    assert max(counts) > 1
+    assert max(of_device) > 1
+
+
+@pytest.mark.parametrize(
+    "codec", ["int8", "int4:group=8", "int8+plain_layers=1", "int8+residual=8"]
+)
+def test_codecs_retain_the_same_tokens_together_and_alone(codec, monkeypatch):
+    evict = text_of("keydiff")
+    alone = evicted(evict, monkeypatch, ALONE, codec=codec)
+    together = evicted(evict, monkeypatch, TOGETHER, codec=codec)
+    device = evicted(evict, monkeypatch, ON_DEVICE, codec=codec)
+
+    assert together[:2] == alone[:2]
+    assert device[:2] == alone[:2]
+
+
+def test_rule_that_breaks_its_contract_on_a_device_ends_only_its_requests(monkeypatch):
+    on_device(monkeypatch)
+    config = kv_config(memory="2MiB", page_tokens=4, evict=text_of("h2o"), evict_allow="all")
+    engine = Engine(engines.load("llama"), config)
+    options = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    for name in ("recent", "h2o"):
+        request = GenerationRequest(list(range(3, 15)), options, request_id=name)
+        engine.submit(replace(request, evict=text_of(name)))
+    score = Recent.score
+    monkeypatch.setattr(Recent, "score", lambda self, view: score(self, view) * float("nan"))
+    last = {}
+    while engine.has_work:
+        last |= {delta.request_id: delta for delta in engine.step()}
+
+    assert last["recent"].finish_reason == "error"
+    assert "broke its contract" in last["recent"].error
+    assert last["h2o"].finish_reason == "length"
+    engine.check()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_order_and_moves_on_a_device_equal_those_on_a_cpu(seed, monkeypatch):
+    rng = np.random.default_rng(seed)
+    lanes, slots = 6, int(rng.integers(1, 40))
+    held = rng.integers(1, slots + 1, lanes)
+    held[0] = slots
+    positions = torch.from_numpy(rng.permuted(np.tile(np.arange(slots), (lanes, 1)), axis=1) * 3)
+    live = np.arange(slots) < held[:, None]
+    keep = live & (rng.random((lanes, slots)) < 0.6)
+    kept = keep.sum(axis=1)
+
+    def moved(way):
+        order = SlotOrder.of(positions.int(), held)
+        lane, source, target = slot_moves(torch.from_numpy(keep), kept, held)
+        numbers = torch.arange(lanes * slots).view(lanes, slots)
+        after = numbers.clone()
+        after[lane, target] = numbers[lane, source]
+        return order, after
+
+    order, after = moved(TOGETHER)
+    on_device(monkeypatch)
+    device, also = moved(ON_DEVICE)
+
+    assert order.positions.equal(device.positions)
+    assert order.slot[torch.from_numpy(live)].equal(device.slot[torch.from_numpy(live)])
+    for lane in range(lanes):
+        assert after[lane, : kept[lane]].equal(also[lane, : kept[lane]])
+        assert set(after[lane, : kept[lane]].tolist()) == set(
+            (lane * slots + np.flatnonzero(keep[lane])).tolist()
+        )
