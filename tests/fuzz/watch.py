@@ -244,6 +244,7 @@ class Watched:
         held = [f"rows {memory.live_rows.tolist()}"] if len(memory.live_rows) else []
         if self.engine.pool.host is not None and self.engine.pool.host.used_bytes:
             held.append(f"{self.engine.pool.host.used_bytes} B of the host pool")
+        scheduler.sequence_memory.drop_cached()
         offload = self.engine.pool.offload
         if offload is not None and offload.prefixes.pool.used_bytes:
             held.append(f"{offload.prefixes.pool.used_bytes} B of offloaded KV")

@@ -147,6 +147,29 @@ def test_retained_tokens_of_offloaded_requests_may_exceed_the_kv_memory(rule):
     assert largest_difference(logits, expected) <= 1e-4
 
 
+def test_evicting_requests_run_together_by_what_must_be_in_the_kv_memory():
+    """Twelve requests in KV memory for the retained tokens of one, with 16 layers."""
+    model, evict = load("llama", times=8), "recent:cap=96,when=prefill_and_decode"
+    prompts = [[3 + (i + n) * i % 60 for i in range(140)] for n in range(12)]
+    most, logits = {}, {}
+    for memory, offload in (("330KiB", "8MiB"), ("8MiB", 0)):
+        options = {"offload_recompute": "off"} if offload else {}
+        kv = kv_config(memory=memory, page_tokens=8, offload_memory=offload, evict=evict, **options)
+        engine = Engine(model, kv, ScheduleConfig())
+        recorder = engine.sampling_step.sampler = Recorder(engine.sampling_step.sampler)
+        for number, prompt in enumerate(prompts):
+            engine.submit(GenerationRequest(prompt, greedy(20), request_id=f"r{number}"))
+        most[memory] = 0
+        while engine.has_work:
+            most[memory] = max(most[memory], len(engine.scheduler.running))
+            assert not [delta.error for delta in engine.step() if delta.error]
+            engine.check()
+        logits[memory] = recorder.logits
+
+    assert most["330KiB"] >= 4
+    assert largest_difference(logits["330KiB"], logits["8MiB"]) <= 1e-4
+
+
 def test_a_prompt_that_evicts_only_in_the_kv_memory_is_refused_when_submitted():
     """Pages with common scales are not cut layer by layer."""
     evict, codec = "tova:cap=32,every=8,when=decode", "int4_page"

@@ -73,6 +73,10 @@ class AdmissionRule(ABC):
             [page classes], in the order of `Peaks.page_classes`.
         """
 
+    def end_of(self, request: Request) -> int:
+        """Tokens of a request for which pages are promised."""
+        return request.num_tokens
+
     def learn(self, request: Request) -> None:  # noqa: B027 - most rules learn nothing
         """Record a request that finished normally."""
 
@@ -117,6 +121,9 @@ class Reserved(AdmissionRule):
     """
 
     name = "reserved"
+
+    def end_of(self, request: Request) -> int:
+        return request.final_tokens
 
     def promised(self, request: Request, running: Sequence[Request], cached_tokens: int) -> Counts:
         further = self.peaks.further_pages(running, [other.final_tokens for other in running])
@@ -163,7 +170,7 @@ class Estimated(AdmissionRule):
             rate = max(LEARNING_RATE, 1 / (1 + self._num_learned))  # the initial ratio counts once
             self.ratio += rate * (used - self.ratio)
 
-    def expected_tokens(self, request: Request) -> int:
+    def end_of(self, request: Request) -> int:
         """Length at which a request is expected to end: at least one token more than now."""
         ratio = 1.0 if has_fixed_length(request) else min(1.0, CAUTION * self.ratio)
         output = round(ratio * request.params.max_tokens)
@@ -172,8 +179,8 @@ class Estimated(AdmissionRule):
 
     def promised(self, request: Request, running: Sequence[Request], cached_tokens: int) -> Counts:
         """The peak of further pages over time."""
-        ends = [self.expected_tokens(other) for other in running]
-        end = self.expected_tokens(request)
+        ends = [self.end_of(other) for other in running]
+        end = self.end_of(request)
         further = self.peaks.further_pages(running, ends)
         new_request = self.new_request(request, end, cached_tokens)
         held = self.peaks.held(running)
@@ -291,9 +298,9 @@ class FreePages:
         if self._running:
             promised = self._promised(self._rule, request, cached_tokens, self._running)
             by_class = self._rule.peaks.by_class(promised)
-            if not self._leaves_enough(request, cached_tokens, self._running, promised):
-                return False
-            if not self._sequence_memory.evict_cached(by_class):
+            fits = self._leaves_enough(request, cached_tokens, self._running, promised)
+            fits = fits and self._sequence_memory.evict_cached(by_class)
+            if not (fits or self._fits_offloaded(request, self._running)):
                 return False
         return request.memory.swapped is None or self._preempter.can_swap_in(request)
 
@@ -302,7 +309,17 @@ class FreePages:
         if not self.has_rows(request, staying):
             return False
         promised = self._promised(self._rule, request, cached_tokens, staying)
-        return not staying or self._leaves_enough(request, cached_tokens, staying, promised)
+        fits = not staying or self._leaves_enough(request, cached_tokens, staying, promised)
+        return fits or self._fits_offloaded(request, staying)
+
+    def _fits_offloaded(self, request: Request, staying: Sequence[Request]) -> bool:
+        """Whether a request and those that stay fit if their oldest pages are offloaded."""
+        if not self._peaks.offloaded_tokens:
+            return False
+        requests = [request, *staying]
+        requests += copies_to_come(requests)
+        needs = [need_of(each, self._rule.end_of(each)) for each in requests]
+        return self._peaks.fit_offloaded(needs, self._memory.total_bytes - self.reserved_bytes)
 
     def shortages(self, request: Request) -> Iterator[tuple[int, float]]:
         """Yield bytes that a request needs and bytes that are free: below the watermarks, in slabs.

@@ -426,6 +426,31 @@ class Peaks:
             counts[too_large] = self._counts([needs[i] for i in too_large], shape)
         return counts
 
+    def fit_offloaded(self, needs: Sequence[Need], num_bytes: float) -> bool:
+        """Whether sequences fit together at their peaks with as many offloaded pages as possible.
+
+        Counted are the pages that must be in the KV memory at a time, staging included, in steps of
+        one token. Pages that sequences share count for each of them.
+
+        Args:
+            needs: needs of the sequences.
+            num_bytes: bytes of the KV memory that they may use.
+        """
+        whole = self.counts([replace(need, may_offload=False) for need in needs])
+        counts = self._counts(needs, StepShape(1))
+        fixed = [i for i, need in enumerate(needs) if not self.offloads(need)]
+        counts[fixed] = whole[fixed]
+        offloaded = [g for g in self.memory.layout.groups if can_be_offloaded(g)]
+        token_bytes = offloaded_token_bytes(self.memory.layout)
+        staged = max((SLOTS / (len(g.layers) - SLOTS) for g in offloaded), default=0.0)
+        saved_bytes = self.num_bytes(np.maximum(whole - counts, 0).sum(axis=0))
+        total = counts.sum(axis=0)
+        return (
+            saved_bytes * (1 + staged) <= self.offloaded_tokens * token_bytes
+            and self.num_bytes(total) <= num_bytes
+            and self.fit_alone(total)
+        )
+
     def _counts(self, needs: Sequence[Need], shape: StepShape) -> Counts:
         counts = np.zeros((len(needs), len(self.page_classes)), dtype=np.int64)
         for sequences in group_needs(needs):
@@ -508,7 +533,9 @@ class Peaks:
         if not (self.offloads(sequences) and can_be_offloaded(group)):
             return None
         page_tokens = group.page_class.tokens
-        chunk = max(shape.chunk_tokens, sequences.eviction.every if sequences.eviction.cap else 1)
+        chunk = shape.chunk_tokens
+        if sequences.eviction.cap is not None and not sequences.decodes:
+            chunk = max(chunk, sequences.eviction.every)
         rest = group.page_class.pages_for(page_tokens - 1 + chunk)
         return LaneOffload(self.offloaded_tokens // page_tokens, rest, shape.staging_slots)
 

@@ -78,17 +78,17 @@ def test_estimated_rule_starts_as_reserved_and_learns_output_lengths():
     rule = rule_over("estimated", memory)
     assert isinstance(rule, Estimated)
     new_request = request_of(8, 40)
-    assert rule.expected_tokens(new_request) == new_request.final_tokens == 47
+    assert rule.end_of(new_request) == new_request.final_tokens == 47
 
     for _ in range(100):
         rule.learn(request_of(8, 40, generated=10))
 
     assert rule.ratio == pytest.approx(0.25, abs=0.01)
-    assert rule.expected_tokens(new_request) == 8 + 12 - 1  # 1.2 * 0.25 * 40, the last without KV
+    assert rule.end_of(new_request) == 8 + 12 - 1  # 1.2 * 0.25 * 40, the last without KV
     late = request_of(8, 40, generated=30)
-    assert rule.expected_tokens(late) == 8 + 30 + 1  # past the estimate: at least one more
+    assert rule.end_of(late) == 8 + 30 + 1  # past the estimate: at least one more
     last = request_of(8, 40, generated=39)
-    assert rule.expected_tokens(last) == last.final_tokens
+    assert rule.end_of(last) == last.final_tokens
 
 
 ENDS = st.lists(
@@ -209,8 +209,8 @@ def test_outputs_of_fixed_length_are_known_and_teach_nothing():
     rule.learn(request_of(8, 40, generated=40, ignore_eos=True))
 
     assert rule.ratio == ratio == pytest.approx((1 + 10 * 0.1) / 11)
-    assert rule.expected_tokens(fixed) == fixed.final_tokens
-    assert rule.expected_tokens(stopped) < stopped.final_tokens
+    assert rule.end_of(fixed) == fixed.final_tokens
+    assert rule.end_of(stopped) < stopped.final_tokens
 
 
 @pytest.mark.parametrize("admission", ["auto", "reserved", "estimated"])
