@@ -328,7 +328,8 @@ def show_fidelity(found: Sequence[_Pair]) -> None:
     )
 
 
-_SCORES = ("task", "KV", "prompts", "score", "mean", "95 % interval", "KV peak", "output tokens/s")
+# two values a cell: the table fits into 80 columns
+_SCORES = ("task\nscore", "KV", "n", "mean\n95 % interval", "KV peak\ntokens/s")
 
 
 def show_evaluation(found: "Evaluation") -> None:
@@ -356,16 +357,16 @@ def _rows(found: "Evaluation") -> list[tuple[str, ...]]:
 
 
 def _cell_rows(cell: "CellResult") -> list[tuple[str, ...]]:
-    resources = (format_size(cell.kv_peak_bytes), f"{cell.output_tokens_per_s:,.0f}")
-    count = str(len(cell.prompts))
+    resources = f"{format_size(cell.kv_peak_bytes)}\n{cell.output_tokens_per_s:,.0f}"
+    rule, count = cell.arm.replace(",", ",\n"), str(len(cell.prompts))
     return [
-        (cell.name, cell.arm, count, metric, *_mean_cells(mean), *resources)
+        (f"{cell.name}\n{metric}", rule, count, "\n".join(_mean_cells(mean)), resources)
         for metric, mean in cell.means().items()
     ]
 
 
 def _mean_cells(mean: "Mean") -> tuple[str, str]:
-    return f"{mean.mean:.4g}", f"{mean.low:.4g} to {mean.high:.4g}"
+    return f"{mean.mean:.4g}", f"{mean.low:.3g} to {mean.high:.3g}"
 
 
 def _verdict_row(verdict: "TaskVerdict") -> tuple[str, str, str, str]:

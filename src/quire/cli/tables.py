@@ -25,6 +25,7 @@ def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
     for index, column in enumerate(columns):
         table.add_column(Text(column), justify="right" if index else "left", overflow="fold")
     for row in rows:
+        table.show_lines |= any("\n" in cell for cell in row)
         table.add_row(*(Text(cell) for cell in row))
     table_console().print(table)
 

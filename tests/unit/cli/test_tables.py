@@ -3,7 +3,9 @@
 import pytest
 
 from benchmarks.common.tables import show_claims, with_unit
+from quire.cli.evaluate_run import _SCORES, _cell_rows
 from quire.cli.tables import seconds, show_table
+from quire.evals.suite.cells import CellResult, PromptResult
 
 
 @pytest.mark.parametrize(
@@ -47,6 +49,31 @@ def test_a_file_gets_lines_wider_than_a_terminal(monkeypatch, capsys):
     show_table("Wide", ("name", "value"), [("x" * 120, "1")])
 
     assert "x" * 120 in capsys.readouterr().out
+
+
+def test_scores_of_an_evaluation_fit_into_80_columns(monkeypatch, capsys):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    resources = {"prompt_tokens": 400, "output_tokens": 9, "kv_peak_bytes": 134_400}
+    scores = [number / 100 for number in range(1, 100)] * 2
+    prompts = tuple(
+        PromptResult(scores={"recall": score}, depth=None, chance=0.0, output="", **resources)
+        for score in scores
+    )
+    rule = "snapkv:cap=25%,when=prefill_end,window=16"
+    cell = CellResult(task="niah_multiquery", tokens=512, arm=rule, prompts=prompts, seconds=1.0)
+    show_table("Scores", _SCORES, _cell_rows(cell))
+
+    shown = capsys.readouterr().out
+    assert max(len(line.rstrip()) for line in shown.splitlines()) <= 80
+    cells = (
+        "niah_multiquery_512",
+        "recall",
+        "cap=25%,",
+        "0.459 to 0.541",
+        "131.25 KiB",
+        "window=16",
+    )
+    assert all(text in shown for text in cells), shown
 
 
 def test_markup_in_cells_is_text(monkeypatch, capsys):
