@@ -136,7 +136,7 @@ def test_perplexity_of_a_codec_is_higher(judge):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("gat",), "no such command 'gat'"),
+        (("taks",), "no such command 'taks'"),
         (("--suite", "quik"), "unknown suite 'quik': did you mean quick"),
         (("--tasks", "line"), "unknown task 'line': did you mean lines"),
         (("--tasks", "lines", "--tokens", "many"), "--tokens as whole numbers"),
