@@ -422,7 +422,7 @@ class MemoryMachine(RuleBasedStateMachine):
             return
         blocks = [BLOCK] * (reference.end // SHARED_TOKENS)
         stored = BlockRecords(self.memory, SHARED_TOKENS)
-        records = stored.gather(blocks, reference.pages)
+        records = self.stored_elsewhere(stored.gather(blocks, reference.pages))
         pages = {}
         for name, numbers in reference.pages.items():
             pool = self.memory.pools[GROUPS[name].page_class]
@@ -434,10 +434,14 @@ class MemoryMachine(RuleBasedStateMachine):
         self.memory.cached_references[restored.key] = pages
         self.cached_references[place] = restored, prefix
 
+    def stored_elsewhere(self, records):
+        """The same bytes, from the tier of a machine that has one."""
+        return records
+
     def restore_in_place(self, snapshot):
         """Overwrite the pages of a snapshot, and restore them from its byte record."""
         records = SnapshotRecords(self.memory, SHARED_TOKENS)
-        record = records.gather(replace(BLOCK, end=snapshot.end), snapshot)
+        record = self.stored_elsewhere(records.gather(replace(BLOCK, end=snapshot.end), snapshot))
         for name, numbers in snapshot.pages.items():
             self.store.clear_pages(GROUPS[name].page_class, numbers.reshape(-1))
         records.scatter(record, snapshot.pages)

@@ -1,18 +1,26 @@
-"""The state machine of the KV memory with swap space whose copies sometimes fail.
+"""The state machine of the KV memory with swap space whose copies sometimes fail, and a file tier.
 
 Sequences are swapped whole or together with sequences that share their pages; some are discarded.
-Bytes always equal those of the model, and a failed copy changes nothing.
+Cached prefixes and snapshots are exported to files, and restored from them. Bytes always equal
+those of the model, and a failed copy changes nothing.
 """
 
+import tempfile
+from pathlib import Path
+
+import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from quire.errors import HostMemoryFull
+from quire.kv.sharing import CachedReference
 from quire.kv.swap import swap_in, swap_out
 from quire.offload.swap.host_pool import HostPool
+from quire.offload.tiers.file import FileTier
 from support.host_array import CopyFailed, HostArray
 from support.memory_machine import LAYOUT, MAX_ROWS, SEEDS, MemoryMachine
 
+TIER_BYTES = 1 << 20
 CALLS = st.none() | st.integers(0, 8)  # number of copies before one fails
 
 
@@ -27,6 +35,35 @@ class TiersMachine(MemoryMachine):
         self.host = HostArray(self.store, host_kib * 1024)
         self.pool = HostPool(host_kib * 1024, self.host)
         self.pooled = []
+        self.folder = tempfile.TemporaryDirectory(prefix="tier-")
+        self.tier = FileTier(Path(self.folder.name), TIER_BYTES)
+
+    def stored_elsewhere(self, records):
+        """Write records to the file tier instead of earlier ones; read them after a restart."""
+        self.tier.write("records", records.tobytes(), {"shape": list(records.shape)})
+        self.tier.close()
+        self.tier = FileTier(Path(self.folder.name), TIER_BYTES)
+        found = np.empty(self.tier.stored()["records"].facts["shape"], dtype=np.uint8)
+        self.tier.read("records", memoryview(found.reshape(-1)))
+        return found
+
+    @precondition(lambda self: self.complete_rows())
+    @rule(pick=SEEDS)
+    def export_and_restore_private_pages(self, pick):
+        """Replace the bytes of a row's statistics and recurrent state by those in the tier."""
+        complete = self.complete_rows()
+        row = complete[pick % len(complete)]
+        pages = {
+            name: self.memory.tables[name].pages[
+                row, :, : self.memory.tables[name].num_pages[row, 0]
+            ]
+            for name in self.rows[row].statistics
+        }
+        self.restore_in_place(CachedReference(-1, 0, self.rows[row].length, pages))
+
+    def complete_rows(self):
+        rows = sorted(self.rows)
+        return [row for row in rows if self.rows[row].length and self.has_complete_statistics(row)]
 
     @precondition(lambda self: self.rows)
     @rule(picks=st.lists(SEEDS, min_size=1, max_size=3), fail_after=CALLS)
@@ -92,6 +129,9 @@ class TiersMachine(MemoryMachine):
             swapped.discard()
         assert self.pool.used_bytes == 0
         self.pool.check()
+        self.tier.check()
+        self.tier.close()
+        self.folder.cleanup()
         super().teardown()
 
 
