@@ -30,6 +30,7 @@ from quire.plan.rates import CopyRate, CopyRates, Costs, PrefillRates
 from quire.scheduler.batchers import parse_batcher
 from quire.scheduler.events import EventLog
 from quire.scheduler.eviction_trace import EvictionEntry
+from quire.scheduler.forks import NO_PAGES
 from quire.scheduler.lanes import Evicted, Evictor, Slots
 from quire.scheduler.peaks import need_of
 from quire.scheduler.preemption import Swapper
@@ -59,6 +60,7 @@ REASONS_WITHOUT_PROGRESS = (
     "its tenant would exceed its limit",
     "an urgent request is waiting",
     SCALED_DOWN,
+    NO_PAGES,
 )
 
 
