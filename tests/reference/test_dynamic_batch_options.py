@@ -1,4 +1,4 @@
-"""DynamicBatch with n, stop texts and log-probabilities, against the engine."""
+"""DynamicBatch with stop texts and log-probabilities, against the engine."""
 
 import pytest
 import torch
@@ -7,12 +7,11 @@ from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.hf import DynamicBatch
-from quire.kv.dense.slab import DenseSlab
 from quire.models.loader import load_model
 from quire.models.source import find_model
 from quire.sampling.outputs import OutputBuilder
 from quire.scheduler.schedule_config import ScheduleConfig
-from support.dynamic import CHANGING, RULES, build, check_empty
+from support.dynamic import CHANGING, build
 from support.engines import load, make_prompts
 from support.kv_options import kv_config
 
@@ -44,80 +43,10 @@ def run(batch, prompts, params):
     return handles
 
 
-def check_choices(handles, outputs):
+def check_outputs(handles, outputs):
     for handle, output in zip(handles, outputs, strict=True):
-        assert [choice.token_ids for choice in handle.choices] == [
-            list(choice.token_ids) for choice in output.choices
-        ]
-        assert [choice.finish_reason for choice in handle.choices] == [
-            choice.finish_reason for choice in output.choices
-        ]
-
-
-# ---- n -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("batcher", RULES)
-def test_completions_of_a_prompt_are_those_of_the_engine(batcher):
-    params = SamplingParams(max_tokens=NEW, n=3, temperature=0.9, seed=11, ignore_eos=True)
-    expected = of_engine(PROMPTS[:3], params)
-    batch = DynamicBatch(build("llama"), batch_size=2, batcher=batcher)
-    handles = run(batch, PROMPTS[:3], params)
-
-    check_choices(handles, expected)
-    check_empty(batch)
-
-
-def test_the_prompt_of_several_completions_is_prefilled_once():
-    params = SamplingParams(max_tokens=4, n=4, temperature=0.9, seed=1, ignore_eos=True)
-    batch = DynamicBatch(build("llama"), batch_size=2)
-    for prompt in PROMPTS[:2]:
-        batch.submit(prompt, sampling=params)
-    reads = 0
-    while batch.has_work:
-        batch.step()
-        reads += sum(read.rows for read in batch.last.reads)
-    check_empty(batch)
-
-    assert reads == 2
-
-
-@pytest.mark.parametrize("steps", [0, 1, 3])
-def test_cancelling_one_completion_leaves_the_others(steps):
-    params = SamplingParams(max_tokens=NEW, n=3, temperature=0.9, seed=11, ignore_eos=True)
-    expected = of_engine(PROMPTS[:1], params)[0]
-    batch = DynamicBatch(build("llama"), batch_size=2)
-    handle = batch.submit(PROMPTS[0], sampling=params)
-    assert batch.num_queued == 3
-    for _ in range(steps):
-        batch.step()
-    batch.cancel(handle)
-    batch.run()
-    check_empty(batch)
-
-    assert handle.finish_reason == "cancelled"
-    for index in (1, 2):
-        assert handle.choices[index].token_ids == list(expected.choices[index].token_ids)
-
-
-def test_a_failed_step_loses_no_completion(monkeypatch):
-    params = SamplingParams(max_tokens=NEW, n=3, temperature=0.9, seed=11, ignore_eos=True)
-    expected = of_engine(PROMPTS[:1], params)
-    batch = DynamicBatch(build("llama"), batch_size=2)
-    handle = batch.submit(PROMPTS[0], sampling=params)
-    for failing in ("extract", "begin"):
-        with monkeypatch.context() as patch:
-            patch.setattr(DenseSlab, failing, fail)
-            with pytest.raises(MemoryError):
-                batch.run()
-    batch.run()
-    check_empty(batch)
-
-    check_choices([handle], expected)
-
-
-def fail(*_arguments, **_options):
-    raise MemoryError("no memory")
+        assert handle.token_ids == list(output.token_ids)
+        assert handle.finish_reason == output.finish_reason
 
 
 # ---- text and log-probabilities ------------------------------------------------------------------
@@ -146,7 +75,7 @@ def test_stop_texts_end_outputs_as_in_the_engine(tiny):
     batch = DynamicBatch(own_model(folder), tokenizer=loaded.tokenizer, batch_size=2)
     handles = run(batch, prompts, params)
 
-    check_choices(handles, expected)
+    check_outputs(handles, expected)
     assert [handle.text for handle in handles] == [output.text for output in expected]
     assert [handle.stop_reason for handle in handles] == [o.stop_reason for o in expected]
     assert any(handle.stop_reason in stop for handle in handles)
@@ -158,7 +87,7 @@ def test_log_probabilities_are_those_of_the_engine(batcher):
     expected = of_engine(PROMPTS, params)
     handles = run(DynamicBatch(build("llama"), batch_size=3, batcher=batcher), PROMPTS, params)
 
-    check_choices(handles, expected)
+    check_outputs(handles, expected)
     for handle, output in zip(handles, expected, strict=True):
         for ours, theirs in zip(handle.logprobs, output.logprobs, strict=True):
             assert (ours.token_id, ours.rank) == (theirs.token_id, theirs.rank)

@@ -1,12 +1,16 @@
 """The files of the dashboard: headers, paths without a key, and when they are served."""
 
 import re
+from importlib.resources import files
 
 import pytest
 
 from quire.serve.config import ServerConfig, is_loopback
-from quire.serve.dashboard.routes import ASSETS_PATH, dashboard_paths, load_assets
+from quire.serve.dashboard.routes import ASSETS_PATH, dashboard_paths
 from support.kv_load import two_tenants
+
+_FOLDER = files("quire.serve.dashboard") / "assets"
+ASSETS = {file.name: file.read_text(encoding="utf-8") for file in _FOLDER.iterdir()}
 
 
 def get(serve, path, headers=None, **options):
@@ -30,8 +34,7 @@ def test_page_and_all_files_have_security_headers(serve):
 
 
 def test_page_has_no_inline_script_or_style_and_no_other_host():
-    for name, asset in load_assets().items():
-        text = asset.content.decode()
+    for name, text in ASSETS.items():
         assert not re.search(r"<script(?![^>]*\bsrc=)", text), name
         assert "<style" not in text, name
         assert not re.search(r"\son[a-z]+=\"", text), name
@@ -41,12 +44,11 @@ def test_page_has_no_inline_script_or_style_and_no_other_host():
 
 
 def test_every_file_that_the_page_names_exists():
-    names = set(load_assets())
-    page = load_assets()["index.html"].content.decode()
+    names, page = set(ASSETS), ASSETS["index.html"]
     named = set(re.findall(r'dashboard/assets/([\w.]+)"', page))
-    for name, asset in load_assets().items():
+    for name, text in ASSETS.items():
         if name.endswith(".js"):
-            named |= set(re.findall(r'from "\./([\w.]+)"', asset.content.decode()))
+            named |= set(re.findall(r'from "\./([\w.]+)"', text))
     assert named <= names
     assert names - named == {"index.html"}
 

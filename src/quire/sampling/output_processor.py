@@ -9,7 +9,7 @@ from quire.errors import RequestError
 from quire.sampling.beam import BeamSearch
 from quire.sampling.beam_step import tokens_of
 from quire.sampling.detokenizer import OutputText
-from quire.sampling.outputs import FinishReason, OutputDelta, Usage
+from quire.sampling.outputs import FinishReason, OutputDelta, Usage, joined_delta
 from quire.sampling.pooling import PooledStates, StepHidden
 from quire.sampling.sampler import SampledToken, ScoredToken
 from quire.scheduler.request import Request, RequestState, sequence_id
@@ -173,7 +173,7 @@ class RequestOutputState:
             output.request.progress.output_token_ids = []
         for output, found in zip(self._outputs.values(), best, strict=False):
             steps = [output.add_token(token, now_s) for token in tokens_of(found.path)]
-            deltas.append(replace(_joined(steps), score=found.score))
+            deltas.append(replace(joined_delta(steps), score=found.score))
         for output in list(self._outputs.values())[len(best) :]:
             output.end("abort", now_s)
         self._num_open = 0
@@ -191,7 +191,7 @@ class RequestOutputState:
 
         The best one contains the prompt log-probabilities, which the first sequence computed.
         """
-        joined = sorted(map(_joined, self._held.values()), key=_rank)
+        joined = sorted(map(joined_delta, self._held.values()), key=_rank)
         scores = next((d.prompt_logprobs for d in joined if d.prompt_logprobs is not None), None)
         best, *others = (replace(delta, prompt_logprobs=None) for delta in joined)
         ranked = [replace(best, prompt_logprobs=scores), *others]
@@ -210,17 +210,6 @@ class RequestOutputState:
             )
             for index, completion in enumerate(completions)
         ]
-
-
-def _joined(deltas: Sequence[OutputDelta]) -> OutputDelta:
-    scored = [token for delta in deltas for token in delta.logprobs or ()]
-    return replace(
-        deltas[-1],
-        cached_tokens=deltas[0].cached_tokens,
-        text="".join(delta.text for delta in deltas),
-        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
-        logprobs=tuple(scored),
-    )
 
 
 def _rank(completion: OutputDelta) -> tuple[bool, float, int]:

@@ -116,10 +116,11 @@ def joined(deltas: Sequence[OutputDelta]) -> Iterator[OutputDelta]:
     for delta in deltas:
         found.setdefault((delta.request_id, delta.index), []).append(delta)
     for own in found.values():
-        yield own[0] if len(own) == 1 else _joined(own)
+        yield own[0] if len(own) == 1 else joined_delta(own)
 
 
-def _joined(deltas: Sequence[OutputDelta]) -> OutputDelta:
+def joined_delta(deltas: Sequence[OutputDelta]) -> OutputDelta:
+    """Join the deltas of one completion."""
     scored = [delta.logprobs for delta in deltas if delta.logprobs is not None]
     return replace(
         deltas[-1],

@@ -7,12 +7,11 @@ contains no data, so it needs no key.
 """
 
 import time
-from functools import cache
 from importlib.resources import files
 
 from fastapi import APIRouter, Request, Response, Security, params
 from fastapi.openapi.docs import get_swagger_ui_html
-from fastapi.responses import JSONResponse
+from fastapi.responses import FileResponse, JSONResponse
 from fastapi.security import HTTPBearer
 from starlette.responses import HTMLResponse
 
@@ -24,18 +23,9 @@ from quire.version import __version__
 
 PATH = "/docs"
 SCHEMA_PATH = "/openapi.json"
-_TYPES = {
-    "swagger-ui-bundle.js": "text/javascript; charset=utf-8",
-    "swagger-ui.css": "text/css; charset=utf-8",
-    "favicon-32x32.png": "image/png",
-}
-DOCS_PATHS = frozenset({PATH, SCHEMA_PATH, *(f"{PATH}/{name}" for name in _TYPES)})
+_FILES = ("swagger-ui-bundle.js", "swagger-ui.css", "favicon-32x32.png")
+DOCS_PATHS = frozenset({PATH, SCHEMA_PATH, *(f"{PATH}/{name}" for name in _FILES)})
 """Paths of the page, its files and the schema; they need no API key."""
-
-
-@cache
-def _content(name: str) -> bytes:
-    return (files("fastapi_swagger") / "resources" / name).read_bytes()
 
 
 def key_dependencies() -> list[params.Depends]:
@@ -72,9 +62,9 @@ class ApiDocs:
 
     async def file(self, name: str) -> Response:
         """Return a file of the page, or status 404."""
-        if name not in _TYPES:
+        if name not in _FILES:
             return Response(status_code=404)
-        return Response(_content(name), media_type=_TYPES[name])
+        return FileResponse(str(files("fastapi_swagger") / "resources" / name))
 
 
 class Probes:

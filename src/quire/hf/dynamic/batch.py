@@ -11,7 +11,6 @@ from quire.errors import RequestError, SlabFull
 from quire.hf.dynamic.batch_memory import BatchMemory, BatchSlots
 from quire.hf.dynamic.batch_options import BatchOptions, check_query, dense_params, read_params
 from quire.hf.dynamic.filling import Filling
-from quire.hf.dynamic.forking import Forking
 from quire.hf.dynamic.query import (
     CANCELLED,
     NewToken,
@@ -82,16 +81,13 @@ class DynamicBatch:
             self.device_meter,
             self.host_meter,
         )
-        self._forking = Forking(
-            self._model, self._batch_slots, self._queues, self.device_meter, self._sampling_step
-        )
         self._filling = Filling(
             self._model,
             self.options,
             self._batch_slots,
             self._queues,
             self._memory,
-            self._forking,
+            self._sampling_step,
         )
         self._rule = self._filling.rule
         self._count, self._seeds = 0, Random()
@@ -118,8 +114,8 @@ class DynamicBatch:
             deadline_s: deadline on the options' clock; of equal priorities the earliest runs first.
 
         Returns:
-            The handle: `token_ids`, `text` and `logprobs` have the output so far, `choices` all n
-            completions, this one first; see `finished` and `finish_reason`.
+            The handle: `token_ids`, `text` and `logprobs` have the output so far; see `finished`
+            and `finish_reason`.
 
         Raises:
             RequestError: the query is invalid; states the reason.
@@ -127,24 +123,20 @@ class DynamicBatch:
         """
         params = dense_params(read_params(sampling, max_new_tokens, self.options))
         seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
-        query, *forks = (
-            Query(
-                number=self._count + index,
-                prompt_token_ids=list(prompt_token_ids),
-                params=params if params.n == 1 else replace(params, n=1, seed=None),
-                sampling_seed=seed + index,
-                priority=priority,
-                deadline_s=deadline_s,
-                submitted_s=self.options.clock(),
-            )
-            for index in range(params.n)
+        query = Query(
+            number=self._count,
+            prompt_token_ids=list(prompt_token_ids),
+            params=params,
+            sampling_seed=seed,
+            priority=priority,
+            deadline_s=deadline_s,
+            submitted_s=self.options.clock(),
         )
         self._check(query)
-        eos, tokenizer = self._model.eos_token_ids, self.options.tokenizer
-        for found in (query, *forks):
-            found.output_text = OutputText(found.params, eos, tokenizer, found.prompt_token_ids)
-        query.forks, query.choices = forks, [query, *forks]
-        self._count += params.n
+        query.output_text = OutputText(
+            params, self._model.eos_token_ids, self.options.tokenizer, query.prompt_token_ids
+        )
+        self._count += 1
         self._queues.wait(query)
         return query
 
@@ -161,7 +153,6 @@ class DynamicBatch:
         """Cancel a query in any state; other queries continue. No effect on a finished query."""
         if query.finished:
             return
-        self._forking.separate(query)
         if query.state is QueryState.RUNNING:
             self._batch_slots.leave(query, clear=not self._rule.runs_to_end)
         elif query.state in (QueryState.WAITING, QueryState.READY):
@@ -189,7 +180,6 @@ class DynamicBatch:
         Raises:
             RequestError: the query is finished, or its prefill is in progress.
         """
-        self._forking.separate(query)
         if query.state is QueryState.RUNNING:
             self.preempt(query)
         if query.state not in (QueryState.WAITING, QueryState.READY):
@@ -235,7 +225,7 @@ class DynamicBatch:
     @property
     def num_queued(self) -> int:
         """Queries without a row."""
-        return len(self._queues) + sum(len(query.forks) for query in self._queues.waiting)
+        return len(self._queues)
 
     def run(self) -> None:
         """Step until every query is finished."""
@@ -301,9 +291,7 @@ class DynamicBatch:
         record.rows, record.live = len(rows), len(live)
         record.columns, record.new_columns = slab.window.width, max(map(len, new_tokens))
         record.valid_tokens = sum(slab.lengths[row] for row in live)
-        for index, query in enumerate(running):
-            if query.forks:  # vector shaping: its prompt was prefilled in this forward
-                self._forking.fork(query, logits[index])
+        for query in running:
             if query.finished:
                 self._batch_slots.leave(query, clear=not self._rule.runs_to_end)
 

@@ -82,14 +82,14 @@ def read_params(
 def dense_params(params: SamplingParams) -> SamplingParams:
     """Resolve the sampling parameters of a query in a dense row."""
     if (
-        params.num_sequences != params.n
+        params.num_sequences != 1
         or params.use_beam_search
         or params.prompt_logprobs is not None
         or params.structured_outputs is not None
         or params.pooling is not None
     ):
         raise RequestError(
-            "a DynamicBatch does not support best_of, beams, structured_outputs, prompt_logprobs "
+            "a DynamicBatch has no n above 1, best_of, beams, structured_outputs, prompt_logprobs "
             "or pooling; use quire.LLM, which takes the same model object"
         )
     return params.resolve(GenerationDefaults())

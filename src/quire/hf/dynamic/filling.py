@@ -13,88 +13,12 @@ from quire.hf.dynamic.batch_memory import (
     start_in_separate_slab,
 )
 from quire.hf.dynamic.batch_options import BatchOptions
-from quire.hf.dynamic.forking import Forking
 from quire.hf.dynamic.query import Query, QueryQueues, QueryState, ReadRecord, StepRecord
+from quire.hf.dynamic.sampling_step import DenseSampling
 from quire.hf.dynamic.slab_model import SlabModel
 from quire.kv.dense.slab import SlabRows
 from quire.scheduler.batchers import parse_dense_batcher
-from quire.scheduler.batchers.base import BatchView, DenseRule
-
-
-class Prefiller:
-    """Prefills the prompts of a dynamic batch."""
-
-    def __init__(
-        self,
-        model: SlabModel,
-        options: BatchOptions,
-        rule: DenseRule,
-        batch_slots: BatchSlots,
-        queues: QueryQueues,
-        memory: BatchMemory,
-        forking: Forking,
-    ) -> None:
-        self._unfinished: list[DensePrefill] = []
-        self._model, self._options, self._rule = model, options, rule
-        self._batch_slots, self._queues, self._memory = batch_slots, queues, memory
-        self._forking = forking
-
-    def prefill(
-        self, group: Sequence[Query], record: StepRecord, rows: SlabRows | None = None
-    ) -> None:
-        """Prefill a group completely, in `rows` if set, otherwise in a separate slab."""
-        prefill = self._begin(group, rows)
-        started_s = self._options.clock()
-        prefill.run()
-        taken_s = self._options.clock() - started_s
-        record.reads.append(ReadRecord(len(group), prefill.columns, taken_s))
-        self._finish(prefill)
-
-    def prefill_now(self, view: BatchView[Query], record: StepRecord) -> bool:
-        """Prefill the next group; return False if it is empty."""
-        group = self._memory.affordable(self._rule.next_group(view))
-        if group:
-            self.prefill(group, record)
-        return bool(group)
-
-    def drop_all(self) -> list[Query]:
-        """Drop all unfinished prefills after a failed forward; return their queries."""
-        prefills, self._unfinished = self._unfinished, []
-        for prefill in prefills:
-            prefill.drop()
-        return [query for prefill in prefills for query in prefill.queries]
-
-    def _begin(self, group: Sequence[Query], rows: SlabRows | None = None) -> DensePrefill:
-        if rows is not None:
-            prefill = DensePrefill(self._model, group, rows)
-        else:
-            prefill = start_in_separate_slab(self._model, group, self._memory.device)
-        self._unfinished.append(prefill)
-        for query in group:
-            self._queues.leave(query)
-            query.state = QueryState.READING
-            if query.started_s is None:
-                query.started_s = self._options.clock()
-        return prefill
-
-    def _finish(self, prefill: DensePrefill) -> None:
-        prefill.finish()
-        for query in prefill.queries:
-            if query.row is not None:
-                query.state = QueryState.RUNNING
-        self._forking.accept(prefill.logits)
-        for query in prefill.queries:
-            self._place_prefilled(query)
-        self._unfinished.remove(prefill)
-
-    def _place_prefilled(self, query: Query) -> None:
-        if query.row is not None:
-            if query.finished:
-                self._batch_slots.leave(query)  # cleared: the row may be reused for prefill
-        elif query.finished:
-            query.drop_kv()
-        else:
-            self._queues.add_ready(query)
+from quire.scheduler.batchers.base import BatchView
 
 
 class Filling:
@@ -111,11 +35,12 @@ class Filling:
         batch_slots: BatchSlots,
         queues: QueryQueues,
         memory: BatchMemory,
-        forking: Forking,
+        sampling_step: DenseSampling,
     ) -> None:
         self.shaped: list[Query] = []
         self.rule = parse_dense_batcher(options.batcher)
-        self.prefiller = Prefiller(model, options, self.rule, batch_slots, queues, memory, forking)
+        self._unfinished: list[DensePrefill] = []
+        self._model, self._sampling_step = model, sampling_step
         self._options = options
         self._batch_slots, self._queues, self._memory = batch_slots, queues, memory
 
@@ -174,7 +99,7 @@ class Filling:
     def _next(self, record: StepRecord) -> Query | None:
         """The next query to place in a row, prefilled if necessary; None if there is none."""
         while not self.rule.shapes and self._wants_more():
-            if not self.prefiller.prefill_now(self.view(), record):
+            if not self._prefill_now(record):
                 break
         return self.rule.choose(self.view())
 
@@ -202,6 +127,58 @@ class Filling:
             rows -= 1
         batch_slots.resize(rows, longest)
 
+    # ---- prefill ---------------------------------------------------------------------------
+
+    def _prefill(
+        self, group: Sequence[Query], record: StepRecord, rows: SlabRows | None = None
+    ) -> None:
+        """Prefill a group completely, in `rows` if set, otherwise in a separate slab."""
+        prefill = self._begin(group, rows)
+        started_s = self._options.clock()
+        prefill.run()
+        taken_s = self._options.clock() - started_s
+        record.reads.append(ReadRecord(len(group), prefill.columns, taken_s))
+        self._finish(prefill)
+
+    def _prefill_now(self, record: StepRecord) -> bool:
+        """Prefill the next group; return False if it is empty."""
+        group = self._memory.affordable(self.rule.next_group(self.view()))
+        if group:
+            self._prefill(group, record)
+        return bool(group)
+
+    def _begin(self, group: Sequence[Query], rows: SlabRows | None = None) -> DensePrefill:
+        if rows is not None:
+            prefill = DensePrefill(self._model, group, rows)
+        else:
+            prefill = start_in_separate_slab(self._model, group, self._memory.device)
+        self._unfinished.append(prefill)
+        for query in group:
+            self._queues.leave(query)
+            query.state = QueryState.READING
+            if query.started_s is None:
+                query.started_s = self._options.clock()
+        return prefill
+
+    def _finish(self, prefill: DensePrefill) -> None:
+        prefill.finish()
+        for query in prefill.queries:
+            if query.row is not None:
+                query.state = QueryState.RUNNING
+        self._sampling_step.first(prefill.logits)
+        for query in prefill.queries:
+            self._place_prefilled(query)
+        self._unfinished.remove(prefill)
+
+    def _place_prefilled(self, query: Query) -> None:
+        if query.row is not None:
+            if query.finished:
+                self._batch_slots.leave(query)  # cleared: the row may be reused for prefill
+        elif query.finished:
+            query.drop_kv()
+        else:
+            self._queues.add_ready(query)
+
     # ---- prefill in the query's row ------------------------------------------------------------
 
     def _may_prefill_in_rows(self) -> bool:
@@ -219,7 +196,7 @@ class Filling:
         if group:
             self._add_rows(len(group), max(query.num_to_read for query in group))
             rows, placed = self._batch_slots.reserve_rows(group)
-            self.prefiller.prefill(placed, record, rows)
+            self._prefill(placed, record, rows)
         return bool(group)
 
     def _has_room_for(self, group: list[Query]) -> bool:
@@ -269,7 +246,11 @@ class Filling:
 
     def recover(self) -> None:
         """Recover from a failed step: queue queries with incomplete KV for recompute."""
-        queries = dict.fromkeys([*self._batch_slots.live, *self.prefiller.drop_all()])
+        prefills, self._unfinished = self._unfinished, []
+        for prefill in prefills:
+            prefill.drop()
+        unread = [query for prefill in prefills for query in prefill.queries]
+        queries = dict.fromkeys([*self._batch_slots.live, *unread])
         self._batch_slots.close()
         self.shaped = []
         for query in queries:
@@ -294,7 +275,7 @@ class Filling:
         while waiting:
             group = self.rule.next_group(replace(self.view(), waiting=waiting))
             rows, placed = self._batch_slots.reserve_rows(group)
-            self.prefiller.prefill(placed, record, rows)
+            self._prefill(placed, record, rows)
             waiting = [query for query in waiting if query not in placed]
 
     def _members(self) -> list[Query]:

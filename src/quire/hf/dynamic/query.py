@@ -56,10 +56,6 @@ class Query:
     text: str = ""  # final text of the output; empty without a tokenizer
     # one for each output token, if `params.logprobs` is set
     logprobs: list[Any] = field(default_factory=list)
-    # the completions of the prompt, this one first
-    choices: "list[Query]" = field(default_factory=list)
-    # completions that start when the prompt is prefilled
-    forks: "list[Query]" = field(default_factory=list)
     output_text: OutputText | None = None
     state: QueryState = QueryState.WAITING
     stop_reason: str | int | None = None  # the stop text or token id that ended the output

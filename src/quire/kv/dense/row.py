@@ -87,28 +87,6 @@ class RowKV:
         self.layers = ()
 
 
-class SharedKV(RowKV):
-    """One holder's reference to KV that several queries share; its bytes are counted once."""
-
-    def __init__(self, shared: RowKV, holders: list[int]) -> None:
-        super().__init__(shared.layers, shared._meter)
-        self._holders = holders
-
-    def moved(self, device: torch.device, meter: ByteMeter) -> RowKV:
-        """A copy in another memory, and release this reference."""
-        with meter.reserving(self.num_bytes):
-            layers = [(k.to(device, copy=True), v.to(device, copy=True)) for k, v in self.layers]
-        self.free()
-        return RowKV(layers, meter)
-
-    def free(self) -> None:
-        """Release this reference; the last one frees the bytes."""
-        self._holders[0] -= 1
-        if not self._holders[0]:
-            super().free()
-        self.layers = ()
-
-
 NOTHING = -1
 """The position of a slot that holds no token."""
 

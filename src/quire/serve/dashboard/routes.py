@@ -3,24 +3,18 @@
 The page runs no inline script and loads nothing from other hosts, which its headers enforce.
 """
 
-import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache
 from importlib.resources import files
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
+from fastapi.staticfiles import StaticFiles
 
 PAGE_PATH = "/dashboard"
 ASSETS_PATH = f"{PAGE_PATH}/assets"
 PAGE = "index.html"
+_PACKAGE, _FOLDER = "quire.serve.dashboard", "assets"
 
-_TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-}
 HEADERS: Mapping[str, str] = {
     "Content-Security-Policy": "default-src 'self'; object-src 'none'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'",
@@ -32,37 +26,25 @@ HEADERS: Mapping[str, str] = {
 """Headers of every response of the dashboard."""
 
 
-@dataclass(frozen=True, slots=True)
-class Asset:
-    """A file of the dashboard."""
-
-    content: bytes
-    media_type: str
-    etag: str  # digest of the content
-
-
-@cache
-def load_assets() -> Mapping[str, Asset]:
-    """Read the files of the dashboard from the package, by name."""
-    folder = files("quire.serve.dashboard") / "assets"
-    found = {}
-    for file in folder.iterdir():
-        suffix = "." + file.name.rpartition(".")[2]
-        if suffix in _TYPES:
-            content = file.read_bytes()
-            etag = f'"{hashlib.blake2b(content, digest_size=12).hexdigest()}"'
-            found[file.name] = Asset(content, _TYPES[suffix], etag)
-    return found
+class _Assets(StaticFiles):
+    def file_response(self, *arguments: Any, **options: Any) -> Response:
+        """A file, or status 304, with the headers of the dashboard."""
+        response = super().file_response(*arguments, **options)
+        response.headers.update(HEADERS)
+        return response
 
 
 def dashboard_paths() -> frozenset[str]:
     """Paths of the dashboard's files; they need no API key."""
-    names = (f"{ASSETS_PATH}/{name}" for name in load_assets())
+    names = (f"{ASSETS_PATH}/{file.name}" for file in (files(_PACKAGE) / _FOLDER).iterdir())
     return frozenset({PAGE_PATH, f"{PAGE_PATH}/", *names})
 
 
 class Dashboard:
     """Handlers of HTTP requests for the dashboard's files."""
+
+    def __init__(self) -> None:
+        self._assets = _Assets(packages=[(_PACKAGE, _FOLDER)])
 
     def router(self) -> APIRouter:
         router = APIRouter(include_in_schema=False)
@@ -73,7 +55,7 @@ class Dashboard:
 
     async def page(self, request: Request) -> Response:
         """Return the page."""
-        return _response(request, load_assets()[PAGE])
+        return await self.asset(request, PAGE)
 
     async def moved(self) -> Response:
         """Redirect to the page: its links are relative to /dashboard."""
@@ -81,14 +63,4 @@ class Dashboard:
 
     async def asset(self, request: Request, name: str) -> Response:
         """Return a file of the page, or status 404."""
-        found = load_assets().get(name)
-        if found is None:
-            return Response(status_code=404, headers=HEADERS)
-        return _response(request, found)
-
-
-def _response(request: Request, asset: Asset) -> Response:
-    headers = {**HEADERS, "ETag": asset.etag}
-    if request.headers.get("if-none-match") == asset.etag:
-        return Response(status_code=304, headers=headers)
-    return Response(asset.content, media_type=asset.media_type, headers=headers)
+        return await self._assets.get_response(name, request.scope)
