@@ -6,9 +6,9 @@ A parser reads text as it arrives and returns text and calls. A forced call is r
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
@@ -73,130 +73,65 @@ class ValueEnd:
         return "inside"
 
 
-Steps = Generator[None, str, None]
-StepsTo = Generator[None, str, str]
-
 _ARGUMENTS = ("arguments", "parameters")
-_OTHERS = ("name", "type", "id")
+_KEYS = frozenset({*_ARGUMENTS, "name", "type", "id"})
+_OTHERS = r'(?:"(?:type|id)"\s*:\s*"[^"\\]*"\s*,\s*)*'
+_HEAD = re.compile(
+    rf'\s*\{{\s*{_OTHERS}"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*{_OTHERS}'
+    rf'"(?:{"|".join(_ARGUMENTS)})"\s*:\s*\{{'
+)
+"""The text up to the first character of the arguments, in the usual order of keys."""
+_FIRST_KEY = re.compile(r'\s*\{\s*(?:"([^"\\]*)"|[^\s"}])')
 
 
 class CallReader:
-    """Reads one call, such as {"name": "f", "arguments": {...}}, character by character."""
+    """Reads one call, such as {"name": "f", "arguments": {...}}, character by character.
+
+    Arguments after the name are passed on as they arrive, others when the object ends.
+    """
 
     def __init__(self) -> None:
         self.raw = ""
         self.state: Literal["reading", "done", "failed"] = "reading"
         self.has_started = False
-        self._steps = self._object()
-        self._events: list[CallEvent] = []
-        self._name = ""
-        self._arguments = ""  # held
-        self._has_arguments = False
-        next(self._steps)
+        self._object = ValueEnd()
+        self._arguments: ValueEnd | None = None  # while they are passed on
 
     def feed(self, character: str) -> list[CallEvent]:
         if not self.has_started:
             self.raw += character
-        try:
-            self._steps.send(character)
-        except StopIteration:
-            if self.state == "reading":
-                self.state = "done"
-        events, self._events = self._events, []
-        return events
-
-    # The grammar as a coroutine: every `yield` receives the next character.
-
-    def _object(self) -> Steps:
-        character = yield from self._skip("")
-        if character != "{":
-            return self._fail()
-        character = yield from self._skip("")
-        while character != "}":
-            if character != '"':
-                return self._fail()
-            key_text, _ = yield from self._value(character)
-            key = _decoded(key_text)
-            if key not in _ARGUMENTS + _OTHERS and not self.has_started:
-                return self._fail()
-            character = yield from self._skip("")
-            if character != ":":
-                return self._fail()
-            first = yield from self._skip("")
-            character = yield from self._member(key, first)
-            if character not in (",", "}"):
-                return self._fail()
-            if character == ",":
-                character = yield from self._skip("")
-        return self._finish()
-
-    def _member(self, key: object, first: str) -> StepsTo:
-        if key in _ARGUMENTS and not self._has_arguments:
-            self._has_arguments = True
-            after = yield from self._read_arguments(first)
-        else:
-            text, after = yield from self._value(first)
-            if key == "name" and not self._name:
-                name = _decoded(text)
-                if not isinstance(name, str) or not name:
-                    self._fail()
-                    return ""
-                self._name = name
-                if self._has_arguments:
-                    self._start()
-        return (yield from self._skip(after))
-
-    def _read_arguments(self, first: str) -> StepsTo:
-        if first != "{":
-            text, after = yield from self._value(first)
-            self._add(_as_arguments(text))
-            return after
-        end, character = ValueEnd(), first
-        while True:
-            place = end.feed(character)
-            self._add(character)
-            if place == "last":
-                return ""
-            character = yield
-
-    def _value(self, first: str) -> Generator[None, str, tuple[str, str]]:
-        """Read a value; return its text, and the character after it or ""."""
-        end, text, character = ValueEnd(), "", first
-        while True:
-            place = end.feed(character)
-            if place == "after":
-                return text, character
-            text += character
-            if place == "last":
-                return text, ""
-            character = yield
-
-    def _skip(self, character: str) -> StepsTo:
-        while not character or character in WHITESPACE:
-            character = yield
-        return character
-
-    def _add(self, text: str) -> None:
-        self._arguments += text
-        if self._name:
-            self._start()
-
-    def _start(self) -> None:
-        if not self.has_started:
-            self.has_started = True
-            self._events.append(CallStart(self._name))
-        self._events.append(Arguments(self._arguments))
-        self._arguments = ""
-
-    def _finish(self) -> None:
-        if not self._name:
-            self._fail()
-        elif not self._has_arguments:
-            self._add("{}")
-
-    def _fail(self) -> None:
-        if not self.has_started:
+            if not self.raw.strip(WHITESPACE):
+                return []
+        is_last = self._object.feed(character) != "inside"
+        if self.has_started:
+            self.state = "done" if is_last else "reading"
+            if self._arguments is None:
+                return []
+            if self._arguments.feed(character) == "last":
+                self._arguments = None
+            return [Arguments(character)]
+        head = _HEAD.fullmatch(self.raw) if character == "{" else None
+        if head is not None and isinstance(name := _decoded(head[1]), str):
+            self.has_started, self._arguments = True, ValueEnd()
+            self._arguments.feed(character)
+            return [CallStart(name), Arguments(character)]
+        key = _FIRST_KEY.match(self.raw)
+        if not self.raw.lstrip(WHITESPACE).startswith("{") or (key and key[1] not in _KEYS):
             self.state = "failed"
+        return self._whole() if is_last else []
+
+    def _whole(self) -> list[CallEvent]:
+        """The call of an object that has ended."""
+        found: Any = _decoded(self.raw)
+        name = found.get("name") if isinstance(found, dict) else None
+        named = isinstance(found, dict) and isinstance(name, str) and bool(name)
+        if not named or found.keys() - _KEYS:
+            self.state = "failed"
+            return []
+        self.state, self.has_started = "done", True
+        value = next((found[key] for key in _ARGUMENTS if key in found), None)
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        return [CallStart(found["name"]), Arguments(text if value else "{}")]
 
 
 def _decoded(text: str) -> object:
@@ -206,14 +141,6 @@ def _decoded(text: str) -> object:
     except (ValueError, RecursionError):
         return None
     return value
-
-
-def _as_arguments(text: str) -> str:
-    """Arguments that are not written as an object: a text with JSON, or nothing."""
-    value = _decoded(text)
-    if isinstance(value, str) and value:
-        return value
-    return text if value else "{}"
 
 
 @dataclass(frozen=True, slots=True)
