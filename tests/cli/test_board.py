@@ -114,4 +114,4 @@ def test_the_documents_get_the_rows_of_kvpress_of_another_run(tmp_path):
     assert written["claims"]["kvpress_entries"] == len(run["arms"]["rows"]) - len(rows)
     page = (tmp_path / "board-measured.md").read_text(encoding="utf-8")
     assert "Rows of [kvpress](#presses-of-kvpress): `bash runs/kvpress.sh`" in page
-    assert "interactive page. beside other work\n" in page
+    assert ". beside other work\n" in page

@@ -75,10 +75,9 @@ class BoardFlags:
 def board(settings: Settings, *, flags: BoardFlags) -> None:
     """Compare eviction rules, budgets, schedules and KV codecs on equal prompts.
 
-    Writes a table, a chart and an interactive page of quality against KV bytes. Finished cells are
-    stored in the folder of --out, so that an interrupted run goes on. --time-limit ends a run after
-    the entry that exceeds it; the pages have the entries so far. Ends with exit code 1 if no rule
-    could run.
+    Writes a table and a chart of quality against KV bytes. Finished cells are stored in the folder
+    of --out, so that an interrupted run goes on. --time-limit ends a run after the entry that
+    exceeds it; the pages have the entries so far. Ends with exit code 1 if no rule could run.
     """
     from quire.evals.board.result import BoardResult
     from quire.evals.board.run import BoardConfig
@@ -140,10 +139,7 @@ def board_runner(
 
 
 def write_pages(found: "BoardResult", model: str, out: Path, result: bytes) -> None:
-    """Write the result, the page and, where their packages are installed, chart and live page.
-
-    Without a quality there is neither chart nor live page.
-    """
+    """Write the result, the page and, if there is a quality and matplotlib, the chart."""
     from quire.evals.board import pages
 
     files = {RESULT_FILE: result}
@@ -151,8 +147,6 @@ def write_pages(found: "BoardResult", model: str, out: Path, result: bytes) -> N
     files[pages.PAGE_FILE] = pages.page(found, model, has_chart=has_chart).encode()
     if has_chart:
         files[pages.CHART_FILE] = pages.chart(found)
-    if has_extra("eval") and found.judged:
-        files[pages.INTERACTIVE_FILE] = pages.interactive(found, model).encode()
     write_files(out, files)
 
 

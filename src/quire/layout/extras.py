@@ -13,7 +13,6 @@ EXTRAS = MappingProxyType(
         "serve": (
             *("fastapi", "fastapi_swagger", "h11", "prometheus_client", "pydantic", "uvicorn"),
         ),
-        "eval": ("plotly",),
         "events": ("zmq", "msgpack"),
         "kmeans": ("scipy",),
         "lm-eval": ("lm_eval",),

@@ -29,7 +29,7 @@ from quire.api.llm import LLM
 from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError
 from quire.evals.board.grid import BoardEntry, Grid
-from quire.evals.board.pages import chart, interactive, page
+from quire.evals.board.pages import chart, page
 from quire.evals.board.result import BoardResult
 from quire.evals.board.run import BoardConfig, BoardRunner
 from quire.evals.pace import Pace
@@ -220,8 +220,6 @@ def test_pages_show_which_presses_free_memory(llm, full, tmp_path):
     assert mask.endswith("| 0.250 | no |")
     assert "| `kvpress/KnormPress` | 25% | prefill_end | `none` | 0.000" in text
     assert b"kvpress, prefill_end" in chart(result)
-    pytest.importorskip("plotly", reason="the extra eval is not installed")
-    assert "kvpress, prefill_end" in interactive(result, "quire-tiny")
 
 
 def test_rules_and_presses_of_the_same_method_are_compared(llm, full, tmp_path):

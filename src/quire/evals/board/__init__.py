@@ -3,5 +3,5 @@
 grid.py    entries: a rule, a share, a schedule and a codec
 run.py     runs entries on tasks; finished cells are stored
 result.py  rows with quality over full KV, bytes and tokens/s, as pages show and JSON stores them
-pages.py   Markdown, chart and interactive page
+pages.py   Markdown and chart
 """

@@ -1,19 +1,18 @@
-"""Files of a leaderboard: a Markdown table, a chart, and an interactive page."""
+"""Files of a leaderboard: a Markdown table and a chart."""
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from quire.evals.board.grid import FULL, QUIRE
 from quire.evals.board.result import BoardResult, Row, best_rules
 from quire.evals.intervals import Mean, prompts_to_show
 from quire.layout.eviction import DECODE, PREFILL_AND_DECODE, PREFILL_END
-from quire.layout.extras import require_extra
 from quire.sim.plots import drawn
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-PAGE_FILE, CHART_FILE, INTERACTIVE_FILE = "board.md", "board.svg", "board.html"
+PAGE_FILE, CHART_FILE = "board.md", "board.svg"
 WANTED = 0.975
 """Quality over full KV that the list of rules requires, as in Batch-Max's evaluation."""
 
@@ -142,16 +141,17 @@ def chart(result: BoardResult) -> bytes:
 
 def _draw(axes: "Axes", rows: Sequence[Row]) -> None:
     for label, own in _groups(rows).items():
-        colour, is_own = _colour(own[0]), own[0].entry.source == QUIRE
+        entry = own[0].entry
+        colour = _COLOURS.get(entry.schedule, _OTHER)
         axes.scatter(
             [row.kv_share for row in own],
             [row.quality.mean for row in own],
             label=label,
             edgecolors=colour,
-            facecolors=colour if is_own else "none",
+            facecolors=colour if entry.source == QUIRE else "none",
             s=14,
         )
-    best = _best(rows)
+    best = sorted((row for row in rows if row.is_unbeaten), key=lambda row: row.kv_share)
     axes.plot(
         [row.kv_share for row in best],
         [row.quality.mean for row in best],
@@ -180,71 +180,6 @@ def _groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return found
 
 
-def _colour(row: Row) -> str:
-    """The colour of a schedule, the same in the picture and in the interactive page."""
-    return _COLOURS.get(row.entry.schedule, _OTHER)
-
-
-def _best(rows: Sequence[Row]) -> list[Row]:
-    return sorted((row for row in rows if row.is_unbeaten), key=lambda row: row.kv_share)
-
-
 def _name(row: Row) -> str:
     rule = row.entry.rule if row.entry.rule == FULL else f"{row.entry.rule} {row.entry.budget}"
     return f"{rule}, {row.entry.codec}" if row.entry.source == QUIRE else rule
-
-
-def interactive(result: BoardResult, model: str) -> str:
-    """A page without other files: points that show their configuration."""
-    require_extra("eval", "the interactive page of quire board")
-    import plotly.graph_objects as go
-
-    rows = result.rows
-    figure = go.Figure()
-    for name, own in _groups(rows).items():
-        figure.add_trace(go.Scatter(**_points(own, name)))
-    best = _best(rows)
-    figure.add_trace(
-        go.Scatter(
-            x=[row.kv_share for row in best],
-            y=[row.quality.mean for row in best],
-            mode="lines",
-            name="Pareto-optimal",
-            line={"color": _PARETO, "width": 1},
-            hoverinfo="skip",
-        )
-    )
-    figure.update_layout(
-        title=f"Leaderboard of {model}",
-        xaxis_title="peak KV bytes of a request, over full KV",
-        yaxis_title="quality over full KV",
-        template="plotly_white",
-    )
-    return str(figure.to_html(include_plotlyjs=True, full_html=True))
-
-
-def _points(rows: Sequence[Row], name: str) -> dict[str, Any]:
-    return {
-        "x": [row.kv_share for row in rows],
-        "y": [row.quality.mean for row in rows],
-        "error_y": {
-            "type": "data",
-            "symmetric": False,
-            "array": [row.quality.high - row.quality.mean for row in rows],
-            "arrayminus": [row.quality.mean - row.quality.low for row in rows],
-            "thickness": 0.5,
-            "width": 0,
-        },
-        "text": [
-            f"{row.entry}<br>{row.tokens_per_s:,.0f} tokens/s<br>"
-            + "<br>".join(f"{task}: {score:.2f}" for task, score in row.scores.items())
-            for row in rows
-        ],
-        "mode": "markers",
-        "marker": {
-            "color": _colour(rows[0]),
-            "symbol": "circle" if rows[0].entry.source == QUIRE else "circle-open",
-        },
-        "name": name,
-        "hovertemplate": "%{text}<br>quality %{y:.3f}, KV %{x:.3f}<extra></extra>",
-    }

@@ -8,7 +8,7 @@ import pytest
 from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError, UnknownName
 from quire.evals.board.grid import BoardEntry, Grid
-from quire.evals.board.pages import chart, interactive, page
+from quire.evals.board.pages import chart, page
 from quire.evals.board.result import BoardResult, best_rules, judged_tasks, rows_of
 from quire.evals.board.run import Board, BoardConfig, check_names
 from quire.evals.suite.cells import CellResult, PromptResult
@@ -164,16 +164,6 @@ def test_page_says_whether_the_question_is_evicted(schedule, before, expected):
 
     assert expected in text
     assert ("question" in text) == bool(expected)
-
-
-def test_interactive_page_has_every_entry():
-    pytest.importorskip("plotly", reason="the extra eval is not installed")
-
-    text = interactive(BoardResult.of(board()), "quire-tiny")
-
-    assert "sinks:cap=25%,when=decode" in text
-    assert "Pareto-optimal" in text
-    assert "https://cdn" not in text.split("<body>")[1][:200]
 
 
 def test_chart_is_an_svg():
