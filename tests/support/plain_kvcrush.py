@@ -101,14 +101,9 @@ def plain_representatives(signature, count, policy, number, score):
     return plain_slices(ordered, count, policy, number, score)
 
 
-def plain_count(policy, num_units, score):
+def plain_count(policy, num_units):
     """Number of retained units that are representatives."""
-    count = floor(num_units * policy.share_of_all + 1e-9)
-    if not getattr(policy, "dynamic", False):
-        return count
-    above = {n: s - min(score.values()) for n, s in score.items()}
-    mass = sum(above[n] for n in best(above, [], num_units)) / sum(above.values())
-    return floor(count * (1 - mass) / (1 - num_units / len(score)) + 1e-9)
+    return floor(num_units * policy.share_of_all + 1e-9)
 
 
 def pieces_of(tokens, piece):
@@ -129,7 +124,7 @@ def plain_set(policy, number, tokens, of_head, protected_tokens, signature_of, k
     num_units = min((keep - sum(map(len, protected_pieces))) // piece, len(free))
     mean = {t: np.mean([scores[t] for scores in of_head]) for t in tokens}
     score = {number: sum(mean[t] for t in p) for number, p in enumerate(free)}
-    count = plain_count(policy, num_units, score)
+    count = plain_count(policy, num_units)
     promoted = best(score, [], num_units - count)
     grouped = [n for n in range(len(free)) if n not in promoted]
     signature = {n: [bit for t in free[n] for bit in signature_of(t)] for n in grouped}

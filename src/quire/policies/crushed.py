@@ -105,13 +105,8 @@ class Crushed(ScorePolicy):
         """Return the fewest unprotected tokens for which at least one is a representative."""
 
     @abstractmethod
-    def num_representatives(self, units: Units, sums: Floats) -> NDArray[np.int64]:
-        """Return how many of the retained free units of each row are representatives, [row].
-
-        Args:
-            units: units of some rows.
-            sums: [row, unit] scores of the units.
-        """
+    def num_representatives(self, units: Units) -> NDArray[np.int64]:
+        """Return how many of the retained free units of each row are representatives, [row]."""
 
     @abstractmethod
     def represent(
@@ -182,7 +177,7 @@ class Crushed(ScorePolicy):
     def decision_of(self, context: SelectionContext) -> Decision:
         """Retain the important slots and the representatives of the rest."""
         units, sums = context.units, context.sums
-        count = self.num_representatives(units, sums)
+        count = self.num_representatives(units)
         important = units.best(sums, units.num_retained - count)
         grouped = units.free & ~important
         chosen = np.zeros_like(grouped)
@@ -249,11 +244,6 @@ class CrushedShare(Crushed, ABC):
         left = max(0, kept - (self.base.least_cap - 1))
         return int(round(self.share * left, 9)) // piece_tokens * piece_tokens
 
-    def num_representatives(self, units: Units, sums: Floats) -> NDArray[np.int64]:
-        del sums
-        return whole(units.num_retained * self.share_of_all)
-
-
-def whole(numbers: Floats) -> NDArray[np.int64]:
-    """Round down, tolerating floating-point error: 0.3 * 10 gives 3."""
-    return np.floor(numbers.round(9)).astype(np.int64)
+    def num_representatives(self, units: Units) -> NDArray[np.int64]:
+        share: Floats = (units.num_retained * self.share_of_all).round(9)  # 0.3 * 10 gives 3
+        return np.floor(share).astype(np.int64)

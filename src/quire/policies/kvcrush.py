@@ -25,13 +25,8 @@ and cut into equal slices. The paper takes a random token of a bucket (`pick=ran
 takes the middle of the slice, which needs no seed. Only tokens that are not important, and would be
 evicted, are grouped. The paper does not specify signatures at later evictions: they are recomputed.
 A rule that overrides `choose` (RoCo) sets bits by its own selection; important tokens are ranked by
-its scores. `dynamic` scales the share per retained set, which the paper leaves for future work. The
-paper does not have `pick=best`, which takes the token of a bucket with the highest score.
-
-`dynamic`: let p be the set's scores minus the smallest score, normalized to sum 1 over the n
-evictable tokens; m the sum of p over the R best; and R / n that sum if all scores were equal:
-
-    representatives of the set = floor(B_rep * (1 - m) / (1 - R / n))
+its scores. The paper does not have `pick=best`, which takes the token of a bucket with the highest
+score.
 """
 
 from dataclasses import dataclass
@@ -43,8 +38,8 @@ from numpy.typing import NDArray
 from quire.kernels import device_copies
 from quire.kernels.native.selection import native_selection
 from quire.policies.base import Decision
-from quire.policies.choose import Floats, best_slots, count_of
-from quire.policies.crushed import CrushedShare, whole
+from quire.policies.choose import best_slots
+from quire.policies.crushed import CrushedShare
 from quire.policies.registry import register
 from quire.policies.signatures.anchors import (
     MEAN,
@@ -63,7 +58,7 @@ from quire.policies.signatures.representatives import (
     choose_best,
     choose_representatives,
 )
-from quire.policies.signatures.units import Marks, Units, spread
+from quire.policies.signatures.units import Marks, spread
 
 
 @register("kvcrush")
@@ -79,14 +74,12 @@ class KVCrush(CrushedShare):
         representatives: inside (part of the cap) or additive (in addition to the cap).
         anchor: random, alternating, mean, zeros or ones.
         pick: token of a slice to retain, middle, random or best (the highest score).
-        dynamic: scale the share per retained set, lower if few tokens have most of the score.
     """
 
     cost = "the base rule for each query head; one distance for each token"
 
     anchor: str = MEAN
     pick: str = MIDDLE
-    dynamic: bool = False
 
     def __post_init__(self) -> None:
         CrushedShare.__post_init__(self)
@@ -101,7 +94,7 @@ class KVCrush(CrushedShare):
     def decision_in_torch(self, context: SelectionContext) -> Decision | None:
         """Make the same decision on a device, without reading from it; None if it cannot."""
         rows, keep, score = context.rows, context.keep, context.score
-        if self.anchor != MEAN or self.pick != MIDDLE or self.dynamic or not self.share:
+        if self.anchor != MEAN or self.pick != MIDDLE or not self.share:
             return None
         if context.piece_tokens > 1 or context.rows_per_layer > 1:
             return None
@@ -140,7 +133,7 @@ class KVCrush(CrushedShare):
             return None
         signatures = context.signatures()
         units, score = context.units, context.sums
-        count = self.num_representatives(units, score)
+        count = self.num_representatives(units)
         kept = native.retained(
             units.live,
             units.free,
@@ -183,19 +176,3 @@ class KVCrush(CrushedShare):
         signatures = context.signatures(grouped)
         anchor = self._anchor_of(signatures)
         return native.representatives(signatures.words, grouped, count, anchor, score)
-
-    def num_representatives(self, units: Units, sums: Floats) -> NDArray[np.int64]:
-        count = CrushedShare.num_representatives(self, units, sums)
-        return whole(count * _spread(units, sums)) if self.dynamic else count
-
-
-def _spread(units: Units, sums: Floats) -> NDArray[np.float64]:
-    """[layer] how evenly scores are spread over evictable tokens: 0 concentrated, 1 uniform."""
-    free = units.free
-    least = np.where(free, sums, np.inf).min(axis=1, keepdims=True, initial=np.inf)
-    above = np.where(free, sums - least, 0.0).astype(np.float64)
-    mass = above.sum(axis=1)
-    best = (above * units.best(sums, units.num_retained)).sum(axis=1)
-    outside = 1 - units.num_retained / np.maximum(count_of(free), 1)
-    missed = np.where(mass > 0, 1 - best / np.maximum(mass, 1e-300), outside)
-    return np.clip(missed / np.maximum(outside, 1e-12), 0, 1)

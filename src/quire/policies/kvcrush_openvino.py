@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.policies.choose import Floats, best_of, count_of
+from quire.policies.choose import best_of, count_of
 from quire.policies.crushed import Crushed
 from quire.policies.options import check_at_least
 from quire.policies.registry import register
@@ -76,8 +76,7 @@ class KVCrushOpenVINO(Crushed):
         del kept
         return self.blocks * piece_tokens
 
-    def num_representatives(self, units: Units, sums: Floats) -> NDArray[np.int64]:
-        del sums
+    def num_representatives(self, units: Units) -> NDArray[np.int64]:
         return np.minimum(units.num_retained, self.blocks)
 
     def represent(

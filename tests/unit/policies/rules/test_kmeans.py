@@ -45,7 +45,7 @@ def test_kmeans_retains_the_token_nearest_to_each_key_cluster_mean(rounds):
         lanes = range(number * history.heads, (number + 1) * history.heads)
         free = [t for t in tokens if t not in protected_tokens]
         mean = {t: float(np.mean([scores[t] for scores in of_head])) for t in free}
-        count = plain_count(policy, keep - len(protected_tokens), mean)
+        count = plain_count(policy, keep - len(protected_tokens))
         promoted = best(mean, [], keep - len(protected_tokens) - count)
         grouped = [t for t in free if t not in promoted]
         points = [np.concatenate([history.keys[lane, t] for lane in lanes]) for t in grouped]

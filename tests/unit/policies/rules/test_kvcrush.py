@@ -175,17 +175,6 @@ def test_equal_signatures():
         assert int(retained.sum()) == 6
 
 
-@pytest.mark.parametrize("share", [0.25, 0.75])
-def test_dynamic_share_depends_on_the_layer(share):
-    for seed in range(3):
-        policy = KVCrush(base=BASE, share=share, dynamic=True)
-        history = history_of(seed=seed)
-        check(history, policy, 36)
-        assert plain_kvcrush(history, policy, 36) != plain_kvcrush(
-            history, KVCrush(base=BASE, share=share), 36
-        )
-
-
 def test_one_distance_is_computed_per_token(monkeypatch):
     """Linear in tokens, by count. Two layers; protected tokens are not measured."""
     measured, protected = [], BASE.sinks + BASE.recent
@@ -201,21 +190,6 @@ def test_one_distance_is_computed_per_token(monkeypatch):
     policy.select(view, torch.full((len(view.positions),), 50))
 
     assert sum(measured) == 2 * (view.positions.shape[1] - protected)
-
-
-def test_dynamic_share_of_equal_and_of_peaked_scores():
-    statistic = AttentionSum().each()
-    policy = KVCrush(base=H2O(recent=0), share=0.5, dynamic=True, anchor="zeros")
-    flat = torch.ones(1, 20)
-    peaked = torch.where(torch.arange(20) < 6, 1.0, 0.0)[None] * torch.arange(20.0, 0, -1)
-
-    def promoted(scores):
-        view = KVView(torch.arange(20)[None], 20, layers=(0,), statistics={statistic.name: scores})
-        retained = policy.select(view, torch.tensor([8]))[0]
-        return int(retained[:8].sum()), int(retained.sum())
-
-    assert promoted(peaked) == (8, 8)
-    assert promoted(flat) == (5, 8)  # 0 to 3, and 5, which represents 4 to 7
 
 
 # ---- signatures --------------------------------------------------------------------------------

@@ -156,10 +156,9 @@ def float32(view):
     pick=["middle", "best", "random"],
     sets=["layer", "head"],
     base=BASES[:2],
-    form=[{}, {"dynamic": True}],
 )
-def test_the_c_library_and_numpy_decide_the_same(monkeypatch, base, sets, pick, anchor, form):
-    policy = KVCrush(base=base, share=0.5, sets=sets, pick=pick, anchor=anchor, **form)
+def test_the_c_library_and_numpy_decide_the_same(monkeypatch, base, sets, pick, anchor):
+    policy = KVCrush(base=base, share=0.5, sets=sets, pick=pick, anchor=anchor)
     histories = [history_of(tokens=90, group=3, seed=seed) for seed in range(3)]
     if sets == "head":
         histories += [ragged_history(tokens=90, group=16, seed=seed) for seed in range(2)]
