@@ -156,7 +156,7 @@ def batch_report(model: ModelSpec, question: BatchQuestion, rates: Rates) -> Bat
     spec = next(spec for arm, spec in counted if arm.arm == BOTH_PHASES)
     verdict = judge_blocks(
         [ArmBatch(arm=a.arm, rows=a.rows, tokens_per_s=a.tokens_per_s) for a in arms],
-        cap=spec.least_cap,
+        cap=spec.min_cap,
         prompt_tokens=question.prompt_tokens,
         new_tokens=question.new_tokens,
         batch=question.batch,

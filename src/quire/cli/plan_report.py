@@ -195,7 +195,7 @@ def plan_report(
             )
         else:
             kv_bytes = options.kv_memory_bytes or sequence_bytes(layout, tokens)
-            least = _least_memory(model, options, dtype, kv_bytes)
+            least = _min_memory(model, options, dtype, kv_bytes)
             change = f"{format_size(kv_bytes)} of KV need {least}"
         raise ConfigError(f"{error}; {change}") from error
     fits = capacity(
@@ -357,7 +357,7 @@ def _run_bytes(model: ModelSpec, options: PlanOptions, bytes_per_value: int) -> 
     return estimate_process(model) if options.device == "cpu" else 0, peak_bytes
 
 
-def _least_memory(model: ModelSpec, options: PlanOptions, dtype: str, kv_bytes: int) -> str:
+def _min_memory(model: ModelSpec, options: PlanOptions, dtype: str, kv_bytes: int) -> str:
     """The memory that leaves `kv_bytes` for KV, with each codec of the weights."""
     needed: dict[str, str] = {}
     for codec in dict.fromkeys((options.weight_codec, *_weight_codecs(options))):

@@ -144,14 +144,14 @@ class EvictionSpec:
             object.__setattr__(self, "every", every)
         if self.cap is None:
             return
-        if self.when != PREFILL_END and not 1 <= self.every < self.least_cap:
+        if self.when != PREFILL_END and not 1 <= self.every < self.min_cap:
             raise ConfigError(
-                f"expected 1 <= every < cap, got every={self.every}, cap={self.least_cap}; "
+                f"expected 1 <= every < cap, got every={self.every}, cap={self.min_cap}; "
                 "`every` tokens are evicted from a lane at a time and some must remain"
             )
 
     @property
-    def least_cap(self) -> int:
+    def min_cap(self) -> int:
         """Cap of the smallest lane; 0 without eviction."""
         return min(self.lane_capacities, default=0) if self.lane_capacities else self.cap or 0
 
@@ -186,10 +186,10 @@ class EvictionSpec:
         if self.cap is None or self.when == PRESSURE:
             return UNLIMITED
         if self.when == PREFILL_AND_DECODE:
-            return self.least_cap
+            return self.min_cap
         if self.when == DECODE:
-            return max(prompt_tokens, self.least_cap)
-        return UNLIMITED if prompt_tokens <= self.least_cap else prompt_tokens
+            return max(prompt_tokens, self.min_cap)
+        return UNLIMITED if prompt_tokens <= self.min_cap else prompt_tokens
 
     def keeps_all(self, prompt_tokens: int, tokens: int) -> bool:
         """Return whether a sequence that grows to `tokens` tokens never evicts a token.
@@ -199,7 +199,7 @@ class EvictionSpec:
             tokens: final length of the sequence.
         """
         if self.when == PRESSURE:
-            return self.cap is None or tokens <= self.least_cap
+            return self.cap is None or tokens <= self.min_cap
         return tokens <= self.exact_tokens(prompt_tokens)
 
     def peak_tokens(self, tokens: int, prompt_tokens: int | None = None) -> int:

@@ -79,7 +79,7 @@ def row_steps(spec: EvictionSpec, prompt_tokens: int, new_tokens: int) -> Iterat
 
 
 def _chunks(spec: EvictionSpec, prompt_tokens: int) -> Iterator[int]:
-    first = min(prompt_tokens, spec.least_cap) if spec.evicts_during_prefill else prompt_tokens
+    first = min(prompt_tokens, spec.min_cap) if spec.evicts_during_prefill else prompt_tokens
     yield first
     for start in range(first, prompt_tokens, spec.every):
         yield min(spec.every, prompt_tokens - start)

@@ -79,13 +79,13 @@ class EvictionPolicy(ABC):
         return False
 
     @property
-    def least_cap(self) -> int:
+    def min_cap(self) -> int:
         """Minimum number of tokens that a lane must hold after an eviction."""
         return 1
 
     @property
     def cap_hint(self) -> str:
-        """What to change if a cap leaves fewer tokens than `least_cap`; for error messages."""
+        """What to change if a cap leaves fewer tokens than `min_cap`; for error messages."""
         return "raise cap or lower every"
 
     @property
@@ -94,9 +94,9 @@ class EvictionPolicy(ABC):
         return False
 
     def min_retained(self, piece_tokens: int = 1) -> int:
-        """Return `least_cap` for pieces of `piece_tokens` neighbouring tokens."""
+        """Return `min_cap` for pieces of `piece_tokens` neighbouring tokens."""
         # a piece that holds a protected slot is retained whole, at both ends
-        return max(1, self.least_cap) + (2 * piece_tokens if piece_tokens > 1 else 0)
+        return max(1, self.min_cap) + (2 * piece_tokens if piece_tokens > 1 else 0)
 
     def added_tokens(self, kept: int, piece_tokens: int = 1) -> int:
         """Return the tokens that a lane may hold beyond its configured cap; 0 for most rules.
@@ -236,7 +236,7 @@ class ScorePolicy(EvictionPolicy):
             lane = int(over.argmax())
             raise PolicyError(
                 f"{type(self).__name__} protects {int(protected[lane].sum())} slots of a lane, but "
-                f"only {int(keep[lane])} may be retained; increase its least_cap"
+                f"only {int(keep[lane])} may be retained; increase its min_cap"
             )
         return protected
 
@@ -266,7 +266,7 @@ class SinksAndRecent(ScorePolicy):
         check_at_least(0, sinks=self.sinks, recent=self.recent)
 
     @property
-    def least_cap(self) -> int:
+    def min_cap(self) -> int:
         return self.sinks + self.recent + 1
 
     def protected(self, view: KVView, keep: Int[Tensor, " lane"]) -> Bool[Tensor, "lane slot"]:

@@ -97,7 +97,7 @@ class Crushed(ScorePolicy):
         return apart(self.base.statistics)
 
     @property
-    def least_cap(self) -> int:
+    def min_cap(self) -> int:
         return self.min_retained()
 
     @abstractmethod
@@ -123,7 +123,7 @@ class Crushed(ScorePolicy):
     def min_retained(self, piece_tokens: int = 1) -> int:
         edges = 2 * piece_tokens if piece_tokens > 1 else 0
         free = self.min_free(piece_tokens)
-        keep = self.base.least_cap - 1 + free
+        keep = self.base.min_cap - 1 + free
         while keep < _SEARCH_LIMIT:  # the number of protected slots may grow with `keep`
             slots = torch.arange(2 * keep)[None]
             held = int(self._base.protected(KVView(slots, 2 * keep), torch.tensor([keep])).sum())
@@ -241,7 +241,7 @@ class CrushedShare(Crushed, ABC):
     def added_tokens(self, kept: int, piece_tokens: int = 1) -> int:
         if self.representatives == INSIDE:
             return 0
-        left = max(0, kept - (self.base.least_cap - 1))
+        left = max(0, kept - (self.base.min_cap - 1))
         return int(round(self.share * left, 9)) // piece_tokens * piece_tokens
 
     def num_representatives(self, units: Units) -> NDArray[np.int64]:

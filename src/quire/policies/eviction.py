@@ -177,12 +177,12 @@ class EvictionRule:
         lane_capacities = self.budget.lane_capacities(shape)
         if self.divides_again:
             lane_capacities = None  # equal caps until the first eviction
-        least_cap = min(cap, *lane_capacities) if lane_capacities else cap
-        _check_leaving(self, least_cap, leaving)
-        if least_cap < shape.least:
+        min_cap = min(cap, *lane_capacities) if lane_capacities else cap
+        _check_leaving(self, min_cap, leaving)
+        if min_cap < shape.least:
             raise ConfigError(
-                f"{self.text!r} leaves {least_cap - leaving} tokens in a lane after an "
-                f"eviction (cap {least_cap}, {leaving} evicted), but the rule needs "
+                f"{self.text!r} leaves {min_cap - leaving} tokens in a lane after an "
+                f"eviction (cap {min_cap}, {leaving} evicted), but the rule needs "
                 f"{shape.least - leaving}; {self.policy.cap_hint}"
             )
         return Eviction(
@@ -362,11 +362,11 @@ def _check_leaving(rule: EvictionRule, cap: int, leaving: int) -> None:
 def _check_cap(rule: EvictionRule, cap: int, leaving: int) -> None:
     _check_leaving(rule, cap, leaving)
     policy = rule.policy
-    if policy is not None and cap - leaving < policy.least_cap:
+    if policy is not None and cap - leaving < policy.min_cap:
         raise ConfigError(
             f"{rule.text!r} leaves {cap - leaving} tokens after an eviction (cap {cap}, "
-            f"{leaving} evicted), but the rule needs {policy.least_cap}; {policy.cap_hint}; "
-            f"cap={_working_cap(rule, policy.least_cap)} works"
+            f"{leaving} evicted), but the rule needs {policy.min_cap}; {policy.cap_hint}; "
+            f"cap={_working_cap(rule, policy.min_cap)} works"
         )
 
 

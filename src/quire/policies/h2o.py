@@ -59,7 +59,7 @@ class H2O(ScorePolicy):
         return (statistic(self.heads),)
 
     @property
-    def least_cap(self) -> int:
+    def min_cap(self) -> int:
         # half of 2 * sinks + 1 equals the number of sinks and leaves one token to select
         return 2 * self.sinks + 1 if self.recent == HALF else self.sinks + self.recent + 1
 

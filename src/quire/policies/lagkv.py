@@ -48,7 +48,7 @@ class LagKV(ScorePolicy):
             raise ConfigError(f"expected lag >= 2 tokens, got {self.lag}")
 
     @property
-    def least_cap(self) -> int:
+    def min_cap(self) -> int:
         return self.sinks + 2 * self.lag
 
     def score(self, view: KVView) -> Float[Tensor, "lane slot"]:

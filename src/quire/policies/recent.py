@@ -41,7 +41,7 @@ class Recent(ScorePolicy):
         return LAYER
 
     @property
-    def least_cap(self) -> int:
+    def min_cap(self) -> int:
         return self.sinks + 1
 
     def score(self, view: KVView) -> Float[Tensor, "lane slot"]:

@@ -74,7 +74,7 @@ class RKV(ScorePolicy):
         return (self._ring,)
 
     @property
-    def least_cap(self) -> int:
+    def min_cap(self) -> int:
         return self.sinks + self.window + 1
 
     def score(self, view: KVView) -> Float[Tensor, "lane slot"]:

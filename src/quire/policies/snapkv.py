@@ -58,7 +58,7 @@ class SnapKV(ScorePolicy):
         return (self._ring,)
 
     @property
-    def least_cap(self) -> int:
+    def min_cap(self) -> int:
         return self.sinks + self.window + 1
 
     @property

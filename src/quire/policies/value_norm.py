@@ -72,8 +72,8 @@ class ValueNorm(ScorePolicy):
         return self.base.statistics
 
     @property
-    def least_cap(self) -> int:
-        return self.base.least_cap
+    def min_cap(self) -> int:
+        return self.base.min_cap
 
     def score(self, view: KVView) -> Float[Tensor, "lane slot"]:
         return self._weighted(view, self._base.checked_score(view))

@@ -175,8 +175,8 @@ def _with_caps(evict: str, cap: int) -> Iterator[str]:
     if policy is None:
         yield evict
         return
-    cap = max(cap, policy.least_cap + 1)
-    every = max(1, min(default_every(cap), cap - policy.least_cap))
+    cap = max(cap, policy.min_cap + 1)
+    every = max(1, min(default_every(cap), cap - policy.min_cap))
     yield with_numbers(evict, cap=cap, every=every, when=PREFILL_AND_DECODE)
     yield with_numbers(evict, cap=cap, every=1, when=DECODE)
 

@@ -218,7 +218,7 @@ def has_atomic_chunk(request: Request) -> bool:
     spec, done = request.eviction.spec, request.progress.num_computed
     if not spec.evicts_during_prefill or repeats_later(request):
         return False
-    return spec.least_cap <= done < len(request.prompt_token_ids)
+    return spec.min_cap <= done < len(request.prompt_token_ids)
 
 
 def lookahead(request: Request) -> int:
@@ -245,7 +245,7 @@ def free_tokens(request: Request, lanes: EvictingLanes | None) -> int:
     if has_atomic_chunk(request):
         return lookahead(request)
     if to_prompt_end > 0:
-        first = spec.least_cap - done if spec.when == PREFILL_AND_DECODE else UNLIMITED
+        first = spec.min_cap - done if spec.when == PREFILL_AND_DECODE else UNLIMITED
         return min(first, to_prompt_end if spec.when != PRESSURE else UNLIMITED)
     if spec.when in (PREFILL_END, PRESSURE):
         return UNLIMITED

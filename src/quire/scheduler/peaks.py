@@ -78,7 +78,7 @@ class Need:
     @property
     def evicts(self) -> bool:
         """Whether a lane evicts tokens before the sequence has this length."""
-        return self.eviction.cap is not None and self.tokens > self.eviction.least_cap
+        return self.eviction.cap is not None and self.tokens > self.eviction.min_cap
 
 
 def need_of(request: Request, tokens: int) -> Need:
@@ -518,7 +518,7 @@ class Peaks:
         if not (possible and several) or self.offloaded_tokens:
             return None
         max_tokens = MAX_CHUNKS * self._shapes[0].chunk_tokens
-        found: NDArray[np.bool_] = sequences.prompts > eviction.least_cap
+        found: NDArray[np.bool_] = sequences.prompts > eviction.min_cap
         return found & (sequences.prompts <= max_tokens)
 
     def offloads(self, need: Need | NeedGroup) -> bool:

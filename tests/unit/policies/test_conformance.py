@@ -57,7 +57,7 @@ def num_slots(view: KVView) -> torch.Tensor:
 
 def keep_counts(policy: EvictionPolicy, view: KVView) -> list[torch.Tensor]:
     """Numbers of tokens to retain, from the least cap to all."""
-    least, most = policy.least_cap, int(num_slots(view).min())
+    least, most = policy.min_cap, int(num_slots(view).min())
     counts = {least, least + 1, (least + most) // 2, most - 1, most}
     return [torch.full_like(num_slots(view), count) for count in sorted(counts)] + [num_slots(view)]
 
@@ -158,7 +158,7 @@ def test_protected_slots_are_retained_and_fewer_than_keep(name):
 def test_ties_retain_the_lower_positions(name):
     policy, view = rule_and_view(name)
     same = degenerate(view)
-    keep = torch.full_like(num_slots(same), policy.least_cap + 5)
+    keep = torch.full_like(num_slots(same), policy.min_cap + 5)
     protected = policy.protected(same, keep)
 
     retained = policy.choose(same, torch.zeros(same.positions.shape), protected, keep)
@@ -179,7 +179,7 @@ def test_scores_of_identical_tokens_are_finite(name, slots):
 
     if isinstance(policy, ScorePolicy):
         assert torch.isfinite(policy.score(same)).all()
-    keep = torch.full_like(num_slots(same), policy.least_cap)
+    keep = torch.full_like(num_slots(same), policy.min_cap)
     if (keep <= num_slots(same)).all():
         assert policy.select(same, keep).sum(dim=1).tolist() == keep.tolist()
 
@@ -187,7 +187,7 @@ def test_scores_of_identical_tokens_are_finite(name, slots):
 @every_rule
 def test_selection_is_independent_of_the_lane_order(name):
     policy, view = rule_and_view(name)
-    keep = torch.full_like(num_slots(view), policy.least_cap + 9)
+    keep = torch.full_like(num_slots(view), policy.min_cap + 9)
     lanes = [3, 2, 1, 0]
 
     retained = policy.select(reordered(view, lanes, (2, 1), 2), keep)
@@ -198,7 +198,7 @@ def test_selection_is_independent_of_the_lane_order(name):
 @every_rule
 def test_selection_is_independent_of_other_lanes(name):
     policy, view = rule_and_view(name)
-    keep = torch.full_like(num_slots(view), policy.least_cap + 9)
+    keep = torch.full_like(num_slots(view), policy.min_cap + 9)
     together = policy.select(view, keep)
 
     alone = policy.select(reordered(view, [2, 3], (2,), 2), keep[2:])
@@ -213,7 +213,7 @@ def test_selection_is_independent_of_other_lanes(name):
 @every_rule
 def test_selection_is_independent_of_padding(name):
     policy, view = rule_and_view(name)
-    keep = torch.full_like(num_slots(view), policy.least_cap + 9)
+    keep = torch.full_like(num_slots(view), policy.min_cap + 9)
     pad = torch.nn.functional.pad
     padded = changed(
         view,
@@ -237,7 +237,7 @@ def test_heads_of_a_layer_scope_rule_retain_one_set(name):
     policy, view = rule_and_view(name)
 
     retained = view.by_layer(
-        policy.select(view, torch.full_like(num_slots(view), policy.least_cap + 9))
+        policy.select(view, torch.full_like(num_slots(view), policy.min_cap + 9))
     )
 
     assert torch.equal(retained[:, 0], retained[:, 1])
@@ -246,7 +246,7 @@ def test_heads_of_a_layer_scope_rule_retain_one_set(name):
 @every_rule
 def test_rule_is_deterministic_and_does_not_modify_its_inputs(name):
     policy, view = rule_and_view(name)
-    keep = torch.full_like(num_slots(view), policy.least_cap + 9)
+    keep = torch.full_like(num_slots(view), policy.min_cap + 9)
     inputs = [view.positions, keep, view.keys, view.values, *view.statistics.values()]
     before = [values.clone() for values in inputs]
 
@@ -259,7 +259,7 @@ def test_rule_is_deterministic_and_does_not_modify_its_inputs(name):
 @every_rule
 def test_rule_retains_whole_pieces_within_the_limit(name):
     policy, view = rule_and_view(name)
-    least = policy.least_cap + 2 * PIECE
+    least = policy.min_cap + 2 * PIECE
     slots = view.positions.shape[1]
 
     for count in (least, (least + int(num_slots(view).min())) // 2, int(num_slots(view).min())):
@@ -292,7 +292,7 @@ def test_rule_on_queries_is_refused_without_recorded_queries(name):
 
 @every_rule
 def test_too_small_cap_is_refused(name):
-    least = policy_of(name, {}).least_cap
+    least = policy_of(name, {}).min_cap
 
     policy = policy_of(name, {})
     options = "granularity=page," if policy.needs_pieces else ""

@@ -298,7 +298,7 @@ def test_percent_cap_is_raised_until_its_budget_leaves_every_lane_the_minimum(na
         text = f"{name}:cap={percent}%,when={when},budget={budget}"
         rule = make_eviction(text)
         spec = rule.for_request(prompt_tokens, LANES).spec
-        assert spec.least_cap - spec.leaving >= rule.policy.least_cap
+        assert spec.min_cap - spec.leaving >= rule.policy.min_cap
         # the total is that of a cap in tokens
         assert spec == spec_of(f"{name}:cap={spec.cap},when={when},budget={budget}", prompt_tokens)
 
@@ -395,7 +395,7 @@ def test_spec_has_the_lane_capacities_of_the_budget() -> None:
 
     # each lane has at least 14: 86 are divided, from 164 to 8: 178 126 74 22
     assert spec.lane_capacities == (178, 178, 126, 126, 74, 74, 22, 22)
-    assert spec.least_cap == 22
+    assert spec.min_cap == 22
     assert not spec.ragged
 
 

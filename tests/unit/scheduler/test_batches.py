@@ -38,7 +38,7 @@ def layout_of(spec, *, page_tokens=4, windows=(None, None), **shape):
 
 
 def found_rows(layout, kv_bytes, spec, prompt, new):
-    first = min(prompt, spec.least_cap) if spec.evicts_during_prefill else prompt
+    first = min(prompt, spec.min_cap) if spec.evicts_during_prefill else prompt
     return rows_at_once(
         KVMemory(layout, kv_bytes, 1),
         Need(prompt + new - 1, prompt, spec),
@@ -63,7 +63,7 @@ def rows_that_grow(layout, kv_bytes, spec, tokens):
 
 def admitted_rows(layout, kv_bytes, spec, prompt, new):
     """The number of rows that reserved admission admits if each grows on admission."""
-    first = min(prompt, spec.least_cap) if spec.evicts_during_prefill else prompt
+    first = min(prompt, spec.min_cap) if spec.evicts_during_prefill else prompt
     memory = KVMemory(layout, kv_bytes, MAX_ROWS)
     peaks = Peaks(memory, first)
     peak = peaks.counts([Need(prompt + new - 1, prompt, spec)])[0]

@@ -46,7 +46,7 @@ def lane_totals(need):
         step = 1
         if in_prefill:
             blocks = eviction.when == PREFILL_AND_DECODE
-            block = eviction.every if done >= eviction.least_cap else eviction.least_cap - done
+            block = eviction.every if done >= eviction.min_cap else eviction.min_cap - done
             step = min(block if blocks else prompt, prompt - done)
         for lane, cap in enumerate(caps):
             if eviction.when == PREFILL_END:

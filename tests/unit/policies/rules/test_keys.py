@@ -76,7 +76,7 @@ def test_lagkv_ranks_tokens_relative_to_the_next_partition(sinks, lag, ragged):
     history = make_history(tokens=60, seed=2, ragged=ragged)
     policy = LagKV(sinks=sinks, lag=lag)
     view = history.view()
-    keep = keep_of(view, 0.7, policy.least_cap)
+    keep = keep_of(view, 0.7, policy.min_cap)
 
     retained = retained_positions(view, policy.select(view, keep))
 

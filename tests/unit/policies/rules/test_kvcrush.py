@@ -411,9 +411,9 @@ def test_min_cap_has_one_representative():
     """h2o retains half as newest: of 7 retained 4 are selected, a quarter of them is 1."""
     policy = KVCrush()
 
-    assert policy.least_cap == 7
+    assert policy.min_cap == 7
     assert policy.min_retained(4) == 31 + 8  # four pieces of four to select, 15 newest, two edges
-    assert KVCrush(base=Recent2(), share=0.25).least_cap == 4
+    assert KVCrush(base=Recent2(), share=0.25).min_cap == 4
 
 
 class Recent2(Recent):

@@ -20,7 +20,7 @@ HEADS = ["mean", "max", "sum"]
 def check(policy, history, reference, share=0.6) -> None:
     """The rule retains in each lane the tokens that `reference(lane, keep)` returns."""
     view = history.view(policy.statistics)
-    keep = keep_of(view, share, policy.least_cap)
+    keep = keep_of(view, share, policy.min_cap)
 
     retained = retained_positions(view, policy.select(view, keep))
 
@@ -60,7 +60,7 @@ def test_h2o_newest_half_is_reduced_by_the_edges_of_pieces(num_slots):
     positions = torch.arange(num_slots)[None]
     view = KVView(positions, num_slots, statistics={sums.name: positions.float()})
 
-    retained = policy.select(view, torch.tensor([policy.least_cap + 2 * 20]), 20)
+    retained = policy.select(view, torch.tensor([policy.min_cap + 2 * 20]), 20)
 
     assert retained.sum() <= 43
     assert retained[0, 0]

@@ -48,7 +48,7 @@ def test_statistics_protection_and_min_cap_are_those_of_the_base() -> None:
     assert rule.base == H2O(recent=7, sinks=2, heads="max")
     assert rule.power == 2
     assert rule.statistics == (AttentionSum("max"),)
-    assert rule.least_cap == 10
+    assert rule.min_cap == 10
     assert ValueNorm(base=TOVA()).scope == LAYER
 
     view = make_history(tokens=40, group=2, layers=(1, 2)).view(rule.statistics)

@@ -38,7 +38,7 @@ def test_lagkv_scores_of_partitions():
         [[2.0, 0.0], [1.0, 2.0], [0.0, 0.0], [2.0, 4.0], [0.0, 0.0], [1.0, 1.0], [9.0, 9.0]]
     )
 
-    assert policy.least_cap == 4
+    assert policy.min_cap == 4
     assert policy.score(view)[0, :4].tolist() == [0.5, 0.0, 0.0, 0.5]
     assert [retained(policy, view, keep) for keep in (6, 5, 4)] == [
         [0, 1, 3, 4, 5, 6],
