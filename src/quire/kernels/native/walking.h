@@ -66,6 +66,7 @@ static int64_t walk_wide_tiles(const attention_args *a, walk *const *w, int head
     int tiles = (heads - 1 + ahead) / heads;
     end = w[0]->high[0] < end ? w[0]->high[0] : end;
     if (slot + WIDE > end) return slot;
+    for (int64_t n = slot / a->page_tokens; n < end / a->page_tokens; n += 16) __builtin_prefetch(l->pages + n);
     for (int k = 0; k <= tiles; k++) point_to(a, l, slot, end, k, at[k]);
     for (; slot + WIDE <= end; slot += WIDE) {
         for (int h = 0; h < heads; h++) {
@@ -154,10 +155,11 @@ static void weigh_columns(const float *logits, float *sums, int64_t low, int64_t
 #ifdef HAVE_X86
 static AVX512 void weigh_columns_avx512(const float *logits, float *sums, int64_t low, int64_t high,
                                         float maximum, float over) {
+    __m512 top = _mm512_set1_ps(maximum), factor = _mm512_set1_ps(over);
     for (int64_t slot = low; slot < high; slot += 16) {
-        __mmask16 inside = between16(0, high - slot);
+        __mmask16 inside = high - slot >= 16 ? 0xffff : between16(0, high - slot);
         __m512 x = _mm512_maskz_loadu_ps(inside, logits + slot);
-        x = _mm512_mul_ps(exp16(_mm512_sub_ps(x, _mm512_set1_ps(maximum))), _mm512_set1_ps(over));
+        x = _mm512_mul_ps(exp16(_mm512_sub_ps(x, top)), factor);
         if (sums != logits) x = _mm512_add_ps(x, _mm512_maskz_loadu_ps(inside, sums + slot));
         _mm512_mask_storeu_ps(sums + slot, inside, x);
     }
@@ -290,6 +292,8 @@ static void do_walk(const attention_args *a, const part *p, int number, uint8_t 
     int heads = a->heads_together, kv_head = number * heads;
     /* logits of several tokens are stored after the walk, which has space for one head */
     int side = a->column_sums && a->tokens[p->row] > 1 ? 1 : heads;
+    if (kv_head + heads < num_kv_heads(a)) /* of the item that this thread is likely to take next */
+        __builtin_prefetch(lane_of(a, p->row, kv_head + heads).pages + p->first / a->page_tokens);
     for (int h = 0; h < heads; h += side) walk_heads(a, p, kv_head + h, side, scratch);
 }
 
