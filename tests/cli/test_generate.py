@@ -267,7 +267,9 @@ def test_chat_replies_to_every_line_and_clear_clears_the_conversation(quire):
     assert replies[0] == replies[2]  # after /clear the same message has the same reply
 
 
-@pytest.mark.parametrize(("words", "part"), [(3000, "/clear"), (300, "2,097,152 B")])
+@pytest.mark.parametrize(
+    ("words", "part"), [(3000, "memory holds 256; shorten"), (300, "2,097,152 B")]
+)
 def test_message_that_never_fits_is_refused_and_the_chat_continues(quire, words, part):
     result = quire("chat", *QUICK, input="one two three " * words + "\nhello\n")
 

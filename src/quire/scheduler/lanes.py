@@ -791,8 +791,9 @@ class LayerPrefill:
             during = after = whole - held + shared
             if not publishes:
                 after = cut
-            elif group.private:  # statistics are copied for the cache
-                during, after = 2 * whole, whole + cut
+            elif group.private:  # statistics are copied for the cache, once per snapshot
+                copied = whole * len(request.memory.snapshot_ends)
+                during, after = whole + copied, copied + cut
             for number, lanes in enumerate((during, after)):
                 pages[number, layers, column] += lanes.reshape(len(layers), -1).sum(axis=1)
         return pages
