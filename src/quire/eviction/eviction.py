@@ -35,11 +35,10 @@ from quire.kv.compaction import (
     commit_compaction,
     commit_counts,
     copy_shared,
-    followers,
     plan_compaction,
     require_private_copies,
 )
-from quire.kv.lane_reader import JoinedReader, LaneReader
+from quire.kv.lane_reader import JoinedReader, LaneReader, slot_moves
 from quire.kv.paged_kv import PagedKV
 from quire.kv.resealing import Resealing
 from quire.kv.tables import LaneTable
@@ -65,8 +64,8 @@ class PolicyEvictor(Evictor):
     frees. Which slots matters to the device only. `evict_together` therefore evicts from all
     requests with the same rule in one pass and reads nothing from the device; the evicted positions
     and breaches of a rule's contract are read after the step. `evict` reads the selection: for
-    pieces, budgets that move slots between lanes, shared or offloaded pages, codecs of whole pages,
-    and rules that write statistics.
+    pieces, budgets that move slots between lanes, offloaded pages, codecs of whole pages, and rules
+    that write statistics.
 
     Args:
         kv: page tables and pages.
@@ -148,25 +147,19 @@ class PolicyEvictor(Evictor):
         return found
 
     def reads_selection(self, request: Request) -> bool:
-        eviction, memory, row = _eviction_of(request), self._kv.memory, request.memory.row
+        eviction = _eviction_of(request)
         policy = eviction.policy
-        if policy is None or policy.writes_statistics or eviction.keeps_order:
-            return True
-        if eviction.budget.ragged or (self._ranks.size > 1 and not policy.lanes_apart):
-            return True
-        if self._mover is not None or any(self._promotions.values()):
-            return True
-        if memory.listeners.reads_moves:
-            return True
-        for table in self._lanes.tables:
-            if self._is_offloaded(request, table.group):
-                return True
-            on_cpu = device_copies.reads_freely(self._kv.store.device)
-            for one in (table, *followers(memory, table.group.name, row)) if on_cpu else ():
-                pool = memory.pools[one.group.page_class]
-                if pool.num_shared and (pool.ref_counts[one.row_pages(row)] > 1).any():
-                    return True
-        return False
+        return (
+            policy is None
+            or policy.writes_statistics
+            or eviction.keeps_order
+            or eviction.budget.ragged
+            or (self._ranks.size > 1 and not policy.lanes_apart)
+            or self._mover is not None
+            or any(self._promotions.values())
+            or self._kv.memory.listeners.reads_moves
+            or any(self._is_offloaded(request, table.group) for table in self._lanes.tables)
+        )
 
     def breaches(self) -> list[tuple[Request, PolicyError]]:
         found = []
@@ -185,8 +178,7 @@ class PolicyEvictor(Evictor):
         Raises:
             PolicyError: the rule broke its contract, or it cannot score several requests; nothing
                 was changed.
-            OutOfPages: no pages for private copies of shared pages, which are made if the device
-                alone knows which pages are written.
+            OutOfPages: no pages for private copies of shared pages.
         """
         eviction, memory = _eviction_of(requests[0]), self._kv.memory
         rows, keep = np.array([request.memory.row for request in requests]), np.stack(keeps)
@@ -205,25 +197,34 @@ class PolicyEvictor(Evictor):
                     raise PolicyError(reader.heads_differ)
             chosen.append((reader, by_lane[:, 0].contiguous(), of_part))
         groups = list(zip(self._lanes.tables, self._lanes.places, strict=True))
-        for table, places in () if on_host else groups:
-            copy_shared(memory, table.group.name, rows, keep[:, places])
+        copied_bytes, freed_bytes = np.zeros((2, len(rows)), dtype=np.int64)
+        moves = [slot_moves(r.by_slot(kept), own, r.order.held) for r, kept, own in chosen]
+        for table, places in groups:
+            columns = -(-keep[:, places] // table.group.page_class.tokens)
+            written = np.arange(int(columns.max(initial=0))) < columns[:, :, None]
+            if on_host:  # else only the device knows which of them are written
+                written = np.zeros_like(written)
+                for (reader, _, _), (lane, _, target) in zip(chosen, moves, strict=True):
+                    if reader.table is table:
+                        reader.mark_pages(written, lane.numpy(), target.numpy())
+            copied_bytes += copy_shared(memory, table.group.name, rows, written)
         held = self._lanes.held(requests[0])
         positions = []
-        for reader, kept, of_part in chosen:
+        for (reader, kept, of_part), moved in zip(chosen, moves, strict=True):
             gone = reader.order.held - of_part
             positions.append((gone, evicted_positions(reader, kept, gone)))
-            reader.compact(kept, of_part)
-        freed_bytes = np.zeros(len(rows), dtype=np.int64)
+            reader.move(moved)
         for table, places in groups:
             counts = keep[:, places].astype(np.int32)
             freed_bytes += commit_counts(memory, table.group.name, rows, counts)
         counts = (held - keep).astype(np.int32)
         evicted = EvictedTokens(requests, counts, positions, breaches or ())
         self._unread.append(evicted)
-        slots = zip(counts.sum(axis=1).tolist(), freed_bytes.tolist(), strict=True)
+        slots, lanes = counts.sum(axis=1).tolist(), self._lanes.num_lanes
+        changed = zip(freed_bytes.tolist(), copied_bytes.tolist(), strict=True)
         return [
-            Evicted(number, self._lanes.num_lanes, evicted.entry(i), freed)
-            for i, (number, freed) in enumerate(slots)
+            Evicted(slots[i], lanes, evicted.entry(i), freed - copied, copied)
+            for i, (freed, copied) in enumerate(changed)
         ]
 
     def repeat(self, request: Request, entry: EvictionEntry) -> None:

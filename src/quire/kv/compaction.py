@@ -320,24 +320,27 @@ def commit_counts(
     return freed_bytes
 
 
-def copy_shared(memory: KVMemory, group: str, rows: Rows, keep_slots: NDArray[np.int64]) -> None:
-    """Copy the shared pages that a compaction may write, which follow from the counts alone.
+def copy_shared(
+    memory: KVMemory, group: str, rows: Rows, written: NDArray[np.bool_]
+) -> NDArray[np.int64]:
+    """Copy the shared pages of rows that are about to be written.
 
     Args:
         memory: cached prefixes may be evicted for the copies.
         group: a lane group.
         rows: rows to compact.
-        keep_slots: [rows, lanes] slots to retain.
+        written: [rows, lanes, columns] pages to write.
+
+    Returns:
+        The copied bytes of each row.
 
     Raises:
         OutOfPages: no pages for the copies.
     """
-    table = memory.tables[group]
+    table, written = memory.tables[group], memory.united(written)
     page_class, pool = table.group.page_class, memory.pools[table.group.page_class]
     if not pool.num_shared:
-        return
-    columns = np.where(keep_slots < table.num_slots[rows], -(-keep_slots // page_class.tokens), 0)
-    written = np.arange(int(columns.max(initial=0))) < columns[:, :, None]
+        return np.zeros(len(rows), dtype=np.int64)
 
     def shared() -> tuple[NDArray[np.int64], ...]:
         pages = table.pages[rows, :, : written.shape[2]]
@@ -350,6 +353,7 @@ def copy_shared(memory: KVMemory, group: str, rows: Rows, keep_slots: NDArray[np
     if len(lane):
         memory.privatise(table, rows[index], lane, column)
         memory.note_peaks(np.unique(rows[index]))
+    return np.bincount(index, minlength=len(rows)) * page_class.page_bytes
 
 
 def followers(memory: KVMemory, group: str, row: int) -> list[LaneTable]:

@@ -243,6 +243,13 @@ class RowLanes:
         column = slot.div(tokens, rounding_mode="floor")
         return self.tensor(self.pages(table.pages)).gather(1, column), slot - column * tokens
 
+    def mark_pages(
+        self, marks: NDArray[np.bool_], lane: NDArray[np.int64], slot: NDArray[np.int64]
+    ) -> None:
+        """Mark the pages [rows, lanes of the table, columns] of slots in these lanes."""
+        row, lane = np.divmod(lane, len(self.order.held) // len(self.rows))
+        marks[row, self.lanes.start + lane, slot // self.group.page_class.tokens] = True
+
     @cached_property
     def live(self) -> Bool[Tensor, "lane slot"]:
         """`order.live` on the device."""
@@ -416,6 +423,10 @@ class StatisticReader:
         place.numbers[pages[at], :, offsets[at]] = heads
 
 
+Moves = tuple[Int[Tensor, " move"], Int[Tensor, " move"], Int[Tensor, " move"]]
+"""Lane, source slot and target slot of each move."""
+
+
 class LaneReader(RowLanes):
     """Lanes with readers of their planes: what a policy's view of rows reads."""
 
@@ -443,14 +454,9 @@ class LaneReader(RowLanes):
     def _statistics(self) -> Sequence[StatisticPages]:
         return self.kv.statistics.get(self.group.name, ())
 
-    def compact(self, keep: Bool[Tensor, "table_lane slot"], keep_slots: NDArray[np.int64]) -> None:
-        """Move the retained slots of each lane, and their statistics, to its first slots.
-
-        Args:
-            keep: retained slots by position: exactly `keep_slots` in each lane.
-            keep_slots: [lanes] number of retained slots.
-        """
-        lane, source, target = slot_moves(self.by_slot(keep), keep_slots, self.order.held)
+    def move(self, moves: Moves) -> None:
+        """Move slots, and their statistics, within their lanes."""
+        lane, source, target = moves
         memory, row = self.kv.memory, int(self.rows[0])
         for table in (self.table, *followers(memory, self.group.name, row)):
             page_class = table.group.page_class
@@ -464,7 +470,7 @@ class LaneReader(RowLanes):
 
 def slot_moves(
     keep: Bool[Tensor, "lane slot"], keep_slots: NDArray[np.int64], held: NDArray[np.int64]
-) -> tuple[Int[Tensor, " move"], Int[Tensor, " move"], Int[Tensor, " move"]]:
+) -> Moves:
     """Return lane, source and target of the moves that fill the holes before `keep_slots`.
 
     On a CPU these are the moves of `fill_holes`. Elsewhere their number is not known: each lane has

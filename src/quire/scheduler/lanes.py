@@ -281,13 +281,15 @@ class Evicted:
         slots: number of evicted slots, over all lanes.
         lanes: number of lanes that can evict.
         entry: the evicted tokens; None in a simulation, which does not track tokens.
-        freed_bytes: bytes of the freed pages; None if the memory has counted them.
+        freed_bytes: bytes of the freed pages, less those of copies; None: the memory counts them.
+        copied_bytes: bytes of private copies; 0 if the memory counts them.
     """
 
     slots: int
     lanes: int
     entry: EvictionEntry | None = None
     freed_bytes: int | None = None
+    copied_bytes: int = 0
 
 
 @runtime_checkable
@@ -602,6 +604,7 @@ class LaneCapacities:
         stuck, together = [], self._evictor.evict_together(due)
         for (request, keep), evicted, division in zip(due, together, divisions, strict=True):
             if evicted is not None:
+                self._note_copies(request, evicted.copied_bytes)
                 self._note_eviction(request, evicted, evicted.freed_bytes or 0, CAP)
                 continue
             evict = partial(self._evict, keep=keep, reason=CAP)
@@ -690,10 +693,12 @@ class LaneCapacities:
                 self._sequence_memory.drop_cached()
                 if not (idle_bytes or self._sequence_memory.offload_some()):
                     raise
-        copied_bytes = self._sequence_memory.memory.copied_bytes - copied_bytes
+        self._note_copies(request, self._sequence_memory.memory.copied_bytes - copied_bytes)
+        return changed
+
+    def _note_copies(self, request: Request, copied_bytes: int) -> None:
         if copied_bytes:
             self._sequence_memory.events.emit("copied", request, kv_bytes=copied_bytes)
-        return changed
 
     def _log_eviction(self, request: Request, tokens: float, freed_bytes: int, reason: str) -> None:
         last = (

@@ -45,7 +45,7 @@ def evicted(evict, monkeypatch, way, **kv):
     """Run requests; return their evicted positions, outputs, and how many evicted together."""
     engine = Engine(
         engines.load("llama"),
-        kv_config(memory="2MiB", page_tokens=4, evict=evict, enable_prefix_caching=False, **kv),
+        kv_config(memory="2MiB", page_tokens=4, evict=evict, **kv),
     )
     together = Counter()
     inner = PolicyEvictor.evict_together
