@@ -117,12 +117,11 @@ def test_evicting_requests_are_offloaded_in_every_schedule(
         assert largest_difference(logits, expected) <= 1e-4
 
 
-@pytest.mark.parametrize("when", ["decode", "prefill_end"])
 @pytest.mark.parametrize("kind", ["tova", "streaming:sinks=4", "recent:granularity=page"])
-def test_an_evicting_prompt_larger_than_the_memory_fits_with_offload(kind, when):
+def test_an_evicting_prompt_larger_than_the_memory_fits_with_offload(kind):
     """Without offload memory its peak is the whole prompt; with it, the retained tokens."""
     rule, _, rest = kind.partition(":")
-    options = ",".join(filter(None, (rest, "cap=32,every=8", f"when={when}")))
+    options = ",".join(filter(None, (rest, "cap=32,every=8", "when=decode")))
     evict = f"{rule}:{options}"
     with pytest.raises(NeverFits, match="--kv-offload-memory"):
         run("llama", 0.6, ALONE, evict=evict, offload=0)
@@ -237,11 +236,10 @@ def test_sequences_of_one_prompt_and_others_are_offloaded_together(params):
     assert_all_free(engine)
 
 
-@pytest.mark.parametrize("when", ["decode", "prefill_end"])
 @pytest.mark.parametrize("rule", ["tova:", "recent:granularity=page,", f"{CRUSHED},"])
-def test_evicting_sequences_of_one_prompt_are_offloaded(rule, when):
+def test_evicting_sequences_of_one_prompt_are_offloaded(rule):
     """Each sequence evicts its own tokens; the prompt does not fit without offload."""
-    requests, evict = [(LONG, SEVERAL)], f"{rule}cap=24,every=8,when={when}"
+    requests, evict = [(LONG, SEVERAL)], f"{rule}cap=24,every=8,when=decode"
     with pytest.raises(NeverFits, match="--kv-offload-memory"):
         run("llama", 0.85, requests, evict=evict, offload=0)
 
@@ -255,7 +253,7 @@ def test_evicting_sequences_of_one_prompt_are_offloaded(rule, when):
 
 @pytest.mark.parametrize(
     ("rule", "when"),
-    [("tova:", "decode"), ("tova:", "prefill_end"), (f"{CRUSHED},", "decode")],
+    [("tova:", "decode"), (f"{CRUSHED},", "decode")],
 )
 def test_evicting_beams_fit_in_less_memory_with_offload(rule, when):
     """Their prompt counts once, and its offloaded part as staging; then the retained tokens."""

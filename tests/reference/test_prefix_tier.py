@@ -19,7 +19,7 @@ from quire.config.generation_request import GenerationRequest
 from quire.engine.core import Engine
 from quire.errors import ConfigError
 from quire.layout import codec_names
-from quire.offload.kv.in_flight_pages import InFlightPages
+from quire.offload.prefix_store.in_flight_pages import InFlightPages
 from quire.offload.prefix_store.prefix_loader import PrefixLoader
 from quire.offload.prefix_store.store import PrefixStore
 from quire.offload.tiers.file import FileTier

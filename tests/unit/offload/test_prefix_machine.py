@@ -20,7 +20,7 @@ from quire.errors import OutOfPages
 from quire.kv.block_records import BlockRecords
 from quire.kv.prefix import Block, PrefixIdentity, PrefixIndex, blocks_of, private_salt, root_key
 from quire.layout.pages import LaneGroup
-from quire.offload.kv.in_flight_pages import InFlightPages
+from quire.offload.prefix_store.in_flight_pages import InFlightPages
 from quire.offload.prefix_store.levels import PrefixLevels
 from quire.offload.prefix_store.prefix_load import PrefixLoad
 from quire.offload.prefix_store.prefix_tier import PrefixTier

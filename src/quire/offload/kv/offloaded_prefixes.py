@@ -43,7 +43,7 @@ from quire.kv.repacking import repack
 from quire.kv.slot_moves import Mask, SlotMoves
 from quire.kv.tables import LaneTable, Rows
 from quire.layout.layout import SLOTS, can_be_offloaded
-from quire.layout.pages import PageClass
+from quire.layout.pages import LaneGroup, PageClass
 from quire.offload.kv.staging import (
     StagingUse,
     allocate_staging,
@@ -118,6 +118,100 @@ class OffloadedPageGroup:
 ReadPositions = Callable[[PageClass, PageNumbers], NDArray[np.int32]]
 
 
+class HostPageStore:
+    """Saves pages to the offload memory and loads them into staging.
+
+    Args:
+        memory: holds the pages.
+        pool: host pool of the offloaded bytes; no other object uses it.
+        read_positions: reads logical positions of the slots of pages, for a class that stores them.
+    """
+
+    def __init__(
+        self, memory: KVMemory, pool: HostPool, read_positions: ReadPositions | None
+    ) -> None:
+        self._memory, self._pool, self._read_positions = memory, pool, read_positions
+
+    def reserve(self, page_class: PageClass, pages: int) -> HostSpace:
+        """Reserve offload memory; cached prefixes that no sequence uses are evicted for it."""
+        while True:
+            try:
+                return self._pool.reserve({page_class: pages})
+            except HostMemoryFull:
+                if not self._memory.listeners.free_offloaded():
+                    raise
+
+    def reserve_layers(self, group: LaneGroup, columns: int) -> list[HostSpace]:
+        """Reserve offload memory for pages of every layer, all or none."""
+        spaces = list[HostSpace]()
+        try:
+            for _ in group.layers if columns else ():
+                spaces.append(self.reserve(group.page_class, columns * group.lanes_per_layer))
+        except HostMemoryFull:
+            for space in spaces:
+                self._pool.release(space)
+            raise
+        return spaces
+
+    def save(
+        self, spaces: Sequence[HostSpace], page_class: PageClass, pages: PageNumbers
+    ) -> NDArray[np.int32] | None:
+        """Save pages [lanes, columns] of layers; return the positions of slots if pages store them.
+
+        Returns:
+            [lanes, slots], or None if lanes are in order.
+        """
+        for space, of_layer in zip(spaces, pages.reshape(len(spaces), -1), strict=True):
+            self._pool.save(space, page_class, of_layer)
+        self._pool.copies.wait()
+        if not page_class.positions or self._read_positions is None:
+            return None
+        return self._read_positions(page_class, pages.reshape(-1)).reshape(len(pages), -1)
+
+    def load(self, table: LaneTable, row: int, layer: int, held: OffloadedPageGroup) -> None:
+        """Load the offloaded pages of a layer of a row into their staging."""
+        per_layer, stop = table.group.lanes_per_layer, held.first + held.columns
+        for lane in range(per_layer):
+            pages = table.pages[row, layer * per_layer + lane, held.first : stop].copy()
+            first = held.place(lane, held.first)
+            self._pool.load(held.host.layers[layer], table.group.page_class, pages, first)
+        self._pool.copies.wait()
+
+    def leave(self, used: Iterable[HostPages]) -> None:
+        """Free offloaded bytes, unless other sequences or cached prefixes use them."""
+        for host in used:
+            host.users -= 1
+            if not host.users:
+                for space in host.layers:
+                    self._pool.release(space)
+
+
+@dataclass(frozen=True, slots=True)
+class _Movable:
+    """Pages of one group of a sequence that can be offloaded.
+
+    Attributes:
+        table: page table of the group.
+        first: column of the first page.
+        pages: [lanes, columns] the pages.
+        rows: sequences that share all of them; they are offloaded together.
+        cached: cached references to some of them, and their first columns.
+        num_freed: pages to which nothing else refers.
+    """
+
+    table: LaneTable
+    first: int
+    pages: PageNumbers
+    rows: list[int]
+    cached: dict[int, int]
+    num_freed: int
+
+    @property
+    def num_staged(self) -> int:
+        """Staging pages that they need."""
+        return staged_pages(self.table, self.pages.shape[1])
+
+
 class OffloadedPrefixes(MemoryListener):
     """The offloaded prefixes of all sequences of a memory; implements `OffloadedRows`.
 
@@ -140,7 +234,7 @@ class OffloadedPrefixes(MemoryListener):
         activations: ActivationAllocator | None = None,
     ) -> None:
         self._memory, self.pool, self.use = memory, pool, StagingUse()
-        self._read_positions, self._activations = read_positions, activations
+        self.store, self._activations = HostPageStore(memory, pool, read_positions), activations
         self._page_groups: dict[int, list[OffloadedPageGroup]] = {}
         # of cached references: by group, the pages in offload memory, first column, columns
         self._cached: dict[int, dict[str, tuple[HostPages, int, int]]] = {}
@@ -151,11 +245,6 @@ class OffloadedPrefixes(MemoryListener):
     def rows(self) -> frozenset[int]:
         """Rows of the sequences with an offloaded prefix."""
         return frozenset(self._page_groups)
-
-    @property
-    def all_page_groups(self) -> list[OffloadedPageGroup]:
-        """Page groups of all sequences in the arena."""
-        return list(itertools.chain.from_iterable(self._page_groups.values()))
 
     def page_groups(self, row: int, group: str | None = None) -> Sequence[OffloadedPageGroup]:
         """Offloaded page groups of a sequence, of one lane group or of all."""
@@ -199,13 +288,10 @@ class OffloadedPrefixes(MemoryListener):
             row: the sequence.
             slots: as for `offload`.
         """
-        gained = 0
-        for table, first, columns in self.movable_pages(row, slots):
-            rows, columns = self._sharers(table, row, first, columns)
-            old = table.pages[row, :, first : first + columns]
-            freed = self._own(table, old, len(rows), self._references(table, old))
-            gained += (freed - staged_pages(table, columns)) * table.group.page_class.page_bytes
-        return gained
+        return sum(
+            (found.num_freed - found.num_staged) * found.table.group.page_class.page_bytes
+            for found in self._movable(row, slots)
+        )
 
     def offload(self, row: int, slots: int) -> int:
         """Offload the whole pages before slot `slots`; return the bytes moved.
@@ -218,9 +304,9 @@ class OffloadedPrefixes(MemoryListener):
             OutOfPages: too few pages to stage a group; groups moved before it stay offloaded.
             HostMemoryFull: the pool cannot hold a group; groups moved before it stay offloaded.
         """
-        movable = list(self.movable_pages(row, slots))
+        movable = list(self._movable(row, slots))
         self.use.finalize()
-        return sum(self._offload(table, row, first, columns) for table, first, columns in movable)
+        return sum(map(self._offload, movable))
 
     def movable_pages(self, row: int, slots: int) -> Iterator[tuple[LaneTable, int, int]]:
         """Each table with pages to offload, its first page to offload, and the pages of a lane."""
@@ -233,104 +319,65 @@ class OffloadedPrefixes(MemoryListener):
             if columns > 0:
                 yield table, first, columns
 
-    def _offload(self, table: LaneTable, row: int, first: int, columns: int) -> int:
-        memory, group, page_class = self._memory, table.group, table.group.page_class
-        pool = memory.pools[page_class]
-        rows, columns = self._sharers(table, row, first, columns)
-        old, staged = (
-            table.pages[row, :, first : first + columns].copy(),
-            staged_pages(table, columns),
-        )
-        cached = self._references(table, old)
-        fits_behind = self._own(table, old, len(rows), cached) >= staged  # freed pages hold it
-        if not fits_behind and not memory.fits({page_class: staged}):
+    def _movable(self, row: int, slots: int) -> Iterator[_Movable]:
+        for table, first, columns in self.movable_pages(row, slots):
+            pages, rows = table.pages[row, :, first : first + columns], [row]
+            counts = self._memory.pools[table.group.page_class].ref_counts
+            cached: dict[int, int] = {}
+            if (counts[pages] > 1).any():
+                live = self._memory.live_rows
+                live = live[table.staged[live] == first]
+                shared = (table.pages[live, :, first : first + columns] == pages).all(axis=1)
+                rows = live[shared[:, 0]].tolist()
+                differ = (shared != shared[:, :1]).any(axis=0)
+                pages = pages[:, : int(np.argmax(differ)) if differ.any() else columns]
+                cached = self._references(table.group.name, pages, len(counts))
+            others = counts[pages] - len(rows)
+            for key, column in cached.items():
+                width = self._memory.cached_references[key][table.group.name].shape[1]
+                others[:, column : column + width] -= 1
+            freed = int(np.count_nonzero(others <= 0))
+            yield _Movable(table, first, pages.copy(), rows, cached, freed)
+
+    def _references(self, group: str, pages: PageNumbers, num_pages: int) -> dict[int, int]:
+        """Cached references to some of these pages [lanes, columns], and their first columns."""
+        found, place = dict[int, int](), np.full(num_pages, -1)
+        place[pages[0]] = np.arange(pages.shape[1])
+        for key, by_group in self._memory.cached_references.items():
+            named = by_group.get(group)
+            column = -1 if named is None or not named.size else int(place[named[0, 0]])
+            if named is None or column < 0:
+                continue
+            if np.array_equal(named, pages[:, column : column + named.shape[1]]):
+                found[key] = column
+        return found
+
+    def _offload(self, movable: _Movable) -> int:
+        memory, table, rows, first = self._memory, movable.table, movable.rows, movable.first
+        group, old, columns = table.group, movable.pages, movable.pages.shape[1]
+        pool, staged = memory.pools[group.page_class], movable.num_staged
+        if movable.num_freed < staged and not memory.fits({group.page_class: staged}):
             raise OutOfPages(f"{staged} pages needed to stage {columns} of each lane")
-        host = self._saved(table, old, table.page_positions[row, :, first : first + columns].copy())
-        memory.listeners.offloading(group.name, list(cached))
-        host.users = len(rows) + len(cached)
-        for key, column in cached.items():
+        spaces = self.store.reserve_layers(group, columns)
+        positions = self.store.save(spaces, group.page_class, old)
+        memory.listeners.offloading(group.name, list(movable.cached))
+        users = len(rows) + len(movable.cached)
+        page_positions = table.page_positions[rows[0], :, first : first + columns].copy()
+        host = HostPages(spaces, columns, positions, page_positions, users)
+        for key, column in movable.cached.items():
             pages = memory.cached_references[key].pop(group.name)
             self._cached.setdefault(key, {})[group.name] = host, column, pages.shape[1]
             pool.release(pages.reshape(-1))
         for _ in rows:
             pool.release(old.reshape(-1))
-        staging = stage(memory, table, rows, first, columns, SLOTS)
-        page_group = OffloadedPageGroup(group.name, first, staging, host)
+        page_group = OffloadedPageGroup(
+            group.name, first, stage(memory, table, rows, first, columns, SLOTS), host
+        )
         for holder in rows:
             table.staged[holder] = first + columns
-            table.repeated[holder] += old.size - staging.size
+            table.repeated[holder] += old.size - page_group.staging.size
             self._page_groups.setdefault(holder, []).append(page_group)
-        return old.size * page_class.page_bytes
-
-    def _sharers(
-        self, table: LaneTable, row: int, first: int, columns: int
-    ) -> tuple[list[int], int]:
-        """Rows that share the next pages of a row in all lanes, and the columns they all share."""
-        own = table.pages[row, :, first : first + columns]
-        if (self._memory.pools[table.group.page_class].ref_counts[own] <= 1).all():
-            return [row], columns
-        live = self._memory.live_rows
-        live = live[table.staged[live] == first]
-        shared = (table.pages[live, :, first : first + columns] == own).all(axis=1)
-        differ = (shared != shared[:, :1]).any(axis=0)
-        same = int(np.argmax(differ)) if differ.any() else columns
-        return live[shared[:, 0]].tolist(), same
-
-    def _references(self, table: LaneTable, pages: PageNumbers) -> dict[int, int]:
-        """Cached references to some of these pages [lanes, columns], and their first columns."""
-        pool = self._memory.pools[table.group.page_class]
-        found, place = dict[int, int](), np.full(len(pool.ref_counts), -1)
-        if pool.num_shared:
-            place[pages[0]] = np.arange(pages.shape[1])
-            for key, by_group in self._memory.cached_references.items():
-                named = by_group.get(table.group.name)
-                column = -1 if named is None or not named.size else int(place[named[0, 0]])
-                if named is not None and column >= 0:
-                    own = pages[:, column : column + named.shape[1]]
-                    if np.array_equal(named, own):
-                        found[key] = column
-        return found
-
-    def _own(
-        self, table: LaneTable, pages: PageNumbers, rows: int, cached: Mapping[int, int]
-    ) -> int:
-        """Number of pages that only these many rows and these cached references refer to."""
-        counts = self._memory.pools[table.group.page_class].ref_counts[pages] - rows
-        for key, column in cached.items():
-            named = self._memory.cached_references[key][table.group.name]
-            counts[:, column : column + named.shape[1]] -= 1
-        return int(np.count_nonzero(counts <= 0))
-
-    def _saved(
-        self, table: LaneTable, pages: PageNumbers, page_positions: PageNumbers
-    ) -> HostPages:
-        """Save pages [lanes, columns] of a group to the pool, all or none."""
-        spaces, page_class = list[HostSpace](), table.group.page_class
-        try:
-            for of_layer in pages.reshape(len(table.group.layers), -1):
-                spaces.append(self._reserve(page_class, of_layer.size))
-                self.pool.save(spaces[-1], page_class, of_layer)
-        except BaseException:
-            for space in spaces:
-                self.pool.release(space)
-            raise
-        self.pool.copies.wait()
-        positions = self._positions_of(page_class, pages)
-        return HostPages(spaces, pages.shape[1], positions, page_positions)
-
-    def _reserve(self, page_class: PageClass, pages: int) -> HostSpace:
-        """Reserve offload memory; cached prefixes that no sequence uses are evicted for it."""
-        while True:
-            try:
-                return self.pool.reserve({page_class: pages})
-            except HostMemoryFull:
-                if not self._memory.listeners.free_offloaded():
-                    raise
-
-    def _positions_of(self, page_class: PageClass, pages: PageNumbers) -> NDArray[np.int32] | None:
-        if not page_class.positions or self._read_positions is None:
-            return None
-        return self._read_positions(page_class, pages.reshape(-1)).reshape(len(pages), -1)
+        return old.size * group.page_class.page_bytes
 
     # ---- sequences and cached prefixes that share offloaded pages ------------------------------
 
@@ -344,20 +391,12 @@ class OffloadedPrefixes(MemoryListener):
         """Free the offloaded pages of sequences."""
         for row in self._page_groups.keys() & set(rows.tolist()):
             self.use.finalize()
-            self.leave(each.host for each in self._page_groups.pop(row))
+            self.store.leave(each.host for each in self._page_groups.pop(row))
 
     def release_references(self, keys: Sequence[int]) -> None:
         """Free the offloaded pages of cached references."""
         for key in keys:
-            self.leave(host for host, _, _ in self._cached.pop(key, {}).values())
-
-    def leave(self, used: Iterable[HostPages]) -> None:
-        """Free offloaded bytes, unless other sequences or cached prefixes use them."""
-        for host in used:
-            host.users -= 1
-            if not host.users:
-                for space in host.layers:
-                    self.pool.release(space)
+            self.store.leave(host for host, _, _ in self._cached.pop(key, {}).values())
 
     def pages_to_start(self, keys: Sequence[int]) -> dict[PageClass, int]:
         """Pages of each class that `start` allocates."""
@@ -417,10 +456,6 @@ class OffloadedPrefixes(MemoryListener):
         ]
         return DetachedRows(self, page_groups, self._activations, stored)
 
-    def page_class_of(self, page_group: OffloadedPageGroup) -> PageClass:
-        """Page class of the pages of a page group."""
-        return self._memory.tables[page_group.group].group.page_class
-
     # ---- steps and evictions -------------------------------------------------------------------
 
     def read(self, row: int, group: str, layers: range) -> None:
@@ -429,18 +464,8 @@ class OffloadedPrefixes(MemoryListener):
             assert len(layers) == 1, "layers share staging pages"
             self.use.finalize()
             self.use.ahead.clear()
-            self._load(row, group, layers.start)
-
-    def _load(self, row: int, group: str, layer: int) -> None:
-        table = self._memory.tables[group]
-        page_class, per_layer = table.group.page_class, table.group.lanes_per_layer
-        for held in self.page_groups(row, group):
-            for lane in range(per_layer):
-                columns = slice(held.first, held.first + held.columns)
-                pages = table.pages[row, layer * per_layer + lane, columns].copy()
-                first = held.place(lane, held.first)
-                self.pool.load(held.host.layers[layer], page_class, pages, first)
-        self.pool.copies.wait()
+            for held in self.page_groups(row, group):
+                self.store.load(self._memory.tables[group], row, layers.start, held)
 
     def compact(
         self, row: int, group: str, moves: SlotMoves, retained: Mask, offloaded: int
@@ -455,15 +480,15 @@ class OffloadedPrefixes(MemoryListener):
         self.use.ahead.clear()
         memory, table, old = self._memory, self._memory.tables[group], self.page_groups(row, group)
         pool, per_layer = memory.pools[table.group.page_class], table.group.lanes_per_layer
-        in_place = all(held.host.users == 1 for held in old)
-        spaces = [] if in_place else self._reserve_layers(table, offloaded)
+        spaces, in_place = self._spaces_of(table.group, old, offloaded)
         kept, positions = list[PageNumbers](), list[NDArray[np.int32]]()
         before, staged = table.pages[row].copy(), int(table.staged[row])
         columns, stays = retained.shape[1], after_first(retained, offloaded)
         named = [before[lane, :columns][own] for lane, own in enumerate(retained)]
         for layer in range(len(table.group.layers)):
             lanes = slice(layer * per_layer, (layer + 1) * per_layer)
-            self._load(row, group, layer)
+            for held in old:
+                self.store.load(table, row, layer, held)
             own = (moves.lane >= lanes.start) & (moves.lane < lanes.stop)
             moved = SlotMoves(moves.lane[own], moves.source[own], moves.target[own])
             move_slots(memory, table, row, moved)
@@ -473,10 +498,8 @@ class OffloadedPrefixes(MemoryListener):
                     self.pool.release(held.host.layers[layer])
             if offloaded:
                 if in_place:
-                    spaces.append(self._reserve(pool.page_class, first.size))
-                self.pool.save(spaces[layer], pool.page_class, first.reshape(-1))
-                self.pool.copies.wait()
-                found = self._positions_of(pool.page_class, first)
+                    spaces.append(self.store.reserve(pool.page_class, first.size))
+                found = self.store.save(spaces[layer : layer + 1], pool.page_class, first)
                 positions += [] if found is None else [found]
             resident = before[lanes, staged:columns]
             pool.release(resident[(resident >= 0) & ~stays[lanes, staged:]])
@@ -509,17 +532,21 @@ class OffloadedPrefixes(MemoryListener):
             new = OffloadedPageGroup(group, 0, staging, host)
             self._page_groups.setdefault(row, []).append(new)
 
-    def _reserve_layers(self, table: LaneTable, columns: int) -> list[HostSpace]:
-        """Reserve offload memory for pages of every layer; OutOfPages, without a change."""
-        spaces, group = list[HostSpace](), table.group
-        try:
-            for _ in group.layers if columns else ():
-                spaces.append(self._reserve(group.page_class, columns * group.lanes_per_layer))
-        except HostMemoryFull as error:
-            for space in spaces:
-                self.pool.release(space)
-            raise OutOfPages("no offload memory for pages that other sequences share") from error
-        return spaces
+    def _spaces_of(
+        self, group: LaneGroup, old: Sequence[OffloadedPageGroup], columns: int
+    ) -> tuple[list[HostSpace], bool]:
+        """Offload memory for pages of all layers; none if that of the old pages is used again.
+
+        Raises:
+            OutOfPages: the old pages are shared, and too little is free; nothing was changed.
+        """
+        if any(held.host.users > 1 for held in old):
+            try:
+                return self.store.reserve_layers(group, columns), False
+            except HostMemoryFull as error:  # unused cached prefixes have been evicted
+                if any(held.host.users > 1 for held in old):
+                    raise OutOfPages("no offload memory for pages that others share") from error
+        return [], True
 
     def _drop(self, row: int, group: str, *, free: bool) -> None:
         """Remove the page groups of a group of a sequence; free those that nothing else uses."""
@@ -527,7 +554,7 @@ class OffloadedPrefixes(MemoryListener):
         left = [held for held in self._page_groups.pop(row) if held.group != group]
         if left:
             self._page_groups[row] = left
-        self.leave(held.host for held in dropped if free)
+        self.store.leave(held.host for held in dropped if free)
 
     # ---- staging -------------------------------------------------------------------------------
 
@@ -604,7 +631,7 @@ class DetachedRows:
         self._distinct = list(dict.fromkeys(itertools.chain(*page_groups)))
         staging: dict[PageClass, int] = {}
         for held in self._distinct:
-            page_class = prefixes.page_class_of(held)
+            [page_class] = held.host.layers[0].extents
             staging[page_class] = staging.get(page_class, 0) + held.staging.size
         self.staging: Mapping[PageClass, int] = staging
 
@@ -622,7 +649,7 @@ class DetachedRows:
 
     def discard(self) -> None:
         """Free the bytes of sequences that will not resume."""
-        self._prefixes.leave(held.host for held in itertools.chain(*self._page_groups))
+        self._prefixes.store.leave(held.host for held in itertools.chain(*self._page_groups))
         for stored in self._stored:
             if self._activations is not None and stored is not None:
                 self._activations.discard(stored)

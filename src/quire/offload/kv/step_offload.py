@@ -8,6 +8,7 @@ Batches of a step that share each layer have an offload of their own each (colum
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -173,7 +174,8 @@ class KVOffload(MemoryListener):
         log, self._log = self._log, None
         self._started.clear()  # of a step that failed before its last batch
         self.prefixes.use.end()
-        self.prefixes.use.ahead.retain(self.prefixes.all_page_groups)
+        held = map(self.prefixes.page_groups, self.prefixes.rows)
+        self.prefixes.use.ahead.retain(list(chain.from_iterable(held)))
         if self.kv_recompute is not None:
             self.kv_recompute.store.finish()
         if log is not None and self.splits is not None:

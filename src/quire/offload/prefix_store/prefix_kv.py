@@ -28,7 +28,7 @@ from quire.kv.block_records import BlockRecords, Records, SnapshotRecords
 from quire.kv.memory import KVMemory
 from quire.kv.prefix import PrefixIdentity, PrefixIndex, PrefixLease, blocks_of
 from quire.layout.pages import PageClass
-from quire.offload.kv.in_flight_pages import (
+from quire.offload.prefix_store.in_flight_pages import (
     InFlightPages,
     InFlightSnapshot,
     pages_needed,

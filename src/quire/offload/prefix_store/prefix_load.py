@@ -20,7 +20,7 @@ import numpy as np
 
 from quire.errors import OffloadError
 from quire.kv.prefix import Block
-from quire.offload.kv.in_flight_pages import InFlightPages, InFlightSnapshot
+from quire.offload.prefix_store.in_flight_pages import InFlightPages, InFlightSnapshot
 from quire.offload.prefix_store.prefix_tier import PrefixTier
 from quire.offload.prefix_store.store import Place
 from quire.offload.split import Loading

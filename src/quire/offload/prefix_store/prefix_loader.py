@@ -34,7 +34,7 @@ from functools import partial
 from quire.errors import OutOfPages
 from quire.kv.prefix import Block, BlockChain, PrefixLease
 from quire.layout.pages import PageClass
-from quire.offload.kv.in_flight_pages import (
+from quire.offload.prefix_store.in_flight_pages import (
     InFlightPages,
     InFlightSnapshot,
     pages_needed,
