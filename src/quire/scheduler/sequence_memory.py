@@ -24,6 +24,7 @@ from quire.kv.sharing import fork
 from quire.layout.pages import PageClass
 from quire.scheduler.events import EventLog
 from quire.scheduler.offload_port import KVOffloader, PrefixLoads
+from quire.scheduler.peaks import can_offload_request
 from quire.scheduler.request import Request, RequestState, note_peak, prefillable_tokens
 
 SECRET_BYTES = 32
@@ -237,10 +238,11 @@ class SequenceMemory:
     def look_up(self, request: Request, max_tokens: int | None = None) -> PrefixLease | None:
         """Find and pin the cached prefix of a waiting request.
 
-        The prefix is limited in three cases. A request with planned forks uses at most their common
+        The prefix is limited in four cases. A request with planned forks uses at most their common
         tokens. A request with prompt log-probabilities or mean pooling uses none, because it needs
         the output of every prompt token. A request that evicts uses at most its tokens before the
-        first eviction, so that its output and peak do not depend on the cache.
+        first eviction, so that its output and peak do not depend on the cache. A request that can
+        evict only in the KV memory uses no offloaded prefix.
 
         Args:
             request: a waiting request.
@@ -261,7 +263,12 @@ class SequenceMemory:
         if request.memory.chain is None or request.memory.chain.identity != identity:
             request.memory.chain = BlockChain(identity, self.prefix.block_tokens, request.token_ids)
         blocks = request.memory.chain.blocks(wanted - 1)  # at least one token must be computed
-        return self.prefix.match_blocks(identity, blocks, statistics=request.memory.statistics)
+        lease = self.prefix.match_blocks(identity, blocks, statistics=request.memory.statistics)
+        offloaded = bool(lease.nodes) and lease.nodes[0].is_offloaded
+        if offloaded and not can_offload_request(request, self.memory.layout):
+            self.release(lease)
+            return PrefixLease(identity)
+        return lease
 
     def release(self, lease: PrefixLease | None) -> None:
         """Unpin a prefix that `look_up` returned."""

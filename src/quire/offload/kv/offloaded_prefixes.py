@@ -29,7 +29,7 @@ This module does the bookkeeping; a `PageBytes` does the copies.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -281,30 +281,36 @@ class OffloadedPrefixes(MemoryListener):
 
     # ---- offload -------------------------------------------------------------------------------
 
-    def gain_bytes(self, row: int, slots: int) -> int:
+    def gain_bytes(self, row: int, slots: int, rows: Collection[int] | None = None) -> int:
         """Bytes of the arena that offloading the slots before `slots` would free.
 
         Args:
             row: the sequence.
             slots: as for `offload`.
+            rows: sequences whose pages may be offloaded; None: all.
         """
         return sum(
             (found.num_freed - found.num_staged) * found.table.group.page_class.page_bytes
-            for found in self._movable(row, slots)
+            for found in self._movable(row, slots, rows)
         )
 
-    def offload(self, row: int, slots: int) -> int:
+    def offload(self, row: int, slots: int, rows: Collection[int] | None = None) -> int:
         """Offload the whole pages before slot `slots`; return the bytes moved.
 
         Pages that other sequences or cached prefixes share are offloaded for all of them. Groups
         with no more layers than staging slots, and groups with a window, are not offloaded: they
         would free nothing.
 
+        Args:
+            row: the sequence.
+            slots: number of its first slots.
+            rows: sequences whose pages may be offloaded; None: all.
+
         Raises:
             OutOfPages: too few pages to stage a group; groups moved before it stay offloaded.
             HostMemoryFull: the pool cannot hold a group; groups moved before it stay offloaded.
         """
-        movable = list(self._movable(row, slots))
+        movable = list(self._movable(row, slots, rows))
         self.use.finalize()
         return sum(map(self._offload, movable))
 
@@ -319,7 +325,7 @@ class OffloadedPrefixes(MemoryListener):
             if columns > 0:
                 yield table, first, columns
 
-    def _movable(self, row: int, slots: int) -> Iterator[_Movable]:
+    def _movable(self, row: int, slots: int, allowed: Collection[int] | None) -> Iterator[_Movable]:
         for table, first, columns in self.movable_pages(row, slots):
             pages, rows = table.pages[row, :, first : first + columns], [row]
             counts = self._memory.pools[table.group.page_class].ref_counts
@@ -329,6 +335,8 @@ class OffloadedPrefixes(MemoryListener):
                 live = live[table.staged[live] == first]
                 shared = (table.pages[live, :, first : first + columns] == pages).all(axis=1)
                 rows = live[shared[:, 0]].tolist()
+                if allowed is not None and not set(rows) <= set(allowed):
+                    continue
                 differ = (shared != shared[:, :1]).any(axis=0)
                 pages = pages[:, : int(np.argmax(differ)) if differ.any() else columns]
                 cached = self._references(table.group.name, pages, len(counts))

@@ -7,7 +7,7 @@ Each call offloads a quarter of its remaining pages, so copies are large and few
 without need.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -65,11 +65,13 @@ class PrefixOffloader:
 
     def offload_some(self) -> bool:
         """Offload pages of one request; return False if no offload frees memory."""
-        found = [(self._gain_bytes(request), request) for request in self._movable()]
+        movable = self._movable()
+        rows = [request.memory.row for request in movable]
+        found = [(self._gain_bytes(request, rows), request) for request in movable]
         for gain_bytes, request in sorted(found, key=lambda pair: -pair[0]):
             if gain_bytes <= 0:
                 return False
-            if self._move(request):
+            if self._move(request, rows):
                 return True
         return False
 
@@ -79,7 +81,8 @@ class PrefixOffloader:
         Its pages, staging included, are then packed so that pages of all classes fill slabs.
         """
         self._prefixes.restage(request.memory.row, 1)
-        while can_offload_request(request, self._memory.layout) and self._move(request):
+        rows = [other.memory.row for other in self._movable()]
+        while request.memory.row in rows and self._move(request, rows):
             self._prefixes.restage(request.memory.row, 1)
         self._prefixes.restage(request.memory.row, 1, pack=True)
 
@@ -93,8 +96,8 @@ class PrefixOffloader:
             and not self._sequence_memory.shares_unwritten(request)
         ]
 
-    def _gain_bytes(self, request: Request) -> int:
-        return self._prefixes.gain_bytes(request.memory.row, self._slots(request))
+    def _gain_bytes(self, request: Request, rows: Collection[int]) -> int:
+        return self._prefixes.gain_bytes(request.memory.row, self._slots(request), rows)
 
     def _slots(self, request: Request) -> int:
         """Slots of every lane that can be offloaded, without those that the next step writes.
@@ -108,7 +111,7 @@ class PrefixOffloader:
         unwritten = int(self._memory.lengths[request.memory.row]) - request.progress.num_computed
         return held - max(unwritten, int(request.eviction.spec.cap is not None))
 
-    def _move(self, request: Request) -> bool:
+    def _move(self, request: Request, rows: Collection[int]) -> bool:
         """Offload the next pages of a request; False if not one page of each lane fits.
 
         If offload memory or staging is too small for the pages, fewer are offloaded.
@@ -122,7 +125,7 @@ class PrefixOffloader:
             with suppress(
                 HostMemoryFull, OutOfPages
             ):  # groups moved before the error stay offloaded
-                self._prefixes.offload(request.memory.row, (held + pages) * tokens)
+                self._prefixes.offload(request.memory.row, (held + pages) * tokens, rows)
             pages //= 2
         moved = self._prefixes.pool.used_bytes - before
         if moved:
