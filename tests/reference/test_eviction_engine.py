@@ -583,12 +583,15 @@ NOT_BY_LAYER = [
 ]
 
 
-def run_chunks(rule: str, *, prompts=(PROMPT,), model="llama", memory="8MiB", **kv) -> list[Run]:
+def run_chunks(
+    rule: str, *, prompts=(PROMPT,), model="llama", memory="8MiB", preempts=0, **kv
+) -> list[Run]:
     """Run prompts one after the other in one engine, in chunks of `CHUNK` tokens."""
     options = {"evict_allow": "all", "record_evictions": True, "page_tokens": 4} | kv
     schedule = ScheduleConfig(max_num_batched_tokens=CHUNK, max_num_seqs=4)
     engine = Engine(loaded(model), kv_config(memory=memory, **options), schedule)
-    return [run({str(i): (prompt, rule)}, engine=engine) for i, prompt in enumerate(prompts)]
+    jobs = ({str(number): (prompt, rule)} for number, prompt in enumerate(prompts))
+    return [run(job, engine=engine, preempts=preempts) for job in jobs]
 
 
 def by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -615,6 +618,19 @@ def test_prompt_computed_by_layer_is_evicted_and_continued_as_by_chunk(
     assert largest_difference(ours.logits, reference.logits) == 0
     lower = ours.usages["0"].kv_peak_bytes < reference.usages["0"].kv_peak_bytes
     assert lower == (rule in BY_LAYER and model != "gpt_oss")  # its only full layer is one of two
+
+
+@pytest.mark.parametrize("codec", ["none", "int8+plain_layers=1"])
+def test_recomputed_prompt_is_cut_by_layer_as_recorded(codec):
+    """A layer is cut again while later layers, of another lane group too, hold no token."""
+    rule = BY_LAYER[0]
+    options = {"codec": codec, "enable_prefix_caching": False, "evict": rule, "evict_allow": "none"}
+    options["model"] = "qwen2_window"
+    [expected], [ours] = (run_chunks(rule, preempts=n, **options) for n in (0, 2))
+
+    assert ours.usages["0"].preemptions == ours.reasons.count("replay") == 2
+    assert ours.traces() == expected.traces()
+    assert largest_difference(ours.logits, expected.logits) <= 1e-4
 
 
 @pytest.mark.parametrize("rule", [BY_LAYER[0], BY_LAYER[2], BY_LAYER[5]])

@@ -197,7 +197,8 @@ class RowLanes:
         self, marks: Bool[Tensor, "lane slot"]
     ) -> Bool[Tensor, "table_lane head slot"]:
         """Group the heads that share a lane of the table."""
-        return marks.view(-1, self.group.page_class.heads, marks.shape[1])
+        heads = self.group.page_class.heads
+        return marks.view(len(marks) // heads, heads, marks.shape[1])
 
     def by_slot(self, keep: Bool[Tensor, "table_lane slot"]) -> Bool[Tensor, "table_lane slot"]:
         """Convert marks by position to marks in storage order."""
