@@ -9,7 +9,7 @@ All ranks gather the same numbers, so the rule decides the same everywhere, and 
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,9 +23,7 @@ from quire.kernels import device_copies
 from quire.kernels.device_copies import start_read
 from quire.kv.lane_reader import LaneReader
 from quire.layout.pages import LaneGroup
-from quire.layout.statistics import Statistic
 from quire.parallel.group import TensorGroup
-from quire.policies.base import Decision
 from quire.policies.eviction import Eviction
 from quire.policies.view import KVView, SlotReader
 from quire.scheduler.eviction_trace import EvictionEntry, in_runs
@@ -84,7 +82,6 @@ class Selected:
         stored_mask: [lanes, slots] True for each retained slot, in storage order.
         entry: the evicted tokens.
         reader: reader of the layers.
-        statistics: values to store before slots move.
         kept: [lanes, slots] retained slots, in the order of positions.
         promoted: [lanes, slots] slots that get a record, in the order of positions; None without
             promotion.
@@ -94,18 +91,12 @@ class Selected:
     stored_mask: NDArray[np.bool_]
     entry: EvictionEntry
     reader: LaneReader
-    statistics: Mapping[Statistic, Tensor]
     kept: NDArray[np.bool_]
     promoted: NDArray[np.bool_] | None
 
     def is_of(self, group: LaneGroup) -> bool:
         """Whether the layers are in a lane group."""
         return self.part.group is group
-
-    def store_statistics(self) -> None:
-        """Store the statistics that the policy returned."""
-        for statistic, numbers in self.statistics.items():
-            self.reader.note(statistic, numbers)
 
 
 def checked_mask(mask: object, eviction: Eviction, view: KVView, keep: Tensor) -> Tensor:
@@ -266,26 +257,24 @@ class AllHeads:
         """Reshape [lane of all ranks, ...] to [layer, rank, head, ...] without copying."""
         return joined.reshape(self._layers, self._group.size, -1, *joined.shape[1:])
 
-    def own_part(self, decision: Decision, mask: Bool[Tensor, "all_lanes slot"]) -> Decision:
-        """Return the part of a decision for this rank's lanes.
+    def own_part(self, mask: Bool[Tensor, "all_lanes slot"]) -> Bool[Tensor, "lane slot"]:
+        """Return the part of a mask for this rank's lanes.
 
         Args:
-            decision: decision for the lanes of all ranks.
-            mask: its checked mask.
+            mask: checked mask of the lanes of all ranks.
 
         Raises:
             PolicyError: the ranks would retain different numbers of tokens.
         """
         if self._group.size == 1:
-            return replace(decision, retained=mask)
+            return mask
         by_rank = self._by_rank(mask.sum(dim=1))
         if bool((by_rank != by_rank[:, :1]).any()):
             raise PolicyError(
                 f"the {self._group.size} ranks would retain different numbers of tokens, and they "
                 "share one schedule; use granularity=token, or a rule with one set per layer"
             )
-        statistics = {one: self.own(numbers) for one, numbers in decision.statistics.items()}
-        return Decision(self.own(mask), statistics)
+        return self.own(mask)
 
 
 class _GatheredSlots:

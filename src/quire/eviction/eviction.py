@@ -64,8 +64,7 @@ class PolicyEvictor(Evictor):
     frees. Which slots matters to the device only. `evict_together` therefore evicts from all
     requests with the same rule in one pass and reads nothing from the device; the evicted positions
     and breaches of a rule's contract are read after the step. `evict` reads the selection: for
-    pieces, budgets that move slots between lanes, offloaded pages, codecs of whole pages, and rules
-    that write statistics.
+    pieces, budgets that move slots between lanes, offloaded pages and codecs of whole pages.
 
     Args:
         kv: page tables and pages.
@@ -120,7 +119,7 @@ class PolicyEvictor(Evictor):
             return None
         entry = self._entry(eviction, keep, done, parts)
         records = [RetainedSlots(p.part.group, p.reader, p.kept, p.promoted) for p in parts]
-        self._commit(request, plans, parts, records)
+        self._commit(plans, records)
         return Evicted(entry.num_slots, self._lanes.num_lanes, entry)
 
     def evict_together(self, due: Sequence[tuple[Request, Slots]]) -> list[Evicted | None]:
@@ -151,7 +150,6 @@ class PolicyEvictor(Evictor):
         policy = eviction.policy
         return (
             policy is None
-            or policy.writes_statistics
             or eviction.keeps_order
             or eviction.budget.ragged
             or (self._ranks.size > 1 and not policy.lanes_apart)
@@ -191,7 +189,7 @@ class PolicyEvictor(Evictor):
             of_part, heads = keep[:, self._lanes_of(part)].reshape(-1), part.group.page_class.heads
             with _named(eviction):
                 wanted = reader.tensor(np.repeat(of_part, heads))
-                retained = eviction.decide(view, wanted).retained
+                retained = eviction.select(view, wanted)
                 by_lane = reader.by_table_lane(checked_mask(retained, eviction, view, wanted))
                 if heads > 1 and view.breaks_contract(by_lane != by_lane[:, :1]):
                     raise PolicyError(reader.heads_differ)
@@ -230,9 +228,8 @@ class PolicyEvictor(Evictor):
     def repeat(self, request: Request, entry: EvictionEntry) -> None:
         """Evict the tokens of a recorded entry again."""
         if any(self._is_offloaded(request, table.group) for table in self._lanes.tables):
-            masks, retained = self._repeated_by_layer(request, entry)
-            parts = self._select_again(request, entry, retained)
-            self._commit(request, self._plans(request, masks), parts, [])
+            masks = self._repeated_by_layer(request, entry)
+            self._commit(self._plans(request, masks), [])
             return
         repeated = [
             self._repeated(request, table.group, entry.of_lanes(places))
@@ -243,10 +240,7 @@ class PolicyEvictor(Evictor):
             heads = one.group.page_class.heads
             by_head = torch.from_numpy(one.retained).repeat_interleave(heads, dim=0)
             masks[one.group.name] = one.reader.unsort(by_head)
-        parts = self._select_again(
-            request, entry, {one.group.name: one.retained for one in repeated}
-        )
-        self._commit(request, self._plans(request, masks), parts, repeated)
+        self._commit(self._plans(request, masks), repeated)
 
     def _mask(
         self, request: Request, table: LaneTable, parts: Sequence[Selected]
@@ -279,17 +273,9 @@ class PolicyEvictor(Evictor):
             for name in (table.group.name for table in self._lanes.tables)
         ]
 
-    def _commit(
-        self,
-        request: Request,
-        plans: Sequence[CompactionPlan],
-        parts: Sequence[Selected],
-        records: Sequence[RetainedSlots],
-    ) -> None:
-        """Store statistics and records, then compact the lanes."""
+    def _commit(self, plans: Sequence[CompactionPlan], records: Sequence[RetainedSlots]) -> None:
+        """Store records, then compact the lanes."""
         require_private_copies(self._kv.memory, *plans)
-        for part in parts:
-            part.store_statistics()
         for one in records:
             promotion = self._promotions[one.group.name]
             if promotion is not None and one.promoted is not None:
@@ -304,31 +290,6 @@ class PolicyEvictor(Evictor):
         if entry.promoted is not None:
             promoted = (positions >= 0) & ~entry.promoted.retained(positions)
         return RetainedSlots(group, reader, retained, promoted)
-
-    def _select_again(
-        self, request: Request, entry: EvictionEntry, retained: Mapping[str, NDArray[np.bool_]]
-    ) -> list[Selected]:
-        """Run the rule of a recorded eviction again, for the data that it returns.
-
-        Args:
-            request: a running request.
-            entry: the recorded eviction.
-            retained: [lanes, slots] its retained slots by group, in the order of positions.
-        """
-        if entry.wanted is None:
-            return []
-        eviction, keep = _eviction_of(request), entry.wanted.astype(np.int64)
-        found = []
-        for place in self._parts(request, keep=keep):
-            part, per_layer = (
-                self._select(request, eviction, keep, place),
-                place.group.lanes_per_layer,
-            )
-            first = place.layers.start * per_layer
-            lanes = slice(first, first + len(part.kept))
-            of_part = retained[place.group.name][lanes, : part.kept.shape[1]]
-            found.append(replace(part, kept=of_part))
-        return found
 
     def finalize(self, request: Request) -> None:
         """Divide the cap of a request after its prefill."""
@@ -351,7 +312,7 @@ class PolicyEvictor(Evictor):
             counts = np.zeros(len(keep), dtype=np.int32)
             counts[keep >= 0] = entry.counts
             entry = replace(entry, counts=counts)
-        return replace(entry, wanted=keep.astype(np.int32)) if _selects_again(eviction) else entry
+        return entry
 
     # ---- offloaded lanes -----------------------------------------------------------------------
 
@@ -360,12 +321,12 @@ class PolicyEvictor(Evictor):
 
     def _repeated_by_layer(
         self, request: Request, entry: EvictionEntry
-    ) -> tuple[dict[str, NDArray[np.bool_]], dict[str, NDArray[np.bool_]]]:
-        """Slots [lanes, slots] that a recorded entry retains by group, as stored and by position.
+    ) -> dict[str, NDArray[np.bool_]]:
+        """Slots [lanes, slots] that a recorded entry retains by group, in storage order.
 
         The positions of a layer are in its staging pages until the next layer is read.
         """
-        masks, retained = {}, {}
+        masks = {}
         for table, places in zip(self._lanes.tables, self._lanes.places, strict=True):
             name, of_group = table.group.name, entry.of_lanes(places)
             parts = [part for part in self._parts(request) if part.group.name == name]
@@ -377,13 +338,13 @@ class PolicyEvictor(Evictor):
             padded = [
                 np.pad(p, ((0, 0), (0, width - p.shape[1])), constant_values=-1) for p in positions
             ]
-            retained[name], found = of_group.retained(np.concatenate(padded)), []
+            retained, found = of_group.retained(np.concatenate(padded)), []
             for reader, own in zip(readers, positions, strict=True):
-                by_lane = torch.from_numpy(retained[name][reader.lanes, : own.shape[1]])
+                by_lane = torch.from_numpy(retained[reader.lanes, : own.shape[1]])
                 by_head = by_lane.repeat_interleave(table.group.page_class.heads, dim=0)
                 found.append(reader.unsort(by_head))
             masks[name] = stacked(found)
-        return masks, retained
+        return masks
 
     # ---- views ---------------------------------------------------------------------------------
 
@@ -490,10 +451,8 @@ class PolicyEvictor(Evictor):
         all_heads = AllHeads(ONE_RANK if apart else self._ranks, len(part.layers))
         with _named(eviction):
             seen, wanted = all_heads.view(view), all_heads.joined(wanted)
-            decision = eviction.decide(seen, wanted)
-            checked = checked_mask(decision.retained, eviction, seen, wanted)
-            decision = all_heads.own_part(decision, checked)
-        mask: Tensor = decision.retained
+            selected = eviction.select(seen, wanted)
+            mask = all_heads.own_part(checked_mask(selected, eviction, seen, wanted))
         stored_mask = reader.unsort(mask)
         kept = mask[::heads].cpu().numpy()
         # not the view's positions, which a rule may have overwritten
@@ -506,7 +465,7 @@ class PolicyEvictor(Evictor):
         if any(self._promotions.values()):  # the entry of a part without records has no tokens
             chosen = np.zeros_like(kept) if promoted is None else promoted
             entry = replace(entry, promoted=promoted_entry(done, positions, chosen))
-        return Selected(part, stored_mask, entry, reader, decision.statistics, kept, promoted)
+        return Selected(part, stored_mask, entry, reader, kept, promoted)
 
 
 def _promotion_of(kv: PagedKV, group: str) -> Promotion | None:
@@ -518,12 +477,6 @@ def _eviction_of(request: Request) -> Eviction:
     eviction = request.eviction.selection
     assert isinstance(eviction, Eviction), "only called for requests that evict"
     return eviction
-
-
-def _selects_again(eviction: Eviction) -> bool:
-    """Whether a repeated eviction runs the rule again: the rule returns data to store."""
-    policy = eviction.policy
-    return policy is not None and policy.writes_statistics
 
 
 def _kind_of(eviction: Eviction) -> Kind:

@@ -38,7 +38,6 @@ from quire.kv.slot_moves import fill_holes
 from quire.kv.statistics import StatisticPages
 from quire.kv.tables import LaneTable
 from quire.layout.pages import KEY, VALUE, LaneGroup
-from quire.layout.statistics import Statistic
 
 PAST_END = 1 << 40
 """Larger than any position."""
@@ -409,20 +408,6 @@ class StatisticReader:
             found.masked_fill_(~lanes.live[:, None], 0.0)
         return found.flatten(0, 1)
 
-    def write(self, numbers: Float[Tensor, "..."]) -> None:
-        """Overwrite the statistic with numbers in the shape of `read`."""
-        lanes, place = self._lanes, self._place
-        record, live = lanes.order.slot, lanes.order.live
-        if place.statistic.per_slot:
-            numbers = numbers[:, :, None]
-        else:
-            record = torch.arange(numbers.shape[1], device=numbers.device).expand(len(record), -1)
-            live = np.ones(record.shape, dtype=bool)
-        pages, offsets = lanes.place_of(record, place.table, place.group.page_class.tokens)
-        at = tuple(lanes.tensor(index) for index in np.nonzero(live))
-        heads = numbers.view(len(live), -1, *numbers.shape[1:])[at[0], :, at[1]]
-        place.numbers[pages[at], :, offsets[at]] = heads
-
 
 Moves = tuple[Int[Tensor, " move"], Int[Tensor, " move"], Int[Tensor, " move"]]
 """Lane, source slot and target slot of each move."""
@@ -445,11 +430,6 @@ class LaneReader(RowLanes):
             for place in self._statistics
             if place.table.active[self.rows].all()
         }
-
-    def note(self, statistic: Statistic, numbers: Float[Tensor, "..."]) -> None:
-        """Overwrite a declared statistic for these layers, in the order of the view."""
-        [place] = [one for one in self._statistics if one.statistic == statistic]
-        StatisticReader(self, place).write(numbers)
 
     @property
     def _statistics(self) -> Sequence[StatisticPages]:

@@ -8,10 +8,10 @@ a score. Ties retain the lower position.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from math import isfinite
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -26,20 +26,6 @@ from quire.policies.view import KVView
 LANE, LAYER = "lane", "layer"
 Division = Callable[[Tensor, Tensor], Tensor]
 """Slots to retain in each lane, from scores [lane, slot] and protected slots [lane, slot]."""
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """Slots to retain, and statistics to store.
-
-    Attributes:
-        retained: bool [lane, slot], True for each retained slot; the caller checks it.
-        statistics: new values of declared statistics, written before any slot moves: per slot
-            [lane, slot], else [lane, record, number].
-    """
-
-    retained: Any
-    statistics: Mapping[Statistic, Float[Tensor, "..."]] = field(default_factory=dict)
 
 
 class EvictionPolicy(ABC):
@@ -123,15 +109,6 @@ class EvictionPolicy(ABC):
             True for each retained slot: exactly `keep` per lane, or at most `keep` with pieces.
         """
 
-    @property
-    def writes_statistics(self) -> bool:
-        """Whether `decide` may return statistics to store."""
-        return False
-
-    def decide(self, view: KVView, keep: Int[Tensor, " lane"], piece_tokens: int = 1) -> Decision:
-        """Select the slots to retain, as `select` does, and return the data to store."""
-        return Decision(self.select(view, keep, piece_tokens))
-
 
 class ScorePolicy(EvictionPolicy):
     """Retains the protected slots and, of the rest, those with the highest scores."""
@@ -168,13 +145,13 @@ class ScorePolicy(EvictionPolicy):
         protected = self.checked_protected(view, keep, piece_tokens)
         return self.choose(view, self.checked_score(view), protected, keep, piece_tokens)
 
-    def decide_divided(
+    def select_divided(
         self,
         view: KVView,
         keep: Int[Tensor, " lane"],
         piece_tokens: int,
         divide: Division,
-    ) -> Decision:
+    ) -> Bool[Tensor, "lane slot"]:
         """Select the slots to retain, of which a budget moves some between the heads of a layer.
 
         Args:
@@ -186,7 +163,7 @@ class ScorePolicy(EvictionPolicy):
         score = self.checked_score(view)
         protected = self.checked_protected(view, keep, piece_tokens)
         must = in_whole_pieces(protected, view.live, piece_tokens)
-        return Decision(self.choose(view, score, must, divide(score, must), piece_tokens))
+        return self.choose(view, score, must, divide(score, must), piece_tokens)
 
     def choose(
         self,

@@ -36,7 +36,6 @@ from quire.layout.statistics import Statistic
 from quire.policies.base import (
     LANE,
     LAYER,
-    Decision,
     Division,
     EvictionPolicy,
     ScorePolicy,
@@ -148,19 +147,15 @@ class Crushed(ScorePolicy):
     def select(
         self, view: KVView, keep: Int[Tensor, " lane"], piece_tokens: int = 1
     ) -> Bool[Tensor, "lane slot"]:
-        retained: Bool[Tensor, "lane slot"] = self.decide(view, keep, piece_tokens).retained
-        return retained
+        return self.retained_of(self.selection_context(view, keep, piece_tokens))
 
-    def decide(self, view: KVView, keep: Int[Tensor, " lane"], piece_tokens: int = 1) -> Decision:
-        return self.decision_of(self.selection_context(view, keep, piece_tokens))
-
-    def decide_divided(
+    def select_divided(
         self, view: KVView, keep: Int[Tensor, " lane"], piece_tokens: int, divide: Division
-    ) -> Decision:
+    ) -> Bool[Tensor, "lane slot"]:
         context = self.selection_context(view, keep, piece_tokens)
         must = in_whole_pieces(context.protected, view.live, piece_tokens)
         keep = divide(context.score.mean(dim=1), must)
-        return self.decision_of(replace(context, protected=must, keep=keep))
+        return self.retained_of(replace(context, protected=must, keep=keep))
 
     def selection_context(
         self, view: KVView, keep: Int[Tensor, " lane"], piece_tokens: int
@@ -174,7 +169,7 @@ class Crushed(ScorePolicy):
         protected = base.checked_protected(rows, keep, piece_tokens)
         return SelectionContext(base, view, rows, heads, score, protected, keep, piece_tokens)
 
-    def decision_of(self, context: SelectionContext) -> Decision:
+    def retained_of(self, context: SelectionContext) -> Bool[Tensor, "lane slot"]:
         """Retain the important slots and the representatives of the rest."""
         units, sums = context.units, context.sums
         count = self.num_representatives(units)
@@ -183,8 +178,7 @@ class Crushed(ScorePolicy):
         chosen = np.zeros_like(grouped)
         if count.any():
             chosen = self.represent(context, grouped, count)
-        kept = units.spread(important | chosen, context.heads_per_row).to(context.score.device)
-        return Decision(kept)
+        return units.spread(important | chosen, context.heads_per_row).to(context.score.device)
 
     def _by_row(
         self, numbers: Shaped[Tensor, "query_head slot"], view: KVView

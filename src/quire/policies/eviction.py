@@ -26,7 +26,7 @@ from quire.layout.eviction import (
     parse_policy,
 )
 from quire.layout.statistics import QueryMoments, QueryRing, Statistic
-from quire.policies.base import LAYER, Decision, EvictionPolicy, ScorePolicy
+from quire.policies.base import LAYER, EvictionPolicy, ScorePolicy
 from quire.policies.budgets.base import Budget, Shape
 from quire.policies.budgets.uniform import Uniform
 from quire.policies.options import without_parentheses
@@ -96,15 +96,10 @@ class Eviction:
         return spec.keeps_all(prompt_tokens, tokens)
 
     def select(self, view: KVView, keep: Int[Tensor, " lane"]) -> Bool[Tensor, "lane slot"]:
-        """Select the slots to retain; see `decide`."""
-        retained: Bool[Tensor, "lane slot"] = self.decide(view, keep).retained
-        return retained
-
-    def decide(self, view: KVView, keep: Int[Tensor, " lane"]) -> Decision:
-        """Select the slots to retain, and return the statistics to store.
+        """Select the slots to retain.
 
         Args:
-            view: one sequence, whole layers of it.
+            view: whole layers of one or several sequences.
             keep: slots to retain in each lane, before a ragged budget moves some.
 
         Raises:
@@ -114,12 +109,12 @@ class Eviction:
         if policy is None:
             raise PolicyError("full retains all tokens and has no rule to select with")
         if not isinstance(policy, ScorePolicy) or not self.budget.ragged:
-            return policy.decide(view, keep, self.piece_tokens)
+            return policy.select(view, keep, self.piece_tokens)
 
         def divide(score: Tensor, must: Tensor) -> Tensor:
             return self.budget.divide(view, score, must, keep)
 
-        return policy.decide_divided(view, keep, self.piece_tokens, divide)
+        return policy.select_divided(view, keep, self.piece_tokens, divide)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

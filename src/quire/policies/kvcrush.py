@@ -33,11 +33,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from jaxtyping import Bool
 from numpy.typing import NDArray
+from torch import Tensor
 
 from quire.kernels import device_copies
 from quire.kernels.native.selection import native_selection
-from quire.policies.base import Decision
 from quire.policies.choose import best_slots
 from quire.policies.crushed import CrushedShare
 from quire.policies.registry import register
@@ -86,13 +87,13 @@ class KVCrush(CrushedShare):
         check_anchor(self.anchor)
         check_pick(self.pick)
 
-    def decision_of(self, context: SelectionContext) -> Decision:
+    def retained_of(self, context: SelectionContext) -> Bool[Tensor, "lane slot"]:
         on_host = device_copies.reads_freely(context.score.device)
-        fast = self.decision_in_c(context) if on_host else self.decision_in_torch(context)
-        return fast or CrushedShare.decision_of(self, context)
+        fast = self.retained_in_c(context) if on_host else self.retained_in_torch(context)
+        return CrushedShare.retained_of(self, context) if fast is None else fast
 
-    def decision_in_torch(self, context: SelectionContext) -> Decision | None:
-        """Make the same decision on a device, without reading from it; None if it cannot."""
+    def retained_in_torch(self, context: SelectionContext) -> Bool[Tensor, "lane slot"] | None:
+        """Select the same slots on a device, without reading from it; None if it cannot."""
         rows, keep, score = context.rows, context.keep, context.score
         if self.anchor != MEAN or self.pick != MIDDLE or not self.share:
             return None
@@ -122,10 +123,10 @@ class KVCrush(CrushedShare):
         chosen = torch.zeros(len(free), slots + 1, dtype=torch.bool, device=device)
         chosen.scatter_(1, places, True)
         kept = must | important | chosen[:, :slots]
-        return Decision(kept.repeat_interleave(context.heads_per_row, dim=0))
+        return kept.repeat_interleave(context.heads_per_row, dim=0)
 
-    def decision_in_c(self, context: SelectionContext) -> Decision | None:
-        """Make the same decision in one call of the C library; None if it cannot."""
+    def retained_in_c(self, context: SelectionContext) -> Bool[Tensor, "lane slot"] | None:
+        """Select the same slots in one call of the C library; None if it cannot."""
         native = native_selection()
         if native is None or self.pick == RANDOM or context.piece_tokens > 1:
             return None
@@ -145,7 +146,7 @@ class KVCrush(CrushedShare):
             anchor=self._anchor_of(signatures),
             pick_best=self.pick == BEST,
         )
-        return Decision(spread(kept, context.heads_per_row).to(context.score.device))
+        return spread(kept, context.heads_per_row).to(context.score.device)
 
     def _anchor_of(self, signatures: Signatures) -> Words | None:
         """The anchor of the C library; None for the majority."""

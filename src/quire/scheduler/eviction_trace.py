@@ -28,8 +28,6 @@ class EvictionEntry:
         source: evicted positions, ascending within each lane, lane after lane; or the first
             positions of all runs of consecutive positions, followed by the run lengths, if that is
             shorter (`in_runs`); or a function that returns either, which may wait for the device.
-        wanted: [lanes] number of tokens to retain, as passed to the rule before rounding to token
-            groups. A replay calls a stateful rule again with these numbers. None for other rules.
         promoted: the tokens promoted to a finer codec by this eviction, as an entry of its own;
             None without mixed precision.
     """
@@ -37,7 +35,6 @@ class EvictionEntry:
     num_computed: int
     counts: NDArray[np.int32]
     source: Positions | Callable[[], Positions]
-    wanted: NDArray[np.int32] | None = None
     promoted: "EvictionEntry | None" = None
 
     @cached_property
@@ -90,7 +87,6 @@ class EvictionEntry:
             self.num_computed,
             self.counts[lanes],
             in_runs(np.concatenate(chosen)),
-            wanted=None if self.wanted is None else self.wanted[lanes],
             promoted=None if self.promoted is None else self.promoted.of_lanes(lanes),
         )
 
@@ -99,9 +95,7 @@ class EvictionEntry:
         """Join the entries of layers, ascending, that were cut one after the other."""
         stored = in_runs(np.concatenate([part.evicted for part in parts]))
         counts = np.stack([part.counts for part in parts]).sum(axis=0, dtype=np.int32)
-        wanted = [part.wanted for part in parts if part.wanted is not None]
-        retained = np.stack(wanted).max(axis=0) if wanted else None
-        return cls(parts[0].num_computed, counts, stored, retained)
+        return cls(parts[0].num_computed, counts, stored)
 
     def only_of(self, lanes: slice) -> "EvictionEntry":
         """Return an entry that leaves all other lanes as they are."""
@@ -111,7 +105,6 @@ class EvictionEntry:
             self.num_computed,
             np.where(others, np.int32(0), self.counts),
             in_runs(np.concatenate(by_lane[lanes])),
-            None if self.wanted is None else np.where(others, np.int32(-1), self.wanted),
         )
 
     @property

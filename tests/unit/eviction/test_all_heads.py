@@ -6,7 +6,6 @@ import torch
 from quire.errors import PolicyError
 from quire.eviction.decisions import AllHeads
 from quire.layout.statistics import AttentionSum
-from quire.policies.base import Decision
 from quire.policies.view import KVView
 from support.ranks import ThreadGroup, on_ranks
 
@@ -66,14 +65,10 @@ def test_view_is_that_of_one_rank(size: int) -> None:
 def test_each_rank_gets_its_part_of_a_decision(size: int) -> None:
     generator = torch.Generator().manual_seed(0)
     mask = torch.rand(LANES, SLOTS, generator=generator).argsort(dim=1) < 3
-    statistics = torch.rand(LANES, SLOTS, generator=generator)
 
     def part(group: ThreadGroup) -> None:
-        decision = Decision(mask, {AttentionSum(): statistics})
-        found = AllHeads(group, LAYERS).own_part(decision, mask)
-        lanes = own_lanes(group.rank, size)
-        assert torch.equal(found.retained, mask[lanes])
-        assert torch.equal(found.statistics[AttentionSum()], statistics[lanes])
+        found = AllHeads(group, LAYERS).own_part(mask)
+        assert torch.equal(found, mask[own_lanes(group.rank, size)])
 
     on_ranks(size, part)
 
@@ -84,6 +79,6 @@ def test_unequal_ranks_are_refused() -> None:
 
     def part(group: ThreadGroup) -> None:
         with pytest.raises(PolicyError, match="different numbers of tokens"):
-            AllHeads(group, LAYERS).own_part(Decision(mask), mask)
+            AllHeads(group, LAYERS).own_part(mask)
 
     on_ranks(2, part)

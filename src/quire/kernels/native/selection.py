@@ -8,7 +8,7 @@ best_words        the same for every head, packed as by `signatures.anchors.pack
 aligned_words     `signatures.alignment.aligned_words`
 signed            `free_slots`, `best_words` and `aligned_words` in one call
 representatives   `signatures.representatives.choose_representatives` and `choose_best`
-retained          the best slots and their representatives, of `crushed.Crushed.decision_of`
+retained          the best slots and their representatives, of `crushed.Crushed.retained_of`
 """
 
 import ctypes
