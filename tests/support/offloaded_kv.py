@@ -72,7 +72,7 @@ def make(
 def poison(kv):
     """Fill all staging with NaN."""
     prefixes = kv.offload.prefixes
-    prefixes.use.ahead.clear()  # its staging pages are overwritten
+    prefixes.use.clear()  # its staging pages are overwritten
     for row in prefixes.rows:
         for page_group in prefixes.page_groups(row):
             page_class = kv.memory.tables[page_group.group].group.page_class

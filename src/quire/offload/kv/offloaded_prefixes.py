@@ -470,8 +470,7 @@ class OffloadedPrefixes(MemoryListener):
         """Load the offloaded pages of layers (at most one) into staging, until the next read."""
         if self._memory.tables[group].staged[row]:
             assert len(layers) == 1, "layers share staging pages"
-            self.use.finalize()
-            self.use.ahead.clear()
+            self.use.clear()
             for held in self.page_groups(row, group):
                 self.store.load(self._memory.tables[group], row, layers.start, held)
 
@@ -484,8 +483,7 @@ class OffloadedPrefixes(MemoryListener):
 
         In all other layers, the bytes of these staging pages are in offload memory.
         """
-        self.use.finalize()
-        self.use.ahead.clear()
+        self.use.clear()
         memory, table, old = self._memory, self._memory.tables[group], self.page_groups(row, group)
         pool, per_layer = memory.pools[table.group.page_class], table.group.lanes_per_layer
         spaces, in_place = self._spaces_of(table.group, old, offloaded)

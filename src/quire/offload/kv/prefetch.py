@@ -78,7 +78,7 @@ class PrefixPrefetch:
         weights: WeightWaits | None = None,
     ) -> None:
         self._pool, self._transfer_worker, self._log = prefixes.pool, transfer_worker, log
-        self._ahead = prefixes.use.ahead
+        self._ahead = prefixes.use
         self._recompute, self._weights = recompute or {}, weights
         self._runs: dict[str, list[_Run]] = {}
         self._held: dict[str, list[OffloadedPageGroup]] = {}

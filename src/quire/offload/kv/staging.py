@@ -25,10 +25,23 @@ Run = tuple[int, int]
 """First page, counted in its layer, and number of pages."""
 
 
-class LoadedAhead:
-    """Copies for the next step. Bookkeeping that moves or frees staging pages waits for them."""
+@runtime_checkable  # for the type checks in tests
+class Pending(Protocol):
+    """A batch whose copies may be in flight."""
+
+    def finalize(self) -> None:
+        """Wait until no copy is in flight."""
+        ...
+
+
+class StagingUse:
+    """The step that copies into the staging pages, and copies for the next step.
+
+    Bookkeeping that moves or frees staging pages waits for both.
+    """
 
     def __init__(self) -> None:
+        self._batches: list[Pending] = []
         self._pages: dict[tuple[int, int], tuple[object, dict[Run, Transfer]]] = {}
         self._activations: dict[
             tuple[str, int, int], tuple[Mapping[int, range], Sequence[Transfer]]
@@ -84,15 +97,27 @@ class LoadedAhead:
         self._wait_for_activations()
         self._activations.clear()
 
+    def begin(self, batch: Pending) -> None:
+        """Add a batch of the step that uses the staging pages."""
+        self._batches.append(batch)
+
+    def end(self) -> None:
+        """Wait for the copies of the current step and forget its batches."""
+        for batch in self._batches:
+            batch.finalize()
+        self._batches.clear()
+
     def finalize(self) -> None:
-        """Wait for all copies, which stay valid."""
+        """Wait for the copies of the current step and for the next one; both stay valid."""
+        for batch in self._batches:
+            batch.finalize()
         for _, copies in self._pages.values():
             for transfer in copies.values():
                 transfer.exception()
         self._wait_for_activations()
 
     def clear(self) -> None:
-        """Wait for all copies and drop them, because other data goes to their staging slots."""
+        """Wait for all copies and drop those for the next step: other data goes to their slots."""
         self.finalize()
         self._pages.clear()
         self._activations.clear()
@@ -191,40 +216,3 @@ def slot_places(
     if not pages:
         return (empty := np.empty((SLOTS, 0, group.lanes_per_layer), dtype=np.int64)), empty[0]
     return np.concatenate(pages, axis=1), np.concatenate(offsets)
-
-
-@runtime_checkable  # for the type checks in tests
-class Pending(Protocol):
-    """A batch whose copies may be in flight."""
-
-    def finalize(self) -> None:
-        """Wait until no copy is in flight."""
-        ...
-
-
-class StagingUse:
-    """The step that copies into the staging pages; bookkeeping waits for its copies.
-
-    Attributes:
-        ahead: copies for the first layers of the next step.
-    """
-
-    def __init__(self) -> None:
-        self._batches: list[Pending] = []
-        self.ahead = LoadedAhead()
-
-    def begin(self, batch: Pending) -> None:
-        """Add a batch of the step that uses the staging pages."""
-        self._batches.append(batch)
-
-    def finalize(self) -> None:
-        """Wait for the copies of the current step and for the next one; both stay valid."""
-        for batch in self._batches:
-            batch.finalize()
-        self.ahead.finalize()
-
-    def end(self) -> None:
-        """Wait for the copies of the current step and forget its batches."""
-        for batch in self._batches:
-            batch.finalize()
-        self._batches.clear()

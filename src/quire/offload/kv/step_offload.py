@@ -136,7 +136,7 @@ class KVOffload(MemoryListener):
     def released(self, rows: Rows) -> None:
         """Free the activations of sequences."""
         if self.kv_recompute is not None:
-            self.prefixes.use.ahead.forget_activations()
+            self.prefixes.use.forget_activations()
             self.kv_recompute.store.allocator.forget(rows.tolist())
 
     @property
@@ -155,7 +155,7 @@ class KVOffload(MemoryListener):
         table = self.memory.tables[group]
         if self.kv_recompute is None or table not in self.tables:
             return
-        self.prefixes.use.ahead.forget_activations()
+        self.prefixes.use.forget_activations()
         store = self.kv_recompute.store
         known = store.allocator.known(row)
         if moves is None or known.start or (table.num_slots[row] != slots).any():
@@ -175,7 +175,7 @@ class KVOffload(MemoryListener):
         self._started.clear()  # of a step that failed before its last batch
         self.prefixes.use.end()
         held = map(self.prefixes.page_groups, self.prefixes.rows)
-        self.prefixes.use.ahead.retain(list(chain.from_iterable(held)))
+        self.prefixes.use.retain(list(chain.from_iterable(held)))
         if self.kv_recompute is not None:
             self.kv_recompute.store.finish()
         if log is not None and self.splits is not None:

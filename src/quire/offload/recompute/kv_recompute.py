@@ -189,7 +189,7 @@ class StepKVRecompute:
         """Start the transfer of a layer's X into its staging slot, unless it was loaded ahead."""
         if self._group.layers[index] == 0:
             return
-        ahead = self._prefixes.use.ahead
+        ahead = self._prefixes.use
         found = ahead.take_activations(self._group.name, self._batch, index, self.rows)
         copies = self._submit_chunks(index, submit) if found is None else found
         for number, transfer in enumerate(copies):
@@ -199,7 +199,7 @@ class StepKVRecompute:
         """Start the transfer of a layer's X for the next step, whose staging it is if all agree."""
         if self._group.layers[index]:
             copies = self._submit_chunks(index, submit)
-            ahead, name = self._prefixes.use.ahead, self._group.name
+            ahead, name = self._prefixes.use, self._group.name
             ahead.add_activations(name, self._batch, index, self.rows, copies)
 
     def _submit_chunks(self, index: int, submit: Submit) -> Sequence[Transfer]:
