@@ -32,6 +32,7 @@ from quire.policies.windows import (
     slices,
     softmax_over,
     visible,
+    window_logits,
 )
 
 
@@ -90,7 +91,7 @@ class RKV(ScorePolicy):
         seen = visible(view, query_positions) & before
         sums = torch.zeros(keys.shape[:2], device=keys.device)
         for part in slices(lanes, group * window * keys.shape[1]):
-            logits = queries[part] @ keys[part, None].transpose(2, 3) * scales[part, None]
+            logits = window_logits(queries[part], keys[part], scales[part])
             sums[part] = softmax_over(logits.amax(dim=1), seen[part]).sum(dim=1)
         mean = sums / (query_positions >= 0).sum(dim=1, keepdim=True)
         importance = pool(mean[:, None], self.kernel, MAXIMUM)[:, 0]

@@ -53,6 +53,19 @@ def softmax_over(
     return logits.masked_fill(~seen, least).softmax(dim=-1).masked_fill(~seen, 0.0)
 
 
+def window_logits(
+    queries: Float[Tensor, "lane group query head_dim"],
+    keys: Float[Tensor, "lane slot head_dim"],
+    scales: Float[Tensor, "lane 1 1"],
+) -> Float[Tensor, "lane group query slot"]:
+    """Return scaled products of queries and keys.
+
+    One product computes all heads of a lane: a broadcast one would copy the keys for each of them.
+    """
+    products = queries.flatten(1, 2) @ keys.transpose(1, 2)
+    return products.view(*queries.shape[:3], -1).mul_(scales[:, None])
+
+
 def column_sums(view: KVView, ring: QueryRing) -> Float[Tensor, "lane group slot"]:
     """Sum, per query head, the weights that each slot gets from the ring's queries.
 
@@ -64,9 +77,10 @@ def column_sums(view: KVView, ring: QueryRing) -> Float[Tensor, "lane group slot
     lanes, group, window, _ = queries.shape
     sums = torch.zeros(lanes, group, keys.shape[1], device=keys.device)
     for part in slices(lanes, group * window * keys.shape[1]):
-        logits = queries[part] @ keys[part, None].transpose(2, 3) * scales[part, None]
-        rows = seen[part, None].expand(-1, group, -1, -1)
-        sums[part] = softmax_over(logits, rows).sum(dim=2)
+        logits = window_logits(queries[part], keys[part], scales[part])
+        hidden = ~seen[part, None]
+        weights = logits.masked_fill_(hidden, torch.finfo(logits.dtype).min).softmax(dim=-1)
+        sums[part] = weights.masked_fill_(hidden, 0.0).sum(dim=2)
     return sums
 
 
