@@ -616,18 +616,27 @@ class LaneCapacities:
     def _keep_due(self, request: Request) -> tuple[bool, Slots | None]:
         """Slots to retain before the next tokens, or None; False: it shares unwritten blocks."""
         assert self.lanes is not None
+        done, state = request.progress.num_computed, request.eviction
+        if done < state.free_until and state.next_replay is None:
+            return True, None
         if self._sequence_memory.shares_unwritten(request):
             return not self._is_due(request), None
         while (entry := request.eviction.next_replay) is not None:
-            if entry.num_computed != request.progress.num_computed:
+            if entry.num_computed != done:
                 return True, None
             self._repeat(request, entry)
-        if request.progress.num_computed < request.eviction.divided_tokens:
+        if done < state.divided_tokens:
             return True, None  # recomputed: no eviction was due between the last and the division
         if division_is_due(request, self.lanes, lookahead(request)):
             self._divide(request)
         keep = slots_to_keep(request, self.lanes, lookahead(request))
-        return True, None if keep is None or np.all(keep >= self.lanes.held(request)) else keep
+        if keep is not None:
+            return True, None if np.all(keep >= self.lanes.held(request)) else keep
+        spec, decodes = state.spec, done >= len(request.prompt_token_ids)
+        if decodes and spec.when in (PREFILL_AND_DECODE, DECODE) and not spec.ragged:
+            held = self.lanes.held(request)
+            state.free_until = done + int((lane_capacities(spec, len(held)) - held).min())
+        return True, None
 
     def _is_due(self, request: Request) -> bool:
         entry = request.eviction.next_replay

@@ -199,6 +199,7 @@ class RequestEviction:
         num_evictions: number of evictions, without replays.
         evicted_tokens: number of evicted tokens, mean over its lanes.
         exact: whether no token was evicted in this run.
+        free_until: number of computed tokens below which no lane reaches its cap in this run.
     """
 
     spec: EvictionSpec = KEEP_ALL
@@ -210,6 +211,7 @@ class RequestEviction:
     num_evictions: int = 0
     evicted_tokens: float = 0.0
     exact: bool = True
+    free_until: int = 0
 
     @property
     def division(self) -> Division:

@@ -170,6 +170,7 @@ class SequenceMemory:
         else:
             request.memory.row = self.memory.start(request.memory.statistics)
         request.memory.lease, request.eviction.exact, request.eviction.replayed = lease, True, 0
+        request.eviction.free_until = 0
         request.memory.snapshot_ends = self.snapshot_ends(request)
         if prefix is not None and lease is not None:
             prefix.count(request.num_tokens, lease)
