@@ -258,7 +258,7 @@ def scores_of(case: Case) -> dict[tuple[str, int], list[dict[int, float]]]:
     """Scores by position of every lane, by request and length at each eviction."""
     found: dict[tuple[str, int], list[dict[int, float]]] = {}
     lanes: list[dict[int, float]] = []
-    evict, decide = PolicyEvictor.evict, Eviction.decide
+    evict, select = PolicyEvictor.evict, Eviction.select
 
     def record_request(self, request, keep, **options):
         lanes.clear()
@@ -270,11 +270,12 @@ def scores_of(case: Case) -> dict[tuple[str, int], list[dict[int, float]]]:
     def record_scores(self, view, keep):
         rows = zip(view.positions.tolist(), self.policy.score(view).tolist(), strict=True)
         lanes.extend(dict(zip(*row, strict=True)) for row in rows)
-        return decide(self, view, keep)
+        return select(self, view, keep)
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PolicyEvictor, "evict_together", lambda evictor, due: [None] * len(due))
         patch.setattr(PolicyEvictor, "evict", record_request)
-        patch.setattr(Eviction, "decide", record_scores)
+        patch.setattr(Eviction, "select", record_scores)
         run_case(case)
     return found
 

@@ -225,6 +225,7 @@ def test_policy_error_for_one_beam_ends_all_beams_before_the_step_runs(monkeypat
         assert all(request.memory.row >= 0 for request in plan.requests)
         return run(runner, plan)
 
+    monkeypatch.setattr(PolicyEvictor, "evict_together", lambda evictor, due: [None] * len(due))
     monkeypatch.setattr(PolicyEvictor, "evict", fail_for_one_beam)
     monkeypatch.setattr(Runner, "run", run_rows)
     beams = SamplingParams(n=3, max_tokens=12, use_beam_search=True, ignore_eos=True)
