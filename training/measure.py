@@ -2,10 +2,10 @@
 
 import torch
 import torch.nn.functional as F
-from quire.evals.gate import GateCase, Question, questions
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from quire.evals.questions import Question, make_questions
 from quire.evals.tasks import BookFiller
 from training.config import DOCUMENT
 from training.model import Decoder, make_rope
@@ -31,9 +31,8 @@ class Judge:
 
     def exact(self, task: str, tokens: int, n: int) -> float:
         """Fraction of prompts whose greedy continuation is the whole answer."""
-        case = GateCase(task=task, tokens=tokens, n=n)
-        requested = questions(
-            case, measure=lambda text: len(self._encode(text)), filler=self.filler
+        requested = make_questions(
+            task, tokens, n, measure=lambda text: len(self._encode(text)), filler=self.filler
         )
         return sum(map(self._answers, requested)) / n
 

@@ -39,7 +39,7 @@ from quire.errors import InvariantError
 from quire.eviction.eviction import PolicyEvictor
 from quire.layout.eviction import PREFILL_AND_DECODE
 from quire.models.loader import LoadedModel
-from quire.policies.base import EvictionPolicy, ScorePolicy
+from quire.policies.base import ScorePolicy
 from quire.policies.crushed import Crushed
 from quire.policies.kmeans import KMeans
 from quire.policies.kvcrush import KVCrush
@@ -56,12 +56,13 @@ makes the decision, its selection by scores counts as representatives."""
 
 _WATCHED: tuple[tuple[type, str, str], ...] = (
     (PolicyEvictor, "evict", COMPACTION),
+    (PolicyEvictor, "evict_together", COMPACTION),
     (ScorePolicy, "checked_score", SCORING),
-    (EvictionPolicy, "decide", SELECTION),
-    (Crushed, "decide", SELECTION),
+    (ScorePolicy, "select", SELECTION),
+    (Crushed, "select", SELECTION),
     (SelectionContext, "signatures", SIGNATURES),
     (KVCrush, "represent", REPRESENTATIVES),
-    (KVCrush, "decision_in_c", REPRESENTATIVES),
+    (KVCrush, "retained_in_c", REPRESENTATIVES),
     (KMeans, "represent", REPRESENTATIVES),
 )
 

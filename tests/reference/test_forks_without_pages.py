@@ -27,9 +27,9 @@ BEAMS = {"use_beam_search": True, "beam_width": 3}
 CASES = [
     ("h2o", "none", DRAWS, True, 1.9),
     ("h2o", "int8", DRAWS, False, 2.0),
-    ("h2o", "int8", BEAMS, False, 2.1),
+    ("h2o", "int8", BEAMS, False, 1.9),
     ("average", "none", BEST, False, 1.9),
-    ("average", "none", BEAMS, True, 1.8),
+    ("average", "none", BEAMS, True, 1.7),
     ("keydiff", "int4+sinks=4+residual=16", BEAMS, True, 2.4),
 ]
 

@@ -377,7 +377,7 @@ def test_recompute_prepares_layers_in_any_order():
 
 def test_auto_split_counts_the_transfer_of_weights(monkeypatch):
     """Weights take the link's time, so more KV is recomputed than with weights on the device."""
-    rates = {COPY: (0.0, 1e-6), PROJECT: (0.0, 5e-4), LAYER: (1e-3, 0.0)}
+    rates = {COPY: (0.0, 2e-6), PROJECT: (0.0, 5e-4), LAYER: (1e-3, 0.0)}
     monkeypatch.setattr("quire.offload.kv.build.measure_offload_speeds", lambda *_, **__: rates)
     monkeypatch.setattr(PrefixSplits, "learn", lambda *_: None)
     shares = {}
