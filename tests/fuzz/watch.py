@@ -149,16 +149,21 @@ class Watched:
 
         swapper.swap_out, swapper.swap_in = out, back
 
-    def _held(self, row: int) -> tuple[int, list[bytes]]:
-        """Length and pages of a sequence, by table and lane; offloaded pages are left out."""
+    def _held(self, row: int) -> tuple[int, dict[tuple[str, int], bytes]]:
+        """Length and pages of a sequence, by table and lane; offloaded pages are left out.
+
+        Lanes without pages are too: another request may add tables while this one is swapped out.
+        """
         memory, store = self.engine.pool.kv.memory, self.engine.pool.kv.store
-        found = []
+        found = {}
         for table in memory.tables.values():
             size = table.group.page_class.page_bytes
             paged = store.arena[: len(store.arena) // size * size].view(-1, size)
             for lane, count in enumerate(table.num_pages[row]):
                 pages = table.pages[row, lane, int(table.staged[row]) : count]
-                found.append(paged[torch.from_numpy(pages).long()].cpu().numpy().tobytes())
+                if len(pages):
+                    bytes_of_lane = paged[torch.from_numpy(pages).long()].cpu().numpy().tobytes()
+                    found[table.group.name, lane] = bytes_of_lane
         return int(memory.lengths[row]), found
 
     def open(self, name: str, prompt: tuple[int, ...]) -> None:
