@@ -199,9 +199,10 @@ class PolicyEvictor(Evictor):
         moves = [slot_moves(r.by_slot(kept), own, r.order.held) for r, kept, own in chosen]
         for table, places in groups:
             columns = -(-keep[:, places] // table.group.page_class.tokens)
-            written = np.arange(int(columns.max(initial=0))) < columns[:, :, None]
-            if on_host:  # else only the device knows which of them are written
-                written = np.zeros_like(written)
+            held_after = np.arange(int(columns.max(initial=0))) < columns[:, :, None]
+            # without reading the moves, every page that is kept may be written
+            written = np.zeros_like(held_after) if on_host else held_after
+            if on_host:
                 for (reader, _, _), (lane, _, target) in zip(chosen, moves, strict=True):
                     if reader.table is table:
                         reader.mark_pages(written, lane.numpy(), target.numpy())

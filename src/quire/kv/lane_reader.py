@@ -209,13 +209,10 @@ class RowLanes:
         Raises:
             PolicyError: KV heads that share pages retain different tokens.
         """
-        by_lane = self.by_table_lane(keep.cpu())
+        by_lane = self.by_table_lane(keep.to(self.order.slot.device))
         if (by_lane != by_lane[:, :1]).any():
             raise PolicyError(self.heads_differ)
-        by_position = by_lane[:, 0] & torch.from_numpy(self.order.live)
-        stored: NDArray[np.bool_] = (
-            torch.empty_like(by_position).scatter_(1, self.order.slot.cpu(), by_position).numpy()
-        )
+        stored: NDArray[np.bool_] = self.by_slot(by_lane[:, 0] & self.live).cpu().numpy()
         return stored
 
     @property
@@ -234,14 +231,8 @@ class RowLanes:
 
     def places(self, tokens: int) -> tuple[Tensor, Tensor]:
         """Pages and offsets of the slots by position, each [lane, slot]."""
-        return self.place_of(self.order.slot, self.table, tokens)
-
-    def place_of(
-        self, slot: Int[Tensor, "lane slot"], table: LaneTable, tokens: int
-    ) -> tuple[Tensor, Tensor]:
-        """Pages and offsets of slots in a table with the same lanes, each [lane, slot]."""
-        column = slot.div(tokens, rounding_mode="floor")
-        return self.tensor(self.pages(table.pages)).gather(1, column), slot - column * tokens
+        slot = self.order.slot
+        return self.tensor(self.pages(self.table.pages)).gather(1, slot // tokens), slot % tokens
 
     def mark_pages(
         self, marks: NDArray[np.bool_], lane: NDArray[np.int64], slot: NDArray[np.int64]

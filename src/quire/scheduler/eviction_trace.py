@@ -42,11 +42,6 @@ class EvictionEntry:
         """`source` as an array."""
         return self.source() if callable(self.source) else self.source
 
-    def settle(self) -> None:
-        """Read the positions from the device and release the memory that they have there."""
-        if callable(self.source):
-            object.__setattr__(self, "source", self.stored)
-
     @classmethod
     def of(
         cls, num_computed: int, positions: NDArray[np.integer], keep: NDArray[np.bool_]

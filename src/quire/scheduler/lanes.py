@@ -30,7 +30,7 @@ from quire.layout.eviction import (
 from quire.layout.pages import PageClass
 from quire.scheduler.eviction_trace import EvictionEntry
 from quire.scheduler.lifecycle import Lifecycle
-from quire.scheduler.request import Division, Request, num_rows
+from quire.scheduler.request import Division, Request, may_evict
 from quire.scheduler.sequence_memory import SequenceMemory
 
 Slots = NDArray[np.int64]
@@ -380,6 +380,7 @@ class LaneCapacities:
         self.lanes = evicting_lanes(sequence_memory.memory)
         self.num_evictions = 0
         self.evicted_tokens = 0.0
+        self._broken: list[tuple[Request, PolicyError]] = []
 
     @property
     def _evictor(self) -> Evictor:
@@ -387,16 +388,24 @@ class LaneCapacities:
             raise InvariantError("a request evicts, but its engine has no rules")
         return self._optional_evictor
 
+    def has_breaches(self) -> bool:
+        """Whether a rule broke its contract in an eviction before the last step; once a step."""
+        if self._optional_evictor is not None:
+            self._broken += self._optional_evictor.breaches()
+        return bool(self._broken)
+
+    def fail_breaches(self) -> None:
+        """End the requests of `has_breaches`, before a step is planned."""
+        broken, self._broken = self._broken, []
+        for request, error in broken:
+            if request.is_running:
+                self._lifecycle.fail(request, error)
+
     def evict_to_capacity(self, requests: list[Request]) -> list[Request]:
         """Evict from requests with full lanes; return the requests that can be scheduled."""
         stuck, due, divisions = [], [], []
-        if self._optional_evictor is not None:
-            for request, error in self._optional_evictor.breaches():
-                if request.is_running:
-                    self._lifecycle.fail(request, error)
-                    stuck.append(request)
         for request in requests:
-            if request.eviction.spec.cap is None or request in stuck:
+            if request.eviction.spec.cap is None:
                 continue
             division = request.eviction.division
             ready, keep = self._try(request, self._keep_due) or (False, None)
@@ -410,13 +419,6 @@ class LaneCapacities:
             return requests
         # when a failed member had planned forks, its whole group was queued again
         return [r for r in requests if r not in stuck and r.is_running]
-
-    def may_evict(self, requests: Iterable[Request]) -> bool:
-        """Whether planning a step may evict from one of these running requests."""
-        if self.lanes is None:
-            return False
-        capped = (r for r in requests if r.eviction.spec.cap is not None)
-        return any(r.eviction.spec.when == PRESSURE or self._is_due(r) for r in capped)
 
     def may_wait(self, requests: Iterable[Request]) -> bool:
         """Whether planning a step may evict tokens that must be read from the device before."""
@@ -525,7 +527,7 @@ class LaneCapacities:
         """
         assert self.lanes is not None
         # while every lane is within its cap, their sum is bounded: no division is needed
-        if num_rows(request) > 1 or over_cap(request, self.lanes, tokens) is None:
+        if not may_evict(request) or over_cap(request, self.lanes, tokens) is None:
             return False
         if self._sequence_memory.shares_unwritten(request):
             return False

@@ -44,7 +44,7 @@ from quire.layout.pages import CacheLayout, LaneGroup, PageClass
 from quire.layout.sizes import option_size, rounded_size
 from quire.layout.statistics import Statistic
 from quire.plan.weights import MAX_CHUNKS
-from quire.scheduler.request import Request, num_rows
+from quire.scheduler.request import Request, may_evict, num_rows
 
 UNBOUNDED = 1 << 60
 Tokens = NDArray[np.int64]  # [sequences]
@@ -96,7 +96,7 @@ def need_of(request: Request, tokens: int) -> Need:
 
 def can_offload_request(request: Request, layout: CacheLayout) -> bool:
     """Whether the oldest pages of a request may be offloaded while it runs."""
-    if request.eviction.spec.cap is None:
+    if not may_evict(request):
         return True
     return not request.eviction.pending and evicts_offloaded(layout)
 

@@ -436,6 +436,15 @@ def num_rows(request: Request) -> int:
     return 1 if request.group is None else request.group.num_rows
 
 
+def may_evict(request: Request) -> bool:
+    """Whether tokens of a request may be evicted now.
+
+    Several sequences of a group do not evict under pressure: they share the pages of their prompt.
+    """
+    spec = request.eviction.spec
+    return spec.cap is not None and (spec.when != PRESSURE or num_rows(request) == 1)
+
+
 def reserved_rows(running: Iterable[Request]) -> int:
     """Rows that running groups will take but have not taken yet."""
     groups = {id(r.group): r.group for r in running if r.group is not None}.values()

@@ -109,6 +109,8 @@ class Scheduler:
         plan = StepPlan()
         self.fairness.recount(self.running)
         if self._evicts:
+            if self.capacities.has_breaches():
+                self.capacities.fail_breaches()
             self.capacities.evict_while(self.admission.lacks_free_pages, self.running)
         self._enforce_limits()
         self._admit_first()
@@ -491,7 +493,7 @@ class Scheduler:
 
     def _why_not_ahead(self, pending: Collection[Request]) -> str | None:
         self.fairness.recount(self.running)
-        if self.lifecycle.failures:
+        if self.lifecycle.failures or (self._evicts and self.capacities.has_breaches()):
             return FAILURE
         if self.fairness.has_several:  # requests may be preempted for another tenant
             return TENANTS

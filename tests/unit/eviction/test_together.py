@@ -154,3 +154,27 @@ def test_order_and_moves_on_a_device_equal_those_on_a_cpu(seed, monkeypatch):
         assert set(after[lane, : kept[lane]].tolist()) == set(
             (lane * slots + np.flatnonzero(keep[lane])).tolist()
         )
+
+
+def test_breach_found_while_prompts_are_planned_ends_no_request_of_the_step(monkeypatch):
+    """Each chunk asks whether its request evicts, after decoding rows of the step have evicted."""
+    on_device(monkeypatch)
+    config = kv_config(memory="2MiB", page_tokens=4, evict=text_of("h2o"), evict_allow="all")
+    engine = Engine(engines.load("llama"), config)
+    options = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    score = Recent.score
+    monkeypatch.setattr(Recent, "score", lambda self, view: score(self, view) * float("nan"))
+    engine.submit(
+        GenerationRequest(list(range(3, 15)), options, request_id="recent", evict=text_of("recent"))
+    )
+    last = {}
+    for step in range(60):
+        if step in (2, 3, 4):  # chunks of these prompts are in the steps in which `recent` evicts
+            prompt = [3 + token % 90 for token in range(60)]
+            engine.submit(GenerationRequest(prompt, options, request_id=f"prompt{step}"))
+        last |= {delta.request_id: delta for delta in engine.step()}
+
+    assert not engine.has_work
+    assert "broke its contract" in last.pop("recent").error
+    assert {delta.finish_reason for delta in last.values()} == {"length"}
+    engine.check()

@@ -19,7 +19,7 @@ from quire.layout.layout import can_be_offloaded, offloaded_token_bytes
 from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
 from quire.scheduler.events import EventLog
 from quire.scheduler.peaks import can_offload_request
-from quire.scheduler.request import Request
+from quire.scheduler.request import Request, may_evict
 from quire.scheduler.sequence_memory import SequenceMemory
 
 _PART = 4  # each call offloads 1 / _PART of a request's remaining pages
@@ -109,7 +109,7 @@ class PrefixOffloader:
             int(t.num_slots[request.memory.row].min()) for t in tables if can_be_offloaded(t.group)
         )
         unwritten = int(self._memory.lengths[request.memory.row]) - request.progress.num_computed
-        return held - max(unwritten, int(request.eviction.spec.cap is not None))
+        return held - max(unwritten, int(may_evict(request)))
 
     def _move(self, request: Request, rows: Collection[int]) -> bool:
         """Offload the next pages of a request; False if not one page of each lane fits.
