@@ -439,10 +439,11 @@ def num_rows(request: Request) -> int:
 def may_evict(request: Request) -> bool:
     """Whether tokens of a request may be evicted now.
 
-    Several sequences of a group do not evict under pressure: they share the pages of their prompt.
+    Sequences of a group do not evict under pressure: they share the pages of their prompt, and the
+    last one may have pages in offload memory that only full KV can have there.
     """
     spec = request.eviction.spec
-    return spec.cap is not None and (spec.when != PRESSURE or num_rows(request) == 1)
+    return spec.cap is not None and (spec.when != PRESSURE or request.group is None)
 
 
 def reserved_rows(running: Iterable[Request]) -> int:
