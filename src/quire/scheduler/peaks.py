@@ -536,7 +536,9 @@ class Peaks:
         chunk = shape.chunk_tokens
         if sequences.eviction.cap is not None and not sequences.decodes:
             chunk = max(chunk, sequences.eviction.every)
-        rest = group.page_class.pages_for(page_tokens - 1 + chunk)
+        # a lane with a cap counts its last page as resident when the page is full, too
+        last = page_tokens if sequences.eviction.cap is not None else page_tokens - 1
+        rest = group.page_class.pages_for(last + chunk)
         return LaneOffload(self.offloaded_tokens // page_tokens, rest, shape.staging_slots)
 
     def offload_split(self, need: Need) -> OffloadSplit:
