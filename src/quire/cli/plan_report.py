@@ -1,6 +1,7 @@
 """Computes the memory plan of `quire plan` from a model folder and options."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
@@ -18,7 +19,7 @@ from quire.layout.kv_format import fill_plain, read_format
 from quire.layout.layout import layout_for
 from quire.layout.limits import refuse_model_type
 from quire.layout.model import ModelSpec
-from quire.layout.pages import SLABS_OF_A_SMALL_ARENA, CacheLayout
+from quire.layout.pages import CacheLayout
 from quire.layout.sizes import format_size, option_size, rounded_size
 from quire.plan.capacity import (
     DEFAULT_HEADROOM_SHARE,
@@ -189,7 +190,9 @@ def plan_report(
     except ConfigError as error:
         # the first codec that fits loses the least
         found = next((choice for choice in choices if choice.kv_bytes), None)
-        if found is not None:
+        if found is not None and options.kv_memory_bytes is not None:
+            change = f"it fits with --weight-codec {found.weight_codec}"
+        elif found is not None:
             change = (
                 f"--weight-codec {found.weight_codec} leaves {format_size(found.kv_bytes)} for KV"
             )
@@ -239,14 +242,17 @@ def _fit(model: ModelSpec, found: Capacity, layout: CacheLayout, options: PlanOp
         return "fits"
     if options.kv_memory_bytes is None:
         return "does not fit: raise --memory, or lower --batch or --sequence-tokens"
-    kv_bytes = rounded_size(options.batch * sequence_bytes(layout, found.sequence_tokens))
-    while found.limit == "memory":  # some bytes are lost at the borders of slabs
-        kv_bytes = rounded_size(kv_bytes + kv_bytes // SLABS_OF_A_SMALL_ARENA)
-        tokens = found.sequence_tokens
-        found = capacity(
-            model, kv_bytes, layout=layout, sequence_tokens=tokens, batch=options.batch
-        )
-    size = option_size(kv_bytes)
+    tokens = found.sequence_tokens
+    smallest = rounded_size(options.batch * sequence_bytes(layout, tokens))
+    unit = rounded_size(smallest + 1) - smallest
+
+    def fits(kv_bytes: int) -> bool:
+        held = capacity(model, kv_bytes, layout=layout, sequence_tokens=tokens, batch=options.batch)
+        return held.limit == "none"
+
+    # some bytes are lost at the borders of slabs
+    sizes = range(smallest, 4 * smallest, unit)
+    size = option_size(rounded_size(sizes[bisect_left(sizes, True, key=fits)]))
     return f"does not fit: raise --kv-memory to {size}, or lower --batch or --sequence-tokens"
 
 
@@ -332,7 +338,12 @@ def _divide(
     kv_bytes = options.kv_memory_bytes
     if kv_bytes is None:
         kv_bytes = auto_kv_memory(
-            total_bytes, weights_bytes, peak_bytes, headroom_bytes, process_bytes
+            total_bytes,
+            weights_bytes,
+            peak_bytes,
+            headroom_bytes,
+            process_bytes,
+            weight_codec=options.weight_codec,
         )
     return MemoryLayout(
         total_bytes=total_bytes,

@@ -229,6 +229,7 @@ def kv_memory_bytes(
             model.decoder, schedule, max_batches(schedule.objective, offloaded_weights)
         ),
         headroom_bytes=int(DEFAULT_HEADROOM_SHARE * total_bytes),
+        weight_codec=model.weight_codec,
     )
     return model.group.least(min(left_bytes, max_bytes))  # page tables are equal on all ranks
 

@@ -218,17 +218,27 @@ def auto_kv_memory(
     activation_peak_bytes: int,
     headroom_bytes: int,
     process_bytes: int = 0,
+    *,
+    weight_codec: str = "auto",
 ) -> int:
-    """Size of KV memory that uses the rest of `total_bytes`."""
+    """Size of KV memory that uses the rest of `total_bytes`.
+
+    Args:
+        total_bytes, weights_bytes, activation_peak_bytes, headroom_bytes, process_bytes: see
+            `MemoryLayout`.
+        weight_codec: codec of the weights; an error advises codecs with fewer bits.
+    """
     kv_bytes = total_bytes - weights_bytes - activation_peak_bytes - headroom_bytes - process_bytes
     if kv_bytes <= 0:
         process = f" - process {process_bytes:,} B" if process_bytes else ""
+        bits = WEIGHT_BITS.get(weight_codec, math.inf)
+        codecs = " or ".join(codec for codec, fewer in WEIGHT_BITS.items() if fewer < bits)
+        quantize = codecs and f"quantize the weights (--weight-codec {codecs}, on a CPU), "
         raise ConfigError(
             f"no memory is left for KV: total {total_bytes:,} B{process} - weights"
             f" {weights_bytes:,} B - activation peak {activation_peak_bytes:,} B - headroom"
-            f" {headroom_bytes:,} B = {kv_bytes:,} B; quantize the weights (--weight-codec int8 or"
-            " int4, on a CPU), offload layers (--weights-memory), lower --max-num-batched-tokens,"
-            " or take more memory or a smaller model"
+            f" {headroom_bytes:,} B = {kv_bytes:,} B; {quantize}offload layers (--weights-memory),"
+            " lower --max-num-batched-tokens, or take more memory or a smaller model"
         )
     return kv_bytes
 

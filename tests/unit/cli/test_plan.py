@@ -112,6 +112,12 @@ def test_choices_that_do_not_fit_say_so(folder: Path):
     )
     with pytest.raises(ConfigError, match=refused):
         plan_report(folder, PlanOptions(**sizes))
+    with pytest.raises(ConfigError, match=r"\(--weight-codec int4, on a CPU\)"):
+        plan_report(folder, PlanOptions(memory_bytes=1000, weight_codec="int8"))
+    with pytest.raises(ConfigError, match=r"= -[\d,]+ B; offload layers"):
+        plan_report(folder, PlanOptions(memory_bytes=1000, weight_codec="int4"))
+    with pytest.raises(ConfigError, match="; it fits with --weight-codec int4$"):
+        plan_report(folder, PlanOptions(**sizes, kv_memory_bytes=100_000))
     with pytest.raises(ConfigError, match="of KV need --memory") as least:
         plan_report(folder, PlanOptions(memory_bytes=1000))
     for size, *flags in re.findall(
@@ -237,6 +243,8 @@ def test_plan_names_the_kv_memory_of_a_batch_that_does_not_fit(
     found = re.search(r"does not fit: raise --kv-memory to ([\w.]+), or lower --batch", text)
     assert found is not None
     assert "batch of 100 │ fits" in shown("--kv-memory", found[1], "--memory", "1GiB")
+    less = f"{parse_size(found[1]) - MIB // 4}B"
+    assert "batch of 100 │ does not fit" in shown("--kv-memory", less, "--memory", "1GiB")
     sizes = ("--headroom", "0B", "--activation-peak", "1B", "--device", "cuda", "--memory", "1MiB")
     assert "does not fit: raise --memory" in shown(*sizes)
 

@@ -130,6 +130,7 @@ class BoardRunner:
         return sanity_of(
             self._engines,
             self._config.grid.reference.applied(self._kv),
+            tasks=[task.name for task in self._config.tasks],
             seed=self._config.seeds[0],
             identity=self._identity,
             stored=self.stored,

@@ -293,6 +293,7 @@ class Evaluator:
         return sanity_of(
             self._engines,
             full_kv(self._kv),
+            tasks=[task.name for task in self._config.tasks],
             seed=self._config.seed,
             identity=self._identity,
             stored=self._stored,

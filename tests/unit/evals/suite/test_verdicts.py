@@ -12,10 +12,11 @@ from quire.evals.suite.cells import CellFolder, CellResult, PromptResult
 from quire.evals.suite.engines import full_kv, is_full, kv_name
 from quire.evals.suite.registry import task_of
 from quire.evals.suite.runner import compare
-from quire.evals.suite.sanity import FAILED, PASSED, SKIPPED, Sanity
+from quire.evals.suite.sanity import FAILED, NO_CASE, PASSED, SKIPPED, Sanity
 from quire.evals.tasks import rough_measure
 
 GOOD = Sanity(status=PASSED)
+CASES = ["lines", "kv", "niah"]
 
 
 def cell(values, metric="accuracy", arm="full", task="lines"):
@@ -161,7 +162,7 @@ def test_sanity_check_evicts_to_a_quarter_and_states_failures():
         rules.append(evict)
         return ["12345"] * len(prompts)
 
-    found = sanity.check(knows_everything, measure=rough_measure, context_tokens=4096, seed=1)
+    found = sanity.check(knows_everything, tasks=CASES, measure=rough_measure, context_tokens=4096, seed=1)
 
     assert rules[:2] == ["full", "recent:cap=64,every=16,sinks=4"]
     assert found.status == FAILED
@@ -169,11 +170,31 @@ def test_sanity_check_evicts_to_a_quarter_and_states_failures():
     assert json.dumps(found.as_dict())
 
 
+@pytest.mark.parametrize(
+    ("tasks", "status", "ran"),
+    [(["niah", "qa"], FAILED, ["niah"]), (["qa", "retold"], NO_CASE, []), (CASES, FAILED, CASES)],
+)
+def test_sanity_check_runs_the_cases_of_the_evaluated_tasks_only(tasks, status, ran):
+    found = sanity.check(
+        lambda prompts, *_: [""] * len(prompts),
+        tasks=tasks,
+        measure=rough_measure,
+        context_tokens=4096,
+        seed=1,
+    )
+
+    assert (found.status, [case["task"] for case in found.cases]) == (status, ran)
+    assert all(task in found.reason for task in ran)
+    assert not any(task in found.reason for task in set(CASES) - set(ran))
+    assert found.passed == (not ran)
+    assert compare(task_of("retold"), cell([1.0] * 10), cell([0.0] * 10), found).verdict == "worse"
+
+
 def test_sanity_check_that_cannot_run_fails():
     def answer(prompts, evict, max_tokens):
         raise AssertionError("no prompt fits")
 
-    found = sanity.check(answer, measure=rough_measure, context_tokens=30, seed=1)
+    found = sanity.check(answer, tasks=CASES, measure=rough_measure, context_tokens=30, seed=1)
 
     assert found.status == FAILED
     assert "--tokens" in found.reason
@@ -205,7 +226,7 @@ def newest(prompt, evict):
     ids=["its context", "more than its context", "nothing"],
 )
 def test_sanity_check_passes_a_model_that_reads_only_its_context(visible, full, evicted):
-    found = sanity.check(reads_visible(visible), measure=rough_measure, context_tokens=4096, seed=1)
+    found = sanity.check(reads_visible(visible), tasks=CASES, measure=rough_measure, context_tokens=4096, seed=1)
 
     assert {case["full"] for case in found.cases} == {full}
     assert {case["evicted"] for case in found.cases} == {evicted}
