@@ -2,9 +2,11 @@
 
 import io
 import json
+import re
 import shutil
 import signal
 import stat
+import string
 from pathlib import Path
 
 import pytest
@@ -114,9 +116,45 @@ def test_responses_are_limited_to_the_kv_memory_and_cut_ones_marked(
     assert f"\n[cut at max_tokens={note}\n" in result.stderr
     assert f"[4 prompt tokens, {tokens} output tokens" in result.stderr
     assert result.stderr.count(f"conversation: 2 messages, {stats}") == 2
-    assert ", or start over with /clear\n" in result.stderr
+    assert "error: the conversation of " in result.stderr
+    assert ": /clear starts over (/save FILE first keeps it)" in result.stderr
     first = quire("chat", *options, input="word " * 5_000 + "\n")
+    assert "error: the message of " in first.stderr
     assert "/clear" not in first.stderr.partition("error: ")[2]
+
+
+def test_memory_that_a_long_conversation_is_advised_leaves_room_for_the_response(quire):
+    options = ("--no-verify", "--dtype", "float32", "--ignore-eos", "--max-tokens", "20")
+    messages = "hello\n" + "word " * 60 + "\n"
+    refused = quire("chat", "--kv-memory", "512KiB", *options, input=messages)
+    found = re.search(r"--kv-memory (\S+) leaves room, or --evict RULE:cap", refused.stderr)
+    assert found is not None
+    enough = quire("chat", "--kv-memory", found[1], *options, input=messages)
+
+    assert "error" not in enough.stderr
+    assert enough.stderr.count("[cut at max_tokens=20: /set max_tokens N raises it]") == 2
+
+
+def test_retry_responds_to_a_refused_message(quire):
+    options = ("--kv-memory", "512KiB", "--no-verify", "--dtype", "float32", "--ignore-eos")
+    long = "word " * 40
+    result = quire("chat", *options, input=f"hello\n{long}\n/clear\n/retry\n/stats\n/quit\nhi\n")
+
+    assert result.stderr.count("error") == 1
+    first, again, *rest = re.findall(r"\[cut at max_tokens=(\d+),", result.stderr)
+    assert int(again) < int(first)  # the prompt is the long message
+    assert rest == []
+    assert "conversation: 2 messages" in result.stderr
+
+
+def test_an_output_that_ends_at_once_is_named(quire):
+    ends = ("--temperature", "0", *(f"--stop={letter}" for letter in string.printable[:94]))
+    chat = quire("chat", *QUICK, *ends, input="hello\n")
+    generated = quire("generate", "quire-tiny", "x", "--no-verify", *ends)
+
+    assert "[no text: the output ended at once; /set min_tokens N makes it go on]" in chat.stderr
+    assert "[no text: the output ended at once; --min-tokens N makes it go on" in generated.stderr
+    assert chat.stdout == generated.stdout == "\n"
 
 
 def test_model_that_names_no_temperature_gets_that_of_a_chat(quire, tmp_path):

@@ -67,6 +67,8 @@ def test_output_longer_than_the_kv_memory_is_limited_and_says_so(post, path, bod
     assert answer["usage"]["kv_peak_bytes"] > 0 == answer["usage"]["evicted_tokens"]
     assert answer["usage"]["max_tokens"] == answer["usage"]["output_tokens"] < 1_000
     assert refused.status_code == 400, refused.text
+    if path == RESPONSES:
+        assert answer["max_output_tokens"] == answer["usage"]["max_tokens"]
 
 
 # ---- responses -----------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from unicodedata import east_asian_width
 
 import typer
 
-from quire.cli.generate import cut_note, usage_line
+from quire.cli.generate import end_note, usage_line
 from quire.cli.options import KV, MODEL, SAMPLING, SCHEDULE, options_of
 from quire.cli.settings import Settings, with_settings
 from quire.cli.startup import is_terminal
@@ -29,7 +29,7 @@ from quire.config.sampling_params import RESPONSE_TEMPERATURE, RESPONSE_TOP_P
 from quire.errors import ConfigError, ModelError, RequestError, UnknownName
 from quire.layout.config import read_json_object
 from quire.layout.options import option
-from quire.layout.sizes import format_size
+from quire.layout.sizes import format_size, option_size, rounded_size
 
 if TYPE_CHECKING:
     from prompt_toolkit.history import History
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from quire.sampling.outputs import OutputDelta, Usage
 
 _GREETING = "/help shows the commands, /exit or Ctrl-D exits, Ctrl-C stops a response"
+_EXITS = ("/exit", "/quit")
 _KEYS = {
     "Ctrl-C": "stop a response; at the prompt: discard the line",
     "Ctrl-D": "exit, also during a response",
@@ -100,7 +101,7 @@ def chat(settings: Settings, *, flags: ChatFlags) -> None:
     read = _editor(list(_COMMANDS)) if is_terminal(sys.stdin) else read_lines
     while not conversation.keyboard.ended:
         message = read()
-        if message is None or message == "/exit":
+        if message is None or message in _EXITS:
             return
         try:
             if message.startswith("/") and not message.startswith("//"):
@@ -130,6 +131,7 @@ class Conversation:
         self, settings: Settings, system: str | None, chat_template: str | None = None
     ) -> None:
         self._messages: list[Message] = []
+        self._refused: Message | None = None  # the last message, if it got no response
         self.set_system(system or "")
         self._evict = settings.kv.evict
         self._usage: Usage | None = None
@@ -195,13 +197,7 @@ class Conversation:
 
     def stats(self, _: str) -> str:
         stats = self.llm.stats()
-        context = self.llm.context_tokens(max(1, self._prompt_tokens))
-        engine = self.llm.engine
-        # the KV of the last token is never computed
-        fitting = 1 + engine.scheduler.peaks.longest_sequence(
-            context - 1, engine.pool.eviction.spec
-        )
-        limit = "that fit into the KV memory" if fitting < context else "of context"
+        fitting, limit = self._fitting(self._prompt_tokens)
         last = "none yet" if self._usage is None else usage_line(self._usage, self._evict)
         return (
             f"conversation: {len(self._messages)} messages, {self._prompt_tokens:,} of {fitting:,} "
@@ -211,11 +207,43 @@ class Conversation:
             f"{format_size(stats.kv_total_bytes)}"
         )
 
+    def _fitting(self, tokens: int) -> tuple[int, str]:
+        """Tokens of the longest conversation, and what limits it."""
+        context, engine = self.llm.context_tokens(max(1, tokens)), self.llm.engine
+        spec = engine.pool.eviction.spec
+        # the KV of the last token is never computed
+        fitting = 1 + engine.scheduler.peaks.longest_sequence(context - 1, spec)
+        return fitting, "that fit into the KV memory" if fitting < context else "of context"
+
+    def _too_long(self, num_tokens: int, *, can_clear: bool) -> str:
+        from quire.scheduler.peaks import Need  # imports numpy
+
+        fitting, limit = self._fitting(num_tokens)
+        what, changes = "message", ["send a shorter one"]
+        if can_clear:
+            what, changes = "conversation", ["/clear starts over (/save FILE first keeps it)"]
+        if limit != "of context":
+            engine, context = self.llm.engine, self.llm.context_tokens(num_tokens)
+            tokens = min(context, num_tokens + (self._sampling.max_tokens or context))
+            needed = engine.scheduler.peaks.fitting_bytes(
+                Need(tokens, eviction=engine.pool.eviction.spec)
+            )
+            changes.append(f"--kv-memory {option_size(rounded_size(needed))} leaves room")
+            changes.append("--evict RULE:cap=TOKENS evicts old tokens")
+        return (
+            f"the {what} of {num_tokens:,} tokens leaves no room for a response in the "
+            f"{fitting:,} tokens {limit}: {', or '.join(changes)}"
+        )
+
     def respond(self, message: str) -> None:
         """Generate and stream the response to a message; a refused message is deleted."""
-        self._respond_to([*self._messages, {"role": "user", "content": message}])
+        self._refused = {"role": "user", "content": message}
+        self._respond_to([*self._messages, self._refused])
 
     def retry(self, _: str) -> str:
+        if self._refused is not None:
+            self._respond_to([*self._messages, self._refused])
+            return ""
         asked = [i for i, message in enumerate(self._messages) if message["role"] == "user"]
         if not asked:
             raise RequestError("expected a message before /retry, got none: send one first")
@@ -226,6 +254,7 @@ class Conversation:
         earlier = any(message["role"] == "assistant" for message in messages)
         text = self._stream(self._template.encode(messages), can_clear=earlier)
         self._messages = [*messages, {"role": "assistant", "content": text}]
+        self._refused = None
 
     def _stream(self, token_ids: list[int], *, can_clear: bool) -> str:
         from quire.sampling.outputs import OutputBuilder  # imports torch
@@ -249,9 +278,9 @@ class Conversation:
                     if stopped():
                         break
             except RequestError as error:
-                if error.param != "prompt" or not can_clear:
+                if error.param != "prompt":
                     raise
-                raise RequestError(f"{error}, or start over with /clear") from error
+                raise RequestError(self._too_long(num_tokens, can_clear=can_clear)) from error
         shown.end()
         if output is not None and output.error is not None:
             raise RequestError(output.error)
@@ -263,9 +292,10 @@ class Conversation:
                 freeing = "a shorter message leaves more"
                 if output.usage.max_tokens_limit == KV_MEMORY:
                     freeing = "a larger --kv-memory leaves more"
-            cut = cut_note(output, "/set max_tokens N raises it", freeing)
-            if cut:
-                WordWrap(sys.stderr).line(cut)
+            going_on = "/set min_tokens N makes it go on"
+            note = end_note(output, "/set max_tokens N raises it", freeing, going_on)
+            if note:
+                WordWrap(sys.stderr).line(note)
         return text
 
 
@@ -278,7 +308,9 @@ class _ChatCommand:
 
 _COMMANDS = {
     "/help": _ChatCommand("", "show this list", Conversation.help),
-    "/retry": _ChatCommand("", "generate the last response again", Conversation.retry),
+    "/retry": _ChatCommand(
+        "", "generate the last response again, or respond to a refused message", Conversation.retry
+    ),
     "/clear": _ChatCommand("", "delete all messages except the system message", Conversation.clear),
     "/system": _ChatCommand(
         "[TEXT]", "set the system message; without TEXT: delete it", Conversation.set_system
@@ -291,7 +323,7 @@ _COMMANDS = {
     "/save": _ChatCommand("FILE", "write the messages to a JSON file", Conversation.save),
     "/load": _ChatCommand("FILE", "continue the messages of such a file", Conversation.load),
     "/stats": _ChatCommand("", "show tokens, times and KV memory", Conversation.stats),
-    "/exit": _ChatCommand("", "exit; so does Ctrl-D", Conversation.help),
+    "/exit": _ChatCommand("", "exit; so do /quit and Ctrl-D", Conversation.help),
 }
 
 

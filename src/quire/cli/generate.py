@@ -71,8 +71,13 @@ def generate(
     text = _prompt(settings, prompt, flags.prompt_option)
     with watching(flags.kv_events) as watch:
         output = _stream(settings, text, watch)
-        cut = cut_note(output, "--max-tokens N raises it", "a shorter prompt leaves more")
-        typer.echo(cut, err=True, nl=bool(cut))
+        note = end_note(
+            output,
+            "--max-tokens N raises it",
+            "a shorter prompt leaves more",
+            "--min-tokens N makes it go on, and quire chat applies the model's chat template",
+        )
+        typer.echo(note, err=True, nl=bool(note))
         # a rule that failed has not evicted, though it was needed
         evict = settings.kv.evict if output.error is None else "full"
         typer.echo(usage_line(output.usage, evict), err=True)
@@ -94,14 +99,17 @@ def usage_line(usage: "Usage", evict: str) -> str:
     )
 
 
-def cut_note(output: "RequestOutput", raising: str, freeing: str) -> str:
-    """A line about an output that ended at its maximum length; empty if none did.
+def end_note(output: "RequestOutput", raising: str, freeing: str, going_on: str) -> str:
+    """A line about an output that has no text or ended at its maximum length; else empty.
 
     Args:
         output: a finished output.
         raising: how to raise `max_tokens`.
         freeing: how to free what lowered it: the context, or the KV memory.
+        going_on: how to get a text from a model that ends the output at once.
     """
+    if any(choice.finish_reason == "stop" and not choice.text for choice in output.choices):
+        return f"[no text: the output ended at once; {going_on}]"
     if all(choice.finish_reason != "length" for choice in output.choices):
         return ""
     usage = output.usage

@@ -62,7 +62,7 @@ def show(plan: PlanReport, report: "BatchReport", *, as_json: bool) -> None:
     """Print the result; with `as_json` followed by a line of JSON."""
     from rich.console import Console
 
-    Console().print(render_batches(report))
+    Console().print(render_batches(report, plan.capacity.pool_bytes))
     if as_json:
         used = asdict(report.question) | {"model": plan.model_name, "dtype": plan.dtype}
         arms = report.details() | {"missing": list(report.missing)}
@@ -224,12 +224,12 @@ def stored_rates(
     return rates
 
 
-def render_batches(report: BatchReport) -> RenderableType:
-    """Render the whole result for a terminal."""
+def render_batches(report: BatchReport, pool_bytes: int) -> RenderableType:
+    """Render the whole result for a terminal; `pool_bytes`: the KV memory of whole slabs."""
     requested = report.question
     title = Text(
         f"Largest batch for {requested.prompt_tokens:,} input and {requested.new_tokens:,} output "
-        f"tokens in {format_size(requested.kv_bytes)} of KV memory (codec {requested.kv_codec}, "
+        f"tokens in {format_size(pool_bytes)} of KV memory (codec {requested.kv_codec}, "
         f"{requested.page_tokens} tokens per page)",
         style="bold",
     )

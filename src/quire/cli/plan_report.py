@@ -515,7 +515,8 @@ def capacity_table(report: PlanReport) -> Table:
     if possible:
         table.add_row(f"batch of {report.batch:,}", report.fit)
     table.add_row(
-        "longest sequence", f"{fits.longest_tokens:,} tokens, limited by {fits.longest_limit}"
+        "longest sequence",
+        f"{fits.longest_tokens:,} tokens with its output, limited by {fits.longest_limit}",
     )
     if report.disk_kv_bytes:
         size = format_size(report.disk_kv_bytes)

@@ -22,7 +22,7 @@ from torch import Tensor
 from quire.api.llm import LLM
 from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.config.sampling_params import SamplingParams
-from quire.errors import InvariantError
+from quire.errors import InvariantError, RequestError
 from quire.layout.model import ModelSpec
 from quire.layout.statistics import Statistic
 from quire.models.base import Decoder, MeanRotations, PagedAttention
@@ -220,8 +220,12 @@ class FidelityScorer:
         self._decoder.recorded.clear()
         [output] = generate_after(self._llm, [prompt], [forced], params)
         logits = self._decoder.take()
-        if output.error is not None or len(logits) != len(output.token_ids):
-            raise InvariantError(f"expected logits of each token, got the error {output.error}")
+        if output.error is not None:
+            raise RequestError(f"a request of the evaluation failed: {output.error}")
+        if len(logits) != len(output.token_ids):
+            raise InvariantError(
+                f"expected logits of {len(output.token_ids)} tokens, got {len(logits)}"
+            )
         return output, logits
 
 

@@ -87,7 +87,7 @@ class Capacity:
     sequence_tokens: int
     pages_per_sequence: int  # in all layers
     sequences: int  # that fit; 0 if the model's context is shorter
-    longest_tokens: int  # of a single sequence
+    longest_tokens: int  # of a single sequence: prompt and output
     longest_limit: Limit  # memory or the model's context
     limit: Limit  # of a batch of the wanted size; "none" if it fits
 
@@ -132,7 +132,8 @@ def capacity(
     numbers = range(1, 0 if too_long else usable_bytes // needed_bytes + 1)
     sequences = bisect_left(numbers, True, key=lambda number: not fits(sequence_tokens, number))
     lengths = range(1, model.max_positions + 1)
-    longest = bisect_left(lengths, True, key=lambda tokens: not fits(tokens))
+    # the KV of the last token is never computed
+    longest = bisect_left(lengths, True, key=lambda tokens: not fits(max(1, tokens - 1)))
     tokens = int(usable_bytes / token_bytes(layout))
     return Capacity(
         page_tokens=page.tokens,
@@ -223,10 +224,7 @@ def auto_kv_memory(
 ) -> int:
     """Size of KV memory that uses the rest of `total_bytes`.
 
-    Args:
-        total_bytes, weights_bytes, activation_peak_bytes, headroom_bytes, process_bytes: see
-            `MemoryLayout`.
-        weight_codec: codec of the weights; an error advises codecs with fewer bits.
+    An error advises codecs with fewer bits than `weight_codec`.
     """
     kv_bytes = total_bytes - weights_bytes - activation_peak_bytes - headroom_bytes - process_bytes
     if kv_bytes <= 0:

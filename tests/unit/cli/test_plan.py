@@ -116,7 +116,7 @@ def test_choices_that_do_not_fit_say_so(folder: Path):
         plan_report(folder, PlanOptions(memory_bytes=1000, weight_codec="int8"))
     with pytest.raises(ConfigError, match=r"= -[\d,]+ B; offload layers"):
         plan_report(folder, PlanOptions(memory_bytes=1000, weight_codec="int4"))
-    with pytest.raises(ConfigError, match="; it fits with --weight-codec int4$"):
+    with pytest.raises(ConfigError, match=r"; it fits with --weight-codec int4$"):
         plan_report(folder, PlanOptions(**sizes, kv_memory_bytes=100_000))
     with pytest.raises(ConfigError, match="of KV need --memory") as least:
         plan_report(folder, PlanOptions(memory_bytes=1000))

@@ -240,6 +240,34 @@ def test_a_search_ends_at_its_time_limit_with_the_best_candidate_so_far(
     assert (tmp_path / "out" / "scores.jsonl").exists()
 
 
+RAISES = """
+from dataclasses import dataclass
+from quire.policies.base import SinksAndRecent
+from quire.policies.registry import register
+
+
+@register("raises")
+@dataclass(frozen=True, slots=True)
+class Raises(SinksAndRecent):
+    def score(self, view):
+        raise RuntimeError("not today")
+"""
+
+
+def test_a_rule_that_raises_is_refused_and_the_others_are_compared(tmp_path, data, capsys):
+    rule = tmp_path / "raises.py"
+    rule.write_text(RAISES)
+    found = run(
+        tmp_path, "--data", str(data), "--policy-file", str(rule), "--rules", "full;raises;recent"
+    )
+
+    refused = found["arms"]["refused"]
+    assert refused
+    assert all("raises:" in one and "not today" in why for one, why in refused.items())
+    assert "refused: " in capsys.readouterr().out
+    assert "raises" not in str(found["arms"]["chosen"])
+
+
 def test_the_result_holds_more_requests_and_its_file_is_a_configuration(tmp_path, data):
     found = run(tmp_path, "--data", str(data))["claims"]
 

@@ -62,7 +62,7 @@ class Sanity:
 SKIPPED = Sanity(status=NOT_RUN, reason="the sanity check was left out (--no-sanity-check)")
 
 
-def sanity_of(
+def sanity_of(  # noqa: PLR0913 - one parameter per input
     engines: Engines,
     full: KVConfig,
     *,
@@ -73,7 +73,7 @@ def sanity_of(
     report: Callable[[str], None],
     make_prompts: Callable[[], object],
 ) -> Sanity:
-    """The result for a model: the stored one, or that of a run.
+    """The result for a model and tasks: the stored one, or that of a run.
 
     `make_prompts` makes the prompts that the model answers after it, in an open engine. A length
     that they do not fit is refused before the check, which can take minutes.

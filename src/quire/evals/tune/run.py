@@ -13,7 +13,7 @@ from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.kv_memory import codec_of
 from quire.engine.stats import EngineStats
-from quire.errors import ConfigError, TimeLimitReached
+from quire.errors import ConfigError, PolicyError, RequestError, TimeLimitReached
 from quire.evals.intervals import SHARE, Mean, mean_of, prompts_to_show
 from quire.evals.pace import Pace
 from quire.evals.prompt_file import UserPrompt
@@ -302,8 +302,12 @@ class Tuner:
         try:
             with self._pace.measuring(self._scorer.num_missing(one, numbers)):
                 scores = self._scorer.scores(one, numbers)
-        except ConfigError as error:  # what only an engine finds out
+        # what only a run finds out, such as a rule that raises
+        except (ConfigError, PolicyError, RequestError) as error:
+            if one == self._config.space.baseline:
+                raise
             self._refused[one] = str(error)
+            self._pace.report(f"{self._place}: {one}: refused: {error}")
             return Mean(0.0, 0.0, 0.0, 0, most=0.0)
         found = mean_of([one.quality(self._config.metric) for one in scores], limits=SHARE)
         self._found[one] = found

@@ -203,6 +203,7 @@ class ResponsesFormat:
 
     def _response(self, status: str, error: JSON | None = None) -> JSON:
         request = self._request
+        limited = (self._usage or {}).get("max_tokens")  # by the context or the KV memory
         return {
             "id": self._id,
             "object": "response",
@@ -211,7 +212,7 @@ class ResponsesFormat:
             "error": error,
             "incomplete_details": _LENGTH if status == "incomplete" else None,
             "instructions": request.instructions,
-            "max_output_tokens": request.max_output_tokens,
+            "max_output_tokens": limited or request.max_output_tokens,
             "metadata": request.metadata or {},
             "output": self._items,
             "parallel_tool_calls": request.parallel_tool_calls is not False,

@@ -17,6 +17,7 @@ from quire.evals.tasks import rough_measure
 
 GOOD = Sanity(status=PASSED)
 CASES = ["lines", "kv", "niah"]
+SIZES = {"tasks": CASES, "measure": rough_measure, "context_tokens": 4096, "seed": 1}
 
 
 def cell(values, metric="accuracy", arm="full", task="lines"):
@@ -162,7 +163,7 @@ def test_sanity_check_evicts_to_a_quarter_and_states_failures():
         rules.append(evict)
         return ["12345"] * len(prompts)
 
-    found = sanity.check(knows_everything, tasks=CASES, measure=rough_measure, context_tokens=4096, seed=1)
+    found = sanity.check(knows_everything, **SIZES)
 
     assert rules[:2] == ["full", "recent:cap=64,every=16,sinks=4"]
     assert found.status == FAILED
@@ -194,7 +195,7 @@ def test_sanity_check_that_cannot_run_fails():
     def answer(prompts, evict, max_tokens):
         raise AssertionError("no prompt fits")
 
-    found = sanity.check(answer, tasks=CASES, measure=rough_measure, context_tokens=30, seed=1)
+    found = sanity.check(answer, **SIZES | {"context_tokens": 30})
 
     assert found.status == FAILED
     assert "--tokens" in found.reason
@@ -226,7 +227,7 @@ def newest(prompt, evict):
     ids=["its context", "more than its context", "nothing"],
 )
 def test_sanity_check_passes_a_model_that_reads_only_its_context(visible, full, evicted):
-    found = sanity.check(reads_visible(visible), tasks=CASES, measure=rough_measure, context_tokens=4096, seed=1)
+    found = sanity.check(reads_visible(visible), **SIZES)
 
     assert {case["full"] for case in found.cases} == {full}
     assert {case["evicted"] for case in found.cases} == {evicted}
