@@ -6,7 +6,7 @@ from dataclasses import replace
 from benchmarks.cluster.runs import ROUTERS, ClusterBenchConfig, Job, Run, about, run_all
 from benchmarks.common.result import Chart, Numbers, PartResult, Table
 from quire.layout.sizes import parse_size
-from quire.scale.routing.registry import RouterName
+from quire.scale.routing.policies import RouterName
 
 POOL = "one machine"
 LARGER = 4
@@ -234,16 +234,7 @@ def _report_row(
 # ---- tenants -------------------------------------------------------------------------------------
 
 OVERLOAD = 1.5  # over the load near saturation
-_VARIANTS: tuple[tuple[str, RouterName, int | None], ...] = (
-    ("round_robin", "round_robin", None),
-    ("kv_aware", "kv_aware", None),
-    ("kv_aware, 4 waiting at most", "kv_aware", 4),
-)
-_CLAIMS = {
-    "round_robin": "round_robin",
-    "kv_aware": "kv_aware",
-    "kv_aware, 4 waiting at most": "held_at_router",
-}
+_VARIANTS: tuple[RouterName, ...] = ("round_robin", "kv_aware")
 
 
 def run_tenants(bench: ClusterBenchConfig) -> PartResult:
@@ -253,16 +244,15 @@ def run_tenants(bench: ClusterBenchConfig) -> PartResult:
             bench=bench,
             load=OVERLOAD * bench.loads[-1][1],
             router=name,
-            options={"max_queued_requests": limit},
             tenants="share:flood=0.9,small=0.1",
         )
-        for _, name, limit in _VARIANTS
+        for name in _VARIANTS
     ]
     done = zip(_VARIANTS, run_all(jobs, bench.processes), strict=True)
-    found = {label: run.tenants for (label, *_), run in done}
+    found = {name: run.tenants for name, run in done}
     rows = [
-        (label, tenant, waits["ttft_p50_s"], waits["ttft_p99_s"])
-        for label, tenants in found.items()
+        (name, tenant, waits["ttft_p50_s"], waits["ttft_p99_s"])
+        for name, tenants in found.items()
         for tenant, waits in tenants.items()
     ]
     table = Table(
@@ -272,11 +262,11 @@ def run_tenants(bench: ClusterBenchConfig) -> PartResult:
         columns=("router", "tenant", "TTFT p50 s", "TTFT p99 s"),
         rows=tuple(rows),
     )
-    small_s = {label: tenants.get("small", {}) for label, tenants in found.items()}
+    small_s = {name: tenants.get("small", {}) for name, tenants in found.items()}
     claims: Numbers = {
-        f"small_tenant_p99_s_{name}": small_s[label]["ttft_p99_s"]
-        for label, name in _CLAIMS.items()
-        if small_s[label]  # a trial of few requests may have none
+        f"small_tenant_p99_s_{name}": small["ttft_p99_s"]
+        for name, small in small_s.items()
+        if small  # a trial of few requests may have none
     }
     return PartResult(claims=claims, tables=(table,))
 

@@ -18,7 +18,7 @@ from quire.layout.sizes import format_size, parse_size
 from quire.scale.cluster.cluster import make_cluster
 from quire.scale.cluster.config import ClusterConfig
 from quire.scale.cluster.metrics import records_of, summarise_cluster
-from quire.scale.routing.registry import RouterConfig, RouterName
+from quire.scale.routing.policies import RouterConfig, RouterName
 from quire.sim.machine import MachineConfig, MachineName, Rates
 from quire.sim.metrics import Numbers, cost_of_tokens, latencies, summarise
 from quire.sim.models import model_shape

@@ -15,7 +15,7 @@ from benchmarks.offload.command import PARTS as OFFLOAD
 from benchmarks.quality.cells import CellFile, Material
 from benchmarks.quant.quality import make_parts as quant_parts
 from benchmarks.rebatch.parts import PARTS as REBATCH
-from quire.scale.routing.registry import ROUTERS
+from quire.scale.routing.policies import ROUTERS
 from quire.scheduler.batchers import DENSE_BATCHERS
 from support.measured_pages import load_maker
 from support.snippets import ROOT

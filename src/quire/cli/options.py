@@ -47,7 +47,7 @@ from quire.layout.values import read_toml
 from quire.parallel.lockstep import DEFAULT_TIMEOUT_S
 from quire.scale.cluster.config import ClusterConfig
 from quire.scale.config import RayConfig
-from quire.scale.routing.registry import RouterConfig
+from quire.scale.routing.policies import RouterConfig
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.serve.config import ServerConfig
 from quire.sim.machine import MachineConfig

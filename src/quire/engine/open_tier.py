@@ -33,7 +33,7 @@ from quire.models.loader import LoadedModel
 from quire.offload.prefix_store.levels import PrefixLevels
 from quire.offload.prefix_store.prefix_tier import PrefixTier
 from quire.offload.prefix_store.store import CPU, DISK, REMOTE, PrefixStore, TierKind
-from quire.offload.tiers.base import LateTier, LRUTier, Tier
+from quire.offload.tiers.base import LateTier, Tier
 from quire.offload.tiers.file import FileTier
 from quire.offload.tiers.host import HostTier
 from quire.offload.tiers.redis_tier import RedisOptions, RedisTier
@@ -187,7 +187,7 @@ def _has_tier(options: PrefixCacheConfig) -> bool:
 
 def _open_cpu(options: PrefixCacheConfig, _: str) -> Tier | None:
     memory = options.cpu_memory
-    return LRUTier(HostTier(memory, flag="--cpu-kv-memory")) if memory else None
+    return HostTier(memory) if memory else None
 
 
 def _open_disk(options: PrefixCacheConfig, _: str) -> Tier | None:

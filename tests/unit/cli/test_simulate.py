@@ -127,7 +127,6 @@ def test_results_and_plots_are_written_to_the_output_folder(trace: Path, tmp_pat
         (("--trace-copies", "0"), "expected copies of 1 or more, got 0"),
         (("--replicas", "0"), "expected 1 to 4096 replicas, got 0"),
         (("--router", "least_loaded"), "--router has no effect with one replica: add --replicas 2"),
-        (("--router-max-queued", "4"), "--router-max-queued has no effect with one replica"),
         (("--replicas", "2", "--router", "kvaware"), "did you mean kv_aware"),
         (("--efficiency", "2"), "efficiency"),
         (("--kv-codec", "int4+residual=64+promoted=8:int8"), "and eviction is off; use --evict"),

@@ -25,7 +25,6 @@ from quire.offload.prefix_store.levels import PrefixLevels
 from quire.offload.prefix_store.prefix_load import PrefixLoad
 from quire.offload.prefix_store.prefix_tier import PrefixTier
 from quire.offload.prefix_store.store import CPU, PrefixStore
-from quire.offload.tiers.base import LRUTier
 from quire.offload.tiers.file import FileTier
 from quire.offload.tiers.host import HostTier
 from quire.plan.fitting import RateEstimator
@@ -74,7 +73,7 @@ class PrefixTierMachine(RuleBasedStateMachine):
         self.store = PrefixStore(self.disk, "nature", record_bytes, level=level, clock=clock)
         stores = [self.store]
         if self.cpu_kib:
-            cpu = LRUTier(HostTier(self.cpu_kib << 10))
+            cpu = HostTier(self.cpu_kib << 10)
             stores.insert(0, PrefixStore(cpu, "nature", record_bytes, kind=CPU, below=self.store))
         stores[0].run_blocks = 3
         self.levels = PrefixLevels(stores, [RateEstimator((1e-4, 1e-9)) for _ in stores])

@@ -11,7 +11,7 @@ from quire.errors import ConfigError
 from quire.scale.cluster.cluster import make_cluster
 from quire.scale.cluster.config import ClusterConfig
 from quire.scale.cluster.metrics import by_replica, records_of, summarise_cluster
-from quire.scale.routing.registry import ROUTERS, RouterConfig
+from quire.scale.routing.policies import ROUTERS, RouterConfig
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.sim.metrics import cost_of_tokens, summarise
 from quire.sim.models import model_shape
@@ -60,11 +60,10 @@ def test_one_replica_is_the_simulator(load, kv_events, router):
     rows=rows_of_loads,
     replicas=st.integers(1, 4),
     router=st.sampled_from(ROUTERS),
-    limit=st.sampled_from([None, 1, 2]),
     interval_s=st.sampled_from([0.0, 0.01]),
 )
 @settings(max_examples=25)
-def test_every_request_ends_once_on_one_replica(rows, replicas, router, limit, interval_s):
+def test_every_request_ends_once_on_one_replica(rows, replicas, router, interval_s):
     """Some prompts are longer than the context of 512 tokens or the memory: they are refused."""
     load = trace(
         *(
@@ -80,7 +79,6 @@ def test_every_request_ends_once_on_one_replica(rows, replicas, router, limit, i
         config,
         router,
         replicas=replicas,
-        max_queued_requests=limit,
         report_interval_s=interval_s,
     )
 
@@ -111,16 +109,6 @@ def test_kv_aware_keeps_conversations_together():
 
     assert hits["kv_aware"]["prefix_hit_fraction"] > hits["round_robin"]["prefix_hit_fraction"]
     assert hits["kv_aware"]["prefix_hit_fraction"] > alone["prefix_hit_fraction"] - 0.05
-
-
-def test_requests_wait_at_the_router_while_queues_are_full():
-    slow = replace(CONFIG, schedule=ScheduleConfig(max_num_seqs=1))
-
-    limited = summarise_cluster(run(OVERLOAD, slow, replicas=2, max_queued_requests=2))
-    free = summarise_cluster(run(OVERLOAD, slow, replicas=2))
-
-    assert limited["finished"] == free["finished"] == len(OVERLOAD.requests)
-    assert limited["waiting_peak"] <= 2 < free["waiting_peak"]
 
 
 def test_without_a_prefix_cache_there_is_nothing_to_follow():
@@ -158,7 +146,6 @@ def test_cost_is_machine_hours_over_tokens():
     [
         ({"replicas": 0}, "expected 1 to 4096 replicas, got 0"),
         ({"report_interval_s": -1.0}, "--router-report-interval from 0, got -1"),
-        ({"max_queued_requests": 0}, "max_queued_requests from 1, got 0"),
     ],
 )
 def test_invalid_options_are_refused(options, message):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from quire.scale.replica_choice import RECEIVED, REPORT, ReplicaChoice
 from quire.scale.routing.base import RoutedRequest
 from quire.scale.routing.blocks import block_hashes
-from quire.scale.routing.registry import ROUTERS, RouterConfig, make_router
+from quire.scale.routing.policies import ROUTERS, RouterConfig, make_router
 
 REPLICAS = ("r1", "r2", "r3", "r4", "r5")
 

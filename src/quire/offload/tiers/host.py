@@ -1,21 +1,21 @@
-"""Host memory tier: a pool of exact size with contiguous entries, pinned for a device."""
+"""Host memory tier: a pool of exact size with contiguous entries, the least recently used first."""
 
 import contextlib
 import threading
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from jaxtyping import UInt8
-from torch import Tensor
 
-from quire.errors import ConfigError, CorruptData, StorageError, TierFull
+from quire.errors import ConfigError, CorruptData, TierFull
 from quire.kv.extents import Extent, ExtentMap
 from quire.kv.store import zero_bytes
 from quire.layout.pages import PAGE_ALIGNMENT_BYTES
-from quire.offload.swap.host_store import pin_memory
 from quire.offload.tiers.base import Bytes, StoredEntry, check_range, flat
 from quire.plan.machine import free_host_bytes
+
+_FLAG = "--cpu-kv-memory"
 
 
 class HostTier:
@@ -23,31 +23,24 @@ class HostTier:
 
     Args:
         total_bytes: capacity, rounded down to a multiple of the page alignment.
-        pinned: whether to pin the memory for a CUDA device.
-        flag: option that sets the size, for errors.
 
     Raises:
-        ConfigError: the size exceeds free memory, or the system cannot pin it.
+        ConfigError: the size exceeds free memory.
     """
 
-    def __init__(
-        self, total_bytes: int, *, pinned: bool = False, flag: str = "--swap-space"
-    ) -> None:
+    def __init__(self, total_bytes: int) -> None:
         self.total_bytes = total_bytes // PAGE_ALIGNMENT_BYTES * PAGE_ALIGNMENT_BYTES
-        self._flag = flag
         free_bytes = free_host_bytes()
         if self.total_bytes > free_bytes:
             raise ConfigError(
                 f"expected a host pool of at most {free_bytes:,} B (CPU memory that is free on "
-                f"this machine or in its container), got {total_bytes:,} B; lower {flag}"
+                f"this machine or in its container), got {total_bytes:,} B; lower {_FLAG}"
             )
-        self._bytes = zero_bytes(self.total_bytes, torch.device("cpu"))
-        self._view = self._bytes.numpy().data
-        if pinned:
-            pin_memory(self._bytes, self)
+        self._view = zero_bytes(self.total_bytes, torch.device("cpu")).numpy().data
         self._map = ExtentMap(self.total_bytes)
         self._turn = threading.RLock()
-        self._entries: dict[str, tuple[Extent, StoredEntry]] = {}
+        # by the time of their last use
+        self._entries = OrderedDict[str, tuple[Extent, StoredEntry]]()
 
     @property
     def used_bytes(self) -> int:
@@ -65,44 +58,20 @@ class HostTier:
         """See `Tier`. Only this object writes to CPU memory."""
         return {}
 
-    def reserve(
-        self, key: str, num_bytes: int, facts: Mapping[str, Any] | None = None
-    ) -> UInt8[Tensor, " num_bytes"]:
-        """Allocate an entry for a device to fill, replacing the key's previous entry.
-
-        Raises:
-            StorageError: no free run is large enough; nothing has changed.
-        """
-        lines = -(-num_bytes // PAGE_ALIGNMENT_BYTES)
+    def write(self, key: str, data: Bytes, facts: Mapping[str, Any] | None = None) -> None:
+        source = flat(data)
+        lines = -(-source.nbytes // PAGE_ALIGNMENT_BYTES)
         with self._turn:
             taken = self._map.allocate(1, lines * PAGE_ALIGNMENT_BYTES) if lines else ()
             if taken is None:
                 raise TierFull(
-                    f"{key!r} needs {num_bytes:,} contiguous B, and {self._map.free_bytes:,} of "
-                    f"{self.total_bytes:,} B of the host pool are free; raise {self._flag}"
+                    f"{key!r} needs {source.nbytes:,} contiguous B, and {self._map.free_bytes:,} "
+                    f"of {self.total_bytes:,} B of the host pool are free; raise {_FLAG}"
                 )
             self.drop(key)
             extent = taken[0] if taken else Extent(0, 0)
-            self._entries[key] = (extent, StoredEntry(num_bytes, dict(facts or {})))
-            return self.tensor(key)
-
-    def tensor(self, key: str) -> UInt8[Tensor, " num_bytes"]:
-        """View of an entry, for copies to a device.
-
-        Raises:
-            StorageError: there is no such entry.
-        """
-        if key not in self._entries:
-            raise StorageError(f"nothing is stored under {key!r}")
-        extent, stored = self._entries[key]
-        return self._bytes[extent.start : extent.start + stored.num_bytes]
-
-    def write(self, key: str, data: Bytes, facts: Mapping[str, Any] | None = None) -> None:
-        source = flat(data)
-        with self._turn:
-            self.reserve(key, source.nbytes, facts)
-            start = self._entries[key][0].start
-            self._view[start : start + source.nbytes] = source
+            self._entries[key] = (extent, StoredEntry(source.nbytes, dict(facts or {})))
+            self._view[extent.start : extent.start + source.nbytes] = source
 
     def read(self, key: str, into: memoryview, first: int = 0) -> None:
         with self._turn:
@@ -111,10 +80,13 @@ class HostTier:
             assert extent is not None, "a stored entry has an extent"
             start = extent.start + first
             flat(into)[:] = self._view[start : start + into.nbytes]
+            self._entries.move_to_end(key)
 
     def min_recent(self, num_bytes: int) -> list[str]:
-        """See `Tier`. Reads are not recorded: see `LRUTier`."""
-        return []
+        """See `Tier`. Returns one entry, because free bytes may not be contiguous."""
+        with self._turn:
+            fits = num_bytes <= self.total_bytes
+            return [next(iter(self._entries))] if fits and self._entries else []
 
     def drop(self, key: str) -> None:
         with self._turn:

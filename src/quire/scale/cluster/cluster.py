@@ -1,9 +1,9 @@
 """A simulated cluster: replicas of the simulated engine behind a router, in virtual time.
 
-    requests that arrived -> [admission] -> router -> replica 0: inbox, scheduler, KV memory
-                                 ^            |    -> replica 1: ...
-                                 |            |
-                        loads, KV events  <---'
+    requests that arrived -> router -> replica 0: inbox, scheduler, KV memory
+                               ^    -> replica 1: ...
+                               |            |
+                               '-- loads, KV events
 
 Every replica has its own clock, which a step moves to the end of the step. The cluster processes
 ends of steps and arrivals in the order of time, so the router sees each replica as it is at that
@@ -18,14 +18,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 from time import perf_counter
+from typing import TypeVar
 
 from quire.errors import InvariantError
 from quire.scale.cluster.config import ClusterConfig
-from quire.scale.routing.admission import Dispatch, make_admission
 from quire.scale.routing.base import KvEvent, ReplicaLoad, RoutedRequest, Router
 from quire.scale.routing.block_index import REMOVED, STORED
 from quire.scale.routing.loads import LoadView
-from quire.scale.routing.registry import RouterConfig, make_router
+from quire.scale.routing.policies import RouterConfig, make_router
 from quire.sim.engine import Job, SimResult, SimulatedEngine
 from quire.sim.run import Progress, SimConfig, check_finished, make_engine
 from quire.sim.traces.base import Trace
@@ -61,7 +61,6 @@ class Replica:
     name: str  # its `replica_id`
     engine: SimulatedEngine
     events: BlockEventList | None  # None if the router does not follow them
-    num_received: int = 0
     steps: bool = False  # whether a step is running
     reported_s: float = -math.inf  # time of its last load report
 
@@ -76,6 +75,8 @@ class Replica:
             queued_requests=engine.num_waiting,
         )
 
+
+T = TypeVar("T")
 
 _PROGRESS_EVENTS = 1000
 CHOICE, END, EVENTS = "choice", "end", "events"
@@ -98,14 +99,6 @@ class ClusterResult:
         calls = self.router_calls_s
         total_s = sum(median(times) * len(times) for times in calls.values())
         return total_s / max(1, len(calls[CHOICE]))
-
-
-@dataclass(slots=True)
-class _Waiting:
-    """Jobs between their arrival and the end of their output."""
-
-    held: dict[str, tuple[int, Job]] = field(default_factory=dict)  # at the router, by name
-    sent: dict[int, Dispatch] = field(default_factory=dict)  # by the identity of the job
 
 
 def make_cluster(
@@ -131,24 +124,22 @@ class Cluster:
         )
         self._replicas, self._router, self._config = list(replicas), router, config
         self._by_name = {replica.name: number for number, replica in enumerate(replicas)}
-        self._admission = make_admission(router, config.max_queued_requests)
         self._view = LoadView()
         self._arrivals, self._num_arrived = trace.requests, 0
         self._ends: list[tuple[float, int]] = []  # (end of the running step, replica)
-        self._waiting = _Waiting()
+        self._sent: dict[int, tuple[RoutedRequest, Replica]] = {}  # by the identity of the job
 
     def run(self, progress: Progress | None = None) -> ClusterResult:
         num_events = 0
         while (now_s := self._next_s()) < math.inf:
             changed = self._end_steps(now_s)
-            self._receive(now_s)
-            changed |= self._dispatch(now_s)
+            changed |= self._receive(now_s)
             for number in sorted(changed):
                 self._begin_step(number, now_s)
             num_events += 1
             if progress is not None and num_events % _PROGRESS_EVENTS == 0:
                 progress(now_s, self._num_arrived)
-        if len(self._admission) or any(replica.engine.has_work for replica in self._replicas):
+        if any(replica.engine.has_work for replica in self._replicas):
             raise InvariantError("requests are waiting, but no step can be planned")
         engines = [replica.engine for replica in self._replicas]
         check_finished(engines)
@@ -156,15 +147,10 @@ class Cluster:
         return self.result
 
     def _next_s(self) -> float:
-        """Time of the next arrival, end of a step, or load report that a held request waits for."""
+        """Time of the next arrival or end of a step."""
         arrivals, number = self._arrivals, self._num_arrived
         next_s = arrivals[number].arrival_s if number < len(arrivals) else math.inf
-        if self._ends:
-            next_s = min(next_s, self._ends[0][0])
-        if len(self._admission) and self._config.report_interval_s:
-            oldest_s = min(replica.reported_s for replica in self._replicas)
-            next_s = min(next_s, oldest_s + self._config.report_interval_s)
-        return next_s
+        return min(next_s, self._ends[0][0]) if self._ends else next_s
 
     # ---- steps ---------------------------------------------------------------------------------
 
@@ -189,8 +175,8 @@ class Cluster:
             self._finish(job)
 
     def _finish(self, job: Job) -> None:
-        dispatch = self._waiting.sent.pop(id(job))
-        self._timed(END, partial(self._admission.finished, dispatch, len(job.answer)))
+        request, replica = self._sent.pop(id(job))
+        self._timed(END, partial(self._router.note_finished, request, replica.name))
 
     def _note_events(self, replica: Replica) -> None:
         if replica.events is not None:
@@ -200,46 +186,44 @@ class Cluster:
 
     # ---- requests ------------------------------------------------------------------------------
 
-    def _receive(self, now_s: float) -> None:
-        """Queue the requests that arrived at the router."""
+    def _receive(self, now_s: float) -> set[int]:
+        """Send the requests that have arrived; return the replicas that got some."""
+        reached: set[int] = set()
         while self._num_arrived < len(self._arrivals):
             arrived = self._arrivals[self._num_arrived]
             if arrived.arrival_s > now_s:
-                return
-            engine, name = self._replicas[0].engine, str(self._num_arrived)
+                break
+            engine = self._replicas[0].engine
             job = engine.open_job(arrived, self._num_arrived + 1)
             request = RoutedRequest(
                 prompt_blocks=engine.block_hashes(job),
                 prompt_tokens=job.record.prompt_tokens,
                 tenant=arrived.tenant,
             )
-            self._waiting.held[name] = self._num_arrived, job
-            self._admission.submit(name, request, arrived.priority)
+            reached.add(self._send(request, job, now_s))
             self._num_arrived += 1
-
-    def _dispatch(self, now_s: float) -> set[int]:
-        """Send waiting requests; return the replicas that got some."""
-        reached: set[int] = set()
-        while len(self._admission):
-            loads = self._loads(now_s)
-            dispatch = self._timed(CHOICE, partial(self._admission.next, loads))
-            if dispatch is None:
-                break
-            number = self._by_name[dispatch.replica_id]
-            self._send(dispatch, self._replicas[number], now_s)
-            reached.add(number)
         return reached
 
-    def _send(self, dispatch: Dispatch, replica: Replica, now_s: float) -> None:
-        arrival, job = self._waiting.held.pop(dispatch.request_id)
-        self._waiting.sent[id(job)] = dispatch
-        self.result.placed[arrival] = self._by_name[replica.name]
+    def _send(self, request: RoutedRequest, job: Job, now_s: float) -> int:
+        """Send a request to the replica that the router chooses; return its number."""
+        loads = self._loads(now_s)
+
+        def choose() -> tuple[str, int]:
+            replica_id = self._router.choose(request, loads)
+            uncached_tokens = self._router.uncached_tokens(request, replica_id)
+            self._router.note_sent(request, replica_id)
+            return replica_id, uncached_tokens
+
+        replica_id, uncached_tokens = self._timed(CHOICE, choose)
+        number = self.result.placed[self._num_arrived] = self._by_name[replica_id]
+        replica = self._replicas[number]
+        self._sent[id(job)] = request, replica
         if not replica.steps and replica.engine.clock.now_s < now_s:
             replica.engine.wait(now_s)
         job.pending_tokens -= replica.engine.cached_tokens(job)
         replica.engine.deliver(job)
-        replica.num_received += 1
-        self._view.sent(replica.name, dispatch.uncached_tokens)
+        self._view.sent(replica_id, uncached_tokens)
+        return number
 
     def _loads(self, now_s: float) -> list[ReplicaLoad]:
         if not self._config.report_interval_s:
@@ -250,7 +234,7 @@ class Cluster:
                 self._view.report(replica.load())
         return list(self._view.loads().values())
 
-    def _timed(self, what: str, call: Callable[[], Dispatch | None]) -> Dispatch | None:
+    def _timed(self, what: str, call: Callable[[], T]) -> T:
         started_s = perf_counter()
         found = call()
         self.result.router_calls_s[what].append(perf_counter() - started_s)

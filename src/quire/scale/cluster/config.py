@@ -29,12 +29,6 @@ class ClusterConfig:
         unit="seconds",
         flag="router-report-interval",
     )
-    max_queued_requests: int | None = option(
-        None,
-        help="waiting requests of a replica above which the router holds requests back and serves "
-        "tenants in turn; unset: requests are sent at once",
-        flag="router-max-queued",
-    )
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -1,11 +1,70 @@
-"""The routing policies: by load, by session, at random, and by cached prefixes."""
+"""The routing policies, by name: in turn, by load, and by sessions and cached prefixes."""
 
+import math
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Literal, no_type_check
 
-from quire.scale.routing.base import KvEvent, ReplicaLoad, RoutedRequest, require_replicas
+from quire.errors import ConfigError
+from quire.layout.options import check_options, option
+from quire.scale.routing.base import (
+    KvEvent,
+    ReplicaLoad,
+    RoutedRequest,
+    Router,
+    require_replicas,
+)
 from quire.scale.routing.block_index import BlockIndex
+
+RouterName = Literal["kv_aware", "least_loaded", "round_robin"]
+
+
+@no_type_check  # run-time type checks in tests must not replace Quire's own errors
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """Options of request routing."""
+
+    name: RouterName = option(
+        "kv_aware",
+        help="how a replica is chosen: kv_aware: least expected work, which counts uncached prompt "
+        "tokens, the queue and active KV; least_loaded: fewest requests; round_robin: in turn",
+        flag="router",
+    )
+    prefix_weight: float = option(
+        4.0,
+        help="cost of an uncached prompt token for kv_aware, relative to a queued one",
+        flag="router-prefix-weight",
+    )
+    kv_weight: float = option(
+        4096.0,
+        help="cost of a full KV memory for kv_aware",
+        unit="prompt tokens",
+        flag="router-kv-weight",
+    )
+    max_imbalance_tokens: int = option(
+        512,
+        help="additional cost up to which kv_aware keeps a session on its replica",
+        unit="prompt tokens",
+        flag="router-max-imbalance",
+    )
+    max_blocks: int = option(
+        65536,
+        help="blocks of each replica's prefix cache that kv_aware remembers",
+        flag="router-max-blocks",
+    )
+    max_sessions: int = option(
+        65536, help="sessions that kv_aware remembers", flag="router-max-sessions"
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        for one in fields(self):
+            value = getattr(self, one.name)
+            least = 1 if one.name in ("max_blocks", "max_sessions") else 0
+            if one.name != "name" and not least <= value < math.inf:
+                flag = one.metadata["option"].flag
+                raise ConfigError(f"expected --{flag} from {least}, got {value}")
 
 
 class WithoutPrefixes:
@@ -66,38 +125,14 @@ class _Sent:
 
 
 class KvAware:
-    """Chooses the replica with the least expected work; see the module.
+    """Chooses the replica with the least expected work."""
 
-    Args:
-        prefix_weight: cost of an uncached prompt token. Above 1 it counts that a second copy of a
-            prefix evicts another one.
-        kv_weight: cost of a full KV memory, in prompt tokens.
-        max_imbalance_tokens: additional cost up to which a session stays on its replica.
-        max_blocks: blocks of a replica that the router remembers.
-    """
-
-    def __init__(
-        self,
-        *,
-        block_tokens: int,
-        prefix_weight: int | float,
-        kv_weight: int | float,
-        max_imbalance_tokens: int,
-        max_blocks: int,
-        max_sessions: int,
-    ) -> None:
-        self.index = BlockIndex(max_blocks)
-        self._block_tokens = block_tokens
-        self._prefix_weight, self._kv_weight = prefix_weight, kv_weight
-        self._max_imbalance_tokens = max_imbalance_tokens
-        self._max_sessions = max_sessions
+    def __init__(self, config: RouterConfig, block_tokens: int) -> None:
+        self._config, self._block_tokens = config, block_tokens
+        self.index = BlockIndex(config.max_blocks)
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._sent: dict[str, _Sent] = {}
         self._num_sent = 0
-
-    @property
-    def num_sessions(self) -> int:
-        return len(self._sessions)
 
     # ---- choice --------------------------------------------------------------------------------
 
@@ -111,7 +146,7 @@ class KvAware:
         best = min(range(len(ranked)), key=ranked.__getitem__)
         own = None if request.session is None else self._sessions.get(request.session)
         if own is not None and own != replicas[best].replica_id:
-            most = ranked[best][0] + self._max_imbalance_tokens
+            most = ranked[best][0] + self._config.max_imbalance_tokens
             for rank, replica in zip(ranked, replicas, strict=True):
                 if replica.replica_id == own and rank[0] <= most:
                     return own
@@ -128,9 +163,11 @@ class KvAware:
         self, request: RoutedRequest, replica: ReplicaLoad, cached_blocks: int
     ) -> int | float:
         uncached = self._uncached(request, cached_blocks)
-        cost = self._prefix_weight * uncached + self._backlog(request.tenant, replica, uncached)
+        cost = self._config.prefix_weight * uncached + self._backlog(
+            request.tenant, replica, uncached
+        )
         if replica.kv_capacity_bytes:
-            cost += self._kv_weight * replica.active_kv_bytes / replica.kv_capacity_bytes
+            cost += self._config.kv_weight * replica.active_kv_bytes / replica.kv_capacity_bytes
         return cost
 
     def _backlog(self, tenant: str, replica: ReplicaLoad, uncached: int) -> int | float:
@@ -158,7 +195,7 @@ class KvAware:
         if request.session is not None:
             self._sessions[request.session] = replica_id
             self._sessions.move_to_end(request.session)
-            if len(self._sessions) > self._max_sessions:
+            if len(self._sessions) > self._config.max_sessions:
                 self._sessions.popitem(last=False)
 
     def note_finished(self, request: RoutedRequest, replica_id: str) -> None:
@@ -175,3 +212,18 @@ class KvAware:
 
     def note_block_events(self, replica_id: str, events: Sequence[KvEvent]) -> None:
         self.index.apply_events(replica_id, events)
+
+
+def make_router(config: RouterConfig, *, block_tokens: int) -> Router:
+    """Create a router."""
+    if block_tokens < 1:
+        raise ConfigError(f"expected block_tokens of 1 or more, got {block_tokens}")
+    return _MAKERS[config.name](config, block_tokens)
+
+
+_MAKERS: Mapping[RouterName, Callable[[RouterConfig, int], Router]] = {
+    "kv_aware": KvAware,
+    "least_loaded": lambda config, block_tokens: LeastLoaded(),
+    "round_robin": lambda config, block_tokens: RoundRobin(),
+}
+ROUTERS = tuple(_MAKERS)

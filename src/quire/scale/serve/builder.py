@@ -14,7 +14,7 @@ from quire.errors import ConfigError, UnknownName
 from quire.layout.options import OptionInfo, config_of
 from quire.scale.config import RayConfig
 from quire.scale.recipe import EngineRecipe
-from quire.scale.routing.registry import RouterConfig
+from quire.scale.routing.policies import RouterConfig
 from quire.scale.serve.recipe import ServeRecipe
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.serve.config import ServerConfig

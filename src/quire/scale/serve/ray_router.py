@@ -10,7 +10,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from quire.scale.replica_choice import ReplicaChoice
 from quire.scale.routing.base import RoutedRequest
-from quire.scale.routing.registry import RouterConfig, make_router
+from quire.scale.routing.policies import RouterConfig, make_router
 
 _UNKNOWN = RoutedRequest(prompt_blocks=(), prompt_tokens=0)
 

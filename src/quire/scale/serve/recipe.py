@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from quire.scale.config import RayConfig
 from quire.scale.recipe import EngineRecipe
-from quire.scale.routing.registry import RouterConfig
+from quire.scale.routing.policies import RouterConfig
 from quire.serve.config import ServerConfig
 from quire.serve.tenant_keys import TenantFile, TenantKeys
 
