@@ -124,23 +124,6 @@ class CudaGraphs:
                 torch.zeros(1, device=self._device)
 
 
-class RepeatedCall:
-    """A computation that is called again instead of replayed."""
-
-    def __init__(self, call: Callable[[], Tensor]) -> None:
-        self._call = call
-
-    def replay(self) -> Tensor:
-        return self._call()
-
-
-class RepeatedCalls:
-    """Repeats calls on any device: the inputs are those of a graph, the launches are not."""
-
-    def capture(self, call: Callable[[], Tensor]) -> Captured:
-        return RepeatedCall(call)
-
-
 _log = logging.getLogger(__name__)
 
 

@@ -25,8 +25,9 @@ from quire.config.sampling_params import SamplingParams
 from quire.errors import InvariantError, RequestError
 from quire.layout.model import ModelSpec
 from quire.layout.statistics import Statistic
-from quire.models.base import Decoder, MeanRotations, PagedAttention
+from quire.models.base import Decoder, PagedAttention
 from quire.models.loader import LoadedModel
+from quire.policies.view import Rotation
 from quire.sampling.outputs import RequestOutput, Usage
 from quire.sampling.sampler import SampledToken, Sampler
 
@@ -62,7 +63,7 @@ class ForwardingDecoder:
     def prepare_pre_rope(self) -> str | None:
         return self._decoder.prepare_pre_rope()
 
-    def rotations(self, rope_variant: int = 0) -> MeanRotations | None:
+    def rotations(self, rope_variant: int = 0) -> Rotation | None:
         return self._decoder.rotations(rope_variant)
 
     def forward(

@@ -16,6 +16,7 @@ from quire.kernels.backend import AttentionMath, CosSin, HeadBuffers
 from quire.layout.model import ModelSpec
 from quire.layout.statistics import Statistic
 from quire.models.rotary import Rotary
+from quire.policies.view import Rotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,21 +106,6 @@ class Batch:
 
 
 @runtime_checkable
-class MeanRotations(Protocol):
-    """Mean RoPE rotation of queries over a range of positions."""
-
-    def mean_rotation(
-        self, layer: int, start: int, tokens: int
-    ) -> Float[Tensor, "head_dim head_dim"]:
-        """Matrix R: R @ q is the mean of q rotated to `tokens` positions from `start` on.
-
-        R is float32 and includes the model's factor on cosines and sines, if the model has one.
-        For a layer without RoPE, R is the identity.
-        """
-        ...
-
-
-@runtime_checkable
 class Decoder(Protocol):
     """A model that computes the logits of a flat batch of tokens.
 
@@ -172,7 +158,7 @@ class Decoder(Protocol):
         """
         ...
 
-    def rotations(self, rope_variant: int = 0) -> MeanRotations | None:
+    def rotations(self, rope_variant: int = 0) -> Rotation | None:
         """Mean rotations of queries; None if the RoPE of a layer is unknown."""
         ...
 

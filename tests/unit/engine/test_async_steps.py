@@ -13,7 +13,7 @@ from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.engine import async_steps
 from quire.engine.core import Engine
-from quire.engine.decode_graphs import DecodeGraphs, RepeatedCalls
+from quire.engine.decode_graphs import DecodeGraphs
 from quire.engine.runner import Runner
 from quire.engine.shared_pool import SharedPool
 from quire.errors import ConfigError, EngineDead
@@ -27,7 +27,7 @@ from support.async_runs import Work, model_with_text
 from support.engines import make_prompts
 from support.host_waits import DEVICE, dataless, recorded_waits
 from support.kv_options import kv_config
-from support.static_attention import StaticGathered
+from support.static_attention import RepeatedCalls, StaticGathered
 
 GREEDY = {"temperature": 0.0, "max_tokens": 14, "ignore_eos": True}
 SHORT = {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}

@@ -13,7 +13,6 @@ from quire.engine.core import Engine
 from quire.engine.decode_graphs import (
     CudaGraphs,
     DecodeGraphs,
-    RepeatedCalls,
     graph_sizes,
     why_no_graphs,
 )
@@ -24,7 +23,7 @@ from quire.scheduler.schedule_config import ScheduleConfig
 from support import engines
 from support.engines import make_prompts
 from support.kv_options import kv_config
-from support.static_attention import StaticGathered, TapedCalls
+from support.static_attention import RepeatedCalls, StaticGathered, TapedCalls
 
 CPU = torch.device("cpu")
 LENGTHS = (3, 22, 9, 17, 1, 24, 12, 5)

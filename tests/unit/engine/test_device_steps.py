@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
-from quire.engine.decode_graphs import DecodeGraphs, RepeatedCalls
+from quire.engine.decode_graphs import DecodeGraphs
 from quire.engine.runner import Runner
 from quire.sampling.sampler import Sampler
 from quire.scheduler.lanes import LaneCapacities
@@ -16,7 +16,7 @@ from quire.scheduler.schedule_config import ScheduleConfig
 from support.engines import make_prompts
 from support.host_waits import DEVICE, dataless, recorded_waits
 from support.kv_options import kv_config
-from support.static_attention import StaticGathered
+from support.static_attention import RepeatedCalls, StaticGathered
 
 OPTIONS = {
     "greedy": SamplingParams(temperature=0.0),

@@ -2,10 +2,11 @@
 
 import pytest
 
-from quire.engine.decode_graphs import RepeatedCalls, why_no_graphs
+from quire.engine.decode_graphs import why_no_graphs
 from support import engines
 from support.engines import make_prompts
 from support.interpreted import interpreted, triton_backend
+from support.static_attention import RepeatedCalls
 from unit.engine import test_decode_graphs as graphs
 
 interpreted("backend")

@@ -6,7 +6,6 @@ from torch import nn
 
 from quire.config.generation_request import GenerationRequest
 from quire.engine.core import Engine
-from quire.engine.decode_graphs import RepeatedCalls
 from quire.errors import ConfigError, UnsupportedModel
 from quire.kernels.gathered import GatheredAttention
 from quire.layout.statistics import ResidualSimilarity
@@ -23,6 +22,7 @@ from support.engines import greedy, make_prompts
 from support.flat import flat_logits, sequences
 from support.interpreted import CPU, interpreted, triton_backend
 from support.kv_options import kv_config
+from support.static_attention import RepeatedCalls
 from unit.engine import test_decode_graphs as graphs
 
 interpreted("backend")

@@ -134,7 +134,7 @@ class PrefixOffloader:
 
 
 class RowRequests:
-    """Implements `quire.offload.recompute.kv_recompute.Tokens` over the running requests.
+    """Properties of sequences, by row of the KV memory.
 
     Args:
         fraction: fraction (0 to 1) of a sequence's tokens that may be recomputed, from the first.

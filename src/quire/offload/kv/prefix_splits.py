@@ -147,6 +147,13 @@ class PrefixSplits:
     def divide(
         self, prefixes: Mapping[int, OffloadedPrefix], rows: int, batches: int = 1
     ) -> dict[int, Share]:
+        """Split of each offloaded prefix of a batch, by row.
+
+        Args:
+            prefixes: offloaded prefixes by row.
+            rows: rows of the batch.
+            batches: batches of the step, which share each layer.
+        """
         tokens = self.tokens = sum(f.columns for f in prefixes.values()) * self._page_tokens
         host = self._host_tokens(tokens, batches)
         most = self._requested.max_recomputed // batches  # each batch has its own staging of X

@@ -9,7 +9,6 @@ Batches of a step that share each layer have an offload of their own each (colum
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,35 +22,15 @@ from quire.kv.tables import Rows
 from quire.layout.layout import can_be_offloaded
 from quire.layout.pages import LaneGroup
 from quire.layout.statistics import OfWeights
+from quire.models.layer_source import LayerSource
 from quire.offload.kv.cpu_attention import CPUAttention, StepCPUAttention
 from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
-from quire.offload.kv.prefetch import PrefixPrefetch, WeightWaits
-from quire.offload.kv.prefix_splits import TRANSFERRED, OffloadedPrefix, Share
+from quire.offload.kv.prefetch import PrefixPrefetch
+from quire.offload.kv.prefix_splits import TRANSFERRED, OffloadedPrefix, PrefixSplits, Share
 from quire.offload.recompute.activation_store import Writing, Written
 from quire.offload.recompute.kv_recompute import KVRecompute, StepKVRecompute
-from quire.offload.step_log import StepLog, Timed
+from quire.offload.step_log import StepLog
 from quire.offload.swap.transfer import TransferWorker
-
-
-@runtime_checkable
-class Splits(Protocol):
-    """Splits offloaded prefixes and learns from the times of steps."""
-
-    def divide(
-        self, prefixes: Mapping[int, OffloadedPrefix], rows: int, batches: int = 1
-    ) -> dict[int, Share]:
-        """Split of each offloaded prefix of a batch, by row.
-
-        Args:
-            prefixes: offloaded prefixes by row.
-            rows: rows of the batch.
-            batches: batches of the step, which share each layer.
-        """
-        ...
-
-    def learn(self, timed: Sequence[Timed]) -> None:
-        """Learn from the log of the last step with offloaded prefixes."""
-        ...
 
 
 class KVOffload(MemoryListener):
@@ -73,10 +52,10 @@ class KVOffload(MemoryListener):
         prefixes: OffloadedPrefixes,
         transfer_worker: TransferWorker,
         *,
-        splits: Splits | None = None,
+        splits: PrefixSplits | None = None,
         kv_recompute: KVRecompute | None = None,
         attention: CPUAttention | None = None,
-        weights: WeightWaits | None = None,
+        weights: LayerSource | None = None,
     ) -> None:
         self.memory, self.prefixes, self.transfer_worker = memory, prefixes, transfer_worker
         self.splits, self.kv_recompute, self.attention = splits, kv_recompute, attention

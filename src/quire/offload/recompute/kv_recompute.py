@@ -9,18 +9,19 @@ has slots for two layers. Keys and values go to the staging pages. Layer 0 needs
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import UInt8
 from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels.device_copies import to_device
 from quire.kv.tables import LaneTable
 from quire.layout.layout import SLOTS
+from quire.models.adapter import TransformersDecoder
 from quire.offload.kv.offloaded_prefixes import OffloadedPrefixes
+from quire.offload.kv.offloader import RowRequests
 from quire.offload.kv.prefix_splits import Share
 from quire.offload.kv.staging import slot_places
 from quire.offload.recompute.activation_allocator import Segment
@@ -30,53 +31,6 @@ from quire.offload.swap.transfer import Transfer
 
 CHUNK_TOKENS = 256  # least tokens of a chunk of X
 _MAX_CHUNKS = 8  # most chunks of a layer above that size
-
-
-@runtime_checkable  # for the shape checks in tests
-class RecomputesKV(Protocol):
-    """Computes keys and values of a layer; see `quire.models.observing`."""
-
-    def keys_and_values(
-        self,
-        layer: int,
-        inputs: Float[Tensor, "token hidden"],
-        positions: Int[Tensor, " token"],
-        *,
-        rope_variant: int = 0,
-    ) -> tuple[Tensor, Tensor]:
-        """Keys and values from the layer's attention inputs."""
-        ...
-
-    def arrive_kv(self, layer: int) -> None:
-        """Wait for the weights of a layer that `keys_and_values` reads."""
-        ...
-
-    def first_layer(
-        self,
-        token_ids: Int[Tensor, " token"],
-        positions: Int[Tensor, " token"],
-        *,
-        rope_variant: int = 0,
-    ) -> tuple[Tensor, Tensor]:
-        """Keys and values of layer 0 from token ids."""
-        ...
-
-
-@runtime_checkable
-class Tokens(Protocol):
-    """Properties of sequences, by row."""
-
-    def token_ids(self, row: int, positions: NDArray[np.int64]) -> list[int]:
-        """Token ids at these positions."""
-        ...
-
-    def rope_variant(self, row: int) -> int:
-        """RoPE scaling variant of the sequence."""
-        ...
-
-    def inputs_until(self, row: int) -> int:
-        """First slot that is never recomputed; 0 if no slot is."""
-        ...
 
 
 Submit = Callable[[str, int, int, int, Callable[[], None]], Transfer]
@@ -122,9 +76,9 @@ class KVRecompute:
 
     def __init__(
         self,
-        model: RecomputesKV,
+        model: TransformersDecoder,
         store: ActivationStore,
-        tokens: Tokens,
+        tokens: RowRequests,
         device: torch.device,
         *,
         groups: Sequence[str],

@@ -15,9 +15,11 @@ from quire.kv.flat_batch import FlatBatch
 from quire.kv.paged_kv import PagedKV
 from quire.kv.step import StepAttention
 from quire.layout.layout import SLOTS
+from quire.models.adapter import TransformersDecoder
 from quire.offload.kv.build import can_recompute
 from quire.offload.kv.cpu_attention import CPUAttention, can_attend_in_parts
-from quire.offload.kv.prefix_splits import divide_prefixes
+from quire.offload.kv.offloader import RowRequests
+from quire.offload.kv.prefix_splits import PrefixSplits, divide_prefixes
 from quire.offload.recompute.activation_allocator import ActivationAllocator
 from quire.offload.recompute.activation_store import ActivationCodec, ActivationStore
 from quire.offload.recompute.kv_recompute import KVRecompute
@@ -40,7 +42,7 @@ HIDDEN, WIDTH = MODEL.hidden_size, NUM_KV_HEADS * HEAD_DIM
 LAYERS = (1, 3, 4, 5)  # full-attention layers, without layer 0
 
 
-class Linear:
+class Linear(TransformersDecoder):
     """Keys and values are products of X; keys depend on their position."""
 
     def __init__(self):
@@ -61,7 +63,7 @@ class Linear:
         return self.keys_and_values(0, self.embedding[token_ids], positions)
 
 
-class RowTokens:
+class RowTokens(RowRequests):
     """Token ids of rows."""
 
     def __init__(self):
@@ -77,7 +79,7 @@ class RowTokens:
         return self.until
 
 
-class RandomSplits:
+class RandomSplits(PrefixSplits):
     """Divides prefixes at random, from none to all of their tokens."""
 
     def __init__(self, seed):
