@@ -3,10 +3,10 @@
 import pytest
 
 from quire.policies import choose, kvcrush
-from quire.policies.signatures import context, units
+from quire.policies.signatures import context
 
 
 def without_native_selection(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let policies select with NumPy."""
-    for module in (choose, context, kvcrush, units):
+    for module in (choose, context, kvcrush):
         monkeypatch.setattr(module, "native_selection", lambda: None)

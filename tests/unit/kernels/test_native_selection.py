@@ -9,7 +9,7 @@ import torch
 from quire.kernels.native.library import NativeLibrary, load_library
 from quire.kernels.native.selection import NativeSelection
 from quire.policies.choose import best_with_numpy
-from quire.policies.signatures.anchors import MEAN, Signatures, anchor_distance, fixed_anchor, pack
+from quire.policies.signatures.anchors import MEAN, Signatures, anchor_distance, fixed_anchor
 from quire.policies.signatures.context import aligned_words
 from quire.policies.signatures.representatives import choose_best, choose_representatives
 from quire.policies.signatures.units import Units
@@ -24,22 +24,6 @@ pytestmark = pytest.mark.skipif(not PATHS, reason="no C extension")
 @pytest.fixture(params=PATHS, ids=lambda path: f"path{path}")
 def selection(request):
     return NativeSelection(replace(LIBRARY, path=request.param))
-
-
-def test_free_slots_equal_those_of_numpy(selection):
-    rng = np.random.default_rng(0)
-    for slots in (0, 1, 40, 90):
-        for most in (1.0, 0.5, 0.0):
-            live = np.arange(slots) < rng.integers(0, slots + 1, (6, 1))
-            protected = (rng.random((6, slots)) < 0.4) | (np.arange(slots) >= most * slots)
-            keep = rng.integers(0, slots + 1, 6)
-
-            columns, free, retained = selection.free_slots(live, protected, keep)
-
-            expected = Units.with_numpy(live, protected, keep, 1)
-            assert columns == expected.columns
-            assert np.array_equal(free, expected.free_slots)
-            assert np.array_equal(retained, expected.num_retained)
 
 
 SCORES = {
@@ -78,81 +62,34 @@ def test_heads_share_free_columns_and_scores_may_be_a_slice(selection):
     assert np.array_equal(found, best_with_numpy(score, free[:, None], wanted[:, None]))
 
 
-@pytest.mark.parametrize(("rows_per_layer", "heads"), [(1, 5), (1, 64), (2, 3), (2, 32), (4, 16)])
-def test_words_hold_the_bits_of_all_heads_of_a_layer(selection, rows_per_layer, heads):
-    rng = np.random.default_rng(heads)
-    score = rng.normal(size=(8, heads, 70)).astype(np.float32)
-    free, wanted = rng.random((8, 70)) < 0.8, rng.integers(0, 70, 8)
-
-    found = selection.best_words(score, free, wanted, rows_per_layer)
-
-    bits = best_with_numpy(score, free[:, None], wanted[:, None])
-    shift = (np.arange(8) % rows_per_layer * heads).astype(np.uint64)
-    assert np.array_equal(found, pack(bits)[:, :, 0] << shift[:, None])
-
-
-@pytest.mark.parametrize(("rows_per_layer", "heads"), [(1, 64), (2, 3), (4, 16), (64, 1)])
+@pytest.mark.parametrize(("rows_per_layer", "heads"), [(1, 5), (1, 64), (2, 3), (4, 16), (64, 1)])
 @pytest.mark.parametrize("spread", [1, 1.5, 40])
-def test_aligned_words_equal_those_of_numpy(selection, rows_per_layer, heads, spread):
+def test_signed_slots_equal_those_of_numpy(selection, rows_per_layer, heads, spread):
     rng = np.random.default_rng(heads)
-    rows, slots = 2 * rows_per_layer, 50
-    positions = np.full((rows, slots), -1)
-    for row, held in enumerate(rng.integers(1, slots + 1, rows)):
-        positions[row, :held] = np.sort(rng.permutation(int(spread * slots))[:held])
-    live = positions >= 0
-    free = live & (rng.random(live.shape) < 0.7)
-    columns = slice(4, 41)
-    free[:, :4] = free[:, 41:] = False
-    bits = (rng.random((rows, heads, slots)) < 0.5)[:, :, columns] & free[:, None, columns]
-    own = pack(bits)[:, :, 0]
-    own <<= (np.arange(rows) % rows_per_layer * heads).astype(np.uint64)[:, None]
+    for slots in (1, 50, 90):
+        rows, most = 2 * rows_per_layer, rng.choice([1.0, 0.5, 0.0])
+        positions = np.full((rows, slots), -1)
+        for row, held in enumerate(rng.integers(1, slots + 1, rows)):
+            positions[row, :held] = np.sort(rng.permutation(int(spread * slots))[:held])
+        live = positions >= 0
+        protected = (rng.random(live.shape) < 0.3) | (np.arange(slots) >= most * slots)
+        keep = rng.integers(0, slots + 1, rows)
+        score = rng.normal(size=(rows, heads, slots)).astype(np.float32)
 
-    found = selection.aligned_words(
-        own,
-        free[:, columns],
-        positions,
-        4,
-        past_end=int(positions.max()) + 1,
-        rows_per_layer=rows_per_layer,
-        heads=heads,
-    )
-
-    expected = aligned_words(bits, live & ~free, positions, rows_per_layer, columns)[:, :, 0]
-    assert np.array_equal(found[live[:, columns]], expected[live[:, columns]])
-    assert not found[~live[:, columns]].any()
-
-
-@pytest.mark.parametrize(("rows_per_layer", "heads"), [(1, 12), (4, 3)])
-def test_signed_slots_equal_those_of_separate_calls(selection, rows_per_layer, heads):
-    rng = np.random.default_rng(heads)
-    rows, slots = 3 * rows_per_layer, 80
-    live = np.arange(slots) < rng.integers(30, slots + 1, (rows, 1))
-    positions = np.where(live, np.cumsum(rng.integers(1, 4, (rows, slots)), axis=1), -1)
-    protected = (rng.random((rows, slots)) < 0.1) | (np.arange(slots) < 5)
-    keep, score = rng.integers(10, 60, rows), rng.normal(size=(rows, heads, slots))
-    score = score.astype(np.float32)
-
-    columns, free, retained, words = selection.signed(
-        *map(torch.from_numpy, (live, protected, keep, score, positions)),
-        past_end=300,
-        rows_per_layer=rows_per_layer,
-    )
-
-    assert columns == selection.free_slots(live, protected, keep)[0]
-    assert np.array_equal(free, selection.free_slots(live, protected, keep)[1])
-    assert np.array_equal(retained, selection.free_slots(live, protected, keep)[2])
-    expected = selection.best_words(score[:, :, columns], free, retained, rows_per_layer)
-    if rows_per_layer > 1:
-        expected = selection.aligned_words(
-            expected,
-            free,
-            positions,
-            columns.start,
-            past_end=300,
+        columns, free, retained, words = selection.signed(
+            *map(torch.from_numpy, (live, protected, keep, score, positions)),
+            past_end=int(positions.max(initial=0)) + 1,
             rows_per_layer=rows_per_layer,
-            heads=heads,
         )
-    assert np.array_equal(words, expected)
+
+        expected = Units.of(live, protected, keep, 1)
+        assert columns == expected.columns
+        assert np.array_equal(free, expected.free_slots)
+        assert np.array_equal(retained, expected.num_retained)
+        bits = best_with_numpy(score[:, :, columns], free[:, None], retained[:, None])
+        must, held = live & protected, live[:, columns]
+        of_numpy = aligned_words(bits, must, positions, rows_per_layer, columns)[:, :, 0]
+        assert np.array_equal(words[held & free], of_numpy[held & free])
 
 
 @pytest.mark.parametrize("anchor", [MEAN, "random", "alternating", "zeros", "ones"])
@@ -185,7 +122,8 @@ def test_retained_slots_equal_those_of_numpy(selection, words, anchor, pick_best
     live = np.arange(slots) < rng.integers(40, slots + 1, (rows, 1))
     protected = np.arange(slots) < rng.integers(0, 9, (rows, 1))
     keep = rng.integers(10, 80, rows)
-    columns, free, wanted = selection.free_slots(live, protected, keep)
+    units = Units.of(live, protected, keep, 1)
+    columns, free, wanted = units.columns, units.free_slots, units.num_retained
     count = np.minimum(rng.integers(0, 30, rows), wanted)
     score = rng.integers(0, 40, (rows, 95)).astype(np.float32)[:, : free.shape[1]]
     signed = Signatures(

@@ -2,11 +2,8 @@
 
 Each computes exactly what a function of `quire.policies` computes with NumPy:
 
-free_slots        `signatures.units.Units.of` for single slots
-best              `best.best_with_numpy`
-best_words        the same for every head, packed as by `signatures.anchors.pack`
-aligned_words     `signatures.alignment.aligned_words`
-signed            `free_slots`, `best_words` and `aligned_words` in one call
+best              `choose.best_with_numpy`
+signed            `signatures.units.Units.of` and `SelectionContext.words`, for single slots
 representatives   `signatures.representatives.choose_representatives` and `choose_best`
 retained          the best slots and their representatives, of `crushed.Crushed.retained_of`
 """
@@ -48,42 +45,6 @@ class NativeSelection:
     def __init__(self, library: NativeLibrary) -> None:
         self._library = library
 
-    def free_slots(
-        self, live: Marks, protected: Marks, keep: NDArray[np.integer[Any]]
-    ) -> tuple[slice, Marks, NDArray[np.int64]]:
-        """Return the slots that may be evicted one by one.
-
-        Args:
-            live: [row, slot] slots that hold a token.
-            protected: [row, slot] slots that are always retained.
-            keep: [row] slots to retain.
-
-        Returns:
-            The range from the first to the last of these slots; marks of them in this range, [row,
-            column]; the number of them to retain, [row].
-        """
-        live, protected = np.ascontiguousarray(live), np.ascontiguousarray(protected)
-        keep = np.ascontiguousarray(keep, dtype=np.int64)
-        rows, slots = live.shape
-        free, retained = (
-            np.empty((rows + 1) * slots, dtype=np.bool_),
-            np.empty(rows, dtype=np.int64),
-        )
-        args = FreeArgs(
-            live=_address(live),
-            protected=_address(protected),
-            keep=_address(keep),
-            free=_address(free),
-            retained=_address(retained),
-            rows=rows,
-            slots=slots,
-            path=self._library.path,
-        )
-        self._library.free(ctypes.byref(args))
-        first, end = args.columns
-        marks = free[: rows * (end - first)].reshape(rows, end - first)
-        return slice(first, end), marks, retained
-
     def best(
         self, score: NDArray[np.float32], free: Marks, wanted: NDArray[np.integer[Any]]
     ) -> Marks:
@@ -95,40 +56,6 @@ class NativeSelection:
             wanted: [row] number of columns, for each head.
         """
         best = np.empty(score.shape, dtype=np.bool_)
-        self._best(score, free, wanted, best=_address(best))
-        return best
-
-    def best_words(
-        self,
-        score: NDArray[np.float32],
-        free: Marks,
-        wanted: NDArray[np.integer[Any]],
-        rows_per_layer: int,
-    ) -> Words:
-        """Mark the best columns of each head in one bit of a word, [row, column].
-
-        Args:
-            score: [row, head, column], finite if free.
-            free: [row, column].
-            wanted: [row] number of columns, for each head.
-            rows_per_layer: rows of a layer, whose heads have different bits; the heads of a layer
-                fit in a word.
-        """
-        rows, _, columns = score.shape
-        words = np.empty((rows, columns), dtype=np.uint64)
-        self._best(score, free, wanted, words=_address(words), rows_per_layer=rows_per_layer)
-        return words
-
-    def _best(
-        self,
-        score: NDArray[np.float32],
-        free: Marks,
-        wanted: NDArray[np.integer[Any]],
-        *,
-        best: int | None = None,
-        words: int | None = None,
-        rows_per_layer: int = 1,
-    ) -> None:
         score = score if score.ndim == 3 else score[:, None]
         score, free = _in_lines(score), _in_lines(free)
         wanted = np.ascontiguousarray(wanted, dtype=np.int64)
@@ -138,8 +65,7 @@ class NativeSelection:
             score=_address(score),
             free=_address(free),
             wanted=_address(wanted),
-            best=best,
-            words=words,
+            best=_address(best),
             keys=_address(keys),
             score_row=score.strides[0] // score.itemsize,
             score_head=score.strides[1] // score.itemsize,
@@ -147,53 +73,11 @@ class NativeSelection:
             rows=rows,
             heads=heads,
             columns=columns,
-            rows_per_layer=rows_per_layer,
+            rows_per_layer=1,
             path=self._library.path,
         )
         self._library.best(ctypes.byref(args))
-
-    def aligned_words(
-        self,
-        words: Words,
-        free: Marks,
-        positions: NDArray[np.int64],
-        first: int,
-        *,
-        past_end: int,
-        rows_per_layer: int,
-        heads: int,
-    ) -> Words:
-        """Replace the bits of each row's own heads by those of all heads of the layer, by token.
-
-        Args:
-            words: [row, column] result of `best_words`; overwritten.
-            free: [row, column] slots with these bits; the own bits of other slots are 1.
-            positions: [row, slot] ascending; -1 for the empty slots at the end.
-            first: the slot of the first column.
-            past_end: a number above all positions.
-            rows_per_layer: rows of a layer.
-            heads: query heads of a row.
-
-        Returns:
-            [row, column] `words`; 0 for empty slots.
-        """
-        free, positions = np.ascontiguousarray(free), np.ascontiguousarray(positions)
-        tokens = np.empty(past_end, dtype=np.uint64)
-        args = AlignArgs(
-            words=_address(words),
-            positions=_address(positions),
-            free=_address(free),
-            tokens=_address(tokens),
-            rows=len(positions),
-            slots=positions.shape[1],
-            first=first,
-            columns=words.shape[1],
-            rows_per_layer=rows_per_layer,
-            heads=heads,
-            past_end=past_end,
-        )
-        self._library.align(ctypes.byref(args))
-        return words
+        return best
 
     def signed(
         self,
@@ -206,16 +90,22 @@ class NativeSelection:
         past_end: int,
         rows_per_layer: int,
     ) -> tuple[slice, Marks, NDArray[np.int64], Words]:
-        """Return what `free_slots` returns, and the bits of all heads of a layer by token.
+        """Return the slots that may be evicted one by one, and the bits of all heads by token.
 
         Args:
             live: slots that hold a token.
             protected: slots that are always retained.
             keep: int64 number of slots to retain.
             score: float32, finite if the slot is live and not protected.
-            positions: int64, as of `aligned_words`; not read if a layer is one row.
+            positions: int64, ascending, -1 for the empty slots at the end; not read if a layer is
+                one row.
             past_end: a number above all positions.
             rows_per_layer: rows of a layer; its heads fit in a word.
+
+        Returns:
+            The range from the first to the last of these slots; marks of them in this range, [row,
+            column]; the number of them to retain, [row]; for every column a bit of each query head
+            of the layer, 0 for empty slots, [row, column].
         """
         parts = (live, protected, keep, score, positions)  # addresses of tensors are fast
         live, protected, keep, score, positions = (part.contiguous() for part in parts)
@@ -319,7 +209,7 @@ class NativeSelection:
 
         Args:
             live: [row, slot] slots that hold a token.
-            free: [row, column] slots that may be evicted, as from `free_slots`.
+            free: [row, column] slots that may be evicted, as from `signed`.
             first: the slot of the first column.
             retained: [row] number of free slots to retain.
             count: [row] how many of these are representatives.

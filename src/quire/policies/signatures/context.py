@@ -131,9 +131,10 @@ class SelectionContext:
     @cached_property
     def units(self) -> Units:
         """The units that are evicted whole."""
-        if self._signed is not None:
-            return self._signed[0]
         live, protected, keep = map(on_host, (self.rows.live, self.protected, self.keep))
+        if self.piece_tokens == 1 and self._signed is not None:
+            columns, free, retained, _ = self._signed
+            return Units(live, columns, free, retained, free, retained, piece_tokens=1)
         return Units.of(live, protected, keep, self.piece_tokens)
 
     @property
@@ -192,29 +193,27 @@ class SelectionContext:
     def words(self) -> Words:
         """[row, column, word] one bit for every query head of a row's layer, packed."""
         if self._signed is not None:
-            return self._signed[1][:, :, None]
-        if self._words_fit:
-            return self._native_words()[:, :, None]
+            columns, _, _, found = self._signed
+            words = np.zeros((*self.units.free_slots.shape, 1), dtype=np.uint64)
+            # the first and the last piece may extend these columns; they are not free then
+            first = columns.start - self.units.columns.start
+            words[:, first : first + found.shape[1], 0] = found
+            return words
         if self.rows_per_layer == 1:
             return pack(on_host(self.own_bits))
         must, positions = map(on_host, (self.protected & self.rows.live, self.rows.positions))
         bits, columns = on_host(self.own_bits), self.units.columns
         return aligned_words(bits, must, positions, self.rows_per_layer, columns)
 
-    @property
-    def _words_fit(self) -> bool:
-        """Whether the C library can compute the words."""
-        plain = type(self.base).choose is ScorePolicy.choose
-        fits = plain and self.width <= WORD_BITS and self.score.dtype == torch.float32
-        return fits and self.score.device.type == "cpu" and native_selection() is not None
-
     @cached_property
-    def _signed(self) -> tuple[Units, NDArray[np.uint64]] | None:
-        """Units of one slot, and words, in one call of the C library; None if it cannot."""
-        native = native_selection()
-        if native is None or self.piece_tokens > 1 or not self._words_fit:
+    def _signed(self) -> tuple[slice, Marks, NDArray[np.int64], NDArray[np.uint64]] | None:
+        """Columns, free slots, their number and words from the C library; None if it cannot."""
+        native, score = native_selection(), self.score
+        plain = type(self.base).choose is ScorePolicy.choose
+        fits = plain and self.width <= WORD_BITS and score.dtype == torch.float32
+        if native is None or not fits or score.device.type != "cpu":
             return None
-        columns, free, retained, words = native.signed(
+        return native.signed(
             self.rows.live,
             self.protected,
             self.keep.long(),
@@ -222,28 +221,6 @@ class SelectionContext:
             self.rows.positions.long(),
             past_end=int(torch.as_tensor(self.view.next_position).max()),
             rows_per_layer=self.rows_per_layer,
-        )
-        live = on_host(self.rows.live)
-        return Units(live, columns, free, retained, free, retained, piece_tokens=1), words
-
-    def _native_words(self) -> NDArray[np.uint64]:
-        """The words from the C library."""
-        native, score = native_selection(), self.score
-        assert native is not None, "see _words_fit"
-        units, rows = self.units, self.rows_per_layer
-        of_columns = on_host(score)[:, :, units.columns]
-        words = native.best_words(of_columns, units.free_slots, units.wanted_slots, rows)
-        if rows == 1:
-            return words
-        positions, first = on_host(self.rows.positions), units.columns.start
-        return native.aligned_words(
-            words,
-            units.free_slots,
-            positions,
-            first,
-            past_end=int(torch.as_tensor(self.view.next_position).max()),
-            rows_per_layer=rows,
-            heads=score.shape[1],
         )
 
     @property

@@ -17,7 +17,6 @@ from jaxtyping import Bool
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kernels.native.selection import native_selection
 from quire.policies.choose import Floats, best_of, count_of
 
 Marks = NDArray[np.bool_]
@@ -58,17 +57,6 @@ class Units:
             keep: [layer] slots to retain.
             piece_tokens: slots of a unit.
         """
-        native = native_selection()
-        if piece_tokens == 1 and native is not None:
-            columns, slots, wanted = native.free_slots(live, protected, keep)
-            return cls(live, columns, slots, wanted, slots, wanted, piece_tokens)
-        return cls.with_numpy(live, protected, keep, piece_tokens)
-
-    @classmethod
-    def with_numpy(
-        cls, live: Marks, protected: Marks, keep: NDArray[np.int64], piece_tokens: int
-    ) -> "Units":
-        """Cut layers into units, as `of` does, without the C library."""
         open_: Marks = live & ~protected
         columns = _between(open_, piece_tokens)
         slots: Marks = open_[:, columns]
