@@ -92,7 +92,16 @@ def simulate(settings: Settings, *, flags: SimulateFlags) -> None:
         cost = cost_of_tokens(claims, flags.price_per_hour, settings.cluster.replicas)
         typer.echo(render_cost(cost, flags.price_per_hour))
         claims = claims | cost
-    used = _used(settings, config, flags.trace) | {"price_per_hour": flags.price_per_hour}
+    used = {
+        "trace": asdict(settings.trace) | {"file": flags.trace.name},
+        "model": settings.model,
+        "dtype": DTYPE,
+        "machine": asdict(settings.machine) | {"rates": asdict(config.rates)},
+        "kv": option_values(settings.kv),
+        "schedule": asdict(settings.schedule),
+        "cluster": asdict(settings.cluster),
+        "router": asdict(settings.router),
+    } | {"price_per_hour": flags.price_per_hour}
     made = envelope("simulate", claims, found.arms, used, seconds=found.took_s)
     if flags.out is not None:
         stored = {"simulate.json": (json.dumps(made, indent=2) + "\n").encode()}
@@ -182,16 +191,3 @@ def _eviction(settings: Settings, model: "ModelSpec") -> Callable[[int], Evictio
     rule = rules.default
     lanes = rules.lanes_of(rule)
     return lambda tokens: rule.for_request(tokens, lanes).spec
-
-
-def _used(settings: Settings, config: "SimConfig", trace: Path) -> dict[str, object]:
-    return {
-        "trace": asdict(settings.trace) | {"file": trace.name},
-        "model": settings.model,
-        "dtype": DTYPE,
-        "machine": asdict(settings.machine) | {"rates": asdict(config.rates)},
-        "kv": option_values(settings.kv),
-        "schedule": asdict(settings.schedule),
-        "cluster": asdict(settings.cluster),
-        "router": asdict(settings.router),
-    }

@@ -1,7 +1,6 @@
 """Addresses of shared stores for cached prefixes: redis://, rediss://, unix:// and file:// URLs."""
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
@@ -110,7 +109,19 @@ def _checked(scheme: str, parts: SplitResult) -> StoreURL:
         )
     login = {"username": _text(parts.username), "password": _text(parts.password)}
     if scheme in ("unix", "file"):
-        return _local(scheme, parts, query, login)
+        is_here = scheme == "unix" or parts.netloc in ("", "localhost")
+        if not parts.path.strip("/") or not is_here:
+            raise ConfigError(
+                f"expected an absolute path, such as {scheme}:///var/lib/quire/kv, got "
+                f"{scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+            )
+        return StoreURL(
+            scheme,
+            path=unquote(parts.path),
+            database=int(query.get("db", 0)),
+            username=login["username"] or None,
+            password=login["password"],
+        )
     if not parts.hostname:
         raise ConfigError(f"expected a host in {scheme}://HOST:PORT, got none")
     return StoreURL(
@@ -121,24 +132,6 @@ def _checked(scheme: str, parts: SplitResult) -> StoreURL:
         username=login["username"],
         password=login["password"],
         files=tuple(sorted(files.items())),
-    )
-
-
-def _local(
-    scheme: str, parts: SplitResult, query: Mapping[str, str], login: Mapping[str, str | None]
-) -> StoreURL:
-    is_here = scheme == "unix" or parts.netloc in ("", "localhost")
-    if not parts.path.strip("/") or not is_here:
-        raise ConfigError(
-            f"expected an absolute path, such as {scheme}:///var/lib/quire/kv, got "
-            f"{scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
-        )
-    return StoreURL(
-        scheme,
-        path=unquote(parts.path),
-        database=int(query.get("db", 0)),
-        username=login["username"] or None,
-        password=login["password"],
     )
 
 

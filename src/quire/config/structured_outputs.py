@@ -64,7 +64,14 @@ class StructuredOutputs:
             raise RequestError(
                 f"expected exactly one of {', '.join(KINDS)} in {FIELD}, got {found}", param=FIELD
             )
-        self._check_whitespace()
+        if self.whitespace_pattern is None:
+            return
+        if self.disable_any_whitespace or self.kind not in ("json", "json_object"):
+            raise _error(
+                "whitespace_pattern",
+                "whitespace_pattern needs json or json_object, without disable_any_whitespace: "
+                "leave it out",
+            )
 
     @property
     def kind(self) -> str:
@@ -75,16 +82,6 @@ class StructuredOutputs:
     def param(self) -> str:
         """Name of the field that sets the structure, for errors."""
         return f"{FIELD}.{self.kind}"
-
-    def _check_whitespace(self) -> None:
-        if self.whitespace_pattern is None:
-            return
-        if self.disable_any_whitespace or self.kind not in ("json", "json_object"):
-            raise _error(
-                "whitespace_pattern",
-                "whitespace_pattern needs json or json_object, without disable_any_whitespace: "
-                "leave it out",
-            )
 
 
 def as_structured_outputs(name: str, value: object) -> StructuredOutputs:

@@ -119,7 +119,13 @@ def build_pool(
         make_store = partial(PageStore, device=device, mover=mover)
         memory = _own_memory(model, config, schedule, layout, plan, make_store)
     else:
-        _check_member(config, member, model.group.size)
+        if model.group.size > 1:
+            raise limits.refused(limits.SHARED_POOL_ON_RANKS, ranks=model.group.size)
+        if config.memory is not None:
+            raise ConfigError(
+                f"a KV memory of {config.memory} conflicts with a shared pool, which guarantees "
+                f"{member.guaranteed_bytes:,} B to {member.name!r}; leave memory at auto"
+            )
         memory = member.make_memory(layout, schedule.num_rows, device, mover)
     store, measured = store_of(memory), plan.stored_as.measured
     host = swap_space(memory, schedule, host_bytes, offload_bytes, model.group)
@@ -157,7 +163,15 @@ class _PoolPlan:
 
 def _plan_pool(model: LoadedModel, config: KVConfig, schedule: ScheduleConfig) -> _PoolPlan:
     """Resolve the options of a pool and refuse conflicting options."""
-    _refuse_on_ranks(model.group.size, config, schedule)
+    cache, limit = config.prefix_cache, None
+    if cache.cpu_memory or cache.disk_memory or cache.remote:
+        limit = limits.TIER_ON_RANKS
+    elif config.offload.kv_memory:
+        limit = limits.OFFLOAD_ON_RANKS
+    elif schedule.batch_invariant:
+        limit = limits.INVARIANT_ON_RANKS
+    if model.group.size > 1 and limit is not None:
+        raise limits.refused(limit)
     refuse_nothing_shared(schedule.objective, offloaded_weights=model.weights is not None)
     stored_as = codec_of(config, model)
     if schedule.batch_invariant:
@@ -189,18 +203,6 @@ def _plan_pool(model: LoadedModel, config: KVConfig, schedule: ScheduleConfig) -
     if rules.mixes and rules.why_no_pre_rope is None:
         pre_rope = PreRopeAttention(model.decoder.device, scratch_bytes=config.scratch)
     return _PoolPlan(stored_as, rules, longest, layout, backend, choice.reason, pre_rope)
-
-
-def _refuse_on_ranks(ranks: int, config: KVConfig, schedule: ScheduleConfig) -> None:
-    cache, limit = config.prefix_cache, None
-    if cache.cpu_memory or cache.disk_memory or cache.remote:
-        limit = limits.TIER_ON_RANKS
-    elif config.offload.kv_memory:
-        limit = limits.OFFLOAD_ON_RANKS
-    elif schedule.batch_invariant:
-        limit = limits.INVARIANT_ON_RANKS
-    if ranks > 1 and limit is not None:
-        raise limits.refused(limit)
 
 
 def _make_rules(
@@ -252,13 +254,3 @@ def _own_memory(
         track_changes=device.type != "cpu",
         unite=model.group.union if model.group.size > 1 else None,
     )
-
-
-def _check_member(config: KVConfig, member: PoolMember, ranks: int) -> None:
-    if ranks > 1:
-        raise limits.refused(limits.SHARED_POOL_ON_RANKS, ranks=ranks)
-    if config.memory is not None:
-        raise ConfigError(
-            f"a KV memory of {config.memory} conflicts with a shared pool, which guarantees "
-            f"{member.guaranteed_bytes:,} B to {member.name!r}; leave memory at auto"
-        )

@@ -57,7 +57,11 @@ def _prompt(row: TraceRow, model: LoadedModel, chat: ChatTemplate | None) -> Use
 def _token_ids(row: TraceRow, model: LoadedModel, chat: ChatTemplate | None) -> list[int]:
     prompt, messages = row.values.get("prompt"), row.values.get("messages")
     if isinstance(prompt, list) and all(type(one) is int for one in prompt):
-        return _known_ids(row, prompt, model)
+        most = model.spec.vocab_size
+        wrong = next((one for one in prompt if not 0 <= one < most), None)
+        if wrong is not None:
+            raise row.error(f"token ids from 0 to {most - 1}", wrong)
+        return prompt
     is_chat = isinstance(messages, list) and all(isinstance(one, Mapping) for one in messages)
     if not is_chat and not isinstance(prompt, str):
         got = sorted(row.values)[:4] if prompt is messages is None else prompt or messages
@@ -69,11 +73,3 @@ def _token_ids(row: TraceRow, model: LoadedModel, chat: ChatTemplate | None) -> 
         if isinstance(messages, list) and is_chat
         else encode_prompt(model.tokenizer, str(prompt))
     )
-
-
-def _known_ids(row: TraceRow, ids: list[int], model: LoadedModel) -> list[int]:
-    most = model.spec.vocab_size
-    wrong = next((one for one in ids if not 0 <= one < most), None)
-    if wrong is not None:
-        raise row.error(f"token ids from 0 to {most - 1}", wrong)
-    return ids

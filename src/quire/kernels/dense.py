@@ -44,7 +44,12 @@ def attend_dense(
             num_queries = query.shape[2]
             seen = torch.ones(num_queries, num_queries, dtype=torch.bool, device=query.device)
             seen = seen.tril()[None, None]
-        return _attend_plain(query, key, value, math, seen)
+        blocks = []
+        for start in range(0, query.shape[2], PLAIN_BLOCK_QUERIES):
+            part = slice(start, start + PLAIN_BLOCK_QUERIES)
+            mask = seen if seen is None or seen.shape[2] == 1 else seen[:, :, part]
+            blocks.append(_attend_block(query[:, :, part], key, value, math, mask))
+        return torch.cat(blocks, dim=2)
     batch, num_heads, num_queries, head_dim = query.shape
     num_kv_heads = key.shape[1]
     if num_queries == 1 and num_heads != num_kv_heads:
@@ -61,17 +66,6 @@ def attend_dense(
         scale=math.scale,
         enable_gqa=num_heads != num_kv_heads,
     )
-
-
-def _attend_plain(
-    query: Tensor, key: Tensor, value: Tensor, math: AttentionMath, seen: Tensor | None
-) -> Tensor:
-    blocks = []
-    for start in range(0, query.shape[2], PLAIN_BLOCK_QUERIES):
-        part = slice(start, start + PLAIN_BLOCK_QUERIES)
-        mask = seen if seen is None or seen.shape[2] == 1 else seen[:, :, part]
-        blocks.append(_attend_block(query[:, :, part], key, value, math, mask))
-    return torch.cat(blocks, dim=2)
 
 
 def _attend_block(

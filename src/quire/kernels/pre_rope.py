@@ -245,7 +245,11 @@ class PreRopeAttention(TorchSlots):
             if column_sums is not None:
                 sums = column_sums_dense(q, found.key, math=own_math, seen=seen)
                 sums = sums if found.exact is None else found.exact.by_slot(sums)
-                _put_sums(sums, found.slot, bucket, _by_lane(column_sums, pages.num_lanes))
+                # write column sums [entries, heads, places] to the slots in storage order
+                target = _by_lane(column_sums, pages.num_lanes)
+                for entry, live in enumerate(bucket.is_live.sum(dim=1).tolist()):
+                    heads = target[int(bucket.rows[entry]), int(bucket.lanes[entry])]
+                    heads[:, found.slot[entry, :live]] = sums[entry, :, :live]
         return out
 
     @staticmethod
@@ -382,10 +386,3 @@ def _math_of(math: AttentionMath, num_lanes: int, lanes: Tensor) -> AttentionMat
     if math.sinks is None:
         return math
     return replace(math, sinks=math.sinks.view(num_lanes, -1)[lanes])
-
-
-def _put_sums(sums: Tensor, slot: Tensor, bucket: Bucket, target: Tensor) -> None:
-    """Write column sums [entries, heads, places] to the slots in storage order."""
-    for entry, live in enumerate(bucket.is_live.sum(dim=1).tolist()):
-        heads = target[int(bucket.rows[entry]), int(bucket.lanes[entry])]
-        heads[:, slot[entry, :live]] = sums[entry, :, :live]

@@ -70,7 +70,12 @@ def select_backend(
     if name == "gathered":
         return BackendChoice(gathered, "selected by name")
     if name == "triton" or (name == "auto" and device.type == "cuda"):
-        return _triton(name, gathered, device, dtype, head_dim, codec)
+        choice = usable_triton(gathered, device, dtype, head_dim, codec)
+        if isinstance(choice, BackendChoice):
+            return choice
+        if name == "triton":
+            raise ConfigError(f"attention=triton cannot run here: {choice}; use auto")
+        return BackendChoice(gathered, f"runs on any device; not triton: {choice}")
     return _native(name, gathered, device, dtype, head_dim, codec)
 
 
@@ -96,27 +101,6 @@ def _native(
     if name == "native":
         raise ConfigError(f"attention=native cannot run here: {library.reason}; use auto")
     return BackendChoice(gathered, f"runs on any device; not native: {library.reason}")
-
-
-def _triton(
-    name: str,
-    gathered: GatheredAttention,
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    codec: str,
-) -> BackendChoice:
-    """Return the Triton backend; with `auto`, the gathered backend if it cannot run.
-
-    Raises:
-        ConfigError: triton is required and cannot run.
-    """
-    choice = usable_triton(gathered, device, dtype, head_dim, codec)
-    if isinstance(choice, BackendChoice):
-        return choice
-    if name == "triton":
-        raise ConfigError(f"attention=triton cannot run here: {choice}; use auto")
-    return BackendChoice(gathered, f"runs on any device; not triton: {choice}")
 
 
 def usable_triton(

@@ -105,7 +105,11 @@ def plan_compaction(
     moves = no_moves() if kept_columns is not None else _moves(keep, kind)
     mirrors = followers(memory, group, row)
     statistics, tables = tuple(mirror.group.name for mirror in mirrors), [table, *mirrors]
-    needed = {table.group.page_class: _count_needed(memory, table, row, moves)}
+    lane, column = _shared_targets(memory, table, row, moves)
+    shared = table.pages[row, lane, column]
+    if len(shared) and memory.listeners.unpublish(table.group.page_class, shared).any():
+        lane, _ = _shared_targets(memory, table, row, moves)
+    needed = {table.group.page_class: len(lane)}
     freed, offloaded = _freed_pages(memory, tables, row, keep, kept_columns), 0
     if table.staged[row]:
         offloaded = _count_offloaded(memory, table, row, keep, kept_columns, needed, freed)
@@ -184,14 +188,6 @@ def after_first(pages: Mask, number: int) -> Mask:
 
 def _moves(keep: Mask, kind: Kind) -> SlotMoves:
     return fill_holes(keep) if kind is Kind.FILL_HOLES else close_gaps(keep)
-
-
-def _count_needed(memory: KVMemory, table: LaneTable, row: int, moves: SlotMoves) -> int:
-    lane, column = _shared_targets(memory, table, row, moves)
-    shared = table.pages[row, lane, column]
-    if len(shared) and memory.listeners.unpublish(table.group.page_class, shared).any():
-        lane, _ = _shared_targets(memory, table, row, moves)
-    return len(lane)
 
 
 def _shared_targets(

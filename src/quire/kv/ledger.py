@@ -78,17 +78,12 @@ class _Counted:
         if pool.num_shared:
             self._count_shared(pool, tables, rows)
         else:
-            self._count_private(pool, tables, rows)
-
-    def _count_private(
-        self, pool: PagePool, tables: list[LaneTable], rows: NDArray[np.int64]
-    ) -> None:
-        held = np.stack([table.num_pages[rows].sum(axis=1) for table in tables])
-        group, place = np.nonzero(held)
-        once = np.ones_like(group)
-        self.index = np.stack([group, rows[place], once, once], axis=1)
-        self.pages = held[group, place].astype(np.int64)
-        self.idle = np.array([0, pool.num_used - int(held.sum())])
+            held = np.stack([table.num_pages[rows].sum(axis=1) for table in tables])
+            group, place = np.nonzero(held)
+            once = np.ones_like(group)
+            self.index = np.stack([group, rows[place], once, once], axis=1)
+            self.pages = held[group, place].astype(np.int64)
+            self.idle = np.array([0, pool.num_used - int(held.sum())])
 
     def _count_shared(
         self, pool: PagePool, tables: list[LaneTable], rows: NDArray[np.int64]
@@ -197,7 +192,11 @@ def _count(memory: KVMemory) -> dict[_Key, list[int]]:
     sizes: defaultdict[_Key, list[int]] = defaultdict(list)
     for page_class in memory.pools:
         holders = _holders(memory, page_class)
-        referenced = _referenced(memory, page_class)
+        referenced: Counter[int] = Counter()
+        for cached_reference in memory.cached_references.values():
+            for name, numbers in cached_reference.items():
+                if memory.tables[name].group.page_class == page_class:
+                    referenced.update(numbers.reshape(-1).tolist())
         for page in holders.keys() | referenced.keys():
             owners = holders.get(page, [])
             counts = (len(owners) + referenced[page], len(owners))
@@ -214,15 +213,6 @@ def _holders(memory: KVMemory, page_class: PageClass) -> dict[int, list[tuple[in
                 for page in table.row_pages(row).tolist():
                     holders[page].append((row, name))
     return dict(holders)
-
-
-def _referenced(memory: KVMemory, page_class: PageClass) -> Counter[int]:
-    referenced: Counter[int] = Counter()
-    for cached_reference in memory.cached_references.values():
-        for name, numbers in cached_reference.items():
-            if memory.tables[name].group.page_class == page_class:
-                referenced.update(numbers.reshape(-1).tolist())
-    return referenced
 
 
 def _prove_shares(extents: Iterable[LedgerExtent], expected: dict[_Key, list[int]]) -> None:

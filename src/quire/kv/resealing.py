@@ -21,7 +21,6 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kernels.coded import CodedPlanes
 from quire.kv.compaction import CompactionPlan
 from quire.kv.lane_reader import RowLanes, VectorReader
 from quire.kv.paged_kv import PagedKV
@@ -195,7 +194,13 @@ class Resealing:
             side = (self._coded.key, self._coded.value)[number]
             if side.codec.spec.per_page:
                 found = vectors[self._tensor(lane)[:, None], :, slot].transpose(1, 2)
-                lost = _encode_again(side, pages, found, keeps)
+                # encode pages with their new tokens
+                before = [plane[pages] for plane in side.planes]
+                heads = keeps[:, None].expand(-1, found.shape[1])
+                encoded = side.codec.encode_again(found, before, heads)
+                for plane, codes in zip(side.planes, encoded, strict=True):
+                    plane[pages] = codes
+                lost = found - side.codec.decode(encoded)
                 self._encode_records(row, part, lane, number, positions, lost)
 
     def _encode_records(
@@ -238,21 +243,3 @@ class Resealing:
         return torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.int64)).to(
             self._kv.store.device
         )
-
-
-def _encode_again(
-    side: CodedPlanes,
-    pages: Tensor,
-    vectors: Float[Tensor, "page head token head_dim"],
-    keeps: Tensor,
-) -> Tensor:
-    """Encode pages with their new tokens; return what the codes lost.
-
-    `keeps` marks pages that retain old tokens.
-    """
-    before = [plane[pages] for plane in side.planes]
-    heads = keeps[:, None].expand(-1, vectors.shape[1])
-    encoded = side.codec.encode_again(vectors, before, heads)
-    for plane, codes in zip(side.planes, encoded, strict=True):
-        plane[pages] = codes
-    return vectors - side.codec.decode(encoded)

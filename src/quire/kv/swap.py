@@ -209,7 +209,17 @@ def swap_in(memory: KVMemory, swapped: Swapped) -> list[int]:
         swapped.offloaded.attach(rows)
     for row, sequence in zip(rows, swapped.sequences, strict=True):
         _attach(memory, row, sequence, pages)
-    _retain_shared(memory, swapped, pages)
+    # add a reference to each page for every sequence after the first that shares it
+    for page_class, numbers in pages.items():
+        named = [
+            lanes.stored
+            for sequence in swapped.sequences
+            for name, lanes in sequence.lanes.items()
+            if memory.tables[name].group.page_class == page_class
+        ]
+        times = np.bincount(np.concatenate(named), minlength=len(numbers))
+        for further in range(1, int(times.max(initial=1))):
+            memory.pools[page_class].retain(numbers[times > further])
     memory.note_peaks(np.array(rows))
     swapped.stored.free()
     return rows
@@ -336,17 +346,3 @@ def _attach(
         table.num_slots[row] += lanes.num_slots
     memory.lengths[row] = sequence.length
     memory.peak_bytes[row] = max(sequence.peak_bytes, int(memory.peak_bytes[row]))
-
-
-def _retain_shared(memory: KVMemory, swapped: Swapped, pages: dict[PageClass, PageNumbers]) -> None:
-    """Add a reference to each page for every sequence after the first that shares it."""
-    for page_class, numbers in pages.items():
-        named = [
-            lanes.stored
-            for sequence in swapped.sequences
-            for name, lanes in sequence.lanes.items()
-            if memory.tables[name].group.page_class == page_class
-        ]
-        times = np.bincount(np.concatenate(named), minlength=len(numbers))
-        for further in range(1, int(times.max(initial=1))):
-            memory.pools[page_class].retain(numbers[times > further])

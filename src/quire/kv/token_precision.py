@@ -191,7 +191,17 @@ class FullPrecisionStep:
             if not coded.codec.spec.per_page:
                 write_codes(coded, slots.pages, slots.offsets, fresh)
             elif len(self._full[layer].pages):
-                lost = _encode_pages(self._full[layer], coded, full_precision, fresh)
+                # encode pages that have become full
+                full = self._full[layer]
+                heads, head_dim = full_precision.shape[1], full_precision.shape[3]
+                by_lane = fresh.reshape(len(fresh), -1, heads, head_dim)
+                new = by_lane[full.fresh, full.lanes[:, None]]  # [page, token, head, head_dim]
+                old = full_precision[full.full_precision_pages[:, None], :, full.records]
+                vectors = torch.where(full.is_fresh[:, :, None, None], new, old).transpose(1, 2)
+                encoded = coded.codec.encode(vectors)
+                for plane, codes in zip(coded.planes, encoded, strict=True):
+                    plane[full.pages] = codes
+                lost = vectors.float() - coded.codec.decode(encoded)
                 self._encode_records(self._full[layer], number, lost)
         return True
 
@@ -285,16 +295,3 @@ def _records(tokens: FullPrecisionTokens, position: NDArray[np.int64]) -> NDArra
     newest = tokens.sinks + (position - tokens.sinks) % max(1, tokens.recent)
     found: NDArray[np.int64] = np.where(position < tokens.sinks, position, newest)
     return found
-
-
-def _encode_pages(full: FullPages, coded: CodedPlanes, kept: Tensor, fresh: Tensor) -> Tensor:
-    """Encode pages that have become full; return what the codes lost, float32."""
-    heads, head_dim = kept.shape[1], kept.shape[3]
-    by_lane = fresh.reshape(len(fresh), -1, heads, head_dim)
-    new = by_lane[full.fresh, full.lanes[:, None]]  # [page, token, head, head_dim]
-    old = kept[full.full_precision_pages[:, None], :, full.records]
-    vectors = torch.where(full.is_fresh[:, :, None, None], new, old).transpose(1, 2)
-    encoded = coded.codec.encode(vectors)
-    for plane, codes in zip(coded.planes, encoded, strict=True):
-        plane[full.pages] = codes
-    return vectors.float() - coded.codec.decode(encoded)

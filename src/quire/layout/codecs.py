@@ -104,7 +104,14 @@ class CodecSpec:
         """
         if self.is_plain:
             return (Plane("numbers", self.codes, head_dim),)
-        planes = [Plane("codes", self.codes, self._codes_width(head_dim))]
+        # the codes packed into one byte come from segments of the vector of equal length
+        segments = {2: 4, 3: 8, 4: 2, 8: 1}[self.code_bits]
+        if head_dim % segments:
+            raise ConfigError(
+                f"codec {self.name!r} packs codes of {self.code_bits} bits into whole bytes: "
+                f"expected head_dim to be a multiple of {segments}, got {head_dim}; use int8"
+            )
+        planes = [Plane("codes", self.codes, head_dim * self.code_bits // 8)]
         if self.scaled != NONE:
             per_page = self.scaled == PAGE
             width = {VECTOR: 1, PAGE: head_dim}.get(self.scaled) or self.num_groups(head_dim)
@@ -149,13 +156,3 @@ class CodecSpec:
     def effective_bits(self, head_dim: int, page_tokens: int) -> float:
         """Return the bits per element, including scales, zeros and outliers."""
         return self.vector_bytes(head_dim, page_tokens) * 8 / head_dim
-
-    def _codes_width(self, head_dim: int) -> int:
-        # the codes packed into one byte come from segments of the vector of equal length
-        segments = {2: 4, 3: 8, 4: 2, 8: 1}[self.code_bits]
-        if head_dim % segments:
-            raise ConfigError(
-                f"codec {self.name!r} packs codes of {self.code_bits} bits into whole bytes: "
-                f"expected head_dim to be a multiple of {segments}, got {head_dim}; use int8"
-            )
-        return head_dim * self.code_bits // 8

@@ -388,7 +388,14 @@ class ModelSpec:
         if num_layers is None:
             raise reader.missing("num_hidden_layers", "n_layer", "n_layers", "num_layers")
         num_heads = reader.integer("num_attention_heads", "n_head", "n_heads", "num_heads")
-        max_positions = _max_positions(reader)
+        max_positions = reader.integer(
+            "max_position_embeddings",
+            "n_positions",
+            "max_sequence_length",
+            "max_seq_len",
+            "seq_length",
+            "n_ctx",
+        )
         kind = reader.model_type
         extra_rows = LEARNED_POSITIONS.get(kind)
         return cls(
@@ -514,17 +521,6 @@ def _refuse(reader: ConfigReader) -> None:
             raise UnsupportedModel(
                 f"{reader.model_type} models are not supported: {why} ({key!r} in config.json)"
             )
-
-
-def _max_positions(reader: ConfigReader) -> int:
-    return reader.integer(
-        "max_position_embeddings",
-        "n_positions",
-        "max_sequence_length",
-        "max_seq_len",
-        "seq_length",
-        "n_ctx",
-    )
 
 
 def _num_kv_heads(reader: ConfigReader, num_heads: int) -> int:

@@ -118,12 +118,14 @@ def attend_through_bridge(
             f"{type(module).__name__} was called outside of one"
         )
     _check(module, key, value, attention_mask, options)
+    softcap = options.get("softcap")
+    sinks = options.get("s_aux")
     call = AttentionCall(
         layer=module.layer_idx,
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         window=_window(module, options),
-        softcap=_softcap(options),
-        sinks=_sinks(options),
+        softcap=(float(softcap) if softcap else None),
+        sinks=(sinks if isinstance(sinks, torch.Tensor) else None),
         rotary=bridge.rotaries.get(module.layer_idx),
     )
     out = bridge.attention.attend(
@@ -163,13 +165,3 @@ def _window(module: nn.Module, options: Mapping[str, Any]) -> int | None:
     # Some models (Qwen2-MoE) apply the window in the mask and store it as an attribute only.
     window = options.get("sliding_window", getattr(module, "sliding_window", None))
     return int(window) if window else None
-
-
-def _softcap(options: Mapping[str, Any]) -> float | None:
-    softcap = options.get("softcap")
-    return float(softcap) if softcap else None
-
-
-def _sinks(options: Mapping[str, Any]) -> Tensor | None:
-    sinks = options.get("s_aux")
-    return sinks if isinstance(sinks, torch.Tensor) else None

@@ -242,7 +242,15 @@ def batch_records(
     records = lines.map_batches(
         BatchActor,
         batch_size=None,
-        fn_constructor_kwargs=_actor_arguments(engine, task, config, seed),
+        fn_constructor_kwargs={
+            "model": engine.model,
+            "options": engine.options,
+            "threads": engine.threads or max(1, int(config.cpus)),
+            "sampling": task.sampling,
+            "form": task.form,
+            "seed": seed,
+            "with_prompt": task.with_prompt,
+        },
         num_cpus=config.cpus,
         num_gpus=config.gpus,
         compute=ray.data.ActorPoolStrategy(
@@ -254,17 +262,3 @@ def batch_records(
     )
     for batch in records.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
         yield from batch.column(RECORD).to_pylist()
-
-
-def _actor_arguments(
-    engine: EngineRecipe, task: BatchTask, config: RayConfig, seed: int
-) -> dict[str, Any]:
-    return {
-        "model": engine.model,
-        "options": engine.options,
-        "threads": engine.threads or max(1, int(config.cpus)),
-        "sampling": task.sampling,
-        "form": task.form,
-        "seed": seed,
-        "with_prompt": task.with_prompt,
-    }

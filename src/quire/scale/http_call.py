@@ -159,10 +159,12 @@ def routed_request(call: HttpCall, tenant: str, block_words: int) -> RoutedReque
     body = _json_object(call)
     words = list(_words(body))
     salt = json.dumps([tenant, body.get("cache_salt"), body.get("model")])
+    named = [call.header(b"x-session-id"), *(body.get(name) for name in _SESSION_FIELDS)]
+    texts = (name[:_MAX_SESSION_CHARACTERS] for name in named if isinstance(name, str) and name)
     return RoutedRequest(
         prompt_blocks=block_hashes(words, block_words, salt),
         prompt_tokens=len(words),
-        session=_session(call, body),
+        session=next(texts, None),
         tenant=tenant or DEFAULT_TENANT,
     )
 
@@ -175,12 +177,6 @@ def _json_object(call: HttpCall) -> Mapping[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return body if isinstance(body, dict) and find_fault(body) is None else {}
-
-
-def _session(call: HttpCall, body: Mapping[str, Any]) -> str | None:
-    named = [call.header(b"x-session-id"), *(body.get(name) for name in _SESSION_FIELDS)]
-    texts = (name[:_MAX_SESSION_CHARACTERS] for name in named if isinstance(name, str) and name)
-    return next(texts, None)
 
 
 def _words(body: Mapping[str, Any]) -> Iterator[int]:

@@ -552,7 +552,19 @@ class Admission:
             return None
         self._waiting.pop(request)
         if whole:
-            return self._resume(request, swapped)
+            # swap in a request and its group
+            self._last_resumed = True
+            resumed = self._preempter.swap_in(swapped)
+            if not resumed:
+                self._waiting.push(request)
+                return self._allocate(request, may_preempt=False)
+            for member in resumed:
+                if self._sequence_memory.available_bytes < self.free.reserved_bytes:
+                    # It has its own copy of its cached prefix. While it held the cached pages, they
+                    # could not be evicted, and the request could be preempted again at once.
+                    self._sequence_memory.stop_sharing(member)
+                self._run(member)
+            return swapped
         self._last_resumed = first.progress.num_admissions > 1
         self._run(first)
         return first
@@ -618,21 +630,6 @@ class Admission:
         return next((victim for victim in victims if victim is not None), None)
 
     # ---- admitted ------------------------------------------------------------------------------
-
-    def _resume(self, request: Request, swapped: Request) -> Request | None:
-        """Swap in a request and its group; recompute them if a copy failed."""
-        self._last_resumed = True
-        resumed = self._preempter.swap_in(swapped)
-        if not resumed:
-            self._waiting.push(request)
-            return self._allocate(request, may_preempt=False)
-        for member in resumed:
-            if self._sequence_memory.available_bytes < self.free.reserved_bytes:
-                # It has its own copy of its cached prefix. While it held the cached pages, they
-                # could not be evicted, and the request could be preempted again at once.
-                self._sequence_memory.stop_sharing(member)
-            self._run(member)
-        return swapped
 
     def _run(self, request: Request) -> None:
         self._lifecycle.start(request)

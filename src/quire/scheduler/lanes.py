@@ -249,7 +249,13 @@ def free_tokens(request: Request, lanes: EvictingLanes | None) -> int:
         return min(first, to_prompt_end if spec.when != PRESSURE else UNLIMITED)
     if spec.when in (PREFILL_END, PRESSURE):
         return UNLIMITED
-    return _free_slots(request, lanes)
+    keep = slots_to_keep(request, lanes, 1)
+    held = lanes.held(request) if keep is None else keep
+    free = lane_capacities(request.eviction.spec, len(held)) - held
+    if request.eviction.spec.ragged:
+        per_layer = lanes.lanes_per_layer
+        free = free.reshape(-1, per_layer).sum(axis=1) // per_layer
+    return max(1, int(free.min()))
 
 
 def _to_next_replay(request: Request) -> int | None:
@@ -258,16 +264,6 @@ def _to_next_replay(request: Request) -> int | None:
         if entry.num_computed > request.progress.num_computed:
             return entry.num_computed - request.progress.num_computed
     return None
-
-
-def _free_slots(request: Request, lanes: EvictingLanes) -> int:
-    keep = slots_to_keep(request, lanes, 1)
-    held = lanes.held(request) if keep is None else keep
-    free = lane_capacities(request.eviction.spec, len(held)) - held
-    if request.eviction.spec.ragged:
-        per_layer = lanes.lanes_per_layer
-        free = free.reshape(-1, per_layer).sum(axis=1) // per_layer
-    return max(1, int(free.min()))
 
 
 # ---- evictions -----------------------------------------------------------------------------------

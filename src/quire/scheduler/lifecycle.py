@@ -125,15 +125,7 @@ class Lifecycle:
             self.waiting.discard(request)
         self.preempter.free_swapped(request)
         request.progress.state = RequestState.FINISHED
-        self._leave_group(request, reason, queued=queued)
-
-    def fail(self, request: Request, error: QuireError) -> None:
-        """End a request with an error; other requests are unaffected."""
-        self.failures.append(Failure(request, error))
-        self.finish(request, "policy error")
-
-    def _leave_group(self, request: Request, reason: str, *, queued: bool) -> None:
-        """Remove an ended member from its group; queue the others if forks were planned from it."""
+        # remove an ended member from its group
         copies_wait = leave(request)
         if request.group is None or not request.group.members or not (queued or copies_wait):
             return
@@ -142,6 +134,11 @@ class Lifecycle:
         self._free_group(request, reason)
         if together(request)[0] not in self.waiting:  # the group has a new first member
             self.wait(request)
+
+    def fail(self, request: Request, error: QuireError) -> None:
+        """End a request with an error; other requests are unaffected."""
+        self.failures.append(Failure(request, error))
+        self.finish(request, "policy error")
 
     # ---- groups --------------------------------------------------------------------------------
 

@@ -492,7 +492,9 @@ def plan_prefill(request: Request) -> Request:
     ordered = sorted(group.members, key=lambda member: member.output_token_ids)
     origin: dict[int, PlannedFork] = {}
     for parent, child in pairwise(ordered):
-        tokens = _common_tokens(parent, child)
+        pairs = zip(parent.output_token_ids, child.output_token_ids, strict=False)
+        equal = takewhile(lambda pair: pair[0] == pair[1], pairs)
+        tokens = len(parent.prompt_token_ids) + sum(1 for _ in equal)
         if tokens < child.num_tokens:
             tokens = min(tokens, _equal_eviction_tokens(parent, child))
         while id(parent) in origin and origin[id(parent)].tokens >= tokens:
@@ -500,12 +502,6 @@ def plan_prefill(request: Request) -> Request:
         origin[id(child)] = PlannedFork(child, parent, tokens)
     group.forks = list(origin.values())
     return ordered[0]
-
-
-def _common_tokens(one: Request, other: Request) -> int:
-    pairs = zip(one.output_token_ids, other.output_token_ids, strict=False)
-    equal = takewhile(lambda pair: pair[0] == pair[1], pairs)
-    return len(one.prompt_token_ids) + sum(1 for _ in equal)
 
 
 def _equal_eviction_tokens(one: Request, other: Request) -> int:

@@ -107,7 +107,14 @@ class ScheduleConfig:
             if getattr(self, name) < 1:
                 raise ConfigError(f"expected {name} >= 1, got {getattr(self, name)}")
         parse_tenants(self.tenants)
-        self._check_batching()
+        if self.batcher != CONTINUOUS:  # the default needs no check: --help runs without NumPy
+            _ = self.num_rows  # raises for an unknown batcher
+        if self.urgent is not None and self.max_num_batched_tokens <= self.max_num_seqs:
+            raise ConfigError(
+                "urgent requests are prefilled in the same step as a full batch: expected "
+                "max_num_batched_tokens > max_num_seqs, "
+                f"got {self.max_num_batched_tokens} and {self.max_num_seqs}"
+            )
         if not 0 < self.low_watermark <= self.high_watermark <= 1:
             raise ConfigError(
                 "expected 0 < low_watermark <= high_watermark <= 1, got "
@@ -116,16 +123,6 @@ class ScheduleConfig:
         if self.scale_down_at is not None and not 0 < self.scale_down_at <= 1:
             raise ConfigError(
                 f"expected scale_down_at above 0 and up to 1, got {self.scale_down_at}"
-            )
-
-    def _check_batching(self) -> None:
-        if self.batcher != CONTINUOUS:  # the default needs no check: --help runs without NumPy
-            _ = self.num_rows  # raises for an unknown batcher
-        if self.urgent is not None and self.max_num_batched_tokens <= self.max_num_seqs:
-            raise ConfigError(
-                "urgent requests are prefilled in the same step as a full batch: expected "
-                "max_num_batched_tokens > max_num_seqs, "
-                f"got {self.max_num_batched_tokens} and {self.max_num_seqs}"
             )
 
     @property

@@ -279,14 +279,7 @@ def open_tenants(config: ServerConfig, specs: Sequence[TenantSpec]) -> TenantFil
     """The keys, rate limits and rules of tenants: of options, file and environment."""
     path = None if config.tenant_keys is None else Path(config.tenant_keys)
     found = TenantFile() if path is None else read_tenant_keys(path)
-    found = with_default_keys(found, _default_keys(config, specs))
-    if path is not None:
-        require_keys(found, path)
-    return found
-
-
-def _default_keys(config: ServerConfig, specs: Sequence[TenantSpec]) -> tuple[str, ...]:
-    """Keys of the default tenant: those of `--api-key` and of the environment."""
+    # keys of the default tenant
     own = os.environ.get(KEY_VARIABLE)
     keys = (*config.api_key, *([own] if own else []))
     names = [spec.name for spec in specs]
@@ -297,4 +290,7 @@ def _default_keys(config: ServerConfig, specs: Sequence[TenantSpec]) -> tuple[st
             f"{', '.join(sorted(names))}: put their keys into --tenant-keys FILE, or add "
             f"{DEFAULT_TENANT!r} to --tenants"
         )
-    return keys
+    found = with_default_keys(found, keys)
+    if path is not None:
+        require_keys(found, path)
+    return found

@@ -18,13 +18,19 @@ Numbers = dict[str, int | float]
 def summarise(result: SimResult) -> Numbers:
     """All metrics of a run by flat name; undefined metrics are omitted."""
     finished = [record for record in result.records if record.finished]
+    tally = result.tally
     return (
         _counts(result, finished)
         | latencies(finished)
         | _throughput(result, finished)
         | _deadlines(result)
         | _preemptions(result, finished)
-        | _swaps(result)
+        | {
+            "swaps_out": tally.num_swaps_out,
+            "swaps_in": tally.num_swaps_in,
+            "swapped_bytes": tally.swapped_bytes,
+            "copied_bytes": tally.copied_bytes,
+        }
         | _memory(result)
         | _sharing(result, finished)
         | _fairness(result)
@@ -126,16 +132,6 @@ def _deadlines(result: SimResult) -> Numbers:
     if not wanted:
         return {}
     return {"deadlines_met_fraction": sum(record.in_time for record in wanted) / len(wanted)}
-
-
-def _swaps(result: SimResult) -> Numbers:
-    tally = result.tally
-    return {
-        "swaps_out": tally.num_swaps_out,
-        "swaps_in": tally.num_swaps_in,
-        "swapped_bytes": tally.swapped_bytes,
-        "copied_bytes": tally.copied_bytes,
-    }
 
 
 def _memory(result: SimResult) -> Numbers:

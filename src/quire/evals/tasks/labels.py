@@ -166,24 +166,20 @@ class _Sums:
                 break
         question = f"Q: {left} {sign} {right}\nA: "
         if self.steps and self.digits == 2 and sign == "+":
-            return question, _worked_addition(left, right)
+            # the written method
+            units = left % 10 + right % 10
+            carry = units // 10
+            tens = left // 10 + right // 10 + carry
+            return question, (
+                f"{left % 10} + {right % 10} = {units}, "
+                f"{left // 10} + {right // 10} + {carry} = {tens}, so {left + right}"
+            )
         return question, str(left + right if sign == "+" else left - right)
 
 
 def _belongs(left: int, right: int, split: Split) -> bool:
     """Eight in ten operand pairs belong to training, the others to the evaluation."""
     return ((left * 31 + right * 17) % 10 < 8) == (split == "train")
-
-
-def _worked_addition(left: int, right: int) -> str:
-    """The written method: units first, then tens with the carry."""
-    units = left % 10 + right % 10
-    carry = units // 10
-    tens = left // 10 + right // 10 + carry
-    return (
-        f"{left % 10} + {right % 10} = {units}, "
-        f"{left // 10} + {right // 10} + {carry} = {tens}, so {left + right}"
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

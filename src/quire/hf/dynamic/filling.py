@@ -99,7 +99,11 @@ class Filling:
     def _next(self, record: StepRecord) -> Query | None:
         """The next query to place in a row, prefilled if necessary; None if there is none."""
         while not self.rule.shapes and self._wants_more():
-            if not self._prefill_now(record):
+            # prefill the next group
+            group = self._memory.affordable(self.rule.next_group(self.view()))
+            if group:
+                self._prefill(group, record)
+            if not bool(group):
                 break
         return self.rule.choose(self.view())
 
@@ -140,13 +144,6 @@ class Filling:
         record.reads.append(ReadRecord(len(group), prefill.columns, taken_s))
         self._finish(prefill)
 
-    def _prefill_now(self, record: StepRecord) -> bool:
-        """Prefill the next group; return False if it is empty."""
-        group = self._memory.affordable(self.rule.next_group(self.view()))
-        if group:
-            self._prefill(group, record)
-        return bool(group)
-
     def _begin(self, group: Sequence[Query], rows: SlabRows | None = None) -> DensePrefill:
         if rows is not None:
             prefill = DensePrefill(self._model, group, rows)
@@ -167,17 +164,14 @@ class Filling:
                 query.state = QueryState.RUNNING
         self._sampling_step.first(prefill.logits)
         for query in prefill.queries:
-            self._place_prefilled(query)
+            if query.row is not None:
+                if query.finished:
+                    self._batch_slots.leave(query)  # cleared: the row may be reused for prefill
+            elif query.finished:
+                query.drop_kv()
+            else:
+                self._queues.add_ready(query)
         self._unfinished.remove(prefill)
-
-    def _place_prefilled(self, query: Query) -> None:
-        if query.row is not None:
-            if query.finished:
-                self._batch_slots.leave(query)  # cleared: the row may be reused for prefill
-        elif query.finished:
-            query.drop_kv()
-        else:
-            self._queues.add_ready(query)
 
     # ---- prefill in the query's row ------------------------------------------------------------
 

@@ -577,7 +577,13 @@ class OffloadedPrefixes(MemoryListener):
         """
         self.use.finalize()
         memory, before = self._memory, self._memory.row_bytes(row)
-        rows, page_groups = self._connected(row)
+        # rows and page groups that are staged again together
+        rows, page_groups = [row], list[OffloadedPageGroup]()
+        for member in rows:
+            for page_group in self.page_groups(member):
+                if not any(page_group is found for found in page_groups):
+                    page_groups.append(page_group)
+                    rows += [other for other in self._holders(page_group) if other not in rows]
         for old in page_groups:
             table, columns = memory.tables[old.group], slice(old.first, old.first + old.columns)
             for holder in self._holders(old):
@@ -600,16 +606,6 @@ class OffloadedPrefixes(MemoryListener):
         """Rows whose entries point to the staging of a page group."""
         lists = self._page_groups.items()
         return [row for row, held in lists if any(other is page_group for other in held)]
-
-    def _connected(self, row: int) -> tuple[list[int], list[OffloadedPageGroup]]:
-        """Rows and page groups that are staged again together."""
-        rows, page_groups = [row], list[OffloadedPageGroup]()
-        for member in rows:
-            for page_group in self.page_groups(member):
-                if not any(page_group is found for found in page_groups):
-                    page_groups.append(page_group)
-                    rows += [other for other in self._holders(page_group) if other not in rows]
-        return rows, page_groups
 
 
 class DetachedRows:

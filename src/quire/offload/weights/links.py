@@ -117,7 +117,13 @@ def _shared(model: nn.Module, modules: Sequence[nn.Module]) -> set[int]:
 def _own(module: nn.Module, shared: set[int]) -> TransferredWeights:
     held: list[Held] = []
     start = kv_bytes = 0
-    first = _kv_parameters(module)
+    first = {
+        id(parameter)
+        for part in module.modules()
+        if "Attention" in type(part).__name__ and hasattr(part, "layer_idx")
+        for name, parameter in part.named_parameters()
+        if name.split(".")[0] not in _AFTER_KV
+    }
     for parameter in sorted(module.parameters(), key=lambda p: id(p) not in first):
         if id(parameter) in shared or not parameter.is_contiguous() or not parameter.numel():
             continue
@@ -127,17 +133,6 @@ def _own(module: nn.Module, shared: set[int]) -> TransferredWeights:
         start += -(-found.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         kv_bytes = start if part == KV_PART else kv_bytes
     return TransferredWeights(module, tuple(held), start, kv_bytes)
-
-
-def _kv_parameters(module: nn.Module) -> set[int]:
-    """Ids of the parameters that compute keys and values from the input of attention."""
-    return {
-        id(parameter)
-        for part in module.modules()
-        if "Attention" in type(part).__name__ and hasattr(part, "layer_idx")
-        for name, parameter in part.named_parameters()
-        if name.split(".")[0] not in _AFTER_KV
-    }
 
 
 PARTS = (KV_PART, REST)

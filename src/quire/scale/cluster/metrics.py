@@ -24,13 +24,19 @@ def summarise_cluster(result: ClusterResult) -> Numbers:
         "cut_answers": sum(record.cut_tokens > 0 for record in finished),
         "steps": sum(replica.num_steps for replica in result.replicas),
     }
+    # largest value of a replica over the mean
+    replicas = result.replicas
     return (
         counts
         | latencies(finished)
         | _throughput(result, finished)
         | _sharing(result, finished)
         | _memory(result, finished)
-        | _balance(result)
+        | {
+            "busy_imbalance": _over_mean(replica.busy_s for replica in replicas),
+            "token_imbalance": _over_mean(replica.processed_tokens for replica in replicas),
+            "request_imbalance": _over_mean(len(replica.records) for replica in replicas),
+        }
     )
 
 
@@ -71,16 +77,6 @@ def _memory(result: ClusterResult, finished: Sequence[RequestRecord]) -> Numbers
         "kv_total_bytes": sum(replica.memory_bytes for replica in replicas),
         "waiting_peak": max(replica.gauges.peak_waiting for replica in replicas),
         "running_peak": max(replica.gauges.peak_running for replica in replicas),
-    }
-
-
-def _balance(result: ClusterResult) -> Numbers:
-    """Largest value of a replica over the mean: 1 if all replicas are equal."""
-    replicas = result.replicas
-    return {
-        "busy_imbalance": _over_mean(replica.busy_s for replica in replicas),
-        "token_imbalance": _over_mean(replica.processed_tokens for replica in replicas),
-        "request_imbalance": _over_mean(len(replica.records) for replica in replicas),
     }
 
 

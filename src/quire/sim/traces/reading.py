@@ -72,7 +72,12 @@ def csv_rows(path: Path, *needed: str) -> Iterator[TraceRow]:
         reader = csv.reader(file)
         try:
             header = [name.strip() for name in next(reader, [])]
-            _require_columns(path, header, needed)
+            missing = [name for name in needed if name not in header]
+            if missing:
+                raise TraceError(
+                    f"{path.name}, line 1: expected the columns {', '.join(needed)}; "
+                    f"{', '.join(missing)} missing in {','.join(header)!r}"
+                )
             for fields in reader:
                 if not fields:
                     continue  # an empty line
@@ -82,15 +87,6 @@ def csv_rows(path: Path, *needed: str) -> Iterator[TraceRow]:
                 yield row
         except csv.Error as error:
             raise TraceError(f"{path.name}, line {reader.line_num}: {error}") from error
-
-
-def _require_columns(path: Path, header: list[str], needed: tuple[str, ...]) -> None:
-    missing = [name for name in needed if name not in header]
-    if missing:
-        raise TraceError(
-            f"{path.name}, line 1: expected the columns {', '.join(needed)}; "
-            f"{', '.join(missing)} missing in {','.join(header)!r}"
-        )
 
 
 def json_rows(path: Path) -> Iterator[TraceRow]:
