@@ -4,12 +4,20 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
 from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import InvariantError
+from quire.layout.model import ModelSpec
+from quire.layout.statistics import Statistic
+from quire.models.base import Decoder, PagedAttention
 from quire.models.loader import LoadedModel
+from quire.policies.view import Rotation
 from quire.scheduler.schedule_config import ScheduleConfig
 
 
@@ -117,3 +125,72 @@ def generate_all(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: i
         preemptions=engine.scheduler.num_preemptions - before,
         answers=tuple(tuple(answers[key]) for key in ids),
     )
+
+
+class ForwardingDecoder:
+    """Passes every call on to another decoder; what measures one overrides `forward`."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._decoder.spec
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._decoder.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._decoder.device
+
+    @property
+    def num_rope_variants(self) -> int:
+        return self._decoder.num_rope_variants
+
+    def rope_variant(self, final_tokens: int) -> int:
+        return self._decoder.rope_variant(final_tokens)
+
+    def prepare(self, statistic: Statistic) -> str | None:
+        return self._decoder.prepare(statistic)
+
+    def prepare_pre_rope(self) -> str | None:
+        return self._decoder.prepare_pre_rope()
+
+    def rotations(self, rope_variant: int = 0) -> Rotation | None:
+        return self._decoder.rotations(rope_variant)
+
+    def forward(
+        self,
+        token_ids: Int[Tensor, " num_tokens"],
+        positions: Int[Tensor, " num_tokens"],
+        sample_rows: Int[Tensor, " num_samples"],
+        attention: PagedAttention,
+        *,
+        rope_variant: int = 0,
+    ) -> Float[Tensor, "num_samples vocab"]:
+        return self._measured(
+            self._decoder.forward(
+                token_ids, positions, sample_rows, attention, rope_variant=rope_variant
+            )
+        )
+
+    def _measured(self, logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows vocab"]:
+        return logits
+
+
+class RecordingDecoder(ForwardingDecoder):
+    """Records the logits of every forward."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__(decoder)
+        self.recorded: list[Tensor] = []
+
+    def take(self) -> Float[Tensor, "rows vocab"]:
+        recorded, self.recorded = self.recorded, []
+        return torch.cat(recorded)
+
+    def _measured(self, logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows vocab"]:
+        self.recorded.append(logits.float().cpu())
+        return logits

@@ -16,11 +16,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from benchmarks.common.decoding import RecordingDecoder
 from quire.api.llm import LLM
 from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.config.sampling_params import SamplingParams
 from quire.errors import ConfigError, InvariantError
-from quire.evals.fidelity import RecordingDecoder
 from quire.models.loader import LoadedModel
 from quire.models.tokenizer import encode_prompt
 from quire.policies.registry import FULL

@@ -14,10 +14,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from benchmarks.common.decoding import ForwardingDecoder
 from benchmarks.roofline.measured import PARTS
 from benchmarks.roofline.rates import BFLOAT16, FLOAT32, INT8
 from quire.engine.core import Engine
-from quire.evals.fidelity import ForwardingDecoder
 from quire.kernels.backend import AttentionMath, HeadBuffers
 from quire.kernels.native.arguments import AVX512_BF16
 from quire.kernels.native.chain import PartTimes

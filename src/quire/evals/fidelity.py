@@ -23,82 +23,9 @@ from quire.api.llm import LLM
 from quire.config.kv_config import KVConfig, PrefixCacheConfig
 from quire.config.sampling_params import SamplingParams
 from quire.errors import InvariantError, RequestError
-from quire.layout.model import ModelSpec
-from quire.layout.statistics import Statistic
-from quire.models.base import Decoder, PagedAttention
 from quire.models.loader import LoadedModel
-from quire.policies.view import Rotation
 from quire.sampling.outputs import RequestOutput, Usage
 from quire.sampling.sampler import SampledToken, Sampler
-
-
-class ForwardingDecoder:
-    """Passes every call on to another decoder; what measures one overrides `forward`."""
-
-    def __init__(self, decoder: Decoder) -> None:
-        self._decoder = decoder
-
-    @property
-    def spec(self) -> ModelSpec:
-        return self._decoder.spec
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._decoder.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._decoder.device
-
-    @property
-    def num_rope_variants(self) -> int:
-        return self._decoder.num_rope_variants
-
-    def rope_variant(self, final_tokens: int) -> int:
-        return self._decoder.rope_variant(final_tokens)
-
-    def prepare(self, statistic: Statistic) -> str | None:
-        return self._decoder.prepare(statistic)
-
-    def prepare_pre_rope(self) -> str | None:
-        return self._decoder.prepare_pre_rope()
-
-    def rotations(self, rope_variant: int = 0) -> Rotation | None:
-        return self._decoder.rotations(rope_variant)
-
-    def forward(
-        self,
-        token_ids: Int[Tensor, " num_tokens"],
-        positions: Int[Tensor, " num_tokens"],
-        sample_rows: Int[Tensor, " num_samples"],
-        attention: PagedAttention,
-        *,
-        rope_variant: int = 0,
-    ) -> Float[Tensor, "num_samples vocab"]:
-        return self._measured(
-            self._decoder.forward(
-                token_ids, positions, sample_rows, attention, rope_variant=rope_variant
-            )
-        )
-
-    def _measured(self, logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows vocab"]:
-        return logits
-
-
-class RecordingDecoder(ForwardingDecoder):
-    """Records the logits of every forward."""
-
-    def __init__(self, decoder: Decoder) -> None:
-        super().__init__(decoder)
-        self.recorded: list[Tensor] = []
-
-    def take(self) -> Float[Tensor, "rows vocab"]:
-        recorded, self.recorded = self.recorded, []
-        return torch.cat(recorded)
-
-    def _measured(self, logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows vocab"]:
-        self.recorded.append(logits.float().cpu())
-        return logits
 
 
 class ForcingSampler(Sampler):
@@ -107,15 +34,27 @@ class ForcingSampler(Sampler):
     Distributions of two configurations are thus compared after equal tokens, and a question is
     appended to a context whose KV is evicted already. The logits are edited, not the tokens: with
     tensor parallelism all ranks get what the inner sampler returns.
+
+    Args:
+        inner: samples from the edited logits.
+        tokens: of each request, by its id.
+        recorded: receives the logits of each step before they are edited, float32.
     """
 
-    def __init__(self, inner: Sampler, tokens: Mapping[str, Sequence[int]]) -> None:
+    def __init__(
+        self,
+        inner: Sampler,
+        tokens: Mapping[str, Sequence[int]],
+        recorded: list[Float[Tensor, "rows vocab"]] | None = None,
+    ) -> None:
         super().__init__(inner.vocab_size, inner.eos_token_ids, one_by_one=inner.one_by_one)
-        self._inner, self._tokens = inner, tokens  # of each request, by its id
+        self._inner, self._tokens, self._recorded = inner, tokens, recorded
 
     def sample(
         self, logits: Float[Tensor, "rows vocab"], rows: Sequence[Any]
     ) -> list[SampledToken]:
+        if self._recorded is not None:
+            self._recorded.append(logits.float().cpu())
         logits = logits.clone()
         for own, row in zip(logits, rows, strict=True):
             for token in self._tokens[row.request_id][row.num_output_tokens :][:1]:
@@ -128,12 +67,16 @@ def generate_after(
     prompts: Sequence[Sequence[int]],
     forced: Sequence[Sequence[int]],
     params: Sequence[SamplingParams] | SamplingParams,
+    recorded: list[Float[Tensor, "rows vocab"]] | None = None,
 ) -> list[RequestOutput]:
-    """Generate outputs that begin with the forced tokens; `max_tokens` includes these."""
+    """Generate outputs that begin with the forced tokens; `max_tokens` includes these.
+
+    With `recorded`, the logits of each step are added to it; see `ForcingSampler`.
+    """
     step, ids = llm.engine.sampling_step, [f"forced-{index}" for index in range(len(prompts))]
     inner = step.sampler
-    if any(forced):
-        step.sampler = ForcingSampler(inner, dict(zip(ids, forced, strict=True)))
+    if any(forced) or recorded is not None:
+        step.sampler = ForcingSampler(inner, dict(zip(ids, forced, strict=True)), recorded)
     try:
         return llm.generate(list(map(list, prompts)), params, request_id=ids)
     finally:
@@ -175,11 +118,11 @@ class FidelityScorer:
     def __init__(
         self, model: LoadedModel, kv: KVConfig, *, longest_tokens: int, new_tokens: int
     ) -> None:
-        self._decoder, self._new_tokens = RecordingDecoder(model.decoder), new_tokens
+        self._new_tokens = new_tokens
         itemsize = model.decoder.dtype.itemsize
         memory = 3 * model.spec.kv_bytes(longest_tokens, max(itemsize, 4)) + FREE_BYTES
         alone = replace(kv, memory=memory, prefix_cache=PrefixCacheConfig(enabled=False))
-        self._llm = LLM(replace(model, decoder=self._decoder), kv=alone, verify=False)
+        self._llm = LLM(model, kv=alone, verify=False)
 
     def reference(self, prompt: Sequence[int]) -> Reference:
         output, logits = self._run(prompt, self._new_tokens)
@@ -218,9 +161,9 @@ class FidelityScorer:
         self, prompt: Sequence[int], new_tokens: int, *, forced: Sequence[int] = ()
     ) -> tuple[RequestOutput, Float[Tensor, "token vocab"]]:
         params = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
-        self._decoder.recorded.clear()
-        [output] = generate_after(self._llm, [prompt], [forced], params)
-        logits = self._decoder.take()
+        recorded: list[Tensor] = []
+        [output] = generate_after(self._llm, [prompt], [forced], params, recorded)
+        logits = torch.cat(recorded) if recorded else torch.empty(0)
         if output.error is not None:
             raise RequestError(f"a request of the evaluation failed: {output.error}")
         if len(logits) != len(output.token_ids):

@@ -6,8 +6,8 @@ from transformers import CohereConfig, CohereForCausalLM
 
 from quire.layout.statistics import AttentionSum, QueryMoments, QueryRing
 from quire.models.adapter import TransformersDecoder
-from quire.models.base import MeanRotations
 from quire.models.rotary import Rotary
+from quire.policies.view import Rotation
 from support import zoo
 from support.exact_products import exact_rotation
 from support.flat import sequences
@@ -106,7 +106,7 @@ def test_rotations_use_the_rope_variant_of_the_forward():
 def test_mean_rotation_is_the_mean_of_rotated_queries(name):
     decoder = TransformersDecoder(zoo.build(name))
     rotations = decoder.rotations()
-    assert isinstance(rotations, MeanRotations)
+    assert isinstance(rotations, Rotation)
     rotary = record(decoder).calls[layer := full_layers(decoder)[-1]].rotary
     query = torch.randn(1, 1, decoder.spec.head_dim, generator=torch.Generator().manual_seed(0))
 
