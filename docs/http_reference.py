@@ -175,7 +175,7 @@ def _openapi() -> JSON:
     from quire.serve.apis.endpoints import OtherApis
     from quire.serve.embeddings import EmbeddingEndpoint
     from quire.serve.endpoints import Endpoints
-    from quire.serve.kv_endpoints import KVEndpoints, KVRequestEndpoints
+    from quire.serve.kv_endpoints import KVEndpoints
     from quire.serve.metrics.endpoint import MetricsEndpoint
     from quire.serve.metrics.observer import HttpRequests
     from quire.serve.probes import Probes
@@ -189,7 +189,6 @@ def _openapi() -> JSON:
     app.include_router(Probes(no_service).router())
     app.include_router(MetricsEndpoint(no_service, HttpRequests()).router())
     app.include_router(KVEndpoints(no_service).router())
-    app.include_router(KVRequestEndpoints(no_service).router())
     return cast("JSON", app.openapi())
 
 

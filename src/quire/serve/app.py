@@ -38,7 +38,7 @@ from quire.serve.embeddings import EmbeddingEndpoint
 from quire.serve.endpoints import Endpoints
 from quire.serve.errors import install_error_handlers, install_validation_handlers
 from quire.serve.json_route import IGNORED_HEADER
-from quire.serve.kv_endpoints import KVEndpoints, KVRequestEndpoints
+from quire.serve.kv_endpoints import KVEndpoints
 from quire.serve.logs import configure_logs
 from quire.serve.metrics.endpoint import PATH as METRICS_PATH
 from quire.serve.metrics.endpoint import MetricsEndpoint
@@ -285,7 +285,6 @@ def create_app(
         EmbeddingEndpoint(service, endpoints),
         Probes(service),
         KVEndpoints(service),
-        KVRequestEndpoints(service),
         MetricsEndpoint(service, http_requests, config.key_of_metrics()),
     ):
         needs = key_dependencies() if has_keys else []

@@ -23,7 +23,7 @@ from functools import partial
 from typing import Annotated, Any
 
 import numpy as np
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -83,8 +83,10 @@ def without_other_tenants(event: Mapping[str, Any], tenant: str | None) -> dict[
     return shown
 
 
-def refuse_unknown_parameters(request: Request, known: Sequence[str]) -> None:
-    """Refuse query parameters that are similar to a known parameter."""
+async def refuse_unknown_parameters(request: Request) -> None:
+    """Refuse query parameters that are similar to a parameter of the endpoint."""
+    route = request.scope["route"]
+    known = tuple(parameter.alias for parameter in route.dependant.query_params)
     for name in request.query_params:
         near = None if name in known else nearest(name, known)
         if near is not None:
@@ -368,161 +370,6 @@ class EventStreams:
 MAX_ROWS, DEFAULT_ROWS = 1000, 100
 MAX_TOKENS, DEFAULT_TOKENS = 16_384, 4096
 MAX_CHAINS, DEFAULT_CHAINS = 2000, 200
-
-Body = dict[str, Any]
-
-
-class KVRequestEndpoints:
-    """Handlers of HTTP requests about single requests and prefixes."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
-    def router(self) -> APIRouter:
-        router = APIRouter(prefix="/v1/kv")
-        router.add_api_route("/requests", self.requests, methods=["GET"])
-        router.add_api_route("/requests/{request_id}", self.request, methods=["GET"])
-        router.add_api_route("/requests/{request_id}/tokens", self.tokens, methods=["GET"])
-        router.add_api_route("/prefixes", self.prefixes, methods=["GET"])
-        return router
-
-    async def requests(
-        self, request: Request, limit: Annotated[int, Query(ge=1, le=MAX_ROWS)] = DEFAULT_ROWS
-    ) -> JSONResponse:
-        """Return running, waiting and recently finished requests, and why requests wait."""
-        refuse_unknown_parameters(request, ("limit",))
-        tenant = only_tenant(self._service, request)
-
-        def read(engine: Engine) -> Body:
-            return {"time_s": engine.events.now_s(), **request_rows(engine, tenant, limit)}
-
-        found = await self._service.inspect(read)
-        return JSONResponse({"object": "kv.requests", "unix_time_s": time.time(), **found})
-
-    async def request(self, request: Request, request_id: str) -> JSONResponse:
-        """Return one request with its timeline: its events, with times, costs and reasons."""
-        tenant = only_tenant(self._service, request)
-
-        def read(engine: Engine) -> Body | None:
-            found = one_request(engine, request_id, tenant)
-            return None if found is None else {"time_s": engine.events.now_s(), **found}
-
-        found = await self._service.inspect(read)
-        if found is None:
-            raise UnknownRequest(request_id, "open or recently finished")
-        found["timeline"] = [without_other_tenants(e, tenant) for e in found["timeline"]]
-        return JSONResponse({"object": "kv.request", "unix_time_s": time.time(), **found})
-
-    async def tokens(
-        self,
-        request: Request,
-        request_id: str,
-        first: Annotated[int, Query(ge=0, le=1 << 40)] = 0,
-        limit: Annotated[int, Query(ge=1, le=MAX_TOKENS)] = DEFAULT_TOKENS,
-        lanes: bool = False,  # noqa: FBT001, FBT002 - a query parameter
-    ) -> JSONResponse:
-        """Return the tokens of an open request, and how many lanes still retain each of them."""
-        refuse_unknown_parameters(request, ("first", "limit", "lanes"))
-        tenant = only_tenant(self._service, request)
-
-        def read(engine: Engine) -> Retention | None:
-            found = find_request(engine, request_id, tenant)
-            return None if found is None else read_retention(engine.pool, found)
-
-        retention = await self._service.inspect(read)
-        if retention is None:
-            raise UnknownRequest(request_id, "open")
-        body = await self._service.texts.in_turn_of(
-            tenant_of(request), lambda: self._tokens(retention, first, limit, with_lanes=lanes)
-        )
-        return JSONResponse({"object": "kv.tokens", "request_id": request_id, **body})
-
-    def _tokens(self, found: Retention, first: int, limit: int, *, with_lanes: bool) -> Body:
-        shown, whole = found.token_ids[first : first + limit], found.mask()
-        mask = whole[:, first : first + limit]
-        pieces = self._service.pieces
-        texts = [pieces.text(token) for token in shown] if self._service.shows_texts else None
-        body = {
-            "first": first,
-            "num_tokens": len(found.token_ids),
-            "prompt_tokens": found.prompt_tokens,
-            "computed_tokens": found.num_computed,
-            "num_lanes": len(mask),
-            "retained_tokens": round(float(whole.sum()) / max(1, len(mask)), 2),
-            "token_ids": shown if self._service.shows_texts else None,
-            "texts": texts,
-            "retained": mask.sum(axis=0).tolist(),
-        }
-        if with_lanes:
-            packed = np.packbits(mask, axis=1, bitorder="little")
-            body["lanes"] = found.lanes
-            body["bitmaps"] = [base64.b64encode(lane.tobytes()).decode() for lane in packed]
-        return body
-
-    async def prefixes(
-        self, request: Request, limit: Annotated[int, Query(ge=1, le=MAX_CHAINS)] = DEFAULT_CHAINS
-    ) -> JSONResponse:
-        """Return the prefix cache as a tree of chains, with texts of the client's own tenant."""
-        refuse_unknown_parameters(request, ("limit",))
-        tenant, own = only_tenant(self._service, request), tenant_of(request)
-
-        def read(engine: Engine) -> tuple[float, Blocks]:
-            return engine.events.now_s(), read_prefixes(engine, tenant)
-
-        now_s, blocks = await self._service.inspect(read)
-        body = await self._service.texts.in_turn_of(
-            own, lambda: self._prefixes(blocks, now_s, own, limit)
-        )
-        return JSONResponse({"object": "kv.prefixes", "time_s": now_s, **body})
-
-    def _prefixes(self, blocks: Blocks, now_s: float, own: str, limit: int) -> Body:
-        tree, chains = blocks.tree, blocks.chains()
-        shown = _largest(chains, limit)
-        index = {old: new for new, old in enumerate(shown)}
-        return {
-            "enabled": tree.enabled,
-            "block_tokens": tree.block_tokens,
-            "block_bytes": tree.block_bytes,
-            "num_blocks": tree.num_blocks,
-            "num_left_out": tree.num_left_out,
-            "num_chains": len(chains),
-            "data": [self._chain(chains[i], index, blocks, now_s, own) for i in shown],
-        }
-
-    def _chain(
-        self, chain: PrefixChain, index: dict[int, int], blocks: Blocks, now_s: float, own: str
-    ) -> Body:
-        tree = blocks.tree
-        may_read = chain.owner in ("", own) and self._service.shows_texts
-        text = "".join(map(self._service.pieces.text, chain.token_ids)) if may_read else None
-        idle_s = 0.0 if math.isinf(chain.idle_since_s) else max(0.0, now_s - chain.idle_since_s)
-        return {
-            "parent": index.get(chain.parent),
-            "tenant": chain.owner or None,
-            "start": chain.start,
-            "blocks": chain.blocks,
-            "tokens": chain.blocks * tree.block_tokens,
-            "bytes": chain.blocks * tree.block_bytes,
-            "references": chain.users,
-            "idle_s": None if chain.users else round(idle_s, 3),
-            "text": text,
-        }
-
-
-def _largest(chains: Sequence[PrefixChain], limit: int) -> list[int]:
-    """Indices of the chains with the most blocks, and of all chains before them, in order."""
-    by_size = sorted(range(len(chains)), key=lambda i: -chains[i].blocks)
-    shown: set[int] = set()
-    for number in by_size:
-        path = [number]
-        while chains[path[-1]].parent >= 0:
-            path.append(chains[path[-1]].parent)
-        if len(shown.union(path)) > limit:
-            break
-        shown.update(path)
-    return sorted(shown)
-
-
 DEFAULT_EVENTS = 256
 
 
@@ -534,7 +381,7 @@ class KVEndpoints:
         self._streams = EventStreams(service)
 
     def router(self) -> APIRouter:
-        router = APIRouter(prefix="/v1/kv")
+        router = APIRouter(prefix="/v1/kv", dependencies=[Depends(refuse_unknown_parameters)])
         router.add_api_route("/overview", self.overview, methods=["GET"])
         router.add_api_route("/history", self.history, methods=["GET"])
         router.add_api_route("/ledger", self.ledger, methods=["GET"])
@@ -550,6 +397,10 @@ class KVEndpoints:
             response_class=StreamingResponse,
             responses=STREAM,
         )
+        router.add_api_route("/requests", self.requests, methods=["GET"])
+        router.add_api_route("/requests/{request_id}", self.request, methods=["GET"])
+        router.add_api_route("/requests/{request_id}/tokens", self.tokens, methods=["GET"])
+        router.add_api_route("/prefixes", self.prefixes, methods=["GET"])
         return router
 
     # ---- snapshots -----------------------------------------------------------------------------
@@ -579,7 +430,6 @@ class KVEndpoints:
         map: bool = True,  # noqa: FBT001, FBT002 - a query parameter
     ) -> JSONResponse:
         """Return the owner and state of every page; a tenant with a key gets its own pages."""
-        refuse_unknown_parameters(request, ("cells", "map"))
         tenant = only_tenant(self._service, request)
         found = await self._timed(lambda engine: {"pages": read_page_map(engine, tenant)})
         copied = found.pop("pages")
@@ -603,7 +453,6 @@ class KVEndpoints:
         codec: Annotated[str | None, Query(max_length=200)] = None,
     ) -> JSONResponse:
         """Return how many sequences a KV memory of another size or codec would hold."""
-        refuse_unknown_parameters(request, ("budget_bytes", "length", "retained", "codec"))
         return JSONResponse(plan_for(self._service.llm, budget_bytes, length, retained, codec))
 
     async def _timed(self, read: Any) -> Snapshot:
@@ -629,6 +478,118 @@ class KVEndpoints:
         }
         return body if tenant is not None else body | {"inspection": asdict(service.inspection)}
 
+    # ---- single requests and prefixes ----------------------------------------------------------
+
+    async def requests(
+        self, request: Request, limit: Annotated[int, Query(ge=1, le=MAX_ROWS)] = DEFAULT_ROWS
+    ) -> JSONResponse:
+        """Return running, waiting and recently finished requests, and why requests wait."""
+        tenant = only_tenant(self._service, request)
+        found = await self._timed(lambda engine: request_rows(engine, tenant, limit))
+        return JSONResponse({"object": "kv.requests", **found})
+
+    async def request(self, request: Request, request_id: str) -> JSONResponse:
+        """Return one request with its timeline: its events, with times, costs and reasons."""
+        tenant = only_tenant(self._service, request)
+        found = await self._timed(lambda engine: one_request(engine, request_id, tenant) or {})
+        if "timeline" not in found:
+            raise UnknownRequest(request_id, "open or recently finished")
+        found["timeline"] = [without_other_tenants(e, tenant) for e in found["timeline"]]
+        return JSONResponse({"object": "kv.request", **found})
+
+    async def tokens(
+        self,
+        request: Request,
+        request_id: str,
+        first: Annotated[int, Query(ge=0, le=1 << 40)] = 0,
+        limit: Annotated[int, Query(ge=1, le=MAX_TOKENS)] = DEFAULT_TOKENS,
+        lanes: bool = False,  # noqa: FBT001, FBT002 - a query parameter
+    ) -> JSONResponse:
+        """Return the tokens of an open request, and how many lanes still retain each of them."""
+        tenant = only_tenant(self._service, request)
+
+        def read(engine: Engine) -> Retention | None:
+            found = find_request(engine, request_id, tenant)
+            return None if found is None else read_retention(engine.pool, found)
+
+        retention = await self._service.inspect(read)
+        if retention is None:
+            raise UnknownRequest(request_id, "open")
+        body = await self._service.texts.in_turn_of(
+            tenant_of(request), lambda: self._tokens(retention, first, limit, with_lanes=lanes)
+        )
+        return JSONResponse({"object": "kv.tokens", "request_id": request_id, **body})
+
+    def _tokens(self, found: Retention, first: int, limit: int, *, with_lanes: bool) -> Snapshot:
+        shown, whole = found.token_ids[first : first + limit], found.mask()
+        mask = whole[:, first : first + limit]
+        pieces = self._service.pieces
+        texts = [pieces.text(token) for token in shown] if self._service.shows_texts else None
+        body = {
+            "first": first,
+            "num_tokens": len(found.token_ids),
+            "prompt_tokens": found.prompt_tokens,
+            "computed_tokens": found.num_computed,
+            "num_lanes": len(mask),
+            "retained_tokens": round(float(whole.sum()) / max(1, len(mask)), 2),
+            "token_ids": shown if self._service.shows_texts else None,
+            "texts": texts,
+            "retained": mask.sum(axis=0).tolist(),
+        }
+        if with_lanes:
+            packed = np.packbits(mask, axis=1, bitorder="little")
+            body["lanes"] = found.lanes
+            body["bitmaps"] = [base64.b64encode(lane.tobytes()).decode() for lane in packed]
+        return body
+
+    async def prefixes(
+        self, request: Request, limit: Annotated[int, Query(ge=1, le=MAX_CHAINS)] = DEFAULT_CHAINS
+    ) -> JSONResponse:
+        """Return the prefix cache as a tree of chains, with texts of the client's own tenant."""
+        tenant, own = only_tenant(self._service, request), tenant_of(request)
+
+        def read(engine: Engine) -> tuple[float, Blocks]:
+            return engine.events.now_s(), read_prefixes(engine, tenant)
+
+        now_s, blocks = await self._service.inspect(read)
+        body = await self._service.texts.in_turn_of(
+            own, lambda: self._prefixes(blocks, now_s, own, limit)
+        )
+        return JSONResponse({"object": "kv.prefixes", "time_s": now_s, **body})
+
+    def _prefixes(self, blocks: Blocks, now_s: float, own: str, limit: int) -> Snapshot:
+        tree, chains = blocks.tree, blocks.chains()
+        shown = _largest(chains, limit)
+        index = {old: new for new, old in enumerate(shown)}
+        return {
+            "enabled": tree.enabled,
+            "block_tokens": tree.block_tokens,
+            "block_bytes": tree.block_bytes,
+            "num_blocks": tree.num_blocks,
+            "num_left_out": tree.num_left_out,
+            "num_chains": len(chains),
+            "data": [self._chain(chains[i], index, blocks, now_s, own) for i in shown],
+        }
+
+    def _chain(
+        self, chain: PrefixChain, index: dict[int, int], blocks: Blocks, now_s: float, own: str
+    ) -> Snapshot:
+        tree = blocks.tree
+        may_read = chain.owner in ("", own) and self._service.shows_texts
+        text = "".join(map(self._service.pieces.text, chain.token_ids)) if may_read else None
+        idle_s = 0.0 if math.isinf(chain.idle_since_s) else max(0.0, now_s - chain.idle_since_s)
+        return {
+            "parent": index.get(chain.parent),
+            "tenant": chain.owner or None,
+            "start": chain.start,
+            "blocks": chain.blocks,
+            "tokens": chain.blocks * tree.block_tokens,
+            "bytes": chain.blocks * tree.block_bytes,
+            "references": chain.users,
+            "idle_s": None if chain.users else round(idle_s, 3),
+            "text": text,
+        }
+
     # ---- events --------------------------------------------------------------------------------
 
     async def events(
@@ -640,7 +601,6 @@ class KVEndpoints:
     ) -> Response:
         """Return the newest events, oldest first; with `Accept: text/event-stream`, stream them."""
         tenant = only_tenant(self._service, request)
-        refuse_unknown_parameters(request, ("kinds", "since", "limit"))
         if "text/event-stream" in request.headers.get("accept", ""):
             return await self._stream(request, kinds)
         events = await self._service.events(_wanted(kinds), since=since, most=KEPT_EVENTS)
@@ -654,7 +614,6 @@ class KVEndpoints:
         since: Annotated[int | None, Query(ge=0)] = None,
     ) -> Response:
         """Stream events as server-sent events, after `since` or the header `Last-Event-ID`."""
-        refuse_unknown_parameters(request, ("kinds", "since"))
         return await self._stream(request, kinds)
 
     async def _stream(self, request: Request, kinds: str | None) -> Response:
@@ -664,6 +623,20 @@ class KVEndpoints:
             tenant=only_tenant(self._service, request),
             name=tenant_of(request),
         )
+
+
+def _largest(chains: Sequence[PrefixChain], limit: int) -> list[int]:
+    """Indices of the chains with the most blocks, and of all chains before them, in order."""
+    by_size = sorted(range(len(chains)), key=lambda i: -chains[i].blocks)
+    shown: set[int] = set()
+    for number in by_size:
+        path = [number]
+        while chains[path[-1]].parent >= 0:
+            path.append(chains[path[-1]].parent)
+        if len(shown.union(path)) > limit:
+            break
+        shown.update(path)
+    return sorted(shown)
 
 
 def _last_event(request: Request) -> int | None:
