@@ -16,8 +16,8 @@ from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError
 from quire.layout.sizes import format_size, parse_size
 from quire.scale.cluster.cluster import make_cluster
-from quire.scale.cluster.config import ClusterConfig
 from quire.scale.cluster.metrics import records_of, summarise_cluster
+from quire.scale.config import ClusterConfig
 from quire.scale.routing.policies import RouterConfig, RouterName
 from quire.sim.machine import MachineConfig, MachineName, Rates
 from quire.sim.metrics import Numbers, cost_of_tokens, latencies, summarise

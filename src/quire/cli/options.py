@@ -45,8 +45,7 @@ from quire.layout.options import (
 from quire.layout.sizes import parse_size_or
 from quire.layout.values import read_toml
 from quire.parallel.lockstep import DEFAULT_TIMEOUT_S
-from quire.scale.cluster.config import ClusterConfig
-from quire.scale.config import RayConfig
+from quire.scale.config import ClusterConfig, RayConfig
 from quire.scale.routing.policies import RouterConfig
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.serve.config import ServerConfig

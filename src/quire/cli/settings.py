@@ -42,8 +42,7 @@ from quire.config.sampling_params import SamplingParams
 from quire.errors import ConfigError, RequestError
 from quire.layout.options import check_options, option, option_values
 from quire.layout.packaged import PACKAGED_MODEL
-from quire.scale.cluster.config import ClusterConfig
-from quire.scale.config import RayConfig
+from quire.scale.config import ClusterConfig, RayConfig
 from quire.scale.routing.policies import RouterConfig
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.serve.config import ServerConfig

@@ -8,8 +8,8 @@ import typer
 
 from quire.layout.sizes import format_size
 from quire.scale.cluster.cluster import ClusterResult, make_cluster
-from quire.scale.cluster.config import ClusterConfig
 from quire.scale.cluster.metrics import by_replica, records_of, summarise_cluster
+from quire.scale.config import ClusterConfig
 from quire.scale.routing.policies import RouterConfig
 from quire.sim.engine import SimResult
 from quire.sim.metrics import PERCENTILES, Numbers, by_tenant, summarise

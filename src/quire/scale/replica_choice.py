@@ -11,7 +11,6 @@ from typing import Any
 
 from quire.scale.routing.base import ReplicaLoad, RoutedRequest, Router
 from quire.scale.routing.loads import LoadView
-from quire.scale.routing.policies import KvAware
 
 _MAX_RANKED = 3
 """Replicas that are ranked one by one; the others follow in any order."""
@@ -106,13 +105,8 @@ class ReplicaChoice:
     def _sent(self, request_id: str, request: RoutedRequest, replica_id: str) -> None:
         self._open[request_id] = _Open(request, replica_id)
         self._replicas.setdefault(replica_id, _Replica()).num_sent += 1
-        self._loads.sent(replica_id, self._uncached_tokens(request, replica_id))
+        self._loads.sent(replica_id, self._router.uncached_tokens(request, replica_id))
         self._router.note_sent(request, replica_id)
-
-    def _uncached_tokens(self, request: RoutedRequest, replica_id: str) -> int:
-        if isinstance(self._router, KvAware):
-            return self._router.uncached_tokens(request, replica_id)
-        return request.prompt_tokens
 
     def _take(self, reports: Mapping[str, Mapping[str, Any]]) -> None:
         for replica_id, report in reports.items():

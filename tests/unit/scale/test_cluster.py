@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError
 from quire.scale.cluster.cluster import make_cluster
-from quire.scale.cluster.config import ClusterConfig
 from quire.scale.cluster.metrics import by_replica, records_of, summarise_cluster
+from quire.scale.config import ClusterConfig
 from quire.scale.routing.policies import ROUTERS, RouterConfig
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.sim.metrics import cost_of_tokens, summarise

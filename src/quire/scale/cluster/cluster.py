@@ -21,7 +21,7 @@ from time import perf_counter
 from typing import TypeVar
 
 from quire.errors import InvariantError
-from quire.scale.cluster.config import ClusterConfig
+from quire.scale.config import ClusterConfig
 from quire.scale.routing.base import KvEvent, ReplicaLoad, RoutedRequest, Router
 from quire.scale.routing.block_index import REMOVED, STORED
 from quire.scale.routing.loads import LoadView

@@ -13,7 +13,6 @@ thread-safe; the caller serializes the calls.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 from quire.errors import ConfigError
 
@@ -55,15 +54,16 @@ class ReplicaLoad:
         return self.running_requests + self.queued_requests
 
 
-@runtime_checkable
-class Router(Protocol):
-    """Chooses the replica of each request."""
+class Router:
+    """Chooses the replica of each request; by default without knowledge of caches and prompts."""
 
     def choose(self, request: RoutedRequest, replicas: Sequence[ReplicaLoad]) -> str:
         """The `replica_id`; changes nothing: a caller that sends the request calls `note_sent`."""
+        raise NotImplementedError
 
     def uncached_tokens(self, request: RoutedRequest, replica_id: str) -> int:
         """Prompt tokens that a replica is expected to compute; all, if the router cannot know."""
+        return request.prompt_tokens
 
     def note_sent(self, request: RoutedRequest, replica_id: str) -> None:
         """Note that a request was sent to a replica."""

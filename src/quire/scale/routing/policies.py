@@ -67,26 +67,7 @@ class RouterConfig:
                 raise ConfigError(f"expected --{flag} from {least}, got {value}")
 
 
-class WithoutPrefixes:
-    """Ignores all notes, and expects no cached tokens."""
-
-    def uncached_tokens(self, request: RoutedRequest, replica_id: str) -> int:
-        return request.prompt_tokens
-
-    def note_sent(self, request: RoutedRequest, replica_id: str) -> None:
-        pass
-
-    def note_finished(self, request: RoutedRequest, replica_id: str) -> None:
-        pass
-
-    def note_lost(self, replica_id: str) -> None:
-        pass
-
-    def note_block_events(self, replica_id: str, events: Sequence[KvEvent]) -> None:
-        pass
-
-
-class RoundRobin(WithoutPrefixes):
+class RoundRobin(Router):
     """Sends requests to the replicas in turn."""
 
     def __init__(self) -> None:
@@ -100,7 +81,7 @@ class RoundRobin(WithoutPrefixes):
         self._num_sent += 1
 
 
-class LeastLoaded(WithoutPrefixes):
+class LeastLoaded(Router):
     """Chooses the replica with the fewest requests.
 
     Among equals it chooses the one with the fewest prompt tokens to compute, then the one with the
@@ -124,7 +105,7 @@ class _Sent:
     last: int = 0  # number of the last request in the order of sending; 0: none
 
 
-class KvAware:
+class KvAware(Router):
     """Chooses the replica with the least expected work."""
 
     def __init__(self, config: RouterConfig, block_tokens: int) -> None:
