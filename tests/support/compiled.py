@@ -30,9 +30,11 @@ from quire.kernels.gathered import GatheredAttention
 from quire.kernels.triton import launch
 from quire.kernels.triton.backend import TritonAttention
 from quire.kernels.triton.hardware import Hardware
-from quire.layout.statistics import REDUCTIONS
+from quire.layout.pages import KEY
+from quire.layout.statistics import REDUCTIONS, QueryRing
+from quire.policies.windows import column_sums
 from support.coded_lanes import coded_twin
-from support.lanes import Lanes
+from support.lanes import Lanes, ScoredLanes
 
 GPUS = {
     "H100": (90, 227 << 10, Hardware("NVIDIA H100", 132, 2, large_tiles=True, interpreted=False)),
@@ -130,6 +132,10 @@ def attend(backend, codec, dtype, head_dim):
         lanes.fresh = lambda: (query, query)
     options = {"softcap": 30.0, "sinks": torch.zeros(8)} if head_dim == 80 else {}
     lanes.attend_with_sums(backend, query, AttentionMath(scale=head_dim**-0.5, **options))
+    view = ScoredLanes(lanes, QueryRing(32), 4, lanes.pages).view(backend)
+    column_sums(view, QueryRing(32))
+    view.in_pages(KEY).norms()
+    view.in_pages(KEY).mean_cosines()
     indices = torch.zeros(3, 1, dtype=torch.int64)
     vectors = query[:3, :2]
     slots = NewSlots(lanes.pages.key, lanes.pages.value, indices, indices, coded)

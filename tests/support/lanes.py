@@ -3,7 +3,8 @@
 import numpy as np
 import torch
 
-from quire.kernels.backend import LaneSlots, LayerPages, StepShape
+from quire.kernels.backend import LaneSlots, LaneVectors, LayerPages, PageScores, StepShape
+from quire.policies.view import KVView
 
 
 class Lanes:
@@ -83,3 +84,90 @@ class Lanes:
         """The output, and the column sums [rows, num_heads, slots]."""
         sums = torch.zeros(len(self.tokens), query.shape[1], int(self.slots.max()))
         return self.attend(backend, query, math, column_sums=sums), sums
+
+
+class ScoredLanes:
+    """Cached tokens in scattered slots, the queries of a ring, and a view of them.
+
+    Args:
+        lanes: `Lanes` of one new token a row; the numbers that the pages hold, or decode to.
+        ring: `QueryRing` of the queries.
+        group: query heads of a KV head.
+        pages: pages of codes with these numbers; default: those of `lanes`.
+    """
+
+    def __init__(self, lanes, ring, group, pages=None, *, seed=0, spread=1.0):
+        generator = torch.Generator().manual_seed(seed)
+        pages, plain = pages or lanes.pages, lanes.pages
+        self.ring, held = ring, torch.from_numpy(lanes.slots).long().reshape(-1)
+        slots, heads, dim = int(held.max()), plain.key.shape[1], plain.key.shape[3]
+        shape = len(held), slots
+        positions, order = torch.full(shape, -1), torch.arange(slots).repeat(shape[0], 1)
+        for lane, count in enumerate(held.tolist()):
+            order[lane, :count] = torch.randperm(count, generator=generator)
+            cached = torch.randperm(2 * slots + 4, generator=generator)[:count]
+            positions[lane, :count] = cached.sort().values
+        table = plain.table.flatten(0, 1)
+        place = order // lanes.pages.page_tokens
+        number = table.gather(1, place).long()
+        self._keys, self._values = (
+            plane[number, :, order % plain.page_tokens]
+            .float()
+            .masked_fill((positions < 0)[..., None, None], 0.0)
+            .transpose(1, 2)
+            .flatten(0, 1)
+            for plane in (plain.key, plain.value)
+        )
+        records = torch.randn(
+            len(held) * heads, ring.window, group * dim + 1, generator=generator
+        ).to(lanes.dtype)
+        records = records.float() * spread
+        newest = positions.amax(dim=1).repeat_interleave(heads)
+        stored = newest[:, None] + 2 - torch.arange(ring.window)  # the position after the query's
+        records[:, :, -1] = stored.clamp_min(0)
+        if ring.window > 2:
+            records[0, 1, -1] = 0  # no query
+        self._pages = {
+            plane: (getattr(pages, plane), pages.coded and getattr(pages.coded, plane))
+            for plane in ("key", "value")
+        }
+        self._table, self._order, self._held = table, order, held
+        self.positions, self._lane_positions = positions.repeat_interleave(heads, dim=0), positions
+        scales = tuple((torch.rand(len(held), generator=generator) * 0.3 + 0.05).tolist())
+        self._view = {
+            "next_position": int(positions.max()) + 1,
+            "heads_per_layer": heads,
+            "statistics": {ring.name: records},
+            "head_dim": dim,
+            "layer_scales": scales,
+            "group": group,
+        }
+
+    def keys(self):
+        return self._keys
+
+    def values(self):
+        return self._values
+
+    def view(self, backend=None):
+        """The view of a rule; a backend scores the pages, or the rule reads the keys."""
+        scores = {} if backend is None else {p: self._scores(backend, p) for p in self._pages}
+        reader = _PagedReader(self, scores) if scores else self
+        return KVView(self.positions, slots=reader, **self._view)
+
+    def _scores(self, backend, plane):
+        of, coded = self._pages[plane]
+        assert backend.can_score(of, coded)
+        places = (self._table, self._order, self._lane_positions, self._held)
+        return PageScores(backend, LaneVectors(of, coded, *places))
+
+
+class _PagedReader:
+    def __init__(self, lanes, scores):
+        self._scores, self.values = scores, lanes.values
+
+    def keys(self):
+        raise AssertionError("the keys are scored in the pages")
+
+    def in_pages(self, plane):
+        return self._scores[plane]

@@ -398,6 +398,9 @@ class PolicyEvictor(Evictor):
         page_class, policy = table.group.page_class, _eviction_of(request).policy
         slots = int(table.num_slots[request.memory.row].max())
         width = page_class.head_dim if policy is None or policy.reads_vectors else 1
+        if policy is not None and policy.scores_in_pages:
+            scored = self._kv.scoring(table.group, policy.scores_in_pages)
+            width = width if scored is None else self._rules.query_group
         numbers = _TENSORS_OF_A_VIEW * width * page_class.heads * slots
         return FLOAT_BYTES * numbers * table.group.lanes_per_layer * self._ranks.size
 

@@ -13,6 +13,7 @@ Some backends can do more:
 `StaticPlans`    makes plans of decode steps whose tensors keep their addresses. A CUDA graph
                  repeats kernels with the same arguments: it reads live slots and page numbers from
                  memory that the engine overwrites before each replay.
+`ScoringBackend` scores cached tokens for eviction, from their keys or values in the pages.
 `RopeWriter`     computes RoPE in one kernel with the write of new keys and values.
 """
 
@@ -27,7 +28,7 @@ from jaxtyping import Float, Int, Shaped
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kernels.coded import CodedPages
+from quire.kernels.coded import CodedPages, CodedPlanes
 from quire.kernels.token_precision import FullPrecisionPages, PromotedPages
 
 
@@ -390,6 +391,90 @@ class ChainBackend(Protocol):
             Whether the plan has these slots now; else it is unchanged, and a new plan is needed.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class LaneVectors:
+    """Keys or values of the tokens of some lanes, in the order of their positions.
+
+    Attributes:
+        plane: typed view of all pages of the class; for coded pages, a view of the codes.
+        coded: decodes the pages; None for unquantized pages.
+        pages: int32 page numbers; entries past a lane's last slot are not read.
+        order: int64 slots in the order of positions, and after them the other slots.
+        positions: int64, ascending; -1 past a lane's last slot.
+        held: int64 number of slots.
+    """
+
+    plane: Shaped[Tensor, "page head token _"]
+    coded: CodedPlanes | None
+    pages: Int[Tensor, "lane column"]
+    order: Int[Tensor, "lane slot"]
+    positions: Int[Tensor, "lane slot"]
+    held: Int[Tensor, " lane"]
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a vector."""
+        return self.plane.shape[3] if self.coded is None else self.coded.codec.head_dim
+
+
+@runtime_checkable
+class ScoringBackend(Protocol):
+    """A backend that scores cached tokens from the pages, without copies of their vectors.
+
+    Scores are float32, of one KV head after the other in each lane, and 0 past a lane's last slot.
+    The score of a token does not depend on its slot, nor on other lanes.
+    """
+
+    def can_score(self, plane: Tensor, coded: CodedPlanes | None) -> bool:
+        """Whether the backend reads these keys or values; see `LaneVectors`."""
+        ...
+
+    def window_sums(
+        self,
+        lanes: LaneVectors,
+        records: Float[Tensor, "kv_head query width"],
+        scales: Float[Tensor, " kv_head"],
+    ) -> Float[Tensor, "kv_head group slot"]:
+        """Sum, per query head, the weights of recorded queries over the cached keys.
+
+        The weights of a query are the softmax of its products with the keys that are not newer.
+
+        Args:
+            lanes: keys.
+            records: the query heads of a KV head, one after the other, and the number of the
+                position after the query's; 0: no query.
+            scales: factors on the products.
+        """
+        ...
+
+    def mean_cosines(self, lanes: LaneVectors) -> Float[Tensor, "kv_head slot"]:
+        """Return the cosine of each vector with the mean of the unit vectors of its KV head."""
+        ...
+
+    def norms(self, lanes: LaneVectors) -> Float[Tensor, "kv_head slot"]:
+        """Return the Euclidean norm of each vector."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PageScores:
+    """Scores of the tokens of some lanes; see `ScoringBackend`."""
+
+    backend: ScoringBackend
+    lanes: LaneVectors
+
+    def window_sums(
+        self, records: Float[Tensor, "kv_head query width"], scales: Float[Tensor, " kv_head"]
+    ) -> Float[Tensor, "kv_head group slot"]:
+        return self.backend.window_sums(self.lanes, records, scales)
+
+    def mean_cosines(self) -> Float[Tensor, "kv_head slot"]:
+        return self.backend.mean_cosines(self.lanes)
+
+    def norms(self) -> Float[Tensor, "kv_head slot"]:
+        return self.backend.norms(self.lanes)
 
 
 @dataclass(frozen=True, slots=True)

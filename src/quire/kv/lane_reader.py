@@ -23,6 +23,7 @@ from torch import Tensor
 
 from quire.errors import PolicyError
 from quire.kernels import device_copies
+from quire.kernels.backend import LaneVectors, PageScores
 from quire.kernels.coded import CodedPages, CodedPlanes, decode_slots
 from quire.kernels.device_copies import to_device
 from quire.kernels.token_precision import (
@@ -412,6 +413,24 @@ class LaneReader(RowLanes):
 
     def values(self) -> Float[Tensor, "lane slot head_dim"]:
         return VectorReader(self, VALUE).read()
+
+    def in_pages(self, plane: str) -> PageScores | None:
+        """Scores from the pages of keys or values; None if the backend does not read them."""
+        scoring, order = self.kv.scoring(self.group, plane), self.order
+        if scoring is None:
+            return None
+        view = self.kv.store.views(self.group.page_class).planes[plane][0]
+        columns, device = -(-order.slot.shape[1] // view.shape[2]), view.device
+        pages = self.table.pages[self.rows, self.lanes, :columns].reshape(len(order.held), columns)
+        lanes = LaneVectors(
+            plane=view,
+            coded=self.kv.coded_plane(self.group, plane),
+            pages=to_device(pages, device),
+            order=order.slot,
+            positions=order.positions,
+            held=to_device(order.held, device),
+        )
+        return PageScores(scoring, lanes)
 
     @property
     def statistics(self) -> Mapping[str, Tensor]:

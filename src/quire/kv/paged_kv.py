@@ -6,8 +6,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from quire.kernels.backend import AttentionBackend, ChainBackend, LayerPages
-from quire.kernels.coded import decoded_slot_bytes
+from quire.kernels.backend import AttentionBackend, ChainBackend, LayerPages, ScoringBackend
+from quire.kernels.coded import CodedPlanes, decoded_slot_bytes
 from quire.kv.coded_layers import CodedLayers, MeasuredConstants
 from quire.kv.flat_batch import DeviceTable
 from quire.kv.memory import KVMemory
@@ -15,7 +15,7 @@ from quire.kv.offload_port import EngineOffload
 from quire.kv.statistics import StatisticPages, SumsScratch
 from quire.kv.store import PageStore, store_of
 from quire.kv.token_precision import full_precision_buffers, promoted_buffers
-from quire.layout.pages import NUMBERS, CacheLayout, LaneGroup, PageClass
+from quire.layout.pages import KEY, NUMBERS, CacheLayout, LaneGroup, PageClass
 
 
 class PagedKV:
@@ -44,6 +44,7 @@ class PagedKV:
         self.memory, self.store, self.backend = memory, store, backend
         self.pre_rope = pre_rope
         self.chains = backend if isinstance(backend, ChainBackend) else None
+        self._scoring = backend if isinstance(backend, ScoringBackend) else None
         self.coded = CodedLayers(store, measured)
         self.tables = {
             name: DeviceTable(table, store.device) for name, table in memory.tables.items()
@@ -82,6 +83,19 @@ class PagedKV:
         staged = 0 if self.offload is None else self.offload.staging_bytes
         other = 0 if self.pre_rope is None else self.pre_rope.peak_scratch_bytes
         return self.backend.peak_scratch_bytes + other + self.sums_scratch.num_bytes + staged
+
+    def coded_plane(self, group: LaneGroup, plane: str) -> CodedPlanes | None:
+        """The codec of keys or values; that of the first layer if layers have own constants."""
+        coded = self.coded.of(group.page_class, group.layers[0])
+        return None if coded is None else coded.key if plane == KEY else coded.value
+
+    def scoring(self, group: LaneGroup, plane: str) -> ScoringBackend | None:
+        """The backend if it scores the tokens of a group from its pages of keys or values."""
+        if group.name in self.full_precision or group.name in self.promoted:
+            return None
+        found, pages = self._scoring, self.store.views(group.page_class).planes[plane][0]
+        fits = found is not None and found.can_score(pages, self.coded_plane(group, plane))
+        return found if fits else None
 
     def _statistics(self) -> dict[str, list[StatisticPages]]:
         places: dict[str, list[StatisticPages]] = {}

@@ -35,6 +35,8 @@ class EvictionPolicy(ABC):
     """Cost in addition to reading the cache, in a few words, shown by `quire policies`."""
     reads_vectors: ClassVar[bool] = True
     """Whether the rule reads keys or values; if not, no memory is reserved for copies of them."""
+    scores_in_pages: ClassVar[str] = ""
+    """Plane that the rule reads by `KVView.in_pages` only, if that gives scores; "" for none."""
     extra: ClassVar[str] = ""
     """Optional packages that the policy needs: a key of `quire.layout.extras.EXTRAS`, or ""."""
 

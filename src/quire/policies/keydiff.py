@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from quire.layout.pages import KEY
 from quire.policies.base import SinksAndRecent
 from quire.policies.registry import register
 from quire.policies.view import KVView
@@ -30,15 +31,21 @@ class KeyDiff(SinksAndRecent):
     """
 
     cost = "a read of the keys at an eviction"
+    scores_in_pages = KEY
 
     @property
     def lanes_apart(self) -> bool:
         return True
 
     def score(self, view: KVView) -> Float[Tensor, "lane slot"]:
-        keys = view.keys
-        inverse_norms = keys.norm(dim=2).clamp_min(MIN_NORM).reciprocal()  # keys of empty slots: 0
-        # the sum has the direction of the mean; the anchor is 0 if the keys cancel out
-        anchor = normalize(inverse_norms[:, None] @ keys, dim=2)
-        cosine: Tensor = (keys @ anchor.transpose(1, 2)).squeeze(2) * inverse_norms
-        return -cosine
+        pages = view.in_pages(KEY)
+        return -(mean_cosines(view.keys) if pages is None else pages.mean_cosines())
+
+
+def mean_cosines(keys: Float[Tensor, "lane slot head_dim"]) -> Float[Tensor, "lane slot"]:
+    """Return the cosine of each key with the mean of the unit keys; 0 for keys of 0."""
+    inverse_norms = keys.norm(dim=2).clamp_min(MIN_NORM).reciprocal()  # keys of empty slots: 0
+    # the sum has the direction of the mean; the anchor is 0 if the keys cancel out
+    anchor = normalize(inverse_norms[:, None] @ keys, dim=2)
+    cosines: Tensor = (keys @ anchor.transpose(1, 2)).squeeze(2) * inverse_norms
+    return cosines

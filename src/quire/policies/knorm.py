@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
+from quire.layout.pages import KEY
 from quire.policies.base import SinksAndRecent
 from quire.policies.registry import register
 from quire.policies.view import KVView
@@ -25,10 +26,12 @@ class KNorm(SinksAndRecent):
     """
 
     cost = "a read of the keys at an eviction"
+    scores_in_pages = KEY
 
     @property
     def lanes_apart(self) -> bool:
         return True
 
     def score(self, view: KVView) -> Float[Tensor, "lane slot"]:
-        return -view.keys.square().sum(dim=2).sqrt()
+        pages = view.in_pages(KEY)
+        return -(view.keys.norm(dim=2) if pages is None else pages.norms())

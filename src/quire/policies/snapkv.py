@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from quire.layout.pages import KEY
 from quire.layout.statistics import MEAN, QueryRing, Statistic, check_reduction
 from quire.policies.base import ScorePolicy
 from quire.policies.options import check_at_least
@@ -36,6 +37,7 @@ class SnapKV(ScorePolicy):
     """
 
     cost = "`window` rows of attention at an eviction"
+    scores_in_pages = KEY
 
     window: int = 32
     kernel: int = 5

@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from quire.errors import UnknownName
+from quire.layout.pages import KEY
 from quire.layout.statistics import MEAN, QueryRing, Statistic
 from quire.policies.base import LANE, LAYER, SinksAndRecent
 from quire.policies.registry import register
@@ -34,6 +35,7 @@ class TOVA(SinksAndRecent):
     """
 
     cost = "one row of attention at an eviction"
+    scores_in_pages = KEY
 
     scope: str = LAYER
 

@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from quire.errors import ConfigError, PolicyError
+from quire.layout.pages import VALUE
 from quire.layout.statistics import Statistic
 from quire.policies.base import EvictionPolicy, ScorePolicy
 from quire.policies.h2o import H2O
@@ -94,7 +95,8 @@ class ValueNorm(ScorePolicy):
                 f"value_norm needs scores >= 0, and {type(self.base).__name__} returned negative "
                 "ones; use a base whose scores are attention weights, such as h2o"
             )
-        length: Tensor = torch.linalg.vector_norm(view.values, dim=2)
+        pages = view.in_pages(VALUE)
+        length = torch.linalg.vector_norm(view.values, dim=2) if pages is None else pages.norms()
         return (score + self.epsilon) * length.pow(self.power)
 
     def protected(self, view: KVView, keep: Int[Tensor, " lane"]) -> Bool[Tensor, "lane slot"]:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.errors import PolicyError
+from quire.kernels.backend import PageScores
 from quire.kernels.device_copies import to_device
 from quire.layout.statistics import Statistic
 
@@ -29,6 +30,19 @@ class SlotReader(Protocol):
 
     def values(self) -> Float[Tensor, "lane slot head_dim"]:
         """Values, float32, in the view's order; zeros for empty slots."""
+        ...
+
+
+@runtime_checkable
+class PagedSlotReader(SlotReader, Protocol):
+    """A reader of slots in pages, which a backend may score without gathering them."""
+
+    def in_pages(self, plane: str) -> PageScores | None:
+        """Scores from the pages of keys or values; None if the backend does not read them.
+
+        Args:
+            plane: KEY or VALUE of `quire.layout.pages`.
+        """
         ...
 
 
@@ -145,6 +159,17 @@ class KVView:
     def values(self) -> Float[Tensor, "lane slot head_dim"]:
         """Values, float32."""
         return self._reader.values()
+
+    def in_pages(self, plane: str) -> PageScores | None:
+        """Scores that a backend computes from the pages; None: compute them from `keys`, `values`.
+
+        Both forms give the same scores up to rounding.
+
+        Args:
+            plane: KEY or VALUE of `quire.layout.pages`.
+        """
+        slots = self.slots
+        return slots.in_pages(plane) if isinstance(slots, PagedSlotReader) else None
 
     def statistic(self, statistic: Statistic) -> Float[Tensor, "..."]:
         """Return the stored values of a declared statistic.

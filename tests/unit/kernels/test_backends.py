@@ -14,7 +14,15 @@ from quire.kernels.gathered import GatheredAttention
 from quire.kernels.native.backend import NativeAttention
 from quire.kernels.native.library import PATHS, NativeLibrary, load_library
 from quire.kernels.reference_backend import ReferenceAttention
-from support.lanes import Lanes
+from quire.layout.pages import VALUE
+from quire.layout.statistics import QueryRing
+from quire.policies.keydiff import KeyDiff
+from quire.policies.knorm import KNorm
+from quire.policies.snapkv import SnapKV
+from quire.policies.tova import TOVA
+from quire.policies.windows import column_sums
+from support.coded_lanes import coded_twin
+from support.lanes import Lanes, ScoredLanes
 from support.pairwise import every_pair
 
 CPU = torch.device("cpu")
@@ -322,3 +330,81 @@ def unaligned(plane):
     num_bytes = plane.untyped_storage().nbytes()
     raw = np.zeros(num_bytes + 4, dtype=np.uint8)[1 : 1 + num_bytes]
     return torch.from_numpy(raw.view(np.float32)).as_strided(plane.shape, plane.stride())
+
+
+SCORING = {name: backend for name, backend in NATIVE.items() if "plain" not in name}
+any_scoring = pytest.mark.parametrize("backend", SCORING.values(), ids=SCORING)
+
+
+def scored_lanes(codec, shape, window, group, seed=0):
+    """Cached tokens in pages of a codec; shape: KV heads of a page, head_dim and page tokens."""
+    heads, head_dim, page_tokens = shape
+    plain = codec in ("float32", "bfloat16", "float16")
+    lanes = Lanes(
+        tokens=[1] * 3,
+        slots=[[70, 1], [150, 33], [16, 17]],
+        heads=heads,
+        head_dim=head_dim,
+        page_tokens=page_tokens,
+        dtype=getattr(torch, codec) if plain else torch.float32,
+        seed=seed,
+    )
+    pages = None if plain else coded_twin(lanes, codec)
+    return ScoredLanes(lanes, QueryRing(window), group, pages, seed=seed)
+
+
+@any_scoring
+@every_pair(
+    codec=["float32", "bfloat16", "float16", "int8", "int4", "fp8", "int4_outliers"],
+    shape=[(1, 64, 16), (2, 16, 4), (3, 80, 5), (1, 128, 1), (1, 256, 32)],
+    window=[1, 4, 32, 160],
+    group=[1, 3, 7],
+)
+def test_scores_of_cached_tokens_equal_those_of_their_keys(backend, codec, shape, window, group):
+    cached = scored_lanes(codec, shape, window, group)
+    expected, view = cached.view(), cached.view(backend)
+    sums = column_sums(view, cached.ring)
+
+    torch.testing.assert_close(sums, column_sums(expected, cached.ring), atol=2e-5, rtol=2e-5)
+    for rule in (KeyDiff(), KNorm()):
+        torch.testing.assert_close(rule.score(view), rule.score(expected), atol=2e-6, rtol=2e-5)
+    norms = view.in_pages(VALUE).norms()
+    torch.testing.assert_close(norms, cached.values().norm(dim=2), atol=1e-6, rtol=1e-5)
+
+
+@any_scoring
+def test_queries_with_more_digits_than_the_pages_are_not_rounded(backend):
+    cached = scored_lanes("bfloat16", (2, 64, 16), 8, 3)
+    cached.view().statistic(cached.ring)[:, :, :-1] += 1e-3
+    sums = column_sums(cached.view(backend), cached.ring)
+
+    expected = column_sums(cached.view(), cached.ring)
+    torch.testing.assert_close(sums, expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.skipif(not SCORING, reason="no C extension with vectors")
+@pytest.mark.parametrize(
+    "rule", [SnapKV(window=4), SnapKV(window=4, kernel=1, heads="max"), TOVA(), KeyDiff(), KNorm()]
+)
+def test_retained_tokens_equal_those_of_the_keys_in_300_cases(rule):
+    """Only tokens whose scores differ by less than the rounding may be exchanged."""
+    backend, [*_, ring] = list(SCORING.values())[-1], [QueryRing(1), *rule.statistics]
+    rng = np.random.default_rng(0)
+    for seed in range(300):
+        lanes = Lanes(
+            tokens=[1] * 3,
+            slots=rng.integers(6, 60, (3, 2)).tolist(),
+            heads=int(rng.integers(1, 3)),
+            head_dim=int(rng.choice([16, 64, 80])),
+            page_tokens=int(rng.choice([1, 4, 16])),
+            dtype=[torch.float32, torch.bfloat16, torch.float16][seed % 3],
+            seed=seed,
+        )
+        cached = ScoredLanes(lanes, ring, int(rng.choice([1, 3])), seed=seed, spread=2.0)
+        view, expected = cached.view(backend), cached.view()
+        keep = (view.num_slots[:, 0] * 2 // 3).clamp_min(rule.min_cap)
+        retained, wanted = rule.select(view, keep), rule.select(expected, keep)
+        score = rule.score(expected)
+        for lane in (retained != wanted).any(dim=1).nonzero()[:, 0].tolist():
+            near = score[lane][retained[lane] != wanted[lane]]
+            assert near.max() - near.min() <= 1e-5 * max(1.0, float(score[lane].abs().max()))

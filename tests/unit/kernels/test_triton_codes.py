@@ -12,9 +12,14 @@ from quire.kernels.gathered import GatheredAttention
 from quire.kernels.reference_backend import ReferenceAttention
 from quire.kernels.triton.coding import KINDS, PLAIN, why_not
 from quire.layout.codec_names import CODECS, codec_spec
+from quire.layout.pages import VALUE
+from quire.layout.statistics import QueryRing
+from quire.policies.keydiff import KeyDiff
+from quire.policies.knorm import KNorm
+from quire.policies.windows import column_sums
 from support.coded_lanes import coded_twin
 from support.interpreted import CPU, interpreted, triton_backend
-from support.lanes import Lanes
+from support.lanes import Lanes, ScoredLanes
 
 launch = interpreted("launch")
 
@@ -155,3 +160,39 @@ def test_reasons_why_a_codec_is_not_decoded():
 def test_every_codec_that_is_decoded_is_tested():
     """Measured codecs have tests of their own."""
     assert {*DECODED, "int8_channel"} == {n for n, kind in KINDS.items() if kind != PLAIN}
+
+
+@pytest.mark.parametrize(
+    ("codec", "shape", "window", "group"),
+    [
+        ("float32", (2, 16, 4), 3, 3),
+        ("bfloat16", (1, 64, 16), 32, 1),
+        ("float16", (3, 80, 5), 40, 2),
+        ("int8", (1, 32, 8), 5, 2),
+        ("fp8", (1, 32, 8), 5, 2),
+        ("int4", (2, 32, 8), 5, 2),
+        ("int4_outliers", (1, 64, 8), 5, 1),
+    ],
+)
+def test_scores_of_cached_tokens_equal_those_of_their_keys(codec, shape, window, group):
+    heads, head_dim, page_tokens = shape
+    plain = codec in ("float32", "bfloat16", "float16")
+    dtype = getattr(torch, codec) if plain else torch.float32
+    lanes = make_lanes(heads, 2, head_dim, tokens=[1, 1], page_tokens=page_tokens, dtype=dtype)
+    pages = None if plain else coded_twin(lanes, codec)
+    cached = ScoredLanes(lanes, QueryRing(window), group, pages)
+    expected, view = cached.view(), cached.view(triton_backend())
+    sums = column_sums(view, cached.ring)
+
+    torch.testing.assert_close(sums, column_sums(expected, cached.ring), atol=2e-5, rtol=2e-5)
+    for rule in (KeyDiff(), KNorm()):
+        torch.testing.assert_close(rule.score(view), rule.score(expected), atol=2e-6, rtol=2e-5)
+    norms = view.in_pages(VALUE).norms()
+    torch.testing.assert_close(norms, cached.values().norm(dim=2), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("codec", ["int4_hadamard", "int8_channel"])
+def test_keys_that_kernels_do_not_decode_are_not_scored(codec):
+    side = CodedPlanes(make_codec(codec_spec(codec), 16), (torch.zeros(1, 1, 1, 16),))
+
+    assert not triton_backend().can_score(side.planes[0], side)

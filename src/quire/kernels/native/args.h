@@ -105,6 +105,24 @@ typedef struct {
     coding key_coding, value_coding;
 } attention_args;
 
+/* What is computed of the keys or values of a lane, by slot. */
+enum { WINDOW_SUMS = 0, MEAN_COSINES = 1, NORMS = 2 };
+
+/* Scores of cached tokens, for eviction. Lanes are sequences' lanes, one after the other; ScoreArgs mirrors this. */
+typedef struct {
+    attention_args vectors;            /* pages in `key` and `key_coding`, and what describes them; no other field */
+    const int32_t *pages;              /* [num_lanes, columns] */
+    const int64_t *order, *positions;  /* [num_lanes, slots] slots by position, and these positions, ascending */
+    const int64_t *held;               /* [num_lanes] number of slots */
+    const float *records;              /* [num_lanes, heads_per_page, window, group * head_dim + 1] queries of a KV
+                                          head's query heads after RoPE, and the position after theirs; 0: no query */
+    const float *scales;               /* [num_lanes, heads_per_page] factors on products */
+    float *out;                        /* [num_lanes, heads_per_page, group (1 without a window), slots] */
+    uint8_t *scratch;                  /* scratch_bytes for each thread */
+    int64_t scratch_bytes, columns, slots;
+    int32_t num_lanes, window, score, unused;
+} score_args;
+
 static inline int num_kv_heads(const attention_args *a) { return a->num_lanes * a->heads_per_page; }
 static inline int num_heads(const attention_args *a) { return num_kv_heads(a) * a->group; }
 static inline int itemsize(const attention_args *a) { return a->dtype == F32 ? 4 : 2; }

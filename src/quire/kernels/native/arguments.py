@@ -263,6 +263,29 @@ class AttentionArgs(ctypes.Structure):
     )
 
 
+class ScoreArgs(ctypes.Structure):
+    """Mirror of `score_args`; its size is checked at load."""
+
+    _fields_ = (
+        ("vectors", AttentionArgs),
+        ("pages", ctypes.c_void_p),
+        ("order", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("held", ctypes.c_void_p),
+        ("records", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("scratch", ctypes.c_void_p),
+        ("scratch_bytes", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
+        ("slots", ctypes.c_int64),
+        ("num_lanes", ctypes.c_int32),
+        ("window", ctypes.c_int32),
+        ("score", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
+    )
+
+
 class WriteArgs(ctypes.Structure):
     """Mirror of `write_args` of write.h; its size is checked at load."""
 
@@ -412,6 +435,17 @@ def can_tally(tally: AttentionStatistic, rows: StatisticRows, num_heads: int) ->
         and all(t.dtype == torch.int32 for t in (tally.table, rows.slots, rows.fresh))
         and all(t.dtype == torch.int64 for t in (rows.step_rows, rows.table_rows))
     )
+
+
+WINDOW_SUMS, MEAN_COSINES, NORMS = range(3)  # scores of cached tokens, as in args.h
+
+
+def can_score(plane: Tensor, coded: CodedPlanes | None) -> bool:
+    """Return whether the C library can score these keys or values."""
+    if coded is None:
+        return _is_whole(plane) and plane.dtype in DTYPES
+    fits = why_not(coded.codec.spec, coded.codec.head_dim) is None
+    return fits and all(map(_is_whole, coded.planes))
 
 
 def can_read_sums(column_sums: Tensor) -> bool:

@@ -78,6 +78,47 @@ static int share_out(work *shared, parallel_for run, int num_threads) {
     return 0;
 }
 
+#ifdef HAVE_X86
+/* Whether products of pairs of bfloat16 are exact: pages and queries have no more digits. */
+static int in_pairs(const score_args *s, const float *records) {
+    int numbers = s->vectors.group * s->vectors.head_dim;
+    uint32_t digits = 0;
+    if (s->vectors.path != PATH_AVX512_BF16 || s->vectors.dtype != BF16 || s->vectors.coded) return 0;
+    for (int n = 0; n < s->window; n++, records += numbers + 1)
+        for (int i = 0; i < numbers; i++) {
+            uint32_t bits;
+            memcpy(&bits, records + i, 4);
+            digits |= bits;
+        }
+    return (digits & 0xffff) == 0;
+}
+
+static void score_lane(const score_args *s, int64_t item, uint8_t *scratch) {
+    const attention_args *a = &s->vectors;
+    int64_t number = item / a->heads_per_page, head = item % a->heads_per_page, bytes = (int64_t)a->head_dim * itemsize(a);
+    const int64_t *order = s->order + number * s->slots, *positions = s->positions + number * s->slots;
+    lane l = {s->pages + number * s->columns, s->held[number], head * a->page_tokens * bytes, bytes, head * a->page_tokens};
+    if (s->score != WINDOW_SUMS) (a->path == PATH_AVX2 ? measure_vectors_avx2 : measure_vectors_f32)(s, &l, order, item);
+    else if (a->path == PATH_AVX2) sum_window_avx2(s, &l, order, positions, item, scratch);
+    else if (in_pairs(s, s->records + item * s->window * (a->group * a->head_dim + 1)))
+        sum_window_bf16(s, &l, order, positions, item, scratch);
+    else sum_window_f32(s, &l, order, positions, item, scratch);
+}
+
+typedef struct {
+    const score_args *args;
+    atomic_llong next;
+} scoring;
+
+static void score_items(int64_t begin, int64_t end, void *context) {
+    scoring *shared = context;
+    const score_args *s = shared->args;
+    int64_t items = (int64_t)s->num_lanes * s->vectors.heads_per_page, item;
+    (void)end;
+    while ((item = atomic_fetch_add(&shared->next, 1)) < items) score_lane(s, item, s->scratch + begin * s->scratch_bytes);
+}
+#endif
+
 /* ---- exported functions ------------------------------------------------------------------------- */
 
 /* Best code path of this CPU. */
@@ -184,6 +225,27 @@ int quire_attend(const attention_args *args, parallel_for run, int num_threads) 
                  {heads, heads}, {do_merge, do_sums}, 0};
     clear_sums(args);
     return share_out(&first, run, num_threads) || share_out(&then, run, num_threads) || record(args, run);
+}
+
+/* Score the cached tokens of lanes; 0 on success. Only for paths and head_dims that have blocks. */
+int quire_score(const score_args *args, parallel_for run, int num_threads) {
+#ifdef HAVE_X86
+    scoring shared = {args, 0};
+    if (run != NULL && num_threads > 1) return run(0, num_threads, 1, score_items, &shared) != 0;
+    score_items(0, 1, &shared);
+#else
+    (void)args, (void)run, (void)num_threads;
+#endif
+    return 0;
+}
+
+int64_t quire_score_args_size(void) { return sizeof(score_args); }
+int64_t quire_score_bytes(const score_args *args) {
+#ifdef HAVE_X86
+    return (int64_t)((score_bytes(args) + 63) / 64 * 64);
+#else
+    return (void)args, 0;
+#endif
 }
 
 #define TOKENS_A_THREAD 8

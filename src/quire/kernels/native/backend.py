@@ -20,16 +20,22 @@ from quire.kernels.backend import (
     ChainLayer,
     HeadBuffers,
     LaneSlots,
+    LaneVectors,
     LayerPages,
     MovedSlots,
     NewSlots,
     StatisticRows,
     StepShape,
 )
+from quire.kernels.coded import CodedPlanes
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.native.arguments import (
+    MEAN_COSINES,
+    NORMS,
+    WINDOW_SUMS,
     can_move,
     can_read_sums,
+    can_score,
     can_tally,
     can_write,
     unfit_tensors,
@@ -46,6 +52,7 @@ from quire.kernels.native.call import (
     check_column_sums,
     cut,
     gathered_chunks,
+    score,
     token_plan,
 )
 from quire.kernels.native.call import move as move_in_c
@@ -121,6 +128,20 @@ class NativeAttention:
             tally_in_c(self._library, tally, rows, column_sums)
         else:
             self._gathered.tally(tally, rows, column_sums)
+
+    def can_score(self, plane: Tensor, coded: CodedPlanes | None) -> bool:
+        head_dim = plane.shape[3] if coded is None else coded.codec.head_dim
+        has_code = bool(self._library.block_queries(self._library.path, head_dim))
+        return has_code and can_score(plane, coded)
+
+    def window_sums(self, lanes: LaneVectors, records: Tensor, scales: Tensor) -> Tensor:
+        return score(self._library, WINDOW_SUMS, lanes, self._scratch, (records, scales))
+
+    def mean_cosines(self, lanes: LaneVectors) -> Tensor:
+        return score(self._library, MEAN_COSINES, lanes, self._scratch)
+
+    def norms(self, lanes: LaneVectors) -> Tensor:
+        return score(self._library, NORMS, lanes, self._scratch)
 
     def attend(
         self,

@@ -22,6 +22,7 @@
 #define BLOCK_SLOTS 256   /* packed at a time */
 #define BLOCK_QUERIES 384 /* query vectors of a part: shares the packing, and leaves many parts */
 #define KEPT_LOGITS (1 << 18) /* one MiB, which fits in a core's cache */
+#define MIN_NORM 1e-12f   /* of a vector whose direction counts, as in torch's normalize */
 #define SIDE 6            /* query vectors in registers: 6 x VECTORS sums, VECTORS columns, 1 query */
 
 typedef struct {
@@ -44,6 +45,13 @@ static size_t block_bytes(int head_dim, int sums) {
            (sums ? KEPT_LOGITS * sizeof(float) : 0);
 }
 
+/* Scratch of the scores of a lane: its packed keys, products and sums; queries and the slots that each sees. */
+static size_t score_bytes(const score_args *s) {
+    size_t room = ((size_t)s->slots + 63) / 64 * 64, dim = s->vectors.head_dim;
+    size_t queries = (size_t)s->window * s->vectors.group;
+    return (sizeof(block) + 63) / 64 * 64 + 4 * room * (dim + SIDE + 1) + 8 * queries + 4 * dim * (queries + SIDE);
+}
+
 static block *lay_out_block(uint8_t *scratch, int head_dim, int units) {
     block *b = (block *)scratch;
     size_t vector = (size_t)head_dim * 4;
@@ -63,6 +71,13 @@ INLINE const uint8_t *slot_numbers(const attention_args *a, const uint8_t *plane
     if (!a->coded) return plane + slot_at(a, l, slot);
     decode_vector(c, a->head_dim, plane, place_of(a, l, slot), decoded);
     return (const uint8_t *)decoded;
+}
+
+/* Prefetch the key of a slot; slots in the order of positions are scattered over pages. */
+static inline void prefetch_vector(const attention_args *a, const lane *l, int64_t slot) {
+    place p = place_of(a, l, slot);
+    const uint8_t *vector = a->key + p.page_at + p.record * a->key_coding.vector_bytes;
+    for (int64_t i = 0; i < a->key_coding.vector_bytes; i += 64) __builtin_prefetch(vector + i, 0, 2);
 }
 
 static inline int64_t output_at(const attention_args *a, int row, int head, int pair) {

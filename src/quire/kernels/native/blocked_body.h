@@ -56,18 +56,22 @@ INLINE TARGET V(units) NAME(load_units)(const uint8_t *vector, int d, int dim, i
 #endif
 }
 
-/* Pack keys of slots first + skip .. first + count - 1; zeros for others up to a multiple of COLUMNS. */
-static TARGET void NAME(pack_keys)(const attention_args *a, block *b, const lane *l, int64_t first,
-                                   int skip, int count) {
+/* Pack keys of slots first + skip .. first + count - 1; zeros for others up to a multiple of COLUMNS. `order`, or
+ * NULL, has the slots with these numbers. */
+static TARGET void NAME(pack_keys)(const attention_args *a, block *b, const lane *l, const int64_t *order,
+                                   int64_t first, int skip, int count) {
     float decoded[LANES][MAX_HEAD_DIM];
     int dtype = a->coded ? F32 : a->dtype;
     for (int group = 0; group < count; group += COLUMNS)
         for (int i = group; i < group + COLUMNS; i += LANES) {
             const uint8_t *vectors[LANES];
-            for (int j = 0; j < LANES; j++)
-                vectors[j] = i + j >= skip && i + j < count
-                                 ? slot_numbers(a, a->key, &a->key_coding, l, first + i + j, decoded[j])
-                                 : NULL;
+            for (int j = 0; j < LANES; j++) {
+                int inside = i + j >= skip && i + j < count;
+                int64_t slot = inside && order ? order[first + i + j] : first + i + j;
+                vectors[j] = inside ? slot_numbers(a, a->key, &a->key_coding, l, slot, decoded[j]) : NULL;
+            }
+            for (int j = 0; order && j < LANES && i + j + COLUMNS < count; j++)
+                prefetch_vector(a, l, order[first + i + j + COLUMNS]);
             uint32_t *packed = b->key + (int64_t)group * b->units + i - group;
             for (int unit = 0; unit < b->units; unit += LANES) {
                 V(units) rows[LANES];
@@ -281,7 +285,7 @@ static TARGET void NAME(attend_block)(const attention_args *a, const part *p, in
     for (int64_t base = start; base < end; base += BLOCK_SLOTS) {
         int packed = end - base < BLOCK_SLOTS ? (int)(end - base) : BLOCK_SLOTS;
         int skip = b->low[0] > base ? (int)(b->low[0] - base) : 0; /* their pages may have been freed */
-        NAME(pack_keys)(a, b, &l, base, skip, packed);
+        NAME(pack_keys)(a, b, &l, NULL, base, skip, packed);
         NAME(pack_values)(a, b, &l, base, skip, packed);
         for (int m = 0; m < count; m += SIDE) {
             int last = m + SIDE < count ? m + SIDE - 1 : count - 1;
@@ -310,7 +314,7 @@ static TARGET void NAME(sum_columns)(const attention_args *a, const part *p, int
     int packed = l.slots - p->first < p->count ? (int)(l.slots - p->first) : p->count;
     int skip = low > p->first ? (int)(low - p->first) : 0;
     if (packed <= skip) return;
-    NAME(pack_keys)(a, b, &l, p->first, skip, packed);
+    NAME(pack_keys)(a, b, &l, NULL, p->first, skip, packed);
     for (int first = 0; first < pairs; first += BLOCK_QUERIES) {
         int count = pairs - first < BLOCK_QUERIES ? pairs - first : BLOCK_QUERIES;
         NAME(load_block)(a, b, &l, p->row, head, first, count);
@@ -333,6 +337,115 @@ static TARGET void NAME(sum_columns)(const attention_args *a, const part *p, int
         }
     }
 }
+
+/* ---- scores of cached tokens; slots are in the order of positions -------------------------------- */
+
+/* Load the queries of a window as units, zeros up to a multiple of SIDE, and count the slots that each sees. */
+static TARGET void NAME(load_window)(const score_args *s, const float *records, const int64_t *positions,
+                                     int64_t held, uint32_t *query, int64_t *seen) {
+    const attention_args *a = &s->vectors;
+    int dim = a->head_dim, units = dim / STEP, count = s->window * a->group, width = a->group * dim + 1;
+    memset(query, 0, (size_t)(count + SIDE) * units * 4);
+    for (int m = 0; m < count; m++) { /* head by head */
+        const float *record = records + (int64_t)(m % s->window) * width, *vector = record + m / s->window * dim;
+        int64_t low = 0, high = held; /* of the first position that is newer than the query */
+        while (low < high) {
+            int64_t middle = (low + high) / 2;
+            if (positions[middle] < (int64_t)record[width - 1]) low = middle + 1;
+            else high = middle;
+        }
+        seen[m] = low;
+        uint32_t *target = query + (int64_t)m * units;
+#if PAIRS
+        for (int d = 0; d < dim; d++) ((uint16_t *)target)[d] = to_bf16(vector[d]);
+#else
+        memcpy(target, vector, (size_t)dim * 4);
+#endif
+    }
+}
+
+/* Add the weights of one query over the slots that it sees to `sums`, from its products with all keys. */
+INLINE TARGET void NAME(add_weights_of)(float *products, int64_t seen, float factor, float *sums) {
+    V(vec) scale = V(set)(factor), nothing = V(set)(-INFINITY), top = nothing, total = V(zero)();
+    int64_t whole = seen / LANES * LANES;
+    V(mask) rest = V(between)(0, seen - whole);
+    for (int64_t i = 0; i < whole; i += LANES) top = V(max)(top, V(mul)(V(read)(products + i), scale));
+    if (whole < seen) top = V(max)(top, V(choose)(rest, nothing, V(mul)(V(read)(products + whole), scale)));
+    top = V(set)(-V(top)(top));
+    for (int64_t i = 0; i < seen; i += LANES) {
+        V(vec) e = V(exp)(V(fma)(V(read)(products + i), scale, top));
+        if (i == whole) e = V(choose)(rest, V(zero)(), e);
+        total = V(add)(total, e);
+        V(put)(products + i, e);
+    }
+    V(vec) over = V(set)(1 / V(total)(total));
+    for (int64_t i = 0; i < seen; i += LANES)
+        V(put)(sums + i, V(fma)(V(read)(products + i), over, V(read)(sums + i)));
+}
+
+/* Sum, per query head of a KV head, the weights of the window's queries over the cached slots. */
+static TARGET void NAME(sum_window)(const score_args *s, const lane *l, const int64_t *order,
+                                    const int64_t *positions, int64_t item, uint8_t *scratch) {
+    const attention_args *a = &s->vectors;
+    int units = a->head_dim / STEP, count = s->window * a->group, width = a->group * a->head_dim + 1;
+    int64_t room = (l->slots + COLUMNS - 1) / COLUMNS * COLUMNS;
+    block *b = (block *)scratch;
+    b->units = units, b->key = (uint32_t *)(scratch + (sizeof(block) + 63) / 64 * 64);
+    float *products = (float *)(b->key + room * units), *sums = products + SIDE * room;
+    int64_t *seen = (int64_t *)(sums + room);
+    uint32_t *query = (uint32_t *)(seen + count);
+    NAME(load_window)(s, s->records + item * s->window * width, positions, l->slots, query, seen);
+    NAME(pack_keys)(a, b, l, order, 0, 0, (int)l->slots);
+    memset(sums, 0, room * sizeof(float));
+    for (int m = 0; m < count; m += SIDE) {
+        const uint32_t *left = query + (int64_t)m * units;
+        for (int64_t i = 0; i < room; i += COLUMNS)
+            NAME(multiply)(left, units, b->key + i * units, COLUMNS, units, products + i, room, NULL, VECTORS);
+        for (int n = m; n < m + SIDE && n < count; n++) {
+            if (seen[n]) NAME(add_weights_of)(products + (n - m) * room, seen[n], s->scales[item], sums);
+            if ((n + 1) % s->window) continue; /* the last query of this head */
+            float *out = s->out + (item * a->group + n / s->window) * s->slots;
+            memcpy(out, sums, l->slots * sizeof(float));
+            memset(out + l->slots, 0, (s->slots - l->slots) * sizeof(float));
+            memset(sums, 0, room * sizeof(float));
+        }
+    }
+}
+
+#if !PAIRS
+INLINE TARGET float NAME(product)(const uint8_t *numbers, const float *other, int dim, int dtype) {
+    V(vec) sum = V(zero)();
+    for (int d = 0; d < dim; d += LANES) {
+        V(vec) x = (V(vec))V(units_of)(numbers, d, dtype);
+        sum = V(fma)(x, other ? V(read)(other + d) : x, sum);
+    }
+    return V(total)(sum);
+}
+
+/* Norms of the vectors of a lane, or their cosines with the mean of the unit vectors. */
+static TARGET void NAME(measure_vectors)(const score_args *s, const lane *l, const int64_t *order, int64_t item) {
+    const attention_args *a = &s->vectors;
+    int dim = a->head_dim, dtype = a->coded ? F32 : a->dtype;
+    float decoded[MAX_HEAD_DIM], anchor[MAX_HEAD_DIM] = {0}, *out = s->out + item * s->slots;
+    memset(out + l->slots, 0, (s->slots - l->slots) * sizeof(float));
+    for (int64_t i = 0; i < l->slots; i++) {
+        if (i + LANES < l->slots) prefetch_vector(a, l, order[i + LANES]);
+        const uint8_t *numbers = slot_numbers(a, a->key, &a->key_coding, l, order[i], decoded);
+        out[i] = sqrtf(NAME(product)(numbers, NULL, dim, dtype));
+        if (s->score == NORMS) continue;
+        float over = 1 / (out[i] > MIN_NORM ? out[i] : MIN_NORM);
+        for (int d = 0; d < dim; d += LANES)
+            V(put)(anchor + d, V(fma)(V(set)(over), (V(vec))V(units_of)(numbers, d, dtype), V(read)(anchor + d)));
+        out[i] = over;
+    }
+    if (s->score == NORMS) return;
+    float length = sqrtf(NAME(product)((const uint8_t *)anchor, NULL, dim, F32));
+    for (int64_t i = 0; i < l->slots; i++) {
+        const uint8_t *numbers = slot_numbers(a, a->key, &a->key_coding, l, order[i], decoded);
+        out[i] *= NAME(product)(numbers, anchor, dim, dtype) / (length > MIN_NORM ? length : MIN_NORM);
+    }
+}
+#endif
 
 #undef STEP
 #undef COLUMNS

@@ -25,6 +25,7 @@ from quire.kernels.backend import (
     AttentionStatistic,
     ChainLayer,
     LaneSlots,
+    LaneVectors,
     LayerPages,
     MovedSlots,
     NewSlots,
@@ -47,6 +48,7 @@ from quire.kernels.native.arguments import (
     CodingArgs,
     MoveArgs,
     RingArgs,
+    ScoreArgs,
     TallyArgs,
     WriteArgs,
     coding_of,
@@ -593,6 +595,64 @@ def move(library: NativeLibrary, moves: MovedSlots, scratch: Scratch) -> None:
         )
         if library.move(ctypes.byref(args), library.parallel_for):
             raise InvariantError("torch_parallel_for failed inside the C extension")
+
+
+def score(
+    library: NativeLibrary,
+    kind: int,
+    lanes: LaneVectors,
+    scratch: Scratch,
+    window: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Score the tokens of lanes; see `ScoringBackend`.
+
+    Args:
+        library: the loaded C library.
+        kind: WINDOW_SUMS, MEAN_COSINES or NORMS.
+        lanes: keys or values.
+        scratch: memory of the threads.
+        window: records and scales of `ScoringBackend.window_sums`.
+    """
+    plane, (num_lanes, slots) = lanes.plane, lanes.order.shape
+    heads = plane.shape[1]
+    shape: tuple[int, ...] = (num_lanes * heads, slots)
+    coding = plain_coding(plane) if lanes.coded is None else coding_of(lanes.coded)
+    held = [lanes.pages, lanes.order, lanes.positions, lanes.held, *(window or ())]
+    held = [numbers.contiguous() for numbers in held]
+    args = ScoreArgs(
+        vectors=AttentionArgs(
+            key=plane.data_ptr(),
+            page_bytes=plane.stride(0) * plane.itemsize,
+            heads_per_page=heads,
+            group=1,
+            head_dim=lanes.head_dim,
+            page_tokens=plane.shape[2],
+            dtype=DTYPES[plane.dtype] if lanes.coded is None else 0,
+            path=library.path,
+            coded=lanes.coded is not None,
+            key_coding=coding,
+        ),
+        pages=held[0].data_ptr(),
+        order=held[1].data_ptr(),
+        positions=held[2].data_ptr(),
+        held=held[3].data_ptr(),
+        columns=lanes.pages.shape[1],
+        slots=slots,
+        num_lanes=num_lanes,
+        score=kind,
+    )
+    if window is not None:
+        args.records, args.scales = held[4].data_ptr(), held[5].data_ptr()
+        args.window = window[0].shape[1]
+        args.vectors.group = (window[0].shape[2] - 1) // lanes.head_dim
+        shape = (shape[0], args.vectors.group, slots)
+    scores = torch.empty(shape)
+    threads = torch.get_num_threads()
+    args.out, args.scratch_bytes = scores.data_ptr(), library.score_bytes(ctypes.byref(args))
+    args.scratch = scratch.address(args.scratch_bytes * threads)
+    if library.score(ctypes.byref(args), library.parallel_for, threads):
+        raise InvariantError("torch_parallel_for failed inside the C extension")
+    return scores
 
 
 def tally_args(

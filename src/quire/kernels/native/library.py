@@ -41,6 +41,7 @@ from quire.kernels.native.arguments import (
     RopeArgs,
     SampleArgs,
     SampleRow,
+    ScoreArgs,
     SignArgs,
     TallyArgs,
     WriteArgs,
@@ -61,6 +62,8 @@ class NativeLibrary:
         write: `quire_write`.
         move: `quire_move`.
         tally: `quire_tally`.
+        score: `quire_score`.
+        score_bytes: `quire_score_bytes`.
         block_queries: `quire_block_queries`.
         scratch_bytes: `quire_scratch_bytes`.
         linear: `quire_linear` of linear.c.
@@ -86,6 +89,8 @@ class NativeLibrary:
     write: Callable[..., int]
     move: Callable[..., int]
     tally: Callable[..., int]
+    score: Callable[..., int]
+    score_bytes: Callable[..., int]
     block_queries: Callable[..., int]
     scratch_bytes: Callable[..., int]
     linear: Callable[..., int]
@@ -157,6 +162,7 @@ _SIZES = {
     "move_args": MoveArgs,
     "tally_args": TallyArgs,
     "ring_args": RingArgs,
+    "score_args": ScoreArgs,
     "linear_args": LinearArgs,
     "norm_args": NormArgs,
     "rope_args": RopeArgs,
@@ -179,6 +185,7 @@ _ARGUMENTS = {
     "write": (ctypes.POINTER(WriteArgs), ctypes.c_void_p),
     "move": (ctypes.POINTER(MoveArgs), ctypes.c_void_p),
     "tally": (ctypes.POINTER(TallyArgs), ctypes.c_void_p),
+    "score": (ctypes.POINTER(ScoreArgs), ctypes.c_void_p, ctypes.c_int),
     "linear": (ctypes.POINTER(LinearArgs), ctypes.c_void_p, ctypes.c_int),
     "norm": (ctypes.POINTER(NormArgs), ctypes.c_void_p),
     "rope": (ctypes.POINTER(RopeArgs), ctypes.c_void_p),
@@ -239,6 +246,8 @@ def _bound(library: ctypes.CDLL) -> NativeLibrary:
     scratch_bytes, sample_bytes = library.quire_scratch_bytes, library.quire_sample_bytes
     scratch_bytes.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int)
     sample_bytes.argtypes = (ctypes.c_int,)
+    score_bytes = library.quire_score_bytes
+    score_bytes.argtypes, score_bytes.restype = (ctypes.POINTER(ScoreArgs),), ctypes.c_int64
     represent_words = library.quire_represent_words
     represent_words.argtypes = (ctypes.c_int, ctypes.c_int)
     scratch_bytes.restype = sample_bytes.restype = represent_words.restype = ctypes.c_int64
@@ -246,6 +255,7 @@ def _bound(library: ctypes.CDLL) -> NativeLibrary:
         **functions,
         block_queries=library.quire_block_queries,
         scratch_bytes=scratch_bytes,
+        score_bytes=score_bytes,
         sample_bytes=sample_bytes,
         represent_words=represent_words,
         path=library.quire_best_path(),

@@ -18,6 +18,7 @@ from quire.kernels.backend import (
     AttentionStatistic,
     CosSin,
     LaneSlots,
+    LaneVectors,
     LayerPages,
     MovedSlots,
     NewSlots,
@@ -25,9 +26,10 @@ from quire.kernels.backend import (
     StatisticRows,
     StepShape,
 )
+from quire.kernels.coded import CodedPlanes
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.triton import launch
-from quire.kernels.triton.coding import FLOATS, sides_of, unfit_pages
+from quire.kernels.triton.coding import FLOATS, sides_of, unfit_pages, unfit_scores
 from quire.kernels.triton.hardware import Hardware, device_of
 from quire.kernels.triton.launch import (
     LayerCall,
@@ -131,6 +133,18 @@ class TritonAttention:
                 tally_attention(tally, rows, column_sums)
         else:
             self._gathered.tally(tally, rows, column_sums)
+
+    def can_score(self, plane: Tensor, coded: CodedPlanes | None) -> bool:
+        return unfit_scores(plane, coded) is None
+
+    def window_sums(self, lanes: LaneVectors, records: Tensor, scales: Tensor) -> Tensor:
+        return launch.score(self._hardware, lanes, (records, scales))
+
+    def mean_cosines(self, lanes: LaneVectors) -> Tensor:
+        return launch.score(self._hardware, lanes, cosines=True)
+
+    def norms(self, lanes: LaneVectors) -> Tensor:
+        return launch.score(self._hardware, lanes)
 
     def attend(
         self,

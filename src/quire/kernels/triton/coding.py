@@ -136,6 +136,16 @@ def unfit_pages(pages: LayerPages, head_dim: int) -> str | None:
     return _unfit_strides(planes)
 
 
+def unfit_scores(plane: Tensor, coded: CodedPlanes | None) -> str | None:
+    """Return why the kernels cannot score these keys or values, or None."""
+    if coded is None:
+        return _unfit_strides((plane,)) if plane.dtype in FLOATS else f"pages of {plane.dtype}"
+    spec = coded.codec.spec
+    if spec.rule in ROTATED or spec.constants:
+        return f"scores are computed from vectors, which {spec.name} rotates or multiplies"
+    return why_not(spec, coded.codec.head_dim) or _unfit_strides(coded.planes)
+
+
 def _unfit_strides(planes: tuple[Tensor, ...]) -> str | None:
     """Return why these are not planes of the same pages, or None."""
     strides = {plane.stride(0) * plane.itemsize for plane in planes}

@@ -19,6 +19,7 @@ from quire.kernels.backend import (
     AttentionStatistic,
     CosSin,
     LaneSlots,
+    LaneVectors,
     LayerPages,
     MovedSlots,
     NewSlots,
@@ -36,6 +37,7 @@ from quire.kernels.triton.coding import (
     SideCoding,
     coding_of,
     has_whole_vectors,
+    plain_coding,
 )
 from quire.kernels.triton.device import rows as row_kernels
 from quire.kernels.triton.device.decode import decode_splits, merge_splits
@@ -43,7 +45,12 @@ from quire.kernels.triton.device.encode import encode_vectors
 from quire.kernels.triton.device.prefill import prefill_blocks
 from quire.kernels.triton.device.rows import add_and_norm, gated_silu, norm_heads
 from quire.kernels.triton.device.slots import add_attention, copy_pages, copy_slots, write_vectors
-from quire.kernels.triton.device.sums import decode_sums, prefill_sums
+from quire.kernels.triton.device.sums import (
+    decode_sums,
+    measure_vectors,
+    prefill_sums,
+    window_sums,
+)
 from quire.kernels.triton.hardware import Hardware, device_of
 from quire.layout.statistics import MAX, MEAN
 
@@ -888,3 +895,60 @@ def stages(tiles_ahead: int) -> int:
 def _warps(tiles: Tiles) -> int:
     """Warps of a program that accumulates values of a chunk."""
     return 8 if tiles.entries * tiles.dims * 4 >= SUM_BYTES else 4
+
+
+def score(
+    hardware: Hardware,
+    lanes: LaneVectors,
+    window: tuple[Tensor, Tensor] | None = None,
+    *,
+    cosines: bool = False,
+) -> Tensor:
+    """Score the tokens of lanes: window sums, mean cosines, or norms; see `ScoringBackend`.
+
+    Args:
+        hardware: properties of the device.
+        lanes: keys or values.
+        window: records and scales of `ScoringBackend.window_sums`.
+        cosines: whether to compute mean cosines.
+    """
+    plane, slots, dtype = lanes.plane, lanes.order.shape[1], torch.float32
+    side = plain_coding(plane) if lanes.coded is None else coding_of(lanes.coded)
+    if window is not None and lanes.coded is None:
+        dtype = plane.dtype
+    heads, tiles = len(lanes.order) * plane.shape[1], Tiles.of(lanes.head_dim, 1, dtype.itemsize)
+    args = {
+        "pages": lanes.pages.contiguous(),
+        "order": lanes.order.contiguous(),
+        "held": lanes.held,
+        "page_bytes": plane.stride(0) * plane.itemsize,
+        "columns": lanes.pages.shape[1],
+        "slots": slots,
+        "PAGE_HEADS": plane.shape[1],
+        "PAGE_TOKENS": plane.shape[2],
+        "HEAD_DIM": lanes.head_dim,
+        "BLOCK_D": tiles.dims,
+        "BLOCK_T": min(tiles.slots, 32),
+    }
+    sides = side_args("key", side)
+    args |= {name: of for name, of in sides.items() if "FACTORS" not in name.upper()}
+    with device_of(plane):
+        if window is None:
+            scores = torch.zeros(heads, slots, device=plane.device)
+            measure_vectors[(heads,)](scores, COSINES=cosines, **args)
+            return scores
+        records, scales = window
+        group = (records.shape[2] - 1) // lanes.head_dim
+        sums = torch.zeros(heads, group, slots, device=plane.device)
+        window_sums[(group, heads)](
+            records.contiguous(),
+            scales.contiguous(),
+            sums,
+            positions=lanes.positions.contiguous(),
+            window=records.shape[1],
+            GROUP=group,
+            BLOCK_M=MIN_BLOCK if records.shape[1] <= MIN_BLOCK else 2 * MIN_BLOCK,
+            OPERAND=tl.float32 if hardware.interpreted else _OPERANDS[dtype],
+            **args,
+        )
+    return sums
