@@ -366,14 +366,14 @@ static TARGET void NAME(load_window)(const score_args *s, const float *records, 
 
 /* Add the weights of one query over the slots that it sees to `sums`, from its products with all keys. */
 INLINE TARGET void NAME(add_weights_of)(float *products, int64_t seen, float factor, float *sums) {
-    V(vec) scale = V(set)(factor), nothing = V(set)(-INFINITY), top = nothing, total = V(zero)();
+    V(vec) scale = V(set)(factor * 1.44269504f), nothing = V(set)(-INFINITY), top = nothing, total = V(zero)();
     int64_t whole = seen / LANES * LANES;
     V(mask) rest = V(between)(0, seen - whole);
     for (int64_t i = 0; i < whole; i += LANES) top = V(max)(top, V(mul)(V(read)(products + i), scale));
     if (whole < seen) top = V(max)(top, V(choose)(rest, nothing, V(mul)(V(read)(products + whole), scale)));
     top = V(set)(-V(top)(top));
     for (int64_t i = 0; i < seen; i += LANES) {
-        V(vec) e = V(exp)(V(fma)(V(read)(products + i), scale, top));
+        V(vec) e = V(power)(V(fma)(V(read)(products + i), scale, top));
         if (i == whole) e = V(choose)(rest, V(zero)(), e);
         total = V(add)(total, e);
         V(put)(products + i, e);

@@ -93,6 +93,18 @@ INLINE AVX512 __m512 exp16(__m512 x) {
     return _mm512_scalef_ps(p, n);
 }
 
+/* 2^x for x <= 0, relative error below 3e-7: 2^n times a polynomial on [-1/2, 1/2]. */
+INLINE AVX512 __m512 power16(__m512 x) {
+    x = _mm512_max_ps(x, _mm512_set1_ps(-150.0f)); /* 2^-150 is 0 in float32 */
+    __m512 n = _mm512_roundscale_ps(x, 8), r = _mm512_sub_ps(x, n), p = _mm512_set1_ps(1.3276471993e-3f);
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(9.6755413345e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.5507132735e-2f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(2.4022119724e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.9314696706e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0000000717f));
+    return _mm512_scalef_ps(p, n);
+}
+
 /* c tanh(x / c), absolute error below 2e-7 c: tanh y = (1 - e) / (1 + e), e = exp(-2 |y|). */
 INLINE AVX512 __m512 softcap16(__m512 x, float cap) {
     const __m512 sign = _mm512_set1_ps(-0.0f), one = _mm512_set1_ps(1.0f);

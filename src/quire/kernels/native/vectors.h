@@ -7,7 +7,8 @@
  *     topN totalN                maximum and sum of all lanes
  *     chooseN(mask, a, b)        b if the mask is set, else a
  *     betweenN(low, high)        mask of lanes low .. high - 1; both may be out of range
- *     expN softcapN narrowN      e^x; the soft cap on logits; conversion to bfloat16 or float16
+ *     expN powerN                e^x and 2^x
+ *     softcapN narrowN           the soft cap on logits; conversion to bfloat16 or float16
  */
 #ifndef QUIRE_VECTORS_H
 #define QUIRE_VECTORS_H
@@ -143,6 +144,21 @@ INLINE AVX2 vec8 exp8(vec8 x) {
     p = fma8(p, r, set8(1.6666665459e-1f));
     p = fma8(p, r, set8(5.0000001201e-1f));
     p = fma8(mul8(p, r), r, add8(r, set8(1.0f)));
+    __m256i exponent = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);
+    p = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), exponent));
+    return _mm256_and_ps(p, normal);
+}
+
+/* 2^x for x <= 0 as power16; 0 for subnormal results. */
+INLINE AVX2 vec8 power8(vec8 x) {
+    __m256 normal = _mm256_cmp_ps(x, set8(-125.0f), _CMP_GE_OQ);
+    x = _mm256_max_ps(x, set8(-125.0f));
+    __m256 n = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), r = sub8(x, n);
+    __m256 p = fma8(set8(1.3276471993e-3f), r, set8(9.6755413345e-3f));
+    p = fma8(p, r, set8(5.5507132735e-2f));
+    p = fma8(p, r, set8(2.4022119724e-1f));
+    p = fma8(p, r, set8(6.9314696706e-1f));
+    p = fma8(p, r, set8(1.0000000717f));
     __m256i exponent = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);
     p = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), exponent));
     return _mm256_and_ps(p, normal);
