@@ -17,10 +17,11 @@ def get(serve, path, **options):
 def test_model_card_has_the_longest_length_that_fits(serve, llm):
     [card] = get(serve, "/v1/models").json()["data"]
 
-    longest = llm.engine.scheduler.peaks.longest_sequence(llm.model.spec.max_positions, KEEP_ALL)
+    longest = llm.engine.scheduler.peaks.longest_request(llm.model.spec.max_positions, KEEP_ALL)
     assert card["id"] == card["root"] == "quire-tiny"
     assert card["object"] == "model"
-    assert card["max_model_len"] == longest == 512  # 4 MiB at 8,192 B per token
+    # 4 MiB at 8,192 B per token, and an output token without KV
+    assert card["max_model_len"] == longest == 513
 
 
 def test_model_can_be_served_under_another_name(serve):
@@ -74,7 +75,7 @@ def test_tokenize_and_detokenize_a_text(post, llm):
     assert body["tokens"] == llm.encode(text)
     assert body["count"] == len(body["tokens"]) == len(body["token_strs"])
     assert body["token_strs"][0] == "H"
-    assert body["max_model_len"] == 512
+    assert body["max_model_len"] == 513
     assert post("/detokenize", tokens=body["tokens"]).json() == {"prompt": text}
 
 

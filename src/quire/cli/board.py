@@ -172,8 +172,13 @@ def _show(found: "BoardResult", out: Path) -> None:
     else:
         typer.echo(found.why_no_quality)
     if found.refused:
-        entry, why = next(iter(found.refused.items()))
-        typer.echo(f"Refused: {len(found.refused)}, such as {entry}: {why}")
+        by_rule: dict[str, str] = {}
+        for entry, why in found.refused.items():
+            by_rule.setdefault(entry.partition("--evict ")[2].partition(":")[0], f"{entry}: {why}")
+        first, *others = by_rule.values()
+        typer.echo(f"Refused: {len(found.refused)}, such as {first}")
+        for line in others:
+            typer.echo(f"and {line}")
     typer.echo(f"All entries: {out / PAGE_FILE}")
 
 

@@ -29,6 +29,7 @@ from quire.config.sampling_params import RESPONSE_TEMPERATURE, RESPONSE_TOP_P
 from quire.errors import ConfigError, ModelError, RequestError, UnknownName
 from quire.layout.config import read_json_object
 from quire.layout.options import option
+from quire.layout.packaged import PACKAGED_MODEL, SMOLLM2
 from quire.layout.sizes import format_size, option_size, rounded_size
 
 if TYPE_CHECKING:
@@ -97,6 +98,8 @@ def chat(settings: Settings, *, flags: ChatFlags) -> None:
     conversation = Conversation(settings, flags.system, flags.chat_template)
     notes = WordWrap(sys.stderr)
     notes.line(f"{conversation.llm.model.name}: {conversation.sampling_line()}")
+    if conversation.llm.model.name == PACKAGED_MODEL:
+        notes.line(f"{PACKAGED_MODEL} is not a chat model: use quire chat {SMOLLM2}")
     notes.line(_GREETING)
     read = _editor(list(_COMMANDS)) if is_terminal(sys.stdin) else read_lines
     while not conversation.keyboard.ended:
@@ -211,8 +214,7 @@ class Conversation:
         """Tokens of the longest conversation, and what limits it."""
         context, engine = self.llm.context_tokens(max(1, tokens)), self.llm.engine
         spec = engine.pool.eviction.spec
-        # the KV of the last token is never computed
-        fitting = 1 + engine.scheduler.peaks.longest_sequence(context - 1, spec)
+        fitting = engine.scheduler.peaks.longest_request(context, spec)
         return fitting, "that fit into the KV memory" if fitting < context else "of context"
 
     def _too_long(self, num_tokens: int, *, can_clear: bool) -> str:

@@ -71,10 +71,11 @@ def generate(
     text = _prompt(settings, prompt, flags.prompt_option)
     with watching(flags.kv_events) as watch:
         output = _stream(settings, text, watch)
+        of_memory = " or a larger --kv-memory" * (output.usage.max_tokens_limit == "kv_memory")
         note = end_note(
             output,
             "--max-tokens N raises it",
-            "a shorter prompt leaves more",
+            f"a shorter prompt{of_memory} leaves more",
             "--min-tokens N makes it go on, and quire chat applies the model's chat template",
         )
         typer.echo(note, err=True, nl=bool(note))

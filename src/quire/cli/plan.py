@@ -309,6 +309,7 @@ def _find(model: str) -> tuple[Path, str]:
 def _refuse_batch_options(flags: PlanFlags) -> None:
     """Refuse options of --maximize-batch without it; those in a file are for other commands."""
     given: dict[str, object] = {"evict": flags.evict, "threads": flags.threads}
+    given["policy-file"] = flags.policy_file
     given = {n: v for n, v in given.items() if not is_from_file(flags.config, n, str(v))}
     given |= {"cap": flags.cap, "every": flags.every}
     names = [f"--{name}" for name, value in given.items() if value]

@@ -2,9 +2,10 @@
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Group, RenderableType
@@ -231,17 +232,25 @@ def plan_report(
         verdict=_verdict(model, memory, layout, options.workload, weights),
         weights=weights,
         choices=choices,
-        fit=_fit(model, fits, layout, options),
+        fit=_fit(model, fits, layout, options, memory, partial(_memory_for, model, options, dtype)),
         free_bytes=free_host_bytes() if options.memory_bytes is None else None,
     )
 
 
-def _fit(model: ModelSpec, found: Capacity, layout: CacheLayout, options: PlanOptions) -> str:
-    """Whether the batch fits, and what to change if it does not."""
-    if found.limit == "none":
-        return "fits"
-    if options.kv_memory_bytes is None:
-        return "does not fit: raise --memory, or lower --batch or --sequence-tokens"
+def _fit(
+    model: ModelSpec,
+    found: Capacity,
+    layout: CacheLayout,
+    options: PlanOptions,
+    memory: MemoryLayout,
+    memory_for: Callable[[int], int],
+) -> str:
+    """Whether the batch fits, and what to change if it does not.
+
+    `memory_for` returns the bytes of a device that leave a number of bytes for KV.
+    """
+    if found.limit != "memory":
+        return "fits" if found.limit == "none" else ""
     tokens = found.sequence_tokens
     smallest = rounded_size(options.batch * sequence_bytes(layout, tokens))
     unit = rounded_size(smallest + 1) - smallest
@@ -252,8 +261,14 @@ def _fit(model: ModelSpec, found: Capacity, layout: CacheLayout, options: PlanOp
 
     # some bytes are lost at the borders of slabs
     sizes = range(smallest, 4 * smallest, unit)
-    size = option_size(rounded_size(sizes[bisect_left(sizes, True, key=fits)]))
-    return f"does not fit: raise --kv-memory to {size}, or lower --batch or --sequence-tokens"
+    needed = rounded_size(sizes[bisect_left(sizes, True, key=fits)])
+    raised = []
+    if options.kv_memory_bytes is not None:
+        raised.append(f"--kv-memory to {option_size(needed)}")
+    if needed > memory.kv_bytes + memory.unassigned_bytes:
+        raised.append(f"--memory to {option_size(rounded_size(memory_for(needed)))}")
+    lowered = "--batch or --sequence-tokens" if options.batch > 1 else "--sequence-tokens"
+    return f"does not fit: raise {' and '.join(raised)}, or lower {lowered}"
 
 
 def _choices(
@@ -372,19 +387,22 @@ def _min_memory(model: ModelSpec, options: PlanOptions, dtype: str, kv_bytes: in
     """The memory that leaves `kv_bytes` for KV, with each codec of the weights."""
     needed: dict[str, str] = {}
     for codec in dict.fromkeys((options.weight_codec, *_weight_codecs(options))):
-        weight_bytes = _weight_bytes(model, replace(options, weight_codec=codec), dtype)
-        weights = planned_weights(
-            model, weight_bytes / model.num_parameters, options.weights_memory_bytes
-        )
-        total_bytes = sum(_run_bytes(model, options, dtype_bytes(dtype))) + kv_bytes
-        total_bytes += weights.device_bytes
-        if options.headroom_bytes is None:
-            total_bytes = math.ceil(total_bytes / (1 - DEFAULT_HEADROOM_SHARE))
-        total_bytes += options.headroom_bytes or 0
+        total_bytes = _memory_for(model, replace(options, weight_codec=codec), dtype, kv_bytes)
         needed[codec] = f"--memory {option_size(rounded_size(total_bytes))}"
         if codec != "auto":
             needed[codec] += f" with --weight-codec {codec}"
     return ", or ".join(needed.values())
+
+
+def _memory_for(model: ModelSpec, options: PlanOptions, dtype: str, kv_bytes: int) -> int:
+    """Bytes of the smallest device memory that leaves `kv_bytes` for KV."""
+    weight_bytes = _weight_bytes(model, options, dtype) / model.num_parameters
+    weights = planned_weights(model, weight_bytes, options.weights_memory_bytes)
+    total_bytes = sum(_run_bytes(model, options, dtype_bytes(dtype))) + kv_bytes
+    total_bytes += weights.device_bytes
+    if options.headroom_bytes is None:
+        total_bytes = math.ceil(total_bytes / (1 - DEFAULT_HEADROOM_SHARE))
+    return total_bytes + (options.headroom_bytes or 0)
 
 
 def _weight_codecs(options: PlanOptions) -> tuple[str, ...]:

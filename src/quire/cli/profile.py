@@ -162,7 +162,8 @@ def _of_model(
     work += sum(chunk_tokens + prompt_tokens for chunk_tokens in config.chunks)
     token_s = chunk.seconds / chunk.tokens
     typer.echo(
-        f"measuring prefill and steps of {name}: about {work * token_s:.0f} s, then the machine",
+        f"measuring prefill and steps of {name}: about {work * token_s:.0f} s, then the machine; "
+        "the rates are stored at the end",
         err=True,
     )
     prefill = measure_prefill_rates(

@@ -125,7 +125,12 @@ class Settings:
         }
 
     def for_one_request(self) -> "Settings":
-        """Batch slots of one request unless set: they bound the automatic size of the KV memory."""
+        """Batch slots of one request unless set: they bound the automatic size of the KV memory.
+
+        A note says if a file of rules is not used.
+        """
+        if self.kv.policy_file and self.kv.evict.strip() == "full":
+            typer.echo("note: --policy-file has no effect without --evict RULE", err=True)
         if "schedule_max_num_seqs" in self.given:
             return self
         rows = self.sampling.num_sequences

@@ -124,10 +124,14 @@ def render_cost(cost: Numbers, price_per_hour: float) -> str:
     )
 
 
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}"
+
+
 def _requests(trace: Trace, claims: Numbers, took_s: float) -> Iterator[str]:
     yield (
         f"{trace.name} ({trace.format}): {claims['requests']:,} requests, "
-        f"{claims['virtual_s']:,.0f} s of simulated time in {took_s:.1f} s"
+        f"{_seconds(claims['virtual_s'])} s of simulated time in {took_s:.1f} s"
     )
     refused = claims["refused_too_long"], claims["refused_never_fits"]
     if any(refused):

@@ -236,11 +236,18 @@ def write_result(tuned: "Tuned", settings: Settings, out: Path) -> None:
     use = f"Use it with --config {out / report.CONFIG_FILE}"
     if tuned.chosen == tuned.baseline:
         use = f"{out / report.CONFIG_FILE} holds the baseline, which has no gain"
+        rows = {one: found.rows for one, found in tuned.predicted.items()}
+        tried = {one for one, held in rows.items() if held > rows[tuned.baseline]}
         typer.echo(
-            "No candidate that holds more requests reached --min-quality "
+            "All candidates that hold more requests were refused."
+            if tuned.refused and tried <= tuned.refused.keys()
+            else "No candidate that holds more requests reached --min-quality "
             f"{tuned.config.min_quality:g} on the {tuned.rounds[-1].prompts} prompts of the "
             f"search and the {quality.count} others: use more prompts, or lower --min-quality."
         )
+    if tuned.refused:
+        one, why = next(iter(tuned.refused.items()))
+        typer.echo(f"Refused: {len(tuned.refused)}, such as {one}: {why}")
     typer.echo(f"{use}; details: {out / report.PAGE_FILE}")
 
 

@@ -713,6 +713,11 @@ class Peaks:
             return max_positions
         return bisect_left(range(max_positions), True, key=too_long) - 1
 
+    def longest_request(self, max_positions: int, eviction: EvictionSpec) -> int:
+        """Prompt and output tokens of the longest request that fits alone."""
+        # the KV of the last output token is never computed
+        return 1 + self.longest_sequence(max_positions - 1, eviction)
+
     def fit_whole(self, request: Request) -> bool:
         """Whether a request and its group at their peak fit in the whole KV memory.
 

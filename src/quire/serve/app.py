@@ -96,7 +96,7 @@ def _longest(llm: LLM) -> Iterator[str]:
     """A line if the KV memory does not hold a request of the model's whole context."""
     peaks, eviction = llm.engine.scheduler.peaks, llm.engine.pool.eviction.spec
     context = llm.model.spec.max_positions
-    longest = peaks.longest_sequence(context, eviction)
+    longest = peaks.longest_request(context, eviction)
     usual = min(LENGTHS[0], context)
 
     def memory(tokens: int) -> str:

@@ -170,7 +170,7 @@ class ServerConfig:
     unknown_fields: Literal["refuse", "warn"] = option(
         "warn",
         help="response to unknown request fields: refuse (status 400) or warn (a log line and the "
-        "response header X-Ignored-Fields)",
+        "response header X-Ignored-Fields); a field that is almost a known one is refused always",
     )
     max_body: Size = option(
         "8MiB",

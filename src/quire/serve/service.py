@@ -100,7 +100,7 @@ class Service:
         self.traces = open_traces(config.otlp_traces_endpoint, self.model_name)
         self._engine: AsyncLLM | None = None
         self._is_draining = False
-        self._max_tokens = llm.engine.scheduler.peaks.longest_sequence(
+        self._max_tokens = llm.engine.scheduler.peaks.longest_request(
             llm.model.spec.max_positions, llm.engine.pool.eviction.spec
         )
         for tenant, rule in self._rules.items():

@@ -247,6 +247,17 @@ def test_plan_names_the_kv_memory_of_a_batch_that_does_not_fit(
     assert "batch of 100 │ does not fit" in shown("--kv-memory", less, "--memory", "1GiB")
     sizes = ("--headroom", "0B", "--activation-peak", "1B", "--device", "cuda", "--memory", "1MiB")
     assert "does not fit: raise --memory" in shown(*sizes)
+    process = "520MiB"  # leaves less than the batch needs
+    both = re.search(
+        r"raise --kv-memory to (\w+) and --memory to (\w+), or lower --batch or",
+        shown("--kv-memory", "1MiB", "--memory", process, "--headroom", "0B"),
+    )
+    assert both is not None
+    enough = ("--kv-memory", both[1], "--memory", both[2], "--headroom", "0B")
+    assert "batch of 100 │ fits" in shown(*enough)
+    one = quire_plan(str(folder), "--kv-memory", "40KiB", "--memory", "1GiB", "--batch", "1").stdout
+    assert "or lower --sequence-tokens" in " ".join(one.replace("│", "").split())
+    assert "needs --maximize-batch" in quire_plan(str(folder), "--policy-file", __file__).output
 
 
 def test_plan_names_the_memory_that_it_counts(folder: Path):

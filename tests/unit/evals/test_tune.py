@@ -268,6 +268,20 @@ def test_a_rule_that_raises_is_refused_and_the_others_are_compared(tmp_path, dat
     assert "raises" not in str(found["arms"]["chosen"])
 
 
+def test_a_search_whose_rules_all_raise_says_so(tmp_path, data, capsys):
+    rule = tmp_path / "raises_all.py"
+    rule.write_text(RAISES.replace('"raises"', '"raises_all"'))
+    run(
+        *(tmp_path, "--data", str(data), "--policy-file", str(rule)),
+        *("--rules", "full;raises_all", "--codecs", "none"),
+    )
+
+    shown = capsys.readouterr().out
+    assert "All candidates that hold more requests were refused.\n" in shown
+    assert re.search(r"\nRefused: 1, such as .*raises_all.*not today", shown)
+    assert "use more prompts" not in shown
+
+
 def test_the_result_holds_more_requests_and_its_file_is_a_configuration(tmp_path, data):
     found = run(tmp_path, "--data", str(data))["claims"]
 

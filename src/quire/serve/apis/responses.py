@@ -59,6 +59,13 @@ class ResponsesBody(Body):
     include: list[str] | None = None
     user: str | None = None
 
+    @property
+    def requested_tokens(self) -> int | None:
+        """The limit of the output, by its name here or in the chat API."""
+        extra = self.model_extra or {}
+        names = ("max_tokens", "max_completion_tokens")
+        return self.max_output_tokens or next(filter(None, map(extra.get, names)), None)
+
     def chat(self) -> ChatBody:
         self._refuse_state()
         extra = dict(self.model_extra or {})
@@ -212,7 +219,7 @@ class ResponsesFormat:
             "error": error,
             "incomplete_details": _LENGTH if status == "incomplete" else None,
             "instructions": request.instructions,
-            "max_output_tokens": limited or request.max_output_tokens,
+            "max_output_tokens": limited or request.requested_tokens,
             "metadata": request.metadata or {},
             "output": self._items,
             "parallel_tool_calls": request.parallel_tool_calls is not False,
