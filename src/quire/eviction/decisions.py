@@ -105,15 +105,7 @@ def checked_mask(mask: object, eviction: Eviction, view: KVView, keep: Tensor) -
     Raises:
         PolicyError: wrong type or shape, or a wrong number of slots.
     """
-    name, shape = type(eviction.policy).__name__, list(view.positions.shape)
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or list(mask.shape) != shape:
-        got = f"a {type(mask).__name__}"
-        if isinstance(mask, Tensor):
-            got = f"{mask.dtype} {list(mask.shape)}"
-        raise PolicyError(
-            f"policy {name} must return a mask of type torch.bool and shape [lanes, slots] = "
-            f"{shape}, got {got}"
-        )
+    name, mask = type(eviction.policy).__name__, shaped_mask(mask, eviction, view)
     kept = (mask & view.live).sum(dim=1)
     if eviction.spec.ragged:  # heads of a layer share the number of retained slots
         kept, keep = view.by_layer(kept).sum(dim=1), view.by_layer(keep).sum(dim=1)
@@ -132,13 +124,33 @@ def checked_mask(mask: object, eviction: Eviction, view: KVView, keep: Tensor) -
     return torch.where(wrong[:, None], view.newest(keep[:, None]), mask & view.live)
 
 
+def shaped_mask(mask: object, eviction: Eviction, view: KVView) -> Bool[Tensor, "lane slot"]:
+    """Return the mask after checking its type and shape.
+
+    Raises:
+        PolicyError: wrong type or shape.
+    """
+    name, shape = type(eviction.policy).__name__, list(view.positions.shape)
+    if isinstance(mask, Tensor) and mask.dtype == torch.bool and list(mask.shape) == shape:
+        return mask
+    got = f"a {type(mask).__name__}"
+    if isinstance(mask, Tensor):
+        got = f"{mask.dtype} {list(mask.shape)}"
+    raise PolicyError(
+        f"policy {name} must return a mask of type torch.bool and shape [lanes, slots] = "
+        f"{shape}, got {got}"
+    )
+
+
 class EvictedTokens:
     """The positions that one eviction of several requests has evicted; read after the step.
 
     Args:
         requests: the requests.
         counts: [request, lane] evicted slots, in the order of the model's lanes.
-        parts: for some layers each, the evicted positions: flat, in the order of lanes.
+        parts: for some layers each, the number of evicted slots of each lane and their positions:
+            flat in the order of lanes, padded [lane, evicted], or behind two numbers of each lane,
+            of which the first is not 0 if the rule broke its contract (`SelectedSlots.evicted`).
         breaches: conditions that the rule must not meet, on the device; none on a CPU.
     """
 
@@ -154,6 +166,7 @@ class EvictedTokens:
         self._parts = [(gone, start_read(positions)) for gone, positions in parts]
         self._breach = start_read(torch.stack(list(breaches)).any()) if breaches else None
         self._stored: list[NDArray[np.int32]] | None = None
+        self._marked = False
 
     def entry(self, index: int) -> EvictionEntry:
         """The evicted tokens of a request."""
@@ -164,7 +177,7 @@ class EvictedTokens:
         """Wait for the positions; return whether the rule broke its contract."""
         self._settled()
         breach, self._breach = self._breach, None
-        return breach is not None and bool(breach().any())
+        return self._marked or (breach is not None and bool(breach().any()))
 
     def _settled(self) -> list[NDArray[np.int32]]:
         if self._stored is None:
@@ -181,6 +194,9 @@ class EvictedTokens:
     ) -> list[NDArray[np.int32]]:
         """Split the positions of some layers by request."""
         if positions.ndim == 2:  # padded to the most of any lane
+            if positions.shape[1] > int(gone.max(initial=0)):
+                self._marked |= bool(positions[:, 0].any())
+                positions = positions[:, 2:]
             positions = positions[np.arange(positions.shape[1]) < gone[:, None]]
         of_row = gone.reshape(len(self._counts), -1).sum(axis=1)
         return np.split(positions.astype(np.int32), np.cumsum(of_row)[:-1])

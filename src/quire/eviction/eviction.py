@@ -5,11 +5,12 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from jaxtyping import Bool
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -23,11 +24,13 @@ from quire.eviction.decisions import (
     checked_mask,
     consecutive,
     evicted_positions,
+    shaped_mask,
     stacked,
 )
 from quire.eviction.eviction_rules import EvictionRules
 from quire.eviction.promotion import Promotion, promoted_entry
 from quire.kernels import device_copies
+from quire.kernels.backend import LaneSelector, SelectedSlots, SlotRanking, StoredNumbers
 from quire.kernels.device_copies import to_device
 from quire.kv.compaction import (
     CompactionPlan,
@@ -38,13 +41,14 @@ from quire.kv.compaction import (
     plan_compaction,
     require_private_copies,
 )
-from quire.kv.lane_reader import JoinedReader, LaneReader, slot_moves
+from quire.kv.lane_reader import JoinedReader, LaneReader, Moves, slot_moves
 from quire.kv.paged_kv import PagedKV
 from quire.kv.resealing import Resealing
 from quire.kv.tables import LaneTable
 from quire.layout.eviction import UNLIMITED
 from quire.layout.pages import LaneGroup
 from quire.parallel.group import ONE_RANK, TensorGroup
+from quire.policies.base import LAYER, ScorePolicy
 from quire.policies.eviction import Eviction
 from quire.policies.view import KVView, Rotation
 from quire.scheduler.eviction_trace import EvictionEntry
@@ -178,45 +182,38 @@ class PolicyEvictor(Evictor):
                 was changed.
             OutOfPages: no pages for private copies of shared pages.
         """
-        eviction, memory = _eviction_of(requests[0]), self._kv.memory
+        memory = self._kv.memory
         rows, keep = np.array([request.memory.row for request in requests]), np.stack(keeps)
         on_host = device_copies.reads_freely(self._kv.store.device)
         breaches: list[Tensor] | None = None if on_host else []
-        chosen = []
+        cuts = []
         for part in self._parts(requests[0], rows=len(requests)):
             reader = LaneReader(self._kv, part.group.name, rows.tolist(), part.layers)
-            view = replace(self._view(requests, reader), breaches=breaches)
-            of_part, heads = keep[:, self._lanes_of(part)].reshape(-1), part.group.page_class.heads
-            with _named(eviction):
-                wanted = reader.tensor(np.repeat(of_part, heads))
-                retained = eviction.select(view, wanted)
-                by_lane = reader.by_table_lane(checked_mask(retained, eviction, view, wanted))
-                if heads > 1 and view.breaks_contract(by_lane != by_lane[:, :1]):
-                    raise PolicyError(reader.heads_differ)
-            chosen.append((reader, by_lane[:, 0].contiguous(), of_part))
+            of_part = keep[:, self._lanes_of(part)].reshape(-1)
+            with _named(_eviction_of(requests[0])):
+                cut = self._cut_by_kernels(requests, reader, of_part, breaches)
+                cuts.append(cut or self._cut_in_torch(requests, reader, of_part, breaches))
         groups = list(zip(self._lanes.tables, self._lanes.places, strict=True))
         copied_bytes, freed_bytes = np.zeros((2, len(rows)), dtype=np.int64)
-        moves = [slot_moves(r.by_slot(kept), own, r.order.held) for r, kept, own in chosen]
         for table, places in groups:
+            if not memory.pools[table.group.page_class].num_shared:
+                continue  # no page to copy
             columns = -(-keep[:, places] // table.group.page_class.tokens)
             held_after = np.arange(int(columns.max(initial=0))) < columns[:, :, None]
             # without reading the moves, every page that is kept may be written
             written = np.zeros_like(held_after) if on_host else held_after
-            if on_host:
-                for (reader, _, _), (lane, _, target) in zip(chosen, moves, strict=True):
-                    if reader.table is table:
-                        reader.mark_pages(written, lane.numpy(), target.numpy())
+            for cut in cuts:
+                if on_host and cut.reader.table is table:
+                    cut.reader.mark_pages(written, *cut.targets())
             copied_bytes += copy_shared(memory, table.group.name, rows, written)
         held = self._lanes.held(requests[0])
-        positions = []
-        for (reader, kept, of_part), moved in zip(chosen, moves, strict=True):
-            gone = reader.order.held - of_part
-            positions.append((gone, evicted_positions(reader, kept, gone)))
-            reader.move(moved)
+        for cut in cuts:
+            cut.move(copied=bool(copied_bytes.any()))
         for table, places in groups:
             counts = keep[:, places].astype(np.int32)
             freed_bytes += commit_counts(memory, table.group.name, rows, counts)
         counts = (held - keep).astype(np.int32)
+        positions = [(cut.gone, cut.evicted) for cut in cuts]
         evicted = EvictedTokens(requests, counts, positions, breaches or ())
         self._unread.append(evicted)
         slots, lanes = counts.sum(axis=1).tolist(), self._lanes.num_lanes
@@ -225,6 +222,76 @@ class PolicyEvictor(Evictor):
             Evicted(slots[i], lanes, evicted.entry(i), freed - copied, copied)
             for i, (freed, copied) in enumerate(changed)
         ]
+
+    def _cut_in_torch(
+        self,
+        requests: Sequence[Request],
+        reader: LaneReader,
+        keep: NDArray[np.int64],
+        breaches: list[Tensor] | None,
+    ) -> "_Cut":
+        """Select the slots to retain by torch operations: the reference of `_cut_by_kernels`."""
+        eviction = _eviction_of(requests[0])
+        view = replace(self._view(requests, reader), breaches=breaches)
+        wanted = reader.of_heads(keep)
+        mask = checked_mask(eviction.select(view, wanted), eviction, view, wanted)
+        kept, gone = _of_lanes(reader, view, mask), reader.held - keep
+        moves = slot_moves(reader.by_slot(kept), keep, reader.held)
+        return _Cut(reader, gone, evicted_positions(reader, kept, gone), moves)
+
+    def _cut_by_kernels(
+        self,
+        requests: Sequence[Request],
+        reader: LaneReader,
+        keep: NDArray[np.int64],
+        breaches: list[Tensor] | None,
+    ) -> "_Cut | None":
+        """Select the slots to retain in one call, after the scores that kernels do not read.
+
+        Returns:
+            None if the backend cannot.
+
+        Raises:
+            PolicyError: the rule broke its contract.
+        """
+        backend, eviction = self._kv.backend, _eviction_of(requests[0])
+        if not isinstance(backend, LaneSelector):
+            return None
+        rule, page_class, gone = eviction.policy, reader.group.page_class, reader.held - keep
+        ranks = rule if isinstance(rule, ScorePolicy) and rule.only_ranks else None
+        if ranks is not None and page_class.heads > 1 and ranks.scope != LAYER:
+            ranks = None  # whether its heads retain the same tokens is seen in its mask
+        stored = None if ranks is None else ranks.read_by_kernels
+        place = None
+        if ranks is not None and stored is not None and stored.statistic is not None:
+            place = reader.numbers_of(stored.statistic)
+            if place is None or (ranks.scope == LAYER and reader.heads_per_layer > 1):
+                stored = None  # the mean over the heads of a layer decides
+        sinks, newest = (0, 0) if ranks is None else ranks.protected_ends(keep)
+        each = len(keep) // len(requests)
+        next_position = np.repeat([self._computed(one) for one in requests], each)
+        numbers = [keep, np.broadcast_to(newest, keep.shape), next_position]
+        (wanted, newest_of, after), pages = reader.upload(numbers)
+        ranking = SlotRanking(
+            wanted,
+            int(np.minimum(keep, gone).max(initial=0)),
+            int(gone.max(initial=0)),
+            sinks=sinks,
+            newest=newest_of,
+        )
+        if stored is None:
+            view = replace(self._view(requests, reader), breaches=breaches)
+            ranking = _ranked(ranking, ranks, eviction, view, reader, keep)
+        elif place is not None:
+            own = pages[reader.tables.index(place.table)]
+            of_queries = after if stored.per_query else None
+            ranking = replace(ranking, numbers=StoredNumbers(place.numbers, own, of_queries))
+        selected = backend.select_lanes(reader.held_lanes, ranking)
+        if selected is None:
+            return None
+        if breaches is None and bool((selected.evicted[:, 0] != 0).any()):
+            raise PolicyError("the rule broke its contract")  # alone, it says how
+        return _Cut(reader, gone, selected.evicted, selected, pages)
 
     def repeat(self, request: Request, entry: EvictionEntry) -> None:
         """Evict the tokens of a recorded entry again."""
@@ -417,7 +484,9 @@ class PolicyEvictor(Evictor):
     def _reader(self, request: Request, part: LayerPart) -> LaneReader:
         if self._kv.memory.offloaded is not None:
             self._kv.memory.offloaded.read(request.memory.row, part.group.name, part.layers)
-        return LaneReader(self._kv, part.group.name, request.memory.row, part.layers)
+        reader = LaneReader(self._kv, part.group.name, request.memory.row, part.layers)
+        _ = reader.order  # before staging pages get the next layer
+        return reader
 
     def _view(self, requests: Sequence[Request], reader: LaneReader | JoinedReader) -> KVView:
         request, positions = requests[0], reader.positions
@@ -450,7 +519,7 @@ class PolicyEvictor(Evictor):
         """Select the slots to retain in some layers."""
         reader, group = self._reader(request, part), part.group
         view, heads = self._view([request], reader), group.page_class.heads
-        wanted = reader.tensor(np.repeat(keep[self._lanes_of(part)], heads))
+        wanted = reader.of_heads(keep[self._lanes_of(part)])
         apart = eviction.policy is not None and eviction.policy.lanes_apart
         all_heads = AllHeads(ONE_RANK if apart else self._ranks, len(part.layers))
         with _named(eviction):
@@ -470,6 +539,85 @@ class PolicyEvictor(Evictor):
             chosen = np.zeros_like(kept) if promoted is None else promoted
             entry = replace(entry, promoted=promoted_entry(done, positions, chosen))
         return Selected(part, stored_mask, entry, reader, kept, promoted)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """What an eviction from several requests does to some layers.
+
+    Attributes:
+        reader: reader of the layers.
+        gone: [lane] number of evicted slots.
+        evicted: their positions; see `EvictedTokens`.
+        moves: of the slots that stay.
+        pages: page tables of the lanes on the device, of the KV and of each statistic; none if
+            torch makes the moves.
+    """
+
+    reader: LaneReader
+    gone: NDArray[np.int64]
+    evicted: Tensor
+    moves: Moves | SelectedSlots
+    pages: Sequence[Tensor] = ()
+
+    def targets(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Lanes and target slots of the moves, on a CPU."""
+        if not isinstance(self.moves, SelectedSlots):
+            return self.moves[0].numpy(), self.moves[2].numpy()
+        targets, counts = self.moves.moves[:, 1].numpy(), self.evicted[:, 1].numpy()
+        lane, move = np.nonzero(np.arange(targets.shape[1]) < counts[:, None])
+        return lane, targets[lane, move].astype(np.int64)
+
+    def move(self, *, copied: bool) -> None:
+        """Move the slots.
+
+        Args:
+            copied: whether shared pages were copied since the selection.
+        """
+        if not isinstance(self.moves, SelectedSlots):
+            self.reader.move(self.moves)
+            return
+        pages = self.reader.upload([])[1] if copied else self.pages
+        self.reader.move_selected(self.moves, pages)
+
+
+def _ranked(
+    ranking: SlotRanking,
+    ranks: ScorePolicy | None,
+    eviction: Eviction,
+    view: KVView,
+    reader: LaneReader,
+    keep: NDArray[np.int64],
+) -> SlotRanking:
+    """Add what a rule computes from a view: its scores, or the slots that it retains.
+
+    Args:
+        ranking: without scores.
+        ranks: the rule if it only ranks slots.
+        eviction: the rule of the requests.
+        view: the lanes of the reader.
+        reader: reader of the layers.
+        keep: [lane] slots to retain.
+    """
+    wanted = reader.of_heads(keep)
+    if ranks is None:
+        mask = shaped_mask(eviction.select(view, wanted), eviction, view)
+        return replace(ranking, score=_of_lanes(reader, view, mask))
+    ranking = replace(ranking, score=ranks.mean_score(view))
+    if ranks.protects_ends:
+        return ranking
+    protected = ranks.shaped_protected(view, wanted)
+    return replace(ranking, protected=_of_lanes(reader, view, protected))
+
+
+def _of_lanes(reader: LaneReader, view: KVView, marks: Tensor) -> Bool[Tensor, "lane slot"]:
+    """Marks of the table's lanes, whose heads must have the same ones."""
+    if reader.group.page_class.heads == 1:
+        return marks.contiguous()
+    by_lane = reader.by_table_lane(marks)
+    if view.breaks_contract(by_lane != by_lane[:, :1]):
+        raise PolicyError(reader.heads_differ)
+    return by_lane[:, 0].contiguous()
 
 
 def _promotion_of(kv: PagedKV, group: str) -> Promotion | None:

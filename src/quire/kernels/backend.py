@@ -15,6 +15,8 @@ Some backends can do more:
                  memory that the engine overwrites before each replay.
 `ScoringBackend` scores cached tokens for eviction, from their keys or values in the pages.
 `RopeWriter`     computes RoPE in one kernel with the write of new keys and values.
+`LaneSelector`   selects the slots that an eviction retains, and moves slots, each in one call for
+                 all lanes of several sequences.
 """
 
 from collections.abc import Sequence
@@ -24,7 +26,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -622,3 +624,117 @@ def rotated_and_written(
         source: see `RopeWriter.rotate_and_write`.
     """
     return isinstance(backend, RopeWriter) and backend.rotate_and_write(slots, *heads, rope, source)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldLanes:
+    """Slots of lanes in pages; lanes of several sequences follow one another.
+
+    Attributes:
+        positions: int32 view of all pages of the class: position of each slot.
+        pages: int32 [lane, column] page numbers; undefined after a lane's last page.
+        held: int32 [lane] live slots, the first ones of a lane.
+        max_held: the most live slots of a lane.
+    """
+
+    positions: Int[Tensor, "page token"]
+    pages: Int[Tensor, "lane column"]
+    held: Int[Tensor, " lane"]
+    max_held: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredNumbers:
+    """A number of each slot, in pages of their own.
+
+    Attributes:
+        numbers: float32 view of all pages of the class.
+        pages: int32 [lane, column] page numbers.
+        next_position: int32 [lane] position of the next token: numbers are divided by the number of
+            queries that have seen their slot; None: they are not.
+    """
+
+    numbers: Float[Tensor, "page 1 token 1"]
+    pages: Int[Tensor, "lane column"]
+    next_position: Int[Tensor, " lane"] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRanking:
+    """Which slots of lanes are retained: protected ones, then those with the highest scores.
+
+    Equal scores retain the lower position.
+
+    Attributes:
+        keep: int32 [lane] number of slots to retain, at most those that are held.
+        max_moves: the most of `min(keep, held - keep)` in a lane.
+        max_evicted: the most of `held - keep` in a lane.
+        score: contiguous, by position; neighbouring lanes share a row if there are fewer rows.
+            float32 or float64; or bool: the slots to retain. None: `numbers`.
+        numbers: scores that are stored; None: the score is the position.
+        sinks: slots at positions below are protected.
+        newest: int32 [lane] number of newest slots that are protected; None: no slot.
+        protected: protected slots by position, instead of `sinks` and `newest`.
+    """
+
+    keep: Int[Tensor, " lane"]
+    max_moves: int
+    max_evicted: int
+    score: Shaped[Tensor, "row slot"] | None = None
+    numbers: StoredNumbers | None = None
+    sinks: int = 0
+    newest: Int[Tensor, " lane"] | None = None
+    protected: Bool[Tensor, "lane slot"] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SelectedSlots:
+    """What an eviction does to lanes.
+
+    Attributes:
+        moves: int32 [lane, 2, max_moves]: slots from the end of a lane, ascending, and the holes
+            before the number of retained slots that they fill, ascending.
+        evicted: int32 [lane, 2 + max_evicted]: not 0 if the ranking breaks the contract of a rule
+            (a score is not finite, more slots are protected than retained, or a mask has another
+            number of slots; the newest slots are retained then); the number of moves; the
+            evicted positions, ascending.
+    """
+
+    moves: Int[Tensor, "lane 2 move"]
+    evicted: Int[Tensor, "lane number"]
+
+
+@runtime_checkable
+class LaneSelector(Protocol):
+    """A backend that evicts from all lanes of several sequences, without reads of the CPU."""
+
+    def order_lanes(
+        self, lanes: HeldLanes
+    ) -> tuple[Int[Tensor, "lane slot"], Int[Tensor, "lane slot"]] | None:
+        """Sort the slots of each lane by position.
+
+        Returns:
+            int64 positions, ascending, -1 past a lane's last slot, and slots, there the remaining
+            numbers; None if the backend cannot.
+        """
+        ...
+
+    def select_lanes(self, lanes: HeldLanes, ranking: SlotRanking) -> SelectedSlots | None:
+        """Select the slots to retain; None if the backend cannot."""
+        ...
+
+    def move_lanes(
+        self,
+        planes: Sequence[Shaped[Tensor, "page head token _"]],
+        pages: Int[Tensor, "lane column"],
+        selected: SelectedSlots,
+    ) -> None:
+        """Make the moves in planes of a page class that have a record of each slot.
+
+        Args:
+            planes: typed views of all pages of the class, or of another class with pages of the
+                same lanes.
+            pages: int32 [lane, column] page numbers; these pages are private.
+            selected: result of `select_lanes`.
+        """
+        ...

@@ -5,7 +5,7 @@ are therefore copied to pinned memory first. Torch keeps that memory until the c
 reuses it then.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -37,6 +37,15 @@ def to_device(
     if device.type == "cpu":
         return host
     return _staged(host, device).to(device, non_blocking=True)
+
+
+def to_device_at_once(numbers: Sequence[NDArray[np.int32]], device: torch.device) -> list[Tensor]:
+    """Return arrays as tensors on a device, copied as one."""
+    if device.type == "cpu":
+        return [torch.from_numpy(np.ascontiguousarray(one)) for one in numbers]
+    joined = to_device(np.concatenate([one.reshape(-1) for one in numbers]), device)
+    parts = torch.split(joined, [one.size for one in numbers])
+    return [part.view(one.shape) for part, one in zip(parts, numbers, strict=True)]
 
 
 def copy_to(target: Tensor, numbers: NDArray[np.generic]) -> None:

@@ -23,9 +23,15 @@ from torch import Tensor
 
 from quire.errors import PolicyError
 from quire.kernels import device_copies
-from quire.kernels.backend import LaneVectors, PageScores
+from quire.kernels.backend import (
+    HeldLanes,
+    LaneSelector,
+    LaneVectors,
+    PageScores,
+    SelectedSlots,
+)
 from quire.kernels.coded import CodedPages, CodedPlanes, decode_slots
-from quire.kernels.device_copies import to_device
+from quire.kernels.device_copies import to_device, to_device_at_once
 from quire.kernels.token_precision import (
     decode_records,
     in_full_precision,
@@ -39,6 +45,7 @@ from quire.kv.slot_moves import fill_holes
 from quire.kv.statistics import StatisticPages
 from quire.kv.tables import LaneTable
 from quire.layout.pages import KEY, VALUE, LaneGroup
+from quire.layout.statistics import Statistic
 
 PAST_END = 1 << 40
 """Larger than any position."""
@@ -151,9 +158,56 @@ class RowLanes:
         per_layer = self.group.lanes_per_layer
         self.lanes = slice(chosen.start * per_layer, chosen.stop * per_layer)
         self.layers = tuple(self.group.layers[layer] for layer in chosen) * len(self.rows)
-        held = self.table.num_slots[self.rows, self.lanes].reshape(-1).astype(np.int64)
-        stored = self._stored_positions[:, : int(held.max(initial=0))]
-        self.order = SlotOrder.of(stored, held)
+        self.held = self.table.num_slots[self.rows, self.lanes].reshape(-1).astype(np.int64)
+        self._uploaded: HeldLanes | None = None
+
+    @cached_property
+    def order(self) -> SlotOrder:
+        """The order of the slots, sorted at the first use."""
+        backend, stores_positions = self.kv.backend, self.group.page_class.positions
+        if isinstance(backend, LaneSelector) and stores_positions:
+            found = backend.order_lanes(self.held_lanes)
+            if found is not None:
+                return SlotOrder(*found, self.held)
+        stored = self._stored_positions[:, : int(self.held.max(initial=0))]
+        return SlotOrder.of(stored, self.held)
+
+    @property
+    def held_lanes(self) -> HeldLanes:
+        """The lanes' slots in pages, for kernels, as of the last `upload`."""
+        if self._uploaded is None:
+            self.upload([])
+        assert self._uploaded is not None
+        return self._uploaded
+
+    def upload(self, numbers: Sequence[NDArray[np.integer]]) -> tuple[list[Tensor], list[Tensor]]:
+        """Copy numbers of lanes and the page tables of `tables` to the device, all at once."""
+        held, tables = self.held, self.tables
+        arrays = [
+            *(one.astype(np.int32) for one in (held, *numbers)),
+            *map(self.short_pages, tables),
+        ]
+        on_device = to_device_at_once(arrays, self.kv.store.device)
+        pages = on_device[-len(tables) :]
+        positions = self.kv.store.views(self.group.page_class).positions
+        assert positions is not None, "unordered lanes store positions"
+        self._uploaded = HeldLanes(positions, pages[0], on_device[0], int(held.max(initial=0)))
+        return on_device[1 : -len(tables)], pages
+
+    @cached_property
+    def tables(self) -> list[LaneTable]:
+        """The table of the lanes, and those of numbers of their slots that the rows use."""
+        return [self.table, *followers(self.kv.memory, self.group.name, int(self.rows[0]))]
+
+    def of_heads(self, numbers: NDArray[np.int64]) -> Int[Tensor, " lane"]:
+        """Numbers of the table's lanes for the lanes of a view."""
+        return self.tensor(np.repeat(numbers, self.group.page_class.heads))
+
+    def short_pages(self, table: LaneTable) -> NDArray[np.int32]:
+        """The lanes' part [lanes, columns] of a table, as far as it has pages."""
+        columns = max(1, -(-int(self.held.max(initial=0)) // table.group.page_class.tokens))
+        found: NDArray[np.int32] = table.pages[self.rows, self.lanes, :columns]
+        return found.reshape(len(self.held), found.shape[2])
 
     @property
     def row(self) -> int:
@@ -445,11 +499,18 @@ class LaneReader(RowLanes):
     def _statistics(self) -> Sequence[StatisticPages]:
         return self.kv.statistics.get(self.group.name, ())
 
+    def numbers_of(self, statistic: Statistic) -> StatisticPages | None:
+        """The pages of a statistic of single slots that the rows use, one number for each slot."""
+        for place in self._statistics:
+            is_used = place.statistic == statistic and place.table in self.tables
+            if is_used and place.numbers.shape[1] == place.numbers.shape[3] == 1:
+                return place
+        return None
+
     def move(self, moves: Moves) -> None:
         """Move slots, and their statistics, within their lanes."""
         lane, source, target = moves
-        memory, row = self.kv.memory, int(self.rows[0])
-        for table in (self.table, *followers(memory, self.group.name, row)):
+        for table in self.tables:
             page_class = table.group.page_class
             pages = self.tensor(self.pages(table.pages))
             places = [
@@ -457,6 +518,14 @@ class LaneReader(RowLanes):
                 for slot in (source, target)
             ]
             self.kv.store.move_places(page_class, places[0], places[1])
+
+    def move_selected(self, selected: SelectedSlots, pages: Sequence[Tensor]) -> None:
+        """Move slots, and their statistics, in the pages of `tables`, one call for each class."""
+        backend, store = self.kv.backend, self.kv.store
+        assert isinstance(backend, LaneSelector), "it selected the slots"
+        for table, own in zip(self.tables, pages, strict=True):
+            planes = store.views(table.group.page_class).by_slot
+            backend.move_lanes(planes, own, selected)
 
 
 def slot_moves(

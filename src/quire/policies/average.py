@@ -12,18 +12,14 @@ tokens, never padding. Query heads that share a KV head are reduced in each quer
 
 from dataclasses import dataclass
 
-from jaxtyping import Float
-from torch import Tensor
-
 from quire.layout.statistics import MEAN, AttentionSum, Statistic
-from quire.policies.base import SinksAndRecent
+from quire.policies.base import SinksAndRecent, StoredScore, StoredScorePolicy
 from quire.policies.registry import register
-from quire.policies.view import KVView
 
 
 @register("average")
 @dataclass(frozen=True, slots=True)
-class Average(SinksAndRecent):
+class Average(SinksAndRecent, StoredScorePolicy):
     """Retain the tokens with the largest mean attention weight per query that saw them.
 
     Attributes:
@@ -45,11 +41,6 @@ class Average(SinksAndRecent):
     def statistics(self) -> tuple[Statistic, ...]:
         return (AttentionSum(self.heads),)
 
-    def score(self, view: KVView) -> Float[Tensor, "lane slot"]:
-        return view.statistic(self.statistics[0]) / view.queries_seen
-
-    def accumulated(
-        self, view: KVView, score: Float[Tensor, "lane slot"]
-    ) -> Float[Tensor, "lane slot"]:
-        del score
-        return view.statistic(self.statistics[0])
+    @property
+    def stored_score(self) -> StoredScore:
+        return StoredScore(self.statistics[0], per_query=True)

@@ -9,12 +9,14 @@ a score. Ties retain the lower position.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.errors import PolicyError
@@ -26,6 +28,27 @@ from quire.policies.view import KVView
 LANE, LAYER = "lane", "layer"
 Division = Callable[[Tensor, Tensor], Tensor]
 """Slots to retain in each lane, from scores [lane, slot] and protected slots [lane, slot]."""
+Keep = TypeVar("Keep", Tensor, NDArray[np.int64])
+
+
+@dataclass(frozen=True, slots=True)
+class StoredScore:
+    """A score that needs no arithmetic of the rule: kernels read it from the pages.
+
+    Attributes:
+        statistic: the score is this number of each slot; None: its position.
+        per_query: divide it by the number of queries that have seen the slot.
+    """
+
+    statistic: Statistic | None = None
+    per_query: bool = False
+
+    def read(self, view: KVView) -> Float[Tensor, "lane slot"]:
+        """Return the score of each slot of a view."""
+        if self.statistic is None:
+            return view.positions.double()  # exact for every position
+        numbers = view.statistic(self.statistic)
+        return numbers / view.queries_seen if self.per_query else numbers
 
 
 class EvictionPolicy(ABC):
@@ -136,10 +159,39 @@ class ScorePolicy(EvictionPolicy):
         del view
         return score
 
+    def protected_ends(self, keep: Keep) -> tuple[int, int | Keep]:
+        """Return which ends of a lane are retained regardless of score.
+
+        Args:
+            keep: [lane] slots to retain, as a tensor or an array.
+
+        Returns:
+            Slots at positions below the first number, and as many newest slots as the second one.
+        """
+        del keep
+        return 0, 0
+
     def protected(self, view: KVView, keep: Int[Tensor, " lane"]) -> Bool[Tensor, "lane slot"]:
         """Return the slots that are retained regardless of score if `keep` slots are retained."""
-        del keep
-        return torch.zeros_like(view.live)
+        sinks, newest = self.protected_ends(keep)
+        newest = newest[:, None] if isinstance(newest, Tensor) else newest
+        return view.oldest_positions(sinks) | view.newest(newest)
+
+    @property
+    def protects_ends(self) -> bool:
+        """Whether the protected slots are those of `protected_ends`."""
+        return type(self).protected is ScorePolicy.protected
+
+    @property
+    def only_ranks(self) -> bool:
+        """Whether the rule does no more than rank its scores; kernels then select the slots."""
+        own = type(self)
+        return own.select is ScorePolicy.select and own.choose is ScorePolicy.choose
+
+    @property
+    def read_by_kernels(self) -> StoredScore | None:
+        """The score of the rule if kernels can read it; None if `score` computes it."""
+        return None
 
     def select(
         self, view: KVView, keep: Int[Tensor, " lane"], piece_tokens: int = 1
@@ -209,7 +261,7 @@ class ScorePolicy(EvictionPolicy):
             # in lanes that lose slots, each end of the protected range may widen to a whole piece
             edges = 2 * (piece_tokens - 1)
             keep = torch.where(keep < view.num_slots[:, 0], keep - edges, keep)
-        protected = self._shaped("protected", self.protected(view, keep), view)
+        protected = self.shaped_protected(view, keep)
         over = protected.sum(dim=1) - keep
         if view.breaks_contract(over > 0):
             lane = int(over.argmax())
@@ -218,6 +270,23 @@ class ScorePolicy(EvictionPolicy):
                 f"only {int(keep[lane])} may be retained; increase its min_cap"
             )
         return protected
+
+    def mean_score(self, view: KVView) -> Float[Tensor, "row slot"]:
+        """Return the score, of each layer if its heads share a retained set; finite or not.
+
+        Contiguous float32, or float64.
+        """
+        score = self._shaped("score", self.score(view), view)
+        if self.scope == LAYER and view.heads_per_layer > 1:
+            score = view.by_layer(score).mean(dim=1)
+        exact = score.dtype in (torch.float32, torch.float64)
+        return score.contiguous() if exact else score.double().contiguous()
+
+    def shaped_protected(
+        self, view: KVView, keep: Int[Tensor, " lane"]
+    ) -> Bool[Tensor, "lane slot"]:
+        """Return the protected slots after checking the shape only."""
+        return self._shaped("protected", self.protected(view, keep), view)
 
     def _shaped(self, method: str, given: object, view: KVView) -> Tensor:
         if isinstance(given, Tensor) and given.shape == view.shape:
@@ -248,9 +317,32 @@ class SinksAndRecent(ScorePolicy):
     def min_cap(self) -> int:
         return self.sinks + self.recent + 1
 
-    def protected(self, view: KVView, keep: Int[Tensor, " lane"]) -> Bool[Tensor, "lane slot"]:
+    def protected_ends(self, keep: Keep) -> tuple[int, int | Keep]:
         del keep
-        return view.oldest_positions(self.sinks) | view.newest(self.recent)
+        return self.sinks, self.recent
+
+
+class StoredScorePolicy(ScorePolicy):
+    """A score rule whose score is stored with the slots: a declaration instead of arithmetic."""
+
+    @property
+    @abstractmethod
+    def stored_score(self) -> StoredScore:
+        """The score of a slot."""
+
+    @property
+    def read_by_kernels(self) -> StoredScore | None:
+        # a rule that derives from such a rule may compute another score
+        return self.stored_score if type(self).score is StoredScorePolicy.score else None
+
+    def score(self, view: KVView) -> Float[Tensor, "lane slot"]:
+        return self.stored_score.read(view)
+
+    def accumulated(
+        self, view: KVView, score: Float[Tensor, "lane slot"]
+    ) -> Float[Tensor, "lane slot"]:
+        stored = self.stored_score
+        return replace(stored, per_query=False).read(view) if stored.per_query else score
 
 
 def _all_finite(numbers: Tensor) -> bool:

@@ -11,15 +11,11 @@ share a KV head are reduced in each query's row (the paper's models have no shar
 
 from dataclasses import dataclass
 
-from jaxtyping import Bool, Float, Int
-from torch import Tensor
-
 from quire.errors import ConfigError
 from quire.layout.statistics import MEAN, AttentionSum, SquareSum, Statistic
-from quire.policies.base import ScorePolicy
+from quire.policies.base import Keep, StoredScore, StoredScorePolicy
 from quire.policies.options import check_at_least
 from quire.policies.registry import register
-from quire.policies.view import KVView
 
 HALF = -1
 """`recent` is half of the retained tokens."""
@@ -27,7 +23,7 @@ HALF = -1
 
 @register("h2o")
 @dataclass(frozen=True, slots=True)
-class H2O(ScorePolicy):
+class H2O(StoredScorePolicy):
     """Retain the newest tokens, and the other tokens with the largest sums of attention weights.
 
     Attributes:
@@ -67,9 +63,9 @@ class H2O(ScorePolicy):
     def lanes_apart(self) -> bool:
         return True
 
-    def score(self, view: KVView) -> Float[Tensor, "lane slot"]:
-        return view.statistic(self.statistics[0])
+    @property
+    def stored_score(self) -> StoredScore:
+        return StoredScore(self.statistics[0])
 
-    def protected(self, view: KVView, keep: Int[Tensor, " lane"]) -> Bool[Tensor, "lane slot"]:
-        newest = view.newest(keep[:, None] // 2 if self.recent == HALF else self.recent)
-        return view.oldest_positions(self.sinks) | newest
+    def protected_ends(self, keep: Keep) -> tuple[int, int | Keep]:
+        return self.sinks, keep // 2 if self.recent == HALF else self.recent

@@ -6,18 +6,14 @@ tokens do not change.
 
 from dataclasses import dataclass
 
-from jaxtyping import Bool, Float, Int
-from torch import Tensor
-
-from quire.policies.base import LAYER, ScorePolicy
+from quire.policies.base import LAYER, Keep, StoredScore, StoredScorePolicy
 from quire.policies.options import check_at_least
 from quire.policies.registry import register
-from quire.policies.view import KVView
 
 
 @register("recent")
 @dataclass(frozen=True, slots=True)
-class Recent(ScorePolicy):
+class Recent(StoredScorePolicy):
     """Retain the first `sinks` tokens and the newest of the rest.
 
     Attributes:
@@ -44,9 +40,10 @@ class Recent(ScorePolicy):
     def min_cap(self) -> int:
         return self.sinks + 1
 
-    def score(self, view: KVView) -> Float[Tensor, "lane slot"]:
-        return view.positions.double()  # exact for every position
+    @property
+    def stored_score(self) -> StoredScore:
+        return StoredScore()
 
-    def protected(self, view: KVView, keep: Int[Tensor, " lane"]) -> Bool[Tensor, "lane slot"]:
+    def protected_ends(self, keep: Keep) -> tuple[int, int | Keep]:
         del keep
-        return view.oldest_positions(self.sinks)
+        return self.sinks, 0

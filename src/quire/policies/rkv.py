@@ -14,13 +14,13 @@ in Zipage (arXiv 2603.08743), which costs n * block instead of n * n products.
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import normalize, pad
 
 from quire.errors import ConfigError
 from quire.layout.statistics import QueryRing, Statistic
-from quire.policies.base import ScorePolicy
+from quire.policies.base import Keep, ScorePolicy
 from quire.policies.options import check_at_least
 from quire.policies.registry import register
 from quire.policies.view import KVView
@@ -97,9 +97,9 @@ class RKV(ScorePolicy):
         importance = pool(mean[:, None], self.kernel, MAXIMUM)[:, 0]
         return self.mix_lambda * importance - (1 - self.mix_lambda) * redundancy
 
-    def protected(self, view: KVView, keep: Int[Tensor, " lane"]) -> Bool[Tensor, "lane slot"]:
+    def protected_ends(self, keep: Keep) -> tuple[int, int | Keep]:
         del keep
-        return view.oldest_positions(self.sinks) | view.newest(self.window)
+        return self.sinks, self.window
 
 
 # Similarity of cached keys, computed for a bounded number of pairs at a time.

@@ -11,12 +11,12 @@ each query head; here query heads that share a KV head are reduced after pooling
 
 from dataclasses import dataclass
 
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from quire.layout.pages import KEY
 from quire.layout.statistics import MEAN, QueryRing, Statistic, check_reduction
-from quire.policies.base import ScorePolicy
+from quire.policies.base import Keep, ScorePolicy
 from quire.policies.options import check_at_least
 from quire.policies.registry import register
 from quire.policies.view import KVView
@@ -73,6 +73,6 @@ class SnapKV(ScorePolicy):
         sums = sums.masked_fill(view.newest(self.window)[:, None, :], 0.0)
         return reduce_group(pool(sums, self.kernel, self.pooling), self.heads)
 
-    def protected(self, view: KVView, keep: Int[Tensor, " lane"]) -> Bool[Tensor, "lane slot"]:
+    def protected_ends(self, keep: Keep) -> tuple[int, int | Keep]:
         del keep
-        return view.oldest_positions(self.sinks) | view.newest(self.window)
+        return self.sinks, self.window

@@ -19,7 +19,7 @@ from torch import Tensor
 from quire.errors import ConfigError, PolicyError
 from quire.layout.pages import VALUE
 from quire.layout.statistics import Statistic
-from quire.policies.base import EvictionPolicy, ScorePolicy
+from quire.policies.base import EvictionPolicy, Keep, ScorePolicy
 from quire.policies.h2o import H2O
 from quire.policies.options import check_at_least
 from quire.policies.registry import register
@@ -98,6 +98,17 @@ class ValueNorm(ScorePolicy):
         pages = view.in_pages(VALUE)
         length = torch.linalg.vector_norm(view.values, dim=2) if pages is None else pages.norms()
         return (score + self.epsilon) * length.pow(self.power)
+
+    @property
+    def protects_ends(self) -> bool:
+        return self._base.protects_ends
+
+    @property
+    def only_ranks(self) -> bool:
+        return self._base.only_ranks
+
+    def protected_ends(self, keep: Keep) -> tuple[int, int | Keep]:
+        return self._base.protected_ends(keep)
 
     def protected(self, view: KVView, keep: Int[Tensor, " lane"]) -> Bool[Tensor, "lane slot"]:
         return self._base.protected(view, keep)

@@ -326,6 +326,35 @@ class MoveArgs(ctypes.Structure):
     )
 
 
+class MovedPlane(ctypes.Structure):
+    """Mirror of `moved_plane` of move.h; its size is checked at load."""
+
+    _fields_ = (
+        ("plane", ctypes.c_void_p),
+        ("vector_bytes", ctypes.c_int64),
+        ("heads_per_page", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
+    )
+
+
+class LaneMoveArgs(ctypes.Structure):
+    """Mirror of `lane_move_args` of move.h; its size is checked at load."""
+
+    _fields_ = (
+        ("planes", ctypes.c_void_p),
+        ("pages", ctypes.c_void_p),
+        ("moves", ctypes.c_void_p),
+        ("counts", ctypes.c_void_p),
+        ("page_bytes", ctypes.c_int64),
+        ("num_planes", ctypes.c_int32),
+        ("lanes", ctypes.c_int32),
+        ("columns", ctypes.c_int32),
+        ("max_moves", ctypes.c_int32),
+        ("count_stride", ctypes.c_int32),
+        ("page_tokens", ctypes.c_int32),
+    )
+
+
 def copied(args: Args, number: int) -> "ctypes.Array[Args]":
     """Return copies of an argument structure, next to each other."""
     return (type(args) * number).from_buffer_copy(bytes(args) * number)
@@ -702,5 +731,40 @@ class RepresentArgs(ctypes.Structure):
         ("rows", ctypes.c_int32),
         ("units", ctypes.c_int32),
         ("unit_words", ctypes.c_int32),
+        ("path", ctypes.c_int32),
+    )
+
+
+class LaneArgs(ctypes.Structure):
+    """Mirror of `lane_args` of select.h; its size is checked at load."""
+
+    _fields_ = (
+        ("positions", ctypes.c_void_p),
+        ("pages", ctypes.c_void_p),
+        ("held", ctypes.c_void_p),
+        ("by_position", ctypes.c_void_p),
+        ("slot", ctypes.c_void_p),
+        ("keep", ctypes.c_void_p),
+        ("newest", ctypes.c_void_p),
+        ("protected", ctypes.c_void_p),
+        ("score", ctypes.c_void_p),
+        ("numbers", ctypes.c_void_p),
+        ("number_pages", ctypes.c_void_p),
+        ("next", ctypes.c_void_p),
+        ("moves", ctypes.c_void_p),
+        ("evicted", ctypes.c_void_p),
+        ("page_bytes", ctypes.c_int64),
+        ("number_page_bytes", ctypes.c_int64),
+        ("lanes", ctypes.c_int32),
+        ("slots", ctypes.c_int32),
+        ("columns", ctypes.c_int32),
+        ("number_columns", ctypes.c_int32),
+        ("page_tokens", ctypes.c_int32),
+        ("number_tokens", ctypes.c_int32),
+        ("rank", ctypes.c_int32),
+        ("lanes_per_score", ctypes.c_int32),
+        ("sinks", ctypes.c_int32),
+        ("max_moves", ctypes.c_int32),
+        ("max_evicted", ctypes.c_int32),
         ("path", ctypes.c_int32),
     )

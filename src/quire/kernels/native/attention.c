@@ -283,3 +283,15 @@ int quire_move(const move_args *args, parallel_for run) {
 }
 
 int64_t quire_move_args_size(void) { return sizeof(move_args); }
+
+#define LANES_A_THREAD 64
+
+/* Move slots within lanes; 0 on success. */
+int quire_move_lanes(const lane_move_args *args, parallel_for run) {
+    if (run == NULL || args->lanes <= LANES_A_THREAD) move_lanes(0, args->lanes, (void *)args);
+    else return run(0, args->lanes, LANES_A_THREAD, move_lanes, (void *)args) != 0;
+    return 0;
+}
+
+int64_t quire_lane_move_args_size(void) { return sizeof(lane_move_args); }
+int64_t quire_moved_plane_size(void) { return sizeof(moved_plane); }

@@ -19,11 +19,14 @@ from quire.kernels.backend import (
     AttentionStatistic,
     ChainLayer,
     HeadBuffers,
+    HeldLanes,
     LaneSlots,
     LaneVectors,
     LayerPages,
     MovedSlots,
     NewSlots,
+    SelectedSlots,
+    SlotRanking,
     StatisticRows,
     StepShape,
 )
@@ -52,10 +55,13 @@ from quire.kernels.native.call import (
     check_column_sums,
     cut,
     gathered_chunks,
+    order_lanes,
     score,
+    select_lanes,
     token_plan,
 )
 from quire.kernels.native.call import move as move_in_c
+from quire.kernels.native.call import move_lanes as move_lanes_in_c
 from quire.kernels.native.call import tally as tally_in_c
 from quire.kernels.native.chain import LayerAttention
 from quire.kernels.native.library import NativeLibrary
@@ -121,6 +127,18 @@ class NativeAttention:
             move_in_c(self._library, moves, self._moving)
         else:
             self._gathered.move(moves)
+
+    def order_lanes(self, lanes: HeldLanes) -> tuple[Tensor, Tensor]:
+        """Sort the slots of each lane by position; see `LaneSelector`."""
+        return order_lanes(self._library, lanes)
+
+    def select_lanes(self, lanes: HeldLanes, ranking: SlotRanking) -> SelectedSlots:
+        """Select the slots to retain; see `LaneSelector`."""
+        return select_lanes(self._library, lanes, ranking)
+
+    def move_lanes(self, planes: Sequence[Tensor], pages: Tensor, selected: SelectedSlots) -> None:
+        """Make the moves in planes of a page class; see `LaneSelector`."""
+        move_lanes_in_c(self._library, planes, pages, selected)
 
     def tally(self, tally: AttentionStatistic, rows: StatisticRows, column_sums: Tensor) -> None:
         """Add a step's attention to the statistics of slots; see `AttentionBackend.tally`."""

@@ -11,7 +11,7 @@ for its output.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,11 +24,14 @@ from quire.kernels.backend import (
     AttentionMath,
     AttentionStatistic,
     ChainLayer,
+    HeldLanes,
     LaneSlots,
     LaneVectors,
     LayerPages,
     MovedSlots,
     NewSlots,
+    SelectedSlots,
+    SlotRanking,
     StatisticRows,
     StepShape,
     StoredQueries,
@@ -46,7 +49,10 @@ from quire.kernels.native.arguments import (
     SUM_SLOTS,
     AttentionArgs,
     CodingArgs,
+    LaneArgs,
+    LaneMoveArgs,
     MoveArgs,
+    MovedPlane,
     RingArgs,
     ScoreArgs,
     TallyArgs,
@@ -653,6 +659,96 @@ def score(
     if library.score(ctypes.byref(args), library.parallel_for, threads):
         raise InvariantError("torch_parallel_for failed inside the C extension")
     return scores
+
+
+BY_POSITION, BY_NUMBER = 0, 1
+_RANKS = {torch.float32: 2, torch.float64: 3, torch.bool: 4}  # by type of the scores; see select.h
+
+
+def order_lanes(library: NativeLibrary, lanes: HeldLanes) -> tuple[Tensor, Tensor]:
+    """Sort the slots of each lane by position; see `LaneSelector.order_lanes`."""
+    shape = len(lanes.pages), lanes.max_held
+    by_position, slot = (torch.empty(shape, dtype=torch.int64) for _ in range(2))
+    args = _lane_args(library, lanes)
+    args.by_position, args.slot = by_position.data_ptr(), slot.data_ptr()
+    _call(library.lanes, args, library)
+    return by_position, slot
+
+
+def select_lanes(library: NativeLibrary, lanes: HeldLanes, ranking: SlotRanking) -> SelectedSlots:
+    """Select the slots to retain; see `LaneSelector.select_lanes`."""
+    args, score, numbers = _lane_args(library, lanes), ranking.score, ranking.numbers
+    moves = torch.empty(len(lanes.pages), 2, ranking.max_moves, dtype=torch.int32)
+    evicted = torch.empty(len(lanes.pages), 2 + ranking.max_evicted, dtype=torch.int32)
+    args.keep, args.newest = ranking.keep.data_ptr(), _pointer(ranking.newest)
+    args.sinks, args.protected = ranking.sinks, _pointer(ranking.protected)
+    if score is not None:
+        args.rank, args.score = _RANKS[score.dtype], score.data_ptr()
+        args.lanes_per_score = len(lanes.pages) // len(score)
+    elif numbers is not None:
+        args.rank, args.numbers = BY_NUMBER, numbers.numbers.data_ptr()
+        args.number_page_bytes = numbers.numbers.stride(0) * numbers.numbers.itemsize
+        args.number_pages, args.number_columns = numbers.pages.data_ptr(), numbers.pages.shape[1]
+        args.number_tokens, args.next = numbers.numbers.shape[2], _pointer(numbers.next_position)
+    args.moves, args.max_moves = moves.data_ptr(), ranking.max_moves
+    args.evicted, args.max_evicted = evicted.data_ptr(), ranking.max_evicted
+    _call(library.lanes, args, library)
+    return SelectedSlots(moves, evicted)
+
+
+def move_lanes(
+    library: NativeLibrary, planes: Sequence[Tensor], pages: Tensor, selected: SelectedSlots
+) -> None:
+    """Make the moves in planes of a page class; see `LaneSelector.move_lanes`."""
+    moved = (MovedPlane * len(planes))(
+        *(
+            MovedPlane(
+                plane=plane.data_ptr(),
+                vector_bytes=plane.shape[3] * plane.itemsize,
+                heads_per_page=plane.shape[1],
+            )
+            for plane in planes
+        )
+    )
+    args = LaneMoveArgs(
+        planes=ctypes.addressof(moved),
+        pages=pages.data_ptr(),
+        moves=selected.moves.data_ptr(),
+        counts=selected.evicted.data_ptr() + selected.evicted.itemsize,
+        page_bytes=planes[0].stride(0) * planes[0].itemsize,
+        num_planes=len(planes),
+        lanes=len(pages),
+        columns=pages.shape[1],
+        max_moves=selected.moves.shape[2],
+        count_stride=selected.evicted.shape[1],
+        page_tokens=planes[0].shape[2],
+    )
+    _call(library.move_lanes, args, library)
+
+
+def _lane_args(library: NativeLibrary, lanes: HeldLanes) -> LaneArgs:
+    return LaneArgs(
+        positions=lanes.positions.data_ptr(),
+        pages=lanes.pages.data_ptr(),
+        held=lanes.held.data_ptr(),
+        page_bytes=lanes.positions.stride(0) * lanes.positions.itemsize,
+        lanes=len(lanes.pages),
+        slots=lanes.max_held,
+        columns=lanes.pages.shape[1],
+        page_tokens=lanes.positions.shape[1],
+        rank=BY_POSITION,
+        lanes_per_score=1,
+        path=library.path,
+    )
+
+
+def _call(function: Callable[..., int], args: ctypes.Structure, library: NativeLibrary) -> None:
+    if function(ctypes.byref(args), library.parallel_for):
+        raise InvariantError("slots of a lane have no distinct positions, or memory is exhausted")
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def tally_args(

@@ -32,8 +32,11 @@ from quire.kernels.native.arguments import (
     CodeArgs,
     ConvertArgs,
     FreeArgs,
+    LaneArgs,
+    LaneMoveArgs,
     LinearArgs,
     MoveArgs,
+    MovedPlane,
     NormArgs,
     RepresentArgs,
     RetainArgs,
@@ -61,6 +64,7 @@ class NativeLibrary:
         attend: `quire_attend` of attention.c.
         write: `quire_write`.
         move: `quire_move`.
+        move_lanes: `quire_move_lanes`.
         tally: `quire_tally`.
         score: `quire_score`.
         score_bytes: `quire_score_bytes`.
@@ -79,6 +83,7 @@ class NativeLibrary:
         sign: `quire_sign`.
         represent: `quire_represent`.
         retain: `quire_retain`.
+        lanes: `quire_lanes`.
         represent_words: `quire_represent_words`.
         path: code path for this CPU, an index into PATHS.
         parallel_for: address of torch's thread function; None for a single thread.
@@ -88,6 +93,7 @@ class NativeLibrary:
     attend: Callable[..., int]
     write: Callable[..., int]
     move: Callable[..., int]
+    move_lanes: Callable[..., int]
     tally: Callable[..., int]
     score: Callable[..., int]
     score_bytes: Callable[..., int]
@@ -106,6 +112,7 @@ class NativeLibrary:
     sign: Callable[..., int]
     represent: Callable[..., int]
     retain: Callable[..., int]
+    lanes: Callable[..., int]
     represent_words: Callable[..., int]
     path: int
     parallel_for: int | None
@@ -160,6 +167,8 @@ _SIZES = {
     "args": AttentionArgs,
     "write_args": WriteArgs,
     "move_args": MoveArgs,
+    "moved_plane": MovedPlane,
+    "lane_move_args": LaneMoveArgs,
     "tally_args": TallyArgs,
     "ring_args": RingArgs,
     "score_args": ScoreArgs,
@@ -177,6 +186,7 @@ _SIZES = {
     "sign_args": SignArgs,
     "represent_args": RepresentArgs,
     "retain_args": RetainArgs,
+    "lane_args": LaneArgs,
 }
 """Mirrors by name: `quire_NAME_size` returns the size of the C structure."""
 
@@ -184,6 +194,7 @@ _ARGUMENTS = {
     "attend": (ctypes.POINTER(AttentionArgs), ctypes.c_void_p, ctypes.c_int),
     "write": (ctypes.POINTER(WriteArgs), ctypes.c_void_p),
     "move": (ctypes.POINTER(MoveArgs), ctypes.c_void_p),
+    "move_lanes": (ctypes.POINTER(LaneMoveArgs), ctypes.c_void_p),
     "tally": (ctypes.POINTER(TallyArgs), ctypes.c_void_p),
     "score": (ctypes.POINTER(ScoreArgs), ctypes.c_void_p, ctypes.c_int),
     "linear": (ctypes.POINTER(LinearArgs), ctypes.c_void_p, ctypes.c_int),
@@ -201,6 +212,7 @@ _ARGUMENTS = {
     "sign": (ctypes.POINTER(SignArgs),),
     "represent": (ctypes.POINTER(RepresentArgs),),
     "retain": (ctypes.POINTER(RetainArgs),),
+    "lanes": (ctypes.POINTER(LaneArgs), ctypes.c_void_p),
 }
 """Argument types of the functions `quire_NAME` that return a status."""
 

@@ -1,6 +1,7 @@
 /* Selection of tokens to retain; see select.h. The same code is compiled for each instruction set. */
 
 #include <stddef.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "select.h"
@@ -9,6 +10,16 @@
 static inline int padded(int columns) { return (columns + BLOCK - 1) / BLOCK * BLOCK; }
 
 #define EIGHTH 0x0101010101010101ull /* every eighth bit */
+
+/* Scratch of a lane; slots are by position unless stated otherwise. */
+typedef struct {
+    int32_t *position, *slot, *stored; /* [slots]; stored: the positions in the order of slots */
+    int32_t *bits, *keys, *masks;      /* [slots, padded] */
+    int64_t *wide;                     /* [slots] */
+    uint8_t *kept, *marks;             /* [slots]; marks: in the order of slots */
+    uint64_t *words;                   /* a bit for each position of the lane, if they are not ascending */
+    int64_t num_words;
+} lane_scratch;
 
 #define TARGET
 #define NAME(name) name##_plain
@@ -181,6 +192,130 @@ int64_t quire_represent_words(int units, int unit_words) {
     return (int64_t)units * unit_words + unit_words + (numbers + 1) / 2;
 }
 
+/* ---- slots of lanes --------------------------------------------------------------------------------------------- */
+
+/* Order the slots of a lane by position; 0 on success. */
+static int order_lane(const lane_args *a, int64_t lane, lane_scratch *s) {
+    int held = a->held[lane], tokens = a->page_tokens, ascending = 1;
+    const int32_t *pages = a->pages + lane * a->columns;
+    int32_t *stored = s->stored, low = INT32_MAX, high = 0;
+    for (int at = 0, column = 0; at < held; at += tokens, column++) {
+        int count = held - at < tokens ? held - at : tokens;
+        memcpy(stored + at, a->positions + pages[column] * a->page_bytes, sizeof(int32_t) * count);
+    }
+    for (int i = 1; i < held; i++) ascending &= stored[i - 1] < stored[i];
+    if (ascending) {
+        memcpy(s->position, stored, sizeof(int32_t) * held);
+        for (int i = 0; i < held; i++) s->slot[i] = i;
+        return 0;
+    }
+    for (int i = 0; i < held; i++) {
+        low = stored[i] < low ? stored[i] : low;
+        high = stored[i] > high ? stored[i] : high;
+    }
+    /* a bit for each position, then the number of positions before each word */
+    int64_t num_words = ((int64_t)high - low) / 64 + 1;
+    if (low < 0) return 1;
+    if (num_words > s->num_words) {
+        free(s->words);
+        s->words = malloc(num_words * (sizeof(uint64_t) + sizeof(int32_t)));
+        s->num_words = s->words ? num_words : 0;
+        if (s->words == NULL) return 1;
+    }
+    int32_t *before = (int32_t *)(s->words + num_words), sum = 0;
+    memset(s->words, 0, num_words * sizeof(uint64_t));
+    for (int i = 0; i < held; i++) s->words[(stored[i] - low) / 64] |= 1ull << (stored[i] - low) % 64;
+    for (int64_t i = 0; i < num_words; i++) {
+        before[i] = sum;
+        sum += __builtin_popcountll(s->words[i]);
+    }
+    if (sum != held) return 1; /* two slots with one position */
+    for (int i = 0; i < held; i++) {
+        int32_t bit = stored[i] - low;
+        int rank = before[bit / 64] + __builtin_popcountll(s->words[bit / 64] & ((1ull << bit % 64) - 1));
+        s->position[rank] = stored[i], s->slot[rank] = i;
+    }
+    return 0;
+}
+
+/* The evicted positions of a lane, and the moves that fill the holes before the retained slots' number. */
+static void list_lane(const lane_args *a, int64_t lane, const lane_scratch *s, int breach) {
+    int held = a->held[lane], keep = a->keep[lane], moves = 0, hole = 0;
+    int32_t *evicted = a->evicted + lane * (2 + a->max_evicted), *found = evicted + 2;
+    int32_t *source = a->moves + lane * 2 * a->max_moves, *target = source + a->max_moves;
+    for (int i = 0; i < held; i++) {
+        s->marks[s->slot[i]] = s->kept[i];
+        if (!s->kept[i]) *found++ = s->position[i];
+    }
+    for (int slot = keep; slot < held; slot++) {
+        if (!s->marks[slot]) continue;
+        while (s->marks[hole]) hole++;
+        source[moves] = slot, target[moves++] = hole++;
+    }
+    evicted[0] = breach, evicted[1] = moves;
+}
+
+static int select_lane(const lane_args *a, int64_t lane, lane_scratch *s) {
+    int held = a->held[lane], slots = a->slots, breach = 0;
+    if (order_lane(a, lane, s)) return 1;
+    if (a->by_position) {
+        int64_t *position = a->by_position + lane * slots, *slot = a->slot + lane * slots;
+        for (int i = 0; i < held; i++) position[i] = s->position[i], slot[i] = s->slot[i];
+        for (int i = held; i < slots; i++) position[i] = -1, slot[i] = i;
+        return 0;
+    }
+#ifdef HAVE_X86
+    switch (a->path) {
+    case PATH_PLAIN: breach = mark_retained_plain(a, lane, s); break;
+    case PATH_AVX2: breach = mark_retained_256(a, lane, s); break;
+    default: breach = mark_retained_512(a, lane, s);
+    }
+#else
+    breach = mark_retained_plain(a, lane, s);
+#endif
+    if (breach) /* the number of retained slots is known elsewhere */
+        for (int i = 0; i < held; i++) s->kept[i] = i >= held - a->keep[lane];
+    list_lane(a, lane, s, breach);
+    return 0;
+}
+
+typedef struct {
+    const lane_args *args;
+    _Atomic int failed;
+} lane_work;
+
+static void select_lanes(int64_t begin, int64_t end, void *context) {
+    lane_work *work = context;
+    size_t slots = (size_t)padded(work->args->slots);
+    uint8_t *memory = malloc(slots * (8 + 6 * 4 + 2) + 64);
+    lane_scratch s = {.wide = (int64_t *)memory};
+    int failed = memory == NULL;
+    if (memory) {
+        int32_t **arrays[] = {&s.position, &s.slot, &s.stored, &s.bits, &s.keys, &s.masks};
+        int32_t *next = (int32_t *)(s.wide + slots);
+        for (int i = 0; i < 6; i++, next += slots) *arrays[i] = next;
+        s.kept = (uint8_t *)next, s.marks = s.kept + slots;
+    }
+    for (int64_t lane = begin; lane < end && !failed; lane++) failed = select_lane(work->args, lane, &s);
+    if (failed) work->failed = 1;
+    free(s.words);
+    free(memory);
+}
+
+typedef int32_t (*parallel_for)(int64_t, int64_t, int64_t, void (*)(int64_t, int64_t, void *), void *);
+
+#define SLOTS_A_THREAD 16384
+
+/* Order the slots of lanes, or select those to retain; 0 on success. `run` is torch's parallel_for, or NULL. */
+int quire_lanes(const lane_args *args, parallel_for run) {
+    lane_work work = {args, 0};
+    int64_t together = 1 + SLOTS_A_THREAD / (args->slots + 1);
+    if (run == NULL || args->lanes <= together) select_lanes(0, args->lanes, &work);
+    else if (run(0, args->lanes, together, select_lanes, &work)) return 1;
+    return work.failed;
+}
+
+int64_t quire_lane_args_size(void) { return sizeof(lane_args); }
 int64_t quire_free_args_size(void) { return sizeof(free_args); }
 int64_t quire_best_args_size(void) { return sizeof(best_args); }
 int64_t quire_align_args_size(void) { return sizeof(align_args); }

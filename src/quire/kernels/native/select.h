@@ -1,4 +1,4 @@
-/* Selection of tokens to retain. select_args.py mirrors the structures.
+/* Selection of tokens to retain. arguments.py mirrors the structures.
  *
  * A row is a retained set. All results are exact: no sum of floats, so they do not depend on the code path. */
 #ifndef QUIRE_SELECT_H
@@ -79,5 +79,31 @@ typedef struct {
     int32_t rows, slots, first, columns; /* columns are slots first to first + columns */
     int32_t unit_words, pick_best, path, unused;
 } retain_args;
+
+/* What decides between the slots of a lane that are not protected. */
+enum { BY_POSITION = 0, BY_NUMBER = 1, BY_FLOAT = 2, BY_DOUBLE = 3, BY_MARK = 4 };
+enum { NOT_FINITE = 1, OVER_PROTECTED = 2, WRONG_COUNT = 4 };
+
+/* Slots of lanes in pages: their order by position, and which of them an eviction retains. Lanes of several sequences
+ * follow one another. Live slots are the first slots of their lanes and have different positions. */
+typedef struct {
+    const uint8_t *positions;  /* plane: page n at n * page_bytes, in it int32 [page_tokens] */
+    const int32_t *pages;      /* [lanes, columns] */
+    const int32_t *held;       /* [lanes] live slots, at most `slots` */
+    int64_t *by_position;      /* [lanes, slots] ascending positions, then -1; or NULL: slots are selected */
+    int64_t *slot;             /* [lanes, slots] their slots, then the others */
+    const int32_t *keep;       /* [lanes] slots to retain */
+    const int32_t *newest;     /* [lanes] newest slots that are protected, besides positions below `sinks` */
+    const uint8_t *protected;  /* [lanes, slots] protected slots by position; or NULL: `newest` and `sinks` */
+    const void *score;         /* [rows of lanes_per_score lanes, slots] by position; type of `rank`; or NULL */
+    const uint8_t *numbers;    /* BY_NUMBER: plane of float32 numbers, as `positions` */
+    const int32_t *number_pages; /* [lanes, number_columns] */
+    const int32_t *next;       /* [lanes] position after the last token; or NULL: numbers are not divided */
+    int32_t *moves;            /* [lanes, 2, max_moves] sources and targets that fill the holes before `keep` */
+    int32_t *evicted;          /* [lanes, 2 + max_evicted] breaches of the contract, number of moves, positions */
+    int64_t page_bytes, number_page_bytes;
+    int32_t lanes, slots, columns, number_columns, page_tokens, number_tokens;
+    int32_t rank, lanes_per_score, sinks, max_moves, max_evicted, path;
+} lane_args;
 
 #endif

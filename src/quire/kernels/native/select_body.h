@@ -212,3 +212,104 @@ static TARGET void NAME(represent_row)(const represent_args *a, int row) {
         chosen[s.order[picked]] = 1;
     }
 }
+
+/* ---- slots of lanes --------------------------------------------------------------------------------------------- */
+
+/* Scores of the slots from `first` on, by position, as integers in their order; whether one is not finite. */
+static TARGET int NAME(score_lane)(const lane_args *a, int64_t lane, lane_scratch *s, int first, int count) {
+    int32_t low, high, breach = 0, *bits = s->bits;
+    if (a->rank == BY_DOUBLE) {
+        const int64_t *score = (const int64_t *)a->score + lane / a->lanes_per_score * a->slots + first;
+        for (int i = 0; i < count; i++) {
+            int64_t own = score[i] == INT64_MIN ? 0 : score[i]; /* -0 equals 0 */
+            breach |= (own >> 52 & 0x7ff) == 0x7ff;
+            s->wide[i] = own ^ (own >> 63 & INT64_MAX);
+        }
+        return breach;
+    }
+    if (a->rank == BY_FLOAT) {
+        memcpy(bits, (const float *)a->score + lane / a->lanes_per_score * a->slots + first, sizeof(float) * count);
+    } else {
+        const int32_t *pages = a->number_pages + lane * a->number_columns;
+        for (int i = 0; i < count; i++) {
+            int at = s->slot[first + i], column = at / a->number_tokens;
+            const uint8_t *page = a->numbers + pages[column] * a->number_page_bytes;
+            float number;
+            memcpy(&number, page + sizeof(float) * (at - column * a->number_tokens), sizeof(float));
+            if (a->next) number /= (float)(a->next[lane] - s->position[first + i]);
+            memcpy(bits + i, &number, sizeof(float));
+        }
+    }
+    for (int i = 0; i < count; i++) breach |= (bits[i] & 0x7f800000) == 0x7f800000;
+    for (int i = 0; i < padded(count); i++) s->masks[i] = i < count ? -1 : 0;
+    NAME(keys_of)((const float *)bits, s->masks, count, s->keys, &low, &high);
+    return breach;
+}
+
+/* Mark the best `wanted` of the scores, ties to the lower position. */
+static TARGET void NAME(mark_best)(const lane_args *a, const lane_scratch *s, int count, int32_t wanted,
+                                   uint8_t *kept) {
+    if (a->rank != BY_DOUBLE) {
+        int32_t low = INT32_MAX, high = INT32_MIN;
+        for (int i = 0; i < count; i++) {
+            low = s->keys[i] < low ? s->keys[i] : low;
+            high = s->keys[i] > high ? s->keys[i] : high;
+        }
+        NAME(border) border = NAME(border_of)(s->keys, count, wanted, count, low, high);
+        for (int i = 0; i < count; i++) kept[i] = s->keys[i] >= border.from;
+        for (int i = 0; border.tied > 0; i++)
+            if (s->keys[i] == border.from - 1) kept[i] = 1, border.tied--;
+        return;
+    }
+    int64_t low = INT64_MIN, high = INT64_MAX; /* the highest `low` that `wanted` scores reach */
+    while (low < high) {
+        int64_t middle = (low >> 1) + (high >> 1) + ((low | high) & 1);
+        int32_t reached = 0;
+        for (int i = 0; i < count; i++) reached += s->wide[i] >= middle;
+        if (reached >= wanted) low = middle;
+        else high = middle - 1;
+    }
+    for (int i = 0; i < count; i++) kept[i] = s->wide[i] > low, wanted -= kept[i];
+    for (int i = 0; wanted > 0 && i < count; i++)
+        if (s->wide[i] == low) kept[i] = 1, wanted--;
+}
+
+/* Mark the slots of a lane to retain, by position; return the breaches of the contract. */
+static TARGET int NAME(mark_retained)(const lane_args *a, int64_t lane, lane_scratch *s) {
+    int held = a->held[lane], first = 0, end = held, breach = 0;
+    int32_t wanted = a->keep[lane], newest = a->newest ? a->newest[lane] : 0;
+    uint8_t *kept = s->kept;
+    if (a->rank == BY_MARK) {
+        memcpy(kept, (const uint8_t *)a->score + lane / a->lanes_per_score * a->slots, held);
+        return NAME(count_of)(kept, held) == wanted ? 0 : WRONG_COUNT;
+    }
+    const uint8_t *protected = a->protected ? a->protected + lane * a->slots : NULL;
+    if (protected) {
+        memcpy(kept, protected, held);
+        wanted -= NAME(count_of)(kept, held);
+    } else {
+        while (first < held && s->position[first] < a->sinks) first++;
+        if (held - newest < end) end = held - newest > first ? held - newest : first;
+        memset(kept, 1, held);
+        memset(kept + first, 0, end - first);
+        wanted -= held - (end - first);
+    }
+    if (wanted < 0) return OVER_PROTECTED;
+    if (a->rank == BY_POSITION) {
+        for (int i = end - 1; wanted > 0 && i >= first; i--)
+            if (!kept[i]) kept[i] = 1, wanted--;
+        return 0;
+    }
+    breach = NAME(score_lane)(a, lane, s, first, end - first) ? NOT_FINITE : 0;
+    if (!protected) {
+        NAME(mark_best)(a, s, end - first, wanted, kept + first);
+        return breach;
+    }
+    for (int i = 0; i < held; i++) { /* above every score */
+        if (!kept[i]) continue;
+        if (a->rank == BY_DOUBLE) s->wide[i] = INT64_MAX;
+        else s->keys[i] = INT32_MAX - 1;
+    }
+    NAME(mark_best)(a, s, held, a->keep[lane], kept);
+    return breach;
+}
