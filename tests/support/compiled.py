@@ -22,9 +22,12 @@ from quire.kernels.backend import (
     AttentionMeasure,
     AttentionStatistic,
     CosSin,
+    HeldLanes,
     MovedSlots,
     NewSlots,
+    SlotRanking,
     StatisticRows,
+    StoredNumbers,
 )
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.triton import launch
@@ -45,6 +48,7 @@ GPUS = {
 CAPABILITY, SHARED_BYTES, HARDWARE = GPUS[sys.argv[1] if len(sys.argv) > 1 else "H100"]
 TARGET = GPUTarget("cuda", CAPABILITY, 32)
 _TYPES = {
+    torch.float64: "fp64",
     torch.float32: "fp32",
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
@@ -107,6 +111,7 @@ def run_steps():
     for dtype, width in ((torch.float32, 4096), (torch.bfloat16, 4096), (torch.float16, 5120)):
         run_rows(dtype, width)
     run_statistics(backend)
+    run_evictions(backend)
     places = (torch.arange(4), torch.arange(4))
     planes = (torch.zeros(4, 2, 8, 64), torch.zeros(4, 2, 8, 64, dtype=torch.int8))
     backend.move(MovedSlots(planes, places, places))
@@ -156,6 +161,30 @@ def run_rows(dtype, width):
     launch.norm_query_and_key(rows, (4, 2), (norm[:64], norm[:64]), 1e-6)
     heads = rows.view(3, -1, 64)
     launch.rotate(heads[:, :4], heads[:, 4:6], CosSin(torch.ones(3, 64), torch.ones(3, 64)))
+
+
+def run_evictions(backend):
+    """Select slots by each kind of score, and move them in planes of several types."""
+    lanes, slots = 3, 1000
+    number = torch.zeros(lanes, dtype=torch.int32)
+    pages = torch.zeros(lanes, slots // 8, dtype=torch.int32)
+    held = HeldLanes(torch.zeros(4, 8, dtype=torch.int32), pages, number, slots)
+    assert backend.order_lanes(held) is not None
+    scores = [
+        torch.zeros(lanes, slots, dtype=t) for t in (torch.float32, torch.float64, torch.bool)
+    ]
+    for score in (None, *scores):
+        ranking = SlotRanking(number, 20, 30, score, newest=number, protected=scores[2])
+        backend.select_lanes(held, ranking)
+    for after in (None, number):
+        numbers = StoredNumbers(torch.zeros(4, 1, 8, 1), pages, after)
+        found = backend.select_lanes(held, SlotRanking(number, 20, 30, None, numbers, 4, number))
+    arena = torch.zeros(4, 8 * 133, dtype=torch.uint8)
+    planes = [arena[:, :1024].view(torch.bfloat16).view(4, 1, 8, 64)]
+    planes += [arena[:, 1024 : 1024 + 32].view(torch.int32).view(4, 1, 8, 1)]
+    planes += [arena[:, 1024 + 32 :].view(4, 1, 8, 1)]
+    for some in (planes, planes[:2]):
+        backend.move_lanes(some, pages, found)
 
 
 def run_statistics(backend):

@@ -17,11 +17,14 @@ from quire.kernels.backend import (
     AttentionMath,
     AttentionStatistic,
     CosSin,
+    HeldLanes,
     LaneSlots,
     LaneVectors,
     LayerPages,
     MovedSlots,
     NewSlots,
+    SelectedSlots,
+    SlotRanking,
     StaticLanes,
     StatisticRows,
     StepShape,
@@ -125,6 +128,25 @@ class TritonAttention:
                 self._own_bytes = max(self._own_bytes, launch.move(moves))
         else:
             self._gathered.move(moves)
+
+    def order_lanes(self, lanes: HeldLanes) -> tuple[Tensor, Tensor] | None:
+        """Sort the slots of each lane by position; see `LaneSelector`."""
+        if lanes.max_held > launch.MAX_SORTED:
+            return None
+        with device_of(lanes.pages):
+            return launch.order_lanes(lanes)
+
+    def select_lanes(self, lanes: HeldLanes, ranking: SlotRanking) -> SelectedSlots | None:
+        """Select the slots to retain; see `LaneSelector`."""
+        if lanes.max_held > launch.MAX_SORTED:
+            return None
+        with device_of(lanes.pages):
+            return launch.select_lanes(lanes, ranking)
+
+    def move_lanes(self, planes: Sequence[Tensor], pages: Tensor, selected: SelectedSlots) -> None:
+        """Make the moves in planes of a page class; see `LaneSelector`."""
+        with device_of(pages):
+            launch.move_lanes(planes, pages, selected)
 
     def tally(self, tally: AttentionStatistic, rows: StatisticRows, column_sums: Tensor) -> None:
         """Add a step's attention to the statistics of slots; see `AttentionBackend.tally`."""

@@ -1,7 +1,7 @@
 """Launches of the kernels: operations on slots, pages, heads and rows, and attention of a layer."""
 
 import math as numbers
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -18,11 +18,14 @@ from quire.kernels.backend import (
     AttentionMath,
     AttentionStatistic,
     CosSin,
+    HeldLanes,
     LaneSlots,
     LaneVectors,
     LayerPages,
     MovedSlots,
     NewSlots,
+    SelectedSlots,
+    SlotRanking,
     StaticLanes,
     StatisticRows,
     StepShape,
@@ -44,7 +47,15 @@ from quire.kernels.triton.device.decode import decode_splits, merge_splits
 from quire.kernels.triton.device.encode import encode_vectors
 from quire.kernels.triton.device.prefill import prefill_blocks
 from quire.kernels.triton.device.rows import add_and_norm, gated_silu, norm_heads
-from quire.kernels.triton.device.slots import add_attention, copy_pages, copy_slots, write_vectors
+from quire.kernels.triton.device.slots import (
+    add_attention,
+    copy_pages,
+    copy_slots,
+    move_lane_slots,
+    order_slots,
+    select_slots,
+    write_vectors,
+)
 from quire.kernels.triton.device.sums import (
     decode_sums,
     measure_vectors,
@@ -301,6 +312,123 @@ def move(moves: MovedSlots) -> int:
             )
         max_bytes = max(max_bytes, scratch.nbytes)
     return max_bytes
+
+
+BY_NUMBER = 1
+_RANKS = {
+    torch.float32: 2,
+    torch.float64: 3,
+    torch.bool: 4,
+}  # by type of the scores; see `select_slots`
+_WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
+MAX_SORTED = 1 << 14  # slots of a lane that one program sorts
+SLOTS_A_WARP = 512
+MOVES_A_PROGRAM, WORDS_A_MOVE = 16, 64
+
+
+def order_lanes(lanes: HeldLanes) -> tuple[Tensor, Tensor]:
+    """Sort the slots of each lane by position; see `LaneSelector.order_lanes`."""
+    shape, device = (len(lanes.pages), lanes.max_held), lanes.pages.device
+    by_position, slot = (torch.empty(shape, dtype=torch.int64, device=device) for _ in range(2))
+    block = triton.next_power_of_2(max(1, lanes.max_held))
+    order_slots[(len(lanes.pages),)](
+        lanes.positions,
+        lanes.pages,
+        lanes.held,
+        by_position,
+        slot,
+        lanes.positions.stride(0),
+        lanes.pages.shape[1],
+        lanes.max_held,
+        lanes.positions.shape[1],
+        block,
+        num_warps=_sort_warps(block),
+    )
+    return by_position, slot
+
+
+def select_lanes(lanes: HeldLanes, ranking: SlotRanking) -> SelectedSlots:
+    """Select the slots to retain; see `LaneSelector.select_lanes`."""
+    pages, score, numbers = lanes.pages, ranking.score, ranking.numbers
+    moves = pages.new_empty(len(pages), 2, ranking.max_moves)
+    evicted = pages.new_empty(len(pages), 2 + ranking.max_evicted)
+    rank, after = 0, None
+    if score is not None:
+        rank = _RANKS[score.dtype]
+    elif numbers is not None:
+        rank, after = BY_NUMBER, numbers.next_position
+    block = triton.next_power_of_2(max(1, lanes.max_held))
+    select_slots[(len(pages),)](
+        lanes.positions,
+        pages,
+        lanes.held,
+        ranking.keep,
+        ranking.keep if ranking.newest is None else ranking.newest,
+        pages if after is None else after,
+        pages if score is None else _bytes_of(score),
+        pages if ranking.protected is None else _bytes_of(ranking.protected),
+        pages if numbers is None else numbers.numbers,
+        pages if numbers is None else numbers.pages,
+        moves,
+        evicted,
+        lanes.positions.stride(0),
+        pages.shape[1],
+        0 if numbers is None else numbers.numbers.stride(0),
+        0 if numbers is None else numbers.pages.shape[1],
+        lanes.max_held,
+        ranking.sinks,
+        1 if score is None else len(pages) // len(score),
+        ranking.max_moves,
+        ranking.max_evicted,
+        lanes.positions.shape[1],
+        1 if numbers is None else numbers.numbers.shape[2],
+        rank,
+        ranking.protected is not None,
+        after is not None,
+        block,
+        num_warps=_sort_warps(block),
+    )
+    return SelectedSlots(moves, evicted)
+
+
+def _bytes_of(marks: Tensor) -> Tensor:
+    """Marks as integers; other numbers as they are."""
+    return marks.view(torch.uint8) if marks.dtype == torch.bool else marks
+
+
+def _sort_warps(block: int) -> int:
+    return min(16, max(1, block // SLOTS_A_WARP))
+
+
+def move_lanes(planes: Sequence[Tensor], pages: Tensor, selected: SelectedSlots) -> None:
+    """Make the moves in planes of a page class; see `LaneSelector.move_lanes`.
+
+    Vectors are copied as integers of the widest type that all of them and their places divide.
+    """
+    moves, evicted = selected.moves, selected.evicted
+    if not moves.numel():
+        return
+    first = min(planes, key=Tensor.data_ptr)
+    at = [plane.data_ptr() - first.data_ptr() for plane in planes]
+    widths, page_bytes = [p.shape[3] * p.itemsize for p in planes], first.stride(0) * first.itemsize
+    word = numbers.gcd(8, page_bytes, first.data_ptr(), *at, *widths)
+    shapes = zip(at, planes, widths, strict=True)
+    move_lane_slots[(len(pages), triton.cdiv(moves.shape[2], MOVES_A_PROGRAM))](
+        first,
+        pages,
+        moves,
+        evicted,
+        page_bytes // word,
+        pages.shape[1],
+        moves.shape[2],
+        evicted.shape[1] - 2,
+        _WORDS[word],
+        tuple((start // word, plane.shape[1], width // word) for start, plane, width in shapes),
+        first.shape[2],
+        MOVES_A_PROGRAM,
+        min(WORDS_A_MOVE, max(triton.next_power_of_2(w // word) for w in widths)),
+        num_warps=4,
+    )
 
 
 def pack_pages(

@@ -1,9 +1,9 @@
-"""Copies of vectors to and between slots and of whole pages; attention statistics of slots."""
+"""Copies of vectors to and between slots and of pages; statistics of slots; their selection."""
 
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.device.tiles import record_of, stored_as
+from quire.kernels.triton.device.tiles import pages_of, record_of, stored_as
 
 
 # page numbers and offsets are parts of larger tensors, so that their addresses have any alignment
@@ -139,3 +139,239 @@ def add_attention(
     is_old = slot < held - tl.load(fresh + row)
     before = tl.load(place, mask=is_old, other=0.0)
     tl.store(place, before + weights, mask=live)
+
+
+NO_POSITION = tl.constexpr(0x7FFFFFFF)  # above every position
+BY_POSITION, BY_NUMBER = tl.constexpr(0), tl.constexpr(1)
+BY_FLOAT, BY_DOUBLE, BY_MARK = tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
+NOT_FINITE, OVER_PROTECTED = tl.constexpr(1), tl.constexpr(2)
+WRONG_COUNT = tl.constexpr(4)
+
+
+@triton.jit
+def _sorted_slots(positions, pages, held, page_numbers, columns, PAGE_TOKENS: tl.constexpr, index):
+    """Positions of a lane, ascending, and their slots; then `NO_POSITION` and the other slots."""
+    lane, live = tl.program_id(0), index < held
+    page = pages_of(pages + lane.to(tl.int64) * columns, index, live, PAGE_TOKENS)
+    place = positions + page * page_numbers + index % PAGE_TOKENS
+    position = tl.load(place, mask=live, other=NO_POSITION)
+    keys = tl.sort((position.to(tl.int64) << 32) | index)
+    return (keys >> 32).to(tl.int32), keys.to(tl.int32)
+
+
+@triton.jit(
+    do_not_specialize=["columns", "slots"], do_not_specialize_on_alignment=["pages", "held_slots"]
+)
+def order_slots(
+    positions,
+    pages,
+    held_slots,
+    by_position,
+    slot_numbers,
+    page_numbers,
+    columns,
+    slots,
+    PAGE_TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per lane: sort its slots by position."""
+    lane, index = tl.program_id(0), tl.arange(0, BLOCK)
+    held = tl.load(held_slots + lane)
+    position, slot = _sorted_slots(
+        positions, pages, held, page_numbers, columns, PAGE_TOKENS, index
+    )
+    place = lane.to(tl.int64) * slots + index
+    position = tl.where(index < held, position, -1)
+    tl.store(by_position + place, position.to(tl.int64), mask=index < slots)
+    tl.store(slot_numbers + place, slot.to(tl.int64), mask=index < slots)
+
+
+@triton.jit
+def _best_marks(keys, free, wanted, STEPS: tl.constexpr):
+    """Mark the free slots with the highest `wanted` keys, ties to the lower position.
+
+    The border is the highest key that `wanted` keys reach, found by halves.
+    """
+    high = tl.max(tl.where(free, keys, keys.dtype.get_int_min_value()), axis=0)
+    low = tl.min(tl.where(free, keys, keys.dtype.get_int_max_value()), axis=0)
+    for _ in range(STEPS):
+        middle = (low >> 1) + (high >> 1) + ((low | high) & 1)
+        enough = tl.sum((free & (keys >= middle)).to(tl.int32), axis=0) >= wanted
+        high = tl.where(enough, high, tl.maximum(middle - 1, low))
+        low = tl.where(enough, middle, low)
+    above, tied = free & (keys > low), free & (keys == low)
+    left = wanted - tl.sum(above.to(tl.int32), axis=0)
+    first = tl.cumsum(tied.to(tl.int32), axis=0) <= left
+    return (above | (tied & first)) & (wanted > 0)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("columns", "number_columns", "slots", "sinks"),
+        *("lanes_per_score", "max_moves", "max_evicted"),
+    ],
+    do_not_specialize_on_alignment=[
+        *("pages", "held_slots", "keep_slots", "newest_slots", "next_positions", "number_pages"),
+    ],
+)
+def select_slots(
+    positions,
+    pages,
+    held_slots,
+    keep_slots,
+    newest_slots,
+    next_positions,
+    score,
+    protected,
+    numbers,
+    number_pages,
+    moves,
+    evicted,
+    page_numbers,
+    columns,
+    number_stride,
+    number_columns,
+    slots,
+    sinks,
+    lanes_per_score,
+    max_moves,
+    max_evicted,
+    PAGE_TOKENS: tl.constexpr,
+    NUMBER_TOKENS: tl.constexpr,
+    RANK: tl.constexpr,
+    HAS_PROTECTED: tl.constexpr,
+    PER_QUERY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per lane: select the slots to retain, and list moves and evicted positions."""
+    lane, index = tl.program_id(0), tl.arange(0, BLOCK)
+    held, keep = tl.load(held_slots + lane), tl.load(keep_slots + lane)
+    live = index < held
+    position, slot = _sorted_slots(
+        positions, pages, held, page_numbers, columns, PAGE_TOKENS, index
+    )
+    row = lane // lanes_per_score
+    scored = score + row.to(tl.int64) * slots + index
+    if RANK == BY_MARK:
+        kept = live & (tl.load(scored, mask=live, other=0) != 0)
+        breach = (tl.sum(kept.to(tl.int32), axis=0) != keep).to(tl.int32) * WRONG_COUNT
+    else:
+        if HAS_PROTECTED:
+            own = protected + lane.to(tl.int64) * slots + index
+            must = live & (tl.load(own, mask=live, other=0) != 0)
+        else:
+            must = live & ((position < sinks) | (index >= held - tl.load(newest_slots + lane)))
+        free = live & (must == 0)
+        wanted = keep - tl.sum(must.to(tl.int32), axis=0)
+        breach = (wanted < 0).to(tl.int32) * OVER_PROTECTED
+        if RANK == BY_POSITION:
+            best = _best_marks(position, free, wanted, 31)
+        elif RANK == BY_DOUBLE:
+            number = tl.load(scored, mask=free, other=0.0)
+            bits = tl.where(number == 0.0, 0, number.to(tl.int64, bitcast=True))
+            wrong = free & (((bits >> 52) & 0x7FF) == 0x7FF)
+            breach = breach | tl.max(wrong.to(tl.int32), axis=0) * NOT_FINITE
+            best = _best_marks(bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF), free, wanted, 64)
+        else:
+            if RANK == BY_NUMBER:
+                table = number_pages + lane.to(tl.int64) * number_columns
+                page = pages_of(table, slot, free, NUMBER_TOKENS)
+                place = numbers + page * number_stride + slot % NUMBER_TOKENS
+                number = tl.load(place, mask=free, other=0.0)
+                if PER_QUERY:
+                    seen = tl.load(next_positions + lane) - tl.where(free, position, 0)
+                    number = tl.div_rn(number, tl.where(free, seen, 1).to(tl.float32))
+            else:
+                number = tl.load(scored, mask=free, other=0.0)
+            bits = tl.where(number == 0.0, 0, number.to(tl.int32, bitcast=True))
+            wrong = free & ((bits & 0x7F800000) == 0x7F800000)
+            breach = breach | tl.max(wrong.to(tl.int32), axis=0) * NOT_FINITE
+            best = _best_marks(bits ^ ((bits >> 31) & 0x7FFFFFFF), free, wanted, 32)
+        kept = must | best
+    # the number of retained slots is known elsewhere
+    kept = tl.where(breach != 0, live & (index >= held - keep), kept)
+    gone = live & (kept == 0)
+    own = evicted + lane.to(tl.int64) * (2 + max_evicted)
+    tl.store(own + 1 + tl.cumsum(gone.to(tl.int32), axis=0), position, mask=gone)
+    marks = tl.sort((slot << 1) | kept.to(tl.int32)) & 1  # in the order of slots
+    hole, source = (index < keep) & live & (marks == 0), (index >= keep) & live & (marks != 0)
+    own_moves = moves + lane.to(tl.int64) * 2 * max_moves
+    tl.store(own_moves + tl.cumsum(source.to(tl.int32), axis=0) - 1, index, mask=source)
+    tl.store(own_moves + max_moves + tl.cumsum(hole.to(tl.int32), axis=0) - 1, index, mask=hole)
+    tl.store(own, breach)
+    tl.store(own + 1, tl.sum(hole.to(tl.int32), axis=0))
+
+
+@triton.jit
+def _move_in_plane(
+    read,
+    written,
+    source,
+    target,
+    is_move,
+    FIRST: tl.constexpr,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """Copy the vectors of all heads between offsets in pages."""
+    for start in range(0, HEADS * WIDTH, BLOCK_W):
+        word = start + tl.arange(0, BLOCK_W)
+        inside = is_move[:, None] & (word < HEADS * WIDTH)[None, :]
+        in_page = FIRST + word // WIDTH * (PAGE_TOKENS * WIDTH) + word % WIDTH
+        of_source = in_page[None, :] + (source * WIDTH)[:, None]
+        of_target = in_page[None, :] + (target * WIDTH)[:, None]
+        tl.store(
+            written[:, None] + of_target,
+            tl.load(read[:, None] + of_source, mask=inside),
+            mask=inside,
+        )
+
+
+@triton.jit(
+    do_not_specialize=["columns", "max_moves", "max_evicted"],
+    do_not_specialize_on_alignment=["pages"],
+)
+def move_lane_slots(
+    first_plane,
+    pages,
+    moves,
+    evicted,
+    page_words,
+    columns,
+    max_moves,
+    max_evicted,
+    WORD: tl.constexpr,
+    PLANES: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """One program per (lane, block of moves): copy slots in all planes of a page class.
+
+    PLANES has the first word of each plane in a page, its heads, and the words of a vector. No slot
+    is a source and a target.
+    """
+    lane, move = tl.program_id(0), tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_move = move < tl.load(evicted + lane.to(tl.int64) * (2 + max_evicted) + 1)
+    own = moves + lane.to(tl.int64) * 2 * max_moves + move
+    source = tl.load(own, mask=is_move, other=0)
+    target = tl.load(own + max_moves, mask=is_move, other=0)
+    table = pages + lane.to(tl.int64) * columns
+    words = first_plane.to(tl.pointer_type(WORD), bitcast=True)
+    read = words + pages_of(table, source, is_move, PAGE_TOKENS) * page_words
+    written = words + pages_of(table, target, is_move, PAGE_TOKENS) * page_words
+    for plane in tl.static_range(len(PLANES)):
+        _move_in_plane(
+            read,
+            written,
+            source % PAGE_TOKENS,
+            target % PAGE_TOKENS,
+            is_move,
+            PLANES[plane][0],
+            PLANES[plane][1],
+            PLANES[plane][2],
+            PAGE_TOKENS,
+            BLOCK_W,
+        )
