@@ -289,7 +289,7 @@ class PolicyEvictor(Evictor):
         selected = backend.select_lanes(reader.held_lanes, ranking)
         if selected is None:
             return None
-        if breaches is None and bool((selected.evicted[:, 0] != 0).any()):
+        if breaches is None and selected.evicted.numpy()[:, 0].any():
             raise PolicyError("the rule broke its contract")  # alone, it says how
         return _Cut(reader, gone, selected.evicted, selected, pages)
 

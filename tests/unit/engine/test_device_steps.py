@@ -10,11 +10,18 @@ from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.engine.decode_graphs import DecodeGraphs
 from quire.engine.runner import Runner
+from quire.kernels import device_copies
+from quire.kernels.gathered import GatheredAttention
+from quire.kernels.native.backend import NativeAttention
+from quire.kernels.native.library import load_library
+from quire.kernels.triton.hardware import why_no_triton
 from quire.sampling.sampler import Sampler
 from quire.scheduler.lanes import LaneCapacities
 from quire.scheduler.schedule_config import ScheduleConfig
+from support import engines
 from support.engines import make_prompts
 from support.host_waits import DEVICE, dataless, recorded_waits
+from support.interpreted import CPU, triton_backend
 from support.kv_options import kv_config
 from support.static_attention import RepeatedCalls, StaticGathered
 
@@ -185,6 +192,83 @@ def test_operations_of_an_eviction_do_not_grow_with_the_rows(name, monkeypatch):
     counts = {operations_of_an_eviction(RULES[name], rows, monkeypatch) for rows in (1, 64)}
 
     assert len(counts) == 1, counts
+
+
+class CountsLaunches(CountsOperations):
+    """Counts calls of kernels, and torch operations that are neither views nor allocations."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        makes = func.overloadpacket in (torch.ops.aten.empty, torch.ops.aten.new_empty)
+        self.count += not (func.is_view or makes)
+        return func(*args, **(kwargs or {}))
+
+    def of(self, launch):
+        """A function that counts as one, with what it does."""
+
+        def counted(*args):
+            self.count += 1
+            with torch._C._DisableTorchDispatch():
+                return launch(*args)
+
+        return counted
+
+
+SELECTORS = {"native": lambda: NativeAttention(load_library(), GatheredAttention(CPU))}
+if why_no_triton(CPU) is None:
+    SELECTORS["triton"] = triton_backend
+LAUNCHING = ("order_lanes", "select_lanes", "move_lanes", "move")
+"""Each is one call of the C library, or one launch."""
+MAX_LAUNCHES = {
+    "recent": 12,
+    "sinks": 12,
+    "h2o": 12,
+    "average": 12,
+    "keydiff": 23,  # of which 18 compute the scores in torch
+    "snapkv": 44,  # 39
+}
+
+
+def launches_of_an_eviction(form, rule, rows, monkeypatch):
+    """Launches that evict from rows that reach their cap in the same step."""
+    found, launches, inner = [], CountsLaunches(), LaneCapacities.evict_to_capacity
+    evict = f"{rule}{'' if rule.endswith(':') else ','}cap=12,every=4"
+    config = kv_config(memory="8MiB", page_tokens=4, evict=evict)
+    schedule = ScheduleConfig(max_num_seqs=64, max_num_batched_tokens=1024)
+    engine = Engine(engines.load("llama"), config, schedule)
+    attending, evicting = engine.pool.kv.backend, SELECTORS[form]()
+    for name in LAUNCHING:
+        monkeypatch.setattr(evicting, name, launches.of(getattr(evicting, name)))
+
+    def evict_to_capacity(self, requests):
+        before, launches.count, engine.pool.kv.backend = self.num_evictions, 0, evicting
+        with launches, monkeypatch.context() as patch:
+            if form == "triton":  # as on a GPU
+                patch.setattr(device_copies, "reads_freely", lambda device: False)
+            evicted = inner(self, requests)
+        engine.pool.kv.backend = attending
+        if self.num_evictions - before == rows:
+            found.append(launches.count)
+        return evicted
+
+    monkeypatch.setattr(LaneCapacities, "evict_to_capacity", evict_to_capacity)
+    options = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    for row in range(rows):
+        engine.submit(GenerationRequest([3 + row % 90] * 9, options))
+    while not found:
+        engine.step()
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    ("form", "rows"), [("native", (1, 64)), pytest.param("triton", (1, 8), marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("name", MAX_LAUNCHES)
+def test_evictions_of_any_number_of_rows_take_few_launches(form, rows, name, monkeypatch):
+    if form not in SELECTORS:
+        pytest.skip("no interpreter of Triton")
+    counts = [launches_of_an_eviction(form, RULES[name], number, monkeypatch) for number in rows]
+
+    assert counts[0] == counts[1] <= MAX_LAUNCHES[name]
 
 
 def test_decode_step_of_rows_with_different_options_waits_once():

@@ -12,7 +12,8 @@ from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.eviction.eviction import PolicyEvictor
 from quire.kernels import device_copies
-from quire.kv.lane_reader import SlotOrder, slot_moves
+from quire.kv.lane_reader import LaneReader, SlotOrder, slot_moves
+from quire.policies.base import LAYER
 from quire.policies.recent import Recent
 from quire.policies.registry import registered
 from support import engines
@@ -29,6 +30,8 @@ NAMES = sorted(set(registered()) - {"streaming", "kvcrush_openvino"})
 """Without rules that need keys before RoPE, or evict whole pages."""
 ALONE, TOGETHER, ON_DEVICE = "alone", "together", "on a device"
 PROMPTS = (9, 9, 14, 20, 27)
+STRIDE = 7
+"""Difference between the tokens of neighbouring prompts."""
 
 
 def text_of(name, cap=16):
@@ -61,7 +64,7 @@ def evicted(evict, monkeypatch, way, **kv):
             on_device(patch)
         options = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
         for index, tokens in enumerate(PROMPTS):
-            prompt = [3 + (7 * index + token) % 90 for token in range(tokens)]
+            prompt = [3 + (STRIDE * index + token) % 90 for token in range(tokens)]
             named = {"request_id": str(index), "record_evictions": True}
             engine.submit(GenerationRequest(prompt, options, **named))
         outputs = {}
@@ -89,6 +92,111 @@ def test_requests_retain_the_same_tokens_together_alone_and_on_a_device(name, mo
     assert outputs == same == also
     assert max(counts) > 1
     assert max(of_device) > 1
+
+
+PER_ENGINE = 50
+"""Cases with the same pages, whose contents are replaced."""
+RANDOM_CASES = {
+    "recent": "recent:sinks=2",
+    "sinks": "sinks:sinks=1",
+    "h2o": "h2o:sinks=1",
+    "average": "average:recent=2",
+    "tova": "tova:",
+    "snapkv": "snapkv:window=2,kernel=3",
+    "keydiff": "keydiff:recent=1",
+    "knorm": "knorm:",
+    "value_norm": "value_norm:base=h2o",
+    "random": "random:sinks=1",
+    "kvcrush": "kvcrush:",
+    "lagkv": "lagkv:sinks=1,lag=2",
+}
+
+
+def filled_rows(text, rng):
+    """An engine with rows of equally many tokens, and its evictor."""
+    model = engines.load("llama")
+    cap = "cap=64,every=8"
+    evict = f"{text}{'' if text.endswith(':') else ','}{cap}"
+    pages = int(rng.choice([1, 4, 16]))
+    engine = Engine(model, kv_config(memory="4MiB", page_tokens=pages, evict=evict))
+    tokens = int(rng.integers(8, 40))
+    options = SamplingParams(max_tokens=80, temperature=0.0, ignore_eos=True)
+    for index in range(int(rng.integers(1, 4))):
+        engine.submit(GenerationRequest([3 + index] * tokens, options))
+    while len(engine.scheduler.running) == 0 or any(
+        request.num_uncomputed != 1 for request in engine.scheduler.running
+    ):
+        engine.step()
+    return engine, engine.scheduler.capacities._optional_evictor
+
+
+def fill_pages(kv, rows, rng):
+    """Replace positions, keys, values and statistics of rows, in half of the cases by integers."""
+    memory, rounded = kv.memory, rng.random() < 0.5
+    held = int(memory.tables["full"].num_slots[rows[0]].max())
+    length = held + int(rng.integers(0, 30))
+    memory.lengths[rows] = length
+
+    def numbers(shape, scale):
+        found = torch.from_numpy(rng.standard_normal(shape).astype(np.float32)) * scale
+        return found.round() if rounded else found
+
+    views = kv.store.views(memory.tables["full"].group.page_class)
+    for row in rows:
+        for lane in memory.tables["full"].pages[row]:
+            positions, tokens = rng.permutation(length)[:held], views.positions.shape[1]
+            for column, page in enumerate(lane[: -(-held // tokens)].tolist()):
+                some = torch.from_numpy(positions[column * tokens : (column + 1) * tokens])
+                views.positions[page, : len(some)] = some
+                for plane in (views.key, views.value):
+                    plane[page] = numbers(plane[page].shape, 2)
+        for place in kv.statistics.get("full", ()):
+            pages = place.table.pages[row]
+            for page in pages[pages >= 0].tolist():
+                place.numbers[page] = numbers(place.numbers[page].shape, 3).abs()
+                if not place.statistic.per_slot:
+                    place.numbers[page, ..., -1] = length - float(rng.integers(0, 3))
+
+
+@pytest.mark.parametrize("cases", [60, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", RANDOM_CASES)
+def test_kernels_retain_the_slots_of_the_rule_in_random_cases(name, cases):
+    rng = np.random.default_rng([cases, sorted(RANDOM_CASES).index(name)])
+    for case in range(cases):
+        if case % PER_ENGINE == 0:
+            engine, evictor = filled_rows(RANDOM_CASES[name], rng)
+            requests, kv = list(engine.scheduler.running), engine.pool.kv
+            rows = [request.memory.row for request in requests]
+            least = requests[0].eviction.selection.policy.min_cap
+        fill_pages(kv, rows, rng)
+        reader = LaneReader(kv, "full", rows)
+        keep = rng.integers(least, reader.held + 1)
+        if requests[0].eviction.selection.policy.scope == LAYER:
+            keep[:] = keep[0]
+        expected = evictor._cut_in_torch(requests, reader, keep, None)
+        found = evictor._cut_by_kernels(requests, reader, keep, None)
+
+        assert found is not None, "the C extension selects slots"
+        gone, evicted = found.gone, found.evicted.numpy()[:, 2:]
+        assert evicted[np.arange(evicted.shape[1]) < gone[:, None]].tolist() == (
+            expected.evicted.tolist()
+        )
+        moves, (lane, target) = found.moves.moves, found.targets()
+        used = np.arange(moves.shape[2]) < found.evicted[:, 1:2].numpy()
+        sources = moves[:, 0].numpy()[used]
+        assert [x.tolist() for x in (lane, sources, target)] == [x.tolist() for x in expected.moves]
+
+
+@pytest.mark.parametrize("codec", ["", "int8"])
+def test_requests_that_share_pages_retain_the_same_tokens_together(codec, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.PROMPTS", (27, 27, 27))
+    monkeypatch.setattr(f"{__name__}.STRIDE", 0)
+    options = {"codec": codec} if codec else {}
+    alone = evicted(text_of("h2o", cap=20), monkeypatch, ALONE, **options)
+    together = evicted(text_of("h2o", cap=20), monkeypatch, TOGETHER, **options)
+
+    assert together[:2] == alone[:2]
+    assert max(together[2]) == 3
 
 
 @pytest.mark.parametrize(
