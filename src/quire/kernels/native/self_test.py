@@ -21,12 +21,16 @@ from quire.kernels.backend import (
     AttentionMath,
     AttentionMeasure,
     AttentionStatistic,
+    HeldLanes,
+    LaneSelector,
     LaneSlots,
     LayerPages,
     MovedSlots,
     NewSlots,
+    SlotRanking,
     StatisticRows,
     StepShape,
+    StoredNumbers,
 )
 from quire.kernels.coded import CodedPages, CodedPlanes, decode_slots
 from quire.kernels.gathered import GatheredAttention
@@ -61,6 +65,7 @@ def on_right_path(library: NativeLibrary) -> NativeLibrary | NotLoaded:
         tried = replace(library, path=path)
         native = NativeAttention(tried, GatheredAttention(torch.device("cpu")))
         plain_right = all(_is_right(native, dtype) for dtype in _TOLERANCES)
+        plain_right = plain_right and selects_right(native, torch.device("cpu"))
         if plain_right and _counts_right(native) and all(_codes_right(native, c) for c in _CODECS):
             return tried
         _log.warning("the C extension computes wrong numbers with %s; not used", PATHS[path])
@@ -119,6 +124,40 @@ def _moves_right(backend: AttentionBackend, dtype: torch.dtype) -> bool:
     ReferenceAttention().move(MovedSlots((expected,), ends, onto))
     backend.move(MovedSlots((got,), ends, onto))
     return torch.equal(got, expected)
+
+
+def selects_right(backend: LaneSelector, device: torch.device) -> bool:
+    """Return whether slots are ordered, selected by each kind of score, and moved correctly."""
+    position = torch.tensor([[7, 1, 9], [4, 0, 5]], dtype=torch.int32, device=device)
+    pages, held, keep, newest = (
+        torch.tensor(numbers, dtype=torch.int32, device=device)
+        for numbers in ([[1, 0]], [6], [3], [1])
+    )
+    lanes = HeldLanes(position, pages, held, 6)  # positions 4 0 5 7 1 9 by slot
+    score = torch.tensor([[1, 3, 2, 2, 0, 0]], device=device)  # of the positions 0 1 4 5 7 9
+    numbers = torch.tensor([[2, 3, 0], [2, 1, 2]], dtype=torch.float32, device=device)
+    stored = StoredNumbers(numbers.view(2, 1, 3, 1), pages)
+    by_score = SlotRanking(keep, 3, 3, newest=newest)
+    ranked = [replace(by_score, score=score.to(dtype)) for dtype in (torch.float32, torch.float64)]
+    ranked += [replace(by_score, numbers=stored), replace(by_score, score=score % 4 > 1)]
+    ordered = backend.order_lanes(lanes)
+    right = ordered is not None and ordered[1].tolist() == [[1, 4, 0, 2, 3, 5]]
+    for ranking, gone in (
+        (by_score, [0, 1, 4]),
+        (ranked[0], [0, 5, 7]),
+        (ranked[1], [0, 5, 7]),
+        (ranked[2], [0, 5, 7]),
+        (ranked[3], [0, 7, 9]),
+    ):
+        found = backend.select_lanes(lanes, ranking)
+        right &= found is not None and found.evicted[0, 2:].tolist() == gone
+        if found is not None:
+            moved = position.clone()
+            plane = moved[:, None, :, None]
+            backend.move_lanes([plane], pages, found)
+            left = moved[pages[0].long()].flatten()[:3].tolist()
+            right &= sorted(left) == sorted({0, 1, 4, 5, 7, 9} - set(gone))
+    return right
 
 
 def _write_and_attend(backend: AttentionBackend, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,7 @@ from quire.kernels.backend import (
     AttentionMeasure,
     AttentionStatistic,
     CosSin,
+    LaneSelector,
     LaneSlots,
     LayerPages,
     MovedSlots,
@@ -33,6 +34,7 @@ from quire.kernels.backend import (
 )
 from quire.kernels.coded import CodedPages, CodedPlanes
 from quire.kernels.gathered import GatheredAttention
+from quire.kernels.native.self_test import selects_right
 from quire.kernels.reference_backend import ReferenceAttention
 from quire.kernels.triton import launch
 from quire.kernels.triton.backend import TritonAttention
@@ -221,6 +223,8 @@ def first_wrong(
     """
     if not moves_right(backend, device):
         return "wrong copies of slots"
+    if isinstance(backend, LaneSelector) and not selects_right(backend, device):
+        return "wrong selections of slots"
     if with_sums and not tallies_right(backend, device):
         return "wrong statistics of slots"
     plain = str(dtype).removeprefix("torch.")
