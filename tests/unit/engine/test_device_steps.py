@@ -216,15 +216,16 @@ class CountsLaunches(CountsOperations):
 SELECTORS = {"native": lambda: NativeAttention(load_library(), GatheredAttention(CPU))}
 if why_no_triton(CPU) is None:
     SELECTORS["triton"] = triton_backend
-LAUNCHING = ("order_lanes", "select_lanes", "move_lanes", "move")
+LAUNCHING = ("order_lanes", "select_lanes", "move_lanes", "move", "window_sums", "mean_cosines")
 """Each is one call of the C library, or one launch."""
+ARCHITECTURE = "qwen3"
 MAX_LAUNCHES = {
     "recent": 12,
     "sinks": 12,
     "h2o": 12,
     "average": 12,
-    "keydiff": 23,  # of which 18 compute the scores in torch
-    "snapkv": 44,  # 39
+    "keydiff": 12,
+    "snapkv": 30,  # of which 22 in torch around the window's sums
 }
 
 
@@ -234,13 +235,14 @@ def launches_of_an_eviction(form, rule, rows, monkeypatch):
     evict = f"{rule}{'' if rule.endswith(':') else ','}cap=12,every=4"
     config = kv_config(memory="8MiB", page_tokens=4, evict=evict)
     schedule = ScheduleConfig(max_num_seqs=64, max_num_batched_tokens=1024)
-    engine = Engine(engines.load("llama"), config, schedule)
+    engine = Engine(engines.load(ARCHITECTURE), config, schedule)
     attending, evicting = engine.pool.kv.backend, SELECTORS[form]()
     for name in LAUNCHING:
         monkeypatch.setattr(evicting, name, launches.of(getattr(evicting, name)))
 
     def evict_to_capacity(self, requests):
-        before, launches.count, engine.pool.kv.backend = self.num_evictions, 0, evicting
+        before, launches.count = self.num_evictions, 0
+        engine.pool.kv.backend = engine.pool.kv._scoring = evicting
         with launches, monkeypatch.context() as patch:
             if form == "triton":  # as on a GPU
                 patch.setattr(device_copies, "reads_freely", lambda device: False)
