@@ -44,7 +44,6 @@ class PagedKV:
         self.memory, self.store, self.backend = memory, store, backend
         self.pre_rope = pre_rope
         self.chains = backend if isinstance(backend, ChainBackend) else None
-        self._scoring = backend if isinstance(backend, ScoringBackend) else None
         self.coded = CodedLayers(store, measured)
         self.tables = {
             name: DeviceTable(table, store.device) for name, table in memory.tables.items()
@@ -93,9 +92,10 @@ class PagedKV:
         """The backend if it scores the tokens of a group from its pages of keys or values."""
         if group.name in self.full_precision or group.name in self.promoted:
             return None
-        found, pages = self._scoring, self.store.views(group.page_class).planes[plane][0]
-        fits = found is not None and found.can_score(pages, self.coded_plane(group, plane))
-        return found if fits else None
+        found, pages = self.backend, self.store.views(group.page_class).planes[plane][0]
+        if not isinstance(found, ScoringBackend):
+            return None
+        return found if found.can_score(pages, self.coded_plane(group, plane)) else None
 
     def _statistics(self) -> dict[str, list[StatisticPages]]:
         places: dict[str, list[StatisticPages]] = {}

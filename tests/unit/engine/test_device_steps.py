@@ -241,8 +241,7 @@ def launches_of_an_eviction(form, rule, rows, monkeypatch):
         monkeypatch.setattr(evicting, name, launches.of(getattr(evicting, name)))
 
     def evict_to_capacity(self, requests):
-        before, launches.count = self.num_evictions, 0
-        engine.pool.kv.backend = engine.pool.kv._scoring = evicting
+        before, launches.count, engine.pool.kv.backend = self.num_evictions, 0, evicting
         with launches, monkeypatch.context() as patch:
             if form == "triton":  # as on a GPU
                 patch.setattr(device_copies, "reads_freely", lambda device: False)
