@@ -37,6 +37,7 @@ from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import InvariantError
 from quire.eviction.eviction import PolicyEvictor
+from quire.kernels.native.backend import NativeAttention
 from quire.layout.eviction import PREFILL_AND_DECODE
 from quire.models.loader import LoadedModel
 from quire.policies.base import ScorePolicy
@@ -52,7 +53,8 @@ SIGNATURES, REPRESENTATIVES = "signatures", "representatives"
 PHASES = (SCORING, SELECTION, SIGNATURES, REPRESENTATIVES, COMPACTION)
 """Phases of an eviction: the base rule's scores; selection by scores; signature bits; distances and
 buckets, or clusters; views, tables and moves, which every rule needs. If one call of the C library
-makes the decision, its selection by scores counts as representatives."""
+makes the decision, its selection by scores counts as representatives; one that reads the stored
+scores of a rule counts as selection."""
 
 _WATCHED: tuple[tuple[type, str, str], ...] = (
     (PolicyEvictor, "evict", COMPACTION),
@@ -60,6 +62,7 @@ _WATCHED: tuple[tuple[type, str, str], ...] = (
     (ScorePolicy, "checked_score", SCORING),
     (ScorePolicy, "select", SELECTION),
     (Crushed, "select", SELECTION),
+    (NativeAttention, "select_lanes", SELECTION),
     (SelectionContext, "signatures", SIGNATURES),
     (KVCrush, "represent", REPRESENTATIVES),
     (KVCrush, "retained_in_c", REPRESENTATIVES),

@@ -44,7 +44,7 @@ def test_unlimited_output_is_limited_by_the_kv_memory(chat, llm):
         "usage"
     ]
 
-    longest = llm.engine.scheduler.peaks.longest_sequence(llm.model.spec.max_positions, KEEP_ALL)
+    longest = llm.engine.scheduler.peaks.longest_request(llm.model.spec.max_positions, KEEP_ALL)
     assert longest < llm.model.spec.max_positions
     assert usage["total_tokens"] == longest
 

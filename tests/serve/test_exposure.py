@@ -169,7 +169,7 @@ def test_too_long_text_is_not_tokenized(serve, llm, monkeypatch, path, body, par
 
     assert error["param"] == param
     assert "characters, which are at least" in error["message"]
-    assert "512 tokens" in error["message"]
+    assert "513 tokens" in error["message"]
     assert max(tokenized, default=0) < 100
 
 
@@ -189,7 +189,7 @@ def test_too_many_token_ids_are_not_decoded(serve, llm, monkeypatch):
         monkeypatch.setattr(tokenizer, "decode", lambda *_, **__: decoded.append(1) or "")
         echoed = {"prompt": [5] * 5_000, "echo": True}
         return [
-            await client.post("/detokenize", json={"tokens": [5] * 513}),
+            await client.post("/detokenize", json={"tokens": [5] * 514}),
             await client.post("/v1/completions", json=echoed),
         ]
 

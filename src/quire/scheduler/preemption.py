@@ -454,6 +454,15 @@ class Preempter:
                 del self._swapped[id(swapped)]
                 swapped.discard()
 
+    def stop_sharing(self, request: Request) -> None:
+        """Return the cached prefix of a request that runs alone, and of its group.
+
+        A block that another request published before is in the memory twice, and can be evicted.
+        """
+        for member in together(request):
+            if member.memory.row >= 0:
+                self._sequence_memory.stop_sharing(member)
+
     def compact(self, request: Request) -> None:
         """Compact the pages of a request that runs alone, and of its group.
 
@@ -462,7 +471,6 @@ class Preempter:
         """
         members = [member for member in together(request) if member.memory.row >= 0]
         for member in members:
-            self._sequence_memory.stop_sharing(member)
             if self._sequence_memory.prefix_loader is not None:
                 self._sequence_memory.prefix_loader.forget(member)
         self._sequence_memory.drop_cached()

@@ -418,7 +418,7 @@ class Scheduler:
 
         1  the requests after it are preempted, one by one
         2  swapped requests free the offload memory that they occupy; they are recomputed later
-        3  its pages are compacted, its staging slots are halved
+        3  it stops to pin its cached prefix, its pages are compacted, its staging slots are halved
         4  other members of its group are split off
         5  its cached prefix, which it holds in all layers at once, is freed and computed again
         6  it fails; other requests are unaffected
@@ -436,7 +436,8 @@ class Scheduler:
             self._plan_first(plan, first)
         if not plan.requests and self.preempter.free_offloaded():
             self._plan_first(plan, first)
-        for free_pages in (self.preempter.compact, self.preempter.halve_staging):
+        preempter = self.preempter
+        for free_pages in (preempter.stop_sharing, preempter.compact, preempter.halve_staging):
             if not plan.requests:
                 free_pages(first)
                 self._plan_first(plan, first)

@@ -6,6 +6,7 @@ from quire.config.generation_request import GenerationRequest
 from quire.config.sampling_params import SamplingParams
 from quire.engine.core import Engine
 from quire.errors import RequestError
+from quire.scheduler.peaks import Need
 from quire.scheduler.schedule_config import ScheduleConfig
 from support import engines
 from support.kv_options import kv_config
@@ -50,6 +51,21 @@ def test_repeated_prompt_prefills_only_after_its_last_whole_page(model):
     assert (before.cached_tokens, after.cached_tokens) == (0, 12)
     assert second == first
     assert engine.num_processed_tokens - processed == len(PROMPT) - 12 + engines.NEW_TOKENS - 1
+
+
+def test_repeated_prompt_hits_in_a_memory_that_holds_one_request():
+    """A block that the first request decoded is published twice: the older copy is evicted."""
+    model = engines.load("llama")
+    tokens = len(PROMPT) + 6  # the block after the prompt's whole ones is filled in decoding
+    fitting = engine_of(model).scheduler.peaks.fitting_bytes(Need(tokens))
+    engine = engine_of(model, kv={"memory": f"{fitting}B"})
+    params = SamplingParams(max_tokens=7, temperature=0.0, ignore_eos=True)
+
+    found = [generate(engine, [PROMPT], params) for _ in range(4)]
+
+    assert [usage.cached_tokens for _, [usage] in found] == [0, 12, 12, 12]
+    assert all(outputs == found[0][0] for outputs, _ in found)
+    assert engine.stats().num_preemptions == 0
 
 
 def test_requests_of_one_step_share_the_prefix_that_one_of_them_prefills(model):

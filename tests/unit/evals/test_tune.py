@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 import tomllib
 
 import pytest
@@ -254,32 +256,32 @@ class Raises(SinksAndRecent):
 """
 
 
-def test_a_rule_that_raises_is_refused_and_the_others_are_compared(tmp_path, data, capsys):
-    rule = tmp_path / "raises.py"
+def search_with_rule(folder, data, *options):
+    """Search with the rule in another process, in which only it is registered."""
+    rule = folder / "raises.py"
     rule.write_text(RAISES)
-    found = run(
-        tmp_path, "--data", str(data), "--policy-file", str(rule), "--rules", "full;raises;recent"
-    )
+    line = [*SMALL, "--data", str(data), "--policy-file", str(rule), *options]
+    command = [sys.executable, "-m", "quire", *line, "--out", str(folder / "out")]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
 
+
+def test_a_rule_that_raises_is_refused_and_the_others_are_compared(tmp_path, data):
+    ended = search_with_rule(tmp_path, data, "--rules", "full;raises;recent")
+
+    found = json.loads(ended.stdout.splitlines()[-1])
     refused = found["arms"]["refused"]
     assert refused
     assert all("raises:" in one and "not today" in why for one, why in refused.items())
-    assert "refused: " in capsys.readouterr().out
+    assert "refused: " in ended.stderr
     assert "raises" not in str(found["arms"]["chosen"])
 
 
-def test_a_search_whose_rules_all_raise_says_so(tmp_path, data, capsys):
-    rule = tmp_path / "raises_all.py"
-    rule.write_text(RAISES.replace('"raises"', '"raises_all"'))
-    run(
-        *(tmp_path, "--data", str(data), "--policy-file", str(rule)),
-        *("--rules", "full;raises_all", "--codecs", "none"),
-    )
+def test_a_search_whose_rules_all_raise_says_so(tmp_path, data):
+    ended = search_with_rule(tmp_path, data, "--rules", "full;raises", "--codecs", "none")
 
-    shown = capsys.readouterr().out
-    assert "All candidates that hold more requests were refused.\n" in shown
-    assert re.search(r"\nRefused: 1, such as .*raises_all.*not today", shown)
-    assert "use more prompts" not in shown
+    assert "All candidates that hold more requests were refused.\n" in ended.stderr
+    assert re.search(r"\nRefused: 1, such as .*raises.*not today", ended.stderr)
+    assert "use more prompts" not in ended.stderr
 
 
 def test_the_result_holds_more_requests_and_its_file_is_a_configuration(tmp_path, data):

@@ -281,6 +281,20 @@ def test_triton_selects_and_moves_the_slots_of_lanes(rank):
         Lanes(seed, rank).check(triton_backend())
 
 
+def test_lanes_without_tokens_are_ordered():
+    """Later layers hold no token while a prompt is computed layer by layer."""
+    selectors = [BACKENDS["native"]] if "native" in BACKENDS else []
+    selectors += [triton_backend()] if why_no_triton(CPU) is None else []
+    positions = torch.arange(8)[None].int()
+    for backend in selectors:
+        for held in ([0, 0], [0, 3]):
+            pages = whole([[-1], [-1] if held[1] == 0 else [0]])
+            found = backend.order_lanes(HeldLanes(positions, pages, whole(held), max(held)))
+            assert [one.tolist() for one in found] == (
+                [[[], []]] * 2 if max(held) == 0 else [[[-1] * 3, [0, 1, 2]], [[0, 1, 2]] * 2]
+            )
+
+
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_scores_that_are_not_finite_are_a_breach_of_their_lane(number, dtype):

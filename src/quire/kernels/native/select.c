@@ -258,7 +258,7 @@ static void list_lane(const lane_args *a, int64_t lane, const lane_scratch *s, i
 static int select_lane(const lane_args *a, int64_t lane, lane_scratch *s) {
     int held = a->held[lane], slots = a->slots, breach = 0;
     if (order_lane(a, lane, s)) return 1;
-    if (a->by_position) {
+    if (a->keep == NULL) { /* only the order is wanted; it has no address if no lane holds a slot */
         int64_t *position = a->by_position + lane * slots, *slot = a->slot + lane * slots;
         for (int i = 0; i < held; i++) position[i] = s->position[i], slot[i] = s->slot[i];
         for (int i = held; i < slots; i++) position[i] = -1, slot[i] = i;
