@@ -8,6 +8,7 @@ tensor cores of each kernel.
 import inspect
 import os
 import sys
+from itertools import product
 
 os.environ.pop("TRITON_INTERPRET", None)  # before torch imports Triton
 
@@ -28,6 +29,7 @@ from quire.kernels.backend import (
     SlotRanking,
     StatisticRows,
     StoredNumbers,
+    WindowFinish,
 )
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.triton import launch
@@ -35,7 +37,7 @@ from quire.kernels.triton.backend import TritonAttention
 from quire.kernels.triton.hardware import Hardware
 from quire.layout.pages import KEY
 from quire.layout.statistics import REDUCTIONS, QueryRing
-from quire.policies.windows import column_sums
+from quire.policies.windows import POOLINGS, column_sums, window_scores
 from support.coded_lanes import coded_twin
 from support.lanes import Lanes, ScoredLanes
 
@@ -139,6 +141,8 @@ def attend(backend, codec, dtype, head_dim):
     lanes.attend_with_sums(backend, query, AttentionMath(scale=head_dim**-0.5, **options))
     view = ScoredLanes(lanes, QueryRing(32), 4, lanes.pages).view(backend)
     column_sums(view, QueryRing(32))
+    for pooling, heads in product(POOLINGS, REDUCTIONS):
+        window_scores(view, QueryRing(32), WindowFinish(32, 5, pooling, heads))
     view.in_pages(KEY).norms()
     view.in_pages(KEY).mean_cosines()
     indices = torch.zeros(3, 1, dtype=torch.int64)

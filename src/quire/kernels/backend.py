@@ -32,6 +32,7 @@ from torch import Tensor
 
 from quire.kernels.coded import CodedPages, CodedPlanes
 from quire.kernels.token_precision import FullPrecisionPages, PromotedPages
+from quire.layout.statistics import MEAN
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,6 +422,23 @@ class LaneVectors:
         return self.plane.shape[3] if self.coded is None else self.coded.codec.head_dim
 
 
+@dataclass(frozen=True, slots=True)
+class WindowFinish:
+    """How the sums of a window become scores: without the newest slots, pooled, one per KV head.
+
+    Attributes:
+        newest: slots at the end of each lane whose sums count as 0.
+        kernel: neighbouring slots that are pooled, odd; past the ends of a lane are zeros.
+        pooling: avg or max.
+        heads: reduction over the query heads of a KV head, after pooling: mean, max or sum.
+    """
+
+    newest: int = 0
+    kernel: int = 1
+    pooling: str = "avg"
+    heads: str = MEAN
+
+
 @runtime_checkable
 class ScoringBackend(Protocol):
     """A backend that scores cached tokens from the pages, without copies of their vectors.
@@ -438,16 +456,19 @@ class ScoringBackend(Protocol):
         lanes: LaneVectors,
         records: Float[Tensor, "kv_head query width"],
         scales: Float[Tensor, " kv_head"],
-    ) -> Float[Tensor, "kv_head group slot"]:
+        finish: WindowFinish | None = None,
+    ) -> Float[Tensor, "kv_head *group slot"]:
         """Sum, per query head, the weights of recorded queries over the cached keys.
 
         The weights of a query are the softmax of its products with the keys that are not newer.
+        Finished sums are one number of each KV head and slot; NaN in a KV head without a query.
 
         Args:
             lanes: keys.
             records: the query heads of a KV head, one after the other, and the number of the
                 position after the query's; 0: no query.
             scales: factors on the products.
+            finish: what is done with the sums; None: they are returned.
         """
         ...
 
@@ -468,9 +489,12 @@ class PageScores:
     lanes: LaneVectors
 
     def window_sums(
-        self, records: Float[Tensor, "kv_head query width"], scales: Float[Tensor, " kv_head"]
-    ) -> Float[Tensor, "kv_head group slot"]:
-        return self.backend.window_sums(self.lanes, records, scales)
+        self,
+        records: Float[Tensor, "kv_head query width"],
+        scales: Float[Tensor, " kv_head"],
+        finish: WindowFinish | None = None,
+    ) -> Float[Tensor, "kv_head *group slot"]:
+        return self.backend.window_sums(self.lanes, records, scales, finish)
 
     def mean_cosines(self) -> Float[Tensor, "kv_head slot"]:
         return self.backend.mean_cosines(self.lanes)

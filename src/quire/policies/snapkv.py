@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
+from quire.kernels.backend import WindowFinish
 from quire.layout.pages import KEY
 from quire.layout.statistics import MEAN, QueryRing, Statistic, check_reduction
 from quire.policies.base import Keep, ScorePolicy
 from quire.policies.options import check_at_least
 from quire.policies.registry import register
 from quire.policies.view import KVView
-from quire.policies.windows import AVERAGE, check_pooling, column_sums, pool, reduce_group
+from quire.policies.windows import AVERAGE, check_pooling, window_scores
 
 
 @register("snapkv")
@@ -68,10 +69,8 @@ class SnapKV(ScorePolicy):
         return True
 
     def score(self, view: KVView) -> Float[Tensor, "lane slot"]:
-        sums = column_sums(view, self._ring)
-        # exclude the window from pooling
-        sums = sums.masked_fill(view.newest(self.window)[:, None, :], 0.0)
-        return reduce_group(pool(sums, self.kernel, self.pooling), self.heads)
+        finish = WindowFinish(self.window, self.kernel, self.pooling, self.heads)
+        return window_scores(view, self._ring, finish)
 
     def protected_ends(self, keep: Keep) -> tuple[int, int | Keep]:
         del keep

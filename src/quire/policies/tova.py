@@ -13,12 +13,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from quire.errors import UnknownName
+from quire.kernels.backend import WindowFinish
 from quire.layout.pages import KEY
-from quire.layout.statistics import MEAN, QueryRing, Statistic
+from quire.layout.statistics import QueryRing, Statistic
 from quire.policies.base import LANE, LAYER, SinksAndRecent
 from quire.policies.registry import register
 from quire.policies.view import KVView
-from quire.policies.windows import column_sums, reduce_group
+from quire.policies.windows import window_scores
 
 _LAST = QueryRing(window=1)
 
@@ -49,4 +50,4 @@ class TOVA(SinksAndRecent):
         return (_LAST,)
 
     def score(self, view: KVView) -> Float[Tensor, "lane slot"]:
-        return reduce_group(column_sums(view, _LAST), MEAN)
+        return window_scores(view, _LAST, WindowFinish())

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d, pad
 
 from quire.errors import ConfigError, PolicyError, UnknownName
+from quire.kernels.backend import WindowFinish
 from quire.layout.pages import KEY
 from quire.layout.statistics import MAX, MEAN, QueryRing
 from quire.policies.view import KVView
@@ -121,6 +122,26 @@ def check_pooling(kernel: int, pooling: str) -> None:
         raise ConfigError(f"expected an odd kernel of at least 1, got {kernel}")
     if pooling not in POOLINGS:
         raise UnknownName("pooling", pooling, POOLINGS)
+
+
+def window_scores(
+    view: KVView, ring: QueryRing, finish: WindowFinish
+) -> Float[Tensor, "lane slot"]:
+    """Return the column sums of a ring, pooled and then reduced over the query heads of a KV head.
+
+    Raises:
+        PolicyError: no query was recorded.
+    """
+    pages = view.in_pages(KEY)
+    if pages is None:
+        sums = column_sums(view, ring)
+        sums = sums.masked_fill(view.newest(finish.newest)[:, None, :], 0.0)
+        return reduce_group(pool(sums, finish.kernel, finish.pooling), finish.heads)
+    records = view.statistic(ring)
+    # on a device, scores that are not finite report it after the step
+    if view.breaches is None and not records[:, :, -1].amax(dim=1).all():
+        recorded(view, ring)
+    return pages.window_sums(records, view.lane_scales.view(-1), finish)
 
 
 def pool(

@@ -8,20 +8,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.errors import InvariantError
+from quire.errors import InvariantError, PolicyError
 from quire.kernels.backend import AttentionMath, LaneSlots, NewSlots, StepShape
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.native.backend import NativeAttention
 from quire.kernels.native.library import PATHS, NativeLibrary, load_library
 from quire.kernels.reference_backend import ReferenceAttention
+from quire.kernels.triton.hardware import why_no_triton
 from quire.layout.pages import VALUE
-from quire.layout.statistics import QueryRing
+from quire.layout.statistics import REDUCTIONS, QueryRing
 from quire.policies.keydiff import KeyDiff
 from quire.policies.knorm import KNorm
 from quire.policies.snapkv import SnapKV
 from quire.policies.tova import TOVA
-from quire.policies.windows import column_sums
+from quire.policies.windows import POOLINGS, column_sums
 from support.coded_lanes import coded_twin
+from support.interpreted import triton_backend
 from support.lanes import Lanes, ScoredLanes
 from support.pairwise import every_pair
 
@@ -334,6 +336,8 @@ def unaligned(plane):
 
 SCORING = {name: backend for name, backend in NATIVE.items() if "plain" not in name}
 any_scoring = pytest.mark.parametrize("backend", SCORING.values(), ids=SCORING)
+FINISHING = SCORING | ({"triton": triton_backend()} if why_no_triton(CPU) is None else {})
+any_finishing = pytest.mark.parametrize("backend", FINISHING.values(), ids=FINISHING)
 
 
 def scored_lanes(codec, shape, window, group, seed=0):
@@ -370,6 +374,42 @@ def test_scores_of_cached_tokens_equal_those_of_their_keys(backend, codec, shape
         torch.testing.assert_close(rule.score(view), rule.score(expected), atol=2e-6, rtol=2e-5)
     norms = view.in_pages(VALUE).norms()
     torch.testing.assert_close(norms, cached.values().norm(dim=2), atol=1e-6, rtol=1e-5)
+
+
+@any_finishing
+@every_pair(
+    shape=[(1, 16, 16), (2, 64, 4)],
+    window=[1, 4, 20, 160],
+    kernel=[1, 3, 5],
+    pooling=POOLINGS,
+    heads=REDUCTIONS,
+    group=[1, 3],
+)
+def test_windows_scores_equal_those_of_the_keys(
+    backend, shape, window, kernel, pooling, heads, group
+):
+    """Some lanes have fewer slots than the window, or than are pooled."""
+    rule = SnapKV(window=window, kernel=kernel, pooling=pooling, heads=heads)
+    cached = scored_lanes("float32", shape, window, group)
+    expected, view = cached.view(), cached.view(backend)
+    score = rule.score(view)
+
+    wanted = rule.score(expected).where(view.live, 0.0)
+    torch.testing.assert_close(score, wanted, atol=2e-5, rtol=2e-5)
+
+
+@any_finishing
+@pytest.mark.parametrize("rule", [SnapKV(window=4), TOVA()])
+def test_lanes_without_a_query_break_the_contract(backend, rule):
+    cached = scored_lanes("float32", (1, 16, 16), rule.statistics[0].window, 1)
+    view = cached.view(backend)
+    view.statistic(cached.ring)[2, :, -1] = 0
+
+    with pytest.raises(PolicyError, match="no query was recorded"):
+        rule.score(view)
+    on_device = rule.score(replace(view, breaches=[]))  # kernels that select slots report it
+    assert on_device[2][view.live[2]].isnan().all()
+    assert on_device[[0, 1, 3, 4, 5]].isfinite().all()
 
 
 @any_scoring

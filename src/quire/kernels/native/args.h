@@ -105,6 +105,9 @@ typedef struct {
     coding key_coding, value_coding;
 } attention_args;
 
+/* Reductions over the query heads of a KV head. */
+enum { HEADS_MEAN = 0, HEADS_MAX = 1, HEADS_SUM = 2 };
+
 /* What is computed of the keys or values of a lane, by slot. */
 enum { WINDOW_SUMS = 0, MEAN_COSINES = 1, NORMS = 2 };
 
@@ -117,10 +120,13 @@ typedef struct {
     const float *records;              /* [num_lanes, heads_per_page, window, group * head_dim + 1] queries of a KV
                                           head's query heads after RoPE, and the position after theirs; 0: no query */
     const float *scales;               /* [num_lanes, heads_per_page] factors on products */
-    float *out;                        /* [num_lanes, heads_per_page, group (1 without a window), slots] */
+    float *out;                        /* [num_lanes, heads_per_page, group (1 without a window, or with `kernel`), slots] */
     uint8_t *scratch;                  /* scratch_bytes for each thread */
     int64_t scratch_bytes, columns, slots;
-    int32_t num_lanes, window, score, unused;
+    int32_t num_lanes, window, score;
+    int32_t kernel;                    /* not 0: the sums are pooled over this number of slots, and reduced over `heads` */
+    int32_t pool_max, heads, newest;   /* the newest slots count as 0; without a query, scores are not finite */
+    int32_t unused;
 } score_args;
 
 static inline int num_kv_heads(const attention_args *a) { return a->num_lanes * a->heads_per_page; }

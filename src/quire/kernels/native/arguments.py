@@ -282,6 +282,10 @@ class ScoreArgs(ctypes.Structure):
         ("num_lanes", ctypes.c_int32),
         ("window", ctypes.c_int32),
         ("score", ctypes.c_int32),
+        ("kernel", ctypes.c_int32),
+        ("pool_max", ctypes.c_int32),
+        ("heads", ctypes.c_int32),
+        ("newest", ctypes.c_int32),
         ("unused", ctypes.c_int32),
     )
 

@@ -29,6 +29,7 @@ from quire.kernels.backend import (
     SlotRanking,
     StatisticRows,
     StepShape,
+    WindowFinish,
 )
 from quire.kernels.coded import CodedPlanes
 from quire.kernels.gathered import GatheredAttention
@@ -152,8 +153,14 @@ class NativeAttention:
         has_code = bool(self._library.block_queries(self._library.path, head_dim))
         return has_code and can_score(plane, coded)
 
-    def window_sums(self, lanes: LaneVectors, records: Tensor, scales: Tensor) -> Tensor:
-        return score(self._library, WINDOW_SUMS, lanes, self._scratch, (records, scales))
+    def window_sums(
+        self,
+        lanes: LaneVectors,
+        records: Tensor,
+        scales: Tensor,
+        finish: WindowFinish | None = None,
+    ) -> Tensor:
+        return score(self._library, WINDOW_SUMS, lanes, self._scratch, (records, scales), finish)
 
     def mean_cosines(self, lanes: LaneVectors) -> Tensor:
         return score(self._library, MEAN_COSINES, lanes, self._scratch)

@@ -383,6 +383,29 @@ INLINE TARGET void NAME(add_weights_of)(float *products, int64_t seen, float fac
         V(put)(sums + i, V(fma)(V(read)(products + i), over, V(read)(sums + i)));
 }
 
+/* Pool the sums of a query head over neighbouring slots, and add them to the scores of its KV head. */
+static TARGET void NAME(finish_head)(const score_args *s, int64_t slots, int head, float *restrict sums,
+                                     float *restrict pooled, float *restrict out) {
+    int64_t half = s->kernel / 2, old = slots > s->newest ? slots - s->newest : 0;
+    float over = s->pool_max ? 1 : s->kernel;
+    memset(sums + old, 0, (slots - old) * sizeof(float));
+    memset(pooled, 0, slots * sizeof(float)); /* no sum is less */
+    for (int64_t shift = -half; shift <= half; shift++) {
+        int64_t from = shift < 0 ? -shift : 0, end = shift > 0 ? slots - shift : slots;
+        const float *near = sums + shift;
+        if (s->pool_max)
+            for (int64_t i = from; i < end; i++) pooled[i] = near[i] > pooled[i] ? near[i] : pooled[i];
+        else
+            for (int64_t i = from; i < end; i++) pooled[i] += near[i];
+    }
+    for (int64_t i = 0; i < slots; i++) {
+        float score = pooled[i] / over, before = head ? out[i] : 0;
+        out[i] = s->heads != HEADS_MAX ? before + score : score > before ? score : before;
+    }
+    if (s->heads == HEADS_MEAN && head == s->vectors.group - 1)
+        for (int64_t i = 0; i < slots; i++) out[i] /= s->vectors.group;
+}
+
 /* Sum, per query head of a KV head, the weights of the window's queries over the cached slots. */
 static TARGET void NAME(sum_window)(const score_args *s, const lane *l, const int64_t *order,
                                     const int64_t *positions, int64_t item, uint8_t *scratch) {
@@ -404,12 +427,17 @@ static TARGET void NAME(sum_window)(const score_args *s, const lane *l, const in
         for (int n = m; n < m + SIDE && n < count; n++) {
             if (seen[n]) NAME(add_weights_of)(products + (n - m) * room, seen[n], s->scales[item], sums);
             if ((n + 1) % s->window) continue; /* the last query of this head */
-            float *out = s->out + (item * a->group + n / s->window) * s->slots;
-            memcpy(out, sums, l->slots * sizeof(float));
+            int head = n / s->window;
+            float *out = s->out + (s->kernel ? item : item * a->group + head) * s->slots;
+            if (s->kernel) NAME(finish_head)(s, l->slots, head, sums, products + (n - m) * room, out);
+            else memcpy(out, sums, l->slots * sizeof(float));
             memset(out + l->slots, 0, (s->slots - l->slots) * sizeof(float));
             memset(sums, 0, room * sizeof(float));
         }
     }
+    int recorded = !s->kernel;
+    for (int n = 1; n <= s->window; n++) recorded |= s->records[(item * s->window + n) * width - 1] > 0;
+    for (int64_t i = 0; !recorded && i < l->slots; i++) s->out[item * s->slots + i] = NAN;
 }
 
 #if !PAIRS

@@ -35,6 +35,7 @@ from quire.kernels.backend import (
     StatisticRows,
     StepShape,
     StoredQueries,
+    WindowFinish,
 )
 from quire.kernels.gathered import GatheredPlan, group_chunks
 from quire.kernels.native.arguments import (
@@ -62,7 +63,7 @@ from quire.kernels.native.arguments import (
     plain_coding,
 )
 from quire.kernels.native.library import NativeLibrary
-from quire.layout.statistics import REDUCTIONS
+from quire.layout.statistics import MAX, REDUCTIONS
 
 WALK_QUERIES = 16  # query vectors of a (row, KV head) up to which they walk over the pages
 WALK_TOKENS = 16  # new tokens up to which rows walk, if the library has no blocks
@@ -609,6 +610,7 @@ def score(
     lanes: LaneVectors,
     scratch: Scratch,
     window: tuple[Tensor, Tensor] | None = None,
+    finish: WindowFinish | None = None,
 ) -> Tensor:
     """Score the tokens of lanes; see `ScoringBackend`.
 
@@ -618,6 +620,7 @@ def score(
         lanes: keys or values.
         scratch: memory of the threads.
         window: records and scales of `ScoringBackend.window_sums`.
+        finish: what is done with the sums.
     """
     plane, (num_lanes, slots) = lanes.plane, lanes.order.shape
     heads = plane.shape[1]
@@ -651,7 +654,11 @@ def score(
         args.records, args.scales = held[4].data_ptr(), held[5].data_ptr()
         args.window = window[0].shape[1]
         args.vectors.group = (window[0].shape[2] - 1) // lanes.head_dim
-        shape = (shape[0], args.vectors.group, slots)
+        if finish is None:
+            shape = (shape[0], args.vectors.group, slots)
+        else:
+            args.kernel, args.newest = finish.kernel, finish.newest
+            args.pool_max, args.heads = finish.pooling == MAX, REDUCTIONS.index(finish.heads)
     scores = torch.empty(shape)
     threads = torch.get_num_threads()
     args.out, args.scratch_bytes = scores.data_ptr(), library.score_bytes(ctypes.byref(args))

@@ -17,7 +17,6 @@
 #define INLINE static inline
 #endif
 
-enum { HEADS_MEAN = 0, HEADS_MAX = 1, HEADS_SUM = 2 };
 enum { COUNT_SUM = 0, COUNT_SQUARES = 1, COUNT_LOW = 2 };
 
 /* Reduce over the heads of a group, for consecutive slots. */

@@ -28,6 +28,7 @@ from quire.kernels.backend import (
     StaticLanes,
     StatisticRows,
     StepShape,
+    WindowFinish,
 )
 from quire.kernels.coded import CodedPlanes
 from quire.kernels.gathered import GatheredAttention
@@ -159,8 +160,14 @@ class TritonAttention:
     def can_score(self, plane: Tensor, coded: CodedPlanes | None) -> bool:
         return unfit_scores(plane, coded) is None
 
-    def window_sums(self, lanes: LaneVectors, records: Tensor, scales: Tensor) -> Tensor:
-        return launch.score(self._hardware, lanes, (records, scales))
+    def window_sums(
+        self,
+        lanes: LaneVectors,
+        records: Tensor,
+        scales: Tensor,
+        finish: WindowFinish | None = None,
+    ) -> Tensor:
+        return launch.score(self._hardware, lanes, (records, scales), finish)
 
     def mean_cosines(self, lanes: LaneVectors) -> Tensor:
         return launch.score(self._hardware, lanes, cosines=True)

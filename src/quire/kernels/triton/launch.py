@@ -29,6 +29,7 @@ from quire.kernels.backend import (
     StaticLanes,
     StatisticRows,
     StepShape,
+    WindowFinish,
 )
 from quire.kernels.coded import CodedPages, CodedPlanes
 from quire.kernels.device_copies import to_device
@@ -58,6 +59,7 @@ from quire.kernels.triton.device.slots import (
 )
 from quire.kernels.triton.device.sums import (
     decode_sums,
+    finish_sums,
     measure_vectors,
     prefill_sums,
     window_sums,
@@ -1029,6 +1031,7 @@ def score(
     hardware: Hardware,
     lanes: LaneVectors,
     window: tuple[Tensor, Tensor] | None = None,
+    finish: WindowFinish | None = None,
     *,
     cosines: bool = False,
 ) -> Tensor:
@@ -1038,6 +1041,7 @@ def score(
         hardware: properties of the device.
         lanes: keys or values.
         window: records and scales of `ScoringBackend.window_sums`.
+        finish: what is done with the sums.
         cosines: whether to compute mean cosines.
     """
     plane, slots, dtype = lanes.plane, lanes.order.shape[1], torch.float32
@@ -1065,11 +1069,13 @@ def score(
             scores = torch.zeros(heads, slots, device=plane.device)
             measure_vectors[(heads,)](scores, COSINES=cosines, **args)
             return scores
-        records, scales = window
+        records, scales = window[0].contiguous(), window[1]
         group = (records.shape[2] - 1) // lanes.head_dim
-        sums = torch.zeros(heads, group, slots, device=plane.device)
+        sums = torch.empty(heads, group, slots, device=plane.device)
+        if finish is None:
+            sums.zero_()
         window_sums[(group, heads)](
-            records.contiguous(),
+            records,
             scales.contiguous(),
             sums,
             positions=lanes.positions.contiguous(),
@@ -1079,4 +1085,12 @@ def score(
             OPERAND=tl.float32 if hardware.interpreted else _OPERANDS[dtype],
             **args,
         )
-    return sums
+        if finish is None:
+            return sums
+        scores = torch.empty(heads, slots, device=plane.device)
+        finish_sums[(triton.cdiv(slots, _BLOCK), heads)](
+            *(sums, records, scores, lanes.held, slots, *records.shape[1:]),
+            *(finish.newest, finish.kernel, plane.shape[1], group),
+            *(finish.pooling == MAX, finish.heads == MAX, finish.heads == MEAN, _BLOCK),
+        )
+    return scores

@@ -330,6 +330,48 @@ def window_sums(
                     tl.store(target, before + own, mask=live)
 
 
+@triton.jit(do_not_specialize=["slots", "window", "width", "newest", "kernel"])
+def finish_sums(
+    sums,
+    records,
+    scores,
+    held,
+    slots,
+    window,
+    width,
+    newest,
+    kernel,
+    PAGE_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    POOL_MAX: tl.constexpr,
+    HEADS_MAX: tl.constexpr,
+    HEADS_MEAN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per (block of slots, KV head of a lane): pool, and reduce over query heads."""
+    block, kv_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    count, index = tl.load(held + kv_head // PAGE_HEADS), tl.arange(0, BLOCK)
+    place, half = block * BLOCK + index, kernel // 2
+    after = tl.zeros([BLOCK], tl.float32)  # position after a query's, 0 without one
+    for first in range(0, window, BLOCK):
+        record = records + (kv_head * window + first + index) * width
+        own = tl.load(record + width - 1, mask=first + index < window, other=0.0)
+        after = tl.maximum(after, own)
+    score = tl.zeros([BLOCK], tl.float32)
+    for head in range(GROUP):
+        own_sums = sums + (kv_head * GROUP + head) * slots
+        pooled = tl.zeros([BLOCK], tl.float32)
+        for shift in range(kernel):
+            near = place + shift - half
+            number = tl.load(own_sums + near, mask=(near >= 0) & (near < count - newest), other=0.0)
+            pooled = tl.maximum(pooled, number) if POOL_MAX else pooled + number
+        pooled = pooled if POOL_MAX else pooled / kernel
+        score = tl.maximum(score, pooled) if HEADS_MAX else score + pooled
+    score = score / GROUP if HEADS_MEAN else score
+    score = tl.where(tl.max(after, axis=0) > 0, score, float("nan"))
+    tl.store(scores + kv_head * slots + place, tl.where(place < count, score, 0.0), place < slots)
+
+
 @triton.jit(do_not_specialize=["columns", "slots"])
 def measure_vectors(
     scores,
