@@ -458,7 +458,10 @@ class Preempter:
         """Return the cached prefix of a request that runs alone, and of its group.
 
         A block that another request published before is in the memory twice, and can be evicted.
+        Pages of several sizes are compacted instead: their slabs cannot be divided otherwise.
         """
+        if len(self._memory.pools) > 1:
+            return
         for member in together(request):
             if member.memory.row >= 0:
                 self._sequence_memory.stop_sharing(member)
@@ -471,6 +474,7 @@ class Preempter:
         """
         members = [member for member in together(request) if member.memory.row >= 0]
         for member in members:
+            self._sequence_memory.stop_sharing(member)
             if self._sequence_memory.prefix_loader is not None:
                 self._sequence_memory.prefix_loader.forget(member)
         self._sequence_memory.drop_cached()
