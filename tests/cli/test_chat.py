@@ -135,16 +135,21 @@ def test_memory_that_a_long_conversation_is_advised_leaves_room_for_the_response
     assert enough.stderr.count("[cut at max_tokens=20: /set max_tokens N raises it]") == 2
 
 
-def test_retry_responds_to_a_refused_message(quire):
+def test_retry_responds_to_a_refused_message_unless_others_are_loaded(quire, tmp_path):
     options = ("--kv-memory", "512KiB", "--no-verify", "--dtype", "float32", "--ignore-eos")
     long = "word " * 40
     result = quire("chat", *options, input=f"hello\n{long}\n/clear\n/retry\n/stats\n/quit\nhi\n")
+    file = tmp_path / "chat.json"
+    loaded = f"hello\n/save {file}\n{long}\n/load {file}\n/retry\n/stats\n"
+    reloaded = quire("chat", *options, input=loaded)
 
     assert result.stderr.count("error") == 1
     first, again, *rest = re.findall(r"\[cut at max_tokens=(\d+),", result.stderr)
     assert int(again) < int(first)  # the prompt is the long message
     assert rest == []
     assert "conversation: 2 messages" in result.stderr
+    assert reloaded.stderr.count("error") == 1
+    assert len(set(re.findall(r"\[cut at max_tokens=(\d+),", reloaded.stderr))) == 1
 
 
 def test_an_output_that_ends_at_once_is_named(quire):

@@ -30,7 +30,7 @@ from quire.errors import ConfigError, ModelError, RequestError, UnknownName
 from quire.layout.config import read_json_object
 from quire.layout.options import option
 from quire.layout.packaged import PACKAGED_MODEL, SMOLLM2
-from quire.layout.sizes import format_size, option_size, rounded_size
+from quire.layout.sizes import format_size, option_size
 
 if TYPE_CHECKING:
     from prompt_toolkit.history import History
@@ -189,7 +189,7 @@ class Conversation:
 
     def load(self, file: str) -> str:
         content = read_json_object(Path(file).expanduser())
-        self._messages = read_messages(content.get("messages"))
+        self._messages, self._refused = read_messages(content.get("messages")), None
         self._prompt_tokens = 0
         return f"({len(self._messages)} messages loaded from {file})"
 
@@ -227,11 +227,11 @@ class Conversation:
         if limit != "of context":
             engine, context = self.llm.engine, self.llm.context_tokens(num_tokens)
             tokens = min(context, num_tokens + (self._sampling.max_tokens or context))
-            needed = engine.scheduler.peaks.fitting_bytes(
-                Need(tokens, eviction=engine.pool.eviction.spec)
-            )
-            changes.append(f"--kv-memory {option_size(rounded_size(needed))} leaves room")
-            changes.append("--evict RULE:cap=TOKENS evicts old tokens")
+            need = Need(tokens, eviction=engine.pool.eviction.spec)
+            size = option_size(engine.scheduler.peaks.fitting_bytes(need))
+            changes.append(f"--kv-memory {size} leaves room")
+            if need.eviction.cap is None:
+                changes.append("--evict RULE:cap=TOKENS evicts old tokens")
         return (
             f"the {what} of {num_tokens:,} tokens leaves no room for a response in the "
             f"{fitting:,} tokens {limit}: {', or '.join(changes)}"

@@ -109,7 +109,7 @@ def end_note(output: "RequestOutput", raising: str, freeing: str, going_on: str)
         freeing: how to free what lowered it: the context, or the KV memory.
         going_on: how to get a text from a model that ends the output at once.
     """
-    if any(choice.finish_reason == "stop" and not choice.text for choice in output.choices):
+    if all(choice.finish_reason == "stop" and not choice.text for choice in output.choices):
         return f"[no text: the output ended at once; {going_on}]"
     if all(choice.finish_reason != "length" for choice in output.choices):
         return ""

@@ -418,7 +418,7 @@ class Scheduler:
 
         1  the requests after it are preempted, one by one
         2  swapped requests free the offload memory that they occupy; they are recomputed later
-        3  it stops to pin its cached prefix, its pages are compacted, its staging slots are halved
+        3  its cached prefix is unpinned, its pages are compacted, its staging slots are halved
         4  other members of its group are split off
         5  its cached prefix, which it holds in all layers at once, is freed and computed again
         6  it fails; other requests are unaffected
