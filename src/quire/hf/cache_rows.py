@@ -169,7 +169,7 @@ class Rollback:
 
     def __init__(self, layout: CacheLayout) -> None:
         groups = layout.groups
-        self._truncates = all(g.ordered and not g.private and g.window is None for g in groups)
+        self._truncates = all(g.ordered and not g.private and not g.bounded for g in groups)
         self.active = False
         self.pending: Tensor | None = None
         self._checkpoint: ForkPoint | None = None

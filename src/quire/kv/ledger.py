@@ -65,7 +65,7 @@ def exact_rows(memory: KVMemory) -> NDArray[np.bool_]:
     """
     exact = np.ones(len(memory.lengths), dtype=bool)
     for table in memory.tables.values():
-        if table.group.window is None and not table.group.private:
+        if not table.group.bounded and not table.group.private:
             exact &= (table.num_slots == memory.lengths[:, None]).all(axis=1)
     return exact
 

@@ -408,8 +408,17 @@ class KVMemory:
                 freed.
         """
         self.drop_behind_windows(rows)
+        self._require_one_chunk(rows, tokens)
         self._grow(rows, self._demands(rows, tokens), self.lengths)
         self.lengths[rows] += tokens
+
+    def _require_one_chunk(self, rows: Rows, tokens: Counts) -> None:
+        for group in self.layout.groups:
+            if group.chunk and (self.lengths[rows] % group.chunk + tokens > group.chunk).any():
+                raise InvariantError(
+                    f"a step of {tokens.max()} tokens goes beyond the end of a chunk of "
+                    f"{group.chunk} tokens: queries of one row would begin at different tokens"
+                )
 
     def _grow(self, rows: Rows, demands: list[Demand], lengths: NDArray[np.int64]) -> None:
         needed = any(demand.num_pages for demand in demands)
@@ -485,15 +494,13 @@ class KVMemory:
     # ---- shrinking -----------------------------------------------------------------------------
 
     def drop_behind_windows(self, rows: Rows, layer: int | None = None) -> None:
-        """Free pages of window lanes whose tokens are outside the window of the next query.
+        """Free pages whose tokens are outside the window or chunk of the next query.
 
         With a layer, only those of this layer.
         """
         for table in self.tables.values():
-            if table.group.window is not None:
-                for pages in drop_behind_window(
-                    table, rows, self.lengths[rows], table.group.window, layer
-                ):
+            if table.group.bounded:
+                for pages in drop_behind_window(table, rows, self.lengths[rows], layer):
                     self.pools[table.group.page_class].release(pages)
 
     def truncate(self, row: int, length: int) -> None:

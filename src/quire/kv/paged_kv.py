@@ -1,5 +1,6 @@
 """The paged KV of a device: page bytes, page tables as tensors, the lane group of each layer."""
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 
@@ -20,6 +21,9 @@ from quire.layout.pages import KEY, NUMBERS, CacheLayout, LaneGroup, PageClass
 
 class PagedKV:
     """The device side of a `KVMemory`: page bytes, page tables as tensors, the place of each layer.
+
+    The place of a layer without lanes is that of the layer whose lanes it reads; `readers` numbers
+    the layers that read the same lanes, the owner first.
 
     Nothing here changes with a step: what a step leaves for the next is its caller's `LastStep`.
 
@@ -54,6 +58,11 @@ class PagedKV:
             if not group.private
             for index, layer in enumerate(group.layers)
         }
+        self.readers = dict.fromkeys(self.place, 0)
+        of = Counter[int]()
+        for layer, source in memory.layout.shared:
+            of[source] += 1
+            self.place[layer], self.readers[layer] = self.place[source], of[source]
         self.statistics = self._statistics()
         self.full_precision = full_precision_buffers(memory, store, self.tables)
         self.promoted = promoted_buffers(memory, store, self.tables)

@@ -197,7 +197,7 @@ def _span_pages(
             f"expected whole pages of {per_page} tokens up to {length}, got {start} to {end}"
         )
     slots = table.num_slots[row, lanes]
-    first = length - int(slots[0]) if table.group.window is not None else 0
+    first = length - int(slots[0]) if table.group.bounded else 0
     if (slots != length - first).any() or start < first:
         raise ConfigError(
             f"group {table.group.name!r} no longer holds every token from {start} to {end}"
@@ -386,7 +386,7 @@ def can_append(memory: KVMemory, row: int) -> bool:
 def _is_dense(table: LaneTable, row: int, length: int) -> bool:
     """Whether every lane ends with the last token and all its pages are full."""
     num_slots, group = table.num_slots[row], table.group
-    least, held = 0 if group.window is not None else length, int(num_slots[0])
+    least, held = 0 if group.bounded else length, int(num_slots[0])
     equal = bool((num_slots == held).all())
     return equal and held >= least and held % group.page_class.tokens == 0
 

@@ -219,6 +219,8 @@ class StepAttention:
     ) -> Float[Tensor, "num_tokens num_heads head_dim"]:
         """Write the batch's keys and values, compute attention and record attention statistics.
 
+        A layer that reads the lanes of another layer writes nothing.
+
         Args:
             layer: index of the layer in the model.
             math: scale and other attention options.
@@ -234,10 +236,11 @@ class StepAttention:
         if self._pre_rope is not None or not group.page_class.rotated:
             assert rotary is not None, "the model was prepared for keys before RoPE"
             math = replace(math, rotary=rotary)
-        at = index - step.first
+        at, reader = index - step.first, self._kv.readers[layer]
         slots = step.new_slots[at]
-        query, key = self._write(step, index, (query, key, value), rope)
-        if step.positions is not None:
+        if not reader:
+            query, key = self._write(step, index, (query, key, value), rope)
+        if not reader and step.positions is not None:
             step.positions[slots.pages, slots.offsets] = self._positions.expand_as(slots.pages)
         if self._offload is not None:
             self._offload.start_cpu_attention(group, index, query, math)
@@ -255,7 +258,7 @@ class StepAttention:
             self._offload.merge_cpu_attention(out, group, pages, query, math)
         if watch is not None:
             watch.note(index, backend, pages, math, query, sums, rotary)
-        if step.full_precision is not None:
+        if step.full_precision is not None and not reader:
             step.full_precision.keep(index, key, value)
         if self._offload is not None:
             self._offload.release_staging(group, index)

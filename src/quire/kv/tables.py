@@ -312,7 +312,6 @@ def drop_behind_window(
     table: LaneTable,
     rows: Rows,
     lengths: NDArray[np.int64],
-    window: int,
     layer: int | None = None,
 ) -> Iterator[PageNumbers]:
     """Drop the pages that no query from positions `lengths` [n] on can attend to, lane by lane.
@@ -321,7 +320,8 @@ def drop_behind_window(
     """
     per_page = table.group.page_class.tokens
     full_pages = table.num_slots[rows] // per_page
-    last_hidden = lengths + 1 - window - per_page  # largest first slot of a page outside the window
+    # largest first slot of a page that the next query does not attend to
+    last_hidden = table.group.first_needed(lengths) - per_page
     outside = (full_pages > 0) & (table.page_positions[rows, :, 0] <= last_hidden[:, None])
     if layer is not None:
         outside &= table.is_lane_of(layer)
@@ -364,8 +364,8 @@ def slots_below(table: LaneTable, row: int, row_length: int, length: int) -> NDA
     for lane in range(table.group.num_lanes):
         positions = table.slot_positions(row, lane)
         kept[lane] = np.searchsorted(positions, length)
-        if table.group.window is not None:
-            first_needed = max(0, length + 1 - table.group.window)
+        if table.group.bounded:
+            first_needed = int(table.group.first_needed(np.array(length)))
             first_held = int(positions[0]) if len(positions) else row_length
             if first_held > first_needed and first_needed < length:
                 raise ConfigError(

@@ -22,6 +22,13 @@ _GEMMA3: Mapping[str, object] = {
     "sliding_window": 4096,
     "sliding_window_pattern": 6,
 }
+_GEMMA4: Mapping[str, object] = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "global_head_dim": 512,
+}
 
 DEFAULTS: Mapping[str, Mapping[str, object]] = {
     "bloom": {"seq_length": 2048},
@@ -31,9 +38,20 @@ DEFAULTS: Mapping[str, Mapping[str, object]] = {
     "gemma2": {"head_dim": 256, "sliding_window": 4096, "sliding_window_pattern": 2},
     "gemma3": _GEMMA3,
     "gemma3_text": _GEMMA3,
+    "gemma3n_text": {
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "sliding_window": 512,
+        "sliding_window_pattern": 5,
+        "num_kv_shared_layers": 15,
+    },
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": _GEMMA4,
     "gpt_bigcode": {"multi_query": True},
     "gpt_neo": {"window_size": 256},
     "gpt_oss": {"head_dim": 64, "sliding_window": 128, "sliding_window_pattern": 2},
+    "llama4_text": {"attention_chunk_size": 8192},
+    "mimo_v2_flash": {"head_dim": 192, "v_head_dim": 128, "sliding_window": 129},
     "mistral": {"sliding_window": 4096},
     "olmo3": {"sliding_window": 4096, "sliding_window_pattern": 4},
     "qwen2": {"use_sliding_window": False, "max_window_layers": 28},
@@ -73,18 +91,15 @@ LEARNED_POSITIONS: Mapping[str, int] = {
 }
 """Families with learned position embeddings, and the rows of the table beyond the context."""
 
+TWICE_THE_KV_HEADS = frozenset({"mimo_v2_flash"})
+"""Families whose sliding-window layers have twice the KV heads of the others."""
+
 WINDOW_IGNORED = frozenset({"llama"})
 """Families whose attention ignores `sliding_window`."""
 
 REFUSED: Mapping[str, str] = {
     "kv_lora_rank": "its attention caches a latent, not keys and values per head",
-    "v_head_dim": "its keys and values have different head dims",
-    "global_head_dim": "its layers have different head dims",
-    "num_global_key_value_heads": "its layers have different head counts",
-    "per_layer_config": "its layers have different shapes",
-    "num_kv_shared_layers": "some of its layers use the keys and values of other layers",
     "cross_attention_layers": "it has cross-attention layers",
-    "attention_chunk_size": "its attention is chunked, which is not a sliding window",
     "is_encoder_decoder": "it has an encoder",
     "type_vocab_size": "it is an encoder",
     "conv_L_cache": "it mixes attention with convolutions",

@@ -1,12 +1,14 @@
 """Lane groups of a model's sequences, from the model's shape, KV format and statistics."""
 
+from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from quire.layout.codec_names import codec_spec
 from quire.layout.codecs import CodecSpec
 from quire.layout.kv_format import KVFormat, read_format
-from quire.layout.model import ModelSpec
+from quire.layout.model import HeadShape, ModelSpec
 from quire.layout.pages import (
     KEY,
     NUMBERS,
@@ -33,7 +35,9 @@ def layout_for(
     rotated: bool = True,
     statistics: Collection[Statistic] = (),
 ) -> CacheLayout:
-    """Build the layout: a lane group for full attention, one per sliding window, and statistics.
+    """Build the layout: a lane group for each kind of attention and shape of heads, and statistics.
+
+    Layers that read the keys and values of another layer have no lanes.
 
     Args:
         model: heads, dims and windows.
@@ -51,16 +55,17 @@ def layout_for(
     groups: list[LaneGroup] = []
     form = read_format(codec)
     for part in _parts(model, form):
-        loses_order = evicting and part.window is None
-        lanes_per_layer = model.num_kv_heads if heads_apart and loses_order else 1
+        loses_order = evicting and part.window is None and part.chunk is None
+        lanes_per_layer = part.heads.kv_heads if heads_apart and loses_order else 1
         key, value = part.codecs
         group = LaneGroup(
             name=part.name,
             page_class=kv_pages(
                 key=key,
                 value=value,
-                head_dim=model.head_dim,
-                heads=model.num_kv_heads // lanes_per_layer,
+                head_dim=part.heads.key_dim,
+                value_dim=part.heads.value_dim,
+                heads=part.heads.kv_heads // lanes_per_layer,
                 tokens=page_tokens,
                 positions=loses_order,
                 rotated=rotated,
@@ -68,47 +73,65 @@ def layout_for(
             layers=part.layers,
             lanes_per_layer=lanes_per_layer,
             window=part.window,
+            chunk=part.chunk,
+            readers=part.readers,
             ordered=not loses_order,
         )
         groups.append(group)
-        if part.window is None:
-            groups.extend(_statistics_groups(model, group, statistics))
+        if not group.bounded:
+            groups.extend(_statistics_groups(part.heads, group, statistics))
         if not group.page_class.is_plain and (form.sinks or form.recent(page_tokens)):
             groups.append(_full_precision_group(group, form))
         if loses_order and form.promoted is not None and not group.page_class.is_plain:
             groups.append(_promoted_group(group, form.promoted))
-    return CacheLayout(tuple(groups))
+    shared = [
+        (layer, spec.source) for layer, spec in enumerate(model.layers) if spec.source is not None
+    ]
+    return CacheLayout(tuple(groups), tuple(shared))
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Layers that share a lane group: same window, same codecs."""
+    """Layers that share a lane group: same kind of attention, same heads, same codecs."""
 
     name: str
     layers: tuple[int, ...]
     window: int | None
+    chunk: int | None
+    heads: HeadShape
+    readers: int
     codecs: tuple[CodecSpec, CodecSpec]
 
 
 def _parts(model: ModelSpec, form: KVFormat) -> Iterator[_Part]:
     last = len(model.layers) - form.plain_layers
     plain = {i for i in range(len(model.layers)) if i < form.plain_layers or i >= last}
-    for window in (None, *sorted({x.window for x in model.layers if x.window is not None})):
+    readers = Counter(layer.source for layer in model.layers)
+    by_kind: dict[tuple[int | None, int | None], dict[tuple[HeadShape, int], list[int]]] = {}
+    for number, (layer, heads) in enumerate(zip(model.layers, model.heads, strict=True)):
+        if layer.source is None:
+            of_kind = by_kind.setdefault((layer.window, layer.chunk), {})
+            of_kind.setdefault((heads, 1 + readers[number]), []).append(number)
+    for window, chunk in sorted(by_kind, key=lambda kind: (kind[0] or 0, kind[1] or 0)):
         name = "full" if window is None else f"window_{window}"
-        layers = [i for i, layer in enumerate(model.layers) if layer.window == window]
-        coded = tuple(i for i in layers if i not in plain)
-        if coded:
-            yield _Part(name, coded, window, (form.key, form.value))
-        if len(coded) < len(layers):
-            kept = tuple(i for i in layers if i in plain)
-            yield _Part(f"{name}.plain", kept, window, (form.required_plain,) * 2)
+        name = name if chunk is None else f"chunk_{chunk}"
+        for number, ((heads, count), layers) in enumerate(by_kind[window, chunk].items()):
+            part = partial(_Part, window=window, chunk=chunk, heads=heads, readers=count)
+            own = name if not number else f"{name}_{number + 1}"
+            coded = tuple(i for i in layers if i not in plain)
+            if coded:
+                yield part(own, coded, codecs=(form.key, form.value))
+            if len(coded) < len(layers):
+                kept = tuple(i for i in layers if i in plain)
+                yield part(f"{own}.plain", kept, codecs=(form.required_plain,) * 2)
 
 
 def _full_precision_group(group: LaneGroup, form: KVFormat) -> LaneGroup:
     """Build the group of a group's full-precision tokens: one page per lane."""
     page_tokens = group.page_class.tokens
-    if group.window is not None:  # no query attends to tokens outside the window
-        form = replace(form, residual=min(form.residual, group.window))
+    bound = group.window or group.chunk
+    if bound is not None:  # no query attends to tokens outside the window or chunk
+        form = replace(form, residual=min(form.residual, bound))
     full_precision = FullPrecisionTokens(
         sinks=form.sinks,
         residual=form.residual,
@@ -122,6 +145,7 @@ def _full_precision_group(group: LaneGroup, form: KVFormat) -> LaneGroup:
             key=form.required_plain,
             value=form.required_plain,
             head_dim=group.page_class.head_dim,
+            value_dim=group.page_class.value_dim,
             heads=group.page_class.heads,
             tokens=full_precision.records,
             positions=full_precision.relocated > 0,
@@ -143,6 +167,7 @@ def _promoted_group(group: LaneGroup, records: Records) -> LaneGroup:
             key=records.key,
             value=records.value,
             head_dim=group.page_class.head_dim,
+            value_dim=group.page_class.value_dim,
             heads=group.page_class.heads,
             tokens=records.count,
             positions=True,
@@ -158,10 +183,11 @@ def _promoted_group(group: LaneGroup, records: Records) -> LaneGroup:
 
 
 def _statistics_groups(
-    model: ModelSpec, group: LaneGroup, statistics: Collection[Statistic]
+    heads: HeadShape, group: LaneGroup, statistics: Collection[Statistic]
 ) -> Iterator[LaneGroup]:
+    heads = replace(heads, query_heads=heads.query_heads * group.readers)
     for statistic in dict.fromkeys(statistics):
-        slots = None if statistic.per_slot else statistic.num_slots(model)
+        slots = None if statistic.per_slot else statistic.num_slots(heads)
         yield LaneGroup(
             name=statistics_name(group.name, statistic),
             page_class=PageClass(
@@ -169,8 +195,8 @@ def _statistics_groups(
                     PlaneSpec(
                         NUMBERS,
                         codec_spec(STATISTICS_CODEC),
-                        statistic.width(model),
-                        group.page_class.heads * statistic.heads_each(model),
+                        statistic.width(heads),
+                        group.page_class.heads * statistic.heads_each(heads),
                     ),
                 ),
                 tokens=group.page_class.tokens if slots is None else slots,
@@ -192,8 +218,8 @@ def added_statistics(
     found = (
         one
         for group in layout.groups
-        if not group.private and group.window is None
-        for one in _statistics_groups(model, group, statistics)
+        if not group.private and not group.bounded
+        for one in _statistics_groups(model.heads[group.layers[0]], group, statistics)
     )
     return tuple(one for one in found if one.name not in names)
 
@@ -256,7 +282,8 @@ def _group_fingerprint(group: LaneGroup) -> str:
     layers = ",".join(map(str, group.layers))
     return (
         f"layers={layers} lanes_per_layer={group.lanes_per_layer} window={group.window} "
-        f"ordered={group.ordered} | {_page_fingerprint(group.page_class)}"
+        + (f"chunk={group.chunk} " if group.chunk is not None else "")
+        + f"ordered={group.ordered} | {_page_fingerprint(group.page_class)}"
     )
 
 
@@ -289,4 +316,6 @@ def offloaded_token_bytes(layout: CacheLayout) -> int:
 
 def can_be_offloaded(group: LaneGroup) -> bool:
     """Return whether the first pages of a group's lanes can be offloaded and this frees memory."""
-    return not group.private and group.window is None and len(group.layers) > SLOTS
+    if group.private or group.bounded or group.readers > 1:
+        return False
+    return len(group.layers) > SLOTS

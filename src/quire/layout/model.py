@@ -12,7 +12,7 @@ has full attention; `max_window_layers`, below which all layers have full attent
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from quire.errors import ConfigError, ModelError, UnsupportedModel
 from quire.layout.config import (
@@ -20,6 +20,7 @@ from quire.layout.config import (
     MAX_LAYERS,
     REFUSED,
     TIED_BY_DEFAULT,
+    TWICE_THE_KV_HEADS,
     UNGATED,
     WINDOW_IGNORED,
     ConfigReader,
@@ -28,31 +29,192 @@ from quire.layout.config import (
 
 # Layers with full attention and layers with a sliding window.
 
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 _KINDS = {
-    "full_attention": False,
-    "global": False,
-    "attention": False,
-    "sliding_attention": True,
-    "local": True,
+    FULL: FULL,
+    "global": FULL,
+    "attention": FULL,
+    SLIDING: SLIDING,
+    "local": SLIDING,
+    CHUNKED: CHUNKED,
 }
 
 
-def read_windows(reader: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
-    """Return the sliding window of each layer in tokens; None for full attention.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadShape:
+    """Heads of a layer's attention.
 
-    With a window W, a query at position p attends to positions > p - W, its own included.
+    Attributes:
+        query_heads: number of query heads.
+        kv_heads: number of key and value heads, a divisor of `query_heads`.
+        key_dim: elements of a query and of a key.
+        value_dim: elements of a value, and of the output of a query head.
+    """
+
+    query_heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    def __post_init__(self) -> None:
+        if self.query_heads % self.kv_heads:
+            raise ConfigError(
+                f"num_heads={self.query_heads} is not a multiple of num_kv_heads={self.kv_heads}:"
+                " every KV head must serve the same number of query heads"
+            )
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.query_heads // self.kv_heads
+
+    @property
+    def values_per_token(self) -> int:
+        """Elements that a layer stores per token: a key and a value per KV head."""
+        return self.kv_heads * (self.key_dim + self.value_dim)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """One layer's attention.
+
+    Attributes:
+        window: sliding window W in tokens: a query at position p attends to positions > p - W.
+            None: full or chunked attention.
+        chunk: chunk C in tokens: a query at position p attends to positions >= p // C * C. None:
+            full attention or a sliding window.
+        source: the layer whose keys and values this layer reads; it stores none itself. None: it
+            stores its own.
+        heads: its heads if they differ from the other layers; None: those of the model.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+    source: int | None = None
+    heads: HeadShape | None = None
+
+    def held_tokens(self, tokens: int) -> int:
+        """Return how many of a sequence's tokens this layer still needs."""
+        if self.source is not None:
+            return 0
+        if self.chunk is not None:
+            return min(tokens, (tokens - 1) % self.chunk + 1)
+        return tokens if self.window is None else min(tokens, self.window)
+
+
+def read_layers(reader: ConfigReader, num_layers: int, heads: HeadShape) -> tuple[LayerSpec, ...]:
+    """Return the attention of each layer.
+
+    Args:
+        reader: the config.
+        num_layers: number of layers.
+        heads: heads of layers that the config does not name.
 
     Raises:
-        ModelError: the list of layers has another length, or the window size is missing.
-        UnsupportedModel: a layer has neither full nor sliding-window attention.
+        ModelError: the list of layers has another length, the size of a window or chunk is missing,
+            or all layers of a type read the keys and values of other layers.
+        UnsupportedModel: a layer has another kind of attention.
     """
+    kinds = _layer_kinds(reader, num_layers)
+    sizes = {FULL: None, SLIDING: _window(reader), CHUNKED: _chunk(reader)}
+    for kind, name in ((SLIDING, "sliding_window"), (CHUNKED, "attention_chunk_size")):
+        if kind in kinds and sizes[kind] is None:
+            raise reader.missing(name)
+    first_reader = num_layers - (reader.optional_integer("num_kv_shared_layers") or 0)
+    sources = {kind: layer for layer, kind in enumerate(kinds[: max(first_reader, 0)])}
+    found = []
+    for layer, kind in enumerate(kinds):
+        if layer >= first_reader and kind not in sources:
+            raise ModelError(
+                f"config.json: layer {layer} ({kind}) reads the keys and values of an earlier layer"
+                f" of its type, and all have num_kv_shared_layers={num_layers - first_reader}"
+            )
+        shape = _layer_heads(reader, layer, kind, heads)
+        found.append(
+            LayerSpec(
+                window=sizes[SLIDING] if kind == SLIDING else None,
+                chunk=sizes[CHUNKED] if kind == CHUNKED else None,
+                source=sources[kind] if layer >= first_reader else None,
+                heads=None if shape == heads else shape,
+            )
+        )
+    return tuple(found)
+
+
+def _layer_heads(reader: ConfigReader, layer: int, kind: str, heads: HeadShape) -> HeadShape:
+    """The heads of a layer: overrides of `per_layer_config`, or of its kind of attention."""
+    own = ConfigReader({**_overrides(reader, layer, kind), "model_type": reader.model_type})
+    key_dim = own.positive_integer("head_dim") or heads.key_dim
+    kv_heads = own.positive_integer("num_key_value_heads") or heads.kv_heads
+    if reader.model_type in TWICE_THE_KV_HEADS and kind == SLIDING:
+        kv_heads = 2 * heads.kv_heads
+    value_dim = own.positive_integer("v_head_dim") or (
+        key_dim if heads.key_dim == heads.value_dim else heads.value_dim
+    )
+    return HeadShape(
+        query_heads=own.positive_integer("num_attention_heads") or heads.query_heads,
+        kv_heads=kv_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+    )
+
+
+def _overrides(reader: ConfigReader, layer: int, kind: str) -> Mapping[str, object]:
+    by_layer = reader.find("per_layer_config")
+    if isinstance(by_layer, Mapping):
+        own = by_layer.get(layer, by_layer.get(str(layer), {}))
+        return own if isinstance(own, Mapping) else {}
+    if kind != FULL or reader.find("global_head_dim") is None:
+        return {}
+    own = {"head_dim": reader.find("global_head_dim")}
+    if reader.flag("attention_k_eq_v", default=reader.model_type != "gemma4_text"):
+        own["num_key_value_heads"] = reader.find("num_global_key_value_heads")
+    return own
+
+
+def _layer_kinds(reader: ConfigReader, num_layers: int) -> list[str]:
     if not reader.flag("use_sliding_window", default=True):
-        return (None,) * num_layers
-    window = _window(reader)
-    sliding = _sliding(reader, num_layers, windowed=window is not None)
-    if window is None and any(sliding):
-        raise reader.missing("sliding_window")
-    return tuple(window if slides else None for slides in sliding)
+        return [FULL] * num_layers
+    kinds = _kinds(reader)
+    if kinds is not None:
+        if len(kinds) != num_layers:
+            raise ModelError(
+                f"config.json lists the attention types of {len(kinds)} layers, but the model has"
+                f" {num_layers}: make 'layer_types' and 'num_hidden_layers' agree"
+            )
+        return [_kind(kind) for kind in kinds]
+    if _chunk(reader) is not None:
+        return _chunked_kinds(reader, num_layers)
+    if _window(reader) is None:
+        return [FULL] * num_layers
+    period = reader.optional_integer("sliding_window_pattern", "_sliding_window_pattern")
+    first = reader.optional_integer("max_window_layers") or 0
+    slides = (
+        ((layer + 1) % period != 0 for layer in range(num_layers))
+        if period
+        else (layer >= first for layer in range(num_layers))
+    )
+    return [SLIDING if one else FULL for one in slides]
+
+
+def _chunked_kinds(reader: ConfigReader, num_layers: int) -> list[str]:
+    """Llama 4: layers without RoPE have full attention, the others chunked attention."""
+    with_rope: Sequence[object] | None = reader.sequence("no_rope_layers")
+    if not with_rope:
+        period = reader.positive_integer("no_rope_layer_interval") or 4
+        with_rope = [(layer + 1) % period != 0 for layer in range(num_layers)]
+    if len(with_rope) != num_layers:
+        raise ModelError(
+            f"config.json: 'no_rope_layers' has {len(with_rope)} entries, but the model has"
+            f" {num_layers} layers"
+        )
+    return [CHUNKED if one else FULL for one in with_rope]
+
+
+def _chunk(reader: ConfigReader) -> int | None:
+    if reader.is_null("attention_chunk_size"):
+        return None
+    return reader.optional_integer("attention_chunk_size") or None
 
 
 def _window(reader: ConfigReader) -> int | None:
@@ -62,24 +224,6 @@ def _window(reader: ConfigReader) -> int | None:
     if reader.is_null("sliding_window"):
         return None
     return reader.optional_integer("sliding_window", "window_size") or None
-
-
-def _sliding(reader: ConfigReader, num_layers: int, *, windowed: bool) -> Sequence[bool]:
-    kinds = _kinds(reader)
-    if kinds is not None:
-        if len(kinds) != num_layers:
-            raise ModelError(
-                f"config.json lists the attention types of {len(kinds)} layers, but the model has"
-                f" {num_layers}: make 'layer_types' and 'num_hidden_layers' agree"
-            )
-        return [_slides(kind) for kind in kinds]
-    if not windowed:
-        return [False] * num_layers
-    period = reader.optional_integer("sliding_window_pattern", "_sliding_window_pattern")
-    if period:
-        return [(layer + 1) % period != 0 for layer in range(num_layers)]
-    first = reader.optional_integer("max_window_layers") or 0
-    return [layer >= first for layer in range(num_layers)]
 
 
 def _kinds(reader: ConfigReader) -> list[object] | None:
@@ -109,7 +253,7 @@ def _listed(cycle: object) -> Iterable[object]:
     return cycle if isinstance(cycle, list) else [cycle]
 
 
-def _slides(kind: object) -> bool:
+def _kind(kind: object) -> str:
     if not isinstance(kind, str) or kind not in _KINDS:
         raise UnsupportedModel(
             f"a layer of type {kind!r}: Quire supports only layers of type {', '.join(_KINDS)}"
@@ -225,12 +369,19 @@ class VectorSpec:
     query_key_norm: str = ""
     sinks: bool = False
 
-    def attention_parameters(self, num_heads: int, num_kv_heads: int, head_dim: int) -> int:
-        """Return the vector parameters of one layer's attention, without the output bias."""
-        queries, keys = num_heads * head_dim, num_kv_heads * head_dim
-        norms = {PER_HEAD: 2 * head_dim, PER_PROJECTION: queries + keys}.get(self.query_key_norm, 0)
-        biases = queries + 2 * keys if self.qkv_bias else 0
-        return biases + norms + (num_heads if self.sinks else 0)
+    def attention_parameters(self, heads: HeadShape, kv_heads: int) -> int:
+        """Return the vector parameters of one layer's attention, without the output bias.
+
+        Args:
+            heads: heads of the layer.
+            kv_heads: KV heads with projections; 0 if the layer reads those of another layer.
+        """
+        queries, keys = heads.query_heads * heads.key_dim, kv_heads * heads.key_dim
+        key_norm = heads.key_dim if kv_heads else 0
+        norms = {PER_HEAD: heads.key_dim + key_norm, PER_PROJECTION: queries + keys}
+        biases = queries + keys + kv_heads * heads.value_dim if self.qkv_bias else 0
+        own = norms.get(self.query_key_norm, 0)
+        return biases + own + (heads.query_heads if self.sinks else 0)
 
     def norm_parameters(self, hidden_size: int) -> int:
         """Return the parameters of one norm of the residual stream."""
@@ -301,31 +452,15 @@ def read_vectors(reader: ConfigReader) -> VectorSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerSpec:
-    """One layer's attention.
-
-    Attributes:
-        window: sliding window W in tokens: a query at position p attends to positions > p - W.
-            None: full attention.
-    """
-
-    window: int | None = None
-
-    def held_tokens(self, tokens: int) -> int:
-        """Return how many of a sequence's tokens this layer still needs."""
-        return tokens if self.window is None else min(tokens, self.window)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """The shape of a decoder-only transformer.
 
     Attributes:
         architecture: `model_type` of config.json.
-        num_layers: attention layers, each with its own keys and values.
+        num_layers: attention layers.
         num_heads: query heads.
         num_kv_heads: key and value heads (GQA: fewer than query heads; MQA: one).
-        head_dim: elements per head.
+        head_dim: elements of a query and of a key.
         hidden_size: width of the residual stream.
         intermediate_size: width of the dense MLP.
         vocab_size: rows of the embedding.
@@ -337,6 +472,8 @@ class ModelSpec:
         embedding_size: width of the embeddings if it is not the hidden size (OPT-350M).
         mixture: the expert layers of a mixture of experts; None for a dense model.
         vectors: biases, norms and sinks of a layer.
+        value_dim: elements of a value; None: `head_dim`.
+        heads: the heads of each layer; derived.
 
     Raises:
         ConfigError: `num_heads` is not a multiple of `num_kv_heads`, or `layers` does not have
@@ -359,14 +496,13 @@ class ModelSpec:
     embedding_size: int | None = None
     mixture: MixtureSpec | None = None
     vectors: VectorSpec = PLAIN
+    value_dim: int | None = None
+    heads: tuple[HeadShape, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise ConfigError(
-                f"num_heads={self.num_heads} is not a multiple of"
-                f" num_kv_heads={self.num_kv_heads}: every KV head must serve the same number of"
-                " query heads"
-            )
+        shape = self._model_heads
+        heads = tuple(shape if layer.heads is None else layer.heads for layer in self.layers)
+        object.__setattr__(self, "heads", heads)
         if len(self.layers) != self.num_layers:
             raise ConfigError(f"expected {self.num_layers} layers, got {len(self.layers)}")
 
@@ -397,20 +533,28 @@ class ModelSpec:
             "n_ctx",
         )
         kind = reader.model_type
+        head_dim = _head_dim(reader, hidden_size, num_heads)
+        heads = HeadShape(
+            query_heads=num_heads,
+            kv_heads=_num_kv_heads(reader, num_heads),
+            key_dim=head_dim,
+            value_dim=reader.positive_integer("v_head_dim") or head_dim,
+        )
         extra_rows = LEARNED_POSITIONS.get(kind)
         return cls(
             architecture=kind,
             num_layers=num_layers,
             num_heads=num_heads,
-            num_kv_heads=_num_kv_heads(reader, num_heads),
-            head_dim=_head_dim(reader, hidden_size, num_heads),
+            num_kv_heads=heads.kv_heads,
+            head_dim=head_dim,
+            value_dim=heads.value_dim,
             hidden_size=hidden_size,
             intermediate_size=_intermediate_size(reader, hidden_size),
             vocab_size=reader.integer("vocab_size"),
             max_positions=max_positions,
             tied_embeddings=reader.flag("tie_word_embeddings", default=kind in TIED_BY_DEFAULT),
             gated_mlp=kind not in UNGATED,
-            layers=tuple(LayerSpec(window=window) for window in read_windows(reader, num_layers)),
+            layers=read_layers(reader, num_layers, heads),
             learned_positions=0 if extra_rows is None else max_positions + extra_rows,
             embedding_size=reader.positive_integer("word_embed_proj_dim"),
             mixture=read_mixture(reader, num_layers),
@@ -418,14 +562,32 @@ class ModelSpec:
         )
 
     @property
-    def kv_values_per_layer_token(self) -> int:
-        """Elements that one layer stores per token: a key and a value per KV head."""
-        return 2 * self.num_kv_heads * self.head_dim
+    def _model_heads(self) -> HeadShape:
+        return HeadShape(
+            query_heads=self.num_heads,
+            kv_heads=self.num_kv_heads,
+            key_dim=self.head_dim,
+            value_dim=self.head_dim if self.value_dim is None else self.value_dim,
+        )
+
+    @property
+    def kv_layers(self) -> int:
+        """Number of layers that store keys and values."""
+        return sum(layer.source is None for layer in self.layers)
+
+    @property
+    def kv_values_per_layer_token(self) -> float:
+        """Elements that a layer with keys and values stores per token; the mean over layers."""
+        return self.kv_values_per_token / self.kv_layers
 
     @property
     def kv_values_per_token(self) -> int:
-        """Elements that all layers store per token: 2 * layers * kv_heads * head_dim."""
-        return self.num_layers * self.kv_values_per_layer_token
+        """Elements that all layers store per token: a key and a value per KV head and layer."""
+        return sum(
+            heads.values_per_token
+            for heads, layer in zip(self.heads, self.layers, strict=True)
+            if layer.source is None
+        )
 
     def kv_bytes_per_token(self, bytes_per_value: int | float) -> int:
         """Return the bytes of one token in all layers, ignoring windows."""
@@ -443,8 +605,11 @@ class ModelSpec:
         """
         if tokens < 0:
             raise ConfigError(f"expected tokens of 0 or more, got {tokens}")
-        slots = sum(layer.held_tokens(tokens) for layer in self.layers)
-        return math.ceil(slots * self.kv_values_per_layer_token * bytes_per_value)
+        values = sum(
+            layer.held_tokens(tokens) * heads.values_per_token
+            for heads, layer in zip(self.heads, self.layers, strict=True)
+        )
+        return math.ceil(values * bytes_per_value)
 
     @property
     def num_parameters(self) -> int:
@@ -479,14 +644,21 @@ class ModelSpec:
         return table + self.learned_positions * self.hidden_size
 
     def _parameters(self, experts: int) -> int:
-        attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
-        attention += self.vectors.attention_parameters(
-            self.num_heads, self.num_kv_heads, self.head_dim
+        attention = sum(
+            self._attention_parameters(heads, layer)
+            for heads, layer in zip(self.heads, self.layers, strict=True)
         )
-        attention += self.hidden_size if self.vectors.output_bias else 0
         norms = self.vectors.layer_norms * self.vectors.norm_parameters(self.hidden_size)
-        layers = self.num_layers * (attention + norms) + self._mlp_parameters(experts)
+        layers = attention + self.num_layers * norms + self._mlp_parameters(experts)
         return layers + self._other_parameters
+
+    def _attention_parameters(self, heads: HeadShape, layer: LayerSpec) -> int:
+        kv_heads = heads.kv_heads if layer.source is None else 0
+        queries, outputs = (heads.query_heads * x for x in (heads.key_dim, heads.value_dim))
+        keys, values = (kv_heads * x for x in (heads.key_dim, heads.value_dim))
+        matrices = self.hidden_size * (queries + keys + values + outputs)
+        vectors = self.vectors.attention_parameters(heads, kv_heads)
+        return matrices + vectors + (self.hidden_size if self.vectors.output_bias else 0)
 
     @property
     def _other_parameters(self) -> int:

@@ -24,6 +24,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from quire.errors import ConfigError
 from quire.layout.codecs import ELEMENT_BYTES, CodecSpec, Plane
 from quire.layout.sizes import HUGE_PAGE_BYTES
@@ -155,6 +158,11 @@ class PageClass:
         """Elements of a vector of the first plane."""
         return self.planes[0].width
 
+    @property
+    def value_dim(self) -> int:
+        """Elements of a vector of the last plane: of a value in pages of keys and values."""
+        return self.planes[-1].width
+
     def index(self, name: str) -> int | None:
         """The place of a plane in `planes`; None if a page has no such plane."""
         names = [plane.name for plane in self.planes]
@@ -214,10 +222,21 @@ class PageClass:
 
 
 def kv_pages(
-    *, key: CodecSpec, value: CodecSpec, head_dim: int, heads: int, tokens: int, **options: Any
+    *,
+    key: CodecSpec,
+    value: CodecSpec,
+    head_dim: int,
+    heads: int,
+    tokens: int,
+    value_dim: int | None = None,
+    **options: Any,
 ) -> PageClass:
-    """Pages of keys and values; `options` are further attributes of `PageClass`."""
-    planes = (PlaneSpec(KEY, key, head_dim, heads), PlaneSpec(VALUE, value, head_dim, heads))
+    """Pages of keys of `head_dim` elements and values of `value_dim`, by default of `head_dim`.
+
+    `options` are further attributes of `PageClass`.
+    """
+    width = head_dim if value_dim is None else value_dim
+    planes = (PlaneSpec(KEY, key, head_dim, heads), PlaneSpec(VALUE, value, width, heads))
     return PageClass(planes=planes, tokens=tokens, **options)
 
 
@@ -235,6 +254,9 @@ class LaneGroup:
         lanes_per_layer: 1 for layer pages, the number of KV heads for one-head pages.
         window: tokens that a query attends to, its own included; None for all. Pages outside the
             window are freed.
+        chunk: C: a query at position p attends to tokens from p // C * C; None for all. The pages
+            of a chunk are freed when it has ended; no step goes beyond the end of a chunk.
+        readers: number of layers that read each of its lanes.
         ordered: whether slots stay in position order (whole pages are dropped, slots never move).
         private: never shared: copied on fork, not part of the blocks of cached prefixes.
         of: name of the group whose tokens this group describes; such a group is private.
@@ -255,6 +277,8 @@ class LaneGroup:
     layers: tuple[int, ...]
     lanes_per_layer: int = 1
     window: int | None = None
+    chunk: int | None = None
+    readers: int = 1
     ordered: bool = True
     private: bool = False
     of: str | None = None
@@ -283,11 +307,32 @@ class LaneGroup:
                 f"lane group {self.name!r}: a window needs ordered lanes and at least 1 token, "
                 f"got window={self.window}, ordered={self.ordered}"
             )
+        if self.chunk is not None and (
+            self.window is not None or not self.ordered or self.chunk % self.page_class.tokens
+        ):
+            raise ConfigError(
+                f"lane group {self.name!r}: expected ordered lanes without a window, and a chunk of"
+                f" whole pages of {self.page_class.tokens} tokens, got chunk={self.chunk}, "
+                f"window={self.window}, ordered={self.ordered}; set --page-tokens to a divisor of "
+                "the chunk"
+            )
         if not self.ordered and not self.page_class.positions and not self.private:
             raise ConfigError(
                 f"lane group {self.name!r}: unordered lanes need pages with positions; "
                 "set PageClass(positions=True)"
             )
+
+    @property
+    def bounded(self) -> bool:
+        """Whether a window or a chunk limits the tokens of a lane."""
+        return self.window is not None or self.chunk is not None
+
+    def first_needed(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the first position that the query at each position `tokens` attends to."""
+        if self.chunk is not None:
+            return tokens // self.chunk * self.chunk
+        reach = 0 * tokens if self.window is None else tokens + 1 - self.window
+        return np.maximum(reach, 0)
 
     @property
     def follows(self) -> str | None:
@@ -323,6 +368,8 @@ class LaneGroup:
         tokens before it, the chunk, and up to `page_tokens - 1` tokens outside the window that
         share a page with a token inside it.
         """
+        if self.chunk is not None:
+            return min(tokens, self.chunk)
         if self.window is None:
             return self.slots_of(tokens)
         return min(tokens, self.window - 1 + chunk_tokens + self.page_class.tokens - 1)
@@ -339,9 +386,11 @@ class CacheLayout:
 
     Attributes:
         groups: the KV of each layer is in exactly one group; private groups are additional.
+        shared: layers without lanes, and the layer whose lanes each of them reads.
     """
 
     groups: tuple[LaneGroup, ...]
+    shared: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         names = [group.name for group in self.groups]
@@ -351,6 +400,16 @@ class CacheLayout:
         for group in self.groups:
             if group.follows is not None:
                 _check_follower(group, by_name.get(group.follows))
+
+    @property
+    def ends_by_layer(self) -> bool:
+        """Whether all chunks of a prompt can be computed in a layer before the next layer."""
+        return not self.shared and not any(group.chunk for group in self.groups)
+
+    def until_chunk_end(self, tokens: int) -> int | None:
+        """Return the tokens from position `tokens` to the next end of a chunk; None: no chunks."""
+        ends = [group.chunk - tokens % group.chunk for group in self.groups if group.chunk]
+        return min(ends, default=None)
 
     def followers_of(self, name: str) -> tuple[LaneGroup, ...]:
         """Return the groups whose slots follow those of a group."""
@@ -371,7 +430,7 @@ def _check_follower(group: LaneGroup, followed: LaneGroup | None) -> None:
     if (
         followed is None
         or followed.private
-        or followed.window is not None
+        or followed.bounded
         or group.num_lanes != followed.num_lanes
         or group.page_class.tokens != followed.page_class.tokens
     ):

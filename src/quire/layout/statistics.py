@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from quire.errors import ConfigError
-from quire.layout.model import ModelSpec
+from quire.layout.model import HeadShape
 
 MEAN, MAX, SUM = "mean", "max", "sum"
 REDUCTIONS = (MEAN, MAX, SUM)
@@ -34,7 +34,11 @@ def check_reduction(heads: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Statistic:
-    """Base class of statistics. Subclasses are frozen; equal instances are the same statistic."""
+    """Base class of statistics. Subclasses are frozen; equal instances are the same statistic.
+
+    Sizes depend on the heads that a lane serves; its query heads are those of all layers that read
+    it.
+    """
 
     per_slot: ClassVar[bool] = True
 
@@ -43,17 +47,17 @@ class Statistic:
         """Unique name, options included; part of the name of its lane group."""
         raise NotImplementedError
 
-    def num_slots(self, model: ModelSpec) -> int:
+    def num_slots(self, heads: HeadShape) -> int:
         """Return the number of records of a lane, for statistics that are not per slot."""
         raise NotImplementedError
 
-    def width(self, model: ModelSpec) -> int:
+    def width(self, heads: HeadShape) -> int:
         """Return the float32 numbers of a record."""
         return 1
 
-    def heads_each(self, model: ModelSpec) -> int:
+    def heads_each(self, heads: HeadShape) -> int:
         """Return the records of a KV head per slot: one, or one for each of its query heads."""
-        del model
+        del heads
         return 1
 
 
@@ -77,8 +81,8 @@ class OfWeights(Statistic):
         """Name of the reduction over query heads, or APART."""
         return APART if self.apart else self.heads
 
-    def heads_each(self, model: ModelSpec) -> int:
-        return model.num_heads // model.num_kv_heads if self.apart else 1
+    def heads_each(self, heads: HeadShape) -> int:
+        return heads.group if self.apart else 1
 
     def each(self) -> "OfWeights":
         """Return the same statistic with a number for each query head."""
@@ -135,11 +139,11 @@ class QueryRing(Statistic):
     def name(self) -> str:
         return f"query_ring.{self.window}"
 
-    def num_slots(self, model: ModelSpec) -> int:
+    def num_slots(self, heads: HeadShape) -> int:
         return self.window
 
-    def width(self, model: ModelSpec) -> int:
-        return model.num_heads // model.num_kv_heads * model.head_dim + 1
+    def width(self, heads: HeadShape) -> int:
+        return heads.group * heads.key_dim + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,11 +164,11 @@ class QueryMoments(Statistic):
     def name(self) -> str:
         return f"query_moments.{self.skip}"
 
-    def num_slots(self, model: ModelSpec) -> int:
+    def num_slots(self, heads: HeadShape) -> int:
         return 1
 
-    def width(self, model: ModelSpec) -> int:
-        group, dim = model.num_heads // model.num_kv_heads, model.head_dim
+    def width(self, heads: HeadShape) -> int:
+        group, dim = heads.group, heads.key_dim
         return group * (1 + dim + dim * dim)
 
 
@@ -182,8 +186,8 @@ class ResidualSimilarity(Statistic):
     def name(self) -> str:
         return "residual_similarity"
 
-    def num_slots(self, model: ModelSpec) -> int:
+    def num_slots(self, heads: HeadShape) -> int:
         return 1
 
-    def width(self, model: ModelSpec) -> int:
+    def width(self, heads: HeadShape) -> int:
         return 2

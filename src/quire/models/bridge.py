@@ -103,13 +103,13 @@ def attend_through_bridge(
         module: the layer's attention module; has the bridge and `layer_idx`.
         query: [1, num_heads, num_tokens, head_dim], after RoPE.
         key: [1, num_kv_heads, num_tokens, head_dim], after RoPE.
-        value: like key.
+        value: [1, num_kv_heads, num_tokens, value_dim].
         attention_mask: None; paged attention derives visibility from positions.
         scaling: factor on query-key products; None means head_dim ** -0.5.
         options: further arguments of the architecture; window, softcap and sinks are used.
 
     Returns:
-        [1, num_tokens, num_heads, head_dim], and None in place of the attention weights.
+        [1, num_tokens, num_heads, value_dim], and None in place of the attention weights.
     """
     bridge: Bridge | None = getattr(module, BRIDGE_ATTRIBUTE, None)
     if bridge is None or bridge.attention is None:
@@ -154,10 +154,10 @@ def _check(
         raise UnsupportedModel(f"{name} passes its own attention mask; paged attention is causal")
     if options.get("is_causal") is False:
         raise UnsupportedModel(f"{name} passes is_causal=False; paged attention is causal")
-    if key.shape != value.shape:
+    if key.shape[:-1] != value.shape[:-1]:
         raise UnsupportedModel(
             f"{name} has keys {tuple(key.shape)} and values {tuple(value.shape)}; "
-            "pages need keys and values of equal shape"
+            "pages need as many values as keys"
         )
 
 

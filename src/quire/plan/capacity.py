@@ -42,7 +42,7 @@ def sequence_pages(layout: CacheLayout, tokens: int, retained: int | None = None
     least = tokens if retained is None else min(tokens, retained)
     pages: Counter[PageClass] = Counter()
     for group in layout.groups:
-        slots = group.slots_at_most(least if group.window is None else tokens, 1)
+        slots = group.slots_at_most(tokens if group.bounded else least, 1)
         pages[group.page_class] += group.page_class.pages_for(slots) * group.num_lanes
     return pages
 

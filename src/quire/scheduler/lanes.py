@@ -788,7 +788,7 @@ class LayerPrefill:
             group, page_class = table.group, table.group.page_class
             [grown] = grown_slots(table, row, np.array([[tokens]], dtype=np.int32))
             after = grown
-            if group.window is not None:
+            if group.bounded:
                 after = np.minimum(grown, group.slots_at_most(UNLIMITED, 1))
             elif group.records is None:
                 caps = lane_capacities(request.eviction.spec, self._lanes.num_lanes)

@@ -391,8 +391,9 @@ class Peaks:
         pages_in_flight: Callable[[Request], Mapping[PageClass, int]] | None = None,
     ) -> None:
         self.memory = memory
-        self._shapes, self._may_run_by_layer = step_shapes(chunk_tokens), by_layer
-        self._windows = any(group.window is not None for group in memory.layout.groups)
+        self._shapes = step_shapes(chunk_tokens)
+        self._may_run_by_layer = by_layer and memory.layout.ends_by_layer
+        self._windows = any(group.bounded for group in memory.layout.groups)
         self._classes = _Classes.of(memory.layout)
         self.offloaded_tokens, self.offload_bytes = offloaded_tokens, offload_bytes
         self._pages_in_flight = pages_in_flight or (lambda request: {})
@@ -596,7 +597,7 @@ class Peaks:
         for group in self._groups_of(sequences.eviction):
             alone = self._group_pages(group, replace(sequences, may_offload=False), shape)
             own, shared = alone, 0
-            if group.window is not None:
+            if group.bounded:
                 # a window lane holds fewer slots in decoding than in prefill
                 decoding = np.minimum(sequences.tokens, group.slots_at_most(UNBOUNDED, 1))
                 own = -(-decoding // group.page_class.tokens) * group.num_lanes
@@ -753,7 +754,7 @@ class Peaks:
         """Fewest pages [page classes] of an evicting sequence: window lanes, one page elsewhere."""
         counts = np.zeros(len(self.page_classes), dtype=np.int64)
         for group in self._groups_of(KEEP_ALL):
-            [sequence] = group_needs([Need(1 if group.window is None else tokens)])
+            [sequence] = group_needs([Need(tokens if group.bounded else 1)])
             pages = self._group_pages(group, sequence, self._shapes[-1])
             counts[self._index[group.page_class]] += int(pages[0])
         return counts

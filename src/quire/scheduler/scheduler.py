@@ -376,11 +376,13 @@ class Scheduler:
         If its lanes have a cap, chunks fill the lanes up to the cap. Then each chunk has `every`
         tokens (or the rest of the prompt) after one eviction, as a whole or not at all. So the
         output does not depend on the rest of the batch. Chunks also end at the next snapshot of
-        statistics for the prefix cache.
+        statistics for the prefix cache, and where a layer with chunked attention begins a chunk.
         """
         max_tokens = prefillable_tokens(request)
         if self.capacities.lanes is not None:
             max_tokens = min(max_tokens, free_tokens(request, self.capacities.lanes))
+        to_chunk_end = self._memory.layout.until_chunk_end(request.progress.num_computed)
+        max_tokens = max_tokens if to_chunk_end is None else min(max_tokens, to_chunk_end)
         if self._is_atomic(request):
             return max_tokens if max_tokens <= budget else 0
         budget = min(budget, self._longest_chunk)

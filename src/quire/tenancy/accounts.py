@@ -248,7 +248,7 @@ def _first_pages(
     """Yield the shared whole pages of a row's first tokens, in lanes without a window."""
     for table in memory.tables.values():
         group = table.group
-        if group.window is None and not group.private:
+        if not group.bounded and not group.private:
             pages = table.pages[row][:, : tokens // group.page_class.tokens]
             counts = memory.pools[group.page_class].ref_counts
             held = pages[pages >= 0]

@@ -266,9 +266,7 @@ class StepCPUAttention:
 def can_attend_in_parts(group: LaneGroup) -> bool:
     """Whether attention in a group can be merged from two parts."""
     return (
-        group.window is None
-        and group.page_class.rotated
-        and group.page_class.index(VALUE) is not None
+        not group.bounded and group.page_class.rotated and group.page_class.index(VALUE) is not None
     )
 
 
