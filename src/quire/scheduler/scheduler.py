@@ -381,7 +381,7 @@ class Scheduler:
         max_tokens = prefillable_tokens(request)
         if self.capacities.lanes is not None:
             max_tokens = min(max_tokens, free_tokens(request, self.capacities.lanes))
-        to_chunk_end = self._memory.layout.until_chunk_end(request.progress.num_computed)
+        to_chunk_end = self.memory.layout.until_chunk_end(request.progress.num_computed)
         max_tokens = max_tokens if to_chunk_end is None else min(max_tokens, to_chunk_end)
         if self._is_atomic(request):
             return max_tokens if max_tokens <= budget else 0
