@@ -19,7 +19,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from quire.errors import ConfigError, OutOfPages
+from quire.errors import ConfigError, InvariantError, OutOfPages
 from quire.kv.block_records import BlockRecords, SnapshotRecords
 from quire.kv.compaction import Kind, commit_compaction, plan_compaction
 from quire.kv.ledger import extents_of, prove_extents
@@ -41,7 +41,7 @@ from support.host_bytes import HostBytes, vector_bytes
 from support.small_memory import drop_pages
 
 MAX_ROWS = 6
-WINDOW = 13
+WINDOW, CHUNK = 13, 12
 SHARED_TOKENS = 8  # whole pages of every shared group
 
 
@@ -78,6 +78,7 @@ LAYOUT = CacheLayout(
         LaneGroup(name="ragged", page_class=RAGGED, layers=(1,), lanes_per_layer=3, ordered=False),
         LaneGroup(name="int8", page_class=INT8, layers=(2,)),
         LaneGroup(name="window", page_class=NARROW, layers=(4,), window=WINDOW),
+        LaneGroup(name="chunk", page_class=NARROW, layers=(6,), chunk=CHUNK, readers=2),
         LaneGroup(name="sums", page_class=SUMS, layers=(0, 1, 2, 3, 4), private=True),
         LaneGroup(name="more sums", page_class=SUMS, layers=(1,), private=True),
         LaneGroup(
@@ -92,6 +93,11 @@ PRIVATE = tuple(name for name, group in GROUPS.items() if group.private)
 BLOCK = Block(b"key", bytes(8 * SHARED_TOKENS), SHARED_TOKENS)
 KINDS = st.sampled_from(Kind)
 SEEDS = st.integers(0, 2**16)  # also picks a row, lane or cached reference, modulo their number
+
+
+def first_visible(length):
+    """The first position that the next query of a row attends to, by lane group."""
+    return {"window": length + 1 - WINDOW, "chunk": length // CHUNK * CHUNK}
 
 
 @dataclass
@@ -173,6 +179,16 @@ class MemoryMachine(RuleBasedStateMachine):
         self.grow(dict.fromkeys(self.rows, 1))
 
     def grow(self, counts):
+        """Grow rows in steps that end at the ends of chunks."""
+        while True:
+            left = {row: CHUNK - self.rows[row].length % CHUNK for row in counts}
+            if not self.grow_once({row: min(n, left[row]) for row, n in counts.items()}):
+                return
+            counts = {row: n - left[row] for row, n in counts.items() if n > left[row]}
+            if not counts:
+                return
+
+    def grow_once(self, counts):
         rows = np.array(list(counts), dtype=np.int64)
         tokens = np.array(list(counts.values()), dtype=np.int32)
         fits = self.memory.can_grow(rows, tokens)
@@ -180,10 +196,12 @@ class MemoryMachine(RuleBasedStateMachine):
         needed = self.pages_in_bytes(self.memory.pages_to_grow(rows, tokens))
         used = self.bytes_in_use()
 
-        if self.attempt(lambda: self.memory.grow(rows, tokens) or "grown", fits):
-            assert self.bytes_in_use() - used <= needed
-            for row, count in counts.items():
-                self.write_new_tokens(row, count)
+        if not self.attempt(lambda: self.memory.grow(rows, tokens) or "grown", fits):
+            return False
+        assert self.bytes_in_use() - used <= needed
+        for row, count in counts.items():
+            self.write_new_tokens(row, count)
+        return True
 
     @precondition(lambda self: self.rows)
     @rule(pick=SEEDS)
@@ -193,7 +211,8 @@ class MemoryMachine(RuleBasedStateMachine):
         self.drop_model_behind_windows(rows)
 
         tokens = np.array([len(self.store.arena)], dtype=np.int32)
-        self.attempt(lambda: self.memory.grow(rows, tokens), possible=False)
+        assert not self.memory.can_grow(rows, tokens)
+        self.check_refused(lambda: self.memory.grow(rows, tokens), InvariantError)
 
     @precondition(lambda self: self.rows)
     @rule(picks=st.lists(SEEDS, min_size=1, max_size=2))
@@ -254,7 +273,7 @@ class MemoryMachine(RuleBasedStateMachine):
         assert plan.gain_bytes == self.pages_in_bytes(freed) - self.pages_in_bytes(needed)
 
     @precondition(lambda self: self.rows)
-    @rule(pick=SEEDS, name=st.sampled_from(["body", "int8", "window"]), seed=SEEDS)
+    @rule(pick=SEEDS, name=st.sampled_from(["body", "int8", "window", "chunk"]), seed=SEEDS)
     def drop_pages(self, pick, name, seed):
         row, table = self.pick_row(pick), self.memory.tables[name]
         lane, per_page = seed % table.group.num_lanes, table.group.page_class.tokens
@@ -291,8 +310,12 @@ class MemoryMachine(RuleBasedStateMachine):
         ragged = [lane for (name, _), lane in sequence.lanes.items() if name == "ragged"]
         if any(len(lane) < sequence.length for lane in ragged):
             return False
-        visible = range(max(0, length + 1 - WINDOW), length)
-        return not visible or min(sequence.lanes["window", 0], default=length) <= visible[0]
+        for name, first in first_visible(length).items():
+            if max(0, first) < length and min(sequence.lanes[name, 0], default=length) > max(
+                0, first
+            ):
+                return False
+        return True
 
     # ---- sharing -------------------------------------------------------------------------------
 
@@ -580,9 +603,9 @@ class MemoryMachine(RuleBasedStateMachine):
         assert self.snapshot() == before
         return None
 
-    def check_refused(self, act):
+    def check_refused(self, act, error=ConfigError):
         before = self.snapshot()
-        with pytest.raises(ConfigError):
+        with pytest.raises(error):
             act()
         assert self.snapshot() == before
 
@@ -607,14 +630,14 @@ class MemoryMachine(RuleBasedStateMachine):
         """Drop from the model what the memory dropped; check that no visible token is dropped."""
         per_page = NARROW.tokens
         for row in rows.tolist():
-            tokens = self.rows[row].lanes["window", 0]
-            first_visible = self.rows[row].length + 1 - WINDOW
-            held = set(self.memory.tables["window"].slot_positions(row, 0).tolist())
-            dropped = set(tokens) - held
-            assert all(position < first_visible for position in dropped)
-            assert sum(position < first_visible for position in held) < per_page
-            for position in dropped:
-                del tokens[position]
+            for name, first in first_visible(self.rows[row].length).items():
+                tokens = self.rows[row].lanes[name, 0]
+                held = set(self.memory.tables[name].slot_positions(row, 0).tolist())
+                dropped = set(tokens) - held
+                assert all(position < first for position in dropped)
+                assert sum(position < first for position in held) < per_page
+                for position in dropped:
+                    del tokens[position]
 
     def write_new_tokens(self, row, count):
         sequence = self.rows[row]

@@ -1,6 +1,7 @@
 """Rows with attention statistics, and a plain account of them, token by token in float64."""
 
 import ctypes
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from quire.kv.compaction import commit_compaction, plan_compaction
 from quire.kv.paged_kv import allocate_kv
 from quire.kv.step import StepAttention
 from quire.layout.layout import layout_for, statistics_used
+from quire.layout.model import LayerSpec
 from quire.layout.statistics import AttentionSum, LowAttentionCount, SquareSum
 from support.model_specs import small_spec
 
@@ -28,6 +30,8 @@ MODEL = small_spec(
     hidden_size=48,
 )
 FULL_LAYERS = (0, 2)
+SHARED = replace(MODEL, layers=(*MODEL.layers[:2], LayerSpec(source=0)))
+"""The same with one lane group of both full layers: layer 2 reads the lanes of layer 0."""
 MATH = AttentionMath(scale=0.6)
 
 
@@ -45,10 +49,17 @@ class PositionShift:
 
 
 def make_kv(
-    statistics, *, backend=None, heads_apart=False, page_tokens=4, max_rows=6, codec="float32"
+    statistics,
+    *,
+    backend=None,
+    heads_apart=False,
+    page_tokens=4,
+    max_rows=6,
+    codec="float32",
+    model=MODEL,
 ):
     layout = layout_for(
-        MODEL,
+        model,
         codec=codec,
         page_tokens=page_tokens,
         evicting=True,

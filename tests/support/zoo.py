@@ -5,6 +5,7 @@ Weights are larger than a fresh model's, so that greedy tokens vary and attentio
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,11 +13,15 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
+    Gemma4TextConfig,
+    Gemma4UnifiedTextConfig,
     GPT2Config,
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -32,6 +37,7 @@ from transformers import (
 
 VOCAB_SIZE = 128
 WINDOW_TOKENS = 8  # of every model here that has a sliding window
+CHUNK_TOKENS = 16  # of the model with chunked attention
 MAX_POSITIONS = 512
 LONGROPE_SHORT_TOKENS = 24  # longest request of phi3_longrope that keeps the short frequencies
 
@@ -206,6 +212,78 @@ def _gpt_oss() -> PreTrainedConfig:
     )
 
 
+_PER_LAYER = {"vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 8}
+
+
+def _kinds(times: int) -> dict[str, object]:
+    kinds = ["sliding_attention", "full_attention"] * 2 * times
+    return _SHAPE | {
+        "num_hidden_layers": len(kinds),
+        "layer_types": kinds,
+        "sliding_window": WINDOW_TOKENS,
+        "tie_word_embeddings": False,
+    }
+
+
+def _gemma3n(times: int) -> PreTrainedConfig:
+    """The last layer of each kind reads the keys and values of the one before."""
+    return Gemma3nTextConfig(
+        **_kinds(times),
+        **_PER_LAYER,
+        head_dim=16,
+        num_kv_shared_layers=2,
+        laurel_rank=4,
+        altup_num_inputs=2,
+        activation_sparsity_pattern=[0.5, *[0.0] * (4 * times - 1)],
+    )
+
+
+def _gemma4(times: int, *, num_kv_shared_layers: int = 2) -> PreTrainedConfig:
+    """Heads of unequal dims; the last layer of each kind reads the layer before."""
+    return Gemma4TextConfig(
+        **_kinds(times),
+        **_PER_LAYER,
+        head_dim=8,
+        global_head_dim=16,
+        num_kv_shared_layers=num_kv_shared_layers,
+    )
+
+
+def _gemma4_unified(times: int) -> PreTrainedConfig:
+    """Unequal dims and KV heads; the values of full attention are its keys before their norm."""
+    return Gemma4UnifiedTextConfig(
+        **_kinds(times),
+        head_dim=8,
+        global_head_dim=16,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        final_logit_softcapping=5.0,
+    )
+
+
+def _llama4(times: int) -> PreTrainedConfig:
+    """Chunks with RoPE, full attention without it, whose queries grow with their positions."""
+    return Llama4TextConfig(
+        **_SHAPE | {"num_hidden_layers": 4 * times},
+        head_dim=8,
+        intermediate_size_mlp=48,
+        attention_chunk_size=CHUNK_TOKENS,
+        no_rope_layers=[1, 0] * 2 * times,
+        floor_scale=4,
+        attn_scale=0.3,
+        moe_layers=[1],
+        num_local_experts=4,
+    )
+
+
+REPEATED: dict[str, Callable[[int], PreTrainedConfig]] = {
+    "gemma3n": _gemma3n,
+    "gemma4": _gemma4,
+    "gemma4_unified": _gemma4_unified,
+    "llama4": _llama4,
+}
+"""Architectures whose configs list their layers: functions of how often these are repeated."""
+
 ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": _llama,
     "llama_mqa": _llama_mqa,
@@ -226,6 +304,7 @@ ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
     "stablelm": _stablelm,
     "mixtral": _mixtral,
     "gpt_oss": _gpt_oss,
+    **{name: partial(config, 1) for name, config in REPEATED.items()},
 }
 
 
@@ -277,6 +356,7 @@ NATIVE: dict[str, Callable[[], PreTrainedConfig]] = {
 OTHERS: dict[str, Callable[[], PreTrainedConfig]] = {
     "gpt2_scale_by_layer": lambda: _gpt2(scale_by_layer=True),
     "phi3_longrope_window": lambda: _phi3_longrope(WINDOW_TOKENS),
+    "gemma4_apart": lambda: _gemma4(1, num_kv_shared_layers=0),
 }
 
 
@@ -289,10 +369,13 @@ def build(
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        config = (ARCHITECTURES | NATIVE | OTHERS)[name]()
-        config.num_hidden_layers *= times
-        if getattr(config, "layer_types", None):
-            config.layer_types = list(config.layer_types) * times
+        if name in REPEATED:
+            config = REPEATED[name](times)
+        else:
+            config = (ARCHITECTURES | NATIVE | OTHERS)[name]()
+            config.num_hidden_layers *= times
+            if getattr(config, "layer_types", None):
+                config.layer_types = list(config.layer_types) * times
         model = AutoModelForCausalLM.from_config(
             config, attn_implementation="eager", dtype=torch.float32
         )

@@ -107,7 +107,7 @@ class InputProcessor:
         if not rule.evicts:
             return _Policy(memory=RequestMemory(statistics=none))
         eviction = _equal_caps_per_layer(
-            self._rules.resolve(rule, prompt_tokens), self._model.spec.num_kv_heads
+            self._rules.resolve(rule, prompt_tokens), self._rules.kv_heads
         )
         spec = eviction.spec
         assert spec.cap is not None, "a rule that evicts has a cap"

@@ -19,6 +19,7 @@ from quire.kernels.dense import attend_dense
 from quire.kv.coded_layers import KEY, VALUE, Constants, MeasuredConstants, sides_of
 from quire.layout.codecs import CodecSpec
 from quire.layout.kv_format import KVFormat
+from quire.layout.model import ModelSpec
 from quire.models.base import AttentionCall, Decoder
 
 MEASURED_SHARE = 0.75  # fraction of tokens for constants; errors are measured on the rest
@@ -59,6 +60,7 @@ class LayerError:
 class _Listening:
     """Attention within a text, which records its inputs."""
 
+    model: ModelSpec
     heard: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
 
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -66,15 +68,19 @@ class _Listening:
         self.heard.append((by_head[0], by_head[1], by_head[2]))
         math = AttentionMath(call.scale, call.softcap, call.sinks)
         q, k, v = (x[None] for x in by_head)
-        seen = None if call.window is None else _window(len(query), call.window, query.device)
+        chunk = self.model.layers[call.layer].chunk
+        seen = None
+        if call.window is not None or chunk is not None:
+            seen = _seen(len(query), call.window, chunk, query.device)
         out = attend_dense(q, k, v, math=math, seen=seen, causal=seen is None)
         return out[0].transpose(0, 1)
 
 
-def _window(tokens: int, window: int, device: torch.device) -> Tensor:
+def _seen(tokens: int, window: int | None, chunk: int | None, device: torch.device) -> Tensor:
     position = torch.arange(tokens, device=device)
     behind = position[:, None] - position
-    return ((behind >= 0) & (behind < window))[None, None]
+    seen = (behind >= 0) & (behind < (window or tokens))
+    return (seen & (behind <= position[:, None] % (chunk or tokens)))[None, None]
 
 
 @torch.inference_mode()
@@ -95,7 +101,10 @@ def read_vectors(decoder: Decoder, token_ids: Sequence[int]) -> list[LayerVector
     parts: list[list[tuple[Tensor, ...]]] = []
     for start in range(0, len(token_ids), longest):
         ids = torch.tensor(token_ids[start : start + longest], device=decoder.device)
-        positions, listening = torch.arange(len(ids), device=decoder.device), _Listening()
+        positions, listening = (
+            torch.arange(len(ids), device=decoder.device),
+            _Listening(decoder.spec),
+        )
         decoder.forward(ids, positions, positions[-1:], listening)
         parts.append([tuple(x.float().cpu() for x in layer) for layer in listening.heard])
     return [

@@ -267,6 +267,8 @@ class PolicyEvictor(Evictor):
             place = reader.numbers_of(stored.statistic)
             if place is None or (ranks.scope == LAYER and reader.heads_per_layer > 1):
                 stored = None  # the mean over the heads of a layer decides
+            elif stored.per_query and place.readers > 1:
+                stored = None  # kernels count one query a token
         sinks, newest = (0, 0) if ranks is None else ranks.protected_ends(keep)
         each = len(keep) // len(requests)
         next_position = np.repeat([self._computed(one) for one in requests], each)
@@ -467,7 +469,7 @@ class PolicyEvictor(Evictor):
         width = page_class.head_dim if policy is None or policy.reads_vectors else 1
         if policy is not None and policy.scores_in_pages:
             scored = self._kv.scoring(table.group, policy.scores_in_pages)
-            width = width if scored is None else self._rules.query_group
+            width = width if scored is None else self._rules.query_group(table.group)
         numbers = _TENSORS_OF_A_VIEW * width * page_class.heads * slots
         return FLOAT_BYTES * numbers * table.group.lanes_per_layer * self._ranks.size
 
@@ -505,10 +507,11 @@ class PolicyEvictor(Evictor):
             prompt_tokens=of_lanes([len(one.prompt_token_ids) for one in requests]),
             statistics=reader.statistics,
             slots=reader,
-            head_dim=self._lanes.tables[0].group.page_class.head_dim,
+            head_dim=reader.group.page_class.head_dim,
             layer_scales=tuple(self._scales[layer] for layer in reader.layers),
             rotation=self._rotations(request.spec.rope_variant),
-            group=self._rules.query_group,
+            group=self._rules.query_group(reader.group),
+            readers=reader.readers,
         )
 
     # ---- selection -----------------------------------------------------------------------------

@@ -5,6 +5,7 @@ needs one-head pages, and a rule with statistics needs pages for them. So reques
 rules of `KVConfig.evict_allow`, or the default rule with other option values.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -17,7 +18,7 @@ from quire.layout.eviction import PREFILL_AND_DECODE, PREFILL_END, PRESSURE, UNL
 from quire.layout.kv_format import Storing, read_format, refuse_excluded
 from quire.layout.layout import layout_for, page_and_fixed_bytes
 from quire.layout.model import ModelSpec
-from quire.layout.pages import CacheLayout
+from quire.layout.pages import CacheLayout, LaneGroup
 from quire.layout.statistics import Statistic
 from quire.policies.base import LANE, LAYER, EvictionPolicy
 from quire.policies.budgets.base import Budget
@@ -226,10 +227,14 @@ class EvictionRules:
         )
         refuse_excluded(codec, self._storing_of(self.default))
         self._require_several_heads(default, self.default)
+        self._require_equal_records(default, self.default)
         self._require_equal_lanes(default, self.default)
-        if self.served and all(layer.window for layer in model.layers):
-            text = default if self.default.evicts else allow
+        evicting = [layer for layer, spec in enumerate(model.layers) if spec.stores_all]
+        text = default if self.default.evicts else allow
+        if self.served and not evicting:
             raise limits.refused(limits.ONLY_WINDOWS, text=text)
+        if self.served and len({model.heads[layer].kv_heads for layer in evicting}) > 1:
+            raise limits.refused(limits.UNEQUAL_HEADS, text=text)
 
     @property
     def evicts(self) -> bool:
@@ -286,6 +291,7 @@ class EvictionRules:
         if text != self.default.text:
             try:
                 self._require_several_heads(text, rule)
+                self._require_equal_records(text, rule)
                 self._require_equal_lanes(text, rule)
             except UnsoundCombination as error:
                 raise RequestError(f"evict: {error}", param="evict") from error
@@ -320,17 +326,22 @@ class EvictionRules:
         caps = eviction.spec.lane_capacities
         if self._ranks == 1 or caps is None:
             return eviction
-        by_rank = np.array(caps).reshape(-1, self._ranks, self.model.num_kv_heads)
+        by_rank = np.array(caps).reshape(-1, self._ranks, self.kv_heads)
         own = tuple(by_rank.min(axis=1).ravel().tolist())
         return replace(eviction, spec=replace(eviction.spec, lane_capacities=own))
 
     @property
-    def query_group(self) -> int:
-        """Query heads that share a KV head."""
-        return self.model.num_heads // self.model.num_kv_heads
+    def kv_heads(self) -> int:
+        """KV heads of each layer that evicts, on one rank."""
+        of_layers = zip(self.model.heads, self.model.layers, strict=True)
+        return next((heads.kv_heads for heads, layer in of_layers if layer.stores_all), 1)
+
+    def query_group(self, group: LaneGroup) -> int:
+        """Query heads of a KV head of a lane group, those of all layers that read it."""
+        return self.model.heads[group.layers[0]].group * group.readers
 
     def lanes_of(self, rule: EvictionRule) -> LaneShape:
-        """Return the lanes of all ranks a rule applies to, those of layers without a window."""
+        """Return the lanes of all ranks a rule applies to, those that store all tokens."""
         if rule.statistics not in self._lanes:
             self._lanes[rule.statistics] = self._lane_shape(rule.statistics)
         return self._lanes[rule.statistics]
@@ -346,8 +357,8 @@ class EvictionRules:
         )
         page_bytes, fixed_bytes = page_and_fixed_bytes(self.fitted(layout))
         return LaneShape(
-            num_layers=sum(layer.window is None for layer in self.model.layers),
-            heads=self.model.num_kv_heads * self._ranks,
+            num_layers=sum(layer.stores_all for layer in self.model.layers),
+            heads=self.kv_heads * self._ranks,
             page_tokens=self._page_tokens,
             page_bytes=page_bytes * self._ranks,
             fixed_bytes=fixed_bytes * self._ranks,
@@ -397,8 +408,27 @@ class EvictionRules:
 
     def _require_several_heads(self, text: str, rule: EvictionRule) -> None:
         """Refuse a budget that moves slots between KV heads if layers have one KV head."""
-        if rule.evicts and rule.budget.ragged and self.model.num_kv_heads * self._ranks == 1:
+        if rule.evicts and rule.budget.ragged and self.kv_heads * self._ranks == 1:
             raise limits.refused(limits.ONE_KV_HEAD, text=text)
+
+    def _require_equal_records(self, text: str, rule: EvictionRule) -> None:
+        """Refuse a budget that reads records of queries of all layers if their sizes differ."""
+        policy, budget, model = rule.policy, rule.budget, self.model
+        if policy is None or not budget.needs_prompt:
+            return
+        readers = Counter(layer.source for layer in model.layers)
+        shapes = {
+            replace(heads, query_heads=heads.query_heads * (1 + readers[number]))
+            for number, heads in enumerate(model.heads)
+            if model.layers[number].stores_all
+        }
+        read = (*budget.statistics, *(policy.statistics if budget.by_head else ()))
+        records = {tuple((one.width(h), one.heads_each(h)) for one in read) for h in shapes}
+        keys = {h.key_dim for h in shapes if budget.by_head and policy.reads_vectors}
+        if len(records) > 1 or len(keys) > 1:
+            raise limits.refused(
+                limits.UNEQUAL_RECORDS, text=text, budget=type(budget).__name__.lower()
+            )
 
     def _require_equal_lanes(self, text: str, rule: EvictionRule) -> None:
         """Refuse rules whose lanes have different lengths on the ranks of a model.

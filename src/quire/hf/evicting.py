@@ -42,7 +42,7 @@ class Evicting:
     """Evicts from rows of a batch."""
 
     def __init__(self, decoder: Decoder, kv: PagedKV, rules: EvictionRules) -> None:
-        self._lanes = evicting_lanes(kv.memory)
+        self._layout, self._lanes = kv.memory.layout, evicting_lanes(kv.memory)
         self._evictor: PolicyEvictor | None = None
         if rules.evicts:
             scales, rotations = attention_scales(decoder), cache(decoder.rotations)
@@ -50,6 +50,8 @@ class Evicting:
 
     def chunk_tokens(self, row: Request, left: int) -> int:
         """Tokens of a row's next chunk, after `evict_for_chunk` has freed slots for them."""
+        until_end = self._layout.until_chunk_end(row.progress.num_computed)
+        left = left if until_end is None else min(left, until_end)
         tokens = min(left, free_tokens(row, self._lanes))
         return tokens if has_atomic_chunk(row) else min(tokens, BLOCK_TOKENS)
 

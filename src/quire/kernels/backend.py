@@ -225,6 +225,8 @@ class StoredQueries:
         offsets: int64 [records] in these pages.
         tokens: int64 [records] indices of the queries in the flat batch.
         marks: float32 [records] last numbers of the records.
+        first: index of the first number of the queries; records of lanes that several layers read
+            hold the queries of all these layers one after the other.
     """
 
     numbers: Float[Tensor, "page head place width"]
@@ -232,6 +234,7 @@ class StoredQueries:
     offsets: Int[Tensor, " record"]
     tokens: Int[Tensor, " record"]
     marks: Float[Tensor, " record"]
+    first: int = 0
 
 
 @dataclass(frozen=True, slots=True)

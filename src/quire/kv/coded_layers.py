@@ -109,12 +109,15 @@ def read_constants(
                 f"model, and {where}; create them with {command}, or use int8 or int4_outliers, "
                 "which need none"
             )
-        for layer, constants in _read(path, codec, model).items():
+        dims = [heads.key_dim if side == KEY else heads.value_dim for heads in model.heads]
+        for layer, constants in _read(path, codec, model, dims).items():
             found[layer, side] = constants
     return MeasuredConstants(found)
 
 
-def _read(path: Path, codec: CodecSpec, model: ModelSpec) -> dict[int, Constants]:
+def _read(
+    path: Path, codec: CodecSpec, model: ModelSpec, dims: Sequence[int]
+) -> dict[int, Constants]:
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no dict
@@ -131,12 +134,12 @@ def _read(path: Path, codec: CodecSpec, model: ModelSpec) -> dict[int, Constants
                 f"{path} has no {', '.join(missing)} of layer {layer}: it was measured for another "
                 "model or codec; run quire calibrate again"
             )
-        found[layer] = {n: _checked(path, c, model) for n, c in own.items() if c is not None}
+        expected = (model.heads[layer].kv_heads, 1, dims[layer])
+        found[layer] = {n: _checked(path, c, expected) for n, c in own.items() if c is not None}
     return found
 
 
-def _checked(path: Path, numbers: Tensor, model: ModelSpec) -> Tensor:
-    expected = (model.num_kv_heads, 1, model.head_dim)
+def _checked(path: Path, numbers: Tensor, expected: tuple[int, int, int]) -> Tensor:
     if numbers.dim() == len(expected) and tuple(numbers.shape) != expected:
         raise ConfigError(
             f"{path} was measured for another model: expected constants {list(expected)}, got "

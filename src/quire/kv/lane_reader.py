@@ -220,6 +220,11 @@ class RowLanes:
         return self.group.lanes_per_layer * self.group.page_class.heads
 
     @property
+    def readers(self) -> int:
+        """Number of layers that read each of the lanes."""
+        return self.group.readers
+
+    @property
     def _stored_positions(self) -> Int[Tensor, "lane slot"]:
         return _stored_positions(self.kv, self.table, self.rows, self.lanes)
 
@@ -452,7 +457,10 @@ class StatisticReader:
         found = by_head.gather(2, order)
         if not lanes.order.live.all():  # free slots may hold anything
             found.masked_fill_(~lanes.live[:, None], 0.0)
-        return found.flatten(0, 1)
+        if self._place.is_apart and self._place.readers > 1:  # numbers of a layer are neighbours
+            by_reader = (num_lanes, self._place.readers, lanes.group.page_class.heads, -1, slots)
+            found = found.reshape(by_reader).transpose(1, 2)
+        return found.reshape(-1, slots)
 
 
 Moves = tuple[Int[Tensor, " move"], Int[Tensor, " move"], Int[Tensor, " move"]]
@@ -570,7 +578,7 @@ class JoinedReader:
     """Readers of different layers of one row, for rules that divide a cap over all layers."""
 
     def __init__(self, readers: Sequence[LaneReader]) -> None:
-        self._readers = readers
+        self._readers, self.group = readers, readers[0].group
         self.heads_per_layer = readers[0].heads_per_layer
         self.layers = tuple(layer for reader in readers for layer in reader.layers)
 
@@ -581,9 +589,27 @@ class JoinedReader:
 
     @property
     def statistics(self) -> Mapping[str, Tensor]:
-        """Attention statistics by name, [lane, ...]."""
+        """Attention statistics by name, [lane, ...], of those whose sizes all layers share."""
         found = [reader.statistics for reader in self._readers]
-        return {name: _joined([of[name] for of in found]) for name in found[0]}
+        lanes = [len(reader.positions) for reader in self._readers]
+        joined = {}
+        for name in found[0]:
+            parts = [of[name] for of in found]
+            sizes = {(len(part) // n, part.shape[2:]) for part, n in zip(parts, lanes, strict=True)}
+            if len(sizes) == 1:
+                joined[name] = _joined(parts)
+        return joined
+
+    @property
+    def readers(self) -> int | Int[Tensor, "lane 1"]:
+        """Number of layers that read each lane; one number, or one per lane."""
+        if len({reader.readers for reader in self._readers}) == 1:
+            return self._readers[0].readers
+        of = [
+            reader.positions.new_full((len(reader.positions), 1), reader.readers)
+            for reader in self._readers
+        ]
+        return torch.cat(of)
 
     def keys(self) -> Float[Tensor, "lane slot head_dim"]:
         return _joined([reader.keys() for reader in self._readers])

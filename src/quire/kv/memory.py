@@ -10,6 +10,7 @@ There are two lengths: `lengths[row]` is logical (the position of the next token
 
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -277,7 +278,7 @@ class KVMemory:
 
     def add_groups(self, groups: Sequence[LaneGroup]) -> None:
         """Private lane groups, which only sequences that start later can use."""
-        layout = CacheLayout((*self.layout.groups, *groups))
+        layout = replace(self.layout, groups=(*self.layout.groups, *groups))
         for group in groups:
             if pages_per_slab(self.arena.slab_bytes, group.page_class.page_bytes) < 1:
                 raise ConfigError(

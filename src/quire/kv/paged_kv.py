@@ -117,6 +117,7 @@ class PagedKV:
                     numbers=self.store.views(group.page_class).planes[NUMBERS][0],
                     table=self.memory.tables[group.name],
                     device_table=self.tables[group.name],
+                    readers=of.readers,
                 )
                 places.setdefault(of.name, []).append(place)
         return places

@@ -38,7 +38,7 @@ from quire.kernels.backend import (
 )
 from quire.kernels.device_copies import copy_to
 from quire.kv.paged_kv import PagedKV, slot_bytes_of
-from quire.kv.statistics import StatisticPages, store_queries, tally_of
+from quire.kv.statistics import StatisticPages, first_number, store_queries, tally_of
 from quire.layout.pages import LaneGroup
 from quire.layout.statistics import OfWeights, QueryRing
 from quire.models.base import AttentionCall
@@ -136,19 +136,23 @@ class _WatchedInputs:
         host[self._offsets], host[self._tokens] = offset, source
         host[self._marks].view(np.float32)[:size] = positions + 1
 
-    def records(self, device: Tensor, layer: int, row_index: Tensor) -> LayerRecords:
+    def records(
+        self, device: Tensor, layer: int, row_index: Tensor, reader: int = 0
+    ) -> LayerRecords:
         """Return what is recorded of a layer; `layer` is its index in the group."""
         place, places, (layers, size, lanes) = self.place, device[self._places], self.shape
         if isinstance(place.statistic, QueryRing):
             pages = places[: layers * size * lanes].view(self.shape)[layer]
             offsets, tokens = device[self._offsets][:size], device[self._tokens][:size]
             marks = device[self._marks].view(torch.float32)[:size]
-            stored = StoredQueries(place.numbers, pages, offsets, tokens, marks)
+            first = first_number(place, reader)
+            stored = StoredQueries(place.numbers, pages, offsets, tokens, marks, first)
             return LayerRecords(queries=(stored,))
         live = places.view(torch.int32)[: layers * size * lanes].view(self.shape)[layer]
-        fresh = torch.ones(size, dtype=torch.int32, device=device.device)
+        begins = not reader or place.is_apart  # the first layer begins numbers of all layers
+        fresh = torch.full((size,), int(begins), dtype=torch.int32, device=device.device)
         rows = StatisticRows(torch.arange(size, device=device.device), row_index, live, fresh)
-        return LayerRecords(((tally_of(place, layer), rows),))
+        return LayerRecords(((tally_of(place, layer, reader), rows),))
 
 
 class StaticInputs:
@@ -196,10 +200,10 @@ class StaticInputs:
         flat = self._device[of.slots].view(torch.int32)
         return flat[: shape[0] * shape[1] * shape[2]].view(shape)
 
-    def records(self, of: LaneGroup, layer: int) -> list[LayerRecords]:
-        """Return what is recorded of a layer; `layer` is its index in the group."""
+    def records(self, of: LaneGroup, layer: int, reader: int) -> list[LayerRecords]:
+        """Return what is recorded of a layer that reads the lanes of layer `layer` of the group."""
         watched = self.watched.get(of.name, [])
-        return [one.records(self._device, layer, self.row_index) for one in watched]
+        return [one.records(self._device, layer, self.row_index, reader) for one in watched]
 
     def fill(
         self, batch: DecodeRows, kv: PagedKV, *, record: bool = True
@@ -252,7 +256,7 @@ class _StaticGroup:
     pages: tuple[LayerPages, ...]
     new_slots: tuple[NewSlots, ...]
     positions: Tensor | None  # of all pages of the class; None if pages have no positions
-    records: tuple[list[LayerRecords], ...]  # of each layer
+    records: tuple[list[list[LayerRecords]], ...]  # of each layer, of each layer that reads it
     max_slots: int  # of a lane
 
 
@@ -297,13 +301,17 @@ class StaticAttention:
     ) -> Float[Tensor, "num_tokens num_heads head_dim"]:
         group, index = self._kv.place[call.layer]
         own, backend = self._groups[group.name], self._kv.backend
-        slots = own.new_slots[index]
-        query, key, value = self._write(slots, (query, key, value), call.rope)
-        if own.positions is not None:
+        reader = self._kv.readers[call.layer]
+        slots, records_of_layer = own.new_slots[index], own.records[index][reader]
+        if not reader:
+            query, key, value = self._write(slots, (query, key, value), call.rope)
+        elif call.rope is not None:
+            query = call.rope.rotate(query)
+        if not reader and own.positions is not None:
             positions = self._inputs.positions.int()[:, None]
             own.positions[slots.pages, slots.offsets] = positions.expand_as(slots.pages)
         math = AttentionMath(call.scale, call.softcap, call.sinks)
-        tallies = [one for records in own.records[index] for one in records.tallies]
+        tallies = [one for records in records_of_layer for one in records.tallies]
         sums = None
         if tallies:  # memory of the graphs, which the layers share
             shape = (len(query), query.shape[1], own.max_slots)
@@ -313,7 +321,7 @@ class StaticAttention:
         if sums is not None:
             for tally, rows in tallies:
                 backend.tally(tally, rows, sums)
-        for records in own.records[index]:
+        for records in records_of_layer:
             for stored in records.queries:
                 store_queries(stored, query)
         return out
@@ -355,6 +363,9 @@ class StaticAttention:
                 for layer, page, offset in zip(layers, pages, offsets, strict=True)
             ),
             positions=self._kv.store.views(group.page_class).positions,
-            records=tuple(inputs.records(group, layer) for layer in range(len(layers))),
+            records=tuple(
+                [inputs.records(group, layer, reader) for reader in range(group.readers)]
+                for layer in range(len(layers))
+            ),
             max_slots=max_slots,
         )

@@ -10,6 +10,10 @@ In all other cases the weights of the chunk are recomputed (`chunk_weights`).
 Records of queries: their moments (`MomentsStep`), or the newest ones (`RingStep`).
 
 One record per lane: how much attention changes the residual stream (`ResidualSimilarityStep`).
+
+Layers that read the same lanes count in the same numbers: each query of each of these layers is a
+query. Sums add up; numbers and records of single query heads hold those of the first layer, then
+those of the next one.
 """
 
 from collections.abc import Iterator
@@ -71,6 +75,12 @@ class StatisticPages:
     numbers: Float[Tensor, "page head record width"]  # float32 view of all pages of the class
     table: LaneTable
     device_table: DeviceTable  # `table` as a tensor
+    readers: int = 1  # layers that read the same lanes
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether each query head has its own numbers."""
+        return isinstance(self.statistic, OfWeights) and self.statistic.reduction == APART
 
     def active_rows(self, batch: FlatBatch) -> NDArray[np.bool_]:
         """Return a mask [rows of the step] of the rows that use this statistic."""
@@ -102,9 +112,13 @@ class StatisticRecords:
             offsets=to_device(offset[:, None].copy(), device),
         )
 
-    def add(self, layer: int, more: Float[Tensor, "record num_kv_heads width"]) -> None:
-        """Add to these records of a layer; `layer` is its index in the group."""
-        place = (self.pages[layer], slice(None), self.offsets)
+    def add(
+        self, layer: int, more: Float[Tensor, "record num_kv_heads width"], reader: int = 0
+    ) -> None:
+        """Add to these records of a layer, to the part of one of the layers that read its lanes."""
+        first = reader * more.shape[2]
+        numbers = slice(first, first + more.shape[2])
+        place = (self.pages[layer], slice(None), self.offsets, numbers)
         by_lane = more.reshape(*self.pages[layer].shape, -1, more.shape[2])
         self.numbers[place] = self.numbers[place] + by_lane
 
@@ -132,13 +146,22 @@ COUNTS: dict[type[Statistic], AttentionMeasure] = {
 }
 
 
-def tally_of(place: StatisticPages, layer: int) -> AttentionStatistic:
-    """Return the location of a layer's numbers; `layer` is its index in the group."""
-    statistic = place.statistic
+def tally_of(place: StatisticPages, layer: int, reader: int = 0) -> AttentionStatistic:
+    """Return the location of a layer's numbers.
+
+    Args:
+        place: pages of the statistic.
+        layer: index in the group of the layer whose lanes are read.
+        reader: which of the layers that read these lanes.
+    """
+    statistic, numbers = place.statistic, place.numbers
     assert isinstance(statistic, OfWeights), "expected a statistic of attention weights"
     heads = statistic.reduction
+    if place.is_apart and place.readers > 1:
+        own = numbers.shape[1] // place.readers
+        numbers = numbers[:, reader * own : (reader + 1) * own]
     return AttentionStatistic(
-        numbers=place.numbers,
+        numbers=numbers,
         table=place.device_table.current(),
         first_lane=layer * place.group.lanes_per_layer,
         count=COUNTS[type(statistic)],
@@ -162,8 +185,8 @@ class Watched:
     def needs_sums(self) -> bool:
         return len(self.summed) > 0
 
-    def tally_of(self, layer: int) -> AttentionStatistic:
-        return tally_of(self.place, layer)
+    def tally_of(self, layer: int, reader: int = 0) -> AttentionStatistic:
+        return tally_of(self.place, layer, reader)
 
     def counted(self, weights: Tensor, seen: Tensor) -> Tensor:
         """Accumulate one KV head's weights [query, group, slot] to [head with a number, slot]."""
@@ -210,35 +233,46 @@ class AttentionStatisticsStep:
         math: AttentionMath,
         query: Tensor,
         column_sums: Tensor | None,
+        reader: int,
     ) -> None:
         """Add the attention of a layer's slots; `layer` is its index in the group."""
         for watched in self._watched:
             if watched.needs_sums and column_sums is not None:
-                backend.tally(watched.tally_of(layer), watched.rows[layer], column_sums)
+                rows = watched.rows[layer]
+                if reader and not watched.place.is_apart:  # the first layer has begun them
+                    rows = replace(rows, fresh=torch.zeros_like(rows.fresh))
+                backend.tally(watched.tally_of(layer, reader), rows, column_sums)
         for row in self._again.tolist():
-            self._note_chunk(layer, row, pages, math, query)
+            self._note_chunk(layer, row, pages, math, query, reader)
 
     def _note_chunk(
-        self, layer: int, row: int, pages: LayerPages, math: AttentionMath, query: Tensor
+        self,
+        layer: int,
+        row: int,
+        pages: LayerPages,
+        math: AttentionMath,
+        query: Tensor,
+        reader: int,
     ) -> None:
         start, tokens = int(self._batch.shape.starts[row]), int(self._batch.shape.tokens[row])
         slots = self._slots[row].reshape(-1, pages.num_lanes)[layer].tolist()
         watched = [w for w in self._watched if w.again[row]]
-        heads = pages.key.shape[1]
+        heads, tallies = pages.key.shape[1], [w.tally_of(layer, reader) for w in watched]
         sums = [
             query.new_zeros(
-                (pages.num_lanes * heads, w.place.numbers.shape[1] // heads, max(slots)),
+                (pages.num_lanes * heads, tally.numbers.shape[1] // heads, max(slots)),
                 dtype=torch.float32,
             )
-            for w in watched
+            for tally in tallies
         ]
         for part in chunk_weights(query[start : start + tokens], pages, row, slots, math):
             for statistic, total in zip(watched, sums, strict=True):
                 added = statistic.counted(part.weights, part.seen)
                 total[part.kv_head, :, : added.shape[1]] += added
-        for statistic, total in zip(watched, sums, strict=True):
+        for statistic, tally, total in zip(watched, tallies, sums, strict=True):
             table_row = int(self._batch.rows[row])
-            _put_chunk(statistic.tally_of(layer), table_row, slots, tokens, total.flatten(0, 1))
+            fresh = 0 if reader and not statistic.place.is_apart else tokens
+            _put_chunk(tally, table_row, slots, fresh, total.flatten(0, 1))
 
 
 def _put_chunk(
@@ -377,7 +411,7 @@ class ResidualSimilarityStep:
         self._tokens = to_device(batch.shape.tokens, device).float()
 
     def note(self, layer: int, cosine: Float[Tensor, " num_tokens"]) -> None:
-        """Add a layer's cosines; `layer` is its index in the group."""
+        """Add a layer's cosines; `layer` is the index in the group of the layer it reads."""
         sums = torch.zeros(self._num_rows, device=cosine.device).index_add_(0, self._row, cosine)
         record = torch.stack([sums, self._tokens], dim=1)[self._rows]
         self._records.add(layer, record[:, None].expand(-1, self._num_kv_heads, -1))
@@ -422,7 +456,7 @@ class MomentsStep:
             slice(int(starts[row]), int(starts[row] + tokens[row])) for row in rows[len(ones) :]
         ]
 
-    def note(self, layer: int, queries: Queries) -> None:
+    def note(self, layer: int, queries: Queries, reader: int) -> None:
         """Add a layer's queries; `layer` is its index in the group."""
         query = queries.before_rope
         if query is None:
@@ -433,10 +467,15 @@ class MomentsStep:
         if len(self._ones):
             ones = (query[self._ones][:, None], self._counted[self._ones][:, None])
             added.insert(0, self._moments(*ones))
-        self._records.add(layer, torch.cat(added))
+        self._records.add(layer, torch.cat(added), reader)
 
     def _moments(self, query: Tensor, counted: Tensor) -> Tensor:
         return moments(query, counted, self._num_kv_heads)
+
+
+def first_number(place: StatisticPages, reader: int) -> int:
+    """Return the first number of a `QueryRing` record that holds queries of a reading layer."""
+    return reader * ((place.numbers.shape[3] - 1) // place.readers)
 
 
 def store_queries(
@@ -444,10 +483,14 @@ def store_queries(
 ) -> None:
     """Write the queries of each record, those of a group one after the other, and its mark."""
     heads, width = stored.numbers.shape[1], stored.numbers.shape[3]
-    by_head = query[stored.tokens].float().reshape(*stored.pages.shape, heads, width - 1)
+    by_head = query[stored.tokens].float().reshape(*stored.pages.shape, heads, -1)
     mark = stored.marks[:, None, None, None].expand(*stored.pages.shape, heads, 1)
-    records = torch.cat([by_head, mark], dim=3)
-    stored.numbers[stored.pages, :, stored.offsets[:, None]] = records
+    place = (stored.pages, slice(None), stored.offsets[:, None])
+    if by_head.shape[3] == width - 1:
+        stored.numbers[place] = torch.cat([by_head, mark], dim=3)
+        return
+    stored.numbers[(*place, slice(stored.first, stored.first + by_head.shape[3]))] = by_head
+    stored.numbers[(*place, slice(width - 1, width))] = mark
 
 
 class RingStep:
@@ -467,15 +510,16 @@ class RingStep:
         self._records, self._marks = self._records_of(positions)
         self._tokens = to_device(self._chosen, place.numbers.device)
 
-    def note(self, layer: int, queries: Queries) -> None:
+    def note(self, layer: int, queries: Queries, reader: int) -> None:
         """Write a layer's queries; `layer` is its index in the group."""
-        store_queries(self.stored(layer), queries.query)
+        store_queries(self.stored(layer, reader), queries.query)
 
-    def stored(self, layer: int) -> StoredQueries:
+    def stored(self, layer: int, reader: int = 0) -> StoredQueries:
         """Return what a chain writes of a layer; `layer` is its index in the group."""
         records = self._records
         places = (records.pages[layer], records.offsets[:, 0])
-        return StoredQueries(records.numbers, *places, self._tokens, self._marks)
+        first = first_number(self._place, reader)
+        return StoredQueries(records.numbers, *places, self._tokens, self._marks, first)
 
     def advance(self, positions: np.ndarray) -> None:
         """Change the records to those of the next step of the same decode rows, on a CPU."""
@@ -588,7 +632,7 @@ class GroupWatch:
             return None
         return scratch.sums(self._batch, num_heads, self._max_slots)
 
-    def note(
+    def note(  # noqa: PLR0913 - a layer, its attention, and which layer reads the lanes
         self,
         layer: int,
         backend: AttentionBackend,
@@ -597,14 +641,19 @@ class GroupWatch:
         query: Float[Tensor, "num_tokens num_heads head_dim"],
         column_sums: Tensor | None,
         rotary: Unrotates | None,
+        reader: int = 0,
     ) -> None:
-        """Record the statistics of a layer's attention; `layer` is its index in the group."""
+        """Record the statistics of a layer's attention.
+
+        `layer` is the index in the group of the layer whose lanes are read, and `reader` says which
+        of the layers that read them this is.
+        """
         if self._slot_attention is not None:
-            self._slot_attention.note(layer, backend, pages, math, query, column_sums)
+            self._slot_attention.note(layer, backend, pages, math, query, column_sums, reader)
         if self._queries:
             seen = Queries(query, self._before_rope(query, rotary))
             for step in self._queries:
-                step.note(layer, seen)
+                step.note(layer, seen, reader)
 
     def _before_rope(self, query: Tensor, rotary: Unrotates | None) -> Tensor | None:
         if not self._needs_pre_rope_keys:

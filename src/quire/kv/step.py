@@ -238,7 +238,9 @@ class StepAttention:
             math = replace(math, rotary=rotary)
         at, reader = index - step.first, self._kv.readers[layer]
         slots = step.new_slots[at]
-        if not reader:
+        if reader:
+            query = query if rope is None else rope.rotate(query)
+        else:
             query, key = self._write(step, index, (query, key, value), rope)
         if not reader and step.positions is not None:
             step.positions[slots.pages, slots.offsets] = self._positions.expand_as(slots.pages)
@@ -257,8 +259,9 @@ class StepAttention:
         if self._offload is not None:
             self._offload.merge_cpu_attention(out, group, pages, query, math)
         if watch is not None:
-            watch.note(index, backend, pages, math, query, sums, rotary)
-        if step.full_precision is not None and not reader:
+            watch.note(index, backend, pages, math, query, sums, rotary, reader)
+        if step.full_precision is not None and reader == group.readers - 1:
+            # after the last layer that reads them: older tokens are overwritten
             step.full_precision.keep(index, key, value)
         if self._offload is not None:
             self._offload.release_staging(group, index)
@@ -291,6 +294,7 @@ class StepAttention:
         """
         kv, groups = self._kv, self._groups
         fits = self._offload is None and kv.rotated and self._pre_rope is None
+        fits = fits and not kv.memory.layout.shared
         if kv.chains is None or not fits:
             return None
         calls = self._last.chained.calls_of(groups, layers, heads)

@@ -28,7 +28,7 @@ def without_relocated_tokens(layout: CacheLayout) -> CacheLayout:
 
     For sequences whose evictions drop whole pages and move no slot.
     """
-    return CacheLayout(tuple(map(_without_relocated, layout.groups)))
+    return replace(layout, groups=tuple(map(_without_relocated, layout.groups)))
 
 
 def _without_relocated(group: LaneGroup) -> LaneGroup:

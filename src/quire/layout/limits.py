@@ -106,10 +106,24 @@ PIECES_BY_TOKEN = _rule(
 ONLY_WINDOWS = _rule(
     one="a rule that evicts",
     other="a model whose layers all have sliding windows",
-    reason="every layer of the model has a sliding window, which already bounds its KV: {text!r} "
-    "would never evict",
+    reason="every layer of the model has a sliding window or chunks, which already bound its KV: "
+    "{text!r} would never evict",
     instead="use evict=full",
     subject="",
+)
+UNEQUAL_HEADS = _rule(
+    one="a rule that evicts",
+    other="a model whose layers with full attention have unequal numbers of KV heads",
+    reason="a rule divides its cap over layers of equal KV heads, and the layers with full "
+    "attention of this model have unequal numbers of them",
+    instead="use evict=full",
+)
+UNEQUAL_RECORDS = _rule(
+    one="a budget that reads the whole cache (lazy, fastgen) with a rule that stores queries",
+    other="a model in which some layers with full attention share their KV with other layers",
+    reason="budget {budget} reads the records of all layers together, and layers whose KV other "
+    "layers read have larger ones",
+    instead="leave out budget, or use one that reads no such records, such as squeeze or pyramid",
 )
 ONE_KV_HEAD = _rule(
     one="a budget over heads, such as `ada`",
@@ -352,12 +366,13 @@ MULTIMODAL = Refusal(
     instead="use its text-only checkpoint if one is published (for example gemma3_text)",
 )
 CHUNKED = Refusal(
-    reason="some layers use chunked attention, which is not a sliding window",
+    reason="some layers use chunked attention, which Quire knows from Llama 4 only",
     instead="use a model with full or sliding-window attention",
 )
 SHARED_KV = Refusal(
-    reason="some layers attend to the keys and values of other layers",
-    instead="use Gemma 2 or Gemma 3 text models",
+    reason="some layers attend to the keys and values of other layers, which Quire knows from "
+    "Gemma 3n and Gemma 4 only",
+    instead="use a model whose layers have keys and values of their own",
 )
 OWN_ATTENTION = Refusal(
     reason="its layers do not use Transformers' attention interface",
@@ -417,8 +432,6 @@ _BY_NAME: tuple[tuple[Refusal, str], ...] = (
         "distilbert electra ernie megatron-bert modernbert reformer rembert roberta "
         "roberta-prelayernorm roc_bert roformer xlm xlm-roberta xlm-roberta-xl xlnet xmod",
     ),
-    (SHARED_KV, "gemma3n gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text"),
-    (CHUNKED, "llama4 llama4_text"),
     (OWN_MASK, "doge inkling inkling2 inkling2_text inkling_text"),
     (REPEATED, "diffllama hrm_text"),
     (MIXED_HEADS, "jetmoe"),

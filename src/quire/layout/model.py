@@ -93,6 +93,11 @@ class LayerSpec:
     source: int | None = None
     heads: HeadShape | None = None
 
+    @property
+    def stores_all(self) -> bool:
+        """Whether it stores the keys and values of all tokens: only such layers can evict."""
+        return self.source is None and self.window is None and self.chunk is None
+
     def held_tokens(self, tokens: int) -> int:
         """Return how many of a sequence's tokens this layer still needs."""
         if self.source is not None:

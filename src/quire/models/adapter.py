@@ -42,7 +42,7 @@ from transformers.activations import ACT2CLS
 from quire.errors import UnsupportedModel
 from quire.layout.model import ModelSpec
 from quire.layout.statistics import Statistic
-from quire.models.base import AttentionCall, Batch, Decoder, PagedAttention
+from quire.models.base import AttentionCall, Batch, Decoder, OwnValue, PagedAttention
 from quire.models.bridge import ATTENTION_NAME, install, register
 from quire.models.hidden_states import LastStates, note_hidden_states
 from quire.models.layer_source import LayerSource, decoder_layers
@@ -120,11 +120,11 @@ def make_activations_rowwise(model: nn.Module) -> None:
                 setattr(parent, name, RowwiseActivation(child))
 
 
-class _OwnRow:
+class _OwnRow(OwnValue):
     """Attention in which every row attends only to itself."""
 
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return query + value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+        return super().attend(call, query, key, value) + query.mean(dim=2, keepdim=True)
 
 
 def rows_depend(decoder: Decoder, rows: int) -> str | None:
@@ -443,13 +443,14 @@ class TransformersDecoder:
     @torch.inference_mode()
     def _module_logits(self, batch: Batch) -> Tensor:
         head = {"logits_to_keep": batch.sample_rows} if self._head_takes_rows else {}
-        output = self.model(
-            input_ids=batch.token_ids.unsqueeze(0),
-            position_ids=batch.positions.unsqueeze(0),
-            use_cache=False,
-            return_dict=True,
-            **head,
-        )
+        with self._bridge.at_positions(batch.positions):
+            output = self.model(
+                input_ids=batch.token_ids.unsqueeze(0),
+                position_ids=batch.positions.unsqueeze(0),
+                use_cache=False,
+                return_dict=True,
+                **head,
+            )
         if self._last_states is not None:
             note_hidden_states(batch.attention, self._last_states.take())
         logits: Tensor = output.logits[0]

@@ -65,8 +65,8 @@ class PagedAttention(Protocol):
         call: AttentionCall,
         query: Float[Tensor, "num_tokens num_heads head_dim"],
         key: Float[Tensor, "num_tokens num_kv_heads head_dim"],
-        value: Float[Tensor, "num_tokens num_kv_heads head_dim"],
-    ) -> Float[Tensor, "num_tokens num_heads head_dim"]:
+        value: Float[Tensor, "num_tokens num_kv_heads value_dim"],
+    ) -> Float[Tensor, "num_tokens num_heads value_dim"]:
         """Write keys and values, then attend causally by logical position.
 
         Args:
@@ -74,10 +74,10 @@ class PagedAttention(Protocol):
             query: [num_tokens, num_heads, head_dim], after RoPE for the forward's positions,
                 except with `call.rope`.
             key: [num_tokens, num_kv_heads, head_dim], likewise.
-            value: like key, never rotated.
+            value: [num_tokens, num_kv_heads, value_dim], never rotated.
 
         Returns:
-            Weighted values, shaped and typed like query.
+            Weighted values, [num_tokens, num_heads, value_dim], typed like query.
         """
         ...
 
@@ -246,15 +246,28 @@ class Comparable(Decoder, Protocol):
         ...
 
 
-class _ScaleRecorder:
-    """Attention of one token, which attends to itself only; records the scale of each layer."""
+class OwnValue:
+    """Attention in which every token attends to itself only; for probes of a model."""
+
+    def attend(
+        self,
+        call: AttentionCall,
+        query: Float[Tensor, "num_tokens num_heads head_dim"],
+        key: Float[Tensor, "num_tokens num_kv_heads head_dim"],
+        value: Float[Tensor, "num_tokens num_kv_heads value_dim"],
+    ) -> Float[Tensor, "num_tokens num_heads value_dim"]:
+        return value.repeat_interleave(query.shape[1] // key.shape[1], dim=1).to(query.dtype)
+
+
+class _ScaleRecorder(OwnValue):
+    """Records the scale of each layer."""
 
     def __init__(self) -> None:
         self.scales: dict[int, float] = {}
 
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         self.scales[call.layer] = call.scale
-        return value.repeat_interleave(query.shape[1] // key.shape[1], dim=1).to(query.dtype)
+        return super().attend(call, query, key, value)
 
 
 @torch.inference_mode()

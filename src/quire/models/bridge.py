@@ -5,12 +5,17 @@ attention module has a `Bridge`, set when its model was loaded. The decoder sets
 the current forward on that bridge. Two models in one process share no state.
 """
 
+import inspect
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+from jaxtyping import Int
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface
 
 from quire.errors import InvariantError, UnsupportedModel
@@ -39,11 +44,27 @@ _KNOWN_OPTIONS = _HARMLESS_OPTIONS | frozenset({"is_causal", "s_aux", "sliding_w
 class Bridge:
     """Provides the attention of the forward in progress to the modules of one model."""
 
-    __slots__ = ("attention", "rotaries")
+    __slots__ = ("_thread", "attention", "hooks", "rotaries")
 
     def __init__(self) -> None:
         self.attention: PagedAttention | None = None
         self.rotaries: Mapping[int, Rotary] = {}
+        self.hooks: list[RemovableHandle] = []  # of modules that have this bridge
+        self._thread = threading.local()  # forwards that run layer by layer have a thread each
+
+    @contextmanager
+    def at_positions(self, positions: Int[Tensor, " num_tokens"]) -> Iterator[None]:
+        """Provide the positions of a forward's tokens to layers that read a cache's length."""
+        self._thread.cache = CachedTokens(positions)
+        try:
+            yield
+        finally:
+            self._thread.cache = None
+
+    @property
+    def cached_tokens(self) -> "CachedTokens | None":
+        """The lengths of the sequences in the forward of this thread; None outside of one."""
+        return getattr(self._thread, "cache", None)
 
     @contextmanager
     def attending(self, attention: PagedAttention | None) -> Iterator[None]:
@@ -59,6 +80,28 @@ class Bridge:
 
     def set_rotaries(self, rotaries: Mapping[int, Rotary]) -> None:
         self.rotaries = rotaries
+
+
+class CachedTokens:
+    """What a layer may ask a cache: how many tokens were processed before the current ones.
+
+    A layer computes the positions of its tokens as `torch.arange(num_tokens)` plus this number. In
+    a flat batch each token has its own number, such that the sum is the token's position.
+    """
+
+    def __init__(self, positions: Int[Tensor, " num_tokens"]) -> None:
+        self._before = positions - torch.arange(len(positions), device=positions.device)
+
+    def get_seq_length(self, layer_idx: int = 0) -> Int[Tensor, " num_tokens"]:
+        del layer_idx
+        return self._before
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Return the new keys and values: attention reads the earlier ones from pages."""
+        del args, kwargs
+        return key_states, value_states
 
 
 def register() -> None:
@@ -78,14 +121,32 @@ def install(model: nn.Module) -> Bridge:
             raise InvariantError("expected a model without a decoder, got one that has a decoder")
         if hasattr(module, "layer_idx"):
             setattr(module, BRIDGE_ATTRIBUTE, bridge)
+            if reads_cache_length(module):
+                hook = partial(_with_length, bridge)
+                bridge.hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
     return bridge
+
+
+def reads_cache_length(module: nn.Module) -> bool:
+    """Whether a layer's attention computes positions from the length of the cache (Llama 4)."""
+    forward = inspect.unwrap(type(module).forward)
+    return "Attention" in type(module).__name__ and "get_seq_length" in forward.__code__.co_names
+
+
+def _with_length(
+    bridge: Bridge, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Replace the missing cache of a layer; see `CachedTokens`."""
+    cache = None if bridge.attention is None else bridge.cached_tokens
+    return None if cache is None else (args, {**kwargs, "cache": cache})
 
 
 def uninstall(model: nn.Module) -> None:
     """Remove the bridge from every module."""
     for module in model.modules():
-        if hasattr(module, BRIDGE_ATTRIBUTE):
-            delattr(module, BRIDGE_ATTRIBUTE)
+        bridge = vars(module).pop(BRIDGE_ATTRIBUTE, None)
+        while bridge is not None and bridge.hooks:
+            bridge.hooks.pop().remove()
 
 
 def attend_through_bridge(

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from quire.models.base import AttentionCall
+from quire.models.base import OwnValue
 from quire.models.rope import PROBED_POSITIONS, Probe
 
 Rows = Callable[[Tensor], Tensor]
@@ -42,7 +42,7 @@ class LastStates:
             if base is model or not isinstance(base, PreTrainedModel):
                 continue
             found = cls(base)
-            probe(PROBED_POSITIONS, _ProbeAttention())
+            probe(PROBED_POSITIONS, OwnValue())
             states = found._states()
             if isinstance(states, Tensor) and states.shape[:-1] == (1, len(PROBED_POSITIONS)):
                 return found, None
@@ -62,8 +62,3 @@ class LastStates:
     def _states(self) -> object:
         output = getattr(self._thread, "output", None)
         return None if output is None else output[0]
-
-
-class _ProbeAttention:
-    def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return query

@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 from quire.errors import InvariantError
 from quire.layout.model import ModelSpec
 from quire.layout.statistics import QueryMoments, ResidualSimilarity, Statistic
-from quire.models.base import AttentionCall
+from quire.models.base import AttentionCall, OwnValue
 from quire.models.bridge import BRIDGE_ATTRIBUTE, Bridge
 from quire.models.layer_source import LayerSource
 from quire.models.rope import PROBED_POSITIONS, Probe, Rotations, find_rotaries
@@ -242,9 +242,9 @@ def _seen_layers(
     return seen
 
 
-class _Zeros:
+class _Zeros(OwnValue):
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return torch.zeros_like(query)
+        return torch.zeros_like(super().attend(call, query, key, value))
 
 
 @contextmanager
@@ -323,11 +323,12 @@ class Observing:
     def rotations(
         self, select_frequencies: Callable[[], AbstractContextManager[None]]
     ) -> Rotations | None:
-        """Mean rotations of all layers without a window."""
+        """Mean rotations of all layers whose queries count in statistics."""
         if not self._all_rotaries_known:
             return None
         model = self._model
-        return Rotations(self._rotaries, self._spec.head_dim, model.device, select_frequencies)
+        dims = [heads.key_dim for heads in self._spec.heads]
+        return Rotations(self._rotaries, dims, model.device, select_frequencies)
 
     def close(self) -> None:
         for handle in (*(vars(self).pop("_similarity_hooks", None) or ()), *self._inputs):
@@ -349,12 +350,16 @@ class Observing:
 
     @property
     def _all_rotaries_known(self) -> bool:
-        """Whether the RoPE of every layer without a window is known.
+        """Whether the RoPE of every layer with full attention is known.
 
-        Layers with a window never evict, so they have no statistics.
+        Other layers never evict, so they have no statistics.
         """
         layers = enumerate(self._spec.layers)
-        return all(number in self._rotaries for number, layer in layers if layer.window is None)
+        return all(
+            number in self._rotaries
+            for number, layer in layers
+            if layer.window is None and layer.chunk is None
+        )
 
     @cached_property
     def _similarity_hooks(self) -> list[RemovableHandle] | None:
@@ -438,11 +443,12 @@ def _run(layers: list[_Layer], probe: Probe) -> list[_LayerRun]:
     return notes
 
 
-class _ProbeAttention:
+class _ProbeAttention(OwnValue):
     """Attention with a different output for each token, so that its addition can be detected."""
 
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return query + 1
+        own = super().attend(call, query, key, value)
+        return query + 1 if own.shape == query.shape else own + query.mean(dim=2, keepdim=True) + 1
 
 
 def _note_before(note: _LayerRun) -> Any:

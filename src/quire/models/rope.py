@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from quire.errors import InvariantError, UnsupportedModel
-from quire.models.base import AttentionCall, PagedAttention
+from quire.models.base import AttentionCall, OwnValue, PagedAttention
 from quire.models.rotary import Rotary
 
 # Rotary frequencies that depend on a request's final length, fixed for its lifetime.
@@ -173,13 +173,13 @@ def find_rotaries(model: nn.Module, probe: Probe) -> dict[int, Rotary]:
     return found
 
 
-class _Queries:
+class _Queries(OwnValue):
     def __init__(self) -> None:
         self.by_layer: dict[int, Tensor] = {}
 
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         self.by_layer[call.layer] = query.float()
-        return torch.zeros_like(query)
+        return torch.zeros_like(super().attend(call, query, key, value))
 
 
 def _candidates(model: nn.Module) -> Iterator[Rotary]:
@@ -200,7 +200,8 @@ def _error(candidate: Rotary, queries: Tensor) -> float:
     try:
         first = candidate.unrotate(queries[:1], positions[:1]).expand_as(queries)
         rotated = candidate.rotate(first, positions)
-    except (RuntimeError, TypeError):  # more rotary elements than head_dim, or another signature
+    except (RuntimeError, TypeError, ValueError, KeyError):
+        # more rotary elements than head_dim, another signature, or complex numbers (Llama 4)
         return float("inf")
     return float((rotated - queries).norm() / queries.norm())
 
@@ -211,11 +212,11 @@ class Rotations:
     def __init__(
         self,
         rotaries: Mapping[int, Rotary],
-        head_dim: int,
+        head_dims: Sequence[int],
         device: torch.device,
         select_frequencies: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._rotaries, self._head_dim = rotaries, head_dim
+        self._rotaries, self._head_dims = rotaries, head_dims
         self._device, self._select_frequencies = device, select_frequencies
 
     def mean_rotation(
@@ -227,4 +228,4 @@ class Rotations:
         """
         with self._select_frequencies(), torch.inference_mode():
             rotary = self._rotaries[layer]
-            return rotary.mean_rotation(self._head_dim, start, tokens, self._device)
+            return rotary.mean_rotation(self._head_dims[layer], start, tokens, self._device)

@@ -6,7 +6,7 @@ Transformers when they are loaded (`verify`).
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -32,25 +32,38 @@ from quire.layout.limits import (
 )
 from quire.models.rope import refuse_dynamic
 
+Applies = Callable[[PreTrainedConfig], bool]
 
-def _truthy(*names: str) -> Callable[[PreTrainedConfig], bool]:
+
+def _truthy(*names: str) -> Applies:
     return lambda config: any(getattr(config, name, None) for name in names)
 
 
-def _has_layer_type(*kinds: str) -> Callable[[PreTrainedConfig], bool]:
+def _attends_to_later_tokens(config: PreTrainedConfig) -> bool:
+    """Whether text attends to later tokens; "vision": only the tokens of an image do."""
+    return getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision")
+
+
+def _has_layer_type(*kinds: str) -> Applies:
     return lambda config: any(kind in kinds for kind in _layer_types(config))
 
 
-_CAPABILITIES: tuple[tuple[Callable[[PreTrainedConfig], bool], Refusal], ...] = (
+def _unless(families: Collection[str], applies: Applies) -> Applies:
+    return lambda config: config.model_type not in families and applies(config)
+
+
+_SHARING = frozenset({"gemma3n_text", "gemma4_text", "gemma4_unified_text"})
+_CHUNKED = frozenset({"llama4_text"})
+_CAPABILITIES: tuple[tuple[Applies, Refusal], ...] = (
     (_truthy("text_config", "vision_config", "audio_config"), MULTIMODAL),
     (_truthy("is_encoder_decoder"), ENCODER_DECODER),
-    (_truthy("use_bidirectional_attention"), ENCODER),
+    (_attends_to_later_tokens, ENCODER),
     (_truthy("alibi"), ALIBI),
     (_truthy("kv_lora_rank"), LATENT),
     (_truthy("index_topk"), SPARSE),
-    (_truthy("num_kv_shared_layers"), SHARED_KV),
-    (_truthy("attention_chunk_size"), CHUNKED),
-    (_has_layer_type("chunked_attention"), CHUNKED),
+    (_unless(_SHARING, _truthy("num_kv_shared_layers")), SHARED_KV),
+    (_unless(_CHUNKED, _truthy("attention_chunk_size")), CHUNKED),
+    (_unless(_CHUNKED, _has_layer_type("chunked_attention")), CHUNKED),
     (_truthy("layers_block_type", "block_types", "mamba_d_state", "state_size"), RECURRENT),
     (_has_layer_type("linear_attention", "conv", "mamba", "recurrent", "hybrid"), RECURRENT),
 )

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from quire.errors import ModelError, UnsupportedModel
-from quire.layout.model import ModelSpec
+from quire.layout.model import LayerSpec, ModelSpec
 from quire.models.base import AttentionCall, Comparable, PagedAttention
 
 _log = logging.getLogger(__name__)
@@ -23,6 +23,7 @@ _log = logging.getLogger(__name__)
 PROMPT_TOKENS = 24  # of the longer of the two sequences
 SHORTER_TOKENS = 17
 CHUNK_TOKENS = 11  # length of the first chunk of each
+LONGEST_CHUNK = 256  # of chunked attention whose end a test prompt goes beyond
 
 # Relative distance of a row of logits, ||ours - theirs|| / ||theirs - mean||. Float32 differs by
 # rounding alone. In half precision a router may select another expert on some rows, hence the
@@ -79,7 +80,10 @@ def compare_with_transformers(
 
 def _prompts(spec: ModelSpec, device: torch.device) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    lengths = (min(PROMPT_TOKENS, spec.max_positions), min(SHORTER_TOKENS, spec.max_positions))
+    lengths = [min(PROMPT_TOKENS, spec.max_positions), min(SHORTER_TOKENS, spec.max_positions)]
+    chunks = [layer.chunk for layer in spec.layers if layer.chunk]
+    if chunks and max(chunks) < min(LONGEST_CHUNK, spec.max_positions):
+        lengths[0] = max(lengths[0], max(chunks) + CHUNK_TOKENS)  # beyond the end of a chunk
     return [
         torch.randint(spec.vocab_size, (length,), generator=generator).to(device)
         for length in lengths
@@ -95,7 +99,7 @@ def _flat_logits(decoder: Comparable, sequences: list[Tensor]) -> list[Tensor]:
         owners = [number for number, part in enumerate(parts) for _ in part]
         places = [position for part in parts for position in range(len(part))]
         positions = [(chunk.start or 0) + place for place in places]
-        recorder = _Recorder(decoder, dense.batch(owners, positions))
+        recorder = _Recorder(decoder, dense.batch(owners, positions, decoder.spec))
         logits = decoder.forward(
             torch.cat(parts),
             torch.tensor(positions, device=decoder.device),
@@ -116,17 +120,35 @@ class _Recorder:
         self._dtype = decoder.dtype
         self._attention = attention
         self._layers: list[int] = []
+        self._stored: dict[int, tuple[AttentionCall, Tensor, Tensor]] = {}  # by source layer
 
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         spec = self._spec
         self._layers.append(call.layer)
-        self._expect(call, "query shape", query.shape[1:], (spec.num_heads, spec.head_dim))
-        self._expect(call, "key shape", key.shape[1:], (spec.num_kv_heads, spec.head_dim))
         if call.layer < spec.num_layers:
-            self._expect(call, "window", call.window, spec.layers[call.layer].window)
+            layer, heads = spec.layers[call.layer], spec.heads[call.layer]
+            shapes = {
+                "query": (heads.query_heads, heads.key_dim),
+                "key": (heads.kv_heads, heads.key_dim),
+                "value": (heads.kv_heads, heads.value_dim),
+            }
+            for name, tensor in (("query", query), ("key", key), ("value", value)):
+                self._expect(call, f"{name} shape", tuple(tensor.shape[1:]), shapes[name])
+            self._expect(call, "window", call.window, layer.window)
+            if layer.source is None:
+                self._stored[call.layer] = call, key, value
+            else:
+                self._expect_stored(call, layer.source, key, value)
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             self._expect(call, f"{name} type", tensor.dtype, self._dtype)
         return self._attention.attend(call, query, key, value)
+
+    def _expect_stored(self, call: AttentionCall, source: int, key: Tensor, value: Tensor) -> None:
+        """Check that a layer attends to the keys and values of another layer, as that one does."""
+        stored, *found = self._stored[source]
+        same = all(torch.equal(*pair) for pair in zip(found, (key, value), strict=True))
+        self._expect(call, f"the keys and values of layer {source}", same, expected=True)
+        self._expect(call, "scale", call.scale, stored.scale)
 
     def check_layers(self) -> None:
         expected = list(range(self._spec.num_layers))
@@ -203,7 +225,7 @@ class DenseLane:
 
     positions: list[int] = field(default_factory=list)
     keys: list[Tensor] = field(default_factory=list)  # [num_kv_heads, head_dim] each, after RoPE
-    values: list[Tensor] = field(default_factory=list)  # like keys
+    values: list[Tensor] = field(default_factory=list)  # [num_kv_heads, value_dim] each
 
 
 class DenseAttention:
@@ -212,8 +234,15 @@ class DenseAttention:
     def __init__(self) -> None:
         self._lanes: dict[tuple[Hashable, int], DenseLane] = {}
 
-    def batch(self, sequences: Sequence[Hashable], positions: Sequence[int]) -> "ReferenceBatch":
-        return ReferenceBatch(self, tuple(sequences), tuple(positions))
+    def batch(
+        self,
+        sequences: Sequence[Hashable],
+        positions: Sequence[int],
+        spec: ModelSpec | None = None,
+    ) -> "ReferenceBatch":
+        """Return the attention of one forward; `spec` has the layers with chunks or sources."""
+        layers = () if spec is None else spec.layers
+        return ReferenceBatch(self, tuple(sequences), tuple(positions), layers)
 
     def lane(self, sequence: Hashable, layer: int) -> DenseLane:
         return self._lanes.setdefault((sequence, layer), DenseLane())
@@ -226,33 +255,40 @@ class ReferenceBatch:
     store: DenseAttention
     sequences: tuple[Hashable, ...]
     positions: tuple[int, ...]
+    layers: tuple[LayerSpec, ...] = ()
 
     def attend(
         self,
         call: AttentionCall,
         query: Float[Tensor, "num_tokens num_heads head_dim"],
         key: Float[Tensor, "num_tokens num_kv_heads head_dim"],
-        value: Float[Tensor, "num_tokens num_kv_heads head_dim"],
-    ) -> Float[Tensor, "num_tokens num_heads head_dim"]:
-        out = torch.empty_like(query)
+        value: Float[Tensor, "num_tokens num_kv_heads value_dim"],
+    ) -> Float[Tensor, "num_tokens num_heads value_dim"]:
+        out = query.new_empty(*query.shape[:2], value.shape[2])
+        layer = self.layers[call.layer] if self.layers else LayerSpec()
+        owner_layer = call.layer if layer.source is None else layer.source
         for sequence in dict.fromkeys(self.sequences):
             rows = [row for row, owner in enumerate(self.sequences) if owner == sequence]
-            lane = self.store.lane(sequence, call.layer)
-            lane.positions.extend(self.positions[row] for row in rows)
-            lane.keys.extend(key[rows])
-            lane.values.extend(value[rows])
+            lane = self.store.lane(sequence, owner_layer)
             at = [self.positions[row] for row in rows]
-            out[rows] = _attend(call, query[rows], lane, visible(call, at, lane.positions))
+            if layer.source is None:
+                lane.positions.extend(at)
+                lane.keys.extend(key[rows])
+                lane.values.extend(value[rows])
+            seen = visible(call, at, lane.positions, layer.chunk)
+            out[rows] = _attend(call, query[rows], lane, seen)
         return out
 
 
 def visible(
-    call: AttentionCall, queries: Sequence[int], slots: Sequence[int]
+    call: AttentionCall, queries: Sequence[int], slots: Sequence[int], chunk: int | None = None
 ) -> Bool[Tensor, "num_queries num_slots"]:
-    """Whether each query attends to each slot: no later position, none outside the window."""
-    distance = torch.tensor(queries).unsqueeze(1) - torch.tensor(slots).unsqueeze(0)
-    seen = distance >= 0
-    return seen if call.window is None else seen & (distance < call.window)
+    """Whether each query attends to each slot: none after it, none outside its window or chunk."""
+    at, slot = torch.tensor(queries).unsqueeze(1), torch.tensor(slots).unsqueeze(0)
+    seen = slot <= at
+    if chunk is not None:
+        seen &= slot >= at // chunk * chunk
+    return seen if call.window is None else seen & (at - slot < call.window)
 
 
 def _attend(call: AttentionCall, query: Tensor, lane: DenseLane, seen: Tensor) -> Tensor:

@@ -146,7 +146,8 @@ class WrappedModel:
         rope_variant: int = 0,
     ) -> Float[Tensor, "num_samples vocab"]:
         head = {"logits_to_keep": sample_rows} if self._head_takes_rows else {}
-        with self._using(ATTENTION_NAME, attention, rope_variant):
+        at_positions = self._bridge.at_positions(positions)
+        with self._using(ATTENTION_NAME, attention, rope_variant), at_positions:
             logits = self._run(token_ids, position_ids=positions.unsqueeze(0), **head)
         return logits if self._head_takes_rows else logits[sample_rows]
 

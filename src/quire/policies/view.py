@@ -88,7 +88,9 @@ class KVView:
         head_dim: elements of a key.
         layer_scales: factor on products of queries and keys, of each layer; empty: 1.
         rotation: RoPE of queries; only for rules that need it (expected_attention).
-        group: query heads that share the KV head of a lane.
+        group: query heads that share the KV head of a lane, those of all layers that read it.
+        readers: layers that read the lanes of each layer, whose queries all count; [lane, 1] if it
+            differs between layers.
         breaches: collects conditions that break the contract of a rule, on the device; None if a
             breach raises an error at once.
     """
@@ -106,6 +108,7 @@ class KVView:
     layer_scales: tuple[float, ...] = ()
     rotation: Rotation | None = None
     group: int = 1
+    readers: int | Int[Tensor, "lane 1"] = 1
     breaches: list[Bool[Tensor, ""]] | None = None
 
     def breaks_contract(self, condition: Bool[Tensor, "..."]) -> bool:
@@ -142,8 +145,11 @@ class KVView:
 
     @property
     def queries_seen(self) -> Int[Tensor, "lane slot"]:
-        """Number of queries that have seen each slot, including the token's own: at least 1."""
-        return torch.where(self.live, self.next_position - self.positions, 1)
+        """Number of queries that have seen each slot, including the token's own: at least 1.
+
+        Each layer that reads the lanes has a query for each token.
+        """
+        return torch.where(self.live, (self.next_position - self.positions) * self.readers, 1)
 
     @cached_property
     def num_slots(self) -> Int[Tensor, "lane 1"]:

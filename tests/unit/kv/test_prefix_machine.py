@@ -17,6 +17,7 @@ PAGE = 2
 ROOT = root_key("machine")
 FULL = LaneGroup(name="full", page_class=plain_class(tokens=PAGE), layers=(0,))
 WINDOW = LaneGroup(name="window", page_class=plain_class(tokens=PAGE), layers=(1,), window=3)
+CHUNK = LaneGroup(name="chunk", page_class=plain_class(tokens=PAGE), layers=(1,), chunk=4)
 TEXTS = st.lists(
     st.integers(0, 1), min_size=1, max_size=12
 )  # two tokens: texts often share a prefix
@@ -29,9 +30,9 @@ class Sequence:
 
 
 class PrefixMachine(RuleBasedStateMachine):
-    @initialize(window=st.booleans(), pages=st.integers(8, 40))
-    def build(self, window, pages):
-        groups = (FULL, WINDOW) if window else (FULL,)
+    @initialize(others=st.sampled_from([(), (WINDOW,), (CHUNK,)]), pages=st.integers(8, 40))
+    def build(self, others, pages):
+        groups = (FULL, *others)
         page_bytes = FULL.page_class.page_bytes
         self.memory = with_groups(*groups, total_bytes=pages * page_bytes, max_rows=6)
         self.index = PrefixIndex(self.memory, self)
@@ -83,6 +84,15 @@ class PrefixMachine(RuleBasedStateMachine):
             self.extend_by(sequence, tokens, publish=True, fails=fails)
 
     def extend_by(self, sequence, tokens, *, publish, fails=False):
+        """Extend a sequence in steps that end at the ends of chunks; only the last one may fail."""
+        until_end = self.memory.layout.until_chunk_end(len(sequence.tokens)) or len(tokens)
+        if until_end < len(tokens):
+            self.step(sequence, tokens[:until_end], publish=publish)
+            self.extend_by(sequence, tokens[until_end:], publish=publish, fails=fails)
+        else:
+            self.step(sequence, tokens, publish=publish, fails=fails)
+
+    def step(self, sequence, tokens, *, publish, fails=False):
         before = len(sequence.tokens)
         rows = np.array([sequence.row])
         self.memory.grow(rows, np.array([len(tokens)], dtype=np.int32))

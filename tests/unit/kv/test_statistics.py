@@ -26,8 +26,10 @@ from support.statistics_account import (
     GROUP,
     HEAD_DIM,
     MATH,
+    MODEL,
     NUM_HEADS,
     NUM_KV_HEADS,
+    SHARED,
     WINDOW,
     Sequence,
     accounts,
@@ -244,6 +246,41 @@ def test_residual_similarity_sums_the_cosines_of_all_tokens(chunks):
     sums = sequence.cosines[list(FULL_LAYERS)].sum(1).repeat_interleave(2)
     torch.testing.assert_close(found[:, 0, 0], sums, atol=1e-5, rtol=1e-5)
     assert found[:, 0, 1].tolist() == [TOKENS] * 4
+
+
+# ---- layers that read the same lanes -------------------------------------------------------------
+
+
+@every_pair(heads_apart=[False, True], chunks=CHUNKS, name=["reference", "gathered", "auto"])
+def test_layers_that_read_one_lane_count_together(name, chunks, heads_apart):
+    """Two layers with equal keys and values: their statistics apart, added or side by side."""
+    sequence, found, outputs = Sequence(TOKENS), [], []
+    sequence.key[2], sequence.value[2] = sequence.key[0], sequence.value[0]
+    for model in (MODEL, SHARED):
+        kv = make_kv(ALL, backend=backend(name), heads_apart=heads_apart, model=model)
+        row = start(kv, ALL)
+        outputs.append([step(kv, {row: (sequence, *at)}) for at in chunk_ranges(chunks)])
+        found.append(statistics_of(kv, row))
+        kv.memory.check()
+
+    apart, together = found
+    for expected, out in zip(*outputs, strict=True):
+        torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-6)
+    for statistic in ALL:
+        numbers, got = apart[statistic.name], together[statistic.name]
+        by_layer = numbers.view(2, NUM_KV_HEADS, -1, *numbers.shape[1:])  # [layer, KV head, ...]
+        if isinstance(statistic, QueryRing):
+            queries = torch.cat([*by_layer[..., :-1]], dim=-1)
+            expected = torch.cat([queries, by_layer[0, ..., -1:]], dim=-1)
+        elif isinstance(statistic, QueryMoments):
+            expected = torch.cat([*by_layer], dim=-1)
+        elif getattr(statistic, "apart", False):
+            expected = torch.cat([*by_layer], dim=1)
+        else:
+            expected = by_layer.sum(dim=0)
+        torch.testing.assert_close(
+            got.view(expected.shape), expected, atol=1e-5, rtol=1e-5, msg=statistic.name
+        )
 
 
 # ---- the batch -----------------------------------------------------------------------------------

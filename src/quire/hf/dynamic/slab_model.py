@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and
 from quire.errors import ConfigError, UnsupportedModel
 from quire.kv.dense.row import NOTHING, KVShape, LayerShape
 from quire.kv.dense.slab import DenseSlab, SlabRows
+from quire.models.bridge import reads_cache_length
 from quire.models.rope import refuse_dynamic
 from quire.models.wrapped import cache_argument
 
@@ -274,6 +275,11 @@ def _refuse(model: PreTrainedModel, parameters: tuple[str, ...], config: object)
         raise UnsupportedModel(
             f"{name} does not accept position_ids and a cache, which rows at different positions "
             "need; use Transformers' own generate"
+        )
+    if any(map(reads_cache_length, model.modules())):
+        raise UnsupportedModel(
+            f"{name} computes positions from the length of the cache, which rows of different "
+            "lengths share; use quire.LLM"
         )
     for rope_type in _rope_types(config):
         refuse_dynamic(rope_type)

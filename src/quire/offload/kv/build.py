@@ -78,7 +78,7 @@ def measure_offload_speeds(
     found = {COPY: _fit(_COPY_BYTES, lambda size: _copy(size, device))}
     if recomputes and isinstance(decoder, TransformersDecoder):
         found[PROJECT] = _fit(_TOKENS, lambda tokens: _recompute(decoder, layer, tokens))
-    return found | {HOST_ATTEND: _fit(_TOKENS, lambda tokens: _attend(decoder, tokens))}
+    return found | {HOST_ATTEND: _fit(_TOKENS, lambda tokens: _attend(decoder, layer, tokens))}
 
 
 def _fit(sizes: tuple[int, ...], prepare: Callable[[int], Run]) -> tuple[float, float]:
@@ -122,11 +122,12 @@ def _recompute(decoder: TransformersDecoder, layer: int, tokens: int) -> Run:
     return run
 
 
-def _attend(decoder: Decoder, tokens: int) -> Run:
-    spec = decoder.spec
-    query = torch.zeros(1, spec.num_heads, 1, spec.head_dim, dtype=decoder.dtype)
-    key = torch.zeros(1, spec.num_kv_heads, tokens, spec.head_dim, dtype=decoder.dtype)
-    return lambda: attend_partial(query, key, key, math=AttentionMath(1.0), seen=None)
+def _attend(decoder: Decoder, layer: int, tokens: int) -> Run:
+    heads, dtype = decoder.spec.heads[layer], decoder.dtype
+    query = torch.zeros(1, heads.query_heads, 1, heads.key_dim, dtype=dtype)
+    key = torch.zeros(1, heads.kv_heads, tokens, heads.key_dim, dtype=dtype)
+    value = torch.zeros(1, heads.kv_heads, tokens, heads.value_dim, dtype=dtype)
+    return lambda: attend_partial(query, key, value, math=AttentionMath(1.0), seen=None)
 
 
 def _wait(device: torch.device) -> None:
