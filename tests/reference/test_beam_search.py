@@ -14,7 +14,7 @@ from support import engines, zoo
 
 TOLERANCE = 1e-4
 NEW_TOKENS = 10
-ARCHITECTURES = ("llama", "qwen2_window", "gpt2", "gemma3", "mixtral")
+ARCHITECTURES = ("llama", "qwen2_window", "gpt2", "gemma3", "mixtral", "gemma4", "llama4")
 WIDTHS = (2, 3, 4)
 LENGTH_PENALTIES = (0.5, 1.0, 2.0)
 EARLY = (False, True, "never")

@@ -14,7 +14,18 @@ from support.dynamic import CHANGING, RULES, build, check_answers, check_empty, 
 from support.engines import Expected, expect, make_prompts
 
 PROMPTS = make_prompts(10, 60, seed=5)
-ARCHITECTURES = ("llama", "opt", "mistral", "gemma3", "gpt2", "qwen2_window", "gpt_oss", "mixtral")
+ARCHITECTURES = (
+    "llama",
+    "opt",
+    "mistral",
+    "gemma3",
+    "gpt2",
+    "qwen2_window",
+    "gpt_oss",
+    "mixtral",
+    "gemma3n",
+    "gemma4",
+)
 BOTH = ("llama", "opt", "mistral", "gemma3", "qwen2_window")  # with sdpa as with eager
 HOW = {
     "plain": {},

@@ -58,12 +58,13 @@ def all_kept(cache: QuireCache, row: int) -> list[list[list[int]]]:
 
 
 PROMPTS = make_prompts(3, 60, seed=7)
+KINDS = ("llama", "gemma3", "gpt2", "gemma3n", "gemma4", "llama4")
 
 
 @pytest.mark.parametrize(
     ("name", "policy"),
-    [(name, "full") for name in ("llama", "gemma3", "gpt2", "gpt_oss", "phi3_longrope")]
-    + [(name, "h2o:recent=4,cap=200") for name in ("llama", "gemma3", "gpt2")],
+    [(name, "full") for name in (*KINDS, "gpt_oss", "phi3_longrope")]
+    + [(name, "h2o:recent=4,cap=200") for name in KINDS],
 )
 def test_a_large_budget_gives_the_tokens_of_transformers(name, policy) -> None:
     model, inputs = build(name), padded(PROMPTS)
@@ -83,6 +84,7 @@ def test_a_large_budget_gives_the_tokens_of_transformers(name, policy) -> None:
     ("name", "rule", "when"),
     [("llama", rule, "prefill_and_decode") for rule in RULES]
     + [("gemma3", "h2o", "prefill_and_decode"), ("gpt2", "snapkv", "prefill_and_decode")]
+    + [("gemma4", "snapkv", "prefill_and_decode"), ("llama4", "h2o", "prefill_and_decode")]
     + [("llama", "h2o", "prefill_end"), ("llama", "average", "decode")],
 )
 def test_retained_sets_and_tokens_equal_those_of_the_engine(name, rule, when) -> None:

@@ -52,6 +52,8 @@ def close_to_engine(name, rule, codec, prompts=LONG):
         ("llama", "h2o:recent=8", "int8"),
         ("llama", "snapkv:window=6", "int4+residual=8"),
         ("gemma3", "recent:sinks=2", "int8/int4"),
+        ("gemma4", "full", "int8+sinks=2+residual=8"),
+        ("llama4", "snapkv:window=6", "int8"),
     ],
 )
 def test_codecs_give_the_tokens_and_retained_sets_of_the_engine(name, rule, codec):

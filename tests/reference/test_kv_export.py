@@ -36,7 +36,7 @@ def llm_of(model="qwen3", **options):
     return LLM(model_of(model), kv=kv_config(**{"memory": 4 * MIB, "page_tokens": 4} | options))
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma2", "opt"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "opt", "gemma4", "llama4"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_request_continues_after_an_import_without_its_prefill(name, options, tmp_path):
     if name != "qwen3" and options not in ({}, {"codec": "int8"}):

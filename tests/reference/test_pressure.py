@@ -10,7 +10,8 @@ from support.engines import load
 from support.pressure import Job, Watched, drive, engine_under, make_jobs, submit
 
 TOLERANCE = 1e-4
-ARCHITECTURES = ("llama", "gemma3", "mistral", "gpt2")  # full, both, windows only, no RoPE
+# full, both, windows only, no RoPE, shared and unequal lanes, chunks
+ARCHITECTURES = ("llama", "gemma3", "mistral", "gpt2", "gemma4", "llama4")
 # (preempt, room of the arena, room of the host pool), in units of the largest request
 CASES = [
     ("recompute", 1.2, 0.0),
@@ -28,6 +29,8 @@ QUICK = [
     ("mistral", *CASES[5]),
     ("gpt2", *CASES[0]),
     ("gpt2", *CASES[1]),
+    ("gemma4", *CASES[4]),
+    ("llama4", *CASES[2]),
 ]
 
 

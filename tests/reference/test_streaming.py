@@ -87,7 +87,9 @@ def prompts():
     return [*make_prompts(3, 30, seed=5), list(range(2, 72))]
 
 
-@pytest.mark.parametrize("name", ["llama", "llama_mha", "qwen3", "gemma2", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama_mha", "qwen3", "gemma2", "gemma3", "gpt_oss", "gemma4"]
+)
 def test_under_the_cap_it_is_plain_rope(name):
     """Also with softcap, learned sinks, and layers with windows whose pages are freed."""
     model, short = load(name), make_prompts(6, 40, seed=1)

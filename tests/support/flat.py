@@ -37,7 +37,7 @@ def flat_logits(
             torch.stack([prompts[number][position] for number, position in places]),
             torch.tensor([position for _, position in places]),
             torch.tensor(sampled),
-            dense.batch(*zip(*places, strict=True)),
+            dense.batch(*zip(*places, strict=True), decoder.spec),
             rope_variant=rope_variant,
         )
         for row, values in zip(sampled, logits, strict=True):

@@ -365,7 +365,7 @@ def slots_below(table: LaneTable, row: int, row_length: int, length: int) -> NDA
         positions = table.slot_positions(row, lane)
         kept[lane] = np.searchsorted(positions, length)
         if table.group.bounded:
-            first_needed = int(table.group.first_needed(np.array(length)))
+            first_needed = int(table.group.first_needed(np.array([length]))[0])
             first_held = int(positions[0]) if len(positions) else row_length
             if first_held > first_needed and first_needed < length:
                 raise ConfigError(

@@ -16,7 +16,7 @@ PROMPT = [5, 9, 13, 2, 7, 21, 3, 3, 8, 30, 11, 6, 19]  # 13 tokens: three whole 
 KV = {"memory": "512KiB", "page_tokens": PAGE}
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3", "gpt2"])
+@pytest.fixture(scope="module", params=["llama", "gemma3", "gpt2", "gemma3n", "llama4"])
 def model(request):
     return engines.load(request.param)
 

@@ -118,7 +118,9 @@ def compare(
     return alone, leader
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3"])
+@pytest.mark.parametrize(
+    "architecture", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "gemma3n", "gemma4"]
+)
 def test_tokens_of_two_ranks_equal_those_of_one(architecture: str) -> None:
     alone, leader = compare(architecture)
 

@@ -19,6 +19,8 @@ NEXT_MODULE = {
     "mixtral": "post_attention_layernorm",
     "gemma2": "pre_feedforward_layernorm",
     "gemma3": "pre_feedforward_layernorm",
+    "gemma4": "pre_feedforward_layernorm",
+    "llama4": "post_attention_layernorm",
     "olmo2": "mlp",
     "gpt2": "ln_2",
     "opt": "final_layer_norm",
