@@ -148,8 +148,7 @@ def read_layers(reader: ConfigReader, num_layers: int, heads: HeadShape) -> tupl
 
 def _layer_heads(reader: ConfigReader, layer: int, kind: str, heads: HeadShape) -> HeadShape:
     """The heads of a layer: overrides of `per_layer_config`, or of its kind of attention."""
-    own_type = f"{reader.model_type} layer"  # without the defaults of the family
-    own = ConfigReader({**_overrides(reader, layer, kind), "model_type": own_type})
+    own = ConfigReader({**_overrides(reader, layer, kind), "model_type": reader.model_type})
     key_dim = own.positive_integer("head_dim") or heads.key_dim
     kv_heads = own.positive_integer("num_key_value_heads") or heads.kv_heads
     if reader.model_type in TWICE_THE_KV_HEADS and kind == SLIDING:

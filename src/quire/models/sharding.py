@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from quire.errors import UnsupportedModel
-from quire.layout.model import LayerSpec, ModelSpec
+from quire.layout.model import ModelSpec
 from quire.parallel.group import TensorGroup
 
 COLUMNS, ROWS = "colwise", "rowwise"  # names of Transformers: parts of the output, of the input
@@ -54,12 +54,12 @@ class _Planned:
 
 def rank_spec(spec: ModelSpec, size: int) -> ModelSpec:
     """Return the shape of one rank's part of a model."""
-    counts = [
-        ("columns of the MLP", spec.intermediate_size),
-        *(("query heads", heads.query_heads) for heads in spec.heads),
-        *(("KV heads", heads.kv_heads) for heads in spec.heads),
-    ]
-    for what, count in counts:
+    counts = {
+        "query heads": spec.num_heads,
+        "KV heads": spec.num_kv_heads,
+        "columns of the MLP": spec.intermediate_size,
+    }
+    for what, count in counts.items():
         if count % size:
             raise UnsupportedModel(
                 f"expected a number of {what} that is a multiple of tensor_parallel_size={size}, "
@@ -71,16 +71,7 @@ def rank_spec(spec: ModelSpec, size: int) -> ModelSpec:
         num_heads=spec.num_heads // size,
         num_kv_heads=spec.num_kv_heads // size,
         intermediate_size=spec.intermediate_size // size,
-        layers=tuple(_rank_layer(layer, size) for layer in spec.layers),
     )
-
-
-def _rank_layer(layer: LayerSpec, size: int) -> LayerSpec:
-    heads = layer.heads
-    if heads is None:
-        return layer
-    counts = {"query_heads": heads.query_heads // size, "kv_heads": heads.kv_heads // size}
-    return replace(layer, heads=replace(heads, **counts))
 
 
 def refuse_unshardable(model: PreTrainedModel, spec: ModelSpec, size: int) -> None:
