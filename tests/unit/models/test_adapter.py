@@ -124,15 +124,15 @@ def test_unknown_attention_options_are_refused(options: dict[str, object], word:
         attend_through_bridge(module, states, states, states, None, **options)
 
 
-def test_values_of_different_width_are_refused() -> None:
+def test_fewer_values_than_keys_are_refused() -> None:
     model = zoo.build("llama")
     module = model.model.layers[0].self_attn
     TransformersDecoder(model)
     module.quire_bridge.attention = Recorder()
     states = torch.zeros(1, 4, 2, 8)
 
-    with pytest.raises(UnsupportedModel, match="equal shape"):
-        attend_through_bridge(module, states, states, states[..., :4], None)
+    with pytest.raises(UnsupportedModel, match="as many values as keys"):
+        attend_through_bridge(module, states, states, states[:, :, :1], None)
 
 
 def test_default_scale_follows_from_head_dim() -> None:
