@@ -35,6 +35,12 @@ typedef struct {
     int32_t row, first, count, partial;
 } part;
 
+/* A part, and a KV head or group of heads. */
+typedef struct {
+    const part *of;
+    int number;
+} item;
+
 /* Storage of keys or values in pages; see quire.codecs. CodingArgs in arguments.py mirrors this.
  *
  * A run is a range of channels that are adjacent in the packed bytes and share a scale. */

@@ -26,7 +26,10 @@
 #include "walking.h"
 #include "write.h"
 
-static void do_block(const attention_args *a, const part *p, int kv_head, uint8_t *scratch) {
+static void do_block(const attention_args *a, const item *now, const item *next, uint8_t *scratch) {
+    const part *p = now->of;
+    int kv_head = now->number;
+    (void)next;
 #ifdef HAVE_X86
     if (a->path == PATH_AVX2) attend_block_avx2(a, p, kv_head, scratch);
     else if (a->path == PATH_AVX512_BF16 && a->dtype == BF16 && !a->coded) attend_block_bf16(a, p, kv_head, scratch);
@@ -34,7 +37,10 @@ static void do_block(const attention_args *a, const part *p, int kv_head, uint8_
 #endif
 }
 
-static void do_sums(const attention_args *a, const part *p, int kv_head, uint8_t *scratch) {
+static void do_sums(const attention_args *a, const item *now, const item *next, uint8_t *scratch) {
+    const part *p = now->of;
+    int kv_head = now->number;
+    (void)next;
 #ifdef HAVE_X86
     if (a->path == PATH_AVX2) sum_columns_avx2(a, p, kv_head, scratch);
     else if (a->path == PATH_AVX512_BF16 && a->dtype == BF16 && !a->coded) sum_columns_bf16(a, p, kv_head, scratch);
@@ -44,7 +50,7 @@ static void do_sums(const attention_args *a, const part *p, int kv_head, uint8_t
 
 /* ---- scheduling --------------------------------------------------------------------------------- */
 
-typedef void (*doing)(const attention_args *, const part *, int number, uint8_t *scratch);
+typedef void (*doing)(const attention_args *, const item *now, const item *next, uint8_t *scratch);
 typedef void (*parallel_function)(int64_t begin, int64_t end, void *context);
 typedef int32_t (*parallel_for)(int64_t, int64_t, int64_t, parallel_function, void *);
 
@@ -54,26 +60,34 @@ typedef struct {
     const part *list[2];
     int32_t length[2], heads[2];
     doing what[2];
+    int num_threads;
     atomic_llong next;
 } work;
+
+static item item_of(const work *shared, int64_t number, int which) {
+    item found = {shared->list[which] + number / shared->heads[which], (int)(number % shared->heads[which])};
+    return found;
+}
 
 static void take_items(int64_t begin, int64_t end, void *context) {
     work *shared = context;
     const attention_args *a = shared->args;
     int64_t first = (int64_t)shared->length[0] * shared->heads[0];
-    int64_t items = first + (int64_t)shared->length[1] * shared->heads[1], item;
+    int64_t items = first + (int64_t)shared->length[1] * shared->heads[1], taken;
     (void)end;
-    while ((item = atomic_fetch_add(&shared->next, 1)) < items) {
-        int which = item >= first, heads = shared->heads[which];
-        int64_t number = which ? item - first : item;
-        shared->what[which](a, shared->list[which] + number / heads, (int)(number % heads),
-                            a->scratch + begin * a->scratch_bytes);
+    while ((taken = atomic_fetch_add(&shared->next, 1)) < items) {
+        int which = taken >= first;
+        int64_t number = which ? taken - first : taken, likely = number + shared->num_threads;
+        item now = item_of(shared, number, which), next = item_of(shared, likely, which);
+        int is_last = likely >= (int64_t)shared->length[which] * shared->heads[which];
+        shared->what[which](a, &now, is_last ? NULL : &next, a->scratch + begin * a->scratch_bytes);
     }
 }
 
 static int share_out(work *shared, parallel_for run, int num_threads) {
     if (shared->length[0] + shared->length[1] == 0) return 0;
-    if (run == NULL || num_threads < 2) take_items(0, 1, shared);
+    shared->num_threads = run == NULL || num_threads < 2 ? 1 : num_threads;
+    if (shared->num_threads == 1) take_items(0, 1, shared);
     else if (run(0, num_threads, 1, take_items, shared)) return 1;
     return 0;
 }
@@ -220,9 +234,9 @@ static int record(const attention_args *a, parallel_for run) {
 int quire_attend(const attention_args *args, parallel_for run, int num_threads) {
     int heads = num_kv_heads(args);
     work first = {args, {args->blocks, args->walks}, {args->num_blocks, args->num_walks},
-                  {heads, heads / args->heads_together}, {do_block, do_walk}, 0};
+                  {heads, heads / args->heads_together}, {do_block, do_walk}, 1, 0};
     work then = {args, {args->merges, args->sums}, {args->num_merges, args->num_sums},
-                 {heads, heads}, {do_merge, do_sums}, 0};
+                 {heads, heads}, {do_merge, do_sums}, 1, 0};
     clear_sums(args);
     return share_out(&first, run, num_threads) || share_out(&then, run, num_threads) || record(args, run);
 }

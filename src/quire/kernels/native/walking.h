@@ -25,6 +25,12 @@ static void walk_tile(const attention_args *a, walk *w, const tile *t) {
     walk_tile_plain(w, t, a->dtype, a->softcap);
 }
 
+/* The lane that a thread is likely to walk next, from slot `first` on; without slots: not known. */
+typedef struct {
+    lane lane;
+    int64_t first;
+} next_lane;
+
 static void prefetch_page(const attention_args *a, int64_t at, int64_t bytes) {
     for (int64_t i = 0; i < bytes && i < 4096; i += 64) {
         __builtin_prefetch(a->key + at + i);
@@ -46,11 +52,16 @@ static int is_wide(const attention_args *a, const walk *w, int64_t slot) {
 #ifdef HAVE_X86
 #define MAX_AHEAD 2
 
-/* Locate the 32 slots at `slot` + 32 * `tiles`; at the end of the lane, its last 32 slots. */
-static void point_to(const attention_args *a, const lane *l, int64_t slot, int64_t end, int tiles,
-                     int64_t *at) {
+/* Locate the 32 slots at `slot` + 32 * `tiles`. After the end of the lane these are the first slots of the
+ * lane that this thread is likely to walk next; without one, the last 32 slots. */
+static void point_to(const attention_args *a, const lane *l, const next_lane *next, int64_t slot, int64_t end,
+                     int tiles, int64_t *at) {
     int64_t wanted = slot + tiles * WIDE;
-    if (wanted + WIDE > end) wanted = end - WIDE;
+    if (wanted + WIDE > end) {
+        int64_t after = next->first + wanted - (slot + (end - slot) / WIDE * WIDE);
+        if (after + WIDE <= next->lane.slots) l = &next->lane, wanted = after;
+        else wanted = end - WIDE;
+    }
     for (int g = 0; g < WIDE_TILES; g++) at[g] = slot_at(a, l, wanted + g * TILE);
 }
 #endif
@@ -58,7 +69,7 @@ static void point_to(const attention_args *a, const lane *l, int64_t slot, int64
 /* Process multiples of 32 slots from `slot` on that every vector of these heads sees. Heads are the
  * inner loop, because their vectors are adjacent in a page. Returns the next slot. */
 static int64_t walk_wide_tiles(const attention_args *a, walk *const *w, int heads, const lane *l,
-                               int64_t slot, int64_t end) {
+                               const next_lane *next, int64_t slot, int64_t end) {
 #ifdef HAVE_X86
     int64_t head_bytes = a->page_tokens * l->vector_bytes;
     int64_t at[1 + MAX_AHEAD][WIDE_TILES]; /* offsets of these 32 slots, and of the following ones */
@@ -67,7 +78,7 @@ static int64_t walk_wide_tiles(const attention_args *a, walk *const *w, int head
     end = w[0]->high[0] < end ? w[0]->high[0] : end;
     if (slot + WIDE > end) return slot;
     for (int64_t n = slot / a->page_tokens; n < end / a->page_tokens; n += 16) __builtin_prefetch(l->pages + n);
-    for (int k = 0; k <= tiles; k++) point_to(a, l, slot, end, k, at[k]);
+    for (int k = 0; k <= tiles; k++) point_to(a, l, next, slot, end, k, at[k]);
     for (; slot + WIDE <= end; slot += WIDE) {
         for (int h = 0; h < heads; h++) {
             wide_tile t = {.slot = slot};
@@ -80,22 +91,23 @@ static int64_t walk_wide_tiles(const attention_args *a, walk *const *w, int head
             walk_wide(w[h], &t, a->scale, a->softcap);
         }
         memmove(at[0], at[1], tiles * sizeof(at[0]));
-        point_to(a, l, slot + WIDE, end, tiles, at[tiles]);
+        point_to(a, l, next, slot + WIDE, end, tiles, at[tiles]);
     }
 #else
-    (void)a, (void)w, (void)heads, (void)l, (void)end;
+    (void)a, (void)w, (void)heads, (void)l, (void)next, (void)end;
 #endif
     return slot;
 }
 
 /* Process the slots first .. end - 1 that any of the vectors sees. */
-static void walk_lane(const attention_args *a, walk *w, const lane *l, int64_t first, int64_t end) {
+static void walk_lane(const attention_args *a, walk *w, const lane *l, const next_lane *next, int64_t first,
+                      int64_t end) {
     int tokens = a->page_tokens;
     int64_t slot = w->low[0], high = w->high[w->count - 1]; /* both increase with the token */
     slot = slot < first ? first : slot;
     high = high > end ? end : high;
     while (slot < high) {
-        if (is_wide(a, w, slot)) slot = walk_wide_tiles(a, &w, 1, l, slot, high);
+        if (is_wide(a, w, slot)) slot = walk_wide_tiles(a, &w, 1, l, next, slot, high);
         if (slot >= high) break;
         int64_t at = slot_at(a, l, slot), left = tokens - slot % tokens; /* of the page */
         if (slot % tokens == 0 && slot + tokens < high)
@@ -265,7 +277,8 @@ static void begin_walk(const attention_args *a, const part *p, int kv_head, walk
 }
 
 /* Walk a part of a row for `heads` neighbouring KV heads of a page together. */
-static void walk_heads(const attention_args *a, const part *p, int kv_head, int heads, uint8_t *scratch) {
+static void walk_heads(const attention_args *a, const part *p, int kv_head, int heads, const next_lane *next,
+                       uint8_t *scratch) {
     int64_t end = (int64_t)p->first + p->count;
     int strips = in_strips(a);
     walk *walks[MAX_TOGETHER];
@@ -276,30 +289,37 @@ static void walk_heads(const attention_args *a, const part *p, int kv_head, int 
         int64_t slot = walks[0]->low[0] < p->first ? p->first : walks[0]->low[0];
         if (strips) walk_codes(a, walks, heads, &l, slot, end);
         else if (heads > 1 && is_wide(a, walks[0], slot))
-            slot = walk_wide_tiles(a, walks, heads, &l, slot, end < l.slots ? end : l.slots);
+            slot = walk_wide_tiles(a, walks, heads, &l, next, slot, end < l.slots ? end : l.slots);
         int tallied = p->partial < 0 && a->tokens[p->row] == 1;
         if (tallied) prefetch_tallies(a, p->row, kv_head);
         for (int h = 0; h < heads; h++) {
             l = lane_of(a, p->row, kv_head + h);
             if (tallied && h + 1 < heads) prefetch_tallies(a, p->row, kv_head + h + 1);
-            if (!strips) walk_lane(a, walks[h], &l, slot, end);
+            if (!strips) walk_lane(a, walks[h], &l, next, slot, end);
             finish_walk(a, p, kv_head + h, walks[h], first);
         }
     }
 }
 
-static void do_walk(const attention_args *a, const part *p, int number, uint8_t *scratch) {
-    int heads = a->heads_together, kv_head = number * heads;
+static void do_walk(const attention_args *a, const item *now, const item *after, uint8_t *scratch) {
+    const part *p = now->of;
+    int heads = a->heads_together, kv_head = now->number * heads;
+    next_lane next = {{NULL, 0, 0, 0, 0}, 0};
     /* logits of several tokens are stored after the walk, which has space for one head */
     int side = a->column_sums && a->tokens[p->row] > 1 ? 1 : heads;
-    if (kv_head + heads < num_kv_heads(a)) /* of the item that this thread is likely to take next */
-        __builtin_prefetch(lane_of(a, p->row, kv_head + heads).pages + p->first / a->page_tokens);
-    for (int h = 0; h < heads; h += side) walk_heads(a, p, kv_head + h, side, scratch);
+    if (after && side == heads && !a->window) {
+        next.lane = lane_of(a, after->of->row, after->number * heads), next.first = after->of->first;
+        __builtin_prefetch(next.lane.pages + next.first / a->page_tokens);
+    }
+    for (int h = 0; h < heads; h += side) walk_heads(a, p, kv_head + h, side, &next, scratch);
 }
 
 /* Merge the walks of a long row with one token, relative to the largest maximum. */
 
-static void do_merge(const attention_args *a, const part *p, int kv_head, uint8_t *scratch) {
+static void do_merge(const attention_args *a, const item *now, const item *next, uint8_t *scratch) {
+    const part *p = now->of;
+    int kv_head = now->number;
+    (void)next;
     float *out = (float *)scratch;
     int head = kv_head * a->group, dim = a->head_dim;
     int64_t high = lane_of(a, p->row, kv_head).slots;
