@@ -8,6 +8,7 @@ from golden.workshop import ENGINE_OPTIONS, Workshop
 from quire.plan.ceilings import Ceilings, write_ceilings
 from quire.plan.machine import this_machine
 from quire.plan.rates import DecodeRates, PrefillRates, StepRates, model_key, steps_key
+from support.model_specs import PUBLIC_SHAPES
 
 SMALL = (*ENGINE_OPTIONS, "--kv-memory=2MiB")
 PROMPT = "<|doc|>Once upon a time"
@@ -83,6 +84,22 @@ def batch(workshop: Workshop) -> object:
 def plan(workshop: Workshop) -> object:
     sizes = ("--memory=2GiB", "--weights-memory=8MiB", "--kv-memory=64MiB")
     return workshop.run("plan", *sizes, "--workload=1024,256,16", "--disk-kv-memory=1GiB")
+
+
+@case()
+def plan_of_kinds(workshop: Workshop) -> object:
+    """Bytes of models whose layers have windows, chunks, unequal heads, or the KV of others."""
+    found = {}
+    for name, config in PUBLIC_SHAPES.items():
+        folder = workshop.folder_for(name)
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        for codec in ("bfloat16", "int8"):
+            result = workshop.run("plan", folder, "--memory=2TiB", f"--kv-codec={codec}")
+            found[f"{name}, {codec}"] = {
+                "claims": result["claims"],
+                "kinds": result["arms"]["kinds"],
+            }
+    return found
 
 
 @case()

@@ -1,15 +1,15 @@
-"""Model specs of a few small layers."""
+"""Model specs of a few small layers, and configs in the shape of public models."""
 
 from typing import Any
 
-from quire.layout.model import LayerSpec, ModelSpec
+from quire.layout.model import HeadShape, LayerSpec, ModelSpec
 
 
-def small_spec(*windows: int | None, **shape: Any) -> ModelSpec:
-    """A spec with one layer for each window; None: full attention.
+def small_spec(*layers: int | LayerSpec | None, **shape: Any) -> ModelSpec:
+    """A spec of these layers; a number is a window in tokens, None is full attention.
 
     Args:
-        windows: window of each layer, in tokens.
+        layers: attention of each layer.
         shape: fields of the spec that differ from 4 query heads and 2 KV heads of 8 elements.
     """
     defaults: dict[str, Any] = {
@@ -24,5 +24,82 @@ def small_spec(*windows: int | None, **shape: Any) -> ModelSpec:
         "tied_embeddings": False,
         "gated_mlp": True,
     }
-    layers = tuple(LayerSpec(window=window) for window in windows)
-    return ModelSpec(num_layers=len(layers), layers=layers, **defaults | shape)
+    specs = tuple(x if isinstance(x, LayerSpec) else LayerSpec(window=x) for x in layers)
+    return ModelSpec(num_layers=len(specs), layers=specs, **defaults | shape)
+
+
+_WIDE = HeadShape(query_heads=4, kv_heads=1, key_dim=32, value_dim=32)
+CACHE_KINDS: dict[str, ModelSpec] = {
+    "unequal": small_spec(None, 8, None, value_dim=4),
+    "by_layer": small_spec(8, 8, LayerSpec(heads=_WIDE)),
+    "shared": small_spec(
+        *(8, None, LayerSpec(heads=_WIDE), LayerSpec(window=8, source=0)),
+        *(LayerSpec(source=1), LayerSpec(source=1), LayerSpec(source=2, heads=_WIDE)),
+    ),
+    "chunked": small_spec(LayerSpec(chunk=32), LayerSpec(chunk=32), None),
+}
+"""Small specs with the kinds of caches that ordinary models do not have."""
+
+PUBLIC_SHAPES: dict[str, dict[str, Any]] = {
+    # 4 sliding layers and one with full attention, of wider heads; the last 20 read KV
+    "gemma-4-e2b": {
+        "model_type": "gemma4",
+        "torch_dtype": "bfloat16",
+        "text_config": {
+            "model_type": "gemma4_text",
+            "hidden_size": 1536,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 35,
+            "num_key_value_heads": 1,
+            "num_kv_shared_layers": 20,
+            "use_double_wide_mlp": True,
+            "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+        },
+    },
+    # layers with full attention have fewer and wider heads, and one projection of keys and values
+    "gemma-4-31b": {
+        "model_type": "gemma4",
+        "torch_dtype": "bfloat16",
+        "text_config": {
+            "model_type": "gemma4_text",
+            "hidden_size": 5376,
+            "intermediate_size": 21_504,
+            "num_hidden_layers": 60,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 16,
+            "num_global_key_value_heads": 4,
+            "global_head_dim": 512,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "max_position_embeddings": 262_144,
+            "sliding_window": 1024,
+        },
+    },
+    # chunks of 8,192 tokens, every fourth layer has full attention without RoPE
+    "llama-4-scout": {
+        "model_type": "llama4",
+        "torch_dtype": "bfloat16",
+        "text_config": {
+            "model_type": "llama4_text",
+            "interleave_moe_layer_step": 1,
+            "max_position_embeddings": 10_485_760,
+            "no_rope_layers": [],
+        },
+    },
+    # keys of 192 and values of 128; windows have 8 KV heads, full attention 4
+    "mimo-v2-flash": {
+        "model_type": "mimo_v2_flash",
+        "torch_dtype": "bfloat16",
+        "hidden_size": 4096,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 4,
+        "head_dim": 192,
+        "v_head_dim": 128,
+        "sliding_window": 128,
+        "sliding_window_size": 128,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+    },
+}
+"""config.json of models whose layers differ, as published or shorter."""

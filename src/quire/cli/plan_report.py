@@ -27,6 +27,7 @@ from quire.plan.capacity import (
     WEIGHT_BITS,
     Capacity,
     CapacityVerdict,
+    LayerKind,
     MemoryLayout,
     Workload,
     assess,
@@ -36,6 +37,7 @@ from quire.plan.capacity import (
     coded_weight_bytes,
     estimate_activation_peak,
     estimate_process,
+    layer_kinds,
     sequence_bytes,
     token_bytes,
 )
@@ -102,7 +104,8 @@ class PlanReport:
     batch: int  # sequences
     memory: MemoryLayout
     capacity: Capacity
-    kv_bytes_per_token: int  # of all layers, before sliding windows are full
+    kv_bytes_per_token: int  # of all layers, before sliding windows and chunks are full
+    kinds: dict[str, LayerKind]
     disk_kv_bytes: int  # for cached prefixes
     step: DecodeStep  # bytes read by a decode step of the batch
     crossover_batch: int  # smallest batch whose KV reads exceed the weight reads
@@ -121,6 +124,11 @@ class PlanReport:
     def disk_tokens(self) -> int:
         return self.disk_kv_bytes // (self.kv_bytes_per_token + _TOKEN_ID_BYTES)
 
+    @property
+    def saved_bytes_per_token(self) -> int:
+        """Bytes that layers without KV of their own would store."""
+        return sum(kind.saved_bytes_per_token for kind in self.kinds.values())
+
     def claims(self) -> dict[str, int | float]:
         numbers: dict[str, int | float] = {
             "num_parameters": self.model.num_parameters,
@@ -131,6 +139,7 @@ class PlanReport:
             "headroom_bytes": self.memory.headroom_bytes,
             "kv_memory_bytes": self.capacity.pool_bytes,
             "kv_bytes_per_token": self.kv_bytes_per_token,
+            "kv_bytes_per_token_saved_by_sharing": self.saved_bytes_per_token,
             "disk_tokens": self.disk_tokens,
             "page_bytes": self.capacity.page_bytes,
             "pool_pages": self.capacity.pool_pages,
@@ -152,6 +161,7 @@ class PlanReport:
             "memory": asdict(self.memory),
             "capacity": asdict(self.capacity),
             "decode_step": asdict(self.step),
+            "kinds": {name: asdict(kind) for name, kind in self.kinds.items()},
             "choices": [asdict(choice) for choice in self.choices],
             "workload": None if self.verdict is None else asdict(self.verdict),
         }
@@ -215,6 +225,7 @@ def plan_report(
         memory=memory,
         capacity=fits,
         kv_bytes_per_token=math.ceil(token_bytes(layout)),
+        kinds=layer_kinds(layout),
         disk_kv_bytes=options.disk_kv_bytes,
         step=decode_step(
             model,
@@ -459,10 +470,12 @@ def render(report: PlanReport, quality: Quality | None = None) -> RenderableType
     """
     coded = report.weight_codec != "auto"
     weights = f"{report.dtype}, quantized to {report.weight_codec}" if coded else report.dtype
+    heads = " or ".join(
+        dict.fromkeys(_heads_text(h.kv_heads, h.key_dim, h.value_dim) for h in report.model.heads)
+    )
     title = Text(
         f"{report.model_name}: {report.model.num_parameters:,} parameters,"
-        f" {report.model.num_layers} layers, {report.model.num_kv_heads} KV heads of"
-        f" {report.model.head_dim}, weights {weights}, KV {report.kv_codec}",
+        f" {report.model.num_layers} layers, {heads}, weights {weights}, KV {report.kv_codec}",
         style="bold",
     )
     parts: list[RenderableType] = [
@@ -470,6 +483,7 @@ def render(report: PlanReport, quality: Quality | None = None) -> RenderableType
         memory_bar(report.shown_memory),
         memory_table(report.shown_memory),
         capacity_table(report),
+        *([kinds_table(report)] if _has_kinds(report) else []),
         choices_table(report),
     ]
     if report.free_bytes is not None:
@@ -524,10 +538,11 @@ def capacity_table(report: PlanReport) -> Table:
     table = Table("KV", "", show_header=False)
     per_token = report.kv_bytes_per_token
     table.add_row("bytes per token", f"{per_token:,} ({format_size(per_token)})")
-    table.add_row(
-        "page size", f"{fits.page_bytes:,} B: {fits.page_tokens} tokens of one layer, all KV heads"
-    )
-    table.add_row("pages", f"{fits.pool_pages:,}")
+    tokens = f"{fits.page_tokens} tokens of one layer, all KV heads"
+    sizes = sorted({kind.page_bytes for kind in report.kinds.values()})
+    table.add_row("page size", f"{' or '.join(f'{size:,}' for size in sizes)} B: {tokens}")
+    if len(sizes) == 1:
+        table.add_row("pages", f"{fits.pool_pages:,}")
     possible = fits.limit != "context"
     table.add_row(f"sequences of {fits.sequence_tokens:,} tokens", _sequences(report))
     if possible:
@@ -544,6 +559,40 @@ def capacity_table(report: PlanReport) -> Table:
             "KV reads exceed weight reads",
             f"from batch {report.crossover_batch:,}; at batch {report.batch:,} KV is"
             f" {report.step.kv_share:.1%} of the bytes read by a decode step",
+        )
+    return table
+
+
+def _heads_text(kv_heads: int, key_dim: int, value_dim: int) -> str:
+    dims = f"{key_dim}" if key_dim == value_dim else f"{key_dim} (keys) and {value_dim} (values)"
+    return f"{kv_heads} KV head{'s' * (kv_heads > 1)} of {dims}"
+
+
+def _has_kinds(report: PlanReport) -> bool:
+    kinds = report.kinds.values()
+    return len(kinds) > 1 or any(kind.max_tokens or kind.reading_layers for kind in kinds)
+
+
+def kinds_table(report: PlanReport) -> Table:
+    """KV of each kind of layer, the bound of windows and chunks, and the saving of shared KV."""
+    table = Table("layers", "", "heads", "B per token", "a sequence holds", title_justify="left")
+    table.title = "KV by kind of layer"
+    for column in (table.columns[1], table.columns[3]):
+        column.justify = "right"
+    for name, kind in report.kinds.items():
+        held = "all tokens"
+        if kind.max_tokens is not None and kind.max_bytes is not None:
+            held = f"at most {kind.max_tokens:,} tokens, {format_size(kind.max_bytes)}"
+        heads = _heads_text(kind.kv_heads, kind.key_dim, kind.value_dim)
+        layers, per_token = f"{kind.layers}", f"{kind.bytes_per_token:,}"
+        table.add_row(name.replace("_", " "), layers, heads, per_token, held)
+        if kind.reading_layers:
+            table.add_row("", f"{kind.reading_layers}", "read the KV of these", "0", "")
+    saved, own = report.saved_bytes_per_token, report.kv_bytes_per_token
+    if saved:
+        table.caption = (
+            f"layers that read the KV of others save {saved:,} of {own + saved:,} B per token "
+            f"({saved / (own + saved):.0%})"
         )
     return table
 

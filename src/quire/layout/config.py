@@ -23,12 +23,12 @@ _GEMMA3: Mapping[str, object] = {
     "sliding_window_pattern": 6,
 }
 _GEMMA4: Mapping[str, object] = {
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "sliding_window": 512,
-    "sliding_window_pattern": 6,
-    "global_head_dim": 512,
-}
+    "vocab_size": 262_144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512,
+    "max_position_embeddings": 131_072, "sliding_window": 512, "sliding_window_pattern": 6,
+    "vocab_size_per_layer_input": 262_144, "hidden_size_per_layer_input": 256,
+    "enable_moe_block": False,
+}  # fmt: skip
 
 DEFAULTS: Mapping[str, Mapping[str, object]] = {
     "bloom": {"seq_length": 2048},
@@ -39,19 +39,36 @@ DEFAULTS: Mapping[str, Mapping[str, object]] = {
     "gemma3": _GEMMA3,
     "gemma3_text": _GEMMA3,
     "gemma3n_text": {
-        "num_key_value_heads": 2,
-        "head_dim": 256,
-        "sliding_window": 512,
-        "sliding_window_pattern": 5,
-        "num_kv_shared_layers": 15,
+        "vocab_size": 262_400, "hidden_size": 2048, "intermediate_size": 16_384,
+        "num_hidden_layers": 35, "num_attention_heads": 8, "num_key_value_heads": 2,
+        "head_dim": 256, "max_position_embeddings": 32_768, "sliding_window": 512,
+        "sliding_window_pattern": 5, "num_kv_shared_layers": 15, "laurel_rank": 64,
+        "altup_num_inputs": 4, "vocab_size_per_layer_input": 262_144,
+        "hidden_size_per_layer_input": 256,
     },
     "gemma4_text": _GEMMA4,
-    "gemma4_unified_text": _GEMMA4,
+    "gemma4_unified_text": {
+        **_GEMMA4, "max_position_embeddings": 262_144, "sliding_window": 1024,
+        "hidden_size_per_layer_input": 0,
+    },
     "gpt_bigcode": {"multi_query": True},
     "gpt_neo": {"window_size": 256},
     "gpt_oss": {"head_dim": 64, "sliding_window": 128, "sliding_window_pattern": 2},
-    "llama4_text": {"attention_chunk_size": 8192},
-    "mimo_v2_flash": {"head_dim": 192, "v_head_dim": 128, "sliding_window": 129},
+    "llama4_text": {
+        "vocab_size": 202_048, "hidden_size": 5120, "intermediate_size": 8192,
+        "intermediate_size_mlp": 16_384, "num_hidden_layers": 48, "num_attention_heads": 40,
+        "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131_072,
+        "attention_chunk_size": 8192, "num_local_experts": 16, "num_experts_per_tok": 1,
+        "n_shared_experts": 1,
+    },
+    "mimo_v2_flash": {
+        "vocab_size": 152_576, "hidden_size": 4096, "intermediate_size": 16_384,
+        "moe_intermediate_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 64,
+        "num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128,
+        "max_position_embeddings": 131_072, "sliding_window": 129, "sliding_window_pattern": 6,
+        "max_window_layers": 1, "n_routed_experts": 256, "num_experts_per_tok": 8,
+        "first_k_dense_replace": 1,
+    },
     "mistral": {"sliding_window": 4096},
     "olmo3": {"sliding_window": 4096, "sliding_window_pattern": 4},
     "qwen2": {"use_sliding_window": False, "max_window_layers": 28},
@@ -60,14 +77,15 @@ DEFAULTS: Mapping[str, Mapping[str, object]] = {
     "qwen3_moe": {"use_sliding_window": False},
     "smollm3": {"use_sliding_window": False},
     "vaultgemma": {"head_dim": 256, "sliding_window": 4096, "sliding_window_pattern": 2},
-}
+}  # fmt: skip
 """Values of missing keys, by model type."""
 
 TIED_BY_DEFAULT = frozenset(
     {
         "biogpt", "bloom", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "falcon", "gemma",
-        "gemma2", "gemma3", "gemma3_text", "gpt2", "gpt_bigcode", "gpt_neo", "granite_swa", "mpt",
-        "openai-gpt", "opt", "smollm3", "starcoder2", "vaultgemma", "xglm",
+        "gemma2", "gemma3", "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text",
+        "gpt2", "gpt_bigcode", "gpt_neo", "granite_swa", "mpt", "openai-gpt", "opt", "smollm3",
+        "starcoder2", "vaultgemma", "xglm",
     }
 )  # fmt: skip
 """Families whose `tie_word_embeddings` is true by default."""
@@ -93,6 +111,15 @@ LEARNED_POSITIONS: Mapping[str, int] = {
 
 TWICE_THE_KV_HEADS = frozenset({"mimo_v2_flash"})
 """Families whose sliding-window layers have twice the KV heads of the others."""
+
+WINDOW_WITHOUT_QUERY = frozenset({"mimo_v2_flash"})
+"""Families that also have the key `sliding_window_size`, which does not count the query."""
+
+LAST_LAYER_FULL = frozenset({"gemma4_text", "gemma4_unified_text"})
+"""Families whose last layer has full attention, whatever `layer_types` says."""
+
+DENSE_BESIDE_EXPERTS = frozenset({"gemma4_text"})
+"""Families whose layers with experts have a dense MLP too."""
 
 WINDOW_IGNORED = frozenset({"llama"})
 """Families whose attention ignores `sliding_window`."""
@@ -181,9 +208,12 @@ def check_sizes(config: Mapping[str, object]) -> None:
             not a name; the message names the key.
     """
     reader = ConfigReader(config)
+    num_layers = reader.num_layers()
     for names in SIZES:
-        reader.positive_integer(*names)
-    reader.num_layers()
+        if names[0] == "intermediate_size":
+            reader.sizes(num_layers or 1, *names)
+        else:
+            reader.positive_integer(*names)
     reader.dtype()
     for key in ("rope_parameters", "rope_scaling"):
         for name in ROTARY_FRACTIONS:
@@ -288,6 +318,24 @@ class ConfigReader:
         if value is not None and not isinstance(value, list | tuple):
             raise ModelError(f"config.json: {name!r} is {shown(value)}, expected a list")
         return None if value is None else list(value)
+
+    def sizes(self, num_layers: int, *names: str) -> list[int] | None:
+        """Return a positive integer of each layer, from a list or from one integer for all.
+
+        Raises:
+            ModelError: another value, or a list of another length.
+        """
+        name, value = self._named(*names)
+        if not isinstance(value, list | tuple):
+            size = self.positive_integer(*names)
+            return None if size is None else [size] * num_layers
+        found = [size for size in value if _is_integer(size) and 1 <= size <= LARGEST_INTEGER]
+        if not len(found) == len(value) == num_layers:
+            raise ModelError(
+                f"config.json: {name!r} is {shown(value)}, expected an integer of 1 or more for "
+                f"each of {num_layers} layers"
+            )
+        return found
 
     def integers(self, name: str) -> Collection[int]:
         """Return a list of integers, empty if the key is missing or null.

@@ -6,16 +6,23 @@ Layers of a model from its config: sliding windows, experts, and vector paramete
 
 A config has five keys for windows, read in this order: `use_sliding_window: false`; the list
 `layer_types`; GPT-Neo's `attention_types`; the period `sliding_window_pattern`, whose last layer
-has full attention; `max_window_layers`, below which all layers have full attention. Otherwise
+has full attention; and `max_window_layers`, below which all layers have full attention. Otherwise
 `sliding_window` applies to all layers.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from quire.errors import ConfigError, ModelError, UnsupportedModel
 from quire.layout.config import (
+    DENSE_BESIDE_EXPERTS,
+    LAST_LAYER_FULL,
     LEARNED_POSITIONS,
     MAX_LAYERS,
     REFUSED,
@@ -23,11 +30,14 @@ from quire.layout.config import (
     TWICE_THE_KV_HEADS,
     UNGATED,
     WINDOW_IGNORED,
+    WINDOW_WITHOUT_QUERY,
     ConfigReader,
     shown,
 )
 
-# Layers with full attention and layers with a sliding window.
+Counts = NDArray[np.int64]
+
+# Layers with full attention, with a sliding window, and with chunked attention.
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 _KINDS = {
@@ -73,6 +83,11 @@ class HeadShape:
         """Elements that a layer stores per token: a key and a value per KV head."""
         return self.kv_heads * (self.key_dim + self.value_dim)
 
+    def of_rank(self, size: int) -> "HeadShape":
+        """Return the heads of one of `size` ranks of a tensor-parallel group."""
+        query_heads, kv_heads = self.query_heads // size, self.kv_heads // size
+        return replace(self, query_heads=query_heads, kv_heads=kv_heads)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
@@ -86,25 +101,45 @@ class LayerSpec:
         source: the layer whose keys and values this layer reads; it stores none itself. None: it
             stores its own.
         heads: its heads if they differ from the other layers; None: those of the model.
+        keys_from_values: keys and values have one projection, and the key is computed from the
+            value.
     """
 
     window: int | None = None
     chunk: int | None = None
     source: int | None = None
     heads: HeadShape | None = None
+    keys_from_values: bool = False
 
     @property
     def stores_all(self) -> bool:
         """Whether it stores the keys and values of all tokens: only such layers can evict."""
         return self.source is None and self.window is None and self.chunk is None
 
-    def held_tokens(self, tokens: int) -> int:
-        """Return how many of a sequence's tokens this layer still needs."""
-        if self.source is not None:
-            return 0
+    def seen_tokens(self, tokens: int) -> int:
+        """Return how many of a sequence's `tokens` tokens its last one attends to."""
         if self.chunk is not None:
             return min(tokens, (tokens - 1) % self.chunk + 1)
         return tokens if self.window is None else min(tokens, self.window)
+
+    def seen_in_step(self, new: Counts, before: Counts) -> Counts:
+        """Return how many tokens `new` tokens after `before` others attend to, all together."""
+        if self.chunk is not None:
+            return before % self.chunk + new
+        seen = before + new
+        return seen if self.window is None else np.minimum(seen, self.window + new - 1)
+
+    def pairs_in_step(self, new: Counts, before: Counts) -> Counts:
+        """Return the pairs of a new token and a token that it attends to."""
+        return self._pairs(before + new) - self._pairs(before)
+
+    def _pairs(self, tokens: Counts) -> Counts:
+        """Pairs of the first `tokens` tokens: the sum of `seen_tokens`."""
+        if self.chunk is not None:
+            whole, rest = tokens // self.chunk, tokens % self.chunk
+            return (whole * self.chunk * (self.chunk + 1) + rest * (rest + 1)) // 2
+        hidden = 0 * tokens if self.window is None else np.maximum(tokens - self.window, 0)
+        return (tokens * (tokens + 1) - hidden * (hidden + 1)) // 2
 
 
 def read_layers(reader: ConfigReader, num_layers: int, heads: HeadShape) -> tuple[LayerSpec, ...]:
@@ -121,58 +156,83 @@ def read_layers(reader: ConfigReader, num_layers: int, heads: HeadShape) -> tupl
         UnsupportedModel: a layer has another kind of attention.
     """
     kinds = _layer_kinds(reader, num_layers)
+    if reader.model_type in LAST_LAYER_FULL:
+        kinds[-1] = FULL
+    one_projection = reader.flag("attention_k_eq_v", default=False)
     sizes = {FULL: None, SLIDING: _window(reader), CHUNKED: _chunk(reader)}
     for kind, name in ((SLIDING, "sliding_window"), (CHUNKED, "attention_chunk_size")):
         if kind in kinds and sizes[kind] is None:
             raise reader.missing(name)
     first_reader = num_layers - (reader.optional_integer("num_kv_shared_layers") or 0)
     sources = {kind: layer for layer, kind in enumerate(kinds[: max(first_reader, 0)])}
-    found = []
-    for layer, kind in enumerate(kinds):
-        if layer >= first_reader and kind not in sources:
+    shapes = [_layer_heads(reader, layer, kind, heads) for layer, kind in enumerate(kinds)]
+    for layer in range(max(first_reader, 0), num_layers):
+        source = sources.get(kinds[layer])
+        if source is None or shapes[source] != shapes[layer]:
             raise ModelError(
-                f"config.json: layer {layer} ({kind}) reads the keys and values of an earlier layer"
-                f" of its type, and all have num_kv_shared_layers={num_layers - first_reader}"
+                f"config.json: num_kv_shared_layers={num_layers - first_reader}, but layer {layer} "
+                f"({kinds[layer]}) has no earlier layer of its type and with its heads whose keys "
+                "and values it can read"
             )
-        shape = _layer_heads(reader, layer, kind, heads)
-        found.append(
-            LayerSpec(
-                window=sizes[SLIDING] if kind == SLIDING else None,
-                chunk=sizes[CHUNKED] if kind == CHUNKED else None,
-                source=sources[kind] if layer >= first_reader else None,
-                heads=None if shape == heads else shape,
-            )
+    return tuple(
+        LayerSpec(
+            window=sizes[SLIDING] if kind == SLIDING else None,
+            chunk=sizes[CHUNKED] if kind == CHUNKED else None,
+            source=sources[kind] if layer >= first_reader else None,
+            heads=None if shape == heads else shape,
+            keys_from_values=one_projection and kind == FULL,
         )
-    return tuple(found)
+        for layer, (kind, shape) in enumerate(zip(kinds, shapes, strict=True))
+    )
+
+
+_OF_A_LAYER = ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim")
 
 
 def _layer_heads(reader: ConfigReader, layer: int, kind: str, heads: HeadShape) -> HeadShape:
     """The heads of a layer: overrides of `per_layer_config`, or of its kind of attention."""
-    own = ConfigReader({**_overrides(reader, layer, kind), "model_type": reader.model_type})
-    key_dim = own.positive_integer("head_dim") or heads.key_dim
-    kv_heads = own.positive_integer("num_key_value_heads") or heads.kv_heads
-    if reader.model_type in TWICE_THE_KV_HEADS and kind == SLIDING:
-        kv_heads = 2 * heads.kv_heads
-    value_dim = own.positive_integer("v_head_dim") or (
-        key_dim if heads.key_dim == heads.value_dim else heads.value_dim
-    )
+    overrides = _overrides(reader, layer, kind)
+    # a name that has no defaults: those of the family are in `heads`
+    own = ConfigReader({**overrides, "model_type": f"{reader.model_type}, layer {layer}"})
+    for key in overrides:
+        if key not in _OF_A_LAYER:
+            raise UnsupportedModel(
+                f"layer {layer} has its own {key!r} (per_layer_config in config.json): layers can "
+                f"differ in {', '.join(_OF_A_LAYER)}"
+            )
+    query_heads, kv_heads, key_dim, value_dim = map(own.positive_integer, _OF_A_LAYER)
+    query_heads, key_dim = query_heads or heads.query_heads, key_dim or heads.key_dim
+    twice = reader.model_type in TWICE_THE_KV_HEADS and kind == SLIDING
+    kv_heads = kv_heads or heads.kv_heads * (2 if twice else 1)
+    if query_heads % kv_heads:
+        raise ModelError(
+            f"config.json: layer {layer} has num_attention_heads={query_heads}, not a multiple of "
+            f"its num_key_value_heads={kv_heads}"
+        )
+    same_dims = heads.key_dim == heads.value_dim
     return HeadShape(
-        query_heads=own.positive_integer("num_attention_heads") or heads.query_heads,
+        query_heads=query_heads,
         kv_heads=kv_heads,
         key_dim=key_dim,
-        value_dim=value_dim,
+        value_dim=value_dim or (key_dim if same_dims else heads.value_dim),
     )
 
 
 def _overrides(reader: ConfigReader, layer: int, kind: str) -> Mapping[str, object]:
     by_layer = reader.find("per_layer_config")
-    if isinstance(by_layer, Mapping):
-        own = by_layer.get(layer, by_layer.get(str(layer), {}))
-        return own if isinstance(own, Mapping) else {}
+    if by_layer is not None:
+        try:  # keys are written with leading zeros
+            own = {int(key): each for key, each in dict(by_layer).items()}.get(layer, {})  # type: ignore[call-overload]
+            return dict(own)
+        except (TypeError, ValueError):
+            raise ModelError(
+                f"config.json: 'per_layer_config' is {shown(by_layer)}, expected an object of "
+                "layer numbers and objects"
+            ) from None
     if kind != FULL or reader.find("global_head_dim") is None:
         return {}
     own = {"head_dim": reader.find("global_head_dim")}
-    if reader.flag("attention_k_eq_v", default=reader.model_type != "gemma4_text"):
+    if reader.flag("attention_k_eq_v", default=False):
         own["num_key_value_heads"] = reader.find("num_global_key_value_heads")
     return own
 
@@ -195,9 +255,7 @@ def _layer_kinds(reader: ConfigReader, num_layers: int) -> list[str]:
     period = reader.optional_integer("sliding_window_pattern", "_sliding_window_pattern")
     first = reader.optional_integer("max_window_layers") or 0
     slides = (
-        ((layer + 1) % period != 0 for layer in range(num_layers))
-        if period
-        else (layer >= first for layer in range(num_layers))
+        layer >= first and (not period or (layer + 1) % period != 0) for layer in range(num_layers)
     )
     return [SLIDING if one else FULL for one in slides]
 
@@ -225,6 +283,10 @@ def _chunk(reader: ConfigReader) -> int | None:
 def _window(reader: ConfigReader) -> int | None:
     if reader.model_type in WINDOW_IGNORED:
         return None
+    if reader.model_type in WINDOW_WITHOUT_QUERY:
+        size = reader.optional_integer("sliding_window_size")
+        if size is not None:
+            return size + 1
     # null: no window; absent key: the family's default; 0: null in old files
     if reader.is_null("sliding_window"):
         return None
@@ -303,16 +365,19 @@ def read_mixture(reader: ConfigReader, num_layers: int) -> MixtureSpec | None:
         "moe_num_experts",
         "ffn_config.moe_num_experts",
     )
-    if num_experts is None or num_experts <= 1:
+    if num_experts is None or num_experts <= 1 or not reader.flag("enable_moe_block", default=True):
         return None
-    expert_size = reader.integer(
-        "moe_intermediate_size", "ffn_config.ffn_hidden_size", "intermediate_size"
-    )
+    own_size = reader.positive_integer("moe_intermediate_size", "ffn_config.ffn_hidden_size")
+    expert_size = own_size or reader.integer("intermediate_size")
     return MixtureSpec(
-        num_layers=_expert_layers(reader, num_layers),
+        num_layers=len(_expert_layers(reader, num_layers)),
         num_experts=num_experts,
         experts_per_token=reader.integer(
-            "num_experts_per_tok", "num_experts_per_token", "moe_k", "ffn_config.moe_top_k"
+            "num_experts_per_tok",
+            "num_experts_per_token",
+            "moe_k",
+            "ffn_config.moe_top_k",
+            "top_k_experts",
         ),
         expert_size=expert_size,
         shared_size=_shared_size(reader, expert_size),
@@ -327,13 +392,88 @@ def _shared_size(reader: ConfigReader, expert_size: int) -> int:
     return (shared or 0) * expert_size
 
 
-def _expert_layers(reader: ConfigReader, num_layers: int) -> int:
+def _expert_layers(reader: ConfigReader, num_layers: int) -> Collection[int]:
+    """Layers with experts, if the model has experts."""
+    kinds = reader.sequence("mlp_layer_types")
+    if kinds is not None:
+        if len(kinds) != num_layers:
+            raise ModelError(
+                f"config.json: 'mlp_layer_types' has {len(kinds)} entries, but the model has"
+                f" {num_layers} layers"
+            )
+        return [layer for layer, kind in enumerate(kinds) if kind != "dense"]
+    listed = reader.integers("moe_layers")
+    if listed:
+        return {layer for layer in listed if 0 <= layer < num_layers}
     first = reader.optional_integer("first_k_dense_replace", "moe_layer_start_index") or 0
-    step = reader.positive_integer("decoder_sparse_step") or 1
+    step = reader.positive_integer("decoder_sparse_step", "interleave_moe_layer_step") or 1
     dense_layers = reader.integers("mlp_only_layers")
-    return sum(
-        layer >= first and layer not in dense_layers and (layer + 1) % step == 0
+    return [
+        layer
         for layer in range(num_layers)
+        if layer >= first and layer not in dense_layers and (layer + 1) % step == 0
+    ]
+
+
+_WIDTHS = (
+    *("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "moe_intermediate_size"),
+    "ffn_config.ffn_hidden_size",
+)
+
+
+def _dense_sizes(
+    reader: ConfigReader, layers: Sequence[LayerSpec], hidden_size: int
+) -> tuple[int, ...]:
+    """The width of each layer's dense MLP, whether the layer has one or only experts."""
+    sizes = reader.sizes(len(layers), "intermediate_size_mlp") or reader.sizes(
+        len(layers), *_WIDTHS
+    )
+    if sizes is None and reader.model_type not in UNGATED:
+        raise reader.missing(*_WIDTHS)
+    sizes = sizes or [4 * hidden_size] * len(layers)
+    if reader.flag("use_double_wide_mlp", default=False):
+        of_layers = zip(sizes, layers, strict=True)
+        sizes = [size * (1 if layer.source is None else 2) for size, layer in of_layers]
+    return tuple(sizes)
+
+
+# ---- further weights -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtraSpec:
+    """Weights beside attention and MLP: per-layer embeddings, and LAuReL and AltUp of Gemma 3n.
+
+    Attributes:
+        layer_vocab: rows of the lookup table of per-layer embeddings.
+        layer_width: elements of a token's embedding for one layer; 0: no such embeddings.
+        laurel_rank: rank of the second residual path of a layer; 0: none.
+        streams: copies of the residual stream (AltUp); 0: it is one.
+    """
+
+    layer_vocab: int = 0
+    layer_width: int = 0
+    laurel_rank: int = 0
+    streams: int = 0
+
+    def layer_parameters(self, hidden_size: int) -> int:
+        """Return the parameters of one layer: projections, and AltUp's router and coefficients."""
+        per_element = 2 * (self.layer_width + self.laurel_rank) + self.streams
+        return hidden_size * per_element + self.streams**2 + self.streams**3
+
+    def model_parameters(self, hidden_size: int, num_layers: int) -> int:
+        """Return the parameters outside of layers, without the lookup table."""
+        per_layer = self.layer_width * (hidden_size * num_layers + 1) if self.layer_width else 0
+        return per_layer + 2 * max(self.streams - 1, 0) * hidden_size**2
+
+
+def read_extra(reader: ConfigReader) -> ExtraSpec:
+    """Return the weights beside attention and MLP."""
+    return ExtraSpec(
+        layer_vocab=reader.optional_integer("vocab_size_per_layer_input") or 0,
+        layer_width=reader.optional_integer("hidden_size_per_layer_input") or 0,
+        laurel_rank=reader.optional_integer("laurel_rank") or 0,
+        streams=reader.optional_integer("altup_num_inputs") or 0,
     )
 
 
@@ -345,6 +485,7 @@ def _expert_layers(reader: ConfigReader, num_layers: int) -> int:
 
 PER_HEAD = "head"
 PER_PROJECTION = "projection"
+ALL, IN_WINDOWS = "all", "window"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -361,7 +502,8 @@ class VectorSpec:
         layer_norms: number of norms of one layer, each as wide as the hidden size.
         query_key_norm: norm of queries and keys: "" (none), "head" (one weight for all heads), or
             "projection" (weight as wide as the projection).
-        sinks: attention has a learned sink logit for each query head.
+        sinks: layers whose attention has a learned sink logit for each query head: "" (none),
+            "all", or "window" (those with a sliding window).
     """
 
     qkv_bias: bool = False
@@ -372,21 +514,26 @@ class VectorSpec:
     head_bias: bool = False
     layer_norms: int = 2
     query_key_norm: str = ""
-    sinks: bool = False
+    sinks: str = ""
 
-    def attention_parameters(self, heads: HeadShape, kv_heads: int) -> int:
+    def attention_parameters(self, heads: HeadShape, layer: LayerSpec, qkv: int) -> int:
         """Return the vector parameters of one layer's attention, without the output bias.
 
         Args:
             heads: heads of the layer.
-            kv_heads: KV heads with projections; 0 if the layer reads those of another layer.
+            layer: the layer.
+            qkv: outputs of its projections of queries, keys and values.
         """
-        queries, keys = heads.query_heads * heads.key_dim, kv_heads * heads.key_dim
-        key_norm = heads.key_dim if kv_heads else 0
-        norms = {PER_HEAD: heads.key_dim + key_norm, PER_PROJECTION: queries + keys}
-        biases = queries + keys + kv_heads * heads.value_dim if self.qkv_bias else 0
-        own = norms.get(self.query_key_norm, 0)
-        return biases + own + (heads.query_heads if self.sinks else 0)
+        own = layer.source is None
+        kv_heads = heads.kv_heads if own else 0
+        in_all = (heads.query_heads + kv_heads) * heads.key_dim
+        norms = {PER_HEAD: heads.key_dim * (2 if own else 1), PER_PROJECTION: in_all}
+        has_sinks = self.sinks == ALL or (self.sinks == IN_WINDOWS and layer.window is not None)
+        return (
+            (qkv if self.qkv_bias else 0)
+            + norms.get(self.query_key_norm, 0)
+            + (heads.query_heads if has_sinks else 0)
+        )
 
     def norm_parameters(self, hidden_size: int) -> int:
         """Return the parameters of one norm of the residual stream."""
@@ -403,6 +550,10 @@ _IMPLIED: Mapping[str, Mapping[str, bool | int | str]] = {
     "gemma2": {"layer_norms": 4},
     "gemma3": {"layer_norms": 4, "query_key_norm": PER_HEAD},
     "gemma3_text": {"layer_norms": 4, "query_key_norm": PER_HEAD},
+    # LAuReL, AltUp and per-layer embeddings have a norm each, AltUp a scale
+    "gemma3n_text": {"layer_norms": 8, "query_key_norm": PER_HEAD},
+    "gemma4_text": {"layer_norms": 4, "query_key_norm": PER_HEAD},
+    "gemma4_unified_text": {"layer_norms": 4, "query_key_norm": PER_HEAD},
     "glm": {"qkv_bias": True},
     "glm4": {"qkv_bias": False, "layer_norms": 4},
     "gpt2": _ALL_BIASES,
@@ -413,8 +564,9 @@ _IMPLIED: Mapping[str, Mapping[str, bool | int | str]] = {
         "output_bias": True,
         "mlp_bias": True,
         "router_bias": True,
-        "sinks": True,
+        "sinks": ALL,
     },
+    "mimo_v2_flash": {"sinks": IN_WINDOWS},
     "olmo2": {"query_key_norm": PER_PROJECTION},
     "olmo3": {"query_key_norm": PER_PROJECTION},
     "opt": _ALL_BIASES,
@@ -436,7 +588,7 @@ _SWITCHES: Mapping[str, tuple[str, ...]] = {
     "enable_bias": ("qkv_bias", "output_bias", "mlp_bias"),
     "use_bias": ("qkv_bias", "output_bias", "mlp_bias"),
 }
-_WITHOUT_OUTPUT_BIAS = frozenset({"glm", "glm4", "helium"})
+_WITHOUT_OUTPUT_BIAS = frozenset({"glm", "glm4", "helium", "mimo_v2_flash"})
 _WITHOUT_SWITCHES = frozenset({"phi", "phi3", "qwen2"})
 
 
@@ -446,14 +598,20 @@ def read_vectors(reader: ConfigReader) -> VectorSpec:
     Raises:
         ModelError: a flag is neither true nor false.
     """
-    fields = dict(_IMPLIED.get(reader.model_type, {}))
+    fields: dict[str, Any] = dict(_IMPLIED.get(reader.model_type, {}))
     switches = {} if reader.model_type in _WITHOUT_SWITCHES else _SWITCHES
     for key, switched in switches.items():
         if reader.find(key) is not None:
             fields.update(dict.fromkeys(switched, reader.flag(key, default=False)))
     if reader.model_type in _WITHOUT_OUTPUT_BIAS:
         fields["output_bias"] = False
-    return VectorSpec(**fields)  # type: ignore[arg-type]
+    if reader.model_type == "gemma4_text":
+        if reader.optional_integer("hidden_size_per_layer_input"):
+            fields["layer_norms"] += 1
+        if reader.flag("enable_moe_block", default=False):  # three norms, and scales of the router
+            fields["layer_norms"] += 4
+            fields["router_bias"] = True
+    return VectorSpec(**fields)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -467,7 +625,7 @@ class ModelSpec:
         num_kv_heads: key and value heads (GQA: fewer than query heads; MQA: one).
         head_dim: elements of a query and of a key.
         hidden_size: width of the residual stream.
-        intermediate_size: width of the dense MLP.
+        intermediate_size: width of the dense MLP; of the widest.
         vocab_size: rows of the embedding.
         max_positions: the context, in tokens.
         tied_embeddings: input and output embeddings are one matrix.
@@ -478,6 +636,9 @@ class ModelSpec:
         mixture: the expert layers of a mixture of experts; None for a dense model.
         vectors: biases, norms and sinks of a layer.
         value_dim: elements of a value; None: `head_dim`.
+        dense_sizes: widths of the dense MLPs, of the layers that have one; None: all have
+            `intermediate_size`.
+        extra: weights beside attention and MLP.
         heads: the heads of each layer; derived.
 
     Raises:
@@ -502,6 +663,8 @@ class ModelSpec:
     mixture: MixtureSpec | None = None
     vectors: VectorSpec = PLAIN
     value_dim: int | None = None
+    dense_sizes: tuple[int, ...] | None = None
+    extra: ExtraSpec = ExtraSpec()
     heads: tuple[HeadShape, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -546,6 +709,12 @@ class ModelSpec:
             value_dim=reader.positive_integer("v_head_dim") or head_dim,
         )
         extra_rows = LEARNED_POSITIONS.get(kind)
+        layers, mixture = read_layers(reader, num_layers, heads), read_mixture(reader, num_layers)
+        dense_sizes = _dense_sizes(reader, layers, hidden_size)
+        widest = max(dense_sizes)
+        if mixture is not None and kind not in DENSE_BESIDE_EXPERTS:
+            sparse = _expert_layers(reader, num_layers)
+            dense_sizes = tuple(s for layer, s in enumerate(dense_sizes) if layer not in sparse)
         return cls(
             architecture=kind,
             num_layers=num_layers,
@@ -554,16 +723,18 @@ class ModelSpec:
             head_dim=head_dim,
             value_dim=heads.value_dim,
             hidden_size=hidden_size,
-            intermediate_size=_intermediate_size(reader, hidden_size),
+            intermediate_size=widest,
             vocab_size=reader.integer("vocab_size"),
             max_positions=max_positions,
             tied_embeddings=reader.flag("tie_word_embeddings", default=kind in TIED_BY_DEFAULT),
             gated_mlp=kind not in UNGATED,
-            layers=read_layers(reader, num_layers, heads),
+            layers=layers,
             learned_positions=0 if extra_rows is None else max_positions + extra_rows,
             embedding_size=reader.positive_integer("word_embed_proj_dim"),
-            mixture=read_mixture(reader, num_layers),
+            mixture=mixture,
             vectors=read_vectors(reader),
+            dense_sizes=None if set(dense_sizes) == {widest} and mixture is None else dense_sizes,
+            extra=read_extra(reader),
         )
 
     @property
@@ -579,6 +750,14 @@ class ModelSpec:
     def kv_layers(self) -> int:
         """Number of layers that store keys and values."""
         return sum(layer.source is None for layer in self.layers)
+
+    @property
+    def attention(self) -> Mapping[tuple[LayerSpec, HeadShape], int]:
+        """The number of layers of each kind, with their heads."""
+        return Counter(
+            (replace(layer, source=layer.source and 0), heads)
+            for layer, heads in zip(self.layers, self.heads, strict=True)
+        )
 
     @property
     def kv_values_per_layer_token(self) -> float:
@@ -598,12 +777,16 @@ class ModelSpec:
         """Return the bytes of one token in all layers, ignoring windows."""
         return math.ceil(self.kv_values_per_token * bytes_per_value)
 
-    def kv_bytes(self, tokens: int, bytes_per_value: int | float) -> int:
+    def kv_bytes(
+        self, tokens: int, bytes_per_value: int | float, *, read_in_step: bool = False
+    ) -> int:
         """Return the bytes of one sequence's KV; window layers hold at most their window.
 
         Args:
             tokens: length of the sequence.
             bytes_per_value: 2 for fp16 and bf16, 0.5 for a 4-bit codec without its metadata.
+            read_in_step: count the bytes that a decode step reads: those that several layers read
+                count for each of them.
 
         Raises:
             ConfigError: a negative length.
@@ -611,8 +794,9 @@ class ModelSpec:
         if tokens < 0:
             raise ConfigError(f"expected tokens of 0 or more, got {tokens}")
         values = sum(
-            layer.held_tokens(tokens) * heads.values_per_token
+            layer.seen_tokens(tokens) * heads.values_per_token
             for heads, layer in zip(self.heads, self.layers, strict=True)
+            if layer.source is None or read_in_step
         )
         return math.ceil(values * bytes_per_value)
 
@@ -646,7 +830,27 @@ class ModelSpec:
     def lookup_parameters(self) -> int:
         """Number of parameters of lookup tables, of which a step reads only a few rows."""
         table = 0 if self.tied_embeddings else self.embedding_parameters
-        return table + self.learned_positions * self.hidden_size
+        return table + self.learned_positions * self.hidden_size + self._layer_embeddings
+
+    @property
+    def _layer_embeddings(self) -> int:
+        return self.extra.layer_vocab * self.num_layers * self.extra.layer_width
+
+    @property
+    def projections(self) -> tuple[int, int]:
+        """Weights of all layers' projections: of queries, keys and values, and of the output."""
+        each = [self._projections(*x) for x in zip(self.heads, self.layers, strict=True)]
+        qkv, output = (self.hidden_size * sum(widths) for widths in zip(*each, strict=True))
+        return qkv, output
+
+    @staticmethod
+    def _projections(heads: HeadShape, layer: LayerSpec) -> tuple[int, int]:
+        """Outputs of a layer's projections of queries, keys and values; inputs of the output's."""
+        keys = 0 if layer.source is not None else heads.kv_heads * heads.key_dim
+        values = 0 if layer.source is not None else heads.kv_heads * heads.value_dim
+        queries = heads.query_heads * heads.key_dim
+        stored = keys + (0 if layer.keys_from_values else values)
+        return queries + stored, heads.query_heads * heads.value_dim
 
     def _parameters(self, experts: int) -> int:
         attention = sum(
@@ -654,16 +858,15 @@ class ModelSpec:
             for heads, layer in zip(self.heads, self.layers, strict=True)
         )
         norms = self.vectors.layer_norms * self.vectors.norm_parameters(self.hidden_size)
-        layers = attention + self.num_layers * norms + self._mlp_parameters(experts)
+        each = norms + self.extra.layer_parameters(self.hidden_size)
+        layers = attention + self.num_layers * each + self._mlp_parameters(experts)
         return layers + self._other_parameters
 
     def _attention_parameters(self, heads: HeadShape, layer: LayerSpec) -> int:
-        kv_heads = heads.kv_heads if layer.source is None else 0
-        queries, outputs = (heads.query_heads * x for x in (heads.key_dim, heads.value_dim))
-        keys, values = (kv_heads * x for x in (heads.key_dim, heads.value_dim))
-        matrices = self.hidden_size * (queries + keys + values + outputs)
-        vectors = self.vectors.attention_parameters(heads, kv_heads)
-        return matrices + vectors + (self.hidden_size if self.vectors.output_bias else 0)
+        qkv, outputs = self._projections(heads, layer)
+        vectors = self.vectors.attention_parameters(heads, layer, qkv)
+        output_bias = self.hidden_size if self.vectors.output_bias else 0
+        return self.hidden_size * (qkv + outputs) + vectors + output_bias
 
     @property
     def _other_parameters(self) -> int:
@@ -675,16 +878,22 @@ class ModelSpec:
         positions = self.learned_positions * self.hidden_size
         head_bias = self.vocab_size if self.vectors.head_bias else 0
         norm = self.vectors.norm_parameters(self.hidden_size)
-        return embeddings + projections + positions + norm + head_bias
+        extra = self.extra.model_parameters(self.hidden_size, self.num_layers)
+        own = embeddings + projections + positions + norm + head_bias
+        return own + extra + self._layer_embeddings
 
     def _mlp_parameters(self, experts: int) -> int:
+        sparse = 0 if self.mixture is None else self.mixture.num_layers
+        sizes = self.dense_sizes
+        if sizes is None:
+            sizes = (self.intermediate_size,) * (self.num_layers - sparse)
+        dense = sum(map(self._one_mlp, sizes))
         if self.mixture is None:
-            return self.num_layers * self._one_mlp(self.intermediate_size)
+            return dense
         shared = self._one_mlp(self.mixture.shared_size) if self.mixture.shared_size else 0
         router = (self.hidden_size + self.vectors.router_bias) * self.mixture.num_experts
         wide = experts * self._one_mlp(self.mixture.expert_size) + shared + router
-        dense = self.num_layers - self.mixture.num_layers
-        return self.mixture.num_layers * wide + dense * self._one_mlp(self.intermediate_size)
+        return sparse * wide + dense
 
     def _one_mlp(self, width: int) -> int:
         matrices = 3 if self.gated_mlp else 2
@@ -728,13 +937,3 @@ def _head_dim(reader: ConfigReader, hidden_size: int, num_heads: int) -> int:
             f" num_attention_heads={num_heads}: add 'head_dim'"
         )
     return hidden_size // num_heads
-
-
-def _intermediate_size(reader: ConfigReader, hidden_size: int) -> int:
-    names = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "moe_intermediate_size")
-    width = reader.positive_integer(*names, "ffn_config.ffn_hidden_size")
-    if width is not None:
-        return width
-    if reader.model_type in UNGATED:
-        return 4 * hidden_size
-    raise reader.missing(*names)

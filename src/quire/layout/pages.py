@@ -313,7 +313,7 @@ class LaneGroup:
             raise ConfigError(
                 f"lane group {self.name!r}: expected ordered lanes without a window, and a chunk of"
                 f" whole pages of {self.page_class.tokens} tokens, got chunk={self.chunk}, "
-                f"window={self.window}, ordered={self.ordered}; set --page-tokens to a divisor of "
+                f"window={self.window}, ordered={self.ordered}; set --block-size to a divisor of "
                 "the chunk"
             )
         if not self.ordered and not self.page_class.positions and not self.private:

@@ -54,12 +54,11 @@ class _Planned:
 
 def rank_spec(spec: ModelSpec, size: int) -> ModelSpec:
     """Return the shape of one rank's part of a model."""
-    counts = {
-        "query heads": spec.num_heads,
-        "KV heads": spec.num_kv_heads,
-        "columns of the MLP": spec.intermediate_size,
-    }
-    for what, count in counts.items():
+    sizes = spec.dense_sizes or ()
+    counts = {("columns of the MLP", columns) for columns in (spec.intermediate_size, *sizes)}
+    for heads in spec.heads:
+        counts |= {("query heads", heads.query_heads), ("KV heads", heads.kv_heads)}
+    for what, count in sorted(counts, reverse=True):
         if count % size:
             raise UnsupportedModel(
                 f"expected a number of {what} that is a multiple of tensor_parallel_size={size}, "
@@ -71,6 +70,10 @@ def rank_spec(spec: ModelSpec, size: int) -> ModelSpec:
         num_heads=spec.num_heads // size,
         num_kv_heads=spec.num_kv_heads // size,
         intermediate_size=spec.intermediate_size // size,
+        dense_sizes=spec.dense_sizes and tuple(columns // size for columns in sizes),
+        layers=tuple(
+            replace(layer, heads=layer.heads and layer.heads.of_rank(size)) for layer in spec.layers
+        ),
     )
 
 

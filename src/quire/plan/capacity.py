@@ -27,6 +27,7 @@ WEIGHT_BITS = {"int8": 8, "int4": 4}
 SCALE_GROUP = 128  # inputs that share a scale of an int4 weight
 
 
+UNLIMITED = 1 << 40  # tokens
 Pages = Mapping[PageClass, int]
 """Number of pages by page class."""
 
@@ -70,6 +71,48 @@ def token_bytes(layout: CacheLayout) -> Fraction:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerKind:
+    """KV of the layers of one lane group: same kind of attention, same heads, same codec."""
+
+    layers: int  # that store KV
+    reading_layers: int  # others that read this KV and store none
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    page_bytes: int  # of one layer
+    bytes_per_token: int  # in all layers, before a window or chunk is full
+    max_tokens: int | None  # of a decoding sequence, in a layer; None: all
+    max_bytes: int | None  # of a decoding sequence, in all layers and whole pages
+
+    @property
+    def saved_bytes_per_token(self) -> int:
+        """Bytes that the reading layers would store."""
+        return self.bytes_per_token * self.reading_layers // self.layers
+
+
+def layer_kinds(layout: CacheLayout) -> dict[str, LayerKind]:
+    """Return the KV of each kind of layer by the name of its lane group."""
+    kinds = {}
+    for group in layout.groups:
+        if group.private:
+            continue
+        page, layers = group.page_class, len(group.layers)
+        bound = group.slots_at_most(UNLIMITED, 1) if group.bounded else None
+        kinds[group.name] = LayerKind(
+            layers=layers,
+            reading_layers=layers * (group.readers - 1),
+            kv_heads=page.heads * group.lanes_per_layer,
+            key_dim=page.head_dim,
+            value_dim=page.value_dim,
+            page_bytes=page.page_bytes,
+            bytes_per_token=math.ceil(Fraction(page.data_bytes, page.tokens) * group.num_lanes),
+            max_tokens=bound,
+            max_bytes=None if bound is None else group.bytes_at_most(UNLIMITED, 1),
+        )
+    return kinds
+
+
 def bytes_per_value(model: ModelSpec, layout: CacheLayout) -> float:
     """Average bytes of one element over keys, values and layers."""
     return float(token_bytes(layout) / model.kv_values_per_token)
@@ -80,7 +123,7 @@ class Capacity:
     """The capacity of a KV memory."""
 
     page_tokens: int
-    page_bytes: int  # keys and values of all heads of one layer
+    page_bytes: int  # keys and values of all heads of one layer, of the first kind of layer
     pool_bytes: int  # of whole slabs
     pool_pages: int  # whole pages of the KV memory's slabs
     pool_tokens: int  # of all sequences in whole pages, before windows are full
@@ -107,9 +150,12 @@ def capacity(
             f"sequence_tokens={sequence_tokens}, batch={batch}: expected 1 or more of each"
         )
     page = layout.groups[0].page_class
+    first = " and ".join(
+        f"a page of {page_class.page_bytes:,} B in each of {count} layer{'s' * (count > 1)}"
+        for page_class, count in sequence_pages(layout, 1).items()
+    )
     too_small = ConfigError(
-        f"a KV memory of {kv_bytes:,} B does not hold one sequence: its first token needs a"
-        f" page of {page.page_bytes:,} B in each of {model.num_layers} layers"
+        f"a KV memory of {kv_bytes:,} B does not hold one sequence: its first token needs {first}"
         f" = {layout.smallest_sequence_bytes:,} B; raise --kv-memory or lower --block-size"
     )
     if kv_bytes < layout.smallest_sequence_bytes:
@@ -127,7 +173,8 @@ def capacity(
 
     if not fits(1):
         raise too_small
-    needed_bytes = sequence_bytes(layout, sequence_tokens, retained)
+    needed = sequence_pages(layout, sequence_tokens, retained)
+    needed_bytes = sum(each.page_bytes * count for each, count in needed.items())
     too_long = sequence_tokens > model.max_positions
     numbers = range(1, 0 if too_long else usable_bytes // needed_bytes + 1)
     sequences = bisect_left(numbers, True, key=lambda number: not fits(sequence_tokens, number))
@@ -142,7 +189,7 @@ def capacity(
         pool_pages=usable_bytes // page.page_bytes,
         pool_tokens=tokens // page.tokens * page.tokens,
         sequence_tokens=sequence_tokens,
-        pages_per_sequence=needed_bytes // page.page_bytes,
+        pages_per_sequence=sum(needed.values()),
         sequences=sequences,
         longest_tokens=longest,
         longest_limit="context" if longest == model.max_positions else "memory",
@@ -254,10 +301,11 @@ def estimate_activation_peak(
 ) -> int:
     """Estimate the peak bytes of activations in one step.
 
-    Two tensors of the hidden size (the residual and its norm) are always live. The largest of three
-    other sets is added, of which one is live at a time:
+    Two tensors of the hidden size (the residual and its norm; AltUp has more residuals) and the
+    embeddings of all layers of a model that has them are always live. The largest of three other
+    sets is added, of which one is live at a time:
 
-        attention   max_num_batched_tokens * (2 * heads + 2 * kv_heads) * head_dim
+        attention   max_num_batched_tokens * (heads + kv_heads) * (key_dim + value_dim)
                     query, key, value, output
         MLP         max_num_batched_tokens * width * (3 if gated else 2)
                     gate, up, product
@@ -276,17 +324,24 @@ def estimate_activation_peak(
     if model.mixture is not None:
         experts = model.mixture.experts_per_token * model.mixture.expert_size
         width = max(width, experts + model.mixture.shared_size)
-    attention = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
+    attention = max(
+        (heads.query_heads + heads.kv_heads) * (heads.key_dim + heads.value_dim)
+        for heads in model.heads
+    )
     mlp = (3 if model.gated_mlp else 2) * width
     logits_bytes = sampled_rows * model.vocab_size * (bytes_per_value + 2 * _LOGITS_BYTES)
     layer_bytes = max_num_batched_tokens * max(attention, mlp) * bytes_per_value
-    streams_bytes = 2 * max_num_batched_tokens * model.hidden_size * bytes_per_value
+    live = (1 + max(model.extra.streams, 1)) * model.hidden_size
+    live += model.num_layers * model.extra.layer_width
+    streams_bytes = max_num_batched_tokens * live * bytes_per_value
     return streams_bytes + max(layer_bytes, logits_bytes)
 
 
 def hidden_state_bytes(model: ModelSpec, tokens: int) -> int:
     """Bytes of a prompt between two layers: its residual stream, cosines and sines in float32."""
-    return 4 * tokens * (model.hidden_size + 2 * model.head_dim)
+    live = model.hidden_size * max(model.extra.streams, 1)
+    live += model.num_layers * model.extra.layer_width
+    return 4 * tokens * (live + 2 * sum({heads.key_dim for heads in model.heads}))
 
 
 Impact = Literal["low", "low-medium", "high", "very high", "critical"]

@@ -184,13 +184,13 @@ def known_costs(
 def assumed_prefill(model: ModelSpec, flops_per_s: int | float) -> PrefillRates:
     """Prefill rates from arithmetic: 2 FLOP for each weight, and attention's two products.
 
-    A token at position p multiplies p keys and p values of each query head: 4 * heads * head_dim
-    * p FLOP a layer, which sums up to 2 * heads * head_dim * (b^2 - a^2) from a to b.
+    A token at position p multiplies p keys and p values of each query head: 2 * heads * (key_dim +
+    value_dim) * p FLOP a layer, which sums up to heads * (key_dim + value_dim) * (b^2 - a^2) from
+    a to b.
     """
-    weights = model.num_active_parameters - model.embedding_parameters
-    if not model.tied_embeddings:
-        weights -= model.embedding_parameters
-    attention = 2 * model.num_layers * model.num_heads * model.head_dim
+    tables = model.embedding_parameters + model.lookup_parameters
+    weights = model.num_active_parameters - tables
+    attention = sum(heads.query_heads * (heads.key_dim + heads.value_dim) for heads in model.heads)
     return PrefillRates(token_s=2 * weights / flops_per_s, square_s=attention / flops_per_s)
 
 

@@ -7,8 +7,13 @@ and the KV of every sequence. Rates are arguments, to be measured on the machine
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from quire.errors import ConfigError
 from quire.layout.model import ModelSpec
+
+Counts = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +64,7 @@ def decode_step(
     return DecodeStep(
         batch=batch,
         weights_read_bytes=weights_read_bytes(model, batch, weight_bytes_per_value),
-        kv_read_bytes=batch * model.kv_bytes(tokens, kv_bytes_per_value),
+        kv_read_bytes=batch * model.kv_bytes(tokens, kv_bytes_per_value, read_in_step=True),
     )
 
 
@@ -92,7 +97,7 @@ def crossover_batch(
     """
     if tokens < 1:
         raise ConfigError(f"tokens={tokens}: expected a sequence of 1 token or more")
-    each_bytes = model.kv_bytes(tokens, kv_bytes_per_value)
+    each_bytes = model.kv_bytes(tokens, kv_bytes_per_value, read_in_step=True)
     # upper bound: all weights are read; a mixture of experts may need fewer sequences
     above = weights_read_bytes(model, 1 << 30, weight_bytes_per_value) // each_bytes + 1
     below = 0
@@ -160,9 +165,7 @@ def step_parts(
     if not rows or min(row.new for row in rows) < 1:
         raise ConfigError("expected rows with 1 or more new tokens each")
     tokens = sum(row.new for row in rows)
-    projected = model.num_layers * model.hidden_size * model.head_dim
-    qkv = projected * (model.num_heads + 2 * model.num_kv_heads)
-    output = projected * model.num_heads
+    qkv, output = model.projections
     norms = (2 * model.num_layers + 1) * model.hidden_size
     head = model.embedding_parameters
     # the rest of the model: its MLPs, with the selected experts
@@ -170,7 +173,8 @@ def step_parts(
     mlp_bytes = weights_read_bytes(model, tokens, bytes_per_value) - others * bytes_per_value
     mlp_active = model.num_active_parameters - model.lookup_parameters - others
     kv_bytes, attention_flops = _attention(model, rows, bytes_per_value)
-    looked_up = tokens * model.hidden_size * bytes_per_value
+    row = model.hidden_size + model.num_layers * model.extra.layer_width
+    looked_up = tokens * row * bytes_per_value
     return (
         _product("qkv", qkv, tokens, bytes_per_value),
         PartCost(name="attention", weight_bytes=0, kv_bytes=kv_bytes, flops=attention_flops),
@@ -196,24 +200,29 @@ def _attention(
     model: ModelSpec, rows: Sequence[RowTokens], bytes_per_value: int
 ) -> tuple[int, int]:
     """KV bytes read and written, and the FLOPs of both products, over all layers."""
-    slots = pairs = 0
-    for layer in model.layers:
-        for row in rows:
-            pairs += _visible(row, layer.window)
-            # every key that a query attends to is read once; a new one is also written
-            seen = row.before + row.new
-            if layer.window is not None:
-                seen = min(seen, layer.window + row.new - 1)
-            slots += seen + row.new
-    per_pair = 4 * model.num_heads * model.head_dim
-    return slots * model.kv_values_per_layer_token * bytes_per_value, pairs * per_pair
+    new, before = (np.array([getattr(row, name) for row in rows]) for name in ("new", "before"))
+    kv_bytes, flops = attention_cost(model, new, before, bytes_per_value)
+    return int(kv_bytes.sum()), int(flops.sum())
 
 
-def _visible(row: RowTokens, window: int | None) -> int:
-    """Number of (new token, visible token) pairs, itself included."""
-    full = row.new * row.before + row.new * (row.new + 1) // 2
-    if window is None:
-        return full
-    first, last = row.before + 1, row.before + row.new  # visible to the first and last, no window
-    over = range(max(first, window + 1), last + 1)
-    return full - sum(seen - window for seen in over)
+def attention_cost(
+    model: ModelSpec, new: Counts, before: Counts, bytes_per_value: int
+) -> tuple[Counts, Counts]:
+    """KV bytes read and written, and the FLOPs of both products, [rows], over all layers.
+
+    Every key that a query attends to is read once; a new one is also written, except by layers that
+    read the KV of other layers.
+
+    Args:
+        model: layers and heads.
+        new: [rows] tokens of each sequence in the step.
+        before: [rows] tokens with stored KV.
+        bytes_per_value: of an element of KV.
+    """
+    kv_bytes, flops = np.zeros_like(new), np.zeros_like(new)
+    for (layer, heads), layers in model.attention.items():
+        slots = layer.seen_in_step(new, before) + (new if layer.source is None else 0)
+        kv_bytes += layers * slots * heads.values_per_token * bytes_per_value
+        pair_flops = 2 * heads.query_heads * (heads.key_dim + heads.value_dim)
+        flops += layers * layer.pairs_in_step(new, before) * pair_flops
+    return kv_bytes, flops

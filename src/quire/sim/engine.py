@@ -26,7 +26,7 @@ from quire.layout.eviction import KEEP_ALL, EvictionSpec
 from quire.layout.layout import layout_for, statistics_used
 from quire.layout.model import ModelSpec
 from quire.layout.pages import CacheLayout, LaneGroup, PageClass, choose_slab_bytes
-from quire.plan.roofline import RowTokens, step_parts
+from quire.plan.roofline import Counts, RowTokens, attention_cost, step_parts
 from quire.scheduler.events import KVEvent
 from quire.scheduler.eviction_trace import EvictionEntry
 from quire.scheduler.lanes import Evicted, Evictor, Slots, evicting_lanes
@@ -112,9 +112,6 @@ def jain_index(served: Mapping[str, float]) -> float | None:
     return total * total / (len(served) * squares) if squares else None
 
 
-Counts = NDArray[np.int64]
-
-
 class StepTimer:
     """Computes the duration of a model's steps at the rates of a machine.
 
@@ -125,7 +122,6 @@ class StepTimer:
 
     def __init__(self, model: ModelSpec, rates: Rates, *, bytes_per_value: int = 2) -> None:
         self.model, self.rates, self.bytes_per_value = model, rates, bytes_per_value
-        self._layers_by_window = Counter(layer.window for layer in model.layers)
         self._dense_s: dict[tuple[int, int], float] = {}
 
     def seconds(self, new: Counts, before: Counts, sampled_rows: int) -> float:
@@ -152,27 +148,9 @@ class StepTimer:
         )
 
     def _attention_seconds(self, new: Counts, before: Counts) -> float:
-        slots = pairs = 0
-        full = new * before + new * (new + 1) // 2
-        for window, layers in self._layers_by_window.items():
-            seen, visible = before + new, full
-            if window is not None:
-                seen = np.minimum(seen, window + new - 1)
-                visible = full - _hidden(new, before, window)
-            slots += layers * int((seen + new).sum())
-            pairs += layers * int(visible.sum())
-        model = self.model
-        read = slots * model.kv_values_per_layer_token * self.bytes_per_value
-        flops = 4 * pairs * model.num_heads * model.head_dim
-        return max(read / self.rates.read_bytes_per_s, flops / self.rates.flops_per_s)
-
-
-def _hidden(new: Counts, before: Counts, window: int) -> Counts:
-    """Pairs of a new token and a token before it that has left its window, [rows]."""
-    # tokens hidden from the first new token that has hidden tokens, and from the last new token
-    first = np.maximum(before + 1, window + 1) - window
-    last = before + new - window
-    return np.where(last >= first, (last - first + 1) * (first + last) // 2, 0)
+        kv_bytes, flops = attention_cost(self.model, new, before, self.bytes_per_value)
+        read_s = int(kv_bytes.sum()) / self.rates.read_bytes_per_s
+        return max(read_s, int(flops.sum()) / self.rates.flops_per_s)
 
 
 # The virtual clock of a simulation, advanced by the simulator.
@@ -311,7 +289,7 @@ def folded_layout(
     layers have different windows, the waste at slab boundaries can differ by a page or two.
     """
     layout = layout_for(model, codec=codec, page_tokens=page_tokens, evicting=evicting)
-    return CacheLayout(tuple(map(_folded, layout.groups)))
+    return CacheLayout(tuple(map(_folded, layout.groups)), layout.shared)
 
 
 def _folded(group: LaneGroup) -> LaneGroup:

@@ -21,6 +21,7 @@ from quire.layout.sizes import parse_size
 from quire.models.loader import load_model
 from quire.models.source import find_model
 from quire.scheduler.schedule_config import ScheduleConfig
+from support.model_specs import PUBLIC_SHAPES
 
 MIB, GIB = 2**20, 2**30
 TINY: dict[str, Any] = {
@@ -331,6 +332,89 @@ def test_missing_dtype_is_float32(folder: Path):
     (folder / "config.json").write_text(json.dumps(config))
 
     assert plan_report(folder).dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("name", "codec", "shown", "per_token", "saved"),
+    [
+        (
+            "gemma-4-e2b",
+            "bfloat16",
+            [
+                "1 KV head of 256 or 1 KV head of 512",
+                "window 512 11 1 KV head of 256 11,264 at most 527 tokens, 5.67 MiB",
+                "window 512 2 1 1 KV head of 256 1,024 at most 527 tokens",
+                "16 read the KV of these 0",
+                "full 2 1 KV head of 512 4,096 all tokens",
+                "full 2 1 1 KV head of 512 2,048 all tokens",
+                "4 read the KV of these 0",
+                "save 24,576 of 43,008 B per token (57%)",
+                "page size 16,384 or 32,768 B: 16 tokens",
+            ],
+            12 * 256 * 2 * 2 + 3 * 512 * 2 * 2,
+            16 * 256 * 2 * 2 + 4 * 512 * 2 * 2,
+        ),
+        (
+            "gemma-4-e2b",
+            "int8",
+            ["save 12,368 of 21,644 B per token"],
+            12 * 2 * (256 + 2) + 3 * 2 * (512 + 2),
+            16 * 2 * (256 + 2) + 4 * 2 * (512 + 2),
+        ),
+        (
+            "gemma-4-31b",
+            "bfloat16",
+            [
+                "16 KV heads of 256 or 4 KV heads of 512",
+                "window 1024 50 16 KV heads of 256 819,200 at most 1,039 tokens, 812.50 MiB",
+                "full 10 4 KV heads of 512 81,920 all tokens",
+            ],
+            50 * 16 * 2 * 256 * 2 + 10 * 4 * 2 * 512 * 2,
+            0,
+        ),
+        (
+            "llama-4-scout",
+            "int8",
+            [
+                "8 KV heads of 128",
+                "chunk 8192 36 8 KV heads of 128 74,880 at most 8,192 tokens, 585.00 MiB",
+                "full 12 8 KV heads of 128 24,960 all tokens",
+            ],
+            48 * 8 * 2 * (128 + 2),
+            0,
+        ),
+        (
+            "mimo-v2-flash",
+            "bfloat16",
+            [
+                "4 KV heads of 192 (keys) and 128 (values) or 8 KV heads",
+                "window 129 39 8 KV heads of 192 (keys) and 128 (values) 199,680 at most 144",
+                "full 9 4 KV heads of 192 (keys) and 128 (values) 23,040 all tokens",
+            ],
+            39 * 8 * (192 + 128) * 2 + 9 * 4 * (192 + 128) * 2,
+            0,
+        ),
+    ],
+)
+def test_each_kind_of_layer_is_shown_with_its_bytes(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    codec: str,
+    shown: list[str],
+    per_token: int,
+    saved: int,
+):
+    monkeypatch.setenv("COLUMNS", "200")
+    (folder / "config.json").write_text(json.dumps(PUBLIC_SHAPES[name]))
+    result = quire_plan(str(folder), "--memory", "2TiB", "--kv-codec", codec)
+    text = " ".join(result.stdout.replace("│", " ").replace("┃", " ").split())
+    report = plan_report(folder, PlanOptions(memory_bytes=2 << 40, kv_codec=codec))
+
+    for part in shown:
+        assert part in text, text
+    assert report.kv_bytes_per_token == per_token
+    assert report.saved_bytes_per_token == saved
 
 
 def test_default_model_is_quire_tiny_and_all_sections_are_printed():

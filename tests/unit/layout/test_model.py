@@ -1,8 +1,10 @@
 """ModelSpec: reading of config.json, derived values, and rejected models."""
 
+import dataclasses
 import json
 import math
 import struct
+from copy import deepcopy
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from quire.errors import ConfigError, ModelError, UnknownName, UnsupportedModel
 from quire.layout.config import dtype_bytes, read_config
 from quire.layout.model import LayerSpec, ModelSpec
 from support import zoo
+from support.model_specs import small_spec
 
 LLAMA_8B: dict[str, Any] = {
     "model_type": "llama",
@@ -47,6 +50,9 @@ GEMMA3_4B: dict[str, Any] = {
         "sliding_window": 1024,
     },
 }
+
+
+_TOP = {"num_experts_per_tok": 2}
 
 
 def without(config: dict[str, Any], *keys: str, **changes: Any) -> dict[str, Any]:
@@ -182,6 +188,10 @@ WINDOWED = (
     "vaultgemma",
     "mistral",
     "qwen2",
+    "gemma3n_text",
+    "gemma4_text",
+    "gemma4_unified_text",
+    "mimo_v2_flash",
 )
 
 
@@ -196,6 +206,134 @@ def test_default_windows_equal_those_of_transformers(kind: str):
     assert windows(config) == [
         reference.sliding_window if kind == "sliding_attention" else None for kind in kinds
     ]
+
+
+OMITTED = ("gemma3n_text", "gemma4_text", "gemma4_unified_text", "llama4_text", "mimo_v2_flash")
+
+
+@pytest.mark.parametrize("kind", OMITTED)
+def test_every_missing_key_has_the_default_of_transformers(kind: str):
+    """A nested config is published without the keys that have the values of its class."""
+    config = AutoConfig.for_model(kind)
+    found = ModelSpec.from_config({"model_type": "whole", "text_config": {"model_type": kind}})
+
+    assert found == ModelSpec.from_config(config.to_dict())
+    kinds = {"sliding_attention": "window", "chunked_attention": "chunk"}
+    for layer, kind_of_layer in zip(found.layers, config.layer_types, strict=True):
+        own = kinds.get(kind_of_layer)
+        assert [layer.window is not None, layer.chunk is not None] == [
+            own == "window",
+            own == "chunk",
+        ]
+
+
+_GLOBAL = {"global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+_SMALL: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3n": ("gemma3n_text", {"num_kv_shared_layers": 4, "altup_num_inputs": 3}),
+    "gemma3n_sizes": (
+        "gemma3n_text",
+        {"num_kv_shared_layers": 0, "intermediate_size": [40, 48] * 6, "attention_bias": True},
+    ),
+    "gemma4": ("gemma4_text", {"num_kv_shared_layers": 5, "use_double_wide_mlp": True}),
+    "gemma4_one_projection": ("gemma4_text", {**_GLOBAL, "hidden_size_per_layer_input": 0}),
+    "gemma4_ungated_heads": ("gemma4_text", _GLOBAL | {"attention_k_eq_v": False}),
+    "gemma4_experts": (
+        "gemma4_text",
+        {
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 8,
+        },
+    ),
+    "gemma4_last_layer": ("gemma4_text", {"layer_types": ["sliding_attention"] * 12}),
+    "gemma4_unified": ("gemma4_unified_text", {**_GLOBAL, "num_kv_shared_layers": 5}),
+    "llama4": ("llama4_text", {"interleave_moe_layer_step": 2, "intermediate_size_mlp": 80}),
+    "llama4_listed": (
+        "llama4_text",
+        {
+            "moe_layers": [1, 2, 7],
+            "no_rope_layers": [1, 0] * 6,
+            "attention_chunk_size": 64,
+            "attention_bias": True,
+        },
+    ),
+    "llama4_full": ("llama4_text", {"attention_chunk_size": None}),
+    "mimo": ("mimo_v2_flash", {"v_head_dim": 8, "moe_intermediate_size": 8}),
+    "mimo_listed": (
+        "mimo_v2_flash",
+        {
+            "mlp_layer_types": ["sparse", "dense"] * 6,
+            "sliding_window_size": 7,
+            "num_key_value_heads": 1,
+            "attention_bias": True,
+            "n_routed_experts": 6,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_layers_of_unequal_kinds_equal_those_of_transformers(name: str):
+    """Heads, windows, chunks and sources of each layer, and the exact number of parameters."""
+    kind, changes = KINDS[name]
+    config = AutoConfig.for_model(kind, **deepcopy(_SMALL | changes))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    written = json.loads(config.to_json_string(use_diff=False))
+    written.setdefault("model_type", kind)
+    spec = ModelSpec.from_config(written)
+
+    assert spec.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert spec == ModelSpec.from_config(_SMALL | changes | {"model_type": kind})
+    modes = getattr(config, "kv_sharing_modes", [None] * 12)
+    for layer, (found, heads) in enumerate(zip(spec.layers, spec.heads, strict=True)):
+        attention = model.model.layers[layer].self_attn
+        own, layer_type = config.per_layer_config[layer], config.layer_types[layer]
+        twice = 2 if kind == "mimo_v2_flash" and layer_type == "sliding_attention" else 1
+        assert (heads.query_heads, heads.kv_heads, heads.key_dim, heads.value_dim) == (
+            own.num_attention_heads,
+            own.num_key_value_heads * twice,
+            own.head_dim,
+            getattr(own, "v_head_dim", own.head_dim),
+        )
+        assert attention.q_proj.out_features == heads.query_heads * heads.key_dim
+        assert attention.o_proj.in_features == heads.query_heads * heads.value_dim
+        if modes[layer] == "reuse":
+            stores = [i for i, mode in enumerate(modes) if mode == "store"]
+            assert found.source in [i for i in stores if config.layer_types[i] == layer_type]
+        else:
+            assert found.source is None
+            assert attention.k_proj.out_features == heads.kv_heads * heads.key_dim
+        sizes = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+        size = getattr(config, sizes[layer_type]) if layer_type in sizes else None
+        assert (found.window or found.chunk) == size
+        assert (found.chunk is not None) == (layer_type == "chunked_attention")
+        assert found.keys_from_values == bool(
+            getattr(config, "attention_k_eq_v", False) and layer_type == "full_attention"
+        )
+
+
+def test_embeddings_of_layers_are_looked_up():
+    """A row of 3 layers x 4 numbers for each of 50 tokens; the output embedding is a product."""
+    config = _SMALL | {"model_type": "gemma4_text", "num_hidden_layers": 3, "global_head_dim": 16}
+    config |= {"vocab_size_per_layer_input": 50, "hidden_size_per_layer_input": 4}
+    model = ModelSpec.from_config(config)
+    without_rows = ModelSpec.from_config(config | {"hidden_size_per_layer_input": 0})
+
+    assert model.lookup_parameters == 50 * 3 * 4
+    # two projections and a norm in each layer; one projection and a norm for all
+    of_layers = 3 * (2 * 32 * 4 + 32) + 32 * 3 * 4 + 4
+    assert model.num_parameters - without_rows.num_parameters == 50 * 3 * 4 + of_layers
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "gpt2", "opt", "gemma", "falcon"])
@@ -323,6 +461,21 @@ def test_window_layers_hold_at_max_their_window():
         model.kv_bytes(-1, 2)
 
 
+def test_chunks_windows_and_shared_layers_hold_a_part_of_the_tokens():
+    """Tokens of the chunk; of the window; none, but a step reads them. 32 B a token and layer."""
+    model = small_spec(
+        *(LayerSpec(chunk=16), LayerSpec(window=10), None),
+        *(LayerSpec(source=2), LayerSpec(window=10, source=1)),
+        num_kv_heads=1,
+    )
+
+    assert model.kv_layers == 3
+    assert model.kv_bytes(100, 2) == 32 * (4 + 10 + 100)
+    assert model.kv_bytes(96, 2) == 32 * (16 + 10 + 96)
+    assert model.kv_bytes(100, 2, read_in_step=True) == 32 * (4 + 10 + 100 + 100 + 10)
+    assert model.kv_bytes_per_token(2) == 3 * 32
+
+
 @pytest.mark.parametrize(
     "key",
     [
@@ -353,6 +506,18 @@ def test_missing_config_key_is_named(key: str):
         ({"layer_types": ["full_attention"]}, "1 layers, but the model has 32"),
         ({"layer_types": ["sliding_attention"] * 32}, "no 'sliding_window'"),
         ({"num_local_experts": 8}, "no 'num_experts_per_tok'"),
+        ({"num_kv_shared_layers": 32}, "num_kv_shared_layers=32, but layer 0"),
+        ({"num_kv_shared_layers": 40}, "num_kv_shared_layers=40, but layer 0"),
+        ({"mlp_layer_types": ["dense"], "num_experts": 8} | _TOP, "'mlp_layer_types' has 1 ent"),
+        ({"moe_layers": [1.5], "num_experts": 8} | _TOP, "'moe_layers' is"),
+        ({"intermediate_size": [64] * 31}, "'intermediate_size' is"),
+        ({"intermediate_size": [0] * 32}, "'intermediate_size' is"),
+        ({"per_layer_config": {"x": {}}}, "'per_layer_config' is"),
+        ({"per_layer_config": {"3": 5}}, "'per_layer_config' is"),
+        ({"per_layer_config": {"03": {"num_key_value_heads": 3}}}, "layer 3 has num_attention_"),
+        ({"per_layer_config": {"3": {"head_dim": 0}}}, "'head_dim' is 0"),
+        ({"attention_chunk_size": 64, "no_rope_layers": [1]}, "'no_rope_layers' has 1 entries"),
+        ({"layer_types": ["chunked_attention"] * 32}, "no 'attention_chunk_size'"),
     ],
 )
 def test_invalid_config_value_is_rejected_with_its_name(change: dict[str, Any], message: str):
@@ -367,6 +532,7 @@ def test_invalid_config_value_is_rejected_with_its_name(change: dict[str, Any], 
         ({"is_encoder_decoder": True}, "has an encoder"),
         ({"type_vocab_size": 2}, "is an encoder"),
         ({"state_size": 16}, "recurrent"),
+        ({"per_layer_config": {"1": {"skip": ["mlp"]}}}, "layer 1 has its own 'skip'"),
         ({"layer_types": ["linear_attention"] * 32}, "'linear_attention'"),
     ],
 )
@@ -383,7 +549,7 @@ def test_default_configs_of_unsupported_models_are_rejected(kind: str):
 
 def test_constructed_spec_is_validated(tmp_path: Path):
     good = ModelSpec.from_config(LLAMA_8B)
-    fields = {name: getattr(good, name) for name, f in good.__dataclass_fields__.items() if f.init}
+    fields = {f.name: getattr(good, f.name) for f in dataclasses.fields(good) if f.init}
 
     with pytest.raises(ConfigError, match="expected 32 layers, got 1"):
         ModelSpec(**(fields | {"layers": (LayerSpec(),)}))

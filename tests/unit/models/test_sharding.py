@@ -1,13 +1,16 @@
 """Linear layers divided over ranks: logits equal those of the whole model."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from quire.errors import UnsupportedModel
-from quire.layout.model import ModelSpec
+from quire.layout.model import HeadShape, LayerSpec, ModelSpec
 from quire.models.sharding import rank_spec, refuse_unshardable, shard
 from quire.models.verify import compare_with_transformers
 from support import zoo
+from support.model_specs import CACHE_KINDS
 from support.ranks import ThreadGroup, on_ranks, rank_model
 
 DIVISIBLE = (
@@ -99,3 +102,16 @@ def test_models_that_cannot_be_divided_are_refused(architecture: str, reason: st
 def test_number_of_ranks_must_divide_the_heads() -> None:
     with pytest.raises(UnsupportedModel, match="tensor_parallel_size=3"):
         rank_spec(spec_of("llama"), 3)
+
+
+def test_heads_of_every_layer_are_divided() -> None:
+    spec = CACHE_KINDS["by_layer"]
+    heads = HeadShape(query_heads=4, kv_heads=4, key_dim=16, value_dim=8)
+    layers = (*spec.layers[:2], LayerSpec(heads=heads))
+    own = rank_spec(replace(spec, layers=layers, dense_sizes=(64, 64, 128)), 2)
+
+    assert own.heads[2] == HeadShape(query_heads=2, kv_heads=2, key_dim=16, value_dim=8)
+    assert own.heads[0] == HeadShape(query_heads=2, kv_heads=1, key_dim=8, value_dim=8)
+    assert own.dense_sizes == (32, 32, 64)
+    with pytest.raises(UnsupportedModel, match=r"multiple of tensor_parallel_size=2, but .* has 1"):
+        rank_spec(spec, 2)

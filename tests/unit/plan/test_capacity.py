@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,8 +12,9 @@ from quire.kv.memory import KVMemory
 from quire.layout.eviction import KEEP_ALL, PREFILL_AND_DECODE, EvictionSpec
 from quire.layout.layout import layout_for
 from quire.layout.model import LayerSpec, ModelSpec
-from quire.plan.capacity import capacity, sequence_bytes
+from quire.plan.capacity import capacity, layer_kinds, sequence_bytes, token_bytes
 from quire.scheduler.peaks import Need, Peaks
+from support.model_specs import CACHE_KINDS
 
 
 def model_of(*windows: int | None, **changes: Any) -> ModelSpec:
@@ -73,6 +75,58 @@ def test_pages_hold_at_min_the_kv_bytes_of_the_model(
 
     assert needed <= sequence_bytes(layout, tokens)
     assert sequence_bytes(layout, tokens) <= needed + len(windows) * 2 * page_tokens * 128
+
+
+# one token in float16, in int8, where each vector has a scale of 2 B, and the pages of 16 tokens:
+#   2 heads x (8 + 8):  2 x 16 x 2 = 64 B;   2 x (10 + 10) = 40 B;  1,024 B and 640 B
+#   2 heads x (8 + 4):  2 x 12 x 2 = 48 B;   2 x (10 + 6) = 32 B;     768 B and 512 B
+#   1 head x (32 + 32): 64 x 2 = 128 B;      34 + 34 = 68 B;        2,048 B and 1,088 B
+# 40 tokens are 3 pages; the window of 8 and the chunk of 32 then need one, of tokens 32 to 39
+BYTES_BY_HAND = [
+    ("unequal", "float16", 3 * 48, 0, (2 * 3 + 1) * 768),
+    ("unequal", "int8", 3 * 32, 0, (2 * 3 + 1) * 512),
+    ("by_layer", "float16", 2 * 64 + 128, 0, 2 * 1024 + 3 * 2048),
+    ("by_layer", "int8", 2 * 40 + 68, 0, 2 * 640 + 3 * 1088),
+    ("shared", "float16", 64 + 64 + 128, 64 + 2 * 64 + 128, (1 + 3) * 1024 + 3 * 2048),
+    ("shared", "int8", 40 + 40 + 68, 40 + 2 * 40 + 68, (1 + 3) * 640 + 3 * 1088),
+    ("chunked", "float16", 3 * 64, 0, (2 + 3) * 1024),
+    ("chunked", "int8", 3 * 40, 0, (2 + 3) * 640),
+]
+
+
+@pytest.mark.parametrize(("kind", "codec", "per_token", "saved", "held"), BYTES_BY_HAND)
+def test_bytes_of_each_kind_are_those_of_the_pool(
+    kind: str, codec: str, per_token: int, saved: int, held: int
+):
+    """A sequence that grows to 40 tokens; its plan is for the peak, before pages are freed."""
+    model = CACHE_KINDS[kind]
+    layout = layout_for(model, page_tokens=16, codec=codec)
+    kinds = layer_kinds(layout)
+    memory = KVMemory(layout, 1 << 20, 2)
+    rows = np.array([memory.start()])
+    for tokens in (8, 8, 8, 8, 7, 1):
+        memory.grow(rows, np.array([tokens], dtype=np.int32))
+
+    assert token_bytes(layout) == sum(k.bytes_per_token for k in kinds.values()) == per_token
+    assert sum(k.saved_bytes_per_token for k in kinds.values()) == saved
+    assert memory.row_bytes(int(rows[0])) == held
+    assert sum(pool.used_bytes for pool in memory.pools.values()) == held
+    if codec == "float16":
+        assert model.kv_bytes_per_token(2) == per_token
+    peak = sequence_bytes(layout, 40)
+    assert held <= memory.peak_bytes[rows[0]] <= peak
+    bounded = [group for group in layout.groups if group.bounded]
+    # one more page of each window and chunk
+    assert peak == held + sum(g.num_lanes * g.page_class.page_bytes for g in bounded)
+    for group in layout.groups:
+        bound = kinds[group.name].max_bytes
+        assert (bound is not None) == group.bounded
+        assert bound is None or bound == 2 * group.page_class.page_bytes * group.num_lanes
+
+
+def test_a_memory_without_room_for_one_token_names_the_page_of_each_kind():
+    with pytest.raises(ConfigError, match="2,048 B in each of 1 layer and a page of 1,024 B in"):
+        fits(4095, 1, model=CACHE_KINDS["by_layer"])
 
 
 def fits(kv_bytes: int, tokens: int, batch: int = 1, model: ModelSpec | None = None):

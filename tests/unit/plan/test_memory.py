@@ -1,5 +1,7 @@
 """Division of device memory, and the estimate of the activation peak."""
 
+from dataclasses import replace
+
 import pytest
 
 from quire.errors import ConfigError
@@ -75,11 +77,10 @@ def test_activation_peak_is_the_maximum_of_attention_mlp_and_logits():
 
 def test_activation_peak_counts_only_the_experts_per_token():
     """Two experts of 40 and a shared expert of 8 are wider than the dense 32: 3 * 88 per token."""
-    fields = {name: getattr(MODEL, name) for name in MODEL.__dataclass_fields__}
     mixture = MixtureSpec(
         num_layers=2, num_experts=64, experts_per_token=2, expert_size=40, shared_size=8
     )
-    model = ModelSpec(**(fields | {"mixture": mixture}))
+    model = replace(MODEL, mixture=mixture)
 
     assert estimate_activation_peak(
         model, max_num_batched_tokens=1, sampled_rows=0, bytes_per_value=1

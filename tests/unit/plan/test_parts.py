@@ -1,13 +1,18 @@
 """Bytes and FLOPs of the components of a step."""
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from benchmarks.roofline.measured import total_cost
 from quire.errors import ConfigError
-from quire.layout.model import LayerSpec, MixtureSpec, ModelSpec
+from quire.layout.model import HeadShape, LayerSpec, MixtureSpec, ModelSpec
 from quire.plan.roofline import PartCost, RowTokens, decode_step, step_parts, weights_read_bytes
+from support.model_specs import small_spec
 
 PARTS = ("qkv", "attention", "output projection", "mlp", "head", "rest")
 
@@ -90,6 +95,43 @@ def test_sliding_window_bounds_attention_cost(row: RowTokens, pairs: int, slots:
 
     assert attention.flops == pairs * 128
     assert attention.kv_bytes == slots * 64
+
+
+@given(
+    kind=st.sampled_from([{}, {"window": 1}, {"window": 7}, {"chunk": 1}, {"chunk": 5}]),
+    before=st.integers(0, 30),
+    new=st.integers(1, 12),
+)
+def test_tokens_and_pairs_of_a_step_are_those_that_its_queries_attend_to(
+    kind: dict[str, int], before: int, new: int
+):
+    layer, one_row = LayerSpec(**kind), (np.array([new]), np.array([before]))
+    seen = [range(p + 1 - layer.seen_tokens(p + 1), p + 1) for p in range(before, before + new)]
+    if "chunk" in kind:  # a step ends where a chunk does
+        assume(before % kind["chunk"] + new <= kind["chunk"])
+
+    assert layer.pairs_in_step(*one_row) == sum(map(len, seen))
+    assert layer.seen_in_step(*one_row) == len(set().union(*seen))
+
+
+def test_attention_cost_of_unequal_shared_and_chunked_layers():
+    """Tokens 12 and 13 of chunks of 8; elements have 2 B.
+
+    Chunks: 4 queries, 2 KV heads of 8 + 4: 6 tokens read and 2 written, 5 + 6 pairs. The last layer
+    reads those of the first. Full attention: 1 KV head of 32 + 32: 14 read, 2 written, 13 + 14
+    pairs.
+    """
+    wide = HeadShape(query_heads=4, kv_heads=1, key_dim=32, value_dim=32)
+    chunk = LayerSpec(chunk=8)
+    model = small_spec(chunk, LayerSpec(heads=wide), replace(chunk, source=0), value_dim=4)
+    parts = parts_of(model, [RowTokens(new=2, before=12)], 1)
+
+    assert parts["attention"].kv_bytes == (6 + 2 + 6) * 2 * 12 * 2 + (14 + 2) * 64 * 2
+    assert parts["attention"].flops == 2 * 11 * 2 * 4 * 12 + 27 * 2 * 4 * 64
+    assert parts["qkv"].weight_bytes == 2 * 32 * (4 * 8 + 2 * 12 + 4 * 32 + 64 + 4 * 8)
+    assert parts["output projection"].weight_bytes == 2 * 32 * (4 * 4 + 4 * 32 + 4 * 4)
+    step = decode_step(model, batch=1, tokens=14)
+    assert step.kv_read_bytes == 6 * 2 * 2 * 12 * 2 + 14 * 64 * 2
 
 
 def test_parts_sum_to_the_roofline_of_the_step():

@@ -13,6 +13,7 @@ from quire.plan.roofline import RowTokens, step_parts
 from quire.sim.engine import StepTimer, TimedCopies, folded_layout
 from quire.sim.machine import MachineConfig
 from quire.sim.models import CONFIGS, model_shape
+from support.model_specs import CACHE_KINDS
 from support.sim_traces import RATES
 
 TINY = model_shape("quire-tiny")
@@ -33,7 +34,7 @@ def timed(timer, rows, sampled_rows):
     return timer.seconds(new, before, sampled_rows)
 
 
-@pytest.mark.parametrize("model", [TINY, WINDOWED], ids=["full", "windows"])
+@pytest.mark.parametrize("model", [TINY, WINDOWED, *CACHE_KINDS.values()])
 @given(rows=rows_of_steps, sampled=st.integers(0, 6))
 def test_step_time_is_the_sum_of_the_floors_of_its_parts(model, rows, sampled):
     timer = StepTimer(model, RATES)
