@@ -105,7 +105,8 @@ QUICK = [
 
 def quick_cases(architecture: str, attention: str) -> list[tuple[int, int, str]]:
     """Different cases for each kind of attention, four for an architecture with both."""
-    place = [*zoo.ARCHITECTURES, *zoo.NATIVE].index(architecture) + 3 * (attention == "auto")
+    names = [*zoo.ARCHITECTURES, *zoo.NATIVE, *zoo.OWN_ATTENTION]
+    place = names.index(architecture) + 3 * (attention == "auto")
     return QUICK[place % len(QUICK)]
 
 
@@ -135,13 +136,13 @@ def check_forced_logits(
     assert preemptions > 0
 
 
-GATHERED = ("llama", "mistral", "gemma2", "opt", "gpt_oss")
+GATHERED = ("llama", "mistral", "gemma2", "opt", "gpt_oss", "bloom", "falcon_alibi")
 """Architectures that ask attention for different things; the others are slow tests there."""
 
 
 def cases() -> list:
     """Each architecture with attention in C, if it is built, and some without."""
-    names = [*zoo.ARCHITECTURES, *zoo.NATIVE]
+    names = [*zoo.ARCHITECTURES, *zoo.NATIVE, *zoo.OWN_ATTENTION]
     found = [pytest.param(name, "auto", id=f"{name}-auto") for name in names]
     for name in names:
         marks = [] if name in GATHERED else [pytest.mark.slow]
@@ -157,7 +158,7 @@ def test_logits_equal_transformers_with_its_tokens_forced(architecture, attentio
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["gathered", "auto"])
-@pytest.mark.parametrize("architecture", [*zoo.ARCHITECTURES, *zoo.NATIVE])
+@pytest.mark.parametrize("architecture", [*zoo.ARCHITECTURES, *zoo.NATIVE, *zoo.OWN_ATTENTION])
 def test_logits_equal_transformers_in_every_combination(architecture, attention):
     check_forced_logits(architecture, CASES, attention)
 
@@ -173,7 +174,7 @@ SAMPLED = (
     "architecture",
     [
         pytest.param(name, marks=[] if name in SAMPLED else [pytest.mark.slow])
-        for name in (*zoo.ARCHITECTURES, *zoo.NATIVE)
+        for name in (*zoo.ARCHITECTURES, *zoo.NATIVE, *zoo.OWN_ATTENTION)
     ],
 )
 def test_greedy_tokens_equal_generate_up_to_ties(architecture):

@@ -14,10 +14,21 @@ class Lanes:
         tokens: new tokens of each row, one-token rows first.
         slots: live slots [rows][lanes], new ones included.
         window: slots behind the window of the oldest new token are poisoned too.
+        evicted: pages store positions; those of old slots are in any order, with gaps.
     """
 
     def __init__(
-        self, *, tokens, slots, heads, head_dim, page_tokens, dtype, window=None, seed=0
+        self,
+        *,
+        tokens,
+        slots,
+        heads,
+        head_dim,
+        page_tokens,
+        dtype,
+        window=None,
+        seed=0,
+        evicted=False,
     ) -> None:
         rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
         self.tokens = np.asarray(tokens, dtype=np.int32)
@@ -44,7 +55,19 @@ class Lanes:
             rows=torch.arange(rows),
             first_lane=0,
             num_lanes=lanes,
+            positions=self._positions(rng, num_pages, page_tokens) if evicted else None,
         )
+
+    def _positions(self, rng, num_pages, page_tokens):
+        positions = torch.full((num_pages, page_tokens), -1, dtype=torch.int32)
+        for row, lane in np.ndindex(*self.slots.shape):
+            held, tokens = int(self.slots[row, lane]), int(self.tokens[row])
+            old = rng.permutation(2 * held)[: held - tokens]
+            slot = torch.arange(held)
+            page = self.table[row, lane][slot // page_tokens].long()
+            own = np.concatenate([old, 2 * held + np.arange(tokens)])
+            positions[page, slot % page_tokens] = torch.from_numpy(own).int()
+        return positions
 
     def _seen(self, row, lane):
         slots, oldest = int(self.slots[row, lane]), int(self.slots[row, lane] - self.tokens[row])

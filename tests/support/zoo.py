@@ -12,27 +12,37 @@ import torch
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    BloomConfig,
+    CTRLConfig,
+    FalconConfig,
     Gemma2Config,
     Gemma3nTextConfig,
     Gemma3TextConfig,
     Gemma4TextConfig,
     Gemma4UnifiedTextConfig,
     GPT2Config,
+    GPTNeoConfig,
     GPTNeoXConfig,
+    GPTNeoXJapaneseConfig,
     GptOssConfig,
     GraniteConfig,
+    JetMoeConfig,
     Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    MptConfig,
     Olmo2Config,
+    OpenAIGPTConfig,
     OPTConfig,
     Phi3Config,
+    PhimoeConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
     StableLmConfig,
+    XGLMConfig,
 )
 
 VOCAB_SIZE = 128
@@ -352,6 +362,78 @@ NATIVE: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 
 
+def _old(kind: type[PreTrainedConfig], **options: object) -> PreTrainedConfig:
+    """A config of a family whose attention is computed inside its modules."""
+    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
+    return kind(**{"vocab_size": VOCAB_SIZE, **ids, **options})
+
+
+def _falcon(*, alibi: bool) -> PreTrainedConfig:
+    return _old(
+        FalconConfig,
+        hidden_size=48 if alibi else 64,
+        num_hidden_layers=2,
+        num_attention_heads=6 if alibi else 4,
+        num_kv_heads=6 if alibi else 2,
+        alibi=alibi,
+        new_decoder_architecture=not alibi,
+        multi_query=not alibi,
+        max_position_embeddings=MAX_POSITIONS,
+    )
+
+
+_POSITIONS = {"max_position_embeddings": MAX_POSITIONS}
+_GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": MAX_POSITIONS}
+# attention inside the modules of the model; six heads have slopes that are no powers of one number
+OWN_ATTENTION: dict[str, Callable[[], PreTrainedConfig]] = {
+    "bloom": lambda: _old(
+        BloomConfig, hidden_size=48, n_layer=2, n_head=6, seq_length=MAX_POSITIONS
+    ),
+    "mpt": lambda: _old(
+        MptConfig,
+        d_model=64,
+        n_layers=2,
+        n_heads=4,
+        max_seq_len=MAX_POSITIONS,
+        attn_config={"clip_qkv": 0.7, "softmax_scale": 0.3},
+    ),
+    "falcon": lambda: _falcon(alibi=False),
+    "falcon_alibi": lambda: _falcon(alibi=True),
+    "gpt_neo": lambda: _old(
+        GPTNeoConfig,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        attention_types=[[["global", "local"], 1]],
+        window_size=WINDOW_TOKENS,
+        **_POSITIONS,
+    ),
+    "gpt_neox_japanese": lambda: _old(
+        GPTNeoXJapaneseConfig,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        **_POSITIONS,
+    ),
+    "openai_gpt": lambda: _old(OpenAIGPTConfig, **_GPT),
+    "xglm": lambda: _old(
+        XGLMConfig, d_model=32, ffn_dim=48, num_layers=2, attention_heads=4, **_POSITIONS
+    ),
+    "ctrl": lambda: _old(CTRLConfig, dff=48, **_GPT),
+    "jetmoe": lambda: _old(
+        JetMoeConfig,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_key_value_heads=2,
+        kv_channels=8,
+        intermediate_size=48,
+        num_local_experts=4,
+        **_POSITIONS,
+    ),
+    "phimoe": lambda: PhimoeConfig(**_SHAPE, num_local_experts=4),
+}
+
+
 # further forms of architectures above
 OTHERS: dict[str, Callable[[], PreTrainedConfig]] = {
     "gpt2_scale_by_layer": lambda: _gpt2(scale_by_layer=True),
@@ -372,12 +454,15 @@ def build(
         if name in REPEATED:
             config = REPEATED[name](times)
         else:
-            config = (ARCHITECTURES | NATIVE | OTHERS)[name]()
+            config = (ARCHITECTURES | NATIVE | OWN_ATTENTION | OTHERS)[name]()
             config.num_hidden_layers *= times
             if getattr(config, "layer_types", None):
                 config.layer_types = list(config.layer_types) * times
         model = AutoModelForCausalLM.from_config(
-            config, attn_implementation="eager", dtype=torch.float32
+            # Falcon's eager attention adds ALiBi twice
+            config,
+            attn_implementation="sdpa" if name == "falcon_alibi" else "eager",
+            dtype=torch.float32,
         )
         _draw_weights(model)
     return model.to(dtype).eval()

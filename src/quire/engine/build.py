@@ -21,7 +21,7 @@ from quire.engine.runner import Runner
 from quire.engine.shared_pool import PoolMember, joining
 from quire.eviction.eviction import PolicyEvictor
 from quire.kv.prefix import PrefixBroadcast, PrefixIndex
-from quire.models.base import LayerByLayer, attention_scales
+from quire.models.base import LayerByLayer, attention_math
 from quire.models.loader import LoadedModel
 from quire.offload.kv.offloader import PrefixOffloader
 from quire.offload.prefix_store.prefix_loader import PrefixLoader
@@ -165,8 +165,8 @@ def _evictor(pool: KVPool, kv: KVConfig, model: LoadedModel) -> Evictor | None:
     if not pool.rules.evicts:
         return None
     rotations = cache(model.decoder.rotations)
-    scales = attention_scales(model.decoder)
-    return PolicyEvictor(pool.kv, pool.rules, kv.scratch, scales, rotations, model.group)
+    math = attention_math(model.decoder)
+    return PolicyEvictor(pool.kv, pool.rules, kv.scratch, math, rotations, model.group)
 
 
 def _swapper(

@@ -14,7 +14,6 @@ from torch import Tensor
 from quire.codecs.registry import make_codec
 from quire.config.kv_config import KVConfig
 from quire.errors import ConfigError
-from quire.kernels.backend import AttentionMath
 from quire.kernels.dense import attend_dense
 from quire.kernels.memory import free_device_bytes
 from quire.kv.coded_layers import MeasuredConstants, read_constants, sides_of
@@ -118,7 +117,7 @@ class _AttendToChunk:
 
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
-        math = AttentionMath(call.scale, call.softcap, call.sinks)
+        math = call.math.at(torch.arange(len(query), device=query.device), len(query) - 1)
         return attend_dense(q, k, v, math=math, seen=None, causal=True)[0].transpose(0, 1)
 
 

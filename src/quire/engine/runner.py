@@ -60,8 +60,7 @@ class StepBridge:
         self.hidden_states = states
 
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        math = AttentionMath(call.scale, call.softcap, call.sinks)
-        return self._step.attend(call.layer, math, query, key, value, call.rotary, call.rope)
+        return self._step.attend(call.layer, call.math, query, key, value, call.rotary, call.rope)
 
     def chain(self, layers: Sequence[AttentionMath], heads: HeadBuffers) -> list[object] | None:
         return self._step.chain(layers, heads)

@@ -14,7 +14,6 @@ from torch import Tensor
 from quire.codecs.base import Codec
 from quire.codecs.registry import make_codec
 from quire.errors import ConfigError
-from quire.kernels.backend import AttentionMath
 from quire.kernels.dense import attend_dense
 from quire.kv.coded_layers import KEY, VALUE, Constants, MeasuredConstants, sides_of
 from quire.layout.codecs import CodecSpec
@@ -66,7 +65,8 @@ class _Listening:
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         by_head = [x.transpose(0, 1) for x in (query, key, value)]
         self.heard.append((by_head[0], by_head[1], by_head[2]))
-        math = AttentionMath(call.scale, call.softcap, call.sinks)
+        positions = torch.arange(len(query), device=query.device)
+        math = call.math.at(positions, len(query) - 1)
         q, k, v = (x[None] for x in by_head)
         chunk = self.model.layers[call.layer].chunk
         seen = None

@@ -30,7 +30,13 @@ from quire.eviction.decisions import (
 from quire.eviction.eviction_rules import EvictionRules
 from quire.eviction.promotion import Promotion, promoted_entry
 from quire.kernels import device_copies
-from quire.kernels.backend import LaneSelector, SelectedSlots, SlotRanking, StoredNumbers
+from quire.kernels.backend import (
+    AttentionMath,
+    LaneSelector,
+    SelectedSlots,
+    SlotRanking,
+    StoredNumbers,
+)
 from quire.kernels.device_copies import to_device
 from quire.kv.compaction import (
     CompactionPlan,
@@ -75,7 +81,7 @@ class PolicyEvictor(Evictor):
         rules: rules that requests may use.
         scratch_bytes: bound on the keys and values that are gathered for a policy at a time; sets
             how many layers a view holds, at least one.
-        scales: softmax scale of each layer of the model.
+        math: operations of each layer of the model on its logits.
         rotations: RoPE of queries by RoPE scaling variant; None if the model does not provide it.
         ranks: the ranks that share the model.
     """
@@ -85,14 +91,14 @@ class PolicyEvictor(Evictor):
         kv: PagedKV,
         rules: EvictionRules,
         scratch_bytes: int,
-        scales: Sequence[float],
+        math: Sequence[AttentionMath],
         rotations: Callable[[int], Rotation | None],
         ranks: TensorGroup = ONE_RANK,
     ) -> None:
         lanes = evicting_lanes(kv.memory)
         assert lanes is not None, "only built for pools whose lanes evict"
         self._kv, self._rules, self._lanes = kv, rules, lanes
-        self._scratch_bytes, self._scales, self._rotations = scratch_bytes, scales, rotations
+        self._scratch_bytes, self._math, self._rotations = scratch_bytes, math, rotations
         self._ranks = ranks
         groups = [table.group for table in lanes.tables]
         self._promotions = {group.name: _promotion_of(kv, group.name) for group in groups}
@@ -467,7 +473,8 @@ class PolicyEvictor(Evictor):
         page_class, policy = table.group.page_class, _eviction_of(request).policy
         slots = int(table.num_slots[request.memory.row].max())
         width = page_class.head_dim if policy is None or policy.reads_vectors else 1
-        if policy is not None and policy.scores_in_pages:
+        biased = self._math[table.group.layers[0]].alibi is not None
+        if policy is not None and policy.scores_in_pages and not biased:
             scored = self._kv.scoring(table.group, policy.scores_in_pages)
             width = width if scored is None else self._rules.query_group(table.group)
         numbers = _TENSORS_OF_A_VIEW * width * page_class.heads * slots
@@ -508,7 +515,8 @@ class PolicyEvictor(Evictor):
             statistics=reader.statistics,
             slots=reader,
             head_dim=reader.group.page_class.head_dim,
-            layer_scales=tuple(self._scales[layer] for layer in reader.layers),
+            layer_scales=tuple(self._math[layer].scale for layer in reader.layers),
+            alibi=self._math[reader.layers[0]].alibi,
             rotation=self._rotations(request.spec.rope_variant),
             group=self._rules.query_group(reader.group),
             readers=reader.readers,

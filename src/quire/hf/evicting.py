@@ -16,7 +16,7 @@ from quire.eviction.eviction_rules import EvictionRules
 from quire.hf.cache_memory import SCRATCH_BYTES
 from quire.kv.paged_kv import PagedKV
 from quire.layout.eviction import PREFILL_END, PRESSURE, parse_policy
-from quire.models.base import Decoder, attention_scales
+from quire.models.base import Decoder, attention_math
 from quire.policies.eviction import EvictionRule, make_eviction
 from quire.policies.registry import FULL
 from quire.scheduler.lanes import (
@@ -45,8 +45,8 @@ class Evicting:
         self._layout, self._lanes = kv.memory.layout, evicting_lanes(kv.memory)
         self._evictor: PolicyEvictor | None = None
         if rules.evicts:
-            scales, rotations = attention_scales(decoder), cache(decoder.rotations)
-            self._evictor = PolicyEvictor(kv, rules, SCRATCH_BYTES, scales, rotations)
+            math, rotations = attention_math(decoder), cache(decoder.rotations)
+            self._evictor = PolicyEvictor(kv, rules, SCRATCH_BYTES, math, rotations)
 
     def chunk_tokens(self, row: Request, left: int) -> int:
         """Tokens of a row's next chunk, after `evict_for_chunk` has freed slots for them."""

@@ -20,7 +20,7 @@ Some backends can do more:
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -116,6 +116,45 @@ class RotatesTo(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Alibi:
+    """ALiBi: a bias on each query head's logits, linear in the distance of query and key.
+
+    The bias of a key at position p is slope * (p - q) for a query at q. A number that all logits of
+    a softmax share does not change it, so one bias serves the queries of all positions.
+    Source: Press et al. 2022, arXiv 2108.12409.
+
+    Attributes:
+        slopes: float32, of each query head, or a row of them per entry of a batch.
+        factor: factor on the biases.
+        rounded: whether the bias, before `factor`, is the position times the slope in bfloat16, as
+            Falcon computes it. It then depends on the position itself.
+    """
+
+    slopes: Float[Tensor, "*batch num_heads"]
+    factor: float = 1.0
+    rounded: bool = False
+
+    def of_lanes(self, num_lanes: int, lanes: Int[Tensor, " entry"]) -> "Alibi":
+        """Return the biases of the query heads of one lane per entry."""
+        return replace(self, slopes=self.slopes.to(lanes.device).view(num_lanes, -1)[lanes])
+
+    def bias(
+        self, positions: Int[Tensor, "*batch slot"], newest: int | Int[Tensor, "*batch 1"]
+    ) -> Float[Tensor, "*batch num_heads slot"]:
+        """Return the biases of keys, float32.
+
+        Args:
+            positions: logical positions of the keys.
+            newest: a position near the queries, so that the biases of near keys are small.
+        """
+        slopes = self.slopes.to(positions.device)[..., None]
+        if self.rounded:
+            rounded = slopes.bfloat16() * positions[..., None, :].bfloat16()
+            return rounded.float() * self.factor
+        return slopes * (positions - newest)[..., None, :].float() * self.factor
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionMath:
     """Operations of a layer on its logits.
@@ -126,12 +165,43 @@ class AttentionMath:
         sinks: logits that are added to the softmax without a value, [num_heads], or one such row
             per entry of a batch; or None.
         rotary: RoPE of the layer, if queries and stored keys are before RoPE; else None.
+        alibi: biases of the logits by the positions of keys, or None.
+        bias: the biases of the keys of one call, [batch or 1, num_heads, slots]; or None.
     """
 
     scale: float
     softcap: float | None = None
     sinks: Shaped[Tensor, "*batch num_heads"] | None = None
     rotary: RotatesTo | None = None
+    alibi: Alibi | None = None
+    bias: Float[Tensor, "batch num_heads slot"] | None = None
+
+    def of_lanes(self, num_lanes: int, lanes: Int[Tensor, " entry"]) -> "AttentionMath":
+        """Return the operations on the query heads of one lane per entry."""
+        if self.sinks is None and self.alibi is None:
+            return self
+        return replace(
+            self,
+            sinks=None if self.sinks is None else self.sinks.view(num_lanes, -1)[lanes],
+            alibi=None if self.alibi is None else self.alibi.of_lanes(num_lanes, lanes),
+        )
+
+    def at(
+        self,
+        positions: Int[Tensor, "*batch slot"],
+        newest: int | Int[Tensor, "*batch 1"],
+    ) -> "AttentionMath":
+        """Return the operations with the biases of keys at these positions; see `Alibi.bias`."""
+        if self.alibi is None:
+            return self
+        bias = self.alibi.bias(positions, newest)
+        return replace(self, alibi=None, bias=bias if bias.dim() == 3 else bias[None])
+
+    def with_columns(self, index: Int[Tensor, " column"]) -> "AttentionMath":
+        """Return the operations with the biases of these keys once more, after the others."""
+        if self.bias is None:
+            return self
+        return replace(self, bias=torch.cat([self.bias, self.bias[..., index]], dim=-1))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Attention over contiguous keys and values, on any device.
 
-Uses `scaled_dot_product_attention` if it supports the operation. Softcap and sinks use explicit
-products, in blocks of queries to bound the scratch memory of the weights.
+Uses `scaled_dot_product_attention` if it supports the operation. Softcap, sinks and biases use
+explicit products, in blocks of queries to bound the scratch memory of the weights.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
 
+from quire.errors import InvariantError
 from quire.kernels.backend import AttentionMath
 
 PLAIN_BLOCK_QUERIES = 256
@@ -32,14 +33,14 @@ def attend_dense(
         query: num_heads is a multiple of num_kv_heads; heads of one group are neighbours.
         key: after RoPE. Slots that no query sees must hold finite numbers.
         value: shaped like key.
-        math: scale, softcap, sinks.
+        math: scale, softcap, sinks, biases of these keys.
         seen: True if a query sees a slot; None for all, or with `causal`.
         causal: query i of n sees slots 0 .. i of n; excludes `seen`.
 
     Returns:
         The attention output, in the shape of query.
     """
-    if math.softcap is not None or math.sinks is not None:
+    if any(x is not None for x in (math.softcap, math.sinks, math.alibi, math.bias)):
         if causal:
             num_queries = query.shape[2]
             seen = torch.ones(num_queries, num_queries, dtype=torch.bool, device=query.device)
@@ -88,14 +89,25 @@ def weights_dense(
     grouped = query.reshape(batch, num_kv_heads, -1, num_queries, head_dim)
     products = grouped @ key[:, :, None].transpose(-1, -2)
     logits = products.to(torch.promote_types(products.dtype, torch.float32)) * math.scale
-    if math.softcap is not None:
-        logits = math.softcap * torch.tanh(logits / math.softcap)
+    logits = _capped_and_biased(logits, math)
     if seen is not None:
         logits = logits.masked_fill(~seen[:, :, None], float("-inf"))
     if math.sinks is not None:
         column = math.sinks.to(logits.dtype).view(-1, num_kv_heads, logits.shape[2], 1, 1)
         logits = torch.cat([logits, column.expand(*logits.shape[:-1], 1)], dim=-1)
     return torch.softmax(logits, dim=-1)[..., : key.shape[2]]
+
+
+def _capped_and_biased(
+    logits: Float[Tensor, "batch num_kv_heads group query token"], math: AttentionMath
+) -> Float[Tensor, "batch num_kv_heads group query token"]:
+    if math.alibi is not None:
+        raise InvariantError("ALiBi needs the positions of the keys: see AttentionMath.at")
+    if math.softcap is not None:
+        logits = math.softcap * torch.tanh(logits / math.softcap)
+    if math.bias is not None:
+        logits = logits + math.bias.view(-1, *logits.shape[1:3], 1, logits.shape[4])
+    return logits
 
 
 def column_sums_dense(
@@ -160,15 +172,15 @@ def attend_partial(
         query: num_heads is a multiple of num_kv_heads; heads of one group are neighbours.
         key: after RoPE; may be empty. Slots that no query sees must hold finite numbers.
         value: shaped like key.
-        math: scale and softcap; sinks are passed to `merge` instead, so that they count once.
+        math: scale, softcap and biases of these keys; sinks are passed to `merge` instead, so that
+            they count once.
         seen: True if a query sees a slot; None for all.
     """
     batch, num_heads, num_queries, head_dim = query.shape
     num_kv_heads = key.shape[1]
     grouped = query.float().reshape(batch, num_kv_heads, -1, num_queries, head_dim)
     logits = grouped @ key.float()[:, :, None].transpose(-1, -2) * math.scale
-    if math.softcap is not None:
-        logits = math.softcap * torch.tanh(logits / math.softcap)
+    logits = _capped_and_biased(logits, math)
     if seen is not None:
         logits = logits.masked_fill(~seen[:, :, None], -torch.inf)
     lse = torch.logsumexp(logits, dim=-1)

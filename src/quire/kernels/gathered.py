@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from jaxtyping import Int
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -337,7 +338,8 @@ class GatheredAttention(TorchSlots):
             value.masked_fill_(bucket.dead, 0)
         if pages.full_precision is not None:
             write_full_precision_in_bucket(pages, pages.full_precision, bucket, (key, value))
-        q, own_math = by_lane[rows, lanes].unsqueeze(2), _math_of(math, pages, lanes)
+        q = by_lane[rows, lanes].unsqueeze(2)
+        own_math = _in_bucket(math.of_lanes(pages.num_lanes, lanes), pages, bucket)
         attended = attend_dense(q, key, value, math=own_math, seen=bucket.seen)
         out_by_lane[rows, lanes] = attended.squeeze(2)
         if column_sums is not None:
@@ -359,6 +361,8 @@ class GatheredAttention(TorchSlots):
     ) -> Tensor:
         shape = (len(chunk.rows), chunk.tokens, *fresh[0].shape[1:])
         key, value = (x[token].view(shape).transpose(1, 2) for x in fresh)
+        if math.alibi is not None:  # the first tokens of their rows
+            math = math.at(torch.arange(chunk.tokens, device=self._device), chunk.tokens - 1)
         if column_sums is not None:
             seen = self._chunk_seen(chunk.tokens, chunk.tokens, plan.window)
             sums = column_sums_dense(query, key, math=math, seen=seen)
@@ -391,7 +395,10 @@ class GatheredAttention(TorchSlots):
             live = slice(first - column * pages.page_tokens, slots - column * pages.page_tokens)
             gathered = self._gather(pages, row, lane_index, columns[None], query.dtype)
             key, value = (x[:, :, live] for x in gathered)
-            q, own_math = query[:, heads], _math_of(math, pages, lane_index)
+            q, own_math = query[:, heads], math.of_lanes(pages.num_lanes, lane_index)
+            if math.alibi is not None:
+                positions = lane_positions(pages, row, lane_index, columns[None])[:, live]
+                own_math = own_math.at(positions, positions[:, -1:])
             seen = self._chunk_seen(chunk.tokens, slots - first, plan.window)
             exact = None
             if pages.full_precision is not None:
@@ -407,6 +414,7 @@ class GatheredAttention(TorchSlots):
                 exact = full_precision_columns(pages.full_precision, place, seen[0, 0])
                 seen = exact.seen
                 key, value = exact.append_to(key, exact.key), exact.append_to(value, exact.value)
+                own_math = own_math.with_columns(exact.index)
             parts.append(attend_dense(q, key, value, math=own_math, seen=seen))
             if column_sums is not None:
                 sums = column_sums_dense(q, key, math=own_math, seen=seen)
@@ -482,8 +490,33 @@ def _by_lane(flat: Tensor, pages: LayerPages) -> Tensor:
     return flat.view(len(flat), pages.num_lanes, -1, flat.shape[2])
 
 
-def _math_of(math: AttentionMath, pages: LayerPages, lanes: Tensor) -> AttentionMath:
-    """Select the sinks of each entry's heads."""
-    if math.sinks is None:
+def _in_bucket(math: AttentionMath, pages: LayerPages, bucket: DecodeBucket) -> AttentionMath:
+    """Return the operations with the biases of a bucket's slots."""
+    if math.alibi is None:
         return math
-    return replace(math, sinks=math.sinks.view(pages.num_lanes, -1)[lanes])
+    positions = lane_positions(pages, bucket.rows, bucket.lanes, bucket.columns)
+    own = to_device(bucket.held - 1 - bucket.slots, positions.device)
+    return math.at(positions, positions.gather(1, own))
+
+
+def lane_positions(
+    pages: LayerPages,
+    rows: Int[Tensor, " entry"],
+    lanes: Int[Tensor, " entry"],
+    columns: Int[Tensor, "entry column"],
+) -> Int[Tensor, "entry slot"]:
+    """Return the logical positions of the slots of table columns; undefined for free slots.
+
+    Slots in the order of their positions are counted from 0.
+
+    Args:
+        pages: pages of the layer.
+        rows: rows of the step.
+        lanes: lanes among the layer's own.
+        columns: columns of the page table.
+    """
+    if pages.positions is not None:
+        numbers = page_numbers(pages, rows, lanes, columns)
+        return pages.positions[numbers].flatten(1).long()
+    offset = torch.arange(pages.page_tokens, device=columns.device)
+    return (columns[:, :, None] * pages.page_tokens + offset).flatten(1).expand(len(rows), -1)

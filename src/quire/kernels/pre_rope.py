@@ -13,7 +13,7 @@ Source: StreamingLLM (Xiao et al. 2023), section 3.2, "cache index".
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -239,7 +239,14 @@ class PreRopeAttention(TorchSlots):
             found = self._gather(bucket, pages, math, query.dtype)
             seen = bucket.seen if found.exact is None else found.exact.seen
             q = _rotated_queries(by_lane[token, lane], bucket, math)
-            own_math = _math_of(math, pages.num_lanes, bucket.lanes)
+            own_math = math.of_lanes(pages.num_lanes, bucket.lanes)
+            if math.alibi is not None:  # by place, as RoPE
+                place = torch.arange(bucket.slot.shape[1], device=self._device)
+                own_math = own_math.at(
+                    place.expand(len(bucket.rows), -1), bucket.query_place[:, -1:]
+                )
+                if found.exact is not None:
+                    own_math = own_math.with_columns(found.exact.index)
             attended = attend_dense(q, found.key, found.value, math=own_math, seen=seen)
             out_by_lane[token, lane] = attended.transpose(1, 2)
             if column_sums is not None:
@@ -379,10 +386,3 @@ def _rotated_queries(query: Tensor, bucket: Bucket, math: AttentionMath) -> Tens
     assert math.rotary is not None, "only called with queries before RoPE"
     rotated = math.rotary.rotate_pre_rope(query.flatten(0, 1), bucket.query_place.flatten())
     return rotated.to(query.dtype).view(query.shape).transpose(1, 2)
-
-
-def _math_of(math: AttentionMath, num_lanes: int, lanes: Tensor) -> AttentionMath:
-    """Select the sinks of each entry's heads."""
-    if math.sinks is None:
-        return math
-    return replace(math, sinks=math.sinks.view(num_lanes, -1)[lanes])

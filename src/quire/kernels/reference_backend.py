@@ -91,7 +91,13 @@ def _attend_lane(
         key, value = (decode_slots(side, numbers.long(), offsets, of_lane) for side in sides)
         _add_promoted(pages, (row, lane), (numbers.long(), offsets), (key, value))
     heads = slice(lane * query.shape[1], (lane + 1) * query.shape[1])
-    math = replace(math, sinks=None if math.sinks is None else math.sinks[heads])
+    math = replace(
+        math,
+        sinks=None if math.sinks is None else math.sinks[heads],
+        alibi=None if math.alibi is None else replace(math.alibi, slopes=math.alibi.slopes[heads]),
+    )
+    positions = slot if pages.positions is None else pages.positions[numbers.long(), offsets]
+    math = math.at(positions, positions[-1:])
     own = slot[len(slot) - len(query) :]
     if pages.full_precision is None:
         return attend_reference(
@@ -111,11 +117,12 @@ def _attend_lane(
         exact = _exact_tokens(
             pages, pages.full_precision, (row, lane, slots), len(query) - 1 - i, seen, at
         )
+        biases = None if math.bias is None else math.bias[:, :, : len(seen)]
         out[i : i + 1], more = attend_reference(
             query[i : i + 1],
             torch.where(exact.wanted, exact.key, key[: len(seen)]),
             torch.where(exact.wanted, exact.value, value[: len(seen)]),
-            math=math,
+            math=replace(math, bias=biases),
             query_positions=own[i : i + 1],
             key_positions=seen,
             window=window,
@@ -213,16 +220,16 @@ def attend_reference(
 ) -> tuple[Float[Tensor, "query num_heads head_dim"], Float[Tensor, "num_heads token"]]:
     """Compute attention of one sequence in float32, and sum each slot's weights over the queries.
 
-    Formula: w = softmax(cap(q k^T * scale)) over the slots a query sees (position p sees positions
-    in (p - window, p]); out = w v; column_sums[h, t] = sum over queries of w[h, query, t]. A sink
-    is a logit that is added to the softmax without a value.
+    Formula: w = softmax(cap(q k^T * scale) + bias) over the slots a query sees (position p sees
+    positions in (p - window, p]); out = w v; column_sums[h, t] = sum over queries of
+    w[h, query, t]. A sink is a logit that is added to the softmax without a value.
     Source: H2O and Batch-Max (section 3.2) rank by the column sums.
 
     Args:
         query: after RoPE; num_heads is a multiple of num_kv_heads.
         key: after RoPE, in any order of slots.
         value: shaped like key.
-        math: scale, softcap, sinks [num_heads].
+        math: scale, softcap, sinks [num_heads], and ALiBi or biases [1, num_heads, token].
         query_positions: logical positions of the queries.
         key_positions: logical positions of the slots.
         window: number of positions a query attends to, including its own; None for all.
@@ -236,6 +243,9 @@ def attend_reference(
     logits = q @ k.transpose(1, 2) * math.scale
     if math.softcap is not None:
         logits = math.softcap * torch.tanh(logits / math.softcap)
+    math = math.at(key_positions, query_positions[-1:])
+    if math.bias is not None:
+        logits = logits + math.bias[0][:, None]
     distance = query_positions[:, None] - key_positions[None, :]
     seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
     logits = logits.masked_fill(~seen, float("-inf"))

@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels.backend import (
-    AttentionMath,
     CosSin,
     LayerPages,
     LayerRecords,
@@ -310,14 +309,13 @@ class StaticAttention:
         if not reader and own.positions is not None:
             positions = self._inputs.positions.int()[:, None]
             own.positions[slots.pages, slots.offsets] = positions.expand_as(slots.pages)
-        math = AttentionMath(call.scale, call.softcap, call.sinks)
         tallies = [one for records in records_of_layer for one in records.tallies]
         sums = None
         if tallies:  # memory of the graphs, which the layers share
             shape = (len(query), query.shape[1], own.max_slots)
             sums = query.new_empty(shape, dtype=torch.float32)
         plan, pages = own.plans[index], own.pages[index]
-        out = backend.attend(plan, pages, math, query, (key, value), column_sums=sums)
+        out = backend.attend(plan, pages, call.math, query, (key, value), column_sums=sums)
         if sums is not None:
             for tally, rows in tallies:
                 backend.tally(tally, rows, sums)

@@ -40,7 +40,7 @@ from quire.kernels.backend import (
 from quire.kernels.coded import decode_head
 from quire.kernels.dense import weights_dense
 from quire.kernels.device_copies import to_device
-from quire.kernels.gathered import chunk_lane
+from quire.kernels.gathered import chunk_lane, lane_positions
 from quire.kernels.paging import measure_attention, over_group, put
 from quire.kernels.token_precision import (
     ChunkLane,
@@ -361,14 +361,31 @@ def chunk_weights(
             exact = full_precision_columns(pages.full_precision, place, all_seen)
             key = exact.append_to(key, exact.key[:, kv_head % heads, None])
             all_seen = exact.seen[0, 0]
-        sinks = None if math.sinks is None else math.sinks[part]
-        own_math = replace(math, sinks=sinks)
+        own_math = _of_heads(math, pages, row, (lane, held), part)
+        if exact is not None:
+            own_math = own_math.with_columns(exact.index)
         block = max(1, BLOCK_NUMBERS // (group * held))
         for start in range(0, len(query), block):
             some, mask = (x[..., start : start + block, :] for x in (q, all_seen))
             weights = weights_dense(some, key, math=own_math, seen=mask[None, None])
             by_slot = weights[0, 0] if exact is None else exact.by_slot(weights[0, 0])
             yield LaneWeights(kv_head, by_slot.transpose(0, 1), mask.sum(dim=1, keepdim=True))
+
+
+def _of_heads(
+    math: AttentionMath, pages: LayerPages, row: int, place: tuple[int, int], heads: slice
+) -> AttentionMath:
+    """Return the operations on some query heads, with the biases of a lane's live slots."""
+    (lane, held), alibi = place, math.alibi
+    own = replace(math, sinks=None if math.sinks is None else math.sinks[heads])
+    if alibi is None:
+        return own
+    device = pages.table.device
+    columns = torch.arange(-(-held // pages.page_tokens), device=device)[None]
+    at = torch.tensor([row], device=device), torch.tensor([lane], device=device)
+    positions = lane_positions(pages, *at, columns)[0, :held]
+    own = replace(own, alibi=replace(alibi, slopes=alibi.slopes[heads]))
+    return own.at(positions, positions[-1:])
 
 
 def _write_promoted(key: Tensor, pages: LayerPages, place: ChunkLane, head: int) -> None:

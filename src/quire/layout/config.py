@@ -82,9 +82,10 @@ DEFAULTS: Mapping[str, Mapping[str, object]] = {
 
 TIED_BY_DEFAULT = frozenset(
     {
-        "biogpt", "bloom", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "falcon", "gemma",
-        "gemma2", "gemma3", "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text",
-        "gpt2", "gpt_bigcode", "gpt_neo", "granite_swa", "mpt", "openai-gpt", "opt", "smollm3",
+        "biogpt", "bloom", "cohere", "cohere2", "ctrl", "ernie4_5", "ernie4_5_moe", "falcon",
+        "gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n_text", "gemma4_text",
+        "gemma4_unified_text", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox_japanese",
+        "granite_swa", "jetmoe", "mpt", "openai-gpt", "opt", "smollm3",
         "starcoder2", "vaultgemma", "xglm",
     }
 )  # fmt: skip
@@ -92,9 +93,9 @@ TIED_BY_DEFAULT = frozenset(
 
 UNGATED = frozenset(
     {
-        "apertus", "arcee", "biogpt", "bloom", "codegen", "falcon", "fuyu", "gpt2", "gpt_bigcode",
-        "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gptj", "jais2", "mpt", "nanochat", "nemotron",
-        "openai-gpt", "opt", "persimmon", "phi", "starcoder2", "xglm",
+        "apertus", "arcee", "biogpt", "bloom", "codegen", "ctrl", "falcon", "fuyu", "gpt2",
+        "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gptj", "jais2", "mpt",
+        "nanochat", "nemotron", "openai-gpt", "opt", "persimmon", "phi", "starcoder2", "xglm",
     }
 )  # fmt: skip
 """Families whose MLP has no gate; the default of its width is 4 * hidden size."""
@@ -108,6 +109,12 @@ LEARNED_POSITIONS: Mapping[str, int] = {
     "opt": 2,
 }
 """Families with learned position embeddings, and the rows of the table beyond the context."""
+
+SINUSOIDAL_POSITIONS = frozenset({"ctrl", "xglm"})
+"""Families that add sinusoidal position embeddings, which are no parameters."""
+
+TWICE_THE_VALUE_DIM = frozenset({"diffllama"})
+"""Families whose query heads attend to pairs of values."""
 
 TWICE_THE_KV_HEADS = frozenset({"mimo_v2_flash"})
 """Families whose sliding-window layers have twice the KV heads of the others."""
@@ -145,11 +152,11 @@ LARGEST_INTEGER = 2**31 - 1
 
 SIZES = (
     ("hidden_size", "n_embd", "n_embed", "d_model"),
-    ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
     ("num_key_value_heads", "num_kv_heads"),
-    ("head_dim",),
+    ("head_dim", "kv_channels"),
     ("vocab_size",),
-    ("intermediate_size", "ffn_dim", "n_inner"),
+    ("intermediate_size", "ffn_dim", "n_inner", "dff"),
     ("max_position_embeddings", "n_positions"),
     ("word_embed_proj_dim",),
 )

@@ -341,9 +341,10 @@ class Refusal:
 
 
 WITH_TRANSFORMERS = "run it with Transformers itself"
-ALIBI = Refusal(
-    reason="ALiBi adds a distance bias to attention, which paged attention does not support",
-    instead="use a model with rotary positions, such as Llama, Qwen or Mistral",
+IGNORED_OPTIONS = Refusal(
+    reason="Transformers ignores the options alibi=false, alibi_bias_max, prefix_lm and qk_ln of "
+    "its attn_config, so that it computes another model",
+    instead="use an MPT model with plain ALiBi, such as mpt-7b or mpt-30b",
 )
 LATENT = Refusal(
     reason="its attention caches one latent vector per token, not keys and values per head (MLA)",
@@ -388,26 +389,21 @@ OWN_MASK = Refusal(
     reason="its attention depends on a learned mask or bias",
     instead=WITH_TRANSFORMERS,
 )
-REPEATED = Refusal(
-    reason="its layers compute attention several times per token, and a slot holds one key",
-    instead="use a model with one attention per layer, such as Llama or Qwen",
-)
-MIXED_HEADS = Refusal(
-    reason="a router selects the query heads of each token",
-    instead="use a mixture with experts in its MLPs only, such as Mixtral or Qwen 3 MoE",
+PREFIX_LM = Refusal(
+    reason="the tokens of a prompt attend to later tokens of the prompt (prefix_lm)",
+    instead="use a causal language model, such as Llama or Qwen",
 )
 SPARSE = Refusal(
     reason="an indexer selects the tokens that each query attends to",
     instead="use a model with full or sliding-window attention",
 )
 LENGTH_DEPENDENT_ROPE = Refusal(
-    reason="its RoPE scale depends on the longest sequence of the batch",
+    reason="its RoPE scale depends on the longest sequence of the batch (short_mscale and "
+    "long_mscale differ)",
     instead="use Phi-3 or Mixtral models",
 )
 
 _BY_NAME: tuple[tuple[Refusal, str], ...] = (
-    (ALIBI, "bloom mpt"),
-    (OWN_ATTENTION, "falcon ctrl gpt_neo gpt_neox_japanese imagegpt openai-gpt xglm"),
     (
         LATENT,
         "axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 dots3_note dots3_note_text "
@@ -432,15 +428,16 @@ _BY_NAME: tuple[tuple[Refusal, str], ...] = (
         "distilbert electra ernie megatron-bert modernbert reformer rembert roberta "
         "roberta-prelayernorm roc_bert roformer xlm xlm-roberta xlm-roberta-xl xlnet xmod",
     ),
-    (OWN_MASK, "doge inkling inkling2 inkling2_text inkling_text"),
-    (REPEATED, "diffllama hrm_text"),
-    (MIXED_HEADS, "jetmoe"),
+    (
+        OWN_MASK,
+        "doge inkling inkling2 inkling2_loop inkling2_loop_text inkling2_text inkling_text",
+    ),
+    (PREFIX_LM, "hrm_text"),
     (SPARSE, "minimax_m3_vl_text"),
-    (LENGTH_DEPENDENT_ROPE, "phimoe"),
     (
         MULTIMODAL,
-        "emu3 fuyu git got_ocr2 mllama moshi moss_transcribe_diarize musicgen musicgen_melody "
-        "phi4_multimodal trocr",
+        "emu3 fuyu git got_ocr2 imagegpt mllama moshi moss_transcribe_diarize musicgen "
+        "musicgen_melody phi4_multimodal trocr",
     ),
 )
 REFUSED: Mapping[str, Refusal] = {

@@ -26,8 +26,10 @@ from quire.layout.config import (
     LEARNED_POSITIONS,
     MAX_LAYERS,
     REFUSED,
+    SINUSOIDAL_POSITIONS,
     TIED_BY_DEFAULT,
     TWICE_THE_KV_HEADS,
+    TWICE_THE_VALUE_DIM,
     UNGATED,
     WINDOW_IGNORED,
     WINDOW_WITHOUT_QUERY,
@@ -417,7 +419,7 @@ def _expert_layers(reader: ConfigReader, num_layers: int) -> Collection[int]:
 
 _WIDTHS = (
     *("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "moe_intermediate_size"),
-    "ffn_config.ffn_hidden_size",
+    *("dff", "ffn_config.ffn_hidden_size"),
 )
 
 
@@ -430,7 +432,9 @@ def _dense_sizes(
     )
     if sizes is None and reader.model_type not in UNGATED:
         raise reader.missing(*_WIDTHS)
-    sizes = sizes or [4 * hidden_size] * len(layers)
+    sizes = sizes or [
+        hidden_size * (reader.positive_integer("intermediate_multiple_size") or 4)
+    ] * len(layers)
     if reader.flag("use_double_wide_mlp", default=False):
         of_layers = zip(sizes, layers, strict=True)
         sizes = [size * (1 if layer.source is None else 2) for size, layer in of_layers]
@@ -631,7 +635,8 @@ class ModelSpec:
         tied_embeddings: input and output embeddings are one matrix.
         gated_mlp: the MLP has a gate (three matrices instead of two).
         layers: one LayerSpec per layer.
-        learned_positions: rows of the table of position embeddings; 0 for RoPE.
+        learned_positions: rows of the table of learned position embeddings; 0 if there is none.
+        adds_positions: position embeddings, learned or sinusoidal, are added to the embeddings.
         embedding_size: width of the embeddings if it is not the hidden size (OPT-350M).
         mixture: the expert layers of a mixture of experts; None for a dense model.
         vectors: biases, norms and sinks of a layer.
@@ -659,6 +664,7 @@ class ModelSpec:
     gated_mlp: bool
     layers: tuple[LayerSpec, ...]
     learned_positions: int = 0
+    adds_positions: bool = False
     embedding_size: int | None = None
     mixture: MixtureSpec | None = None
     vectors: VectorSpec = PLAIN
@@ -691,7 +697,7 @@ class ModelSpec:
         num_layers = reader.num_layers()
         if num_layers is None:
             raise reader.missing("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-        num_heads = reader.integer("num_attention_heads", "n_head", "n_heads", "num_heads")
+        num_heads = _num_heads(reader)
         max_positions = reader.integer(
             "max_position_embeddings",
             "n_positions",
@@ -706,7 +712,8 @@ class ModelSpec:
             query_heads=num_heads,
             kv_heads=_num_kv_heads(reader, num_heads),
             key_dim=head_dim,
-            value_dim=reader.positive_integer("v_head_dim") or head_dim,
+            value_dim=reader.positive_integer("v_head_dim")
+            or head_dim * (2 if kind in TWICE_THE_VALUE_DIM else 1),
         )
         extra_rows = LEARNED_POSITIONS.get(kind)
         layers, mixture = read_layers(reader, num_layers, heads), read_mixture(reader, num_layers)
@@ -730,6 +737,7 @@ class ModelSpec:
             gated_mlp=kind not in UNGATED,
             layers=layers,
             learned_positions=0 if extra_rows is None else max_positions + extra_rows,
+            adds_positions=extra_rows is not None or kind in SINUSOIDAL_POSITIONS,
             embedding_size=reader.positive_integer("word_embed_proj_dim"),
             mixture=mixture,
             vectors=read_vectors(reader),
@@ -909,6 +917,13 @@ def _refuse(reader: ConfigReader) -> None:
             )
 
 
+def _num_heads(reader: ConfigReader) -> int:
+    names = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
+    if reader.model_type == "jetmoe":  # its config.json leaves out what follows from other keys
+        return reader.integer("num_key_value_heads") * reader.integer("num_experts_per_tok")
+    return reader.integer(*names)
+
+
 def _num_kv_heads(reader: ConfigReader, num_heads: int) -> int:
     # Falcon configs always have num_kv_heads, but the older architecture ignores it
     regular = not reader.flag("multi_query", default=False)
@@ -928,7 +943,7 @@ def _num_kv_heads(reader: ConfigReader, num_heads: int) -> int:
 
 
 def _head_dim(reader: ConfigReader, hidden_size: int, num_heads: int) -> int:
-    head_dim = reader.positive_integer("head_dim")
+    head_dim = reader.positive_integer("head_dim", "kv_channels")
     if head_dim is not None:
         return head_dim
     if hidden_size % num_heads:

@@ -49,6 +49,7 @@ from quire.models.layer_source import LayerSource, decoder_layers
 from quire.models.linear_weights import reorder_linears, widen_linears
 from quire.models.native_linear import available_products, fastest_products
 from quire.models.observing import KeysAndValues, Observing
+from quire.models.own_attention import has_own_attention, model_inputs, reference_attention
 from quire.models.packing import MappedFiles, pack_linears, trim_free_memory
 from quire.models.rope import RopeVariants, Rotations
 from quire.models.sharding import rank_spec
@@ -445,8 +446,7 @@ class TransformersDecoder:
         head = {"logits_to_keep": batch.sample_rows} if self._head_takes_rows else {}
         with self._bridge.at_positions(batch.positions):
             output = self.model(
-                input_ids=batch.token_ids.unsqueeze(0),
-                position_ids=batch.positions.unsqueeze(0),
+                **model_inputs(self.model, batch.token_ids, batch.positions),
                 use_cache=False,
                 return_dict=True,
                 **head,
@@ -461,7 +461,7 @@ class TransformersDecoder:
     ) -> Float[Tensor, "num_tokens vocab"]:
         with self._forward_lock.held(), torch.inference_mode():
             self._rope.select(0)
-            self.model.set_attn_implementation("eager")
+            self._set_attention(reference_attention(type(self.model)))
             try:
                 output = self.model(token_ids.unsqueeze(0), use_cache=False, return_dict=True)
             finally:
@@ -469,8 +469,14 @@ class TransformersDecoder:
         logits: Tensor = output.logits[0]
         return logits
 
+    def _set_attention(self, name: str) -> None:
+        if has_own_attention(type(self.model)):  # Transformers sets it only with its interface
+            self.model.config._attn_implementation = name
+        else:
+            self.model.set_attn_implementation(name)
+
     def _use_quire_attention(self) -> None:
-        self.model.set_attn_implementation(ATTENTION_NAME)
+        self._set_attention(ATTENTION_NAME)
         in_use = self.model.config._attn_implementation
         if in_use != ATTENTION_NAME:
             raise UnsupportedModel(

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from quire.kernels.backend import AttentionMath, CosSin, HeadBuffers
+from quire.kernels.backend import Alibi, AttentionMath, CosSin, HeadBuffers
 from quire.layout.model import ModelSpec
 from quire.layout.statistics import Statistic
 from quire.models.rotary import Rotary
@@ -35,6 +35,7 @@ class AttentionCall:
             `Decoder.prepare`).
         rope: cosines and sines by which attention rotates queries and keys, which are before RoPE;
             only passed to an attention with `takes_rope`. None: they are after RoPE.
+        alibi: biases of the logits by the positions of keys; None if the layer has none.
     """
 
     layer: int
@@ -44,6 +45,12 @@ class AttentionCall:
     sinks: Tensor | None
     rotary: Rotary | None = None
     rope: CosSin | None = None
+    alibi: Alibi | None = None
+
+    @property
+    def math(self) -> AttentionMath:
+        """Operations on the logits."""
+        return AttentionMath(self.scale, self.softcap, self.sinks, alibi=self.alibi)
 
 
 @runtime_checkable  # for the shape checks in tests
@@ -259,24 +266,24 @@ class OwnValue:
         return value.repeat_interleave(query.shape[1] // key.shape[1], dim=1).to(query.dtype)
 
 
-class _ScaleRecorder(OwnValue):
-    """Records the scale of each layer."""
+class _MathRecorder(OwnValue):
+    """Records the operations of each layer on its logits."""
 
     def __init__(self) -> None:
-        self.scales: dict[int, float] = {}
+        self.math: dict[int, AttentionMath] = {}
 
     def attend(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        self.scales[call.layer] = call.scale
+        self.math[call.layer] = call.math
         return super().attend(call, query, key, value)
 
 
 @torch.inference_mode()
-def attention_scales(decoder: Decoder) -> tuple[float, ...]:
-    """Return the softmax scale of each layer, from a forward of one token.
+def attention_math(decoder: Decoder) -> tuple[AttentionMath, ...]:
+    """Return the operations of each layer on its logits, from a forward of one token.
 
-    Layers pass it with each call; no key of config.json holds it for all architectures.
+    Layers pass them with each call; no key of config.json holds them for all architectures.
     """
     token = torch.zeros(1, dtype=torch.int64, device=decoder.device)
-    recorder = _ScaleRecorder()
+    recorder = _MathRecorder()
     decoder.forward(token, token, token[:0], recorder)
-    return tuple(recorder.scales[layer] for layer in range(decoder.spec.num_layers))
+    return tuple(recorder.math[layer] for layer in range(decoder.spec.num_layers))

@@ -20,6 +20,7 @@ from transformers import AttentionInterface
 
 from quire.errors import InvariantError, UnsupportedModel
 from quire.models.base import AttentionCall, PagedAttention
+from quire.models.own_attention import number_layers, replace_attention, restore_attention
 from quire.models.rotary import Rotary
 
 ATTENTION_NAME = "quire"
@@ -38,7 +39,9 @@ _HARMLESS_OPTIONS = frozenset(
         "use_cache",
     }
 )
-_KNOWN_OPTIONS = _HARMLESS_OPTIONS | frozenset({"is_causal", "s_aux", "sliding_window", "softcap"})
+_KNOWN_OPTIONS = _HARMLESS_OPTIONS | frozenset(
+    {"alibi", "is_causal", "s_aux", "sliding_window", "softcap"}
+)
 
 
 class Bridge:
@@ -114,8 +117,12 @@ def register() -> None:
 
 
 def install(model: nn.Module) -> Bridge:
-    """Set one new bridge on every module that has a `layer_idx`, and return the bridge."""
+    """Set one new bridge on every module that has a `layer_idx`, and return the bridge.
+
+    Modules that compute attention themselves call it from then on; see `own_attention`.
+    """
     bridge = Bridge()
+    number_layers(model)
     for module in model.modules():
         if hasattr(module, BRIDGE_ATTRIBUTE):
             raise InvariantError("expected a model without a decoder, got one that has a decoder")
@@ -124,6 +131,7 @@ def install(model: nn.Module) -> Bridge:
             if reads_cache_length(module):
                 hook = partial(_with_length, bridge)
                 bridge.hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+    replace_attention(model, attend_through_bridge, lambda: bridge.attention is not None)
     return bridge
 
 
@@ -143,6 +151,7 @@ def _with_length(
 
 def uninstall(model: nn.Module) -> None:
     """Remove the bridge from every module."""
+    restore_attention(model)
     for module in model.modules():
         bridge = vars(module).pop(BRIDGE_ATTRIBUTE, None)
         while bridge is not None and bridge.hooks:
@@ -167,7 +176,7 @@ def attend_through_bridge(
         value: [1, num_kv_heads, num_tokens, value_dim].
         attention_mask: None; paged attention derives visibility from positions.
         scaling: factor on query-key products; None means head_dim ** -0.5.
-        options: further arguments of the architecture; window, softcap and sinks are used.
+        options: further arguments of the architecture; window, softcap, sinks and ALiBi are used.
 
     Returns:
         [1, num_tokens, num_heads, value_dim], and None in place of the attention weights.
@@ -188,6 +197,7 @@ def attend_through_bridge(
         softcap=(float(softcap) if softcap else None),
         sinks=(sinks if isinstance(sinks, torch.Tensor) else None),
         rotary=bridge.rotaries.get(module.layer_idx),
+        alibi=options.get("alibi"),
     )
     out = bridge.attention.attend(
         call, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)

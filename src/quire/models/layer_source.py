@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from quire.errors import UnsupportedModel
+from quire.models.own_attention import number_layers
 from quire.plan.weights import WeightsPlacement
 
 
@@ -85,6 +86,7 @@ def decoder_layers(model: nn.Module, num_layers: int) -> Sequence[nn.Module]:
     Raises:
         UnsupportedModel: there is no such list.
     """
+    number_layers(model)
     for module in model.modules():
         if (
             isinstance(module, nn.ModuleList)

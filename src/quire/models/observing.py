@@ -34,6 +34,7 @@ from quire.layout.statistics import QueryMoments, ResidualSimilarity, Statistic
 from quire.models.base import AttentionCall, OwnValue
 from quire.models.bridge import BRIDGE_ATTRIBUTE, Bridge
 from quire.models.layer_source import LayerSource
+from quire.models.own_attention import model_inputs
 from quire.models.rope import PROBED_POSITIONS, Probe, Rotations, find_rotaries
 from quire.models.rotary import Rotary
 
@@ -91,7 +92,7 @@ class LayerKV:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: PreTrainedModel,
         bridge: Bridge,
         rotaries: Mapping[int, Rotary],
         probe: Probe,
@@ -127,7 +128,7 @@ class LayerKV:
         self, token_ids: Int[Tensor, " token"], positions: Int[Tensor, " token"]
     ) -> KeysAndValues:
         with self._catching() as caught:
-            self._model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
+            self._model(**model_inputs(self._model, token_ids, positions), use_cache=False)
         return caught[0].key, caught[0].value
 
     def _caught(self, layer: _KVLayer, hidden: Tensor) -> KeysAndValues:
@@ -287,8 +288,9 @@ class Observing:
         return None
 
     def prepare_pre_rope(self) -> str | None:
-        if self._spec.learned_positions:
-            return f"{self._name} adds learned positions to its embeddings and has no RoPE"
+        if self._spec.adds_positions:
+            kind = "learned" if self._spec.learned_positions else "sinusoidal"
+            return f"{self._name} adds {kind} positions to its embeddings and has no RoPE"
         unknown = [layer for layer in range(self._spec.num_layers) if layer not in self._rotaries]
         if unknown:
             return (
@@ -341,7 +343,7 @@ class Observing:
 
     @cached_property
     def _rotaries(self) -> dict[int, Rotary]:
-        if self._spec.learned_positions:  # in the hidden states; no rotation
+        if self._spec.adds_positions:  # in the hidden states; no rotation
             found = dict.fromkeys(range(self._spec.num_layers), Rotary(None))
         else:
             found = find_rotaries(self._model, self._probe)

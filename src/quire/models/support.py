@@ -13,11 +13,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from quire.errors import UnsupportedModel
 from quire.layout.limits import (
-    ALIBI,
     CHUNKED,
     ENCODER,
     ENCODER_DECODER,
+    IGNORED_OPTIONS,
     LATENT,
+    LENGTH_DEPENDENT_ROPE,
     MULTIMODAL,
     OLD_ATTENTION,
     OWN_ATTENTION,
@@ -30,6 +31,7 @@ from quire.layout.limits import (
     refuse_model_type,
     unsupported,
 )
+from quire.models.own_attention import has_own_attention, needs_no_positions
 from quire.models.rope import refuse_dynamic
 
 Applies = Callable[[PreTrainedConfig], bool]
@@ -52,13 +54,28 @@ def _unless(families: Collection[str], applies: Applies) -> Applies:
     return lambda config: config.model_type not in families and applies(config)
 
 
+def _of_rope(config: PreTrainedConfig, name: str) -> object:
+    parameters = getattr(config, "rope_parameters", None)
+    return parameters.get(name) if isinstance(parameters, Mapping) else None
+
+
+def _has_plain_alibi(config: PreTrainedConfig) -> bool:
+    attention = config.attn_config
+    other = attention.prefix_lm or attention.qk_ln or attention.alibi_bias_max != 8
+    return bool(attention.alibi and not other)
+
+
 _SHARING = frozenset({"gemma3n_text", "gemma4_text", "gemma4_unified_text"})
 _CHUNKED = frozenset({"llama4_text"})
 _CAPABILITIES: tuple[tuple[Applies, Refusal], ...] = (
     (_truthy("text_config", "vision_config", "audio_config"), MULTIMODAL),
     (_truthy("is_encoder_decoder"), ENCODER_DECODER),
     (_attends_to_later_tokens, ENCODER),
-    (_truthy("alibi"), ALIBI),
+    (lambda config: config.model_type == "mpt" and not _has_plain_alibi(config), IGNORED_OPTIONS),
+    (
+        lambda config: _of_rope(config, "short_mscale") != _of_rope(config, "long_mscale"),
+        LENGTH_DEPENDENT_ROPE,
+    ),
     (_truthy("kv_lora_rank"), LATENT),
     (_truthy("index_topk"), SPARSE),
     (_unless(_SHARING, _truthy("num_kv_shared_layers")), SHARED_KV),
@@ -82,11 +99,12 @@ def refuse_config(config: PreTrainedConfig) -> None:
 def refuse_class(model_class: type[PreTrainedModel]) -> None:
     """Refuse a model class without Transformers' attention interface or without `position_ids`."""
     module = sys.modules[model_class.__module__]
-    if not hasattr(module, "ALL_ATTENTION_FUNCTIONS"):
+    if not (hasattr(module, "ALL_ATTENTION_FUNCTIONS") or has_own_attention(model_class)):
         family = getattr(model_class.config_class, "model_type", None)
         is_newer = family in WITH_NEWER_TRANSFORMERS
         raise unsupported(model_class.__name__, OLD_ATTENTION if is_newer else OWN_ATTENTION)
-    if "position_ids" not in inspect.signature(model_class.forward).parameters:
+    takes_positions = "position_ids" in inspect.signature(model_class.forward).parameters
+    if not takes_positions and not needs_no_positions(model_class):
         raise UnsupportedModel(
             f"{model_class.__name__} is not supported: it takes no position_ids, and the tokens of "
             f"several sequences in one batch need them; {WITH_TRANSFORMERS}"

@@ -299,6 +299,9 @@ def _attend(call: AttentionCall, query: Tensor, lane: DenseLane, seen: Tensor) -
     products = torch.einsum("qhd,shd->hqs", query.float(), keys) * call.scale
     if call.softcap is not None:
         products = call.softcap * torch.tanh(products / call.softcap)
+    if call.alibi is not None:
+        positions = torch.tensor(lane.positions, device=query.device)
+        products = products + call.alibi.bias(positions, positions[-1:])[:, None]
     products = products.masked_fill(~seen.to(query.device), -torch.inf)
     if call.sinks is not None:
         sinks = call.sinks.float().view(-1, 1, 1).expand(-1, query.shape[0], 1)

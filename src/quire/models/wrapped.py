@@ -35,6 +35,7 @@ from quire.models.bridge import ATTENTION_NAME, BRIDGE_ATTRIBUTE, install, regis
 from quire.models.generation import GenerationDefaults
 from quire.models.loader import LoadedModel
 from quire.models.observing import Observing
+from quire.models.own_attention import model_inputs, reference_attention
 from quire.models.rope import RopeVariants, Rotations
 from quire.models.support import refuse_class, refuse_config
 from quire.models.verify import compare_with_transformers
@@ -148,19 +149,17 @@ class WrappedModel:
         head = {"logits_to_keep": sample_rows} if self._head_takes_rows else {}
         at_positions = self._bridge.at_positions(positions)
         with self._using(ATTENTION_NAME, attention, rope_variant), at_positions:
-            logits = self._run(token_ids, position_ids=positions.unsqueeze(0), **head)
+            logits = self._run(**model_inputs(self._model, token_ids, positions), **head)
         return logits if self._head_takes_rows else logits[sample_rows]
 
     def reference_logits(
         self, token_ids: Int[Tensor, " num_tokens"]
     ) -> Float[Tensor, "num_tokens vocab"]:
-        with self._using("eager", None, 0):
-            return self._run(token_ids)
+        with self._using(reference_attention(type(self._model)), None, 0):
+            return self._run(input_ids=token_ids[None])
 
-    def _run(self, token_ids: Tensor, **options: object) -> Tensor:
-        output = self._forward(
-            input_ids=token_ids.unsqueeze(0), use_cache=False, return_dict=True, **options
-        )
+    def _run(self, **options: object) -> Tensor:
+        output = self._forward(use_cache=False, return_dict=True, **options)
         logits: Tensor = output.logits[0]  # type: ignore[attr-defined]
         return logits
 

@@ -4,7 +4,7 @@ Queries before RoPE are modelled as normal, with the mean m and covariance S of 
 far. Over the next F positions RoPE rotates them by R on average, and the expected logit of a key k
 is
 
-    z(k) = k . R m * scale + k . R S R^T k * scale^2 / 2
+    z(k) = k . R m * scale + k . R S R^T k * scale^2 / 2  (plus the bias of ALiBi)
     score(token) = (mean over the group of softmax(z) + epsilon) * |value|
 
 Differs from the paper: the moments cover all queries after the sinks, whether or not their tokens
@@ -77,7 +77,8 @@ class ExpectedAttention(SinksAndRecent):
         logits = keys @ mean.transpose(1, 2)  # [lane, slot, group]
         for head in range(mean.shape[1]):  # one at a time: each needs as much memory as the keys
             logits[:, :, head] += (keys @ spread[:, head] * keys).sum(dim=2)
-        logits = logits.transpose(1, 2)
+        logits, biases = logits.transpose(1, 2), view.biases()
+        logits = logits if biases is None else logits + biases[:, :, 0]
         behind = view.live & ~view.oldest_positions(self.sinks)
         weights = softmax_over(logits, behind[:, None, :].expand_as(logits))
         norms = view.values.square().sum(dim=2).sqrt()

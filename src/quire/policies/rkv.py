@@ -86,12 +86,13 @@ class RKV(ScorePolicy):
         redundancy = softmax_over(similarity[:, None], view.live[:, None])[:, 0]
         queries, query_positions = recorded(view, self._ring)
         lanes, group, window, _ = queries.shape
-        scales = view.lane_scales
+        scales, biases = view.lane_scales, view.biases()
         before: Bool[Tensor, "lane 1 slot"] = ~view.newest(self.window)[:, None]
         seen = visible(view, query_positions) & before
         sums = torch.zeros(keys.shape[:2], device=keys.device)
         for part in slices(lanes, group * window * keys.shape[1]):
-            logits = window_logits(queries[part], keys[part], scales[part])
+            own = None if biases is None else biases[part]
+            logits = window_logits(queries[part], keys[part], scales[part], own)
             sums[part] = softmax_over(logits.amax(dim=1), seen[part]).sum(dim=1)
         mean = sums / (query_positions >= 0).sum(dim=1, keepdim=True)
         importance = pool(mean[:, None], self.kernel, MAXIMUM)[:, 0]

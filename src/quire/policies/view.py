@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.errors import PolicyError
-from quire.kernels.backend import PageScores
+from quire.kernels.backend import Alibi, PageScores
 from quire.kernels.device_copies import to_device
 from quire.layout.statistics import Statistic
 
@@ -87,6 +87,7 @@ class KVView:
         slots: reads keys and values.
         head_dim: elements of a key.
         layer_scales: factor on products of queries and keys, of each layer; empty: 1.
+        alibi: biases of logits by the positions of keys, in all layers; None: no biases.
         rotation: RoPE of queries; only for rules that need it (expected_attention).
         group: query heads that share the KV head of a lane, those of all layers that read it.
         readers: layers that read the lanes of each layer, whose queries all count; [lane, 1] if it
@@ -106,6 +107,7 @@ class KVView:
     slots: SlotReader | None = None
     head_dim: int = 0
     layer_scales: tuple[float, ...] = ()
+    alibi: Alibi | None = None
     rotation: Rotation | None = None
     group: int = 1
     readers: int | Int[Tensor, "lane 1"] = 1
@@ -132,6 +134,14 @@ class KVView:
         scales = np.array(self.layer_scales or (1.0,), dtype=np.float32)
         of_lanes = np.repeat(scales, self.shape[0] // len(scales))
         return to_device(of_lanes[:, None, None], self.positions.device)
+
+    def biases(self) -> Float[Tensor, "lane group 1 slot"] | None:
+        """Biases of the logits of each lane's query heads, for queries at any position."""
+        if self.alibi is None:
+            return None
+        lane = torch.arange(self.shape[0], device=self.positions.device) % self.heads_per_layer
+        alibi = self.alibi.of_lanes(self.heads_per_layer, lane)
+        return alibi.bias(self.positions, self.next_position)[:, :, None]
 
     @property
     def shape(self) -> tuple[int, ...]:

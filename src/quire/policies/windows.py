@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d, pad
 
 from quire.errors import ConfigError, PolicyError, UnknownName
-from quire.kernels.backend import WindowFinish
+from quire.kernels.backend import PageScores, WindowFinish
 from quire.layout.pages import KEY
 from quire.layout.statistics import MAX, MEAN, QueryRing
 from quire.policies.view import KVView
@@ -59,13 +59,20 @@ def window_logits(
     queries: Float[Tensor, "lane group query head_dim"],
     keys: Float[Tensor, "lane slot head_dim"],
     scales: Float[Tensor, "lane 1 1"],
+    biases: Float[Tensor, "lane group 1 slot"] | None = None,
 ) -> Float[Tensor, "lane group query slot"]:
-    """Return scaled products of queries and keys.
+    """Return scaled products of queries and keys, plus biases.
 
     One product computes all heads of a lane: a broadcast one would copy the keys for each of them.
     """
     products = queries.flatten(1, 2) @ keys.transpose(1, 2)
-    return products.view(*queries.shape[:3], -1).mul_(scales[:, None])
+    logits = products.view(*queries.shape[:3], -1).mul_(scales[:, None])
+    return logits if biases is None else logits.add_(biases)
+
+
+def _in_pages(view: KVView) -> PageScores | None:
+    """Scores from the pages; None for logits with biases, which no backend adds there."""
+    return None if view.alibi is not None else view.in_pages(KEY)
 
 
 def column_sums(view: KVView, ring: QueryRing) -> Float[Tensor, "lane group slot"]:
@@ -75,14 +82,16 @@ def column_sums(view: KVView, ring: QueryRing) -> Float[Tensor, "lane group slot
         PolicyError: no query was recorded.
     """
     queries, query_positions = recorded(view, ring)
-    pages = view.in_pages(KEY)
+    pages = _in_pages(view)
     if pages is not None:
         return pages.window_sums(view.statistic(ring), view.lane_scales.view(-1))
     keys, seen, scales = view.keys, visible(view, query_positions), view.lane_scales
     lanes, group, window, _ = queries.shape
+    biases = view.biases()
     sums = torch.zeros(lanes, group, keys.shape[1], device=keys.device)
     for part in slices(lanes, group * window * keys.shape[1]):
-        logits = window_logits(queries[part], keys[part], scales[part])
+        own = None if biases is None else biases[part]
+        logits = window_logits(queries[part], keys[part], scales[part], own)
         hidden = ~seen[part, None]
         weights = logits.masked_fill_(hidden, torch.finfo(logits.dtype).min).softmax(dim=-1)
         sums[part] = weights.masked_fill_(hidden, 0.0).sum(dim=2)
@@ -132,7 +141,7 @@ def window_scores(
     Raises:
         PolicyError: no query was recorded.
     """
-    pages = view.in_pages(KEY)
+    pages = _in_pages(view)
     if pages is None:
         sums = column_sums(view, ring)
         sums = sums.masked_fill(view.newest(finish.newest)[:, None, :], 0.0)

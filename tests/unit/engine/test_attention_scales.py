@@ -7,7 +7,7 @@ from quire.config.generation_request import GenerationRequest
 from quire.engine.core import Engine
 from quire.hf import QuireCache
 from quire.hf.cache import retained_positions
-from quire.models.base import attention_scales
+from quire.models.base import attention_math
 from support import zoo
 from support.engines import greedy, load
 from support.kv_options import kv_config
@@ -37,7 +37,7 @@ RULES = {
 def test_scales_are_those_of_the_calls_of_each_layer(name, scales):
     model = load(name, times=2)
 
-    assert attention_scales(model.decoder) == pytest.approx(scales)
+    assert [math.scale for math in attention_math(model.decoder)] == pytest.approx(scales)
 
 
 @pytest.fixture(scope="module", params=["gpt2", "gpt2_scale_by_layer"])

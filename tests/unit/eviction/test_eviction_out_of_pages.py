@@ -10,7 +10,7 @@ from quire.engine.core import Engine
 from quire.errors import OutOfPages
 from quire.eviction.eviction import PolicyEvictor
 from quire.kv.sharing import fork
-from quire.models.base import attention_scales
+from quire.models.base import attention_math
 from support import engines
 
 CRUSHED = "kvcrush:cap=16,every=4,base=(h2o:recent=4),share=0.5"
@@ -20,8 +20,8 @@ def test_nothing_is_written_if_slots_cannot_be_moved(monkeypatch):
     engine = Engine(engines.load("llama"), KVConfig(memory="2MiB", page_tokens=4, evict=CRUSHED))
     memory, kv = engine.pool.kv.memory, engine.pool.kv
     decoder = engine.model.decoder
-    scales = attention_scales(decoder)
-    evictor = PolicyEvictor(kv, engine.pool.rules, 1 << 20, scales, decoder.rotations)
+    math = attention_math(decoder)
+    evictor = PolicyEvictor(kv, engine.pool.rules, 1 << 20, math, decoder.rotations)
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     engine.submit(GenerationRequest(list(range(3, 15)), params))
     engine.step()

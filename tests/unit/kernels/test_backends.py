@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.errors import InvariantError, PolicyError
-from quire.kernels.backend import AttentionMath, LaneSlots, NewSlots, StepShape
+from quire.kernels.backend import Alibi, AttentionMath, LaneSlots, NewSlots, StepShape
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.native.backend import NativeAttention
 from quire.kernels.native.library import PATHS, NativeLibrary, load_library
@@ -62,7 +62,19 @@ def steps(draw, dtype=torch.float32):
         dtype=dtype,
         window=window,
         seed=draw(st.integers(0, 1000)),
+        evicted=window is None and draw(st.booleans()),
     )
+
+
+def alibi_of(kind, query):
+    """Slopes of each query head."""
+    if not kind:
+        return None
+    slopes = torch.linspace(0.7, 0.02, query.shape[1])
+    return Alibi(slopes.bfloat16().float(), 0.7, rounded=kind == "rounded")
+
+
+any_alibi = st.sampled_from(["", "", "plain", "rounded"])
 
 
 @any_backend
@@ -71,11 +83,14 @@ def steps(draw, dtype=torch.float32):
     group=st.sampled_from([1, 2, 3, 7, 9]),
     softcap=st.sampled_from([None, 2.0]),
     with_sinks=st.booleans(),
+    alibi=any_alibi,
 )
-def test_outputs_and_column_sums_equal_the_reference(backend, lanes, group, softcap, with_sinks):
+def test_outputs_and_column_sums_equal_the_reference(
+    backend, lanes, group, softcap, with_sinks, alibi
+):
     query = lanes.query(group)
     sinks = torch.linspace(-2, 2, query.shape[1]) if with_sinks else None
-    math = AttentionMath(scale=query.shape[2] ** -0.5, softcap=softcap, sinks=sinks)
+    math = AttentionMath(query.shape[2] ** -0.5, softcap, sinks, alibi=alibi_of(alibi, query))
     expected, expected_sums = lanes.attend_with_sums(REFERENCE, query, math)
     got, sums = lanes.attend_with_sums(backend, query, math)
 
@@ -89,10 +104,11 @@ def test_outputs_and_column_sums_equal_the_reference(backend, lanes, group, soft
     lanes=steps(torch.bfloat16),
     group=st.sampled_from([1, 2, 4, 5, 8, 11]),
     softcap=st.sampled_from([None, 2.0]),
+    alibi=any_alibi,
 )
-def test_bfloat16_stays_near_the_reference(backend, lanes, group, softcap):
+def test_bfloat16_stays_near_the_reference(backend, lanes, group, softcap, alibi):
     query = lanes.query(group)
-    math = AttentionMath(scale=query.shape[2] ** -0.5, softcap=softcap)
+    math = AttentionMath(query.shape[2] ** -0.5, softcap, alibi=alibi_of(alibi, query))
     expected, expected_sums = lanes.attend_with_sums(REFERENCE, query, math)
     got, sums = lanes.attend_with_sums(backend, query, math)
 

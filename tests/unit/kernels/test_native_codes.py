@@ -7,7 +7,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from quire.kernels.backend import AttentionMath
+from quire.kernels.backend import Alibi, AttentionMath
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.native.arguments import why_not
 from quire.kernels.native.backend import NativeAttention
@@ -101,15 +101,18 @@ def cases(draw):
     group=st.sampled_from([1, 2, 3, 4, 7, 9]),
     softcap=st.sampled_from([None, 2.0]),
     with_sinks=st.booleans(),
+    rounded=st.sampled_from([None, False, True]),
 )
 def test_attention_over_codes_equals_attention_over_decoded_vectors(
-    path, case, group, softcap, with_sinks
+    path, case, group, softcap, with_sinks, rounded
 ):
     lanes, codec = case
     query = lanes.query(group)
     pages = coded_twin(lanes, codec)
     sinks = torch.linspace(-2, 2, query.shape[1]) if with_sinks else None
-    math = AttentionMath(scale=query.shape[2] ** -0.5, softcap=softcap, sinks=sinks)
+    slopes = torch.linspace(0.02, 0.7, query.shape[1])
+    alibi = None if rounded is None else Alibi(slopes, 0.7, rounded)
+    math = AttentionMath(query.shape[2] ** -0.5, softcap, sinks, alibi=alibi)
     expected, expected_sums = lanes.attend_with_sums(ReferenceAttention(), query, math)
     got, sums = on_codes(native(path), lanes, pages, query, math)
 

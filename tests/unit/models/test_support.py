@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 import transformers
 from transformers import (
-    BloomConfig,
-    FalconConfig,
     Gemma3Config,
     Gemma3TextConfig,
+    HrmTextConfig,
     LlamaConfig,
+    MptConfig,
+    PhimoeConfig,
     Qwen3Config,
+    RwkvConfig,
     T5Config,
 )
 
@@ -35,12 +37,24 @@ def test_refusal_names_the_reason_and_the_alternative(model_type: str, tmp_path:
     assert REFUSED[model_type].instead in str(refusal.value)
 
 
+_MSCALES = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 64,
+    "long_factor": [2.0] * 64,
+    "original_max_position_embeddings": 64,
+    "short_mscale": 1.1,
+    "long_mscale": 1.2,
+}
+
+
 @pytest.mark.parametrize(
     ("config", "word"),
     [
-        (BloomConfig(), "ALiBi"),
-        (FalconConfig(new_decoder_architecture=True), "attention interface"),
-        (FalconConfig(alibi=True), "attention interface"),
+        (MptConfig(attn_config={"alibi": False}), "computes another model"),
+        (MptConfig(attn_config={"alibi_bias_max": 16}), "computes another model"),
+        (PhimoeConfig(rope_parameters=_MSCALES), "longest sequence of the batch"),
+        (HrmTextConfig(), "later tokens of the prompt"),
         (T5Config(), "encoder"),
         (Gemma3Config(), "images"),
     ],
@@ -56,7 +70,6 @@ def test_configs_of_unsupported_families_are_refused(
 @pytest.mark.parametrize(
     ("property_name", "value", "word"),
     [
-        ("alibi", True, "ALiBi"),
         ("kv_lora_rank", 16, "MLA"),
         ("attention_chunk_size", 64, "chunked"),
         ("num_kv_shared_layers", 1, "other layers"),
@@ -83,10 +96,9 @@ def test_bidirectional_attention_is_refused() -> None:
         refuse_config(config)
 
 
-@pytest.mark.parametrize("name", ["FalconForCausalLM", "XGLMForCausalLM", "OpenAIGPTLMHeadModel"])
-def test_class_without_the_attention_interface_is_refused(name: str) -> None:
+def test_class_without_the_attention_interface_is_refused() -> None:
     with pytest.raises(UnsupportedModel, match="attention interface"):
-        refuse_class(getattr(transformers, name))
+        refuse_class(transformers.RwkvForCausalLM)
 
 
 def test_class_without_position_ids_is_refused() -> None:
@@ -95,10 +107,10 @@ def test_class_without_position_ids_is_refused() -> None:
 
 
 def test_decoder_refuses_unsupported_models() -> None:
-    config = FalconConfig(vocab_size=32, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+    config = RwkvConfig(vocab_size=32, hidden_size=32, num_hidden_layers=2)
 
-    with pytest.raises(UnsupportedModel, match="falcon is not supported"):
-        TransformersDecoder(transformers.FalconForCausalLM(config))
+    with pytest.raises(UnsupportedModel, match="rwkv is not supported"):
+        TransformersDecoder(transformers.RwkvForCausalLM(config))
 
 
 def test_empty_config_property_is_not_refused() -> None:

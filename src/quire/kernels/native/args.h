@@ -92,6 +92,10 @@ typedef struct {
     int64_t query_token_stride, query_head_stride;
     void *out;          /* [tokens, num_heads, head_dim] contiguous */
     const float *sinks; /* [num_heads] or NULL */
+    const float *bias;  /* added to logits (see bias_of), or NULL; 16 numbers more than slots can be read */
+    int64_t bias_row_stride, bias_head_stride;
+    int64_t bias_end;         /* 0: biases are indexed by slot; else the last slot of any lane has number bias_end - 1 */
+    const int64_t *bias_rows; /* [num_rows] rows of the biases, or NULL: those of the step */
     float *column_sums; /* [num_rows, num_heads, sums_stride] zeroed, or NULL */
     int64_t sums_stride;
     const tally_args *tallies; /* statistics of the column sums; the sums themselves are not computed then */
@@ -105,7 +109,7 @@ typedef struct {
     int32_t num_lanes, heads_per_page, group, first_lane;
     int32_t heads_together; /* KV heads of a page walked by one thread; divides heads_per_page */
     int32_t head_dim, page_tokens, dtype, window; /* window 0: none */
-    float scale, softcap;                         /* softcap 0: none */
+    float scale, softcap;                         /* softcap 0: none; below 0: none, but biases */
     int32_t num_tallies, num_rings;
     int32_t path, coded; /* coded: pages store vectors as in the two codings, not as `dtype` */
     coding key_coding, value_coding;
@@ -163,6 +167,13 @@ static inline lane lane_of(const attention_args *a, int row, int kv_head) {
 static inline int64_t slot_at(const attention_args *a, const lane *l, int64_t slot) {
     return (int64_t)l->pages[slot / a->page_tokens] * a->page_bytes + l->head_bytes +
            slot % a->page_tokens * l->vector_bytes;
+}
+
+/* Biases of a query head's logits, by slot of a lane with this number of slots; NULL: none. */
+static inline const float *bias_of(const attention_args *a, int row, int head, int64_t slots) {
+    if (a->bias == NULL) return NULL;
+    int64_t at = (a->bias_rows ? a->bias_rows[row] : row) * a->bias_row_stride + head * a->bias_head_stride;
+    return a->bias + at + (a->bias_end ? a->bias_end - slots : 0);
 }
 
 /* Query vectors of a (row, KV head) are numbered token by token, then head by head. */

@@ -226,6 +226,11 @@ class AttentionArgs(ctypes.Structure):
         ("query_head_stride", ctypes.c_int64),
         ("out", ctypes.c_void_p),
         ("sinks", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("bias_row_stride", ctypes.c_int64),
+        ("bias_head_stride", ctypes.c_int64),
+        ("bias_end", ctypes.c_int64),
+        ("bias_rows", ctypes.c_void_p),
         ("column_sums", ctypes.c_void_p),
         ("sums_stride", ctypes.c_int64),
         ("tallies", ctypes.c_void_p),
@@ -385,12 +390,18 @@ def unfit_tensors(
         return "a page table or rows that are not contiguous"
     if query.shape[1] % (pages.num_lanes * heads) or _head_dim(pages) != head_dim:
         return f"queries {tuple(query.shape)} for pages of {heads} heads of {_head_dim(pages)}"
-    if math.sinks is not None and math.sinks.numel() != query.shape[1]:
-        return f"{math.sinks.numel()} sinks for {query.shape[1]} heads"
     if column_sums is not None and not (
         column_sums.dtype == torch.float32 and column_sums.is_contiguous()
     ):
         return "column sums that are not contiguous float32"
+    return _unfit_heads(math, query.shape[1])
+
+
+def _unfit_heads(math: AttentionMath, num_heads: int) -> str | None:
+    slopes = None if math.alibi is None else math.alibi.slopes
+    for name, numbers in (("sinks", math.sinks), ("slopes", slopes)):
+        if numbers is not None and numbers.numel() != num_heads:
+            return f"{numbers.numel()} {name} for {num_heads} heads"
     return None
 
 

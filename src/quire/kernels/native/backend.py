@@ -15,6 +15,7 @@ from torch import Tensor
 
 from quire.errors import InvariantError
 from quire.kernels.backend import (
+    Alibi,
     AttentionMath,
     AttentionStatistic,
     ChainLayer,
@@ -45,12 +46,14 @@ from quire.kernels.native.arguments import (
     unfit_tensors,
 )
 from quire.kernels.native.call import (
+    PAD_SLOTS,
     WALK_ALIGNMENT,
     LastLayer,
     NativeCall,
     NativePlan,
     Ready,
     Scratch,
+    SlotBiases,
     WriteCall,
     are_cut_alike,
     check_column_sums,
@@ -89,6 +92,7 @@ class NativeAttention:
         self._scratch, self._moving, self._sums = Scratch(), Scratch(), Scratch()
         self._noticed: set[str] = set()
         self._write: WriteCall | None = None
+        self._biases: dict[int, tuple[Alibi, SlotBiases]] = {}  # of lanes in order
 
     def one_by_one(self) -> "NativeAttention":
         """Return the same backend, computing each token separately."""
@@ -189,8 +193,19 @@ class NativeAttention:
             )
         if ready.call is not None:
             out = out.contiguous()
-            ready.call.attend(pages, math, query, out, column_sums, self._scratch)
+            biases = None if math.alibi is None else self._slot_biases(plan, pages, math.alibi)
+            ready.call.attend(pages, math, query, out, column_sums, self._scratch, biases)
         return out
+
+    def _slot_biases(self, plan: NativePlan, pages: LayerPages, alibi: Alibi) -> SlotBiases:
+        if pages.positions is not None:
+            return SlotBiases.by_position(alibi, pages, plan)
+        slots = int(plan.lanes.slots.max(initial=1))
+        known = self._biases.get(id(alibi))  # with its key, which thus stays alive
+        if known is None or slots > known[1].numbers.shape[2] - PAD_SLOTS:
+            table = SlotBiases.in_order(alibi, 1 << (slots - 1).bit_length())
+            known = self._biases[id(alibi)] = alibi, table
+        return known[1]
 
     def _ready(
         self,
@@ -226,7 +241,8 @@ class NativeAttention:
     ) -> list[LayerAttention] | None:
         assert isinstance(plan, NativePlan), "a plan comes from this backend"
         pages, slots, math, records = layers[0]
-        if unfit_tensors(pages, math, heads.query, None) or math.sinks is not None:
+        extras = math.sinks is not None or math.alibi is not None
+        if unfit_tensors(pages, math, heads.query, None) or extras:
             return None
         num_heads, sums = heads.query.shape[1], None
         if records.tallies:

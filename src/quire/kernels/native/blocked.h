@@ -27,6 +27,7 @@
 
 typedef struct {
     int64_t low[BLOCK_QUERIES], high[BLOCK_QUERIES]; /* slots seen: low <= slot < high */
+    const float *bias[BLOCK_QUERIES];                /* by slot, added to logits; or NULL */
     float maximum[BLOCK_QUERIES], sum[BLOCK_QUERIES], factor[SIDE], top[SIDE];
     float logits[SIDE][BLOCK_SLOTS];
     uint32_t weights[SIDE][BLOCK_SLOTS];

@@ -125,10 +125,12 @@ static TARGET void NAME(load_block)(const attention_args *a, block *b, const lan
     for (int m = 0; m < whole; m++) {
         int pair = first + m;
         b->high[m] = b->low[m] = 0;
+        b->bias[m] = NULL;
         memset(b->query + (int64_t)m * b->units, 0, (size_t)b->units * 4);
         if (m >= count) continue;
         b->high[m] = l->slots - a->tokens[row] + pair / a->group + 1;
         b->low[m] = a->window && b->high[m] > a->window ? b->high[m] - a->window : 0;
+        b->bias[m] = bias_of(a, row, head + pair % a->group, l->slots);
         const uint8_t *vector = (const uint8_t *)a->query + query_at(a, row, head, pair) * itemsize(a);
         prefetch_output(a, row, head, pair);
         for (int d = 0; d < dim; d += LANES * STEP) {
@@ -150,7 +152,7 @@ INLINE TARGET void NAME(scale_logits)(const attention_args *a, block *b, int m, 
     V(vec) scale = V(set)(a->scale), nothing = V(set)(-INFINITY), top = nothing;
     for (int i = 0; i < width; i += LANES) {
         V(vec) x = V(mul)(V(read)(b->logits[s] + i), scale);
-        if (a->softcap > 0) x = V(softcap)(x, a->softcap);
+        if (a->softcap != 0) x = V(adjust)(x, a->softcap, b->bias[m], base + i);
         if (i < low || i + LANES > high) x = V(choose)(V(between)(low - i, high - i), nothing, x);
         V(put)(b->logits[s] + i, x);
         top = V(max)(top, x);

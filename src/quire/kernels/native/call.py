@@ -21,6 +21,7 @@ from torch import Tensor
 
 from quire.errors import InvariantError
 from quire.kernels.backend import (
+    Alibi,
     AttentionMath,
     AttentionStatistic,
     ChainLayer,
@@ -69,6 +70,7 @@ WALK_QUERIES = 16  # query vectors of a (row, KV head) up to which they walk ove
 WALK_TOKENS = 16  # new tokens up to which rows walk, if the library has no blocks
 WALK_SLOTS = 512  # least slots of a walk if a row is split
 WALK_ALIGNMENT = 64  # slots that are processed together
+PAD_SLOTS = 64  # biases after a lane's last slot, which vector instructions read
 MAX_WALKS = 16  # of a row; more would cost partial results, and heads divide the work further
 
 PartList = NDArray[np.int32]  # [parts, PART_FIELDS]
@@ -315,6 +317,7 @@ class NativeCall:
         out: Tensor,
         column_sums: Tensor | None,
         scratch: Scratch,
+        biases: "SlotBiases | None" = None,
     ) -> None:
         """Compute attention of one layer into contiguous `out`; rows in no part are not written."""
         query = query if query.stride(2) == 1 else query.contiguous()
@@ -322,6 +325,7 @@ class NativeCall:
         self._set_layer(pages, math, query, out, scratch)
         args = self._args
         args.sinks = None if sinks is None else sinks.data_ptr()
+        self._set_biases(biases)
         self._set_sums(column_sums)
         parallel_for = self._library.parallel_for
         if self._library.attend(ctypes.byref(args), parallel_for, self._num_threads):
@@ -358,6 +362,15 @@ class NativeCall:
             owner.append((tallies, rings))
         return copies, owner
 
+    def _set_biases(self, biases: "SlotBiases | None") -> None:
+        args = self._args
+        args.bias = None if biases is None else biases.numbers.data_ptr()
+        if biases is not None:
+            args.bias_row_stride = biases.numbers.stride(0) if len(biases.numbers) > 1 else 0
+            args.bias_head_stride, args.bias_end = biases.numbers.stride(1), biases.end
+            args.bias_rows = None if biases.rows is None else biases.rows.data_ptr()
+            args.softcap = args.softcap or -1.0  # else logits are used as they are
+
     def _set_sums(self, column_sums: Tensor | None) -> None:
         if column_sums is not None:
             self._args.column_sums = column_sums.data_ptr()
@@ -386,6 +399,44 @@ class NativeCall:
         if args.scratch != memory:
             args.scratch = memory
             args.partials = memory + self._thread_bytes * self._num_threads
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SlotBiases:
+    """Biases of the logits of a layer by slot; see `bias_of` in args.h.
+
+    Attributes:
+        numbers: float32 [rows, or 1 for all rows; num_heads; slots and `PAD_SLOTS` more].
+        end: 0: by slot; else the last slot of every lane has number `end` - 1.
+        rows: int64 [rows of the plan] rows of `numbers`; None: in order.
+    """
+
+    numbers: Tensor
+    end: int = 0
+    rows: Tensor | None = None
+
+    @classmethod
+    def in_order(cls, alibi: Alibi, max_slots: int) -> "SlotBiases":
+        """Biases of lanes of at most `max_slots` slots in the order of their positions."""
+        biases = alibi.bias(torch.arange(max_slots), max_slots - 1)
+        padded = torch.nn.functional.pad(biases, (0, PAD_SLOTS))
+        return cls(padded[None], 0 if alibi.rounded else max_slots)
+
+    @classmethod
+    def by_position(cls, alibi: Alibi, pages: LayerPages, plan: "NativePlan") -> "SlotBiases":
+        """Biases of the slots of pages that store positions."""
+        slots, token_row = plan.lanes.slots, plan.token_row
+        if token_row is not None:  # a row of the step ends with its last token
+            slots = slots[np.cumsum(np.bincount(token_row.numpy())) - 1]
+        held = torch.from_numpy(slots.astype(np.int64))[:, :, None]
+        lanes = slice(pages.first_lane, pages.first_lane + pages.num_lanes)
+        columns = -(-int(slots.max()) // pages.page_tokens)
+        numbers = pages.table[pages.rows, lanes, :columns].clamp_min(0).long()
+        assert pages.positions is not None, "only called for pages with positions"
+        positions = pages.positions[numbers].flatten(2).long()
+        by_lane = alibi.of_lanes(pages.num_lanes, torch.arange(pages.num_lanes))
+        biases = by_lane.bias(positions, positions.gather(2, held - 1)).flatten(1, 2)
+        return cls(torch.nn.functional.pad(biases, (0, PAD_SLOTS)), rows=token_row)
 
 
 def _codings(pages: LayerPages) -> tuple[CodingArgs, CodingArgs]:

@@ -114,6 +114,11 @@ INLINE AVX512 __m512 softcap16(__m512 x, float cap) {
     return _mm512_or_ps(_mm512_mul_ps(t, _mm512_set1_ps(cap)), _mm512_and_ps(sign, x));
 }
 
+INLINE AVX512 __m512 adjust16(__m512 x, float cap, const float *bias, int64_t slot) {
+    if (cap > 0) x = softcap16(x, cap);
+    return bias ? _mm512_add_ps(x, _mm512_loadu_ps(bias + slot)) : x;
+}
+
 /* Mask of lanes low .. high - 1 of 16; both may be out of range. */
 INLINE AVX512 __mmask16 between16(int64_t low, int64_t high) {
     low = low < 0 ? 0 : low > 16 ? 16 : low;

@@ -186,7 +186,7 @@ INLINE TARGET void NAME(weigh_slots)(strip_walk *t, int m, const int all) {
         if (c->scales && c->kind != BIT_CODES) x = V(mul)(x, V(read)(t->key_scales[0] + i));
         for (int r = 0; c->zeros && r < c->num_runs; r++)
             x = V(fma)(V(set)(w->query_sums[m][r]), V(read)(t->key_zeros[r] + i), x);
-        if (t->a->softcap > 0) x = V(softcap)(x, t->a->softcap);
+        if (t->a->softcap != 0) x = V(adjust)(x, t->a->softcap, w->bias[m], t->here->slot + i);
         if (!all) x = V(choose)(V(between)(low - i, high - i), V(set)(-INFINITY), x);
         if (kept && all) V(put)(kept + i, x);
         else if (kept) V(put_some)(kept + i, V(between)(low - i, high - i), x);

@@ -55,7 +55,7 @@ static AVX512_VNNI void weigh_whole(strip_walk *t, int m) {
         if (c->scales && c->kind != BIT_CODES) x[g] = mul16(x[g], read16(t->key_scales[0] + 16 * g));
         for (int r = 0; c->zeros && r < c->num_runs; r++)
             x[g] = fma16(set16(w->query_sums[m][r]), read16(t->key_zeros[r] + 16 * g), x[g]);
-        if (t->a->softcap > 0) x[g] = softcap16(x[g], t->a->softcap);
+        if (t->a->softcap != 0) x[g] = adjust16(x[g], t->a->softcap, w->bias[m], t->here->slot + 16 * g);
         if (kept) put16(kept + 16 * g, x[g]);
         top = max16(top, x[g]);
     }

@@ -9,6 +9,7 @@
  *     betweenN(low, high)        mask of lanes low .. high - 1; both may be out of range
  *     expN powerN                e^x and 2^x
  *     softcapN narrowN           the soft cap on logits; conversion to bfloat16 or float16
+ *     adjustN                    the soft cap, if it is above 0, and biases by slot, if not NULL
  */
 #ifndef QUIRE_VECTORS_H
 #define QUIRE_VECTORS_H
@@ -170,6 +171,11 @@ INLINE AVX2 vec8 softcap8(vec8 x, float cap) {
     __m256 e = exp8(mul8(_mm256_andnot_ps(sign, mul8(x, set8(1 / cap))), set8(-2.0f)));
     __m256 t = _mm256_div_ps(sub8(one, e), add8(one, e));
     return _mm256_or_ps(mul8(t, set8(cap)), _mm256_and_ps(sign, x));
+}
+
+INLINE AVX2 vec8 adjust8(vec8 x, float cap, const float *bias, int64_t slot) {
+    if (cap > 0) x = softcap8(x, cap);
+    return bias ? add8(x, read8(bias + slot)) : x;
 }
 
 INLINE AVX2 void narrow8(uint16_t *to, vec8 x, int dtype) {

@@ -18,6 +18,7 @@ typedef struct {
     int count, head_dim;
     int64_t low[MAX_QUERIES], high[MAX_QUERIES]; /* slots seen: low <= slot < high */
     float *logits[MAX_QUERIES];                  /* by slot, stored for column sums; or NULL */
+    const float *bias[MAX_QUERIES];              /* by slot, added to logits; or NULL */
     float maximum[MAX_QUERIES], sum[MAX_QUERIES];
     LINED float query[MAX_QUERIES][MAX_HEAD_DIM]; /* times scale */
     LINED uint16_t half[MAX_QUERIES][MAX_HEAD_DIM]; /* as stored, for bfloat16 products */
@@ -37,11 +38,16 @@ typedef struct {
     int count;
 } tile;
 
+static inline float adjust1(float x, float cap, const float *bias, int64_t slot) {
+    if (cap > 0) x = cap * tanhf(x / cap);
+    return bias ? x + bias[slot] : x;
+}
+
 static void cap_and_mask(const walk *w, const tile *t, int m, float softcap, float *logits) {
     for (int i = 0; i < TILE; i++) {
         int64_t slot = t->slot + i;
         if (i >= t->count || slot < w->low[m] || slot >= w->high[m]) logits[i] = -INFINITY;
-        else if (softcap > 0) logits[i] = softcap * tanhf(logits[i] / softcap);
+        else if (softcap != 0) logits[i] = adjust1(logits[i], softcap, w->bias[m], slot);
     }
 }
 

@@ -66,7 +66,7 @@ INLINE AVX512 float take_in16(walk *w, const tile *t, int m, __m512 logits, floa
                               float *weights) {
     int64_t high = w->high[m] - t->slot < t->count ? w->high[m] - t->slot : t->count;
     __mmask16 seen = between16(w->low[m] - t->slot, high);
-    if (softcap > 0) logits = softcap16(logits, softcap);
+    if (softcap != 0) logits = adjust16(logits, softcap, w->bias[m], t->slot);
     logits = _mm512_mask_blend_ps(seen, _mm512_set1_ps(-INFINITY), logits);
     if (w->logits[m]) _mm512_mask_storeu_ps(w->logits[m] + t->slot, seen, logits);
     if (!seen) {

@@ -45,7 +45,7 @@ INLINE AVX512_BF16 float wide_weights(walk *w, int m, int64_t slot, float softca
     __m512 top = _mm512_set1_ps(w->maximum[m]), sum = _mm512_setzero_ps();
 #pragma GCC unroll 2
     for (int g = 0; g < WIDE_TILES; g++) {
-        if (softcap > 0) logits[g] = softcap16(logits[g], softcap);
+        if (softcap != 0) logits[g] = adjust16(logits[g], softcap, w->bias[m], slot + g * TILE);
         if (w->logits[m]) _mm512_storeu_ps(w->logits[m] + slot + g * TILE, logits[g]);
         top = _mm512_max_ps(top, logits[g]);
     }

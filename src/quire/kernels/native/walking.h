@@ -133,6 +133,7 @@ static void load_queries(const attention_args *a, walk *w, const lane *l, int ro
         w->high[m] = l->slots - a->tokens[row] + (first + m) / a->group + 1;
         w->low[m] = a->window && w->high[m] > a->window ? w->high[m] - a->window : 0;
         w->logits[m] = NULL;
+        w->bias[m] = bias_of(a, row, head + (first + m) % a->group, l->slots);
         w->maximum[m] = -INFINITY;
         w->sum[m] = 0;
     }

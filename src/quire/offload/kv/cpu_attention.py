@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from jaxtyping import Float
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels.backend import AttentionMath, LayerPages
@@ -75,11 +76,13 @@ class _Row:
         place: index of the row in the step.
         row: row of the sequence in the page tables.
         host: page columns attended to on the CPU.
+        length: tokens of the sequence, which the biases of both parts are relative to.
     """
 
     place: int
     row: int
     host: range
+    length: int
 
 
 class StepCPUAttention:
@@ -100,7 +103,7 @@ class StepCPUAttention:
     ) -> None:
         self._engine, self._log = engine, log
         self._rows = [
-            _Row(place, row, share.host)
+            _Row(place, row, share.host, int(engine.memory.lengths[row]))
             for place, row in enumerate(batch.rows.tolist())
             if place < batch.shape.num_decode
             if (share := shares.get(row)) is not None and share.host
@@ -125,7 +128,7 @@ class StepCPUAttention:
         places = to_device(self.places, query.device)
         queries = query[places].to("cpu", non_blocking=query.is_cuda)
         ready = torch.cuda.current_stream(query.device).record_event() if query.is_cuda else None
-        plain = AttentionMath(math.scale, math.softcap)  # sinks count once, in the final merge
+        plain = replace(math, sinks=None)  # sinks count once, in the final merge
 
         def attend() -> list[Partial]:
             if ready is not None:
@@ -165,7 +168,7 @@ class StepCPUAttention:
         if in_flight is None:
             return
         table = self._engine.memory.tables[group.name]
-        plain = AttentionMath(math.scale, math.softcap)
+        plain = replace(math, sinks=None)
         on_device = [
             self._on_device(table, pages, row, query[row.place][None, :, None], plain)
             for row in self._rows
@@ -190,18 +193,21 @@ class StepCPUAttention:
         by_lane = query.chunk(group.lanes_per_layer, dim=1)
         lanes: list[Partial] = []
         for lane, own in enumerate(by_lane):
+            at_lane = math.of_lanes(len(by_lane), torch.tensor([lane]))
             parts = [
-                self._attend(views, group, index, lane, own, math)
-                for views in self._host_views(group, index, lane, row)
+                self._attend(
+                    views, group, index, lane, own, at_lane.at(torch.from_numpy(at), row.length)
+                )
+                for views, at in self._host_views(group, index, lane, row)
             ]
             lanes.append(parts[0] if len(parts) == 1 else merge(parts))
         return _side_by_side(lanes)
 
     def _host_views(
         self, group: LaneGroup, index: int, lane: int, row: _Row
-    ) -> Iterator[PageViews]:
-        """Pages of a lane with CPU attention, one contiguous segment at a time."""
-        engine = self._engine
+    ) -> Iterator[tuple[PageViews, NDArray[np.int64]]]:
+        """Pages of a lane with CPU attention and the positions [1, slots] in them, by segment."""
+        engine, tokens = self._engine, group.page_class.tokens
         for page_group in engine.prefixes.page_groups(row.row):
             if page_group.group == group.name:
                 columns = range(
@@ -211,12 +217,18 @@ class StepCPUAttention:
                 if columns:
                     first = page_group.place(lane, columns.start)
                     space = page_group.host.layers[index]
+                    stored, at = page_group.positions(tokens), columns.start
                     for start, count in engine.prefixes.pool.places(
                         space, group.page_class, first, len(columns)
                     ):
                         num_bytes = count * group.page_class.page_bytes
                         host_bytes = engine.host[start : start + num_bytes]
-                        yield engine.store.views_of(host_bytes, group.page_class)
+                        slots = np.arange(at * tokens, (at + count) * tokens)
+                        if stored is not None:
+                            own = stored[index * group.lanes_per_layer + lane]
+                            slots = own[slots - page_group.first * tokens].astype(np.int64)
+                        yield engine.store.views_of(host_bytes, group.page_class), slots[None]
+                        at += count
 
     def _attend(
         self,
@@ -256,10 +268,16 @@ class StepCPUAttention:
             columns = [c for c in range(held) if c not in row.host]
             numbers = torch.from_numpy(table.pages[row.row, of_table, columns]).long()
             live = int(table.num_slots[row.row, of_table]) - len(row.host) * tokens
-            key, value = _read(pages.key, pages.value, pages.coded, numbers.to(query.device), lane)
-            lanes.append(
-                attend_partial(own, key[:, :, :live], value[:, :, :live], math=math, seen=None)
-            )
+            numbers = numbers.to(query.device)
+            key, value = _read(pages.key, pages.value, pages.coded, numbers, lane)
+            own_math = math.of_lanes(pages.num_lanes, torch.tensor([lane], device=query.device))
+            if own_math.alibi is not None:
+                slot = torch.arange(tokens, device=query.device)
+                at = torch.tensor(columns, device=query.device)[:, None] * tokens + slot
+                at = at if pages.positions is None else pages.positions[numbers].long()
+                own_math = own_math.at(at.flatten()[None, :live], row.length)
+            live_kv = key[:, :, :live], value[:, :, :live]
+            lanes.append(attend_partial(own, *live_kv, math=own_math, seen=None))
         return _side_by_side(lanes)
 
 

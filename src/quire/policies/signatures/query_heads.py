@@ -61,7 +61,7 @@ class _QueryHeads(KVView):
         return self.of_lanes.positions.repeat_interleave(self.of_lanes.group, dim=0)
 
 
-_COPIED = ("layers", "head_dim", "layer_scales", "rotation", "breaches")
+_COPIED = ("layers", "head_dim", "layer_scales", "alibi", "rotation", "breaches")
 
 
 def _by_head(number: int | Tensor, group: int) -> int | Tensor:
@@ -74,8 +74,12 @@ def first_heads(view: KVView) -> KVView:
         count if isinstance(count, int) else view.first_heads(count)
         for count in (view.next_position, view.prompt_tokens)
     )
+    alibi = view.alibi
+    if alibi is not None:
+        alibi = replace(alibi, slopes=alibi.slopes[: len(alibi.slopes) // view.heads_per_layer])
     return replace(
         view,
+        alibi=alibi,
         positions=view.first_heads(view.positions),
         next_position=next_position,
         prompt_tokens=prompt_tokens,
