@@ -326,9 +326,7 @@ def run_prefill(bench: GpuBench) -> PartResult:
 
 def prefill_flops(spec: ModelSpec, tokens: int) -> int:
     """FLOPs of a prefill: products with all layers' weights, causal attention, one head row."""
-    attention = spec.hidden_size * (2 * spec.num_heads * spec.head_dim)
-    attention += spec.hidden_size * spec.kv_values_per_layer_token
     mlp = (3 if spec.gated_mlp else 2) * spec.hidden_size * spec.intermediate_size
-    products = 2 * tokens * spec.num_layers * (attention + mlp)
+    products = 2 * tokens * (sum(spec.projections) + spec.num_layers * mlp)
     scores = 2 * spec.num_layers * tokens**2 * spec.num_heads * spec.head_dim  # half of 4 n^2 d
     return products + scores + 2 * spec.hidden_size * spec.vocab_size

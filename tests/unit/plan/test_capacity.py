@@ -161,10 +161,14 @@ def test_longest_sequence_is_limited_by_memory_or_context():
     tokens=st.integers(1, 900),
     codec=st.sampled_from(["float16", "int8", "int4"]),
     cap=st.none() | st.integers(16, 600),
+    kind=st.none() | st.sampled_from(sorted(CACHE_KINDS)),
 )
-def test_the_engine_holds_what_is_planned(kv_bytes: int, tokens: int, codec: str, cap: int | None):
+def test_the_engine_holds_what_is_planned(
+    kv_bytes: int, tokens: int, codec: str, cap: int | None, kind: str | None
+):
     """Slabs of the arena are counted: a plan of bytes alone would promise more."""
-    model = model_of(None, None, None)
+    model = model_of(None, None, None) if kind is None else CACHE_KINDS[kind]
+    cap = cap if kind is None else None
     layout = layout_for(model, page_tokens=16, codec=codec, evicting=cap is not None)
     held = capacity(model, kv_bytes, layout=layout, sequence_tokens=tokens, batch=1, retained=cap)
     peaks = Peaks(KVMemory(layout, kv_bytes, 4), 1)

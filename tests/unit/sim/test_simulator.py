@@ -9,12 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.memory.simulated import request_waste
+from quire.config.generation_request import GenerationRequest
 from quire.config.kv_config import KVConfig
+from quire.config.sampling_params import SamplingParams
+from quire.engine.core import Engine
 from quire.errors import ConfigError
 from quire.kv.memory import KVMemory
 from quire.layout.eviction import EvictionSpec
 from quire.layout.layout import layout_for
 from quire.layout.model import HeadShape, LayerSpec
+from quire.scheduler.peaks import Need
 from quire.scheduler.schedule_config import ScheduleConfig
 from quire.sim.engine import SimulatedEngine, StepTimer, TimedCopies, VirtualClock, folded_layout
 from quire.sim.metrics import by_tenant, summarise
@@ -23,6 +27,7 @@ from quire.sim.records import NEVER_FITS, TOO_LONG
 from quire.sim.run import SimConfig, Simulator, make_scheduler, make_simulator, make_timer, simulate
 from quire.sim.traces.base import TraceOptions, TraceSegment
 from quire.sim.traces.loading import load_trace
+from support.engines import load
 from support.kv_options import kv_config, kv_options
 from support.pairwise import every_pair
 from support.sim_traces import RATES, recorded, request, trace
@@ -192,6 +197,39 @@ def test_folded_layout_gives_the_same_schedule(model, sequences):
         assert results[0].memory_bytes == results[1].memory_bytes
         assert summarise(results[0]) == summarise(results[1])
     assert (summarise(results[0])["preemptions"] > 0) == (model == TINY)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3n", "gemma4", "gemma4_unified", "llama4"])
+def test_the_engine_holds_the_bytes_of_the_simulation_in_every_step(name):
+    """The same requests in a memory for two of them: pages of every kind and preemptions."""
+    model = load(name)
+    schedule = ScheduleConfig(max_num_seqs=8, chunk_tokens=12, admission="optimistic")
+    kv = kv_config(memory="256KiB", page_tokens=4, enable_prefix_caching=False)
+    need_bytes = Engine(model, kv, schedule).scheduler.peaks.peak_bytes(Need(40))
+    kv = replace(kv, memory=2 * need_bytes)
+    engine = Engine(model, kv, schedule)
+    lengths = [(20, 14), (9, 30), (3, 35), (4, 36)]
+    load_of_trace = trace(*(request(i, 0, *each) for i, each in enumerate(lengths, start=1)))
+    for prompt, output in lengths:
+        params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
+        engine.submit(GenerationRequest([5 + i for i in range(prompt)], params))
+    layout = layout_for(model.spec, codec="float32", page_tokens=4)
+    config = replace(CONFIG, model=model.spec, kv=kv, schedule=schedule, dtype="float32")
+    clock, copies = VirtualClock(), TimedCopies(1e9)
+    held = engine.pool.kv.memory
+    memory = KVMemory(layout, held.total_bytes, schedule.num_rows)
+    scheduler = make_scheduler(memory, config, clock, copies)
+    simulated = SimulatedEngine(load_of_trace, scheduler, make_timer(config), clock, copies)
+    for number, each in enumerate(load_of_trace.requests):
+        simulated.deliver(simulated.open_job(each, number))
+
+    while simulated.begin_step():
+        simulated.end_step()
+        engine.step()
+        assert held.used_bytes == memory.used_bytes
+        assert held.arena_peak_bytes == memory.arena_peak_bytes
+    assert not engine.has_work
+    assert engine.scheduler.num_preemptions == scheduler.num_preemptions > 0
 
 
 @every_pair(
