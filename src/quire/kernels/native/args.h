@@ -100,6 +100,7 @@ typedef struct {
     int64_t sums_stride;
     const tally_args *tallies; /* statistics of the column sums; the sums themselves are not computed then */
     const ring_args *rings;
+    float *tops; /* [tokens, num_heads, sums_stride / 16 rounded up] if column sums are requested, for walks */
     float *normalisers; /* [tokens, num_heads, 2] if column sums are requested: maximum, 1 / sum */
     float *partials;    /* [kv heads, partials, group, head_dim + 2]: output, maximum, sum */
     uint8_t *scratch;   /* scratch_bytes for each thread */

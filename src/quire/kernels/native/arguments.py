@@ -235,6 +235,7 @@ class AttentionArgs(ctypes.Structure):
         ("sums_stride", ctypes.c_int64),
         ("tallies", ctypes.c_void_p),
         ("rings", ctypes.c_void_p),
+        ("tops", ctypes.c_void_p),
         ("normalisers", ctypes.c_void_p),
         ("partials", ctypes.c_void_p),
         ("scratch", ctypes.c_void_p),

@@ -68,6 +68,7 @@ from quire.layout.statistics import MAX, REDUCTIONS
 
 WALK_QUERIES = 16  # query vectors of a (row, KV head) up to which they walk over the pages
 WALK_TOKENS = 16  # new tokens up to which rows walk, if the library has no blocks
+TILE = 16  # slots of a tile in walk.h
 WALK_SLOTS = 512  # least slots of a walk if a row is split
 WALK_ALIGNMENT = 64  # slots that are processed together
 PAD_SLOTS = 64  # biases after a lane's last slot, which vector instructions read
@@ -276,6 +277,7 @@ class NativeCall:
         self._thread_bytes = library.scratch_bytes(head_dim, sums_stride, together)
         self._partials_bytes = 4 * parts.num_partials * num_heads * (head_dim + 2)
         self._normalisers_bytes = 0 if column_sums is None else 8 * query.shape[0] * num_heads
+        self._tops_bytes = 4 * query.shape[0] * num_heads * -(-sums_stride // TILE)
         self._args = AttentionArgs(
             page_bytes=pages.key.stride(0) * pages.key.itemsize,
             table=pages.table.data_ptr(),
@@ -375,6 +377,7 @@ class NativeCall:
         if column_sums is not None:
             self._args.column_sums = column_sums.data_ptr()
             self._args.normalisers = self._args.partials + self._partials_bytes
+            self._args.tops = self._args.normalisers + self._normalisers_bytes
 
     def _set_layer(
         self,
@@ -385,9 +388,8 @@ class NativeCall:
         scratch: Scratch,
     ) -> None:
         args = self._args
-        memory = scratch.address(
-            self._thread_bytes * self._num_threads + self._partials_bytes + self._normalisers_bytes
-        )
+        of_heads = self._partials_bytes + self._normalisers_bytes + self._tops_bytes
+        memory = scratch.address(self._thread_bytes * self._num_threads + of_heads)
         last = self._attended
         if last is None or pages.key is not last.key or pages.value is not last.value:
             args.key, args.value = pages.key.data_ptr(), pages.value.data_ptr()

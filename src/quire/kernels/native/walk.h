@@ -19,6 +19,7 @@ typedef struct {
     int64_t low[MAX_QUERIES], high[MAX_QUERIES]; /* slots seen: low <= slot < high */
     float *logits[MAX_QUERIES];                  /* by slot, stored for column sums; or NULL */
     const float *bias[MAX_QUERIES];              /* by slot, added to logits; or NULL */
+    float *tops[MAX_QUERIES]; /* by 16 slots: the maximum at which weights are stored, instead of logits; or NULL */
     float maximum[MAX_QUERIES], sum[MAX_QUERIES];
     LINED float query[MAX_QUERIES][MAX_HEAD_DIM]; /* times scale */
     LINED uint16_t half[MAX_QUERIES][MAX_HEAD_DIM]; /* as stored, for bfloat16 products */

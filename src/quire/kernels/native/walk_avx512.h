@@ -68,7 +68,7 @@ INLINE AVX512 float take_in16(walk *w, const tile *t, int m, __m512 logits, floa
     __mmask16 seen = between16(w->low[m] - t->slot, high);
     if (softcap != 0) logits = adjust16(logits, softcap, w->bias[m], t->slot);
     logits = _mm512_mask_blend_ps(seen, _mm512_set1_ps(-INFINITY), logits);
-    if (w->logits[m]) _mm512_mask_storeu_ps(w->logits[m] + t->slot, seen, logits);
+    if (w->logits[m] && !w->tops[m]) _mm512_mask_storeu_ps(w->logits[m] + t->slot, seen, logits);
     if (!seen) {
         _mm512_storeu_ps(weights, _mm512_setzero_ps());
         return 1;
@@ -82,6 +82,10 @@ INLINE AVX512 float take_in16(walk *w, const tile *t, int m, __m512 logits, floa
         seen, exp16(_mm512_sub_ps(logits, _mm512_set1_ps(w->maximum[m]))));
     w->sum[m] = w->sum[m] * factor + _mm512_reduce_add_ps(p);
     _mm512_storeu_ps(weights, p);
+    if (w->tops[m]) {
+        _mm512_mask_storeu_ps(w->logits[m] + t->slot, seen, p);
+        w->tops[m][t->slot / TILE] = w->maximum[m];
+    }
     return factor;
 }
 

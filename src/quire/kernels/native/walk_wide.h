@@ -46,7 +46,7 @@ INLINE AVX512_BF16 float wide_weights(walk *w, int m, int64_t slot, float softca
 #pragma GCC unroll 2
     for (int g = 0; g < WIDE_TILES; g++) {
         if (softcap != 0) logits[g] = adjust16(logits[g], softcap, w->bias[m], slot + g * TILE);
-        if (w->logits[m]) _mm512_storeu_ps(w->logits[m] + slot + g * TILE, logits[g]);
+        if (w->logits[m] && !w->tops[m]) _mm512_storeu_ps(w->logits[m] + slot + g * TILE, logits[g]);
         top = _mm512_max_ps(top, logits[g]);
     }
     float maximum = _mm512_reduce_max_ps(top), factor = 1;
@@ -59,6 +59,10 @@ INLINE AVX512_BF16 float wide_weights(walk *w, int m, int64_t slot, float softca
     for (int g = 0; g < WIDE_TILES; g++) {
         __m512 e = exp16(_mm512_sub_ps(logits[g], top));
         sum = _mm512_add_ps(sum, e);
+        if (w->tops[m]) {
+            _mm512_storeu_ps(w->logits[m] + slot + g * TILE, e);
+            w->tops[m][slot / TILE + g] = maximum;
+        }
         _mm256_storeu_si256((void *)(weights + g * TILE / 2), (__m256i)_mm512_cvtneps_pbh(e));
     }
     w->sum[m] = w->sum[m] * factor + _mm512_reduce_add_ps(sum);

@@ -132,7 +132,7 @@ static void load_queries(const attention_args *a, walk *w, const lane *l, int ro
             memcpy(w->half[m], (const uint16_t *)a->query + at, 2 * (size_t)a->head_dim);
         w->high[m] = l->slots - a->tokens[row] + (first + m) / a->group + 1;
         w->low[m] = a->window && w->high[m] > a->window ? w->high[m] - a->window : 0;
-        w->logits[m] = NULL;
+        w->logits[m] = w->tops[m] = NULL;
         w->bias[m] = bias_of(a, row, head + (first + m) % a->group, l->slots);
         w->maximum[m] = -INFINITY;
         w->sum[m] = 0;
@@ -179,6 +179,32 @@ static AVX512 void weigh_columns_avx512(const float *logits, float *sums, int64_
 }
 #endif
 
+#ifdef HAVE_X86
+/* Finish the weights of slots first .. end - 1, at most RUN, that were stored relative to `tops`. */
+static AVX512 void rescale_weights(float *weights, const float *tops, int64_t first, int64_t end, float maximum,
+                                   float over) {
+    LINED float factors[TILE];
+    __m512 top = _mm512_maskz_loadu_ps(between16(0, (end - first + TILE - 1) / TILE), tops + first / TILE);
+    top = exp16(_mm512_sub_ps(top, _mm512_set1_ps(maximum)));
+    _mm512_store_ps(factors, _mm512_mul_ps(top, _mm512_set1_ps(over)));
+    for (int64_t slot = first, i = 0; slot < end; slot += TILE, i++) {
+        __mmask16 inside = end - slot >= TILE ? 0xffff : between16(0, end - slot);
+        __m512 x = _mm512_mul_ps(_mm512_maskz_loadu_ps(inside, weights + slot), _mm512_set1_ps(factors[i]));
+        _mm512_mask_storeu_ps(weights + slot, inside, x);
+    }
+}
+#endif
+
+/* Whether walks of rows with one token store weights, so that no e^x is computed twice. Each 16 slots must
+ * then be one tile. */
+static int stores_weights(const attention_args *a) {
+    return a->tops && !a->coded && !a->window && a->path >= PATH_AVX512 && a->page_tokens % TILE == 0;
+}
+
+static float *tops_of(const attention_args *a, int row, int head) {
+    return a->tops + (a->starts[row] * num_heads(a) + head) * ((a->sums_stride + TILE - 1) / TILE);
+}
+
 static void finish_columns(const attention_args *a, const float *logits, float *sums, int64_t low,
                            int64_t high, float maximum, float over) {
 #ifdef HAVE_X86
@@ -211,6 +237,18 @@ static void prefetch_tallies(const attention_args *a, int row, int kv_head) {
     }
 }
 
+/* Finish the weights of slots low .. high - 1 of a row with one token, in the sums of a head. */
+static void finish_row(const attention_args *a, int row, int head, int64_t low, int64_t high, float maximum,
+                       float over) {
+    float *sums = sums_of_head(a, row, head);
+#ifdef HAVE_X86
+    for (int64_t first = low; stores_weights(a) && first < high; first += RUN)
+        rescale_weights(sums, tops_of(a, row, head), first, first + RUN < high ? first + RUN : high, maximum, over);
+    if (stores_weights(a)) return;
+#endif
+    finish_columns(a, sums, sums, low, high, maximum, over);
+}
+
 /* Store the maxima and factors of the heads of a row with one token, for `tally_row`. */
 static void keep_normaliser(const attention_args *a, int row, int head, float maximum, float over) {
     float *kept = a->normalisers + 2 * (a->starts[row] * num_heads(a) + head);
@@ -225,8 +263,7 @@ static void tally_row(const attention_args *a, int row, int kv_head) {
     for (int64_t first = 0; first < slots; first = end) {
         end = first + RUN < slots ? first + RUN : slots;
         for (int m = 0; m < a->group; m++) {
-            float *sums = sums_of_head(a, row, kv_head * a->group + m);
-            finish_columns(a, sums, sums, first, end, norm[2 * m], norm[2 * m + 1]);
+            finish_row(a, row, kv_head * a->group + m, first, end, norm[2 * m], norm[2 * m + 1]);
         }
         for (int i = 0; i < a->num_tallies; i++) {
             const tally_args *t = a->tallies + i;
@@ -244,6 +281,8 @@ static void keep_for_sums(const attention_args *a, walk *w, int row, int head) {
     if (a->column_sums == NULL || (a->num_tallies && !is_tallied(a, row))) return;
     for (int m = 0; m < w->count; m++)
         w->logits[m] = a->tokens[row] == 1 ? sums_of_head(a, row, head + m) : kept + m * a->sums_stride;
+    for (int m = 0; a->tokens[row] == 1 && stores_weights(a) && m < w->count; m++)
+        w->tops[m] = tops_of(a, row, head + m);
 }
 
 static void finish_walk(const attention_args *a, const part *p, int kv_head, walk *w, int first) {
@@ -260,6 +299,8 @@ static void finish_walk(const attention_args *a, const part *p, int kv_head, wal
         store_output(a, p->row, head, first + m, w->out[m], over);
         if (w->logits[m] && a->num_tallies && a->tokens[p->row] == 1)
             keep_normaliser(a, p->row, head + first + m, w->maximum[m], over);
+        else if (w->logits[m] && a->tokens[p->row] == 1)
+            finish_row(a, p->row, head + first + m, w->low[m], w->high[m], w->maximum[m], over);
         else if (w->logits[m])
             finish_columns(a, w->logits[m], sums_of_head(a, p->row, head + (first + m) % a->group),
                            w->low[m], w->high[m], w->maximum[m], over);
@@ -341,8 +382,7 @@ static void do_merge(const attention_args *a, const item *now, const item *next,
         store_output(a, p->row, head, m, out, 1 / sum);
         if (tallied) keep_normaliser(a, p->row, head + m, maximum, 1 / sum);
         if (!a->column_sums || a->num_tallies) continue;
-        float *sums = sums_of_head(a, p->row, head + m);
-        finish_columns(a, sums, sums, low, high, maximum, 1 / sum);
+        finish_row(a, p->row, head + m, low, high, maximum, 1 / sum);
     }
     if (tallied) tally_row(a, p->row, kv_head);
 }
