@@ -64,7 +64,8 @@ KINDS = ("llama", "gemma3", "gpt2", "gemma3n", "gemma4", "llama4")
 @pytest.mark.parametrize(
     ("name", "policy"),
     [(name, "full") for name in (*KINDS, "gpt_oss", "phi3_longrope")]
-    + [(name, "h2o:recent=4,cap=200") for name in KINDS],
+    + [(name, "full") for name in ("bloom", "mpt", "gpt_neo")]
+    + [(name, "h2o:recent=4,cap=200") for name in (*KINDS, "bloom")],
 )
 def test_a_large_budget_gives_the_tokens_of_transformers(name, policy) -> None:
     model, inputs = build(name), padded(PROMPTS)

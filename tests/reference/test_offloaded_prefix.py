@@ -177,6 +177,7 @@ def test_recomputed_kv_gives_equal_logits(name, part):
     ("name", "part"),
     [
         ("llama", "1"),
+        ("falcon_alibi", "0.5"),
         *(
             pytest.param(name, part, marks=pytest.mark.slow)
             for name in ("gpt2", "llama_mqa", "gemma2", "gpt_oss")

@@ -18,8 +18,8 @@ from support.kv_options import kv_config
 from support.lazy_copies import LazyWorker
 
 LONGEST = 60
-# full attention, both, windows only, shared and unequal lanes, chunks
-ARCHITECTURES = ("llama", "gemma2", "mistral", "gemma4", "llama4")
+# full attention, both, windows only, shared and unequal lanes, chunks, ALiBi
+ARCHITECTURES = ("llama", "gemma2", "mistral", "gemma4", "llama4", "falcon_alibi")
 
 
 def swapped_between_steps(architecture: str, device: str) -> tuple[float, int]:

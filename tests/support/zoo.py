@@ -396,6 +396,7 @@ OWN_ATTENTION: dict[str, Callable[[], PreTrainedConfig]] = {
         n_heads=4,
         max_seq_len=MAX_POSITIONS,
         attn_config={"clip_qkv": 0.7, "softmax_scale": 0.3},
+        use_cache=True,
     ),
     "falcon": lambda: _falcon(alibi=False),
     "falcon_alibi": lambda: _falcon(alibi=True),

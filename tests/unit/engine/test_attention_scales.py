@@ -40,7 +40,7 @@ def test_scales_are_those_of_the_calls_of_each_layer(name, scales):
     assert [math.scale for math in attention_math(model.decoder)] == pytest.approx(scales)
 
 
-@pytest.fixture(scope="module", params=["gpt2", "gpt2_scale_by_layer"])
+@pytest.fixture(scope="module", params=["gpt2", "gpt2_scale_by_layer", "bloom"])
 def name(request):
     return request.param
 

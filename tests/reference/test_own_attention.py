@@ -1,0 +1,138 @@
+"""Models that compute attention inside their modules, and ALiBi: long prompts and evictions."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
+
+from quire.config.generation_request import GenerationRequest
+from quire.engine.core import Engine
+from quire.hf.cache import retained_positions
+from quire.models.adapter import TransformersDecoder
+from quire.models.own_attention import alibi_slopes
+from quire.models.verify import DenseAttention
+from reference.test_equality import Forced
+from support import zoo
+from support.engines import NEW_TOKENS, Expected, engine_for, expect, greedy, load
+from support.kv_options import kv_config
+
+TOLERANCE = 1e-3
+"""Relative to the largest logit. Transformers sums more than 300 positions in another order."""
+LENGTH = 300  # Falcon rounds its ALiBi to bfloat16, which has every position up to 256
+PROMPTS = [
+    torch.randint(
+        2, zoo.VOCAB_SIZE, (LENGTH,), generator=torch.Generator().manual_seed(seed)
+    ).tolist()
+    for seed in range(3)
+]
+ALIBI = ("bloom", "mpt", "falcon_alibi")
+RULES = (
+    "h2o:recent=8",
+    "snapkv:window=6",
+    "tova:recent=0",
+    "sinks:sinks=4",
+    "expected_attention:sinks=4",
+)
+
+
+@cache
+def reference(name: str) -> list[Expected]:
+    return expect(name, PROMPTS)
+
+
+def forced_logits(engine: Engine, name: str, expected: list[Expected]) -> float:
+    """The largest difference from Transformers' logits, relative to the largest logit."""
+    forced = Forced({f"r{i}": wanted for i, wanted in enumerate(expected)})
+    engine.sampling_step.sampler = forced
+    for i, wanted in enumerate(expected):
+        engine.submit(GenerationRequest(wanted.prompt, greedy(), request_id=f"r{i}"))
+    while engine.has_work:
+        engine.step()
+    engine.check()
+    return forced.worst / float(max(wanted.logits.abs().max() for wanted in expected))
+
+
+@pytest.mark.parametrize("chunk_tokens", [7, 64])
+@pytest.mark.parametrize("name", zoo.OWN_ATTENTION)
+def test_long_prompts_equal_transformers_in_a_small_memory(name, chunk_tokens):
+    engine = engine_for(
+        load(name),
+        room=1.96,
+        longest=LENGTH + NEW_TOKENS,
+        page_tokens=4,
+        chunk_tokens=chunk_tokens,
+    )
+
+    assert forced_logits(engine, name, reference(name)) <= TOLERANCE
+
+
+def outputs(name: str, rule: str, attention: str) -> tuple[list[list[int]], list[object]]:
+    """Tokens, and the positions that each layer retains after the prompt."""
+    engine = Engine(
+        load(name),
+        kv_config(
+            memory="8MiB", page_tokens=4, evict=f"{rule},cap=64,every=8", attention=attention
+        ),
+    )
+    retained, tokens = [], {}
+    for i, prompt in enumerate(PROMPTS[:2]):
+        engine.submit(GenerationRequest(prompt[:150], greedy(24), request_id=str(i)))
+    while engine.has_work:
+        for delta in engine.step():
+            tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
+        retained += [
+            retained_positions(engine.pool.kv, request.memory.row, layer)
+            for request in engine.scheduler.running
+            for layer in range(engine.model.spec.num_layers)
+        ]
+    engine.check()
+    return [tokens[key] for key in sorted(tokens)], retained
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", ["bloom", "falcon_alibi"])
+def test_evictions_with_alibi_equal_those_of_the_reference_backend(name, rule):
+    expected = outputs(name, rule, "reference")
+
+    assert outputs(name, rule, "auto") == expected
+    assert outputs(name, rule, "gathered") == expected
+
+
+class Reversed:
+    """Attention with the slopes of the heads in reverse order."""
+
+    def __init__(self, attention):
+        self._attention = attention
+
+    def attend(self, call, query, key, value):
+        alibi = replace(call.alibi, slopes=call.alibi.slopes.flip(0))
+        return self._attention.attend(replace(call, alibi=alibi), query, key, value)
+
+
+@pytest.mark.parametrize("name", ALIBI)
+def test_other_slopes_give_other_tokens(name):
+    """The control of the tests above; a shift of all positions would change nothing."""
+    decoder = TransformersDecoder(zoo.build(name))
+    tokens, at = torch.tensor(PROMPTS[0]), torch.arange(LENGTH)
+    batches = (DenseAttention().batch([0] * LENGTH, at.tolist()) for _ in range(2))
+    right, wrong = (
+        decoder.forward(tokens, at, at, attention)
+        for attention in (next(batches), Reversed(next(batches)))
+    )
+    expected = decoder.reference_logits(tokens)
+
+    torch.testing.assert_close(right, expected, atol=TOLERANCE * float(expected.max()), rtol=0)
+    assert (right.argmax(dim=1) != wrong.argmax(dim=1)).float().mean() > 0.1
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 3, 6, 8, 12, 16, 25, 40, 71, 112])
+def test_slopes_are_those_of_transformers(num_heads):
+    slopes = torch.tensor(alibi_slopes(num_heads))
+    bloom = build_alibi_tensor(torch.ones(1, 2, dtype=torch.int64), num_heads, torch.float32)
+
+    torch.testing.assert_close(slopes, bloom[:, 0, 1])
+    if num_heads > 1:
+        torch.testing.assert_close(-slopes, build_mpt_alibi_tensor(num_heads, 2)[:, 0, 0])
