@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from quire.errors import ConfigError, ModelError, UnknownName, UnsupportedModel
-from quire.layout.config import dtype_bytes, read_config
+from quire.layout.config import check_sizes, dtype_bytes, read_config
 from quire.layout.model import LayerSpec, ModelSpec
 from support import zoo
 from support.model_specs import small_spec
@@ -291,6 +291,7 @@ def test_layers_of_unequal_kinds_equal_those_of_transformers(name: str):
         model = AutoModelForCausalLM.from_config(config)
     written = json.loads(config.to_json_string(use_diff=False))
     written.setdefault("model_type", kind)
+    check_sizes(written)
     spec = ModelSpec.from_config(written)
 
     assert spec.num_parameters == sum(parameter.numel() for parameter in model.parameters())

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.layout.model import ModelSpec
+from quire.layout.model import ExtraSpec, ModelSpec
 from quire.plan.ceilings import (
     Ceilings,
     Machine,
@@ -21,6 +21,7 @@ from quire.plan.preemption_costs import (
     known_costs,
 )
 from quire.plan.rates import CopyRate, CopyRates, PrefillRates, model_key
+from support.model_specs import CACHE_KINDS
 
 MODEL = ModelSpec.from_config(
     {
@@ -117,3 +118,16 @@ def test_model_key_names_shape_dtype_and_device():
 
     assert key.startswith("llama, 2 layers of 64, ")
     assert key.endswith(" parameters, bfloat16, cpu")
+
+
+def test_assumed_prefill_counts_the_heads_of_every_layer_and_no_lookup_tables():
+    """Attention of 4 query heads: 2 x 16 numbers in two layers, 2 x 32 in the wide one."""
+    model = CACHE_KINDS["by_layer"]
+    rows = replace(model, extra=ExtraSpec(layer_vocab=1000, layer_width=2))
+    weights = model.num_parameters - 2 * model.embedding_parameters
+
+    rates, with_rows = (assumed_prefill(each, 1e9) for each in (model, rows))
+    assert rates.square_s == pytest.approx(4 * (16 + 16 + 64) / 1e9)
+    assert rates.token_s == pytest.approx(2 * weights / 1e9)
+    own = rows.num_parameters - model.num_parameters - 3 * 1000 * 2
+    assert with_rows.token_s == pytest.approx(2 * (weights + own) / 1e9)

@@ -5,8 +5,13 @@ from dataclasses import replace
 import pytest
 
 from quire.errors import ConfigError
-from quire.layout.model import LayerSpec, MixtureSpec, ModelSpec
-from quire.plan.capacity import MemoryLayout, auto_kv_memory, estimate_activation_peak
+from quire.layout.model import ExtraSpec, HeadShape, LayerSpec, MixtureSpec, ModelSpec
+from quire.plan.capacity import (
+    MemoryLayout,
+    auto_kv_memory,
+    estimate_activation_peak,
+    hidden_state_bytes,
+)
 
 MODEL = ModelSpec(
     architecture="x",
@@ -85,6 +90,19 @@ def test_activation_peak_counts_only_the_experts_per_token():
     assert estimate_activation_peak(
         model, max_num_batched_tokens=1, sampled_rows=0, bytes_per_value=1
     ) == (32 + 3 * 88)
+
+
+def test_activation_peak_counts_the_widest_heads_and_the_embeddings_of_all_layers():
+    """Of each token and byte: 1 + 3 streams of 16, 2 layers of 5, and (4 + 1) * (60 + 40)."""
+    wide = HeadShape(query_heads=4, kv_heads=1, key_dim=60, value_dim=40)
+    extra = ExtraSpec(layer_width=5, streams=3)
+    model = replace(MODEL, layers=(LayerSpec(), LayerSpec(heads=wide)), extra=extra)
+
+    assert estimate_activation_peak(
+        model, max_num_batched_tokens=7, sampled_rows=0, bytes_per_value=2
+    ) == 2 * 7 * (4 * 16 + 2 * 5 + 500)
+    # in float32 between two layers: 3 streams, the embeddings, cosines and sines of 4 and of 60
+    assert hidden_state_bytes(model, 7) == 4 * 7 * (3 * 16 + 2 * 5 + 2 * (4 + 60))
 
 
 def test_negative_counts_are_refused():
