@@ -180,6 +180,26 @@ def test_a_request_uses_the_bytes_of_its_codecs(codec):
     assert ledger["used_bytes"] + ledger["free_bytes"] == ledger["total_bytes"]
 
 
+@pytest.mark.parametrize(
+    ("codec", "key_bytes", "value_bytes"),
+    [("none", 48 * 4, 32 * 4), ("int8", 48 + 2, 32 + 2), ("int4", 24 + 4, 16 + 4)],
+)
+def test_keys_and_values_of_unequal_width_are_not_padded(codec, key_bytes, value_bytes):
+    """Keys of 48 elements, values of 32: 2 KV heads with full attention, 4 in windows of 8.
+
+    int8 has a scale of 2 bytes for each vector, int4 a scale and a zero.
+    """
+    kv = {"codec": codec, "evict_allow": ""}
+    done = run({"r": (PROMPTS[-1], "full")}, model="mimo_v2_flash", kv=kv, page_tokens=32)
+    layout, token_bytes = done.engine.pool.kv.memory.layout, key_bytes + value_bytes
+    pages = -(-(len(PROMPTS[-1]) + len(done.logits["r"]) - 1) // 32)
+
+    assert [group.page_class.page_bytes for group in layout.groups] == [
+        heads * 32 * token_bytes for heads in (2, 4)
+    ]
+    assert done.usages["r"].kv_peak_bytes == (2 * pages + 4 * 2) * 32 * token_bytes
+
+
 def test_full_precision_tokens_are_counted():
     """2 sinks and 6 newest tokens, or a page minus one: key and value of 16 floats, two heads."""
     for codec, records in (("int4+sinks=2+residual=6", 8), ("int4_page/int4", 3)):

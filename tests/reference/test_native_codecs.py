@@ -1,4 +1,4 @@
-"""Attention to codes in C, compared with attention that decodes them while it gathers."""
+"""Attention and scores in C, compared with the gathered and the reference backend."""
 
 import pytest
 
@@ -6,6 +6,7 @@ from quire.kernels.native.library import NativeLibrary, load_library
 from reference.test_eviction import largest_difference
 from reference.test_eviction_engine import run
 from support.engines import make_prompts
+from support.pairwise import every_pair
 
 MODEL = "qwen3"  # heads of 16 numbers
 JOBS = {f"r{i}": (prompt, "full") for i, prompt in enumerate(make_prompts(2, 60, seed=3))}
@@ -15,15 +16,38 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4/int8", "int4_outliers"])
-@pytest.mark.parametrize("chunk_tokens", [7, 64])
-def test_c_gives_the_logits_of_the_gathered_backend(codec, chunk_tokens):
+@every_pair(
+    codec=["int8", "int4/int8", "int4_outliers"],
+    chunk_tokens=[7, 64],
+    model=[MODEL, "mimo_v2_flash"],
+)
+def test_c_gives_the_logits_of_the_gathered_backend(codec, chunk_tokens, model):
     """A value between two codes may be rounded to either: see tests/support/exact_products.py."""
     kv = {"codec": codec, "enable_prefix_caching": False}
     found = [
-        run(JOBS, model=MODEL, kv=kv | {"attention": name}, chunk_tokens=chunk_tokens)
+        run(JOBS, model=model, kv=kv | {"attention": name}, chunk_tokens=chunk_tokens)
         for name in ("native", "gathered")
     ]
 
     assert found[0].engine.pool.kv.backend.name == "native"
     assert largest_difference(found[0].logits, found[1].logits) <= 0.05
+
+
+@every_pair(
+    evict=["h2o", "snapkv:window=4", "keydiff", "value_norm"],
+    codec=["none", "int8", "int4"],
+)
+def test_keys_and_values_of_unequal_width_are_evicted_as_in_the_reference(evict, codec):
+    rule = f"{evict}{',' if ':' in evict else ':'}cap=24,every=6"
+    jobs = {request: (prompt, rule) for request, (prompt, _) in JOBS.items()}
+    kv = {"codec": codec, "evict_allow": evict}
+    found = [
+        run(jobs, model="mimo_v2_flash", kv=kv | {"attention": name}, chunk_tokens=16)
+        for name in ("native", "reference")
+    ]
+
+    assert found[0].engine.pool.kv.backend.name == "native"
+    assert any(entry for trace in found[0].traces().values() for entry in trace)
+    assert found[0].traces() == found[1].traces()
+    bound = 1e-4 if codec == "none" else 0.05
+    assert largest_difference(found[0].logits, found[1].logits) <= bound

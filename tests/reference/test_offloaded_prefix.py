@@ -35,7 +35,7 @@ PROMPTS = {
     "c": [3 + i * i % 60 for i in range(40)] + [8, 8, 4] * 7,
     "d": [11, 4] * 9,
 }
-MODELS = ("llama_mha", "qwen3", "gemma2", "opt")
+MODELS = ("llama_mha", "qwen3", "gemma2", "opt", "mimo_v2_flash")
 ROW_TOKENS = 96
 
 

@@ -19,7 +19,14 @@ def coded_twin(lanes, codec):
     """
     key, value = codec_pair(codec)
     num_pages, heads, tokens, head_dim = lanes.pages.key.shape
-    page_class = kv_pages(key=key, value=value, head_dim=head_dim, heads=heads, tokens=tokens)
+    page_class = kv_pages(
+        key=key,
+        value=value,
+        head_dim=head_dim,
+        value_dim=lanes.pages.value.shape[3],
+        heads=heads,
+        tokens=tokens,
+    )
     store = PageStore(num_pages * page_class.page_bytes, torch.device("cpu"))
     store.arena.fill_(255)  # not a number as float16 and float32
     views = store.views(page_class)

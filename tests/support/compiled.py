@@ -100,16 +100,19 @@ def compile_launch(function, *args, num_warps=4, num_stages=3, **kwargs):
 def run_steps():
     """Run steps with plain pages and codes, and writes, moves and packing."""
     backend = TritonAttention(torch.device("cpu"), GatheredAttention(torch.device("cpu")), HARDWARE)
-    for dtype, head_dim in (
-        (torch.bfloat16, 80),
-        (torch.bfloat16, 128),
-        (torch.float16, 256),
-        (torch.float32, 64),
+    for dtype, *dims in (
+        (torch.bfloat16, 80, 80),
+        (torch.bfloat16, 128, 128),
+        (torch.bfloat16, 192, 128),
+        (torch.bfloat16, 512, 512),
+        (torch.float16, 256, 256),
+        (torch.float32, 64, 32),
     ):
-        attend(backend, None, dtype, head_dim)
+        attend(backend, None, dtype, *dims)
+    attend(backend, "int8", torch.bfloat16, 192, 128)
     for codec in ("int8", "fp8", "int4", "int3", "int4_outliers"):
-        attend(backend, codec, torch.bfloat16, 128)
-    attend(backend, "int8", torch.float16, 128)
+        attend(backend, codec, torch.bfloat16, 128, 128)
+    attend(backend, "int8", torch.float16, 128, 128)
     for dtype, width in ((torch.float32, 4096), (torch.bfloat16, 4096), (torch.float16, 5120)):
         run_rows(dtype, width)
     run_statistics(backend)
@@ -122,12 +125,13 @@ def run_steps():
     launch.unpack_pages(pages, torch.arange(3), pages[:3].clone())
 
 
-def attend(backend, codec, dtype, head_dim):
+def attend(backend, codec, dtype, head_dim, value_dim):
     lanes = Lanes(
         tokens=[1, 1, 20],
         slots=[[400], [40], [60]],
         heads=2,
         head_dim=head_dim,
+        value_dim=value_dim,
         page_tokens=16,
         dtype=torch.float32 if codec else dtype,
     )
@@ -146,14 +150,14 @@ def attend(backend, codec, dtype, head_dim):
     view.in_pages(KEY).norms()
     view.in_pages(KEY).mean_cosines()
     indices = torch.zeros(3, 1, dtype=torch.int64)
-    vectors = query[:3, :2]
+    keys, values = query[:3, :2], query.new_zeros(3, 2, value_dim)
     slots = NewSlots(lanes.pages.key, lanes.pages.value, indices, indices, coded)
     if codec not in ("int3", "int4_outliers"):
-        backend.write(slots, vectors, vectors)
+        backend.write(slots, keys, values)
         turns = torch.ones(3, head_dim // 2)
         for source in (None, torch.arange(3)):
             rope = CosSin(turns, turns)
-            assert backend.rotate_and_write(slots, query[:3], vectors, vectors, rope, source)
+            assert backend.rotate_and_write(slots, query[:3], keys, values, rope, source)
 
 
 def run_rows(dtype, width):

@@ -25,7 +25,8 @@ from quire.layout.layout import layout_for
 from support.model_specs import small_spec
 
 CPU = torch.device("cpu")
-NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, WINDOW, PAGE = 4, 2, 8, 9, 4
+NUM_HEADS, NUM_KV_HEADS, WINDOW, PAGE = 4, 2, 9, 4
+DIMS = HEAD_DIM, VALUE_DIM = 8, 16
 MODEL = small_spec(
     None,
     WINDOW,
@@ -33,6 +34,7 @@ MODEL = small_spec(
     num_heads=NUM_HEADS,
     num_kv_heads=NUM_KV_HEADS,
     head_dim=HEAD_DIM,
+    value_dim=VALUE_DIM,
     hidden_size=32,
 )
 MATH = AttentionMath(scale=0.5)
@@ -72,7 +74,7 @@ class Account:
 
     def __init__(self, text: str) -> None:
         self.form = read_format(text)
-        self.codecs = [make_codec(spec, HEAD_DIM) for spec in (self.form.key, self.form.value)]
+        self.codecs = [*map(make_codec, (self.form.key, self.form.value), DIMS)]
         self.rows: dict[int, tuple[int, list[Lane]]] = {}
 
     def coded(self, exact) -> list[tuple]:
@@ -124,7 +126,7 @@ class Account:
     def promote_token(self, row: int, layer: int, position: int, heads: range) -> None:
         """Add records of a token for some KV heads."""
         records = self.form.promoted
-        codecs = [make_codec(spec, HEAD_DIM) for spec in (records.key, records.value)]
+        codecs = [*map(make_codec, (records.key, records.value), DIMS)]
         for page in self.rows[row][1][layer].pages:
             for token in page:
                 if token.position == position:
@@ -175,16 +177,18 @@ class CheckedMemory:
         self.memory.grow(rows, counts)
         step = StepAttention(self.kv, rows, counts)
         for layer in range(len(MODEL.layers)):
-            query, key, value = (
-                torch.randn(int(counts.sum()), heads, HEAD_DIM, generator=self.generator)
-                for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)
-            )
+            query, key, value = self.draw(int(counts.sum()))
             got = step.attend(layer, MATH, query, key, value)
             expected = self._expected(order, tokens, layer, (query, key, value))
             torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
         for row in order:
             length, lanes = self.account.rows[row]
             self.account.rows[row] = (length + tokens[row], lanes)
+
+    def draw(self, count: int) -> list[torch.Tensor]:
+        """Random queries, keys and values."""
+        shapes = (NUM_HEADS, HEAD_DIM), (NUM_KV_HEADS, HEAD_DIM), (NUM_KV_HEADS, VALUE_DIM)
+        return [torch.randn(count, *shape, generator=self.generator) for shape in shapes]
 
     def _expected(self, order, tokens, layer, vectors) -> torch.Tensor:
         query, key, value = vectors

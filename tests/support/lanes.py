@@ -13,6 +13,7 @@ class Lanes:
     Args:
         tokens: new tokens of each row, one-token rows first.
         slots: live slots [rows][lanes], new ones included.
+        value_dim: elements of a value; default: those of a key.
         window: slots behind the window of the oldest new token are poisoned too.
         evicted: pages store positions; those of old slots are in any order, with gaps.
     """
@@ -26,6 +27,7 @@ class Lanes:
         head_dim,
         page_tokens,
         dtype,
+        value_dim=None,
         window=None,
         seed=0,
         evicted=False,
@@ -36,21 +38,25 @@ class Lanes:
         self.window, self.dtype, self.generator = window, dtype, generator
         rows, lanes = self.slots.shape
         columns = -(-int(self.slots.max()) // page_tokens)
-        num_pages = rows * lanes * columns
-        arena = torch.full((num_pages, 2, heads, page_tokens, head_dim), float("nan"), dtype=dtype)
-        table = torch.from_numpy(rng.permutation(num_pages).astype(np.int32))
+        num_pages = rows * lanes * columns + 1  # one is not used
+        dims = (head_dim, head_dim if value_dim is None else value_dim)
+        arena = torch.full((num_pages, heads * page_tokens * sum(dims)), float("nan"), dtype=dtype)
+        sides = arena.split([heads * page_tokens * dim for dim in dims], dim=1)
+        key, value = (side.unflatten(1, (heads, page_tokens, -1)) for side in sides)
+        table = torch.from_numpy(rng.permutation(num_pages)[:-1].astype(np.int32))
         self.table = table.view(rows, lanes, columns)
         for row, lane in np.ndindex(rows, lanes):
             slot = self._seen(row, lane)
             page = self.table[row, lane][slot // page_tokens].long()
-            vectors = torch.randn(len(slot), 2, heads, head_dim, generator=generator).to(dtype)
-            arena[page, :, :, slot % page_tokens] = vectors
+            vectors = torch.randn(len(slot), heads, sum(dims), generator=generator).to(dtype)
+            for plane, own in zip((key, value), vectors.split(dims, dim=2), strict=True):
+                plane[page, :, slot % page_tokens] = own
             if len(slot):  # pages that no query sees are gone
                 self.table[row, lane, : int(slot[0]) // page_tokens] = -1
                 self.table[row, lane, int(slot[-1]) // page_tokens + 1 :] = -1
         self.pages = LayerPages(
-            key=arena[:, 0],
-            value=arena[:, 1],
+            key=key,
+            value=value,
             table=self.table,
             rows=torch.arange(rows),
             first_lane=0,

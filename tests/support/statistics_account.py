@@ -18,7 +18,7 @@ from quire.layout.statistics import AttentionSum, LowAttentionCount, SquareSum
 from support.model_specs import small_spec
 
 CPU = torch.device("cpu")
-NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, WINDOW = 6, 2, 8, 5
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, WINDOW = 6, 2, 8, 4, 5
 GROUP = NUM_HEADS // NUM_KV_HEADS
 MODEL = small_spec(
     None,
@@ -27,6 +27,7 @@ MODEL = small_spec(
     num_heads=NUM_HEADS,
     num_kv_heads=NUM_KV_HEADS,
     head_dim=HEAD_DIM,
+    value_dim=VALUE_DIM,
     hidden_size=48,
 )
 FULL_LAYERS = (0, 2)
@@ -84,7 +85,7 @@ class Sequence:
         shape = (MODEL.num_layers, tokens)
         self.raw = torch.randn(*shape, NUM_HEADS, HEAD_DIM, generator=generator)
         self.key = torch.randn(*shape, NUM_KV_HEADS, HEAD_DIM, generator=generator)
-        self.value = torch.randn(*shape, NUM_KV_HEADS, HEAD_DIM, generator=generator)
+        self.value = torch.randn(*shape, NUM_KV_HEADS, VALUE_DIM, generator=generator)
         positions = torch.arange(tokens)
         self.query = torch.stack([PositionShift().rotate(q, positions) for q in self.raw])
         self.cosines = torch.rand(*shape, generator=generator)
@@ -109,9 +110,13 @@ def step(kv, chunks, math=MATH, *, chained=False):
     attention = StepAttention(kv, rows, tokens)
     outputs, calls, heads = [], None, None
     if chained:
-        numbers = (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS, NUM_HEADS)
-        dtype = next(iter(chunks.values()))[0].query.dtype
-        heads = HeadBuffers(*(torch.empty(tokens.sum(), n, HEAD_DIM, dtype=dtype) for n in numbers))
+        dtype, count = next(iter(chunks.values()))[0].query.dtype, tokens.sum()
+        heads = HeadBuffers(
+            torch.empty(count, NUM_HEADS, HEAD_DIM, dtype=dtype),
+            torch.empty(count, NUM_KV_HEADS, HEAD_DIM, dtype=dtype),
+            torch.empty(count, NUM_KV_HEADS, VALUE_DIM, dtype=dtype),
+            torch.empty(count, NUM_HEADS, VALUE_DIM, dtype=dtype),
+        )
         calls = attention.chain([math] * MODEL.num_layers, heads)
     for layer in range(MODEL.num_layers):
 

@@ -29,6 +29,7 @@ from transformers import (
     JetMoeConfig,
     Llama4TextConfig,
     LlamaConfig,
+    MiMoV2FlashConfig,
     MistralConfig,
     MixtralConfig,
     MptConfig,
@@ -294,6 +295,22 @@ REPEATED: dict[str, Callable[[int], PreTrainedConfig]] = {
 }
 """Architectures whose configs list their layers: functions of how often these are repeated."""
 
+
+def _mimo_v2_flash() -> PreTrainedConfig:
+    """Keys of 48 elements, values of 32; windows with twice the KV heads, and with sinks."""
+    return MiMoV2FlashConfig(
+        **_SHAPE,
+        head_dim=48,
+        v_head_dim=32,
+        sliding_window=WINDOW_TOKENS,
+        layer_types=["full_attention", "sliding_attention"],
+        mlp_layer_types=["dense", "sparse"],
+        moe_intermediate_size=24,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+    )
+
+
 ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": _llama,
     "llama_mqa": _llama_mqa,
@@ -314,6 +331,7 @@ ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
     "stablelm": _stablelm,
     "mixtral": _mixtral,
     "gpt_oss": _gpt_oss,
+    "mimo_v2_flash": _mimo_v2_flash,
     **{name: partial(config, 1) for name, config in REPEATED.items()},
 }
 
@@ -457,8 +475,9 @@ def build(
         else:
             config = (ARCHITECTURES | NATIVE | OWN_ATTENTION | OTHERS)[name]()
             config.num_hidden_layers *= times
-            if getattr(config, "layer_types", None):
-                config.layer_types = list(config.layer_types) * times
+            for kinds in ("layer_types", "mlp_layer_types"):
+                if getattr(config, kinds, None):
+                    setattr(config, kinds, list(getattr(config, kinds)) * times)
         model = AutoModelForCausalLM.from_config(
             # Falcon's eager attention adds ALiBi twice
             config,

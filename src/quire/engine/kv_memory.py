@@ -5,6 +5,7 @@ left after the peak of activations, which is measured.
 """
 
 from dataclasses import dataclass
+from itertools import chain, product
 from pathlib import Path
 
 import psutil
@@ -91,9 +92,11 @@ def stored_as(
     dtype = plain_codec(decoder.dtype)
     written = stored_codec(codec, dtype)
     form = read_format(written)
-    records = (form.promoted.key, form.promoted.value) if form.promoted else ()
-    for part in (form.key, form.value, *records):
-        why_not = type(make_codec(part, spec.head_dim)).why_not(decoder.device)
+    pairs = [(form.key, form.value)]
+    pairs += [(form.promoted.key, form.promoted.value)] if form.promoted else []
+    sides = (zip(*both, strict=True) for both in product(pairs, spec.dims))
+    for part, dim in chain.from_iterable(sides):
+        why_not = type(make_codec(part, dim)).why_not(decoder.device)
         if why_not is not None:
             raise ConfigError(
                 f"KV codec {codec!r} cannot run on {decoder.device}: {why_not}; use int8"

@@ -193,7 +193,7 @@ def _plan_pool(model: LoadedModel, config: KVConfig, schedule: ScheduleConfig) -
         config.attention,
         model.decoder.device,
         dtype=model.decoder.dtype,
-        head_dim=model.spec.head_dim,
+        head_dim=model.spec.dims,
         scratch_bytes=config.scratch,
         rotated=not rules.rerotates_keys,
         codec=stored_as.codec,

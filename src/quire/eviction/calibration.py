@@ -33,12 +33,13 @@ class LayerVectors:
 
     Attributes:
         query: [num_heads, token, head_dim], after RoPE.
-        key, value: [num_kv_heads, token, head_dim], after RoPE.
+        key: [num_kv_heads, token, head_dim], after RoPE.
+        value: [num_kv_heads, token, value_dim].
     """
 
     query: Float[Tensor, "head token head_dim"]
     key: Float[Tensor, "kv_head token head_dim"]
-    value: Float[Tensor, "kv_head token head_dim"]
+    value: Float[Tensor, "kv_head token value_dim"]
 
 
 @dataclass(frozen=True, slots=True)

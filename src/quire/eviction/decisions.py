@@ -307,5 +307,5 @@ class _GatheredSlots:
     def keys(self) -> Float[Tensor, "lane slot head_dim"]:
         return self._heads.joined(self._own.keys())
 
-    def values(self) -> Float[Tensor, "lane slot head_dim"]:
+    def values(self) -> Float[Tensor, "lane slot value_dim"]:
         return self._heads.joined(self._own.values())

@@ -61,7 +61,7 @@ def make_memory(
         options.attention,
         device,
         dtype=decoder.dtype,
-        head_dim=decoder.spec.head_dim,
+        head_dim=decoder.spec.dims,
         scratch_bytes=SCRATCH_BYTES,
         rotated=all(group.page_class.rotated for group in layout.groups),
         codec=stored.codec,

@@ -221,6 +221,13 @@ class NewSlots:
     coded: CodedPages | None = None
 
 
+def dims_of(pages: LayerPages | NewSlots) -> tuple[int, int]:
+    """Return the elements of a key, and those of a value and of the output of a query head."""
+    if pages.coded is None:
+        return pages.key.shape[3], pages.value.shape[3]
+    return pages.coded.key.codec.head_dim, pages.coded.value.codec.head_dim
+
+
 @dataclass(frozen=True, slots=True)
 class MovedSlots:
     """Copies between slots of one page class.
@@ -342,7 +349,7 @@ class AttentionBackend(Protocol):
         self,
         slots: NewSlots,
         key: Float[Tensor, "num_tokens num_kv_heads head_dim"],
-        value: Float[Tensor, "num_tokens num_kv_heads head_dim"],
+        value: Float[Tensor, "num_tokens num_kv_heads value_dim"],
     ) -> None:
         """Write the keys and values of the flat batch to their slots."""
         ...
@@ -356,7 +363,7 @@ class AttentionBackend(Protocol):
         fresh: tuple[Tensor, Tensor],
         *,
         column_sums: Float[Tensor, "row num_heads slot"] | None = None,
-    ) -> Float[Tensor, "num_tokens num_heads head_dim"]:
+    ) -> Float[Tensor, "num_tokens num_heads value_dim"]:
         """Compute attention for all rows of the step.
 
         Args:
@@ -365,15 +372,15 @@ class AttentionBackend(Protocol):
             math: scale, soft cap, sinks and RoPE.
             query: the flat batch, after RoPE.
             fresh: keys and values of the flat batch before they were written, [num_tokens,
-                num_kv_heads, head_dim]. With coded pages, attention uses the codes, and these keys
-                may be before RoPE.
+                num_kv_heads, head_dim or value_dim]. With coded pages, attention uses the codes,
+                and these keys may be before RoPE.
             column_sums: float32, contiguous, at least as wide as the fullest lane; receives, per
                 query head, each slot's weights summed over the row's queries of this step. Must be
                 zero for rows with several tokens; for rows with one token the live slots are
                 overwritten. It does not change the output.
 
         Returns:
-            The attention output, in the shape of query.
+            The attention output, in the type of query.
         """
         ...
 
@@ -401,7 +408,7 @@ class AttentionBackend(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadBuffers:
-    """Contiguous memory of a batch that its layers reuse, each [tokens, heads, head_dim].
+    """Contiguous memory of a batch that its layers reuse, each [tokens, heads, elements].
 
     Attributes:
         query, key, value: input of attention.
@@ -410,8 +417,8 @@ class HeadBuffers:
 
     query: Float[Tensor, "num_tokens num_heads head_dim"]
     key: Float[Tensor, "num_tokens num_kv_heads head_dim"]
-    value: Float[Tensor, "num_tokens num_kv_heads head_dim"]
-    out: Float[Tensor, "num_tokens num_heads head_dim"]
+    value: Float[Tensor, "num_tokens num_kv_heads value_dim"]
+    out: Float[Tensor, "num_tokens num_heads value_dim"]
 
     def first(self, num_tokens: int) -> "HeadBuffers":
         """Return the memory of the first tokens."""
@@ -682,7 +689,7 @@ class RopeWriter(Protocol):
         slots: NewSlots,
         query: Float[Tensor, "num_tokens num_heads head_dim"],
         key: Float[Tensor, "num_tokens num_kv_heads head_dim"],
-        value: Float[Tensor, "num_tokens num_kv_heads head_dim"],
+        value: Float[Tensor, "num_tokens num_kv_heads value_dim"],
         rope: CosSin,
         source: Int[Tensor, " num_tokens"] | None = None,
     ) -> bool:

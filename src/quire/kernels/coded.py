@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.codecs.base import Codec
 
-DECODED_COPIES = 4  # float32 copies of a slot's key and value held at once during decoding
+DECODED_COPIES = 2  # float32 copies of a slot's key, and of its value, held at once in decoding
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,14 @@ class CodedPages:
     value: CodedPlanes
 
 
-def decoded_slot_bytes(heads: int, head_dim: int) -> int:
-    """Return the bytes that a slot needs during decoding, for key and value of all heads."""
-    return DECODED_COPIES * heads * head_dim * 4
+def decoded_slot_bytes(heads: int, dims: tuple[int, int]) -> int:
+    """Return the bytes that a slot needs during decoding, for key and value of all heads.
+
+    Args:
+        heads: KV heads of a page.
+        dims: elements of a key and of a value.
+    """
+    return DECODED_COPIES * heads * sum(dims) * 4
 
 
 def write_codes(

@@ -1,7 +1,8 @@
 """Attention over contiguous keys and values, on any device.
 
-Uses `scaled_dot_product_attention` if it supports the operation. Softcap, sinks and biases use
-explicit products, in blocks of queries to bound the scratch memory of the weights.
+Uses `scaled_dot_product_attention` if it has a fused kernel for the operation. Softcap, sinks,
+biases and values of another width than keys use explicit products, in blocks of queries to bound
+the scratch memory of the weights.
 """
 
 from collections.abc import Sequence
@@ -21,26 +22,27 @@ PLAIN_BLOCK_QUERIES = 256
 def attend_dense(
     query: Float[Tensor, "batch num_heads query head_dim"],
     key: Float[Tensor, "batch num_kv_heads token head_dim"],
-    value: Float[Tensor, "batch num_kv_heads token head_dim"],
+    value: Float[Tensor, "batch num_kv_heads token value_dim"],
     *,
     math: AttentionMath,
     seen: Bool[Tensor, "batch_or_1 1 query_or_1 token"] | None,
     causal: bool = False,
-) -> Float[Tensor, "batch num_heads query head_dim"]:
+) -> Float[Tensor, "batch num_heads query value_dim"]:
     """Compute attention without repeating keys and values for grouped query heads.
 
     Args:
         query: num_heads is a multiple of num_kv_heads; heads of one group are neighbours.
         key: after RoPE. Slots that no query sees must hold finite numbers.
-        value: shaped like key.
+        value: as many as keys.
         math: scale, softcap, sinks, biases of these keys.
         seen: True if a query sees a slot; None for all, or with `causal`.
         causal: query i of n sees slots 0 .. i of n; excludes `seen`.
 
     Returns:
-        The attention output, in the shape of query.
+        The attention output, in the type of query.
     """
-    if any(x is not None for x in (math.softcap, math.sinks, math.alibi, math.bias)):
+    explicit = any(x is not None for x in (math.softcap, math.sinks, math.alibi, math.bias))
+    if explicit or key.shape[3] != value.shape[3]:
         if causal:
             num_queries = query.shape[2]
             seen = torch.ones(num_queries, num_queries, dtype=torch.bool, device=query.device)
@@ -73,7 +75,7 @@ def _attend_block(
     query: Tensor, key: Tensor, value: Tensor, math: AttentionMath, seen: Tensor | None
 ) -> Tensor:
     weights = weights_dense(query, key, math=math, seen=seen).to(value.dtype)
-    return (weights @ value[:, :, None]).reshape(query.shape)
+    return (weights @ value[:, :, None]).reshape(*query.shape[:3], value.shape[3])
 
 
 def weights_dense(
@@ -154,14 +156,14 @@ class Partial:
         lse: log of the sum of exponentials of the logits; -inf for a query that sees no token.
     """
 
-    out: Float[Tensor, "batch num_heads query head_dim"]
+    out: Float[Tensor, "batch num_heads query value_dim"]
     lse: Float[Tensor, "batch num_heads query"]
 
 
 def attend_partial(
     query: Float[Tensor, "batch num_heads query head_dim"],
     key: Float[Tensor, "batch num_kv_heads token head_dim"],
-    value: Float[Tensor, "batch num_kv_heads token head_dim"],
+    value: Float[Tensor, "batch num_kv_heads token value_dim"],
     *,
     math: AttentionMath,
     seen: Bool[Tensor, "batch_or_1 1 query_or_1 token"] | None,
@@ -171,7 +173,7 @@ def attend_partial(
     Args:
         query: num_heads is a multiple of num_kv_heads; heads of one group are neighbours.
         key: after RoPE; may be empty. Slots that no query sees must hold finite numbers.
-        value: shaped like key.
+        value: as many as keys.
         math: scale, softcap and biases of these keys; sinks are passed to `merge` instead, so that
             they count once.
         seen: True if a query sees a slot; None for all.
@@ -186,7 +188,7 @@ def attend_partial(
     lse = torch.logsumexp(logits, dim=-1)
     weights = torch.exp(logits - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
     out = weights @ value.float()[:, :, None]
-    return Partial(out.reshape(query.shape), lse.reshape(batch, num_heads, num_queries))
+    return Partial(out.reshape(*query.shape[:3], -1), lse.reshape(batch, num_heads, num_queries))
 
 
 def merge(parts: Sequence[Partial], sinks: Float[Tensor, " num_heads"] | None = None) -> Partial:

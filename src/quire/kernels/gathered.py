@@ -21,6 +21,7 @@ from quire.kernels.backend import (
     LaneSlots,
     LayerPages,
     StepShape,
+    dims_of,
 )
 from quire.kernels.coded import CodedPages, decode_pages, decoded_slot_bytes
 from quire.kernels.dense import attend_dense, column_sums_dense
@@ -212,7 +213,7 @@ def add_promoted_in_chunk(
     Args:
         pages: pages of the layer.
         place: the lane and its gathered slots.
-        decoded: keys and values [1, head, slot, head_dim], modified in place.
+        decoded: keys and values [1, head, slot, elements], modified in place.
     """
     if pages.promoted is None:
         return
@@ -289,10 +290,10 @@ class GatheredAttention(TorchSlots):
     ) -> Tensor:
         """Compute attention for all rows of the step; see `AttentionBackend.attend`."""
         assert isinstance(plan, GatheredPlan), "a plan comes from this backend"
-        out = torch.empty_like(query)
+        out = query.new_empty(*query.shape[:2], dims_of(pages)[1])
         for bucket in plan.buckets:
             self._decode(bucket, plan, pages, math, query, out, column_sums)
-        for chunk in self._chunks(plan, pages, query.shape[2]):
+        for chunk in self._chunks(plan, pages):
             starts = plan.step.starts[chunk.rows, None] + np.arange(chunk.tokens)
             token = to_device(starts.reshape(-1), self._device)
             shape = (len(chunk.rows), chunk.tokens, *query.shape[1:])
@@ -304,12 +305,12 @@ class GatheredAttention(TorchSlots):
             out[token] = attended.transpose(1, 2).flatten(0, 1)
         return out
 
-    def _chunks(self, plan: GatheredPlan, pages: LayerPages, head_dim: int) -> Iterator[Chunk]:
+    def _chunks(self, plan: GatheredPlan, pages: LayerPages) -> Iterator[Chunk]:
         """Yield the plan's chunks; with coded pages, split to fit the scratch memory."""
         if pages.coded is None:
             yield from plan.chunks
             return
-        page_bytes = pages.page_tokens * decoded_slot_bytes(pages.key.shape[1], head_dim)
+        page_bytes = pages.page_tokens * decoded_slot_bytes(pages.key.shape[1], dims_of(pages))
         for chunk in plan.chunks:
             num_pages = -(-int(chunk.slots.max()) // pages.page_tokens)
             most = max(1, self._scratch_bytes // (num_pages * page_bytes))
@@ -359,7 +360,7 @@ class GatheredAttention(TorchSlots):
         fresh: tuple[Tensor, Tensor],
         column_sums: Tensor | None,
     ) -> Tensor:
-        shape = (len(chunk.rows), chunk.tokens, *fresh[0].shape[1:])
+        shape = (len(chunk.rows), chunk.tokens, fresh[0].shape[1], -1)
         key, value = (x[token].view(shape).transpose(1, 2) for x in fresh)
         if math.alibi is not None:  # the first tokens of their rows
             math = math.at(torch.arange(chunk.tokens, device=self._device), chunk.tokens - 1)
@@ -440,7 +441,7 @@ class GatheredAttention(TorchSlots):
         columns: Tensor,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
-        """Gather keys and values [entries, heads, slots, head_dim] of table columns."""
+        """Gather keys and values [entries, heads, slots, elements] of table columns."""
         numbers = page_numbers(pages, rows, lanes, columns)
         if pages.coded is not None:
             return self._decode_pages(pages, pages.coded, numbers, lanes, dtype)
@@ -465,15 +466,17 @@ class GatheredAttention(TorchSlots):
         lanes: Tensor,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
-        heads, head_dim = coded.key.planes[0].shape[1], coded.key.codec.head_dim
-        slots = numbers.numel() * pages.page_tokens
-        side_bytes = slots * heads * head_dim * dtype.itemsize
-        scratch = self._scratch_of(2 * side_bytes)
+        heads, slots = pages.key.shape[1], numbers.numel() * pages.page_tokens
+        key_bytes, value_bytes = (slots * heads * dim * dtype.itemsize for dim in dims_of(pages))
+        scratch = self._scratch_of(key_bytes + value_bytes)
         key, value = (
-            decode_pages(side, numbers, scratch[start : start + side_bytes].view(dtype), lanes)
-            for side, start in ((coded.key, 0), (coded.value, side_bytes))
+            decode_pages(side, numbers, own.view(dtype), lanes)
+            for side, own in (
+                (coded.key, scratch[:key_bytes]),
+                (coded.value, scratch[key_bytes : key_bytes + value_bytes]),
+            )
         )
-        held_bytes = slots * decoded_slot_bytes(heads, head_dim)
+        held_bytes = slots * decoded_slot_bytes(heads, dims_of(pages))
         self.peak_scratch_bytes = max(self.peak_scratch_bytes, held_bytes)
         return key, value
 

@@ -10,6 +10,8 @@ whole layer at once (native/tally.h); `accumulate_attention` is the torch implem
 device.
 """
 
+from math import gcd
+
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
@@ -139,7 +141,7 @@ def page_numbers(
 def write_slots(
     slots: NewSlots,
     key: Float[Tensor, "num_tokens num_kv_heads head_dim"],
-    value: Float[Tensor, "num_tokens num_kv_heads head_dim"],
+    value: Float[Tensor, "num_tokens num_kv_heads value_dim"],
 ) -> None:
     """Write one vector per token and KV head to its slot, for keys and values."""
     if slots.coded is not None:
@@ -165,8 +167,8 @@ def gather_pages(
 ) -> Float[Tensor, "row head slot head_dim"]:
     """Copy pages to contiguous scratch memory: slot = column * tokens + offset.
 
-    If a page is a whole number of head blocks, each (page, head) is one copy. If not (pages with
-    positions), each vector is one copy.
+    Each copy is as long as the places of all pages allow: mostly all slots of a (page, head), and a
+    vector or a part of it if pages store positions or vectors of unequal widths.
 
     Args:
         plane: view of all pages.
@@ -179,7 +181,7 @@ def gather_pages(
     """
     _, heads, tokens, head_dim = plane.shape
     page_stride, block = plane.stride(0), tokens * head_dim
-    unit = block if page_stride % block == 0 else head_dim
+    unit = gcd(block, page_stride, plane.storage_offset())
     head = torch.arange(heads, device=plane.device) * (block // unit)
     index = (pages * (page_stride // unit) + plane.storage_offset() // unit)[:, None, :, None]
     index = index + head[None, :, None, None]

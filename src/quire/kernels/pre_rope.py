@@ -25,6 +25,7 @@ from quire.kernels.backend import (
     LaneSlots,
     LayerPages,
     StepShape,
+    dims_of,
 )
 from quire.kernels.coded import decode_slots
 from quire.kernels.dense import attend_dense, column_sums_dense
@@ -185,7 +186,7 @@ class _Gathered:
 
     Attributes:
         key: [entries, KV heads, places, head_dim], rotated.
-        value: [entries, KV heads, places, head_dim].
+        value: [entries, KV heads, places, value_dim].
         slot: [entries, places] slots of the lane.
         exact: columns after the places, for tokens that only some queries of a chunk read in full
             precision; the keys and values include them.
@@ -232,7 +233,7 @@ class PreRopeAttention(TorchSlots):
         Queries are before RoPE too; `math.rotary` rotates them and the keys.
         """
         assert isinstance(plan, _Plan), "a plan comes from this backend"
-        out = torch.empty_like(query)
+        out = query.new_empty(*query.shape[:2], dims_of(pages)[1])
         by_lane, out_by_lane = (_by_lane(x, pages.num_lanes) for x in (query, out))
         for bucket in self._buckets(plan, pages):
             token, lane = bucket.token, bucket.lanes[:, None]
@@ -329,7 +330,7 @@ def _places(bucket: Bucket, pages: LayerPages, slot: Tensor) -> tuple[Tensor, Te
 def _stored(
     pages: LayerPages, bucket: Bucket, numbers: Tensor, offset: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return keys and values [entries, places, heads, head_dim], decoded if they are codes."""
+    """Return keys and values [entries, places, heads, elements], decoded if they are codes."""
     if pages.coded is None:
         return pages.key[numbers, :, offset], pages.value[numbers, :, offset]
     lanes = bucket.lanes[:, None]
@@ -352,7 +353,7 @@ def _write_finer(
         full: full-precision tokens of the layer.
         bucket: the entries.
         ordered: slots and positions [entries, places].
-        decoded: keys and values [entries, heads, places, head_dim], modified in place.
+        decoded: keys and values [entries, heads, places, elements], modified in place.
 
     Returns:
         For the single entry of a chunk, additional columns; None for decode entries.

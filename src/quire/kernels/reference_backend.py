@@ -11,6 +11,7 @@ from quire.kernels.backend import (
     LaneSlots,
     LayerPages,
     StepShape,
+    dims_of,
 )
 from quire.kernels.coded import decode_slots
 from quire.kernels.paging import TorchSlots
@@ -53,7 +54,7 @@ class ReferenceAttention(TorchSlots):
     ) -> Tensor:
         """Compute attention row by row and lane by lane; see `AttentionBackend.attend`."""
         assert isinstance(plan, ReferencePlan), "a plan comes from this backend"
-        out = torch.empty_like(query)
+        out = query.new_empty(*query.shape[:2], dims_of(pages)[1])
         heads = query.shape[1] // pages.num_lanes
         for row, (start, tokens) in enumerate(
             zip(plan.step.starts.tolist(), plan.step.tokens.tolist(), strict=True)
@@ -109,7 +110,8 @@ def _attend_lane(
             key_positions=slot,
             window=window,
         )
-    out, sums = torch.empty(query.shape, device=query.device), key.new_zeros(0)
+    out = torch.empty(*query.shape[:2], value.shape[2], device=query.device)
+    sums = key.new_zeros(0)
     for i, query_slot in enumerate(own.tolist()):
         # one query at a time, because the full-precision tokens differ between queries
         seen = slot[: query_slot - first + 1]
@@ -137,7 +139,7 @@ def _add_promoted(
     at: tuple[Tensor, Tensor],
     decoded: tuple[Tensor, Tensor],
 ) -> None:
-    """Add their records to the slots [slot, head, head_dim] of promoted tokens."""
+    """Add their records to the slots [slot, head, elements] of promoted tokens."""
     promoted = pages.promoted
     if promoted is None:
         return
@@ -156,7 +158,7 @@ def _add_promoted(
 
 @dataclass(frozen=True, slots=True)
 class _Exact:
-    """Full-precision slots of a lane, [slot, head, head_dim], and a mask of those a query uses.
+    """Full-precision slots of a lane, [slot, head, elements], and a mask of those a query uses.
 
     Slots outside the mask are undefined.
     """
@@ -211,13 +213,13 @@ def _num_tokens(full: FullPrecisionPages, row: int) -> int:
 def attend_reference(
     query: Float[Tensor, "query num_heads head_dim"],
     key: Float[Tensor, "token num_kv_heads head_dim"],
-    value: Float[Tensor, "token num_kv_heads head_dim"],
+    value: Float[Tensor, "token num_kv_heads value_dim"],
     *,
     math: AttentionMath,
     query_positions: Int[Tensor, " query"],
     key_positions: Int[Tensor, " token"],
     window: int | None = None,
-) -> tuple[Float[Tensor, "query num_heads head_dim"], Float[Tensor, "num_heads token"]]:
+) -> tuple[Float[Tensor, "query num_heads value_dim"], Float[Tensor, "num_heads token"]]:
     """Compute attention of one sequence in float32, and sum each slot's weights over the queries.
 
     Formula: w = softmax(cap(q k^T * scale) + bias) over the slots a query sees (position p sees
@@ -228,14 +230,14 @@ def attend_reference(
     Args:
         query: after RoPE; num_heads is a multiple of num_kv_heads.
         key: after RoPE, in any order of slots.
-        value: shaped like key.
+        value: as many as keys.
         math: scale, softcap, sinks [num_heads], and ALiBi or biases [1, num_heads, token].
         query_positions: logical positions of the queries.
         key_positions: logical positions of the slots.
         window: number of positions a query attends to, including its own; None for all.
 
     Returns:
-        The attention output in float32, in the shape of query, and column_sums in float32.
+        The attention output and column_sums, in float32.
     """
     num_heads, group = query.shape[1], query.shape[1] // key.shape[1]
     q, k, v = (x.float().transpose(0, 1) for x in (query, key, value))

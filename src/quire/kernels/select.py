@@ -1,6 +1,6 @@
 """Selection of the attention backend, with the reason."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -14,11 +14,19 @@ from quire.kernels.native.library import NativeLibrary, NotLoaded
 from quire.kernels.native.self_test import tested_library
 from quire.kernels.pre_rope import PreRopeAttention
 from quire.kernels.reference_backend import ReferenceAttention
-from quire.kernels.triton.hardware import cannot_run, failure_of, triton_version, why_no_triton
+from quire.kernels.triton.hardware import (
+    Hardware,
+    cannot_run,
+    failure_of,
+    triton_version,
+    why_no_triton,
+)
 from quire.layout.codecs import CodecSpec
 from quire.layout.kv_format import read_format
 
 BACKENDS = ("native", "triton", "gathered", "reference")
+Dims = Collection[tuple[int, int]]
+"""Elements of keys and of values, for each shape of heads in a model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +42,7 @@ def select_backend(
     device: torch.device,
     *,
     dtype: torch.dtype,
-    head_dim: int,
+    head_dim: int | Dims,
     scratch_bytes: int,
     rotated: bool = True,
     codec: str = "",
@@ -45,7 +53,7 @@ def select_backend(
         name: "auto", or the name of a required backend.
         device: device of the pages.
         dtype: dtype of pages and queries.
-        head_dim: elements of a vector.
+        head_dim: elements of keys and values, or those of each shape of heads in a model.
         scratch_bytes: bound on gathered pages.
         rotated: whether keys are stored after RoPE.
         codec: codec of the pages; "" for unquantized pages.
@@ -66,17 +74,18 @@ def select_backend(
         return BackendChoice(pre_rope, "rotates keys at every attention; runs on any device")
     if name == "reference":
         return BackendChoice(ReferenceAttention(), "selected by name; slow, for comparison")
+    dims = {(head_dim, head_dim)} if isinstance(head_dim, int) else head_dim
     gathered = GatheredAttention(device, scratch_bytes=scratch_bytes)
     if name == "gathered":
         return BackendChoice(gathered, "selected by name")
     if name == "triton" or (name == "auto" and device.type == "cuda"):
-        choice = usable_triton(gathered, device, dtype, head_dim, codec)
+        choice = usable_triton(gathered, device, dtype, dims, codec)
         if isinstance(choice, BackendChoice):
             return choice
         if name == "triton":
             raise ConfigError(f"attention=triton cannot run here: {choice}; use auto")
         return BackendChoice(gathered, f"runs on any device; not triton: {choice}")
-    return _native(name, gathered, device, dtype, head_dim, codec)
+    return _native(name, gathered, device, dtype, dims, codec)
 
 
 def _native(
@@ -84,7 +93,7 @@ def _native(
     gathered: GatheredAttention,
     device: torch.device,
     dtype: torch.dtype,
-    head_dim: int,
+    dims: Dims,
     codec: str,
 ) -> BackendChoice:
     """Return the native backend; with `auto`, the gathered backend if it cannot run.
@@ -92,8 +101,8 @@ def _native(
     Raises:
         ConfigError: native is required and cannot run.
     """
-    library = usable_library(device, dtype, head_dim)
-    unread = _unread(codec, head_dim, why_not)
+    library = usable_library(device, dtype, max(max(pair) for pair in dims))
+    unread = _unread(codec, dims, why_not)
     if unread is not None:
         library = NotLoaded(f"the C extension cannot read these pages: {unread}")
     if isinstance(library, NativeLibrary):
@@ -107,7 +116,7 @@ def usable_triton(
     gathered: GatheredAttention,
     device: torch.device,
     dtype: torch.dtype,
-    head_dim: int,
+    dims: Dims,
     codec: str,
 ) -> BackendChoice | str:
     """Return the Triton backend, or why it cannot read these pages.
@@ -121,7 +130,7 @@ def usable_triton(
         return f"it has no kernels for {dtype}"
     from quire.kernels.triton import coding
 
-    unread = _unread(codec, head_dim, coding.why_not)
+    unread = _unread(codec, dims, coding.why_not)
     if unread is not None:
         return f"the kernels cannot read these pages: {unread}"
     try:
@@ -129,23 +138,23 @@ def usable_triton(
         from quire.kernels.triton.self_test import NoTriton, tested_hardware
     except cannot_run() as error:
         return f"the kernels are not used: {failure_of(error)}"
-    hardware = tested_hardware(device, dtype, head_dim)
-    if isinstance(hardware, NoTriton):
-        return hardware.reason
+    for pair in dims:
+        tested = tested_hardware(device, dtype, *pair)
+        if isinstance(tested, NoTriton):
+            return tested.reason
+    hardware = Hardware.of(device)
     return BackendChoice(
         TritonAttention(device, gathered, hardware),
         f"Triton {triton_version()}, attention directly from the pages on {hardware.name}",
     )
 
 
-def _unread(
-    codec: str, head_dim: int, why_not: Callable[[CodecSpec, int], str | None]
-) -> str | None:
+def _unread(codec: str, dims: Dims, why_not: Callable[[CodecSpec, int], str | None]) -> str | None:
     """Return why kernels cannot read a KV format, or None.
 
     Args:
         codec: codec of the pages; "" for unquantized pages.
-        head_dim: elements of a vector.
+        dims: elements of keys and of values.
         why_not: why the kernels cannot read a codec.
     """
     if not codec:
@@ -153,7 +162,8 @@ def _unread(
     form = read_format(codec)
     if not form.is_plain and (form.sinks or form.residual):
         return "it does not support tokens in full precision next to codes"
-    reasons = (why_not(spec, head_dim) for spec in (form.key, form.value))
+    pairs = [pair for own in dims for pair in zip((form.key, form.value), own, strict=True)]
+    reasons = (why_not(spec, dim) for spec, dim in pairs)
     return next((reason for reason in reasons if reason is not None), None)
 
 

@@ -30,18 +30,18 @@ class FullPrecisionPages:
 
     Attributes:
         tokens: which tokens are in full precision.
-        key, value: views of all pages of the class, [page, head, record, head_dim]. They do not yet
+        key, value: views of all pages of the class, [page, head, record, elements]. They do not yet
             contain the step's tokens.
         table: page numbers [all rows, all lanes, capacity]; a lane has one page.
         lengths: [rows of the step] tokens of each row, including the step's.
         starts: [rows of the step] index of the row's first token in the step.
-        fresh: keys and values of the step, [num_tokens, num_kv_heads, head_dim] each.
+        fresh: keys and values of the step, [num_tokens, num_kv_heads, elements] each.
         marks: [page, record] position + 1 of relocated tokens; None if no slot moves.
     """
 
     tokens: FullPrecisionTokens
     key: Float[Tensor, "page head record head_dim"]
-    value: Float[Tensor, "page head record head_dim"]
+    value: Float[Tensor, "page head record value_dim"]
     table: Int[Tensor, "all_rows all_lanes capacity"]
     lengths: NDArray[np.int64]
     starts: NDArray[np.int64]
@@ -120,7 +120,7 @@ def write_full_precision(
         positions: positions of slots; a row's newest token belongs to the step.
         slots: numbers of the slots in their lanes.
         wanted: live slots to overwrite.
-        decoded: keys and values [entry, head, slot, head_dim], modified in place.
+        decoded: keys and values [entry, head, slot, elements], modified in place.
     """
     entry, slot = wanted.nonzero(as_tuple=True)
     row, page, lane = (numbers[entry] for numbers in place)
@@ -170,14 +170,14 @@ class FullPrecisionColumns:
         index: [exact] their indices among the gathered slots.
         as_codes: [query, slot] slots that each query attends to as codes.
         in_full_precision: [query, exact] columns that each query attends to in full precision.
-        key, value: [1, head, exact, head_dim].
+        key, value: [1, head, exact, elements].
     """
 
     index: Int[Tensor, " exact"]
     as_codes: Bool[Tensor, "query slot"]
     in_full_precision: Bool[Tensor, "query exact"]
     key: Float[Tensor, "1 head exact head_dim"]
-    value: Float[Tensor, "1 head exact head_dim"]
+    value: Float[Tensor, "1 head exact value_dim"]
 
     @property
     def seen(self) -> Bool[Tensor, "1 1 query column"]:
@@ -286,7 +286,7 @@ def add_promoted(
         promoted: records of the layer.
         pages: pages of the entries' records.
         positions: positions of the entries' slots.
-        decoded: keys and values [entry, head, slot, head_dim], modified in place.
+        decoded: keys and values [entry, head, slot, elements], modified in place.
         live: slots that hold a token; None for all.
     """
     found = records_of(promoted.marks[pages], positions)

@@ -246,8 +246,8 @@ class RowLanes:
         return self.order.positions.repeat_interleave(self.group.page_class.heads, dim=0)
 
     def in_storage_order(
-        self, vectors: Float[Tensor, "lane slot head_dim"]
-    ) -> Float[Tensor, "table_lane head slot head_dim"]:
+        self, vectors: Float[Tensor, "lane slot width"]
+    ) -> Float[Tensor, "table_lane head slot width"]:
         by_lane = vectors.view(-1, self.group.page_class.heads, *vectors.shape[1:])
         slot = self.order.slot[:, None, :, None].expand_as(by_lane)
         return torch.empty_like(by_lane).scatter_(2, slot, by_lane)
@@ -326,7 +326,7 @@ class VectorReader:
         self._views = kv.store.views(lanes.group.page_class)
         self._exact, self._promoted = kv.full_precision.get(name), kv.promoted.get(name)
 
-    def read(self) -> Float[Tensor, "lane slot head_dim"]:
+    def read(self) -> Float[Tensor, "lane slot width"]:
         """Return the vectors by position, decoded to float32; zeros past a lane's last slot."""
         lanes, plane = self._lanes, self._views.planes[self._plane][0]
         if self._views.coded is None:
@@ -343,7 +343,7 @@ class VectorReader:
 
     def lost(
         self, lane: NDArray[np.int64], index: NDArray[np.int64]
-    ) -> Float[Tensor, "token head head_dim"]:
+    ) -> Float[Tensor, "token head width"]:
         """Return what the codes of tokens of the full-precision window lost.
 
         Args:
@@ -473,7 +473,7 @@ class LaneReader(RowLanes):
     def keys(self) -> Float[Tensor, "lane slot head_dim"]:
         return VectorReader(self, KEY).read()
 
-    def values(self) -> Float[Tensor, "lane slot head_dim"]:
+    def values(self) -> Float[Tensor, "lane slot value_dim"]:
         return VectorReader(self, VALUE).read()
 
     def in_pages(self, plane: str) -> PageScores | None:
@@ -614,7 +614,7 @@ class JoinedReader:
     def keys(self) -> Float[Tensor, "lane slot head_dim"]:
         return _joined([reader.keys() for reader in self._readers])
 
-    def values(self) -> Float[Tensor, "lane slot head_dim"]:
+    def values(self) -> Float[Tensor, "lane slot value_dim"]:
         return _joined([reader.values() for reader in self._readers])
 
 

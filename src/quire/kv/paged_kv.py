@@ -169,4 +169,4 @@ def slot_bytes_of(page_class: PageClass) -> int:
     """Return the bytes of a slot that a backend reads, decoded if pages are coded."""
     if page_class.is_plain:
         return page_class.page_bytes // page_class.tokens
-    return decoded_slot_bytes(page_class.heads, page_class.head_dim)
+    return decoded_slot_bytes(page_class.heads, (page_class.head_dim, page_class.value_dim))

@@ -28,7 +28,7 @@ from quire.kv.tables import LaneTable
 from quire.layout.pages import KEY, VALUE, LaneGroup
 
 FLOAT_BYTES = 4
-COPIES = 4  # of keys and values, in the order of positions and in that of slots
+COPIES = 2  # of keys and values, in the order of positions and in that of slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,8 @@ class _Part:
 class _Moved:
     """The retained tokens of a part, in their new slots."""
 
-    key: Float[Tensor, "lane head slot head_dim"]  # [lane, head, slot, head_dim], float32, as value
-    value: Float[Tensor, "lane head slot head_dim"]
+    key: Float[Tensor, "lane head slot head_dim"]  # float32, as value
+    value: Float[Tensor, "lane head slot value_dim"]
     source: NDArray[np.int64]  # [lane, slot] slots before
     positions: NDArray[np.int32]  # [lane, slot]
 
@@ -160,7 +160,8 @@ class Resealing:
 
     def _parts(self, group: LaneGroup, slots: int) -> list[range]:
         page_class = group.page_class
-        numbers = COPIES * slots * page_class.heads * group.lanes_per_layer * page_class.head_dim
+        width = page_class.head_dim + page_class.value_dim
+        numbers = COPIES * slots * page_class.heads * group.lanes_per_layer * width
         together = max(1, self._scratch_bytes // max(1, FLOAT_BYTES * numbers))
         layers = len(group.layers)
         return [range(at, min(at + together, layers)) for at in range(0, layers, together)]

@@ -296,8 +296,8 @@ class StaticAttention:
         call: AttentionCall,
         query: Float[Tensor, "num_tokens num_heads head_dim"],
         key: Float[Tensor, "num_tokens num_kv_heads head_dim"],
-        value: Float[Tensor, "num_tokens num_kv_heads head_dim"],
-    ) -> Float[Tensor, "num_tokens num_heads head_dim"]:
+        value: Float[Tensor, "num_tokens num_kv_heads value_dim"],
+    ) -> Float[Tensor, "num_tokens num_heads value_dim"]:
         group, index = self._kv.place[call.layer]
         own, backend = self._groups[group.name], self._kv.backend
         reader = self._kv.readers[call.layer]

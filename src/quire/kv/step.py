@@ -213,10 +213,10 @@ class StepAttention:
         math: AttentionMath,
         query: Float[Tensor, "num_tokens num_heads head_dim"],
         key: Float[Tensor, "num_tokens num_kv_heads head_dim"],
-        value: Float[Tensor, "num_tokens num_kv_heads head_dim"],
+        value: Float[Tensor, "num_tokens num_kv_heads value_dim"],
         rotary: LayerRoPE | None = None,
         rope: CosSin | None = None,
-    ) -> Float[Tensor, "num_tokens num_heads head_dim"]:
+    ) -> Float[Tensor, "num_tokens num_heads value_dim"]:
         """Write the batch's keys and values, compute attention and record attention statistics.
 
         A layer that reads the lanes of another layer writes nothing.

@@ -746,6 +746,11 @@ class ModelSpec:
         )
 
     @property
+    def dims(self) -> frozenset[tuple[int, int]]:
+        """Elements of keys and of values, for each shape of heads."""
+        return frozenset((heads.key_dim, heads.value_dim) for heads in self.heads)
+
+    @property
     def _model_heads(self) -> HeadShape:
         return HeadShape(
             query_heads=self.num_heads,

@@ -202,12 +202,12 @@ class PageClass:
     def alignment_bytes(self) -> int:
         """Alignment of page_bytes: a cache line and, for unquantized KV, the vectors.
 
-        Every page is then aligned in a view of the arena as vectors. Only attention needs such a
-        view.
+        Every page is then aligned in a view of the arena as vectors, which gathered attention
+        copies as a whole. Vectors of unequal bytes have no such view.
         """
-        if self.index(KEY) is None or not self.is_plain:
+        vectors = {parts[0].plane.record_bytes for parts in self.placed}
+        if self.index(KEY) is None or not self.is_plain or len(vectors) > 1:
             return PAGE_ALIGNMENT_BYTES
-        vectors = (parts[0].plane.record_bytes for parts in self.placed)
         return math.lcm(PAGE_ALIGNMENT_BYTES, *vectors)
 
     @property

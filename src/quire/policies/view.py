@@ -28,7 +28,7 @@ class SlotReader(Protocol):
         """Keys as stored (after RoPE), float32, in the view's order; zeros for empty slots."""
         ...
 
-    def values(self) -> Float[Tensor, "lane slot head_dim"]:
+    def values(self) -> Float[Tensor, "lane slot value_dim"]:
         """Values, float32, in the view's order; zeros for empty slots."""
         ...
 
@@ -172,7 +172,7 @@ class KVView:
         return self._reader.keys()
 
     @property
-    def values(self) -> Float[Tensor, "lane slot head_dim"]:
+    def values(self) -> Float[Tensor, "lane slot value_dim"]:
         """Values, float32."""
         return self._reader.values()
 

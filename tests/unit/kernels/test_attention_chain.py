@@ -29,7 +29,7 @@ from quire.kernels.native.library import PATHS, NativeLibrary, load_library
 
 LIBRARY = load_library()
 SUPPORTED_PATHS = range(1, LIBRARY.path + 1) if isinstance(LIBRARY, NativeLibrary) else ()
-HEADS, KV_HEADS, DIM, PAGE, LAYERS = 6, 2, 32, 16, 3
+HEADS, KV_HEADS, DIM, VALUE_DIM, PAGE, LAYERS = 6, 2, 32, 48, 16, 3
 MATH = AttentionMath(DIM**-0.5)
 
 pytestmark = pytest.mark.skipif(not SUPPORTED_PATHS, reason="no C extension with vectors")
@@ -47,9 +47,10 @@ class Step:
     ) -> None:
         rows, columns = len(slots), -(-max(slots) // PAGE)
         generator = torch.Generator().manual_seed(0)
-        shape = (rows * LAYERS * columns, KV_HEADS, PAGE, dim)
-        table = torch.arange(shape[0], dtype=torch.int32).view(rows, LAYERS, columns)
-        key, value = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+        pages, sizes = rows * LAYERS * columns, [KV_HEADS * PAGE * d for d in (dim, VALUE_DIM)]
+        table = torch.arange(pages, dtype=torch.int32).view(rows, LAYERS, columns)
+        arena = torch.randn(pages, sum(sizes), generator=generator).to(dtype)
+        key, value = (side.unflatten(1, (KV_HEADS, PAGE, -1)) for side in arena.split(sizes, dim=1))
         self.shape = StepShape.of(np.ones(rows, dtype=np.int32))
         self.lanes = LaneSlots(np.array(slots, dtype=np.int32)[:, None], None)
         last = torch.tensor(slots) - 1
@@ -68,8 +69,13 @@ class Step:
         ]
         self.heads = HeadBuffers(
             *(
-                torch.randn(rows, number, dim, generator=generator).to(dtype)
-                for number in (heads, KV_HEADS, KV_HEADS, heads)
+                torch.randn(rows, number, own, generator=generator).to(dtype)
+                for number, own in (
+                    (heads, dim),
+                    (KV_HEADS, dim),
+                    (KV_HEADS, VALUE_DIM),
+                    (heads, VALUE_DIM),
+                )
             )
         )
 

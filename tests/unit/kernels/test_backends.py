@@ -36,6 +36,10 @@ NATIVE = {
 BACKENDS = {"gathered": GatheredAttention(CPU, scratch_bytes=4096)} | NATIVE
 REFERENCE = ReferenceAttention()
 
+SCORING = {name: backend for name, backend in NATIVE.items() if "plain" not in name}
+UNEQUAL = [(48, 32), (192, 128), (32, 64), (20, 33), (64, 512)]
+"""Elements of a key and of a value."""
+DIMS = [(dim, dim) for dim in (8, 20, 33, 64, 80, 96, 128, 256, 512)] + UNEQUAL
 any_backend = pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
 any_native = pytest.mark.parametrize("backend", NATIVE.values(), ids=NATIVE)
 
@@ -53,11 +57,13 @@ def steps(draw, dtype=torch.float32):
     for new in tokens:
         row = [draw(before) + new for _ in range(lanes)]
         slots.append(row if window is None else row[:1] * lanes)
+    head_dim, value_dim = draw(st.sampled_from(DIMS))
     return Lanes(
         tokens=tokens,
         slots=slots,
         heads=draw(st.sampled_from([1, 3, 8])),
-        head_dim=draw(st.sampled_from([8, 20, 33, 64, 80, 96, 128, 256, 512])),
+        head_dim=head_dim,
+        value_dim=value_dim,
         page_tokens=draw(st.sampled_from([1, 3, 16, 20, 32])),
         dtype=dtype,
         window=window,
@@ -121,20 +127,21 @@ def test_bfloat16_stays_near_the_reference(backend, lanes, group, softcap, alibi
 @any_backend
 @every_pair(
     dtype=[torch.bfloat16, torch.float16],
-    head_dim=[64, 80, 96, 128, 256],
+    dims=[(dim, dim) for dim in (64, 80, 96, 128, 256, 512)] + UNEQUAL,
     tokens=[[1, 1, 1], [40, 17, 100]],
 )
-def test_half_precision_stays_near_the_float32_reference(backend, dtype, head_dim, tokens):
+def test_half_precision_stays_near_the_float32_reference(backend, dtype, dims, tokens):
     """The reference computes in float32 on the same stored values; prints error quantiles."""
     lanes = Lanes(
         tokens=tokens,
         slots=[[300], [17], [128]],
         heads=2,
-        head_dim=head_dim,
+        head_dim=dims[0],
+        value_dim=dims[1],
         page_tokens=16,
         dtype=dtype,
     )
-    query, math = lanes.query(4), AttentionMath(scale=head_dim**-0.5)
+    query, math = lanes.query(4), AttentionMath(scale=dims[0] ** -0.5)
     expected, expected_sums = lanes.attend_with_sums(REFERENCE, query, math)
     got, sums = lanes.attend_with_sums(backend, query, math)
     error = (got.float() - expected.float()).abs() / expected.float().abs().max()
@@ -147,23 +154,32 @@ def test_half_precision_stays_near_the_float32_reference(backend, dtype, head_di
 
 
 @any_backend
-@every_pair(dtype=[torch.float32, torch.bfloat16], lanes=[1, 3], tokens=[1, 33, 300])
-def test_write_puts_keys_and_values_in_their_slots_only(backend, tokens, lanes, dtype):
-    heads, head_dim, page_tokens, num_pages = 2, 40, 16, 1000
+@every_pair(
+    dtype=[torch.float32, torch.bfloat16],
+    lanes=[1, 3],
+    tokens=[1, 33, 300],
+    dims=[(40, 40), (24, 8), (8, 24)],
+)
+def test_write_puts_keys_and_values_in_their_slots_only(backend, tokens, lanes, dtype, dims):
+    heads, page_tokens, num_pages = 2, 16, 1000
     generator = torch.Generator().manual_seed(tokens)
-    arena = torch.zeros(num_pages, 2, heads, page_tokens, head_dim, dtype=dtype)
+    arena = torch.zeros(num_pages, heads * page_tokens * sum(dims), dtype=dtype)
+    planes = [
+        side.unflatten(1, (heads, page_tokens, -1))
+        for side in arena.split([heads * page_tokens * dim for dim in dims], dim=1)
+    ]
     slots = torch.randperm(num_pages * page_tokens, generator=generator)[: tokens * lanes]
     pages, offsets = (x.view(tokens, lanes) for x in (slots // page_tokens, slots % page_tokens))
     # the layout of models: heads first in memory
-    fresh = torch.randn(2, lanes * heads, tokens, head_dim, generator=generator).to(dtype)
-    key, value = fresh.transpose(1, 2)
-    backend.write(NewSlots(arena[:, 0], arena[:, 1], pages, offsets), key, value)
+    key, value = (
+        torch.randn(lanes * heads, tokens, dim, generator=generator).to(dtype).transpose(0, 1)
+        for dim in dims
+    )
+    backend.write(NewSlots(*planes, pages, offsets), key, value)
 
-    for plane, vectors in ((0, key), (1, value)):
-        written = arena[pages, plane, :, offsets].reshape(vectors.shape)
-        assert torch.equal(written, vectors)
-    live = (arena != 0).any(dim=-1).any(dim=2).any(dim=1)
-    assert int(live.sum()) == tokens * lanes
+    for plane, vectors in zip(planes, (key, value), strict=True):
+        assert torch.equal(plane[pages, :, offsets].reshape(vectors.shape), vectors)
+        assert int((plane != 0).any(dim=-1).any(dim=1).sum()) == tokens * lanes
 
 
 @any_native
@@ -290,6 +306,26 @@ def test_unsupported_tensors_fall_back_to_torch_with_one_warning(change, reason,
     assert reason in caplog.text
 
 
+@pytest.mark.skipif(not SCORING, reason="no C extension with vectors")
+@every_pair(dims=[(192, 128), (48, 32), (512, 512)], dtype=[torch.float32, torch.bfloat16])
+def test_unequal_widths_do_not_fall_back_to_torch(dims, dtype):
+    lanes = Lanes(
+        tokens=[1, 40],
+        slots=[[50], [133]],
+        heads=2,
+        head_dim=dims[0],
+        value_dim=dims[1],
+        page_tokens=16,
+        dtype=dtype,
+    )
+    reasons = []
+    backend = NativeAttention(LIBRARY, Recording(reasons))
+    out, _ = lanes.attend_with_sums(backend, lanes.query(8), AttentionMath(scale=0.1))
+
+    assert out.shape == (41, 16, dims[1])
+    assert not reasons
+
+
 @any_native
 def test_plan_is_prepared_again_for_another_dtype(backend):
     """Later layers of one plan may have tensors of another dtype than the first."""
@@ -350,21 +386,22 @@ def unaligned(plane):
     return torch.from_numpy(raw.view(np.float32)).as_strided(plane.shape, plane.stride())
 
 
-SCORING = {name: backend for name, backend in NATIVE.items() if "plain" not in name}
 any_scoring = pytest.mark.parametrize("backend", SCORING.values(), ids=SCORING)
 FINISHING = SCORING | ({"triton": triton_backend()} if why_no_triton(CPU) is None else {})
 any_finishing = pytest.mark.parametrize("backend", FINISHING.values(), ids=FINISHING)
 
 
 def scored_lanes(codec, shape, window, group, seed=0):
-    """Cached tokens in pages of a codec; shape: KV heads of a page, head_dim and page tokens."""
+    """Cached tokens in pages of a codec; shape: KV heads of a page, dims and page tokens."""
     heads, head_dim, page_tokens = shape
+    head_dim, value_dim = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
     plain = codec in ("float32", "bfloat16", "float16")
     lanes = Lanes(
         tokens=[1] * 3,
         slots=[[70, 1], [150, 33], [16, 17]],
         heads=heads,
         head_dim=head_dim,
+        value_dim=value_dim,
         page_tokens=page_tokens,
         dtype=getattr(torch, codec) if plain else torch.float32,
         seed=seed,
@@ -376,7 +413,7 @@ def scored_lanes(codec, shape, window, group, seed=0):
 @any_scoring
 @every_pair(
     codec=["float32", "bfloat16", "float16", "int8", "int4", "fp8", "int4_outliers"],
-    shape=[(1, 64, 16), (2, 16, 4), (3, 80, 5), (1, 128, 1), (1, 256, 32)],
+    shape=[(1, 64, 16), (2, (16, 32), 4), (3, 80, 5), (1, (192, 128), 1), (1, 256, 32)],
     window=[1, 4, 32, 160],
     group=[1, 3, 7],
 )
@@ -394,7 +431,7 @@ def test_scores_of_cached_tokens_equal_those_of_their_keys(backend, codec, shape
 
 @any_finishing
 @every_pair(
-    shape=[(1, 16, 16), (2, 64, 4)],
+    shape=[(1, (16, 32), 16), (2, 64, 4)],
     window=[1, 4, 20, 160],
     kernel=[1, 3, 5],
     pooling=POOLINGS,

@@ -33,11 +33,11 @@ if isinstance(LIBRARY, NativeLibrary):
 
 def planes_of(pages, heads, tokens, dim, dtype):
     """Keys, values and positions of pages, with other data at the end of each page."""
-    arena = torch.arange(pages * (2 * heads * tokens * dim + tokens + 8))
-    arena = arena.view(pages, -1).to(dtype)
-    size = heads * tokens * dim
-    key, value = (arena[:, at : at + size].unflatten(1, (heads, tokens, dim)) for at in (0, size))
-    positions = arena[:, 2 * size : 2 * size + tokens][:, None, :, None]
+    size, value_size = heads * tokens * dim, heads * tokens * (dim + 2)
+    arena = torch.arange(pages * (size + value_size + tokens + 8)).view(pages, -1).to(dtype)
+    *sides, positions, _ = arena.split([size, value_size, tokens, 8], dim=1)
+    key, value = (side.unflatten(1, (heads, tokens, -1)) for side in sides)
+    positions = positions[:, None, :, None]
     return arena, (key, value, positions)
 
 

@@ -34,16 +34,17 @@ CODECS = (
 )
 
 
-def fits(codec, head_dim):
-    specs = codec_pair(codec)
-    if any(head_dim % (spec.group or 1) or head_dim % 4 for spec in specs):
+def fits(codec, dims):
+    pairs = list(zip(codec_pair(codec), dims, strict=True))
+    if any(dim % (spec.group or 1) or dim % 4 for spec, dim in pairs):
         return False
-    return all(why_not(spec, head_dim) is None for spec in specs)
+    return all(why_not(spec, dim) is None for spec, dim in pairs)
 
 
-DIMS = {
-    codec: [d for d in (8, 20, 32, 64, 80, 96, 128, 256, 512) if fits(codec, d)] for codec in CODECS
-}
+UNEQUAL = [(48, 32), (192, 128), (32, 64), (64, 192), (128, 256)]
+EQUAL = [(dim, dim) for dim in (8, 20, 32, 64, 80, 96, 128, 256, 512)]
+DIMS = {codec: [dims for dims in EQUAL + UNEQUAL if fits(codec, dims)] for codec in CODECS}
+"""Elements of keys and values that a codec can store."""
 
 pytestmark = pytest.mark.skipif(not SUPPORTED_PATHS, reason="the C extension is not built")
 
@@ -82,11 +83,13 @@ def cases(draw):
     count = draw(st.sampled_from([1, 2]))
     slots = [[draw(before) + new for _ in range(count)] for new in tokens]
     codec = draw(st.sampled_from(CODECS))
+    head_dim, value_dim = draw(st.sampled_from(DIMS[codec]))
     lanes = Lanes(
         tokens=tokens,
         slots=slots if window is None else [row[:1] * count for row in slots],
         heads=draw(st.sampled_from([1, 2, 4])),
-        head_dim=draw(st.sampled_from(DIMS[codec])),
+        head_dim=head_dim,
+        value_dim=value_dim,
         page_tokens=draw(st.sampled_from([1, 3, 16, 20, 32])),
         dtype=torch.float32,
         window=window,
@@ -122,7 +125,8 @@ def test_attention_over_codes_equals_attention_over_decoded_vectors(
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("tokens", [[1, 1, 1], [40]])
-def test_c_attention_over_codes_does_not_fall_back_to_torch(codec, tokens):
+@pytest.mark.parametrize("value_dim", [32, 64])
+def test_c_attention_over_codes_does_not_fall_back_to_torch(codec, tokens, value_dim):
     if LIBRARY.path == 0 and tokens != [1, 1, 1]:
         pytest.skip("chunks are left to torch without vector instructions")
     lanes = Lanes(
@@ -130,6 +134,7 @@ def test_c_attention_over_codes_does_not_fall_back_to_torch(codec, tokens):
         slots=[[70]] * len(tokens),
         heads=2,
         head_dim=64,
+        value_dim=value_dim,
         page_tokens=16,
         dtype=torch.float32,
     )
@@ -141,18 +146,22 @@ def test_c_attention_over_codes_does_not_fall_back_to_torch(codec, tokens):
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4", "int8/bfloat16"])
-@pytest.mark.parametrize("tokens", [[1, 1], [40, 33]])
-def test_attention_over_codes_with_half_precision_queries(codec, tokens):
+@every_pair(
+    codec=["int8", "int4", "int8/bfloat16"],
+    tokens=[[1, 1], [40, 33]],
+    dims=[(128, 128), (192, 128), (48, 64)],
+)
+def test_attention_over_codes_with_half_precision_queries(codec, tokens, dims):
     lanes = Lanes(
         tokens=tokens,
         slots=[[300], [77]],
         heads=2,
-        head_dim=128,
+        head_dim=dims[0],
+        value_dim=dims[1],
         page_tokens=16,
         dtype=torch.float32,
     )
-    query, math = lanes.query(4).bfloat16(), AttentionMath(scale=128**-0.5)
+    query, math = lanes.query(4).bfloat16(), AttentionMath(scale=dims[0] ** -0.5)
     pages = coded_twin(lanes, codec)
     expected, expected_sums = lanes.attend_with_sums(ReferenceAttention(), query.float(), math)
     got, sums = on_codes(native(LIBRARY.path, Refusing()), lanes, pages, query, math)
@@ -188,7 +197,7 @@ def test_decoding_over_codes_with_half_precision_queries(path, case, group, soft
 
 @every_pair(
     path=SUPPORTED_PATHS,
-    head_dim=[64, 128, 192, 256],
+    dims=[(64, 64), (128, 128), (192, 128), (192, 192), (256, 256), (64, 192)],
     codec=[
         "int8",
         "int4",
@@ -199,10 +208,10 @@ def test_decoding_over_codes_with_half_precision_queries(path, case, group, soft
         "fp8/int4",
     ],
 )
-def test_decoding_over_codes_whose_scales_cover_whole_blocks(path, codec, head_dim):
+def test_decoding_over_codes_whose_scales_cover_whole_blocks(path, codec, dims):
     """Products of bytes read blocks of 64 channels of four or sixteen slots."""
-    if not fits(codec, head_dim):
-        pytest.skip(f"{codec} has no scales for head_dim {head_dim}")
+    if not fits(codec, dims):
+        pytest.skip(f"{codec} has no scales for keys and values of {dims}")
     for group, page_tokens, heads in (
         (1, 16, 4),
         (2, 1, 1),
@@ -215,13 +224,14 @@ def test_decoding_over_codes_whose_scales_cover_whole_blocks(path, codec, head_d
             tokens=[1, 1],
             slots=[[203], [64]],
             heads=heads,
-            head_dim=head_dim,
+            head_dim=dims[0],
+            value_dim=dims[1],
             page_tokens=page_tokens,
             dtype=torch.float32,
             seed=group,
         )
         query, pages = lanes.query(group).bfloat16(), coded_twin(lanes, codec)
-        math = AttentionMath(scale=head_dim**-0.5)
+        math = AttentionMath(scale=dims[0] ** -0.5)
         expected, expected_sums = lanes.attend_with_sums(ReferenceAttention(), query.float(), math)
         got, sums = on_codes(native(path), lanes, pages, query, math)
 

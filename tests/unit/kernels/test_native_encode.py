@@ -31,7 +31,12 @@ class Written:
     def __init__(self, backend, codec, key, value) -> None:
         names = codec_pair(codec)
         page_class = kv_pages(
-            key=names[0], value=names[1], head_dim=key.shape[2], heads=HEADS, tokens=TOKENS
+            key=names[0],
+            value=names[1],
+            head_dim=key.shape[2],
+            value_dim=value.shape[2],
+            heads=HEADS,
+            tokens=TOKENS,
         )
         store = PageStore(PAGES * page_class.page_bytes, torch.device("cpu"))
         store.arena.fill_(255)
@@ -55,18 +60,19 @@ def native(path):
     return NativeAttention(replace(LIBRARY, path=path), gathered())
 
 
-def vectors(tokens, head_dim, dtype, scale=1.0, seed=0):
+def vectors(tokens, head_dim, dtype, scale=1.0, seed=0, value_dim=None):
     """Keys and values with heads first in memory, as in models."""
     generator = torch.Generator().manual_seed(seed)
-    fresh = torch.randn(2, LANES * HEADS, tokens, head_dim, generator=generator) * scale
-    return tuple(fresh.to(dtype).transpose(1, 2))
+    shapes = [(LANES * HEADS, tokens, dim) for dim in (head_dim, value_dim or head_dim)]
+    drawn = [torch.randn(shape, generator=generator) * scale for shape in shapes]
+    return tuple(x.to(dtype).transpose(0, 1) for x in drawn)
 
 
 @every_pair(path=PATHS, codec=CODECS, dtype=[torch.float32, torch.bfloat16, torch.float16])
 def test_bytes_equal_those_of_torch(codec, dtype, path, monkeypatch):
     head_dim = 40 if codec != "int4" else 64
-    for scale in (1.0, 3e4, 1e-4):
-        key, value = vectors(21, head_dim, dtype, scale)
+    for scale, value_dim in ((1.0, head_dim), (3e4, 32), (1e-4, 96)):
+        key, value = vectors(21, head_dim, dtype, scale, value_dim=value_dim)
         expected = Written(gathered(), codec, key, value)
         with monkeypatch.context() as patched:
             patched.setattr(GatheredAttention, "write", pytest.fail)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from quire.kernels.backend import AttentionMath
 from quire.kernels.dense import Partial, attend_dense, attend_partial, merge
 
-BATCH, HEADS, KV_HEADS, QUERIES, HEAD_DIM = 2, 6, 2, 3, 8
+BATCH, HEADS, KV_HEADS, QUERIES, HEAD_DIM, VALUE_DIM = 2, 6, 2, 3, 8, 5
 
 
 def drawn(tokens: int, seed: int = 0):
@@ -20,7 +20,7 @@ def drawn(tokens: int, seed: int = 0):
         return torch.randn(shape, generator=generator)
 
     query = normal(BATCH, HEADS, QUERIES, HEAD_DIM) * 3
-    key, value = (normal(BATCH, KV_HEADS, tokens, HEAD_DIM) for _ in range(2))
+    key, value = (normal(BATCH, KV_HEADS, tokens, dim) for dim in (HEAD_DIM, VALUE_DIM))
     seen = torch.rand(BATCH, 1, QUERIES, tokens, generator=generator) < 0.7
     seen[..., 0] = True  # every query attends to a key
     return query, key, value, seen

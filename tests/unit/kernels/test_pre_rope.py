@@ -44,7 +44,7 @@ def shuffle(lanes: Lanes, seed: int) -> None:
 
 def expected_of(lanes: Lanes, query, math):
     """Expected output and column sums, computed row by row and lane by lane."""
-    out = torch.empty_like(query)
+    out = query.new_empty(*query.shape[:2], lanes.pages.value.shape[3])
     sums = torch.zeros(len(lanes.tokens), query.shape[1], int(lanes.slots.max()))
     heads = query.shape[1] // lanes.pages.num_lanes
     start = 0
@@ -94,6 +94,7 @@ def steps(draw):
         slots=slots,
         heads=draw(st.sampled_from([1, 3])),
         head_dim=draw(st.sampled_from([6, 10])),
+        value_dim=draw(st.sampled_from([4, 10])),
         page_tokens=draw(st.sampled_from([1, 3, 16])),
         dtype=torch.float32,
         window=window,

@@ -26,11 +26,11 @@ launch = interpreted("launch")
 REFERENCE = ReferenceAttention()
 DECODED = [name for name in KINDS if KINDS[name] != PLAIN and not CODECS[name].constants]
 PAIRS = ["int8/int4:group=16", "float32/int2", "int4_hadamard/fp8", "int8/float32"]
-SHAPES = {  # KV heads of a page, pages of a row, query heads of a KV head, head_dim
-    "MHA": (2, 1, 1, 64),
-    "GQA 4, one-head pages": (1, 2, 4, 16),
-    "GQA 8": (2, 1, 8, 80),
-    "MQA": (1, 1, 8, 16),
+SHAPES = {  # KV heads of a page, pages of a row, query heads of a KV head, dims of keys and values
+    "MHA": (2, 1, 1, (64, 32)),
+    "GQA 4, one-head pages": (1, 2, 4, (16, 16)),
+    "GQA 8": (2, 1, 8, (80, 80)),
+    "MQA": (1, 1, 8, (16, 64)),
 }
 
 
@@ -62,8 +62,9 @@ def on_codes(lanes, pages, query, math, *, backend=None, with_sums=True):
 @pytest.mark.parametrize("codec", [*DECODED, *PAIRS])
 def test_codes_equal_decoded_vectors(codec, shape, monkeypatch):
     monkeypatch.setattr(launch, "TILE_BYTES", 1)
-    heads, count, group, head_dim = SHAPES[shape]
-    lanes = make_lanes(heads, count, head_dim, window=None if group == 1 else 15)
+    heads, count, group, (head_dim, value_dim) = SHAPES[shape]
+    window = None if group == 1 else 15
+    lanes = make_lanes(heads, count, head_dim, value_dim=value_dim, window=window)
     query = lanes.query(group)
     pages = coded_twin(lanes, codec)
     sinks = torch.linspace(-2, 2, query.shape[1])
@@ -97,20 +98,20 @@ def test_queries_of_half_precision(codec, dtype):
 @pytest.mark.parametrize("codec", ["int8_channel", "int8:equalise=1", "int4:equalise=1"])
 @pytest.mark.parametrize("count", [1, 2])
 def test_constants_of_channels_are_applied_to_queries_and_outputs(codec, count):
-    lanes = make_lanes(2 // count, count, head_dim=16)
-    codec = make_codec(codec_spec(codec), 16)
-    spread = torch.linspace(0.1, 3, 16) * torch.tensor([1.0, 4.0])[:, None, None]
-    codec = codec.calibrated(torch.randn(2, 50, 16) * spread)
-    planes = []
+    lanes, codecs, planes = make_lanes(2 // count, count, head_dim=16, value_dim=32), [], []
     for vectors in (lanes.pages.key, lanes.pages.value):
+        dim = vectors.shape[3]
+        spread = torch.linspace(0.1, 3, dim) * torch.tensor([1.0, 4.0])[:, None, None]
+        own = make_codec(codec_spec(codec), dim).calibrated(torch.randn(2, 50, dim) * spread)
+        codecs.append(own)
         by_lane = vectors.nan_to_num(0.0)
         # page p holds the heads of one lane; encode it with each lane's constants
         lane_of = torch.zeros(len(vectors), dtype=torch.long)
         for lane in range(count):
             lane_of[lanes.table[:, lane].clamp_min(0).flatten().long()] = lane
         heads = lane_of[:, None] * (2 // count) + torch.arange(2 // count)
-        planes.append(_strided(codec.of_heads(heads).encode(by_lane)))
-    coded = CodedPages(*(CodedPlanes(codec, side) for side in planes))
+        planes.append(_strided(own.of_heads(heads).encode(by_lane)))
+    coded = CodedPages(*map(CodedPlanes, codecs, planes))
     pages = replace(lanes.pages, key=planes[0][0], value=planes[1][0], coded=coded)
     query, math = lanes.query(2), AttentionMath(scale=0.25)
     expected, expected_sums = on_codes(lanes, pages, query, math, backend=REFERENCE)
@@ -168,17 +169,19 @@ def test_every_codec_that_is_decoded_is_tested():
         ("float32", (2, 16, 4), 3, 3),
         ("bfloat16", (1, 64, 16), 32, 1),
         ("float16", (3, 80, 5), 40, 2),
-        ("int8", (1, 32, 8), 5, 2),
+        ("int8", (1, (32, 64), 8), 5, 2),
         ("fp8", (1, 32, 8), 5, 2),
         ("int4", (2, 32, 8), 5, 2),
         ("int4_outliers", (1, 64, 8), 5, 1),
     ],
 )
 def test_scores_of_cached_tokens_equal_those_of_their_keys(codec, shape, window, group):
-    heads, head_dim, page_tokens = shape
+    heads, dims, page_tokens = shape
+    head_dim, value_dim = dims if isinstance(dims, tuple) else (dims, dims)
     plain = codec in ("float32", "bfloat16", "float16")
+    sizes = {"value_dim": value_dim, "page_tokens": page_tokens}
     dtype = getattr(torch, codec) if plain else torch.float32
-    lanes = make_lanes(heads, 2, head_dim, tokens=[1, 1], page_tokens=page_tokens, dtype=dtype)
+    lanes = make_lanes(heads, 2, head_dim, tokens=[1, 1], dtype=dtype, **sizes)
     pages = None if plain else coded_twin(lanes, codec)
     cached = ScoredLanes(lanes, QueryRing(window), group, pages)
     expected, view = cached.view(), cached.view(triton_backend())

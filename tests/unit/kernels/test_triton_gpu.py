@@ -10,12 +10,14 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
-def test_kernels_are_right_on_a_gpu(dtype, head_dim):
+@pytest.mark.parametrize(
+    "dims", [(64, 64), (80, 80), (128, 128), (256, 256), (192, 128), (64, 96), (512, 512)]
+)
+def test_kernels_are_right_on_a_gpu(dtype, dims):
     """Whole rows and splits; see `self_test`."""
     from quire.kernels.triton.self_test import tested_hardware
 
-    found = tested_hardware(torch.device("cuda"), dtype, head_dim)
+    found = tested_hardware(torch.device("cuda"), dtype, *dims)
 
     assert isinstance(found, Hardware), found
 

@@ -24,12 +24,14 @@ NUM_HEADS = LANES * HEADS * GROUP
 NEAR = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
-def heads_of(num_tokens, head_dim, dtype):
+def heads_of(num_tokens, head_dim, dtype, value_dim=None):
     """Queries, keys and values as slices of one joint product."""
     generator = torch.Generator().manual_seed(1)
-    count = NUM_HEADS + 2 * LANES * HEADS
-    joint = torch.randn(num_tokens, count, head_dim, generator=generator).to(dtype)
-    return torch.split(joint, [NUM_HEADS, LANES * HEADS, LANES * HEADS], dim=1)
+    kv_heads = LANES * HEADS
+    widths = [NUM_HEADS * head_dim, kv_heads * head_dim, kv_heads * (value_dim or head_dim)]
+    joint = torch.randn(num_tokens, sum(widths), generator=generator).to(dtype)
+    pairs = zip(joint.split(widths, dim=1), (NUM_HEADS, kv_heads, kv_heads), strict=True)
+    return tuple(part.unflatten(1, (heads, -1)) for part, heads in pairs)
 
 
 def turns_of(num_tokens, rotary_dim):
@@ -42,10 +44,15 @@ def turns_of(num_tokens, rotary_dim):
 class Arena:
     """Pages of a codec."""
 
-    def __init__(self, codec, head_dim):
+    def __init__(self, codec, head_dim, value_dim=None):
         specs = codec_pair(codec)
         self.page_class = kv_pages(
-            key=specs[0], value=specs[1], head_dim=head_dim, heads=HEADS, tokens=TOKENS
+            key=specs[0],
+            value=specs[1],
+            head_dim=head_dim,
+            value_dim=value_dim,
+            heads=HEADS,
+            tokens=TOKENS,
         )
         self.store = PageStore(12 * self.page_class.page_bytes, CPU)
         self.store.arena.zero_()
@@ -55,7 +62,7 @@ class Arena:
         return new_slots(self.store, self.page_class, places)
 
     def decoded(self, places):
-        """Keys and values of slots in float32, [2, tokens, heads, head_dim]."""
+        """Keys and values of slots in float32, [tokens, heads, elements] each."""
         views = self.store.views(self.page_class)
         pages, offsets = places
         sides = []
@@ -65,15 +72,18 @@ class Arena:
             read = [p[pages, :, offsets] for p in planes]
             side = read[0] if codec is None else codec.codec.decode(tuple(read))
             sides.append(side.float().flatten(1, 2))
-        return torch.stack(sides)
+        return sides
 
 
 @pytest.mark.parametrize("dtype", list(NEAR), ids=str)
-@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(16, 16), (64, 64), (80, 32), (48, 48)])
-def test_plain_pages(dtype, head_dim, rotary_dim):
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim", "rotary_dim"),
+    [(16, 16, 16), (64, 64, 64), (80, 80, 32), (48, 32, 48), (24, 40, 16)],
+)
+def test_plain_pages(dtype, head_dim, value_dim, rotary_dim):
     codec = next(name for name, own in DTYPES.items() if own == dtype)
-    query, key, value = heads_of(5, head_dim, dtype)
-    rope, places, arena = turns_of(5, rotary_dim), places_of(5), Arena(codec, head_dim)
+    query, key, value = heads_of(5, head_dim, dtype, value_dim)
+    rope, places, arena = turns_of(5, rotary_dim), places_of(5), Arena(codec, head_dim, value_dim)
     expected = rope.rotate(query), rope.rotate(key), value.clone()
 
     assert rotated_and_written(triton_backend(), arena.slots(places), (query, key, value), rope)
@@ -93,10 +103,10 @@ def test_plain_pages(dtype, head_dim, rotary_dim):
     dtype=[torch.float32, torch.bfloat16],
 )
 def test_coded_pages(codec, rotary_dim, dtype):
-    query, key, value = heads_of(4, 48, dtype)
+    query, key, value = heads_of(4, 48, dtype, 32)
     value[2, 1], value[3, 0] = float("nan"), 7e4
     rope, places = turns_of(4, rotary_dim), places_of(4)
-    ours, theirs = Arena(codec, 48), Arena(codec, 48)
+    ours, theirs = Arena(codec, 48, 32), Arena(codec, 48, 32)
     rotated = rope.rotate(query), rope.rotate(key)
     ReferenceAttention().write(theirs.slots(places), rotated[1], value)
 

@@ -158,9 +158,12 @@ def test_auto_on_a_gpu_with_wrong_kernels_is_gathered(gpu):
     assert select_backend("auto", CUDA, **OPTIONS).reason.endswith("wrong copies of slots")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_right_kernels_pass_their_test(dtype):
-    assert self_test.first_wrong(triton_backend(), CPU, dtype, 16) is None
+@pytest.mark.parametrize(
+    ("dtype", "dims"),
+    [(torch.float32, (24, 16)), (torch.bfloat16, (16, 16)), (torch.float16, (16, 40))],
+)
+def test_right_kernels_pass_their_test(dtype, dims):
+    assert self_test.first_wrong(triton_backend(), CPU, dtype, dims) is None
 
 
 def test_the_test_of_the_kernels_runs_whole_and_split_rows(monkeypatch):
@@ -179,7 +182,7 @@ def test_the_test_of_the_kernels_runs_whole_and_split_rows(monkeypatch):
 
     monkeypatch.setattr(interpreted("backend"), "attend_decode", attended)
     monkeypatch.setattr(launch, "merge_decode", merged)
-    found = self_test.tested_hardware.__wrapped__(CPU, torch.bfloat16, 40)
+    found = self_test.tested_hardware.__wrapped__(CPU, torch.bfloat16, 40, 24)
 
     assert found == Hardware.of(CPU)
     splits = (1, 3)  # 300 slots in tiles of 128
@@ -199,7 +202,7 @@ def test_kernels_that_merge_wrongly_are_not_used(monkeypatch):
         merge(call, partial, partial_lse, splits)
 
     monkeypatch.setattr(launch, "merge_decode", merged)
-    refused = self_test.tested_hardware.__wrapped__(CPU, torch.float32, 16)
+    refused = self_test.tested_hardware.__wrapped__(CPU, torch.float32, 16, 16)
 
     assert "wrong numbers from pages of float32" in refused.reason
 
@@ -221,7 +224,7 @@ def wrong_after(backend, name, change):
 def test_wrong_kernels_are_found(name, change, reason):
     backend = wrong_after(triton_backend(), name, change)
 
-    assert self_test.first_wrong(backend, CPU, torch.float32, 16) == reason
+    assert self_test.first_wrong(backend, CPU, torch.float32, (16, 16)) == reason
 
 
 @pytest.mark.parametrize("turns", [None, 2.0])
@@ -235,17 +238,19 @@ def test_wrong_rope_in_the_write_is_found(turns):
         return turns is None or right(slots, query, key, value, own, source)
 
     backend.rotate_and_write = wrong
-    assert self_test.first_wrong(backend, CPU, torch.float32, 16).startswith("wrong numbers")
+    assert self_test.first_wrong(backend, CPU, torch.float32, (16, 16)).startswith("wrong numbers")
 
 
 def test_kernels_that_do_not_write_move_or_accumulate_are_found(monkeypatch):
     backend = triton_backend()
     backend.write = lambda *args: None
-    assert self_test.first_wrong(backend, CPU, torch.float32, 16) is not None
+    assert self_test.first_wrong(backend, CPU, torch.float32, (16, 16)) is not None
     backend.tally = lambda *args: None
-    assert self_test.first_wrong(backend, CPU, torch.float32, 16) == "wrong statistics of slots"
+    assert (
+        self_test.first_wrong(backend, CPU, torch.float32, (16, 16)) == "wrong statistics of slots"
+    )
     backend.move = lambda moves: None
-    assert self_test.first_wrong(backend, CPU, torch.float32, 16) == "wrong copies of slots"
+    assert self_test.first_wrong(backend, CPU, torch.float32, (16, 16)) == "wrong copies of slots"
 
 
 @pytest.mark.parametrize(
@@ -256,7 +261,7 @@ def test_kernels_that_cannot_be_launched_are_not_used(monkeypatch, caplog, error
         raise error
 
     monkeypatch.setattr(self_test, "first_wrong", fail)
-    refused = self_test.tested_hardware.__wrapped__(CPU, torch.float32, 16)
+    refused = self_test.tested_hardware.__wrapped__(CPU, torch.float32, 16, 16)
 
     assert str(error) in refused.reason
     assert refused.reason in caplog.text

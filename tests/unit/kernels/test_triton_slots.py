@@ -31,7 +31,12 @@ def written(backend, codec, key, value, places):
     """The arena after a backend wrote keys and values."""
     specs = codec_pair(codec)
     page_class = kv_pages(
-        key=specs[0], value=specs[1], head_dim=key.shape[2], heads=HEADS, tokens=TOKENS
+        key=specs[0],
+        value=specs[1],
+        head_dim=key.shape[2],
+        value_dim=value.shape[2],
+        heads=HEADS,
+        tokens=TOKENS,
     )
     store = PageStore(12 * page_class.page_bytes, CPU)
     store.arena.zero_()
@@ -46,18 +51,19 @@ def places_of(num_tokens, seed=0):
     return tuple(x.view(num_tokens, LANES) for x in (slots // TOKENS, slots % TOKENS))
 
 
-def vectors_of(num_tokens, head_dim, dtype=torch.float32, seed=0):
+def vectors_of(num_tokens, head_dim, dtype=torch.float32, seed=0, value_dim=None):
     """Keys and values of all magnitudes; heads first in memory, as models compute them."""
     generator = torch.Generator().manual_seed(seed)
-    shape = (2, LANES * HEADS, num_tokens, head_dim)
     sizes = torch.logspace(-7, 4, num_tokens)[:, None]
-    return [x.transpose(0, 1) for x in (torch.randn(shape, generator=generator) * sizes).to(dtype)]
+    shapes = [(LANES * HEADS, num_tokens, dim) for dim in (head_dim, value_dim or head_dim)]
+    drawn = [torch.randn(shape, generator=generator) * sizes for shape in shapes]
+    return [x.to(dtype).transpose(0, 1) for x in drawn]
 
 
 @pytest.mark.parametrize("codec", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("head_dim", [16, 80])
-def test_plain_vectors_are_copied(codec, head_dim):
-    args = codec, *vectors_of(5, head_dim, DTYPES[codec]), places_of(5)
+@pytest.mark.parametrize("dims", [(16, 16), (80, 48), (24, 40)])
+def test_plain_vectors_are_copied(codec, dims):
+    args = codec, *vectors_of(5, dims[0], DTYPES[codec], value_dim=dims[1]), places_of(5)
     assert torch.equal(written(triton_backend(), *args), written(REFERENCE, *args))
 
 
@@ -66,7 +72,7 @@ def test_plain_vectors_are_copied(codec, head_dim):
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_codes_have_the_bits_of_the_codec(codec, dtype):
-    key, value = vectors_of(4, 48, dtype)
+    key, value = vectors_of(4, 48, dtype, value_dim=32)
     key[0, 0], key[1, 1], value[2, 2], value[3, 0, ::2] = 0, 3.3, -1.25, 0
     args = codec, key, value, places_of(4)
 

@@ -25,7 +25,7 @@ from quire.kv.swap import swap_in, swap_out
 from quire.layout.codec_names import CODECS, codec_pair
 from quire.layout.pages import CacheLayout, LaneGroup, PageClass, kv_pages
 
-HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, NUM_LAYERS = 16, 4, 2, 3
+HEAD_DIM, VALUE_DIM, NUM_HEADS, NUM_KV_HEADS, NUM_LAYERS = 16, 32, 4, 2, 3
 PAGE = 4
 CPU = torch.device("cpu")
 BY_TOKEN = [
@@ -50,6 +50,7 @@ def make_kv(codec: str, backend, page_tokens: int) -> PagedKV:
             key=key,
             value=value,
             head_dim=HEAD_DIM,
+            value_dim=VALUE_DIM,
             heads=heads,
             tokens=page_tokens,
             positions=positions,
@@ -81,7 +82,8 @@ class Twins:
     """A quantized memory and its float32 twin, always in the same state."""
 
     def __init__(self, codec: str, backend, page_tokens: int, seed: int) -> None:
-        self.codecs = [make_codec(spec, HEAD_DIM) for spec in codec_pair(codec)]
+        sides = zip(codec_pair(codec), (HEAD_DIM, VALUE_DIM), strict=True)
+        self.codecs = [make_codec(*side) for side in sides]
         self.coded = make_kv(codec, backend, page_tokens)
         self.plain = make_kv("float32", GatheredAttention(CPU), page_tokens)
         self.both = (self.coded, self.plain)
@@ -111,8 +113,8 @@ class Twins:
             torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
     def draw(self, count: int) -> list[torch.Tensor]:
-        shapes = [(count, heads, HEAD_DIM) for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)]
-        return [torch.randn(shape, generator=self.generator) for shape in shapes]
+        shapes = (NUM_HEADS, HEAD_DIM), (NUM_KV_HEADS, HEAD_DIM), (NUM_KV_HEADS, VALUE_DIM)
+        return [torch.randn(count, *shape, generator=self.generator) for shape in shapes]
 
     def evict(self, row: int) -> None:
         for name in ("full", "ragged"):
@@ -203,7 +205,8 @@ def test_codes_and_scales_move_bit_for_bit(codec):
     kv.memory.grow(rows, count)
     step = StepAttention(kv, rows, count)
     for layer in range(NUM_LAYERS):
-        tensors = [torch.randn(23, h, HEAD_DIM, generator=generator) for h in (NUM_HEADS, 2, 2)]
+        shapes = (NUM_HEADS, HEAD_DIM), (2, HEAD_DIM), (2, VALUE_DIM)
+        tensors = [torch.randn(23, *shape, generator=generator) for shape in shapes]
         step.attend(layer, MATH, *tensors)
     written = {name: slot_bytes(kv, name, row) for name in ("full", "ragged")}
 
@@ -230,7 +233,7 @@ def test_codes_and_scales_move_bit_for_bit(codec):
 def test_slots_move_identically_in_c_and_in_torch(codec):
     """The arenas are equal byte for byte, if the C extension was built."""
     auto = select_backend(
-        "auto", CPU, dtype=torch.float32, head_dim=HEAD_DIM, scratch_bytes=1 << 20
+        "auto", CPU, dtype=torch.float32, head_dim={(HEAD_DIM, VALUE_DIM)}, scratch_bytes=1 << 20
     )
     arenas = []
     for backend in (auto.backend, GatheredAttention(CPU)):
@@ -278,15 +281,15 @@ def test_column_sums_over_codes_equal_those_of_the_reference():
 
 
 def test_scratch_includes_decoded_values_and_stays_below_its_limit():
-    """32 slots of two heads of 16: key and value in float32, and one temporary copy: 16 KiB."""
+    """32 slots of two heads of 16 + 32: float32 keys and values, and a temporary copy: 24 KiB."""
     backend = GatheredAttention(CPU, scratch_bytes=40_000)
     twins = Twins("int4", backend, 16, seed=0)
     rows = [twins.start() for _ in range(8)]
     twins.step(dict.fromkeys(rows, 31))
     twins.step(dict.fromkeys(rows, 1))
 
-    one_row = 32 * NUM_KV_HEADS * HEAD_DIM * 4 * 4
-    assert one_row == 16_384
+    one_row = 32 * NUM_KV_HEADS * (HEAD_DIM + VALUE_DIM) * 2 * 4
+    assert one_row == 24_576
     assert one_row <= backend.peak_scratch_bytes <= 40_000
 
 

@@ -16,40 +16,42 @@ from quire.kv.step import StepAttention
 from quire.layout.codec_names import codec_spec
 from quire.layout.pages import CacheLayout, LaneGroup, PageClass, kv_pages
 
-NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 8
+NUM_HEADS = 4
+LAYERS = ((2, 10, 6), (4, 8, 8), (2, 10, 6), (2, 6, 12))
+"""KV heads, elements of a key, elements of a value."""
 CPU = torch.device("cpu")
 
 
 def make_layout(page_tokens: int, dtype: str) -> CacheLayout:
-    """Two full layers, a window layer, and a layer with one-head pages."""
+    """Two full layers, a window layer, and a layer with one-head pages, each of other widths."""
     numbers = codec_spec(dtype)
 
-    def pages(heads: int, *, positions: bool) -> PageClass:
+    def pages(layer: int, *, lanes: int = 1, positions: bool = True) -> PageClass:
+        heads, head_dim, value_dim = LAYERS[layer]
         return kv_pages(
             key=numbers,
             value=numbers,
-            head_dim=HEAD_DIM,
-            heads=heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            heads=heads // lanes,
             tokens=page_tokens,
             positions=positions,
         )
 
-    layer_pages = pages(NUM_KV_HEADS, positions=True)
-    one_head = pages(1, positions=True)
     return CacheLayout(
         (
-            LaneGroup(name="full", page_class=layer_pages, layers=(0, 2), ordered=False),
+            LaneGroup(name="full", page_class=pages(0), layers=(0, 2), ordered=False),
             LaneGroup(
                 name="window",
-                page_class=pages(NUM_KV_HEADS, positions=False),
+                page_class=pages(1, positions=False),
                 layers=(1,),
                 window=5,
             ),
             LaneGroup(
                 name="ragged",
-                page_class=one_head,
+                page_class=pages(3, lanes=2),
                 layers=(3,),
-                lanes_per_layer=NUM_KV_HEADS,
+                lanes_per_layer=2,
                 ordered=False,
             ),
         )
@@ -70,18 +72,23 @@ def start_rows(kvs: list[PagedKV], count: int) -> list[int]:
 
 
 def run_step(kv: PagedKV, tokens: dict[int, int], tensors, math: AttentionMath):
-    """Grow the rows, then attend in every layer; returns [layers, tokens, heads, dim]."""
+    """Grow the rows, then attend in every layer; returns [tokens, heads, dim] of each."""
     order = sorted(tokens, key=lambda row: tokens[row] != 1)
     rows = np.array(order, dtype=np.int64)
     counts = np.array([tokens[row] for row in order], dtype=np.int32)
     kv.memory.grow(rows, counts)
     step = StepAttention(kv, rows, counts)
-    return torch.stack([step.attend(layer, math, *parts) for layer, parts in enumerate(tensors)])
+    return [step.attend(layer, math, *parts) for layer, parts in enumerate(tensors)]
 
 
 def draw_tensors(generator: torch.Generator, count: int, dtype: torch.dtype):
-    shapes = [(count, NUM_HEADS, HEAD_DIM), *[(count, NUM_KV_HEADS, HEAD_DIM)] * 2]
-    return [[torch.randn(s, generator=generator).to(dtype) for s in shapes] for _ in range(4)]
+    return [
+        [
+            torch.randn(count, number, dim, generator=generator).to(dtype)
+            for number, dim in ((NUM_HEADS, key_dim), (heads, key_dim), (heads, value_dim))
+        ]
+        for heads, key_dim, value_dim in LAYERS
+    ]
 
 
 def evict_some(kvs: list[PagedKV], row: int, rng: np.random.Generator) -> None:
@@ -110,7 +117,11 @@ def test_backends_equal_the_reference(name, seed, page_tokens, softcap, sinks, s
         make_kv(
             page_tokens,
             select_backend(
-                name, CPU, dtype=torch.float32, head_dim=HEAD_DIM, scratch_bytes=scratch_bytes
+                name,
+                CPU,
+                dtype=torch.float32,
+                head_dim={layer[1:] for layer in LAYERS},
+                scratch_bytes=scratch_bytes,
             ).backend,
         ),
     ]
@@ -135,7 +146,7 @@ def test_half_precision_pages_stay_near_the_float32_reference(dtype):
     generator = torch.Generator().manual_seed(0)
     kvs = [make_kv(4, b, dtype) for b in (ReferenceAttention(), GatheredAttention(CPU))]
     rows = start_rows(kvs, 3)
-    math = AttentionMath(scale=HEAD_DIM**-0.5)
+    math = AttentionMath(scale=0.35)
     for counts in ([9, 1, 30], [1, 1, 1], [1, 5, 1]):
         tokens = dict(zip(rows, counts, strict=True))
         tensors = draw_tensors(generator, sum(counts), torch_dtype)
@@ -176,7 +187,7 @@ def test_scratch_is_bounded_and_reported():
     run_step(kv, dict.fromkeys(rows, 31), draw_tensors(generator, 31 * 8, torch.float32), math)
     run_step(kv, dict.fromkeys(rows, 1), draw_tensors(generator, 8, torch.float32), math)
 
-    one_row = 32 * NUM_KV_HEADS * HEAD_DIM * 2 * 4
+    one_row = 32 * 2 * (10 + 6) * 4
     assert one_row == 4_096
     assert one_row <= backend.peak_scratch_bytes <= 8_192
 
@@ -191,5 +202,5 @@ def test_scratch_counts_whole_pages_of_short_rows():
         tensors = draw_tensors(generator, 8, torch.float32)
         run_step(kv, dict.fromkeys(rows, 1), tensors, AttentionMath(scale=1.0))
 
-    assert 16 * NUM_KV_HEADS * HEAD_DIM * 2 * 4 == 2_048
+    assert 16 * 2 * (10 + 6) * 4 == 2_048
     assert backend.peak_scratch_bytes <= 8_192

@@ -51,6 +51,7 @@ typedef struct {
     int32_t bits, channels;                             /* bits of a code; channels per scale */
     int32_t run, num_runs;
     int32_t num_outliers, index_bytes;
+    int32_t dim, unused; /* elements of a vector */
 } coding;
 
 /* One number per slot, accumulated from its attention weights (tally.h). TallyArgs in arguments.py mirrors this. */
@@ -88,9 +89,9 @@ typedef struct {
     const int32_t *slots;  /* [num_rows, num_lanes] live slots, including new tokens */
     const int64_t *starts; /* [num_rows] first token of the row in the flat batch */
     const int32_t *tokens; /* [num_rows] new tokens */
-    const void *query;     /* [tokens, num_heads, head_dim] by strides, head_dim contiguous */
+    const void *query;     /* [tokens, num_heads, head_dim] by strides, head_dim (of keys) contiguous */
     int64_t query_token_stride, query_head_stride;
-    void *out;          /* [tokens, num_heads, head_dim] contiguous */
+    void *out;          /* [tokens, num_heads, dim of values] contiguous */
     const float *sinks; /* [num_heads] or NULL */
     const float *bias;  /* added to logits (see bias_of), or NULL; 16 numbers more than slots can be read */
     int64_t bias_row_stride, bias_head_stride;
@@ -102,7 +103,7 @@ typedef struct {
     const ring_args *rings;
     float *tops; /* [tokens, num_heads, sums_stride / 16 rounded up] if column sums are requested, for walks */
     float *normalisers; /* [tokens, num_heads, 2] if column sums are requested: maximum, 1 / sum */
-    float *partials;    /* [kv heads, partials, group, head_dim + 2]: output, maximum, sum */
+    float *partials;    /* [kv heads, partials, group, dim of values + 2]: output, maximum, sum */
     uint8_t *scratch;   /* scratch_bytes for each thread */
     int64_t scratch_bytes;
     const part *walks, *blocks, *merges, *sums;
@@ -113,7 +114,7 @@ typedef struct {
     float scale, softcap;                         /* softcap 0: none; below 0: none, but biases */
     int32_t num_tallies, num_rings;
     int32_t path, coded; /* coded: pages store vectors as in the two codings, not as `dtype` */
-    coding key_coding, value_coding;
+    coding key_coding, value_coding; /* also of plain pages */
 } attention_args;
 
 /* Reductions over the query heads of a KV head. */
@@ -147,27 +148,34 @@ static inline int itemsize(const attention_args *a) { return a->dtype == F32 ? 4
 /* A lane: location of the slots of one KV head of one row. */
 typedef struct {
     const int32_t *pages;
-    int64_t slots, head_bytes, vector_bytes;
+    int64_t slots;
     int64_t first_record; /* of the KV head in its page; each plane has one record per slot */
 } lane;
 
 static inline lane lane_of(const attention_args *a, int row, int kv_head) {
     int number = kv_head / a->heads_per_page;
-    int64_t vector_bytes = (int64_t)a->head_dim * itemsize(a);
     lane l = {
         a->table + a->rows[row] * a->table_row_stride + (a->first_lane + number) * a->table_lane_stride,
         a->slots[row * a->num_lanes + number],
-        (kv_head % a->heads_per_page) * a->page_tokens * vector_bytes,
-        vector_bytes,
         (int64_t)(kv_head % a->heads_per_page) * a->page_tokens,
     };
     return l;
 }
 
-/* Offset of the slot's vector from the start of a plane, in bytes. */
-static inline int64_t slot_at(const attention_args *a, const lane *l, int64_t slot) {
-    return (int64_t)l->pages[slot / a->page_tokens] * a->page_bytes + l->head_bytes +
-           slot % a->page_tokens * l->vector_bytes;
+/* Offset of a page in every plane, and index of a slot's record in the page. */
+typedef struct {
+    int64_t page_at, record;
+} place;
+
+static inline place place_of(const attention_args *a, const lane *l, int64_t slot) {
+    place p = {(int64_t)l->pages[slot / a->page_tokens] * a->page_bytes,
+               l->first_record + slot % a->page_tokens};
+    return p;
+}
+
+/* The vector of a slot in the plane of keys or values. */
+static inline const uint8_t *vector_at(const uint8_t *plane, const coding *c, place p) {
+    return plane + p.page_at + p.record * c->vector_bytes;
 }
 
 /* Biases of a query head's logits, by slot of a lane with this number of slots; NULL: none. */

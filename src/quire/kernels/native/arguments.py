@@ -14,6 +14,7 @@ from quire.kernels.backend import (
     MovedSlots,
     NewSlots,
     StatisticRows,
+    dims_of,
 )
 from quire.kernels.coded import CodedPages, CodedPlanes
 from quire.layout.codecs import CodecSpec
@@ -57,6 +58,8 @@ class CodingArgs(ctypes.Structure):
         ("num_runs", ctypes.c_int32),
         ("num_outliers", ctypes.c_int32),
         ("index_bytes", ctypes.c_int32),
+        ("dim", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
     )
 
 
@@ -79,6 +82,7 @@ def coding_of(side: CodedPlanes) -> CodingArgs:
         num_runs=head_dim // _run(spec, head_dim),
         num_outliers=spec.num_outliers(head_dim),
         index_bytes=0 if indices is None else indices.itemsize,
+        dim=head_dim,
     )
 
 
@@ -88,11 +92,19 @@ def plain_coding(plane: Tensor) -> CodingArgs:
     return CodingArgs(
         vector_bytes=head_dim * plane.itemsize,
         kind=PLAIN_NUMBERS,
-        dtype=DTYPES[plane.dtype],
+        dtype=DTYPES.get(plane.dtype, 0),  # others are copied only
         channels=head_dim,
         run=head_dim,
         num_runs=1,
+        dim=head_dim,
     )
+
+
+def codings_of(pages: LayerPages | NewSlots) -> tuple[CodingArgs, CodingArgs]:
+    """Describe keys and values for the C library."""
+    if pages.coded is None:
+        return plain_coding(pages.key), plain_coding(pages.value)
+    return coding_of(pages.coded.key), coding_of(pages.coded.value)
 
 
 def why_not(spec: CodecSpec, head_dim: int) -> str | None:
@@ -305,17 +317,16 @@ class WriteArgs(ctypes.Structure):
         ("token_stride", ctypes.c_int64 * 2),
         ("head_stride", ctypes.c_int64 * 2),
         ("page_bytes", ctypes.c_int64),
-        ("vector_bytes", ctypes.c_int64),
         ("pages", ctypes.c_void_p),
         ("offsets", ctypes.c_void_p),
         ("num_tokens", ctypes.c_int32),
         ("num_lanes", ctypes.c_int32),
         ("heads_per_page", ctypes.c_int32),
         ("page_tokens", ctypes.c_int32),
-        ("head_dim", ctypes.c_int32),
         ("dtype", ctypes.c_int32),
         ("path", ctypes.c_int32),
         ("coded", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
         ("codings", CodingArgs * 2),
     )
 
@@ -374,7 +385,7 @@ def unfit_tensors(
     pages: LayerPages, math: AttentionMath, query: Tensor, column_sums: Tensor | None
 ) -> str | None:
     """Return why the C library cannot read these tensors, or None."""
-    heads, head_dim = pages.key.shape[1], query.shape[2]
+    heads, (head_dim, _) = pages.key.shape[1], dims_of(pages)
     planes = (pages.key, pages.value)
     if any(t.device.type != "cpu" for t in (*planes, pages.table, pages.rows, query)):
         return "tensors are not all on the CPU"
@@ -389,8 +400,8 @@ def unfit_tensors(
         return f"a page table of {pages.table.dtype} and rows of {pages.rows.dtype}"
     if pages.table.stride(2) != 1 or not pages.rows.is_contiguous():
         return "a page table or rows that are not contiguous"
-    if query.shape[1] % (pages.num_lanes * heads) or _head_dim(pages) != head_dim:
-        return f"queries {tuple(query.shape)} for pages of {heads} heads of {_head_dim(pages)}"
+    if query.shape[1] % (pages.num_lanes * heads) or query.shape[2] != head_dim:
+        return f"queries {tuple(query.shape)} for pages of {heads} heads of {head_dim}"
     if column_sums is not None and not (
         column_sums.dtype == torch.float32 and column_sums.is_contiguous()
     ):
@@ -406,10 +417,6 @@ def _unfit_heads(math: AttentionMath, num_heads: int) -> str | None:
     return None
 
 
-def _head_dim(pages: LayerPages) -> int:
-    return pages.key.shape[3] if pages.coded is None else pages.coded.key.codec.head_dim
-
-
 def _unfit_pages(pages: LayerPages, query: Tensor) -> str | None:
     if any(plane.dtype != query.dtype for plane in (pages.key, pages.value)):
         return f"pages of {pages.key.dtype} and queries of {query.dtype}"
@@ -419,21 +426,17 @@ def _unfit_pages(pages: LayerPages, query: Tensor) -> str | None:
 
 
 def _are_pages(key: Tensor, value: Tensor) -> bool:
-    """Return whether two planes have the same page strides, row-major inside a page."""
-    _, _, tokens, head_dim = key.shape
-    inner = (tokens * head_dim, head_dim, 1)
-    equal = key.shape == value.shape and key.stride() == value.stride()
-    return equal and key.stride()[1:] == inner
+    """Return whether two planes are of the same pages, row-major inside a page."""
+    equal = key.shape[:3] == value.shape[:3] and key.stride(0) == value.stride(0)
+    return equal and _has_whole_vectors(key) and _has_whole_vectors(value)
 
 
 def can_write(slots: NewSlots, key: Tensor, value: Tensor) -> bool:
     """Return whether the C library can write these keys and values to these planes."""
-    heads, coded = slots.key.shape[1], slots.coded
-    head_dim = slots.key.shape[3] if coded is None else coded.key.codec.head_dim
-    num_tokens, num_lanes = slots.pages.shape
-    places = (slots.pages, slots.offsets)
+    (num_tokens, num_lanes), coded = slots.pages.shape, slots.coded
+    shape, places = (num_tokens, num_lanes * slots.key.shape[1]), (slots.pages, slots.offsets)
     return (
-        key.shape == value.shape == (num_tokens, num_lanes * heads, head_dim)
+        (key.shape, value.shape) == tuple((*shape, dim) for dim in dims_of(slots))
         and key.dtype == value.dtype
         and slots.offsets.shape == slots.pages.shape
         and all(t.device.type == "cpu" for t in (slots.key, slots.value, key, value, *places))

@@ -109,9 +109,9 @@ static int in_pairs(const score_args *s, const float *records) {
 
 static void score_lane(const score_args *s, int64_t item, uint8_t *scratch) {
     const attention_args *a = &s->vectors;
-    int64_t number = item / a->heads_per_page, head = item % a->heads_per_page, bytes = (int64_t)a->head_dim * itemsize(a);
+    int64_t number = item / a->heads_per_page, head = item % a->heads_per_page;
     const int64_t *order = s->order + number * s->slots, *positions = s->positions + number * s->slots;
-    lane l = {s->pages + number * s->columns, s->held[number], head * a->page_tokens * bytes, bytes, head * a->page_tokens};
+    lane l = {s->pages + number * s->columns, s->held[number], head * a->page_tokens};
     if (s->score != WINDOW_SUMS) (a->path == PATH_AVX2 ? measure_vectors_avx2 : measure_vectors_f32)(s, &l, order, item);
     else if (a->path == PATH_AVX2) sum_window_avx2(s, &l, order, positions, item, scratch);
     else if (in_pairs(s, s->records + item * s->window * (a->group * a->head_dim + 1)))
@@ -153,7 +153,7 @@ int quire_best_path(void) {
 int64_t quire_args_size(void) { return sizeof(attention_args); }
 int quire_max_head_dim(void) { return MAX_HEAD_DIM; }
 
-/* Query vectors of a block; 0 if this path has no blocks for the head_dim. */
+/* Query vectors of a block; 0 if this path has no blocks for keys or values of this dim. */
 int quire_block_queries(int path, int head_dim) {
 #ifdef HAVE_X86
     if (path != PATH_PLAIN && head_dim % (path == PATH_AVX2 ? 8 : 16) == 0) return BLOCK_QUERIES;
@@ -184,12 +184,12 @@ int quire_sum_slots(void) {
 
 /* Scratch of one thread: for walks, for one walk and its logits if column sums of several tokens are
  * requested, or for a block. */
-int64_t quire_scratch_bytes(int head_dim, int64_t sums_stride, int heads_together) {
+int64_t quire_scratch_bytes(int head_dim, int value_dim, int64_t sums_stride, int heads_together) {
     size_t walks = walk_bytes() * (size_t)heads_together;
     size_t bytes = walk_bytes() + MAX_QUERIES * (size_t)sums_stride * sizeof(float);
     if (walks > bytes) bytes = walks;
 #ifdef HAVE_X86
-    size_t blocks = block_bytes(head_dim, sums_stride > 0);
+    size_t blocks = block_bytes(head_dim, value_dim, sums_stride > 0);
     if (blocks > bytes) bytes = blocks;
 #endif
     return (int64_t)((bytes + 63) / 64 * 64);

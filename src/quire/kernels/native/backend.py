@@ -31,6 +31,7 @@ from quire.kernels.backend import (
     StatisticRows,
     StepShape,
     WindowFinish,
+    dims_of,
 )
 from quire.kernels.coded import CodedPlanes
 from quire.kernels.gathered import GatheredAttention
@@ -123,7 +124,7 @@ class NativeAttention:
             if not can_write(slots, key, value):
                 self._gathered.write(slots, key, value)
                 return
-            call = self._write = WriteCall(self._library, slots, key)
+            call = self._write = WriteCall(self._library, slots, key, value)
         call.write(slots, key, value)
 
     def move(self, moves: MovedSlots) -> None:
@@ -153,9 +154,8 @@ class NativeAttention:
             self._gathered.tally(tally, rows, column_sums)
 
     def can_score(self, plane: Tensor, coded: CodedPlanes | None) -> bool:
-        head_dim = plane.shape[3] if coded is None else coded.codec.head_dim
-        has_code = bool(self._library.block_queries(self._library.path, head_dim))
-        return has_code and can_score(plane, coded)
+        dim = plane.shape[3] if coded is None else coded.codec.head_dim
+        return self._library.blocks(dim) > 0 and can_score(plane, coded)
 
     def window_sums(
         self,
@@ -186,7 +186,7 @@ class NativeAttention:
         assert isinstance(plan, NativePlan), "a plan comes from this backend"
         ready = self._ready(plan, pages, math, query, column_sums)
         if ready.gathered is None:
-            out = torch.empty(query.shape, dtype=query.dtype)
+            out = torch.empty(*query.shape[:2], dims_of(pages)[1], dtype=query.dtype)
         else:
             out = self._gathered.attend(
                 ready.gathered, pages, math, query, fresh, column_sums=column_sums
@@ -256,7 +256,7 @@ class NativeAttention:
         fits = ready.gathered is None and can_write(slots, heads.key, heads.value)
         if call is None or not fits:
             return None
-        write = WriteCall(self._library, slots, heads.key)
+        write = WriteCall(self._library, slots, heads.key, heads.value)
         writes = write.layer_args([layer.slots for layer in layers], heads.key, heads.value)
         attends, held = call.layer_args(layers, heads.query, heads.out, self._scratch)
         owner = call, layers, held, self._scratch.memory
@@ -293,7 +293,7 @@ class NativeAttention:
             whole = self._gathered.plan(plan.step, plan.lanes, plan.page_tokens, plan.slot_bytes)
             return Ready(None, whole)
         group = query.shape[1] // (pages.num_lanes * pages.key.shape[1])
-        blocks = int(self._library.block_queries(self._library.path, query.shape[2]))
+        blocks = self._library.blocks(*dims_of(pages))
         parts = cut(plan.step, plan.lanes, group=group, block_queries=blocks)
         call = NativeCall(self._library, plan.step, plan.lanes, parts, pages, query, column_sums)
         return Ready(call, gathered_chunks(plan, parts.others) if len(parts.others) else None)

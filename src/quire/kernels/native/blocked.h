@@ -3,7 +3,7 @@
  * A block of query vectors processes its slots BLOCK_SLOTS at a time. The slots are packed once:
  *
  *     keys    [slots / C][units][C]     transposed, so that C logits accumulate in parallel: 64, or 16
- *     values  [slots / step][head_dim]  not transposed, `step` slots per unit
+ *     values  [slots / step][dim]       not transposed, `step` slots per unit
  *
  * A unit is 32 bits: one float32, or two neighbouring bfloat16 for a dot product of pairs. Then six
  * query vectors at a time: logits = units x keys, softmax over the packed slots, output += weights x
@@ -33,16 +33,16 @@ typedef struct {
     uint32_t weights[SIDE][BLOCK_SLOTS];
     uint32_t *query; /* [vectors, units] */
     uint32_t *key, *value;
-    float *out; /* [vectors, head_dim] */
+    float *out; /* [vectors, dim of values] */
     float *kept; /* logits [vectors, kept_stride], of blocks that compute column sums */
     int64_t kept_stride;
     int units;
 } block;
 
 /* Scratch of a block, including logits if column sums are requested. */
-static size_t block_bytes(int head_dim, int sums) {
-    size_t vectors = (size_t)head_dim * 4;
-    return (sizeof(block) + 63) / 64 * 64 + 2 * vectors * (BLOCK_QUERIES + BLOCK_SLOTS) +
+static size_t block_bytes(int head_dim, int value_dim, int sums) {
+    size_t vectors = ((size_t)head_dim + value_dim) * 4;
+    return (sizeof(block) + 63) / 64 * 64 + vectors * (BLOCK_QUERIES + BLOCK_SLOTS) +
            (sums ? KEPT_LOGITS * sizeof(float) : 0);
 }
 
@@ -53,31 +53,31 @@ static size_t score_bytes(const score_args *s) {
     return (sizeof(block) + 63) / 64 * 64 + 4 * room * (dim + SIDE + 1) + 8 * queries + 4 * dim * (queries + SIDE);
 }
 
-static block *lay_out_block(uint8_t *scratch, int head_dim, int units) {
+static block *lay_out_block(uint8_t *scratch, const attention_args *a, int units) {
     block *b = (block *)scratch;
-    size_t vector = (size_t)head_dim * 4;
+    size_t key = (size_t)a->head_dim * 4, value = (size_t)a->value_coding.dim * 4;
     uint8_t *next = scratch + (sizeof(block) + 63) / 64 * 64;
     b->units = units;
     b->query = (uint32_t *)next;
-    b->out = (float *)(next += vector * BLOCK_QUERIES);
-    b->key = (uint32_t *)(next += vector * BLOCK_QUERIES);
-    b->value = (uint32_t *)(next += vector * BLOCK_SLOTS);
-    b->kept = (float *)(next + vector * BLOCK_SLOTS);
+    b->out = (float *)(next += key * BLOCK_QUERIES);
+    b->key = (uint32_t *)(next += value * BLOCK_QUERIES);
+    b->value = (uint32_t *)(next += key * BLOCK_SLOTS);
+    b->kept = (float *)(next + value * BLOCK_SLOTS);
     return b;
 }
 
 /* Return the numbers of a slot, or its codes decoded to float32 in `decoded`. */
 INLINE const uint8_t *slot_numbers(const attention_args *a, const uint8_t *plane, const coding *c,
                                    const lane *l, int64_t slot, float *decoded) {
-    if (!a->coded) return plane + slot_at(a, l, slot);
-    decode_vector(c, a->head_dim, plane, place_of(a, l, slot), decoded);
+    place p = place_of(a, l, slot);
+    if (!a->coded) return vector_at(plane, c, p);
+    decode_vector(c, plane, p, decoded);
     return (const uint8_t *)decoded;
 }
 
 /* Prefetch the key of a slot; slots in the order of positions are scattered over pages. */
 static inline void prefetch_vector(const attention_args *a, const lane *l, int64_t slot) {
-    place p = place_of(a, l, slot);
-    const uint8_t *vector = a->key + p.page_at + p.record * a->key_coding.vector_bytes;
+    const uint8_t *vector = vector_at(a->key, &a->key_coding, place_of(a, l, slot));
     for (int64_t i = 0; i < a->key_coding.vector_bytes; i += 64) __builtin_prefetch(vector + i, 0, 2);
 }
 
@@ -86,7 +86,7 @@ static inline int64_t output_at(const attention_args *a, int row, int head, int 
 }
 
 static inline void prefetch_output(const attention_args *a, int row, int head, int pair) {
-    int64_t bytes = (int64_t)a->head_dim * itemsize(a), at = output_at(a, row, head, pair) * bytes;
+    int64_t bytes = (int64_t)a->value_coding.dim * itemsize(a), at = output_at(a, row, head, pair) * bytes;
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((uint8_t *)a->out + at + i, 1, 2);
 }
 

@@ -88,21 +88,24 @@ static TARGET void NAME(pack_keys)(const attention_args *a, block *b, const lane
 /* Pack values of the same slots; zeros for others up to a multiple of 16 slots. */
 static TARGET void NAME(pack_values)(const attention_args *a, block *b, const lane *l, int64_t first,
                                      int skip, int count) {
+    const coding *c = &a->value_coding;
+    int dim = c->dim;
 #if !PAIRS
     float decoded[MAX_HEAD_DIM];
     int dtype = a->coded ? F32 : a->dtype;
 #endif
     for (int i = 0; i < (count + 15) / 16 * 16; i += STEP) {
-        uint32_t *packed = b->value + (int64_t)(i / STEP) * a->head_dim;
+        uint32_t *packed = b->value + (int64_t)(i / STEP) * dim;
 #if PAIRS
-        const uint8_t *one = i >= skip && i < count ? a->value + slot_at(a, l, first + i) : NULL;
-        const uint8_t *two = i + 1 >= skip && i + 1 < count ? a->value + slot_at(a, l, first + i + 1) : NULL;
+        const uint8_t *one = i >= skip && i < count ? slot_numbers(a, a->value, c, l, first + i, NULL) : NULL;
+        const uint8_t *two = NULL;
+        if (i + 1 >= skip && i + 1 < count) two = slot_numbers(a, a->value, c, l, first + i + 1, NULL);
 #else
         const uint8_t *one = NULL;
         if (i >= skip && i < count)
-            one = slot_numbers(a, a->value, &a->value_coding, l, first + i, decoded);
+            one = slot_numbers(a, a->value, c, l, first + i, decoded);
 #endif
-        for (int d = 0; d < a->head_dim; d += LANES) {
+        for (int d = 0; d < dim; d += LANES) {
             V(units) units = V(no_units)();
 #if PAIRS
             if (one) units = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)(one + 2 * d)));
@@ -111,7 +114,7 @@ static TARGET void NAME(pack_values)(const attention_args *a, block *b, const la
                 units = _mm512_or_si512(units, _mm512_slli_epi32(_mm512_cvtepu16_epi32(above), 16));
             }
 #else
-            if (one) units = NAME(load_units)(one, d, a->head_dim, dtype);
+            if (one) units = NAME(load_units)(one, d, dim, dtype);
 #endif
             V(put_units)(packed + d, units);
         }
@@ -209,7 +212,7 @@ INLINE TARGET void NAME(weigh)(block *b, int m, int width) {
 }
 
 INLINE TARGET void NAME(add_values)(const attention_args *a, block *b, int m, int width) {
-    int dim = a->head_dim, d = 0;
+    int dim = a->value_coding.dim, d = 0;
     float *out = b->out + (int64_t)m * dim;
     for (; d + COLUMNS <= dim; d += COLUMNS)
         NAME(multiply)(b->weights[0], BLOCK_SLOTS, b->value + d, dim, width / STEP, out + d, dim,
@@ -221,17 +224,18 @@ INLINE TARGET void NAME(add_values)(const attention_args *a, block *b, int m, in
 
 static TARGET void NAME(store_block)(const attention_args *a, block *b, int row, int head, int first,
                                      int count) {
+    int dim = a->value_coding.dim;
     for (int m = 0; m < count; m++) {
         int pair = first + m;
         int64_t at = (a->starts[row] + pair / a->group) * num_heads(a) + head + pair % a->group;
         float over = 1 / b->sum[m];
-        for (int d = 0; d < a->head_dim; d += LANES) {
-            V(vec) x = V(mul)(V(read)(b->out + (int64_t)m * a->head_dim + d), V(set)(over));
+        for (int d = 0; d < dim; d += LANES) {
+            V(vec) x = V(mul)(V(read)(b->out + (int64_t)m * dim + d), V(set)(over));
             if (a->dtype == F32) {
-                V(put)((float *)a->out + at * a->head_dim + d, x);
+                V(put)((float *)a->out + at * dim + d, x);
                 continue;
             }
-            uint16_t *target = (uint16_t *)a->out + at * a->head_dim + d;
+            uint16_t *target = (uint16_t *)a->out + at * dim + d;
 #if PAIRS
             _mm256_storeu_si256((void *)target, (__m256i)_mm512_cvtneps_pbh(x));
 #else
@@ -271,7 +275,7 @@ static TARGET void NAME(sum_kept)(const attention_args *a, const block *b, const
 /* Compute attention of part `p`: `count` query vectors of a KV head from `first` on. */
 static TARGET void NAME(attend_block)(const attention_args *a, const part *p, int kv_head,
                                       uint8_t *scratch) {
-    block *b = lay_out_block(scratch, a->head_dim, a->head_dim / STEP);
+    block *b = lay_out_block(scratch, a, a->head_dim / STEP);
     lane l = lane_of(a, p->row, kv_head);
     int head = kv_head * a->group, count = p->count;
     NAME(load_block)(a, b, &l, p->row, head, p->first, count);
@@ -279,7 +283,7 @@ static TARGET void NAME(attend_block)(const attention_args *a, const part *p, in
         b->maximum[m] = a->sinks ? a->sinks[head + (p->first + m) % a->group] : -INFINITY;
         b->sum[m] = a->sinks ? 1 : 0;
     }
-    memset(b->out, 0, (size_t)(count + SIDE - 1) / SIDE * SIDE * a->head_dim * sizeof(float));
+    memset(b->out, 0, (size_t)(count + SIDE - 1) / SIDE * SIDE * a->value_coding.dim * sizeof(float));
     int64_t start = b->low[0] / BLOCK_SLOTS * BLOCK_SLOTS, end = b->high[count - 1];
     int sums = a->column_sums && p->partial > 0, whole = (count + SIDE - 1) / SIDE * SIDE;
     b->kept_stride = (end - start + 15) / 16 * 16;
@@ -309,7 +313,7 @@ static TARGET void NAME(attend_block)(const attention_args *a, const part *p, in
  * logits and the normalisers of the outputs. */
 static TARGET void NAME(sum_columns)(const attention_args *a, const part *p, int kv_head,
                                      uint8_t *scratch) {
-    block *b = lay_out_block(scratch, a->head_dim, a->head_dim / STEP);
+    block *b = lay_out_block(scratch, a, a->head_dim / STEP);
     lane l = lane_of(a, p->row, kv_head);
     int head = kv_head * a->group, pairs = a->tokens[p->row] * a->group;
     int64_t high = l.slots - a->tokens[p->row] + 1, low = a->window && high > a->window ? high - a->window : 0;

@@ -37,6 +37,7 @@ from quire.kernels.backend import (
     StepShape,
     StoredQueries,
     WindowFinish,
+    dims_of,
 )
 from quire.kernels.gathered import GatheredPlan, group_chunks
 from quire.kernels.native.arguments import (
@@ -50,7 +51,6 @@ from quire.kernels.native.arguments import (
     ROW,
     SUM_SLOTS,
     AttentionArgs,
-    CodingArgs,
     LaneArgs,
     LaneMoveArgs,
     MoveArgs,
@@ -60,6 +60,7 @@ from quire.kernels.native.arguments import (
     TallyArgs,
     WriteArgs,
     coding_of,
+    codings_of,
     copied,
     plain_coding,
 )
@@ -268,16 +269,17 @@ class NativeCall:
         self._library, self._parts, self._sums = library, parts, column_sums
         self._attended: LayerPages | None = None
         self._step, self._lanes, self._pages = step, lanes, pages
-        heads_per_page, num_heads, head_dim = pages.key.shape[1], query.shape[1], query.shape[2]
-        slot_bytes = 4 * pages.num_lanes * heads_per_page * head_dim
+        heads_per_page, (num_tokens, num_heads, head_dim) = pages.key.shape[1], query.shape
+        _, value_dim = dims_of(pages)
+        slot_bytes = 2 * pages.num_lanes * heads_per_page * (head_dim + value_dim)
         few = parts.work * slot_bytes < SERIAL_BYTES
         self._num_threads = 1 if few else torch.get_num_threads()
         together = heads_together(heads_per_page, parts, self._num_threads)
         sums_stride = 0 if column_sums is None else column_sums.stride(1)
-        self._thread_bytes = library.scratch_bytes(head_dim, sums_stride, together)
-        self._partials_bytes = 4 * parts.num_partials * num_heads * (head_dim + 2)
-        self._normalisers_bytes = 0 if column_sums is None else 8 * query.shape[0] * num_heads
-        self._tops_bytes = 4 * query.shape[0] * num_heads * -(-sums_stride // TILE)
+        self._thread_bytes = library.scratch_bytes(head_dim, value_dim, sums_stride, together)
+        self._partials_bytes = 4 * parts.num_partials * num_heads * (value_dim + 2)
+        self._normalisers_bytes = 0 if column_sums is None else 8 * num_tokens * num_heads
+        self._tops_bytes = 4 * num_tokens * num_heads * -(-sums_stride // TILE)
         self._args = AttentionArgs(
             page_bytes=pages.key.stride(0) * pages.key.itemsize,
             table=pages.table.data_ptr(),
@@ -309,7 +311,7 @@ class NativeCall:
             path=library.path,
             coded=pages.coded is not None,
         )
-        self._args.key_coding, self._args.value_coding = _codings(pages)
+        self._args.key_coding, self._args.value_coding = codings_of(pages)
 
     def attend(
         self,
@@ -441,13 +443,6 @@ class SlotBiases:
         return cls(torch.nn.functional.pad(biases, (0, PAD_SLOTS)), rows=token_row)
 
 
-def _codings(pages: LayerPages) -> tuple[CodingArgs, CodingArgs]:
-    """Storage of keys and of values."""
-    if pages.coded is None:
-        return plain_coding(pages.key), plain_coding(pages.value)
-    return coding_of(pages.coded.key), coding_of(pages.coded.value)
-
-
 def heads_together(heads_per_page: int, parts: Parts, num_threads: int) -> int:
     """Return the number of KV heads that one thread walks together, as many as the threads allow.
 
@@ -572,28 +567,25 @@ class WriteCall:
     Args:
         library: the loaded C library.
         slots: slots of the first write.
-        key: its keys.
+        key, value: its keys and values.
     """
 
-    def __init__(self, library: NativeLibrary, slots: NewSlots, key: Tensor) -> None:
+    def __init__(self, library: NativeLibrary, slots: NewSlots, key: Tensor, value: Tensor) -> None:
         self._library, self._planes = library, (slots.key, slots.value)
-        self._vectors, self._dtype, self._lanes = key.shape[1:], key.dtype, slots.pages.shape[1]
-        self._itemsize, self._is_coded = key.itemsize, slots.coded is not None
-        _, heads_per_page, page_tokens, width = slots.key.shape
+        self._vectors, self._dtype = (key.shape[1:], value.shape[1:]), key.dtype
+        self._lanes, self._itemsize = slots.pages.shape[1], key.itemsize
+        self._is_coded = slots.coded is not None
         self._args = WriteArgs(
             plane=(slots.key.data_ptr(), slots.value.data_ptr()),
             page_bytes=slots.key.stride(0) * slots.key.itemsize,
-            vector_bytes=width * slots.key.itemsize,
             num_lanes=self._lanes,
-            heads_per_page=heads_per_page,
-            page_tokens=page_tokens,
-            head_dim=key.shape[2],
+            heads_per_page=slots.key.shape[1],
+            page_tokens=slots.key.shape[2],
+            dtype=DTYPES[key.dtype],
             path=library.path,
             coded=self._is_coded,
+            codings=codings_of(slots),
         )
-        if slots.coded is not None:
-            self._args.dtype = DTYPES[key.dtype]
-            self._args.codings[:] = (coding_of(slots.coded.key), coding_of(slots.coded.value))
 
     def fits(self, slots: NewSlots, key: Tensor, value: Tensor) -> bool:
         """Return whether these tensors differ from the first ones in memory and tokens only."""
@@ -603,8 +595,8 @@ class WriteCall:
             and slots.key is self._planes[0]
             and slots.value is self._planes[1]
             and slots.pages.shape == slots.offsets.shape == places
-            and key.shape[1:] == self._vectors
-            and key.shape == value.shape
+            and (key.shape[1:], value.shape[1:]) == self._vectors
+            and len(key) == len(value)
             and key.dtype == value.dtype == self._dtype
             and slots.pages.dtype == slots.offsets.dtype == torch.int64
             and slots.pages.is_contiguous()
@@ -613,7 +605,7 @@ class WriteCall:
         )
 
     def write(self, slots: NewSlots, key: Tensor, value: Tensor) -> None:
-        """Write keys and values [tokens, num_kv_heads, head_dim] with a contiguous last axis."""
+        """Write keys and values [tokens, num_kv_heads, dim] with a contiguous last axis."""
         self._set(slots, key, value)
         if self._library.write(ctypes.byref(self._args), self._library.parallel_for):
             raise InvariantError("torch_parallel_for failed inside the C extension")

@@ -14,42 +14,32 @@ static inline float half_at(const uint8_t *plane, int64_t page_at, int64_t numbe
     return from_f16(((const uint16_t *)(plane + page_at))[number]);
 }
 
-/* Offset of a page in every plane, and index of a slot's record in the page. */
-typedef struct {
-    int64_t page_at, record;
-} place;
-
-static inline place place_of(const attention_args *a, const lane *l, int64_t slot) {
-    place p = {(int64_t)l->pages[slot / a->page_tokens] * a->page_bytes,
-               l->first_record + slot % a->page_tokens};
-    return p;
-}
-
 /* Read channel and value of a slot's outlier; return 0 if the channel is invalid. */
-static inline int outlier_at(const coding *c, int dim, place p, int number, int *channel, float *value) {
+static inline int outlier_at(const coding *c, place p, int number, int *channel, float *value) {
     int64_t at = p.record * c->num_outliers + number;
     const uint8_t *indices = c->indices + p.page_at;
     *channel = c->index_bytes == 1 ? indices[at] : ((const int16_t *)indices)[at];
     *value = half_at(c->outliers, p.page_at, at);
-    return *channel >= 0 && *channel < dim;
+    return *channel >= 0 && *channel < c->dim;
 }
 
-static inline void decode_bits(const coding *c, int dim, const uint8_t *codes, float *out) {
-    int segment = dim * c->bits / 8, most = (1 << c->bits) - 1;
+static inline void decode_bits(const coding *c, const uint8_t *codes, float *out) {
+    int segment = c->dim * c->bits / 8, most = (1 << c->bits) - 1;
     for (int s = 0; s < 8 / c->bits; s++)
         for (int d = 0; d < segment; d++)
             out[s * segment + d] = (float)(codes[d] >> (s * c->bits) & most);
 }
 
-static inline void decode_vector(const coding *c, int dim, const uint8_t *plane, place p, float *out) {
-    const uint8_t *codes = plane + p.page_at + p.record * c->vector_bytes;
+static inline void decode_vector(const coding *c, const uint8_t *plane, place p, float *out) {
+    const uint8_t *codes = vector_at(plane, c, p);
+    int dim = c->dim;
     if (c->kind == PLAIN_NUMBERS)
         for (int d = 0; d < dim; d++) out[d] = load_number(codes, d, c->dtype);
     else if (c->kind == INT8_CODES)
         for (int d = 0; d < dim; d++) out[d] = (float)(int8_t)codes[d];
     else if (c->kind == FP8_CODES)
         for (int d = 0; d < dim; d++) out[d] = from_e4m3(codes[d]);
-    else decode_bits(c, dim, codes, out);
+    else decode_bits(c, codes, out);
     int groups = c->scales ? dim / c->channels : 0;
     for (int g = 0; g < groups; g++) {
         float scale = half_at(c->scales, p.page_at, p.record * groups + g);
@@ -59,7 +49,7 @@ static inline void decode_vector(const coding *c, int dim, const uint8_t *plane,
     for (int o = 0; o < c->num_outliers; o++) {
         int channel;
         float value;
-        if (outlier_at(c, dim, p, o, &channel, &value)) out[channel] = value;
+        if (outlier_at(c, p, o, &channel, &value)) out[channel] = value;
     }
 }
 

@@ -113,9 +113,9 @@ INLINE void encode_bits(const coding *c, const float *x, int dim, uint8_t *packe
 }
 
 /* Encode a vector into the record of a slot. `plane` holds the codes; the other planes are those of `c`. */
-INLINE void encode_vector(const coding *c, const uint8_t *from, int dim,
-                          int dtype, uint8_t *plane, place p) {
+INLINE void encode_vector(const coding *c, const uint8_t *from, int dtype, uint8_t *plane, place p) {
     float x[MAX_HEAD_DIM];
+    int dim = c->dim;
     uint8_t *codes = plane + p.page_at + p.record * c->vector_bytes;
     int64_t group = p.record * (dim / c->channels);
     if (c->kind == PLAIN_NUMBERS) {

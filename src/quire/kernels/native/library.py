@@ -118,6 +118,10 @@ class NativeLibrary:
     parallel_for: int | None
     max_head_dim: int
 
+    def blocks(self, *dims: int) -> int:
+        """Query vectors of a block; 0 if there are no blocks for keys or values of these dims."""
+        return min(int(self.block_queries(self.path, dim)) for dim in dims)
+
     @property
     def description(self) -> str:
         """Description of the code path and threads, for users."""
@@ -256,7 +260,7 @@ def _bound(library: ctypes.CDLL) -> NativeLibrary:
         function.argtypes, function.restype = arguments, ctypes.c_int
         functions[name] = function
     scratch_bytes, sample_bytes = library.quire_scratch_bytes, library.quire_sample_bytes
-    scratch_bytes.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int)
+    scratch_bytes.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int)
     sample_bytes.argtypes = (ctypes.c_int,)
     score_bytes = library.quire_score_bytes
     score_bytes.argtypes, score_bytes.restype = (ctypes.POINTER(ScoreArgs),), ctypes.c_int64

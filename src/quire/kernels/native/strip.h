@@ -32,8 +32,8 @@ static void point_strip(const attention_args *a, const lane *l, int64_t slot, in
     s->slot = slot, s->count = (int)(last - slot), s->num_pieces = 0;
     for (int i = 0; i < s->count; s->num_pieces++) {
         place p = s->piece[s->num_pieces].at = place_of(a, l, slot + i);
-        const uint8_t *key = a->key + p.page_at + p.record * key_bytes;
-        const uint8_t *value = a->value + p.page_at + p.record * value_bytes;
+        const uint8_t *key = vector_at(a->key, &a->key_coding, p);
+        const uint8_t *value = vector_at(a->value, &a->value_coding, p);
         int64_t left = a->page_tokens - (p.record - l->first_record);
         int count = left < s->count - i ? (int)left : s->count - i;
         s->piece[s->num_pieces].count = count;
@@ -60,7 +60,7 @@ typedef struct {
     uint8_t run_of[MAX_HEAD_DIM]; /* channel to its run; for outliers only */
 } code_places;
 
-static void place_codes(const coding *c, int dim, code_places *places) {
+static void place_codes(const coding *c, code_places *places) {
     run_place *runs = places->runs;
     int segments = c->kind == BIT_CODES ? 8 / c->bits : 1, in_segment = c->num_runs / segments;
     for (int r = 0; r < c->num_runs; r++) {
@@ -69,7 +69,7 @@ static void place_codes(const coding *c, int dim, code_places *places) {
         runs[r].bits = c->kind == BIT_CODES ? ((1 << c->bits) - 1) << shift : 0;
         runs[r].factor = c->kind == FP8_CODES ? 256 : 1.0f / (float)(1 << shift);
     }
-    for (int d = 0; c->num_outliers && d < dim; d++) places->run_of[d] = (uint8_t)(d / c->run);
+    for (int d = 0; c->num_outliers && d < c->dim; d++) places->run_of[d] = (uint8_t)(d / c->run);
 }
 
 /* State of a walk over a strip of one KV head. */
@@ -109,7 +109,7 @@ static inline void prefetch_during_keys(const strip_walk *t, int i, int count) {
 
 /* Prefetch a share of the next strip's values, in proportion to channels first .. end - 1. */
 static inline void prefetch_next_values(const strip_walk *t, int first, int end) {
-    int dim = t->a->head_dim, last = STRIP * end / dim;
+    int dim = t->a->value_coding.dim, last = STRIP * end / dim;
     int64_t bytes = t->a->value_coding.vector_bytes;
     if (t->next == NULL) return;
     for (int i = STRIP * first / dim; i < last; i += 2)
@@ -125,7 +125,7 @@ static inline void prefetch_page_ahead(const strip_walk *t, int side, int quarte
 
 /* Prefetch scales and zeros of a strip, for all heads that are walked together. */
 static void prefetch_scales(const attention_args *a, const coding *c, const strip *s, int heads) {
-    int64_t each = c->scales ? 2 * (a->head_dim / c->channels) : 0;
+    int64_t each = c->scales ? 2 * (c->dim / c->channels) : 0;
     int64_t bytes = each * ((heads - 1) * a->page_tokens + 1);
     for (int n = 0; each && n < s->num_pieces; n++) {
         int64_t at = s->piece[n].at.page_at + s->piece[n].at.record * each;
@@ -146,13 +146,13 @@ typedef struct {
 } strip_outliers;
 
 /* Find the outliers of one slot, the `i`th of the strip, with codes at `codes`. */
-static inline void find_in_slot(const strip_walk *t, const coding *c, const code_places *places, place p,
+static inline void find_in_slot(const coding *c, const code_places *places, place p,
                                 const uint8_t *codes, int i, by_run scales, by_run zeros,
                                 strip_outliers *found) {
     for (int o = 0; o < c->num_outliers; o++) {
         int channel;
         float value;
-        if (!outlier_at(c, t->a->head_dim, p, o, &channel, &value)) continue;
+        if (!outlier_at(c, p, o, &channel, &value)) continue;
         int r = places->run_of[channel];
         int code = codes[places->runs[r].at + channel - r * c->run] & places->runs[r].bits;
         found->list[found->count].slot = i;
@@ -169,7 +169,7 @@ static void find_outliers(const strip_walk *t, const coding *c, const code_place
         for (int j = 0; j < t->here->piece[n].count; j++, i++) {
             place p = t->here->piece[n].at;
             p.record += t->first_record + j;
-            find_in_slot(t, c, places, p, vectors[i] + shift, i, scales, zeros, found);
+            find_in_slot(c, places, p, vectors[i] + shift, i, scales, zeros, found);
         }
 }
 

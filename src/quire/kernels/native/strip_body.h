@@ -5,7 +5,7 @@ static TARGET void NAME(load_by_run)(const strip_walk *t, const coding *c, const
                                      const run_place *runs, by_run out) {
     const strip *s = t->here;
     LINED float flat[STRIP * MAX_RUNS + MAX_RUNS];
-    int groups = t->a->head_dim / c->channels, n = 0;
+    int groups = c->dim / c->channels, n = 0;
     if (groups == 1) {
         for (int k = 0; k < s->num_pieces; k++) {
             place p = s->piece[k].at;
@@ -139,13 +139,13 @@ INLINE TARGET void NAME(add_strip)(strip_walk *t, int m, const int queries, cons
 #include "strip_plain.h"
 
 /* Whether these plain numbers are read two vectors at a time. */
-static inline int NAME(in_pairs)(const attention_args *a, const coding *c) {
-    return c->kind == PLAIN_NUMBERS && a->head_dim % (2 * LANES) == 0;
+static inline int NAME(in_pairs)(const coding *c) {
+    return c->kind == PLAIN_NUMBERS && c->dim % (2 * LANES) == 0;
 }
 
 static TARGET void NAME(dots_of)(strip_walk *t) {
     const coding *c = &t->a->key_coding;
-    if (NAME(in_pairs)(t->a, c)) {
+    if (NAME(in_pairs)(c)) {
         if (c->dtype == F32) NAME(plain_dots_of)(t, F32);
         else if (c->dtype == BF16) NAME(plain_dots_of)(t, BF16);
         else NAME(plain_dots_of)(t, F16);
@@ -159,7 +159,7 @@ static TARGET void NAME(dots_of)(strip_walk *t) {
 
 static TARGET void NAME(add_values_of_strip)(strip_walk *t) {
     const coding *c = &t->a->value_coding;
-    if (NAME(in_pairs)(t->a, c)) {
+    if (NAME(in_pairs)(c)) {
         if (c->dtype == F32) NAME(add_plain_of)(t, F32);
         else if (c->dtype == BF16) NAME(add_plain_of)(t, BF16);
         else NAME(add_plain_of)(t, F16);

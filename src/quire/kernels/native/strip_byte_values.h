@@ -182,7 +182,7 @@ INLINE AVX512_VNNI void add_byte_block(strip_walk *t, int m, int d, const int qu
 
 INLINE AVX512_VNNI void add_bytes_by(strip_walk *t, int m, const int queries) {
     const coding *c = &t->a->value_coding;
-    for (int d = 0; d < t->a->head_dim; d += BLOCK_CHANNELS) {
+    for (int d = 0; d < c->dim; d += BLOCK_CHANNELS) {
         if (c->kind == INT8_CODES) add_byte_block(t, m, d, queries, INT8_CODES, 64);
         else if (c->vector_bytes >= 64) add_byte_block(t, m, d, queries, BIT_CODES, 64);
         else if (c->vector_bytes == 32) add_byte_block(t, m, d, queries, BIT_CODES, 32);

@@ -94,7 +94,7 @@ INLINE TARGET void NAME(add_numbers)(strip_walk *t, int m, int d, const int quer
 
 INLINE TARGET void NAME(add_plain)(strip_walk *t, int m, const int queries, const int vectors,
                                    const int dtype) {
-    int d = 0, dim = t->a->head_dim;
+    int d = 0, dim = t->a->value_coding.dim;
     for (; d + 2 * vectors * LANES <= dim; d += 2 * vectors * LANES)
         NAME(add_numbers)(t, m, d, queries, vectors, dtype);
     for (; d < dim; d += 2 * LANES) NAME(add_numbers)(t, m, d, queries, 1, dtype);

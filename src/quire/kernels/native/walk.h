@@ -15,7 +15,7 @@
 #define LINED _Alignas(64) /* aligned to a cache line */
 
 typedef struct {
-    int count, head_dim;
+    int count, head_dim, value_dim;
     int64_t low[MAX_QUERIES], high[MAX_QUERIES]; /* slots seen: low <= slot < high */
     float *logits[MAX_QUERIES];                  /* by slot, stored for column sums; or NULL */
     const float *bias[MAX_QUERIES];              /* by slot, added to logits; or NULL */
@@ -81,36 +81,35 @@ typedef float tile_vectors[TILE][MAX_HEAD_DIM];
 /* Compute logits of the tile's keys, convert them to weights, and rescale the earlier output. */
 static void weigh_tile(walk *w, const tile *t, float softcap, tile_vectors keys,
                        float (*weights)[TILE]) {
-    int dim = w->head_dim;
     for (int m = 0; m < w->count; m++) {
         for (int i = 0; i < t->count; i++) {
             float product = 0;
-            for (int d = 0; d < dim; d++) product += w->query[m][d] * keys[i][d];
+            for (int d = 0; d < w->head_dim; d++) product += w->query[m][d] * keys[i][d];
             weights[m][i] = product;
         }
         cap_and_mask(w, t, m, softcap, weights[m]);
         keep_logits(w, t, m, weights[m]);
         float factor = take_in(w, m, weights[m]);
         if (factor != 1)
-            for (int d = 0; d < dim; d++) w->out[m][d] *= factor;
+            for (int d = 0; d < w->value_dim; d++) w->out[m][d] *= factor;
     }
 }
 
 static void add_tile(walk *w, const tile *t, tile_vectors values, float (*weights)[TILE]) {
     for (int m = 0; m < w->count; m++)
         for (int i = 0; i < t->count; i++)
-            for (int d = 0; d < w->head_dim; d++) w->out[m][d] += weights[m][i] * values[i][d];
+            for (int d = 0; d < w->value_dim; d++) w->out[m][d] += weights[m][i] * values[i][d];
 }
 
 static void walk_tile_plain(walk *w, const tile *t, int dtype, float softcap) {
     float weights[MAX_QUERIES][TILE];
     tile_vectors vectors;
-    int dim = w->head_dim;
+    int dim = w->head_dim, values = w->value_dim;
     for (int i = 0; i < t->count; i++)
         for (int d = 0; d < dim; d++) vectors[i][d] = load_number(t->key, (int64_t)i * dim + d, dtype);
     weigh_tile(w, t, softcap, vectors, weights);
     for (int i = 0; i < t->count; i++)
-        for (int d = 0; d < dim; d++) vectors[i][d] = load_number(t->value, (int64_t)i * dim + d, dtype);
+        for (int d = 0; d < values; d++) vectors[i][d] = load_number(t->value, (int64_t)i * values + d, dtype);
     add_tile(w, t, vectors, weights);
 }
 

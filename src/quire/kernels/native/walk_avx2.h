@@ -1,4 +1,4 @@
-/* Walk over a tile with AVX2, eight numbers at a time. head_dim is a multiple of 8. */
+/* Walk over a tile with AVX2, eight numbers at a time. Dims are multiples of 8. */
 #ifndef QUIRE_WALK_AVX2_H
 #define QUIRE_WALK_AVX2_H
 
@@ -43,7 +43,7 @@ INLINE AVX2 float take_in_avx2(walk *w, int m, float *logits) {
 
 INLINE AVX2 void walk_tile_of(walk *w, const tile *t, int dtype, float softcap) {
     float weights[MAX_QUERIES][TILE], factor[MAX_QUERIES];
-    int dim = w->head_dim;
+    int dim = w->value_dim;
     for (int m = 0; m < w->count; m++) {
         logits_avx2(w, t, m, dtype, weights[m]);
         cap_and_mask(w, t, m, softcap, weights[m]);

@@ -111,7 +111,7 @@ INLINE AVX512 void add_values(walk *w, const tile *t, int dtype, int dim, int co
 
 INLINE AVX512 void add_values_of(walk *w, const tile *t, int dtype, const float (*weights)[TILE],
                                  const float *factor) {
-    int dim = w->head_dim;
+    int dim = w->value_dim;
     switch (w->count) {
     case 1: add_values(w, t, dtype, dim, 1, weights, factor); break;
     case 2: add_values(w, t, dtype, dim, 2, weights, factor); break;

@@ -12,10 +12,10 @@ static void walk_tile_decoded(const attention_args *a, walk *w, const lane *l, i
     tile_vectors vectors;
     tile t = {NULL, NULL, slot, count};
     for (int i = 0; i < count; i++)
-        decode_vector(&a->key_coding, a->head_dim, a->key, place_of(a, l, slot + i), vectors[i]);
+        decode_vector(&a->key_coding, a->key, place_of(a, l, slot + i), vectors[i]);
     weigh_tile(w, &t, a->softcap, vectors, weights);
     for (int i = 0; i < count; i++)
-        decode_vector(&a->value_coding, a->head_dim, a->value, place_of(a, l, slot + i), vectors[i]);
+        decode_vector(&a->value_coding, a->value, place_of(a, l, slot + i), vectors[i]);
     add_tile(w, &t, vectors, weights);
 }
 
@@ -69,10 +69,10 @@ static void walk_strips(const attention_args *a, walk *const *walks, int heads, 
     int64_t key_head = a->page_tokens * a->key_coding.vector_bytes;
     int64_t value_head = a->page_tokens * a->value_coding.vector_bytes;
     t.a = a;
-    place_codes(&a->key_coding, a->head_dim, &t.key_places);
-    place_codes(&a->value_coding, a->head_dim, &t.value_places);
+    place_codes(&a->key_coding, &t.key_places);
+    place_codes(&a->value_coding, &t.value_places);
     int pairs = a->key_coding.kind == PLAIN_NUMBERS && a->key_coding.dtype == BF16 &&
-                (lanes == 16 ? in_pairs_avx512(a, &a->key_coding) : in_pairs_avx2(a, &a->key_coding));
+                (lanes == 16 ? in_pairs_avx512(&a->key_coding) : in_pairs_avx2(&a->key_coding));
     t.integer_keys = in_integers(a, &a->key_coding, lanes);
     t.integer_values = in_integers(a, &a->value_coding, lanes);
     t.byte_keys = in_bytes(a, &a->key_coding), t.byte_values = in_bytes(a, &a->value_coding);
@@ -108,7 +108,7 @@ static void walk_strips(const attention_args *a, walk *const *walks, int heads, 
 /* Whether the slots of plain pages are walked by strips. */
 static int in_strips(const attention_args *a) {
 #ifdef HAVE_X86
-    int wide = a->path == PATH_AVX512_BF16 && a->dtype == BF16 && has_wide(a->head_dim);
+    int wide = a->path == PATH_AVX512_BF16 && a->dtype == BF16 && has_wide(a->head_dim, a->value_coding.dim);
     return a->coded || (strip_lanes(a) && !(wide && a->page_tokens % TILE == 0));
 #else
     return a->coded;

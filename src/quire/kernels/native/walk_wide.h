@@ -115,7 +115,7 @@ INLINE AVX512_BF16 void wide_values(walk *w, const wide_tile *t, int dim, int co
 }
 
 INLINE AVX512_BF16 void walk_wide_of(walk *w, const wide_tile *t, float scale, float softcap, int dim,
-                                     int count) {
+                                     int values, int count) {
     uint32_t weights[MAX_QUERIES][WIDE / 2];
     float factor[MAX_QUERIES];
 #pragma GCC unroll 8
@@ -126,34 +126,38 @@ INLINE AVX512_BF16 void walk_wide_of(walk *w, const wide_tile *t, float scale, f
                 wide_logits(w, t->key[g], t->next_key[g], m, count, dim), _mm512_set1_ps(scale));
         factor[m] = wide_weights(w, m, t->slot, softcap, logits, weights[m]);
     }
-    wide_values(w, t, dim, count, (const uint32_t(*)[WIDE / 2])weights, factor);
+    wide_values(w, t, values, count, (const uint32_t(*)[WIDE / 2])weights, factor);
 }
 
 /* Compile-time constants, so that the query and the addresses remain in registers. */
-#define WALK_WIDE_DIM(DIM)                                                                         \
+#define WALK_WIDE(DIM, VALUES)                                                                     \
     static AVX512_BF16 void walk_wide_##DIM(walk *w, const wide_tile *t, float scale, float softcap) { \
         switch (w->count) {                                                                        \
-        case 1: walk_wide_of(w, t, scale, softcap, DIM, 1); break;                                 \
-        case 2: walk_wide_of(w, t, scale, softcap, DIM, 2); break;                                 \
-        case 3: walk_wide_of(w, t, scale, softcap, DIM, 3); break;                                 \
-        case 4: walk_wide_of(w, t, scale, softcap, DIM, 4); break;                                 \
-        case 5: walk_wide_of(w, t, scale, softcap, DIM, 5); break;                                 \
-        case 6: walk_wide_of(w, t, scale, softcap, DIM, 6); break;                                 \
-        case 7: walk_wide_of(w, t, scale, softcap, DIM, 7); break;                                 \
-        default: walk_wide_of(w, t, scale, softcap, DIM, 8); break;                                \
+        case 1: walk_wide_of(w, t, scale, softcap, DIM, VALUES, 1); break;                         \
+        case 2: walk_wide_of(w, t, scale, softcap, DIM, VALUES, 2); break;                         \
+        case 3: walk_wide_of(w, t, scale, softcap, DIM, VALUES, 3); break;                         \
+        case 4: walk_wide_of(w, t, scale, softcap, DIM, VALUES, 4); break;                         \
+        case 5: walk_wide_of(w, t, scale, softcap, DIM, VALUES, 5); break;                         \
+        case 6: walk_wide_of(w, t, scale, softcap, DIM, VALUES, 6); break;                         \
+        case 7: walk_wide_of(w, t, scale, softcap, DIM, VALUES, 7); break;                         \
+        default: walk_wide_of(w, t, scale, softcap, DIM, VALUES, 8); break;                        \
         }                                                                                          \
     }
-WALK_WIDE_DIM(64)
-WALK_WIDE_DIM(96)
-WALK_WIDE_DIM(128)
-WALK_WIDE_DIM(256)
+WALK_WIDE(64, 64)
+WALK_WIDE(96, 96)
+WALK_WIDE(128, 128)
+WALK_WIDE(192, 128)
+WALK_WIDE(256, 256)
 
-static int has_wide(int dim) { return dim == 64 || dim == 96 || dim == 128 || dim == 256; }
+static int has_wide(int dim, int values) {
+    return dim == 192 ? values == 128 : dim == values && (dim == 64 || dim == 96 || dim == 128 || dim == 256);
+}
 
 static AVX512_BF16 void walk_wide(walk *w, const wide_tile *t, float scale, float softcap) {
     if (w->head_dim == 64) walk_wide_64(w, t, scale, softcap);
     else if (w->head_dim == 96) walk_wide_96(w, t, scale, softcap);
     else if (w->head_dim == 128) walk_wide_128(w, t, scale, softcap);
+    else if (w->head_dim == 192) walk_wide_192(w, t, scale, softcap);
     else walk_wide_256(w, t, scale, softcap);
 }
 #endif

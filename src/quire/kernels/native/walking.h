@@ -17,7 +17,7 @@ static void walk_tile(const attention_args *a, walk *w, const tile *t) {
         walk_tile_avx512(w, t, a->dtype, a->softcap);
         return;
     }
-    if (a->path == PATH_AVX2 && dim % 8 == 0) {
+    if (a->path == PATH_AVX2 && (dim | w->value_dim) % 8 == 0) {
         walk_tile_avx2(w, t, a->dtype, a->softcap);
         return;
     }
@@ -31,17 +31,15 @@ typedef struct {
     int64_t first;
 } next_lane;
 
-static void prefetch_page(const attention_args *a, int64_t at, int64_t bytes) {
-    for (int64_t i = 0; i < bytes && i < 4096; i += 64) {
-        __builtin_prefetch(a->key + at + i);
-        __builtin_prefetch(a->value + at + i);
-    }
+static void prefetch_page(const attention_args *a, const uint8_t *plane, const coding *c, place p) {
+    const uint8_t *vectors = vector_at(plane, c, p);
+    for (int64_t i = 0; i < a->page_tokens * c->vector_bytes && i < 4096; i += 64) __builtin_prefetch(vectors + i);
 }
 
 /* Whether 32 slots at a time can be walked from `slot` on, by vectors that see all of them. */
 static int is_wide(const attention_args *a, const walk *w, int64_t slot) {
 #ifdef HAVE_X86
-    return a->path == PATH_AVX512_BF16 && a->dtype == BF16 && has_wide(w->head_dim) &&
+    return a->path == PATH_AVX512_BF16 && a->dtype == BF16 && has_wide(w->head_dim, w->value_dim) &&
            a->page_tokens % TILE == 0 && slot % TILE == 0 && w->low[w->count - 1] <= slot;
 #else
     (void)a, (void)w, (void)slot;
@@ -55,14 +53,17 @@ static int is_wide(const attention_args *a, const walk *w, int64_t slot) {
 /* Locate the 32 slots at `slot` + 32 * `tiles`. After the end of the lane these are the first slots of the
  * lane that this thread is likely to walk next; without one, the last 32 slots. */
 static void point_to(const attention_args *a, const lane *l, const next_lane *next, int64_t slot, int64_t end,
-                     int tiles, int64_t *at) {
+                     int tiles, const uint8_t *(*at)[2]) {
     int64_t wanted = slot + tiles * WIDE;
     if (wanted + WIDE > end) {
         int64_t after = next->first + wanted - (slot + (end - slot) / WIDE * WIDE);
         if (after + WIDE <= next->lane.slots) l = &next->lane, wanted = after;
         else wanted = end - WIDE;
     }
-    for (int g = 0; g < WIDE_TILES; g++) at[g] = slot_at(a, l, wanted + g * TILE);
+    for (int g = 0; g < WIDE_TILES; g++) {
+        place p = place_of(a, l, wanted + g * TILE);
+        at[g][0] = vector_at(a->key, &a->key_coding, p), at[g][1] = vector_at(a->value, &a->value_coding, p);
+    }
 }
 #endif
 
@@ -71,8 +72,9 @@ static void point_to(const attention_args *a, const lane *l, const next_lane *ne
 static int64_t walk_wide_tiles(const attention_args *a, walk *const *w, int heads, const lane *l,
                                const next_lane *next, int64_t slot, int64_t end) {
 #ifdef HAVE_X86
-    int64_t head_bytes = a->page_tokens * l->vector_bytes;
-    int64_t at[1 + MAX_AHEAD][WIDE_TILES]; /* offsets of these 32 slots, and of the following ones */
+    int64_t key_head = a->page_tokens * a->key_coding.vector_bytes;
+    int64_t value_head = a->page_tokens * a->value_coding.vector_bytes;
+    const uint8_t *at[1 + MAX_AHEAD][WIDE_TILES][2]; /* keys and values of these 32 slots, and of the following ones */
     int ahead = a->head_dim > 96 ? 1 : MAX_AHEAD; /* short vectors need less time than memory */
     int tiles = (heads - 1 + ahead) / heads;
     end = w[0]->high[0] < end ? w[0]->high[0] : end;
@@ -82,11 +84,11 @@ static int64_t walk_wide_tiles(const attention_args *a, walk *const *w, int head
     for (; slot + WIDE <= end; slot += WIDE) {
         for (int h = 0; h < heads; h++) {
             wide_tile t = {.slot = slot};
-            int64_t next_head = (h + ahead) % heads * head_bytes;
+            int next_head = (h + ahead) % heads;
             for (int g = 0; g < WIDE_TILES; g++) {
-                int64_t here = at[0][g] + h * head_bytes, then = at[(h + ahead) / heads][g] + next_head;
-                t.key[g] = a->key + here, t.value[g] = a->value + here;
-                t.next_key[g] = a->key + then, t.next_value[g] = a->value + then;
+                const uint8_t *const *then = at[(h + ahead) / heads][g];
+                t.key[g] = at[0][g][0] + h * key_head, t.value[g] = at[0][g][1] + h * value_head;
+                t.next_key[g] = then[0] + next_head * key_head, t.next_value[g] = then[1] + next_head * value_head;
             }
             walk_wide(w[h], &t, a->scale, a->softcap);
         }
@@ -109,10 +111,15 @@ static void walk_lane(const attention_args *a, walk *w, const lane *l, const nex
     while (slot < high) {
         if (is_wide(a, w, slot)) slot = walk_wide_tiles(a, &w, 1, l, next, slot, high);
         if (slot >= high) break;
-        int64_t at = slot_at(a, l, slot), left = tokens - slot % tokens; /* of the page */
-        if (slot % tokens == 0 && slot + tokens < high)
-            prefetch_page(a, slot_at(a, l, slot + tokens), tokens * l->vector_bytes);
-        tile t = {a->key + at, a->value + at, slot, TILE - (int)(slot % TILE)};
+        place p = place_of(a, l, slot);
+        int64_t left = tokens - slot % tokens; /* of the page */
+        if (slot % tokens == 0 && slot + tokens < high) {
+            place then = place_of(a, l, slot + tokens);
+            prefetch_page(a, a->key, &a->key_coding, then);
+            prefetch_page(a, a->value, &a->value_coding, then);
+        }
+        tile t = {vector_at(a->key, &a->key_coding, p), vector_at(a->value, &a->value_coding, p), slot,
+                  TILE - (int)(slot % TILE)};
         if (left < t.count) t.count = (int)left;
         if (high - slot < t.count) t.count = (int)(high - slot);
         walk_tile(a, w, &t);
@@ -121,8 +128,8 @@ static void walk_lane(const attention_args *a, walk *w, const lane *l, const nex
 }
 
 static void load_queries(const attention_args *a, walk *w, const lane *l, int row, int head, int first) {
-    int whole = (a->head_dim + 15) / 16 * 16;
-    w->head_dim = a->head_dim;
+    int whole = (a->value_coding.dim + 15) / 16 * 16;
+    w->head_dim = a->head_dim, w->value_dim = a->value_coding.dim;
     for (int m = 0; m < w->count; m++) {
         int64_t at = query_at(a, row, head, first + m);
         for (int d = 0; d < a->head_dim; d++)
@@ -153,8 +160,9 @@ static float *sums_of_head(const attention_args *a, int row, int head) {
 
 static void store_output(const attention_args *a, int row, int head, int pair, const float *out,
                          float over) {
-    int64_t at = ((a->starts[row] + pair / a->group) * num_heads(a) + head + pair % a->group) * a->head_dim;
-    for (int d = 0; d < a->head_dim; d++) store_number(a->out, at + d, a->dtype, out[d] * over);
+    int dim = a->value_coding.dim;
+    int64_t at = ((a->starts[row] + pair / a->group) * num_heads(a) + head + pair % a->group) * dim;
+    for (int d = 0; d < dim; d++) store_number(a->out, at + d, a->dtype, out[d] * over);
 }
 
 /* Convert logits of slots low .. high - 1 to weights, and add them to the sums (or replace them). */
@@ -198,7 +206,7 @@ static AVX512 void rescale_weights(float *weights, const float *tops, int64_t fi
 /* Whether walks of rows with one token store weights, so that no e^x is computed twice. Each 16 slots must
  * then be one tile. */
 static int stores_weights(const attention_args *a) {
-    return a->tops && !a->coded && !a->window && a->path >= PATH_AVX512 && a->page_tokens % TILE == 0;
+    return a->tops && !in_strips(a) && !a->window && a->path >= PATH_AVX512 && a->page_tokens % TILE == 0;
 }
 
 static float *tops_of(const attention_args *a, int row, int head) {
@@ -218,7 +226,7 @@ static void finish_columns(const attention_args *a, const float *logits, float *
 
 static float *partial_of(const attention_args *a, int kv_head, int64_t number, int m) {
     int64_t result = ((int64_t)kv_head * a->num_partials + number) * a->group + m;
-    return a->partials + result * (a->head_dim + 2);
+    return a->partials + result * (a->value_coding.dim + 2);
 }
 
 static int is_tallied(const attention_args *a, int row) {
@@ -290,9 +298,9 @@ static void finish_walk(const attention_args *a, const part *p, int kv_head, wal
     for (int m = 0; m < w->count; m++) {
         if (p->partial >= 0) {
             float *result = partial_of(a, kv_head, p->partial, first + m);
-            memcpy(result, w->out[m], a->head_dim * sizeof(float));
-            result[a->head_dim] = w->maximum[m];
-            result[a->head_dim + 1] = w->sum[m];
+            memcpy(result, w->out[m], w->value_dim * sizeof(float));
+            result[w->value_dim] = w->maximum[m];
+            result[w->value_dim + 1] = w->sum[m];
             continue;
         }
         float over = 1 / w->sum[m];
@@ -363,7 +371,7 @@ static void do_merge(const attention_args *a, const item *now, const item *next,
     int kv_head = now->number;
     (void)next;
     float *out = (float *)scratch;
-    int head = kv_head * a->group, dim = a->head_dim;
+    int head = kv_head * a->group, dim = a->value_coding.dim;
     int64_t high = lane_of(a, p->row, kv_head).slots;
     int64_t low = a->window && high > a->window ? high - a->window : 0;
     int tallied = is_tallied(a, p->row);

@@ -15,13 +15,13 @@
 /* WriteArgs in arguments.py mirrors this. Strides are in bytes. */
 typedef struct {
     uint8_t *plane[2]; /* keys, values: page n at n * page_bytes */
-    const uint8_t *fresh[2]; /* [tokens, lanes * heads_per_page, head_dim] */
+    const uint8_t *fresh[2]; /* [tokens, lanes * heads_per_page, dim] */
     int64_t token_stride[2], head_stride[2];
-    int64_t page_bytes, vector_bytes;
+    int64_t page_bytes;
     const int64_t *pages, *offsets; /* [tokens, lanes] */
     int32_t num_tokens, num_lanes, heads_per_page, page_tokens;
-    int32_t head_dim, dtype, path, coded; /* dtype of `fresh`; coded: slots store codes */
-    coding codings[2];
+    int32_t dtype, path, coded, unused; /* dtype of `fresh`; coded: slots store codes */
+    coding codings[2]; /* also of plain pages */
 } write_args;
 
 INLINE place new_place(const write_args *a, int64_t token, int head) {
@@ -33,7 +33,7 @@ INLINE place new_place(const write_args *a, int64_t token, int head) {
 
 static uint8_t *slot_of(const write_args *a, int which, int64_t token, int head) {
     place p = new_place(a, token, head);
-    return a->plane[which] + p.page_at + p.record * a->vector_bytes;
+    return a->plane[which] + p.page_at + p.record * a->codings[which].vector_bytes;
 }
 
 INLINE void encode_tokens(const write_args *a, int64_t begin, int64_t end) {
@@ -44,7 +44,7 @@ INLINE void encode_tokens(const write_args *a, int64_t begin, int64_t end) {
             for (int which = 0; which < 2; which++)
                 encode_vector(&a->codings[which],
                               a->fresh[which] + token * a->token_stride[which] + head * a->head_stride[which],
-                              a->head_dim, a->dtype, a->plane[which], p);
+                              a->dtype, a->plane[which], p);
         }
 }
 
@@ -62,14 +62,14 @@ static void write_tokens(int64_t begin, int64_t end, void *context) {
         for (int64_t token = first; token < last; token++)
             for (int head = 0; head < heads; head++)
                 for (int which = 0; which < 2; which++)
-                    for (int64_t i = 0; i < a->vector_bytes; i += 64)
+                    for (int64_t i = 0; i < a->codings[which].vector_bytes; i += 64)
                         __builtin_prefetch(slot_of(a, which, token, head) + i, 1);
         for (int64_t token = first; token < last; token++)
             for (int head = 0; head < heads; head++)
                 for (int which = 0; which < 2; which++)
                     memcpy(slot_of(a, which, token, head),
                            a->fresh[which] + token * a->token_stride[which] + head * a->head_stride[which],
-                           (size_t)a->vector_bytes);
+                           (size_t)a->codings[which].vector_bytes);
     }
 }
 

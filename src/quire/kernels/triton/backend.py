@@ -29,6 +29,7 @@ from quire.kernels.backend import (
     StatisticRows,
     StepShape,
     WindowFinish,
+    dims_of,
 )
 from quire.kernels.coded import CodedPlanes
 from quire.kernels.gathered import GatheredAttention
@@ -213,9 +214,8 @@ class TritonAttention:
         key, value = sides_of(pages)
         dtype, device = query.dtype, query.device
         own_query = rotate(query.float()) if key.rotated else query
-        out = torch.empty(
-            query.shape, dtype=torch.float32 if value.rotated else dtype, device=device
-        )
+        out_dtype = torch.float32 if value.rotated else dtype
+        out = torch.empty(*query.shape[:2], dims_of(pages)[1], dtype=out_dtype, device=device)
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=device)
         call = LayerCall(self._hardware, plan, pages, math, dtype, own_query, key, value, out, lse)
         own_bytes = lse.nbytes
@@ -236,9 +236,7 @@ class TritonAttention:
 
 def unfit_layer(pages: LayerPages) -> str | None:
     """Return why the kernels cannot read the pages or the page table of a layer, or None."""
-    coded = pages.coded
-    head_dim = pages.key.shape[3] if coded is None else coded.key.codec.head_dim
-    return unfit_pages(pages, head_dim) or _unfit_table(pages)
+    return unfit_pages(pages, dims_of(pages)[0]) or _unfit_table(pages)
 
 
 def _unfit_table(pages: LayerPages) -> str | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.codecs.base import Codec
 from quire.codecs.registry import Equalised
-from quire.kernels.backend import LayerPages
+from quire.kernels.backend import LayerPages, dims_of
 from quire.kernels.coded import CodedPlanes
 from quire.layout.codecs import CodecSpec
 
@@ -122,17 +122,15 @@ def unfit_pages(pages: LayerPages, head_dim: int) -> str | None:
         planes: tuple[Tensor, ...] = (pages.key, pages.value)
         if any(plane.dtype not in FLOATS for plane in planes):
             return f"pages of {pages.key.dtype}"
-        dims = {plane.shape[3] for plane in planes}
     else:
         sides = (pages.coded.key, pages.coded.value)
-        dims = {side.codec.head_dim for side in sides}
         planes = (*sides[0].planes, *sides[1].planes)
         reasons = (why_not(side.codec.spec, side.codec.head_dim) for side in sides)
         reason = next(filter(None, reasons), None)
         if reason is not None:
             return reason
-    if dims != {head_dim}:
-        return f"vectors of {sorted(dims)} numbers for queries of {head_dim}"
+    if dims_of(pages)[0] != head_dim:
+        return f"keys of {dims_of(pages)[0]} numbers for queries of {head_dim}"
     return _unfit_strides(planes)
 
 

@@ -30,6 +30,7 @@ from quire.kernels.backend import (
     StatisticRows,
     StepShape,
     WindowFinish,
+    dims_of,
 )
 from quire.kernels.coded import CodedPages, CodedPlanes
 from quire.kernels.device_copies import to_device
@@ -83,12 +84,10 @@ WAVES = 2  # programs of a kernel for each multiprocessor that hide each other's
 
 def can_write(slots: NewSlots, key: Tensor, value: Tensor) -> bool:
     """Whether the kernels can write these keys and values to these planes."""
-    heads, coded = slots.key.shape[1], slots.coded
-    head_dim = slots.key.shape[3] if coded is None else coded.key.codec.head_dim
-    num_tokens, num_lanes = slots.pages.shape
-    places = (slots.pages, slots.offsets)
+    (num_tokens, num_lanes), coded = slots.pages.shape, slots.coded
+    shape, places = (num_tokens, num_lanes * slots.key.shape[1]), (slots.pages, slots.offsets)
     return (
-        key.shape == value.shape == (num_tokens, num_lanes * heads, head_dim)
+        (key.shape, value.shape) == tuple((*shape, dim) for dim in dims_of(slots))
         and slots.offsets.shape == slots.pages.shape
         and all(t.dtype == torch.int64 and t.is_contiguous() for t in places)
         and all(t.stride(2) == 1 and t.dtype in FLOATS for t in (key, value))
@@ -217,9 +216,9 @@ def _launch_rope(
     rope: CosSin,
     source: Tensor | None,
 ) -> None:
-    num_tokens, num_heads, head_dim = query.shape
-    dims, half = triton.next_power_of_2(head_dim), rope.rotary_dim // 2
-    block = min(triton.next_power_of_2(key.shape[1]), max(1, BLOCK_ITEMS // dims))
+    (num_tokens, num_heads, head_dim), half = query.shape, rope.rotary_dim // 2
+    dims = [triton.next_power_of_2(heads.shape[2]) for heads in (key, value)]
+    block = min(triton.next_power_of_2(key.shape[1]), max(1, BLOCK_ITEMS // max(dims)))
     plane = key if slots is None else slots.key
     grid = (num_tokens, triton.cdiv(num_heads, block) + triton.cdiv(key.shape[1], block))
     row_kernels.rotate_and_write[grid](
@@ -239,9 +238,10 @@ def _launch_rope(
         1 if slots is None else slots.pages.shape[1],
         *(key.shape[1], 1) if slots is None else plane.shape[1:3],
         head_dim,
+        value.shape[2],
         rope.rotary_dim,
         block,
-        dims,
+        *dims,
         triton.next_power_of_2(half),
         source is not None,
         slots is not None,
@@ -277,11 +277,13 @@ def _launch_coded_rope(
         slots.pages.shape[1],
         *codes.shape[1:3],
         head_dim,
+        value.shape[2],
         rope.rotary_dim,
         triton.next_power_of_2(rope.rotary_dim // 2),
         source is not None,
         *(number for side in sides for number in (side.kind, side.bits, side.channels)),
-        *(triton.next_power_of_2(head_dim * side.bits // 8) for side in sides),
+        triton.next_power_of_2(head_dim * sides[0].bits // 8),
+        triton.next_power_of_2(value.shape[2] * sides[1].bits // 8),
         num_warps=1,
     )
 
@@ -762,35 +764,39 @@ class Tiles:
     """Sizes of the tiles of a layer.
 
     Attributes:
-        dims: channels of a tile; a power of two, at least head_dim.
+        dims: channels of a tile of keys; a power of two, at least their elements.
+        values: channels of a tile of values, likewise.
         slots: slots of a tile.
         heads: query heads of a tile of a decode row.
         entries: (query, head) pairs of a tile of a chunk.
     """
 
     dims: int
+    values: int
     slots: int
     heads: int
     entries: int
 
     @classmethod
-    def of(cls, head_dim: int, group: int, item_bytes: int, most: int = MIN_ENTRIES) -> "Tiles":
+    def of(
+        cls, widths: tuple[int, int], group: int, item_bytes: int, most: int = MIN_ENTRIES
+    ) -> "Tiles":
         """Choose tiles that fit the shared memory and the registers of a multiprocessor.
 
         Args:
-            head_dim: elements of a vector.
+            widths: elements of a key and of a value.
             group: query heads of a KV head.
             item_bytes: bytes of an operand of products.
             most: most entries.
         """
-        dims = max(MIN_BLOCK, triton.next_power_of_2(head_dim))
+        dims, values = (max(MIN_BLOCK, triton.next_power_of_2(dim)) for dim in widths)
         heads = max(MIN_BLOCK, triton.next_power_of_2(group))
-        slots = min(128, max(MIN_BLOCK, TILE_BYTES // (dims * item_bytes)))
+        slots = min(128, max(MIN_BLOCK, TILE_BYTES // (max(dims, values) * item_bytes)))
         sum_bytes = SUM_BYTES * most // MIN_ENTRIES
-        entries = min(most, max(MIN_BLOCK, sum_bytes // (4 * dims)))
+        entries = min(most, max(MIN_BLOCK, sum_bytes // (4 * max(dims, values))))
         if item_bytes == torch.float32.itemsize:  # no tensor cores: operands are in registers
             entries = min(32, entries)
-        return cls(dims, slots, heads, max(entries, heads))
+        return cls(dims, values, slots, heads, max(entries, heads))
 
 
 @dataclass(frozen=True, slots=True)
@@ -829,7 +835,7 @@ class LayerCall:
         dtype: type of the products on a GPU.
         query: queries, rotated if the codes of the keys are.
         key, value: how the pages are read.
-        out: the output, in the shape of query; rotated if the codes of the values are.
+        out: the output; rotated if the codes of the values are.
         lse: log-sum-exp of each token and head, of base 2.
     """
 
@@ -841,7 +847,7 @@ class LayerCall:
     query: Float[Tensor, "num_tokens num_heads head_dim"]
     key: SideCoding
     value: SideCoding
-    out: Float[Tensor, "num_tokens num_heads head_dim"]
+    out: Float[Tensor, "num_tokens num_heads value_dim"]
     lse: Float[Tensor, "num_tokens num_heads"]
 
     @cached_property
@@ -861,7 +867,8 @@ class LayerCall:
         is_plain = self.kinds == {PLAIN}  # codes are decoded in registers
         is_large = self.hardware.large_tiles and is_plain and longest > MIN_ENTRIES
         most = 2 * MIN_ENTRIES if is_large else MIN_ENTRIES
-        return Tiles.of(self.query.shape[2], self.group, self.dtype.itemsize, most)
+        dims = self.query.shape[2], self.out.shape[2]
+        return Tiles.of(dims, self.group, self.dtype.itemsize, most)
 
     @cached_property
     def kinds(self) -> set[int]:
@@ -910,6 +917,8 @@ class LayerCall:
             "sinks": self.query if sinks is None else sinks.contiguous(),
             "out_token_stride": self.out.stride(0),
             "out_head_stride": self.out.stride(1),
+            "VALUE_DIM": self.out.shape[2],
+            "BLOCK_V": self.tiles.values,
             "HAS_SINKS": sinks is not None,
             # the product of a weight and a scale may be too small for float16
             "FOLDS": self.dtype != torch.float16,
@@ -939,10 +948,10 @@ def attend_decode(call: LayerCall) -> int:
     most = -(-call.plan.longest_decode // block) + (call.plan.lanes.window is not None)
     splits = split_count(rows * call.kv_heads, most, call.hardware.multiprocessors)
     splits = -(-most // -(-most // splits))  # none without slots in the longest row
-    heads, head_dim, device = call.query.shape[1], call.query.shape[2], call.query.device
+    (_, heads, value_dim), device = call.out.shape, call.query.device
     is_whole = splits == 1
     count = 0 if is_whole else rows * heads * splits
-    partial = torch.empty(count * head_dim, dtype=torch.float32, device=device)
+    partial = torch.empty(count * value_dim, dtype=torch.float32, device=device)
     partial_lse = torch.empty(count, dtype=torch.float32, device=device)
     decode_splits[(rows, call.kv_heads, splits)](
         **(dict(call.attends) | {"BLOCK_T": block} | ({} if is_whole else {"lse": partial_lse})),
@@ -962,7 +971,7 @@ def merge_decode(call: LayerCall, partial: Tensor, partial_lse: Tensor, splits: 
     """Merge the splits of the decode rows."""
     args = call.attends
     names = ("sinks", "value_factors", "out", "lse", "out_token_stride", "out_head_stride")
-    constants = ("HEAD_DIM", "GROUP", "BLOCK_D", "HAS_SINKS", "HAS_VALUE_FACTORS")
+    constants = ("VALUE_DIM", "GROUP", "BLOCK_V", "HAS_SINKS", "HAS_VALUE_FACTORS")
     merge_splits[(call.plan.step.num_decode, call.query.shape[1])](
         partial=partial,
         partial_lse=partial_lse,
@@ -1024,7 +1033,7 @@ def stages(tiles_ahead: int) -> int:
 
 def _warps(tiles: Tiles) -> int:
     """Warps of a program that accumulates values of a chunk."""
-    return 8 if tiles.entries * tiles.dims * 4 >= SUM_BYTES else 4
+    return 8 if tiles.entries * max(tiles.dims, tiles.values) * 4 >= SUM_BYTES else 4
 
 
 def score(
@@ -1048,7 +1057,8 @@ def score(
     side = plain_coding(plane) if lanes.coded is None else coding_of(lanes.coded)
     if window is not None and lanes.coded is None:
         dtype = plane.dtype
-    heads, tiles = len(lanes.order) * plane.shape[1], Tiles.of(lanes.head_dim, 1, dtype.itemsize)
+    heads = len(lanes.order) * plane.shape[1]
+    tiles = Tiles.of((lanes.head_dim, lanes.head_dim), 1, dtype.itemsize)
     args = {
         "pages": lanes.pages.contiguous(),
         "order": lanes.order.contiguous(),

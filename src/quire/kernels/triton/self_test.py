@@ -179,13 +179,16 @@ class NoTriton:
 
 
 @functools.cache
-def tested_hardware(device: torch.device, dtype: torch.dtype, head_dim: int) -> Hardware | NoTriton:
+def tested_hardware(
+    device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int
+) -> Hardware | NoTriton:
     """Return the properties of a device on which the kernels are right, or why they are not used.
 
     Args:
         device: a device that `why_no_triton` has no objection to.
         dtype: type of the queries and of unquantized pages.
-        head_dim: elements of a vector.
+        head_dim: elements of a key.
+        value_dim: elements of a value.
     """
     hardware = Hardware.of(device)
     splits, whole_rows = (
@@ -193,8 +196,9 @@ def tested_hardware(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
         for count in (_SPLITS, _WHOLE_ROWS)
     )
     try:
-        wrong = first_wrong(splits, device, dtype, head_dim)
-        wrong = wrong or first_wrong(whole_rows, device, dtype, head_dim, with_sums=False)
+        dims = head_dim, value_dim
+        wrong = first_wrong(splits, device, dtype, dims)
+        wrong = wrong or first_wrong(whole_rows, device, dtype, dims, with_sums=False)
     except cannot_run() as error:
         wrong = failure_of(error)
     if wrong is None:
@@ -208,7 +212,7 @@ def first_wrong(
     backend: AttentionBackend,
     device: torch.device,
     dtype: torch.dtype,
-    head_dim: int,
+    dims: tuple[int, int],
     *,
     with_sums: bool = True,
 ) -> str | None:
@@ -218,7 +222,7 @@ def first_wrong(
         backend: the backend.
         device: device of the pages.
         dtype: type of the queries and of unquantized pages.
-        head_dim: elements of a vector.
+        dims: elements of a key and of a value.
         with_sums: whether column sums are computed too.
     """
     if not moves_right(backend, device):
@@ -228,13 +232,13 @@ def first_wrong(
     if with_sums and not tallies_right(backend, device):
         return "wrong statistics of slots"
     plain = str(dtype).removeprefix("torch.")
-    codecs = (*_CODECS,) if head_dim % 8 == 0 else ()
+    codecs = (*_CODECS,) if not any(dim % 8 for dim in dims) else ()
     samples = ((plain, False), (plain, True), *((name, False) for name in codecs))
-    with_rope = (False, True) if with_sums and head_dim % 2 == 0 else (False,)
+    with_rope = (False, True) if with_sums and dims[0] % 2 == 0 else (False,)
     for (codec, has_extras), rotates in itertools.product(samples, with_rope):
         if rotates and has_extras:
             continue
-        step = _Sample(codec, dtype, head_dim, has_extras=has_extras, rotates=rotates)
+        step = _Sample(codec, dtype, dims, has_extras=has_extras, rotates=rotates)
         found = step.on(backend, device, with_sums=with_sums)
         for expected, got in zip(step.expected(), found, strict=False):
             error = (got.cpu().float() - expected).abs().max() / expected.abs().max()
@@ -249,7 +253,7 @@ class _Sample:
     Args:
         codec: of keys and values; the name of `dtype` for unquantized pages.
         dtype: type of the queries and of new keys and values.
-        head_dim: elements of a vector.
+        dims: elements of a key and of a value.
         has_extras: whether scores have a softcap and heads have sinks.
         rotates: whether the newest slots are written by the kernel with RoPE.
     """
@@ -258,18 +262,19 @@ class _Sample:
         self,
         codec: str,
         dtype: torch.dtype,
-        head_dim: int,
+        dims: tuple[int, int],
         *,
         has_extras: bool,
         rotates: bool = False,
     ) -> None:
         self._rotates = rotates
         generator = torch.Generator().manual_seed(0)
-        self._codec, self._dtype = make_codec(codec_spec(codec), head_dim), dtype
-        shape = (2, NUM_PAGES, HEADS, PAGE_TOKENS, head_dim)
-        vectors = torch.randn(shape, generator=generator).to(dtype)
+        self._codecs = [make_codec(codec_spec(codec), dim) for dim in dims]
+        shapes = [(NUM_PAGES, HEADS, PAGE_TOKENS, dim) for dim in dims]
+        vectors = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
         self._fresh_source = vectors
-        encoded = [plane for side in vectors for plane in self._codec.encode(side)]
+        pairs = zip(self._codecs, vectors, strict=True)
+        encoded = [plane for own, side in pairs for plane in own.encode(side)]
         sizes = [-(-plane[0].nbytes // _ALIGNMENT) * _ALIGNMENT for plane in encoded]
         self._starts = np.cumsum([0, *sizes]).tolist()
         self._forms = [(plane.dtype, plane.shape) for plane in encoded]
@@ -279,9 +284,9 @@ class _Sample:
         order = torch.randperm(NUM_PAGES, generator=generator)
         self._table = order.int().view(len(SLOTS), 1, COLUMNS)
         tokens, heads = sum(NEW_TOKENS), HEADS * GROUP
-        self._query = torch.randn(tokens, heads, head_dim, generator=generator).to(dtype)
+        self._query = torch.randn(tokens, heads, dims[0], generator=generator).to(dtype)
         self._math = AttentionMath(
-            scale=head_dim**-0.5,
+            scale=dims[0] ** -0.5,
             softcap=3.0 if has_extras else None,
             sinks=torch.linspace(-1, 1, heads) if has_extras else None,
         )
@@ -351,8 +356,9 @@ class _Sample:
     def _sides(self, arena: Tensor) -> tuple[Tensor, Tensor, CodedPages | None]:
         views = self._views(arena)
         half = len(views) // 2
-        sides = (CodedPlanes(self._codec, tuple(part)) for part in (views[:half], views[half:]))
-        coded = None if self._codec.spec.is_plain else CodedPages(*sides)
+        halves = zip(self._codecs, (views[:half], views[half:]), strict=True)
+        sides = [CodedPlanes(codec, tuple(part)) for codec, part in halves]
+        coded = None if self._codecs[0].spec.is_plain else CodedPages(*sides)
         return views[0], views[half], coded
 
     def _views(self, arena: Tensor) -> list[Tensor]:

@@ -149,7 +149,7 @@ class StepCPUAttention:
 
     def merge_into(
         self,
-        out: Float[Tensor, "num_tokens num_heads head_dim"],
+        out: Float[Tensor, "num_tokens num_heads value_dim"],
         group: LaneGroup,
         pages: LayerPages,
         query: Float[Tensor, "num_tokens num_heads head_dim"],
@@ -291,7 +291,7 @@ def can_attend_in_parts(group: LaneGroup) -> bool:
 def _read(
     key: Tensor, value: Tensor, coded: CodedPages | None, numbers: Tensor, lane: int
 ) -> tuple[Tensor, Tensor]:
-    """Read keys and values of pages, [1, head, slot, head_dim]."""
+    """Read keys and values of pages, [1, head, slot, elements]."""
     if coded is None:
         return tuple(_joined(plane[numbers]) for plane in (key, value))  # type: ignore[return-value]
     lanes = torch.tensor([lane], device=numbers.device)

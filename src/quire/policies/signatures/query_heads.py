@@ -130,7 +130,7 @@ class _Repeated:
     def keys(self) -> Float[Tensor, "lane slot head_dim"]:
         return self.slots.keys().repeat_interleave(self.group, dim=0)
 
-    def values(self) -> Float[Tensor, "lane slot head_dim"]:
+    def values(self) -> Float[Tensor, "lane slot value_dim"]:
         return self.slots.values().repeat_interleave(self.group, dim=0)
 
 
@@ -164,5 +164,5 @@ class _First:
     def keys(self) -> Float[Tensor, "lane slot head_dim"]:
         return self.slots.keys()[:: self.heads]
 
-    def values(self) -> Float[Tensor, "lane slot head_dim"]:
+    def values(self) -> Float[Tensor, "lane slot value_dim"]:
         return self.slots.values()[:: self.heads]

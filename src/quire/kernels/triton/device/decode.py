@@ -54,9 +54,11 @@ def decode_splits(
     PAGE_HEADS: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     BLOCK_T: tl.constexpr,
     OPERAND: tl.constexpr,
     IS_WHOLE: tl.constexpr,
@@ -80,8 +82,8 @@ def decode_splits(
     graph repeats the launch while they change.
 
     With IS_WHOLE a row has one split: writes the output and the log-sum-exp [row, head]. Otherwise
-    writes the output of the split to `partial` [row, head, split, dim] and its log-sum-exp [row,
-    head, split], without sinks and factors.
+    writes the output of the split to `partial` [row, head, split, VALUE_DIM] and its log-sum-exp
+    [row, head, split], without sinks and factors.
     """
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     lane, page_head = kv_head // PAGE_HEADS, kv_head % PAGE_HEADS
@@ -94,14 +96,14 @@ def decode_splits(
     table_row = tl.load(table_rows + row).to(tl.int64)
     own_table = table + table_row * table_row_stride + (first_lane + lane) * table_lane_stride
 
-    group, dim = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    group, dim, value_dim = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     heads, is_head = kv_head * GROUP + group, group < GROUP
     inside = is_head[:, None] & (dim < HEAD_DIM)[None, :]
     queries = query + row * query_token_stride + heads[:, None] * query_head_stride + dim[None, :]
     q = load_queries(queries, inside, key_factors, kv_head, dim, HEAD_DIM, HAS_KEY_FACTORS, OPERAND)
     peak = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
-    attended = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    attended = tl.zeros([BLOCK_G, BLOCK_V], tl.float32)
     for start in range(begin, end, BLOCK_T):
         slot = start + tl.arange(0, BLOCK_T)
         seen = (slot >= first) & (slot < end)
@@ -143,9 +145,9 @@ def decode_splits(
             page,
             vector,
             seen,
-            dim,
+            value_dim,
             page_bytes,
-            HEAD_DIM,
+            VALUE_DIM,
             VALUE_KIND,
             VALUE_BITS,
             VALUE_CHANNELS,
@@ -155,6 +157,7 @@ def decode_splits(
         )
         peak = new_peak
 
+    inside = is_head[:, None] & (value_dim < VALUE_DIM)[None, :]
     place = (row * NUM_LANES * PAGE_HEADS * GROUP + heads).to(tl.int64)
     if IS_WHOLE:
         if HAS_SINKS:
@@ -162,15 +165,15 @@ def decode_splits(
             attended *= shrink[:, None]
         attended /= total[:, None]
         if HAS_VALUE_FACTORS:
-            factors = value_factors + kv_head * HEAD_DIM + dim
-            attended *= tl.load(factors, mask=dim < HEAD_DIM, other=0.0)[None, :]
-        outs = out + row * out_token_stride + heads[:, None] * out_head_stride + dim[None, :]
+            factors = value_factors + kv_head * VALUE_DIM + value_dim
+            attended *= tl.load(factors, mask=value_dim < VALUE_DIM, other=0.0)[None, :]
+        outs = out + row * out_token_stride + heads[:, None] * out_head_stride + value_dim[None, :]
         tl.store(outs, stored_as(attended, out.dtype.element_ty), mask=inside)
         tl.store(lse + place, log_sum(peak, total), mask=is_head)
     else:
         place = place * num_splits + split
         if begin < end:
-            parts = partial + place[:, None] * HEAD_DIM + dim[None, :]
+            parts = partial + place[:, None] * VALUE_DIM + value_dim[None, :]
             tl.store(parts, attended / total[:, None], mask=inside)
         tl.store(lse + place, log_sum(peak, total), mask=is_head)
 
@@ -187,9 +190,9 @@ def merge_splits(
     out_head_stride,
     num_splits,
     NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     GROUP: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     BLOCK_S: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_VALUE_FACTORS: tl.constexpr,
@@ -200,7 +203,7 @@ def merge_splits(
     """
     row, head = tl.program_id(0), tl.program_id(1)
     place = (row * NUM_HEADS + head).to(tl.int64)
-    split, dim = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+    split, dim = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_V)
     lses = partial_lse + place * num_splits + split
     own_lse = tl.load(lses, mask=split < num_splits, other=float("-inf"))
     peak = tl.max(own_lse, 0)
@@ -212,13 +215,13 @@ def merge_splits(
     if HAS_SINKS:
         total += tl.exp2(sink - peak)
     has_slots = own_lse != float("-inf")  # the output of other splits was not written
-    inside = has_slots[:, None] & (dim < HEAD_DIM)[None, :]
-    parts = partial + (place * num_splits + split)[:, None] * HEAD_DIM + dim[None, :]
+    inside = has_slots[:, None] & (dim < VALUE_DIM)[None, :]
+    parts = partial + (place * num_splits + split)[:, None] * VALUE_DIM + dim[None, :]
     numbers = tl.load(parts, mask=inside, other=0.0)
     merged = tl.sum(numbers * weights[:, None], 0) / total
     if HAS_VALUE_FACTORS:
-        factors = value_factors + head // GROUP * HEAD_DIM + dim
-        merged *= tl.load(factors, mask=dim < HEAD_DIM, other=0.0)
+        factors = value_factors + head // GROUP * VALUE_DIM + dim
+        merged *= tl.load(factors, mask=dim < VALUE_DIM, other=0.0)
     outs = out + row * out_token_stride + head * out_head_stride + dim
-    tl.store(outs, stored_as(merged, out.dtype.element_ty), mask=dim < HEAD_DIM)
+    tl.store(outs, stored_as(merged, out.dtype.element_ty), mask=dim < VALUE_DIM)
     tl.store(lse + place, peak + tl.log2(total))

@@ -39,12 +39,14 @@ def attend_block(
     value_indices,
     value_outliers,
     dim,
+    value_dim,
     page_bytes,
     scale,
     cap,
     MASKED: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     BLOCK_T: tl.constexpr,
     OPERAND: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -110,9 +112,9 @@ def attend_block(
         page,
         vector,
         live,
-        dim,
+        value_dim,
         page_bytes,
-        HEAD_DIM,
+        VALUE_DIM,
         VALUE_KIND,
         VALUE_BITS,
         VALUE_CHANNELS,
@@ -163,9 +165,11 @@ def prefill_blocks(
     PAGE_HEADS: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     BLOCK_T: tl.constexpr,
     OPERAND: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -196,7 +200,7 @@ def prefill_blocks(
     own_table = table + table_row * table_row_stride + (first_lane + lane) * table_lane_stride
 
     block_queries: tl.constexpr = BLOCK_M // GROUP
-    entry, dim = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    entry, dim, value_dim = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     index = first_query + entry // GROUP
     is_query = (entry < block_queries * GROUP) & (index < num_tokens)
     heads = kv_head * GROUP + entry % GROUP
@@ -228,7 +232,7 @@ def prefill_blocks(
     whole_end = tl.maximum(whole_end, whole_begin)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    attended = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    attended = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     for start in range(whole_begin, whole_end, BLOCK_T):
         peak, total, attended = attend_block(
             q,
@@ -253,12 +257,14 @@ def prefill_blocks(
             value_indices,
             value_outliers,
             dim,
+            value_dim,
             page_bytes,
             scale,
             cap,
             False,
             PAGE_TOKENS,
             HEAD_DIM,
+            VALUE_DIM,
             BLOCK_T,
             OPERAND,
             HAS_SOFTCAP,
@@ -298,12 +304,14 @@ def prefill_blocks(
             value_indices,
             value_outliers,
             dim,
+            value_dim,
             page_bytes,
             scale,
             cap,
             True,
             PAGE_TOKENS,
             HEAD_DIM,
+            VALUE_DIM,
             BLOCK_T,
             OPERAND,
             HAS_SOFTCAP,
@@ -323,9 +331,10 @@ def prefill_blocks(
         attended *= shrink[:, None]
     attended /= tl.where(total == 0, 1.0, total)[:, None]
     if HAS_VALUE_FACTORS:
-        factors = value_factors + kv_head * HEAD_DIM + dim
-        attended *= tl.load(factors, mask=dim < HEAD_DIM, other=0.0)[None, :]
-    outs = out + (token * out_token_stride + heads * out_head_stride)[:, None] + dim[None, :]
+        factors = value_factors + kv_head * VALUE_DIM + value_dim
+        attended *= tl.load(factors, mask=value_dim < VALUE_DIM, other=0.0)[None, :]
+    outs = out + (token * out_token_stride + heads * out_head_stride)[:, None] + value_dim[None, :]
+    inside = is_query[:, None] & (value_dim < VALUE_DIM)[None, :]
     tl.store(outs, stored_as(attended, out.dtype.element_ty), mask=inside)
     place = token * (NUM_LANES * PAGE_HEADS * GROUP) + heads
     tl.store(lse + place, log_sum(peak, total), mask=is_query)

@@ -122,9 +122,11 @@ def rotate_and_write(
     PAGE_HEADS: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     BLOCK_R: tl.constexpr,
     HAS_SOURCE: tl.constexpr,
     WRITES: tl.constexpr,
@@ -172,17 +174,17 @@ def rotate_and_write(
             page = tl.load(pages + slot, mask=is_head, other=0)
             vector = heads % PAGE_HEADS * PAGE_TOKENS
             vector += tl.load(offsets + slot, mask=is_head, other=0)
-            dim = tl.arange(0, BLOCK_D)[None, :]
-            is_dim = is_head[:, None] & (dim < HEAD_DIM)
+            dim, value_dim = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_V)[None, :]
             to_key = record_of(key_plane, page, vector, page_bytes, HEAD_DIM)[:, None]
             tl.store(to_key + pair[None, :], new_low, mask=inside)
             tl.store(to_key + half + pair[None, :], new_high, mask=inside)
             if ROTARY_DIM < HEAD_DIM:
-                is_rest = is_dim & (dim >= ROTARY_DIM)
+                is_rest = is_head[:, None] & (dim < HEAD_DIM) & (dim >= ROTARY_DIM)
                 tl.store(to_key + dim, tl.load(keys + dim, mask=is_rest), mask=is_rest)
             values = value + long_token * value_token_stride + heads[:, None] * value_head_stride
-            to_value = record_of(value_plane, page, vector, page_bytes, HEAD_DIM)[:, None]
-            tl.store(to_value + dim, tl.load(values + dim, mask=is_dim), mask=is_dim)
+            to_value = record_of(value_plane, page, vector, page_bytes, VALUE_DIM)[:, None]
+            is_dim = is_head[:, None] & (value_dim < VALUE_DIM)
+            tl.store(to_value + value_dim, tl.load(values + value_dim, mask=is_dim), mask=is_dim)
 
 
 @triton.jit(do_not_specialize_on_alignment=["pages", "offsets"])
@@ -213,6 +215,7 @@ def rotate_and_encode(
     PAGE_HEADS: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     BLOCK_R: tl.constexpr,
     HAS_SOURCE: tl.constexpr,
@@ -286,7 +289,7 @@ def rotate_and_encode(
                 vector,
                 page_bytes,
                 own,
-                HEAD_DIM,
+                VALUE_DIM,
                 0,
                 VALUE_KIND,
                 VALUE_BITS,
