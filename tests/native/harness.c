@@ -12,10 +12,10 @@
 #include "random_numbers.h"
 
 static int one_case(int path, int dtype) {
-    int dims[] = {8, 33, 64, 80, 128, 256}, dim = dims[between(0, 5)], tokens = between(0, 1) ? 16 * between(1, 2) : between(1, 35);
+    int dims[] = {8, 33, 64, 80, 128, 192, 256}, dim = dims[between(0, 6)], tokens = between(0, 1) ? 16 * between(1, 2) : between(1, 35);
     int lanes = between(1, 2), heads = between(1, 2), group = between(1, 5), rows = between(1, 3);
-    int item = dtype == F32 ? 4 : 2, total = 0, widest = 0;
-    int64_t page_bytes = 2ll * heads * tokens * dim * item, row_ids[3], starts[3];
+    int item = dtype == F32 ? 4 : 2, total = 0, widest = 0, width[2] = {dim, between(0, 1) ? dim : dims[between(0, 6)]};
+    int64_t value_at = (int64_t)heads * tokens * dim, page_bytes = (int64_t)heads * tokens * (dim + width[1]) * item, row_ids[3], starts[3];
     int32_t slots[6], new_tokens[3];
     for (int r = 0; r < rows; r++) {
         row_ids[r] = r;
@@ -30,18 +30,19 @@ static int one_case(int path, int dtype) {
     uint8_t *arena = malloc((size_t)(pages * page_bytes));
     int32_t *table = malloc(sizeof(int32_t) * pages);
     int num_heads = lanes * heads * group;
-    size_t out_count = (size_t)total * num_heads * dim;
-    uint8_t *query = malloc(out_count * item), *out = malloc(out_count * item);
+    size_t query_count = (size_t)total * num_heads * dim;
+    uint8_t *query = malloc(query_count * item), *out = malloc((size_t)total * num_heads * width[1] * item);
     float *sinks = between(0, 1) ? malloc(sizeof(float) * num_heads) : NULL;
     float *sums = between(0, 1) ? calloc((size_t)rows * num_heads * widest, sizeof(float)) : NULL;
     double *expected_sums = calloc((size_t)rows * num_heads * widest, sizeof(double));
     int window = between(0, 1) ? between(1, 60) : 0;
     part walks[60], blocks[12], merges[3], sum_parts[9];
     int num_walks = 0, num_blocks = 0, num_merges = 0, num_sums = 0, num_partials = 0;
+    int has_blocks = quire_block_queries(path, dim) && quire_block_queries(path, width[1]);
     for (int r = 0; r < rows; r++) {
-        if (new_tokens[r] > 1 && quire_block_queries(path, dim) && between(0, 1)) { /* in one part */
+        if (new_tokens[r] > 1 && has_blocks && between(0, 1)) { /* in one part */
             blocks[num_blocks++] = (part){r, 0, new_tokens[r] * group, 1};
-        } else if (new_tokens[r] > 1 && quire_block_queries(path, dim)) {
+        } else if (new_tokens[r] > 1 && has_blocks) {
             for (int first = 0; first < new_tokens[r] * group; first += 50, num_blocks++) {
                 int left = new_tokens[r] * group - first;
                 blocks[num_blocks] = (part){r, first, left < 50 ? left : 50, -1};
@@ -57,26 +58,27 @@ static int one_case(int path, int dtype) {
         }
     }
     float *normalisers = malloc(sizeof(float) * 2 * total * num_heads);
-    float *partials = malloc(sizeof(float) * num_heads * (num_partials + 1) * (dim + 2));
-    int64_t scratch_bytes = quire_scratch_bytes(dim, sums ? widest : 0, heads);
+    float *partials = malloc(sizeof(float) * num_heads * (num_partials + 1) * (width[1] + 2));
+    int64_t scratch_bytes = quire_scratch_bytes(dim, width[1], sums ? widest : 0, heads);
     uint8_t *scratch = aligned_alloc(64, scratch_bytes);
     for (int64_t i = 0; i < pages * page_bytes / item; i++) store_number(arena, i, dtype, NAN);
     for (int i = 0; i < pages; i++) table[i] = pages - 1 - i;
-    for (size_t i = 0; i < out_count; i++) store_number(query, (int64_t)i, dtype, number());
+    for (size_t i = 0; i < query_count; i++) store_number(query, (int64_t)i, dtype, number());
     for (int i = 0; sinks && i < num_heads; i++) sinks[i] = number();
     for (int r = 0; r < rows; r++)
         for (int l = 0; l < lanes; l++)
             for (int s = 0; s < slots[r * lanes + l]; s++)
                 for (int h = 0; h < 2 * heads; h++)
-                    for (int d = 0; d < dim; d++) {
-                        int64_t page = table[(r * lanes + l) * capacity + s / tokens];
-                        int64_t at = page * page_bytes / item + ((int64_t)h * tokens + s % tokens) * dim;
-                        store_number(arena, at + d, dtype, number());
+                    for (int d = 0; d < width[h / heads]; d++) {
+                        int64_t page = table[(r * lanes + l) * capacity + s / tokens] * page_bytes / item + h / heads * value_at;
+                        store_number(arena, page + ((int64_t)(h % heads) * tokens + s % tokens) * width[h / heads] + d, dtype, number());
                     }
-    coding plain = {.vector_bytes = dim * item, .kind = PLAIN_NUMBERS, .dtype = dtype, .channels = dim,
-                    .run = dim, .num_runs = 1};
+    coding plain[2];
+    for (int k = 0; k < 2; k++)
+        plain[k] = (coding){.vector_bytes = width[k] * item, .kind = PLAIN_NUMBERS, .dtype = dtype, .channels = width[k],
+                            .run = width[k], .num_runs = 1, .dim = width[k]};
     attention_args a = {
-        .key = arena, .value = arena + page_bytes / 2, .page_bytes = page_bytes, .table = table,
+        .key = arena, .value = arena + value_at * item, .page_bytes = page_bytes, .table = table,
         .table_row_stride = (int64_t)lanes * capacity, .table_lane_stride = capacity, .rows = row_ids,
         .slots = slots, .starts = starts, .tokens = new_tokens, .query = query,
         .query_token_stride = (int64_t)num_heads * dim, .query_head_stride = dim, .out = out,
@@ -87,7 +89,7 @@ static int one_case(int path, int dtype) {
         .num_partials = num_partials, .num_lanes = lanes, .heads_per_page = heads, .group = group, .heads_together = between(0, 1) ? heads : 1, .head_dim = dim,
         .page_tokens = tokens, .dtype = dtype, .window = window,
         .scale = 0.3f, .softcap = between(0, 2) ? 0 : 2.5f, .path = path,
-        .key_coding = plain, .value_coding = plain,
+        .key_coding = plain[0], .value_coding = plain[1],
     };
     if (quire_attend(&a, NULL, 1)) return 1;
     double worst = 0, *weight = malloc(sizeof(double) * widest);
@@ -113,14 +115,14 @@ static int one_case(int path, int dtype) {
                 for (int s = first; s <= own; s++) sum += weight[s] = exp(weight[s] - top);
                 for (int s = first; s <= own; s++)
                     expected_sums[((int64_t)r * num_heads + h) * widest + s] += weight[s] / sum;
-                for (int d = 0; d < dim; d++) {
+                for (int d = 0; d < width[1]; d++) {
                     double expected = 0;
                     for (int s = first; s <= own; s++) {
                         int64_t page = table[(r * lanes + lane) * capacity + s / tokens];
-                        int64_t at = page * page_bytes / item + ((int64_t)(heads + kv % heads) * tokens + s % tokens) * dim;
+                        int64_t at = page * page_bytes / item + value_at + ((int64_t)(kv % heads) * tokens + s % tokens) * width[1];
                         expected += weight[s] / sum * load_number(arena, at + d, dtype);
                     }
-                    double error = fabs(expected - load_number(out, q + d, dtype));
+                    double error = fabs(expected - load_number(out, q / dim * width[1] + d, dtype));
                     if (!(error <= worst)) worst = error;
                 }
             }
@@ -130,7 +132,7 @@ static int one_case(int path, int dtype) {
     free(arena), free(table), free(query), free(out), free(sinks), free(sums), free(weight);
     double allowed = dtype == F32 ? 2e-5 : dtype == BF16 ? 2e-2 : 4e-3;
     if (worst <= allowed) return 0;
-    fprintf(stderr, "path %d dtype %d dim %d: error %g\n", path, dtype, dim, worst);
+    fprintf(stderr, "path %d dtype %d dims %d %d: error %g\n", path, dtype, dim, width[1], worst);
     return 1;
 }
 
@@ -141,7 +143,7 @@ static coding some_coding(int dim, int records, int64_t *at, int64_t *codes) {
     while (kind == BIT_CODES && (stretch % run || channels % run)) run--;
     int groups = kind == PLAIN_NUMBERS ? 0 : dim / channels, outliers = kind == BIT_CODES ? between(0, 2) : 0;
     coding c = {.kind = kind, .dtype = F32, .bits = bits, .channels = channels, .run = run,
-                .num_runs = dim / run, .num_outliers = outliers, .index_bytes = 1,
+                .num_runs = dim / run, .num_outliers = outliers, .index_bytes = 1, .dim = dim,
                 .vector_bytes = kind == PLAIN_NUMBERS ? 4 * dim : stretch};
     int64_t here = *at, half = 2ll * groups * records;
 #define LAY(bytes) ((const uint8_t *)(here += (bytes + 3) / 4 * 4) - (bytes + 3) / 4 * 4)
@@ -156,12 +158,12 @@ static coding some_coding(int dim, int records, int64_t *at, int64_t *codes) {
 
 /* Attention over codes equals attention over the decoded vectors; pages end at the end of their allocation. */
 static int one_coded(int path) {
-    int dims[] = {8, 12, 33, 64, 96, 128, 256}, dim = dims[between(0, 6)], tokens = between(1, 35);
+    int dims[] = {8, 12, 33, 64, 96, 128, 256}, dim = dims[between(0, 6)], values = between(0, 1) ? dim : dims[between(0, 6)], tokens = between(1, 35);
     int heads = between(1, 3), group = between(1, 9), count = between(0, 1) ? 1 : between(2, 30);
     int32_t slots = count + between(0, 200), columns = (slots + tokens - 1) / tokens, new_tokens = count;
     int64_t page_bytes = 0, codes[2], zero = 0;
     coding key = some_coding(dim, heads * tokens, &page_bytes, &codes[0]);
-    coding value = some_coding(dim, heads * tokens, &page_bytes, &codes[1]);
+    coding value = some_coding(values, heads * tokens, &page_bytes, &codes[1]);
     uint8_t *arena = malloc((size_t)(page_bytes * columns));
     coding *both[2] = {&key, &value};
     for (int64_t i = 0; i < page_bytes * columns; i++) arena[i] = (uint8_t)random_bits();
@@ -171,30 +173,30 @@ static int one_coded(int path) {
         for (int k = 0; k < 4; k++)
             if (*planes[k]) *planes[k] = arena + (int64_t)*planes[k]; /* after the codes */
         for (int64_t p = 0; p < columns; p++) {
-            int halves = heads * tokens * (dim / c->channels);
+            int halves = heads * tokens * (c->dim / c->channels);
             for (int i = 0; c->scales && i < halves; i++) ((uint16_t *)(c->scales + p * page_bytes))[i] = to_f16(0.01f * fabsf(number())); /* as of codecs */
             for (int i = 0; c->zeros && i < halves; i++) ((uint16_t *)(c->zeros + p * page_bytes))[i] = to_f16(number());
             for (int i = 0; c->num_outliers && i < heads * tokens * c->num_outliers; i++) {
                 ((uint16_t *)(c->outliers + p * page_bytes))[i] = to_f16(number());
-                ((uint8_t *)(c->indices + p * page_bytes))[i] = (uint8_t)((i % c->num_outliers) * dim / 2 + between(0, dim / 2 - 1));
+                ((uint8_t *)(c->indices + p * page_bytes))[i] = (uint8_t)((i % c->num_outliers) * c->dim / 2 + between(0, c->dim / 2 - 1));
             }
-            for (int i = 0; c->kind == PLAIN_NUMBERS && i < heads * tokens * dim; i++) ((float *)(arena + codes[side] + p * page_bytes))[i] = number();
+            for (int i = 0; c->kind == PLAIN_NUMBERS && i < heads * tokens * c->dim; i++) ((float *)(arena + codes[side] + p * page_bytes))[i] = number();
         }
     }
     int32_t *table = malloc(sizeof(int32_t) * columns);
     for (int i = 0; i < columns; i++) table[i] = columns - 1 - i;
     int num_heads = heads * group;
-    float *query = malloc(sizeof(float) * count * num_heads * dim), *out = malloc(sizeof(float) * count * num_heads * dim);
+    float *query = malloc(sizeof(float) * count * num_heads * dim), *out = malloc(sizeof(float) * count * num_heads * values);
     float *sums = calloc((size_t)num_heads * slots, sizeof(float)), *normalisers = malloc(sizeof(float) * 2 * count * num_heads);
-    int dtype = between(0, 1) ? BF16 : F32, numbers = count * num_heads * dim;
-    uint16_t *half_query = malloc(2 * numbers), *half_out = malloc(2 * numbers);
+    int dtype = between(0, 1) ? BF16 : F32, numbers = count * num_heads * dim, outputs = count * num_heads * values;
+    uint16_t *half_query = malloc(2 * numbers), *half_out = malloc(2 * outputs);
     for (int i = 0; i < numbers; i++) {
         half_query[i] = to_bf16(query[i] = number());
         if (dtype == BF16) query[i] = from_bf16(half_query[i]);
     }
-    int blocked = count > 1 && quire_block_queries(path, dim);
+    int blocked = count > 1 && quire_block_queries(path, dim) && quire_block_queries(path, values);
     part whole = {0, 0, blocked ? count * group : slots, blocked ? 1 : -1};
-    int64_t scratch_bytes = quire_scratch_bytes(dim, slots, heads);
+    int64_t scratch_bytes = quire_scratch_bytes(dim, values, slots, heads);
     uint8_t *scratch = aligned_alloc(64, scratch_bytes);
     attention_args a = {
         .key = arena + codes[0], .value = arena + codes[1], .page_bytes = page_bytes, .table = table,
@@ -207,29 +209,29 @@ static int one_coded(int path) {
         .dtype = dtype, .scale = 0.3f, .path = path, .coded = 1, .key_coding = key, .value_coding = value,
     };
     if (quire_attend(&a, NULL, 1)) return 1;
-    for (int i = 0; dtype == BF16 && i < numbers; i++) out[i] = from_bf16(half_out[i]);
-    double worst = 0, *weight = malloc(sizeof(double) * slots), *expected = malloc(sizeof(double) * dim);
-    float *vector = malloc(sizeof(float) * dim);
+    for (int i = 0; dtype == BF16 && i < outputs; i++) out[i] = from_bf16(half_out[i]);
+    double worst = 0, *weight = malloc(sizeof(double) * slots), *expected = malloc(sizeof(double) * values);
+    float *vector = malloc(sizeof(float) * (dim + values));
     for (int h = 0; h < num_heads; h++)
         for (int n = 0; n < count; n++) {
             lane l = lane_of(&a, 0, h / group);
-            const float *q = query + ((int64_t)n * num_heads + h) * dim, *got = out + (q - query);
+            const float *q = query + ((int64_t)n * num_heads + h) * dim, *got = out + (q - query) / dim * values;
             double top = -INFINITY, sum = 0;
             int own = slots - count + n;
             for (int s = 0; s <= own; s++) {
-                decode_vector(&key, dim, a.key, place_of(&a, &l, s), vector);
+                decode_vector(&key, a.key, place_of(&a, &l, s), vector);
                 weight[s] = 0;
                 for (int d = 0; d < dim; d++) weight[s] += (double)q[d] * vector[d] * a.scale;
                 top = fmax(top, weight[s]);
             }
             for (int s = 0; s <= own; s++) sum += weight[s] = exp(weight[s] - top);
-            for (int d = 0; d < dim; d++) expected[d] = 0;
+            for (int d = 0; d < values; d++) expected[d] = 0;
             for (int s = 0; s <= own; s++) {
-                decode_vector(&value, dim, a.value, place_of(&a, &l, s), vector);
-                for (int d = 0; d < dim; d++) expected[d] += weight[s] / sum * vector[d];
+                decode_vector(&value, a.value, place_of(&a, &l, s), vector);
+                for (int d = 0; d < values; d++) expected[d] += weight[s] / sum * vector[d];
                 sums[(int64_t)h * slots + s] -= (float)(weight[s] / sum);
             }
-            for (int d = 0; d < dim; d++) {
+            for (int d = 0; d < values; d++) {
                 double error = fabs(expected[d] - got[d]);
                 if (dtype == BF16) error -= fabs(expected[d]) / 250; /* rounding error of at most 1/256 */
                 if (!(error <= worst)) worst = error;
@@ -241,19 +243,19 @@ static int one_coded(int path) {
     free(weight), free(expected), free(vector), free(half_query), free(half_out);
     double allowed = value.kind == FP8_CODES || key.kind == FP8_CODES ? 1e-3 : 5e-5; /* up to 448 */
     if (worst <= allowed) return 0;
-    fprintf(stderr, "path %d dim %d codes %d %d: error %g\n", path, dim, key.kind, value.kind, worst);
+    fprintf(stderr, "path %d dims %d %d codes %d %d: error %g\n", path, dim, values, key.kind, value.kind, worst);
     return 1;
 }
 
 /* Every new vector is written to its slot, in planes that end at the end of their allocation. */
 static int one_write(void) {
     int tokens = between(1, 40), lanes = between(1, 3), heads = between(1, 3), per_page = between(1, 17);
-    int bytes = 2 * between(1, 130), pages = (tokens + per_page - 1) / per_page * lanes, all = lanes * heads;
-    int64_t plane_bytes = (int64_t)heads * per_page * bytes, page_bytes = 2 * plane_bytes;
-    size_t fresh_bytes = (size_t)tokens * all * bytes;
+    int bytes[2] = {2 * between(1, 130), 2 * between(1, 130)}, pages = (tokens + per_page - 1) / per_page * lanes, all = lanes * heads;
+    int64_t plane_bytes = (int64_t)heads * per_page * bytes[0], page_bytes = plane_bytes + (int64_t)heads * per_page * bytes[1];
     uint8_t *arena = calloc((size_t)pages, page_bytes), *fresh[2];
     int64_t *page = malloc(sizeof(int64_t) * tokens * lanes), *offset = malloc(sizeof(int64_t) * tokens * lanes);
     for (int k = 0; k < 2; k++) {
+        size_t fresh_bytes = (size_t)tokens * all * bytes[k];
         fresh[k] = malloc(fresh_bytes);
         for (size_t i = 0; i < fresh_bytes; i++) fresh[k][i] = (uint8_t)random_bits();
     }
@@ -264,8 +266,8 @@ static int one_write(void) {
         }
     write_args a = {
         .plane = {arena, arena + plane_bytes}, .fresh = {fresh[0], fresh[1]},
-        .token_stride = {bytes, (int64_t)all * bytes}, .head_stride = {(int64_t)tokens * bytes, bytes},
-        .page_bytes = page_bytes, .vector_bytes = bytes, .pages = page, .offsets = offset,
+        .token_stride = {bytes[0], (int64_t)all * bytes[1]}, .head_stride = {(int64_t)tokens * bytes[0], bytes[1]},
+        .codings = {{.vector_bytes = bytes[0]}, {.vector_bytes = bytes[1]}}, .page_bytes = page_bytes, .pages = page, .offsets = offset,
         .num_tokens = tokens, .num_lanes = lanes, .heads_per_page = heads, .page_tokens = per_page,
     };
     int wrong = quire_write(&a, NULL);
@@ -274,8 +276,8 @@ static int one_write(void) {
             for (int h = 0; h < all; h++) {
                 int place = t * lanes + h / heads;
                 int64_t slot = (int64_t)(h % heads) * per_page + offset[place];
-                wrong |= memcmp(arena + page[place] * page_bytes + k * plane_bytes + slot * bytes,
-                                fresh[k] + t * a.token_stride[k] + h * a.head_stride[k], bytes);
+                wrong |= memcmp(arena + page[place] * page_bytes + k * plane_bytes + slot * bytes[k],
+                                fresh[k] + t * a.token_stride[k] + h * a.head_stride[k], bytes[k]);
             }
     free(arena), free(fresh[0]), free(fresh[1]), free(page), free(offset);
     if (wrong) fprintf(stderr, "a written slot differs\n");
@@ -302,11 +304,11 @@ static int one_encoding(int path) {
         .fresh = {fresh, fresh}, .token_stride = {(int64_t)all * dim * item, (int64_t)all * dim * item},
         .head_stride = {dim * item, dim * item}, .page_bytes = page_bytes, .pages = page, .offsets = offset,
         .num_tokens = tokens, .num_lanes = lanes, .heads_per_page = heads, .page_tokens = per_page,
-        .head_dim = dim, .dtype = dtype, .path = path, .coded = 1,
+        .dtype = dtype, .path = path, .coded = 1,
     };
     for (int k = 0; k < 2; k++) {
         uint8_t *start = arena + k * (page_bytes / 2); /* scales and zeros first: they are float16 */
-        coding c = {start, start + 2 * groups * records, NULL, NULL, bytes, kind, BF16, bits, channels, 1, 1, 0, 0};
+        coding c = {start, start + 2 * groups * records, NULL, NULL, bytes, kind, BF16, bits, channels, 1, 1, 0, 0, dim, 0};
         if (kind != BIT_CODES) c.zeros = NULL;
         if (kind == PLAIN_NUMBERS) c.scales = NULL;
         a.codings[k] = c, a.plane[k] = start + 4 * groups * records;
@@ -317,7 +319,7 @@ static int one_encoding(int path) {
         const coding *c = &a.codings[i % 2];
         place p = {page[index] * page_bytes, (int64_t)(head % heads) * per_page + offset[index]};
         float out[MAX_HEAD_DIM];
-        decode_vector(c, dim, a.plane[i % 2], p, out);
+        decode_vector(c, a.plane[i % 2], p, out);
         for (int d = 0; d < dim; d++) {
             float scale = c->scales ? half_at(c->scales, p.page_at, p.record * groups + d / channels) : 0.08f;
             float x = load_number(fresh, ((int64_t)token * all + head) * dim + d, dtype);

@@ -15,7 +15,6 @@ from quire.kernels.native.self_test import tested_library
 from quire.kernels.pre_rope import PreRopeAttention
 from quire.kernels.reference_backend import ReferenceAttention
 from quire.kernels.triton.hardware import (
-    Hardware,
     cannot_run,
     failure_of,
     triton_version,
@@ -138,11 +137,13 @@ def usable_triton(
         from quire.kernels.triton.self_test import NoTriton, tested_hardware
     except cannot_run() as error:
         return f"the kernels are not used: {failure_of(error)}"
+    hardware = None
     for pair in dims:
         tested = tested_hardware(device, dtype, *pair)
         if isinstance(tested, NoTriton):
             return tested.reason
-    hardware = Hardware.of(device)
+        hardware = tested
+    assert hardware is not None, "a model has heads"
     return BackendChoice(
         TritonAttention(device, gathered, hardware),
         f"Triton {triton_version()}, attention directly from the pages on {hardware.name}",

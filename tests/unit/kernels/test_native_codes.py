@@ -41,7 +41,7 @@ def fits(codec, dims):
     return all(why_not(spec, dim) is None for spec, dim in pairs)
 
 
-UNEQUAL = [(48, 32), (192, 128), (32, 64), (64, 192), (128, 256)]
+UNEQUAL = [(48, 32), (192, 128), (32, 64), (64, 192), (128, 256), (128, 8), (8, 64)]
 EQUAL = [(dim, dim) for dim in (8, 20, 32, 64, 80, 96, 128, 256, 512)]
 DIMS = {codec: [dims for dims in EQUAL + UNEQUAL if fits(codec, dims)] for codec in CODECS}
 """Elements of keys and values that a codec can store."""
@@ -197,7 +197,7 @@ def test_decoding_over_codes_with_half_precision_queries(path, case, group, soft
 
 @every_pair(
     path=SUPPORTED_PATHS,
-    dims=[(64, 64), (128, 128), (192, 128), (192, 192), (256, 256), (64, 192)],
+    dims=[(64, 64), (128, 128), (192, 128), (192, 192), (256, 256), (64, 192), (128, 8), (8, 64)],
     codec=[
         "int8",
         "int4",

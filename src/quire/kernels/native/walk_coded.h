@@ -75,7 +75,8 @@ static void walk_strips(const attention_args *a, walk *const *walks, int heads, 
                 (lanes == 16 ? in_pairs_avx512(&a->key_coding) : in_pairs_avx2(&a->key_coding));
     t.integer_keys = in_integers(a, &a->key_coding, lanes);
     t.integer_values = in_integers(a, &a->value_coding, lanes);
-    t.byte_keys = in_bytes(a, &a->key_coding), t.byte_values = in_bytes(a, &a->value_coding);
+    t.byte_keys = lanes == 16 && in_bytes(a, &a->key_coding);
+    t.byte_values = lanes == 16 && in_bytes(a, &a->value_coding);
     for (int h = 0; h < heads; h++) {
         if (t.byte_keys) pack_bytes(walks[h], a->scale);
         else if (t.integer_keys) pack_integers(walks[h], a->scale, 2 * lanes);
