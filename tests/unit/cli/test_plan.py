@@ -415,6 +415,8 @@ def test_each_kind_of_layer_is_shown_with_its_bytes(
         assert part in text, text
     assert report.kv_bytes_per_token == per_token
     assert report.saved_bytes_per_token == saved
+    for kind in report.kinds.values():  # nothing is padded
+        assert kind.page_bytes * kind.layers == 16 * kind.bytes_per_token
 
 
 def test_default_model_is_quire_tiny_and_all_sections_are_printed():
