@@ -226,8 +226,8 @@ def _gpt_oss() -> PreTrainedConfig:
 _PER_LAYER = {"vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 8}
 
 
-def _kinds(times: int) -> dict[str, object]:
-    kinds = ["sliding_attention", "full_attention"] * 2 * times
+def _kinds(times: int, shared: int = 0) -> dict[str, object]:
+    kinds = ["sliding_attention", "full_attention"] * (2 * times + shared // 2)
     return _SHAPE | {
         "num_hidden_layers": len(kinds),
         "layer_types": kinds,
@@ -239,24 +239,24 @@ def _kinds(times: int) -> dict[str, object]:
 def _gemma3n(times: int) -> PreTrainedConfig:
     """The last layer of each kind reads the keys and values of the one before."""
     return Gemma3nTextConfig(
-        **_kinds(times),
+        **_kinds(times, shared=2),
         **_PER_LAYER,
         head_dim=16,
         num_kv_shared_layers=2,
         laurel_rank=4,
         altup_num_inputs=2,
-        activation_sparsity_pattern=[0.5, *[0.0] * (4 * times - 1)],
+        activation_sparsity_pattern=[0.5, *[0.0] * (4 * times + 1)],
     )
 
 
-def _gemma4(times: int, *, num_kv_shared_layers: int = 2) -> PreTrainedConfig:
+def _gemma4(times: int, *, shared: int = 2) -> PreTrainedConfig:
     """Heads of unequal dims; the last layer of each kind reads the layer before."""
     return Gemma4TextConfig(
-        **_kinds(times),
+        **_kinds(times, shared),
         **_PER_LAYER,
         head_dim=8,
         global_head_dim=16,
-        num_kv_shared_layers=num_kv_shared_layers,
+        num_kv_shared_layers=shared,
     )
 
 
@@ -290,6 +290,7 @@ def _llama4(times: int) -> PreTrainedConfig:
 REPEATED: dict[str, Callable[[int], PreTrainedConfig]] = {
     "gemma3n": _gemma3n,
     "gemma4": _gemma4,
+    "gemma4_apart": partial(_gemma4, shared=0),
     "gemma4_unified": _gemma4_unified,
     "llama4": _llama4,
 }
@@ -332,7 +333,7 @@ ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
     "mixtral": _mixtral,
     "gpt_oss": _gpt_oss,
     "mimo_v2_flash": _mimo_v2_flash,
-    **{name: partial(config, 1) for name, config in REPEATED.items()},
+    **{name: partial(REPEATED[name], 1) for name in REPEATED if name != "gemma4_apart"},
 }
 
 
@@ -457,7 +458,6 @@ OWN_ATTENTION: dict[str, Callable[[], PreTrainedConfig]] = {
 OTHERS: dict[str, Callable[[], PreTrainedConfig]] = {
     "gpt2_scale_by_layer": lambda: _gpt2(scale_by_layer=True),
     "phi3_longrope_window": lambda: _phi3_longrope(WINDOW_TOKENS),
-    "gemma4_apart": lambda: _gemma4(1, num_kv_shared_layers=0),
 }
 
 

@@ -219,11 +219,16 @@ def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 def _seen_layers(
     model: nn.Module, rotaries: Mapping[int, Rotary], probe: Probe
 ) -> dict[int, _KVLayer]:
-    """Record the arguments of each layer's attention in a forward of one token at position 0."""
+    """Record the arguments of each layer's attention in a forward of one token at position 0.
+
+    Only layers of `rotaries`: those that compute keys and values.
+    """
     seen: dict[int, _KVLayer] = {}
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         number: Any = module.layer_idx
+        if number not in rotaries:
+            return
         seen[int(number)] = _KVLayer(
             module=module,
             args=args,
@@ -299,7 +304,9 @@ class Observing:
         return None
 
     def prepare_recomputation(self, weights: LayerSource | None) -> str | None:
-        unknown = [layer for layer in range(self._spec.num_layers) if layer not in self._rotaries]
+        own = [layer for layer, spec in enumerate(self._spec.layers) if spec.source is None]
+        rotaries = {layer: self._rotaries[layer] for layer in own if layer in self._rotaries}
+        unknown = [layer for layer in own if layer not in rotaries]
         if unknown:
             return (
                 f"layer {unknown[0]} of {self._name} rotates its keys by an unknown RoPE variant, "
@@ -308,7 +315,7 @@ class Observing:
         if self._recomputation is None:
             with torch.inference_mode():
                 self._recomputation = LayerKV(
-                    self._model, self._bridge, self._rotaries, self._probe, weights
+                    self._model, self._bridge, rotaries, self._probe, weights
                 )
         return None
 

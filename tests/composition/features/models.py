@@ -10,12 +10,16 @@ MODELS = {
     "long RoPE": ("phi3_longrope", "`phi3` with long RoPE"),
     "one KV head": ("llama_mqa", "`llama` with one KV head"),
     "native decoder": ("wide_llama", "`llama` in C (`--model-impl native`)"),
+    "unequal heads": ("gemma4_unified", "other dims and KV heads in windows (`gemma4_unified`)"),
+    "shared KV": ("gemma4", "layers that read the KV of other layers (`gemma4`)"),
+    "chunked attention": ("llama4", "half of the layers (`llama4`)"),
 }
 
 OTHERS = {
     "long RoPE": "phi3_longrope_window",
     "one KV head": "wide_mistral",
     "native decoder": "wide_qwen2",
+    "unequal heads": "gemma4_apart",
 }
 """Tried where a feature needs sliding windows, or several KV heads."""
 

@@ -14,6 +14,7 @@ from support.exact_products import use_exact_products
 TOKENS = 23
 SCALED = {"phi3_longrope", "gpt_oss"}  # have a factor on cosines and sines, divided out of keys
 FUSED = {"phi3", "phi3_longrope", "gpt2", "gpt_neox"}
+RECOMPUTED = [name for name in zoo.ARCHITECTURES if name != "llama4"]  # its RoPE is unknown
 
 
 class Storing:
@@ -31,6 +32,11 @@ class Storing:
     def note_input(self, layer, inputs):
         assert layer not in self.stored
         self.inputs[layer] = inputs.clone()
+
+    def own(self, decoder):
+        """What was stored, of the layers that have keys and values of their own."""
+        layers = decoder.spec.layers
+        return [(n, stored) for n, stored in self.stored.items() if layers[n].source is None]
 
 
 def run(decoder, variant=0):
@@ -52,7 +58,7 @@ def post_norm_opt():
         return OPTForCausalLM(config).eval()
 
 
-@pytest.mark.parametrize("name", [*zoo.ARCHITECTURES, "opt_post_norm"])
+@pytest.mark.parametrize("name", [*RECOMPUTED, "opt_post_norm"])
 def test_recomputed_keys_and_values_equal_the_stored_ones(name):
     """Eleven tokens in reverse order with gaps."""
     decoder = TransformersDecoder(post_norm_opt() if name == "opt_post_norm" else zoo.build(name))
@@ -61,7 +67,7 @@ def test_recomputed_keys_and_values_equal_the_stored_ones(name):
     subset = torch.arange(TOKENS - 1, 0, -2)
 
     assert sorted(storing.stored) == list(range(decoder.spec.num_layers))
-    for layer, (key, value) in storing.stored.items():
+    for layer, (key, value) in storing.own(decoder):
         found = decoder.keys_and_values(layer, storing.inputs[layer][subset], subset)
         torch.testing.assert_close(found[0], key[subset], atol=2e-5, rtol=1e-4)
         torch.testing.assert_close(found[1], value[subset], atol=2e-5, rtol=1e-4)
@@ -70,7 +76,7 @@ def test_recomputed_keys_and_values_equal_the_stored_ones(name):
         torch.testing.assert_close(found, stored[subset], atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", sorted({*zoo.ARCHITECTURES} - SCALED))
+@pytest.mark.parametrize("name", sorted({*RECOMPUTED} - SCALED))
 def test_with_exact_products_recomputed_keys_and_values_are_the_stored_ones(name, monkeypatch):
     """Their codes are equal too: rounding by 1e-6 can give another code near its border."""
     use_exact_products(monkeypatch)
@@ -79,7 +85,7 @@ def test_with_exact_products_recomputed_keys_and_values_are_the_stored_ones(name
     _, storing = run(decoder)
     subset = torch.arange(TOKENS - 1, 0, -2)
 
-    for layer, stored in storing.stored.items():
+    for layer, stored in storing.own(decoder):
         found = decoder.keys_and_values(layer, storing.inputs[layer][subset], subset)
         assert all(map(torch.equal, found, (numbers[subset] for numbers in stored)))
 
@@ -112,7 +118,7 @@ def test_recomputed_keys_use_the_rope_variant_of_their_request(variant):
     assert not torch.allclose(other, same, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", zoo.ARCHITECTURES)
+@pytest.mark.parametrize("name", RECOMPUTED)
 def test_recompute_skips_separate_query_projections(name):
     model = zoo.build(name)
     decoder = TransformersDecoder(model)

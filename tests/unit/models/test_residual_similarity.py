@@ -44,6 +44,7 @@ class RecordingAttention:
 
 def blocks(model):
     base = model.base_model
+    base = getattr(base, "model", base)
     return getattr(base, "layers", None) or getattr(base, "h", None) or base.decoder.layers
 
 
