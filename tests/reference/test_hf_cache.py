@@ -68,7 +68,8 @@ KINDS = ("llama", "gemma3", "gpt2", "gemma3n", "gemma4", "llama4")
     + [(name, "h2o:recent=4,cap=200") for name in (*KINDS, "bloom")],
 )
 def test_a_large_budget_gives_the_tokens_of_transformers(name, policy) -> None:
-    model, inputs = build(name), padded(PROMPTS)
+    # with pads, Llama 4 in Transformers counts them in the positions that scale its queries
+    model, inputs = build(name), padded(PROMPTS[:1] if name == "llama4" else PROMPTS)
     limit = 24 if name == "phi3_longrope" else 200
     new = 4 if name == "phi3_longrope" else NEW_TOKENS
     inputs = {key: value[:, -20:] for key, value in inputs.items()} if limit == 24 else inputs

@@ -223,7 +223,7 @@ def _gpt_oss() -> PreTrainedConfig:
     )
 
 
-_PER_LAYER = {"vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 8}
+_PER_LAYER = {"vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 16}
 
 
 def _kinds(times: int, shared: int = 0) -> dict[str, object]:
@@ -243,7 +243,7 @@ def _gemma3n(times: int) -> PreTrainedConfig:
         **_PER_LAYER,
         head_dim=16,
         num_kv_shared_layers=2,
-        laurel_rank=4,
+        laurel_rank=16,
         altup_num_inputs=2,
         activation_sparsity_pattern=[0.5, *[0.0] * (4 * times + 1)],
     )

@@ -86,6 +86,11 @@ def refuse_unshardable(model: PreTrainedModel, spec: ModelSpec, size: int) -> No
             f"{name} is a mixture of experts, whose experts Quire does not divide over ranks; "
             f"{_ONE_RANK}"
         )
+    if any(getattr(module, "activation_sparsity", 0.0) > 0 for module in model.modules()):
+        raise UnsupportedModel(
+            f"{name} selects neurons by the mean and deviation of all columns of its MLP, of which "
+            f"a rank has some; {_ONE_RANK}"
+        )
     styles = {found.style for found in _planned(model)}
     if styles != {COLUMNS, ROWS}:
         raise UnsupportedModel(

@@ -21,6 +21,7 @@ DIVISIBLE = (
     "qwen3",
     "gemma2",
     "gemma3",
+    "gemma4",
     "granite",
     "gpt_neox",
 )
@@ -30,6 +31,8 @@ REFUSED = {
     "olmo2": "colwise_gather_output",
     "phi3": "rowwise_split_input",
     "mixtral": "mixture of experts",
+    "llama4": "mixture of experts",
+    "gemma3n": "mean and deviation",
 }
 
 
