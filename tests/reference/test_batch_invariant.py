@@ -26,7 +26,8 @@ from support.invariance import check, model_of, run
 pytestmark = pytest.mark.skipif(
     not isinstance(load_library(), NativeLibrary), reason="the C extension is not built"
 )
-DENSE = [name for name in zoo.ARCHITECTURES if name not in ("mixtral", "gpt_oss", "phi3_longrope")]
+MIXTURES = ("mixtral", "gpt_oss", "llama4", "mimo_v2_flash")
+DENSE = [name for name in zoo.ARCHITECTURES if name not in (*MIXTURES, "phi3_longrope")]
 
 
 @pytest.mark.parametrize(
@@ -130,7 +131,7 @@ def test_a_request_that_depends_on_the_batch_is_rejected():
         )
 
 
-@pytest.mark.parametrize("architecture", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("architecture", MIXTURES)
 def test_a_mixture_of_experts_is_rejected(architecture):
     with pytest.raises(UnsoundCombination, match="mixture of experts"):
         run(load(architecture), [0])

@@ -158,6 +158,7 @@ def test_logits_equal_those_with_enough_memory(name, rows):
         ("llama_mha", "1"),
         ("gpt2", "0.5"),
         ("qwen3", "1"),
+        ("mimo_v2_flash", "1"),
         *(
             pytest.param(name, part, marks=pytest.mark.slow)
             for name in ("opt", "llama", "gemma2", "gpt_neox", "phi3", "stablelm", "gpt_oss")
@@ -178,6 +179,7 @@ def test_recomputed_kv_gives_equal_logits(name, part):
     [
         ("llama", "1"),
         ("falcon_alibi", "0.5"),
+        ("mimo_v2_flash", "0.5"),
         *(
             pytest.param(name, part, marks=pytest.mark.slow)
             for name in ("gpt2", "llama_mqa", "gemma2", "gpt_oss")

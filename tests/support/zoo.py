@@ -305,8 +305,8 @@ def _mimo_v2_flash() -> PreTrainedConfig:
         v_head_dim=32,
         sliding_window=WINDOW_TOKENS,
         layer_types=["full_attention", "sliding_attention"],
-        mlp_layer_types=["dense", "sparse"],
-        moe_intermediate_size=24,
+        mlp_layer_types=["sparse", "sparse"],
+        moe_intermediate_size=48,
         n_routed_experts=4,
         num_experts_per_tok=2,
     )

@@ -24,7 +24,7 @@ class Recorder:
     def attend(self, call, query, key, value):
         self.calls[call.layer], self.queries[call.layer] = call, query.clone()
         self.keys[call.layer] = key.clone()
-        return torch.zeros_like(query)
+        return query.new_zeros(*query.shape[:2], value.shape[2])
 
 
 def record(decoder, rope_variant=0):
