@@ -36,6 +36,7 @@ def documents() -> Iterator[tuple[Path, str]]:
     yield REFERENCE / "options.md", HEADER + options()
     yield REFERENCE / "policies.md", HEADER + policies()
     yield REFERENCE / "http.md", HEADER + http()
+    yield REFERENCE / "models.md", HEADER + page_of("models_page")
     yield Path("docs/composition.md"), HEADER + composition()
     for name in (
         "add-a-policy.md",
@@ -270,9 +271,14 @@ def models() -> str:
     )
 
 
+def page_of(name: str) -> str:
+    """A page that a script of its own makes from committed results."""
+    return str(runpy.run_path(str(ROOT / "docs" / f"{name}.py"))["page"](ROOT))
+
+
 def composition() -> str:
     """Which features work together, by the committed results."""
-    made = runpy.run_path(str(ROOT / "docs" / "composition_page.py"))["page"](ROOT)
+    made = page_of("composition_page")
     others = limits("offload", "ranks", "scheduling", "batch invariance")
     return (
         f"{made}\n## Limits\n\n"

@@ -393,6 +393,18 @@ PREFIX_LM = Refusal(
     reason="the tokens of a prompt attend to later tokens of the prompt (prefix_lm)",
     instead="use a causal language model, such as Llama or Qwen",
 )
+REPEATED = Refusal(
+    reason="its layers compute attention several times per token, and a slot holds one key",
+    instead="use a model with one attention per layer, such as Llama or Qwen",
+)
+PATCHES = Refusal(
+    reason="it groups bytes into patches, and attention has one slot per token",
+    instead=WITH_TRANSFORMERS,
+)
+DRAFT = Refusal(
+    reason="it drafts tokens for another model and attends to that model's keys and values",
+    instead="use the model that it drafts for",
+)
 SPARSE = Refusal(
     reason="an indexer selects the tokens that each query attends to",
     instead="use a model with full or sliding-window attention",
@@ -433,6 +445,9 @@ _BY_NAME: tuple[tuple[Refusal, str], ...] = (
         "doge inkling inkling2 inkling2_loop inkling2_loop_text inkling2_text inkling_text",
     ),
     (PREFIX_LM, "hrm_text"),
+    (REPEATED, "dory"),
+    (PATCHES, "blt"),
+    (DRAFT, "gemma4_assistant gemma4_unified_assistant"),
     (SPARSE, "minimax_m3_vl_text"),
     (
         MULTIMODAL,

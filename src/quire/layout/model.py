@@ -193,7 +193,11 @@ _OF_A_LAYER = ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head
 
 def _layer_heads(reader: ConfigReader, layer: int, kind: str, heads: HeadShape) -> HeadShape:
     """The heads of a layer: overrides of `per_layer_config`, or of its kind of attention."""
-    overrides = _overrides(reader, layer, kind)
+    query_heads_of = dict(enumerate(reader.sequence("num_attention_heads_per_layer") or ()))
+    overrides = {
+        "num_attention_heads": query_heads_of.get(layer),
+        **_overrides(reader, layer, kind),
+    }
     # a name that has no defaults: those of the family are in `heads`
     own = ConfigReader({**overrides, "model_type": f"{reader.model_type}, layer {layer}"})
     for key in overrides:
@@ -378,6 +382,7 @@ def read_mixture(reader: ConfigReader, num_layers: int) -> MixtureSpec | None:
             "num_experts_per_tok",
             "num_experts_per_token",
             "moe_k",
+            "moe_topk",
             "ffn_config.moe_top_k",
             "top_k_experts",
         ),

@@ -1,0 +1,72 @@
+"""A sample of the sweep over model types, and the agreement of its committed results.
+
+The whole sweep is `python -m tests.models.sweep` (docs/reference/models.md).
+"""
+
+import json
+
+import pytest
+
+from models.cases import EQUAL, FAILED, NOT_TESTED, REFUSED, run_type
+from models.command import RESULTS, main, read
+from models.tiny import SIZES, TYPES, config_of
+from support.snippets import ROOT
+
+SAMPLE = (
+    *("llama", "mistral", "gpt_oss", "gpt2", "mixtral", "laguna", "bloom"),
+    *("gemma3n_text", "gemma4_text", "llama4_text", "mimo_v2_flash", "diffllama"),
+)
+"""Every kind of cache, positions and heads: see the table of docs/reference/models.md."""
+
+SAMPLED_CASES = ("tight", "chunks of 7", "int8")
+MIN_EQUAL = 91
+
+KNOWN = json.loads((ROOT / RESULTS).read_text())
+BY_TYPE = {one["type"]: one for one in KNOWN["types"]}
+
+
+@pytest.mark.parametrize("model_type", SAMPLE)
+def test_sampled_type_is_equal_to_transformers(model_type):
+    found = run_type(model_type, SAMPLED_CASES)
+
+    assert found.result == BY_TYPE[model_type]["result"] == EQUAL, found.why
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", TYPES)
+def test_every_type_has_the_committed_result(model_type):
+    found = run_type(model_type)
+
+    assert found.result == BY_TYPE[model_type]["result"], found.why
+
+
+def test_results_have_all_types_and_none_that_fails():
+    assert list(BY_TYPE) == list(TYPES)
+    results = [one["result"] for one in KNOWN["types"]]
+    assert {FAILED, NOT_TESTED}.isdisjoint(results)
+    assert results.count(EQUAL) == KNOWN["totals"][EQUAL] >= MIN_EQUAL
+
+
+def test_every_refusal_states_a_reason_and_every_equal_type_its_control():
+    for one in KNOWN["types"]:
+        assert one["control"] if one["result"] == EQUAL else len(one["why"]) > 40
+
+
+def test_sizes_of_a_tiny_config_are_those_of_all_types():
+    config = config_of("gpt_oss")
+
+    assert config.num_key_value_heads == SIZES["num_key_value_heads"]
+    assert config.layer_types == ["sliding_attention", "full_attention"] * 2
+
+
+def test_sweep_repeats_no_type_of_its_file_and_writes_json_last(tmp_path, capsys):
+    out = tmp_path / "models.jsonl"
+
+    codes = [main(["bert", "--out", str(out)]) for _ in range(2)]
+
+    assert codes == [0, 0]
+    *_, total, last = capsys.readouterr().out.splitlines()
+    assert total.startswith("1 types")
+    assert json.loads(last)["totals"]["not text decoders"] == 1
+    assert read(out)["bert"]["result"] == REFUSED
+    assert len(out.read_text().splitlines()) == 2  # the begin and the end of one run
