@@ -140,8 +140,11 @@ class LayerSpec:
         if self.chunk is not None:
             whole, rest = tokens // self.chunk, tokens % self.chunk
             return (whole * self.chunk * (self.chunk + 1) + rest * (rest + 1)) // 2
-        hidden = 0 * tokens if self.window is None else np.maximum(tokens - self.window, 0)
-        return (tokens * (tokens + 1) - hidden * (hidden + 1)) // 2
+        pairs: Counts = tokens * (tokens + 1) // 2
+        if self.window is not None:
+            hidden = np.maximum(tokens - self.window, 0)
+            pairs -= hidden * (hidden + 1) // 2
+        return pairs
 
 
 def read_layers(reader: ConfigReader, num_layers: int, heads: HeadShape) -> tuple[LayerSpec, ...]:
@@ -650,6 +653,8 @@ class ModelSpec:
             `intermediate_size`.
         extra: weights beside attention and MLP.
         heads: the heads of each layer; derived.
+        attention: each kind of attention and heads with its number of layers; all layers that read
+            other layers' KV count as readers of layer 0; derived.
 
     Raises:
         ConfigError: `num_heads` is not a multiple of `num_kv_heads`, or `layers` does not have
@@ -677,11 +682,19 @@ class ModelSpec:
     dense_sizes: tuple[int, ...] | None = None
     extra: ExtraSpec = ExtraSpec()
     heads: tuple[HeadShape, ...] = field(init=False, repr=False, compare=False)
+    # cached: read in every step of a simulation
+    attention: tuple[tuple[LayerSpec, HeadShape, int], ...] = field(
+        init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         shape = self._model_heads
         heads = tuple(shape if layer.heads is None else layer.heads for layer in self.layers)
         object.__setattr__(self, "heads", heads)
+        kinds = (replace(layer, source=layer.source and 0) for layer in self.layers)
+        counts = Counter(zip(kinds, heads, strict=True))
+        attention = tuple((layer, shape, count) for (layer, shape), count in counts.items())
+        object.__setattr__(self, "attention", attention)
         if len(self.layers) != self.num_layers:
             raise ConfigError(f"expected {self.num_layers} layers, got {len(self.layers)}")
 
@@ -768,14 +781,6 @@ class ModelSpec:
     def kv_layers(self) -> int:
         """Number of layers that store keys and values."""
         return sum(layer.source is None for layer in self.layers)
-
-    @property
-    def attention(self) -> Mapping[tuple[LayerSpec, HeadShape], int]:
-        """The number of layers of each kind, with their heads."""
-        return Counter(
-            (replace(layer, source=layer.source and 0), heads)
-            for layer, heads in zip(self.layers, self.heads, strict=True)
-        )
 
     @property
     def kv_values_per_layer_token(self) -> float:

@@ -172,7 +172,8 @@ def step_parts(
     others = qkv + output + head + norms
     mlp_bytes = weights_read_bytes(model, tokens, bytes_per_value) - others * bytes_per_value
     mlp_active = model.num_active_parameters - model.lookup_parameters - others
-    kv_bytes, attention_flops = _attention(model, rows, bytes_per_value)
+    new, before = (np.array([getattr(row, name) for row in rows]) for name in ("new", "before"))
+    kv_bytes, attention_flops = attention_cost(model, new, before, bytes_per_value)
     row = model.hidden_size + model.num_layers * model.extra.layer_width
     looked_up = tokens * row * bytes_per_value
     return (
@@ -196,19 +197,10 @@ def _product(name: str, weights: int, tokens: int, bytes_per_value: int) -> Part
     )
 
 
-def _attention(
-    model: ModelSpec, rows: Sequence[RowTokens], bytes_per_value: int
-) -> tuple[int, int]:
-    """KV bytes read and written, and the FLOPs of both products, over all layers."""
-    new, before = (np.array([getattr(row, name) for row in rows]) for name in ("new", "before"))
-    kv_bytes, flops = attention_cost(model, new, before, bytes_per_value)
-    return int(kv_bytes.sum()), int(flops.sum())
-
-
 def attention_cost(
     model: ModelSpec, new: Counts, before: Counts, bytes_per_value: int
-) -> tuple[Counts, Counts]:
-    """KV bytes read and written, and the FLOPs of both products, [rows], over all layers.
+) -> tuple[int, int]:
+    """KV bytes read and written, and the FLOPs of both products, over all layers and sequences.
 
     Every key that a query attends to is read once; a new one is also written, except by layers that
     read the KV of other layers.
@@ -219,10 +211,10 @@ def attention_cost(
         before: [rows] tokens with stored KV.
         bytes_per_value: of an element of KV.
     """
-    kv_bytes, flops = np.zeros_like(new), np.zeros_like(new)
-    for (layer, heads), layers in model.attention.items():
+    kv_bytes = flops = 0
+    for layer, heads, layers in model.attention:
         slots = layer.seen_in_step(new, before) + (new if layer.source is None else 0)
-        kv_bytes += layers * slots * heads.values_per_token * bytes_per_value
+        kv_bytes += layers * int(slots.sum()) * heads.values_per_token * bytes_per_value
         pair_flops = 2 * heads.query_heads * (heads.key_dim + heads.value_dim)
-        flops += layers * layer.pairs_in_step(new, before) * pair_flops
+        flops += layers * int(layer.pairs_in_step(new, before).sum()) * pair_flops
     return kv_bytes, flops

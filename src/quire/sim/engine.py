@@ -149,8 +149,7 @@ class StepTimer:
 
     def _attention_seconds(self, new: Counts, before: Counts) -> float:
         kv_bytes, flops = attention_cost(self.model, new, before, self.bytes_per_value)
-        read_s = int(kv_bytes.sum()) / self.rates.read_bytes_per_s
-        return max(read_s, int(flops.sum()) / self.rates.flops_per_s)
+        return max(kv_bytes / self.rates.read_bytes_per_s, flops / self.rates.flops_per_s)
 
 
 # The virtual clock of a simulation, advanced by the simulator.
