@@ -50,7 +50,7 @@ def vectors_of(model: str):
 def folder(tmp_path_factory):
     """Constants of all codecs of this file, for two models."""
     found = tmp_path_factory.mktemp("models")
-    for model in (MODEL, "gemma2"):
+    for model in (MODEL, "gemma2", "mimo_v2_flash"):
         for text in HERE:
             form = read_format(fill_plain(text, "float32"))
             measured = measure(vectors_of(model), form)
@@ -118,7 +118,7 @@ def test_the_reference_backend_gives_equal_logits(codec, rule, folder):
 
 
 @pytest.mark.parametrize("rule", ["heads apart", "full"])
-@pytest.mark.parametrize("model", [MODEL, "gemma2"])
+@pytest.mark.parametrize("model", [MODEL, "gemma2", "mimo_v2_flash"])
 def test_each_head_of_each_layer_is_decoded_with_its_own_constants(rule, model, folder):
     """Keys of the first layer equal the measured ones; later layers attended to codes before."""
     found: dict[int, torch.Tensor] = {}

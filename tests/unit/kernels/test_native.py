@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from quire.kernels.native.library import NativeLibrary, NotLoaded, load_library
+from quire.kernels.select import select_backend
 
 LIBRARY = load_library()
 needs_library = pytest.mark.skipif(
@@ -30,3 +31,22 @@ def test_library_is_loaded_if_a_compiler_is_installed():
         pytest.skip("no C compiler")
 
     assert isinstance(LIBRARY, NativeLibrary), LIBRARY.reason
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("dims", "codec", "reason"),
+    [
+        ({(192, 128)}, "int8", "C extension"),
+        ({(64, 64), (512, 512)}, "", "C extension"),
+        ({(64, 64), (64, 576)}, "", "it has no code for torch.float32 with head_dim 576"),
+        ({(64, 128), (32, 512)}, "int4:group=32/int4:group=16", "at most 16 groups of a vector"),
+    ],
+)
+def test_all_widths_of_a_model_must_have_code(dims, codec, reason):
+    """Keys and values, and every shape of heads."""
+    options = {"dtype": torch.float32, "head_dim": dims, "scratch_bytes": 1 << 20, "codec": codec}
+    found = select_backend("auto", torch.device("cpu"), **options)
+
+    assert reason in found.reason
+    assert found.backend.name == ("native" if reason == "C extension" else "gathered")
