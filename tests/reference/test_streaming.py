@@ -88,10 +88,21 @@ def prompts():
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "llama_mha", "qwen3", "gemma2", "gemma3", "gpt_oss", "gemma4"]
+    "name",
+    [
+        "llama",
+        "llama_mha",
+        "qwen3",
+        "gemma2",
+        "gemma3",
+        "gpt_oss",
+        "gemma4",
+        "bloom",
+        "falcon_alibi",
+    ],
 )
 def test_under_the_cap_it_is_plain_rope(name):
-    """Also with softcap, learned sinks, and layers with windows whose pages are freed."""
+    """Also with softcap, learned sinks, ALiBi, and layers with windows whose pages are freed."""
     model, short = load(name), make_prompts(6, 40, seed=1)
     full = run(engine_of(model, evict="full"), short)
     streamed = run(engine_of(model, evict="streaming:cap=100,every=10", chunk_tokens=7), short)

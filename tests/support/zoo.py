@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     CTRLConfig,
+    DiffLlamaConfig,
     FalconConfig,
     Gemma2Config,
     Gemma3nTextConfig,
@@ -440,6 +441,7 @@ OWN_ATTENTION: dict[str, Callable[[], PreTrainedConfig]] = {
         XGLMConfig, d_model=32, ffn_dim=48, num_layers=2, attention_heads=4, **_POSITIONS
     ),
     "ctrl": lambda: _old(CTRLConfig, dff=48, **_GPT),
+    "diffllama": lambda: DiffLlamaConfig(**_SHAPE),
     "jetmoe": lambda: _old(
         JetMoeConfig,
         hidden_size=32,

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import InvariantError
-from quire.kernels.backend import AttentionMath
+from quire.kernels.backend import Alibi, AttentionMath
 from quire.kernels.gathered import GatheredAttention
 from quire.kernels.reference_backend import ReferenceAttention
 from support.interpreted import CPU, interpreted, triton_backend
@@ -211,6 +211,16 @@ def test_unsupported_tensors_fall_back_with_one_warning(change, reason, caplog):
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
     assert len(caplog.records) == 1
     assert reason in caplog.text
+
+
+def test_alibi_falls_back_to_gathered_pages(caplog):
+    lanes = make_lanes()
+    query = lanes.query(2)
+    math = replace(math_of(query), alibi=Alibi(torch.linspace(0.1, 0.5, query.shape[1])))
+    got = lanes.attend(triton_backend(GatheredAttention(CPU)), query, math)
+
+    torch.testing.assert_close(got, lanes.attend(REFERENCE, query, math), atol=1e-5, rtol=1e-5)
+    assert "the kernels add no ALiBi" in caplog.text
 
 
 def test_pages_of_float64_fall_back():

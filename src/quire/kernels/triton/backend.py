@@ -258,6 +258,8 @@ def unfit(
         return f"{query.shape[1]} query heads for pages of {pages.key.shape[1]} heads"
     if math.sinks is not None and math.sinks.numel() != query.shape[1]:
         return f"{math.sinks.numel()} sinks for {query.shape[1]} heads"
+    if math.alibi is not None:
+        return "the kernels add no ALiBi to logits"
     if column_sums is not None and (
         column_sums.dtype != torch.float32 or column_sums.stride(2) != 1
     ):
