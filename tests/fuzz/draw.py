@@ -10,7 +10,9 @@ from quire.layout.eviction import parse_policy
 
 ROTARY = ("llama", "llama_mha", "llama_mqa", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2")
 MODELS = (*ROTARY, *ROTARY, "opt", "gpt2", "gpt_neox", "mistral", "qwen2_window", "stablelm")
-WINDOWED = ("gemma2", "gemma3", "mistral", "qwen2_window", "gpt_oss")
+KINDS = ("gemma3n", "gemma4", "gemma4_unified", "llama4")
+"""In place of one rotary model in seven: lanes that are unequal, shared or of chunks."""
+WINDOWED = ("gemma2", "gemma3", "mistral", "qwen2_window", "gpt_oss", *KINDS)
 ALL_WINDOWED = ("mistral",)
 VOCAB_SIZE, TINY_VOCAB_SIZE = 128, 2048
 LONGEST_PROMPT, MAX_NEW_TOKENS = 56, 14
@@ -28,7 +30,7 @@ def draw(seed: int) -> Case:
     evict = "full" if rng.random() < 0.4 else draw_rule(rng, page_tokens=page_tokens)
     codec = draw_codec(rng, evict) if not evict.startswith("streaming") else "none"
     exact = codec != "none" or (evict != "full" and rng.random() < 0.7)
-    model = _draw_model(rng, exact=exact, streams=streams, evicts=evict != "full")
+    model = _of_kind(seed, _draw_model(rng, exact=exact, streams=streams, evicts=evict != "full"))
     kv = _draw_kv(rng, page_tokens, evict=evict, codec=codec, model=model, streams=streams)
     if exact:
         kv["attention"] = "auto" if evict.startswith("streaming") else "gathered"
@@ -48,6 +50,12 @@ def draw(seed: int) -> Case:
         requests=_draw_requests(rng, evict=evict, kv=kv, model=model),
     )
     return extend(case)
+
+
+def _of_kind(seed: int, model: str) -> str:
+    """This model or one of another kind; the draws that follow are the same for both."""
+    rng, (name, times, count) = random.Random(f"kind {seed}"), model.partition("*")
+    return rng.choice(KINDS) + times + count if name in ROTARY and rng.random() < 1 / 7 else model
 
 
 def _draw_model(rng: random.Random, *, exact: bool, streams: bool, evicts: bool) -> str:

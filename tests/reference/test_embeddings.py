@@ -26,12 +26,10 @@ POOLINGS = ("last", "mean")
 def hidden_states(architecture):
     """Prompts, and the last hidden states of Transformers of each."""
     model = zoo.build(architecture)
+    base = model.model if model.base_model is model else model.base_model
     prompts = make_prompts(12, 40, seed=3)
     with torch.inference_mode():
-        found = [
-            model(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0]
-            for ids in prompts
-        ]
+        found = [base(torch.tensor([ids]), use_cache=False).last_hidden_state[0] for ids in prompts]
     return prompts, found
 
 

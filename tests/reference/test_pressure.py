@@ -47,7 +47,9 @@ def check_logits(
 
     drive(watched, make_jobs(num_jobs, seed=len(architecture)), seed=int(10 * room))
 
-    assert watched.seen.worst_difference(architecture) <= TOLERANCE
+    # Gemma 4 does not scale products of queries and keys: rounding is larger
+    tolerance = 3 * TOLERANCE if architecture == "gemma4" else TOLERANCE
+    assert watched.seen.worst_difference(architecture) <= tolerance
     assert len(watched.seen.logits) > 100
     assert engine.scheduler.num_preemptions > 3
     if preempt == "swap" and host_room > 1:

@@ -283,7 +283,7 @@ def _llama4(times: int) -> PreTrainedConfig:
         no_rope_layers=[1, 0] * 2 * times,
         floor_scale=4,
         attn_scale=0.3,
-        moe_layers=[1],
+        moe_layers=list(range(1, 4 * times, 4)),
         num_local_experts=4,
     )
 

@@ -71,7 +71,7 @@ class SlabCache(Cache):
 # The query of a pad or of an empty row has no visible slot. It attends to its own column, since
 # the softmax of an empty set is NaN.
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, SHARED = "full_attention", "sliding_attention", "dummy"
 _BOOLEAN, _ADDITIVE = "sdpa", "eager"
 
 Masks = Tensor | Mapping[str, Tensor]
@@ -88,7 +88,8 @@ class MaskRule:
     @classmethod
     def of(cls, config: PreTrainedConfig) -> "MaskRule":
         """Read a config as `create_masks_for_generate` does."""
-        kinds = frozenset(get_layer_types_and_kwargs(config)[0])
+        # layers that read the keys and values of others have the masks of their own kind
+        kinds = frozenset(get_layer_types_and_kwargs(config)[0]) - {SHARED}
         others = kinds - {FULL, SLIDING}
         if others:
             raise UnsupportedModel(
