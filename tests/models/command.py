@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from models.cases import EQUAL, FAILED, NOT_TESTED, REFUSED, Found, run_type
+from models.cases import EQUAL, FAILED, NOT_TESTED, PLAIN, REFUSED, Found, run_type
 from models.tiny import TYPES
 
 RESULTS = Path("docs/results/models.json")
@@ -92,6 +92,7 @@ def _stored(found: Mapping) -> dict[str, object]:
     """A type in the committed results: without times, with rounded differences."""
     kept = {name: value for name, value in found.items() if name != "seconds"}
     cases = {name: _rounded(case) for name, case in found["cases"].items()}
+    kept["worst"] = max((c["worst"] for name, c in cases.items() if name not in PLAIN), default=0.0)
     return {**_rounded(kept), "cases": cases}
 
 
