@@ -157,6 +157,7 @@ def test_logits_equal_those_with_enough_memory(name, rows):
     [
         ("llama_mha", "1"),
         ("gpt2", "0.5"),
+        ("bloom", "1"),
         ("qwen3", "1"),
         ("mimo_v2_flash", "1"),
         *(
