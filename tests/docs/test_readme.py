@@ -100,7 +100,8 @@ def test_features_name_every_tested_architecture() -> None:
 
     named = set(row.split("`")[1::2])
 
-    assert named == {make().model_type for make in zoo.ARCHITECTURES.values()}
+    tested = (*zoo.ARCHITECTURES.values(), *zoo.OWN_ATTENTION.values())
+    assert named == {make().model_type for make in tested}
 
 
 def test_features_list_only_refused_models_as_refused() -> None:
