@@ -9,6 +9,7 @@ from support.prefix_index import DEFAULT_IDENTITY, TOKENS, Listener, prefill
 from support.small_memory import grow, keys, one_group, plain_class, with_groups, write_lane
 
 WINDOW = LaneGroup(name="window", page_class=plain_class(), layers=(1,), window=6)
+CHUNK = LaneGroup(name="chunk", page_class=plain_class(), layers=(1,), chunk=8)
 FULL = LaneGroup(name="kv", page_class=plain_class(), layers=(0,))
 SUMS = LaneGroup(
     name="sums", page_class=plain_class(head_dim=32, value=False), layers=(0,), private=True
@@ -159,6 +160,25 @@ def test_window_lane_starts_with_the_pages_its_window_needs():
     assert lease.tokens == 16
     assert window.slot_positions(row, 0).tolist() == list(range(8, 17))
     index.memory.check()
+
+
+def test_a_match_that_ends_with_a_chunk_needs_none_of_its_pages():
+    """A match of 16: the next query begins a chunk of 8 tokens."""
+    memory = with_groups(FULL, CHUNK)
+    index = PrefixIndex(memory)
+    lease, row = index.match(DEFAULT_IDENTITY, TOKENS), memory.start()
+    for end in (8, 16):
+        grow(memory, row, 8)
+        index.publish(lease, row, TOKENS[lease.tokens : end])
+    index.confirm()
+
+    found = index.match(DEFAULT_IDENTITY, TOKENS)
+    child = index.start(found)
+    grow(memory, child, 1)
+
+    assert found.tokens == 16
+    assert memory.tables["chunk"].slot_positions(child, 0).tolist() == [16]
+    memory.check()
 
 
 def test_block_with_freed_window_pages_is_not_published():
