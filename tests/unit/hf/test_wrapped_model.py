@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import BloomConfig, BloomForCausalLM, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, RwkvConfig, RwkvForCausalLM
 
 from quire.errors import ConfigError, UnsupportedModel
 from quire.hf import QuireCache
@@ -131,10 +131,10 @@ def test_earlier_wrapper_of_forward_is_restored() -> None:
 
 
 def test_unsupported_models_are_refused() -> None:
-    bloom = BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=16, n_layer=1, n_head=2))
+    rwkv = RwkvForCausalLM(RwkvConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2))
 
-    with pytest.raises(UnsupportedModel, match="ALiBi"):
-        QuireCache(bloom.eval())
+    with pytest.raises(UnsupportedModel, match="layers are recurrent"):
+        QuireCache(rwkv.eval())
     with pytest.raises(ConfigError, match="got Linear"):
         _refuse(torch.nn.Linear(1, 1))
     with pytest.raises(ConfigError, match=r"model.eval\(\)"):
