@@ -354,7 +354,7 @@ static void walk_heads(const attention_args *a, const part *p, int kv_head, int 
 static void do_walk(const attention_args *a, const item *now, const item *after, uint8_t *scratch) {
     const part *p = now->of;
     int heads = a->heads_together, kv_head = now->number * heads;
-    next_lane next = {{NULL, 0, 0, 0, 0}, 0};
+    next_lane next = {{NULL}, 0};
     /* logits of several tokens are stored after the walk, which has space for one head */
     int side = a->column_sums && a->tokens[p->row] > 1 ? 1 : heads;
     if (after && side == heads && !a->window) {
