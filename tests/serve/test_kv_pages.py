@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from quire.cli.plan_report import PlanOptions, plan_report
+from quire.layout.layout import layout_for
+from quire.plan.capacity import sequence_bytes, sequence_pages
 from quire.serve import service
 from quire.serve.kv_endpoints import without_other_tenants
 from serve.conftest import refused
@@ -203,8 +205,11 @@ def test_plan_in_a_codec_equals_that_of_quire_plan(serve, llm, codec):
     body = serve(lambda client: read(client, f"plan?length=100&codec={written}"))
 
     assert body["codec"] == report.kv_codec
-    pages = body["bytes_per_sequence"] // report.capacity.page_bytes
-    assert pages == report.capacity.pages_per_sequence
+    layout = layout_for(
+        report.model, codec=report.kv_codec, page_tokens=report.capacity.page_tokens
+    )
+    assert body["bytes_per_sequence"] == sequence_bytes(layout, 100)
+    assert report.capacity.pages_per_sequence == sum(sequence_pages(layout, 100).values())
     assert body["sequences"] == report.capacity.sequences
     assert body["longest_tokens"] == report.capacity.longest_tokens
     assert body["codecs"][0] == "float32"

@@ -14,10 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from quire.errors import ConfigError, ModelError, UnsupportedModel
 from quire.layout.config import (
@@ -37,7 +34,11 @@ from quire.layout.config import (
     shown,
 )
 
-Counts = NDArray[np.int64]
+if TYPE_CHECKING:  # planning starts without NumPy
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Counts = NDArray[np.int64]
 
 # Layers with full attention, with a sliding window, and with chunked attention.
 
@@ -124,25 +125,29 @@ class LayerSpec:
             return min(tokens, (tokens - 1) % self.chunk + 1)
         return tokens if self.window is None else min(tokens, self.window)
 
-    def seen_in_step(self, new: Counts, before: Counts) -> Counts:
+    def seen_in_step(self, new: "Counts", before: "Counts") -> "Counts":
         """Return how many tokens `new` tokens after `before` others attend to, all together."""
         if self.chunk is not None:
             return before % self.chunk + new
         seen = before + new
-        return seen if self.window is None else np.minimum(seen, self.window + new - 1)
+        if self.window is None:
+            return seen
+        hidden = seen - (self.window + new - 1)
+        return seen - hidden * (hidden > 0)
 
-    def pairs_in_step(self, new: Counts, before: Counts) -> Counts:
+    def pairs_in_step(self, new: "Counts", before: "Counts") -> "Counts":
         """Return the pairs of a new token and a token that it attends to."""
         return self._pairs(before + new) - self._pairs(before)
 
-    def _pairs(self, tokens: Counts) -> Counts:
+    def _pairs(self, tokens: "Counts") -> "Counts":
         """Pairs of the first `tokens` tokens: the sum of `seen_tokens`."""
         if self.chunk is not None:
             whole, rest = tokens // self.chunk, tokens % self.chunk
             return (whole * self.chunk * (self.chunk + 1) + rest * (rest + 1)) // 2
         pairs: Counts = tokens * (tokens + 1) // 2
         if self.window is not None:
-            hidden = np.maximum(tokens - self.window, 0)
+            hidden = tokens - self.window
+            hidden = hidden * (hidden > 0)
             pairs -= hidden * (hidden + 1) // 2
         return pairs
 

@@ -22,16 +22,16 @@ Slabs are the equal parts of a KV memory, each with pages of one class.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from quire.errors import ConfigError
 from quire.layout.codecs import ELEMENT_BYTES, CodecSpec, Plane
 from quire.layout.sizes import HUGE_PAGE_BYTES
 from quire.layout.statistics import Statistic
 from quire.layout.token_precision import FullPrecisionTokens, PromotedTokens
+
+if TYPE_CHECKING:  # planning starts without NumPy
+    from quire.layout.model import Counts
 
 PAGE_ALIGNMENT_BYTES = 64  # a cache line; also keeps every typed view of a page aligned
 POSITION_BYTES = 4
@@ -327,12 +327,12 @@ class LaneGroup:
         """Whether a window or a chunk limits the tokens of a lane."""
         return self.window is not None or self.chunk is not None
 
-    def first_needed(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+    def first_needed(self, tokens: "Counts") -> "Counts":
         """Return the first position that the query at each position `tokens` attends to."""
         if self.chunk is not None:
             return tokens // self.chunk * self.chunk
         reach = 0 * tokens if self.window is None else tokens + 1 - self.window
-        return np.maximum(reach, 0)
+        return reach * (reach > 0)
 
     @property
     def follows(self) -> str | None:
