@@ -6,14 +6,13 @@ and the KV of every sequence. Rates are arguments, to be measured on the machine
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING
 
 from quire.errors import ConfigError
 from quire.layout.model import ModelSpec
 
-Counts = NDArray[np.int64]
+if TYPE_CHECKING:  # planning starts without NumPy
+    from quire.layout.model import Counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +171,8 @@ def step_parts(
     others = qkv + output + head + norms
     mlp_bytes = weights_read_bytes(model, tokens, bytes_per_value) - others * bytes_per_value
     mlp_active = model.num_active_parameters - model.lookup_parameters - others
+    import numpy as np
+
     new, before = (np.array([getattr(row, name) for row in rows]) for name in ("new", "before"))
     kv_bytes, attention_flops = attention_cost(model, new, before, bytes_per_value)
     row = model.hidden_size + model.num_layers * model.extra.layer_width
@@ -198,7 +199,7 @@ def _product(name: str, weights: int, tokens: int, bytes_per_value: int) -> Part
 
 
 def attention_cost(
-    model: ModelSpec, new: Counts, before: Counts, bytes_per_value: int
+    model: ModelSpec, new: "Counts", before: "Counts", bytes_per_value: int
 ) -> tuple[int, int]:
     """KV bytes read and written, and the FLOPs of both products, over all layers and sequences.
 
