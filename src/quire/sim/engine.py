@@ -26,7 +26,7 @@ from quire.layout.eviction import KEEP_ALL, EvictionSpec
 from quire.layout.layout import layout_for, statistics_used
 from quire.layout.model import ModelSpec
 from quire.layout.pages import CacheLayout, LaneGroup, PageClass, choose_slab_bytes
-from quire.plan.roofline import Counts, RowTokens, attention_cost, step_parts
+from quire.plan.roofline import RowTokens, attention_cost, step_parts
 from quire.scheduler.events import KVEvent
 from quire.scheduler.eviction_trace import EvictionEntry
 from quire.scheduler.lanes import Evicted, Evictor, Slots, evicting_lanes
@@ -37,6 +37,8 @@ from quire.sim.machine import Rates
 from quire.sim.records import NEVER_FITS, Gauges, RequestRecord, open_record, read
 from quire.sim.traces.base import Trace, TraceRequest, TraceSegment
 from quire.tenancy.tenants import parse_tenants
+
+Counts = NDArray[np.int64]
 
 MIN_ENTRIES = 10
 
