@@ -221,8 +221,8 @@ def require_ends(case: Case, watched: Watched) -> None:
 def require_scores(case: Case, watched: Watched) -> None:
     """Every token of a prompt has the score that some computed logits of its prefix give it."""
     rows: dict[tuple[int, ...], list[torch.Tensor]] = {}
-    for (tokens, _, _), row in watched.seen.logits.items():
-        rows.setdefault(tokens, []).append(row)
+    for context, row in watched.seen.logits.items():
+        rows.setdefault(context[0], []).extend([row, *watched.seen.again.get(context, ())])
     for number, request in enumerate(case.requests):
         answer = watched.answers[f"r{number}"]
         if "prompt_logprobs" not in request.params or answer.finish_reason == "abort":

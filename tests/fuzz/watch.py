@@ -39,6 +39,7 @@ class SeenLogits:
     traces: dict[Context, tuple[EvictionEntry, ...]] = field(default_factory=dict)
     evict: dict[Context, str] = field(default_factory=dict)
     worst: float = 0.0
+    again: dict[Context, list[torch.Tensor]] = field(default_factory=dict)
     digests: dict[int, tuple[EvictionEntry, str]] = field(default_factory=dict)
 
     def __getattr__(self, name: str) -> object:
@@ -62,7 +63,10 @@ class SeenLogits:
         for i, row in enumerate(rows):
             context = tuple(known[: first + i + 1]), digests, variant
             if context in self.logits:
-                self.worst = max(self.worst, difference(row, self.logits[context]))
+                found = difference(row, self.logits[context])
+                self.worst = max(self.worst, found)
+                if found > 0:  # of KV that was recomputed from codes, for example
+                    self.again.setdefault(context, []).append(row.clone())
                 continue
             self.logits[context], self.traces[context] = row.clone(), entries
             self.evict[context] = request.spec.evict
