@@ -185,9 +185,7 @@ static AVX512 void weigh_columns_avx512(const float *logits, float *sums, int64_
         _mm512_mask_storeu_ps(sums + slot, inside, x);
     }
 }
-#endif
 
-#ifdef HAVE_X86
 /* Finish the weights of slots first .. end - 1, at most RUN, that were stored relative to `tops`. */
 static AVX512 void rescale_weights(float *weights, const float *tops, int64_t first, int64_t end, float maximum,
                                    float over) {
@@ -250,9 +248,12 @@ static void finish_row(const attention_args *a, int row, int head, int64_t low, 
                        float over) {
     float *sums = sums_of_head(a, row, head);
 #ifdef HAVE_X86
-    for (int64_t first = low; stores_weights(a) && first < high; first += RUN)
-        rescale_weights(sums, tops_of(a, row, head), first, first + RUN < high ? first + RUN : high, maximum, over);
-    if (stores_weights(a)) return;
+    if (stores_weights(a)) {
+        const float *tops = tops_of(a, row, head);
+        for (int64_t first = low; first < high; first += RUN)
+            rescale_weights(sums, tops, first, first + RUN < high ? first + RUN : high, maximum, over);
+        return;
+    }
 #endif
     finish_columns(a, sums, sums, low, high, maximum, over);
 }
