@@ -127,6 +127,9 @@ def config_of(model_type: str) -> PreTrainedConfig:
         kinds.pop("layer_types", None)
     values |= {name: num_layers for name in _COUNTS if name in fields}
     values |= {"tie_word_embeddings": False}
+    if values.get("kv_lora_rank"):  # latent attention: RoPE has the width of the rotated parts
+        values |= {"head_dim": SIZES["qk_rope_head_dim"]} if "head_dim" in values else {}
+        values |= {"num_key_value_heads": SIZES["num_attention_heads"]}
     own = OWN.get(model_type, {})
     if "no_rope_layer_interval" not in fields:
         for name, found in kinds.items():

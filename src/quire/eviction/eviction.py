@@ -515,7 +515,7 @@ class PolicyEvictor(Evictor):
             prompt_tokens=of_lanes([len(one.prompt_token_ids) for one in requests]),
             statistics=reader.statistics,
             slots=reader,
-            head_dim=reader.group.page_class.head_dim,
+            head_dim=reader.group.page_class.query_dim,
             layer_scales=tuple(self._math[layer].scale for layer in reader.layers),
             alibi=self._math[reader.layers[0]].alibi,
             rotation=self._rotations(request.spec.rope_variant),

@@ -155,6 +155,48 @@ class Alibi:
         return slopes * (positions - newest)[..., None, :].float() * self.factor
 
 
+@runtime_checkable  # for the shape checks in tests
+class LatentProjections(Protocol):
+    """The projections of a layer's latents to keys and values of its heads (MLA).
+
+    Scores with expanded keys equal those of folded queries with joined keys: the query's part for
+    the projected keys is multiplied by their projection instead.
+    Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.2.
+    """
+
+    @property
+    def value_dim(self) -> int:
+        """Elements of an expanded value, and of the output of a query head."""
+        ...
+
+    def fold(
+        self, query: Float[Tensor, "token num_heads head_dim"]
+    ) -> Float[Tensor, "token num_heads joined_dim"]:
+        """Return queries that are compared with [latent, rotated part]."""
+        ...
+
+    def unfold(
+        self, out: Float[Tensor, "token num_heads latent_dim"]
+    ) -> Float[Tensor, "token num_heads value_dim"]:
+        """Project the outputs of attention over latents to those over values."""
+        ...
+
+    def expand(
+        self,
+        key: Float[Tensor, "*batch 1 slot rotated_dim"],
+        value: Float[Tensor, "*batch 1 slot latent_dim"],
+    ) -> tuple[
+        Float[Tensor, "*batch num_heads slot head_dim"],
+        Float[Tensor, "*batch num_heads slot value_dim"],
+    ]:
+        """Return the keys and values of all heads."""
+        ...
+
+    def prefers_expanding(self, tokens: int, slots: int) -> bool:
+        """Whether attention of a row's new tokens to its slots is cheaper with expanded heads."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionMath:
     """Operations of a layer on its logits.
@@ -167,6 +209,9 @@ class AttentionMath:
         rotary: RoPE of the layer, if queries and stored keys are before RoPE; else None.
         alibi: biases of the logits by the positions of keys, or None.
         bias: the biases of the keys of one call, [batch or 1, num_heads, slots]; or None.
+        latent: projections of a layer whose pages hold latents; None: keys and values of heads.
+        joined: queries are folded, and attend to latents: the key of a slot is its value followed
+            by its stored key. Otherwise queries attend to keys and values, expanded by `latent`.
     """
 
     scale: float
@@ -175,6 +220,22 @@ class AttentionMath:
     rotary: RotatesTo | None = None
     alibi: Alibi | None = None
     bias: Float[Tensor, "batch num_heads slot"] | None = None
+    latent: LatentProjections | None = None
+    joined: bool = False
+
+    def heads(
+        self,
+        key: Float[Tensor, "*batch head slot _"],
+        value: Float[Tensor, "*batch head slot _"],
+    ) -> tuple[Float[Tensor, "*batch _ slot _"], Float[Tensor, "*batch _ slot _"]]:
+        """Return keys and values to which queries attend, from those that pages hold."""
+        if self.joined:
+            return torch.cat([value, key], dim=-1), value
+        return (key, value) if self.latent is None else self.latent.expand(key, value)
+
+    def output_dim(self, pages: "LayerPages") -> int:
+        """Return the elements of the output of a query head."""
+        return dims_of(pages)[1] if self.latent is None or self.joined else self.latent.value_dim
 
     def of_lanes(self, num_lanes: int, lanes: Int[Tensor, " entry"]) -> "AttentionMath":
         """Return the operations on the query heads of one lane per entry."""

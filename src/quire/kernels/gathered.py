@@ -290,7 +290,7 @@ class GatheredAttention(TorchSlots):
     ) -> Tensor:
         """Compute attention for all rows of the step; see `AttentionBackend.attend`."""
         assert isinstance(plan, GatheredPlan), "a plan comes from this backend"
-        out = query.new_empty(*query.shape[:2], dims_of(pages)[1])
+        out = query.new_empty(*query.shape[:2], math.output_dim(pages))
         for bucket in plan.buckets:
             self._decode(bucket, plan, pages, math, query, out, column_sums)
         for chunk in self._chunks(plan, pages):
@@ -339,6 +339,7 @@ class GatheredAttention(TorchSlots):
             value.masked_fill_(bucket.dead, 0)
         if pages.full_precision is not None:
             write_full_precision_in_bucket(pages, pages.full_precision, bucket, (key, value))
+        key, value = math.heads(key, value)
         q = by_lane[rows, lanes].unsqueeze(2)
         own_math = _in_bucket(math.of_lanes(pages.num_lanes, lanes), pages, bucket)
         attended = attend_dense(q, key, value, math=own_math, seen=bucket.seen)
@@ -361,7 +362,7 @@ class GatheredAttention(TorchSlots):
         column_sums: Tensor | None,
     ) -> Tensor:
         shape = (len(chunk.rows), chunk.tokens, fresh[0].shape[1], -1)
-        key, value = (x[token].view(shape).transpose(1, 2) for x in fresh)
+        key, value = math.heads(*(x[token].view(shape).transpose(1, 2) for x in fresh))
         if math.alibi is not None:  # the first tokens of their rows
             math = math.at(torch.arange(chunk.tokens, device=self._device), chunk.tokens - 1)
         if column_sums is not None:
@@ -416,6 +417,7 @@ class GatheredAttention(TorchSlots):
                 seen = exact.seen
                 key, value = exact.append_to(key, exact.key), exact.append_to(value, exact.value)
                 own_math = own_math.with_columns(exact.index)
+            key, value = math.heads(key, value)
             parts.append(attend_dense(q, key, value, math=own_math, seen=seen))
             if column_sums is not None:
                 sums = column_sums_dense(q, key, math=own_math, seen=seen)

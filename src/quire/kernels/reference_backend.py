@@ -11,7 +11,6 @@ from quire.kernels.backend import (
     LaneSlots,
     LayerPages,
     StepShape,
-    dims_of,
 )
 from quire.kernels.coded import decode_slots
 from quire.kernels.paging import TorchSlots
@@ -54,7 +53,7 @@ class ReferenceAttention(TorchSlots):
     ) -> Tensor:
         """Compute attention row by row and lane by lane; see `AttentionBackend.attend`."""
         assert isinstance(plan, ReferencePlan), "a plan comes from this backend"
-        out = query.new_empty(*query.shape[:2], dims_of(pages)[1])
+        out = query.new_empty(*query.shape[:2], math.output_dim(pages))
         heads = query.shape[1] // pages.num_lanes
         for row, (start, tokens) in enumerate(
             zip(plan.step.starts.tolist(), plan.step.tokens.tolist(), strict=True)
@@ -110,7 +109,7 @@ def _attend_lane(
             key_positions=slot,
             window=window,
         )
-    out = torch.empty(*query.shape[:2], value.shape[2], device=query.device)
+    out = torch.empty(*query.shape[:2], math.output_dim(pages), device=query.device)
     sums = key.new_zeros(0)
     for i, query_slot in enumerate(own.tolist()):
         # one query at a time, because the full-precision tokens differ between queries
@@ -229,9 +228,10 @@ def attend_reference(
 
     Args:
         query: after RoPE; num_heads is a multiple of num_kv_heads.
-        key: after RoPE, in any order of slots.
+        key: after RoPE, in any order of slots; as pages hold them, like `value`.
         value: as many as keys.
-        math: scale, softcap, sinks [num_heads], and ALiBi or biases [1, num_heads, token].
+        math: scale, latent projections, softcap, sinks [num_heads], and ALiBi or biases
+            [1, num_heads, token].
         query_positions: logical positions of the queries.
         key_positions: logical positions of the slots.
         window: number of positions a query attends to, including its own; None for all.
@@ -239,8 +239,10 @@ def attend_reference(
     Returns:
         The attention output and column_sums, in float32.
     """
-    num_heads, group = query.shape[1], query.shape[1] // key.shape[1]
+    num_heads = query.shape[1]
     q, k, v = (x.float().transpose(0, 1) for x in (query, key, value))
+    k, v = math.heads(k, v)
+    group = query.shape[1] // k.shape[0]
     k, v = (x.repeat_interleave(group, dim=0) for x in (k, v))
     logits = q @ k.transpose(1, 2) * math.scale
     if math.softcap is not None:

@@ -86,6 +86,11 @@ class PagedKV:
         return all(group.page_class.rotated for group, _ in self.place.values())
 
     @property
+    def joined(self) -> bool:
+        """Whether a layer stores latents."""
+        return any(group.page_class.joined for group, _ in self.place.values())
+
+    @property
     def peak_scratch_bytes(self) -> int:
         """Peak scratch bytes outside the arena: backend, column sums, staged activations (X)."""
         staged = 0 if self.offload is None else self.offload.staging_bytes
@@ -100,6 +105,8 @@ class PagedKV:
     def scoring(self, group: LaneGroup, plane: str) -> ScoringBackend | None:
         """The backend if it scores the tokens of a group from its pages of keys or values."""
         if group.name in self.full_precision or group.name in self.promoted:
+            return None
+        if group.page_class.joined and plane == KEY:  # the backend reads keys of one plane
             return None
         found, pages = self.backend, self.store.views(group.page_class).planes[plane][0]
         if not isinstance(found, ScoringBackend):

@@ -41,6 +41,7 @@ from quire.kernels.coded import decode_head
 from quire.kernels.dense import weights_dense
 from quire.kernels.device_copies import to_device
 from quire.kernels.gathered import chunk_lane, lane_positions
+from quire.kernels.latent import folded
 from quire.kernels.paging import measure_attention, over_group, put
 from quire.kernels.token_precision import (
     ChunkLane,
@@ -50,7 +51,7 @@ from quire.kernels.token_precision import (
 )
 from quire.kv.flat_batch import DeviceTable, FlatBatch
 from quire.kv.tables import LaneTable
-from quire.layout.pages import LaneGroup
+from quire.layout.pages import KEY, VALUE, LaneGroup
 from quire.layout.statistics import (
     APART,
     MAX,
@@ -214,6 +215,10 @@ class AttentionStatisticsStep:
     def needs_sums(self) -> bool:
         return any(watched.needs_sums for watched in self._watched)
 
+    @property
+    def reads_queries(self) -> bool:
+        return len(self._again) > 0
+
     def tallies(self, layer: int) -> tuple[tuple[AttentionStatistic, StatisticRows], ...] | None:
         """Return a layer's statistics of column sums; None if some need the weights themselves."""
         if len(self._again):
@@ -351,16 +356,22 @@ def chunk_weights(
         lane, held = kv_head // heads, slots[kv_head // heads]
         part = slice(kv_head * group, (kv_head + 1) * group)
         q = query[:, part].transpose(0, 1)[None].float()
-        key = _keys(pages, row, lane, kv_head % heads, held)
         own = torch.arange(held - len(query), held, device=q.device)[:, None]  # the last slots
         all_seen = torch.arange(held, device=q.device) <= own  # causal mask [queries, slots]
-        exact = None
+        exact = chunk = None
         if pages.full_precision is not None:
-            place = chunk_lane(pages, row, lane, held=held, num_tokens=len(query))
-            _write_promoted(key, pages, place, kv_head % heads)
-            exact = full_precision_columns(pages.full_precision, place, all_seen)
-            key = exact.append_to(key, exact.key[:, kv_head % heads, None])
+            chunk = chunk_lane(pages, row, lane, held=held, num_tokens=len(query))
+            exact = full_precision_columns(pages.full_precision, chunk, all_seen)
             all_seen = exact.seen[0, 0]
+        sides = []
+        for side in (VALUE, KEY) if math.joined else (KEY,):
+            vectors = _vectors(pages, side, row, lane, kv_head % heads, held)
+            if exact is not None and chunk is not None:
+                _write_promoted(vectors, pages, side, chunk, kv_head % heads)
+                alone = exact.key if side == KEY else exact.value
+                vectors = exact.append_to(vectors, alone[:, kv_head % heads, None])
+            sides.append(vectors)
+        key = sides[0] if len(sides) == 1 else torch.cat(sides, dim=-1)
         own_math = _of_heads(math, pages, row, (lane, held), part)
         if exact is not None:
             own_math = own_math.with_columns(exact.index)
@@ -388,25 +399,30 @@ def _of_heads(
     return own.at(positions, positions[-1:])
 
 
-def _write_promoted(key: Tensor, pages: LayerPages, place: ChunkLane, head: int) -> None:
-    """Overwrite keys [1, 1, slots, head_dim] of promoted tokens with their finer codes, decoded."""
+def _write_promoted(
+    vectors: Tensor, pages: LayerPages, side: str, place: ChunkLane, head: int
+) -> None:
+    """Overwrite vectors [1, 1, slots, elements] of promoted tokens with finer codes, decoded."""
     promoted = pages.promoted
     if promoted is None:
         return
     page = promoted.table[pages.rows[place.row], pages.first_lane + place.lane, 0].long()[None]
     record = records_of(promoted.marks[page], place.positions[None])[0]
     slot = (record >= 0).nonzero()[:, 0]
-    found = decode_records(promoted.coded.key, page.expand(len(slot)), record[slot])
-    key[0, 0, slot] = found[:, head]
+    coded = promoted.coded.key if side == KEY else promoted.coded.value
+    found = decode_records(coded, page.expand(len(slot)), record[slot])
+    vectors[0, 0, slot] = found[:, head]
 
 
-def _keys(pages: LayerPages, row: int, lane: int, head: int, slots: int) -> Tensor:
-    """Return the float32 keys [1, 1, slots, head_dim] of a lane's live slots."""
+def _vectors(pages: LayerPages, side: str, row: int, lane: int, head: int, slots: int) -> Tensor:
+    """Return the float32 keys or values [1, 1, slots, elements] of a lane's live slots."""
     columns = -(-slots // pages.page_tokens)
     numbers = pages.table[pages.rows[row], pages.first_lane + lane, :columns].long()
     if pages.coded is None:
-        return pages.key[numbers, head].flatten(0, 1)[None, None, :slots].float()
-    return decode_head(pages.coded.key, numbers, head, lane)[None, None, :slots]
+        plane = pages.key if side == KEY else pages.value
+        return plane[numbers, head].flatten(0, 1)[None, None, :slots].float()
+    coded = pages.coded.key if side == KEY else pages.coded.value
+    return decode_head(coded, numbers, head, lane)[None, None, :slots]
 
 
 class ResidualSimilarityStep:
@@ -627,6 +643,12 @@ class GroupWatch:
     def wants_residual_similarity(self) -> bool:
         return bool(self._residual_similarity)
 
+    @property
+    def _reads_queries(self) -> bool:
+        """Whether statistics need the queries, not only their column sums."""
+        slots = self._slot_attention
+        return bool(self._queries) or (slots is not None and slots.reads_queries)
+
     def records(self, layer: int) -> LayerRecords | None:
         """Return what a chain records of a layer; None if it cannot record all of it."""
         rings = [step for step in self._queries if isinstance(step, RingStep)]
@@ -665,6 +687,8 @@ class GroupWatch:
         `layer` is the index in the group of the layer whose lanes are read, and `reader` says which
         of the layers that read them this is.
         """
+        if self._reads_queries:
+            math, query = folded(math, query)
         if self._slot_attention is not None:
             self._slot_attention.note(layer, backend, pages, math, query, column_sums, reader)
         if self._queries:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -26,6 +26,7 @@ from quire.kernels.backend import (
     rotated_and_written,
 )
 from quire.kernels.device_copies import to_device
+from quire.kernels.latent import LatentPlan, attend_pages
 from quire.kv.flat_batch import WHOLE_STEP, FlatBatch, StepPart
 from quire.kv.paged_kv import PagedKV, slot_bytes_of
 from quire.kv.pages import PageNumbers
@@ -255,7 +256,8 @@ class StepAttention:
                 promoted=None if step.promoted is None else step.promoted.pages(),
             )
         sums = None if watch is None else watch.room_for_sums(query.shape[1], self._kv.sums_scratch)
-        out = backend.attend(step.plans[at], pages, math, query, (key, value), column_sums=sums)
+        attend = partial(attend_pages, backend, step.plans[at], pages, math)
+        out = attend(query, (key, value), column_sums=sums)
         if self._offload is not None:
             self._offload.merge_cpu_attention(out, group, pages, query, math)
         if watch is not None:
@@ -294,7 +296,7 @@ class StepAttention:
         """
         kv, groups = self._kv, self._groups
         fits = self._offload is None and kv.rotated and self._pre_rope is None
-        fits = fits and not kv.memory.layout.shared
+        fits = fits and not kv.memory.layout.shared and not kv.joined
         if kv.chains is None or not fits:
             return None
         calls = self._last.chained.calls_of(groups, layers, heads)
@@ -405,8 +407,9 @@ class StepAttention:
         slot_bytes = slot_bytes_of(page_class)
         by_layer = slots.reshape(len(slots), num_layers, group.lanes_per_layer)
         distinct = 1 if (slots == slots[:, :1]).all() else num_layers
+        plan = partial(LatentPlan, self._backend) if page_class.joined else self._backend.plan
         plans = [
-            self._backend.plan(
+            plan(
                 self._batch.shape,
                 LaneSlots(np.ascontiguousarray(by_layer[:, layer]), group.window),
                 page_class.tokens,

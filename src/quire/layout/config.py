@@ -132,7 +132,6 @@ WINDOW_IGNORED = frozenset({"llama"})
 """Families whose attention ignores `sliding_window`."""
 
 REFUSED: Mapping[str, str] = {
-    "kv_lora_rank": "its attention caches a latent, not keys and values per head",
     "cross_attention_layers": "it has cross-attention layers",
     "is_encoder_decoder": "it has an encoder",
     "type_vocab_size": "it is an encoder",

@@ -69,6 +69,7 @@ def layout_for(
                 tokens=page_tokens,
                 positions=loses_order,
                 rotated=rotated,
+                joined=part.heads.latent is not None,
             ),
             layers=part.layers,
             lanes_per_layer=lanes_per_layer,
@@ -150,6 +151,7 @@ def _full_precision_group(group: LaneGroup, form: KVFormat) -> LaneGroup:
             tokens=full_precision.records,
             positions=full_precision.relocated > 0,
             rotated=group.page_class.rotated,
+            joined=group.page_class.joined,
         ),
         layers=group.layers,
         lanes_per_layer=group.lanes_per_layer,
@@ -172,6 +174,7 @@ def _promoted_group(group: LaneGroup, records: Records) -> LaneGroup:
             tokens=records.count,
             positions=True,
             rotated=group.page_class.rotated,
+            joined=group.page_class.joined,
         ),
         layers=group.layers,
         lanes_per_layer=group.lanes_per_layer,
@@ -297,7 +300,9 @@ def _page_fingerprint(page: PageClass) -> str:
         planes += f" vectors={vectors}"
     return (
         f"{' / '.join(codecs)}; head_dim={page.head_dim} heads={page.heads} tokens={page.tokens} "
-        f"positions={page.positions} rotated={page.rotated} layers={page.layers} planes={planes} "
+        f"positions={page.positions} rotated={page.rotated} "
+        + ("joined=True " if page.joined else "")
+        + f"layers={page.layers} planes={planes} "
         f"page_bytes={page.page_bytes}"
     )
 

@@ -346,9 +346,9 @@ IGNORED_OPTIONS = Refusal(
     "its attn_config, so that it computes another model",
     instead="use an MPT model with plain ALiBi, such as mpt-7b or mpt-30b",
 )
-LATENT = Refusal(
-    reason="its attention caches one latent vector per token, not keys and values per head (MLA)",
-    instead="use a model with grouped-query attention, such as Llama or Qwen",
+COMPRESSED = Refusal(
+    reason="its layers compress the keys and values of several tokens into one",
+    instead="use DeepSeek V3, or a model with grouped-query attention, such as Llama or Qwen",
 )
 RECURRENT = Refusal(
     reason="some of its layers are recurrent: their state has no keys and values",
@@ -416,11 +416,7 @@ LENGTH_DEPENDENT_ROPE = Refusal(
 )
 
 _BY_NAME: tuple[tuple[Refusal, str], ...] = (
-    (
-        LATENT,
-        "axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 dots3_note dots3_note_text "
-        "glm4_moe_lite glm_moe_dsa hy_v4 longcat_flash minicpm3 mistral4 youtu",
-    ),
+    (COMPRESSED, "deepseek_v4"),
     (
         RECURRENT,
         "bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 "
@@ -448,7 +444,7 @@ _BY_NAME: tuple[tuple[Refusal, str], ...] = (
     (REPEATED, "dory"),
     (PATCHES, "blt"),
     (DRAFT, "gemma4_assistant gemma4_unified_assistant"),
-    (SPARSE, "minimax_m3_vl_text"),
+    (SPARSE, "axk2 deepseek_v32 dots3_note_text glm_moe_dsa hy_v4 minimax_m3_vl_text"),
     (
         MULTIMODAL,
         "emu3 fuyu git got_ocr2 imagegpt mllama moshi moss_transcribe_diarize musicgen "

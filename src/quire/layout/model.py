@@ -54,20 +54,41 @@ _KINDS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentSpec:
+    """Multi-head latent attention (MLA): a layer stores one latent per token for all heads.
+
+    A latent is projected to a key and a value of each head. The rotated part of the keys is stored
+    beside it, once for all heads.
+    Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
+
+    Attributes:
+        key_dim: elements of a head's key that are projected from the latent (qk_nope_head_dim).
+        value_dim: elements of a head's value, all projected from the latent (v_head_dim).
+        query_rank: width of the compressed queries (q_lora_rank); None: one projection.
+    """
+
+    key_dim: int
+    value_dim: int
+    query_rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HeadShape:
-    """Heads of a layer's attention.
+    """Heads of a layer's attention, as they are stored.
 
     Attributes:
         query_heads: number of query heads.
         kv_heads: number of key and value heads, a divisor of `query_heads`.
-        key_dim: elements of a query and of a key.
-        value_dim: elements of a value, and of the output of a query head.
+        key_dim: elements of a stored key; with a latent, of the rotated part of all keys.
+        value_dim: elements of a stored value; with a latent, its elements.
+        latent: set if values are latents, so that a key is its value and the rotated part.
     """
 
     query_heads: int
     kv_heads: int
     key_dim: int
     value_dim: int
+    latent: LatentSpec | None = None
 
     def __post_init__(self) -> None:
         if self.query_heads % self.kv_heads:
@@ -82,14 +103,34 @@ class HeadShape:
         return self.query_heads // self.kv_heads
 
     @property
+    def query_dim(self) -> int:
+        """Elements of a query that is compared with stored keys."""
+        return self.key_dim if self.latent is None else self.value_dim + self.key_dim
+
+    @property
+    def projected_dims(self) -> tuple[int, int]:
+        """Elements of a query of the model, and of the output of a query head."""
+        if self.latent is None:
+            return self.key_dim, self.value_dim
+        return self.latent.key_dim + self.key_dim, self.latent.value_dim
+
+    @property
     def values_per_token(self) -> int:
         """Elements that a layer stores per token: a key and a value per KV head."""
         return self.kv_heads * (self.key_dim + self.value_dim)
 
+    @property
+    def values_per_pair(self) -> int:
+        """Multiplications of a token that attends to one other: with its key and its value."""
+        return self.query_heads * (self.query_dim + self.value_dim)
+
     def of_rank(self, size: int) -> "HeadShape":
-        """Return the heads of one of `size` ranks of a tensor-parallel group."""
-        query_heads, kv_heads = self.query_heads // size, self.kv_heads // size
-        return replace(self, query_heads=query_heads, kv_heads=kv_heads)
+        """Return the heads of one of `size` ranks of a tensor-parallel group.
+
+        Each rank stores the latents of all heads.
+        """
+        kv_heads = self.kv_heads // size if self.latent is None else self.kv_heads
+        return replace(self, query_heads=self.query_heads // size, kv_heads=kv_heads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,6 +242,8 @@ _OF_A_LAYER = ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head
 
 def _layer_heads(reader: ConfigReader, layer: int, kind: str, heads: HeadShape) -> HeadShape:
     """The heads of a layer: overrides of `per_layer_config`, or of its kind of attention."""
+    if heads.latent is not None:
+        return heads
     query_heads_of = dict(enumerate(reader.sequence("num_attention_heads_per_layer") or ()))
     overrides = {
         "num_attention_heads": query_heads_of.get(layer),
@@ -542,6 +585,10 @@ class VectorSpec:
             qkv: outputs of its projections of queries, keys and values.
         """
         own = layer.source is None
+        if heads.latent is not None:  # norms of the compressed queries and of the latent
+            rank = heads.latent.query_rank or 0
+            biased = rank + heads.values_per_token if self.qkv_bias else 0
+            return rank + heads.value_dim + biased
         kv_heads = heads.kv_heads if own else 0
         in_all = (heads.query_heads + kv_heads) * heads.key_dim
         norms = {PER_HEAD: heads.key_dim * (2 if own else 1), PER_PROJECTION: in_all}
@@ -654,6 +701,7 @@ class ModelSpec:
         mixture: the expert layers of a mixture of experts; None for a dense model.
         vectors: biases, norms and sinks of a layer.
         value_dim: elements of a value; None: `head_dim`.
+        latent: set if the layers have latent attention; see `HeadShape`.
         dense_sizes: widths of the dense MLPs, of the layers that have one; None: all have
             `intermediate_size`.
         extra: weights beside attention and MLP.
@@ -684,6 +732,7 @@ class ModelSpec:
     mixture: MixtureSpec | None = None
     vectors: VectorSpec = PLAIN
     value_dim: int | None = None
+    latent: LatentSpec | None = None
     dense_sizes: tuple[int, ...] | None = None
     extra: ExtraSpec = ExtraSpec()
     heads: tuple[HeadShape, ...] = field(init=False, repr=False, compare=False)
@@ -730,14 +779,7 @@ class ModelSpec:
             "n_ctx",
         )
         kind = reader.model_type
-        head_dim = _head_dim(reader, hidden_size, num_heads)
-        heads = HeadShape(
-            query_heads=num_heads,
-            kv_heads=_num_kv_heads(reader, num_heads),
-            key_dim=head_dim,
-            value_dim=reader.positive_integer("v_head_dim")
-            or head_dim * (2 if kind in TWICE_THE_VALUE_DIM else 1),
-        )
+        heads = _model_heads(reader, hidden_size, num_heads)
         extra_rows = LEARNED_POSITIONS.get(kind)
         layers, mixture = read_layers(reader, num_layers, heads), read_mixture(reader, num_layers)
         dense_sizes = _dense_sizes(reader, layers, hidden_size)
@@ -750,8 +792,9 @@ class ModelSpec:
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=heads.kv_heads,
-            head_dim=head_dim,
+            head_dim=heads.key_dim,
             value_dim=heads.value_dim,
+            latent=heads.latent,
             hidden_size=hidden_size,
             intermediate_size=widest,
             vocab_size=reader.integer("vocab_size"),
@@ -780,6 +823,7 @@ class ModelSpec:
             kv_heads=self.num_kv_heads,
             key_dim=self.head_dim,
             value_dim=self.head_dim if self.value_dim is None else self.value_dim,
+            latent=self.latent,
         )
 
     @property
@@ -868,17 +912,25 @@ class ModelSpec:
     def projections(self) -> tuple[int, int]:
         """Weights of all layers' projections: of queries, keys and values, and of the output."""
         each = [self._projections(*x) for x in zip(self.heads, self.layers, strict=True)]
-        qkv, output = (self.hidden_size * sum(widths) for widths in zip(*each, strict=True))
+        qkv, output = (sum(weights) for weights in zip(*each, strict=True))
         return qkv, output
 
-    @staticmethod
-    def _projections(heads: HeadShape, layer: LayerSpec) -> tuple[int, int]:
-        """Outputs of a layer's projections of queries, keys and values; inputs of the output's."""
+    def _projections(self, heads: HeadShape, layer: LayerSpec) -> tuple[int, int]:
+        """Weights of a layer's projections of queries, keys and values, and of the output."""
+        query_dim, output_dim = heads.projected_dims
+        queries, outputs = heads.query_heads * query_dim, heads.query_heads * output_dim
+        if heads.latent is not None:
+            rank, latent = heads.latent.query_rank, heads.latent
+            of_queries = queries * self.hidden_size
+            if rank is not None:
+                of_queries = rank * (self.hidden_size + queries)
+            expansion = heads.query_heads * (latent.key_dim + latent.value_dim) * heads.value_dim
+            stored = self.hidden_size * heads.values_per_token
+            return of_queries + stored + expansion, self.hidden_size * outputs
         keys = 0 if layer.source is not None else heads.kv_heads * heads.key_dim
         values = 0 if layer.source is not None else heads.kv_heads * heads.value_dim
-        queries = heads.query_heads * heads.key_dim
         stored = keys + (0 if layer.keys_from_values else values)
-        return queries + stored, heads.query_heads * heads.value_dim
+        return self.hidden_size * (queries + stored), self.hidden_size * outputs
 
     def _parameters(self, experts: int) -> int:
         attention = sum(
@@ -892,9 +944,9 @@ class ModelSpec:
 
     def _attention_parameters(self, heads: HeadShape, layer: LayerSpec) -> int:
         qkv, outputs = self._projections(heads, layer)
-        vectors = self.vectors.attention_parameters(heads, layer, qkv)
+        vectors = self.vectors.attention_parameters(heads, layer, qkv // self.hidden_size)
         output_bias = self.hidden_size if self.vectors.output_bias else 0
-        return self.hidden_size * (qkv + outputs) + vectors + output_bias
+        return qkv + outputs + vectors + output_bias
 
     @property
     def _other_parameters(self) -> int:
@@ -935,6 +987,30 @@ def _refuse(reader: ConfigReader) -> None:
             raise UnsupportedModel(
                 f"{reader.model_type} models are not supported: {why} ({key!r} in config.json)"
             )
+
+
+def _model_heads(reader: ConfigReader, hidden_size: int, num_heads: int) -> HeadShape:
+    rank = reader.positive_integer("kv_lora_rank")
+    if rank is not None:
+        return HeadShape(
+            query_heads=num_heads,
+            kv_heads=1,
+            key_dim=reader.integer("qk_rope_head_dim"),
+            value_dim=rank,
+            latent=LatentSpec(
+                key_dim=reader.integer("qk_nope_head_dim"),
+                value_dim=reader.integer("v_head_dim"),
+                query_rank=reader.positive_integer("q_lora_rank"),
+            ),
+        )
+    head_dim = _head_dim(reader, hidden_size, num_heads)
+    twice = reader.model_type in TWICE_THE_VALUE_DIM
+    return HeadShape(
+        query_heads=num_heads,
+        kv_heads=_num_kv_heads(reader, num_heads),
+        key_dim=head_dim,
+        value_dim=reader.positive_integer("v_head_dim") or head_dim * (2 if twice else 1),
+    )
 
 
 def _num_heads(reader: ConfigReader) -> int:

@@ -102,6 +102,7 @@ class PageClass:
         positions: whether a page stores the logical position of each slot (unordered lanes).
         rotated: whether keys are stored after RoPE; otherwise before RoPE. Pages of the two kinds
             are never mixed.
+        joined: whether the key of a slot is its value followed by its stored key (latents).
         layers: number of layers whose pages are counted as one page, for simulations without bytes.
         page_bytes: bytes of a page, padding included; derived from the other attributes.
         placed: locations of the data of each plane; derived.
@@ -111,6 +112,7 @@ class PageClass:
     tokens: int
     positions: bool = False
     rotated: bool = True
+    joined: bool = False
     layers: int = 1
     page_bytes: int = field(init=False, repr=False, compare=False)  # cached: read in every step
     placed: tuple[tuple[PlacedPlane, ...], ...] = field(init=False, repr=False, compare=False)
@@ -160,8 +162,13 @@ class PageClass:
 
     @property
     def value_dim(self) -> int:
-        """Elements of a vector of the last plane: of a value in pages of keys and values."""
-        return self.planes[-1].width
+        """Elements of a value; of a vector of the first plane in pages without values."""
+        return self.planes[self.index(VALUE) or 0].width
+
+    @property
+    def query_dim(self) -> int:
+        """Elements of a query that is compared with the keys."""
+        return self.head_dim + self.value_dim if self.joined else self.head_dim
 
     def index(self, name: str) -> int | None:
         """The place of a plane in `planes`; None if a page has no such plane."""

@@ -143,7 +143,7 @@ class QueryRing(Statistic):
         return self.window
 
     def width(self, heads: HeadShape) -> int:
-        return heads.group * heads.key_dim + 1
+        return heads.group * heads.query_dim + 1
 
 
 @dataclass(frozen=True, slots=True)

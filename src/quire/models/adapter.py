@@ -49,7 +49,12 @@ from quire.models.layer_source import LayerSource, decoder_layers
 from quire.models.linear_weights import reorder_linears, widen_linears
 from quire.models.native_linear import available_products, fastest_products
 from quire.models.observing import KeysAndValues, Observing
-from quire.models.own_attention import has_own_attention, model_inputs, reference_attention
+from quire.models.own_attention import (
+    has_own_attention,
+    latent_projections,
+    model_inputs,
+    reference_attention,
+)
 from quire.models.packing import MappedFiles, pack_linears, trim_free_memory
 from quire.models.rope import RopeVariants, Rotations
 from quire.models.sharding import rank_spec
@@ -491,12 +496,14 @@ def prepare_linears(
     """Replace the linear layers of a model on a CPU by the fastest ones for this CPU.
 
     Without layers left alone, the other weights are copied, so that no weight file stays mapped.
+    Projections of latents keep their weights: attention multiplies with parts of them.
     """
+    kept = [*left_alone, *latent_projections(model)]
     products = fastest_products() if codec is None else available_products()
     if products is not None:
-        pack_linears(model, products, left_alone, codec)
+        pack_linears(model, products, kept, codec)
     else:
-        reorder_linears(model, left_alone)
+        reorder_linears(model, kept)
     widen_linears(model)
     if not left_alone:
         MappedFiles().copy_weights(model)

@@ -12,7 +12,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from quire.kernels.backend import Alibi, AttentionMath, CosSin, HeadBuffers
+from quire.kernels.backend import (
+    Alibi,
+    AttentionMath,
+    CosSin,
+    HeadBuffers,
+    LatentProjections,
+)
 from quire.layout.model import ModelSpec
 from quire.layout.statistics import Statistic
 from quire.models.rotary import Rotary
@@ -36,6 +42,8 @@ class AttentionCall:
         rope: cosines and sines by which attention rotates queries and keys, which are before RoPE;
             only passed to an attention with `takes_rope`. None: they are after RoPE.
         alibi: biases of the logits by the positions of keys; None if the layer has none.
+        latent: projections of latents, which are passed as values, and rotated parts as keys; None
+            if keys and values are those of heads.
     """
 
     layer: int
@@ -46,11 +54,14 @@ class AttentionCall:
     rotary: Rotary | None = None
     rope: CosSin | None = None
     alibi: Alibi | None = None
+    latent: LatentProjections | None = None
 
     @property
     def math(self) -> AttentionMath:
         """Operations on the logits."""
-        return AttentionMath(self.scale, self.softcap, self.sinks, alibi=self.alibi)
+        return AttentionMath(
+            self.scale, self.softcap, self.sinks, alibi=self.alibi, latent=self.latent
+        )
 
 
 @runtime_checkable  # for the shape checks in tests
@@ -263,7 +274,9 @@ class OwnValue:
         key: Float[Tensor, "num_tokens num_kv_heads head_dim"],
         value: Float[Tensor, "num_tokens num_kv_heads value_dim"],
     ) -> Float[Tensor, "num_tokens num_heads value_dim"]:
-        return value.repeat_interleave(query.shape[1] // key.shape[1], dim=1).to(query.dtype)
+        _, values = call.math.heads(key.transpose(0, 1), value.transpose(0, 1))
+        group = query.shape[1] // len(values)
+        return values.transpose(0, 1).repeat_interleave(group, dim=1).to(query.dtype)
 
 
 class _MathRecorder(OwnValue):

@@ -19,8 +19,14 @@ from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface
 
 from quire.errors import InvariantError, UnsupportedModel
+from quire.kernels.latent import LatentHeads
 from quire.models.base import AttentionCall, PagedAttention
-from quire.models.own_attention import number_layers, replace_attention, restore_attention
+from quire.models.own_attention import (
+    latent_heads,
+    number_layers,
+    replace_attention,
+    restore_attention,
+)
 from quire.models.rotary import Rotary
 
 ATTENTION_NAME = "quire"
@@ -47,11 +53,12 @@ _KNOWN_OPTIONS = _HARMLESS_OPTIONS | frozenset(
 class Bridge:
     """Provides the attention of the forward in progress to the modules of one model."""
 
-    __slots__ = ("_thread", "attention", "hooks", "rotaries")
+    __slots__ = ("_thread", "attention", "hooks", "latents", "rotaries")
 
     def __init__(self) -> None:
         self.attention: PagedAttention | None = None
         self.rotaries: Mapping[int, Rotary] = {}
+        self.latents: Mapping[int, LatentHeads] = {}  # by layer
         self.hooks: list[RemovableHandle] = []  # of modules that have this bridge
         self._thread = threading.local()  # forwards that run layer by layer have a thread each
 
@@ -131,6 +138,7 @@ def install(model: nn.Module) -> Bridge:
             if reads_cache_length(module):
                 hook = partial(_with_length, bridge)
                 bridge.hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+    bridge.latents = latent_heads(model)
     replace_attention(model, attend_through_bridge, lambda: bridge.attention is not None)
     return bridge
 
@@ -172,8 +180,9 @@ def attend_through_bridge(
     Args:
         module: the layer's attention module; has the bridge and `layer_idx`.
         query: [1, num_heads, num_tokens, head_dim], after RoPE.
-        key: [1, num_kv_heads, num_tokens, head_dim], after RoPE.
-        value: [1, num_kv_heads, num_tokens, value_dim].
+        key: [1, num_kv_heads, num_tokens, head_dim], after RoPE; the rotated part of all heads in
+            latent attention.
+        value: [1, num_kv_heads, num_tokens, value_dim], or latents.
         attention_mask: None; paged attention derives visibility from positions.
         scaling: factor on query-key products; None means head_dim ** -0.5.
         options: further arguments of the architecture; window, softcap, sinks and ALiBi are used.
@@ -198,6 +207,7 @@ def attend_through_bridge(
         sinks=(sinks if isinstance(sinks, torch.Tensor) else None),
         rotary=bridge.rotaries.get(module.layer_idx),
         alibi=options.get("alibi"),
+        latent=bridge.latents.get(module.layer_idx),
     )
     out = bridge.attention.attend(
         call, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)

@@ -4,8 +4,9 @@ DiffLlama and JetMoe use the interface, but with keys and values repeated for th
 One method of each module is replaced by one that calls the attention of the forward in progress;
 without such a forward, the module's own method runs.
 
-    forward  the module's own projections, then attention, then its output projection
-    _attn    attention between the module's own projections
+    forward    the module's own projections, then attention, then its output projection
+    _attn      attention between the module's own projections
+    expand_kv  keeps the latents of latent attention, to which Quire's attention applies
 
 These models build causal masks in their forwards; `model_inputs` avoids that.
 """
@@ -15,6 +16,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -23,6 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from quire.kernels.backend import Alibi
+from quire.kernels.latent import LatentHeads
 
 Attend = Callable[..., tuple[Tensor, None]]
 """Attention of a module, called as by Transformers; see `bridge.attend_through_bridge`."""
@@ -200,6 +203,12 @@ def _rotated(module: Any, query: Tensor, key: Tensor, cos_sin: Any) -> tuple[Ten
     return rotated
 
 
+def _latents(module: Any, attend: Attend, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
+    # attention gets what pages hold, and expands what it needs: a step costs O(1) outside of it
+    return k_rot, kv_nope
+
+
+_LATENT = OwnAttention("expand_kv", _latents)
 _OWN: Mapping[str, OwnAttention] = {
     "bloom.BloomAttention": OwnAttention("forward", _bloom),
     "mpt.MptAttention": OwnAttention("forward", _mpt),
@@ -279,8 +288,31 @@ def restore_attention(model: nn.Module) -> None:
 def _modules(model: nn.Module) -> Iterator[tuple[nn.Module, OwnAttention]]:
     for module in model.modules():
         own = _OWN.get(f"{_family(type(module))}.{type(module).__name__}")
+        if own is None and has_latents(module):
+            own = _LATENT
         if own is not None:
             yield module, own
+
+
+def has_latents(module: nn.Module) -> bool:
+    """Whether a module is latent attention (MLA), with a method that expands its latents."""
+    return hasattr(type(module), _LATENT.method)
+
+
+def latent_heads(model: nn.Module) -> dict[int, LatentHeads]:
+    """Return the latent projections of each layer that has latent attention."""
+    found: dict[int, LatentHeads] = {}
+    for module in filter(has_latents, model.modules()):
+        of: Any = module
+        expand = partial(getattr(type(of), _LATENT.method), of)
+        found[of.layer_idx] = LatentHeads(of.kv_b_proj, of.num_heads, of.qk_nope_head_dim, expand)
+    return found
+
+
+def latent_projections(model: nn.Module) -> list[nn.Module]:
+    """Return the linear layers that project latents."""
+    modules: Iterator[Any] = filter(has_latents, model.modules())
+    return [module.kv_b_proj for module in modules]
 
 
 def _replacement(

@@ -128,7 +128,7 @@ class _Recorder:
         if call.layer < spec.num_layers:
             layer, heads = spec.layers[call.layer], spec.heads[call.layer]
             shapes = {
-                "query": (heads.query_heads, heads.key_dim),
+                "query": (heads.query_heads, heads.projected_dims[0]),
                 "key": (heads.kv_heads, heads.key_dim),
                 "value": (heads.kv_heads, heads.value_dim),
             }
@@ -264,7 +264,8 @@ class ReferenceBatch:
         key: Float[Tensor, "num_tokens num_kv_heads head_dim"],
         value: Float[Tensor, "num_tokens num_kv_heads value_dim"],
     ) -> Float[Tensor, "num_tokens num_heads value_dim"]:
-        out = query.new_empty(*query.shape[:2], value.shape[2])
+        value_dim = value.shape[2] if call.latent is None else call.latent.value_dim
+        out = query.new_empty(*query.shape[:2], value_dim)
         layer = self.layers[call.layer] if self.layers else LayerSpec()
         owner_layer = call.layer if layer.source is None else layer.source
         for sequence in dict.fromkeys(self.sequences):
@@ -292,9 +293,10 @@ def visible(
 
 
 def _attend(call: AttentionCall, query: Tensor, lane: DenseLane, seen: Tensor) -> Tensor:
-    group = query.shape[1] // lane.keys[0].shape[0]
-    keys = torch.stack(lane.keys).float().repeat_interleave(group, dim=1)  # [slots, heads, dim]
-    values = torch.stack(lane.values).float().repeat_interleave(group, dim=1)
+    stacked = (torch.stack(x).float().transpose(0, 1) for x in (lane.keys, lane.values))
+    heads = [x.transpose(0, 1) for x in call.math.heads(*stacked)]  # [slots, heads, dim]
+    group = query.shape[1] // heads[0].shape[1]
+    keys, values = (x.repeat_interleave(group, dim=1) for x in heads)
 
     products = torch.einsum("qhd,shd->hqs", query.float(), keys) * call.scale
     if call.softcap is not None:

@@ -190,7 +190,7 @@ def assumed_prefill(model: ModelSpec, flops_per_s: int | float) -> PrefillRates:
     """
     tables = model.embedding_parameters + model.lookup_parameters
     weights = model.num_active_parameters - tables
-    attention = sum(heads.query_heads * (heads.key_dim + heads.value_dim) for heads in model.heads)
+    attention = sum(heads.values_per_pair for heads in model.heads)
     return PrefillRates(token_s=2 * weights / flops_per_s, square_s=attention / flops_per_s)
 
 

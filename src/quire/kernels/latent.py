@@ -1,0 +1,231 @@
+"""Latent attention (MLA): which rows of a step attend to latents, and which to expanded heads.
+
+Rows with few new tokens fold the projection of the keys into their queries, attend to the latents
+as one KV head, and project the output: no key or value of a head is computed. A chunk of a prompt
+expands the latents of its row to keys and values of all heads if that takes fewer multiplications:
+a latent is wider than the heads' keys and values.
+Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.2.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from quire.kernels.backend import (
+    AttentionBackend,
+    AttentionMath,
+    LaneSlots,
+    LatentProjections,
+    LayerPages,
+    StepShape,
+)
+from quire.kernels.device_copies import to_device
+from quire.kernels.reference_backend import ReferenceAttention
+
+Expand = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class LatentHeads:
+    """The latent projections of one layer; see `LatentProjections`.
+
+    Args:
+        projection: projects latents to the keys and values of each head; its weight is
+            [heads * (key_dim + value_dim), rank]. The weight is read at each call: it can move.
+        num_heads: number of heads.
+        key_dim: elements of a head's key that are projected (qk_nope_head_dim).
+        expand: returns keys and values [batch, head, slot, elements] of latents and rotated parts,
+            [batch, 1, slot, elements] each.
+    """
+
+    def __init__(self, projection: nn.Linear, num_heads: int, key_dim: int, expand: Expand) -> None:
+        self._projection, self._num_heads, self._key_dim = projection, num_heads, key_dim
+        self._expand = expand
+
+    @property
+    def _by_head(self) -> Tensor:
+        weight = self._projection.weight.detach()
+        return weight.view(self._num_heads, -1, weight.shape[1])
+
+    @property
+    def _keys(self) -> Tensor:
+        return self._by_head[:, : self._key_dim]
+
+    @property
+    def _values(self) -> Tensor:
+        return self._by_head[:, self._key_dim :]
+
+    @property
+    def value_dim(self) -> int:
+        return self._values.shape[1]
+
+    def fold(
+        self, query: Float[Tensor, "token num_heads head_dim"]
+    ) -> Float[Tensor, "token num_heads joined_dim"]:
+        num_heads, key_dim, rank = self._keys.shape
+        rotated_dim = query.shape[2] - key_dim
+        folded = query.new_empty(len(query), num_heads, rank + rotated_dim)
+        projected, rotated = query[..., :key_dim], query[..., key_dim:]
+        folded[..., :rank] = torch.bmm(projected.transpose(0, 1), self._keys).transpose(0, 1)
+        folded[..., rank:] = rotated
+        return folded
+
+    def unfold(
+        self, out: Float[Tensor, "token num_heads latent_dim"]
+    ) -> Float[Tensor, "token num_heads value_dim"]:
+        return torch.bmm(out.transpose(0, 1), self._values.transpose(1, 2)).transpose(0, 1)
+
+    def expand(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        if key.dim() == 3:
+            keys, values = self.expand(key[None], value[None])
+            return keys[0], values[0]
+        weights = self._keys.dtype
+        keys, values = self._expand(value.to(weights), key.to(weights))
+        return keys.to(key.dtype), values.to(value.dtype)
+
+    def prefers_expanding(self, tokens: int, slots: int) -> bool:
+        _, key_dim, rank = self._keys.shape
+        projected, pairs = key_dim + self.value_dim, tokens * (slots - (tokens - 1) / 2)
+        # the rotated part is multiplied in both forms
+        return (slots - tokens) * rank * projected < pairs * (2 * rank - projected)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentPart:
+    """Rows of a step that attend in the same form.
+
+    Attributes:
+        joined: whether they attend to latents.
+        plan: of the backend, for these rows.
+        step: their new tokens.
+        rows, tokens: their indices in the step.
+    """
+
+    joined: bool
+    plan: object
+    step: StepShape
+    rows: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+
+    def indices(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return rows and tokens on a device."""
+        return to_device(self.rows, device), to_device(self.tokens, device)
+
+    def pages(self, pages: LayerPages) -> LayerPages:
+        """Return the pages of these rows."""
+        (rows, tokens), full = self.indices(pages.rows.device), pages.full_precision
+        if full is not None:
+            full = replace(
+                full,
+                lengths=full.lengths[self.rows],
+                starts=self.step.starts,
+                fresh=(full.fresh[0][tokens], full.fresh[1][tokens]),
+            )
+        return replace(pages, rows=pages.rows[rows], full_precision=full)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentPlan:
+    """A step's rows in one lane group of latents, divided when its first layer attends."""
+
+    backend: AttentionBackend
+    step: StepShape
+    lanes: LaneSlots
+    page_tokens: int
+    slot_bytes: int
+    parts: list[LatentPart] = field(default_factory=list)
+
+    def divided(self, latent: LatentProjections) -> list[LatentPart]:
+        """Return the parts; the layers of a group have projections of the same shape."""
+        if not self.parts:
+            tokens, slots = self.step.tokens, self.lanes.slots[:, 0]
+            # the reference always expands, as the model does
+            always = isinstance(self.backend, ReferenceAttention)
+            expands = np.array(
+                [
+                    always or (new > 1 and latent.prefers_expanding(new, held))
+                    for new, held in zip(tokens.tolist(), slots.tolist(), strict=True)
+                ]
+            )
+            for joined in (True, False):
+                rows = np.flatnonzero(expands != joined)
+                if len(rows):
+                    self.parts.append(self._part(rows, joined=joined))
+        return self.parts
+
+    def _part(self, rows: NDArray[np.int64], *, joined: bool) -> LatentPart:
+        step = StepShape.of(self.step.tokens[rows])
+        lanes = replace(self.lanes, slots=np.ascontiguousarray(self.lanes.slots[rows]))
+        starts = np.repeat(self.step.starts[rows] - step.starts, step.tokens)
+        return LatentPart(
+            joined=joined,
+            plan=self.backend.plan(step, lanes, self.page_tokens, self.slot_bytes),
+            step=step,
+            rows=rows,
+            tokens=starts + np.arange(len(starts)),
+        )
+
+
+def attend_pages(
+    backend: AttentionBackend,
+    plan: object,
+    pages: LayerPages,
+    math: AttentionMath,
+    query: Float[Tensor, "num_tokens num_heads head_dim"],
+    fresh: tuple[Tensor, Tensor],
+    *,
+    column_sums: Tensor | None = None,
+) -> Float[Tensor, "num_tokens num_heads value_dim"]:
+    """Compute attention over pages of any kind; see `AttentionBackend.attend`.
+
+    Args:
+        backend: of the step.
+        plan: of the backend; a `LatentPlan` if pages hold latents.
+        pages: keys and values; or rotated parts of keys, and latents as values.
+        math: with `latent` if pages hold latents.
+        query: the model's own queries.
+        fresh: what was written to the pages.
+        column_sums: see `AttentionBackend.attend`.
+    """
+    latent = math.latent
+    if latent is None:
+        return backend.attend(plan, pages, math, query, fresh, column_sums=column_sums)
+    assert isinstance(plan, LatentPlan), "pages of latents have such plans"
+    parts = plan.divided(latent)
+    if len(parts) == 1:
+        return _attend_part(backend, parts[0], pages, math, query, fresh, column_sums)
+    out = query.new_empty(*query.shape[:2], latent.value_dim)
+    for part in parts:
+        rows, tokens = part.indices(query.device)
+        own = (fresh[0][tokens], fresh[1][tokens])
+        sums = None if column_sums is None else column_sums[rows]
+        out[tokens] = _attend_part(backend, part, part.pages(pages), math, query[tokens], own, sums)
+        if column_sums is not None and sums is not None:
+            column_sums[rows] = sums
+    return out
+
+
+def _attend_part(
+    backend: AttentionBackend,
+    part: LatentPart,
+    pages: LayerPages,
+    math: AttentionMath,
+    query: Tensor,
+    fresh: tuple[Tensor, Tensor],
+    column_sums: Tensor | None,
+) -> Tensor:
+    latent = math.latent if part.joined else None
+    math, query = folded(math, query) if part.joined else (math, query)
+    out = backend.attend(part.plan, pages, math, query, fresh, column_sums=column_sums)
+    return out if latent is None else latent.unfold(out)
+
+
+def folded(math: AttentionMath, query: Tensor) -> tuple[AttentionMath, Tensor]:
+    """Return operations and queries that are compared with joined keys; see `AttentionMath`."""
+    if math.latent is None or math.joined:
+        return math, query
+    return replace(math, joined=True), math.latent.fold(query)
